@@ -22,12 +22,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway.cluster import NoiseScale, fit_speed
-from headway.cluster.adaptive.useful import Limits, best_batch
-from headway.cluster.remedies import Batch, Noise
+from headway.cluster.adaptive.useful import BatchLimits, best_batch
+from headway.cluster.remedies import BatchParameters, NoiseParameters
 from headway.cluster.runtime.batch import batch
 from headway.cluster.runtime.noise import noise
 from headway.runtime.in_rank.remedy import Context
-from headway.runtime.pool import Pool
+from headway.runtime.pool import RankPool
 
 INITIAL, TRIED, SEEDS, DIM = 16, (1, 2, 4, 8, 16, 32), 3, 30
 FIXED_S, EXAMPLE_S = 0.012, 0.0009
@@ -49,7 +49,7 @@ def train(size: int, seed: int, phi: float, most_steps: int) -> dict[str, Any]:
     parameters = {
         "batch_size": size // world, "own_batch_size": INITIAL // world, "initial_batch": INITIAL, "noise_scale": phi,
     }  # fmt: skip
-    outcomes = [batch(Batch(**parameters), context), noise(Noise(), context)]
+    outcomes = [batch(BatchParameters(**parameters), context), noise(NoiseParameters(), context)]
     torch.manual_seed(seed)
     model = nn.Linear(DIM, 1, bias=False)
     nn.init.zeros_(model.weight)
@@ -78,7 +78,7 @@ def train(size: int, seed: int, phi: float, most_steps: int) -> dict[str, Any]:
     return {"seconds": sum(times_s), "step_s": statistics.median(times_s), "losses": losses, "samples": samples}
 
 
-def on(pool: Pool, world: int, *arguments: Any) -> list[dict[str, Any]]:
+def on(pool: RankPool, world: int, *arguments: Any) -> list[dict[str, Any]]:
     """Train on some ranks."""
     return pool.run(train, world, *arguments)
 
@@ -95,7 +95,7 @@ def noise_of(ranks: list[dict[str, Any]]) -> NoiseScale:
     return found
 
 
-def round_of(pool: Pool, world: int) -> dict[str, Any]:
+def round_of(pool: RankPool, world: int) -> dict[str, Any]:
     """Choose a batch, then try all of them."""
     first = on(pool, world, INITIAL, 0, 1.0, MOST_STEPS)
     probes = [on(pool, world, factor * INITIAL, 0, 1.0, PROBE_STEPS)[0] for factor in PROBED]
@@ -103,7 +103,7 @@ def round_of(pool: Pool, world: int) -> dict[str, Any]:
     phi, sizes = estimate.noise_scale or 1.0, np.array([INITIAL, *(factor * INITIAL for factor in PROBED)]) // world
     step_s = [first[0]["step_s"], *(probe["step_s"] for probe in probes)]
     speed = fit_speed(np.ones(len(sizes)), np.full(len(sizes), world), sizes, step_s, step_s)
-    limits = Limits(INITIAL, INITIAL * TRIED[-1], 1, INITIAL * TRIED[-1])
+    limits = BatchLimits(INITIAL, INITIAL * TRIED[-1], 1, INITIAL * TRIED[-1])
     best = best_batch(
         speed, limits, np.array([1]), np.array([world]), sqr=estimate.sqr, var=estimate.var, two_alone=False
     )
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--full", action="store_true", help="1, 2 and 4 ranks")
     full = parser.parse_args().full
     began = time.monotonic()
-    pool = Pool()
+    pool = RankPool()
     rows = [round_of(pool, world) for world in ((1, 2, 4) if full else (2,))]
     met = all(row["over_best"] <= 1.10 and row["equal"] for row in rows)
     result = {

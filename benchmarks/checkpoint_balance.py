@@ -17,7 +17,7 @@ from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from headway.checkpoint.reading.ownership import Held, shares
+from headway.checkpoint.reading.ownership import ReplicatedTensor, shares
 from headway.checkpoint.reading.reads import Shard, plan_reads
 from headway.storage.stored.boxes import cover_fault, whole
 from headway.storage.stored.manifest import Piece
@@ -61,7 +61,7 @@ def of_worst_fit(num_ranks: int) -> float:
 
 def of_ours(num_ranks: int) -> dict[str, Any]:
     """Return ours: unevenness of writing, chunks, time to plan, and what loading it together reads."""
-    tensors = [Held(name, shape, ITEM_BYTES) for name, shape in LLAMA_3_8B.items()]
+    tensors = [ReplicatedTensor(name, shape, ITEM_BYTES) for name, shape in LLAMA_3_8B.items()]
     begun = time.process_time()
     dealt = shares(tensors, num_ranks)
     plan_s = time.process_time() - begun

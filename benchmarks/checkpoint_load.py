@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from headway.runtime.pool import Pool
+from headway.runtime.pool import RankPool
 
 LAYERS, WIDTH, VOCABULARY = 12, 384, 8192
 ROUNDS = 9
@@ -112,7 +112,7 @@ def main() -> None:
     """Print one JSON line: the ratios of wall time and of CPU-seconds."""
     folder = Path(tempfile.mkdtemp(prefix="headway-load-"))
     try:
-        answers = Pool().run(job, 2, str(folder), 21 if "--full" in sys.argv else ROUNDS, timeout_s=240)
+        answers = RankPool().run(job, 2, str(folder), 21 if "--full" in sys.argv else ROUNDS, timeout_s=240)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     wall = {

@@ -15,7 +15,7 @@ import time
 import numpy as np
 
 from benchmarks.data.public import public
-from headway.comm.published import COSTS, Gradients, Setup, read_models, read_setups
+from headway.comm.published import COSTS, ModelGradients, PublishedSetup, read_models, read_setups
 from headway.comm.stages import stages
 from headway.comm.strategy_search import Pricing, search
 from headway.core.rng import stream
@@ -90,9 +90,9 @@ def published_case(rng: np.random.Generator) -> Pricing:
     """Draw 4 tensors and a setup under one of the published functions."""
     sizes, gaps = 2 ** rng.integers(8, 27, 4), rng.integers(0, 3000, 4)
     tensors = tuple((f"t{at}", int(size)) for at, size in enumerate(sizes))
-    setup = Setup("drawn", str(rng.choice(["randomk", "dgc", "onebit"])), *map(int, rng.integers(2, 9, 2)),
+    setup = PublishedSetup("drawn", str(rng.choice(["randomk", "dgc", "onebit"])), *map(int, rng.integers(2, 9, 2)),
                   str(rng.choice(["pcie", "nvlink"])), float(rng.uniform(0.01, 0.2)), two_level=True)  # fmt: skip
-    return COSTS[str(rng.choice(list(COSTS)))](Gradients(tensors, tuple(map(float, gaps))), setup)
+    return COSTS[str(rng.choice(list(COSTS)))](ModelGradients(tensors, tuple(map(float, gaps))), setup)
 
 
 def stages_case(rng: np.random.Generator) -> Pricing:

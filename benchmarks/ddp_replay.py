@@ -15,7 +15,7 @@ import _ddp_runs as runs
 import _link
 
 from headway.sim.ddp.ddp_replay import DdpReplay
-from headway.sim.whatif.edits import Scenario
+from headway.sim.whatif.edits import ResolvedEdits
 
 
 def measure(model: str, rate_mbit: float | None, steps: int, folder: Path) -> dict[str, float]:
@@ -26,7 +26,7 @@ def measure(model: str, rate_mbit: float | None, steps: int, folder: Path) -> di
     measured = statistics.mean(beside)
     each = [
         float(ns) / 1e9 / window.num_steps / seconds - 1
-        for ns, window, seconds in zip(replay.makespans_ns(Scenario()), replay.windows, beside, strict=True)
+        for ns, window, seconds in zip(replay.makespans_ns(ResolvedEdits()), replay.windows, beside, strict=True)
     ]
     return {
         "measured_s": measured,

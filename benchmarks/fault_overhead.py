@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from headway.fault.runtime import supervise
-from headway.fault.runtime.incidents import Progress
+from headway.fault.runtime.incidents import AttemptProgress
 from headway.runtime.launching.hang_watch import HangWatch
 from headway.runtime.launching.launch import launch
 from headway.runtime.launching.options import LaunchOptions
@@ -59,7 +59,12 @@ def timed(owner: type, name: str) -> None:
 
 def inside(seconds: float, folder: Path) -> int:
     """Be the launcher: run the job with the methods counted, and print what they took."""
-    for owner, name in ((supervise.JobSupervisor, "look"), (Progress, "add"), (HangWatch, "add"), (HangWatch, "look")):
+    for owner, name in (
+        (supervise.JobSupervisor, "look"),
+        (AttemptProgress, "add"),
+        (HangWatch, "add"),
+        (HangWatch, "look"),
+    ):
         timed(owner, name)
     (folder / "job.py").write_text(JOB)
     options = LaunchOptions(

@@ -16,29 +16,29 @@ from pathlib import Path
 import numpy as np
 
 from headway.storage.disks.afr import poisson_interval
-from headway.storage.disks.logs import Window, read_lifetimes, read_totals, windows
-from headway.storage.disks.placement import Placement, place, replay, saved
+from headway.storage.disks.logs import ObservationWindow, read_lifetimes, read_totals, windows
+from headway.storage.disks.placement import DiskPlacement, place, replay, saved
 from headway.storage.disks.plan import POLICIES
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "disks"
 DATES = ("2021-10", "2021-11", "2022-09", "2022-11")
 
 
-def exceeded(placed: list[Placement], later: dict[str, Window]) -> list[str]:
+def exceeded(placed: list[DiskPlacement], later: dict[str, ObservationWindow]) -> list[str]:
     """Return the models, moved off the default scheme, whose later AFR is more than their scheme tolerates."""
     moved = [found for found in placed if found.saving > 0 and found.model in later]
     afr = {found.model: 365 * later[found.model].failures / later[found.model].disk_days for found in moved}
     return [found.model for found in moved if afr[found.model] > found.tolerated]
 
 
-def beyond_doubt(names: list[str], placed: list[Placement], later: dict[str, Window]) -> list[str]:
+def beyond_doubt(names: list[str], placed: list[DiskPlacement], later: dict[str, ObservationWindow]) -> list[str]:
     """Return those of `names` whose later failures are surely more than their scheme tolerates."""
     tolerated = {found.model: found.tolerated for found in placed}
     ends = {name: poisson_interval(later[name].failures, later[name].disk_days)[0] for name in names}
     return [name for name in names if ends[name] > tolerated[name]]
 
 
-def over_all_windows(spans: list[list[Window]]) -> dict[str, int]:
+def over_all_windows(spans: list[list[ObservationWindow]]) -> dict[str, int]:
     """Return, over all windows but the first, how many models were moved, exceeded what they may, and beyond doubt."""
     counts = {"windows": 0, "moved": 0, "exceeded": 0, "beyond_doubt": 0}
     for number in range(1, len(spans)):
@@ -52,7 +52,7 @@ def over_all_windows(spans: list[list[Window]]) -> dict[str, int]:
     return counts
 
 
-def plainly(placed: list[Placement]) -> list[Placement]:
+def plainly(placed: list[DiskPlacement]) -> list[DiskPlacement]:
     """Return the schemes that the plain estimates of the same models would give."""
     policy = POLICIES["pacemaker"]
     found = []

@@ -12,7 +12,7 @@ import json
 import sys
 import time
 
-from headway.storage.disks.fleet import Fleet
+from headway.storage.disks.fleet import DiskFleet
 from headway.storage.disks.made import MIXES, made
 from headway.storage.disks.sim import SimResult
 
@@ -22,7 +22,7 @@ DAYS, POLICIES = 1095, ("pacemaker", "instant", "reactive")
 def lived(name: str, seed: int) -> dict[str, SimResult]:
     """Return what a fleet went through under each policy, on the same failures."""
     clusters = made(name, seed=seed)
-    results = {policy: Fleet(policy).simulate(clusters, DAYS, seed=seed) for policy in POLICIES}
+    results = {policy: DiskFleet(policy).simulate(clusters, DAYS, seed=seed) for policy in POLICIES}
     assert len({result.disk_days for result in results.values()}) == 1, "the policies met different failures"
     return results
 

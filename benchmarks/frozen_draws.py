@@ -31,7 +31,7 @@ import torch.utils.data
 from headway import data
 from headway.core.errors import InputError
 from headway.data.caches.scrutiny import unseen
-from headway.data.runtime.caching.cache import ExampleCaches, Shelf, Stored
+from headway.data.runtime.caching.cache import CachedDataset, ExampleCaches, Shelf
 from headway.data.runtime.caching.cached_examples import CachedExamples
 from headway.data.serving.server import DataServer
 
@@ -177,7 +177,7 @@ def found_after(share: float, seed: int) -> int:
             return float(int.from_bytes(os.urandom(4), "little")) if hidden[k] else float(k)
 
     dataset = Hidden()
-    stored = Stored.empty(dataset, 1000, 1 << 20)
+    stored = CachedDataset.empty(dataset, 1000, 1 << 20)
     view = CachedExamples(dataset, Shelf(stored.arena), stored.scrutiny)
     for k in range(1000):
         view[k]
@@ -191,7 +191,7 @@ def found_after(share: float, seed: int) -> int:
 def costs() -> dict[str, float]:
     """Return CPU us per example read and found, with and without looks at the generators, of 4 kB each."""
     rows = [torch.full((512,), k) for k in range(2000)]
-    stored = Stored.empty(rows, len(rows), 1 << 26)
+    stored = CachedDataset.empty(rows, len(rows), 1 << 26)
     view = CachedExamples(rows, Shelf(stored.arena), stored.scrutiny)
 
     def per_example(read: Callable[[int], Any]) -> float:

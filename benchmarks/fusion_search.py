@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from _one_f_one_b import cpu_seconds
 
-from headway.cost.specs import Link, shipped
+from headway.cost.specs import LinkSpec, shipped
 from headway.plan.optimiser import SAFE, optimise
 from headway.plan.step_search import Scorer
 from headway.sim.graph.hops import Network
@@ -28,7 +28,7 @@ from headway.sim.graph.replay import replay
 from headway.sim.training.layer_profiles import PROFILES
 from headway.sim.training.moves import MOVES, default_buckets, with_buckets
 from headway.sim.training.step_dag import expand_step
-from headway.sim.training.training_step import BACKWARD, Block, Profile, TrainingStep
+from headway.sim.training.training_step import BACKWARD, Block, StepProfile, TrainingStep
 
 RANKS, LATENCY_S, DEVICE = 32, 10e-6, "V100-SXM2-16GB"
 BATCH = {"mlp": 1024, "resnet18": 32, "resnet50": 32, "vgg16": 32, "bert_large": 8, "gpt_small": 4}
@@ -36,21 +36,21 @@ RATIOS = (0.5, 1.0)
 GAIN, GAP, CPU_S = 0.10, 0.03, 5.0
 
 
-def random_profile(seed: int, layers: int) -> Profile:
+def random_profile(seed: int, layers: int) -> StepProfile:
     """Return a network whose layers differ by three decades in size and, independently, by one in time."""
     rng = np.random.default_rng(seed)
     size = 10 ** rng.uniform(4, 7, layers)
     size *= 80e6 / size.sum()
     forward = 10 ** rng.uniform(-4, -3, layers) * 1e9
     rows = zip(size.astype(int).tolist(), forward.astype(int).tolist(), strict=True)
-    return Profile.of([Block((t,), (2 * t,), (max(4, n),)) for n, t in rows], update_ns=200_000)
+    return StepProfile.of([Block((t,), (2 * t,), (max(4, n),)) for n, t in rows], update_ns=200_000)
 
 
-def on_ring(profile: Profile, ratio: float) -> TrainingStep:
+def on_ring(profile: StepProfile, ratio: float) -> TrainingStep:
     """Return the step on links so fast that all bytes take `ratio` x backward."""
     backward_s = profile.duration_ns[profile.kind == BACKWARD].sum() / 1e9
     volume = 2 * (RANKS - 1) / RANKS * float(profile.tensor_bytes.sum())
-    link = Link("modelled", bytes_per_s=volume / (ratio * backward_s), latency_s=LATENCY_S, source="assumed")
+    link = LinkSpec("modelled", bytes_per_s=volume / (ratio * backward_s), latency_s=LATENCY_S, source="assumed")
     return TrainingStep.of(profile, Network("ring", RANKS, link))
 
 
@@ -93,8 +93,8 @@ def exhaustive_gap(seed: int, ratio: float) -> float:
 
 def large(ranks: int = 1024) -> tuple[int, float, float]:
     """Expand one all-reduce of 25 MB over 1,024 ranks; return (operations, CPU seconds to compile, to replay)."""
-    network = Network("ring", ranks, Link("modelled", 12.5e9, 5e-6, "assumed"))
-    step = TrainingStep.of(Profile.of([Block((1_000_000,), (2_000_000,), (25_000_000,))]), network)
+    network = Network("ring", ranks, LinkSpec("modelled", 12.5e9, 5e-6, "assumed"))
+    step = TrainingStep.of(StepProfile.of([Block((1_000_000,), (2_000_000,), (25_000_000,))]), network)
     build_s, whole = cpu_seconds(lambda: expand_step(step))
     replay_s, makespan = cpu_seconds(lambda: replay(whole.dag, whole.duration_ns).makespan_ns)
     assert makespan == 3_000_000 + int(network.sync_ns(25_000_000)), "the ring differs from its closed form"

@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.data.public import latencies
 from headway.core.rng import stream
 from headway.cost.learned.latency_table import LatencyTable
-from headway.cost.learned.predictors import Transfer, kernel, mape, one_hot, rehearse, ridge, standardised, tree
+from headway.cost.learned.predictors import TransferTask, kernel, mape, one_hot, rehearse, ridge, standardised, tree
 from headway.cost.learned.selection import SELECTIONS
 from headway.cost.runtime.network import Trained
 
@@ -38,7 +38,7 @@ def main() -> int:
     rows, ratios, by_selection = [], {}, {}
     slow, leaves = {}, found.ops.shape[1]
     if "--full" in sys.argv:
-        trained = Trained(Transfer(source_s, features, np.arange(2), source_s[0, :2], SEED, leaves))
+        trained = Trained(TransferTask(source_s, features, np.arange(2), source_s[0, :2], SEED, leaves))
         slow["network"] = trained.seconds
         if importlib.util.find_spec("sklearn") is not None:
             slow["tree"] = tree
@@ -54,7 +54,7 @@ def main() -> int:
             for draw in range(draws):
                 for selection, choose in SELECTIONS.items():
                     chosen = choose(points, size, stream(SEED, target, size, draw))
-                    task = Transfer(source_s, features, chosen, target_s[chosen], num_leaves=leaves)
+                    task = TransferTask(source_s, features, chosen, target_s[chosen], num_leaves=leaves)
                     if selection == "clusters":
                         for name in ("kernel", "ridge"):
                             errors[f"{name}_clusters"].append(mape(predictors[name](task), target_s, chosen))

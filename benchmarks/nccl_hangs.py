@@ -12,7 +12,7 @@ import json
 import sys
 from collections import Counter
 
-from headway.ledger.jobs.hang import Verdict, localise
+from headway.ledger.jobs.hang import HangVerdict, localise
 from headway.ledger.jobs.hang_reports import of_dumps
 from headway.trace.events.trace import concat
 from headway.trace.readers import flight
@@ -21,13 +21,13 @@ from tests.hung_nccl import HungDevices, hung_devices
 HANGS, CLAIM = 200, 0.95
 
 
-def verdict_of(job: HungDevices) -> Verdict:
+def verdict_of(job: HungDevices) -> HangVerdict:
     """Return what the dumps of a job tell."""
     found = of_dumps(concat([flight.parse(dump, f"rank_{rank}") for rank, dump in job.dumps.items()]))
     return localise(found.reports, found.mesh, groups=found.groups)
 
 
-def named_by(verdict: Verdict) -> set[int]:
+def named_by(verdict: HangVerdict) -> set[int]:
     """Return the ranks that others wait for."""
     return {rank for one in verdict.origins if one.reason != "stuck" and one.num_waiting for rank in one.ranks}
 

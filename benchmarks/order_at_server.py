@@ -16,8 +16,8 @@ from collections import Counter
 import numpy as np
 
 from headway.data.serving.batches import Ended
-from headway.data.serving.jobs import Terms
-from headway.data.serving.service import Service
+from headway.data.serving.jobs import JobTerms
+from headway.data.serving.service import PreparationScheduler
 from headway.data.serving.stock import ServiceOptions
 from headway.sim.graph.process import Process
 
@@ -36,14 +36,14 @@ class World:
         self.taken: dict[str, list[Counter]] = {}
         self.tensors: dict[str, Counter] = {}
 
-    def serve(self, jobs: list[str], threads: int, *, random: bool, **options) -> Service:
+    def serve(self, jobs: list[str], threads: int, *, random: bool, **options) -> PreparationScheduler:
         """Start a service with its threads and jobs."""
         form = "augmented" if random else "decoded"
-        service = Service(
+        service = PreparationScheduler(
             NUM, fingerprint="numbers", forms=(form,), seed=len(self.taken), options=ServiceOptions(**options)
         )
         for job in jobs:
-            service.join(job, fingerprint="numbers", terms=Terms(BATCH))
+            service.join(job, fingerprint="numbers", terms=JobTerms(BATCH))
             service.attach(job, 0)
             service.begin(job, 0, epoch=0)
             self.taken[job], self.tensors[job] = [Counter() for _ in range(EPOCHS)], Counter()
@@ -52,7 +52,7 @@ class World:
             self.process.after(0.0, self.prepare, service, form)
         return service
 
-    def prepare(self, service: Service, form: str) -> None:
+    def prepare(self, service: PreparationScheduler, form: str) -> None:
         """One turn of a thread."""
         work = service.next_work()
         if work is None:
@@ -65,12 +65,12 @@ class World:
         payload = work.draw.to_bytes(8, "little") + work.item.to_bytes(EXAMPLE_BYTES - 8, "little")
         self.process.after(ready - self.process.now_s + PREP_S, self.finish, service, work, form, payload)
 
-    def finish(self, service: Service, work, form: str, payload: bytes) -> None:
+    def finish(self, service: PreparationScheduler, work, form: str, payload: bytes) -> None:
         """The example is made."""
         service.done(work, {form: payload})
         self.prepare(service, form)
 
-    def take(self, service: Service, job: str) -> None:
+    def take(self, service: PreparationScheduler, job: str) -> None:
         """One turn of a training loop."""
         found = service.take(job, 0)
         if found is None:
@@ -86,7 +86,7 @@ class World:
             self.tensors[job].update(bytes(payload)[:8] for payload in found.payloads)
             self.process.after(STEP_S * (0.5 + self.rng.random()), self.take, service, job)
 
-    def run(self, *services: Service, random: bool) -> dict[str, float]:
+    def run(self, *services: PreparationScheduler, random: bool) -> dict[str, float]:
         """Run to the end; return reads per epoch of all jobs together, per item, and the makespan."""
         self.process.run()
         everything = Counter(range(NUM))

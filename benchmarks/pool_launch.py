@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from headway.runtime.pool import Pool
+from headway.runtime.pool import RankPool
 
 ROUNDS = 3
 
@@ -54,7 +54,7 @@ def by_spawn() -> list[list[float]]:
 def main() -> None:
     """Run interleaved rounds and print one JSON line."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    pool = Pool()
+    pool = RankPool()
     pool.run(gradient, 2)  # the first call starts the server
     pairs = []
     for _ in range(ROUNDS):

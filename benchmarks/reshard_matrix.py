@@ -15,13 +15,13 @@ import tempfile
 import zlib
 from typing import Any
 
-from headway.runtime.pool import Pool
+from headway.runtime.pool import RankPool
 from tests.reshard_cases import LAYOUTS, run_matrix
 
 
 def main() -> None:
     """Print one JSON line; names of what came back wrong go to stderr."""
-    is_full, pool = "--full" in sys.argv, Pool()
+    is_full, pool = "--full" in sys.argv, RankPool()
 
     def on_ranks(function: Any, world: int, *args: Any) -> list[Any]:
         return pool.run(function, world, *args, timeout_s=1800)

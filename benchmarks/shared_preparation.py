@@ -24,7 +24,7 @@ from pathlib import Path
 from peers.env import python_of
 
 from headway.core.wire.channel import connect
-from headway.data.serving.messages import FROM_SERVER, Ask
+from headway.data.serving.messages import FROM_SERVER, StatusRequest
 from headway.data.source import SyntheticJpeg
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,7 +99,7 @@ def with_server(jobs: list[Process], order: dict) -> tuple[float, dict]:
     answers = [job.answer() for job in jobs]
     once(answers, order["count"])
     channel = connect(path, types=FROM_SERVER)
-    channel.send(Ask())
+    channel.send(StatusRequest())
     facts = channel.receive(10.0)[0].facts
     spent = process_cpu_s(facts["pid"])
     os.kill(facts["pid"], signal.SIGTERM)

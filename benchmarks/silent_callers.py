@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 
 from benchmarks.worker_kills import expected, free_port, prepared
-from headway.data.fleet.reader import Reader
-from headway.data.fleet.splits import Pass
-from headway.data.fleet.supervisor import Settings, forked, start
+from headway.data.fleet.reader import FleetReader
+from headway.data.fleet.splits import FleetPass
+from headway.data.fleet.supervisor import FleetSettings, forked, start
 from headway.data.serving.memory.packing import unpack
 
 CALLERS = 1000
@@ -54,12 +54,12 @@ def keep_silent(port: int) -> None:
 
 def one_pass(num_items: int, *, strangers: bool) -> tuple[float, float]:
     """Return how long a pass took in seconds, and the CPU seconds of the strangers."""
-    port, work = free_port(), Pass(num_items, batch_size=4, seed=3)
+    port, work = free_port(), FleetPass(num_items, batch_size=4, seed=3)
     with tempfile.TemporaryDirectory(prefix="hw-") as folder:
         tcp = {"host": "127.0.0.1", "port": port, "token": "a secret"}
-        settings = Settings(Path(folder), work.num_items, num_workers=2, least_workers=2, most_workers=2, **tcp)
+        settings = FleetSettings(Path(folder), work.num_items, num_workers=2, least_workers=2, most_workers=2, **tcp)
         pid, fleet = start(prepared(ITEM_S), settings)
-        reader = Reader(settings.address, work, token="a secret", patience_s=60.0)
+        reader = FleetReader(settings.address, work, token="a secret", patience_s=60.0)
         rows = [*unpack(next(reader).body)["rows"].tolist()]  # the fleet is up
         stranger = forked(lambda: keep_silent(port)) if strangers else 0
         begun_s, spent_s = time.monotonic(), 0.0

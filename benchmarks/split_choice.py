@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from headway.data.runtime.examples import ops
-from headway.data.serving.batches import Ended, Spent
-from headway.data.serving.jobs import Terms
-from headway.data.serving.service import Service
+from headway.data.serving.batches import Ended, PreparationTime
+from headway.data.serving.jobs import JobTerms
+from headway.data.serving.service import PreparationScheduler
 from headway.data.serving.stock import ServiceOptions
 from headway.data.source import SyntheticJpeg, Throttled
 
@@ -56,7 +56,7 @@ class Epoch:
 class Threads:
     """Plain threads that prepare what a service asks for."""
 
-    def __init__(self, service: Service, source: Throttled) -> None:
+    def __init__(self, service: PreparationScheduler, source: Throttled) -> None:
         self.service, self.source, self.closed = service, source, False
         self.costs: Costs = {}
         self.threads = [threading.Thread(target=self.run, daemon=True) for _ in range(THREADS)]
@@ -90,7 +90,7 @@ class Threads:
         if "decoded" in work.keep:
             forms["decoded"] = pixels.tobytes()
         read = len(encoded) if work.start is None else 0
-        self.service.done(work, forms, Spent(start, end, decoded - read_cpu, done - decoded, read))
+        self.service.done(work, forms, PreparationTime(start, end, decoded - read_cpu, done - decoded, read))
 
     def close(self) -> None:
         """Stop."""
@@ -100,15 +100,15 @@ class Threads:
             thread.join()
 
 
-def epochs(bytes_per_s: float, split, costs: Costs, count: int = 2) -> tuple[Epoch, Service]:
+def epochs(bytes_per_s: float, split, costs: Costs, count: int = 2) -> tuple[Epoch, PreparationScheduler]:
     """Run one job for some epochs, each item once in each; return the last one, and the service."""
     source = Throttled(SOURCE, bytes_per_s)
-    service = Service(
+    service = PreparationScheduler(
         NUM, fingerprint="jpegs", forms=FORMS, seed=SEED,
         options=ServiceOptions(order="shared", cache_bytes=CACHE_BYTES, split=split, num_threads=1),
     )  # fmt: skip
     threads = Threads(service, source)
-    service.join("job", fingerprint="jpegs", terms=Terms(batch_size=8))
+    service.join("job", fingerprint="jpegs", terms=JobTerms(batch_size=8))
     service.attach("job", 0)
     for epoch in range(count):
         before, bytes_read = service.status()["prepared"], source.bytes_read

@@ -25,9 +25,9 @@ import psutil
 from headway.core.files.whole_file import whole_file
 from headway.core.rng import stream
 from headway.data.fleet.keeper import Keeper
-from headway.data.fleet.reader import Reader
-from headway.data.fleet.splits import BatchKeys, Pass
-from headway.data.fleet.supervisor import Settings, forked
+from headway.data.fleet.reader import FleetReader
+from headway.data.fleet.splits import BatchKeys, FleetPass
+from headway.data.fleet.supervisor import FleetSettings, forked
 from headway.data.serving.memory.packing import unpack
 
 LIMIT_S = 60.0
@@ -54,7 +54,7 @@ def prepared(item_s: float) -> Callable[[BatchKeys], dict[str, np.ndarray]]:
     return make
 
 
-def train(address: str, token: str, passes: list[Pass], rank: int, every: int, checkpoint: Path) -> None:
+def train(address: str, token: str, passes: list[FleetPass], rank: int, every: int, checkpoint: Path) -> None:
     """Be one rank: read the passes, and write a checkpoint every few batches; go on from the one that is there."""
     state = {"epoch": 0, "taken": 0, "rows": []}
     if checkpoint.exists():
@@ -65,7 +65,9 @@ def train(address: str, token: str, passes: list[Pass], rank: int, every: int, c
             draft.write_bytes(msgspec.json.encode(state))
 
     while state["epoch"] < len(passes):
-        reader = Reader(address, passes[state["epoch"]], rank, taken=state["taken"], token=token, patience_s=LIMIT_S)
+        reader = FleetReader(
+            address, passes[state["epoch"]], rank, taken=state["taken"], token=token, patience_s=LIMIT_S
+        )
         for delivered in reader:
             state["rows"] += unpack(delivered.body)["rows"].tolist()
             state["taken"] += 1
@@ -75,7 +77,7 @@ def train(address: str, token: str, passes: list[Pass], rank: int, every: int, c
         save()
 
 
-def expected(passes: list[Pass], rank: int) -> list[list[int]]:
+def expected(passes: list[FleetPass], rank: int) -> list[list[int]]:
     """Return the rows that a rank is to get."""
     keys = [work.keys(batch, rank) for work in passes for batch in range(work.num_batches(rank))]
     return [[item, seed] for key in keys for item, seed in zip(key.items, key.item_seeds(), strict=True)]
@@ -94,7 +96,7 @@ def play(seed: int) -> Outcome:
     size = {"batch_size": int(rng.integers(1, 9)), "world_size": world, "seed": seed}
     num_items = int(rng.integers(100, 500))
     tail = str(rng.choice(["short", "pad", "drop"]))
-    passes = [Pass(num_items, **size, tail=tail, epoch=epoch) for epoch in range(int(rng.integers(1, 3)))]
+    passes = [FleetPass(num_items, **size, tail=tail, epoch=epoch) for epoch in range(int(rng.integers(1, 3)))]
     tcp = {"host": "127.0.0.1", "port": free_port(), "token": f"{seed}"} if rng.random() < 0.2 else {}
     every, item_s = int(rng.integers(1, 5)), float(rng.uniform(0.001, 0.004))
     # Kills fall into the time that the undisturbed run takes, about: they are what makes it longer.
@@ -104,7 +106,7 @@ def play(seed: int) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="hw-") as name:
         folder = Path(name)
         options = {"split_batches": int(rng.integers(1, 7)), "lease_s": LEASE_S, "patience_s": LIMIT_S, **tcp}
-        settings = Settings(folder, num_items, num_workers=workers, most_workers=workers, **options)
+        settings = FleetSettings(folder, num_items, num_workers=workers, most_workers=workers, **options)
         keeper = Keeper(prepared(item_s), settings)
         trainers: dict[int, int] = {}
 

@@ -6,10 +6,10 @@ from collections import Counter
 
 import numpy as np
 
-from headway.data.serving.batches import Ended, Spent
-from headway.data.serving.jobs import Terms
-from headway.data.serving.progress import Progress
-from headway.data.serving.service import Service
+from headway.data.serving.batches import Ended, PreparationTime
+from headway.data.serving.jobs import JobTerms
+from headway.data.serving.progress import JobProgress
+from headway.data.serving.service import PreparationScheduler
 from headway.data.serving.stock import ServiceOptions
 
 PRINT = "numbers"
@@ -17,7 +17,9 @@ PRINT = "numbers"
 
 def served(size=40, forms=("decoded",), order="shared", seed=0, **more):
     """A service over numbers."""
-    return Service(size, fingerprint=PRINT, forms=forms, seed=seed, options=ServiceOptions(order=order, **more))
+    return PreparationScheduler(
+        size, fingerprint=PRINT, forms=forms, seed=seed, options=ServiceOptions(order=order, **more)
+    )
 
 
 def payload(work):
@@ -34,7 +36,7 @@ def work_off(service, most=None, spent=None):
     count = 0
     while (most is None or count < most) and (work := service.next_work()) is not None:
         forms = {form: payload(work) for form in (*work.keep, service.forms[-1])}
-        service.done(work, forms, Spent() if spent is None else spent)
+        service.done(work, forms, PreparationTime() if spent is None else spent)
         count += 1
     return count
 
@@ -44,8 +46,8 @@ class Client:
 
     def __init__(self, name, items, *, batch_size=2, world_size=1, shuffle=True, tail="short", states=None):
         self.name, self.items = name, items
-        self.terms = Terms(batch_size=batch_size, world_size=world_size, shuffle=shuffle, tail=tail)
-        self.progress = [Progress(items, global_batch=self.terms.global_batch, tail=tail) for _ in range(world_size)]
+        self.terms = JobTerms(batch_size=batch_size, world_size=world_size, shuffle=shuffle, tail=tail)
+        self.progress = [JobProgress(items, global_batch=self.terms.global_batch, tail=tail) for _ in range(world_size)]
         for progress in self.progress if states else ():
             progress.load_state_dict(states)
         self.ended = [False] * world_size

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headway.sim.ddp.ddp_window import Window, joined
+from headway.sim.ddp.ddp_window import StepWindow, joined
 from headway.trace.events.trace import Trace, concat
 from headway.trace.events.vocabulary import KIND
 from headway.trace.profiler.kineto_names import FORWARD
@@ -78,7 +78,7 @@ class Played:
     step_s: float
     """Seconds of a step."""
 
-    window: Window
+    window: StepWindow
     """As the profiler and the Flight Recorder saw it."""
 
 
@@ -167,7 +167,7 @@ def play(job: Job, *, origin_ns: int = 10**15) -> Played:
         seqs, sizes = ([pair[k] for pair in numbers[rank]] for k in (0, 1))
         columns = {"group": [0] * len(seqs), "seq": seqs, "bytes": sizes}
         parts.append(joined(kineto[rank].trace(), flight[rank].trace(**columns), rank))
-    return Played((max(at) - origin_ns) / 1e9 / job.steps, Window(concat(parts), job.steps))
+    return Played((max(at) - origin_ns) / 1e9 / job.steps, StepWindow(concat(parts), job.steps))
 
 
 def _compute(job: Job, rows: _Rows, at: list[float], rank: int, step: int, buckets: list[list[int]]) -> list[int]:
@@ -274,7 +274,9 @@ def play_on_devices(job: Job, *, origin_ns: int = 10**15) -> Played:
             for name, value in zip(columns, (0 if number >= 0 else -1, number, size), strict=True):
                 columns[name].append(value)
         parts.append(joined(one.rows.trace(lanes=DEVICE_LANES, **columns), None, rank))
-    return Played((max(one.device for one in ranks) - origin_ns) / 1e9 / job.steps, Window(concat(parts), job.steps))
+    return Played(
+        (max(one.device for one in ranks) - origin_ns) / 1e9 / job.steps, StepWindow(concat(parts), job.steps)
+    )
 
 
 def _launch_step(job: Job, one: _Launches, lag: float, step: int, buckets: list[list[int]]) -> list[tuple[float, int]]:

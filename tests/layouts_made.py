@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from headway.checkpoint.agents.messages import Hello, Layout, Persist, Value
+from headway.checkpoint.agents.messages import Hello, Layout, Persist, SavedObject
 from headway.checkpoint.agents.saving import persist_rank
 from headway.checkpoint.runtime.images.image import Image, Part, pickled, plan
 from headway.checkpoint.runtime.images.shards import Holders, pieces
-from headway.core.wire.pace import Pace
+from headway.core.wire.pace import RateLimiter
 from headway.storage.commits.commit import commit
 from headway.storage.commits.draft import Draft
 
@@ -39,10 +39,12 @@ def write_part(
     for slot, shard in zip(image.slots, own, strict=True):
         slot.copy_(shard.tensor)
     offsets = image.place(list(values.values())) or []
-    placed = [Value(name, at, len(value), any_world) for (name, value), at in zip(values.items(), offsets, strict=True)]
+    placed = [
+        SavedObject(name, at, len(value), any_world) for (name, value), at in zip(values.items(), offsets, strict=True)
+    ]
     hello = Hello(str(root), "a", rank, world_size)
     save = Persist(step, "a", 0, image.num_bytes, 0, tuple(placed))
-    draft, _ = persist_rank(hello, Layout(laid.slots, more, mine.paths), save, image.memory, Pace())
+    draft, _ = persist_rank(hello, Layout(laid.slots, more, mine.paths), save, image.memory, RateLimiter())
     image.close()
     return draft
 

@@ -10,7 +10,7 @@ from headway.data import remedies as data
 from headway.data.runtime.guard.decisions import Budget
 from headway.fault import remedies as fault
 from headway.runtime.calls.patches import replace_attribute
-from headway.runtime.in_rank.remedy import Refused
+from headway.runtime.in_rank.remedy import RefusedRemedy
 
 BY_FUNCTION = {record.apply: record for record in [*RECORDS.values(), *data.MEASUREMENTS, *data.CHECKS, *fault.DRILL]}
 """'module:function' -> the record of the remedy that it applies."""
@@ -41,7 +41,7 @@ class TestContext:
         return function
 
     def fail(self, name, reason):
-        self.outcomes.append(Refused(name, reason))
+        self.outcomes.append(RefusedRemedy(name, reason))
 
     def note(self, outcome):
         self.outcomes.append(outcome)
@@ -52,7 +52,7 @@ def apply(remedy, parameters, context):
     record = BY_FUNCTION[f"{remedy.__module__}:{remedy.__qualname__}"]
     read = record.read(parameters)
     if record.allow not in (None, context.allow):
-        return Refused(record.name, record.asks)
+        return RefusedRemedy(record.name, record.asks)
     return remedy(read, context)
 
 

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from headway.runtime.pool import Pool
+from headway.runtime.pool import RankPool
 
 MAX_RANKS = 4
 
 
 @lru_cache(maxsize=1)
-def pool() -> Pool:
+def pool() -> RankPool:
     """Return the session's pool; its fork server starts at the first call."""
-    return Pool()
+    return RankPool()
 
 
 def on_ranks(function: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:

@@ -6,13 +6,13 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from headway.cost.specs import Link
+from headway.cost.specs import LinkSpec
 from headway.sim.graph.hops import Network
 from headway.sim.training.moves import fuse_ops, fusible
-from headway.sim.training.training_step import Block, Profile, TrainingStep
+from headway.sim.training.training_step import Block, StepProfile, TrainingStep
 
-WIRE = Link("wire", bytes_per_s=1e9, latency_s=1e-6, source="made up")
-FASTER = Link("faster", bytes_per_s=3e9, latency_s=2e-6, source="made up")
+WIRE = LinkSpec("wire", bytes_per_s=1e9, latency_s=1e-6, source="made up")
+FASTER = LinkSpec("faster", bytes_per_s=3e9, latency_s=2e-6, source="made up")
 
 few = settings(max_examples=30)
 """A step takes long to draw: fewer examples than the profile's hundred."""
@@ -49,9 +49,9 @@ def blocks(draw: st.DrawFn) -> Block:
 
 
 @st.composite
-def profiles(draw: st.DrawFn) -> Profile:
+def profiles(draw: st.DrawFn) -> StepProfile:
     """One to five blocks."""
-    return Profile.of(
+    return StepProfile.of(
         draw(st.lists(blocks(), min_size=1, max_size=5)),
         update_ns=draw(times),
         output_ns=draw(times),

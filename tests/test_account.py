@@ -15,7 +15,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from headway.data import DataLoader as OwnLoader
 from headway.data.runtime.examples import account
-from headway.data.runtime.examples.account import Clocks
+from headway.data.runtime.examples.account import ThreadClocks
 from headway.ledger.answers.ledger import Ledger
 from headway.sim.recorded.recording import Recording
 from headway.trace.recording.assemble import trace_of_rings
@@ -28,8 +28,8 @@ instants = st.tuples(*[st.integers(0, 10**9)] * 3)
 
 @given(instants, instants, st.booleans())
 def test_the_three_parts_of_a_threads_time_partition_it(first, more, told):
-    before = Clocks(*first[:2], first[2] if told else -1)
-    after = Clocks(*(a + b for a, b in zip(first[:2], more[:2], strict=True)), first[2] + more[2])
+    before = ThreadClocks(*first[:2], first[2] if told else -1)
+    after = ThreadClocks(*(a + b for a, b in zip(first[:2], more[:2], strict=True)), first[2] + more[2])
     spent = before.until(after)
 
     assert spent.fetch_ns + spent.prep_ns + spent.cpu_wait_ns == more[0]
@@ -56,7 +56,7 @@ class Threaded(_SingleProcessDataLoaderIter):
         first = account.clocks()
         with ThreadPoolExecutor(2) as pool:
             parts = list(pool.map(self._some, (index[::2], index[1::2])))
-        spent = sum((spent for _, spent in parts), account.Spent())
+        spent = sum((spent for _, spent in parts), account.ThreadTime())
         account.loaded(
             first.wall_ns, account.clocks().wall_ns, batch=self._num_yielded, items=len(index), workers=2,
             fetch_ns=spent.fetch_ns, prep_ns=spent.prep_ns, cpu_wait_ns=spent.cpu_wait_ns, bytes=64,

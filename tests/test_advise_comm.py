@@ -15,7 +15,7 @@ from headway.plan.setup import Setup
 from headway.runtime.recorder.ddp_facts import facts_of
 from headway.sim.ddp.ddp_buckets import limits
 from headway.sim.ddp.ddp_replay import DdpReplay
-from headway.sim.ddp.ddp_window import Window
+from headway.sim.ddp.ddp_window import StepWindow
 from headway.sim.recorded.program import Program
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace, concat
@@ -70,7 +70,7 @@ def test_one_rank_has_no_collective() -> None:
 # What DDP does around the sums
 
 
-def with_windows(job: Job, window: Window | None = None, **facts: Any) -> dict[str, Proposal | Refusal]:
+def with_windows(job: Job, window: StepWindow | None = None, **facts: Any) -> dict[str, Proposal | Refusal]:
     """Return what is proposed for a made run whose deep windows are those of `job`, and whose DDP noted `facts`."""
     made = RunMaker(ranks=2, steps=60, cores=8, comm_ns=5 * MS).make()
     deep = DdpReplay.from_windows([window or play(job).window], models=[job.model() | facts], cores=8)
@@ -155,7 +155,7 @@ def test_without_windows_of_devices_buckets_are_refused_with_the_reason() -> Non
 SEARCHED = {"find_unused_parameters": True, "static_graph": False, "can_set_static_graph": True}
 
 
-def searching(job: Job) -> Window:
+def searching(job: Job) -> StepWindow:
     """Return the job's window with its last layer named as the search for unused parameters."""
     window = play(job).window
     names = tuple(SEARCH if name == "layer.3" else name for name in window.trace.names)
@@ -226,7 +226,7 @@ def test_ddp_itself_says_whether_its_graph_is_static(changing: bool) -> None:
     assert found[-1] is not changing
 
 
-def with_sum_of_used(job: Job) -> Window:
+def with_sum_of_used(job: Job) -> StepWindow:
     """Return the job's window with one collective more per rank: the last gradient queues the used parameters."""
     window = play(job).window
     parts = [window.trace]

@@ -34,7 +34,7 @@ from headway.core.errors import InputError
 from headway.core.files.private import runtime_directory
 from headway.core.machine.arena import shared_memory
 from headway.core.wire.channel import Listener, connect, pair
-from headway.core.wire.pace import Pace
+from headway.core.wire.pace import RateLimiter
 from headway.storage.commits.commit import committed
 
 SIZE = 1 << 20
@@ -193,7 +193,7 @@ def test_what_killed_agents_left_goes_in_time_and_an_agent_that_lives_on_stays(t
 
 def test_a_successor_that_is_gone_before_its_answer_leaves_room_for_the_next(tmp_path):
     ours, theirs = pair(types=FROM_CALLER)
-    agent, path = agents.Agent(theirs, pace=Pace()), tmp_path / "s"
+    agent, path = agents.Agent(theirs, pace=RateLimiter()), tmp_path / "s"
     agent._listener = Listener(path, types=FROM_CALLER)
     for _ in range(3):
         caller = connect(path, types=FROM_AGENT)

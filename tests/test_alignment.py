@@ -17,7 +17,7 @@ from headway.ledger.operations.clock_offsets import meetings_of
 from headway.sim.traced.observed import observe
 from headway.trace.events.trace import Trace, concat
 from headway.trace.events.vocabulary import KIND
-from headway.trace.generated.synthetic import Job, generate
+from headway.trace.generated.synthetic import SyntheticJob, generate
 from headway.trace.sync.alignment import align
 from headway.trace.sync.causality import violations
 from headway.trace.sync.clocks import common_ns, is_mapped, on_common_clock
@@ -260,7 +260,7 @@ def test_profiler_files_of_several_ranks_are_aligned(tmp_path):
 
 
 def test_an_operation_trace_is_aligned_by_its_own_dependencies():
-    made = generate(Job(dp=2, pp=2, num_microbatches=4, num_steps=3), seed=2).trace
+    made = generate(SyntheticJob(dp=2, pp=2, num_microbatches=4, num_steps=3), seed=2).trace
     shift = np.array([0, 3, -2, 1]) * S
     moved = replace(made, events={**made.events, "start_ns": made.events["start_ns"] + shift[made.events["rank"]]})
     found = align(moved, None, meetings=meetings_of(moved))

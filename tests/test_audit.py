@@ -15,7 +15,7 @@ from torch.utils.data import RandomSampler, TensorDataset
 
 from headway.core.errors import InputError
 from headway.data import DataLoader
-from headway.data.audit import KINDS, VERDICTS, AuditSum, Leg, Pass, judge, legs_of
+from headway.data.audit import KINDS, VERDICTS, AuditSum, DeliveredPass, Leg, judge, legs_of
 from headway.data.orders.order import TAILS, Sequence, in_order, permute
 from headway.trace.recording.deliveries import EVERY
 from headway.verbs.loading.data_audit import audit
@@ -83,7 +83,7 @@ class Job:
                 total += AuditSum.of(got, np.resize(positions // self.size, len(got)))
                 if batch % EVERY == EVERY - 1 or batch % 3 == 0:
                     marks.append(total)
-            passes[rank] = [Pass(self.epoch, start, facts, (*marks, total) if total.count else ())]
+            passes[rank] = [DeliveredPass(self.epoch, start, facts, (*marks, total) if total.count else ())]
         [found] = legs_of("run", 0, passes)
         return found, sequence
 
@@ -188,7 +188,9 @@ def test_ranks_that_each_read_everything_are_judged_apart():
 
 def test_sums_of_whole_epochs_are_judged_by_what_the_job_expects():
     def leg(items, **facts):
-        return Leg("run", 0, 0, 0, {"loader": 0, **facts}, {0: Pass(0, 0, facts, (AuditSum.of(np.array(items)),))})
+        return Leg(
+            "run", 0, 0, 0, {"loader": 0, **facts}, {0: DeliveredPass(0, 0, facts, (AuditSum.of(np.array(items)),))}
+        )
 
     subset = AuditSum.of(np.array([2, 4, 6]))
     told = [subset.count, subset.low, subset.high]

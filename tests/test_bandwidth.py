@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from headway.checkpoint.policies.bandwidth import PIECE_BYTES, Rates, measure
+from headway.checkpoint.policies.bandwidth import PIECE_BYTES, StorageRates, measure
 from headway.core.errors import InputError
 
-RATES = Rates(copy=8e9, checksum=16e9, write=5e8, read=2e9, sync_s=0.01)
+RATES = StorageRates(copy=8e9, checksum=16e9, write=5e8, read=2e9, sync_s=0.01)
 
 
 def test_a_save_blocks_for_its_copy_and_is_durable_when_it_is_checked_and_written():

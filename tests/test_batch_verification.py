@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.data.runtime.caching.cache import cache
 from headway.data.runtime.examples.examples import equal
-from headway.data.runtime.following import alone
+from headway.data.runtime.following import in_process_tail
 from headway.data.runtime.remedies.switch import threads
 from headway.data.runtime.remedies.workers import workers
 from tests.loaders_made import Squares
@@ -110,8 +110,8 @@ def test_the_batch_at_which_a_remedy_sees_a_change_is_compared_whatever_its_numb
 @pytest.mark.parametrize("name", ["threads", "workers"])
 def test_what_is_wrong_from_a_change_on_is_replaced_at_once(name, monkeypatch):
     expected = passes(DataLoader(Named(), 4, shuffle=True), at=5, count=1)
-    right = alone.Alone._next_data
-    monkeypatch.setattr(alone.Alone, "_next_data", lambda rest: right(rest) + 1)
+    right = in_process_tail.InProcessTail._next_data
+    monkeypatch.setattr(in_process_tail.InProcessTail, "_next_data", lambda rest: right(rest) + 1)
 
     with applied(*REMEDIES[name], verify=True) as context:
         assert equal(passes(DataLoader(Named(), 4, shuffle=True), at=5, count=1), expected)

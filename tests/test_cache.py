@@ -17,7 +17,7 @@ from headway.data.runtime.caching.cache import cache
 from headway.data.runtime.examples.examples import encode
 from headway.data.runtime.guard.decisions import NOT_TRIED
 from headway.data.runtime.remedies.workers import workers
-from headway.runtime.in_rank.remedy import Applied, Refused
+from headway.runtime.in_rank.remedy import Applied, RefusedRemedy
 from tests.remedy_context import applied
 
 READS = mmap.mmap(-1, 4096)
@@ -183,7 +183,7 @@ def test_what_cannot_be_kept_is_left_alone_with_a_reason(dataset, reason):
     with applied(cache, {"bytes": 1 << 20}) as context:
         list(DataLoader(dataset, 2))
 
-    assert isinstance(context.outcomes[-1], Refused)
+    assert isinstance(context.outcomes[-1], RefusedRemedy)
     assert reason in context.outcomes[-1].reason
 
 
@@ -346,7 +346,7 @@ def test_headways_own_loader_keeps_its_examples_itself():
     with applied(cache, {"bytes": 10**6}) as context:
         list(OwnLoader(Counted(8), 4))
 
-    assert isinstance(context.outcomes[-1], Refused)
+    assert isinstance(context.outcomes[-1], RefusedRemedy)
     assert "headway's own loader" in context.outcomes[-1].reason
 
 

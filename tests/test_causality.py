@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headway.core.errors import InputError
 from headway.core.linear import minimise
 from headway.trace.sync.causality import GRAIN_NS, MAX_DRIFT, project, violations
-from headway.trace.sync.clocks import Clocks, stretch_of
+from headway.trace.sync.clocks import ClockMap, stretch_of
 from headway.trace.sync.meetings import Meetings
 
 US = 1_000
@@ -53,8 +53,8 @@ def orders(met: Meetings) -> list[tuple[int, int]]:
     return found
 
 
-def constant(num_clocks: int = 3) -> Clocks:
-    return Clocks(np.zeros((num_clocks, 1), np.int64), np.zeros((num_clocks, 1), np.int64))
+def constant(num_clocks: int = 3) -> ClockMap:
+    return ClockMap(np.zeros((num_clocks, 1), np.int64), np.zeros((num_clocks, 1), np.int64))
 
 
 def feasible(met: Meetings, margin: int) -> bool:
@@ -109,7 +109,7 @@ def test_no_clock_moves_farther_than_it_must(met):
     assert np.abs(found.clocks.theta_ns).sum() == least_moves(met, margin, most=9)
 
 
-def whole_program(met: Meetings, clocks: Clocks, margin: int) -> float | None:
+def whole_program(met: Meetings, clocks: ClockMap, margin: int) -> float | None:
     """Return the least sum of moves of all knots with every order as a row, None without a solution: the oracle."""
     knots = clocks.knot_ns.shape[1]
     width = knots * len(clocks.knot_ns)
@@ -147,7 +147,7 @@ def whole_program(met: Meetings, clocks: Clocks, margin: int) -> float | None:
 @settings(max_examples=60)
 def test_with_drift_the_cuts_reach_the_optimum_of_the_whole_program(met, length_ms):
     knots = np.tile(np.array([-1, length_ms * 1000 * US]), (3, 1))  # A short window, in which no drift counts, or long.
-    clocks = Clocks(knots, np.zeros((3, 2), np.int64))
+    clocks = ClockMap(knots, np.zeros((3, 2), np.int64))
     found = project(met, met.rank, clocks)
     best = {margin: whole_program(met, clocks, margin) for margin in (GRAIN_NS, 0)}
 
@@ -162,7 +162,7 @@ def test_with_drift_the_cuts_reach_the_optimum_of_the_whole_program(met, length_
 @settings(max_examples=60)
 def test_with_several_windows_a_solution_is_found_when_there_is_one(met, length_ms):
     knots = np.tile(np.array([0, 4 * US, length_ms * 1000 * US]), (3, 1))
-    clocks = Clocks(knots, np.zeros((3, 3), np.int64))
+    clocks = ClockMap(knots, np.zeros((3, 3), np.int64))
     found = project(met, met.rank, clocks)
 
     assert bool(found.cycle) is (whole_program(met, clocks, 0) is None)
@@ -173,7 +173,7 @@ def test_with_several_windows_a_solution_is_found_when_there_is_one(met, length_
 def test_a_contradiction_is_a_closed_circle_whatever_the_clocks(met, shift):
     if feasible(met, 0):
         return
-    clocks = Clocks(np.zeros((3, 1), np.int64), np.array(shift)[:, None])
+    clocks = ClockMap(np.zeros((3, 1), np.int64), np.array(shift)[:, None])
     found = project(met, met.rank, clocks)
 
     ends = [int(met.rank[end]) for end, _ in found.cycle]

@@ -25,7 +25,7 @@ from headway.core.errors import InputError
 from headway.core.files.private import runtime_directory
 from headway.core.wire import wires
 from headway.core.wire.channel import ChannelClosed, Listener, TcpListener, connect, connect_tcp, pair
-from headway.core.wire.handshake import MOST_STRANGERS, Strangers
+from headway.core.wire.handshake import MOST_STRANGERS, PendingHandshakes
 
 
 class Text(msgspec.Struct, tag=True, frozen=True):
@@ -396,8 +396,8 @@ def test_a_listener_without_the_token_learns_nothing_and_is_refused():
 
 def test_a_fork_lets_go_of_a_listener_while_a_thread_of_its_parent_is_in_accept(monkeypatch):
     inside, go = threading.Event(), threading.Event()
-    advance = Strangers._advance
-    monkeypatch.setattr(Strangers, "_advance", lambda self: (inside.set(), go.wait(60), advance(self))[-1])
+    advance = PendingHandshakes._advance
+    monkeypatch.setattr(PendingHandshakes, "_advance", lambda self: (inside.set(), go.wait(60), advance(self))[-1])
     listener = TcpListener("127.0.0.1", 0, "secret", types=TYPES)
 
     def accept():

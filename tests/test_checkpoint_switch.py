@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from headway.checkpoint.runtime.torch_calls.switch import Later, behind
 from headway.core.errors import BackgroundError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
-from headway.runtime.in_rank.remedy import Refused
+from headway.runtime.in_rank.remedy import RefusedRemedy
 from headway.runtime.run_folder.exit_class import HEADER
 from headway.storage import verify
 from tests.paths import ROOT, python_path
@@ -44,7 +44,7 @@ def test_a_save_returns_with_the_state_copied_and_a_load_waits_for_it(tmp_path):
 
 
 def test_without_leave_it_is_refused():
-    assert isinstance(apply(behind, {}, TestContext()), Refused)
+    assert isinstance(apply(behind, {}, TestContext()), RefusedRemedy)
 
 
 class Full:

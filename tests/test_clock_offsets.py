@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from headway.ledger.operations.clock_offsets import NOISE_NS, aligned
 from headway.trace.events.trace import Trace
-from headway.trace.generated.synthetic import Job, generate
+from headway.trace.generated.synthetic import SyntheticJob, generate
 
-JOB = Job(dp=2, pp=3, num_microbatches=6, num_steps=3)
+JOB = SyntheticJob(dp=2, pp=3, num_microbatches=6, num_steps=3)
 NUM_RANKS = JOB.dp * JOB.pp
 SECOND_NS = 10**9
 

@@ -11,7 +11,7 @@ from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import COLLECTIVES
 from headway.trace.sync.clocks import (
     SYNCHRONISING,
-    Clocks,
+    ClockMap,
     aligned_ns,
     common_ns,
     is_mapped,
@@ -111,7 +111,7 @@ def test_a_rank_is_mapped_by_its_entry_as_by_the_clocks_it_came_from(clock, near
         "drift_ns": [[int(k), int(t - theta[0])] for k, t in zip(knots, theta, strict=True)],
     }
 
-    assert aligned_ns(known, raw).tolist() == Clocks(knots[None], theta[None]).aligned_ns(raw * 0, raw).tolist()
+    assert aligned_ns(known, raw).tolist() == ClockMap(knots[None], theta[None]).aligned_ns(raw * 0, raw).tolist()
 
 
 @given(raw=RAW, offset=st.integers(-(10**17), 10**17))

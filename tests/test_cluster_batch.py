@@ -20,7 +20,7 @@ from headway.cluster.adaptive.recorded import Measured, noise_of
 from headway.cluster.runtime.batch import batch
 from headway.cluster.runtime.noise import noise
 from headway.core.errors import InputError
-from headway.runtime.in_rank.remedy import Refused
+from headway.runtime.in_rank.remedy import RefusedRemedy
 from tests.paths import ROOT
 from tests.remedy_context import TestContext, applied, apply
 from tests.spawn import on_ranks
@@ -150,7 +150,7 @@ def test_a_scheduler_or_no_grant_ends_the_remedy_with_its_reason():
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
         torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
-    assert isinstance(context.outcomes[-1], Refused)
+    assert isinstance(context.outcomes[-1], RefusedRemedy)
     assert "the script steps a StepLR" in context.outcomes[-1].reason
     assert "--allow lossy" in apply(batch, SAME, TestContext()).reason
     with pytest.raises(InputError, match=r"batch_size of cluster.batch is 0"):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headway.cli import main
 from headway.cluster import POLICIES, elastic, fit_speed
 from headway.cluster.adaptive.speed import Speed
-from headway.cluster.adaptive.useful import Limits, best_batch, gain
+from headway.cluster.adaptive.useful import BatchLimits, best_batch, gain
 from headway.core.errors import InputError
 from tests.paths import shared
 
@@ -65,7 +65,7 @@ def test_efficiency_is_one_at_the_initial_batch_and_falls(var, sqr, scale):
 
 
 def test_the_best_batch_is_useful_at_most_as_fast_as_it_is_processed():
-    speed, limits = Speed(0.05, 0.002, 0.1, 0.01, 0.02, 0.005, 1.5), Limits(64, 4096, 8, 128)
+    speed, limits = Speed(0.05, 0.002, 0.1, 0.01, 0.02, 0.005, 1.5), BatchLimits(64, 4096, 8, 128)
     hosts, replicas = np.array([1, 1, 1, 2]), np.array([1, 2, 4, 8])
     best = best_batch(speed, limits, hosts, replicas, sqr=1.0, var=20.0)
     batch = replicas * best.microbatch_size * (best.accumulation + 1)
@@ -74,7 +74,7 @@ def test_the_best_batch_is_useful_at_most_as_fast_as_it_is_processed():
     assert (best.useful_per_s > 0).all()
     assert (np.diff(batch) >= 0).all()
     with pytest.raises(InputError, match=r"the largest batch is 32, the initial one 64; the largest must be at least"):
-        Limits(64, 32, 1, 8)
+        BatchLimits(64, 32, 1, 8)
 
 
 @needs_scipy

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from headway.cli import main
 from headway.cluster.prices.answer import sky_task
-from headway.cluster.prices.deadline import Span, run_until
-from headway.cluster.prices.market import DAY_S, HOUR_S, Market, Offer, Terms
+from headway.cluster.prices.deadline import UptimeSpan, run_until
+from headway.cluster.prices.market import DAY_S, HOUR_S, Market, MarketTerms, Offer
 from headway.cluster.prices.read import read_records
 from headway.cluster.prices.strategies import STUDY, follow, hindsight, online, study
 from headway.core.errors import FormatError, InputError
@@ -54,7 +54,7 @@ def small_market(seed):
     kinds = [f"t{kind}" for kind in rng.integers(0, 3, num_offers)]
     market = market_of(rng.uniform(0.1, 3.0, (num_days, num_offers)).tolist(), kinds)
     speeds = {f"t{kind}": float(rng.uniform(0.5, 4.0)) for kind in range(3)}
-    terms = Terms.of(market, speeds, move_usd=float(rng.uniform(0, 8)), move_s=float(rng.uniform(0, 3600)))
+    terms = MarketTerms.of(market, speeds, move_usd=float(rng.uniform(0, 8)), move_s=float(rng.uniform(0, 3600)))
     return terms, float(rng.uniform(0.5, 3.5)) * DAY_S * float(terms.steps_per_s.max())
 
 
@@ -74,14 +74,14 @@ def test_hindsight_is_the_least_of_all_sequences_and_no_strategy_is_cheaper(seed
 def test_dearer_moves_never_make_hindsight_cheaper(seed):
     terms, steps = small_market(seed)
     speeds = {offer.device_type: rate for offer, rate in zip(terms.market.offers, terms.steps_per_s, strict=True)}
-    usd = [hindsight(Terms.of(terms.market, speeds, move_usd=move), 0, steps).usd for move in (0, 0.5, 2, 9, 1e6)]
+    usd = [hindsight(MarketTerms.of(terms.market, speeds, move_usd=move), 0, steps).usd for move in (0, 0.5, 2, 9, 1e6)]
 
     assert usd == sorted(usd)
 
 
 @given(st.lists(st.lists(st.floats(0.01, 10), min_size=3, max_size=3), min_size=2, max_size=6))
 def test_without_a_cost_of_moving_and_at_one_speed_hindsight_is_the_sum_of_daily_minima(rows):
-    terms = Terms.of(market_of(rows, ["t", "t", "t"]), {"t": 2.0})
+    terms = MarketTerms.of(market_of(rows, ["t", "t", "t"]), {"t": 2.0})
     bought = hindsight(terms, 0, len(rows) * DAY_S * 2.0)
 
     assert bought.usd == pytest.approx(24 * sum(min(row) for row in rows))
@@ -94,7 +94,7 @@ def test_an_offer_in_use_keeps_its_last_price_and_is_not_begun_on_a_day_without_
         0: {FIRST: 1.0, FIRST + timedelta(2): 5.0},
         1: {FIRST: 2.0, FIRST + timedelta(1): 2.0, FIRST + timedelta(3): 2.0},
     })  # fmt: skip
-    terms = Terms.of(market, {"t": 1.0})
+    terms = MarketTerms.of(market, {"t": 1.0})
 
     assert market.open[:, 0].tolist() == [True, False, True, False]
     assert market.open[:, 1].all()
@@ -104,17 +104,17 @@ def test_an_offer_in_use_keeps_its_last_price_and_is_not_begun_on_a_day_without_
 
 def test_a_speed_of_zero_is_never_chosen_and_a_job_without_an_offer_is_refused():
     market = market_of([[0.01, 1.0]], ["a", "b"])
-    terms = Terms.of(market, {"a": 0.0, "b": 1.0})
+    terms = MarketTerms.of(market, {"a": 0.0, "b": 1.0})
 
     assert follow(terms, 0, 100.0, online(terms)).offers == (1,)
     assert hindsight(terms, 0, 100.0).offers == (1,)
     with pytest.raises(InputError, match=r"runs on no offer: no speed is known on a, b\. Pass"):
-        Terms.of(market, {"c": 1.0})
+        MarketTerms.of(market, {"c": 1.0})
 
 
 def test_a_deadline_leaves_slow_offers_while_there_is_time():
     market = market_of([[0.1, 1.0]] * 6, ["slow", "fast"]).with_on_demand({"fast": 3.0})
-    terms = Terms.of(market, {"slow": 0.25, "fast": 1.0})
+    terms = MarketTerms.of(market, {"slow": 0.25, "fast": 1.0})
     steps, due_s = 3 * DAY_S, 4 * DAY_S
     bought = follow(terms, 0, steps, online(terms, due_s=due_s))
 
@@ -133,7 +133,7 @@ spans_made = st.lists(
 
 @given(spans_made, st.integers(0, 60), st.integers(0, 12))
 def test_no_deadline_that_devices_on_demand_can_meet_is_missed(made, restart_min, spare_h):
-    up = [Span(z, s * HOUR_S, (s + n) * HOUR_S, (s + n) * HOUR_S + seen * 900) for s, n, seen, z in made]
+    up = [UptimeSpan(z, s * HOUR_S, (s + n) * HOUR_S, (s + n) * HOUR_S + seen * 900) for s, n, seen, z in made]
     restart_s, work_s = restart_min * 60.0, 10 * HOUR_S
     due_s = work_s + restart_s + spare_h * HOUR_S
     found = run_until(
@@ -146,7 +146,7 @@ def test_no_deadline_that_devices_on_demand_can_meet_is_missed(made, restart_min
 
 
 def test_a_restart_is_paid_and_work_ends_where_the_instance_goes():
-    up = [Span("a", 0, 5 * HOUR_S, 6 * HOUR_S), Span("b", 5 * HOUR_S, 99 * HOUR_S, 99 * HOUR_S)]
+    up = [UptimeSpan("a", 0, 5 * HOUR_S, 6 * HOUR_S), UptimeSpan("b", 5 * HOUR_S, 99 * HOUR_S, 99 * HOUR_S)]
     found = run_until(up, {"a": 1.0, "b": 2.0}, 9.0, start_s=0, work_s=8 * HOUR_S, due_s=14 * HOUR_S, restart_s=HOUR_S)
 
     assert (found.usd, found.end_s, found.restarts) == (6.0 + 2.0 * 5, 10 * HOUR_S, 2)

@@ -14,7 +14,7 @@ from headway.cluster.model import QueueState
 from headway.cluster.policies.fill import bubbles, fill
 from headway.cluster.policies.hadar import hadar, price
 from headway.cluster.programs.classes import class_pairs, hand_down
-from headway.cluster.programs.maxmin import Groups, solve
+from headway.cluster.programs.maxmin import JobGroups, solve
 from headway.core.errors import InputError
 from headway.core.linear import minimise
 
@@ -55,7 +55,7 @@ def test_classes_reach_the_objective_of_jobs(seed, packed):
         if packed and scale[kind[a]] == scale[kind[b]]
     }
     one = np.ones(len(kind))
-    per_job = Groups(
+    per_job = JobGroups(
         kinds[kind], scale[kind].astype(float), one, one,
         np.array(list(pairs), np.int64).reshape(-1, 2), np.array(list(pairs.values())).reshape(-1, 2, 3),
     )  # fmt: skip
@@ -63,7 +63,7 @@ def test_classes_reach_the_objective_of_jobs(seed, packed):
 
     count = np.bincount(kind).astype(float)
     two, rates = class_pairs(kinds, shared, scale, count) if packed else (np.zeros((0, 2), int), np.zeros((0, 2, 3)))
-    groups = Groups(kinds, scale.astype(float), count, np.ones(4), two, rates)
+    groups = JobGroups(kinds, scale.astype(float), count, np.ones(4), two, rates)
     best = solve(groups, capacity)
     assert best.value == pytest.approx(truth, rel=1e-6)
     assert maxmin(kinds[kind], scale[kind], capacity, pairs=pairs or None)[1] == pytest.approx(truth, rel=1e-6)
@@ -88,7 +88,7 @@ def test_maxmin_is_feasible_and_as_good_as_one_group_per_job(seed, num_jobs):
     capacity, weights = rng.integers(3, 6, 3).astype(float), rng.uniform(0.5, 2.0, num_jobs)
     x, value = maxmin(rates, scale, capacity, weights=weights)
     no_pairs = np.zeros((0, 2), int), np.zeros((0, 2, 3))
-    truth = solve(Groups(rates, scale.astype(float), np.ones(num_jobs), weights, *no_pairs), capacity).value
+    truth = solve(JobGroups(rates, scale.astype(float), np.ones(num_jobs), weights, *no_pairs), capacity).value
 
     assert value == pytest.approx(truth, rel=1e-6)
     assert (x >= 0).all()

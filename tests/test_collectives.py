@@ -16,10 +16,10 @@ from headway.cost.collectives import (
     fit,
     two_level_all_reduce_seconds,
 )
-from headway.cost.specs import Link
+from headway.cost.specs import LinkSpec
 from headway.sim import Dag, replay
 
-LINK = Link("test", bytes_per_s=1e9, latency_s=1e-5, source="made up")
+LINK = LinkSpec("test", bytes_per_s=1e9, latency_s=1e-5, source="made up")
 EVERY = [(kind, algorithm) for kind, table in COLLECTIVES.items() for algorithm in table]
 sizes = st.floats(1, 1e10)
 
@@ -123,7 +123,7 @@ def test_the_broadcast_tree_equals_the_tree_played_hop_by_hop(num_ranks: int) ->
 def test_a_fit_recovers_the_link_that_made_the_times(
     kind: str, algorithm: str, latency: float, rate: float, num_ranks: int
 ) -> None:
-    link = Link("truth", bytes_per_s=rate, latency_s=latency, source="drawn")
+    link = LinkSpec("truth", bytes_per_s=rate, latency_s=latency, source="drawn")
     knee = latency * rate
     assume(knee > 1)
     measured = [
@@ -165,7 +165,7 @@ def test_bus_bandwidth_has_the_factors_of_nccl_tests(kind: str, factor: float) -
 
 
 def test_two_levels_are_worth_it_when_the_network_is_slow() -> None:
-    inside = Link("inside", bytes_per_s=3e11, latency_s=4e-6, source="made up")
+    inside = LinkSpec("inside", bytes_per_s=3e11, latency_s=4e-6, source="made up")
     two = two_level_all_reduce_seconds(1e9, ranks_per_host=8, num_hosts=16, inside=inside, between=LINK)
     flat = collective_seconds("all_reduce", 1e9, num_ranks=128, link=LINK)
 

@@ -11,7 +11,7 @@ import pytest
 
 from headway.catalog import REMEDIES
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
-from headway.runtime.in_rank.remedy import Applied, Refused
+from headway.runtime.in_rank.remedy import Applied, RefusedRemedy
 from tests.recorded import FSDP2, run_script
 from tests.remedy_context import applied
 from tests.spawn import on_ranks
@@ -174,7 +174,7 @@ def test_modules_are_gathered_ahead_and_losses_stay_the_same(ahead: int) -> None
 def test_what_is_no_chain_is_refused_and_results_stay_the_same(job: Callable[[Any], Any], reason: str) -> None:
     for found in on_ranks(both, 2, job):
         assert found["mine"] == found["plain"]
-        assert isinstance(found["outcomes"][-1], Refused)
+        assert isinstance(found["outcomes"][-1], RefusedRemedy)
         assert reason in found["outcomes"][-1].reason
 
 

@@ -10,7 +10,7 @@ import torch
 from headway.comm.runtime import ddp as runtime
 from headway.comm.runtime.ddp import bucket, gradient_view, static_graph
 from headway.core.units import MIB
-from headway.runtime.in_rank.remedy import Applied, Refused
+from headway.runtime.in_rank.remedy import Applied, RefusedRemedy
 from tests.remedy_context import applied, apply
 
 DDP = torch.nn.parallel.DistributedDataParallel
@@ -80,7 +80,7 @@ def test_more_than_two_ranks_keep_their_buckets_without_a_grant(group, monkeypat
 
     changed = 3 * MIB if allow else runtime.DEFAULT_MB * MIB
     assert ddp._get_ddp_logging_data()["bucket_cap_bytes"] == changed
-    assert isinstance(context.outcomes[-1], Applied if allow else Refused)
+    assert isinstance(context.outcomes[-1], Applied if allow else RefusedRemedy)
 
 
 def test_a_torch_without_a_list_gets_the_single_size(group, monkeypatch):
@@ -99,7 +99,7 @@ def test_a_list_of_the_scripts_own_is_kept_when_the_plan_says_so(group):
         ddp = model(bucket_cap_mb_list=[7])
 
     assert list(ddp.bucket_bytes_cap_list) == [7 * MIB]
-    assert isinstance(context.outcomes[-1], Refused)
+    assert isinstance(context.outcomes[-1], RefusedRemedy)
 
 
 @pytest.mark.parametrize("own", [{}, {"bucket_cap_mb": 1}], ids=["default", "own size"])
@@ -157,6 +157,6 @@ def test_a_static_graph_needs_the_users_word(group):
         ddp = model()
         trained(ddp)
 
-    assert isinstance(refused, Refused)
+    assert isinstance(refused, RefusedRemedy)
     assert "grant --allow result-equivalent" in refused.reason
     assert ddp.static_graph is True

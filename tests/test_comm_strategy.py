@@ -8,13 +8,13 @@ import pytest
 
 from headway.cli import main
 from headway.comm.options import OPTIONS
-from headway.comm.published import CODECS_US, Gradients, Setup
+from headway.comm.published import CODECS_US, ModelGradients, PublishedSetup
 from headway.comm.stages import CPU, INSIDE, front, option_stages, stages
 from headway.comm.strategy_search import Pricing, search
 from headway.core.errors import UnknownNameError
 from headway.sim.ddp.stage_chains import StageChains
 
-SETUP = Setup("m", "dgc", hosts=4, ranks_per_host=8, inside="pcie", wire_fraction=0.02, two_level=True)
+SETUP = PublishedSetup("m", "dgc", hosts=4, ranks_per_host=8, inside="pcie", wire_fraction=0.02, two_level=True)
 
 
 def priced(chains, **more):
@@ -64,7 +64,7 @@ def test_alike_tensors_go_to_the_cpu_from_one_end():
 def test_options_off_the_front_gain_nothing_on_a_sample():
     """The order of stages does not count for the front: drawn options from the whole tree are no better than it."""
     rng = np.random.default_rng(2)
-    gradients = Gradients((("a", 2**22), ("b", 2**20), ("c", 2**12)), (0.0, 2000.0, 500.0))
+    gradients = ModelGradients((("a", 2**22), ("b", 2**20), ("c", 2**12)), (0.0, 2000.0, 500.0))
     best = search(stages(gradients, SETUP)).cost
     lanes, durations = option_stages(np.array([2**22, 2**20, 2**12]), SETUP, CODECS_US)
     chains = StageChains(np.array([0, 2_000_000, 500_000]), np.broadcast_to(lanes, durations.shape), durations)
@@ -75,14 +75,14 @@ def test_options_off_the_front_gain_nothing_on_a_sample():
 
 
 def test_without_other_ranks_nothing_is_sent():
-    lone = stages(Gradients((("a", 100),), (7.0,)), Setup("m", "dgc", 1, 1, "pcie", 0.1, two_level=False))
+    lone = stages(ModelGradients((("a", 100),), (7.0,)), PublishedSetup("m", "dgc", 1, 1, "pcie", 0.1, two_level=False))
 
     assert search(lone).cost == 7.0
 
 
 def test_any_option_of_the_tree_can_be_priced():
     dear = next(option for option in OPTIONS if option.endswith("cpu.decode cpu.encode inside.broadcast cpu.decode"))
-    gradients = Gradients((("a", 2**22),), (0.0,))
+    gradients = ModelGradients((("a", 2**22),), (0.0,))
     pricing = stages(gradients, SETUP, also=[dear])
 
     assert pricing.cost(np.array([pricing.names.index(dear)])) >= search(stages(gradients, SETUP)).cost

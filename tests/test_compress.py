@@ -18,7 +18,7 @@ from headway.comm.runtime.compress import compression
 from headway.comm.runtime.push_pull import PushPull, cut
 from headway.comm.runtime.residuals import Residuals
 from headway.core.errors import BackgroundError, InputError
-from headway.runtime.in_rank.remedy import Refused
+from headway.runtime.in_rank.remedy import RefusedRemedy
 from tests.remedy_context import applied, apply
 from tests.spawn import on_ranks
 
@@ -210,7 +210,7 @@ def _through_the_remedy(script: str) -> tuple[list[float], list[str], bool]:
     plain = trained() if script != "later hook" else torch.zeros(1)
     with applied(compression, {"codec": "sign", "min_bytes": 200}, allow="lossy") as context:
         changed = trained()
-    words = [outcome.reason if isinstance(outcome, Refused) else "applied" for outcome in context.outcomes]
+    words = [outcome.reason if isinstance(outcome, RefusedRemedy) else "applied" for outcome in context.outcomes]
     return [float((plain - changed).abs().max())], words, same_on_all(changed)
 
 
@@ -230,7 +230,7 @@ def test_nothing_is_compressed_without_the_grant() -> None:
         pass
     outcome = apply(compression, {"codec": "sign"}, type("Context", (), {"allow": ""})())  # type: ignore[arg-type]
 
-    assert isinstance(outcome, Refused)
+    assert isinstance(outcome, RefusedRemedy)
     assert "grant --allow lossy" in outcome.reason
 
 

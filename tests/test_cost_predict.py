@@ -17,7 +17,7 @@ from headway.cli import main
 from headway.core.errors import BarMissedError, FormatError, InputError
 from headway.cost.learned.cost_table import (
     CostTable,
-    Host,
+    MeasuredHost,
     MeasuredModel,
     ObservedStep,
     check_host,
@@ -89,7 +89,7 @@ def made_table(factor=1.2, call_s=3e-6, observed=()):
         calls = [1 + (number + k) % 3 for k in range(6)]
         step_s = factor * float(seconds @ np.array(calls)) + call_s * sum(calls)
         models.append(MeasuredModel(number, step_s, operators, seconds.tolist(), calls, 0))
-    return CostTable(Host("here", "1", 1, "x"), models, list(observed))
+    return CostTable(MeasuredHost("here", "1", 1, "x"), models, list(observed))
 
 
 def test_steps_follow_their_operators_and_calls_and_what_was_observed_widens_the_interval():
@@ -230,7 +230,7 @@ def test_a_call_whose_times_differ_too_much_is_dropped_and_a_steady_one_is_not()
 
 def test_tables_of_other_hosts_and_damaged_ones_are_refused(tmp_path, capsys):
     path = tmp_path / "costs.jsonl"
-    path.write_bytes(msgspec.json.encode(Host("elsewhere", "1.0", 1, "x")) + b"\n")
+    path.write_bytes(msgspec.json.encode(MeasuredHost("elsewhere", "1.0", 1, "x")) + b"\n")
     code, error = verb(capsys, "predict", "a:b", "--batch", "1", "--costs", str(path))
     assert code == 2
     assert "was measured with host 'elsewhere'" in error
@@ -245,6 +245,6 @@ def test_tables_of_other_hosts_and_damaged_ones_are_refused(tmp_path, capsys):
         (msgspec.json.encode(MeasuredModel(1, 1e-3, [PRODUCT], [], [1], 0)), "line 2: its lists differ in length"),
         (msgspec.json.encode(ObservedStep("a", -1.0, 1.0)), "line 2: a time is not above 0"),
     ]:
-        path.write_bytes(msgspec.json.encode(Host("elsewhere", "1.0", 1, "x")) + b"\n" + line + b"\n")
+        path.write_bytes(msgspec.json.encode(MeasuredHost("elsewhere", "1.0", 1, "x")) + b"\n" + line + b"\n")
         with pytest.raises(FormatError, match=message):
             read_table(path)

@@ -15,7 +15,7 @@ from headway.cli import main
 from headway.core.errors import FormatError, InputError
 from headway.cost.learned.discrepancy import box_cox, box_cox_inverse, box_cox_power, central_moment_discrepancy
 from headway.cost.learned.latency_table import LatencyTable
-from headway.cost.learned.predictors import PREDICTORS, Transfer, kernel, mape, ridge
+from headway.cost.learned.predictors import PREDICTORS, TransferTask, kernel, mape, ridge
 from headway.cost.learned.selection import SELECTIONS
 from headway.cost.runtime.network import LeafEncoder
 from tests.paths import shared
@@ -35,7 +35,7 @@ def made(seed=0, *, n=120, layers=4, kinds=3, settings=5):
 
 
 def task(table, chosen, scale=1.0):
-    return Transfer(table.latency_s[1:], table.one_hot(), chosen, scale * table.latency_s[0, chosen])
+    return TransferTask(table.latency_s[1:], table.one_hot(), chosen, scale * table.latency_s[0, chosen])
 
 
 @pytest.mark.parametrize("name", ["kernel", "ridge", "one_hot"])
@@ -136,7 +136,7 @@ def test_ridge_reaches_the_published_tables_error_and_the_kernel_is_better():
     errors = []
     for seed in range(4):
         chosen = SELECTIONS["random"](source_s.T, 50, np.random.default_rng(seed))
-        known = Transfer(source_s, one_hot, chosen, target_s[chosen])
+        known = TransferTask(source_s, one_hot, chosen, target_s[chosen])
         errors.append([mape(predict(known), target_s, chosen) for predict in (kernel, ridge)])
     ours, theirs = np.mean(errors, axis=0)
 

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from headway.core.errors import BarMissedError, InputError
 from headway.sim.ddp.ddp_buckets import assign, limits
 from headway.sim.ddp.ddp_edits import gradients_of
-from headway.sim.ddp.ddp_link import Carried, Link, fit
+from headway.sim.ddp.ddp_link import Carried, CollectiveLink, fit
 from headway.sim.ddp.ddp_replay import DdpReplay
 from headway.sim.ddp.ddp_step import step_of
 from headway.sim.ddp.ddp_thread import CALL, COPY, GRAD, WAIT, thread_of
-from headway.sim.ddp.ddp_window import Window, collectives, flight_path, joined
+from headway.sim.ddp.ddp_window import StepWindow, collectives, flight_path, joined
 from headway.sim.graph.dag import Dag
-from headway.sim.whatif.edits import Scenario, scenario_of
+from headway.sim.whatif.edits import ResolvedEdits, scenario_of
 from headway.trace.events.trace import Trace, concat
 from tests.ddp_made import COPY as COPIES
 from tests.ddp_made import MS, Job, changed, fluid, play, play_on_devices
@@ -38,7 +38,7 @@ jobs = st.builds(
 )  # fmt: skip
 
 
-def replay_of(job: Job, *windows: Window) -> DdpReplay:
+def replay_of(job: Job, *windows: StepWindow) -> DdpReplay:
     return DdpReplay.from_windows(windows or [play(job).window], models=[job.model()], cores=8)
 
 
@@ -103,13 +103,13 @@ def test_the_order_of_ranks_does_not_matter(order: list[int]) -> None:
     window = play(job).window
     parts = [window.trace.where(window.trace.events["rank"] == rank) for rank in order]
 
-    assert replay_of(job, Window(concat(parts), 3)).step_s == pytest.approx(replay_of(job, window).step_s, rel=1e-9)
+    assert replay_of(job, StepWindow(concat(parts), 3)).step_s == pytest.approx(replay_of(job, window).step_s, rel=1e-9)
 
 
 def test_the_recorded_size_is_no_change_and_neither_is_no_edit() -> None:
     made = replay_of(Job())
 
-    assert made.ratio(Scenario()) == (1.0, (1.0, 1.0))
+    assert made.ratio(ResolvedEdits()) == (1.0, (1.0, 1.0))
     assert made.ratio(scenario_of(["bucket_mb=default"]))[0] == pytest.approx(1.0, abs=0.01)
     assert made.ratio(scenario_of(["bandwidth=1x", "op:layer.1=1x"]))[0] == pytest.approx(1.0, abs=1e-6)
 
@@ -165,7 +165,7 @@ def test_windows_without_the_hosts_operations_do_not_tell_what_is_communicated()
     light = trace.where(trace.events["corr"] >= 0)  # launches and kernels
 
     with pytest.raises(InputError, match="queued no collective"):
-        replay_of(Job(), Window(light, 3))
+        replay_of(Job(), StepWindow(light, 3))
 
 
 # Oracles
@@ -333,11 +333,11 @@ def test_a_rank_that_queued_nothing_is_named() -> None:
 
 def test_a_run_without_windows_says_how_to_get_some() -> None:
     with pytest.raises(InputError):
-        DdpReplay.from_windows([Window(Trace.from_columns({"rank": [0], "start_ns": [0]}), 0)])
+        DdpReplay.from_windows([StepWindow(Trace.from_columns({"rank": [0], "start_ns": [0]}), 0)])
 
 
 def test_pieces_keep_the_bytes_of_a_collective() -> None:
-    assert Link(0.0, 1e9, 0.0).duration_ns(12_345_678) == 12_345_678
+    assert CollectiveLink(0.0, 1e9, 0.0).duration_ns(12_345_678) == 12_345_678
 
 
 def test_bucket_sizes_are_written_in_mebibytes_or_default() -> None:

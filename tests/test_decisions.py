@@ -11,15 +11,15 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from headway.core.processes.child import said
-from headway.data.remedies import Cache
+from headway.data.remedies import CacheParameters
 from headway.data.runtime.caching.cache import cache
-from headway.data.runtime.examples.outcome import MOST_DECISIONS, Report
+from headway.data.runtime.examples.outcome import MOST_DECISIONS, OutcomeWriter
 from headway.data.runtime.guard import decisions
 from headway.data.runtime.guard.decisions import NOT_TRIED, Budget, Decisions, facts_of
 from headway.data.runtime.remedies.sharing import server
 from headway.data.runtime.remedies.switch import threads
 from headway.data.runtime.remedies.workers import workers
-from headway.runtime.in_rank.remedy import Refused
+from headway.runtime.in_rank.remedy import RefusedRemedy
 from tests.loaders_made import Squares
 from tests.remedy_context import TestContext, apply
 
@@ -152,13 +152,13 @@ def test_a_dataset_that_hangs_in_a_child_does_so_once_for_all_remedies_and_objec
 
     assert [code for _, code in children].count(-signal.SIGKILL) == 1
     assert len(children) <= 4  # those that read as this process would are told its number, and do not hang
-    reasons = {outcome.name: outcome.reason for outcome in context.outcomes if isinstance(outcome, Refused)}
+    reasons = {outcome.name: outcome.reason for outcome in context.outcomes if isinstance(outcome, RefusedRemedy)}
     assert len(reasons) == len(remedies)
     assert all("in a forked process took over" in reason for reason in reasons.values())
 
 
 def test_a_report_of_ever_other_loaders_stays_short():
-    report = Report("data.cache", Cache(1), TestContext())
+    report = OutcomeWriter("data.cache", CacheParameters(1), TestContext())
     report({"dataset": "Other", "reason_not_applied": "empty"})
     for size in range(3 * MOST_DECISIONS):
         report({"dataset": "Rollout", "examples": size})

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.runtime.script.draws import drawn, fingerprints, own_generators, restorer
-from headway.runtime.script.reach import MOST_OBJECTS
+from headway.runtime.script.object_graph import MOST_OBJECTS
 
 DRAWS = {
     "random": random.random,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.sim.whatif.edits import EDITS, Edit, Scenario, Workers, parse_edit, scenario_of
+from headway.sim.whatif.edits import EDITS, Edit, ResolvedEdits, WorkerEdit, parse_edit, scenario_of
 
 EXAMPLES = {
     "straggler": "none", "input": "instant", "input.fetch": "0.5x", "input.prep": "2x", "input.transfer": "none",
@@ -30,7 +30,7 @@ def test_every_edit_changes_the_scenario_and_reads_back_as_it_was_written(target
     text = text_of(target)
 
     assert str(parse_edit(text)) == text
-    assert scenario_of([text]) != Scenario()
+    assert scenario_of([text]) != ResolvedEdits()
 
 
 @given(st.permutations(sorted(set(EDITS))))
@@ -40,7 +40,7 @@ def test_the_order_of_edits_does_not_matter(order: list[str]) -> None:
 
     expected = scenario_of([text_of(target) for target in sorted(order)])
     assert [scenario.factor(name) for name in names] == pytest.approx([expected.factor(name) for name in names])
-    assert (scenario.workers, scenario.fetch, scenario.storage) == (Workers(4), 0.0, 2.0)
+    assert (scenario.workers, scenario.fetch, scenario.storage) == (WorkerEdit(4), 0.0, 2.0)
 
 
 def test_factors_of_patterns_that_overlap_multiply() -> None:

@@ -18,7 +18,7 @@ from headway.core.files.planfile import Remedy
 from headway.core.remedies import RemedyRecord
 from headway.data.runtime.remedies.workers import workers
 from headway.runtime.in_rank.guard import guarded
-from headway.runtime.in_rank.remedy import Refused, apply_one
+from headway.runtime.in_rank.remedy import RefusedRemedy, apply_one
 from tests.loaders_made import Squares
 from tests.paths import ROOT, python_path
 from tests.recorded import environment
@@ -108,10 +108,10 @@ def test_a_remedy_that_fails_in_use_is_undone_and_says_why_whatever_it_notes_lat
     context.outcomes.append(apply_one(Remedy("test.failing", {}), {"test.failing": f"{__name__}:RECORDS"}, context))
     with pytest.raises(TypeError):  # the original's own
         colorsys.rgb_to_yiq(1)
-    context.note(Refused("test.failing", "something else"))
+    context.note(RefusedRemedy("test.failing", "something else"))
 
     assert colorsys.rgb_to_yiq is before
-    assert context.outcomes == [Refused("test.failing", "failed while it was set up: OSError: no room")]
+    assert context.outcomes == [RefusedRemedy("test.failing", "failed while it was set up: OSError: no room")]
 
 
 def test_steps_of_each_remedy_that_fail_leave_the_script_its_results():
@@ -125,8 +125,8 @@ def test_steps_of_each_remedy_that_fail_leave_the_script_its_results():
 
 
 IN_WORKERS = [
-    "hand_over:account.loads_as", "hand_over:_drop_handlers", "hand_over:set_generators", "hand_over:Aligned",
-    "hand_over:FilesRead", "hand_over:listen_here", "hand_over:Watch", "hand_over:data_of",
+    "hand_over:account.loads_as", "hand_over:_drop_handlers", "hand_over:set_generators", "hand_over:BatchEntries",
+    "hand_over:FilesRead", "hand_over:listen_here", "hand_over:GeneratorWatch", "hand_over:data_of",
     "hand_over:noting", "hand_over:written_since", "hand_over:packed", "hand_over:replace",
 ]  # fmt: skip
 """Functions that worker processes of a script without workers of its own call: module:name."""

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.fault.expected import expected
-from headway.fault.fleet import Failed, Scenario, Times, simulate
-from headway.fault.ladder import Limits, Seen, decide
+from headway.fault.fleet import FleetTimes, GivenFailure, Scenario, simulate
+from headway.fault.ladder import RecoveryLimits, Seen, decide
 from headway.fault.runtime.drill import NOTHING_TO_STRIKE, schedule, score
 from headway.fault.runtime.injectors import FAULTS
 from headway.fault.runtime.loss_guard import guard
@@ -64,7 +64,7 @@ def test_each_fault_strikes_a_rank_of_the_job_later_than_the_one_before(faults, 
     assert [name for name, _, _ in due] == faults
     assert all(0 <= rank < world for _, rank, _ in due)
     assert [step for _, _, step in due] == sorted({step for _, _, step in due})
-    assert all(decide(one, seen[:index], Limits(9)).action == "restart" for index, one in enumerate(seen))
+    assert all(decide(one, seen[:index], RecoveryLimits(9)).action == "restart" for index, one in enumerate(seen))
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -172,8 +172,10 @@ def test_a_standstill_is_proven_by_a_halted_or_a_runaway_rank_and_never_by_one_t
 
 def test_failures_that_are_given_are_those_that_are_played():
     """Three failures: 10 s of work saved every 4 s lose 2, 2 and 0 s, and 3 s each until training goes on."""
-    scenario = Scenario(hosts=1, devices_per_host=1, days=49.0 / 86400, mtbf_s=1.0, times=Times(save_every_s=4.0))
-    outcome = simulate(scenario, 0, failures=[Failed(10.0, 1.0, 2.0), Failed(23.0, 1.0, 2.0), Failed(24.0, 1.0, 2.0)])
+    scenario = Scenario(hosts=1, devices_per_host=1, days=49.0 / 86400, mtbf_s=1.0, times=FleetTimes(save_every_s=4.0))
+    outcome = simulate(
+        scenario, 0, failures=[GivenFailure(10.0, 1.0, 2.0), GivenFailure(23.0, 1.0, 2.0), GivenFailure(24.0, 1.0, 2.0)]
+    )
 
     assert outcome.num_incidents == 3
     assert outcome.unproductive_s["rework"] == pytest.approx(4.0)

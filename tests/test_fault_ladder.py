@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.fault.ladder import ACTIONS, Limits, Seen, decide
+from headway.fault.ladder import ACTIONS, RecoveryLimits, Seen, decide
 
 ERROR = "ValueError: bad row"
-PLENTY = Limits(restarts_left=9)
+PLENTY = RecoveryLimits(restarts_left=9)
 
 failures = st.builds(
     Seen,
@@ -23,7 +23,7 @@ failures = st.builds(
     action=st.sampled_from(list(ACTIONS)),
 )
 limits = st.builds(
-    Limits,
+    RecoveryLimits,
     restarts_left=st.integers(0, 3),
     standbys=st.integers(0, 2),
     spare_hosts=st.integers(0, 2),
@@ -52,7 +52,7 @@ def test_the_same_error_of_the_script_at_the_same_step_stops_the_job():
     assert decide(seen, [], PLENTY).action == "restart"
     assert decide(seen, [seen], PLENTY).action == "stop"
     assert decide(seen, [Seen("user", step=6, error=ERROR)], PLENTY).action == "restart"
-    assert decide(seen, [seen], Limits(restarts_left=9, updated=True)).action == "rollback"
+    assert decide(seen, [seen], RecoveryLimits(restarts_left=9, updated=True)).action == "rollback"
 
 
 def test_an_error_before_the_first_step_is_tried_again_as_often_as_was_asked():
@@ -67,24 +67,24 @@ def test_restarts_without_a_checkpoint_or_a_further_step_stop_the_job():
     assert [decide(stuck, [stuck] * count, PLENTY).action for count in range(4)] == ["restart"] * 3 + ["stop"]
     assert decide(Seen("infra", step=40, checkpoint=31), [stuck] * 5, PLENTY).action == "restart"
     assert decide(Seen("infra", step=41, checkpoint=30), [stuck] * 5, PLENTY).action == "restart"
-    assert decide(stuck, [stuck] * 3, Limits(restarts_left=1, can_replay=True)).action == "replay"
+    assert decide(stuck, [stuck] * 3, RecoveryLimits(restarts_left=1, can_replay=True)).action == "replay"
 
 
 def test_a_host_goes_when_it_is_blamed_twice_and_at_once_on_certain_evidence():
     one, other = Seen("infra", step=1, hosts=("a",)), Seen("infra", step=2, hosts=("b",))
-    room = Limits(restarts_left=9, standbys=1, spare_hosts=1)
+    room = RecoveryLimits(restarts_left=9, standbys=1, spare_hosts=1)
     unsure = Seen("infra", step=2, hosts=("a",), confidence=0.3)
 
     assert decide(one, [other], room).action == "restart"
     assert decide(unsure, [one], room).action == "restart"
     assert decide(one, [one], room).action == "standby"
-    assert decide(one, [one], Limits(restarts_left=9, spare_hosts=1)).action == "exclude"
+    assert decide(one, [one], RecoveryLimits(restarts_left=9, spare_hosts=1)).action == "exclude"
     assert decide(one, [one], PLENTY).action == "restart"
     assert decide(Seen("infra", hosts=("a",), certain=True), [], room).action == "standby"
 
 
 def test_limits_that_cannot_be_are_refused():
     with pytest.raises(InputError, match="restarts_left is -1; it must be at least 0"):
-        Limits(restarts_left=-1)
+        RecoveryLimits(restarts_left=-1)
     with pytest.raises(InputError, match="no_progress is 0"):
-        Limits(restarts_left=1, no_progress=0)
+        RecoveryLimits(restarts_left=1, no_progress=0)

@@ -17,10 +17,10 @@ from headway.core.errors import FormatError, InputError
 from headway.core.mesh import Mesh
 from headway.fault import Scenario, backup_peers, dual_phase, simulate, standby_size, suspects
 from headway.fault.advise import propose
-from headway.fault.fleet import PARTS, Times
+from headway.fault.fleet import PARTS, FleetTimes
 from headway.fault.plan import prepare
 from headway.ledger.answers.metrics import ettr
-from headway.ledger.jobs.hang import Origin, Verdict
+from headway.ledger.jobs.hang import HangVerdict, WaitOrigin
 from headway.plan.proposal import Proposal, Refusal
 from headway.trace.recording.run_facts import RunFacts
 from headway.verbs.jobs.fault import plan, sim
@@ -102,7 +102,7 @@ def test_nobody_is_blamed_without_a_consensus_and_a_verdict_narrows_a_group():
     alone = {rank: [f"kind {'abcdefghijklmnop'[rank]}"] for rank in range(16)}
     most = {rank: ["main"] if rank < 7 else [f"{'abcdefghi'[rank - 7]} of its own"] for rank in range(16)}
     odd = {rank: ["wait"] if rank in (4, 5, 6) else ["read"] if rank == 7 else ["main"] for rank in range(16)}
-    verdict = Verdict(mesh, (Origin((7,), "absent", 15),), (), {}, {})
+    verdict = HangVerdict(mesh, (WaitOrigin((7,), "absent", 15),), (), {}, {})
 
     assert suspects(alone, mesh).ranks == suspects({rank: ["main"] for rank in range(16)}, mesh).ranks == []
     assert suspects(most, mesh).reason == "9 of 16 ranks are outliers: no consensus"
@@ -114,9 +114,9 @@ def test_nobody_is_blamed_without_a_consensus_and_a_verdict_narrows_a_group():
 @pytest.mark.parametrize(
     ("mtbf_s", "times"),
     [
-        (11_124.0, Times(restart_s=600.0, save_s=10.0, save_every_s=300.0)),
-        (5_000.0, Times(detect_s=30.0, locate_s=70.0, restart_s=200.0, save_s=40.0, save_every_s=900.0)),
-        (500.0, Times(restart_s=60.0, save_s=5.0, save_every_s=60.0)),
+        (11_124.0, FleetTimes(restart_s=600.0, save_s=10.0, save_every_s=300.0)),
+        (5_000.0, FleetTimes(detect_s=30.0, locate_s=70.0, restart_s=200.0, save_s=40.0, save_every_s=900.0)),
+        (500.0, FleetTimes(restart_s=60.0, save_s=5.0, save_every_s=60.0)),
     ],
 )
 def test_a_fleet_with_one_cause_has_the_ettr_of_the_closed_form(mtbf_s, times):
@@ -128,15 +128,15 @@ def test_a_fleet_with_one_cause_has_the_ettr_of_the_closed_form(mtbf_s, times):
     assert set(found.unproductive_s) == set(PARTS)
 
 
-QUICK = Times(detect_s=30, locate_s=60, restart_s=90, save_s=0.02, save_every_s=30, standby_hosts=5, replace_s=768)
-SLOW = Times(detect_s=600, locate_s=300, restart_s=768, save_s=13, save_every_s=1800, replace_s=768)
+QUICK = FleetTimes(detect_s=30, locate_s=60, restart_s=90, save_s=0.02, save_every_s=30, standby_hosts=5, replace_s=768)
+SLOW = FleetTimes(detect_s=600, locate_s=300, restart_s=768, save_s=13, save_every_s=1800, replace_s=768)
 
 
 def test_the_published_fleet_keeps_its_ettr_and_loses_it_with_requeues_and_rare_saves():
     fleet = {"hosts": 1200, "devices_per_host": 8, "days": 90.0, "per_1000_host_days": 3.79}
     quick = simulate(Scenario(**fleet, mix="published", times=QUICK), seed=1)
     slow = simulate(Scenario(**fleet, times=SLOW), seed=1)
-    month = Times(detect_s=600, restart_s=900, save_s=1, save_every_s=600)
+    month = FleetTimes(detect_s=600, restart_s=900, save_s=1, save_every_s=600)
     megascale = simulate(Scenario(1200, 8, 28.0, mtbf_s=28 * 86_400 / 100, times=month), seed=1)
 
     assert quick.ettr >= 0.96

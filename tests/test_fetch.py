@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from headway.checkpoint.reading.fetch import Fetcher, LocalFiles, MemoryFiles, StoreFiles, fetch
+from headway.checkpoint.reading.fetch import LocalFiles, MemoryFiles, RangeFetcher, StoreFiles, fetch
 from headway.checkpoint.reading.reads import Shard, plan_reads
 from headway.core.errors import DamageError
 from headway.storage.stored.boxes import Box, whole
@@ -64,7 +64,7 @@ def test_any_place_gives_the_elements(tmp_path, values, content, flat, verified,
         "store": StoreFiles(LocalStore(tmp_path)),
     }
     written = digest_of(content)
-    fetcher = Fetcher(files[kind], (lambda name: written) if verified else None)
+    fetcher = RangeFetcher(files[kind], (lambda name: written) if verified else None)
 
     found = read_with(fetcher, box, flat=flat)
 
@@ -75,7 +75,7 @@ def test_any_place_gives_the_elements(tmp_path, values, content, flat, verified,
 
 def test_a_part_is_verified_by_the_blocks_it_touches_only(content):
     written = digest_of(content)
-    fetcher = Fetcher(MemoryFiles({"a": content}), lambda name: written)
+    fetcher = RangeFetcher(MemoryFiles({"a": content}), lambda name: written)
 
     read_with(fetcher, Box((1000, 0), (256, WIDTH)), flat=True)
 
@@ -87,7 +87,7 @@ def test_a_flipped_bit_is_named_and_its_block_reaches_no_element(values, content
     written = digest_of(content)
     at = START + 2000 * WIDTH * 4 + 5
     content[at] ^= 4
-    fetcher = Fetcher(MemoryFiles({"a": content}), lambda name: written)
+    fetcher = RangeFetcher(MemoryFiles({"a": content}), lambda name: written)
     block = at // written.block_bytes * written.block_bytes
     found = np.zeros((ROWS, WIDTH), np.int32)
 
@@ -105,7 +105,7 @@ def test_a_flipped_bit_is_named_and_its_block_reaches_no_element(values, content
 def test_a_flip_where_nothing_is_read_is_left_alone(values, content):
     written = digest_of(content)
     content[-1] ^= 1
-    fetcher = Fetcher(MemoryFiles({"a": content}), lambda name: written)
+    fetcher = RangeFetcher(MemoryFiles({"a": content}), lambda name: written)
 
     assert (read_with(fetcher, Box((0, 0), (2, WIDTH)), flat=True) == values[:2]).all()
 
@@ -122,7 +122,7 @@ def test_a_damaged_block_is_rebuilt_where_parity_can(tmp_path, values, content, 
         asked.append((name, start, stop))
         return whole_file[start:stop]
 
-    fetcher = Fetcher(LocalFiles(tmp_path), lambda name: written, mend=mend)
+    fetcher = RangeFetcher(LocalFiles(tmp_path), lambda name: written, mend=mend)
 
     found = read_with(fetcher, Box((0, 0), (2, WIDTH)), flat=True)
 
@@ -134,7 +134,7 @@ def test_a_damaged_block_is_rebuilt_where_parity_can(tmp_path, values, content, 
 def test_parity_that_rebuilds_something_else_is_not_believed(content):
     written = digest_of(content)
     content[START] ^= 1
-    fetcher = Fetcher(MemoryFiles({"a": content}), lambda name: written, mend=lambda name, a, b: bytes(b - a))
+    fetcher = RangeFetcher(MemoryFiles({"a": content}), lambda name: written, mend=lambda name, a, b: bytes(b - a))
 
     with pytest.raises(DamageError, match="the block's digest differs"):
         read_with(fetcher, Box((0, 0), (1, WIDTH)), flat=True)
@@ -144,17 +144,17 @@ def test_missing_and_short_files_are_damage_with_the_byte_named(tmp_path, conten
     box = whole((ROWS, WIDTH))
     for files in (LocalFiles(tmp_path), StoreFiles(LocalStore(tmp_path))):
         with pytest.raises(DamageError, match=r"a is missing\. Run: headway ckpt repair"):
-            read_with(Fetcher(files), box, flat=True)
+            read_with(RangeFetcher(files), box, flat=True)
     with pytest.raises(DamageError, match=r"a is not in memory"):
-        read_with(Fetcher(MemoryFiles({})), box, flat=True)
+        read_with(RangeFetcher(MemoryFiles({})), box, flat=True)
     (tmp_path / "a").write_bytes(content[:9000])
     for files in (LocalFiles(tmp_path), StoreFiles(LocalStore(tmp_path)), MemoryFiles({"a": content[:9000]})):
         with pytest.raises(DamageError, match="ends at byte 9000; bytes up to"):
-            read_with(Fetcher(files), box, flat=False)
+            read_with(RangeFetcher(files), box, flat=False)
 
 
 def test_a_file_that_cannot_be_read_is_damage_too(tmp_path):
     os.mkdir(tmp_path / "a")
 
     with pytest.raises(DamageError, match="a cannot be read at byte"):
-        read_with(Fetcher(LocalFiles(tmp_path)), Box((0, 0), (1, WIDTH)), flat=True)
+        read_with(RangeFetcher(LocalFiles(tmp_path)), Box((0, 0), (1, WIDTH)), flat=True)

@@ -21,10 +21,10 @@ from benchmarks.worker_kills import free_port, play
 from headway.core.errors import BackgroundError, InputError
 from headway.core.wire.channel import ChannelClosed, TcpListener
 from headway.data import DataLoader, Pipeline, SyntheticJpeg
-from headway.data.fleet.messages import Ask, FromMaster, dial
-from headway.data.fleet.reader import PrepareError, Reader
-from headway.data.fleet.splits import Pass
-from headway.data.fleet.supervisor import MAX_ENDS, Settings, start
+from headway.data.fleet.messages import FleetStatusRequest, FromMaster, dial
+from headway.data.fleet.reader import FleetReader, PrepareError
+from headway.data.fleet.splits import FleetPass
+from headway.data.fleet.supervisor import MAX_ENDS, FleetSettings, start
 from headway.data.runtime.fleets.fleet import Fleet, FleetLoader, work_for
 from headway.data.serving.memory.packing import unpack
 from tests.served_made import has_ended
@@ -186,7 +186,7 @@ def test_workers_of_other_hosts_join_over_tcp_with_the_token():
             assert [batch["y"].tolist() for batch in there.batches(5)] == np.arange(40).reshape(8, 5).tolist()
         prepared = fleet.statistics()["workers"]
         with pytest.raises(BackgroundError, match="has had no master"):
-            Reader(fleet.address, Pass(40, 5), token="another", patience_s=0.1)
+            FleetReader(fleet.address, FleetPass(40, 5), token="another", patience_s=0.1)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
 
@@ -252,9 +252,11 @@ def test_workers_that_end_at_once_are_not_started_for_ever(tmp_path):
         os.kill(os.getpid(), signal.SIGKILL)
 
     # So small a window and so many ranks that no split alone ends enough of them.
-    settings = Settings(tmp_path, 400, num_workers=4, most_workers=4, window=1, split_batches=1, workers_per_reader=1)
+    settings = FleetSettings(
+        tmp_path, 400, num_workers=4, most_workers=4, window=1, split_batches=1, workers_per_reader=1
+    )
     pid, channel = start(make, settings)
-    readers = [Reader(settings.address, Pass(400, 1, world_size=8), rank) for rank in range(8)]
+    readers = [FleetReader(settings.address, FleetPass(400, 1, world_size=8), rank) for rank in range(8)]
     with pytest.raises(InputError, match=rf"ended while they prepared|{MAX_ENDS} workers of the fleet ended"):
         next(readers[7])
     for reader in readers:
@@ -318,8 +320,8 @@ def test_a_fleet_whose_processes_are_killed_as_soon_as_they_run_says_so_to_all_a
     tcp = {"host": "127.0.0.1", "port": free_port(), "token": "a secret"} if address == "tcp" else {}
     before = set(psutil.Process().children(recursive=True))
     with Fleet(Drawn(20_000), num_workers=1, patience_s=60.0, **tcp) as fleet:
-        settings, work = fleet.settings, Pass(20_000, 4, world_size=2)
-        batches, elsewhere = iter(fleet.batches(4)), Reader(fleet.address, work, 1, token=fleet.settings.token)
+        settings, work = fleet.settings, FleetPass(20_000, 4, world_size=2)
+        batches, elsewhere = iter(fleet.batches(4)), FleetReader(fleet.address, work, 1, token=fleet.settings.token)
         next(batches), next(elsewhere)
         kill_until_given_up(fleet._keeper, victims)
         why = rf"5 {victims} of the fleet in a row ended .*last with signal 9 \(SIGKILL\).*start the fleet again"
@@ -331,7 +333,7 @@ def test_a_fleet_whose_processes_are_killed_as_soon_as_they_run_says_so_to_all_a
         with pytest.raises(BackgroundError, match=why):
             work_for(fleet.address, Drawn(20_000), token=settings.token, patience_s=60.0, host=settings.host)
         with contextlib.closing(dial(fleet.address, settings.token, 5.0, FromMaster)) as caller:
-            caller.send(Ask())
+            caller.send(FleetStatusRequest())
             refused, _ = caller.receive(timeout_s=5.0)
             assert refused.fatal
 
@@ -347,7 +349,7 @@ def test_a_master_that_cannot_start_is_one_error_that_says_why(tmp_path, monkeyp
         list(fleet.batches(4))
     assert "last with exit code 1 (FormatError: " in str(raised.value)
 
-    with contextlib.closing(TcpListener("127.0.0.1", 0, "of another", types=Ask)) as taken:
+    with contextlib.closing(TcpListener("127.0.0.1", 0, "of another", types=FleetStatusRequest)) as taken:
         tcp = {"host": "127.0.0.1", "port": taken.port, "token": "a secret"}
         with Fleet(Drawn(40), num_workers=1, **tcp) as fleet, pytest.raises(BackgroundError, match="already in use"):
             list(fleet.batches(4))
@@ -381,12 +383,12 @@ def test_a_fleet_lives_as_long_as_its_process_and_not_the_thread_that_made_it():
 
 
 def test_a_second_reader_of_a_rank_puts_the_first_out(tmp_path):
-    settings = Settings(tmp_path, 100)
+    settings = FleetSettings(tmp_path, 100)
     pid, channel = start(lambda keys: {"items": np.array(keys.items)}, settings)
-    work = Pass(100, 2)
-    first = Reader(settings.address, work)
+    work = FleetPass(100, 2)
+    first = FleetReader(settings.address, work)
     next(first)
-    second = Reader(settings.address, work, taken=None)
+    second = FleetReader(settings.address, work, taken=None)
 
     assert unpack(next(second).body)["items"].tolist() == work.keys(second.taken - 1, 0).items
     with pytest.raises(InputError, match="another process reads this rank now"):

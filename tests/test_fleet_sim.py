@@ -8,27 +8,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
-from headway.storage.disks.fleet import Fleet
+from headway.storage.disks.fleet import DiskFleet
 from headway.storage.disks.sim import Dgroup, read_clusters, step_days
 
 FLAT = ((0.0, 0.02),)
 
 
 def test_failures_are_as_many_as_the_rate_says():
-    result = Fleet("static").simulate([Dgroup("a", ((0, 50_000),), ((0, 0.1),))], 365)
+    result = DiskFleet("static").simulate([Dgroup("a", ((0, 50_000),), ((0, 0.1),))], 365)
 
     assert result.disk_days == pytest.approx(50_000 * 365 * (1 - 0.05), rel=0.01)
 
 
 def test_disks_retire_at_their_age():
-    result = Fleet("static").simulate([Dgroup("a", ((0, 1000), (50, 1000)), ((0, 0.0),), retire_days=100)], 400)
+    result = DiskFleet("static").simulate([Dgroup("a", ((0, 1000), (50, 1000)), ((0, 0.0),), retire_days=100)], 400)
 
     assert result.disk_days == 2 * 1000 * 100
 
 
 def test_the_bound_is_the_best_scheme_for_the_true_rate_of_each_day():
     clusters = [Dgroup("a", ((0, 1000),), ((0, 0.12), (99, 0.12), (100, 0.0), (200, 0.0)))]
-    result = Fleet("static").simulate(clusters, 200)
+    result = DiskFleet("static").simulate(clusters, 200)
 
     assert result.oracle_savings == pytest.approx((1 - (11 / 8) / 1.5 + 1 - (33 / 30) / 1.5) / 2, rel=0.02)
 
@@ -83,6 +83,6 @@ def test_models_that_cannot_be_are_refused():
     with pytest.raises(InputError, match="must be positive"):
         Dgroup("a", ((0, 5),), FLAT, capacity_bytes=0)
     with pytest.raises(InputError, match="two models of disk have one name"):
-        Fleet().simulate([Dgroup("a", ((0, 5),), FLAT)] * 2, 5)
+        DiskFleet().simulate([Dgroup("a", ((0, 5),), FLAT)] * 2, 5)
     with pytest.raises(InputError, match="'a' is no Dgroup"):
-        Fleet().simulate(["a"], 5)
+        DiskFleet().simulate(["a"], 5)

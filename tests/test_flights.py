@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headway.data.serving.batches import Pending, Place
+from headway.data.serving.batches import BatchPlace, Pending
 from headway.data.serving.flights import Flights
 
 
 def place(job="a", index=0):
     items = np.arange(3)
-    return Place(Pending(job, 0, epoch=0, number=0, items=items, everybody=items), index)
+    return BatchPlace(Pending(job, 0, epoch=0, number=0, items=items, everybody=items), index)
 
 
 def launched(flights, item=1, due=0.0):

@@ -16,9 +16,9 @@ import torch
 from benchmarks.frozen_draws import DRAWS, PATHS, SIZE, Examples, found_after, through
 from headway.data import DataLoader, Pipeline, generator
 from headway.data.caches.scrutiny import Scrutiny, unseen
-from headway.data.runtime.caching.cache import Shelf, Stored, cache
+from headway.data.runtime.caching.cache import CachedDataset, Shelf, cache
 from headway.data.runtime.caching.cached_examples import CachedExamples
-from headway.data.runtime.examples.watch import Watch
+from headway.data.runtime.examples.watch import GeneratorWatch
 from tests.remedy_context import applied
 from tests.served_made import runtime  # noqa: F401 - servers of these tests have a folder of their own
 
@@ -65,7 +65,7 @@ def test_a_finding_is_every_readers_and_is_said_once():
             return {"x": next(clock) if frozen else 0}
 
     dataset = Ticking()
-    stored = Stored.empty(dataset, 9, 1 << 16)
+    stored = CachedDataset.empty(dataset, 9, 1 << 16)
     readers = [CachedExamples(dataset, Shelf(stored.arena), stored.scrutiny) for _ in range(2)]
     for index in range(9):
         readers[0][index]
@@ -98,7 +98,7 @@ def test_what_nobody_knows_is_not_kept_and_proves_nothing():
 
 
 def test_another_threads_draws_are_not_laid_on_a_reading_nor_hide_its_own():
-    watch, ended = Watch([]), threading.Event()
+    watch, ended = GeneratorWatch([]), threading.Event()
     os.close(resource_sharer.DupFd(0).detach())  # as torch shares tensors: this thread stays, and draws nothing
 
     def train():
@@ -145,7 +145,7 @@ def test_a_generator_made_at_first_use_is_noticed():
             return self.made.random()
 
     dataset = Lazy()
-    watch = Watch(dataset)
+    watch = GeneratorWatch(dataset)
 
     # Alone: with a thread of another test beside it, nobody would know which of them drew.
     assert [watch.around(lambda: dataset[0], alone=True).drew for _ in range(3)] == [None, True, True]

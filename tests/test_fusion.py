@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.cost.specs import Link
+from headway.cost.specs import LinkSpec
 from headway.plan.fusion import (
     MOST_PARTS,
     best_buckets,
@@ -21,7 +21,7 @@ from headway.plan.fusion import (
 )
 from headway.sim.graph.hops import Network
 from headway.sim.training.step_view import StepView, Variants
-from headway.sim.training.training_step import Block, Profile, TrainingStep
+from headway.sim.training.training_step import Block, StepProfile, TrainingStep
 
 times = st.integers(0, 10**6)
 
@@ -69,7 +69,7 @@ def test_gradients_are_fused_exactly_when_both_are_through_sooner(
 def test_the_closed_form_of_k_is_the_best_number_of_parts_of_two_hops(
     num_bytes: int, push: float, pull: float, latency: float
 ) -> None:
-    links = [Link("hop", rate, latency, "made up") for rate in (push, pull)]
+    links = [LinkSpec("hop", rate, latency, "made up") for rate in (push, pull)]
     network = Network("parameter_server", 1, links[0], num_servers=1, pull_link=links[1])
 
     closed = linear_parts(num_bytes, fast_s_per_byte=1 / max(push, pull), slow_latency_s=latency)
@@ -81,7 +81,7 @@ def test_the_closed_form_of_k_is_the_best_number_of_parts_of_two_hops(
 
 @given(num_bytes=st.integers(0, 10**9), ranks=st.integers(2, 64))
 def test_a_ring_is_never_cut_because_it_fills_its_links_already(num_bytes: int, ranks: int) -> None:
-    assert best_parts(Network("ring", ranks, Link("wire", 1e9, 1e-6, "made up")), num_bytes) == 1
+    assert best_parts(Network("ring", ranks, LinkSpec("wire", 1e9, 1e-6, "made up")), num_bytes) == 1
 
 
 @settings(max_examples=40)
@@ -93,9 +93,9 @@ def test_a_ring_is_never_cut_because_it_fills_its_links_already(num_bytes: int, 
 def test_the_buckets_that_are_through_soonest_are_the_best_of_all_on_a_ring(
     sizes: list[int], backward: list[int], ranks: int
 ) -> None:
-    network = Network("ring", ranks, Link("wire", 1e9, 2e-5, "made up"))
+    network = Network("ring", ranks, LinkSpec("wire", 1e9, 2e-5, "made up"))
     blocks = [Block((1,), (t,), (size,)) for size, t in zip(sizes, backward, strict=False)]
-    step = TrainingStep.of(Profile.of(blocks), network)
+    step = TrainingStep.of(StepProfile.of(blocks), network)
     every = np.array([[*mask, False] for mask in itertools.product([False, True], repeat=len(sizes) - 1)]).T
     view = StepView.of(step)
 

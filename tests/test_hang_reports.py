@@ -16,7 +16,7 @@ from benchmarks.nccl_hangs import named_by
 from benchmarks.nccl_hangs import verdict_of as verdict_of_job
 from headway.core.errors import FormatError, InputError
 from headway.core.mesh import Mesh
-from headway.ledger.jobs.hang import Verdict, Wait, localise
+from headway.ledger.jobs.hang import HangVerdict, Wait, localise
 from headway.ledger.jobs.hang_reports import of_dumps, of_watch
 from headway.report.page.hang import hang_part, render_hang
 from headway.trace.events.trace import Trace, concat
@@ -45,7 +45,7 @@ def dumps(of_rank: dict[int, list[dict[str, Any]]], groups: dict[str, list[int]]
     ])  # fmt: skip
 
 
-def verdict(trace: Trace, mesh: Mesh | None = None) -> Verdict:
+def verdict(trace: Trace, mesh: Mesh | None = None) -> HangVerdict:
     found = of_dumps(trace, mesh)
     return localise(found.reports, found.mesh, groups=found.groups)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.cost.collectives import collective_seconds
-from headway.cost.specs import Link
+from headway.cost.specs import LinkSpec
 from headway.sim.graph.hops import IDENTITY, PATTERNS, Network, Pattern, expand, fit_links, own_times, pair
 from tests.steps_made import WIRE, networks
 
@@ -169,4 +169,4 @@ def test_times_that_run_backwards_ask_for_alignment_and_one_unit() -> None:
 @pytest.mark.parametrize(("num_bytes", "parts"), [([-1], [1]), ([4], [0]), ([4, 5], [1])])
 def test_sizes_and_parts_that_mean_nothing_are_refused(num_bytes: list[int], parts: list[int]) -> None:
     with pytest.raises(InputError, match=r"one size >= 0 and one number of parts >= 1"):
-        expand(num_bytes, parts, Network("ring", 2, Link("w", 1e9, 0.0, "made up")))
+        expand(num_bytes, parts, Network("ring", 2, LinkSpec("w", 1e9, 0.0, "made up")))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.machine.apart import DETACHED
-from headway.core.machine.host_load import HostLoad, HostSeries, LoadSampler, Reading, host_load, load_beside
+from headway.core.machine.host_load import HostCounters, HostLoad, HostSeries, LoadSampler, host_load, load_beside
 
 CPU = min(os.sched_getaffinity(0))
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -25,7 +25,7 @@ def test_of_steady_load_every_figure_is_the_rate(other, own, runnable, steps):
     at, readings = 5.0, []
     for step in (0.0, *steps):
         at += step
-        readings.append(Reading(at, (other + own) * at, own * at, runnable * at, 2 * at, 0.25 * at, None))
+        readings.append(HostCounters(at, (other + own) * at, own * at, runnable * at, 2 * at, 0.25 * at, None))
     load = host_load(readings)
 
     assert load.other_cores == pytest.approx(other, abs=1e-6)
@@ -46,10 +46,10 @@ def test_load_goes_through_run_json_and_runs_without_it_load():
 
 @given(steps=st.lists(st.floats(0.2, 2.0), min_size=1, max_size=400), own=st.floats(0, 4))
 def test_the_series_covers_the_run_in_order_and_keeps_its_mean(steps, own):
-    at, readings = 5.0, [Reading(5.0, 5.0 * (1 + own), 5.0 * own, 0, 0, None, None, 7)]
+    at, readings = 5.0, [HostCounters(5.0, 5.0 * (1 + own), 5.0 * own, 0, 0, None, None, 7)]
     for number, step in enumerate(steps):
         at += step
-        readings.append(Reading(at, (1 + own) * at, own * at, 0, 0, None, None, number))
+        readings.append(HostCounters(at, (1 + own) * at, own * at, 0, 0, None, None, number))
     series = HostSeries.of(readings, most=50)
 
     assert len(series.end_s) <= 50

@@ -26,7 +26,7 @@ from headway.checkpoint.runtime.images.image import (
     template,
 )
 from headway.core.errors import FormatError, HeadwayError
-from headway.core.wire.pace import Pace
+from headway.core.wire.pace import RateLimiter
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8,
@@ -54,7 +54,7 @@ def stored(tensors: list[torch.Tensor], *, rendered: bool = False) -> tuple[byte
         slot.copy_(tensor)
     made.render()
     file = io.BytesIO()
-    persist(made.memory[: made.plan.num_bytes], payloads(made.plan.slots), file, Pace())
+    persist(made.memory[: made.plan.num_bytes], payloads(made.plan.slots), file, RateLimiter())
     return file.getvalue(), made
 
 

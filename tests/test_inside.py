@@ -12,7 +12,7 @@ from headway.core.errors import InputError
 from headway.core.files.inside import check_inside, check_links, remove_tree
 from headway.core.files.whole_file import whole_file
 from headway.storage.checks.repair import repair
-from headway.storage.commits.commit import Committed, recover, remove
+from headway.storage.commits.commit import CommittedCheckpoint, recover, remove
 from headway.storage.commits.draft import open_draft
 from headway.storage.redundancy.parity import encode_rank
 from headway.storage.redundancy.restripe import restripe
@@ -116,7 +116,7 @@ def test_removing_a_link_removes_the_link_alone(tmp_path, elsewhere):
     root.mkdir()
     for name in ("step-5", ".step-6.a.trash"):
         (root / name).symlink_to(elsewhere)
-    remove(Committed(5, root / "step-5"))
+    remove(CommittedCheckpoint(5, root / "step-5"))
     recover(root)
     (tmp_path / "kept").symlink_to(elsewhere)
     remove_tree(tmp_path / "kept")

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.data.orders.order import TAILS, Sequence
-from headway.data.serving.jobs import Job, Known, Pass, Terms
+from headway.data.serving.jobs import JobPass, JobTerms, Known, ServedJob
 
 
 def walk(num, terms, history=()):
-    return Pass(0, terms, iter([*range(num), None]).__next__, history)
+    return JobPass(0, terms, iter([*range(num), None]).__next__, history)
 
 
 @given(
@@ -21,7 +21,7 @@ def walk(num, terms, history=()):
     asked=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 3)), max_size=20),
 )  # fmt: skip
 def test_ranks_get_their_slices_in_whatever_order_they_ask(num, batch_size, world_size, tail, asked):
-    terms = Terms(batch_size, world_size, tail=tail)
+    terms = JobTerms(batch_size, world_size, tail=tail)
     found, oracle = walk(num, terms), Sequence(num, batch_size, world_size, tail)
     for number, rank in [*asked, *((g, r) for g in range(13) for r in range(world_size))]:
         if rank >= world_size:
@@ -34,7 +34,7 @@ def test_ranks_get_their_slices_in_whatever_order_they_ask(num, batch_size, worl
 
 
 def test_a_pass_goes_on_behind_its_history_and_pads_from_its_beginning():
-    found = walk(3, Terms(4, tail="pad"), [np.array([7, 8, 9, 6])])
+    found = walk(3, JobTerms(4, tail="pad"), [np.array([7, 8, 9, 6])])
 
     assert found.batch(0, 0).tolist() == [7, 8, 9, 6]
     assert found.batch(1, 0).tolist() == [0, 1, 2, 7]
@@ -43,7 +43,7 @@ def test_a_pass_goes_on_behind_its_history_and_pads_from_its_beginning():
 
 
 def test_what_every_rank_has_had_is_forgotten():
-    found = walk(12, Terms(2))
+    found = walk(12, JobTerms(2))
     found.decide_all()
     found.forget(4)
 
@@ -53,7 +53,7 @@ def test_what_every_rank_has_had_is_forgotten():
 
 
 def job(world_size=2, size=5):
-    return Job("a", Terms(1, world_size), np.arange(size), np.ones(size, bool))
+    return ServedJob("a", JobTerms(1, world_size), np.arange(size), np.ones(size, bool))
 
 
 def test_passes_start_in_order_and_wait_for_histories_only():
@@ -128,7 +128,7 @@ def test_how_a_pass_began_is_forgotten_once_it_has_started_and_every_rank_has_it
         (lambda here: here.part([-1]), "does not read item -1"),
         (lambda here: here.enter(1, 3, here.subset, None), "begins epoch 3 elsewhere"),
         (lambda here: here.enter(1, 0, here.part([1]), None), "begins epoch 0 elsewhere"),
-        (lambda here: Terms(1, 0), "world_size 0; pass 1 or more"),
+        (lambda here: JobTerms(1, 0), "world_size 0; pass 1 or more"),
     ],
 )
 def test_bad_input_is_one_clear_error(act, message):

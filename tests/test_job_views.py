@@ -23,7 +23,7 @@ from headway.report.page.html import ReportData, page
 from headway.report.page.machines import machine_heat_maps, machine_lines, machines_part
 from headway.report.text.job_lines import job_lines, mfu_lines
 from headway.trace.events.trace import Trace
-from headway.trace.generated.synthetic import Fault, Job, generate
+from headway.trace.generated.synthetic import SyntheticFault, SyntheticJob, generate
 from headway.trace.recording.run_facts import RunFacts
 from headway.verbs.jobs.hang import mesh_of
 from headway.verbs.runs.views import heat_maps_of, why_object
@@ -151,8 +151,10 @@ def test_store_operations_are_the_closed_form_and_headway_adds_none():
 
 
 def test_a_slow_worker_is_named_and_its_maps_show_it(tmp_path):
-    job = Job(dp=4, pp=2, num_microbatches=4, num_steps=4)
-    generate(job, seed=1, faults=[Fault("worker", 1.5, dp=2, stage=0)]).trace.save(tmp_path / "t.straggler.parquet")
+    job = SyntheticJob(dp=4, pp=2, num_microbatches=4, num_steps=4)
+    generate(job, seed=1, faults=[SyntheticFault("worker", 1.5, dp=2, stage=0)]).trace.save(
+        tmp_path / "t.straggler.parquet"
+    )
     explanation = explain([tmp_path / "t.straggler.parquet"])
 
     why = why_object(explanation)

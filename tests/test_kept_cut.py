@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.checkpoint.runtime.images.kept_cut import KeptCut
+from headway.checkpoint.runtime.images.kept_cut import ShardingCache
 from headway.checkpoint.runtime.images.shards import pieces
 from tests.reshard_cases import LAYOUTS, held, whole_state
 from tests.spawn import on_ranks
@@ -95,7 +95,7 @@ def facts(state):
 @given(changes=st.lists(st.sampled_from(range(len(CHANGES))), max_size=12))
 def test_it_is_the_cut_that_would_be_made_anew(changes):
     state = made()
-    kept = {(rank, world): KeptCut() for world in (1, 3) for rank in range(world)}
+    kept = {(rank, world): ShardingCache() for world in (1, 3) for rank in range(world)}
     for number in (None, *changes):
         if number is not None:
             CHANGES[number](state)
@@ -105,7 +105,7 @@ def test_it_is_the_cut_that_would_be_made_anew(changes):
 
 
 def test_a_step_of_training_keeps_the_cut_and_holders_are_part_of_it():
-    state, cut = made(), KeptCut()
+    state, cut = made(), ShardingCache()
     cut.pieces(state, rank=0, world_size=2)
     _trained(state)
     cut.pieces(state, rank=0, world_size=2)
@@ -116,7 +116,7 @@ def test_a_step_of_training_keeps_the_cut_and_holders_are_part_of_it():
 
 
 def test_no_memory_of_a_state_is_held():
-    state, cut = made(), KeptCut()
+    state, cut = made(), ShardingCache()
     cut.pieces(state)
     lives = weakref.ref(state["model"]["half"].untyped_storage())
     del state["model"]["half"]
@@ -131,7 +131,7 @@ def _kept_on_this_rank():
     answers = []
     for layout in LAYOUTS:
         state = held(layout, whole_state(1), fresh=False)
-        cut = KeptCut()
+        cut = ShardingCache()
         again = [facts(cut.pieces(state, rank=rank, world_size=world)) for _ in range(2)]
         answers.append(again[0] == again[1] == facts(pieces(state, rank=rank, world_size=world)))
     return answers

@@ -19,7 +19,7 @@ from headway.core.errors import InputError
 from headway.data import DataLoader, Fleet, Pipeline
 from headway.data.caches.partitioned import Partitioned
 from headway.data.caches.peers import listen
-from headway.data.fleet.splits import Pass
+from headway.data.fleet.splits import FleetPass
 from headway.data.runtime.examples.keyed import Draws, generators_kept
 from headway.data.runtime.fleets.fleet import prepared
 from tests.served_made import runtime as runtime
@@ -116,7 +116,7 @@ def test_batches_of_a_worker_keep_none_of_the_random_numbers_of_those_before():
         return sum(type(one) is Draws for one in gc.get_objects())
 
     _, make = prepared(Numbers())
-    work = Pass(NUM, BATCH)
+    work = FleetPass(NUM, BATCH)
 
     def growth():
         make(work.keys(0, 0))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.ledger.kinds.buckets import BUCKET_OF, BUCKETS, bucket_of_sub
-from headway.ledger.live.live_rank import Window
+from headway.ledger.live.live_rank import BookingWindow
 from headway.ledger.live.live_sweep import book_windows
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.records import RECORD_DTYPE
@@ -30,7 +30,7 @@ def record(name, start_ns, duration_ns, **more):
 
 def window(rank, ends, records, low=0):
     rows = np.concatenate(records) if records else np.zeros(0, RECORD_DTYPE)
-    return Window(rank, 0, low, np.array(ends, np.int64), rows)
+    return BookingWindow(rank, 0, low, np.array(ends, np.int64), rows)
 
 
 def named(step_ns):

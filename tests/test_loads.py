@@ -6,14 +6,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.trace.recording.loads import CHILDREN, Loads
+from headway.trace.recording.loads import CHILDREN, LoadParts
 from tests.rings_made import Process, built, rows
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 1000)] * 5), min_size=1, max_size=20))
 def test_the_parts_of_a_load_and_its_collections_add_up_to_it(loads):
     columns = [np.array(column, np.int64) for column in zip(*loads, strict=True)]
-    parts = Loads.parts_of(*columns)
+    parts = LoadParts.parts_of(*columns)
 
     assert all((part >= 0).all() for part in parts)
     assert (sum(parts) + np.clip(columns[4], 0, columns[0]) == columns[0]).all()

@@ -14,10 +14,10 @@ from headway.core.errors import InputError
 from headway.ledger.jobs.machines import LEAST_MACHINES, PASSES, MachineTimes, machine_times
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
-from headway.trace.generated.synthetic import Fault, Job, generate
+from headway.trace.generated.synthetic import SyntheticFault, SyntheticJob, generate
 from tests.paths import shared
 
-JOB = Job(dp=4, pp=2, num_microbatches=4, num_steps=4, noise=0.01)
+JOB = SyntheticJob(dp=4, pp=2, num_microbatches=4, num_steps=4, noise=0.01)
 FLEET_HOSTS, RANKS_PER_HOST = 200, 8
 
 
@@ -106,7 +106,7 @@ def test_equal_machines_raise_no_alarm_though_their_stages_do_unlike_work(seed):
 
 @pytest.mark.parametrize("dp", range(4))
 def test_a_slow_worker_of_an_operation_trace_is_found(dp):
-    made = generate(JOB, seed=dp, faults=[Fault("worker", 1.5, dp=dp, stage=1)])
+    made = generate(JOB, seed=dp, faults=[SyntheticFault("worker", 1.5, dp=dp, stage=1)])
 
     (found,) = times(made.trace).outliers
 
@@ -115,7 +115,7 @@ def test_a_slow_worker_of_an_operation_trace_is_found(dp):
 
 
 def test_a_slow_last_stage_and_uneven_sequences_are_no_machine_s_fault():
-    for fault in (Fault("last_stage", 1.6), Fault("sequence", 0.05)):
+    for fault in (SyntheticFault("last_stage", 1.6), SyntheticFault("sequence", 0.05)):
         assert times(generate(JOB, seed=2, faults=[fault]).trace).outliers == ()
 
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
-from headway.data.fleet.master import MAX_ENDED, SAVE_S, Master, Report
-from headway.data.fleet.splits import Pass
+from headway.data.fleet.master import MAX_ENDED, SAVE_S, Master, WorkerReport
+from headway.data.fleet.splits import FleetPass
 from tests.test_leases import Clock
 
 ROOM = 4
@@ -21,7 +21,7 @@ ROOM = 4
 class Fleet:
     """Master, workers and readers as plain objects on one clock: what processes do, one call at a time."""
 
-    def __init__(self, work: Pass, num_workers: int, split_batches: int, window: int, folder: Path) -> None:
+    def __init__(self, work: FleetPass, num_workers: int, split_batches: int, window: int, folder: Path) -> None:
         self.work, self.clock, self.folder = work, Clock(), folder
         self.options = {
             "split_batches": split_batches, "window": window, "most_workers": 2, "lease_s": 10.0, "clock": self.clock,
@@ -48,7 +48,7 @@ class Fleet:
         if name not in self.master.workers:  # it was silent, or the master is a new one
             kept = self.master.register(name, name, list(self.held[name]))
             self.held[name] = {lease: self.held[name][lease] for lease in kept}
-        self.master.beat(name, Report())
+        self.master.beat(name, WorkerReport())
         for lease in self.master.revoked(name):
             self.held[name].pop(lease, None)
         lease = self.master.next_split(name, room=sum(map(len, self.held[name].values())) < ROOM)
@@ -117,7 +117,7 @@ EVENTS = ["work", "work", "work", "read", "read", "read", "save", "kill worker",
 
 @settings(max_examples=60)
 @given(
-    work=st.builds(Pass, st.integers(1, 40), st.integers(1, 4), st.integers(1, 3), seed=st.integers(0, 3)),
+    work=st.builds(FleetPass, st.integers(1, 40), st.integers(1, 4), st.integers(1, 3), seed=st.integers(0, 3)),
     shape=st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)),
     events=st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 11)), max_size=120),
 )
@@ -144,7 +144,7 @@ def begun(num_workers=2, **options):
     master = Master(40, split_batches=2, window=4, lease_s=10.0, clock=clock, **options)
     for k in range(num_workers):
         master.register(f"w{k}", f"at{k}")
-    master.join("r", Pass(40, 2), 0)
+    master.join("r", FleetPass(40, 2), 0)
     return master, clock
 
 
@@ -208,7 +208,7 @@ def test_a_draining_worker_goes_once_its_readers_took_what_it_has():
 
 def test_a_reader_that_comes_back_gets_what_it_had_not_saved():
     master, _ = begun()
-    work = Pass(40, 2)
+    work = FleetPass(40, 2)
     master.next_split("w0")
     master.took("r", 4)
     master.leave("r")
@@ -245,7 +245,7 @@ def test_a_master_goes_on_from_its_checkpoint_in_a_new_term(tmp_path):
     after = Master(40, split_batches=2, window=4, lease_s=10.0, clock=clock, checkpoint=path)
 
     assert after.register("w0", "at0", held) == held[1:]
-    assert after.join("r2", Pass(40, 2), 0, None) == 2
+    assert after.join("r2", FleetPass(40, 2), 0, None) == 2
     assert after.next_split("w0").generation > 1 << 32
     assert after.statistics()["term"] == 1
     path.write_text("{}")
@@ -258,17 +258,17 @@ def test_passes_that_nobody_reads_are_put_away_and_their_workers_told():
     lease = master.next_split("w0")
     master.leave("r")
     for epoch in range(1, 8):
-        master.join("r", Pass(40, 2, epoch=epoch), 0)
+        master.join("r", FleetPass(40, 2, epoch=epoch), 0)
 
     assert master.revoked("w0") == [(lease.key, lease.generation)]
     assert len(master.statistics()["passes"]) <= 5
 
 
 @pytest.mark.parametrize(("call", "message"), [
-    (lambda m: m.join("x", Pass(41, 2), 0), r"expects 41 items .* prepares 40 .*Connect to the fleet of your data"),
-    (lambda m: m.join("x", Pass(40, 2), 0, data="other"), r"of 'other'"),
-    (lambda m: m.join("x", Pass(40, 2), 1), r"rank is 1; a world of 1 has ranks"),
-    (lambda m: m.join("x", Pass(40, 2), 0, 21), r"cannot have taken 21 of 20 batches"),
+    (lambda m: m.join("x", FleetPass(41, 2), 0), r"expects 41 items .* prepares 40 .*Connect to the fleet of your "),
+    (lambda m: m.join("x", FleetPass(40, 2), 0, data="other"), r"of 'other'"),
+    (lambda m: m.join("x", FleetPass(40, 2), 1), r"rank is 1; a world of 1 has ranks"),
+    (lambda m: m.join("x", FleetPass(40, 2), 0, 21), r"cannot have taken 21 of 20 batches"),
     (lambda m: Master(1, window=0), r"window is 0; pass 1 or more"),
 ])  # fmt: skip
 def test_bad_input_is_told_with_rule_and_fix(call, message):

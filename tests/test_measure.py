@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from headway.data.stalls import WARMUP_STEPS
-from headway.verbs.loading.measure import Phase, doubts
+from headway.verbs.loading.measure import PhaseResult, doubts
 from tests.launching import headway_here
 from tests.paths import ROOT
 from tests.runs_made import MS, RunMaker, write_folder
@@ -69,9 +69,11 @@ def told(*arguments: object, code: int = 0) -> str:
     return answer.stderr if code else answer.stdout
 
 
-def phase(mean_s: float = 0.01, *, read_bytes: float = 0.0, files_dropped: int = 0, dropping_s: float = 0.0) -> Phase:
+def phase(
+    mean_s: float = 0.01, *, read_bytes: float = 0.0, files_dropped: int = 0, dropping_s: float = 0.0
+) -> PhaseResult:
     used = {"seconds": 1.0, "cpu_s": 1.0, "read_bytes": read_bytes}
-    return Phase((mean_s,) * 20, {"0": 20}, {"0": 10}, used, True, files_dropped, dropping_s)
+    return PhaseResult((mean_s,) * 20, {"0": 20}, {"0": 10}, used, True, files_dropped, dropping_s)
 
 
 def written(folder: Path, rank: int, pid: int, num_steps: int, **more: object) -> None:
@@ -87,7 +89,7 @@ def test_a_phase_is_the_mean_over_ranks_of_the_steps_that_all_took(tmp_path):
     written(tmp_path, 0, 10, 9)
     written(tmp_path, 1, 11, 8, complete=False)
 
-    found = Phase.read(tmp_path)
+    found = PhaseResult.read(tmp_path)
 
     assert found.step_s == pytest.approx((0.015,) * 8)
     assert (found.batches, found.complete, found.used) == ({"0": 9}, False, {})
@@ -97,11 +99,11 @@ def test_of_two_processes_that_were_one_rank_the_one_that_trained_counts(tmp_pat
     written(tmp_path, 0, 10, 0)
     written(tmp_path, 0, 11, 8)
 
-    assert len(Phase.read(tmp_path).step_s) == 8
+    assert len(PhaseResult.read(tmp_path).step_s) == 8
 
 
 def test_a_run_in_which_no_rank_was_measured_has_no_phase(tmp_path):
-    assert Phase.read(tmp_path) is None
+    assert PhaseResult.read(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -240,7 +242,7 @@ def test_files_are_read_from_storage_when_cold_and_from_memory_when_warm_and_all
     cold, warm = answer["phases"]["cold"], answer["phases"]["warm"]
 
     assert [(data / f"ended-{rank}").read_text().split() for rank in (0, 1)] == [["23"] * 3] * 2
-    assert Phase.read(out / "cold").files_dropped >= 2 * 4 * 24
+    assert PhaseResult.read(out / "cold").files_dropped >= 2 * 4 * 24
     assert warm["read_bytes_per_s"] < 1 << 18  # less than one file a second, of some hundred: none of the data
     if not any("read nothing from storage" in flag for flag in answer["flags"]):  # tests may run on a memory disk
         assert cold["read_bytes_per_s"] > 0

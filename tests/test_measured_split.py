@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headway.core.units import NS_PER_S
 from headway.data.caches.partition import FORMS, partition_cache, repaced
-from headway.data.serving.batches import Spent
+from headway.data.serving.batches import PreparationTime
 from headway.data.serving.measured_split import CHUNK, LEAST, MOST_HANDOVER, WARM_UP, MeasuredSplit
 
 MS = 1_000_000
@@ -20,7 +20,7 @@ def measured(forms=FORMS, *, fetch_ms=1.0, decode_ms=1.0, augment_ms=1.0, cache=
     for k in range(WARM_UP + LEAST):
         cost = 50 if k < WARM_UP else 1
         start = round(2 * k * fetch_ms * MS)
-        spent = Spent(
+        spent = PreparationTime(
             start, start + round(fetch_ms * MS), round(cost * decode_ms * MS), round(cost * augment_ms * MS), 100
         )
         found.add({form: size for form, size in zip(FORMS, (100, 500, 300), strict=True) if form in forms}, spent)
@@ -38,7 +38,7 @@ def test_rates_are_those_of_the_examples_behind_the_warm_up():
 def test_reads_side_by_side_count_once():
     found = MeasuredSplit(FORMS, num_items=1, cache_bytes=1, num_threads=1)
     for start, end in ((0, 10), (5, 15), (20, 30)):
-        found.add({}, Spent(start, end, read_bytes=100))
+        found.add({}, PreparationTime(start, end, read_bytes=100))
 
     assert found.rates()["storage_bytes_per_s"] == pytest.approx(300 / 25 * NS_PER_S)
 
@@ -49,7 +49,7 @@ def test_bursts_of_other_work_change_nothing():
     noisy = MeasuredSplit(FORMS, num_items=10_000, cache_bytes=1, num_threads=1)
     for k in range(WARM_UP + LEAST):
         slow = 20 if 12 <= k < 18 else 1
-        spent = Spent(round(100 * k * MS), round((100 * k + 2 * slow) * MS), 3 * slow * MS, slow * MS, 100)
+        spent = PreparationTime(round(100 * k * MS), round((100 * k + 2 * slow) * MS), 3 * slow * MS, slow * MS, 100)
         noisy.add({"decoded": 500}, spent)
 
     assert noisy.rates() == pytest.approx(quiet)
@@ -76,7 +76,7 @@ def test_the_quickest_chunk_decides_and_the_median_one_predicts():
     found = MeasuredSplit(FORMS, num_items=1000, cache_bytes=100_000, num_threads=1)
     for k in range(WARM_UP + LEAST):
         cold = 1 if k >= WARM_UP + LEAST - CHUNK else 2
-        spent = Spent(round(10 * k * MS), round((10 * k + 3) * MS), 2 * cold * MS, cold * MS, 100)
+        spent = PreparationTime(round(10 * k * MS), round((10 * k + 3) * MS), 2 * cold * MS, cold * MS, 100)
         found.add({"encoded": 100, "decoded": 500, "augmented": 300}, spent)
     sizes = {"encoded": 100, "decoded": 500, "stored": 100}
     rates = found.rates()
@@ -112,7 +112,7 @@ def test_a_small_dataset_is_measured_whole():
     found = MeasuredSplit(FORMS, num_items=3, cache_bytes=10_000, num_threads=1)
     for _ in range(3):
         assert not found.ready
-        found.add({"encoded": 10, "decoded": 20, "augmented": 5}, Spent(decode_ns=5))
+        found.add({"encoded": 10, "decoded": 20, "augmented": 5}, PreparationTime(decode_ns=5))
 
     assert found.ready
     assert sum(found.split(num_jobs=2, handover_items=9)) == pytest.approx(1)

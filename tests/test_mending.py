@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headway.checkpoint import restore_into
-from headway.checkpoint.reading.mending import Mending
+from headway.checkpoint.reading.mending import ParityRepair
 from headway.core.errors import DamageError
 from headway.storage.commits.commit import commit
 from headway.storage.redundancy.parity import encode_rank
@@ -81,5 +81,5 @@ def test_more_than_the_parity_bears_is_damage(folder):
 
 
 def test_a_file_of_no_image_and_a_folder_of_no_checkpoint_are_not_mended(folder, tmp_path):
-    assert Mending(folder)("rank-0/manifest.json", 0, 10) is None
-    assert Mending(tmp_path)("rank-0/__0_0.distcp", 0, 10) is None
+    assert ParityRepair(folder)("rank-0/manifest.json", 0, 10) is None
+    assert ParityRepair(tmp_path)("rank-0/__0_0.distcp", 0, 10) is None

@@ -21,7 +21,7 @@ from headway.sim.training.moves import (
     join_buckets,
     split_bucket,
 )
-from headway.sim.training.training_step import Block, Profile, TrainingStep
+from headway.sim.training.training_step import Block, StepProfile, TrainingStep
 from tests.steps_made import WIRE, few, steps
 
 
@@ -79,7 +79,7 @@ def test_joining_and_then_splitting_buckets_restores_the_graph(step: TrainingSte
 def chain(*sizes: float) -> TrainingStep:
     """Gradients of these sizes in MiB, in the order in which they are ready."""
     blocks = [Block((1,), (1,), (round(size * MIB),)) for size in reversed(sizes)]
-    return TrainingStep.of(Profile.of(blocks), Network("ring", 2, WIRE))
+    return TrainingStep.of(StepProfile.of(blocks), Network("ring", 2, WIRE))
 
 
 @given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=30), cap=st.integers(1, 60))

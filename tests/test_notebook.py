@@ -11,7 +11,7 @@ import torch
 import headway
 from headway.core.errors import InputError
 from headway.report.page.notebook import fragment
-from headway.runtime.in_rank.in_process import Run
+from headway.runtime.in_rank.in_process import InProcessRun
 from tests.paths import ROOT
 from tests.report_data import demo_why
 
@@ -116,7 +116,7 @@ def test_the_blocks_of_the_page_run(tmp_path, monkeypatch):
     for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         exec(block, cells)
 
-    assert isinstance(cells["run"], Run)
+    assert isinstance(cells["run"], InProcessRun)
     assert len(list((tmp_path / "headway-runs").iterdir())) == 2
 
 

@@ -10,15 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import DamageError, FormatError, InputError
-from headway.storage.nvm.caches import Cache
-from headway.storage.nvm.contents import Fault, NvmBytes
+from headway.storage.nvm.caches import SetAssociativeCache
+from headway.storage.nvm.contents import MemoryFault, NvmBytes
 from headway.storage.nvm.controller import simulate_nvm
-from headway.storage.nvm.design import ABLATION, DESIGNS, LINES_PER_PAGE, PAGE_BYTES, Layout, Memory, NvmDesign
+from headway.storage.nvm.design import (
+    ABLATION,
+    DESIGNS,
+    LINES_PER_PAGE,
+    PAGE_BYTES,
+    LineLayout,
+    MemorySystem,
+    NvmDesign,
+)
 from headway.storage.nvm.traces import END, READ, TRACES, WRITE, checked, read_trace
 from headway.storage.stored.digests import crc32
 from headway.verbs.stored.storage_sim import sim
 
-SMALL = Memory(
+SMALL = MemorySystem(
     mapped_bytes=64 * PAGE_BYTES, num_cores=2, l1_bytes=512, l2_bytes=1024, llc_bytes=16 * 1024, controller_bytes=256
 )
 """A memory system in which a few hundred accesses evict everything."""
@@ -75,7 +83,7 @@ def test_every_lie_of_the_device_is_noticed_at_the_next_read_and_repaired(kind, 
     if other == line or data in before:
         return
 
-    memory.device.fault = Fault(kind, other)
+    memory.device.fault = MemoryFault(kind, other)
     wrong = [line]
     if kind == "misdirected_read":
         with pytest.raises(DamageError, match=f"address {line * 64}"):
@@ -123,7 +131,7 @@ def test_data_is_read_and_written_as_if_the_caches_were_transparent(trace):
 @given(st.lists(st.tuples(st.integers(0, 15), st.booleans()), max_size=60))
 def test_a_cache_is_a_list_in_the_order_of_use(accesses):
     """Oracle: one list per set, moved to the end on use, the first one dropped."""
-    cache, oracle = Cache(2 * 3 * 64, ways=3), ([], [])
+    cache, oracle = SetAssociativeCache(2 * 3 * 64, ways=3), ([], [])
     for line, dirty in accesses:
         lines = oracle[line % 2]
         held = [entry for entry in lines if entry[0] == line]
@@ -142,8 +150,8 @@ def test_a_cache_is_a_list_in_the_order_of_use(accesses):
 
 @given(st.integers(1, 40), st.integers(2, 6))
 def test_the_redundancy_area_is_apart_from_the_data_and_no_stripe_has_two_pages_on_a_module(num_pages, num_dimms):
-    memory = Memory(mapped_bytes=num_pages * PAGE_BYTES, num_dimms=num_dimms)
-    layout, firsts = Layout(memory), range(0, memory.num_lines, LINES_PER_PAGE)
+    memory = MemorySystem(mapped_bytes=num_pages * PAGE_BYTES, num_dimms=num_dimms)
+    layout, firsts = LineLayout(memory), range(0, memory.num_lines, LINES_PER_PAGE)
 
     areas = [
         {place(line) for line in range(memory.num_lines)}
@@ -172,7 +180,7 @@ def test_the_worst_read_takes_65_lines_with_page_checksums_and_2_with_line_check
 def test_in_every_made_trace_the_controller_costs_less_than_its_parts_and_the_trace_fits_its_mapping(name):
     trace = TRACES[name](480, 3)
 
-    assert len(checked(trace, Memory().mapped_bytes)) == len(trace)
+    assert len(checked(trace, MemorySystem().mapped_bytes)) == len(trace)
     assert trace.tolist() == TRACES[name](480, 3).tolist()
     found = [simulate_nvm(trace, design) for design in ABLATION]
     assert [stats.nvm_accesses for stats in found] == sorted((s.nvm_accesses for s in found), reverse=True)
@@ -223,9 +231,9 @@ def test_unknown_designs_and_impossible_memories_are_refused():
     with pytest.raises(InputError, match="unknown protection"):
         NvmDesign("hope")  # type: ignore[arg-type] - what a user may type
     with pytest.raises(InputError, match="whole pages"):
-        Memory(mapped_bytes=1000)
+        MemorySystem(mapped_bytes=1000)
     with pytest.raises(InputError, match="Reserve fewer ways"):
-        Memory(llc_ways=3)
+        MemorySystem(llc_ways=3)
     with pytest.raises(InputError, match=r"integers \[n, 2\]"):
         simulate_nvm(np.zeros((3, 5)), "tvarak")
 

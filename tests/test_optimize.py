@@ -15,8 +15,8 @@ from headway.cli import main
 from headway.core.errors import CycleError, FormatError, InputError, UnknownNameError
 from headway.data.planning.optimize import (
     Op,
-    Plan,
-    Profile,
+    PipelinePlan,
+    PipelineProfile,
     Resources,
     cheapest_order,
     legal_orders,
@@ -47,7 +47,7 @@ def pipelines(draw, most: int = 6):
                       random=draw(st.booleans())))  # fmt: skip
     number = st.floats(0.01, 100)
     sizes = {op: (draw(number), draw(number)) for op in ids}
-    profile = Profile(
+    profile = PipelineProfile(
         in_bytes={op: sizes[op][0] for op in ids},
         out_bytes={op: sizes[op][1] for op in ids},
         seconds={op: draw(number) for op in ids},
@@ -123,12 +123,12 @@ def test_plans_and_files_survive_a_round_trip(pipeline):
     ops, profile = pipeline
     best = plan(ops, profile)
 
-    assert Plan.from_json(json.dumps(best.to_json())) == best
+    assert PipelinePlan.from_json(json.dumps(best.to_json())) == best
     assert parse_ops(ops_text(ops)) == ops
 
 
 def test_a_profile_survives_its_file(tmp_path):
-    profile = Profile({1: 0.0, 0: 5.0}, {1: 5.0, 0: 2.5}, {1: 0.25, 0: 0.5}, 1.5, {"RAY": {0: 3.0}}, 1e-9)
+    profile = PipelineProfile({1: 0.0, 0: 5.0}, {1: 5.0, 0: 2.5}, {1: 0.25, 0: 0.5}, 1.5, {"RAY": {0: 3.0}}, 1e-9)
     (tmp_path / "p.yaml").write_text(stats_text(profile))
 
     assert read_stats(tmp_path / "p.yaml") == profile
@@ -148,7 +148,7 @@ def test_nothing_random_is_cached(pipeline, num_examples, free):
 
 def test_a_cache_leaves_what_comes_after_it_and_its_reads():
     ops = (Op(2, "read", source=True), Op(1, "decode"), Op(0, "crop", random=True, depends_on=(1,)))
-    profile = Profile({2: 0, 1: 100, 0: 400}, {2: 100, 1: 400, 0: 50}, {2: 1.0, 1: 2.0, 0: 1.0}, 1.0, {}, 0.001)
+    profile = PipelineProfile({2: 0, 1: 100, 0: 400}, {2: 100, 1: 400, 0: 50}, {2: 1.0, 1: 2.0, 0: 1.0}, 1.0, {}, 0.001)
 
     best = plan(ops, profile, Resources(cache_bytes=4000, num_examples=10))
     small = plan(ops, profile, Resources(cache_bytes=3999, num_examples=10))
@@ -159,7 +159,7 @@ def test_a_cache_leaves_what_comes_after_it_and_its_reads():
 
 def test_without_other_machines_nothing_is_moved_to_them():
     ops = (Op(1, "read", source=True), Op(0, "decode"))
-    profile = Profile({1: 0, 0: 100}, {1: 100, 0: 400}, {1: 1.0, 0: 9.0}, 1.0, {"RAY": {0: 5.0}})
+    profile = PipelineProfile({1: 0, 0: 100}, {1: 100, 0: 400}, {1: 1.0, 0: 9.0}, 1.0, {"RAY": {0: 5.0}})
 
     assert plan(ops, profile, Resources()).slices
     alone = plan(ops, profile, Resources(slots=0))
@@ -261,7 +261,7 @@ def test_the_cost_is_the_least_of_every_legal_order_and_that_of_the_published_pl
     ],
 )
 def test_a_pipeline_that_cannot_be_is_refused(ops, message):
-    profile = Profile({2: 0, 1: 1, 0: 1}, {2: 1, 1: 1, 0: 1}, {2: 1, 1: 1, 0: 1}, 1)
+    profile = PipelineProfile({2: 0, 1: 1, 0: 1}, {2: 1, 1: 1, 0: 1}, {2: 1, 1: 1, 0: 1}, 1)
 
     with pytest.raises(InputError, match=message):
         plan(ops, profile)
@@ -271,7 +271,7 @@ def test_a_cycle_is_called_one():
     ops = (Op(2, "a", source=True), Op(1, "b", depends_on=(0,)), Op(0, "c", depends_on=(1,)))
 
     with pytest.raises(CycleError, match="Drop one of: 1 after 0, 0 after 1"):
-        plan(ops, Profile({2: 0, 1: 1, 0: 1}, {2: 1, 1: 1, 0: 1}, {2: 1, 1: 1, 0: 1}, 1))
+        plan(ops, PipelineProfile({2: 0, 1: 1, 0: 1}, {2: 1, 1: 1, 0: 1}, {2: 1, 1: 1, 0: 1}, 1))
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_a_profile_that_cannot_be_names_the_operator(change, message):
     figures = {"in_bytes": {1: 0, 0: 5}, "out_bytes": {1: 5, 0: 5}, "seconds": {1: 1, 0: 1}, "examples_per_s": 1}
 
     with pytest.raises(InputError, match=message):
-        plan((Op(1, "read", source=True), Op(0, "crop")), Profile(**{**figures, **change}))
+        plan((Op(1, "read", source=True), Op(0, "crop")), PipelineProfile(**{**figures, **change}))
 
 
 def test_files_that_cannot_be_are_refused(tmp_path):
@@ -307,7 +307,7 @@ def test_files_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(FormatError, match="id is 'x'"):
         parse_ops('[[op]]\nid = "x"\nname = "a"')
     with pytest.raises(InputError, match="no pipeline plan"):
-        Plan.from_json("{}")
+        PipelinePlan.from_json("{}")
 
 
 def test_the_command_explains_itself(capsys):

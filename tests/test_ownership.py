@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.checkpoint.reading.ownership import CHUNK_BYTES, Held, least_chunk, owned, shares
+from headway.checkpoint.reading.ownership import CHUNK_BYTES, ReplicatedTensor, least_chunk, owned, shares
 from headway.core.errors import InputError
 from headway.core.units import MIB
 from headway.storage.stored.boxes import cover_fault
@@ -16,7 +16,7 @@ from tests.public_shapes import LLAMA_3_8B
 
 shapes = st.lists(st.integers(0, 700), max_size=3).map(tuple).filter(lambda shape: math.prod(shape) < 5e7)
 states = st.lists(st.tuples(shapes, st.sampled_from([1, 2, 4, 8])), max_size=10).map(
-    lambda found: [Held(f"t{number}", shape, itemsize) for number, (shape, itemsize) in enumerate(found)]
+    lambda found: [ReplicatedTensor(f"t{number}", shape, itemsize) for number, (shape, itemsize) in enumerate(found)]
 )
 holders = st.sampled_from([1, 2, 3, 8, 64])
 
@@ -55,7 +55,7 @@ def test_the_order_of_the_tensors_does_not_matter_and_each_holder_finds_its_own_
 
 @pytest.mark.parametrize("num_holders", [2, 8, 64])
 def test_llama_3_8b_is_shared_within_a_twentieth_in_chunks_of_four_mebibytes(num_holders):
-    tensors = [Held(fqn, shape, 2) for fqn, shape in LLAMA_3_8B.items()]
+    tensors = [ReplicatedTensor(fqn, shape, 2) for fqn, shape in LLAMA_3_8B.items()]
     dealt = shares(tensors, num_holders)
     load = [load_bytes(tensors, share) for share in dealt]
     cut = {tensor.fqn for tensor in tensors if tensor.num_bytes >= 2 * CHUNK_BYTES}
@@ -77,7 +77,7 @@ def test_whole_tensors_as_dcp_deals_them_out_are_as_uneven_as_published():
 
 
 def test_a_stack_of_few_huge_rows_is_cut_inside_its_rows():
-    experts = Held("experts", (2, 1024, 4096), 4)
+    experts = ReplicatedTensor("experts", (2, 1024, 4096), 4)
 
     load = [load_bytes([experts], share) for share in shares([experts], 8)]
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.core.wire.pace import Pace
+from headway.core.wire.pace import RateLimiter
 
 
 @given(st.floats(1, 1e9), st.lists(st.tuples(st.integers(0, 10**6), st.floats(0, 2)), max_size=20))
@@ -17,7 +17,7 @@ def test_no_stretch_of_time_sees_more_than_the_rate_and_one_request(rate, reques
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    pace = Pace(rate, clock=lambda: now[0], sleep=sleep)
+    pace = RateLimiter(rate, clock=lambda: now[0], sleep=sleep)
     for num_bytes, pause_s in requests:
         now[0] += pause_s
         pace.wait(num_bytes)
@@ -31,7 +31,7 @@ def test_no_stretch_of_time_sees_more_than_the_rate_and_one_request(rate, reques
 
 def test_time_that_was_not_used_is_not_saved_up():
     now, slept = [0.0], []
-    pace = Pace(100.0, clock=lambda: now[0], sleep=slept.append)
+    pace = RateLimiter(100.0, clock=lambda: now[0], sleep=slept.append)
     now[0] = 1000.0
     pace.wait(50)
 
@@ -39,18 +39,18 @@ def test_time_that_was_not_used_is_not_saved_up():
 
 
 def test_without_a_rate_nobody_sleeps():
-    Pace(sleep=lambda seconds: pytest.fail("slept")).wait(10**12)
+    RateLimiter(sleep=lambda seconds: pytest.fail("slept")).wait(10**12)
 
 
 @pytest.mark.parametrize("rate", [-1.0, float("nan")])
 def test_a_rate_that_is_none_is_refused(rate):
     with pytest.raises(InputError, match="bytes per second is none"):
-        Pace(rate)
+        RateLimiter(rate)
 
 
 def test_a_burst_makes_up_for_lost_time_up_to_its_length():
     now, slept = [0.0], []
-    pace = Pace(100.0, clock=lambda: now[0], sleep=slept.append, burst_s=0.25)
+    pace = RateLimiter(100.0, clock=lambda: now[0], sleep=slept.append, burst_s=0.25)
     now[0] = 1000.0
     pace.wait(20)
     pace.wait(30)

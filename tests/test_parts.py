@@ -13,7 +13,7 @@ from headway.core.errors import InputError
 from headway.ledger.answers.causes import find_causes
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.booking import arrivals
-from headway.ledger.booking.sheet import Sheet
+from headway.ledger.booking.sheet import RankAccount
 from headway.ledger.kinds.buckets import SUBS
 from headway.sim.recorded.program import Program
 from headway.trace.events import parquet
@@ -180,7 +180,7 @@ AMOUNT = st.tuples(st.integers(0, len(SUBS) - 1), st.integers(0, 9), st.integers
 
 @given(amounts=st.lists(AMOUNT, max_size=30))
 def test_a_packed_sheet_holds_what_was_booked(amounts):
-    sheet, twin = Sheet.blank(8), np.zeros((len(SUBS), 10), np.int64)
+    sheet, twin = RankAccount.blank(8), np.zeros((len(SUBS), 10), np.int64)
     for line, column, amount in amounts:
         sheet.book(SUBS[line], column, amount)
         twin[line, column] += amount

@@ -16,16 +16,16 @@ from headway.data.caches.peers import (
     LOST,
     Absent,
     AskSettled,
+    CachePeer,
     Found,
     Get,
     Identity,
-    Peer,
     PeerServer,
     Put,
     listen,
     split_address,
 )  # fmt: skip
-from headway.data.caches.shares import Share
+from headway.data.caches.shares import CacheShare
 from headway.data.orders.job_order import DataShareError
 
 TOKEN = "a secret"
@@ -38,13 +38,13 @@ def identity(host="a", dataset="10 items", group="seed 0"):
 @pytest.fixture
 def served():
     """A share of 10 items, its server, and a function that makes peers of it."""
-    share = Share(10, 1000, own=range(5), num_hosts=2)
+    share = CacheShare(10, 1000, own=range(5), num_hosts=2)
     listener = listen("127.0.0.1", 0, TOKEN)
     server = PeerServer(listener, identity("a"), share)
     peers = []
 
     def peer(host="a", *, token=TOKEN, mine=None, timeout_s=0.5):
-        peers.append(Peer(host, f"127.0.0.1:{listener.port}", token, mine or identity("b"), timeout_s))
+        peers.append(CachePeer(host, f"127.0.0.1:{listener.port}", token, mine or identity("b"), timeout_s))
         return peers[-1]
 
     yield share, server, peer
@@ -73,13 +73,13 @@ def test_a_peer_gives_what_it_holds_and_says_what_it_never_will(served):
 
 
 def test_payloads_of_any_size_come_whole_to_threads_that_ask_together():
-    share = Share(40, 50_000_000, own=[], num_hosts=2)
+    share = CacheShare(40, 50_000_000, own=[], num_hosts=2)
     payloads = [bytes([k]) * (k * 30_001) for k in range(40)]
     for item, payload in enumerate(payloads):
         share.keep(item, payload)
     listener = listen("127.0.0.1", 0, TOKEN)
     server = PeerServer(listener, identity("a"), share)
-    peer = Peer("a", f"127.0.0.1:{listener.port}", TOKEN, identity("b"), 20.0)
+    peer = CachePeer("a", f"127.0.0.1:{listener.port}", TOKEN, identity("b"), 20.0)
     found = {}
 
     def ask(first):
@@ -171,7 +171,7 @@ def test_a_silent_peer_costs_one_timeout_and_its_late_answer_is_not_taken_for_th
 
     server = threading.Thread(target=serve, daemon=True)
     server.start()
-    peer = Peer("a", f"127.0.0.1:{listener.port}", TOKEN, identity("b"), timeout_s=0.5)
+    peer = CachePeer("a", f"127.0.0.1:{listener.port}", TOKEN, identity("b"), timeout_s=0.5)
     start = time.monotonic()
 
     with pytest.raises(TimeoutError):
@@ -197,7 +197,7 @@ def test_an_answer_to_another_question_is_one_clear_error():
             channel.receive(10.0)
 
     threading.Thread(target=serve, daemon=True).start()
-    peer = Peer("a", f"127.0.0.1:{listener.port}", TOKEN, identity("b"), timeout_s=5.0)
+    peer = CachePeer("a", f"127.0.0.1:{listener.port}", TOKEN, identity("b"), timeout_s=5.0)
 
     with pytest.raises(ChannelClosed, match=r"a answered AskSettled.*Run one release"):
         peer.settled()
@@ -209,7 +209,7 @@ def test_nobody_there_is_one_error_of_those_that_are_expected():
     listener.close()
 
     with pytest.raises(LOST):
-        Peer("a", f"127.0.0.1:{listener.port}", TOKEN, identity("b"), timeout_s=0.1).get(0)
+        CachePeer("a", f"127.0.0.1:{listener.port}", TOKEN, identity("b"), timeout_s=0.1).get(0)
 
 
 @pytest.mark.parametrize("address", ["", "10.0.0.1", "10.0.0.1:", ":7000", "10.0.0.1:http", "10.0.0.1:70000"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from headway.checkpoint.agents import persist as persisting
 from headway.checkpoint.agents.persist import Payload, persist
 from headway.core.errors import InputError
-from headway.core.wire.pace import Pace
+from headway.core.wire.pace import RateLimiter
 from headway.storage.stored.digests import digest_of
 
 
@@ -46,7 +46,7 @@ def test_the_file_is_the_image_with_every_checksum_in_its_places(made):
             expected[at : at + 4] = crc.to_bytes(4, "little")
     file = io.BytesIO()
 
-    written = persist(image, payloads, file, Pace())
+    written = persist(image, payloads, file, RateLimiter())
 
     assert file.getvalue() == expected == image
     assert list(written.crc32s) == [zlib.crc32(expected[p.start : p.stop]) for p in payloads]
@@ -58,7 +58,7 @@ def test_persisting_an_image_again_changes_nothing(made):
     image, payloads = made
     first, second = io.BytesIO(), io.BytesIO()
 
-    written = persist(image, payloads, first, Pace()), persist(image, payloads, second, Pace())
+    written = persist(image, payloads, first, RateLimiter()), persist(image, payloads, second, RateLimiter())
 
     assert first.getvalue() == second.getvalue()
     assert written[0].digested.root == written[1].digested.root
@@ -66,7 +66,7 @@ def test_persisting_an_image_again_changes_nothing(made):
 
 def test_bytes_go_out_at_the_rate_that_was_asked_for():
     now, slept = [0.0], []
-    pace = Pace(8192.0, clock=lambda: now[0], sleep=slept.append)
+    pace = RateLimiter(8192.0, clock=lambda: now[0], sleep=slept.append)
 
     persist(bytearray(16384), [], io.BytesIO(), pace)
 
@@ -80,4 +80,4 @@ def test_bytes_go_out_at_the_rate_that_was_asked_for():
 )
 def test_payloads_that_cannot_be_are_refused(payloads):
     with pytest.raises(InputError, match=r"does not fit an image of 64 bytes.*Pass payloads in ascending order"):
-        persist(bytearray(64), payloads, io.BytesIO(), Pace())
+        persist(bytearray(64), payloads, io.BytesIO(), RateLimiter())

@@ -19,7 +19,7 @@ from headway.core.errors import FormatError, InputError, UnknownNameError
 from headway.data import DataLoader, Pipeline, Resources, SyntheticJpeg
 from headway.data.caches.scrutiny import Scrutiny
 from headway.data.planning.ops import KINDS, Stage, may_swap
-from headway.data.planning.optimize import Op, Profile, legal_orders
+from headway.data.planning.optimize import Op, PipelineProfile, legal_orders
 from headway.data.planning.optimize import plan as best_plan
 from headway.data.runtime.examples import ops
 from headway.data.runtime.examples.chain import _GENERATORS, generator
@@ -68,7 +68,7 @@ def images():
 def plan_in(pipeline, order):
     """The plan that runs the operators in `order`."""
     ops_ = pipeline.ops()
-    flat = Profile(*({op.id: 1.0 for op in ops_} for _ in range(3)), examples_per_s=1.0)
+    flat = PipelineProfile(*({op.id: 1.0 for op in ops_} for _ in range(3)), examples_per_s=1.0)
     plan = best_plan(ops_, flat).to_json()
     return type(best_plan(ops_, flat)).from_json({**plan, "order": list(order)})
 
@@ -189,7 +189,7 @@ def test_a_planned_cache_stands_before_the_first_draw_and_is_used(monkeypatch):
             return super().read(index)
 
     pipeline = Pipeline(Counted(10)).map(lambda x: x + 1, name="add").map(lambda x, rng: x, random=True).batch(5)
-    profile = Profile({0: 0, 1: 16, 2: 16}, {0: 16, 1: 16, 2: 16}, {0: 1, 1: 1, 2: 1}, 1.0, {}, 1e-9)
+    profile = PipelineProfile({0: 0, 1: 16, 2: 16}, {0: 16, 1: 16, 2: 16}, {0: 1, 1: 1, 2: 1}, 1.0, {}, 1e-9)
     best = pipeline.plan(Resources(cache_bytes=1000), profile=profile)
     loader = pipeline.loader(best, num_workers=0)
     reads.clear()

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.storage.disks.logs import Lifetimes, Window, read_totals, windows
+from headway.storage.disks.logs import Lifetimes, ObservationWindow, read_totals, windows
 from headway.storage.disks.placement import Lived, place, replay, saved
 from tests.paths import shared
 
 
 def window(failures, disks=10_000, days=90.0):
-    return Window("a", 4e12, days, disks * days, failures)
+    return ObservationWindow("a", 4e12, days, disks * days, failures)
 
 
 @settings(max_examples=40)

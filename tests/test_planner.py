@@ -22,7 +22,7 @@ from headway.plan.reasons import GIVEN_UP, IN_FORCE, KINDS, unless_given_up, unl
 from headway.plan.setup import Setup
 from headway.report.text.terminal import render_plan
 from headway.sim.recorded.program import Program
-from headway.trace.events.in_force import GivenUp
+from headway.trace.events.active_settings import GivenUp
 from tests.runs_made import MS, RunMaker
 
 JOB: dict[str, Any] = {

@@ -339,10 +339,10 @@ def test_a_filler_works_while_its_rank_waits_and_only_then(rank):
 def test_a_filler_ends_with_its_rank(tmp_path):
     code = (
         "import sys; from types import SimpleNamespace as N\n"
-        "from headway.trace.rings.ring import Recorder; from headway.power.remedies import Filler\n"
+        "from headway.trace.rings.ring import Recorder; from headway.power.remedies import FillerParameters\n"
         "from headway.power.runtime.filler import fill_gaps\n"
         "context = N(undos=[], probes=N(recorder=Recorder(sys.argv[1])))\n"
-        "print(fill_gaps(Filler(), context).facts['pid'])"
+        "print(fill_gaps(FillerParameters(), context).facts['pid'])"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
 

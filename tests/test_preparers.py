@@ -13,12 +13,12 @@ from headway.core.errors import InputError
 from headway.data import Pipeline, SyntheticJpeg, generator
 from headway.data.runtime.examples.examples import equal
 from headway.data.runtime.loader.preparers import base_of, identity, plain, preparer_of, restored
-from headway.data.serving.flights import Work
+from headway.data.serving.flights import PreparationTask
 from headway.data.serving.memory.packing import pack, unpack
 
 
 def work(item, draw=5, start=None, payload=None, keep=()):
-    return Work(1, item, start, payload, draw, keep)
+    return PreparationTask(1, item, start, payload, draw, keep)
 
 
 def opened(payload):

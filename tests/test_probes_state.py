@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from headway.runtime.script.saves import Saves
+from headway.runtime.script.saves import ProcessSaves
 from tests.recorded import recording, rows
 
 MS = 1_000_000
@@ -68,7 +68,7 @@ def test_syncs_and_renames_of_other_files_are_their_own_or_none(tmp_path):
 
 
 def test_a_step_between_save_and_sync_breaks_the_chain():
-    saves = Saves()
+    saves = ProcessSaves()
     saves.saved("/a", 3, end_ns=10, steps=1)
 
     assert saves.since(descriptor=3, start_ns=20, steps=1) == 10

@@ -8,7 +8,7 @@ import pytest
 
 from headway.core.errors import BarMissedError, InputError
 from headway.sim.recorded.program import Program
-from headway.sim.whatif.edits import Scenario, scenario_of
+from headway.sim.whatif.edits import ResolvedEdits, scenario_of
 from tests.test_program import job, program_of
 
 
@@ -62,7 +62,7 @@ def test_equal_scenarios_are_replayed_once() -> None:
     program.predict(["workers=2"])
 
     assert len(program.replays) == count
-    assert {scenario for scenario, _ in program.replays} == {Scenario(), scenario_of(["workers=2"])}
+    assert {scenario for scenario, _ in program.replays} == {ResolvedEdits(), scenario_of(["workers=2"])}
 
 
 def test_a_short_run_may_be_missed_by_twice_as_much_as_a_long_one() -> None:

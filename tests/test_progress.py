@@ -9,17 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.data.serving.progress import Progress
+from headway.data.serving.progress import JobProgress
 
 
 @given(st.sets(st.integers(0, 60), min_size=1), st.data())
 def test_what_remains_is_what_was_not_taken_wherever_the_state_goes(items, data):
     order = data.draw(st.permutations(sorted(items)))
     cut = data.draw(st.integers(0, len(order)))
-    progress = Progress(sorted(items))
+    progress = JobProgress(sorted(items))
     for item in order[:cut]:
         progress.took([item])
-    again = Progress(sorted(items), global_batch=5)
+    again = JobProgress(sorted(items), global_batch=5)
     again.load_state_dict(msgspec.msgpack.decode(msgspec.msgpack.encode(progress.state_dict())))
 
     assert progress.remaining().tolist() == sorted(order[cut:])
@@ -30,7 +30,7 @@ def test_what_remains_is_what_was_not_taken_wherever_the_state_goes(items, data)
 
 
 def test_a_tail_that_is_dropped_ends_the_epoch():
-    progress = Progress(range(10), global_batch=4, tail="drop")
+    progress = JobProgress(range(10), global_batch=4, tail="drop")
     progress.took([0, 1, 2, 3])
     assert progress.state_dict()["epoch"] == 0
     progress.took([4, 5, 6, 7])
@@ -38,7 +38,7 @@ def test_a_tail_that_is_dropped_ends_the_epoch():
 
 
 def test_a_padded_batch_counts_its_items_once():
-    progress = Progress(range(3), global_batch=2, tail="pad")
+    progress = JobProgress(range(3), global_batch=2, tail="pad")
     progress.took([0, 1])
     progress.took([2, 0])
 
@@ -47,7 +47,7 @@ def test_a_padded_batch_counts_its_items_once():
 
 
 def test_the_next_epoch_begins_with_everything_and_no_history():
-    progress = Progress([4, 7])
+    progress = JobProgress([4, 7])
     progress.took([4])
     progress.next_epoch()
 
@@ -55,7 +55,7 @@ def test_the_next_epoch_begins_with_everything_and_no_history():
 
 
 def test_a_pass_may_go_on_from_where_the_last_one_stood():
-    progress = Progress(range(5))
+    progress = JobProgress(range(5))
     progress.took([3, 1])
     progress.resume()
 
@@ -64,14 +64,14 @@ def test_a_pass_may_go_on_from_where_the_last_one_stood():
 
 
 def test_nothing_to_read_is_an_epoch_that_is_over():
-    progress = Progress([])
+    progress = JobProgress([])
 
     assert (progress.base(), progress.remaining().tolist(), progress.state_dict()["epoch"]) == (None, [], 1)
-    Progress([]).load_state_dict(progress.state_dict())
+    JobProgress([]).load_state_dict(progress.state_dict())
 
 
 def test_a_state_takes_an_eighth_of_a_byte_per_item():
-    progress = Progress(range(1_000_000))
+    progress = JobProgress(range(1_000_000))
     progress.took(np.random.default_rng(0).permutation(1_000_000)[:500_000])
 
     assert len(progress.state_dict()["remaining"][1]) <= 1_000_000 / 8 + 100
@@ -81,10 +81,10 @@ def test_a_state_takes_an_eighth_of_a_byte_per_item():
     ("state", "message"),
     [
         ({"version": 2}, "version 2; pass one of version 1"),
-        (Progress(range(9)).state_dict(), "of 9 items, this job reads 4"),
-        (Progress([0, 3]).state_dict(), "or others of them"),
+        (JobProgress(range(9)).state_dict(), "of 9 items, this job reads 4"),
+        (JobProgress([0, 3]).state_dict(), "or others of them"),
     ],
 )
 def test_a_state_of_something_else_is_one_clear_error(state, message):
     with pytest.raises(InputError, match=message):
-        Progress([0, 1, 2] if "others" in message else range(4)).load_state_dict(state)
+        JobProgress([0, 1, 2] if "others" in message else range(4)).load_state_dict(state)

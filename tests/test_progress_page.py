@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.trace.rings.progress_page import OP, PAGE, PAGE_OFFSET, PageWriter
-from headway.trace.rings.records import RingReader, read_page
+from headway.trace.rings.records import RecordRingReader, read_page
 from headway.trace.rings.ring import HEADER, THREADS_OFFSET, Recorder
 
 small = st.integers(-1, (1 << 31) - 1)
@@ -73,7 +73,7 @@ def test_a_ring_carries_the_page_of_its_process_and_a_forked_child_leaves_it_alo
         recorder.page.opened(98, 0)
         os._exit(0)
     os.waitpid(child, 0)
-    seen = RingReader(recorder.path).page
+    seen = RecordRingReader(recorder.path).page
 
     assert (seen.op, seen.seq) == (41, 12)
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from headway.core.errors import BackgroundError, DamageError, HeadwayError, InputError
-from headway.core.wire.pace import Pace
+from headway.core.wire.pace import RateLimiter
 from headway.storage.regions import dirty, protected
 from headway.storage.regions.dirty import BACKENDS, works
 from headway.storage.regions.layout import sidecar_of
@@ -390,7 +390,7 @@ def test_a_failure_while_opening_leaves_the_region_free(path, monkeypatch):
 
 def test_a_scrub_keeps_to_its_rate(path, monkeypatch):
     slept = []
-    monkeypatch.setattr(protected, "Pace", lambda rate: Pace(rate, clock=lambda: 0.0, sleep=slept.append))
+    monkeypatch.setattr(protected, "RateLimiter", lambda rate: RateLimiter(rate, clock=lambda: 0.0, sleep=slept.append))
     with fresh(path, 1024) as region:
         region.scrub(rate_mb_s=2.0)
 

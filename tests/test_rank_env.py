@@ -16,8 +16,8 @@ from headway.core.errors import InputError
 from headway.runtime.host.rank_env import (
     INJECT,
     Command,
-    Place,
     Port,
+    RankEnvironment,
     argv,
     check_host,
     headway_env,
@@ -38,7 +38,7 @@ def test_arguments_stand_last_and_unchanged(script, arguments, module, no_python
 
 @given(world=st.integers(1, 1000), rank=st.integers(0, 999), attempt=st.integers(0, 5))
 def test_the_environment_is_text_and_says_the_place(world, rank, attempt):
-    env = torchrun_env(Place(rank, rank % 8, world, 8, attempt=attempt), {})
+    env = torchrun_env(RankEnvironment(rank, rank % 8, world, 8, attempt=attempt), {})
 
     assert all(isinstance(value, str) for value in env.values())
     assert (env["RANK"], env["WORLD_SIZE"], env["TORCHELASTIC_RESTART_COUNT"]) == (str(rank), str(world), str(attempt))
@@ -46,8 +46,8 @@ def test_the_environment_is_text_and_says_the_place(world, rank, attempt):
 
 
 def test_a_users_threads_and_paths_are_kept():
-    assert torchrun_env(Place(0, 0, 2, 2), {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
-    assert "OMP_NUM_THREADS" not in torchrun_env(Place(0, 0, 1, 1), {})
+    assert torchrun_env(RankEnvironment(0, 0, 2, 2), {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
+    assert "OMP_NUM_THREADS" not in torchrun_env(RankEnvironment(0, 0, 1, 1), {})
     env = headway_env(
         {"PYTHONPATH": "/a:/b"},
         run=Path("/run"),

@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.runtime.run_folder.recording import SCHEMA, Exit, RankRow, Recording, claim_folder, next_folder, write_json
+from headway.runtime.run_folder.recording import (
+    SCHEMA,
+    Exit,
+    LaunchedRank,
+    RunRecording,
+    claim_folder,
+    next_folder,
+    write_json,
+)
 from headway.trace.recording import runs
 
 KEYS = {
@@ -33,10 +41,10 @@ def test_folders_are_numbered_per_script_and_never_shared(names, tmp_path_factor
 
 
 def test_run_json_has_every_key_from_the_first_moment_to_the_last(tmp_path):
-    recording = Recording(tmp_path, ["train.py", "--api-key=abc"], 5)
+    recording = RunRecording(tmp_path, ["train.py", "--api-key=abc"], 5)
     recording.open()
     first = json.loads((tmp_path / "run.json").read_text())
-    recording.rows = [RankRow(0, 0, 7, 10, 20, 0)]
+    recording.rows = [LaunchedRank(0, 0, 7, 10, 20, 0)]
     recording.end(Exit(0, "ok"))
     last = json.loads((tmp_path / "run.json").read_text())
 
@@ -58,20 +66,20 @@ def test_every_key_and_file_is_documented():
 
 
 def test_a_later_attempt_goes_on_with_the_run_that_attempt_0_began(tmp_path):
-    before = Recording(tmp_path, ["train.py"], 5)
+    before = RunRecording(tmp_path, ["train.py"], 5)
     before.open()
-    after = Recording(tmp_path, ["train.py"], 99, attempt=1)
+    after = RunRecording(tmp_path, ["train.py"], 99, attempt=1)
     after.open()
 
     assert (after.run_id, after.start_ns) == (before.run_id, 5)
     with pytest.raises(InputError, match="holds a run already"):
-        Recording(tmp_path, ["train.py"], 99).open()
+        RunRecording(tmp_path, ["train.py"], 99).open()
 
 
 def test_a_plan_is_copied_and_an_event_file_that_cannot_be_written_is_a_problem_not_a_failure(tmp_path, monkeypatch):
     plan = tmp_path / "p.json"
     plan.write_text("{}")
-    recording = Recording(tmp_path / "run", ["train.py"], 5, plan=plan)
+    recording = RunRecording(tmp_path / "run", ["train.py"], 5, plan=plan)
     recording.open()
 
     def full(*_: object, **__: object) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
-from headway.storage.regions.layout import ALIGN_BYTES, Geometry, Header, descriptor, read_header, sidecar_of
+from headway.storage.regions.layout import ALIGN_BYTES, Geometry, SidecarHeader, descriptor, read_header, sidecar_of
 
 PAGE = 4096
 geometries = st.builds(
@@ -21,7 +21,7 @@ geometries = st.builds(
 )
 def test_a_header_is_read_as_it_was_written(tmp_path_factory, geometry, is_open, epoch, number, w, data):
     size = geometry.stripe * geometry.parity
-    header = Header(geometry, is_open, epoch, number, w, data.draw(st.binary(min_size=size, max_size=size)))
+    header = SidecarHeader(geometry, is_open, epoch, number, w, data.draw(st.binary(min_size=size, max_size=size)))
     path = tmp_path_factory.mktemp("header") / "x.guard"
     path.write_bytes(header.packed().ljust(ALIGN_BYTES, b"\0") * 2)
 

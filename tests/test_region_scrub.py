@@ -11,7 +11,7 @@ import pytest
 
 from headway.cli import main
 from headway.core.errors import DamageError, InputError
-from headway.core.wire.pace import Pace
+from headway.core.wire.pace import RateLimiter
 from headway.storage.regions.file import RegionFile
 from headway.storage.regions.layout import sidecar_of
 from headway.storage.regions.protected import ProtectedRegion
@@ -119,7 +119,7 @@ def test_a_medium_that_does_not_take_the_repair_is_reported(path, monkeypatch):
 
 def test_a_scrub_reads_at_its_pace_some_stripes_at_a_time(path):
     file, slept = RegionFile(path), []
-    scrub(file, nothing_dirty, pace=Pace(1e6, clock=lambda: 0.0, sleep=slept.append))
+    scrub(file, nothing_dirty, pace=RateLimiter(1e6, clock=lambda: 0.0, sleep=slept.append))
     file.close()
 
     assert slept == [pytest.approx(24 * PAGE / 1e6)]

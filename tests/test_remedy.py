@@ -18,7 +18,7 @@ from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.core.remedies import RemedyRecord
 from headway.host.runtime import LogBuffer, frozen_arguments, rss_bytes
-from headway.runtime.in_rank.remedy import Applied, Context, Refused, apply_one
+from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy, apply_one
 from tests.recorded import recording, rows, run_script
 from tests.remedy_context import apply
 
@@ -61,7 +61,7 @@ def outcomes(tmp_path, rank=0):
 def test_a_remedy_that_cannot_be_applied_is_refused_with_its_reason(name, parameters, reason, context):
     outcome = apply_one(Remedy(name, parameters), REMEDIES, context)
 
-    assert isinstance(outcome, Refused)
+    assert isinstance(outcome, RefusedRemedy)
     assert reason in outcome.reason
     assert context.undos == []
 
@@ -72,7 +72,7 @@ def test_a_remedy_that_breaks_half_way_is_undone_and_refused(context):
     before = torch.serialization.save
     outcome = apply_one(Remedy("test.half", {}), {"test.half": f"{here.__name__}:RECORDS"}, context)
 
-    assert outcome == Refused("test.half", "KeyError: 'missing'")
+    assert outcome == RefusedRemedy("test.half", "KeyError: 'missing'")
     assert torch.serialization.save is before
 
 
@@ -93,13 +93,15 @@ def test_of_two_remedies_that_conflict_the_later_one_is_refused(context):
     context.outcomes.append(Applied("fault.guard"))
     outcome = apply_one(Remedy("model.tune", {}, allow="lossy"), REMEDIES, context)
 
-    assert outcome == Refused("model.tune", "it cannot be applied beside fault.guard, which the plan has before it")
+    assert outcome == RefusedRemedy(
+        "model.tune", "it cannot be applied beside fault.guard, which the plan has before it"
+    )
 
 
 def test_a_remedy_without_its_grant_is_refused_with_the_line_that_grants_it(context):
     outcome = apply_one(Remedy("test.lossy", allow="result-equivalent"), {"test.lossy": f"{__name__}:RECORDS"}, context)
 
-    assert outcome == Refused("test.lossy", "it changes results: grant --allow lossy")
+    assert outcome == RefusedRemedy("test.lossy", "it changes results: grant --allow lossy")
 
 
 def test_gc_is_frozen_after_the_first_step_and_runs_at_agreed_steps(tmp_path):
@@ -172,7 +174,7 @@ def test_gc_that_the_script_switched_off_is_left_alone(context):
     finally:
         gc.enable()
 
-    assert isinstance(context.outcomes[-1], Refused)
+    assert isinstance(context.outcomes[-1], RefusedRemedy)
     assert "switched, frozen or debugged automatic collection itself" in context.outcomes[-1].reason
 
 
@@ -425,7 +427,7 @@ def test_a_size_of_the_scripts_own_is_kept_when_the_plan_says_so(context, tmp_pa
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         own = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), bucket_cap_mb=7)
-        assert isinstance(context.outcomes[-1], Refused)
+        assert isinstance(context.outcomes[-1], RefusedRemedy)
         ours = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
         sizes = [ddp._get_ddp_logging_data()["bucket_cap_bytes"] for ddp in (own, ours)]
     finally:
@@ -448,7 +450,7 @@ def test_an_unpicklable_outcome_is_refused(context):
 
     outcome = apply_one(Remedy("test.odd", {}), {"test.odd": f"{here.__name__}:RECORDS"}, context)
 
-    assert isinstance(outcome, Refused)
+    assert isinstance(outcome, RefusedRemedy)
     assert InputError.__name__ in outcome.reason
     assert os.environ.get("HEADWAY_PLAN") is None
 

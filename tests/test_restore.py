@@ -19,7 +19,7 @@ from headway.checkpoint.reading.fetch import MemoryFiles
 from headway.checkpoint.runtime.images import states
 from headway.checkpoint.runtime.images.image_file import host_bytes
 from headway.checkpoint.runtime.images.shards import is_tensor, leaves
-from headway.checkpoint.runtime.restores.restore import Reading
+from headway.checkpoint.runtime.restores.restore import CheckpointReading
 from headway.core.errors import DamageError, InputError
 from headway.storage.commits.commit import commit
 from headway.storage.stored.digests import block_bytes_for
@@ -283,7 +283,7 @@ def test_an_error_that_is_not_ours_keeps_its_type_and_notes_that_the_state_is_mi
         if shards:
             raise MemoryError("none left")
 
-    monkeypatch.setattr(Reading, "_aim", fails)
+    monkeypatch.setattr(CheckpointReading, "_aim", fails)
     with pytest.raises(MemoryError) as caught:
         restore_into(folder, {"model": model(2)})
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 import headway
 from headway.checkpoint.agents.link import ask
-from headway.checkpoint.reading.fetch import Fetcher, Files, LocalFiles, fetch
+from headway.checkpoint.reading.fetch import Files, LocalFiles, RangeFetcher, fetch
 from headway.checkpoint.reading.reads import Shard, plan_reads
-from headway.checkpoint.runtime.restores.restore import Reading
+from headway.checkpoint.runtime.restores.restore import CheckpointReading
 from headway.checkpoint.runtime.restores.restoring import HeldFiles, step_order
 from headway.core.errors import DamageError, HeadwayError, InputError
 from headway.storage.commits.commit import committed
@@ -115,14 +115,14 @@ def _restored(root, step, refuses, fails_filling):
     is_last = dist.get_rank() == 1
     counter, model = Picky(0, refuses=refuses and is_last), net(0)
     if fails_filling and is_last:
-        read_shards = Reading.read
+        read_shards = CheckpointReading.read
 
         def fails(reading, shards, num_threads):
             read_shards(reading, shards, num_threads)
             if shards and (reading.stored.step == 2 or fails_filling == "always"):
                 raise DamageError("a disk broke. Run: headway ckpt repair")
 
-        Reading.read = fails
+        CheckpointReading.read = fails
     with headway.Checkpointer(root, counter=counter, model=model) as ckpt:
         try:
             report = ckpt.restore(step)
@@ -207,7 +207,7 @@ def test_a_file_that_memory_holds_wrongly_is_read_from_the_folder_by_all_threads
     def place(transfer, elements):
         found[transfer.box.offsets[0] : transfer.box.stops[0]] = elements
 
-    fetcher = Fetcher(files, lambda _: written)
+    fetcher = RangeFetcher(files, lambda _: written)
     fetch(plan.reads, fetcher, place, num_threads=4)
 
     assert (found == np.frombuffer(content, np.uint8).reshape(5000, 1000)[:, 10:910]).all()

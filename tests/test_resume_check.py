@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from headway import data
-from headway.data.runtime.checks.resume_check import Check
+from headway.data.runtime.checks.resume_check import ResumeCheck
 from tests.paths import ROOT, python_path
 
 SCRIPT = """
@@ -55,7 +55,7 @@ class Remembers(Random):
 
 
 def found(loader, batches=8):
-    return Check(batches, lambda _: None).found(loader)
+    return ResumeCheck(batches, lambda _: None).found(loader)
 
 
 def loaders_of(kind):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from headway.data.runtime.examples.rows import SMALL_BYTES, SPARE, Memory, Rows
+from headway.data.runtime.examples.rows import SMALL_BYTES, SPARE, BatchMemory, BatchRows
 from tests.test_views import equal
 
 DTYPES = [torch.uint8, torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16]
@@ -43,7 +43,7 @@ def example(form, seed):
 
 
 def both(examples, order=None):
-    rows, placed = Rows(len(examples), Memory()), [None] * len(examples)
+    rows, placed = BatchRows(len(examples), BatchMemory()), [None] * len(examples)
     for k in order or range(len(examples)):
         placed[k] = rows.placed(k, examples[k])
     return rows.collated(placed), default_collate(examples)
@@ -61,7 +61,7 @@ def test_batches_are_those_of_the_default_collate_function_whoever_comes_first(f
 
 def test_large_tensors_are_copied_once():
     examples = [torch.full((SMALL_BYTES,), k, dtype=torch.uint8) for k in range(3)]
-    rows = Rows(3, Memory())
+    rows = BatchRows(3, BatchMemory())
     placed = [rows.placed(k, one) for k, one in enumerate(examples)]
 
     batch = rows.collated(placed)
@@ -105,13 +105,13 @@ def test_what_the_default_collate_function_makes_of_unlike_examples_is_left_to_i
 def test_a_tensor_that_is_no_plain_row_of_memory_is_left_alone(make):
     tensor = make()
 
-    assert Rows(2, Memory()).placed(0, tensor) is tensor
+    assert BatchRows(2, BatchMemory()).placed(0, tensor) is tensor
 
 
 def test_a_tensor_that_needs_its_gradient_keeps_its_history():
     weight = torch.ones(2000, requires_grad=True)
 
-    rows = Rows(2, Memory())
+    rows = BatchRows(2, BatchMemory())
 
     batch = rows.collated([rows.placed(k, weight * k) for k in range(2)])
 
@@ -120,7 +120,7 @@ def test_a_tensor_that_needs_its_gradient_keeps_its_history():
 
 
 def test_memory_comes_back_when_the_last_tensor_over_it_is_gone_and_never_before():
-    memory, shape = Memory(), (4, 5000)
+    memory, shape = BatchMemory(), (4, 5000)
     first = torch.from_numpy(memory.array(shape, np.dtype("f4")))
     place, part = first.data_ptr(), first[1, :10]
 
@@ -137,7 +137,7 @@ def test_memory_comes_back_when_the_last_tensor_over_it_is_gone_and_never_before
 
 
 def test_little_memory_is_kept():
-    memory = Memory()
+    memory = BatchMemory()
     arrays = [memory.array((100,), np.dtype("u1")) for _ in range(SPARE + 5)]
 
     del arrays

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
 from headway.runtime.run_folder.finalise import finalise
-from headway.runtime.run_folder.recording import Exit, RankRow, Recording
+from headway.runtime.run_folder.recording import Exit, LaunchedRank, RunRecording
 from headway.trace.recording.runs import Run, is_run, merge
 from headway.trace.rings.ring import Recorder
 from tests.rings_made import Process
@@ -24,12 +24,12 @@ def recorded(path: Path, ranks: list[int], *, steps: int = 3, group_rank: int = 
     path.mkdir(parents=True, exist_ok=True)
     processes = [Process(path, rank=rank, attempt=a) for a in range(attempts) for rank in ranks]
     start_ns = min(process.now_ns for process in processes) - 1_000_000
-    recording = Recording(path, ["train.py"], start_ns, group_rank=group_rank, nproc=len(ranks))
+    recording = RunRecording(path, ["train.py"], start_ns, group_rank=group_rank, nproc=len(ranks))
     recording.open()
     for process in processes:
         process.train(steps)
     recording.attempt = attempts - 1
-    recording.rows = [RankRow(rank, i, 100 + rank, start_ns, start_ns + 10**9, 0) for i, rank in enumerate(ranks)]
+    recording.rows = [LaunchedRank(rank, i, 100 + rank, start_ns, start_ns + 10**9, 0) for i, rank in enumerate(ranks)]
     finalise(path)
     recording.end(Exit(0, "ok"))
     return path

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.ledger.answers.ledger import Ledger
-from headway.ledger.booking.saved import Saves, saved_steps
+from headway.ledger.booking.saved import RankSaves, saved_steps
 from headway.trace.events.trace import Trace
 from headway.trace.recording.runs import Run
 from tests.launching import run, script
@@ -18,18 +18,18 @@ checkpoints = st.dictionaries(st.integers(0, 9), st.integers(0, 50), max_size=5)
 
 @given(st.lists(checkpoints, min_size=1, max_size=4), st.integers(0, 9))
 def test_what_the_next_attempt_restored_decides_whatever_was_known_of_commits(copied, restored):
-    saves = [Saves(99, one, frozenset()) for one in copied]
+    saves = [RankSaves(99, one, frozenset()) for one in copied]
 
     assert saved_steps(saves, restored=restored) == [one[restored] for one in copied if restored in one]
 
 
 @given(st.lists(checkpoints, min_size=1, max_size=4), st.none() | st.integers(0, 50))
 def test_a_copy_that_nobody_saw_committed_counts_for_nothing(copied, stock):
-    assert saved_steps([Saves(stock, one, frozenset()) for one in copied]) == [stock] * len(copied)
+    assert saved_steps([RankSaves(stock, one, frozenset()) for one in copied]) == [stock] * len(copied)
 
 
 def test_one_ranks_commit_counts_for_all():
-    saves = [Saves(None, {10: 3, 20: 6}, frozenset({10})), Saves(None, {10: 4, 20: 6}, frozenset())]
+    saves = [RankSaves(None, {10: 3, 20: 6}, frozenset({10})), RankSaves(None, {10: 4, 20: 6}, frozenset())]
 
     assert saved_steps(saves) == [3, 4]
 

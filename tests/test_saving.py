@@ -10,7 +10,7 @@ import pytest
 from headway.checkpoint.agents import saving
 from headway.checkpoint.agents.messages import Hello, Layout, Persist
 from headway.core.errors import HeadwayError, InputError
-from headway.core.wire.pace import Pace
+from headway.core.wire.pace import RateLimiter
 from headway.storage.commits.commit import committed
 from headway.storage.commits.draft import Draft
 
@@ -22,7 +22,7 @@ def hello(root, rank=0, world_size=1, **facts):
 def part(told, step=7, attempt="a", data=b"data"):
     """Write a rank's part; return its draft."""
     save = Persist(step=step, attempt=attempt, number=0, num_bytes=len(data), begun_ns=0)
-    return saving.persist_rank(told, Layout(()), save, bytearray(data), Pace())[0]
+    return saving.persist_rank(told, Layout(()), save, bytearray(data), RateLimiter())[0]
 
 
 def test_a_save_is_committed_once_all_ranks_are_done_and_never_before(tmp_path):

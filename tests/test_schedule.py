@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.checkpoint import CheckpointPolicy, StepTiming
-from headway.checkpoint.runtime.saves.schedule import Schedule, StepMeter
+from headway.checkpoint.runtime.saves.schedule import SaveSchedule, StepMeter
 
 
 class Ranks:
@@ -45,13 +45,13 @@ def saves(schedule, steps):
 def test_alone_a_rank_asks_its_policy_at_every_step():
     policy = Fixed([9, 9, 3, 9, 2])
 
-    assert saves(Schedule(policy, Ranks(0, 1, [])), range(1, 6)) == [3, 5]
+    assert saves(SaveSchedule(policy, Ranks(0, 1, [])), range(1, 6)) == [3, 5]
 
 
 @given(answers=st.lists(st.integers(1, 7), min_size=1, max_size=6), first=st.integers(1, 40))
 def test_all_ranks_save_the_steps_that_rank_0s_policy_names(answers, first):
     said = []
-    ranks = [Schedule(Fixed(list(answers if rank == 0 else [99])), Ranks(rank, 3, said)) for rank in range(3)]
+    ranks = [SaveSchedule(Fixed(list(answers if rank == 0 else [99])), Ranks(rank, 3, said)) for rank in range(3)]
 
     found = [[], [], []]
     for step in range(first, first + 30):  # rank 0 goes first at each step: the others come when they come
@@ -65,7 +65,7 @@ def test_all_ranks_save_the_steps_that_rank_0s_policy_names(answers, first):
 
 
 def test_an_interval_begins_where_a_job_was_restored():
-    schedule = Schedule(Fixed([]), Ranks(0, 1, []))
+    schedule = SaveSchedule(Fixed([]), Ranks(0, 1, []))
     schedule.saved(100)
 
     assert saves(schedule, range(101, 112)) == [105, 110]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headway.core.errors import InputError
-from headway.core.wire.pace import Pace
+from headway.core.wire.pace import RateLimiter
 from headway.storage.checks import verification
 from headway.storage.checks.scrub import NOTES, order, scrub, verified
 from headway.storage.commits.commit import committed, remove
@@ -63,7 +63,9 @@ def test_damage_is_reported_and_noted(root):
 
 def test_the_reading_is_held_to_its_rate(root, monkeypatch):
     slept = []
-    monkeypatch.setattr(verification, "Pace", lambda rate: Pace(rate, clock=lambda: 0.0, sleep=slept.append))
+    monkeypatch.setattr(
+        verification, "RateLimiter", lambda rate: RateLimiter(rate, clock=lambda: 0.0, sleep=slept.append)
+    )
 
     reports = scrub(root, bytes_per_s=1000.0)
 

@@ -19,22 +19,22 @@ import pytest
 from headway.core.errors import InputError
 from headway.core.machine.ring import RingReader
 from headway.core.wire.channel import ChannelClosed, connect
-from headway.data.serving.batches import Spent
+from headway.data.serving.batches import PreparationTime
 from headway.data.serving.memory.collation import collated
 from headway.data.serving.memory.packing import packed, unpack
 from headway.data.serving.messages import (
     FROM_SERVER,
     PROTOCOL,
-    Ask,
     Begin,
     Decided,
-    Failed,
     Filled,
     Freed,
     Join,
     Over,
+    RequestFailed,
     Rings,
-    Told,
+    StatusReply,
+    StatusRequest,
     Welcome,
     packed_items,
 )
@@ -56,7 +56,9 @@ class Squares:
         if work.item in self.fails:
             raise ZeroDivisionError(f"item {work.item} is bad")
         self.prepared.append(work.item)
-        return {"decoded": bytes(packed({"x": np.full(self.length(work.item), work.item), "id": work.item}))}, Spent()
+        return {
+            "decoded": bytes(packed({"x": np.full(self.length(work.item), work.item), "id": work.item}))
+        }, PreparationTime()
 
     def assemble(self, items, examples):
         return collated(examples)
@@ -144,10 +146,10 @@ def flat(batches):
 
 def facts(path):
     channel = connect(path, types=FROM_SERVER)
-    channel.send(Ask())
+    channel.send(StatusRequest())
     told = channel.receive(10.0)[0]
     channel.close()
-    assert isinstance(told, Told)
+    assert isinstance(told, StatusReply)
     return told.facts
 
 
@@ -309,7 +311,7 @@ def test_a_wrong_request_is_refused_with_its_reason_and_changes_nothing(serve, w
     there = Caller(path, "there")
 
     refused = Caller(path, **{"job": "wrong", **wrong}).welcome
-    assert isinstance(refused, Failed)
+    assert isinstance(refused, RequestFailed)
     assert refused.kind == kind
     assert said in refused.text
     assert list(facts(path)["jobs"]) == ["there"]

@@ -13,9 +13,9 @@ from headway.core.errors import InputError
 from headway.data.orders.order import TAILS
 from headway.data.orders.strategies import ORDERS
 from headway.data.serving.batches import Ended
-from headway.data.serving.jobs import Known, Terms
+from headway.data.serving.jobs import JobTerms, Known
 from headway.data.serving.messages import Decided, packed_items
-from headway.data.serving.service import Service
+from headway.data.serving.service import PreparationScheduler
 from headway.data.serving.stock import ServiceOptions
 from tests.data_clients import PRINT, work_off
 from tests.test_server import Caller, facts, flat, until
@@ -28,7 +28,7 @@ class Ranks:
     """The ranks of one job as their processes keep them: what each took, what its server told, where it stands."""
 
     def __init__(self, world_size, tail="short"):
-        self.terms = Terms(batch_size=2, world_size=world_size, tail=tail)
+        self.terms = JobTerms(batch_size=2, world_size=world_size, tail=tail)
         self.here = list(range(world_size))
         self.epoch = [0] * world_size
         self.history = [[] for _ in range(world_size)]
@@ -109,7 +109,7 @@ class Ranks:
 
 def server(order="shared", seed=0, grace_s=600.0, **more):
     options = ServiceOptions(order=order, window=2, grace_s=grace_s)
-    return Service(SIZE, fingerprint=PRINT, seed=seed, options=options, **more)
+    return PreparationScheduler(SIZE, fingerprint=PRINT, seed=seed, options=options, **more)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -207,7 +207,7 @@ def test_a_rank_that_left_in_mid_epoch_takes_its_part_along_and_the_others_get_t
 def late(now):
     """Rank 1 of two goes on from a lost server, of whose end rank 0 was not heard."""
     service = server(clock=lambda: now[0], grace_s=60.0)
-    service.join("job", fingerprint=PRINT, terms=Terms(2, 2))
+    service.join("job", fingerprint=PRINT, terms=JobTerms(2, 2))
     service.attach("job", 1)
     service.begin("job", 1, epoch=0, history=[np.array([1, 2, 3, 4])])
     return service
@@ -244,7 +244,7 @@ def test_a_job_of_which_nobody_is_left_and_one_never_came_goes_after_the_grace_w
     now = [0]
     service = server(clock=lambda: now[0], grace_s=60.0)
     for name in ("short", "other"):
-        service.join(name, fingerprint=PRINT, terms=Terms(2, 2 if name == "short" else 1))
+        service.join(name, fingerprint=PRINT, terms=JobTerms(2, 2 if name == "short" else 1))
         service.attach(name, 0)
         service.begin(name, 0, epoch=0)
     now[0] = 10**12

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from headway.data.audit import AuditSum
 from headway.data.orders.order import TAILS, Sequence
 from headway.data.orders.strategies import ORDERS
-from headway.data.serving.batches import Ended, Spent
-from headway.data.serving.service import Service
+from headway.data.serving.batches import Ended, PreparationTime
+from headway.data.serving.service import PreparationScheduler
 from tests.chi_square import p_value
 from tests.data_clients import PRINT, Client, drawn, finish, payload, served, work_off
 
@@ -380,7 +380,7 @@ def test_work_is_due_in_the_order_in_which_batches_are_needed():
 
 def test_waits_are_booked_on_what_the_last_example_was_doing():
     now = [0]
-    service = Service(1, fingerprint=PRINT, clock=lambda: now[0])
+    service = PreparationScheduler(1, fingerprint=PRINT, clock=lambda: now[0])
     client = Client("a", range(1))
     client.join(service)
     assert client.take() is None
@@ -388,7 +388,9 @@ def test_waits_are_booked_on_what_the_last_example_was_doing():
     work = service.next_work()
     now[0] = 100
     service.done(
-        work, {"decoded": payload(work)}, Spent(fetch_start_ns=10, fetch_end_ns=60, decode_ns=40, read_bytes=7)
+        work,
+        {"decoded": payload(work)},
+        PreparationTime(fetch_start_ns=10, fetch_end_ns=60, decode_ns=40, read_bytes=7),
     )
     batch = client.take()
 
@@ -403,7 +405,7 @@ def test_costs_are_booked_once_and_sums_prove_what_was_handed_out():
         client.join(service)
     fetched = 0
     while not all(client.over for client in clients):
-        work_off(service, spent=Spent(fetch_start_ns=5, fetch_end_ns=8))
+        work_off(service, spent=PreparationTime(fetch_start_ns=5, fetch_end_ns=8))
         for client in clients:
             for rank in range(2):
                 batch = client.take(rank)

@@ -7,13 +7,13 @@ import pytest
 
 from headway.core.errors import InputError
 from headway.data.orders.job_order import DataShareError
-from headway.data.serving.jobs import Terms
+from headway.data.serving.jobs import JobTerms
 from headway.data.serving.stock import ServiceOptions
 from tests.data_clients import PRINT, item_of, served, work_off
 
 
 def joined(service, **terms):
-    service.join("a", fingerprint=PRINT, terms=Terms(**({"batch_size": 2, "world_size": 2} | terms)))
+    service.join("a", fingerprint=PRINT, terms=JobTerms(**({"batch_size": 2, "world_size": 2} | terms)))
     return service
 
 
@@ -21,10 +21,14 @@ def joined(service, **terms):
     ("act", "error", "message"),
     [
         (lambda s: joined(s), InputError, "job 'a' is here already. Choose another name"),
-        (lambda s: s.join("b", fingerprint="cats", terms=Terms(1)), DataShareError, "reads 'cats'.*serves 'numbers'"),
-        (lambda s: s.join("b", fingerprint=PRINT, terms=Terms(1), items=[]), InputError, "0 items"),
-        (lambda s: s.join("b", fingerprint=PRINT, terms=Terms(1), items=[9]), InputError, "item 9, outside"),
-        (lambda s: s.join("b", fingerprint=PRINT, terms=Terms(1), items=[1, 1]), InputError, "lists an item twice"),
+        (
+            lambda s: s.join("b", fingerprint="cats", terms=JobTerms(1)),
+            DataShareError,
+            "reads 'cats'.*serves 'numbers'",
+        ),
+        (lambda s: s.join("b", fingerprint=PRINT, terms=JobTerms(1), items=[]), InputError, "0 items"),
+        (lambda s: s.join("b", fingerprint=PRINT, terms=JobTerms(1), items=[9]), InputError, "item 9, outside"),
+        (lambda s: s.join("b", fingerprint=PRINT, terms=JobTerms(1), items=[1, 1]), InputError, "lists an item twice"),
         (lambda s: s.attach("b", 0), InputError, "unknown job 'b'"),
         (lambda s: s.attach("a", 2), InputError, "rank is 2; job 'a' has ranks 0 to 1"),
         (lambda s: s.attach("a", 0), InputError, "rank 0 of job 'a' is here already"),
@@ -36,8 +40,8 @@ def joined(service, **terms):
             "job 'a' does not read item 17. Pass a part",
         ),
         (lambda s: s.leave("b"), InputError, "unknown job 'b'"),
-        (lambda s: Terms(0), InputError, "batch_size is 0"),
-        (lambda s: Terms(1, tail="shrt"), InputError, "Did you mean 'short'"),
+        (lambda s: JobTerms(0), InputError, "batch_size is 0"),
+        (lambda s: JobTerms(1, tail="shrt"), InputError, "Did you mean 'short'"),
         (lambda s: ServiceOptions(window=0), InputError, "window is 0"),
         (lambda s: ServiceOptions(split="even"), InputError, "split is 'even'"),
         (lambda s: served(0), InputError, "size is 0"),
@@ -72,7 +76,7 @@ def test_ranks_that_disagree_are_told_so():
 
 
 def test_a_rank_that_comes_after_the_others_have_gone_gets_its_part_of_what_they_had():
-    service, terms = served(20), Terms(batch_size=2, world_size=2)
+    service, terms = served(20), JobTerms(batch_size=2, world_size=2)
     service.join("a", fingerprint=PRINT, terms=terms)
     had = []
     for rank in (0, 1):
@@ -88,13 +92,13 @@ def test_a_rank_that_comes_after_the_others_have_gone_gets_its_part_of_what_they
 
 
 def test_a_name_is_free_again_once_nobody_of_its_job_is_here_and_one_who_was_comes_back():
-    service, terms = served(20), Terms(batch_size=2, world_size=2)
+    service, terms = served(20), JobTerms(batch_size=2, world_size=2)
     service.join("a", fingerprint=PRINT, terms=terms)
     service.attach("a", 0)
     assert not service.is_outlived("a", 0, terms)
     service.detach("a", 0)
     assert service.is_outlived("a", 0, terms)
-    assert service.is_outlived("a", 0, Terms(batch_size=4, world_size=1))
+    assert service.is_outlived("a", 0, JobTerms(batch_size=4, world_size=1))
     assert not service.is_outlived("a", 1, terms)
     assert not service.is_outlived("b", 0, terms)
 

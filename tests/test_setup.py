@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headway.core.errors import InputError
-from headway.plan.setup import LEAST_WORKERS, MEMORY_FRACTION, Limits, Setup
+from headway.plan.setup import LEAST_WORKERS, MEMORY_FRACTION, PlanLimits, Setup
 
 
 def test_a_setup_comes_from_what_the_run_says() -> None:
@@ -36,11 +36,11 @@ def test_hosts_of_a_merged_run_share_neither_memory_nor_cores() -> None:
 def test_arguments_win_over_the_run() -> None:
     setup = Setup.from_facts({"memory_available_bytes": 5}, memory_bytes=7, max_workers=3, allow=("result-equivalent",))
 
-    assert setup.limits == Limits(7, 3, ("result-equivalent",))
+    assert setup.limits == PlanLimits(7, 3, ("result-equivalent",))
 
 
 def test_bad_counts_are_refused() -> None:
     with pytest.raises(InputError, match=r"cores is 0; it must be at least 1"):
-        Setup(1, 1, 0, "cpu", Limits(0, 0))
+        Setup(1, 1, 0, "cpu", PlanLimits(0, 0))
     with pytest.raises(InputError, match=r"limits are -1 bytes.*pass numbers from 0"):
-        Limits(-1, 0)
+        PlanLimits(-1, 0)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.data.caches.shares import AWAY, BACK, COUNTS, THERE, Share
+from headway.data.caches.shares import AWAY, BACK, COUNTS, THERE, CacheShare
 
 
 @given(
@@ -22,7 +22,7 @@ from headway.data.caches.shares import AWAY, BACK, COUNTS, THERE, Share
     capacity=st.integers(1, 60),
 )
 def test_a_share_keeps_what_fits_refuses_the_rest_for_good_and_settles_once_each_own_item_came(puts, own, capacity):
-    share = Share(6, capacity, own=sorted(own), num_hosts=1)
+    share = CacheShare(6, capacity, own=sorted(own), num_hosts=1)
     expected, used = {}, 0
     for item, size in puts:
         if item not in expected:
@@ -39,7 +39,7 @@ def test_a_share_keeps_what_fits_refuses_the_rest_for_good_and_settles_once_each
 
 
 def test_forked_children_and_their_threads_count_without_losing_one():
-    share = Share(8, 1000, own=[], num_hosts=1)
+    share = CacheShare(8, 1000, own=[], num_hosts=1)
 
     def count():
         for _ in range(300):
@@ -64,7 +64,7 @@ def test_forked_children_and_their_threads_count_without_losing_one():
 
 
 def test_another_process_gets_the_same_memory_by_pickle(tmp_path):
-    share = Share(4, 100, own=[1], num_hosts=2)
+    share = CacheShare(4, 100, own=[1], num_hosts=2)
     share.keep(0, b"here")
     (tmp_path / "share").write_bytes(pickle.dumps(share))
     code = """
@@ -87,8 +87,8 @@ share.raise_level(3, 1)
 
 def test_memory_of_a_process_that_is_gone_is_one_clear_error(tmp_path):
     code = (
-        "import pickle, sys; from headway.data.caches.shares import Share; "
-        "sys.stdout.buffer.write(pickle.dumps(Share(2, 10, own=[], num_hosts=1)))"
+        "import pickle, sys; from headway.data.caches.shares import CacheShare; "
+        "sys.stdout.buffer.write(pickle.dumps(CacheShare(2, 10, own=[], num_hosts=1)))"
     )
     gone = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60).stdout
 
@@ -97,7 +97,7 @@ def test_memory_of_a_process_that_is_gone_is_one_clear_error(tmp_path):
 
 
 def test_levels_rise_one_by_one_and_standings_say_what_was_before():
-    share = Share(2, 10, own=[], num_hosts=3)
+    share = CacheShare(2, 10, own=[], num_hosts=3)
     share.raise_level(0, 2)
 
     assert share.level(0) == 0  # what the first host has room for is not known yet
@@ -111,4 +111,4 @@ def test_levels_rise_one_by_one_and_standings_say_what_was_before():
 @pytest.mark.parametrize(("items", "capacity"), [(0, 10), (3, 0)])
 def test_a_share_that_holds_nothing_is_refused(items, capacity):
     with pytest.raises(InputError, match="Give at least 1 of each"):
-        Share(items, capacity, own=[], num_hosts=1)
+        CacheShare(items, capacity, own=[], num_hosts=1)

@@ -10,7 +10,7 @@ from headway.data import DataLoader as OwnLoader
 from headway.data.runtime.guard.decisions import Decisions
 from headway.data.runtime.remedies.sharing import followed, server
 from headway.data.serving.server import DataServer
-from headway.runtime.in_rank.remedy import Applied, Refused
+from headway.runtime.in_rank.remedy import Applied, RefusedRemedy
 from tests.loaders_made import ByTurns, Squares, Stream
 from tests.remedy_context import TestContext, applied, apply
 
@@ -54,7 +54,7 @@ def test_the_batches_of_a_server_are_compared_by_their_examples_not_by_their_ord
 def test_a_cache_larger_than_the_memory_of_the_host_is_refused_with_both_sizes():
     found = apply(server, {"cache_bytes": 10**25}, TestContext("result-equivalent"))
 
-    assert isinstance(found, Refused)
+    assert isinstance(found, RefusedRemedy)
     assert found.reason.startswith("its cache_bytes of 1e+25 is more than this host's memory of ")
 
 
@@ -77,7 +77,7 @@ def test_a_distributed_samplers_place_and_tail_are_taken_over_and_another_number
 def test_without_the_users_leave_nothing_changes():
     context = TestContext()
 
-    assert isinstance(apply(server, {}, context), Refused)
+    assert isinstance(apply(server, {}, context), RefusedRemedy)
     assert context.undos == []
 
 

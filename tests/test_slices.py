@@ -13,14 +13,14 @@ from headway.core.errors import InputError
 from headway.trace.events import parquet
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND, KINDS
-from headway.trace.readers.slices import Slice, moments
+from headway.trace.readers.slices import TraceSlice, moments
 from tests.runs_made import RunMaker, write_folder
 from tests.test_trace import rows
 from tests.traces_made import traces
 
 BOUNDS = st.none() | st.tuples(st.integers(-1, 3), st.integers(1, 6))
 SLICES = st.builds(
-    Slice,
+    TraceSlice,
     steps=BOUNDS,
     ranks=BOUNDS,
     lanes=st.none() | st.sampled_from(["*", "?", "main", "a*"]),
@@ -30,7 +30,7 @@ SLICES = st.builds(
 )
 
 
-def twin(part: Slice, trace: Trace) -> Trace:
+def twin(part: TraceSlice, trace: Trace) -> Trace:
     """Pick row by row: slow and obvious."""
     low = trace.span_ns[0]
     kept = []
@@ -78,7 +78,7 @@ def test_of_a_run_folder_only_the_files_of_the_ranks_are_read(tmp_path):
     data[8:200] = b"\xff" * 192  # Its pages are damaged; its footer is not.
     bad.write_bytes(data)
 
-    part = Slice(ranks=(1, 3), steps=(2, 4)).read([folder])
+    part = TraceSlice(ranks=(1, 3), steps=(2, 4)).read([folder])
 
     assert rows(part) == rows(
         whole.where(np.isin(whole.events["rank"], [1, 2]) & np.isin(whole.events["step"], [2, 3]))
@@ -88,7 +88,7 @@ def test_of_a_run_folder_only_the_files_of_the_ranks_are_read(tmp_path):
 def test_what_is_listed_stays_listed_in_a_slice():
     trace = Trace.from_columns({"step": [0, 1, 1, 2]}, edges=[[0, 1, 2], [1, 2, 3]])
 
-    assert Slice(steps=(1, 3)).of(trace).edges.tolist() == [[0, 1], [1, 2]]
+    assert TraceSlice(steps=(1, 3)).of(trace).edges.tolist() == [[0, 1], [1, 2]]
 
 
 def test_moments_are_exact_in_every_unit():
@@ -107,5 +107,5 @@ def test_an_empty_stretch_and_an_unknown_kind_are_refused():
     with pytest.raises(InputError, match=r"is an empty stretch: its end must lie after its start"):
         moments("7us:7us")
     with pytest.raises(InputError, match=r"unknown kind 'COMPTE'. Did you mean 'COMPUTE'"):
-        Slice(kinds=("COMPTE",))
+        TraceSlice(kinds=("COMPTE",))
     assert KIND["COMPUTE"] == 0

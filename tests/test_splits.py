@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.data.fleet.splits import Pass, partners
+from headway.data.fleet.splits import FleetPass, partners
 from headway.data.orders.order import TAILS, item_seeds
 
 PASSES = st.builds(
-    Pass,
+    FleetPass,
     num_items=st.integers(1, 60),
     batch_size=st.integers(1, 7),
     world_size=st.integers(1, 4),
@@ -48,7 +48,7 @@ def test_the_ranks_of_a_pass_get_every_item_as_its_tail_says(work):
 
 
 def test_seeds_are_those_of_the_items_and_a_padded_one_differs():
-    work = Pass(3, 2, tail="pad", shuffle=False, seed=4, epoch=2)
+    work = FleetPass(3, 2, tail="pad", shuffle=False, seed=4, epoch=2)
 
     first, last = work.keys(0, 0), work.keys(1, 0)
 
@@ -58,8 +58,8 @@ def test_seeds_are_those_of_the_items_and_a_padded_one_differs():
 
 
 def test_a_pass_from_the_middle_goes_on_where_another_world_stopped():
-    whole = Pass(40, 2, world_size=2, seed=1)
-    rest = Pass(40, 4, world_size=1, seed=1, start=whole.position(3))
+    whole = FleetPass(40, 2, world_size=2, seed=1)
+    rest = FleetPass(40, 4, world_size=1, seed=1, start=whole.position(3))
 
     later = [item for batch in range(3, 10) for rank in (0, 1) for item in whole.keys(batch, rank).items]
     assert sorted(later) == sorted(i for b in range(rest.num_batches(0)) for i in rest.keys(b, 0).items)
@@ -78,9 +78,9 @@ def test_every_rank_has_its_workers_and_no_worker_is_idle_that_could_serve(num_r
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda: Pass(5, 0), r"batch_size is 0; it must be 1 or more"),
-    (lambda: Pass(5, 1, seed=-1), r"the seed is -1"),
-    (lambda: Pass(5, 1, tail="cut"), r"unknown tail 'cut'"),
+    (lambda: FleetPass(5, 0), r"batch_size is 0; it must be 1 or more"),
+    (lambda: FleetPass(5, 1, seed=-1), r"the seed is -1"),
+    (lambda: FleetPass(5, 1, tail="cut"), r"unknown tail 'cut'"),
     (lambda: partners(3, 2, num_workers=1, most=1), r"rank 3 of 2 .*Use ranks 0 to"),
 ])  # fmt: skip
 def test_bad_input_is_told_with_rule_and_fix(make, message):

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from headway.core.errors import InputError
-from headway.data.stalls import Rates, StallReport, attribute, from_phases, rates, what_if
+from headway.data.stalls import PipelineRates, StallReport, attribute, from_phases, rates, what_if
 from headway.sim.recorded.program import Program
 from tests.runs_made import MS, RunMaker
 
 speeds = st.floats(1.0, 1e6)
-all_rates = st.builds(Rates, compute=speeds, prep_per_core=speeds, storage=speeds, cache=speeds)
+all_rates = st.builds(PipelineRates, compute=speeds, prep_per_core=speeds, storage=speeds, cache=speeds)
 
 
 def program_of(**changes: Any) -> Program:
@@ -35,7 +35,7 @@ def program_of(**changes: Any) -> Program:
 
 @given(all_rates, st.floats(0, 1), st.floats(0, 1), st.integers(1, 64))
 def test_more_cache_is_never_slower_if_the_cache_is_faster_than_storage(
-    speed: Rates, less: float, more: float, cores: int
+    speed: PipelineRates, less: float, more: float, cores: int
 ) -> None:
     less, more = sorted((less, more))
     fast = replace(speed, cache=max(speed.cache, speed.storage))
@@ -44,15 +44,15 @@ def test_more_cache_is_never_slower_if_the_cache_is_faster_than_storage(
 
 
 @given(all_rates, st.floats(0, 1), st.integers(1, 64), st.integers(1, 64))
-def test_more_cores_are_never_slower(speed: Rates, cached: float, few: int, many: int) -> None:
+def test_more_cores_are_never_slower(speed: PipelineRates, cached: float, few: int, many: int) -> None:
     few, many = sorted((few, many))
 
     assert speed.quick_bound(cached=cached, cores=few) <= speed.quick_bound(cached=cached, cores=many)
 
 
 @given(all_rates, st.floats(0, 1), st.integers(1, 64))
-def test_doubling_all_rates_doubles_the_speed(speed: Rates, cached: float, cores: int) -> None:
-    double = Rates(2 * speed.compute, 2 * speed.prep_per_core, 2 * speed.storage, 2 * speed.cache)
+def test_doubling_all_rates_doubles_the_speed(speed: PipelineRates, cached: float, cores: int) -> None:
+    double = PipelineRates(2 * speed.compute, 2 * speed.prep_per_core, 2 * speed.storage, 2 * speed.cache)
 
     assert double.quick_bound(cached=cached, cores=cores) == pytest.approx(
         2 * speed.quick_bound(cached=cached, cores=cores)
@@ -60,7 +60,9 @@ def test_doubling_all_rates_doubles_the_speed(speed: Rates, cached: float, cores
 
 
 @given(all_rates, st.integers(1, 64))
-def test_the_smallest_cache_removes_the_fetch_stall_and_a_smaller_one_does_not(speed: Rates, cores: int) -> None:
+def test_the_smallest_cache_removes_the_fetch_stall_and_a_smaller_one_does_not(
+    speed: PipelineRates, cores: int
+) -> None:
     smallest = speed.smallest_cache(cores=cores)
     wanted = min(speed.compute, speed.prep_per_core * cores)
 
@@ -73,7 +75,7 @@ def test_the_smallest_cache_removes_the_fetch_stall_and_a_smaller_one_does_not(s
 
 
 @given(all_rates)
-def test_the_smallest_number_of_cores_is_the_first_that_is_enough(speed: Rates) -> None:
+def test_the_smallest_number_of_cores_is_the_first_that_is_enough(speed: PipelineRates) -> None:
     cores = speed.smallest_cores(cached=0.5)
     wanted = min(speed.fetch(0.5), speed.compute)
 
@@ -146,7 +148,7 @@ def test_the_quick_bound_comes_near_the_replay_where_queues_are_deep() -> None:
 
 def test_the_published_form_of_fetching_from_cache_and_storage() -> None:
     """F(x) = 1 / (x / C + (1 - x) / S)."""
-    speed = Rates(compute=1e9, prep_per_core=1e9, storage=100, cache=400)
+    speed = PipelineRates(compute=1e9, prep_per_core=1e9, storage=100, cache=400)
 
     assert speed.fetch(0.5) == pytest.approx(1 / (0.5 / 400 + 0.5 / 100))
 
@@ -193,11 +195,11 @@ def test_a_bad_phase_is_refused(phases: tuple[list[float], list[float], list[flo
 
 def test_bad_rates_are_refused_by_name() -> None:
     with pytest.raises(InputError, match=r"the rate storage is 0"):
-        Rates(compute=1, prep_per_core=1, storage=0, cache=1)
+        PipelineRates(compute=1, prep_per_core=1, storage=0, cache=1)
     with pytest.raises(InputError, match=r"cached fraction is 1.5"):
-        Rates(1, 1, 1, 1).fetch(1.5)
+        PipelineRates(1, 1, 1, 1).fetch(1.5)
     with pytest.raises(InputError, match=r"cores is 0"):
-        Rates(1, 1, 1, 1).quick_bound(cores=0)
+        PipelineRates(1, 1, 1, 1).quick_bound(cores=0)
 
 
 def test_a_dataset_smaller_than_a_batch_is_refused() -> None:

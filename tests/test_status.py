@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.ledger.kinds.buckets import BUCKET_OF, bucket_of_sub
-from headway.runtime.run_folder.status import Progress, StatusLine, _styled
+from headway.runtime.run_folder.status import RunStatus, StatusLine, _styled
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.records import RECORD_DTYPE
 
@@ -19,7 +19,7 @@ SECOND = 1_000_000_000
 
 
 def header(rank: int = 0, role: str = "main") -> SimpleNamespace:
-    """Return what `Progress` reads of a ring's header."""
+    """Return what `RunStatus` reads of a ring's header."""
     return SimpleNamespace(rank=rank, role=role, attempt=0, pid=rank + 1, end_ns=0)
 
 
@@ -33,7 +33,7 @@ def records(*rows: tuple[str, int, int]) -> np.ndarray:
 
 @given(batches=st.lists(st.integers(0, 20), min_size=1, max_size=10))
 def test_steps_are_counted_over_all_drains(batches):
-    progress = Progress(start_ns=0, world_size=1)
+    progress = RunStatus(start_ns=0, world_size=1)
     for count in batches:
         progress.add(header(), records(*[("optimizer.step", SECOND, 10)] * count))
 
@@ -46,7 +46,7 @@ LOSSES = [name for name, booking in BUCKET_OF.items() if bucket_of_sub(booking.s
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_lowers_goodput_by_its_share(name):
-    progress = Progress(start_ns=0, world_size=1)
+    progress = RunStatus(start_ns=0, world_size=1)
     steps = [("optimizer.step", 0, 10), (name, 10, 4 * SECOND), ("optimizer.step", 10 * SECOND - 10, 10)]
     progress.add(header(), records(*steps))
 
@@ -55,7 +55,7 @@ def test_every_loss_lowers_goodput_by_its_share(name):
 
 
 def test_what_comes_after_the_last_step_does_not_slow_the_steps_down():
-    progress = Progress(start_ns=0, world_size=1)
+    progress = RunStatus(start_ns=0, world_size=1)
     progress.add(header(), records(*[("optimizer.step", step * SECOND // 10, 10) for step in range(40)]))
 
     assert progress.line(4 * SECOND).startswith("step 40 | 10 steps/s | goodput")
@@ -63,14 +63,14 @@ def test_what_comes_after_the_last_step_does_not_slow_the_steps_down():
 
 
 def test_start_up_is_a_loss_and_ranks_that_have_not_begun_lose_all():
-    progress = Progress(start_ns=0, world_size=2)
+    progress = RunStatus(start_ns=0, world_size=2)
     progress.add(header(), records(("optimizer.step", 5 * SECOND, 10), ("optimizer.step", 10 * SECOND - 10, 10)))
 
     assert "goodput 25 % | top loss startup 75 %" in progress.line(10 * SECOND)
 
 
 def test_loader_workers_and_other_threads_do_not_count():
-    progress = Progress(start_ns=0, world_size=1)
+    progress = RunStatus(start_ns=0, world_size=1)
     progress.add(header(), records(("optimizer.step", 0, 10), ("optimizer.step", 20, 10)))
     other = records(*[("optimizer.step", 40, 10)] * 5)
     other["lane"] = 3
@@ -81,7 +81,7 @@ def test_loader_workers_and_other_threads_do_not_count():
 
 
 def test_of_two_optimizers_the_first_counts_the_steps():
-    progress = Progress(start_ns=0, world_size=1)
+    progress = RunStatus(start_ns=0, world_size=1)
     both = records(*[("optimizer.step", 0, 10)] * 6)
     both["a"] = [0, 1, 0, 1, 0, 1]
     progress.add(header(), both)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.cost.specs import Link
+from headway.cost.specs import LinkSpec
 from headway.sim.graph.greedy import greedy
 from headway.sim.graph.hops import Network
 from headway.sim.graph.path import slack
@@ -18,7 +18,7 @@ from headway.sim.graph.replay import replay
 from headway.sim.training.moves import send_first
 from headway.sim.training.step_dag import OUT, RECV, SEND, expand_step, steady_ns
 from headway.sim.training.step_view import StepView
-from headway.sim.training.training_step import UPDATE, Block, Profile, TrainingStep
+from headway.sim.training.training_step import UPDATE, Block, StepProfile, TrainingStep
 from tests import oracles_replayer
 from tests.steps_made import WIRE, few, networks, steps
 
@@ -108,7 +108,7 @@ def test_without_overlap_steady_steps_take_as_long_as_one(step: TrainingStep) ->
 
 def overlapping(sizes: tuple[int, int] = (4_000_000, 4_000_000)) -> TrainingStep:
     """Two blocks on parameter servers, of which the next forward pass needs the one that is ready last first."""
-    profile = Profile.of(
+    profile = StepProfile.of(
         [Block((800_000,), (800_000,), (sizes[0],)), Block((800_000,), (800_000,), (sizes[1],))],
         update_ns=2000,
         overlaps_forward=True,
@@ -134,9 +134,9 @@ def test_overlapped_forward_passes_are_faster_than_waiting_for_all_updates() -> 
 
 
 def test_a_ring_of_256_ranks_compiles_hop_by_hop_and_takes_the_closed_form() -> None:
-    link = Link("wire", 12.5e9, 5e-6, "made up")
+    link = LinkSpec("wire", 12.5e9, 5e-6, "made up")
     network = Network("ring", 256, link)
-    step = TrainingStep.of(Profile.of([Block((1_000_000,), (2_000_000,), (25_000_000,))]), network)
+    step = TrainingStep.of(StepProfile.of([Block((1_000_000,), (2_000_000,), (25_000_000,))]), network)
 
     whole = expand_step(step)
 
@@ -145,7 +145,9 @@ def test_a_ring_of_256_ranks_compiles_hop_by_hop_and_takes_the_closed_form() -> 
 
 
 def test_operations_are_described_by_rank_block_and_identity() -> None:
-    whole = expand_step(TrainingStep.of(Profile.of([Block((5,), (9,), (400,), name="fc")]), Network("ring", 2, WIRE)))
+    whole = expand_step(
+        TrainingStep.of(StepProfile.of([Block((5,), (9,), (400,), name="fc")]), Network("ring", 2, WIRE))
+    )
 
     assert whole.describe(1) == "rank 0: forward of fc"
     assert whole.describe(int(np.argmax(whole.kind == SEND))) == (
@@ -156,7 +158,7 @@ def test_operations_are_described_by_rank_block_and_identity() -> None:
 
 @pytest.mark.parametrize("factor", [[1.0], [1.0, -1.0], [1.0, np.nan]])
 def test_a_wrong_straggler_factor_is_refused(factor: list[float]) -> None:
-    step = TrainingStep.of(Profile.of([Block((5,), (9,), (400,))]), Network("ring", 2, WIRE))
+    step = TrainingStep.of(StepProfile.of([Block((5,), (9,), (400,))]), Network("ring", 2, WIRE))
 
     with pytest.raises(InputError, match=r"pass one finite number >= 0 for each of 2 ranks"):
         expand_step(step, factor=factor)

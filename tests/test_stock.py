@@ -7,16 +7,16 @@ import pytest
 
 from headway.core.errors import InputError
 from headway.data.caches.scrutiny import Scrutiny
-from headway.data.serving.batches import Pending, Place, Spent
-from headway.data.serving.counts import Counts, JobCounts
-from headway.data.serving.stock import ServiceOptions, Stock
+from headway.data.serving.batches import BatchPlace, Pending, PreparationTime
+from headway.data.serving.counts import JobCounts, ServerCounts
+from headway.data.serving.stock import ItemStore, ServiceOptions
 
 ALL = ("encoded", "decoded", "augmented")
 MADE = {"encoded": b"e" * 10, "decoded": b"d" * 50, "augmented": b"a" * 30}
 
 
 def stock(split, *, forms=ALL, num_jobs=1, cache=1000, **more):
-    made = Stock(20, forms, ServiceOptions(cache_bytes=cache, split=split, **more))
+    made = ItemStore(20, forms, ServiceOptions(cache_bytes=cache, split=split, **more))
     for number in range(num_jobs):
         made.serve(np.ones(20, bool), 1, num_jobs=number + 1, num_ahead=4)
     return made
@@ -26,10 +26,10 @@ def asked(made, item, job="a"):
     """Ask for an item; prepare what that takes; return (form it began with, draw, forms kept) or None."""
     items = np.array([item])
     batch = Pending(job, 0, epoch=0, number=0, items=items, everybody=items)
-    made.supply(Place(batch, 0), item, expected=False, due=0)
+    made.supply(BatchPlace(batch, 0), item, expected=False, due=0)
     work = made.next(0)
     if work is not None:
-        made.done(work, {form: MADE[form] for form in (*work.keep, made.forms[-1])}, Spent())
+        made.done(work, {form: MADE[form] for form in (*work.keep, made.forms[-1])}, PreparationTime())
     assert batch.finished().payloads == (MADE[made.forms[-1]],)
     made.give_back(batch)
     return None if work is None else (work.start, work.draw, work.keep)
@@ -86,8 +86,8 @@ def test_the_cache_is_divided_when_enough_is_known_and_again_when_jobs_come():
 
 
 def test_counts_are_plain_numbers():
-    counts, job = Counts(), JobCounts()
-    counts.booked(None, Spent(0, 7, 2, 3, 11))
+    counts, job = ServerCounts(), JobCounts()
+    counts.booked(None, PreparationTime(0, 7, 2, 3, 11))
 
     assert (counts.loads, counts.fetch_ns, counts.prep_ns, counts.read_bytes) == (1, 7, 5, 11)
     assert counts.as_dict()["prepared"]["storage"] == 1

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError, UnknownNameError
-from headway.storage.disks.fleet import Fleet
+from headway.storage.disks.fleet import DiskFleet
 from headway.storage.disks.made import made
 from headway.storage.disks.plan import POLICIES
 from headway.storage.disks.sim import Dgroup
@@ -37,7 +37,7 @@ def fleets(draw):
 @settings(max_examples=3)
 @given(clusters=fleets(), seed=st.integers(0, 99))
 def test_each_rgroup_keeps_its_cap_nobody_is_under_protected_and_the_bound_is_not_beaten(clusters, seed):
-    result = Fleet().simulate(clusters, 400, seed=seed)
+    result = DiskFleet().simulate(clusters, 400, seed=seed)
 
     assert result.rgroup_peak_io <= 0.05 * (1 + 1e-9)
     assert result.valve_days > 0 or result.peak_io <= 0.05 * (1 + 1e-9)
@@ -50,7 +50,7 @@ def test_each_rgroup_keeps_its_cap_nobody_is_under_protected_and_the_bound_is_no
 def test_a_made_up_fleet_keeps_the_published_bars():
     clusters = made("step", seed=1)[1:4]
     planned, instant, reactive = (
-        Fleet(name).simulate(clusters, DAYS, seed=1) for name in ("pacemaker", "instant", "reactive")
+        DiskFleet(name).simulate(clusters, DAYS, seed=1) for name in ("pacemaker", "instant", "reactive")
     )
 
     assert planned.peak_io <= 0.05 + 1e-9
@@ -64,7 +64,7 @@ def test_a_made_up_fleet_keeps_the_published_bars():
 
 def test_one_seed_gives_one_history_and_a_simulation_leaves_the_fleet_as_it_was():
     clusters = [Dgroup("step", ((0, 9000),), ((0, 0.06), (40, 0.012)))]
-    fleet = Fleet()
+    fleet = DiskFleet()
     first, again, other = (fleet.simulate(clusters, 200, seed=seed) for seed in (4, 4, 5))
 
     assert first.transitions == again.transitions
@@ -75,20 +75,20 @@ def test_one_seed_gives_one_history_and_a_simulation_leaves_the_fleet_as_it_was(
 
 def test_two_policies_meet_the_same_failures():
     clusters = [Dgroup("step", ((0, 9000),), ((0, 0.06), (40, 0.012)))]
-    lived = {Fleet(name).simulate(clusters, 200, seed=4).disk_days for name in POLICIES}
+    lived = {DiskFleet(name).simulate(clusters, 200, seed=4).disk_days for name in POLICIES}
 
     assert len(lived) == 1
 
 
 def test_a_static_fleet_saves_nothing_and_moves_nothing():
-    result = Fleet("static").simulate(made("step", seed=0)[:2], 300)
+    result = DiskFleet("static").simulate(made("step", seed=0)[:2], 300)
 
     assert (result.savings, result.peak_io, result.transitions) == (0.0, 0.0, ())
 
 
 def test_a_sudden_rise_opens_the_valve_and_reliability_goes_before_the_cap():
     clusters = [Dgroup("step", ((0, 20_000),), ((0, 0.08), (60, 0.015), (300, 0.015), (303, 0.09)))]
-    result = Fleet().simulate(clusters, 400)
+    result = DiskFleet().simulate(clusters, 400)
 
     assert result.valve_days > 0
     assert result.peak_io > 0.05
@@ -97,14 +97,14 @@ def test_a_sudden_rise_opens_the_valve_and_reliability_goes_before_the_cap():
 
 
 def test_a_model_of_few_disks_stays_in_default():
-    result = Fleet().simulate([Dgroup("few", ((0, 2000),), ((0, 0.05), (40, 0.01)))], 300)
+    result = DiskFleet().simulate([Dgroup("few", ((0, 2000),), ((0, 0.05), (40, 0.01)))], 300)
 
     assert result.transitions == ()
     assert set(result.disk_days_by_scheme) == {"6-of-9"}
 
 
 def test_a_fleet_that_is_fed_its_log_day_by_day_goes_down_and_up_in_time():
-    fleet = Fleet()
+    fleet = DiskFleet()
     fleet.add("a", capacity_bytes=4e12)
     fleet.deploy("a", 0, 20_000, step=True)
     begun = []
@@ -121,14 +121,14 @@ def test_a_fleet_that_is_fed_its_log_day_by_day_goes_down_and_up_in_time():
 
 
 def test_what_cannot_be_is_refused():
-    fleet = Fleet()
+    fleet = DiskFleet()
     fleet.add("a", capacity_bytes=4e12)
     fleet.step(3)
 
     with pytest.raises(InputError, match="day 3 is not after day 3"):
         fleet.step(3)
     with pytest.raises(UnknownNameError, match=r"unknown policy 'pacemake'\. Did you mean 'pacemaker'"):
-        Fleet("pacemake")
+        DiskFleet("pacemake")
     with pytest.raises(UnknownNameError, match="unknown model of disk 'b'"):
         fleet.record("b", 4, age_days=0, disk_days=1, failures=0)
     with pytest.raises(InputError, match="5 failures in 1 disk-days"):

@@ -18,13 +18,13 @@ from headway.ledger.operations.clock_offsets import aligned
 from headway.ledger.operations.straggler import StragglerReport, analyse, ideal_trace, root_causes
 from headway.ledger.operations.whatif_groups import launch_delays
 from headway.trace.events.trace import Trace
-from headway.trace.generated.synthetic import Fault, Job, generate
+from headway.trace.generated.synthetic import SyntheticFault, SyntheticJob, generate
 from headway.trace.readers import straggler
 from headway.trace.readers.straggler import Sizes
 from tests.paths import shared
 
 jobs = st.builds(
-    lambda dp, pp, overlap: Job(dp=dp, pp=pp, num_microbatches=4, num_steps=3, overlap_dp=overlap, noise=0.3),
+    lambda dp, pp, overlap: SyntheticJob(dp=dp, pp=pp, num_microbatches=4, num_steps=3, overlap_dp=overlap, noise=0.3),
     dp=st.integers(1, 3),
     pp=st.integers(1, 3),
     overlap=st.booleans(),
@@ -94,13 +94,13 @@ def test_shifted_clocks_are_found_and_do_not_change_the_slowdown(job, seed):
 
 
 def test_clocks_that_agree_are_left_alone():
-    trace = generate(Job(), seed=3).trace
+    trace = generate(SyntheticJob(), seed=3).trace
 
     assert aligned(trace) is trace
 
 
 def test_shifted_clocks_are_reported(caplog):
-    trace = generate(Job(dp=2, pp=2, num_microbatches=4, num_steps=3), seed=3).trace
+    trace = generate(SyntheticJob(dp=2, pp=2, num_microbatches=4, num_steps=3), seed=3).trace
     moved = rows(trace, start_ns=trace.events["start_ns"] + np.where(trace.events["rank"] == 3, 10**9, 0))
 
     with caplog.at_level(logging.WARNING):
@@ -138,7 +138,7 @@ def test_the_parts_of_a_report_agree_with_each_other(job, seed):
 
 def test_launch_delays_are_taken_apart_when_they_matter():
     """The replay without delays wins what the host took; the groups that were delayed carry it."""
-    job = Job(dp=2, pp=2, num_microbatches=4, num_steps=4, launch_s=0.03)
+    job = SyntheticJob(dp=2, pp=2, num_microbatches=4, num_steps=4, launch_s=0.03)
     made = generate(job, seed=1)
     report = analyse(made.trace)
     without = generate(replace(job, launch_s=0.0), seed=1)
@@ -156,7 +156,7 @@ def test_launch_delays_are_taken_apart_when_they_matter():
 
 
 def test_keeping_all_launch_delays_gives_the_observed_step_back():
-    made = generate(Job(dp=2, pp=3, num_microbatches=6, num_steps=3, launch_s=0.05), seed=4)
+    made = generate(SyntheticJob(dp=2, pp=3, num_microbatches=6, num_steps=3, launch_s=0.05), seed=4)
     whatif = analyse(made.trace).whatif
     delay = launch_delays(whatif.table, whatif.order)
     times = whatif.delayed_by(np.zeros(delay.shape, dtype=np.int64), delay)
@@ -167,7 +167,9 @@ def test_keeping_all_launch_delays_gives_the_observed_step_back():
 
 
 def test_a_saved_trace_gives_the_same_report(tmp_path):
-    trace = generate(Job(dp=2, pp=2, num_microbatches=4, num_steps=3), seed=5, faults=[Fault("gc", 8.0)]).trace
+    trace = generate(
+        SyntheticJob(dp=2, pp=2, num_microbatches=4, num_steps=3), seed=5, faults=[SyntheticFault("gc", 8.0)]
+    ).trace
     straggler.write(trace, tmp_path / "published.parquet")
     trace.save(tmp_path / "own.parquet")
     expected = numbers(analyse(trace).to_json())
@@ -303,7 +305,7 @@ def test_the_ideal_trace_keeps_rows_and_takes_the_ideal_time(published):
 
 @pytest.mark.parametrize(("sizes", "name"), [((3, 2, 1), "dp_size"), ((2, 3, 1), "pp_size"), ((2, 2, 2), "vpp_size")])
 def test_sizes_that_contradict_the_rows_are_refused(sizes, name):
-    trace = generate(Job(dp=2, pp=2, num_microbatches=4, num_steps=2), seed=0).trace
+    trace = generate(SyntheticJob(dp=2, pp=2, num_microbatches=4, num_steps=2), seed=0).trace
 
     with pytest.raises(InputError, match=rf"{name} is 3 but the rows show 2|{name} is 2 but the rows show 1"):
         analyse(trace, sizes=Sizes(*sizes))
@@ -317,7 +319,7 @@ def test_a_trace_that_is_no_operation_trace_is_refused():
 
 
 def test_the_json_has_text_keys_and_plain_numbers():
-    report = analyse(generate(Job(dp=2, pp=2, num_microbatches=4, num_steps=2), seed=0).trace)
+    report = analyse(generate(SyntheticJob(dp=2, pp=2, num_microbatches=4, num_steps=2), seed=0).trace)
     again = json.loads(json.dumps(report.to_json(), allow_nan=False))
 
     assert set(again) == {"slowdown", "waste", "M_W", "M_S", "by", "step_slowdown", "detail"}

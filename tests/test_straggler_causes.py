@@ -9,9 +9,17 @@ import pytest
 
 from headway.ledger.operations.root_cause import CAUSES
 from headway.ledger.operations.straggler import analyse, root_causes
-from headway.trace.generated.synthetic import FAULTS, Fault, Generated, Job, calibrated, generate, scenario
+from headway.trace.generated.synthetic import (
+    FAULTS,
+    Generated,
+    SyntheticFault,
+    SyntheticJob,
+    calibrated,
+    generate,
+    scenario,
+)
 
-JOB = Job(dp=4, pp=4, num_microbatches=8, num_steps=6)
+JOB = SyntheticJob(dp=4, pp=4, num_microbatches=8, num_steps=6)
 
 
 def found(made: Generated) -> dict[str, float]:
@@ -31,16 +39,16 @@ def test_drawn_jobs_are_diagnosed_and_their_losses_known_to_a_tenth(seed):
 
 @pytest.mark.parametrize("job", [
     JOB,
-    Job(dp=2, pp=2, num_microbatches=8, num_steps=6, noise=0.05),
-    Job(dp=4, pp=2, vpp=2, num_microbatches=8, num_steps=6, overlap_dp=True),
-    Job(dp=8, pp=1, num_microbatches=8, num_steps=6, noise=0.02),
-    Job(dp=1, pp=4, num_microbatches=8, num_steps=6),
+    SyntheticJob(dp=2, pp=2, num_microbatches=8, num_steps=6, noise=0.05),
+    SyntheticJob(dp=4, pp=2, vpp=2, num_microbatches=8, num_steps=6, overlap_dp=True),
+    SyntheticJob(dp=8, pp=1, num_microbatches=8, num_steps=6, noise=0.02),
+    SyntheticJob(dp=1, pp=4, num_microbatches=8, num_steps=6),
 ], ids=["dp4-pp4", "dp2-pp2", "interleaved", "dp8", "pp4"])  # fmt: skip
 @pytest.mark.parametrize("kind", sorted(FAULTS))
 def test_each_fault_is_named_with_its_loss_on_every_shape(job, kind):
     if job.pp == 1 and kind in ("last_stage", "link"):
         pytest.skip("one pipeline rank has no other stage")
-    fault = calibrated(job, 1, Fault(kind, 1.0, dp=job.dp - 1, stage=max(job.pp - 2, 0)), (), 1.15)
+    fault = calibrated(job, 1, SyntheticFault(kind, 1.0, dp=job.dp - 1, stage=max(job.pp - 2, 0)), (), 1.15)
     made = generate(job, seed=1, faults=[fault])
     cause = FAULTS[kind][0]
     causes = found(made)
@@ -57,7 +65,7 @@ def test_a_healthy_job_has_no_cause(noise, overlap):
 
 
 def test_a_slow_worker_is_located():
-    made = generate(JOB, seed=1, faults=[Fault("worker", 1.8, dp=2, stage=1)])
+    made = generate(JOB, seed=1, faults=[SyntheticFault("worker", 1.8, dp=2, stage=1)])
     report = analyse(made.trace)
     cause = root_causes(report)[0]
 
@@ -71,7 +79,7 @@ def test_a_slow_worker_is_located():
 
 def test_a_slow_pipeline_rank_is_located_when_it_is_not_the_last():
     """All DP ranks of one inner stage are slow: no DP rank differs from another, stages do."""
-    faults = [Fault("worker", 1.6, dp=d, stage=1) for d in range(4)]
+    faults = [SyntheticFault("worker", 1.6, dp=d, stage=1) for d in range(4)]
     cause = root_causes(analyse(generate(JOB, seed=1, faults=faults).trace))[0]
 
     assert cause.cause == "straggler.worker"
@@ -80,7 +88,7 @@ def test_a_slow_pipeline_rank_is_located_when_it_is_not_the_last():
 
 def test_a_slow_replica_is_located():
     """All pipeline ranks of one DP rank are slow: every one of its micro-batches is, and that is no sequence length."""
-    faults = [Fault("worker", 1.6, dp=3, stage=p) for p in range(4)]
+    faults = [SyntheticFault("worker", 1.6, dp=3, stage=p) for p in range(4)]
     made = generate(JOB, seed=1, faults=faults)
     causes = root_causes(analyse(made.trace))
     healthy = generate(JOB, seed=1)
@@ -93,8 +101,8 @@ def test_a_slow_replica_is_located():
 
 def test_a_sequence_verdict_explains_the_last_stage_away():
     """Both are there and the last stage costs more; it still stands below the sequence verdict."""
-    faults = [Fault("sequence", 0.25), Fault("last_stage", 2.0)]
-    made = generate(Job(dp=8, pp=2, num_microbatches=8, num_steps=6), seed=1, faults=faults)
+    faults = [SyntheticFault("sequence", 0.25), SyntheticFault("last_stage", 2.0)]
+    made = generate(SyntheticJob(dp=8, pp=2, num_microbatches=8, num_steps=6), seed=1, faults=faults)
     causes = root_causes(analyse(made.trace))
     names = [cause.cause for cause in causes]
 
@@ -104,7 +112,7 @@ def test_a_sequence_verdict_explains_the_last_stage_away():
 
 
 def test_a_slow_worker_alone_is_no_sequence_imbalance():
-    report = analyse(generate(JOB, seed=1, faults=[Fault("worker", 2.5)]).trace)
+    report = analyse(generate(JOB, seed=1, faults=[SyntheticFault("worker", 2.5)]).trace)
 
     assert not report.sequence.imbalanced
 
@@ -144,7 +152,7 @@ def test_launch_delays_are_the_hosts_doing():
 def test_every_cause_says_where_why_and_what_to_do(name):
     kinds = {cause: kind for kind, (cause, _) in FAULTS.items()}
     job = JOB if name in kinds else replace(JOB, launch_s=0.02)
-    faults = [calibrated(job, 1, Fault(kinds[name], 1.0), (), 1.2)] if name in kinds else []
+    faults = [calibrated(job, 1, SyntheticFault(kinds[name], 1.0), (), 1.2)] if name in kinds else []
     cause = root_causes(analyse(generate(job, seed=1, faults=faults).trace))[0]
 
     assert cause.cause == name

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from headway.ledger.kinds.buckets import BUCKETS, SUBS
 from headway.ledger.operations.operation_ledger import operation_account, operation_ledger
-from headway.trace.generated.synthetic import Fault, Job, generate
+from headway.trace.generated.synthetic import SyntheticFault, SyntheticJob, generate
 from headway.trace.readers import straggler
 from tests.paths import shared
 
 jobs = st.builds(
-    lambda dp, pp, vpp, overlap, launch: Job(
+    lambda dp, pp, vpp, overlap, launch: SyntheticJob(
         dp=dp, pp=pp, vpp=vpp if pp > 1 else 1, num_microbatches=2 * pp, num_steps=2, overlap_dp=overlap, noise=0.2,
         launch_s=launch,
     ),
@@ -49,7 +49,7 @@ def test_computes_are_useful_and_steps_add_up(job, seed):
 
 
 def test_permuting_rows_changes_nothing():
-    trace = generate(Job(), seed=1).trace
+    trace = generate(SyntheticJob(), seed=1).trace
     order = np.random.default_rng(0).permutation(len(trace))
 
     assert operation_ledger(trace.where(order)) == operation_ledger(trace)
@@ -57,9 +57,9 @@ def test_permuting_rows_changes_nothing():
 
 def test_victims_of_a_slow_worker_wait_for_it():
     """The slow worker computes, the others wait."""
-    job = Job(dp=4, pp=2, num_microbatches=8, num_steps=4)
+    job = SyntheticJob(dp=4, pp=2, num_microbatches=8, num_steps=4)
     healthy = operation_ledger(generate(job, seed=1).trace)["ledger_ns"]
-    trace = generate(job, seed=1, faults=[Fault("worker", 2.0, dp=0, stage=0)]).trace
+    trace = generate(job, seed=1, faults=[SyntheticFault("worker", 2.0, dp=0, stage=0)]).trace
     slow, account = operation_ledger(trace)["ledger_ns"], operation_account(trace)
     waits = np.array([sub.startswith("straggler.") for sub in SUBS])
     waited = {rank: int(amounts[waits].sum()) for rank, amounts in account.sub_ns.items()}
@@ -71,7 +71,7 @@ def test_victims_of_a_slow_worker_wait_for_it():
 
 def test_without_noise_the_bubble_is_the_closed_form():
     """Of m + p - 1 slots, p - 1 are bubble on every stage."""
-    job = Job(dp=2, pp=4, num_microbatches=8, num_steps=2, noise=0.0, transfer_s=0.0, collective_s=0.0)
+    job = SyntheticJob(dp=2, pp=4, num_microbatches=8, num_steps=2, noise=0.0, transfer_s=0.0, collective_s=0.0)
     ledger = operation_ledger(generate(job, seed=0).trace)
     slots = 2 * (8 + 3) * 300_000_000
 
@@ -80,7 +80,7 @@ def test_without_noise_the_bubble_is_the_closed_form():
 
 
 def test_launch_delays_are_the_hosts_time():
-    job = Job(dp=2, pp=1, num_microbatches=4, num_steps=2, noise=0.0, launch_s=0.02)
+    job = SyntheticJob(dp=2, pp=1, num_microbatches=4, num_steps=2, noise=0.0, launch_s=0.02)
     ledger = operation_ledger(generate(job, seed=0).trace)
 
     assert ledger["sub_ns"]["host.launch"] > 0

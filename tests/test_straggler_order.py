@@ -16,10 +16,10 @@ from headway.ledger.operations.operation_table import arrange
 from headway.ledger.operations.straggler import analyse
 from headway.ledger.operations.whatif_groups import WhatIf
 from headway.trace.events.trace import Trace
-from headway.trace.generated.synthetic import Job, generate
+from headway.trace.generated.synthetic import SyntheticJob, generate
 
 shapes = st.builds(
-    lambda dp, pp, vpp, rounds, overlap: Job(
+    lambda dp, pp, vpp, rounds, overlap: SyntheticJob(
         dp=dp, pp=pp, vpp=vpp if pp > 1 else 1, num_microbatches=pp * rounds, num_steps=2, overlap_dp=overlap, noise=0.2
     ),
     dp=st.integers(1, 3),
@@ -95,7 +95,7 @@ def test_a_job_whose_receives_block_is_recognised_and_replayed_exactly(job, seed
 
 
 def test_a_job_whose_receives_do_not_block_is_recognised():
-    assert not blocks(arrange(generate(Job(dp=2, pp=4), seed=1).trace))
+    assert not blocks(arrange(generate(SyntheticJob(dp=2, pp=4), seed=1).trace))
 
 
 @given(job=shapes, seed=st.integers(0, 99))
@@ -134,28 +134,28 @@ def test_every_group_talks_across_ranks_and_no_operation_stands_in_two(job, seed
 
 
 def test_bad_input_a_send_without_its_receive_is_named():
-    trace = generate(Job(dp=1, pp=2, num_microbatches=4, num_steps=2), seed=0).trace
+    trace = generate(SyntheticJob(dp=1, pp=2, num_microbatches=4, num_steps=2), seed=0).trace
 
     with pytest.raises(InputError, match=r"forward-send 3 on stage 0 has no peer.*a group needs both"):
         analyse(without(trace, optype="forward-recv", stage=1, seq=0))
 
 
 def test_bad_input_a_count_of_transfers_that_cannot_be_is_named():
-    trace = generate(Job(dp=1, pp=4, num_microbatches=4, num_steps=2), seed=0).trace
+    trace = generate(SyntheticJob(dp=1, pp=4, num_microbatches=4, num_steps=2), seed=0).trace
 
     with pytest.raises(InputError, match=r"stage 1 has 3 forward-send operations for 4 forward-compute ones"):
         analyse(without(trace, optype="forward-send", stage=1, seq=3))
 
 
 def test_bad_input_unequal_steps_are_named_with_stage_type_and_counts():
-    trace = generate(Job(dp=2, pp=2, num_microbatches=4, num_steps=3), seed=0).trace
+    trace = generate(SyntheticJob(dp=2, pp=2, num_microbatches=4, num_steps=3), seed=0).trace
 
     with pytest.raises(InputError, match=r"stage 1 has 3 forward-recv operations .* in step 2 but 4 on DP rank 0"):
         analyse(without(trace, optype="forward-recv", stage=1, seq=3, step=2, rank=3))
 
 
 def test_bad_input_steps_whose_operations_are_numbered_otherwise_are_named_with_the_number():
-    trace = generate(Job(dp=2, pp=2, num_microbatches=4, num_steps=3), seed=0).trace
+    trace = generate(SyntheticJob(dp=2, pp=2, num_microbatches=4, num_steps=3), seed=0).trace
     at = (trace.events["rank"] == 1) & (trace.events["step"] == 1) & (trace.events["seq"] == 0)
     trace.events["seq"][at & trace.named("forward-compute")] = 9
 
@@ -164,7 +164,7 @@ def test_bad_input_steps_whose_operations_are_numbered_otherwise_are_named_with_
 
 
 def test_bad_input_a_dp_rank_missing_in_a_step_is_named():
-    trace = generate(Job(dp=2, pp=2, num_microbatches=4, num_steps=3), seed=0).trace
+    trace = generate(SyntheticJob(dp=2, pp=2, num_microbatches=4, num_steps=3), seed=0).trace
     gone = (trace.events["step"] == 1) & np.isin(trace.events["rank"], [1, 3])
 
     with pytest.raises(InputError, match=r"DP rank 1 is missing in step 1"):
@@ -172,35 +172,35 @@ def test_bad_input_a_dp_rank_missing_in_a_step_is_named():
 
 
 def test_bad_input_a_pipeline_rank_without_rows_is_named():
-    trace = generate(Job(dp=1, pp=3, num_microbatches=3, num_steps=2), seed=0).trace
+    trace = generate(SyntheticJob(dp=1, pp=3, num_microbatches=3, num_steps=2), seed=0).trace
 
     with pytest.raises(InputError, match="pipeline rank 1 of 3 has no rows"):
         analyse(trace.where(trace.events["rank"] != 1))
 
 
 def test_bad_input_fewer_than_two_steps():
-    trace = generate(Job(dp=1, pp=2, num_microbatches=4, num_steps=1), seed=0).trace
+    trace = generate(SyntheticJob(dp=1, pp=2, num_microbatches=4, num_steps=1), seed=0).trace
 
     with pytest.raises(InputError, match=r"the trace has 1 step.*[Rr]ecord at least 2"):
         analyse(trace)
 
 
 def test_bad_input_no_operations():
-    trace = generate(Job(dp=1, pp=2, num_microbatches=4, num_steps=2), seed=0).trace
+    trace = generate(SyntheticJob(dp=1, pp=2, num_microbatches=4, num_steps=2), seed=0).trace
 
     with pytest.raises(InputError, match="has no operations"):
         analyse(trace.where(trace.events["rank"] == 99))
 
 
 def test_bad_input_an_absent_optimizer():
-    trace = generate(Job(dp=1, pp=2, num_microbatches=4, num_steps=2), seed=0).trace
+    trace = generate(SyntheticJob(dp=1, pp=2, num_microbatches=4, num_steps=2), seed=0).trace
 
     with pytest.raises(InputError, match="no operation is an 'optimizer'"):
         analyse(trace.where(~trace.named("optimizer")))
 
 
 def test_bad_input_an_unknown_type_is_refused_and_admitted_on_request():
-    trace = generate(Job(dp=1, pp=2, num_microbatches=4, num_steps=2), seed=0).trace
+    trace = generate(SyntheticJob(dp=1, pp=2, num_microbatches=4, num_steps=2), seed=0).trace
     renamed = replace(
         trace, names=tuple("layernorm-allreduce" if n.startswith("layernorm") else n for n in trace.names)
     )
@@ -215,7 +215,7 @@ def test_bad_input_an_unknown_type_is_refused_and_admitted_on_request():
 
 
 def test_bad_input_an_operation_twice():
-    trace = generate(Job(dp=1, pp=2, num_microbatches=4, num_steps=2), seed=0).trace
+    trace = generate(SyntheticJob(dp=1, pp=2, num_microbatches=4, num_steps=2), seed=0).trace
     rows = np.arange(len(trace))
 
     with pytest.raises(InputError, match="stands twice in step"):
@@ -223,7 +223,7 @@ def test_bad_input_an_operation_twice():
 
 
 def test_bad_input_computes_numbered_with_gaps():
-    trace = generate(Job(dp=1, pp=1, num_microbatches=4, num_steps=2), seed=0).trace
+    trace = generate(SyntheticJob(dp=1, pp=1, num_microbatches=4, num_steps=2), seed=0).trace
 
     with pytest.raises(InputError, match="numbered from 0 without gaps"):
         analyse(without(trace, optype="forward-compute", stage=0, seq=1))
@@ -231,7 +231,7 @@ def test_bad_input_computes_numbered_with_gaps():
 
 def test_bad_input_a_circular_order_lists_its_operations():
     """Stage 0 claims to run its backward before the forward that this backward needs through stage 1."""
-    trace = generate(Job(dp=1, pp=2, num_microbatches=2, num_steps=2, noise=0.0), seed=0).trace
+    trace = generate(SyntheticJob(dp=1, pp=2, num_microbatches=2, num_steps=2, noise=0.0), seed=0).trace
     start = trace.events["start_ns"].copy()
     backward = trace.named("backward-compute") & (trace.events["rank"] == 0) & (trace.events["seq"] == 0)
     start[backward] = trace.events["start_ns"][trace.named("params-all-gather")][: backward.sum()]

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
 from headway.trace.events.trace import Trace
-from headway.trace.generated.synthetic import Fault, Job, generate
+from headway.trace.generated.synthetic import SyntheticFault, SyntheticJob, generate
 from headway.trace.readers.straggler import OPTYPES, REQUIRED, Sizes, operations, read, sizes_of, write
 from tests.paths import shared
 
-JOB = Job(dp=2, pp=2, num_microbatches=4, num_steps=2)
+JOB = SyntheticJob(dp=2, pp=2, num_microbatches=4, num_steps=2)
 
 
 @pytest.fixture
 def made() -> Trace:
-    return generate(JOB, seed=1, faults=[Fault("worker", 1.5)]).trace
+    return generate(JOB, seed=1, faults=[SyntheticFault("worker", 1.5)]).trace
 
 
 def changed(path: Path, column: str, values: pa.Array | None) -> Path:

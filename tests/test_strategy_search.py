@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.comm.published import COSTS, Gradients, Setup, link_table, read_models, read_setups
+from headway.comm.published import COSTS, ModelGradients, PublishedSetup, link_table, read_models, read_setups
 from headway.comm.strategy_search import Pricing, search
 from headway.core.errors import FormatError, InputError, UnknownNameError
 from tests.paths import shared
@@ -56,8 +56,8 @@ def drawn(rng, num=4):
     """Return a pricing of few tensors."""
     sizes = 2 ** rng.integers(8, 27, num)
     gaps = rng.integers(0, 3000, num).astype(float)
-    gradients = Gradients(tuple((f"t{i}", int(size)) for i, size in enumerate(sizes)), tuple(gaps))
-    setup = Setup(
+    gradients = ModelGradients(tuple((f"t{i}", int(size)) for i, size in enumerate(sizes)), tuple(gaps))
+    setup = PublishedSetup(
         model="drawn",
         codec=str(rng.choice(["randomk", "dgc", "onebit"])),
         hosts=int(rng.integers(2, 9)),
@@ -95,15 +95,15 @@ def test_plans_that_begin_alike_cost_what_they_cost_alone(seed, num, alike):
         assert pricing.score(earlier[None])[0][0] >= cost
 
 
-GOOD = Gradients((("a", 10), ("b", 20)), (0.0, 5.0))
+GOOD = ModelGradients((("a", 10), ("b", 20)), (0.0, 5.0))
 
 
 @pytest.mark.parametrize(
     ("gradients", "setup", "error", "words"),
     [
-        (Gradients((), ()), {}, InputError, "0 tensors"),
-        (Gradients((("a", 0),), (0.0,)), {}, InputError, "tensor a has 0 numbers"),
-        (Gradients((("a", 1),), (-1.0,)), {}, InputError, "gap before a is -1"),
+        (ModelGradients((), ()), {}, InputError, "0 tensors"),
+        (ModelGradients((("a", 0),), (0.0,)), {}, InputError, "tensor a has 0 numbers"),
+        (ModelGradients((("a", 1),), (-1.0,)), {}, InputError, "gap before a is -1"),
         (GOOD, {"codec": "dgk"}, UnknownNameError, "dgc"),
         (GOOD, {"inside": "pci"}, UnknownNameError, "pcie"),
         (GOOD, {"hosts": 0}, InputError, "hosts is 0"),
@@ -114,11 +114,11 @@ def test_invalid_setups_are_named(gradients, setup, error, words):
     values = {"model": "m", "codec": "dgc", "hosts": 2, "ranks_per_host": 2, "inside": "pcie", "wire_fraction": 0.1}
 
     with pytest.raises(error, match=words):
-        link_table(gradients, Setup(**{**values, "two_level": True, **setup}))
+        link_table(gradients, PublishedSetup(**{**values, "two_level": True, **setup}))
 
 
 def test_invalid_plans_are_named():
-    pricing = COSTS["published-gpu"](GOOD, Setup("m", "dgc", 2, 2, "pcie", 0.1, False))
+    pricing = COSTS["published-gpu"](GOOD, PublishedSetup("m", "dgc", 2, 2, "pcie", 0.1, False))
 
     with pytest.raises(InputError, match="3 options for 2 tensors"):
         pricing.cost(np.array([0, 0, 0]))

@@ -103,6 +103,16 @@ def test_every_suppression_carries_a_code_and_a_reason():
     assert offenders(bare_suppressions) == {}
 
 
+def test_a_class_name_stands_for_one_thing():
+    places: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for node in tree(path).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{relative(path)}:{node.lineno}")
+
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 def test_no_loose_end_is_left_in_the_code():
     assert offenders(lambda path: re.findall(r"\b(TODO|FIXME|XXX|HACK)\b", path.read_text())) == {}
 

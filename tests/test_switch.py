@@ -21,7 +21,7 @@ from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.core.processes.hidden_thread import HiddenThread, running
 from headway.data import DataLoader as OwnLoader
 from headway.data.runtime.remedies.switch import threads, unthreadable
-from headway.runtime.in_rank.remedy import Applied, Refused
+from headway.runtime.in_rank.remedy import Applied, RefusedRemedy
 from tests.loaders_made import ByTurns, Stream, epochs, plain
 from tests.paths import ROOT, python_path
 from tests.recorded import environment
@@ -118,7 +118,7 @@ def test_a_loader_that_threads_could_change_or_slow_down_is_left_alone(loader, r
 
     assert type(iterator).__name__ != "ScriptThreads"
     if not isinstance(loader, OwnLoader):  # which makes its iterators without torch's method
-        assert isinstance(context.outcomes[-1], Refused)
+        assert isinstance(context.outcomes[-1], RefusedRemedy)
 
 
 def test_a_loader_whose_threads_wait_for_each_other_is_left_to_processes(monkeypatch):
@@ -312,7 +312,7 @@ def test_a_dataset_whose_readings_share_a_place_is_read_by_one_thread(dataset):
         found, _ = epochs(lambda: DataLoader(dataset(), 5))
 
     assert found == expected
-    assert isinstance(context.outcomes[-1], Refused)
+    assert isinstance(context.outcomes[-1], RefusedRemedy)
 
 
 def test_where_threads_cannot_be_started_the_loop_gets_the_scripts_own_batches(monkeypatch):

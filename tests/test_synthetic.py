@@ -8,11 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError, UnknownNameError
-from headway.trace.generated.synthetic import FAULTS, Fault, Job, calibrated, durations, generate, play, scenario
+from headway.trace.generated.synthetic import (
+    FAULTS,
+    SyntheticFault,
+    SyntheticJob,
+    calibrated,
+    durations,
+    generate,
+    play,
+    scenario,
+)
 from headway.trace.generated.synthetic_play import actions
 
 jobs = st.builds(
-    lambda dp, pp, vpp, rounds, overlap: Job(
+    lambda dp, pp, vpp, rounds, overlap: SyntheticJob(
         dp=dp, pp=pp, vpp=vpp if pp > 1 else 1, num_microbatches=pp * rounds, num_steps=2, overlap_dp=overlap
     ),
     dp=st.integers(1, 3),
@@ -70,7 +79,7 @@ def test_a_forward_waits_for_the_stage_before_and_a_backward_for_the_stage_behin
 @given(job=jobs, seed=st.integers(0, 99), kind=st.sampled_from(sorted(FAULTS)))
 @settings(max_examples=25)
 def test_a_fault_makes_no_step_faster_unless_it_only_moves_work(job, seed, kind):
-    fault = Fault(kind, {"sequence": 0.3, "gc": 5.0}.get(kind, 3.0))
+    fault = SyntheticFault(kind, {"sequence": 0.3, "gc": 5.0}.get(kind, 3.0))
     made = generate(job, seed=seed, faults=[fault])
     healthy = play(job, durations(job, seed, ()))
 
@@ -82,7 +91,7 @@ def test_a_fault_makes_no_step_faster_unless_it_only_moves_work(job, seed, kind)
 
 
 def test_equal_seeds_give_equal_traces_and_other_seeds_others():
-    one, same, other = (generate(Job(), seed=seed).trace for seed in (1, 1, 2))
+    one, same, other = (generate(SyntheticJob(), seed=seed).trace for seed in (1, 1, 2))
 
     for column, values in one.events.items():
         assert np.array_equal(same.events[column], values)
@@ -90,8 +99,8 @@ def test_equal_seeds_give_equal_traces_and_other_seeds_others():
 
 
 def test_a_fault_changes_nothing_but_what_it_is_about():
-    job = Job()
-    healthy, slow = durations(job, 1, ()), durations(job, 1, [Fault("worker", 2.0, dp=1, stage=2)])
+    job = SyntheticJob()
+    healthy, slow = durations(job, 1, ()), durations(job, 1, [SyntheticFault("worker", 2.0, dp=1, stage=2)])
 
     assert (slow.forward[:, 1, 2] > healthy.forward[:, 1, 2]).all()
     slow.forward[:, 1, 2] = healthy.forward[:, 1, 2]
@@ -102,8 +111,8 @@ def test_a_fault_changes_nothing_but_what_it_is_about():
 
 
 def test_uneven_sequences_keep_the_total_work():
-    job = Job(noise=0.0)
-    uneven = durations(job, 1, [Fault("sequence", 0.4)])
+    job = SyntheticJob(noise=0.0)
+    uneven = durations(job, 1, [SyntheticFault("sequence", 0.4)])
 
     assert uneven.forward.mean() == pytest.approx(durations(job, 1, ()).forward.mean(), rel=1e-6)
     assert uneven.forward[0, 0, 0].std() / uneven.forward.mean() > 0.2
@@ -111,22 +120,22 @@ def test_uneven_sequences_keep_the_total_work():
 
 def test_without_noise_1f1b_takes_the_closed_form():
     """(m + p - 1)(f + b) when transfers and collectives are free."""
-    job = Job(dp=2, pp=4, num_microbatches=8, num_steps=2, noise=0.0, transfer_s=0.0, collective_s=0.0)
+    job = SyntheticJob(dp=2, pp=4, num_microbatches=8, num_steps=2, noise=0.0, transfer_s=0.0, collective_s=0.0)
 
     assert play(job, durations(job, 0, ())).tolist() == [(8 + 3) * 300_000_000 + 10_000_000] * 2
 
 
 def test_without_noise_interleaving_divides_the_bubble():
     """(p - 1)(f + b) of bubble become (p - 1)(f + b)/v, with f + b of a whole rank."""
-    job = Job(dp=1, pp=4, vpp=2, num_microbatches=8, num_steps=2, noise=0.0, transfer_s=0.0, collective_s=0.0)
+    job = SyntheticJob(dp=1, pp=4, vpp=2, num_microbatches=8, num_steps=2, noise=0.0, transfer_s=0.0, collective_s=0.0)
 
     assert play(job, durations(job, 0, ())).tolist() == [(8 * 2 + 3) * 300_000_000 + 10_000_000] * 2
 
 
 @pytest.mark.parametrize("kind", sorted(FAULTS))
 def test_a_calibrated_fault_costs_what_was_asked(kind):
-    job = Job(dp=4, pp=2, num_microbatches=8, num_steps=6)
-    fault = calibrated(job, 3, Fault(kind, 1.0), (), 1.2)
+    job = SyntheticJob(dp=4, pp=2, num_microbatches=8, num_steps=6)
+    fault = calibrated(job, 3, SyntheticFault(kind, 1.0), (), 1.2)
     slowdown = play(job, durations(job, 3, [fault])).sum() / play(job, durations(job, 3, ())).sum()
 
     assert slowdown == pytest.approx(1.2, rel=0.02)
@@ -143,11 +152,11 @@ def test_scenarios_cover_clean_single_and_double_faults_and_every_cause():
 
 def test_bad_input_a_shape_without_a_schedule():
     with pytest.raises(InputError, match="6 micro-batches cannot be interleaved over 4 pipeline ranks"):
-        Job(pp=4, vpp=2, num_microbatches=6)
+        SyntheticJob(pp=4, vpp=2, num_microbatches=6)
     with pytest.raises(InputError, match="dp is 0"):
-        Job(dp=0)
+        SyntheticJob(dp=0)
 
 
 def test_bad_input_an_unknown_fault():
     with pytest.raises(UnknownNameError, match="Did you mean 'worker'"):
-        generate(Job(), seed=0, faults=[Fault("wroker", 2.0)])
+        generate(SyntheticJob(), seed=0, faults=[SyntheticFault("wroker", 2.0)])

@@ -17,7 +17,7 @@ from headway.core.errors import InputError
 from headway.core.processes.hidden_thread import running
 from headway.data import DataLoader, generator, torch_generator
 from headway.data.runtime.examples import account
-from headway.data.runtime.loader.threads import WORKERS, Pool, Task
+from headway.data.runtime.loader.threads import WORKERS, Task, ThreadPool
 
 THREADS = {"num_workers": 2, "workers": "threads"}
 
@@ -79,7 +79,7 @@ class Listed:
     num_threads=st.integers(1, 4),
 )
 def test_every_batch_is_made_whole_or_fails_as_its_first_failing_part_does(batches, num_threads):
-    pool = Pool(num_threads)
+    pool = ThreadPool(num_threads)
     tasks = [Task(Listed(failing), list(range(size))) for size, failing in batches]
     for task in tasks:
         pool.help(task)
@@ -298,7 +298,7 @@ def test_an_example_that_hangs_does_not_hold_up_the_end():
         def fill(self, making, keys, part):
             never.wait(60)
 
-    pool = Pool(2)
+    pool = ThreadPool(2)
     pool.help(Task(Hangs(()), [1, 2]))
     pool.close(timeout_s=0.05)
     never.set()

@@ -17,13 +17,13 @@ from headway.report.page.charts import decode
 from headway.report.page.html import ReportData, write_report
 from headway.report.page.timeline import MOST_GROUPED_RANKS, Timeline, rank_groups, timeline
 from headway.trace.events.trace import Trace
-from headway.trace.generated.synthetic import Job, generate
+from headway.trace.generated.synthetic import SyntheticJob, generate
 from headway.verbs.runs.report import report_data
 from headway.verbs.shared.explain import explain
 from tests.report_data import demo_why
 
 CHROMIUM = next((p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None)
-JOB = Job(dp=4, pp=4, num_microbatches=4, num_steps=2)
+JOB = SyntheticJob(dp=4, pp=4, num_microbatches=4, num_steps=2)
 
 
 def one_step() -> Trace:

@@ -18,7 +18,7 @@ from headway.runtime.recorder import timers
 from headway.runtime.recorder.device_timers import MAX_PENDING, WORK, AllTimers, DeviceTimers
 from headway.runtime.recorder.timers import BACKWARD, FORWARD
 from headway.trace.events.trace import Trace
-from headway.trace.rings.records import RingReader
+from headway.trace.rings.records import RecordRingReader
 from tests.recorded import recording, rows, run_script
 from tests.rings_made import built
 
@@ -200,7 +200,7 @@ def test_every_backward_is_recorded_once_and_the_losses_are_the_same(tmp_path):
     plain = train(4, 3)
     with recording(tmp_path) as session:
         recorded = train(4, 3)
-        page = RingReader(session.probes.recorder.path).page
+        page = RecordRingReader(session.probes.recorder.path).page
     trace = built(tmp_path)
 
     assert recorded == plain
@@ -261,7 +261,7 @@ def test_switched_off_there_is_no_patch_no_page_and_no_segment(tmp_path, monkeyp
     with recording(tmp_path) as session:
         assert torch.autograd.backward is original
         train(2)
-        page = RingReader(session.probes.recorder.path).page
+        page = RecordRingReader(session.probes.recorder.path).page
     trace = built(tmp_path)
 
     assert (page.step, page.progress_ns) == (0, 0)

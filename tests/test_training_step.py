@@ -20,7 +20,7 @@ from headway.sim.training.moves import (
     unfuse_ops,
     view_gradients,
 )
-from headway.sim.training.training_step import BACKWARD, FORWARD, UPDATE, Block, Profile, TrainingStep
+from headway.sim.training.training_step import BACKWARD, FORWARD, UPDATE, Block, StepProfile, TrainingStep
 from tests.steps_made import WIRE, few, steps
 
 RING = Network("ring", 2, WIRE)
@@ -89,7 +89,7 @@ def test_computing_again_trades_time_for_memory_and_is_restored(step: TrainingSt
 
 def test_computing_again_keeps_only_inputs_and_one_whole_block() -> None:
     block = Block((5,), (9,), (400,), activation_bytes=1000, input_bytes=10)
-    step = view_gradients(TrainingStep.of(Profile.of([block] * 4, state_bytes=7), RING))
+    step = view_gradients(TrainingStep.of(StepProfile.of([block] * 4, state_bytes=7), RING))
 
     assert step.peak_bytes() == 7 + 4 * 1000
     assert recompute(step, range(4)).peak_bytes() == 7 + 4 * 10 + 1000
@@ -111,7 +111,7 @@ def test_micro_batches_pay_launches_again_and_divide_activations(step: TrainingS
 
 
 def test_sixteen_bits_halve_gradients_and_take_their_own_time() -> None:
-    profile = Profile.of([Block((100,), (200,), (400,), half_fraction=0.4), Block((100,), (200,), (401,))])
+    profile = StepProfile.of([Block((100,), (200,), (400,), half_fraction=0.4), Block((100,), (200,), (401,))])
     step = compute_in_half(TrainingStep.of(profile, RING), [0])
 
     assert step.gradient_bytes().tolist() == [401, 200]
@@ -140,7 +140,7 @@ BLOCK = Block((5,), (9,), (400,))
     ],
 )
 def test_profiles_that_contradict_themselves_are_refused(change: dict, message: str) -> None:
-    profile = Profile.of([BLOCK])
+    profile = StepProfile.of([BLOCK])
     if "kind" in change and change["kind"][0] == 2:
         change = {**change, "tensor": np.array([0, 0, -1])}
 
@@ -150,9 +150,9 @@ def test_profiles_that_contradict_themselves_are_refused(change: dict, message: 
 
 def test_blocks_that_make_no_step_are_refused() -> None:
     with pytest.raises(InputError, match=r"at least one block"):
-        Profile.of([])
+        StepProfile.of([])
     with pytest.raises(InputError, match=r"block 0 has more gradients than backward operations"):
-        Profile.of([Block((1,), (1,), (4, 4))])
+        StepProfile.of([Block((1,), (1,), (4, 4))])
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_blocks_that_make_no_step_are_refused() -> None:
     ],
 )
 def test_choices_that_cannot_be_are_refused(change: dict, message: str) -> None:
-    step = TrainingStep.of(Profile.of([BLOCK, BLOCK]), RING)
+    step = TrainingStep.of(StepProfile.of([BLOCK, BLOCK]), RING)
 
     with pytest.raises(InputError, match=message):
         replace(step, **change)

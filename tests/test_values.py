@@ -15,11 +15,11 @@ import torch
 from headway.core.errors import FormatError
 from headway.core.files.inert import StandIn
 from headway.storage.formats.records import is_legacy, read_legacy, read_saved
-from headway.storage.formats.values import Value
+from headway.storage.formats.values import StoredValue
 from tests.checkpoints import Caller
 
 
-def values_of(value: object, new: bool = True) -> dict[str, Value]:
+def values_of(value: object, new: bool = True) -> dict[str, StoredValue]:
     file = io.BytesIO()
     torch.save(value, file, _use_new_zipfile_serialization=new)
     data = file.getvalue()
@@ -66,19 +66,23 @@ def test_values_are_told_by_name_type_and_short_text(new):
 
 
 def test_long_values_are_cut_on_a_screen_and_whole_where_they_are_compared():
-    text, other, data = Value("t", "x" * 100_000), Value("t", "x" * 99_999 + "y"), Value("b", b"y" * 3000)
+    text, other, data = (
+        StoredValue("t", "x" * 100_000),
+        StoredValue("t", "x" * 99_999 + "y"),
+        StoredValue("b", b"y" * 3000),
+    )
 
     assert len(text.text) < 80
     assert text.digest != other.digest
     assert data.text.endswith("... 3000 bytes")
-    assert Value("l", list(range(10_000))).text == "[0, 1, 2, 3, 4, 5, ...]"
+    assert StoredValue("l", list(range(10_000))).text == "[0, 1, 2, 3, 4, 5, ...]"
 
 
 def test_numbers_text_and_truth_stay_what_they_are_in_json():
     plain = [7, 0.5, True, None, "text"]
 
-    assert [Value("x", value).to_json()["value"] for value in plain] == plain
-    assert Value("x", [1, 2]).to_json() == {"name": "x", "type": "list", "value": "[1, 2]"}
+    assert [StoredValue("x", value).to_json()["value"] for value in plain] == plain
+    assert StoredValue("x", [1, 2]).to_json() == {"name": "x", "type": "list", "value": "[1, 2]"}
 
 
 def test_equal_values_are_told_alike_and_unlike_ones_apart():
@@ -102,8 +106,8 @@ def test_an_object_that_holds_itself_is_told():
     holder = StandIn()
     holder.args = (holder,)
 
-    assert Value("x", holder).digest == Value("x", holder).digest
-    assert Value("x", holder).text == ""
+    assert StoredValue("x", holder).digest == StoredValue("x", holder).digest
+    assert StoredValue("x", holder).text == ""
 
 
 def test_containers_in_containers_without_end_are_refused():
@@ -116,4 +120,4 @@ def test_containers_in_containers_without_end_are_refused():
 
 
 def test_a_file_that_is_one_value_tells_it_without_a_name():
-    assert list(values_of(5).values()) == [Value("", 5)]
+    assert list(values_of(5).values()) == [StoredValue("", 5)]

@@ -32,7 +32,7 @@ from headway.runtime.launching.run_of_ranks import ExitReport
 from headway.runtime.run_folder.exit_class import HEADER, RankEnd, failure_text
 from headway.runtime.run_folder.recording import Exit
 from headway.sim.whatif.edits import EDITS
-from headway.trace.events.in_force import AppliedRow
+from headway.trace.events.active_settings import AppliedRow
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
 from headway.verbs.runs.compare import unfinished

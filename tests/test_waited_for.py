@@ -12,7 +12,7 @@ from headway.ledger.operations.dependencies import infer
 from headway.ledger.operations.operation_table import arrange
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND
-from headway.trace.generated.synthetic import Job, generate
+from headway.trace.generated.synthetic import SyntheticJob, generate
 
 NAMES = ["comm.wait", "comm.send", "comm.recv", "optimizer.step", "step"]
 WAIT, SEND, RECV, UPDATE, STEP = range(5)
@@ -60,7 +60,7 @@ def test_collectives_of_another_number_have_nothing_to_do_with_each_other():
 
 def test_an_operation_trace_has_the_order_that_its_analysis_infers():
     """Oracle: the inferred order, one step and one DP rank at a time."""
-    trace = generate(Job(dp=2, pp=2, num_microbatches=3, num_steps=2), seed=4).trace
+    trace = generate(SyntheticJob(dp=2, pp=2, num_microbatches=3, num_steps=2), seed=4).trace
     table = arrange(trace)
     order = infer(table)
 

@@ -7,11 +7,11 @@ import selectors
 import threading
 
 from headway.core.machine.host import readable
-from headway.core.wire.wake import Wake
+from headway.core.wire.wake import Waker
 
 
 def test_a_thread_that_waits_is_woken_once_for_many_rings():
-    wake, woken, again = Wake(), [], threading.Event()
+    wake, woken, again = Waker(), [], threading.Event()
 
     def wait():
         with selectors.DefaultSelector() as selector:
@@ -37,7 +37,7 @@ def test_a_thread_that_waits_is_woken_once_for_many_rings():
 
 
 def test_ringing_after_the_end_touches_nobody_elses_file():
-    wake = Wake()
+    wake = Waker()
     number = wake.fileno()
     wake.close()
     wake.close()

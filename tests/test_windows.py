@@ -30,7 +30,7 @@ from headway.runtime.in_rank.windows import (
     quiet_stderr,
     shape_after,
 )
-from headway.runtime.recorder.window_schedule import MOST_RANKS, Schedule, opening_step, spacing, takes_part
+from headway.runtime.recorder.window_schedule import MOST_RANKS, WindowSchedule, opening_step, spacing, takes_part
 from tests.accelerator import Accelerator, now
 from tests.recorded import recording, rows, run_script
 
@@ -401,7 +401,7 @@ def test_a_budget_that_is_no_fraction_is_the_default(text, budget):
 
 def test_followers_read_what_the_leader_announced(tmp_path):
     with recording(tmp_path / "run") as session:
-        leader, follower = Schedule(session.probes), Schedule(session.probes)
+        leader, follower = WindowSchedule(session.probes), WindowSchedule(session.probes)
         assert follower.read() == -1
         leader.write(1234)
 

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import BackgroundError, HeadwayError, InputError
-from headway.core.processes.worker import Worker
+from headway.core.processes.worker import BackgroundWorker
 
 
 @given(st.lists(st.integers()), st.integers(1, 5))
 def test_a_blocking_worker_does_everything_in_order(entries: list[int], capacity: int) -> None:
     done: list[int] = []
-    with Worker(done.append, capacity=capacity) as worker:
+    with BackgroundWorker(done.append, capacity=capacity) as worker:
         accepted = [worker.put(entry) for entry in entries]
 
     assert done == entries
@@ -33,7 +33,7 @@ def test_a_dropping_worker_counts_what_it_refuses(capacity: int, extra: int) -> 
         gate.wait()
         done.append(entry)
 
-    worker = Worker(work, capacity=capacity, when_full="drop")
+    worker = BackgroundWorker(work, capacity=capacity, when_full="drop")
     worker.put(-1)
     begun.wait()
     accepted = [worker.put(entry) for entry in range(capacity + extra)]
@@ -47,7 +47,7 @@ def test_a_dropping_worker_counts_what_it_refuses(capacity: int, extra: int) -> 
 
 def test_a_full_blocking_worker_holds_the_caller_until_there_is_room() -> None:
     gate, done = threading.Event(), []
-    worker = Worker(lambda entry: (gate.wait(), done.append(entry)), capacity=1)
+    worker = BackgroundWorker(lambda entry: (gate.wait(), done.append(entry)), capacity=1)
     caller = threading.Thread(target=lambda: [worker.put(entry) for entry in range(4)])
     caller.start()
     caller.join(0.05)
@@ -60,7 +60,7 @@ def test_a_full_blocking_worker_holds_the_caller_until_there_is_room() -> None:
 
 
 def test_a_failure_surfaces_at_every_later_call_with_its_cause() -> None:
-    worker = Worker(lambda entry: 1 // entry, name="divider")
+    worker = BackgroundWorker(lambda entry: 1 // entry, name="divider")
     worker.put(0)
     with pytest.raises(
         BackgroundError, match=r"divider failed earlier: ZeroDivisionError.*start a new worker"
@@ -80,7 +80,7 @@ def test_a_failure_wakes_a_caller_that_waits_for_room() -> None:
         gate.wait()
         raise OSError("disk full")
 
-    worker = Worker(work, capacity=1)
+    worker = BackgroundWorker(work, capacity=1)
     worker.put(1)
     begun.wait()
     worker.put(2)
@@ -94,7 +94,7 @@ def test_a_failure_wakes_a_caller_that_waits_for_room() -> None:
 
 
 def test_close_raises_a_failure_nobody_has_seen_and_can_be_repeated() -> None:
-    worker = Worker(lambda entry: 1 // entry)
+    worker = BackgroundWorker(lambda entry: 1 // entry)
     worker.put(0)
     with pytest.raises(BackgroundError):
         worker.close()
@@ -102,14 +102,14 @@ def test_close_raises_a_failure_nobody_has_seen_and_can_be_repeated() -> None:
 
 
 def test_an_error_of_the_block_is_not_hidden_by_one_of_the_worker() -> None:
-    with pytest.raises(KeyError), Worker(lambda entry: 1 // entry) as worker:  # noqa: PT012 - both must fail inside
+    with pytest.raises(KeyError), BackgroundWorker(lambda entry: 1 // entry) as worker:  # noqa: PT012 - both must fail inside
         worker.put(0)
         raise KeyError("the caller's own")
 
 
 def test_flush_gives_up_after_its_time_and_says_what_is_left() -> None:
     gate = threading.Event()
-    worker = Worker(lambda entry: gate.wait())
+    worker = BackgroundWorker(lambda entry: gate.wait())
     worker.put(1)
     with pytest.raises(BackgroundError, match=r"1 entries are not done after 0.01 s. Wait longer"):
         worker.flush(0.01)
@@ -118,7 +118,7 @@ def test_flush_gives_up_after_its_time_and_says_what_is_left() -> None:
 
 
 def test_a_closed_worker_takes_nothing_more() -> None:
-    worker = Worker(print)
+    worker = BackgroundWorker(print)
     worker.close()
     with pytest.raises(InputError, match=r"closed; put entries before close"):
         worker.put(1)
@@ -130,11 +130,11 @@ def test_a_closed_worker_takes_nothing_more() -> None:
 )
 def test_bad_arguments_are_refused(arguments: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        Worker(print, **arguments)
+        BackgroundWorker(print, **arguments)
 
 
 def test_a_forked_child_is_told_that_it_has_no_worker() -> None:
-    worker = Worker(print)
+    worker = BackgroundWorker(print)
     answers = multiprocessing.get_context("fork").SimpleQueue()
 
     def child() -> None:

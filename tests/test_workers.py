@@ -15,7 +15,7 @@ from headway.data.runtime.examples.examples import equal
 from headway.data.runtime.remedies.workers import WAITS, untunable, workers
 from headway.ledger.booking.rows import rows_by_rank
 from headway.ledger.booking.waits import find_loads, match_batches
-from headway.runtime.in_rank.remedy import Applied, Refused
+from headway.runtime.in_rank.remedy import Applied, RefusedRemedy
 from headway.runtime.run_folder.finalise import finalise_attempt
 from headway.trace.recording.runs import Run
 from tests.loaders_made import ByTurns, Squares, Stream, epochs
@@ -137,7 +137,7 @@ def test_a_loader_that_workers_could_change_is_left_alone(loader, reason):
         list(loader)
 
     assert loader.num_workers == 0
-    assert isinstance(context.outcomes[-1], Refused)
+    assert isinstance(context.outcomes[-1], RefusedRemedy)
     assert reason in context.outcomes[-1].reason
 
 
@@ -252,7 +252,7 @@ def test_a_report_that_fails_does_not_reach_the_script(monkeypatch):
         with pytest.raises(ZeroDivisionError, match="division"):
             list(loader)  # raised by torch, as without the remedy
 
-    assert isinstance(context.outcomes[-1], Refused)
+    assert isinstance(context.outcomes[-1], RefusedRemedy)
 
 
 def shuffled():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from headway.trace.events.vocabulary import KIND, SPANS
-from headway.trace.recording.rows import Rows
+from headway.trace.recording.rows import RecordedRows
 from headway.trace.recording.segments import CODE
 
 TICK = 10
@@ -49,11 +49,11 @@ class Thread:
             self.backward(fresh=True)
             self.update()
 
-    def rows(self) -> Rows:
+    def rows(self) -> RecordedRows:
         """Return the events as rows."""
         parts = [
-            Rows.of(CODE[name], np.array([start]), np.array([duration]), kind=KIND[SPANS[name].kind],
+            RecordedRows.of(CODE[name], np.array([start]), np.array([duration]), kind=KIND[SPANS[name].kind],
                     **{key: np.array([value]) for key, value in columns.items()})
             for name, start, duration, columns in self.events
         ]  # fmt: skip
-        return Rows.concat(parts) if parts else Rows.blank(0)
+        return RecordedRows.concat(parts) if parts else RecordedRows.blank(0)

@@ -5,7 +5,7 @@ way beside its cost: as now, at the interval that the budget or the failure
 rate asks for, and with a copy in memory that another process writes. Closed
 forms; the redundancy of what is stored costs bytes, not time. Seconds, bytes.
 
->>> job = Job(step_s=0.5, save_s=20.0, every_steps=100, state_bytes=10**10)
+>>> job = SavingJob(step_s=0.5, save_s=20.0, every_steps=100, state_bytes=10**10)
 >>> [(way.name, way.every_steps, round(way.overhead_fraction, 3)) for way in ways(job)]
 [('as now', 100, 0.4), ('interval', 1143, 0.035), ('async', 144, 0.035)]
 """
@@ -28,7 +28,7 @@ REDUNDANCIES = ("none", "+1", "+2")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SavingJob:
     """What must be known of a job to choose how it saves."""
 
     step_s: float
@@ -69,7 +69,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class SaveMethod:
     """One way to save."""
 
     name: str
@@ -103,7 +103,7 @@ class Protection:
     """Hosts that may be lost at once, any of them, with stripes spread over all hosts."""
 
 
-def ways(job: Job) -> list[Way]:
+def ways(job: SavingJob) -> list[SaveMethod]:
     """Return today's way, the better interval for it, and a copy written in the background.
 
     The last one only where saves are not written so already, and their size is known.
@@ -119,7 +119,7 @@ def ways(job: Job) -> list[Way]:
     return [replace(way, speedup=(1 + now.overhead_fraction) / (1 + way.overhead_fraction)) for way in found]
 
 
-def protections(job: Job) -> list[Protection]:
+def protections(job: SavingJob) -> list[Protection]:
     """Return what each of `REDUNDANCIES` costs and survives; those that the ranks are too few for are left out."""
     found = []
     for redundancy in REDUNDANCIES:
@@ -132,12 +132,12 @@ def protections(job: Job) -> list[Protection]:
     return found
 
 
-def _way(job: Job, name: str, every_steps: int, stall_s: float, late_s: float) -> Way:
+def _way(job: SavingJob, name: str, every_steps: int, stall_s: float, late_s: float) -> SaveMethod:
     interval_s = every_steps * job.step_s
     lost = None
     if job.mtbf_s is not None:
         lost = 1 - 1 / wall_factor(interval_s, stall_s=stall_s, mtbf_s=job.mtbf_s, restart_s=late_s)
-    return Way(
+    return SaveMethod(
         name, every_steps, stall_s, late_s, stall_s / interval_s, 1.0, interval_s / 2 + late_s,
         interval_s + late_s, lost,
     )  # fmt: skip
@@ -154,13 +154,13 @@ SETTINGS: Mapping[str, tuple[str, str]] = {
     "ranks": ("ranks", "ranks of the job"),
     "hosts": ("hosts", "hosts of the job"),
 }
-"""What `--set` takes -> the field of `Job`, and one line for a person."""
+"""What `--set` takes -> the field of `SavingJob`, and one line for a person."""
 
 _BYTES = ("state", "copy")
 _COUNTS = ("every", "ranks", "hosts")
 
 
-def job_with(settings: list[str], recorded: Job | None = None) -> Job:
+def job_with(settings: list[str], recorded: SavingJob | None = None) -> SavingJob:
     """Return the job that `settings` ("step_s=0.5") describe, on top of a recorded one.
 
     Raises `InputError` for a setting that is none, or when nothing says what a step and a save take.
@@ -178,7 +178,7 @@ def job_with(settings: list[str], recorded: Job | None = None) -> Job:
         raise InputError(
             f"without a recorded run {', '.join(missing)} must be given. Pass --set {missing[0]}=..., or name a run."
         )
-    return Job(**given)
+    return SavingJob(**given)
 
 
 def _value(name: str, text: str) -> float | int:

@@ -7,7 +7,7 @@ from headway.core.remedies import Parameters, RemedyRecord, Size
 STALL = ("checkpoint.stall",)
 
 
-class Behind(Parameters, frozen=True):
+class BehindParameters(Parameters, frozen=True):
     """Parameters of `checkpoint.async`."""
 
     every_steps: Size | None = None
@@ -16,7 +16,7 @@ class Behind(Parameters, frozen=True):
 
 REMEDIES = (
     RemedyRecord(
-        "checkpoint.async", Behind, "headway.checkpoint.runtime.torch_calls.switch:behind", STALL,
+        "checkpoint.async", BehindParameters, "headway.checkpoint.runtime.torch_calls.switch:behind", STALL,
         allow="result-equivalent", changes="a checkpoint becomes durable after the call that saves it",
     ),
     RemedyRecord("checkpoint.interval", causes=STALL),

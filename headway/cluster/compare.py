@@ -29,7 +29,7 @@ DEFAULT_POLICIES = ("fifo", "las", "las_aware")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Comparison:
+class PolicyComparison:
     """Policies beside what was observed."""
 
     observed: Outcome | None
@@ -120,7 +120,7 @@ def recorded_outcome(queue: RecordedQueue, cluster: Cluster, start_s: Values, po
 def compare_policies(
     queue: RecordedQueue, cluster: Cluster, rates: Values, policies: Sequence[str] = DEFAULT_POLICIES, *, seed: int = 0,
     round_s: float = 360.0,
-) -> Comparison:  # fmt: skip
+) -> PolicyComparison:  # fmt: skip
     """Play a recorded queue again as it was, then under each policy; raises `InputError` as `simulate` does."""
     check_fits(queue.jobs, cluster, rates, mixed="hadar" in policies)
     observed = replayed = None
@@ -135,11 +135,11 @@ def compare_policies(
     if np.isfinite(queue.start_s).all() and (pool >= 0).all():
         observed = recorded_outcome(queue, cluster, queue.start_s, pool)
         replayed = recorded_outcome(queue, cluster, replay_in_order(queue, cluster, pool), pool)
-        found = Comparison(observed, replayed, {})
+        found = PolicyComparison(observed, replayed, {})
         if abs(found.error_fraction or 0.0) > FIDELITY:
             return found
     outcomes = {name: simulate(queue.jobs, cluster, name, rates=rates, seed=seed, round_s=round_s) for name in policies}
-    return Comparison(observed, replayed, outcomes)
+    return PolicyComparison(observed, replayed, outcomes)
 
 
 def device_hours_by_owner(outcome: Outcome) -> dict[str, float]:
@@ -150,7 +150,7 @@ def device_hours_by_owner(outcome: Outcome) -> dict[str, float]:
     return dict(sorted(hours.items(), key=lambda item: -item[1]))
 
 
-def answer(found: Comparison) -> dict[str, Any]:
+def answer(found: PolicyComparison) -> dict[str, Any]:
     """Return the figures as `headway cluster compare --json` prints them."""
     error = found.error_fraction
     off = error is not None and abs(error) > FIDELITY

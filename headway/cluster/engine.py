@@ -37,8 +37,8 @@ from headway.cluster.model import (
     pools_that_fit,
 )
 from headway.cluster.outcome import Outcome
-from headway.cluster.policies.table import LENDING, MIXING, POLICIES, PolicyFn
-from headway.cluster.rounds import ORDERS, Rows, chosen_rows
+from headway.cluster.policies.table import LENDING, MIXING, POLICIES, SchedulingPolicy
+from headway.cluster.rounds import ORDERS, CandidateRows, chosen_rows
 from headway.core.errors import HeadwayError, InputError
 from headway.core.tables import pick
 from headway.sim.graph.process import Process
@@ -78,7 +78,7 @@ class Timing:
 def simulate(
     jobs: Jobs,
     cluster: Cluster | Mapping[str, int],
-    policy: str | PolicyFn,
+    policy: str | SchedulingPolicy,
     *,
     rates: ArrayLike | Rates,
     seed: int = 0,
@@ -123,7 +123,7 @@ class _Engine:
     """The state of one simulation."""
 
     def __init__(
-        self, jobs: Jobs, cluster: Cluster, decide: PolicyFn, rates: Rates, seed: int, window: tuple[int, int],
+        self, jobs: Jobs, cluster: Cluster, decide: SchedulingPolicy, rates: Rates, seed: int, window: tuple[int, int],
         timing: Timing, adapting: Adapting | None = None, resizes: Sequence[Resize] = (),
     ) -> None:  # fmt: skip
         n, num_types = rates.alone.shape
@@ -147,7 +147,7 @@ class _Engine:
         self.used_s = np.zeros(num_types)  # device-seconds
         self.next_job, self.waiting_window = 0, window[1] - window[0]
         self.active = self.picked_jobs = np.zeros(0, np.int64)
-        self.rows = Rows.none(num_types)
+        self.rows = CandidateRows.none(num_types)
         self.need, self.reset_at_s, self.idle_rounds = False, -math.inf, 0
         self.allocation = Allocation(np.zeros((0, num_types)))
         self.running: tuple[Indices, Indices, Values, Values, Values] | None = None
@@ -283,7 +283,7 @@ class _Engine:
         if decided and not self.allocation.strict:  # an equal share until the next decision
             share = self.equal(new)
         self.rows.append(
-            Rows.singles(new, self.jobs.scale[new], share, self.able[new], self.timing.round_s / 2, decided)
+            CandidateRows.singles(new, self.jobs.scale[new], share, self.able[new], self.timing.round_s / 2, decided)
         )
 
     def equal(self, jobs: Indices) -> Values:
@@ -325,12 +325,12 @@ class _Engine:
         alone = self.rows.b < 0
         owed = np.zeros((len(jobs), len(self.cluster.names)))
         owed[self.rows.a[alone]] = ORDERS[self.timing.rules].carry(self.rows, elapsed_s, half_s)[alone]
-        self.rows = Rows.singles(at, jobs.scale[at], found.x, self.able[at], half_s, True)
+        self.rows = CandidateRows.singles(at, jobs.scale[at], found.x, self.able[at], half_s, True)
         self.rows.owed = owed[at]
         if len(found.pairs):
             a, b = at[found.pairs[:, 0]], at[found.pairs[:, 1]]
             self.partner[a], self.partner[b] = b, a
-            pairs = Rows.singles(a, jobs.scale[a], found.pair_x, self.able[a], half_s, True)
+            pairs = CandidateRows.singles(a, jobs.scale[a], found.pair_x, self.able[a], half_s, True)
             pairs.b, pairs.rate_a = b, rates.shared[rates.kind[a], rates.kind[b]]
             pairs.rate_b = rates.shared[rates.kind[b], rates.kind[a]]
             self.rows.append(pairs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from headway.core.remedies import Count, Parameters, Positive, RemedyRecord, Size
 
 
-class Batch(Parameters, frozen=True):
+class BatchParameters(Parameters, frozen=True):
     """Parameters of `cluster.batch`."""
 
     batch_size: Size
@@ -22,7 +22,7 @@ class Batch(Parameters, frozen=True):
     """Useful examples/s that the plan promised; noted only."""
 
 
-class Noise(Parameters, frozen=True):
+class NoiseParameters(Parameters, frozen=True):
     """Parameters of `cluster.noise`."""
 
     every_steps: Size = 1
@@ -31,9 +31,9 @@ class Noise(Parameters, frozen=True):
 
 REMEDIES = (
     RemedyRecord(
-        "cluster.batch", Batch, "headway.cluster.runtime.batch:batch",
+        "cluster.batch", BatchParameters, "headway.cluster.runtime.batch:batch",
         allow="lossy", changes="another batch size changes what is learned",
     ),
-    RemedyRecord("cluster.noise", Noise, "headway.cluster.runtime.noise:noise"),
+    RemedyRecord("cluster.noise", NoiseParameters, "headway.cluster.runtime.noise:noise"),
 )  # fmt: skip
 """What a plan may hold of this room."""

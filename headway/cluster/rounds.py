@@ -30,7 +30,7 @@ Flags = NDArray[np.bool_]
 
 
 @dataclass(slots=True, eq=False)
-class Rows:
+class CandidateRows:
     """What may run: `r` rows, `W` types. Changed in place between two decisions."""
 
     a: Indices
@@ -64,7 +64,9 @@ class Rows:
     """[r] By how much a gang is later than it should be; 0 = it is not."""
 
     @classmethod
-    def singles(cls, a: Indices, scale: Indices, x: Values, rate: Values, half_s: float, decided: bool) -> Rows:
+    def singles(
+        cls, a: Indices, scale: Indices, x: Values, rate: Values, half_s: float, decided: bool
+    ) -> CandidateRows:
         """Return rows of jobs alone, with half a round of credit."""
         return cls(
             a, np.full(a.size, -1), scale, x, rate, np.zeros(rate.shape), np.full(rate.shape, half_s),
@@ -73,7 +75,7 @@ class Rows:
         )  # fmt: skip
 
     @classmethod
-    def none(cls, num_types: int) -> Rows:
+    def none(cls, num_types: int) -> CandidateRows:
         """Return no rows."""
         empty, nothing = np.zeros(0, np.int64), np.zeros((0, num_types))
         return cls.singles(empty, empty, nothing, nothing, 0.0, False)
@@ -83,13 +85,13 @@ class Rows:
         for name in ("a", "b", "scale", "x", "rate_a", "rate_b", "time_on", "owed", "decided", "starving"):
             setattr(self, name, getattr(self, name)[rows])
 
-    def append(self, more: Rows) -> None:
+    def append(self, more: CandidateRows) -> None:
         """Add rows behind those that are here."""
         for name in ("a", "b", "scale", "x", "rate_a", "rate_b", "time_on", "owed", "decided", "starving"):
             setattr(self, name, np.concatenate((getattr(self, name), getattr(more, name))))
 
 
-def runnable(rows: Rows) -> Flags:
+def runnable(rows: CandidateRows) -> Flags:
     """[r, W] Where a row makes progress: both jobs of it."""
     return np.asarray((rows.rate_a > 0) & ((rows.b < 0)[:, None] | (rows.rate_b > 0)))
 
@@ -126,22 +128,22 @@ def fill(order: Indices, scale: Indices, free: int, first: Indices, second: Indi
     return chosen
 
 
-class Order(NamedTuple):
+class RowOrder(NamedTuple):
     """How rows are ordered on a type, and what is carried over a decision."""
 
-    keys: Callable[[Rows, float, float], tuple[Values, ...]]
+    keys: Callable[[CandidateRows, float, float], tuple[Values, ...]]
     """(rows, seconds since the decision, half a round) -> [r, W] each, most significant first, larger = sooner."""
 
-    carry: Callable[[Rows, float, float], Values]
+    carry: Callable[[CandidateRows, float, float], Values]
     """The same -> [r, W] what a row is owed when the next decision is made."""
 
 
-def lag(rows: Rows, elapsed_s: float, half_s: float) -> Values:
+def lag(rows: CandidateRows, elapsed_s: float, half_s: float) -> Values:
     """[r, W] Seconds that a row should have received by now and has not."""
     return np.asarray(rows.owed + rows.x * elapsed_s - (rows.time_on - half_s))
 
 
-def gavel_keys(rows: Rows, elapsed_s: float, half_s: float) -> tuple[Values, ...]:
+def gavel_keys(rows: CandidateRows, elapsed_s: float, half_s: float) -> tuple[Values, ...]:
     """Order by share / time received, then what was owed at the decision, then share: the published order.
 
     Shares are rounded to 9 digits, so that a solver's noise orders nothing.
@@ -150,7 +152,7 @@ def gavel_keys(rows: Rows, elapsed_s: float, half_s: float) -> tuple[Values, ...
     return share / np.maximum(rows.time_on, 1e-9), rows.owed, share
 
 
-def deficit_keys(rows: Rows, elapsed_s: float, half_s: float) -> tuple[Values, ...]:
+def deficit_keys(rows: CandidateRows, elapsed_s: float, half_s: float) -> tuple[Values, ...]:
     """Order starving gangs first, then rows with a share by what they are owed, then the others by all of it."""
     behind = lag(rows, elapsed_s, half_s)
     urgent = np.broadcast_to(rows.starving[:, None], rows.x.shape)
@@ -161,13 +163,13 @@ def deficit_keys(rows: Rows, elapsed_s: float, half_s: float) -> tuple[Values, .
     )
 
 
-ORDERS: Mapping[str, Order] = {"headway": Order(deficit_keys, lag), "gavel": Order(gavel_keys, lag)}
+ORDERS: Mapping[str, RowOrder] = {"headway": RowOrder(deficit_keys, lag), "gavel": RowOrder(gavel_keys, lag)}
 """Rules of rounds by name."""
 
 
 def chosen_rows(
-    rows: Rows, types: list[int], count: Indices, num_jobs: int, order: Order, strict: bool, elapsed_s: float,
-    half_s: float,
+    rows: CandidateRows, types: list[int], count: Indices, num_jobs: int, order: RowOrder, strict: bool,
+    elapsed_s: float, half_s: float,
 ) -> tuple[Indices, Indices]:  # fmt: skip
     """Fill the types in the given order; return the rows that run [k] and the type of each [k].
 

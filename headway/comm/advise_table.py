@@ -28,12 +28,12 @@ from headway.core.units import NS_PER_S
 from headway.cost.codecs import MIN_BYTES, CodecTimes, partitions
 from headway.sim.ddp import ddp_buckets
 from headway.sim.ddp.ddp_compress import FLOAT_BYTES, Compression, message_bytes
-from headway.sim.ddp.ddp_edits import Gradients, gradients_of
-from headway.sim.ddp.ddp_link import Link
+from headway.sim.ddp.ddp_edits import GradientOrder, gradients_of
+from headway.sim.ddp.ddp_link import CollectiveLink
 from headway.sim.ddp.ddp_replay import DdpReplay
 from headway.sim.ddp.ddp_thread import CALL, WAIT, Thread
 from headway.sim.ddp.stage_chains import StageChains
-from headway.sim.whatif.edits import Scenario
+from headway.sim.whatif.edits import ResolvedEdits
 
 TRAINING, SECOND, LINK = 0, 1, 3
 """Lanes; where both threads of a rank share a core, the second one works on the first lane."""
@@ -76,12 +76,12 @@ def best_table(deep: DdpReplay, codecs: Sequence[str]) -> Table:
         for at, codec, size in zip(deep.models[0]["order"], chosen, gradients.size, strict=True)
         if codec and size >= MIN_BYTES
     }
-    before_ns = deep.makespans_ns(Scenario()).sum()
+    before_ns = deep.makespans_ns(ResolvedEdits()).sum()
     return Table(patterns, float(before_ns / max(after_ns, 1)))
 
 
 def _settled(
-    deep: DdpReplay, gradients: Gradients, starts: Sequence[list[str]], codecs: Sequence[str]
+    deep: DdpReplay, gradients: GradientOrder, starts: Sequence[list[str]], codecs: Sequence[str]
 ) -> tuple[list[str], int]:
     """Return the best of `starts` on the replayed windows, improved bucket by bucket, and its time in ns.
 
@@ -101,7 +101,7 @@ def _replayed_ns(deep: DdpReplay, plan: Sequence[str]) -> int:
     return int(deep.compressed_ns(plan).sum())
 
 
-def pricing(deep: DdpReplay, gradients: Gradients, times: CodecTimes, codecs: Sequence[str]) -> Pricing:
+def pricing(deep: DdpReplay, gradients: GradientOrder, times: CodecTimes, codecs: Sequence[str]) -> Pricing:
     """Return what plans cost: an option of raw and `codecs` for each gradient that is not too small, as it is ready."""
     step, link = deep.steps[0], deep.links[0]
     ranks = len(step.threads)
@@ -133,7 +133,7 @@ def pricing(deep: DdpReplay, gradients: Gradients, times: CodecTimes, codecs: Se
     return Pricing(tuple(sizes), tuple(range(len(codecs) + 1)), score, names=(RAW, *codecs))
 
 
-def _chain(size: int, codec: str, compression: Compression, on: tuple[int, Link, float]) -> list[int]:
+def _chain(size: int, codec: str, compression: Compression, on: tuple[int, CollectiveLink, float]) -> list[int]:
     """Return the stages of a gradient of `size` bytes, ns; `on` = ranks, link, and its share of a latency."""
     ranks, link, latency_ns = on
     part = [(stretch, codec) for one in partitions([size // FLOAT_BYTES], ranks) for stretch in one]

@@ -143,7 +143,7 @@ _KNOWN = frozenset(OPTIONS)
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class OptionStep:
     """One action of an option, and what it finds. A tensor is cut into as many equal blocks as there are ranks."""
 
     place: str
@@ -177,7 +177,7 @@ def checked_option(option: str) -> str:
     return option
 
 
-def steps(option: str, ranks_per_host: int, hosts: int) -> list[Step]:
+def steps(option: str, ranks_per_host: int, hosts: int) -> list[OptionStep]:
     """Return what each action of an option finds.
 
     Raises `UnknownNameError` with the nearest option, `InputError` on counts below 1.
@@ -193,7 +193,7 @@ def steps(option: str, ranks_per_host: int, hosts: int) -> list[Step]:
         place, verb = action.split(".")
         second = place in divided
         at_roots = tuple(one for one, (first, _) in divided.items() if PAIRS[first] == "broadcast")
-        found.append(Step(place, verb, second, packed, blocks, packets, at_roots))
+        found.append(OptionStep(place, verb, second, packed, blocks, packets, at_roots))
         if verb in ("encode", "decode"):
             packed, packets = verb == "encode", 1
         elif second:

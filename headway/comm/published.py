@@ -74,7 +74,7 @@ CODECS_US: dict[str, CodecUs] = {
 """Codec -> its published times on a V100."""
 
 
-class Gradients(msgspec.Struct, frozen=True):
+class ModelGradients(msgspec.Struct, frozen=True):
     """The gradients of a model, in the order in which backward completes them; checked by `check`."""
 
     tensors: tuple[tuple[str, int], ...]
@@ -96,7 +96,7 @@ class Gradients(msgspec.Struct, frozen=True):
                 raise InputError(f"{where}: the gap before {name} is {gap} us; pass finite times >= 0.")
 
 
-class Setup(msgspec.Struct, frozen=True):
+class PublishedSetup(msgspec.Struct, frozen=True):
     """Where a model is trained, and with which codec; checked by `check`. Published plans are not read."""
 
     model: str
@@ -150,17 +150,19 @@ class LinkTable:
     """[n] 32 n / 20000."""
 
 
-def read_models(path: Path) -> dict[str, Gradients]:
+def read_models(path: Path) -> dict[str, ModelGradients]:
     """Return the models of a file `{model: {"tensors": [[name, numel], ...], "gap_us": [...]}}`. Raises `OSError`,
     `FormatError`."""
-    found: dict[str, Gradients] = read_json(path, dict[str, Gradients])
+    found: dict[str, ModelGradients] = read_json(path, dict[str, ModelGradients])
     return found
 
 
-def read_setups(path: Path) -> list[Setup]:
-    """Return the setups of a file, a list of objects with the fields of `Setup`; others are ignored. Raises `OSError`,
-    `FormatError`."""
-    found: list[Setup] = read_json(path, list[Setup])
+def read_setups(path: Path) -> list[PublishedSetup]:
+    """Return the setups of a file, a list of objects with the fields of `PublishedSetup`; others are ignored.
+
+    Raises `OSError`, `FormatError`.
+    """
+    found: list[PublishedSetup] = read_json(path, list[PublishedSetup])
     return found
 
 
@@ -170,7 +172,7 @@ def read_codecs(path: Path) -> dict[str, CodecUs]:
     return found
 
 
-def checked(gradients: Gradients, setup: Setup, codecs: Mapping[str, CodecUs]) -> CodecUs:
+def checked(gradients: ModelGradients, setup: PublishedSetup, codecs: Mapping[str, CodecUs]) -> CodecUs:
     """Return the codec of a setup. Raises `InputError` on invalid values, `UnknownNameError` on unknown names."""
     gradients.check(f"model {setup.model}")
     setup.check(f"setup of {setup.model}")
@@ -183,7 +185,9 @@ def checked(gradients: Gradients, setup: Setup, codecs: Mapping[str, CodecUs]) -
     return codec
 
 
-def link_table(gradients: Gradients, setup: Setup, codecs: Mapping[str, CodecUs] = CODECS_US) -> LinkTable:
+def link_table(
+    gradients: ModelGradients, setup: PublishedSetup, codecs: Mapping[str, CodecUs] = CODECS_US
+) -> LinkTable:
     """Return the table. Raises as `checked`."""
     codec = checked(gradients, setup, codecs)
     numel = np.array([numel for _, numel in gradients.tensors], np.float64)
@@ -209,7 +213,9 @@ def link_table(gradients: Gradients, setup: Setup, codecs: Mapping[str, CodecUs]
     )
 
 
-def published_gpu(gradients: Gradients, setup: Setup, codecs: Mapping[str, CodecUs] = CODECS_US) -> Pricing:
+def published_gpu(
+    gradients: ModelGradients, setup: PublishedSetup, codecs: Mapping[str, CodecUs] = CODECS_US
+) -> Pricing:
     """Return the cost in which encoding on the device delays all later gradients: options 0..3. Raises as
     `checked`."""
     table = link_table(gradients, setup, codecs)
@@ -217,7 +223,9 @@ def published_gpu(gradients: Gradients, setup: Setup, codecs: Mapping[str, Codec
     return _priced(gradients, setup, table.ready_us, table.encode_us, work)
 
 
-def published_cpu(gradients: Gradients, setup: Setup, codecs: Mapping[str, CodecUs] = CODECS_US) -> Pricing:
+def published_cpu(
+    gradients: ModelGradients, setup: PublishedSetup, codecs: Mapping[str, CodecUs] = CODECS_US
+) -> Pricing:
     """Return the cost in which the CPU codes beside the link and nothing delays backward: options 0..4. Raises as
     `checked`."""
     table = link_table(gradients, setup, codecs)
@@ -231,8 +239,8 @@ COSTS: dict[str, Callable[..., Pricing]] = {"published-gpu": published_gpu, "pub
 
 
 def _priced(
-    gradients: Gradients,
-    setup: Setup,
+    gradients: ModelGradients,
+    setup: PublishedSetup,
     ready: Floats,
     late: Floats,
     work: Floats,

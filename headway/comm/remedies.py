@@ -11,7 +11,7 @@ from headway.core.remedies import Count, Flag, Parameters, Positive, RemedyRecor
 from headway.cost.codecs import MIN_BYTES, read_codec
 
 
-class Bucket(Parameters, frozen=True):
+class BucketParameters(Parameters, frozen=True):
     """Parameters of `comm.bucket`."""
 
     bucket_mb: Positive
@@ -22,7 +22,7 @@ class Bucket(Parameters, frozen=True):
     """Whether a size that the script names itself stays."""
 
 
-class Order(Parameters, frozen=True):
+class OrderParameters(Parameters, frozen=True):
     """Parameters of `comm.order`."""
 
     ahead: Size = 1
@@ -35,7 +35,7 @@ Codec = Annotated[
 ]
 
 
-class Compress(Parameters, frozen=True):
+class CompressParameters(Parameters, frozen=True):
     """Parameters of `comm.compress`."""
 
     codec: Codec
@@ -59,7 +59,7 @@ class Compress(Parameters, frozen=True):
 EXPOSED = ("comm.exposed",)
 
 REMEDIES = (
-    RemedyRecord("comm.bucket", Bucket, "headway.comm.runtime.ddp:bucket", EXPOSED),
+    RemedyRecord("comm.bucket", BucketParameters, "headway.comm.runtime.ddp:bucket", EXPOSED),
     RemedyRecord(
         "comm.gradient_view", apply="headway.comm.runtime.ddp:gradient_view", causes=EXPOSED,
         allow="result-equivalent", changes="whether the script keeps gradients over steps cannot be checked",
@@ -68,9 +68,9 @@ REMEDIES = (
         "comm.static_graph", apply="headway.comm.runtime.ddp:static_graph", causes=EXPOSED,
         allow="result-equivalent", changes="whether every step uses the same parameters cannot be checked",
     ),
-    RemedyRecord("comm.order", Order, "headway.comm.runtime.fsdp:order", EXPOSED),
+    RemedyRecord("comm.order", OrderParameters, "headway.comm.runtime.fsdp:order", EXPOSED),
     RemedyRecord(
-        "comm.compress", Compress, "headway.comm.runtime.compress:compression", EXPOSED,
+        "comm.compress", CompressParameters, "headway.comm.runtime.compress:compression", EXPOSED,
         allow="lossy", changes="compressed gradients change results",
     ),
     RemedyRecord("comm.links", causes=EXPOSED),

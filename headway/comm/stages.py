@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.comm import published
-from headway.comm.options import OPTIONS, Step, checked_option, steps
+from headway.comm.options import OPTIONS, OptionStep, checked_option, steps
 from headway.comm.published import (
     CODEC_NUMEL,
     CODECS_US,
@@ -30,14 +30,14 @@ from headway.comm.published import (
     INSIDE_US,
     OUT_US,
     CodecUs,
-    Gradients,
-    Setup,
+    ModelGradients,
+    PublishedSetup,
     checked,
 )
 from headway.comm.strategy_search import Pricing
 from headway.core.search import pareto
 from headway.cost.collectives import collective_seconds
-from headway.cost.specs import Link, shipped
+from headway.cost.specs import LinkSpec, shipped
 from headway.sim.ddp.stage_chains import StageChains
 
 COMPUTE, CPU, INSIDE, BETWEEN = range(4)
@@ -64,8 +64,8 @@ FORMS: dict[str, tuple[str, str | None]] = {
 
 
 def stages(
-    gradients: Gradients,
-    setup: Setup,
+    gradients: ModelGradients,
+    setup: PublishedSetup,
     codecs: Mapping[str, CodecUs] = CODECS_US,
     *,
     also: Sequence[str] = (),
@@ -106,10 +106,10 @@ def stages(
 
 
 def option_stages(
-    sizes: NDArray[np.int64], setup: Setup, codecs: Mapping[str, CodecUs]
+    sizes: NDArray[np.int64], setup: PublishedSetup, codecs: Mapping[str, CodecUs]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the lanes [options, stages] of the tree's options, and the ns [sizes, options, stages] of each stage."""
-    index: dict[Step, int] = {}
+    index: dict[OptionStep, int] = {}
     lanes = np.full((len(OPTIONS), MOST_STAGES), -1)
     kinds = np.zeros(lanes.shape, np.int64)
     for at, option in enumerate(OPTIONS):
@@ -120,7 +120,7 @@ def option_stages(
     return lanes, np.rint(np.array(costs) * 1000).astype(np.int64)[:, kinds] * (lanes >= 0)
 
 
-def _step_us(step: Step, numel: int, setup: Setup, codec: CodecUs) -> float:
+def _step_us(step: OptionStep, numel: int, setup: PublishedSetup, codec: CodecUs) -> float:
     """Return the time of one action of a tensor of `numel` float32, us."""
     k, hosts = setup.ranks_per_host, setup.hosts
     block = -(-numel // (k * hosts))
@@ -138,16 +138,16 @@ def _step_us(step: Step, numel: int, setup: Setup, codec: CodecUs) -> float:
     return 1e6 * collective_seconds(form, full_bytes, num_ranks=ranks, link=_link(step, setup), algorithm=algorithm)
 
 
-def _link(step: Step, setup: Setup) -> Link:
+def _link(step: OptionStep, setup: PublishedSetup) -> LinkSpec:
     """Return the link that one rank has in this action."""
     if step.place == "inside":
-        return Link(
+        return LinkSpec(
             setup.inside, 1e9 / INSIDE_US[setup.inside], shipped().links[LATENCY[setup.inside]].latency_s, "artifact"
         )
     # A ring over all ranks crosses an adapter once; parts that all ranks of a host exchange share it.
     shared = step.verb == "all_to_all" if step.place == "flat" else "inside" not in step.at_roots
     rate = 1e9 / OUT_US / (setup.ranks_per_host if shared else 1)
-    return Link("between", rate, shipped().links[LATENCY["between"]].latency_s, "artifact")
+    return LinkSpec("between", rate, shipped().links[LATENCY["between"]].latency_s, "artifact")
 
 
 def front(lanes: NDArray[np.int64], durations: NDArray[np.int64]) -> list[int]:

@@ -65,7 +65,7 @@ class RemedyRecord:
 
     apply: str | None = None
     """"module:function" that applies it inside a rank, called with (parameters, context); None: it is only predicted.
-    Returns `headway.runtime.in_rank.remedy.Applied` or `Refused`."""
+    Returns `headway.runtime.in_rank.remedy.Applied` or `RefusedRemedy`."""
 
     causes: tuple[str, ...] = ()
     """Causes that it acts against."""

@@ -184,7 +184,7 @@ PARTITION_NUMBERS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class TensorRange:
     """A part of one tensor that travels in one partition."""
 
     tensor: int
@@ -200,7 +200,7 @@ class Stretch:
     """Who adds it up."""
 
 
-def partitions(counts: Sequence[int], owners: int) -> list[list[Stretch]]:
+def partitions(counts: Sequence[int], owners: int) -> list[list[TensorRange]]:
     """Return partitions of tensors of so many numbers; each owner has an equal share of each tensor.
 
     What an owner has of a tensor depends on that tensor alone: residuals outlast the buckets that DDP lays out anew
@@ -209,7 +209,7 @@ def partitions(counts: Sequence[int], owners: int) -> list[list[Stretch]]:
     >>> [(s.tensor, s.start, s.stop, s.owner) for s in partitions([6, 1], 2)[0]]
     [(0, 0, 3, 0), (0, 3, 6, 1), (1, 0, 1, 0)]
     """
-    found: list[list[Stretch]] = []
+    found: list[list[TensorRange]] = []
     filled = PARTITION_NUMBERS
     for tensor, n in enumerate(counts):
         for start in range(0, n, PARTITION_NUMBERS):
@@ -220,7 +220,7 @@ def partitions(counts: Sequence[int], owners: int) -> list[list[Stretch]]:
             filled += stop - start
             share = -(-(stop - start) // owners)
             for owner, low in enumerate(range(start, stop, share)):
-                found[-1].append(Stretch(tensor, low, min(low + share, stop), owner))
+                found[-1].append(TensorRange(tensor, low, min(low + share, stop), owner))
     return found
 
 

@@ -8,7 +8,7 @@ collective communication operations in MPICH", 2005; the pipelined double
 tree is Sanders et al., 2009.) Links are used in both directions; nothing
 else shares them.
 
->>> link = Link("example", bytes_per_s=1e9, latency_s=1e-5, source="doctest")
+>>> link = LinkSpec("example", bytes_per_s=1e9, latency_s=1e-5, source="doctest")
 >>> round(collective_seconds("all_reduce", 1e6, num_ranks=4, link=link), 9)
 0.00156
 """
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from headway.core.errors import InputError
 from headway.core.tables import pick
-from headway.cost.specs import Link
+from headway.cost.specs import LinkSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def collective_form(kind: str, algorithm: str | None = None) -> Form:
 
 
 def collective_seconds(
-    kind: str, num_bytes: float, *, num_ranks: int, link: Link, algorithm: str | None = None
+    kind: str, num_bytes: float, *, num_ranks: int, link: LinkSpec, algorithm: str | None = None
 ) -> float:
     """Return the time of one collective over equal links; 0 for one rank.
 
@@ -92,7 +92,7 @@ def collective_seconds(
 
 
 def two_level_all_reduce_seconds(
-    num_bytes: float, *, ranks_per_host: int, num_hosts: int, inside: Link, between: Link
+    num_bytes: float, *, ranks_per_host: int, num_hosts: int, inside: LinkSpec, between: LinkSpec
 ) -> float:
     """Return the time of an all-reduce done as reduce-scatter in hosts, ring between them, all-gather in hosts.
 
@@ -109,7 +109,7 @@ def two_level_all_reduce_seconds(
     return local + collective_seconds("all_reduce", share, num_ranks=num_hosts, link=between)
 
 
-def fastest_algorithm(kind: str, num_bytes: float, *, num_ranks: int, link: Link) -> tuple[str, float]:
+def fastest_algorithm(kind: str, num_bytes: float, *, num_ranks: int, link: LinkSpec) -> tuple[str, float]:
     """Return the algorithm that takes least time, and that time in seconds."""
     table = pick(COLLECTIVES, kind, "collective")
     times = {
@@ -134,7 +134,7 @@ def bus_bytes_per_s(kind: str, num_bytes: float, seconds: float, *, num_ranks: i
 class Fit:
     """A link as measurements show it."""
 
-    link: Link
+    link: LinkSpec
     """Fitted latency and rate."""
 
     error_fraction: float
@@ -173,7 +173,7 @@ def fit(
     if inverse <= 0:
         raise InputError("the times do not grow with the size; measure larger messages.")
     error = sum(abs(alpha * a + inverse * b - 1) for a, b in rows) / len(rows)
-    link = Link(name, bytes_per_s=1 / inverse, latency_s=alpha, source=f"fit of {len(rows)} measurements of {kind}")
+    link = LinkSpec(name, bytes_per_s=1 / inverse, latency_s=alpha, source=f"fit of {len(rows)} measurements of {kind}")
     return Fit(link, error, len(rows))
 
 

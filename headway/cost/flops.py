@@ -24,7 +24,7 @@ import math
 
 from headway.core.errors import InputError
 from headway.core.tables import pick
-from headway.cost.specs import Device
+from headway.cost.specs import DeviceSpec
 from headway.cost.transformer import Transformer
 
 RECOMPUTE: tuple[str, ...] = ("none", "selective", "full")
@@ -85,7 +85,7 @@ def job_mfu(
     *,
     tokens_per_s: float,
     num_devices: int,
-    device: Device | None,
+    device: DeviceSpec | None,
     dtype: str | None,
     convention: str = "exact",
 ) -> float | None:

@@ -82,7 +82,7 @@ class Sharding:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryEstimate:
     """Bytes on the fullest device (the first stage)."""
 
     parameters_bytes: float
@@ -110,7 +110,7 @@ def training_memory(
     microbatch_size: int = 1,
     num_microbatches: int | None = None,
     precision: str = "mixed",
-) -> Memory:
+) -> MemoryEstimate:
     """Return the bytes on the fullest device; `num_microbatches` None means at least as many as stages.
 
     Raises `InputError` when layers do not divide into stages or a size is
@@ -126,7 +126,7 @@ def training_memory(
     held = (model.layers / sharding.pp * model.layer_parameters + embedding) / sharding.tp
     shares = [sharding.dp if sharding.zero_stage >= stage else 1 for stage in (3, 2, 1)]
     in_flight = _layers_in_flight(model.layers, sharding, num_microbatches)
-    return Memory(
+    return MemoryEstimate(
         parameters_bytes=held * size.parameter_bytes / shares[0],
         gradients_bytes=held * size.gradient_bytes / shares[1],
         optimizer_bytes=held * size.optimizer_bytes / shares[2],

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceSpec:
     """One accelerator."""
 
     name: str
@@ -65,7 +65,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkSpec:
     """One direction of a connection: sending n bytes takes `latency_s + n / bytes_per_s`."""
 
     name: str
@@ -86,7 +86,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class HostSpec:
     """One machine with devices."""
 
     name: str
@@ -145,13 +145,13 @@ class Disk:
 class Specs:
     """Tables of hardware by name."""
 
-    devices: Mapping[str, Device] = field(default_factory=dict)
+    devices: Mapping[str, DeviceSpec] = field(default_factory=dict)
     """Accelerators."""
 
-    links: Mapping[str, Link] = field(default_factory=dict)
+    links: Mapping[str, LinkSpec] = field(default_factory=dict)
     """Connections."""
 
-    hosts: Mapping[str, Host] = field(default_factory=dict)
+    hosts: Mapping[str, HostSpec] = field(default_factory=dict)
     """Hosts; their devices and links are in the other tables."""
 
     disks: Mapping[str, Disk] = field(default_factory=dict)
@@ -165,7 +165,7 @@ class Specs:
             pick(self.devices, host.device, f"device of host {host.name}")
             pick(self.links, host.link, f"link of host {host.name}")
 
-    def device(self, name: str) -> Device:
+    def device(self, name: str) -> DeviceSpec:
         """Return a device by table name or reported name; raises `UnknownNameError` with the nearest ones."""
         found = self.reported(name)
         variants = sorted(known for known in self.devices if name and known.lower().startswith(f"{name.lower()}-"))
@@ -173,11 +173,11 @@ class Specs:
             raise UnknownNameError(f"device {name!r} has several forms. Choose {' or '.join(variants)}.")
         return found or pick(self.devices, name, "device")
 
-    def link(self, name: str) -> Link:
+    def link(self, name: str) -> LinkSpec:
         """Return a link; raises `UnknownNameError` with the nearest ones."""
         return pick(self.links, name, "link")
 
-    def host(self, name: str) -> Host:
+    def host(self, name: str) -> HostSpec:
         """Return a host; raises `UnknownNameError` with the nearest ones."""
         return pick(self.hosts, name, "host")
 
@@ -185,7 +185,7 @@ class Specs:
         """Return a disk; raises `UnknownNameError` with the nearest ones."""
         return pick(self.disks, name, "disk")
 
-    def reported(self, name: str) -> Device | None:
+    def reported(self, name: str) -> DeviceSpec | None:
         """Return the device that a driver calls `name` (as `torch.cuda.get_device_name` does), None if unlisted.
 
         >>> shipped().reported("NVIDIA H100 80GB HBM3").name, shipped().reported("cpu")
@@ -198,7 +198,7 @@ class Specs:
         return None
 
 
-KINDS: dict[str, type] = {"devices": Device, "links": Link, "hosts": Host, "disks": Disk}
+KINDS: dict[str, type] = {"devices": DeviceSpec, "links": LinkSpec, "hosts": HostSpec, "disks": Disk}
 """Table of a TOML file -> what its entries are."""
 
 

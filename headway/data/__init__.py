@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from headway.data.orders.order import permute as permute
     from headway.data.orders.strategies import Independent as Independent
     from headway.data.orders.strategies import Shared as Shared
-    from headway.data.planning.optimize import Plan as Plan
+    from headway.data.planning.optimize import PipelinePlan as PipelinePlan
     from headway.data.planning.optimize import Resources as Resources
     from headway.data.planning.pipeline import plan as plan
     from headway.data.planning.pipeline import profile as profile
@@ -80,7 +80,7 @@ PUBLIC: dict[str, str] = {
     "PartitionMap": "headway.data.caches.partition:PartitionMap",
     "Partitioned": "headway.data.caches.partitioned:Partitioned",
     "Pipeline": "headway.data.runtime.loader.pipeline:Pipeline",
-    "Plan": "headway.data.planning.optimize:Plan",
+    "PipelinePlan": "headway.data.planning.optimize:PipelinePlan",
     "RayFleet": "headway.data.runtime.fleets.ray_workers:RayFleet",
     "Reader": "headway.data.orders.choice:Reader",
     "Resources": "headway.data.planning.optimize:Resources",

@@ -22,7 +22,7 @@ from headway.ledger.runs.loader_roles import evaluation_loaders
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.recorded.program import Program
-from headway.sim.whatif.edits import Workers
+from headway.sim.whatif.edits import WorkerEdit
 from headway.trace.events.loader_facts import (
     LoaderFacts,
     facts_of,
@@ -114,7 +114,7 @@ def _evaluation_share(program: Program, row: Proposal, evaluation: set[int]) -> 
         return 0.0
     if not rest:
         return 1.0
-    number = Workers.read(given[0].partition("=")[2]).count
+    number = WorkerEdit.read(given[0].partition("=")[2]).count
     edits = (for_loaders(number, program, rest), *(edit for edit in row.edits if edit not in given))
     training = program.predict(edits, interval=False)
     won_s = training.base_step_s * (1 - 1 / row.predicted_speedup)

@@ -107,7 +107,7 @@ VERDICTS: dict[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class DeliveredPass:
     """What one rank delivered in one pass over a loader."""
 
     epoch: int
@@ -140,8 +140,8 @@ class Leg:
     epoch: int
     start: int
     facts: Mapping[str, Any]
-    """As `Pass.facts`, without the rank."""
-    passes: Mapping[int, Pass]
+    """As `DeliveredPass.facts`, without the rank."""
+    passes: Mapping[int, DeliveredPass]
     """Rank (in its loader's world) -> its pass."""
     replica: int = 0
     """Which of those that take the same places."""
@@ -240,12 +240,12 @@ class Epoch:
         }  # fmt: skip
 
 
-def legs_of(run: str, attempt: int, passes: Mapping[int, Sequence[Pass]]) -> list[Leg]:
+def legs_of(run: str, attempt: int, passes: Mapping[int, Sequence[DeliveredPass]]) -> list[Leg]:
     """Put the passes of each rank together: the n-th pass over a loader of every rank is one leg.
 
     Ranks count in the loader's own world. Those that take the same place in it are replicas: a leg each.
     """
-    found: dict[tuple[Any, ...], dict[int, Pass]] = {}
+    found: dict[tuple[Any, ...], dict[int, DeliveredPass]] = {}
     for rank, own in sorted(passes.items()):
         times: dict[int, int] = {}
         for one in own:
@@ -361,7 +361,7 @@ def _epoch(legs: list[Leg], verdict: str, expected: AuditSum, delivered: AuditSu
     return Epoch(loader, last.replica, last.epoch, str(facts["kind"]), verdict, expected, delivered, again, tuple(legs))
 
 
-def passes_of(part: Trace, rank: int, *, shift_ns: int = 0) -> list[Pass]:
+def passes_of(part: Trace, rank: int, *, shift_ns: int = 0) -> list[DeliveredPass]:
     """Return what the events of one rank say of its passes, in the order in which they began.
 
     `shift_ns` puts its times on a clock that all runs share.
@@ -370,12 +370,12 @@ def passes_of(part: Trace, rank: int, *, shift_ns: int = 0) -> list[Pass]:
     rows = part.where(part.named("input.audit"))
     events = rows.events
     order = np.lexsort((np.arange(len(rows)), events["start_ns"]))
-    found: dict[tuple[int, int], Pass] = {}
+    found: dict[tuple[int, int], DeliveredPass] = {}
     for row in order.tolist():
         key = int(events["lane"][row]), int(events["peer"][row])
         seq, low, high = (int(events[name][row]) for name in ("seq", "corr", "bytes"))
         if seq < 0 and -1 - seq < len(told):
-            found[key] = Pass(low, high, told[-1 - seq], begun_ns=int(events["start_ns"][row]) + shift_ns)
+            found[key] = DeliveredPass(low, high, told[-1 - seq], begun_ns=int(events["start_ns"][row]) + shift_ns)
         elif seq >= 0 and key in found:
             mark = AuditSum(seq, low % WORD, high % WORD)
             found[key] = replace(found[key], marks=(*found[key].marks, mark))

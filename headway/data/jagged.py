@@ -300,7 +300,7 @@ def _dedup_group(features: Mapping[str, Jagged]) -> dict[str, DedupJagged]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _RowBytes:
     """The bytes that make up one feature's rows: its values or its weights."""
 
     raw: NDArray[np.uint8]
@@ -316,10 +316,10 @@ class _Part:
         return [data[begin:end] for begin, end in itertools.pairwise(cuts)]
 
 
-def _parts(rows: Jagged) -> list[_Part]:
+def _parts(rows: Jagged) -> list[_RowBytes]:
     """Return values and weights as bytes: both are part of equality."""
     arrays = [rows.values] if rows.weights is None else [rows.values, rows.weights]
-    return [_Part(_raw(array), rows.offsets) for array in arrays]
+    return [_RowBytes(_raw(array), rows.offsets) for array in arrays]
 
 
 def _raw(array: Values) -> NDArray[np.uint8]:
@@ -329,7 +329,7 @@ def _raw(array: Values) -> NDArray[np.uint8]:
     return flat
 
 
-def _digests(parts: Sequence[_Part], num_rows: int) -> list[Any]:
+def _digests(parts: Sequence[_RowBytes], num_rows: int) -> list[Any]:
     """Return [B] a 128-bit hash per row, of every part together."""
     digests = [[xxhash.xxh3_128_digest(row) for row in part.rows()] for part in parts]
     if len(digests) == 1:
@@ -337,7 +337,7 @@ def _digests(parts: Sequence[_Part], num_rows: int) -> list[Any]:
     return [b"".join(row) for row in zip(*digests, strict=True)] if num_rows else []
 
 
-def _contents(parts: Sequence[_Part], num_rows: int) -> list[Any]:
+def _contents(parts: Sequence[_RowBytes], num_rows: int) -> list[Any]:
     """Return [B] the bytes of each row, as a key that cannot collide."""
     contents = [[bytes(row) for row in part.rows()] for part in parts]
     return list(zip(*contents, strict=True)) if num_rows else []
@@ -360,7 +360,7 @@ def _inverse(keys: list[Any]) -> tuple[Ints, Ints]:
     return inverse, first
 
 
-def _all_equal(parts: Sequence[_Part], model: Ints) -> bool:
+def _all_equal(parts: Sequence[_RowBytes], model: Ints) -> bool:
     """Tell whether each row b has the lengths and bytes of row `model[b]`."""
     rows = np.flatnonzero(model != np.arange(len(model)))
     for part in parts:

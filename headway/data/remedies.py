@@ -9,7 +9,7 @@ from msgspec import Meta, field
 from headway.core.remedies import Count, Flag, Names, Parameters, Positive, RemedyRecord, Size
 
 
-class Workers(Parameters, frozen=True):
+class WorkersParameters(Parameters, frozen=True):
     """Parameters of `data.workers`, in the words of torch's DataLoader."""
 
     num_workers: Size = 2
@@ -21,7 +21,7 @@ class Workers(Parameters, frozen=True):
     """Most workers that the tuner may come to; None: as `num_workers`."""
 
 
-class Threads(Parameters, frozen=True):
+class ThreadsParameters(Parameters, frozen=True):
     """Parameters of `data.threads`."""
 
     num_workers: Size = 2
@@ -32,14 +32,14 @@ class Threads(Parameters, frozen=True):
     """Classes whose loads were recorded to block: whether threads would wait for the lock is not tried again."""
 
 
-class Cache(Parameters, frozen=True):
+class CacheParameters(Parameters, frozen=True):
     """Parameters of `data.cache`."""
 
     bytes: Size
     """Budget of a rank, shared by its datasets."""
 
 
-class Server(Parameters, frozen=True):
+class ServerParameters(Parameters, frozen=True):
     """Parameters of `data.server`."""
 
     cache_bytes: Count = 0
@@ -48,7 +48,7 @@ class Server(Parameters, frozen=True):
     """Seconds without a reader until the server ends."""
 
 
-class Resume(Parameters, frozen=True):
+class ResumeParameters(Parameters, frozen=True):
     """Parameters of `check.resume`."""
 
     batches: Size = 12
@@ -58,7 +58,7 @@ class Resume(Parameters, frozen=True):
 Batches = Annotated[dict[str, Count], Meta(description="a map from groups of loaders to batches")]
 
 
-class Phase(Parameters, frozen=True):
+class PhaseParameters(Parameters, frozen=True):
     """Parameters of a phase of `headway data stalls`."""
 
     steps: Size
@@ -73,25 +73,26 @@ class Phase(Parameters, frozen=True):
 FETCHING = ("input.fetch", "input.prep")
 
 REMEDIES = (
-    RemedyRecord("data.workers", Workers, "headway.data.runtime.remedies.workers:workers", FETCHING),
+    RemedyRecord("data.workers", WorkersParameters, "headway.data.runtime.remedies.workers:workers", FETCHING),
     RemedyRecord(
-        "data.threads", Threads, "headway.data.runtime.remedies.switch:threads", (*FETCHING, "input.transfer"),
+        "data.threads", ThreadsParameters, "headway.data.runtime.remedies.switch:threads",
+        (*FETCHING, "input.transfer"),
         allow="data.threads", changes="threads share the dataset's objects with the loop",
     ),
-    RemedyRecord("data.cache", Cache, "headway.data.runtime.caching.cache:cache", FETCHING),
+    RemedyRecord("data.cache", CacheParameters, "headway.data.runtime.caching.cache:cache", FETCHING),
     RemedyRecord(
-        "data.server", Server, "headway.data.runtime.remedies.sharing:server", FETCHING,
+        "data.server", ServerParameters, "headway.data.runtime.remedies.sharing:server", FETCHING,
         allow="result-equivalent", changes="it changes the order of the examples",
     ),
 )  # fmt: skip
 """What a plan may hold of this room."""
 
 MEASUREMENTS = (
-    RemedyRecord("measure.cold", Phase, "headway.data.runtime.checks.measurements:cold"),
-    RemedyRecord("measure.warm", Phase, "headway.data.runtime.checks.measurements:warm"),
-    RemedyRecord("measure.synthetic", Phase, "headway.data.runtime.checks.measurements:synthetic"),
+    RemedyRecord("measure.cold", PhaseParameters, "headway.data.runtime.checks.measurements:cold"),
+    RemedyRecord("measure.warm", PhaseParameters, "headway.data.runtime.checks.measurements:warm"),
+    RemedyRecord("measure.synthetic", PhaseParameters, "headway.data.runtime.checks.measurements:synthetic"),
 )
 """Phases of `headway data stalls -- SCRIPT`, in order."""
 
-CHECKS = (RemedyRecord("check.resume", Resume, "headway.data.runtime.checks.resume_check:resume"),)
+CHECKS = (RemedyRecord("check.resume", ResumeParameters, "headway.data.runtime.checks.resume_check:resume"),)
 """What `headway data verify-resume` makes inside a rank."""

@@ -8,7 +8,7 @@ measurement. Its closed form, speed = min(F(x), P(cores), G), is the quick
 bound; predictions come from the replay, which knows about bounded queues and
 uneven batches. Times are float seconds per step, rates examples per second.
 
->>> rates = Rates(compute=1000, prep_per_core=400, storage=200, cache=2000)
+>>> rates = PipelineRates(compute=1000, prep_per_core=400, storage=200, cache=2000)
 >>> round(rates.quick_bound(cached=0.5, cores=2)), rates.bottleneck(cached=0.5, cores=2)
 (364, 'fetch')
 >>> round(rates.smallest_cache(cores=2), 4), rates.smallest_cores()
@@ -115,7 +115,7 @@ class StallReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class PipelineRates:
     """Speeds of the parts of an input pipeline, in examples per second: the closed form of DS-Analyzer."""
 
     compute: float
@@ -242,7 +242,7 @@ def what_if(
     return program.predict(edits)
 
 
-def rates(program: Program) -> Rates:
+def rates(program: Program) -> PipelineRates:
     """Return the closed form's rates as the run shows them: per job, not per rank."""
     _check_loads(program)
     ranks = len(program.recording.batches)
@@ -255,7 +255,7 @@ def rates(program: Program) -> Rates:
     fetch_ns = mean[0] * (program.service if program.shared else 1 / workers)
     copy_ns = program.costs.hit_ns * size + program.costs.hit_per_byte_ns * num_bytes
     compute_s = program.predict(["input=none"], interval=False).step_s
-    return Rates(
+    return PipelineRates(
         compute=ranks * size / max(compute_s, 1e-9),
         prep_per_core=size * 1e9 / max(mean[2] + mean[3], 1.0),
         storage=size * 1e9 / max(fetch_ns, 1.0),

@@ -8,7 +8,7 @@ Seconds; `dt` between saves follows from the steps that were lost, which are
 half of it on average.
 
 >>> print(rates_of([Incident(first_step_ns=4_000_000_000, lost_steps=50)], wall_s=600.0, step_s=0.1))
-Rates(mtbf_s=600.0, restart_s=4.0, lost_s=5.0)
+FailureRates(mtbf_s=600.0, restart_s=4.0, lost_s=5.0)
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SPREAD = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class FailureRates:
     """What the failures of a run were like."""
 
     mtbf_s: float
@@ -52,7 +52,7 @@ class Rates:
     """Mean time of the steps that a failure lost."""
 
 
-def rates_of(incidents: Sequence[Incident], *, wall_s: float, step_s: float) -> Rates | None:
+def rates_of(incidents: Sequence[Incident], *, wall_s: float, step_s: float) -> FailureRates | None:
     """Return the rates, None where no attempt came back after a failure."""
     back = [
         (row.downtime_s, row.lost_steps)
@@ -62,7 +62,7 @@ def rates_of(incidents: Sequence[Incident], *, wall_s: float, step_s: float) -> 
     if not back or wall_s <= 0:
         return None
     restart_s, lost_steps = (sum(values) / len(back) for values in zip(*back, strict=True))
-    return Rates(wall_s / len(incidents), restart_s, lost_steps * step_s)
+    return FailureRates(wall_s / len(incidents), restart_s, lost_steps * step_s)
 
 
 def propose(ledger: Ledger, program: Program, setup: Setup) -> Iterator[Proposal | Refusal]:
@@ -104,7 +104,7 @@ def _save_s(ledger: Ledger, interval_s: float) -> float:
     return max(spent_s * interval_s / (ledger.wall_ns / 1e9), 1e-4)
 
 
-def _warm(incidents: Sequence[Incident], rates: Rates, now_s: float, save_s: float) -> Proposal | Refusal:
+def _warm(incidents: Sequence[Incident], rates: FailureRates, now_s: float, save_s: float) -> Proposal | Refusal:
     """Propose warm attempts where some were cold."""
     cold = [row for row in incidents if row.first_step_ns is not None and not row.warm]
     if not cold:
@@ -115,7 +115,7 @@ def _warm(incidents: Sequence[Incident], rates: Rates, now_s: float, save_s: flo
     return _proposal("fault.warm", rates, now_s, save_s, (warm_s, now_s, save_s), do)
 
 
-def _warm_s(incidents: Sequence[Incident], rates: Rates) -> float:
+def _warm_s(incidents: Sequence[Incident], rates: FailureRates) -> float:
     """Return how long a warm restart takes: as in this run, where it had one."""
     warm = [row.downtime_s for row in incidents if row.warm and row.downtime_s is not None]
     return min(sum(warm) / len(warm) if warm else WARM_S, rates.restart_s)
@@ -131,7 +131,7 @@ def predicted_ettr(ledger: Ledger, incidents: Sequence[Incident], *, step_s: flo
     return ettr(rates.mtbf_s, restart_s=_warm_s(incidents, rates), interval_s=best_s, save_s=save_s)
 
 
-def _interval(rates: Rates, now_s: float, save_s: float) -> Proposal | Refusal:
+def _interval(rates: FailureRates, now_s: float, save_s: float) -> Proposal | Refusal:
     """Propose the interval between saves that loses least."""
     best_s = optimal_interval_s(rates.mtbf_s, save_s=save_s)
     do = (
@@ -142,7 +142,7 @@ def _interval(rates: Rates, now_s: float, save_s: float) -> Proposal | Refusal:
 
 
 def _proposal(
-    name: str, rates: Rates, now_s: float, save_s: float, then: tuple[float, float, float], do: str
+    name: str, rates: FailureRates, now_s: float, save_s: float, then: tuple[float, float, float], do: str
 ) -> Proposal | Refusal:
     """Return a proposal with the ETTR before and after, or why it is none; `then` is (restart, interval, save)."""
     before = ettr(rates.mtbf_s, restart_s=rates.restart_s, interval_s=now_s, save_s=save_s)

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headway.core.errors import InputError
-from headway.fault.fleet import S_PER_DAY, Failed, Scenario, Times, simulate
+from headway.fault.fleet import S_PER_DAY, FleetTimes, GivenFailure, Scenario, simulate
 from headway.ledger.answers.metrics import ettr
 from headway.trace.recording.incident import Incident
 
@@ -54,7 +54,9 @@ def expected(
         return None
     begin_ns = incidents[0].trained_from_ns
     failures = [
-        Failed((_failed_ns(one) - begin_ns) / 1e9, (one.detected_ns - _failed_ns(one)) / 1e9, _down_s(one, following))
+        GivenFailure(
+            (_failed_ns(one) - begin_ns) / 1e9, (one.detected_ns - _failed_ns(one)) / 1e9, _down_s(one, following)
+        )
         for one, following in zip(incidents, [*incidents[1:], None], strict=True)
     ]
     outside_s = max(wall_s - stepped_s - sum(one.detect_s + one.restart_s for one in failures), 0.0)
@@ -66,7 +68,7 @@ def expected(
     down_s = sum(one.detect_s + one.restart_s for one in failures) / len(back)
     needed_s = down_s if len(back) == len(failures) else mtbf_s * math.log1p(down_s / mtbf_s)
     scenario = Scenario(
-        hosts=1, devices_per_host=1, days=inside_s / S_PER_DAY, mtbf_s=mtbf_s, times=Times(save_every_s=every_s)
+        hosts=1, devices_per_host=1, days=inside_s / S_PER_DAY, mtbf_s=mtbf_s, times=FleetTimes(save_every_s=every_s)
     )
     played = simulate(scenario, seed=0, failures=failures)
     closed = ettr(mtbf_s, restart_s=needed_s, interval_s=every_s, save_s=0.0)

@@ -7,7 +7,7 @@ and does again what was not saved. A cause that takes the host needs another
 one: a standby, or where none is left, one that comes after `replace_s`.
 Everything here is simulated, on `headway.sim.graph.process.Process`.
 
->>> scenario = Scenario(hosts=100, devices_per_host=8, days=30.0, mtbf_s=10_000.0, times=Times(restart_s=600.0,
+>>> scenario = Scenario(hosts=100, devices_per_host=8, days=30.0, mtbf_s=10_000.0, times=FleetTimes(restart_s=600.0,
 ...                     save_s=10.0, save_every_s=300.0))
 >>> round(simulate(scenario, seed=1).ettr, 2)
 0.9
@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from headway.core.errors import FormatError, InputError
-from headway.sim.graph.process import Event, Process
+from headway.sim.graph.process import Process, SimulationEvent
 
 S_PER_DAY = 86400.0
 
@@ -36,7 +36,7 @@ PARTS = ("detect", "locate", "restart", "wait", "rework", "save")
 another host; work that was not saved; saving."""
 
 
-class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FailureCause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One kind of failure; times that are None are those of the scenario."""
 
     weight: float = 1.0
@@ -50,7 +50,7 @@ class Cause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     restart_s: float | None = None
 
 
-class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FleetTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How long things take, s."""
 
     detect_s: float = 0.0
@@ -84,10 +84,10 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per_1000_host_days: float | None = None
     """Failures per 1,000 hosts and day."""
 
-    mix: dict[str, Cause | float] | str = {}
+    mix: dict[str, FailureCause | float] | str = {}
     """Cause -> its weight, or all of it; empty = one cause; or `PUBLISHED`."""
 
-    times: Times = Times()
+    times: FleetTimes = FleetTimes()
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -117,14 +117,14 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return S_PER_DAY / rate if rate > 0 else float("inf")
 
     @property
-    def causes(self) -> dict[str, Cause]:
+    def causes(self) -> dict[str, FailureCause]:
         """Cause -> what it is like."""
         if isinstance(self.mix, str):
             if self.mix != PUBLISHED:
                 raise InputError(f"the mix is {self.mix!r}; write a table of causes, or mix = {PUBLISHED!r}.")
             return published_mix()
-        every = self.mix or {"failure": Cause()}
-        return {name: one if isinstance(one, Cause) else Cause(float(one)) for name, one in every.items()}
+        every = self.mix or {"failure": FailureCause()}
+        return {name: one if isinstance(one, FailureCause) else FailureCause(float(one)) for name, one in every.items()}
 
     @classmethod
     def read(cls, path: Path) -> Scenario:
@@ -137,10 +137,10 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise FormatError(f"{path} is no scenario: {cause}. Its keys are in docs/systems/fault.md.") from cause
 
 
-def published_mix() -> dict[str, Cause]:
+def published_mix() -> dict[str, FailureCause]:
     """Return the causes of a published fleet."""
     text = Path(__file__).with_name("incidents.toml").read_text(encoding="utf-8")
-    return msgspec.convert(tomllib.loads(text), dict[str, Cause])
+    return msgspec.convert(tomllib.loads(text), dict[str, FailureCause])
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class FleetOutcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class GivenFailure:
     """A failure that is given, s."""
 
     at_s: float
@@ -183,13 +183,13 @@ class Failed:
     """From then until training goes on; a failure before that begins anew."""
 
 
-class _Job:
+class _FailingJob:
     """A job that runs, fails and comes back. Between two failures nothing is random: that stretch is a closed form."""
 
-    def __init__(self, process: Process, scenario: Scenario, failures: Sequence[Failed] | None) -> None:
+    def __init__(self, process: Process, scenario: Scenario, failures: Sequence[GivenFailure] | None) -> None:
         self.process, self.times = process, scenario.times
         self._failures = None if failures is None else iter(failures)
-        self._given = Failed(0.0, 0.0, 0.0)
+        self._given = GivenFailure(0.0, 0.0, 0.0)
         """The failure that comes next, where they are given."""
         self.causes = list(scenario.causes.values())
         self.mtbf_s = scenario.job_mtbf_s
@@ -203,7 +203,7 @@ class _Job:
         """What the job waits for, one of `PARTS`; None while it trains."""
         self._since_s = 0.0
         """When that began."""
-        self._next: Event | None = None
+        self._next: SimulationEvent | None = None
         self._bad_since_s = -1.0
         """The failure whose lost work is not done again yet; -1 = there is none."""
         self._behind_s = 0.0
@@ -216,7 +216,7 @@ class _Job:
         elif (given := next(self._failures, None)) is not None:
             self.process.after(max(given.at_s - self.process.now_s, 0.0), self._fail_as, given)
 
-    def _fail_as(self, given: Failed) -> None:
+    def _fail_as(self, given: GivenFailure) -> None:
         self._given = given
         self._fail()
 
@@ -291,13 +291,13 @@ def _or(own: float | None, common: float) -> float:
     return common if own is None else own
 
 
-def simulate(scenario: Scenario, seed: int, *, failures: Sequence[Failed] | None = None) -> FleetOutcome:
+def simulate(scenario: Scenario, seed: int, *, failures: Sequence[GivenFailure] | None = None) -> FleetOutcome:
     """Play a scenario once. The same seed gives the same failures, whatever the times are.
 
     With `failures`, in order of time, these come in place of random ones, whatever the times of the scenario.
     """
     process = Process(seed)
-    job = _Job(process, scenario, failures)
+    job = _FailingJob(process, scenario, failures)
     wall_s = scenario.days * S_PER_DAY
     process.run(wall_s)
     job.end()

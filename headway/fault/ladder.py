@@ -9,9 +9,11 @@ Nobody is excluded on a guess: a host goes when the same one is blamed again
 with at least `SURE`, or at once where the evidence is `certain`.
 
 >>> seen = Seen("user", step=7, error="ValueError: x")
->>> decide(seen, [], Limits(restarts_left=3)).action, decide(seen, [seen], Limits(restarts_left=3)).action
+>>> limits = RecoveryLimits(restarts_left=3)
+>>> decide(seen, [], limits).action, decide(seen, [seen], limits).action
 ('restart', 'stop')
->>> decide(Seen("infra", hosts=("b",)), [Seen("infra", hosts=("b",))], Limits(restarts_left=3, standbys=1)).action
+>>> lost = Seen("infra", hosts=("b",))
+>>> decide(lost, [lost], RecoveryLimits(restarts_left=3, standbys=1)).action
 'standby'
 """
 
@@ -66,7 +68,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RecoveryLimits:
     """What the job and its user allow."""
 
     restarts_left: int
@@ -97,7 +99,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class RecoveryDecision:
     """What to do, and why."""
 
     action: str
@@ -107,26 +109,26 @@ class Decision:
     """One clause."""
 
 
-def decide(incident: Seen, history: Sequence[Seen], limits: Limits) -> Decision:
+def decide(incident: Seen, history: Sequence[Seen], limits: RecoveryLimits) -> RecoveryDecision:
     """Return what to do about `incident`, which follows those of `history`, oldest first.
 
     An error of the script at a step that it has failed at before, in the same words, would come again. Errors before
     the first step do not count: a server that did not answer may answer now, and such a restart costs little.
     """
     if limits.restarts_left == 0:
-        return Decision("stop", "no restart is left")
+        return RecoveryDecision("stop", "no restart is left")
     before = history[-1] if history else None
     if incident.cls == "user" and before is not None and _same_error(incident, before):
         if limits.updated and before.action != "rollback":
-            return Decision(
+            return RecoveryDecision(
                 "rollback", f"the same error came again at step {incident.step}, after the code was changed"
             )
-        return Decision("stop", f"the same error came again at step {incident.step}: {incident.error}")
+        return RecoveryDecision("stop", f"the same error came again at step {incident.step}: {incident.error}")
     if _without_progress(incident, history) >= limits.no_progress:
         return _stuck(incident, history, limits)
     if incident.cls != "user" and incident.hosts and (incident.certain or _blamed_again(incident, before)):
         return _without_host(incident, limits)
-    return Decision("restart", "nothing says that it would come again")
+    return RecoveryDecision("restart", "nothing says that it would come again")
 
 
 def _same_error(one: Seen, other: Seen) -> bool:
@@ -151,15 +153,15 @@ def _without_progress(incident: Seen, history: Sequence[Seen]) -> int:
     return count
 
 
-def _stuck(incident: Seen, history: Sequence[Seen], limits: Limits) -> Decision:
+def _stuck(incident: Seen, history: Sequence[Seen], limits: RecoveryLimits) -> RecoveryDecision:
     """Return the next rung for a job that fails again and again at one place."""
     done = {one.action for one in history}
     if limits.updated and "rollback" not in done:
-        return Decision("rollback", "it makes no progress since the code was changed")
+        return RecoveryDecision("rollback", "it makes no progress since the code was changed")
     if limits.can_replay and "replay" not in done:
-        return Decision("replay", "it makes no progress, and nobody in particular is to blame")
+        return RecoveryDecision("replay", "it makes no progress, and nobody in particular is to blame")
     count = _without_progress(incident, history)
-    return Decision("stop", f"{count} restarts in a row brought neither a new checkpoint nor a further step")
+    return RecoveryDecision("stop", f"{count} restarts in a row brought neither a new checkpoint nor a further step")
 
 
 def _blamed_again(incident: Seen, before: Seen | None) -> bool:
@@ -168,11 +170,11 @@ def _blamed_again(incident: Seen, before: Seen | None) -> bool:
     )  # fmt: skip
 
 
-def _without_host(incident: Seen, limits: Limits) -> Decision:
+def _without_host(incident: Seen, limits: RecoveryLimits) -> RecoveryDecision:
     """Return how to go on without the blamed hosts, or with them where there is no other way."""
     who = ", ".join(incident.hosts)
     if limits.standbys >= len(incident.hosts):
-        return Decision("standby", f"{who} is to blame again, and a standby host waits")
+        return RecoveryDecision("standby", f"{who} is to blame again, and a standby host waits")
     if limits.spare_hosts >= len(incident.hosts):
-        return Decision("exclude", f"{who} is to blame again, and the job can go on without it")
-    return Decision("restart", f"{who} is to blame again, but the job needs it")
+        return RecoveryDecision("exclude", f"{who} is to blame again, and the job can go on without it")
+    return RecoveryDecision("restart", f"{who} is to blame again, but the job needs it")

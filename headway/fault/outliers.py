@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from headway.core.errors import InputError
 from headway.core.mesh import Mesh
-from headway.ledger.jobs.hang import Verdict
+from headway.ledger.jobs.hang import HangVerdict
 
 MISSING = ("<no stack>",)
 """Stands for the stack of a rank that did not answer."""
@@ -64,7 +64,7 @@ def normalised(frames: Sequence[str]) -> tuple[str, ...]:
 
 
 def suspects(
-    stacks: Mapping[int, Sequence[str]], mesh: Mesh | None = None, verdict: Verdict | None = None
+    stacks: Mapping[int, Sequence[str]], mesh: Mesh | None = None, verdict: HangVerdict | None = None
 ) -> Suspicion:
     """Return who is suspected, given the frames of each rank, innermost first.
 
@@ -137,7 +137,7 @@ def _smallest_group(outliers: Sequence[int], mesh: Mesh) -> tuple[list[int], str
     return members, f"{name} of ranks {listed}"
 
 
-def _blamed(verdict: Verdict | None, members: Sequence[int]) -> list[int]:
+def _blamed(verdict: HangVerdict | None, members: Sequence[int]) -> list[int]:
     """Return the ranks of a group that the verdict names as the ones that others wait for."""
     if verdict is None:
         return []

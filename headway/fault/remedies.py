@@ -9,14 +9,14 @@ from msgspec import Meta
 from headway.core.remedies import Parameters, RemedyRecord
 
 
-class Guard(Parameters, frozen=True):
+class GuardParameters(Parameters, frozen=True):
     """Parameters of `fault.guard`."""
 
     action: Literal["rollback", "skip", "stop"] = "rollback"
     """What a loss that breaks is answered with."""
 
 
-class Inject(Parameters, frozen=True):
+class InjectParameters(Parameters, frozen=True):
     """Parameters of `fault.inject`."""
 
     due: Annotated[list[tuple[str, int, int]], Meta(description="a list of [fault, rank, step]")]
@@ -25,11 +25,11 @@ class Inject(Parameters, frozen=True):
 
 REMEDIES = (
     RemedyRecord(
-        "fault.guard", Guard, "headway.fault.runtime.loss_guard:guard",
+        "fault.guard", GuardParameters, "headway.fault.runtime.loss_guard:guard",
         allow="lossy", changes="it changes the results of a job whose loss breaks", conflicts=("model.tune",),
     ),
 )  # fmt: skip
 """What a plan may hold of this room."""
 
-DRILL = (RemedyRecord("fault.inject", Inject, "headway.fault.runtime.injectors:inject"),)
+DRILL = (RemedyRecord("fault.inject", InjectParameters, "headway.fault.runtime.injectors:inject"),)
 """What a drill does; no plan of a user's names it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from headway.core.remedies import Parameters, RemedyRecord, Size
 
 
-class Collect(Parameters, frozen=True):
+class CollectParameters(Parameters, frozen=True):
     """Parameters of `host.gc`."""
 
     every_steps: Size = 1000
@@ -14,7 +14,7 @@ class Collect(Parameters, frozen=True):
     """Growth of the process after which automatic collection comes back."""
 
 
-class Logging(Parameters, frozen=True):
+class LoggingParameters(Parameters, frozen=True):
     """Parameters of `host.logging`."""
 
     queue: Size = 1024
@@ -22,8 +22,8 @@ class Logging(Parameters, frozen=True):
 
 
 REMEDIES = (
-    RemedyRecord("host.gc", Collect, "headway.host.runtime:collect_together", ("host.gc",)),
-    RemedyRecord("host.logging", Logging, "headway.host.runtime:log_on_a_thread", ("host.logging",)),
+    RemedyRecord("host.gc", CollectParameters, "headway.host.runtime:collect_together", ("host.gc",)),
+    RemedyRecord("host.logging", LoggingParameters, "headway.host.runtime:log_on_a_thread", ("host.logging",)),
     RemedyRecord("straggler.remove", causes=("straggler.rank",)),
 )
 """What a plan may hold of this room; a rank that lags is only named."""

@@ -37,11 +37,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from headway.core.errors import HeadwayError
-from headway.core.processes.worker import Worker
+from headway.core.processes.worker import BackgroundWorker
 from headway.host.handlers import files, later
-from headway.host.remedies import Collect, Logging
+from headway.host.remedies import CollectParameters, LoggingParameters
 from headway.runtime.in_rank.file_looks import before_looks, related
-from headway.runtime.in_rank.remedy import Applied, Context, Refused
+from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
 from headway.runtime.recorder.probes import NEVER, now
 from headway.trace.events.vocabulary import SPANS
 
@@ -66,7 +66,7 @@ RECORDS_OWN = frozenset({"args", "exc_info"})
 LOGGING = SPANS["host.logging"].code
 
 
-def collect_together(parameters: Collect, context: Context) -> Applied | Refused:
+def collect_together(parameters: CollectParameters, context: Context) -> Applied | RefusedRemedy:
     """Install 'host.gc'."""
     collector = Collector(context, parameters.every_steps, parameters.rss_growth_bytes)
     context.listen(collector.step)
@@ -117,7 +117,7 @@ class Collector:
         self._thresholds = self._get_threshold()
         if not gc.isenabled() or not self._thresholds[0] or gc.get_debug() or gc.get_freeze_count():
             self.context.note(
-                Refused("host.gc", "the script has switched, frozen or debugged automatic collection itself")
+                RefusedRemedy("host.gc", "the script has switched, frozen or debugged automatic collection itself")
             )
             return NEVER
         self._collect()
@@ -186,7 +186,7 @@ class Collector:
             if self._active:
                 self.undo()
                 self.facts["guard"] = True
-                self.context.note(Refused("host.gc", f"the script calls gc.{original.__name__} itself"))
+                self.context.note(RefusedRemedy("host.gc", f"the script calls gc.{original.__name__} itself"))
             return original(*args, **kwargs)
 
         return called
@@ -207,7 +207,7 @@ def rss_bytes() -> int:
         return 0
 
 
-def log_on_a_thread(parameters: Logging, context: Context) -> Applied | Refused:
+def log_on_a_thread(parameters: LoggingParameters, context: Context) -> Applied | RefusedRemedy:
     """Install 'host.logging'."""
     facts = parameters.to_json()
     buffer = LogBuffer(context.probes.emit, parameters.queue)
@@ -248,7 +248,7 @@ class Judgements:
     def _report(self) -> None:
         reasons = list(dict.fromkeys(reason for _, reason in self._known.values() if reason is not None))
         if len(reasons) and all(reason is not None for _, reason in self._known.values()):
-            self._context.note(Refused("host.logging", "; ".join(reasons)))
+            self._context.note(RefusedRemedy("host.logging", "; ".join(reasons)))
         else:
             self._context.note(Applied("host.logging", {**self._facts, "left_alone": reasons}))
 
@@ -276,7 +276,7 @@ class LogBuffer:
         self._emit, self._capacity = emit, capacity
         self.judges: Judgements | None = None
         """Which handlers may be called later; None: all of them."""
-        self._worker: Worker[Callable[[], None]] | None = None
+        self._worker: BackgroundWorker[Callable[[], None]] | None = None
         self._closed = False
         self._pid = os.getpid()
         self._starting = threading.RLock()
@@ -340,7 +340,7 @@ class LogBuffer:
         try:
             with self._starting:
                 if self._worker is None:
-                    self._worker = Worker(self._work, capacity=self._capacity, name="headway logging")
+                    self._worker = BackgroundWorker(self._work, capacity=self._capacity, name="headway logging")
                 worker = self._worker
             worker.put(call)
         except HeadwayError:  # closed meanwhile

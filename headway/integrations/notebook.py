@@ -58,7 +58,7 @@ class Answers:
         return explain([Path(os.path.relpath(self.path))])
 
 
-class Run(in_process.Run, Answers):
+class NotebookRun(in_process.InProcessRun, Answers):
     """A recording of this process; made by `headway.run`."""
 
 
@@ -84,7 +84,7 @@ class RecordedRun(Answers):
         return draw(Path(self.path)).html
 
 
-def run(path: str | os.PathLike[str] | None = None, *, enabled: bool = True) -> Run:
+def run(path: str | os.PathLike[str] | None = None, *, enabled: bool = True) -> NotebookRun:
     """Return a recording of this process: a `with` block, or `start()` and `stop()` where it spans a notebook's cells.
 
     Without a launcher it records into `path`, by default a new folder under ./headway-runs, and afterwards shows its
@@ -92,7 +92,7 @@ def run(path: str | os.PathLike[str] | None = None, *, enabled: bool = True) -> 
     is the launcher's, and `path` is ignored. With `enabled=False`, or HEADWAY=off in the environment, nothing is
     recorded and everything else works.
     """
-    return Run(path, enabled=enabled, draw=draw)
+    return NotebookRun(path, enabled=enabled, draw=draw)
 
 
 def open_run(path: str | os.PathLike[str]) -> RecordedRun:

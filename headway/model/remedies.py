@@ -7,7 +7,7 @@ from msgspec import field
 from headway.core.remedies import Count, Names, Parameters, RemedyRecord, Size
 
 
-class Tune(Parameters, frozen=True):
+class TuneParameters(Parameters, frozen=True):
     """Parameters of `model.tune`."""
 
     settings: Names = field(default_factory=lambda: ["lr=1e-5:1:log"])
@@ -20,7 +20,7 @@ class Tune(Parameters, frozen=True):
 
 REMEDIES = (
     RemedyRecord(
-        "model.tune", Tune, "headway.model.runtime.tuned_script:tune",
+        "model.tune", TuneParameters, "headway.model.runtime.tuned_script:tune",
         allow="lossy", changes="other settings change what is learned",
         conflicts=("fault.guard",),  # losses of trials may break, which ends no job
     ),

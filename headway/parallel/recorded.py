@@ -23,7 +23,7 @@ from headway.ledger.kinds.buckets import SUB_CODE
 from headway.ledger.runs.attempts import book_run
 from headway.sim.recorded.program import Program
 from headway.sim.recorded.stage_orders import RecordedPipeline
-from headway.sim.whatif.edits import Scenario, scenario_of
+from headway.sim.whatif.edits import ResolvedEdits, scenario_of
 from headway.trace.recording.runs import Run
 
 REASONS = ("transfers", "unequal", "order", "work")
@@ -73,7 +73,7 @@ def reasons_of(program: Program) -> dict[str, float]:
     ways = (forward.mean() / np.maximum(forward, 1), backward.mean() / np.maximum(backward, 1))
     equal = tuple((stage, *pair) for stage, pair in enumerate(zip(*(way.tolist() for way in ways), strict=True)))
     instant = scenario_of(["comm=instant"])
-    steps = [Scenario(), instant, replace(instant, stages=equal), replace(instant, stages=equal, bubble=0.0)]
+    steps = [ResolvedEdits(), instant, replace(instant, stages=equal), replace(instant, stages=equal, bubble=0.0)]
     replayed = [float(program.steps_ns(one).mean()) for one in steps]
     times = [program.measured_s * value / replayed[0] for value in replayed]
     found = [before - after for before, after in itertools.pairwise(times)]

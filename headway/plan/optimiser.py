@@ -8,11 +8,11 @@ the step time by less than 0.1 %. The answer says which of the moves
 `headway run --apply` can make to an unmodified script, and how to make the
 others by hand. Times are int64 ns, sizes bytes.
 
->>> from headway.cost.specs import Link
+>>> from headway.cost.specs import LinkSpec
 >>> from headway.sim.graph.hops import Network
->>> from headway.sim.training.training_step import Block, Profile
->>> profile = Profile.of([Block((50_000,), (90_000,), (40_000_000,))] * 6, update_ns=1)
->>> step = TrainingStep.of(profile, Network("ring", 8, Link("wire", 1e12, 1e-5, "doctest")))
+>>> from headway.sim.training.training_step import Block, StepProfile
+>>> profile = StepProfile.of([Block((50_000,), (90_000,), (40_000_000,))] * 6, update_ns=1)
+>>> step = TrainingStep.of(profile, Network("ring", 8, LinkSpec("wire", 1e12, 1e-5, "doctest")))
 >>> found = optimise(step)
 >>> found.base_ns, found.step_ns, [row.name for row in found.moves]
 (1650001, 1230001, ['buckets'])

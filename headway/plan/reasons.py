@@ -14,7 +14,7 @@ from typing import Any
 from headway.core.units import format_bytes
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.sim.whatif.edits import parse_edit
-from headway.trace.events.in_force import GivenUp
+from headway.trace.events.active_settings import GivenUp
 
 KINDS = ("hand", "noise", "memory", "grant", "excluded", "little")
 """Values of `LeftOut.kind`: only the user can do it; its gain is inside the noise; it needs more memory than is free;

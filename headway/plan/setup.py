@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from headway.core.errors import InputError
-from headway.trace.events.in_force import GivenUp
+from headway.trace.events.active_settings import GivenUp
 from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.recording.run_facts import RunFacts
 
@@ -30,7 +30,7 @@ LEAST_WORKERS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PlanLimits:
     """What the plan may use."""
 
     memory_bytes: int
@@ -70,7 +70,7 @@ class Setup:
     device_type: str
     """'cpu' or the name of the accelerator."""
 
-    limits: Limits
+    limits: PlanLimits
     """What the plan may use."""
 
     loaders: Mapping[str, LoaderFacts] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class Setup:
             ranks_per_host=min(world_size, per_host),
             cores=cores,
             device_type=facts.device_type,
-            limits=Limits(
+            limits=PlanLimits(
                 memory_bytes=int(psutil.virtual_memory().available) if free is None else free,
                 max_workers=max(LEAST_WORKERS, 2 * cores) if max_workers is None else max_workers,
                 allow=allow,

@@ -317,7 +317,7 @@ def _equal_ops(step: TrainingStep) -> list[Ints]:
     """Return groups of fusible operations that stand in the same place of equal blocks.
 
     The place is counted from the first operation of the block's forward or
-    backward; equal blocks (`Profile.block_kind`) have the same operations.
+    backward; equal blocks (`StepProfile.block_kind`) have the same operations.
     """
     profile = step.profile
     able = np.flatnonzero(fusible(step))

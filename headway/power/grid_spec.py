@@ -103,7 +103,7 @@ class Violation:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class GridCompliance:
     """A waveform held against a specification."""
 
     ramp_w_per_s: float
@@ -130,7 +130,7 @@ class Checked:
         return not self.violations
 
 
-def check(power_w: ArrayLike, step_s: float, spec: GridSpec) -> Checked:
+def check(power_w: ArrayLike, step_s: float, spec: GridSpec) -> GridCompliance:
     """Hold a waveform [t], one sample every `step_s` seconds, against a specification.
 
     Raises `InputError` on negative or non-finite power, on a step too coarse for the band (Nyquist), and on a record
@@ -160,7 +160,7 @@ def check(power_w: ArrayLike, step_s: float, spec: GridSpec) -> Checked:
         Violation(name, value, getattr(spec, name))
         for name, value in values.items() if getattr(spec, name) is not None and value > getattr(spec, name)
     )  # fmt: skip
-    return Checked(**values, peak_hz=_peak(frequency_hz, np.where(inside, energy, 0.0)), violations=violations)
+    return GridCompliance(**values, peak_hz=_peak(frequency_hz, np.where(inside, energy, 0.0)), violations=violations)
 
 
 def checked_power(power_w: ArrayLike, step_s: float) -> Watts:

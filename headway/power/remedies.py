@@ -9,7 +9,7 @@ from msgspec import Meta
 from headway.core.remedies import Parameters, Positive, RemedyRecord
 
 
-class Filler(Parameters, frozen=True):
+class FillerParameters(Parameters, frozen=True):
     """Parameters of `power.filler`."""
 
     on_after_s: Positive = 0.02
@@ -20,5 +20,5 @@ class Filler(Parameters, frozen=True):
     """Fraction of a core."""
 
 
-REMEDIES = (RemedyRecord("power.filler", Filler, "headway.power.runtime.filler:fill_gaps"),)
+REMEDIES = (RemedyRecord("power.filler", FillerParameters, "headway.power.runtime.filler:fill_gaps"),)
 """What a plan may hold of this room."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from headway.core.errors import FormatError, InputError
 from headway.cost.power import PowerModel
-from headway.ledger.booking.rows import NAME_ID, NAMES, Rows, rows_by_rank
+from headway.ledger.booking.rows import NAME_ID, NAMES, RankRows, rows_by_rank
 from headway.power.grid_spec import Watts, checked_power
 from headway.trace.events.parts import Parts
 from headway.trace.events.sweep import Ints, sweep
@@ -88,7 +88,7 @@ def of_run(
     return Waveform(total, step_s, f"{len(ranks)} recorded ranks, skew and jitter as recorded, {each}")
 
 
-def activity(rows: Rows, window: tuple[int, int]) -> tuple[Ints, Ints, Sequence[str]]:
+def activity(rows: RankRows, window: tuple[int, int]) -> tuple[Ints, Ints, Sequence[str]]:
     """Return starts, ends and kinds [n] of what a rank's device did: disjoint pieces, idle ones left out."""
     work = rows.of("device.work", main=False)
     if len(work):

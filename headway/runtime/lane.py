@@ -37,7 +37,7 @@ from torch.futures import Future
 
 from headway.core.closing import Closing
 from headway.core.errors import BackgroundError, InputError
-from headway.core.processes.worker import Worker
+from headway.core.processes.worker import BackgroundWorker
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ class CollectiveLane(Closing):
         self._pending: list[Future[Any]] = []
         self._failure: BaseException | None = None
         self._closed = False
-        self._worker: Worker[tuple[Work[Any], Future[Any], torch.Event | None]] = Worker(
+        self._worker: BackgroundWorker[tuple[Work[Any], Future[Any], torch.Event | None]] = BackgroundWorker(
             self._run, capacity=capacity, name="headway-lane"
         )
 

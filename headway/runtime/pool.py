@@ -35,7 +35,7 @@ class RankFailedError(HeadwayError):
     """A rank of the pool failed; the message holds the tracebacks of all that did, the first to fail first."""
 
 
-class Pool:
+class RankPool:
     """Runs functions on ranks forked from one warm process."""
 
     def __init__(self, preload: Sequence[str] = PRELOAD) -> None:

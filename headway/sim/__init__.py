@@ -10,5 +10,5 @@ from headway.sim.graph.dag import Dag as Dag
 from headway.sim.graph.greedy import greedy as greedy
 from headway.sim.graph.path import critical_path as critical_path
 from headway.sim.graph.path import slack as slack
-from headway.sim.graph.replay import Times as Times
+from headway.sim.graph.replay import ReplayTimes as ReplayTimes
 from headway.sim.graph.replay import replay as replay

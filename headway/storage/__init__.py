@@ -12,7 +12,7 @@ from headway.core.lazy import lazily
 if TYPE_CHECKING:
     from headway.storage.checks.verification import verify as verify
     from headway.storage.disks.afr import AfrModel as AfrModel
-    from headway.storage.disks.fleet import Fleet as Fleet
+    from headway.storage.disks.fleet import DiskFleet as DiskFleet
     from headway.storage.disks.schemes import mttdl_hours as mttdl_hours
     from headway.storage.disks.schemes import mttdl_parallel_hours as mttdl_parallel_hours
     from headway.storage.disks.schemes import tolerated_afr as tolerated_afr
@@ -30,7 +30,7 @@ PUBLIC: dict[str, str] = {
     "AfrModel": "headway.storage.disks.afr:AfrModel",
     "Dgroup": "headway.storage.disks.sim:Dgroup",
     "DirtyTracker": "headway.storage.regions.dirty:DirtyTracker",
-    "Fleet": "headway.storage.disks.fleet:Fleet",
+    "DiskFleet": "headway.storage.disks.fleet:DiskFleet",
     "mttdl_hours": "headway.storage.disks.schemes:mttdl_hours",
     "mttdl_parallel_hours": "headway.storage.disks.schemes:mttdl_parallel_hours",
     "NvmDesign": "headway.storage.nvm.design:NvmDesign",

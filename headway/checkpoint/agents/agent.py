@@ -41,14 +41,14 @@ from headway.checkpoint.agents import saving, saving_objects
 from headway.checkpoint.agents.messages import (
     FROM_CALLER,
     PROTOCOL,
-    Arena,
-    Ask,
     Committed,
     Done,
     Failed,
     Finish,
-    Held,
+    HeldImage,
     Hello,
+    ImageArena,
+    ImageRequest,
     Layout,
     Leave,
     Persist,
@@ -59,8 +59,8 @@ from headway.checkpoint.agents.messages import (
 from headway.checkpoint.agents.sums import check_sums
 from headway.core.errors import HeadwayError, InputError
 from headway.core.files.private import runtime_directory
-from headway.core.wire.channel import Channel, Listener, Peer
-from headway.core.wire.pace import Pace
+from headway.core.wire.channel import Channel, Listener, PeerProcess
+from headway.core.wire.pace import RateLimiter
 from headway.core.wire.wires import ChannelClosed, Packets
 from headway.storage.commits.draft import Draft
 from headway.storage.commits.object_commit import ObjectDraft
@@ -87,7 +87,7 @@ MOST_LOG_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
-class Waiting:
+class UncommittedSave:
     """A save whose part of this rank is durable, but which is not committed yet."""
 
     save: Persist
@@ -99,16 +99,16 @@ class Waiting:
 class Agent:
     """The loop: one channel to the trainer, a socket for others, saves that wait for other ranks. One thread."""
 
-    def __init__(self, trainer: Channel, *, pace: Pace, linger_s: float = LINGER_S) -> None:
+    def __init__(self, trainer: Channel, *, pace: RateLimiter, linger_s: float = LINGER_S) -> None:
         self._trainer: Channel | None = trainer
         self._pace, self._linger_s = pace, linger_s
         self._hello: Hello | None = None
         self._layout = Layout(())
         self._arenas: dict[int, tuple[int, mmap.mmap]] = {}
-        self._waiting: list[Waiting] = []
+        self._waiting: list[UncommittedSave] = []
         self._saving: ModuleType = saving  # or the same on a bucket
         self._abandoned: set[Draft | ObjectDraft] = set()
-        self._held: tuple[Held, int] | None = None  # what is held, in which arena
+        self._held: tuple[HeldImage, int] | None = None  # what is held, in which arena
         self._listener: Listener | None = None
         self._callers: dict[Channel, Finish | None] = {}
         self._selector = selectors.DefaultSelector()
@@ -152,7 +152,7 @@ class Agent:
             self._do(message, fds)
 
     def _do(self, message: msgspec.Struct, fds: list[int]) -> None:
-        if isinstance(message, Arena) and fds:
+        if isinstance(message, ImageArena) and fds:
             self._map(message, fds.pop())
         elif isinstance(message, Layout):
             self._layout = message
@@ -175,7 +175,7 @@ class Agent:
                 for path in self._saving.recover(hello):
                     LOG.info("removed %s, which a dead attempt left", path)
 
-    def _map(self, arena: Arena, file: int) -> None:
+    def _map(self, arena: ImageArena, file: int) -> None:
         """Take over memory for images."""
         self._unmap(arena.number)
         self._arenas[arena.number] = (file, mmap.mmap(file, arena.num_bytes, mmap.MAP_SHARED))
@@ -216,7 +216,7 @@ class Agent:
             message, fds = channel.receive(0.0)
             for left in fds:
                 os.close(left)
-            if isinstance(message, Ask):
+            if isinstance(message, ImageRequest):
                 self._show(channel, message.step)
             elif isinstance(message, Finish):
                 self._callers[channel] = message
@@ -230,7 +230,7 @@ class Agent:
     def _show(self, channel: Channel, step: int) -> None:
         """Send the image that is held, if it is that of `step`."""
         if self._held is None or step != self._held[0].step:
-            channel.send(Held(), timeout_s=1.0)
+            channel.send(HeldImage(), timeout_s=1.0)
             return
         held, number = self._held
         channel.send(held, [self._arenas[number][0]], timeout_s=1.0)
@@ -259,7 +259,7 @@ class Agent:
             self._fail(save, draft, error)
             return
         self._tell(Persisted(save.step, phases))
-        self._waiting.append(Waiting(save, draft, time.monotonic(), time.perf_counter_ns()))
+        self._waiting.append(UncommittedSave(save, draft, time.monotonic(), time.perf_counter_ns()))
         self._poll_s = self._saving.POLL_S[0]
 
     def _advance(self) -> None:
@@ -283,7 +283,7 @@ class Agent:
         if not self._waiting:
             self._answer_successors()
 
-    def _look(self, waiting: Waiting) -> CommitRecord | None:
+    def _look(self, waiting: UncommittedSave) -> CommitRecord | None:
         """Return the record once a save is committed. Raises when it never will be."""
         assert self._hello is not None
         is_first = self._hello.rank == 0
@@ -299,7 +299,7 @@ class Agent:
             )
         return record
 
-    def _committed(self, waiting: Waiting, record: CommitRecord) -> None:
+    def _committed(self, waiting: UncommittedSave, record: CommitRecord) -> None:
         """Tell the trainer, keep the image, let old checkpoints go, add parity."""
         assert self._hello is not None
         save, target, ended_ns = waiting.save, waiting.draft.target, time.perf_counter_ns()
@@ -307,7 +307,7 @@ class Agent:
         phase = Phase("checkpoint.commit", waiting.since_ns, ended_ns, num_bytes)
         self._tell(Committed(save.step, str(target), record.root, num_bytes, ended_ns, (phase,)))
         if save.num_bytes:
-            held = Held(save.step, image_name(self._hello.rank), save.num_bytes, record.root)
+            held = HeldImage(save.step, image_name(self._hello.rank), save.num_bytes, record.root)
             self._held = (held, save.number)
         try:
             if self._hello.rank == 0:
@@ -404,13 +404,13 @@ def socket_path(root: str | Path, rank: int) -> Path:
     return runtime_directory() / f"ckpt-{name}-{rank}.sock"
 
 
-def pace_from(environment: Mapping[str, str]) -> Pace:
+def pace_from(environment: Mapping[str, str]) -> RateLimiter:
     """Return the rate that the environment asks for. Raises `InputError` on what is no number.
 
     >>> pace_from({"HEADWAY_CKPT_RATE_MB_S": "50"}).bytes_per_s
     50000000.0
     """
-    return Pace(_number(environment, "HEADWAY_CKPT_RATE_MB_S", 0.0) * 1e6)
+    return RateLimiter(_number(environment, "HEADWAY_CKPT_RATE_MB_S", 0.0) * 1e6)
 
 
 def _number(environment: Mapping[str, str], name: str, default: float) -> float:
@@ -444,7 +444,9 @@ def main(arguments: list[str]) -> NoReturn:
     connected = socket.socket(fileno=int(arguments[0]))
     pid = int.from_bytes(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[:4], sys.byteorder)
     linger_s = _number(os.environ, "HEADWAY_CKPT_LINGER_S", LINGER_S)
-    agent = Agent(Channel(Packets(connected), FROM_CALLER, Peer(pid)), pace=pace_from(os.environ), linger_s=linger_s)
+    agent = Agent(
+        Channel(Packets(connected), FROM_CALLER, PeerProcess(pid)), pace=pace_from(os.environ), linger_s=linger_s
+    )
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: agent.end())  # what is under way is finished first

@@ -26,14 +26,14 @@ from pathlib import Path
 from headway.checkpoint.agents.agent import socket_path
 from headway.checkpoint.agents.messages import (
     FROM_AGENT,
-    Arena,
-    Ask,
     Committed,
     Done,
     Failed,
     Finish,
-    Held,
+    HeldImage,
     Hello,
+    ImageArena,
+    ImageRequest,
     Layout,
     Leave,
     Persist,
@@ -41,7 +41,7 @@ from headway.checkpoint.agents.messages import (
     Redundant,
 )
 from headway.core.errors import HeadwayError, InputError
-from headway.core.wire.channel import Channel, Peer, connect, hold_lock
+from headway.core.wire.channel import Channel, PeerProcess, connect, hold_lock
 from headway.core.wire.wires import ChannelClosed, Packets
 
 LOG = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ KEEP_LOG_S = 7 * 86400.0
 PACKAGE = Path(__file__).resolve().parents[3]
 """The folder that holds the package `headway`: the agent runs the same release."""
 
-Told = Persisted | Committed | Redundant | Failed
+AgentReply = Persisted | Committed | Redundant | Failed
 """What an agent reports of a save."""
 
 
@@ -75,7 +75,7 @@ class AgentLink:
     def __init__(self, hello: Hello) -> None:
         """Start nothing yet: the first save does."""
         self.hello = hello
-        self._arenas: dict[int, tuple[Arena, int]] = {}
+        self._arenas: dict[int, tuple[ImageArena, int]] = {}
         self._layout = Layout(())
         self._saves: list[_Outstanding] = []
         self._channel: Channel | None = None
@@ -93,7 +93,7 @@ class AgentLink:
 
     def arena(self, number: int, file: int, num_bytes: int) -> None:
         """Hand over memory: descriptor `file` must stay open until the link is closed or the number given anew."""
-        self._arenas[number] = (Arena(number, num_bytes), file)
+        self._arenas[number] = (ImageArena(number, num_bytes), file)
         if self._channel is not None:
             self._send(self._arenas[number][0], [file])
 
@@ -110,9 +110,9 @@ class AgentLink:
         self._saves.append(_Outstanding(save, self._layout))
         self._send(save)
 
-    def poll(self, timeout_s: float = 0.0) -> list[Told]:
+    def poll(self, timeout_s: float = 0.0) -> list[AgentReply]:
         """Return what the agent has reported since; wait up to `timeout_s` for the first report."""
-        found: list[Told] = []
+        found: list[AgentReply] = []
         while self._channel is not None:
             try:
                 message, fds = self._channel.receive(0.0 if found else timeout_s)
@@ -162,19 +162,19 @@ class AgentLink:
                 stdin=subprocess.DEVNULL, stdout=said, stderr=said, pass_fds=[theirs.fileno()],
                 start_new_session=True, cwd="/", env=environment(os.environ),
             )  # fmt: skip
-        self._channel = Channel(Packets(ours), FROM_AGENT, Peer(self._process.pid, os.getuid()))
+        self._channel = Channel(Packets(ours), FROM_AGENT, PeerProcess(self._process.pid, os.getuid()))
         self._send(self.hello)
         for arena, file in self._arenas.values():
             self._send(arena, [file])
         self._send(self._layout)
 
-    def _send(self, message: Hello | Arena | Layout | Persist, fds: list[int] | None = None) -> None:
+    def _send(self, message: Hello | ImageArena | Layout | Persist, fds: list[int] | None = None) -> None:
         """Send; where the agent has died meanwhile, the next `poll` finds out and makes up for it."""
         assert self._channel is not None
         with contextlib.suppress(ChannelClosed):
             self._channel.send(message, fds or ())
 
-    def _revive(self, why: str) -> list[Told]:
+    def _revive(self, why: str) -> list[AgentReply]:
         """Start another agent for one that died, with what it had not finished; return the saves that are given up."""
         assert self._process is not None
         self._channel, pid = None, self._process.pid
@@ -208,7 +208,7 @@ class AgentLink:
             self._send(entry.save)
         self._send(current)
 
-    def _give_up(self, lost: list[_Outstanding], text: str) -> list[Told]:
+    def _give_up(self, lost: list[_Outstanding], text: str) -> list[AgentReply]:
         """Forget saves; return what is to be told of each."""
         self._saves = [entry for entry in self._saves if entry not in lost]
         return [Failed(entry.save.step, "AgentDied", text) for entry in lost]
@@ -220,10 +220,10 @@ def environment(ours: Mapping[str, str]) -> dict[str, str]:
     return {**ours, "PYTHONPATH": os.pathsep.join(paths), "HEADWAY": "off"}
 
 
-def ask(root: str, rank: int, step: int) -> tuple[Held, int] | None:
+def ask(root: str, rank: int, step: int) -> tuple[HeldImage, int] | None:
     """Return what the agent of `rank` on this host holds of a step, and its descriptor (ours to close), or None."""
-    answer = _asked(root, rank, Ask(step), timeout_s=2.0)
-    if answer is None or not isinstance(answer[0], Held) or not answer[1]:
+    answer = _asked(root, rank, ImageRequest(step), timeout_s=2.0)
+    if answer is None or not isinstance(answer[0], HeldImage) or not answer[1]:
         return None
     return answer[0], answer[1][0]
 
@@ -238,8 +238,8 @@ def finish(root: str, rank: int, *, timeout_s: float = 60.0) -> bool:
 
 
 def _asked(
-    root: str, rank: int, question: Ask | Finish | Leave, *, timeout_s: float
-) -> tuple[Held | Done, list[int]] | None:
+    root: str, rank: int, question: ImageRequest | Finish | Leave, *, timeout_s: float
+) -> tuple[HeldImage | Done, list[int]] | None:
     """Return the answer of the agent of `rank` and its descriptors, None where there is no agent, or no answer."""
     try:
         channel = connect(socket_path(root, rank), 0.0, types=FROM_AGENT)

@@ -1,14 +1,14 @@
 """What the training process and its checkpoint agent say to each other, and what a new attempt asks an old agent.
 
-    trainer -> agent     Hello first; Arena (with memory) and Layout when they change; Persist per save; Leave
+    trainer -> agent     Hello first; ImageArena (with memory) and Layout when they change; Persist per save; Leave
     agent -> trainer     Persisted when the rank's image is durable, Committed or Failed when the save is over
-    anybody -> agent     Ask for the image that it holds; Finish: say when nothing is under way; Leave, once orphaned
+    anybody -> agent     ImageRequest; Finish: say when nothing is under way; Leave, once orphaned
 
 Offsets and sizes are bytes of the image; times are int ns of `CLOCK_MONOTONIC`
 (`time.perf_counter_ns`), the same clock in every process of a host.
 
->>> msgspec.msgpack.decode(msgspec.msgpack.encode(Ask(step=7)), type=FROM_CALLER)
-Ask(step=7)
+>>> msgspec.msgpack.decode(msgspec.msgpack.encode(ImageRequest(step=7)), type=FROM_CALLER)
+ImageRequest(step=7)
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     protocol: int = PROTOCOL
 
 
-class Arena(msgspec.Struct, tag=True, frozen=True):
+class ImageArena(msgspec.Struct, tag="Arena", frozen=True):
     """Memory for images, whose descriptor comes beside; it replaces what was known under its number."""
 
     number: int
@@ -77,7 +77,7 @@ class Layout(msgspec.Struct, tag=True, frozen=True):
     """Name of a tensor or object -> the keys that lead to it in the nested state."""
 
 
-class Value(msgspec.Struct, array_like=True, frozen=True):
+class SavedObject(msgspec.Struct, array_like=True, frozen=True):
     """One object of a save, pickled into the tail of the image."""
 
     fqn: str
@@ -98,7 +98,7 @@ class Persist(msgspec.Struct, tag=True, frozen=True):
     """Length of the image."""
     begun_ns: int
     """When the save began."""
-    values: tuple[Value, ...] = ()
+    values: tuple[SavedObject, ...] = ()
     replicas: dict[str, str] = {}
     """Name of a tensor that is taken to be equal on all ranks -> digest of all of it (first save of a layout)."""
     sums: tuple[tuple[int, int], ...] = ()
@@ -157,7 +157,7 @@ class Leave(msgspec.Struct, tag=True, frozen=True):
     """The trainer is done, or a new one has its own agent: finish what is under way, then end."""
 
 
-class Ask(msgspec.Struct, tag=True, frozen=True):
+class ImageRequest(msgspec.Struct, tag="Ask", frozen=True):
     """Show the image that you hold of committed step `step`."""
 
     step: int
@@ -174,7 +174,7 @@ class Done(msgspec.Struct, tag=True, frozen=True):
     """Whether the trainer is dead, or has left."""
 
 
-class Held(msgspec.Struct, tag=True, frozen=True):
+class HeldImage(msgspec.Struct, tag="Held", frozen=True):
     """The image that is held, its descriptor beside; step -1: none."""
 
     step: int = -1
@@ -185,8 +185,8 @@ class Held(msgspec.Struct, tag=True, frozen=True):
     """Merkle root of the checkpoint that it is part of."""
 
 
-FROM_CALLER = Hello | Arena | Layout | Persist | Leave | Ask | Finish
+FROM_CALLER = Hello | ImageArena | Layout | Persist | Leave | ImageRequest | Finish
 """What an agent accepts."""
 
-FROM_AGENT = Persisted | Committed | Redundant | Failed | Held | Done
+FROM_AGENT = Persisted | Committed | Redundant | Failed | HeldImage | Done
 """What the training process accepts."""

@@ -9,7 +9,7 @@ only after it is final. Sizes are bytes.
 >>> import io
 >>> image = bytearray(b"head" + b"payload" + b"????" + b"tail")
 >>> file = io.BytesIO()
->>> written = persist(image, [Payload(4, 11, (11,))], file, Pace())
+>>> written = persist(image, [Payload(4, 11, (11,))], file, RateLimiter())
 >>> file.getvalue() == bytes(image), image[11:15] == written.crc32s[0].to_bytes(4, "little"), written.digested.num_bytes
 (True, True, 19)
 """
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from headway.core.errors import InputError
 from headway.core.units import MIB
-from headway.core.wire.pace import Pace
+from headway.core.wire.pace import RateLimiter
 from headway.storage.stored.digests import Digested, Digester, block_bytes_for
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Written:
     """[payloads] CRC-32 of each, in their order."""
 
 
-def persist(image: Buffer, payloads: Sequence[Payload], file: Sink, pace: Pace) -> Written:
+def persist(image: Buffer, payloads: Sequence[Payload], file: Sink, pace: RateLimiter) -> Written:
     """Write `image` to `file`, patching the CRC-32 of each of the `payloads` (ascending, disjoint) into it first.
 
     Raises `InputError` when a CRC belongs in front of its payload's end; what the file raises passes through.

@@ -8,7 +8,7 @@ whole draft, so that nobody waits for long. Times are int ns of
 >>> import tempfile
 >>> hello = Hello(root=tempfile.mkdtemp(), attempt="a", rank=0, world_size=1)
 >>> save = Persist(step=7, attempt="a", number=0, num_bytes=4, begun_ns=0)
->>> draft, phases = persist_rank(hello, Layout(()), save, bytearray(b"data"), Pace())
+>>> draft, phases = persist_rank(hello, Layout(()), save, bytearray(b"data"), RateLimiter())
 >>> record = commit_if_ready(hello, draft)
 >>> record.step, [entry.name for entry in record.files][0], seen(hello, draft) == record
 (7, 'rank-0/digests.bin', True)
@@ -28,8 +28,8 @@ from headway.checkpoint.agents.persist import Payload, Written, persist
 from headway.checkpoint.policies.keep import Keep
 from headway.core.errors import DamageError, FormatError, HeadwayError, InputError
 from headway.core.files.whole_file import whole_file
-from headway.core.wire.pace import Pace
-from headway.storage.commits.commit import Committed, commit, committed, newest, remove
+from headway.core.wire.pace import RateLimiter
+from headway.storage.commits.commit import CommittedCheckpoint, commit, committed, newest, remove
 from headway.storage.commits.commit import recover as recover_drafts
 from headway.storage.commits.draft import Draft, abandon, finish_rank, open_draft, ranks_done
 from headway.storage.redundancy.parity import encode_rank
@@ -71,7 +71,7 @@ def draft_of(hello: Hello, save: Persist) -> Draft:
 
 
 def persist_rank(
-    hello: Hello, layout: Layout, save: Persist, memory: Buffer, pace: Pace
+    hello: Hello, layout: Layout, save: Persist, memory: Buffer, pace: RateLimiter
 ) -> tuple[Draft, tuple[Phase, ...]]:
     """Write the rank's image, digests and manifest into the draft, durably; return the draft and how long it took.
 
@@ -209,7 +209,7 @@ def recover(hello: Hello) -> list[Path]:
     return recover_drafts(hello.root)
 
 
-def encode(path: Path, rank: int, pace: Pace) -> int:
+def encode(path: Path, rank: int, pace: RateLimiter) -> int:
     """Write this rank's parity of a committed checkpoint; return how many bytes. Idempotent."""
     facts = encode_rank(path, rank, pace=pace)
     return 0 if facts is None else facts.m * facts.segment_bytes
@@ -225,7 +225,7 @@ def _record(path: Path) -> CommitRecord | None:
 
 def _may_replace(hello: Hello, draft: Draft) -> bool:
     """Whether the checkpoint of the same step, if there is one, may give way."""
-    if not Committed(draft.step, draft.target).ours:
+    if not CommittedCheckpoint(draft.step, draft.target).ours:
         return False  # none, or somebody else's
     record = _record(draft.target)
     if record is None:

@@ -8,7 +8,7 @@ ranks are met in the bucket only, so they look less often than in a folder.
 >>> from headway.checkpoint.agents.messages import Slot
 >>> hello = Hello(root=f"file://{tempfile.mkdtemp()}", attempt="a", rank=0, world_size=1)
 >>> save = Persist(step=7, attempt="a", number=0, num_bytes=4, begun_ns=0)
->>> draft, phases = persist_rank(hello, Layout(()), save, bytearray(b"data"), Pace())
+>>> draft, phases = persist_rank(hello, Layout(()), save, bytearray(b"data"), RateLimiter())
 >>> record = commit_if_ready(hello, draft)
 >>> record.step, [entry.name for entry in record.files][0], seen(hello, draft) == record
 (7, 'rank-0/digests.bin', True)
@@ -28,7 +28,7 @@ from headway.checkpoint.agents.persist import persist
 from headway.checkpoint.agents.saving import ABANDONED, GONE, is_superseded, lost_part, manifest_of, payloads
 from headway.checkpoint.policies.keep import Keep
 from headway.core.errors import DamageError, FormatError, HeadwayError, InputError
-from headway.core.wire.pace import Pace
+from headway.core.wire.pace import RateLimiter
 from headway.storage.commits import object_commit
 from headway.storage.commits.object_commit import (
     ObjectDraft,
@@ -72,7 +72,7 @@ def draft_of(hello: Hello, save: Persist) -> ObjectDraft:
 
 
 def persist_rank(
-    hello: Hello, layout: Layout, save: Persist, memory: Buffer, pace: Pace
+    hello: Hello, layout: Layout, save: Persist, memory: Buffer, pace: RateLimiter
 ) -> tuple[ObjectDraft, tuple[Phase, ...]]:
     """Put the rank's image, digests and manifest under the draft's prefix; see `saving.persist_rank`."""
     draft, store = draft_of(hello, save), _store(hello.root)
@@ -82,14 +82,14 @@ def persist_rank(
     written = None
     if save.num_bytes:
         image = memoryview(memory)[: save.num_bytes]
-        written = persist(image, payloads(layout.slots), _Nowhere(), Pace())
+        written = persist(image, payloads(layout.slots), _Nowhere(), RateLimiter())
         store.put(f"{draft.prefix}/{image_name(hello.rank)}", _paced(image, pace))
     digested = None if written is None else written.digested
     finish_rank(store, draft, manifest_of(hello, layout, save, memory, written), digested)
     return draft, (Phase("checkpoint.persist", begun_ns, time.perf_counter_ns(), save.num_bytes),)
 
 
-def _paced(image: memoryview, pace: Pace) -> Iterator[memoryview]:
+def _paced(image: memoryview, pace: RateLimiter) -> Iterator[memoryview]:
     """Yield an image part by part, no faster than the pace."""
     for start in range(0, len(image), PART_BYTES):
         part = image[start : start + PART_BYTES]
@@ -196,6 +196,6 @@ def recover(hello: Hello) -> Iterable[str]:
     return object_commit.recover(_store(hello.root))
 
 
-def encode(place: str, rank: int, pace: Pace) -> int:
+def encode(place: str, rank: int, pace: RateLimiter) -> int:
     """Raise `InputError`: parity lies in folders, and a bucket keeps copies of its own."""
     raise InputError(f"{place} has no parity: redundancy is for folders. Save with redundancy='none'.")

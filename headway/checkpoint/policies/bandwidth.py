@@ -5,7 +5,7 @@ Use it to tell what a save of N bytes would cost before there is one:
 headway stops training for a copy in memory; writing and checksums run behind
 the steps, one after the other. Bytes per second.
 
->>> rates = Rates(copy=8e9, checksum=16e9, write=5e8, read=2e9, sync_s=0.01)
+>>> rates = StorageRates(copy=8e9, checksum=16e9, write=5e8, read=2e9, sync_s=0.01)
 >>> rates.blocked_s(16_000_000_000), round(rates.durable_s(16_000_000_000), 2)
 (2.0, 35.1)
 """
@@ -36,7 +36,7 @@ ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class StorageRates:
     """What was measured."""
 
     copy: float
@@ -64,7 +64,7 @@ class Rates:
         return num_bytes / self.read + num_bytes / self.checksum + num_bytes / self.copy
 
 
-def measure(folder: Path, num_bytes: int = 64 * MIB) -> Rates:
+def measure(folder: Path, num_bytes: int = 64 * MIB) -> StorageRates:
     """Measure with files of `num_bytes` in `folder`. Raises `InputError` where nothing can be written there."""
     if num_bytes < PIECE_BYTES:
         raise InputError(f"{num_bytes} bytes are too few to measure with: pass at least {format_bytes(PIECE_BYTES)}.")
@@ -86,7 +86,7 @@ def measure(folder: Path, num_bytes: int = 64 * MIB) -> Rates:
         path.unlink(missing_ok=True)
     copy_s = _fastest(lambda: np.copyto(target, source))
     checksum_s = _fastest(lambda: digest_of(source.data, block_bytes_for(num_bytes)))
-    return Rates(num_bytes / copy_s, num_bytes / checksum_s, num_bytes / write_s, num_bytes / read_s, sync_s)
+    return StorageRates(num_bytes / copy_s, num_bytes / checksum_s, num_bytes / write_s, num_bytes / read_s, sync_s)
 
 
 def _fastest(act: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:

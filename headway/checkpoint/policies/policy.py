@@ -138,7 +138,7 @@ class PolicyReport:
 
 
 @dataclass(slots=True)
-class _Window:
+class _SaveWindow:
     """One save and the steps up to the next."""
 
     stall_s: float = 0.0
@@ -163,8 +163,8 @@ class CheckpointPolicy:
     inflight: int = 1
     """Saves that may be under way at once."""
     _slowdown: Slowdown = field(default_factory=Slowdown, init=False)
-    _windows: deque[_Window] = field(default_factory=lambda: deque(maxlen=REMEMBERED), init=False)
-    _open: _Window | None = field(default=None, init=False)
+    _windows: deque[_SaveWindow] = field(default_factory=lambda: deque(maxlen=REMEMBERED), init=False)
+    _open: _SaveWindow | None = field(default=None, init=False)
     _durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED), init=False)
     _under_way_s: float = field(default=0.0, init=False)
     """How long the newest save has been under way."""
@@ -190,7 +190,7 @@ class CheckpointPolicy:
         self._ran_s += timing.step_s
         if timing.saved:
             met = self._close()
-            self._open, self._under_way_s = _Window(met=met), 0.0
+            self._open, self._under_way_s = _SaveWindow(met=met), 0.0
             self._slowdown.begin_window()
             self._num_windows += 1
         if self._open is None:
@@ -254,7 +254,7 @@ class CheckpointPolicy:
 
     # ---- what was seen
 
-    def _beside(self, window: _Window, timing: StepTiming) -> None:
+    def _beside(self, window: _SaveWindow, timing: StepTiming) -> None:
         """Book a step after the first save: to its window, or to the average if nothing was under way."""
         window.num_steps += 1
         window.stall_s += timing.stall_s
@@ -282,7 +282,7 @@ class CheckpointPolicy:
         self._open = self._decided = None
         return not window.done
 
-    def _finished(self) -> list[_Window]:
+    def _finished(self) -> list[_SaveWindow]:
         """Return the last windows whose costs are known, oldest first."""
         windows = [*self._windows, self._open] if self._open and self._open.done else [*self._windows]
         return windows[-REMEMBERED:]
@@ -295,7 +295,7 @@ class CheckpointPolicy:
     def _slowed_s(self) -> float:
         return _agreed([self._slowdown.fraction * window.own_s for window in self._alone()])
 
-    def _alone(self) -> list[_Window]:
+    def _alone(self) -> list[_SaveWindow]:
         """Return those of the last windows whose save did not meet the one before it; all of them if each did.
 
         Where saves meet, the stall has a wait in it: `_overlap_steps` keeps them apart, no rarer saves are needed.

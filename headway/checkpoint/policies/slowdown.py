@@ -62,7 +62,7 @@ class _Steps:
 
 
 @dataclass(slots=True)
-class _Window:
+class _SlowdownWindow:
     beside: _Steps = field(default_factory=_Steps)
     clean: _Steps = field(default_factory=_Steps)
     duration_s: float = 0.0
@@ -81,7 +81,7 @@ class Slowdown:
     """Steps in `base_s`."""
     num_beside: int = 0
     """Steps in `beside_s`."""
-    _windows: deque[_Window] = field(default_factory=lambda: deque([_Window()], maxlen=REMEMBERED))
+    _windows: deque[_SlowdownWindow] = field(default_factory=lambda: deque([_SlowdownWindow()], maxlen=REMEMBERED))
     _difference_s: float = 0.0
     """Mean absolute difference of consecutive steps of one kind."""
     _num_differences: int = 0
@@ -91,7 +91,7 @@ class Slowdown:
 
     def begin_window(self) -> None:
         """Note that a save begins."""
-        self._windows.append(_Window())
+        self._windows.append(_SlowdownWindow())
         self._last = None
 
     def add(self, own_s: float, *, beside: bool) -> None:
@@ -175,7 +175,7 @@ class Slowdown:
         self._num_far += 1
         return own_s if self._num_far >= LASTING else self.base_s + math.copysign(most_s, off_s)
 
-    def _average(self, windows: Sequence[_Window]) -> None:
+    def _average(self, windows: Sequence[_SlowdownWindow]) -> None:
         base_s, self.num_clean = _mean([window.clean for window in windows], self.noise_s)
         beside = _of_like_saves(windows)
         self.beside_s, self.num_beside = _mean([window.beside for window in beside], self.noise_s)
@@ -214,7 +214,7 @@ def _mean(steps: Sequence[_Steps], noise_s: float) -> tuple[float, int]:
     return total_s / num_steps, num_steps
 
 
-def _of_like_saves(windows: Sequence[_Window]) -> Sequence[_Window]:
+def _of_like_saves(windows: Sequence[_SlowdownWindow]) -> Sequence[_SlowdownWindow]:
     """Return the windows whose saves took as long as the two newest ones; all where these two differ.
 
     What makes saves slower makes the steps beside them slower too, and shows in fewer windows.

@@ -13,7 +13,7 @@ small enough to stay in cache. Sizes and offsets are bytes.
 >>> piece = Piece("w", "int32", (4,), (0,), (4,), "a", 0, 16, 0, 16, 0)
 >>> plan = plan_reads([Shard("w", (4,), "int32", Box((1,), (2,)))], {"w": [piece]})
 >>> files = {"a": np.arange(4, dtype=np.int32).tobytes()}
->>> fetch(plan.reads, Fetcher(MemoryFiles(files)), lambda transfer, elements: print(elements)).read_bytes
+>>> fetch(plan.reads, RangeFetcher(MemoryFiles(files)), lambda transfer, elements: print(elements)).read_bytes
 [1 2]
 12
 """
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.checkpoint.reading.reads import Read, Transfer
+from headway.checkpoint.reading.reads import Read, ShardTransfer
 from headway.core.errors import DamageError
 from headway.core.machine.host import host_cores
 from headway.core.units import MIB
@@ -181,10 +181,10 @@ def too_short(name: str, stop: int, wanted: int) -> DamageError:
     return DamageError(f"{name} ends at byte {stop}; bytes up to {wanted} were written. Run: headway ckpt repair")
 
 
-Place = Callable[[Transfer, NDArray[Any]], None]
+Place = Callable[[ShardTransfer, NDArray[Any]], None]
 """Takes the elements of a transfer, [*box.lengths], valid during the call only; of `ELEMENT`'s type, maybe strided."""
 
-Flat = Callable[[Transfer], "NDArray[np.uint8] | None"]
+Flat = Callable[[ShardTransfer], "NDArray[np.uint8] | None"]
 """Give the memory, [bytes], that takes a transfer's elements as they lie in the file; None where it is not one run."""
 
 Digests = Callable[[str], Digested | None]
@@ -195,7 +195,7 @@ Mend = Callable[[str, int, int], bytes | None]
 
 
 @dataclass(slots=True)
-class Fetched:
+class FetchStats:
     """What fetching took."""
 
     read_bytes: int = 0
@@ -208,7 +208,7 @@ class Fetched:
     """(file, first byte, tensor) of each block that came from parity."""
 
 
-class Fetcher:
+class RangeFetcher:
     """Hands on ranges of files, verified.
 
     `flat` gives memory for elements that need no rearranging; `room` makes the buffers, one per thread.
@@ -228,7 +228,7 @@ class Fetcher:
         """Where elements go that need no rearranging."""
         self.room = room or aligned_buffer
         """Makes a thread's buffer."""
-        self.total = Fetched()
+        self.total = FetchStats()
         """What was read so far."""
         self._local = threading.local()
         self._lock = threading.Lock()
@@ -329,7 +329,7 @@ def aligned_buffer(num_bytes: int, *, align: int = 4096) -> NDArray[np.uint8]:
     return memory[skip : skip + num_bytes]
 
 
-def fetch(reads: Sequence[Read], fetcher: Fetcher, place: Place, *, num_threads: int | None = None) -> Fetched:
+def fetch(reads: Sequence[Read], fetcher: RangeFetcher, place: Place, *, num_threads: int | None = None) -> FetchStats:
     """Do all reads and hand on what they hold; returns what the fetcher has read so far.
 
     `num_threads` is by default the cores of this process, at most four. The first failure is raised, after the reads

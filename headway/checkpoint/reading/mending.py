@@ -6,7 +6,7 @@ reading of as many others as its stripe has data members. For putting files
 right for good there is `headway ckpt repair`.
 
 >>> import tempfile
->>> Mending(tempfile.mkdtemp())("rank-0/__0_0.distcp", 0, 4096) is None
+>>> ParityRepair(tempfile.mkdtemp())("rank-0/__0_0.distcp", 0, 4096) is None
 True
 """
 
@@ -25,7 +25,7 @@ from headway.storage.redundancy.parity_files import Images
 from headway.storage.stored.store import LocalStore
 
 
-class Mending:
+class ParityRepair:
     """Rebuilds blocks of one checkpoint in a folder: see `fetch.Mend`."""
 
     def __init__(self, folder: str | Path) -> None:

@@ -13,7 +13,7 @@ max / mean 4.2 (largest first) to 4.8 (DCP's order) for Llama-3-8B over 64
 ranks (`headway bench checkpoint_balance`); this one gives 1.01, and never
 more than 1 + 1/16 plus an element where shares are of 2 MiB or more.
 
->>> held = [Held("embed", (1000, 1024), 4), Held("norm", (1024,), 4)]
+>>> held = [ReplicatedTensor("embed", (1000, 1024), 4), ReplicatedTensor("norm", (1024,), 4)]
 >>> [[str(box) for box in owned(held, 2, holder).get("embed", [])] for holder in (0, 1)]
 [['[0:500, 0:1024]'], ['[500:1000, 0:1024]']]
 """
@@ -41,7 +41,7 @@ CHUNKS_PER_SHARE = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ReplicatedTensor:
     """A tensor, or a shard of one, of which several ranks hold equal copies."""
 
     fqn: str
@@ -59,7 +59,7 @@ class Held:
         return math.prod(self.shape) * self.itemsize
 
 
-def owned(tensors: Sequence[Held], num_holders: int, holder: int) -> dict[str, list[Box]]:
+def owned(tensors: Sequence[ReplicatedTensor], num_holders: int, holder: int) -> dict[str, list[Box]]:
     """Return what place `holder` of `num_holders` writes: name -> boxes of the copy, in row-major order.
 
     Over all holders, the boxes of each tensor partition it; a tensor without elements is one box, of one holder.
@@ -71,7 +71,7 @@ def owned(tensors: Sequence[Held], num_holders: int, holder: int) -> dict[str, l
     return shares(tensors, num_holders)[holder]
 
 
-def shares(tensors: Sequence[Held], num_holders: int) -> list[dict[str, list[Box]]]:
+def shares(tensors: Sequence[ReplicatedTensor], num_holders: int) -> list[dict[str, list[Box]]]:
     """Return what each of the holders writes, as `owned` does for one."""
     chunk_bytes = least_chunk(sum(tensor.num_bytes for tensor in tensors), num_holders)
     ordered = sorted(tensors, key=lambda tensor: tensor.fqn)
@@ -96,7 +96,9 @@ def least_chunk(total_bytes: int, num_holders: int) -> int:
     return max(LEAST_CHUNK_BYTES, min(CHUNK_BYTES, total_bytes // (num_holders * CHUNKS_PER_SHARE)))
 
 
-def _cut(large: Sequence[Held], num_holders: int, chunk_bytes: int) -> list[tuple[Held, int, int, int]]:
+def _cut(
+    large: Sequence[ReplicatedTensor], num_holders: int, chunk_bytes: int
+) -> list[tuple[ReplicatedTensor, int, int, int]]:
     """Lay tensors end to end and cut evenly: (tensor, holder, first element, one past the last)."""
     total_bytes, begin, parts = sum(tensor.num_bytes for tensor in large), 0, []
     holder = 0
@@ -113,7 +115,7 @@ def _cut(large: Sequence[Held], num_holders: int, chunk_bytes: int) -> list[tupl
     return [(tensor, owner, start, stop) for tensor, owner, start, stop in parts if start < stop]
 
 
-def _place(tensor: Held, ideal_bytes: int, chunk_bytes: int) -> int:
+def _place(tensor: ReplicatedTensor, ideal_bytes: int, chunk_bytes: int) -> int:
     """Return the element nearest to an ideal cut at which a tensor may be cut.
 
     That is at an end of it, or a chunk or more away from both, and at the start of a row, or of as large a part

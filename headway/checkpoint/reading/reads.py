@@ -50,7 +50,7 @@ class Shard:
     """The part that is wanted."""
 
 
-class Transfer(NamedTuple):
+class ShardTransfer(NamedTuple):
     """Elements that go from one stored piece to one wanted shard."""
 
     want: int
@@ -84,7 +84,7 @@ class Transfer(NamedTuple):
         """Whether they lie in the file without gaps, in their own row-major order."""
         return self.num_bytes == self.stop - self.start
 
-    def part(self, box: Box) -> Transfer:
+    def part(self, box: Box) -> ShardTransfer:
         """Return the same for a part of the box."""
         return transfer(self.want, self.piece, box, self.itemsize, self.strides)
 
@@ -101,7 +101,7 @@ class Read(NamedTuple):
     stop: int
     """One past the last."""
 
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[ShardTransfer, ...]
     """What is taken out, in order of its place in the file."""
 
     reader: int = 0
@@ -146,7 +146,7 @@ def plan_reads(
     """
     if group < 1:
         raise InputError(f"group is {group}; at least one has to read. Pass the number of ranks that want the same.")
-    transfers: list[Transfer] = []
+    transfers: list[ShardTransfer] = []
     indices: dict[str, BoxIndex] = {}
     for number, shard in enumerate(want):
         pieces = have.get(shard.fqn, ())
@@ -171,14 +171,14 @@ def plan_reads(
     return ReadPlan(tuple(want), tuple(reads), group)
 
 
-def transfer(want: int, piece: Piece, box: Box, itemsize: int, strides: Shape) -> Transfer:
+def transfer(want: int, piece: Piece, box: Box, itemsize: int, strides: Shape) -> ShardTransfer:
     """Return the transfer of `box`, with its place in the file."""
     steps = zip(box.offsets, piece.offsets, strides, strict=True)
     start = piece.payload_offset + sum((mine - theirs) * stride for mine, theirs, stride in steps)
-    return Transfer(want, piece, box, itemsize, strides, start, start + span_bytes(box.lengths, strides, itemsize))
+    return ShardTransfer(want, piece, box, itemsize, strides, start, start + span_bytes(box.lengths, strides, itemsize))
 
 
-def _place(transfer: Transfer) -> tuple[str, int]:
+def _place(transfer: ShardTransfer) -> tuple[str, int]:
     return transfer.piece.file, transfer.start
 
 
@@ -211,12 +211,12 @@ def span_bytes(lengths: Sequence[int], strides: Sequence[int], itemsize: int) ->
     return sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True)) + itemsize
 
 
-def _shares(transfers: list[Transfer], group: int) -> list[list[Transfer]]:
+def _shares(transfers: list[ShardTransfer], group: int) -> list[list[ShardTransfer]]:
     """Cut transfers, in order, into `group` runs of even bytes; one that lies across a cut is cut itself."""
     if group == 1:
         return [transfers]
     total_bytes, done = sum(transfer.num_bytes for transfer in transfers), 0
-    shares: list[list[Transfer]] = [[] for _ in range(group)]
+    shares: list[list[ShardTransfer]] = [[] for _ in range(group)]
     for transfer in transfers:
         num_elements, taken = transfer.box.num_elements, 0
         while taken < num_elements:
@@ -230,7 +230,7 @@ def _shares(transfers: list[Transfer], group: int) -> list[list[Transfer]]:
     return shares
 
 
-def _close_parts(wide: Transfer, gap_bytes: int) -> Iterator[Transfer]:
+def _close_parts(wide: ShardTransfer, gap_bytes: int) -> Iterator[ShardTransfer]:
     """Cut a transfer into parts of at most `READ_BYTES`, with no long gap between their elements in the file."""
     if wide.stop - wide.start <= READ_BYTES and wide.is_contiguous:
         yield wide
@@ -259,9 +259,9 @@ def _cut(box: Box, strides: Shape, itemsize: int, gap_bytes: int) -> Iterator[Bo
             yield from _cut(part, strides, itemsize, gap_bytes)
 
 
-def _joined(parts: Sequence[Transfer], reader: int, gap_bytes: int) -> Iterator[Read]:
+def _joined(parts: Sequence[ShardTransfer], reader: int, gap_bytes: int) -> Iterator[Read]:
     """Join parts that follow each other closely in one file, up to `READ_BYTES`."""
-    members: list[Transfer] = []
+    members: list[ShardTransfer] = []
     file, start, stop = "", 0, 0
     for part in parts:
         near = part.piece.file == file and part.start - stop <= gap_bytes

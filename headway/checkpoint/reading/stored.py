@@ -64,7 +64,7 @@ Unpack = Callable[["Buffer", StoredTensor, Chunk], "Buffer"]
 STEP = re.compile(r"step-(\d+)")
 
 
-class Stored:
+class StoredCheckpoint:
     """An opened checkpoint; also its `Files`, so that what had to be unpacked is read like any other. Close it."""
 
     def __init__(self, files: Files, place: str, *, unpack: Unpack | None = None) -> None:
@@ -271,14 +271,16 @@ def _checksum(pieces: Sequence[Piece]) -> int | None:
     return total if is_whole else None
 
 
-def open_stored(place: str | Path | Store | Files, *, unpack: Unpack | None = None, trust: bool = True) -> Stored:
+def open_stored(
+    place: str | Path | Store | Files, *, unpack: Unpack | None = None, trust: bool = True
+) -> StoredCheckpoint:
     """Open the checkpoint in a folder, or under a store or files that are rooted at it.
 
     With `trust` off, our own record and manifests are passed over, and only `.metadata` is used (to read what is left
     of a damaged checkpoint). Raises `FormatError` for what is no checkpoint, `DamageError` for a damaged one.
     """
     files, name = _files_of(place)
-    stored = Stored(files, name, unpack=unpack)
+    stored = StoredCheckpoint(files, name, unpack=unpack)
     data = (_read(files, COMMIT) or _read(files, COMMIT + TWIN)) if trust else None
     if data is not None:
         stored.open_ours(_record(files, data, f"{name}/{COMMIT}"))

@@ -49,7 +49,7 @@ from headway.checkpoint.runtime.images.writers import CAPTURES, REPLAYS, Writers
 from headway.checkpoint.runtime.restores.restore import RestoreReport, Verify
 from headway.checkpoint.runtime.restores.restoring import restore
 from headway.checkpoint.runtime.saves.saver import Options, Saver
-from headway.checkpoint.runtime.saves.schedule import Schedule, StepMeter
+from headway.checkpoint.runtime.saves.schedule import SaveSchedule, StepMeter
 from headway.checkpoint.runtime.saves.tickets import SaveTicket
 from headway.core.closing import Closing
 from headway.core.errors import HeadwayError, InputError
@@ -146,7 +146,7 @@ class Checkpointer(Closing):
         self._own: dict[str, Any] = {POLICY: self._policy, GENERATORS: RngStates()}
         self._pid = os.getpid()
         self._saver: Saver | None = None
-        self._schedule: Schedule | None = None
+        self._schedule: SaveSchedule | None = None
         self._meter = StepMeter()
         self._optimizers: list[torch.optim.Optimizer] = []
         self._hooks: list[Any] = []
@@ -391,9 +391,9 @@ class Checkpointer(Closing):
             atexit.register(self._leave)
         return self._saver
 
-    def _planned(self) -> Schedule:
+    def _planned(self) -> SaveSchedule:
         if self._schedule is None:
-            self._schedule = Schedule(self._policy, self._opened().agreement)
+            self._schedule = SaveSchedule(self._policy, self._opened().agreement)
         return self._schedule
 
     def _leave(self) -> None:

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from headway.cluster.adaptive.speed import NEEDS_SCIPY
-from headway.cluster.adaptive.useful import Limits
+from headway.cluster.adaptive.useful import BatchLimits
 from headway.core.errors import InputError
 from headway.core.tables import pick
 
@@ -51,7 +51,7 @@ class Application:
     epochs: Mapping[int, Values]
     """Batch size, ascending -> [e, 4] progress and steps at the end of each epoch; gradients' square and variance."""
 
-    limits: Limits
+    limits: BatchLimits
     """Batch sizes that it may use."""
 
     _times: dict[tuple[tuple[int, ...], int], tuple[float, float]] = field(default_factory=dict)
@@ -140,7 +140,7 @@ def read_applications(folder: Path) -> dict[str, Application]:
                 [row["progress"], row["iteration"], row["grad_sqr"], row["grad_var"]]
             )
         micro = [row["local_bsz"] for row in own]
-        limits = Limits(min(epochs), max(epochs), min(micro), DEVICE_MEMORY.get(name, max(micro)))
+        limits = BatchLimits(min(epochs), max(epochs), min(micro), DEVICE_MEMORY.get(name, max(micro)))
         found[name] = Application(
             name, {digits: np.array(sorted(rows)) for digits, rows in tables.items()}, np.array(points, np.float64),
             {size: np.array(rows) for size, rows in epochs.items()}, limits,

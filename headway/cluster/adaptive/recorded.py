@@ -11,7 +11,7 @@ import numpy as np
 
 from headway.cluster.adaptive.noise import NoiseScale
 from headway.cluster.adaptive.speed import fit_speed
-from headway.cluster.adaptive.useful import Limits, best_batch, gain
+from headway.cluster.adaptive.useful import BatchLimits, best_batch, gain
 from headway.core.errors import FormatError, InputError
 from headway.core.files.bounded_json import read_json
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
@@ -19,7 +19,7 @@ from headway.core.units import NS_PER_S
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.kinds.buckets import BUCKETS
-from headway.trace.events.in_force import applied_rows, in_force
+from headway.trace.events.active_settings import active_settings, applied_rows
 from headway.trace.recording.runs import Run
 
 BATCH, NOISE = "cluster.batch", "cluster.noise"
@@ -100,7 +100,7 @@ def noise_of(run: Run, measured: Measured) -> NoiseScale:
     for path in sorted((run.path / "applied").glob("r*.json")):
         tree = read_json(path, fix="Record the run again.")
         applied = tree.get("remedies") if isinstance(tree, dict) else None
-        for sample in in_force(applied_rows(applied)).get(NOISE, {}).get("samples") or ():
+        for sample in active_settings(applied_rows(applied)).get(NOISE, {}).get("samples") or ():
             if not (isinstance(sample, list) and len(sample) == 5):
                 raise FormatError(f"{path} has the sample {sample!r}; five numbers are a sample. Record it again.")
             by_step.setdefault(int(sample[0]), []).append(sample)
@@ -167,7 +167,7 @@ def batch_answer(
     columns = [(m.num_hosts, m.num_replicas, m.microbatch_size, m.compute_s, m.step_s) for m in rows]
     speed = fit_speed(*zip(*columns, strict=True))
     top = largest or 16 * first.initial_batch
-    limits = Limits(first.initial_batch, top, 1, micro_most or top)
+    limits = BatchLimits(first.initial_batch, top, 1, micro_most or top)
     # Without an estimate every example counts the same: throughput.
     known = noise.noise_scale is not None
     sqr, var = (max(noise.sqr, 0.0), max(noise.var, 0.0)) if known else (0.0, 1.0)

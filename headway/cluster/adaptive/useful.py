@@ -39,7 +39,7 @@ def gain(scale: ArrayLike, *, sqr: float, var: float) -> Values:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class BatchLimits:
     """Batch sizes that a job may use, in examples."""
 
     initial: int
@@ -67,7 +67,7 @@ class Limits:
             )
 
 
-class Choice(NamedTuple):
+class BestBatches(NamedTuple):
     """The best batch for each number of replicas [k]."""
 
     useful_per_s: Values
@@ -81,9 +81,9 @@ class Choice(NamedTuple):
 
 
 def best_batch(
-    speed: Speed, limits: Limits, num_hosts: Indices, num_replicas: Indices, *, sqr: float, var: float,
+    speed: Speed, limits: BatchLimits, num_hosts: Indices, num_replicas: Indices, *, sqr: float, var: float,
     two_alone: bool = True,
-) -> Choice:  # fmt: skip
+) -> BestBatches:  # fmt: skip
     """Choose the batch with the most useful examples per second for each (hosts, replicas) [k].
 
     With `two_alone`, the published rule, one replica with more than the initial batch accumulates at least once: from
@@ -101,4 +101,4 @@ def best_batch(
     useful = limits.initial * gain(batch / limits.initial, sqr=sqr, var=var) / step_s
     useful = np.where((micro >= limits.micro_least) & (micro <= limits.micro_most), useful, 0.0)
     at = useful.argmax(axis=0), np.arange(useful.shape[1])
-    return Choice(useful[at], micro[at].astype(np.int64), accumulation[at].astype(np.int64))
+    return BestBatches(useful[at], micro[at].astype(np.int64), accumulation[at].astype(np.int64))

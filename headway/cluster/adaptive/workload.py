@@ -31,7 +31,7 @@ FIXED = {"ncf": 32768}
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class _TrainingJob:
     """The state of one job."""
 
     application: Application
@@ -62,7 +62,7 @@ class MeasuredJobs:
         """
         self.submitted, self.adaptive, self.slowdown = submitted, adaptive, slowdown
         self.running = [
-            _Job(applications[job.application], FIXED.get(job.application) if adaptive else job.batch_size)
+            _TrainingJob(applications[job.application], FIXED.get(job.application) if adaptive else job.batch_size)
             for job in submitted
         ]
         self._fits: dict[tuple[str, tuple[tuple[int, int, int], ...]], Speed] = {}
@@ -144,7 +144,7 @@ class MeasuredJobs:
         sizes = tuple(min(4, num_devices - first) for first in range(0, num_devices, 4))
         return (steps or 1.0) * _step_s(state.application, sizes, batch, oracle=True)
 
-    def _run(self, job: _Job, seconds: float, slowdown: float) -> float:
+    def _run(self, job: _TrainingJob, seconds: float, slowdown: float) -> float:
         """Advance a job; return the seconds that it used."""
         application, left_s = job.application, seconds
         hosts, replicas = len(job.placement), sum(job.placement)
@@ -167,7 +167,7 @@ class MeasuredJobs:
             self._choose(job)
         return seconds - max(left_s, 0.0)
 
-    def _report(self, job: _Job) -> None:
+    def _report(self, job: _TrainingJob) -> None:
         """Work out the useful examples/s of the configurations that a policy asks for."""
         missing = [key for key in self._asked if key not in job.useful]
         if missing and job.speed is not None:
@@ -175,7 +175,9 @@ class MeasuredJobs:
             best = best_batch(job.speed, job.application.limits, hosts, devices, sqr=job.sqr, var=job.var)
             job.useful.update(zip(missing, best.useful_per_s.tolist(), strict=True))
 
-    def _learn(self, job: _Job, key: tuple[int, int, int], times: tuple[float, float], sqr: float, var: float) -> None:
+    def _learn(
+        self, job: _TrainingJob, key: tuple[int, int, int], times: tuple[float, float], sqr: float, var: float
+    ) -> None:
         """Note a measurement, and fit the speed anew where the configuration is a new one."""
         if (sqr, var) != (job.sqr, job.var):
             job.sqr, job.var = sqr, var
@@ -191,7 +193,7 @@ class MeasuredJobs:
         job.speed = self._fits[name]
         job.useful.clear()
 
-    def _choose(self, job: _Job) -> None:
+    def _choose(self, job: _TrainingJob) -> None:
         """Choose the batch for the present placement."""
         limits, hosts, replicas = job.application.limits, len(job.placement), sum(job.placement)
         batch = job.tuned_batch

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 
-from headway.cluster.logs.record import Record, RecordedQueue
+from headway.cluster.logs.record import JobRecord, RecordedQueue
 from headway.cluster.logs.slurm import read_piped, read_sacct
 from headway.core.errors import FormatError
 
@@ -31,7 +31,7 @@ def read_philly(path: Path, virtual_cluster: str = "") -> RecordedQueue:
         raise FormatError(f"{path} is no queue of Philly's ({fault}). Pass its jobs.parquet.") from None
     rows = zip(*(table.column(name).to_pylist() for name in PHILLY), strict=True)
     records = [
-        Record(str(number), int(count), float(submit), float(run_s), owner=owner)
+        JobRecord(str(number), int(count), float(submit), float(run_s), owner=owner)
         for number, (submit, run_s, count, owner) in enumerate(rows)
         if virtual_cluster in ("", owner) and run_s > 0 and count > 0
     ]
@@ -56,7 +56,7 @@ def read_csv(path: Path) -> RecordedQueue:
             except (ValueError, TypeError) as fault:
                 raise FormatError(f"{path}:{number}: {fault}. Write num_devices and seconds as numbers.") from None
             words = (row.get("device_type") or "", row.get("owner") or "", row.get("model") or "")
-            records.append(Record(row["id"], *numbers, start_s, *words))
+            records.append(JobRecord(row["id"], *numbers, start_s, *words))
     return RecordedQueue.of(records, path, in_steps=in_steps)
 
 

@@ -16,7 +16,7 @@ from headway.cost.specs import shipped
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class JobRecord:
     """One job of a log; times in seconds on one clock."""
 
     id: str
@@ -64,7 +64,9 @@ class RecordedQueue:
     """A step of a job is one of its training: only runs say how long it takes."""
 
     @classmethod
-    def of(cls, records: Iterable[Record], source: object, skipped: int = 0, in_steps: bool = False) -> RecordedQueue:
+    def of(
+        cls, records: Iterable[JobRecord], source: object, skipped: int = 0, in_steps: bool = False
+    ) -> RecordedQueue:
         """Sort records by arrival; raises `FormatError` when there are none."""
         rows = sorted(records, key=attrgetter("arrival_s"))
         if not rows:

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from headway.cluster.logs.record import Record, RecordedQueue
+from headway.cluster.logs.record import JobRecord, RecordedQueue
 from headway.core.errors import FormatError
 from headway.core.files.bounded_json import read_json
 
@@ -61,7 +61,7 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _record(job: Mapping[str, Any]) -> Record | None:
+def _record(job: Mapping[str, Any]) -> JobRecord | None:
     """Return a job, or None where it ran not at all, has not ended, or used no devices."""
     when = job["time"]
     submit, start, end = (_number(when[name]) for name in ("submission", "start", "end"))
@@ -77,7 +77,7 @@ def _record(job: Mapping[str, Any]) -> Record | None:
     )
     name = name if math.isnan(array) else f"{name}_{int(array)}"
     owner = str(job.get("user") or (job.get("association") or {}).get("user") or "")
-    return Record(name, count, submit, end - start, start, kind, owner, str(job.get("name") or ""))
+    return JobRecord(name, count, submit, end - start, start, kind, owner, str(job.get("name") or ""))
 
 
 def _devices(entries: Iterable[str]) -> tuple[int, str]:
@@ -107,7 +107,7 @@ def read_piped(path: Path) -> RecordedQueue:
             count, kind = _devices([row["AllocTRES"] or ""])
             if count and end > start:
                 owner, name = row.get("User") or "", row.get("JobName") or ""
-                records.append(Record(row["JobID"], count, submit, end - start, start, kind, owner, name))
+                records.append(JobRecord(row["JobID"], count, submit, end - start, start, kind, owner, name))
             else:
                 skipped += 1
     return RecordedQueue.of(records, path, skipped)

@@ -14,7 +14,7 @@ import numpy as np
 from headway.cluster.model import Allocation, Cluster, QueueState, Values
 from headway.cluster.programs.classes import class_pairs, hand_down
 from headway.cluster.programs.leximin import water_filling
-from headway.cluster.programs.maxmin import Groups, equal_jobs, maxmin, solve
+from headway.cluster.programs.maxmin import JobGroups, equal_jobs, maxmin, solve
 from headway.core.linear import minimise
 from headway.core.search import threshold
 
@@ -57,7 +57,7 @@ def las_packed(state: QueueState, cluster: Cluster, now_s: float) -> Allocation:
     kind = state.kind[first]
     shared = state.shared[kind[:, None], kind] * normal[first][:, None, None]
     pairs, pair_rates = class_pairs(groups.rates, shared, groups.scale, groups.count)
-    groups = Groups(groups.rates, groups.scale, groups.count, groups.weights, pairs, pair_rates)
+    groups = JobGroups(groups.rates, groups.scale, groups.count, groups.weights, pairs, pair_rates)
     best = solve(groups, cluster.count.astype(np.float64))
     rows, times = hand_down(groups, group, best.q)
     return Allocation((best.y / groups.count[:, None])[group], rows, times)

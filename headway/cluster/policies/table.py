@@ -12,7 +12,7 @@ from headway.cluster.policies.fill import fill, fill_deadline, fill_makespan
 from headway.cluster.policies.hadar import hadar
 
 
-class PolicyFn(Protocol):
+class SchedulingPolicy(Protocol):
     """A policy. Write a function of this shape; there is nothing to subclass."""
 
     def __call__(self, state: QueueState, cluster: Cluster, now_s: float, /) -> Allocation:
@@ -20,7 +20,7 @@ class PolicyFn(Protocol):
         ...
 
 
-POLICIES: Mapping[str, PolicyFn] = {
+POLICIES: Mapping[str, SchedulingPolicy] = {
     "fifo": baselines.fifo,
     "fifo_aware": baselines.fifo_aware,
     "las": fairness.las,
@@ -44,8 +44,8 @@ POLICIES: Mapping[str, PolicyFn] = {
 }
 """Policies of a queue."""
 
-MIXING: frozenset[PolicyFn] = frozenset({hadar, pollux, tiresias, optimus})
+MIXING: frozenset[SchedulingPolicy] = frozenset({hadar, pollux, tiresias, optimus})
 """Those that run a gang on several types at once."""
 
-LENDING: frozenset[PolicyFn] = frozenset({baselines.allox})
+LENDING: frozenset[SchedulingPolicy] = frozenset({baselines.allox})
 """Those whose jobs without a share take free devices under the published rules; by our own rules they wait."""

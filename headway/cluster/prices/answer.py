@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from headway.cluster.prices.deadline import hourly_starts, run_until, spans
-from headway.cluster.prices.market import DAY_S, HOUR_S, Market, Terms
+from headway.cluster.prices.market import DAY_S, HOUR_S, Market, MarketTerms
 from headway.cluster.prices.read import read_events
 from headway.cluster.prices.strategies import STUDY, Bought, follow, hindsight, online, study
 from headway.core.errors import InputError
@@ -39,7 +39,7 @@ class Rest:
     """Deadline, in seconds after the start."""
 
 
-def buy(terms: Terms, start: int, rest: Rest) -> dict[str, Bought]:
+def buy(terms: MarketTerms, start: int, rest: Rest) -> dict[str, Bought]:
     """Buy the rest of a job from a day on, by every strategy, the online rule and in hindsight."""
     found = {name: follow(terms, start, rest.steps, study(name, terms, rest.reference)) for name in STUDY}
     rule = online(terms, hysteresis=rest.hysteresis, due_s=rest.due_s)
@@ -49,7 +49,9 @@ def buy(terms: Terms, start: int, rest: Rest) -> dict[str, Bought]:
     return found
 
 
-def history(terms: Terms, calendar: Sequence[date], rest: Rest, day: date | None, *, hold: bool) -> dict[str, Any]:
+def history(
+    terms: MarketTerms, calendar: Sequence[date], rest: Rest, day: date | None, *, hold: bool
+) -> dict[str, Any]:
     """Buy on the study's start days (all but the last 5, at most 30), and, where it is named, from one day on.
 
     A calendar of fewer than 6 days starts on its first one; raises `InputError` where the job is longer than it and
@@ -63,7 +65,7 @@ def history(terms: Terms, calendar: Sequence[date], rest: Rest, day: date | None
     return found | ({"from": from_day(terms, day, rest, hold=hold)} if day else {})
 
 
-def over_starts(terms: Terms, starts: Sequence[int], rest: Rest) -> dict[str, Any]:
+def over_starts(terms: MarketTerms, starts: Sequence[int], rest: Rest) -> dict[str, Any]:
     """Return mean, least and most dollars of each strategy over start days, `hindsight_usd` and `online_usd`.
 
     As in the study, a job that is not done on the last day of the calendar pays that day's price until it is.
@@ -85,7 +87,7 @@ def over_starts(terms: Terms, starts: Sequence[int], rest: Rest) -> dict[str, An
     }
 
 
-def from_day(terms: Terms, day: date, rest: Rest, *, hold: bool) -> dict[str, Any]:
+def from_day(terms: MarketTerms, day: date, rest: Rest, *, hold: bool) -> dict[str, Any]:
     """Buy from one day on: what that day's prices predicted, and what the days after it made of it.
 
     Raises `InputError` where prices end before the job and `hold` does not carry the last ones on.
@@ -112,7 +114,7 @@ def check_length(market: Market, day: date, duration_s: float, *, hold: bool) ->
         )
 
 
-def cheapest(terms: Terms, day: int, steps: float) -> list[dict[str, Any]]:
+def cheapest(terms: MarketTerms, day: int, steps: float) -> list[dict[str, Any]]:
     """Return what the rest of the job costs on each offer that is open on a day, cheapest first."""
     cost = np.where(terms.market.open[day], terms.usd_per_step()[day], np.inf)
     return [

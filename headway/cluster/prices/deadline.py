@@ -26,7 +26,7 @@ from headway.core.errors import FormatError, InputError
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class UptimeSpan:
     """A time in which an instance of one zone could be used."""
 
     zone: str
@@ -59,10 +59,10 @@ class Finished:
     """Times that it started, on spot or on demand."""
 
 
-def spans(events: Sequence[Mapping[str, object]], device_type: str) -> list[Span]:
+def spans(events: Sequence[Mapping[str, object]], device_type: str) -> list[UptimeSpan]:
     """Return when instances of one device type were up, by start; raises `FormatError` on an unknown event."""
     kinds = {str(row["instance"]): row for row in events if row["event"] == "created"}
-    found: list[Span] = []
+    found: list[UptimeSpan] = []
     state: dict[str, tuple[float, float]] = {}
     for row in sorted(events, key=lambda row: float(str(row["unix_s"]))):
         name, at_s = str(row["instance"]), float(str(row["unix_s"]))
@@ -72,15 +72,15 @@ def spans(events: Sequence[Mapping[str, object]], device_type: str) -> list[Span
             state[name] = (state.get(name, (at_s, at_s))[0], at_s)
         elif row["event"] in ("gone", "deleted", "refused"):
             if name in state:
-                found.append(Span(str(kinds[name]["zone"]), *state.pop(name), at_s))
+                found.append(UptimeSpan(str(kinds[name]["zone"]), *state.pop(name), at_s))
         else:
             raise FormatError(f"event {row['event']!r} is unknown. Write created, up, gone, deleted or refused.")
-    found += [Span(str(kinds[name]["zone"]), first, last, last) for name, (first, last) in state.items()]
+    found += [UptimeSpan(str(kinds[name]["zone"]), first, last, last) for name, (first, last) in state.items()]
     return sorted((span for span in found if span.end_s > span.start_s), key=lambda span: span.start_s)
 
 
 def run_until(
-    available: Sequence[Span], spot_usd_per_h: Mapping[str, float], on_demand_usd_per_h: float, *, start_s: float,
+    available: Sequence[UptimeSpan], spot_usd_per_h: Mapping[str, float], on_demand_usd_per_h: float, *, start_s: float,
     work_s: float, due_s: float, restart_s: float,
 ) -> Finished:  # fmt: skip
     """Run `work_s` seconds of work from `start_s` on, due `due_s` later, with what is available.
@@ -116,7 +116,7 @@ def run_until(
     return Finished(usd, begin_s + restart_s + left_s, spot_s, restarts + 1)
 
 
-def hourly_starts(available: Sequence[Span], due_s: float) -> list[float]:
+def hourly_starts(available: Sequence[UptimeSpan], due_s: float) -> list[float]:
     """Return a start each hour for which the whole time until the deadline is recorded."""
     if not available:
         return []

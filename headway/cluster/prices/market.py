@@ -7,7 +7,7 @@
 Prices are dollars per hour of a whole instance, rates steps per second of the whole job, times seconds.
 
 >>> market = Market.of([Offer("aws", "r", "ra", "p3.2xlarge", "v100", 1)], {0: {date(2020, 3, 1): 0.9}})
->>> terms = Terms.of(market, {"v100": 2.0})
+>>> terms = MarketTerms.of(market, {"v100": 2.0})
 >>> terms.usd_per_step().round(6).tolist()
 [[0.000125]]
 """
@@ -138,7 +138,7 @@ class Market:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Terms:
+class MarketTerms:
     """What one job pays and how fast it runs, on each offer of a market."""
 
     market: Market
@@ -157,7 +157,7 @@ class Terms:
     def of(
         cls, market: Market, steps_per_s: Mapping[str, float], *, num_devices: int = 1, whole: bool = False,
         move_usd: float = 0.0, move_s: float = 0.0,
-    ) -> Terms:  # fmt: skip
+    ) -> MarketTerms:  # fmt: skip
         """Price a job of `num_devices` devices by its speed on each device type.
 
         Instances are shared (the job pays for its devices) or, with `whole`, rented as a whole. A move costs

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.cluster.prices.market import DAY_S, HOUR_S, ON_DEMAND, Flags, Market, Terms
+from headway.cluster.prices.market import DAY_S, HOUR_S, ON_DEMAND, Flags, Market, MarketTerms
 from headway.core.errors import InputError
 from headway.core.search import pareto
 
@@ -55,7 +55,7 @@ NONE = -1
 """No offer: the job has not begun."""
 
 
-def follow(terms: Terms, start: int, steps: float, choose: Choice) -> Bought:
+def follow(terms: MarketTerms, start: int, steps: float, choose: Choice) -> Bought:
     """Play a choice day by day from day `start` until `steps` are done; the first offer is no move."""
     usd, passed_s, left, held = 0.0, 0.0, steps, NONE
     path: list[int] = []
@@ -92,7 +92,7 @@ STUDY: dict[str, Callable[[Market, str], Flags]] = {
 """Strategy of the study -> the offers [O] among which it chooses."""
 
 
-def study(name: str, terms: Terms, reference: str = "v100") -> Choice:
+def study(name: str, terms: MarketTerms, reference: str = "v100") -> Choice:
     """Return a strategy of the study. It raises `InputError` on a start day without an offer of its kind."""
     allowed, cost = STUDY[name](terms.market, reference), terms.usd_per_step()
     market = terms.market
@@ -111,7 +111,7 @@ def study(name: str, terms: Terms, reference: str = "v100") -> Choice:
     return choose
 
 
-def online(terms: Terms, *, hysteresis: float = 0.1, due_s: float = math.inf) -> Choice:
+def online(terms: MarketTerms, *, hysteresis: float = 0.1, due_s: float = math.inf) -> Choice:
     """Return the rule that knows the past alone.
 
     It moves where (dollars per step here - there) x steps left > cost of the move x (1 + `hysteresis`), prices taken
@@ -163,7 +163,9 @@ class _Label:
     before: _Label | None
 
 
-def hindsight(terms: Terms, start: int, steps: float, *, due_s: float = math.inf, most_usd: float = math.inf) -> Bought:
+def hindsight(
+    terms: MarketTerms, start: int, steps: float, *, due_s: float = math.inf, most_usd: float = math.inf
+) -> Bought:
     """Return the cheapest choice for known prices, exactly: one offer a day, no day without one.
 
     `most_usd` is the price of any way that is known (a bound, which may be loose). Raises `InputError` where no way

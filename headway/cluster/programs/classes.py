@@ -19,7 +19,7 @@ import itertools
 
 import numpy as np
 
-from headway.cluster.programs.maxmin import Groups, Indices, Values
+from headway.cluster.programs.maxmin import Indices, JobGroups, Values
 
 GAIN = 1e-9
 """Sharing has to be worth more than taking turns by this much."""
@@ -40,7 +40,7 @@ def class_pairs(rates: Values, shared: Values, scale: Values, count: Values) -> 
     return pairs, np.where(useful[pairs[:, 0], pairs[:, 1]][:, None], both[pairs[:, 0], pairs[:, 1]], 0.0)
 
 
-def hand_down(groups: Groups, group: Indices, q: Values) -> tuple[Indices, Values]:
+def hand_down(groups: JobGroups, group: Indices, q: Values) -> tuple[Indices, Values]:
     """Split totals of class pairs `q` [P, W] into pairs of jobs: rows [K, 2] of jobs and their times [K, W]."""
     members = [np.flatnonzero(group == g) for g in range(len(groups.count))]
     found: dict[tuple[int, int], Values] = {}

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from headway.cluster.programs.maxmin import Groups, Solution, Values, checked, equal_jobs, solve
+from headway.cluster.programs.maxmin import JobGroups, Solution, Values, checked, equal_jobs, solve
 
 SETTLED = 1e-7
 """Price above which a row binds."""
@@ -28,7 +28,7 @@ Reweigh = Callable[[NDArray[np.bool_]], Values]
 """Rising groups [G] -> weights [G] for the next step; 0 = it does not rise in this step."""
 
 
-def water_filling(groups: Groups, capacity: Values, reweigh: Reweigh) -> tuple[Solution, Values]:
+def water_filling(groups: JobGroups, capacity: Values, reweigh: Reweigh) -> tuple[Solution, Values]:
     """Return the last solution, and the level of each group [G] in the units of its rates."""
     num_groups = len(groups.count)
     open_, level = np.ones(num_groups, np.bool_), np.zeros(num_groups)
@@ -36,7 +36,7 @@ def water_filling(groups: Groups, capacity: Values, reweigh: Reweigh) -> tuple[S
         weight = reweigh(open_)
         rising = open_ & (weight > 0)
         weight = np.where(rising, weight, 1.0)
-        step = Groups(groups.rates, groups.scale, groups.count, weight, groups.pairs, groups.pair_rates)
+        step = JobGroups(groups.rates, groups.scale, groups.count, weight, groups.pairs, groups.pair_rates)
         found = solve(step, capacity, floor=level / weight, rising=rising)
         level = level + np.where(rising, found.value * weight, 0.0)
         bound = rising & (found.price > SETTLED)

@@ -40,7 +40,7 @@ SLACK = 1e-6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Groups:
+class JobGroups:
     """`G` groups of equal jobs, `P` pairs of groups, `W` device types."""
 
     rates: Values
@@ -104,7 +104,7 @@ class Solution:
 
 
 def solve(
-    groups: Groups, capacity: Values, *, floor: Values | None = None, rising: NDArray[np.bool_] | None = None
+    groups: JobGroups, capacity: Values, *, floor: Values | None = None, rising: NDArray[np.bool_] | None = None
 ) -> Solution:
     """Maximise z such that every group reaches its floor [G] (0), and rising groups [G] (all) their floor + z.
 
@@ -162,12 +162,12 @@ def checked(
     return table, size, places, weight
 
 
-def equal_jobs(table: Values, size: Values, weight: Values, *more: NDArray[np.generic]) -> tuple[Groups, Indices]:
+def equal_jobs(table: Values, size: Values, weight: Values, *more: NDArray[np.generic]) -> tuple[JobGroups, Indices]:
     """Return groups of jobs with equal rows [J, W], scale, weight and what else is given [J]; the group of each [J]."""
     key = np.column_stack((table, size, weight, *more))
     _, first, group, count = np.unique(key, axis=0, return_index=True, return_inverse=True, return_counts=True)
     no_pairs = np.zeros((0, 2), np.int64), np.zeros((0, 2, table.shape[1]))
-    groups = Groups(table[first], size[first], count.astype(np.float64), weight[first], *no_pairs)
+    groups = JobGroups(table[first], size[first], count.astype(np.float64), weight[first], *no_pairs)
     return groups, np.asarray(group.reshape(-1))
 
 
@@ -201,7 +201,7 @@ def maxmin(
             f"jobs {members[unequal.argmax()].tolist()} have unequal scales; only equal gangs share devices."
         )
     shared = np.array([np.asarray(value, np.float64) for value in pairs.values()])
-    best = solve(Groups(table, size, np.ones(len(table)), weight, members, shared), places)
+    best = solve(JobGroups(table, size, np.ones(len(table)), weight, members, shared), places)
     return np.concatenate((best.y, best.q)), best.value
 
 
@@ -221,7 +221,9 @@ def _merged(table: Values, size: Values, places: Values, weight: Values) -> tupl
     while True:
         groups, group = equal_jobs(unit, size, np.ones(len(table)), apart)
         total = np.bincount(group, demand)
-        merged = Groups(groups.rates, groups.scale, groups.count, total / groups.count, groups.pairs, groups.pair_rates)
+        merged = JobGroups(
+            groups.rates, groups.scale, groups.count, total / groups.count, groups.pairs, groups.pair_rates
+        )
         best = solve(merged, places)
         time = best.y.sum(axis=1)
         mix = best.y / np.maximum(time, 1e-300)[:, None]

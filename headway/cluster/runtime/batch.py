@@ -24,15 +24,15 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import BatchSampler
 
-from headway.cluster.remedies import Batch
-from headway.runtime.in_rank.remedy import Applied, Context, Refused
+from headway.cluster.remedies import BatchParameters
+from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
 
 NAME = "cluster.batch"
 
 LOADER_ITER = "torch.utils.data.dataloader:DataLoader.__iter__"
 
 
-def batch(parameters: Batch, context: Context) -> Applied | Refused:
+def batch(parameters: BatchParameters, context: Context) -> Applied | RefusedRemedy:
     """Install the remedy."""
     change = _Change(context, parameters)
     if parameters.predicted_useful is not None:
@@ -44,7 +44,7 @@ def batch(parameters: Batch, context: Context) -> Applied | Refused:
 class _Change:
     """The remedy in one rank."""
 
-    def __init__(self, context: Context, parameters: Batch) -> None:
+    def __init__(self, context: Context, parameters: BatchParameters) -> None:
         self.context, self.size, self.own = context, parameters.batch_size, parameters.own_batch_size
         self.accumulation, self.initial, self.phi = (
             parameters.accumulation, parameters.initial_batch, parameters.noise_scale

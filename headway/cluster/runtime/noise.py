@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from headway.cluster.remedies import Noise
+from headway.cluster.remedies import NoiseParameters
 from headway.core.errors import InputError
-from headway.runtime.in_rank.remedy import Applied, Context, Refused, on_scaled_loss
+from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy, on_scaled_loss
 
 NAME = "cluster.noise"
 
@@ -40,14 +40,14 @@ EVERY_NOTES = 64
 """Samples after which they are written."""
 
 
-def noise(parameters: Noise, context: Context) -> Applied | Refused:
+def noise(parameters: NoiseParameters, context: Context) -> Applied | RefusedRemedy:
     """Install the measurement."""
-    watch = Watch(context, parameters.every_steps)
+    watch = NoiseSampler(context, parameters.every_steps)
     watch.install()
     return Applied(NAME, watch.facts)
 
 
-class Watch:
+class NoiseSampler:
     """Takes samples of one optimizer's gradients."""
 
     def __init__(self, context: Context, every_steps: int) -> None:

@@ -12,7 +12,7 @@ later gets the buckets from then on. A step in which any gradient of any rank is
 its codec is skipped on all: gradients become NaN, as with a plain sum, residuals stay, and the optimizer finds no
 gradients.
 
->>> Compress("topk:2.5")
+>>> CompressParameters("topk:2.5")
 Traceback (most recent call last):
 headway.core.errors.InputError: topk:2.5: k is '2.5'; write a fraction in (0, 1], or a count of numbers above 1, for \
 example 0.01.
@@ -34,15 +34,15 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from headway.comm.remedies import Compress
+from headway.comm.remedies import CompressParameters
 from headway.comm.runtime.codecs.table import Codec, codec_of
 from headway.comm.runtime.compress_fsdp import ShardedCompression, sharded_modules
 from headway.comm.runtime.ddp import DDP, HOOKS
-from headway.comm.runtime.push_pull import Layout, PushPull, cut
+from headway.comm.runtime.push_pull import BucketLayout, PushPull, cut
 from headway.core.closing import Closing
 from headway.core.errors import InputError
 from headway.cost.codecs import MIN_BYTES, read_codec
-from headway.runtime.in_rank.remedy import Applied, Context, Refused
+from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
 from headway.runtime.lane import CollectiveLane, separate_group
 from headway.trace.rings.ring import warn
 
@@ -99,7 +99,7 @@ class GradientCompression(Closing):
         self._codecs = {name: self._codec(name) for name in self._sizes}
         group = self._plain_group = model.process_group
         self._pull = PushPull(group.size(), group.rank(), feedback=feedback, two_way=two_way)
-        self._layouts: dict[tuple[str, ...], Layout] = {}
+        self._layouts: dict[tuple[str, ...], BucketLayout] = {}
         self._checked = False
         self.skipped = 0
         self._skips = False
@@ -156,7 +156,7 @@ class GradientCompression(Closing):
             return codec_of(self.plan)
         return next((codec_of(codec) for glob, codec in self.plan.items() if fnmatch.fnmatchcase(name, glob)), None)
 
-    def _layout(self, names: Iterable[str]) -> Layout:
+    def _layout(self, names: Iterable[str]) -> BucketLayout:
         """Return how gradients that come together are cut."""
         pull = self._pull
         tensors = [(name, self._sizes[name], self._codecs[name]) for name in names]
@@ -227,7 +227,7 @@ def check_plan(plan: object, min_bytes: object = MIN_BYTES) -> None:
         raise InputError(f"min_bytes is {min_bytes!r}; give a whole number of bytes, 0 or more.")
 
 
-def compression(parameters: Compress, context: Context) -> Applied | Refused:
+def compression(parameters: CompressParameters, context: Context) -> Applied | RefusedRemedy:
     """Install the remedy."""
     watch = _Models(parameters, context)
     context.patch(f"{DDP}.forward", watch.forward)
@@ -240,7 +240,7 @@ def compression(parameters: Compress, context: Context) -> Applied | Refused:
 class _Models:
     """The models of a script: each is compressed from its first forward on."""
 
-    def __init__(self, parameters: Compress, context: Context) -> None:
+    def __init__(self, parameters: CompressParameters, context: Context) -> None:
         self.options = parameters.to_json()
         self.plan, self.context = self.options.pop("codec"), context
         self.facts: dict[str, Any] = {"codec": self.plan, "models": 0, **self.options}
@@ -273,27 +273,27 @@ class _Models:
             ours.close()
             self._known[model] = None
             self.facts["models"] -= 1
-            self.context.note(Refused(NAME, "the script has registered a communication hook of its own"))
+            self.context.note(RefusedRemedy(NAME, "the script has registered a communication hook of its own"))
             return None
 
         return register
 
     def _begin(self, model: Any) -> None:
         if getattr(model, "_comm_hooks", None):
-            self.context.note(Refused(NAME, "the script has a communication hook of its own"))
+            self.context.note(RefusedRemedy(NAME, "the script has a communication hook of its own"))
             return
         if model.process_group.size() < 2:
-            self.context.note(Refused(NAME, "one rank sends nothing"))
+            self.context.note(RefusedRemedy(NAME, "one rank sends nothing"))
             return
         names = [name for name, _ in model.module.named_parameters()]
         if not isinstance(self.plan, str) and not any(fnmatch.filter(names, glob) for glob in self.plan):
-            self.context.note(Refused(NAME, f"no parameter has a name like {', '.join(self.plan)}"))
+            self.context.note(RefusedRemedy(NAME, f"no parameter has a name like {', '.join(self.plan)}"))
             return
         self._own = True
         try:
             self._known[model] = GradientCompression(model, self.plan, **self.options)
         except InputError as reason:
-            self.context.note(Refused(NAME, str(reason)))
+            self.context.note(RefusedRemedy(NAME, str(reason)))
             return
         finally:
             self._own = False

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from headway.comm import EXACT_RANKS
-from headway.comm.remedies import Bucket
+from headway.comm.remedies import BucketParameters
 from headway.core.remedies import NoParameters
-from headway.runtime.in_rank.remedy import Applied, Context, Refused
+from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
 
 NAME = "comm.bucket"
 DDP = "torch.nn.parallel.distributed:DistributedDataParallel"
@@ -42,7 +42,7 @@ LIST = "bucket_cap_mb_list"
 """DDP's argument for a size per bucket, where torch has it (2.13 does, 2.6 does not)."""
 
 
-def bucket(parameters: Bucket, context: Context) -> Applied | Refused:
+def bucket(parameters: BucketParameters, context: Context) -> Applied | RefusedRemedy:
     """Install the remedy; `per_bucket` in the facts is true where torch takes the list of sizes.
 
     The order in which more than two ranks are added depends on where a gradient lies in its bucket. So models of more
@@ -51,7 +51,7 @@ def bucket(parameters: Bucket, context: Context) -> Applied | Refused:
     size, sizes, respect = parameters.bucket_mb, parameters.bucket_mb_list, parameters.respect_explicit
     missing = [name for name in REBUILDS if not hasattr(DistributedDataParallel, name)]
     if missing:
-        return Refused(NAME, f"this torch has no {missing[0]}: a model with a hook would keep these buckets")
+        return RefusedRemedy(NAME, f"this torch has no {missing[0]}: a model with a hook would keep these buckets")
     facts: dict[str, Any] = {"bucket_mb": size, "models": 0, "kept_explicit": 0}
     if sizes is not None:
         facts |= {"bucket_mb_list": sizes, "per_bucket": False}
@@ -106,7 +106,7 @@ def bucket(parameters: Bucket, context: Context) -> Applied | Refused:
     return Applied(NAME, facts)
 
 
-def gradient_view(_: NoParameters, context: Context) -> Applied | Refused:
+def gradient_view(_: NoParameters, context: Context) -> Applied | RefusedRemedy:
     """Install 'comm.gradient_view': `gradient_as_bucket_view=True`.
 
     The values of gradients stay the same bit for bit, as long as the script reads them before the next backward: one
@@ -116,7 +116,7 @@ def gradient_view(_: NoParameters, context: Context) -> Applied | Refused:
     return _switch("comm.gradient_view", "gradient_as_bucket_view", context)
 
 
-def static_graph(_: NoParameters, context: Context) -> Applied | Refused:
+def static_graph(_: NoParameters, context: Context) -> Applied | RefusedRemedy:
     """Install 'comm.static_graph': `static_graph=True`.
 
     Nobody but the script knows that every step uses the same parameters, so it needs a grant.
@@ -184,15 +184,17 @@ def _rebuild(model: Any, size: float | None, sizes: list[float] | None) -> None:
     model._ddp_init_helper(parameters, sparse, names, model.static_graph)
 
 
-def _outcome(facts: dict[str, Any]) -> Applied | Refused:
+def _outcome(facts: dict[str, Any]) -> Applied | RefusedRemedy:
     """Return what is known after a model was constructed, or got a communication hook."""
     if facts["models"]:
         return Applied(NAME, facts)
     if facts.get("hooked"):
-        return Refused(NAME, "the script's communication hook works on its own buckets")
+        return RefusedRemedy(NAME, "the script's communication hook works on its own buckets")
     if facts.get("kept_exact"):
-        return Refused(NAME, "more than two ranks add gradients in another order: grant --allow result-equivalent")
-    return Refused(NAME, "the script names its own bucket size, which the plan respects")
+        return RefusedRemedy(
+            NAME, "more than two ranks add gradients in another order: grant --allow result-equivalent"
+        )
+    return RefusedRemedy(NAME, "the script names its own bucket size, which the plan respects")
 
 
 def _num_ranks(arguments: Mapping[str, Any]) -> int:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from headway.comm.options import PAIRS, WHOLE, Step, steps
+from headway.comm.options import PAIRS, WHOLE, OptionStep, steps
 from headway.comm.runtime.codecs.table import Codec
 from headway.core.errors import InputError
 from headway.core.rng import derived_seed
@@ -84,10 +84,10 @@ def execute(
         return x.detach().to(torch.float32).clone()
     raw = torch.zeros(num_blocks, length, device=x.device)
     raw.view(-1)[: x.numel()] = x.detach().reshape(-1)
-    return _Run(groups, codec, seed, raw).through(path).view(-1)[: x.numel()].view_as(x)
+    return _OptionRun(groups, codec, seed, raw).through(path).view(-1)[: x.numel()].view_as(x)
 
 
-class _Run:
+class _OptionRun:
     """What a rank has while it goes through an option."""
 
     def __init__(self, groups: HostGroups, codec: Codec | None, seed: int, data: torch.Tensor) -> None:
@@ -99,7 +99,7 @@ class _Run:
         self.source, self.encoding = dist.get_rank(), 0
         self.before: dict[str, range] = {}
 
-    def through(self, path: list[Step]) -> torch.Tensor:
+    def through(self, path: list[OptionStep]) -> torch.Tensor:
         """Take all steps and return the raw blocks."""
         for index, step in enumerate(path):
             if step.verb == "encode":
@@ -141,7 +141,7 @@ class _Run:
         shared = self.codec is not None and self.codec.name.kind == "shared-randomk"
         return derived_seed(self.seed, self.encoding, block, -1 if shared else self.source) % 2**63
 
-    def _first(self, step: Step, group: dist.ProcessGroup) -> None:
+    def _first(self, step: OptionStep, group: dist.ProcessGroup) -> None:
         """Do whole communication, or the first step of a divided one."""
         own, ranks = self.data.contiguous(), group.size()
         root = dist.get_global_rank(group, 0)
@@ -174,7 +174,7 @@ class _Run:
             begin = self.number[step.place] * part
             self.blocks = self.blocks[begin : begin + part]
 
-    def _second(self, step: Step, group: dist.ProcessGroup) -> None:
+    def _second(self, step: OptionStep, group: dist.ProcessGroup) -> None:
         """Bring the parts together again, or what the root has to all."""
         self.blocks = self.before.pop(step.place)
         own = self.data.contiguous()

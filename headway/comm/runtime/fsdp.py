@@ -22,9 +22,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from headway.comm.remedies import Order
+from headway.comm.remedies import OrderParameters
 from headway.runtime.calls.patches import replace_attribute
-from headway.runtime.in_rank.remedy import Applied, Context, Refused
+from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
 
 NAME = "comm.order"
 
@@ -35,7 +35,7 @@ SETTERS = ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"
 """Methods of an FSDPModule by which a script can say its own order."""
 
 
-def order(parameters: Order, context: Context) -> Applied | Refused:
+def order(parameters: OrderParameters, context: Context) -> Applied | RefusedRemedy:
     """Install the remedy."""
     watch = _Watch(parameters.ahead, context.note, context.guarded)
     context.undos.append(replace_attribute(f"{_HOME}:fully_shard", context.guarded(watch.shards), copies=_COPIES))
@@ -51,7 +51,10 @@ class _Watch:
     """Sees sharded modules run, and sets what each prefetches."""
 
     def __init__(
-        self, ahead: int, note: Callable[[Applied | Refused], None], guarded: Callable[[Any], Callable[[Any], Any]]
+        self,
+        ahead: int,
+        note: Callable[[Applied | RefusedRemedy], None],
+        guarded: Callable[[Any], Callable[[Any], Any]],
     ) -> None:
         self.ahead, self.note, self.guarded = ahead, note, guarded
         self.chains: dict[int, _Chain | None] = {}
@@ -72,11 +75,11 @@ class _Watch:
         self._own = False
         """Whether a setter is called from here, not by the script."""
 
-    def outcome(self) -> Applied | Refused:
+    def outcome(self) -> Applied | RefusedRemedy:
         """Return what is known so far: refused once every model that ran is."""
         chains = [chain for chain in self.chains.values() if chain is not None]
         if self.reasons and not chains:
-            return Refused(NAME, self.reasons[-1])
+            return RefusedRemedy(NAME, self.reasons[-1])
         facts: dict[str, Any] = {"ahead": self.ahead, "models": len(chains)}
         facts["modules"] = sum(len(chain.forward) for chain in chains)
         return Applied(NAME, facts | ({"refused": list(self.reasons)} if self.reasons else {}))

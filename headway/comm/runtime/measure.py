@@ -53,7 +53,7 @@ T = TypeVar("T")
 def measured(names: Sequence[str], *, rounds: int = ROUNDS, budget_s: float = BUDGET_S) -> list[dict[str, Any]]:
     """Return a row per codec and size: codec, numel, encode_s, decode_s, wire_bytes, and `STAGES` where it has them."""
     began = time.monotonic()
-    cases = {(name, n): _Case(name, n) for name in names for n in SIZES}
+    cases = {(name, n): _CodecCase(name, n) for name in names for n in SIZES}
     times: dict[tuple[str, int], list[dict[str, float]]] = {key: [] for key in cases}
     for number in range(rounds):
         if number >= 2 and time.monotonic() - began > budget_s:
@@ -69,7 +69,7 @@ def measured(names: Sequence[str], *, rounds: int = ROUNDS, budget_s: float = BU
     ]
 
 
-class _Case:
+class _CodecCase:
     """A codec and a size, and what is kept between its rounds."""
 
     def __init__(self, name: str, n: int) -> None:
@@ -101,7 +101,7 @@ class _Case:
         return self.pull.encode(units, self.gradients, all_finite(self.gradients.values()))
 
 
-class _Watched(PushPull):
+class _TimedPushPull(PushPull):
     """A push-pull that knows what its stages take."""
 
     stages_s = 0.0
@@ -135,7 +135,7 @@ def collective_s(rank: int, store: str, count: int = 24) -> float:
     try:
         sizes = {"first": PARTITION_NUMBERS, "second": PARTITION_NUMBERS, "small": 1_000}
         codecs = dict.fromkeys(sizes, codec_of(FEWEST)) | {"small": None}
-        pull = _Watched(OWNERS, rank, feedback=True, two_way=True)
+        pull = _TimedPushPull(OWNERS, rank, feedback=True, two_way=True)
         layout = cut([(name, n, codecs[name]) for name, n in sizes.items()], OWNERS, rank, min_bytes=0, two_way=True)
         buffer = torch.randn(sum(sizes.values()))
         gradients = dict(zip(sizes, torch.split(buffer, list(sizes.values())), strict=True))

@@ -65,7 +65,7 @@ class Unit:
 
 
 @dataclass(slots=True)
-class Layout:
+class BucketLayout:
     """What becomes of the gradients of a bucket."""
 
     names: tuple[str, ...]
@@ -86,9 +86,9 @@ class Layout:
 
 def cut(
     gradients: Sequence[tuple[str, int, Codec | None]], ranks: int, rank: int, *, min_bytes: int, two_way: bool
-) -> Layout:
+) -> BucketLayout:
     """Return the layout of a bucket of (parameter, numbers, codec)."""
-    layout = Layout(tuple(name for name, _, _ in gradients))
+    layout = BucketLayout(tuple(name for name, _, _ in gradients))
     sent: list[tuple[str, int, Codec]] = []
     for name, n, codec in gradients:
         if codec is None or n * 4 < min_bytes or n == 0:
@@ -141,7 +141,7 @@ class PushPull:
 
     def reduce(
         self,
-        layout: Layout,
+        layout: BucketLayout,
         gradients: dict[str, torch.Tensor],
         group: dist.ProcessGroup,
         buffer: torch.Tensor | None = None,
@@ -201,7 +201,7 @@ class PushPull:
         return arrived, dist.all_gather(list(arrived.unbind()), packets[0], group=group, async_op=True)
 
     def _answer(
-        self, layout: Layout, units: list[Unit], arrived: torch.Tensor, work: dist.Work, group: dist.ProcessGroup
+        self, layout: BucketLayout, units: list[Unit], arrived: torch.Tensor, work: dist.Work, group: dist.ProcessGroup
     ) -> tuple[torch.Tensor, dist.Work]:
         """As an owner: average the packets that arrive and send the result to all."""
         work.wait()
@@ -231,7 +231,7 @@ class PushPull:
             at[unit.owner] += packet.numel()
         return packets
 
-    def answer(self, layout: Layout, units: list[Unit], arrived: torch.Tensor) -> torch.Tensor:
+    def answer(self, layout: BucketLayout, units: list[Unit], arrived: torch.Tensor) -> torch.Tensor:
         """Return the packets [1, bytes] of the mean of what arrived for this rank, [ranks, bytes]."""
         answer = self._memory(units, "answer", 1, arrived.device)
         finite = not bool(arrived[:, 0].any())
@@ -286,7 +286,7 @@ class PushPull:
                 self._add(unit, packets[:, begin : at[unit.owner]], g.zero_())
 
     def _send_plain(
-        self, layout: Layout, gradients: dict[str, torch.Tensor], finite: bool, group: dist.ProcessGroup
+        self, layout: BucketLayout, gradients: dict[str, torch.Tensor], finite: bool, group: dist.ProcessGroup
     ) -> tuple[torch.Tensor | None, dist.Work | None]:
         """Send what is summed as it is, and a number behind it that is NaN where not everything is finite."""
         if not (layout.raw or layout.shared):
@@ -304,7 +304,7 @@ class PushPull:
         self.sent_bytes += plain.numel() * plain.element_size()
         return plain, dist.all_reduce(plain, group=group, async_op=True)
 
-    def _take_plain(self, layout: Layout, mean: torch.Tensor, gradients: dict[str, torch.Tensor]) -> None:
+    def _take_plain(self, layout: BucketLayout, mean: torch.Tensor, gradients: dict[str, torch.Tensor]) -> None:
         at = 0
         for name in layout.raw:
             g = gradients[name]

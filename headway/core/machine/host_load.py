@@ -131,7 +131,7 @@ class HostLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class HostCounters:
     """Counters at one moment; all but the first only grow."""
 
     at_s: float
@@ -181,7 +181,7 @@ class HostSeries(msgspec.Struct, frozen=True, kw_only=True):
     """Cores of the affinity."""
 
     @classmethod
-    def of(cls, readings: Sequence[Reading], most: int = 240) -> HostSeries:
+    def of(cls, readings: Sequence[HostCounters], most: int = 240) -> HostSeries:
         """Return what readings say, in at most `most` spans of equal numbers of them."""
         spans = _spans(readings) if len(readings) > 1 else []
         width = -(-len(spans) // most) if spans else 1
@@ -226,7 +226,7 @@ class LoadSampler:
         self._detached: dict[int, list[int]] = {}
         self._kernel: set[int] = set()
         self._next_s = 0.0
-        self.readings: list[Reading] = []
+        self.readings: list[HostCounters] = []
 
     def look(self, *, at_once: bool = False) -> None:
         """Take a reading, unless the last one was a moment ago and need not be `at_once`. Failures are no readings."""
@@ -247,7 +247,7 @@ class LoadSampler:
         chosen = [reading for reading in self.readings if begin_s <= reading.at_s <= end_s]
         return host_load(chosen if len(chosen) > 1 else self.readings, whole_host=self._whole_host, root=self._root)
 
-    def _read(self, now_s: float) -> Reading:
+    def _read(self, now_s: float) -> HostCounters:
         if len(self.readings) % 100 == 0:
             self._kernel.clear()  # their numbers may have gone to others
         processes = _processes(self._root, self._kernel)
@@ -269,7 +269,7 @@ class LoadSampler:
             used = {pid: self._spent[pid] - before.get(pid, 0.0) for pid in processes if pid not in own}
             self._sessions_s += passed_s * _effective(_by_session(used, processes))
         self._tree, self._detached = tree, detached
-        return Reading(
+        return HostCounters(
             at_s=now_s,
             busy_s=_busy_s(self._root, self._cpus),
             own_s=self._own_s,
@@ -281,7 +281,7 @@ class LoadSampler:
         )
 
 
-def host_load(readings: Sequence[Reading] = (), *, whole_host: bool = True, root: Path = ROOT) -> HostLoad:
+def host_load(readings: Sequence[HostCounters] = (), *, whole_host: bool = True, root: Path = ROOT) -> HostLoad:
     """Return the cores of this process and what `readings` say of the load beside it; without two of them, no load."""
     quota = cpu_quota(root)
     limits = HostLoad(
@@ -435,12 +435,12 @@ def _cpus() -> frozenset[int]:
     return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
-def _other_cores(first: Reading, last: Reading) -> float:
+def _other_cores(first: HostCounters, last: HostCounters) -> float:
     """Return the mean cores that others kept busy between two readings."""
     return max(0.0, (last.busy_s - first.busy_s - last.own_s + first.own_s) / max(last.at_s - first.at_s, 1e-9))
 
 
-def _spans(readings: Sequence[Reading]) -> list[tuple[Reading, Reading]]:
+def _spans(readings: Sequence[HostCounters]) -> list[tuple[HostCounters, HostCounters]]:
     """Return pairs of readings that lie `SPAN_S` apart, one after the other; the whole when it is shorter."""
     pairs, first = [], readings[0]
     for reading in readings[1:]:

@@ -6,7 +6,7 @@ drops the newest entry, as the caller chose. When the work raises, the thread
 stops and every later call raises `BackgroundError` with the cause chained.
 
 >>> seen = []
->>> with Worker(seen.append, capacity=8) as worker:
+>>> with BackgroundWorker(seen.append, capacity=8) as worker:
 ...     accepted = [worker.put(x) for x in (1, 2, 3)]
 >>> seen, accepted
 ([1, 2, 3], [True, True, True])
@@ -28,7 +28,7 @@ from headway.core.processes.hidden_thread import HiddenThread, forget
 T = TypeVar("T")
 
 
-class Worker(Closing, Generic[T]):
+class BackgroundWorker(Closing, Generic[T]):
     """Calls `work(entry)` for every accepted entry, in order, on one thread that the script does not see.
 
     Close it, or use it in a `with` block: at interpreter exit the thread

@@ -51,7 +51,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headway.core.errors import InputError
-from headway.core.wire.handshake import Strangers, prove_caller
+from headway.core.wire.handshake import PendingHandshakes, prove_caller
 from headway.core.wire.wires import ChannelClosed as ChannelClosed
 from headway.core.wire.wires import Frames, Packets, Wire
 
@@ -64,7 +64,7 @@ _RETRY_S = 0.02
 _CREDENTIALS = struct.Struct("iII")
 
 
-class Peer(NamedTuple):
+class PeerProcess(NamedTuple):
     """The process at the other end, as the kernel names it; None where it cannot know."""
 
     pid: int | None = None
@@ -74,14 +74,14 @@ class Peer(NamedTuple):
 class Channel:
     """One end of a connection that carries structs. Close it, or drop it: the other end then gets `ChannelClosed`."""
 
-    def __init__(self, wire: Wire, types: Any, peer: Peer | None = None) -> None:
+    def __init__(self, wire: Wire, types: Any, peer: PeerProcess | None = None) -> None:
         """Raise `InputError` when `types` cannot be told apart on arrival."""
         try:
             self._decoder = msgspec.msgpack.Decoder(types)
         except TypeError as error:
             raise InputError(f"{types!r} cannot be received: {error}. Give each struct tag=True.") from error
         self._wire = wire
-        self.peer = peer or Peer()
+        self.peer = peer or PeerProcess()
         """Process and user at the other end."""
 
     def send(self, message: msgspec.Struct, fds: Sequence[int] = (), timeout_s: float | None = None) -> None:
@@ -192,7 +192,7 @@ class TcpListener:
         except OSError as error:
             raise InputError(f"cannot listen at {host}:{port}: {error}. Choose another port, or 0.") from error
         self.port: int = listening.getsockname()[1]
-        self._strangers = Strangers(listening, token.encode())
+        self._strangers = PendingHandshakes(listening, token.encode())
 
     def accept(self, timeout_s: float | None = None) -> Channel:
         """Return a channel to the next process that proves that it holds the token.
@@ -271,7 +271,7 @@ def connect_tcp(host: str, port: int, token: str, timeout_s: float = 5.0, *, typ
 
 def pair(*, types: Any) -> tuple[Channel, Channel]:
     """Return two ends of a channel of this process, to be used by its threads or handed to a fork."""
-    peer = Peer(os.getpid(), os.getuid())
+    peer = PeerProcess(os.getpid(), os.getuid())
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return Channel(Packets(one), types, peer), Channel(Packets(other), types, peer)
 
@@ -284,10 +284,10 @@ def _accepted(listening: socket.socket, timeout_s: float | None) -> socket.socke
     return listening.accept()[0]
 
 
-def _peer(connected: socket.socket) -> Peer:
+def _peer(connected: socket.socket) -> PeerProcess:
     raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
-    return Peer(pid, uid)
+    return PeerProcess(pid, uid)
 
 
 def _check_path(path: Path) -> None:

@@ -1,13 +1,13 @@
 """Both ends of a TCP connection prove that they hold a token before anything else is read; no loop waits for it.
 
 Each end sends a nonce; a proof is an HMAC over both nonces and the side that
-proves, so it is of no use on another connection. `Strangers` is the listening
+proves, so it is of no use on another connection. `PendingHandshakes` is the listening
 end: it runs any number of handshakes beside a loop's own work. It reads only
 what has come, so a silent caller costs a descriptor until it is the oldest of
 `MOST_STRANGERS`, or `HANDSHAKE_S` are over when the next one comes.
 
 >>> from threading import Thread
->>> strangers = Strangers(socket.create_server(("127.0.0.1", 0)), b"secret")
+>>> strangers = PendingHandshakes(socket.create_server(("127.0.0.1", 0)), b"secret")
 >>> silent, caller = (socket.create_connection(strangers.listening.getsockname()) for _ in range(2))
 >>> thread = Thread(target=prove_caller, args=(wire := Frames(caller), b"secret"))
 >>> thread.start()
@@ -52,7 +52,7 @@ class _Stranger:
     deadline_s: float
 
 
-class Strangers:
+class PendingHandshakes:
     """The handshakes of one listening socket. One thread asks for those who `proved`; any may close."""
 
     def __init__(self, listening: socket.socket, token: bytes) -> None:

@@ -1,11 +1,11 @@
 """Bytes held back to a rate, so that work in the background leaves bandwidth to the foreground.
 
 Use it where something reads or writes much and nobody waits for it: persisting,
-scrubbing, restriping. One `Pace` is one budget; whoever shares it shares the
+scrubbing, restriping. One `RateLimiter` is one budget; whoever shares it shares the
 rate. Rates are bytes per second; clock and sleep are arguments.
 
 >>> now, slept = [0.0], []
->>> pace = Pace(100.0, clock=lambda: now[0], sleep=slept.append)
+>>> pace = RateLimiter(100.0, clock=lambda: now[0], sleep=slept.append)
 >>> pace.wait(50); pace.wait(50)
 >>> slept
 [0.5, 1.0]
@@ -21,7 +21,7 @@ from headway.core.errors import InputError
 
 
 @dataclass(slots=True)
-class Pace:
+class RateLimiter:
     """Makes its caller sleep until its bytes are due."""
 
     bytes_per_s: float = 0.0

@@ -1,7 +1,7 @@
 """A bell for a thread that waits in a selector: any thread may ring, also after the waiting one has left.
 
 >>> from headway.core.machine.host import readable
->>> with Wake() as wake:
+>>> with Waker() as wake:
 ...     wake.ring(), wake.ring()
 ...     readable(wake.fileno(), 0.0), wake.clear(), readable(wake.fileno(), 0.0)
 (None, None)
@@ -17,7 +17,7 @@ import threading
 from typing import Self
 
 
-class Wake:
+class Waker:
     """Register it for reading; `clear` it when it was rung. A signal handler may ring too."""
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ from headway.cost.learned.operators import Operator, OperatorModel
 SCHEMA = "headway.cost-table/2"
 
 
-class Host(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MeasuredHost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where a table was measured."""
 
     host: str
@@ -94,7 +94,7 @@ class ObservedStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
 class CostTable:
     """A table as it is read."""
 
-    host: Host
+    host: MeasuredHost
     """Where it was measured."""
 
     models: list[MeasuredModel]
@@ -145,7 +145,7 @@ def read_table(path: Path) -> CostTable:
         raise FormatError(f"{path} is empty; write it with `headway cost calibrate -o {path}`.")
     line = 1
     try:
-        table = CostTable(msgspec.json.decode(lines[0], type=Host), [], [])
+        table = CostTable(msgspec.json.decode(lines[0], type=MeasuredHost), [], [])
         if table.host.schema != SCHEMA:
             raise FormatError(
                 f"{path} has schema {table.host.schema!r}; this version reads {SCHEMA!r}. Calibrate into another file."
@@ -173,7 +173,7 @@ def add_line(path: Path, row: MeasuredModel | ObservedStep) -> None:
         file.write(msgspec.json.encode(row) + b"\n")
 
 
-def check_host(table: Host, here: Host, path: Path) -> None:
+def check_host(table: MeasuredHost, here: MeasuredHost, path: Path) -> None:
     """Refuse a table that was measured elsewhere; raises `InputError` with the field that differs."""
     for name in ("host", "torch", "threads", "cpu", "device"):
         if (there := getattr(table, name)) != getattr(here, name):

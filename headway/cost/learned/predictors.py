@@ -6,7 +6,7 @@ relative and predictions are positive.
 >>> rng = np.random.default_rng(0)
 >>> source_s = np.exp(rng.normal(size=(3, 40)))
 >>> target_s = 2 * source_s[1]                        # the new device is the second source, twice as slow
->>> task = Transfer(source_s, np.zeros((40, 1)), np.arange(10), target_s[:10])
+>>> task = TransferTask(source_s, np.zeros((40, 1)), np.arange(10), target_s[:10])
 >>> float(np.abs(ridge(task) / target_s - 1).max()) < 0.02
 True
 """
@@ -50,7 +50,7 @@ JUDGED_SAMPLES = 1000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Transfer:
+class TransferTask:
     """What is known of a new device, and of others."""
 
     source_s: Floats
@@ -91,22 +91,22 @@ class Transfer:
 class PredictorFn(Protocol):
     """A predictor. Write a function of this shape; there is nothing to subclass."""
 
-    def __call__(self, task: Transfer) -> Floats:
+    def __call__(self, task: TransferTask) -> Floats:
         """Return [n] seconds of all samples on the new device."""
         ...
 
 
-def ridge(task: Transfer) -> Floats:
+def ridge(task: TransferTask) -> Floats:
     """Regress on the log latencies of the sources; the penalty has the least leave-one-out error."""
     return _ridge(standardised(task.source_s), task)
 
 
-def one_hot(task: Transfer) -> Floats:
+def one_hot(task: TransferTask) -> Floats:
     """Regress on the operators alone, as `ridge` does: what a predictor without sources reaches."""
     return _ridge(task.one_hot, task)
 
 
-def kernel(task: Transfer, rehearsed: Floats | None = None) -> Floats:
+def kernel(task: TransferTask, rehearsed: Floats | None = None) -> Floats:
     """Gaussian processes over the sources and the operators, averaged by how well their weights do.
 
     The covariance of two samples is linear in three groups of features:
@@ -180,7 +180,7 @@ def _standardised(columns: Floats) -> Floats:
     return standard
 
 
-def _ridge(features: Floats, task: Transfer) -> Floats:
+def _ridge(features: Floats, task: TransferTask) -> Floats:
     """Return seconds by ridge regression on [n, d] features with a free constant."""
     log_s = np.log(task.measured_s)
     base, constant = features[task.chosen].mean(0), log_s.mean()
@@ -224,7 +224,7 @@ def _posterior(features: Floats, log_s: Floats, variance: Floats) -> tuple[float
     return ones @ log_s / ones.sum(), weighted.T @ residual, float(np.abs(residual / np.diag(projected)).mean())
 
 
-def tree(task: Transfer) -> Floats:
+def tree(task: TransferTask) -> Floats:
     """Boost regression trees (scikit-learn) on the log latencies of the sources and the operators: a peer."""
     try:
         from sklearn.ensemble import GradientBoostingRegressor  # an extra: nothing else needs it
@@ -239,7 +239,7 @@ def tree(task: Transfer) -> Floats:
     return seconds
 
 
-def network(task: Transfer) -> Floats:
+def network(task: TransferTask) -> Floats:
     """Train the published network (CDMPP) on all sources and the device's own samples: a peer, about 35 s."""
     trained = importlib.import_module("headway.cost.runtime.network").Trained(task)  # torch, which nothing else needs
     seconds: Floats = trained.seconds(task)

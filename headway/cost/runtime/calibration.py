@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from headway.core.rng import stream
-from headway.cost.learned.cost_table import Host, MeasuredModel
+from headway.cost.learned.cost_table import MeasuredHost, MeasuredModel
 from headway.cost.learned.operators import Operator
 from headway.cost.runtime.graph import graph_of, materialised, step_of
 
@@ -41,13 +41,13 @@ class _Language(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
-def here(threads: int) -> Host:
+def here(threads: int) -> MeasuredHost:
     """Give operators of this process so many threads; return what a table measured by it says of itself."""
     torch.set_num_threads(threads)
     facts = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
     names = [line.partition(":")[2].strip() for line in facts.splitlines() if line.startswith("model name")]
     cpu = f"{names[0] if names else platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"
-    return Host(platform.node(), str(torch.__version__), torch.get_num_threads(), cpu)
+    return MeasuredHost(platform.node(), str(torch.__version__), torch.get_num_threads(), cpu)
 
 
 def made_model(number: int, seed: int = 0, *, dtype: str = "float32") -> tuple[nn.Module, tuple[torch.Tensor, ...]]:

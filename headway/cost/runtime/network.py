@@ -18,7 +18,7 @@ from torch import nn
 
 from headway.core.rng import stream
 from headway.cost.learned.discrepancy import MOMENTS, box_cox, box_cox_inverse, box_cox_power
-from headway.cost.learned.predictors import Floats, Transfer
+from headway.cost.learned.predictors import Floats, TransferTask
 
 WIDTH, LAYERS, HEADS, BATCH, RATE = 32, 2, 4, 128, 2e-3
 """Sizes of the encoder, examples of a step, Adam's learning rate at the start of each phase."""
@@ -68,7 +68,7 @@ class _Network(nn.Module):
 class Trained:
     """A network that knows the sources; every new device starts from a copy of it."""
 
-    def __init__(self, task: Transfer) -> None:
+    def __init__(self, task: TransferTask) -> None:
         """Train on `task.source_s`; leaves at the end that no sample has (padding) are dropped."""
         leaves = torch.from_numpy(task.one_hot.reshape(len(task.one_hot), task.num_leaves, -1)).float()
         used = leaves.any(dim=2).any(dim=0).nonzero()
@@ -82,7 +82,7 @@ class Trained:
             self._model = _Network(self._leaves.shape[1], self._leaves.shape[2], len(task.source_s) + 1)
         self._train(self._model, SOURCE_STEPS, stream(task.seed, "network", "sources"))
 
-    def seconds(self, task: Transfer) -> Floats:
+    def seconds(self, task: TransferTask) -> Floats:
         """Train a copy on with the samples of the new device; return [n] its seconds."""
         model = copy.deepcopy(self._model)
         mine = torch.from_numpy(task.chosen), self._label(task.measured_s)

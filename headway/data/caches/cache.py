@@ -29,11 +29,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from headway.core.errors import InputError
 from headway.core.tables import pick
-from headway.data.caches.partition import FORMS, Split, partition_cache
+from headway.data.caches.partition import FORMS, CacheSplit, partition_cache
 
 
 @dataclass(slots=True)
-class Entry:
+class CacheEntry:
     """One stored item, as its policy sees it."""
 
     item: int
@@ -51,30 +51,30 @@ class Entry:
     """Whether some job had it since a job last began to need it."""
 
 
-class PolicyFn(Protocol):
+class CachePolicy(Protocol):
     """A cache policy. Write a function of this shape; there is nothing to subclass."""
 
-    def __call__(self, entry: Entry) -> float:
+    def __call__(self, entry: CacheEntry) -> float:
         """Return the rank of `entry`: the lowest leaves first, infinity never; <= 0 is not kept at all."""
         ...
 
 
-def static(entry: Entry) -> float:
+def static(entry: CacheEntry) -> float:
     """Keep what came first for ever (CoorDL): hits are the cached fraction, in every later epoch."""
     return math.inf
 
 
-def lru(entry: Entry) -> float:
+def lru(entry: CacheEntry) -> float:
     """Drop what was not used for longest."""
     return float(entry.used_at)
 
 
-def refcount(entry: Entry) -> float:
+def refcount(entry: CacheEntry) -> float:
     """Drop what the fewest jobs still need, and at once what none needs (Joader)."""
     return float(entry.refs)
 
 
-def needed(entry: Entry) -> float:
+def needed(entry: CacheEntry) -> float:
     """Drop first what none needs, then what none has had yet in its epoch, then what the fewest still need.
 
     Joader's count where jobs follow each other closely, and CoorDL's static cache in the room that they leave: what
@@ -83,7 +83,7 @@ def needed(entry: Entry) -> float:
     return 1.0 if not entry.refs else 2.0 + entry.refs if entry.begun else 2.0
 
 
-def uses(entry: Entry) -> float:
+def uses(entry: CacheEntry) -> float:
     """Keep until it has been handed out as often as there are jobs (Seneca): nobody meets the same tensor twice.
 
     Where there is no room, what serves the fewest goes first: else a slow job would fill the cache with what it alone
@@ -92,7 +92,7 @@ def uses(entry: Entry) -> float:
     return float(entry.uses_left)
 
 
-CACHE_POLICIES: dict[str, PolicyFn] = {
+CACHE_POLICIES: dict[str, CachePolicy] = {
     "static": static, "refcount": refcount, "needed": needed, "uses": uses, "lru": lru,
 }  # fmt: skip
 """Every policy of a cache. Adding one is adding a line here."""
@@ -113,7 +113,7 @@ class TieredCache:
     def __init__(
         self,
         bytes: int,
-        split: Split | tuple[float, float, float] | str = (1.0, 0.0, 0.0),
+        split: CacheSplit | tuple[float, float, float] | str = (1.0, 0.0, 0.0),
         *,
         policies: str | Mapping[str, str] | None = None,
         num_jobs: int = 1,
@@ -273,7 +273,7 @@ class TieredCache:
         had = set(served)
         size = memoryview(view).nbytes
         total = self.num_jobs if uses is None else uses
-        entry = Entry(item, b"", self.refs(item), total - len(had), self._clock, had)
+        entry = CacheEntry(item, b"", self.refs(item), total - len(had), self._clock, had)
         entry.rank = tier.policy(entry)
         if entry.rank <= 0 or not self._make_room(tier, size, entry.rank):
             self.refused += 1
@@ -292,10 +292,10 @@ class TieredCache:
         if tier.used_bytes + size <= tier.capacity_bytes:
             return True
         lowest = tier.lowest()
-        rank = tier.policy(Entry(item, b"", self.refs(item), self.num_jobs, self._clock))
+        rank = tier.policy(CacheEntry(item, b"", self.refs(item), self.num_jobs, self._clock))
         return lowest is not None and lowest.rank < rank
 
-    def divide(self, split: Split | Sequence[float]) -> None:
+    def divide(self, split: CacheSplit | Sequence[float]) -> None:
         """Divide the same bytes anew; a form that has less room than before lets its latest entries go."""
         left = self._bytes
         for tier, share in zip(self._tiers.values(), _fractions(self._bytes, split, None), strict=True):
@@ -329,7 +329,7 @@ class TieredCache:
         """Let entries of lower rank go until `size` bytes are free; False and nothing gone if that is not enough."""
         if size > tier.capacity_bytes:
             return False
-        leaving: list[Entry] = []
+        leaving: list[CacheEntry] = []
         free = tier.capacity_bytes - tier.used_bytes
         while free < size:
             entry = tier.lowest()
@@ -345,7 +345,7 @@ class TieredCache:
             self.evictions += 1
         return True
 
-    def _rerank(self, tier: _Tier, entry: Entry) -> None:
+    def _rerank(self, tier: _Tier, entry: CacheEntry) -> None:
         """Read the entry's count anew; drop it when its rank falls to 0."""
         entry.refs = self.refs(entry.item)
         rank = tier.policy(entry)
@@ -355,7 +355,7 @@ class TieredCache:
             entry.rank = rank
             tier.push(entry)
 
-    def _drop(self, tier: _Tier, entry: Entry) -> None:
+    def _drop(self, tier: _Tier, entry: CacheEntry) -> None:
         """Take an entry out; views of it live on."""
         del tier.entries[entry.item]
         tier.used_bytes -= len(entry.payload)
@@ -372,14 +372,14 @@ class TieredCache:
 
 
 def _fractions(
-    bytes: int, split: Split | Sequence[float] | str, planned: Mapping[str, Any] | None
+    bytes: int, split: CacheSplit | Sequence[float] | str, planned: Mapping[str, Any] | None
 ) -> tuple[float, ...]:
     """Return the share of each form, checked."""
     if isinstance(split, str):
         if split != "auto" or planned is None:
             raise InputError(f"split is {split!r}; give 3 fractions, or 'auto' and planned={{rates, sizes, n}}.")
         split = partition_cache(bytes=bytes, **planned)
-    fractions = split.fractions if isinstance(split, Split) else tuple(split)
+    fractions = split.fractions if isinstance(split, CacheSplit) else tuple(split)
     if len(fractions) != len(FORMS) or not all(0 <= f <= 1 for f in fractions) or sum(fractions) > 1 + 1e-9:
         raise InputError(f"split is {fractions}; give 3 fractions of 0 to 1 that sum to 1 at most.")
     return fractions
@@ -388,21 +388,21 @@ def _fractions(
 class _Tier:
     """One form: its entries, and a heap by rank in which outdated places are skipped."""
 
-    def __init__(self, policy: PolicyFn) -> None:
+    def __init__(self, policy: CachePolicy) -> None:
         self.capacity_bytes = 0
         self.policy = policy
         self.counts_uses = policy is uses
         self.used_bytes = 0
-        self.entries: dict[int, Entry] = {}
+        self.entries: dict[int, CacheEntry] = {}
         self.heap: list[tuple[float, int, int]] = []
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: CacheEntry) -> None:
         """Store an entry for which there is room."""
         self.entries[entry.item] = entry
         self.used_bytes += len(entry.payload)
         self.push(entry)
 
-    def push(self, entry: Entry) -> None:
+    def push(self, entry: CacheEntry) -> None:
         """Note the entry's rank; what never leaves needs no place."""
         if entry.rank == math.inf:
             return
@@ -412,7 +412,7 @@ class _Tier:
         else:
             heapq.heappush(self.heap, (entry.rank, entry.used_at, entry.item))
 
-    def lowest(self) -> Entry | None:
+    def lowest(self) -> CacheEntry | None:
         """Return the entry that leaves first, or None; it stands at the top of the heap."""
         while self.heap:
             rank, used_at, item = self.heap[0]

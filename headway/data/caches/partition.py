@@ -56,7 +56,7 @@ SIZES: dict[str, str] = {"stored": "S", "encoded": "enc", "decoded": "dec", "aug
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class CacheSplit:
     """A divided cache."""
 
     fractions: tuple[float, float, float]
@@ -80,7 +80,7 @@ def partition_cache(
     model: str = "bottleneck",
     num_jobs: int | None = None,
     whole: bool = False,
-) -> Split:
+) -> CacheSplit:
     """Return the best split of `bytes` of cache for `n` examples.
 
     `rates` as in RATES (a list is several links side by side), `sizes` as in
@@ -109,7 +109,9 @@ def partition_cache(
     return _whole(split, resource_costs(rate, size, refill), size, n, bytes) if whole else split
 
 
-def repaced(split: Split, *, rates: Mapping[str, float | Sequence[float]], sizes: Mapping[str, float]) -> Split:
+def repaced(
+    split: CacheSplit, *, rates: Mapping[str, float | Sequence[float]], sizes: Mapping[str, float]
+) -> CacheSplit:
     """Return `split` as the bottleneck model judges it at other `rates`, for one job. Raises `InputError`."""
     costs = resource_costs(_all_rates(rates), _all_sizes(sizes), 1.0)
     speed, limit = _pace(np.array(split.counts) / sum(split.counts), costs)
@@ -134,7 +136,7 @@ def form_rates(rate: Mapping[str, float], size: Mapping[str, float]) -> NDArray[
     )
 
 
-def _seneca(rate: dict[str, float], size: dict[str, float], n: int, bytes: float, refill: float) -> Split:
+def _seneca(rate: dict[str, float], size: dict[str, float], n: int, bytes: float, refill: float) -> CacheSplit:
     """Maximise the mean rate over examples; linear in the counts, so that two forms at most are in use."""
     del refill
     speeds = form_rates(rate, size)
@@ -177,7 +179,7 @@ def resource_costs(
     return costs
 
 
-def _bottleneck(rate: dict[str, float], size: dict[str, float], n: int, bytes: float, refill: float) -> Split:
+def _bottleneck(rate: dict[str, float], size: dict[str, float], n: int, bytes: float, refill: float) -> CacheSplit:
     """Minimise the seconds that the busiest resource spends per example."""
     costs = resource_costs(rate, size, refill)
     seconds = np.stack(list(costs.values()))
@@ -217,8 +219,8 @@ def _filled(
 
 
 def _whole(
-    split: Split, costs: Mapping[str, NDArray[np.float64]], size: Mapping[str, float], n: int, bytes: float
-) -> Split:
+    split: CacheSplit, costs: Mapping[str, NDArray[np.float64]], size: Mapping[str, float], n: int, bytes: float
+) -> CacheSplit:
     """Return the best of the splits next to `split` that hold whole examples; encoded ones take what is left.
 
     No other number of decoded examples is better in a full cache: the time of the busiest resource is convex in it.
@@ -244,7 +246,7 @@ def _pace(held: NDArray[np.float64], costs: Mapping[str, NDArray[np.float64]]) -
     return 1 / busy[worst], worst
 
 
-CACHE_MODELS: dict[str, Callable[[dict[str, float], dict[str, float], int, float, float], Split]] = {
+CACHE_MODELS: dict[str, Callable[[dict[str, float], dict[str, float], int, float, float], CacheSplit]] = {
     "bottleneck": _bottleneck,
     "seneca": _seneca,
 }
@@ -372,10 +374,10 @@ def _split(
     model: str,
     *,
     full: bool = False,
-) -> Split:
+) -> CacheSplit:
     """Return the answer in bytes and items; `full`: what is left holds no further example, so `encoded` may have it."""
     shares = [n * float(held[i]) * size[form] / bytes if bytes else 0.0 for i, form in enumerate(FORMS)]
     if full or held[3] < NEARLY or not bytes:
         shares[0] = max(1.0 - shares[1] - shares[2], 0.0)
     encoded, decoded, augmented, stored = (float(x) * n for x in held)
-    return Split((shares[0], shares[1], shares[2]), (encoded, decoded, augmented, stored), rate, limit, model)
+    return CacheSplit((shares[0], shares[1], shares[2]), (encoded, decoded, augmented, stored), rate, limit, model)

@@ -42,8 +42,8 @@ from headway.core.tables import pick
 from headway.core.wire.channel import TcpListener
 from headway.core.wire.wires import MOST_BYTES
 from headway.data.caches.partition import PartitionMap
-from headway.data.caches.peers import LOST, Absent, Found, Identity, Peer, PeerServer, listen, split_address
-from headway.data.caches.shares import AWAY, BACK, THERE, Share
+from headway.data.caches.peers import LOST, Absent, CachePeer, Found, Identity, PeerServer, listen, split_address
+from headway.data.caches.shares import AWAY, BACK, THERE, CacheShare
 from headway.data.orders.job_order import DataShareError
 from headway.data.serving.memory.packing import packed, unpack
 from headway.data.source import Source, digest_of
@@ -125,11 +125,11 @@ class Partitioned:
         self._token, self._listener = token, listener
         self._map = PartitionMap(len(source), addresses, seed=seed)
         self._numbers = {name: number for number, name in enumerate(self._map.hosts)}
-        self._share = Share(len(source), capacity_bytes, own=self._map.items(host), num_hosts=len(addresses))
+        self._share = CacheShare(len(source), capacity_bytes, own=self._map.items(host), num_hosts=len(addresses))
         group = digest_of([seed, *self._map.hosts])
         self._identity = Identity(host, f"{source.fingerprint()}[{len(source)}]", group)
         self._peers = {
-            name: Peer(name, address, token, self._identity, timeout_s)
+            name: CachePeer(name, address, token, self._identity, timeout_s)
             for name, address in addresses.items()
             if name != host
         }
@@ -358,7 +358,7 @@ class Partitioned:
                 filled = True
                 self.fill()
 
-    def _knock(self, host: str, peer: Peer) -> None:
+    def _knock(self, host: str, peer: CachePeer) -> None:
         try:
             peer.knock()
         except UNUSABLE as error:

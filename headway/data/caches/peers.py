@@ -1,14 +1,14 @@
 """How the hosts of a partitioned cache ask each other for items: over TCP, with a shared token.
 
-`PeerServer` answers for one host's `Share`; `Peer` is the way to another host,
+`PeerServer` answers for one host's `CacheShare`; `CachePeer` is the way to another host,
 for any number of threads. A peer that is dead, silent for `timeout_s` or
 wrong raises one of LOST, and the caller goes to storage. Requests name items by
 number; sizes come with the payloads.
 
->>> share = Share(num_items=4, capacity_bytes=100, own=[0, 3], num_hosts=2)
+>>> share = CacheShare(num_items=4, capacity_bytes=100, own=[0, 3], num_hosts=2)
 >>> listener = listen("127.0.0.1", 0, token="secret")
 >>> server = PeerServer(listener, Identity("a", "4 items", "seed 0"), share)
->>> peer = Peer("a", f"127.0.0.1:{listener.port}", "secret", Identity("b", "4 items", "seed 0"))
+>>> peer = CachePeer("a", f"127.0.0.1:{listener.port}", "secret", Identity("b", "4 items", "seed 0"))
 >>> peer.get(3), peer.keep(3, b"jpeg"), bytes(peer.get(3).payload), peer.settled()
 (Absent(refused=False), True, b'jpeg', False)
 >>> peer.close(), server.close()
@@ -25,11 +25,11 @@ import msgspec
 from headway.core.errors import InputError
 from headway.core.machine.host import readable
 from headway.core.wire.channel import Channel, ChannelClosed, TcpListener, connect_tcp
-from headway.data.caches.shares import Share
+from headway.data.caches.shares import CacheShare
 from headway.data.orders.job_order import DataShareError
 
 LOST = (ChannelClosed, TimeoutError)
-"""What a call of `Peer` raises when its host cannot be counted on."""
+"""What a call of `CachePeer` raises when its host cannot be counted on."""
 
 
 class Identity(msgspec.Struct, tag=True, frozen=True):
@@ -67,7 +67,7 @@ class Put(msgspec.Struct, tag=True):
     payload: bytes
 
 
-class Kept(msgspec.Struct, tag=True):
+class PutResult(msgspec.Struct, tag=True):
     """Whether there was room for it."""
 
     kept: bool
@@ -87,7 +87,7 @@ AGAIN_S = 0.2
 """Longest try to connect again to a host that was there a moment ago; who is reading waits for it."""
 
 REQUESTS = Identity | Get | Put | AskSettled
-ANSWERS = Identity | Found | Absent | Kept | Settled
+ANSWERS = Identity | Found | Absent | PutResult | Settled
 
 
 def listen(address: str, port: int, token: str) -> TcpListener:
@@ -106,7 +106,7 @@ def split_address(address: str) -> tuple[str, int]:
 class PeerServer:
     """Answers other hosts, a thread for each of their connections. It belongs to the process that made it."""
 
-    def __init__(self, listener: TcpListener, identity: Identity, share: Share) -> None:
+    def __init__(self, listener: TcpListener, identity: Identity, share: CacheShare) -> None:
         """Begin to answer from `share`."""
         self._listener, self._identity, self._share = listener, identity, share
         self.stranger: DataShareError | None = None
@@ -166,7 +166,7 @@ class PeerServer:
         if not isinstance(request, (Get, Put)) or not 0 <= request.item < self._share.num_items:
             return None
         if isinstance(request, Put):
-            return Kept(self._share.keep(request.item, request.payload))
+            return PutResult(self._share.keep(request.item, request.payload))
         payload = self._share.get(request.item)
         if payload is None:
             return Absent(self._share.refused(request.item))
@@ -174,7 +174,7 @@ class PeerServer:
         return Found(payload)
 
 
-class Peer:
+class CachePeer:
     """The way to another host: connections are made when needed, one per thread that asks at the same time."""
 
     def __init__(self, host: str, address: str, token: str, identity: Identity, timeout_s: float = 2.0) -> None:
@@ -191,7 +191,7 @@ class Peer:
 
     def keep(self, item: int, payload: bytes) -> bool:
         """Offer an item; returns whether there was room for it. Raises as `get` does."""
-        return bool(self._ask(Put(item, payload), (Kept,)).kept)
+        return bool(self._ask(Put(item, payload), (PutResult,)).kept)
 
     def settled(self) -> bool:
         """Return whether all items that are the host's own have found their place. Raises as `get` does."""

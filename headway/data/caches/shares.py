@@ -1,12 +1,12 @@
 """What one host of a partitioned cache holds and knows, in memory that all its processes share.
 
-A `Share` keeps payloads by item (`headway.core.machine.arena`: never evicted, as in
+A `CacheShare` keeps payloads by item (`headway.core.machine.arena`: never evicted, as in
 CoorDL), which items it had no room for, how far down each item's list of
 hosts is full, which hosts are away, and counts of what was read from where.
 Forked loader workers see and change all of it; by pickle other processes of
 the user get at the same memory. Any thread may call anything.
 
->>> share = Share(num_items=4, capacity_bytes=10, own=[0, 1], num_hosts=2)
+>>> share = CacheShare(num_items=4, capacity_bytes=10, own=[0, 1], num_hosts=2)
 >>> share.keep(0, b"jpeg"), share.keep(1, b"a longer one"), share.refused(1), bytes(share.get(0))
 (True, False, True, b'jpeg')
 >>> share.count(local_hits=1, local_bytes=4)
@@ -42,7 +42,7 @@ THERE, AWAY, BACK = range(3)
 _PLACE = {name: index for index, name in enumerate(COUNTS)}
 
 
-class Share:
+class CacheShare:
     """One host's part of the cache. Hosts go by number, 0..num_hosts - 1."""
 
     def __init__(self, num_items: int, capacity_bytes: int, *, own: ArrayLike, num_hosts: int) -> None:

@@ -16,25 +16,25 @@ from typing import Any
 from headway.core.errors import InputError
 from headway.core.wire.channel import Channel, ChannelClosed, Listener, TcpListener
 from headway.data.fleet.autoscale import Autoscaler, Load
-from headway.data.fleet.master import Master, Placement
+from headway.data.fleet.master import Master, SplitPlacement
 from headway.data.fleet.messages import (
-    Ask,
     Beat,
-    Begin,
+    FleetStatusReply,
+    FleetStatusRequest,
     GaveUp,
-    Join,
     Joined,
-    Lost,
+    JoinPass,
     Placed,
+    PrepareSplit,
+    ReadProgress,
     Ready,
-    Refused,
     Register,
+    RequestRefused,
     Revoke,
+    SplitLost,
+    SplitRequest,
     Stop,
     Target,
-    Told,
-    Took,
-    Want,
     hang_up,
 )
 
@@ -52,8 +52,8 @@ class _Peer:
     client: str = ""
     pid: int = 0
     guest: bool = False
-    wants: Want | None = None
-    placed: list[Placement] = field(default_factory=list)
+    wants: SplitRequest | None = None
+    placed: list[SplitPlacement] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -108,8 +108,9 @@ class Hub:
         if supervisor is not None:
             self._admit(supervisor)
         self._answers: dict[type, Callable[[_Peer, Any], None]] = {
-            Register: self._register, Beat: self._beat, Want: self._want, Ready: self._ready, Join: self._join,
-            Took: self._took, Lost: self._lost, Ask: self._ask, GaveUp: self._gave_up,
+            Register: self._register, Beat: self._beat, SplitRequest: self._want, Ready: self._ready,
+            JoinPass: self._join, ReadProgress: self._took, SplitLost: self._lost,
+            FleetStatusRequest: self._ask, GaveUp: self._gave_up,
         }  # fmt: skip
 
     def run(self) -> None:
@@ -143,7 +144,7 @@ class Hub:
             except TimeoutError:
                 return True
             except InputError as error:
-                self._send(peer, Refused(str(error)))
+                self._send(peer, RequestRefused(str(error)))
             except ChannelClosed:
                 self._forget(peer)
                 return peer.channel is not self._supervisor
@@ -182,38 +183,38 @@ class Hub:
     def _beat(self, peer: _Peer, message: Beat) -> None:
         self.master.beat(peer.worker, message.report)
 
-    def _want(self, peer: _Peer, message: Want) -> None:
+    def _want(self, peer: _Peer, message: SplitRequest) -> None:
         peer.wants = message
 
     def _ready(self, peer: _Peer, message: Ready) -> None:
         self.master.ready(peer.worker, message.split, message.generation)
 
-    def _join(self, peer: _Peer, message: Join) -> None:
+    def _join(self, peer: _Peer, message: JoinPass) -> None:
         taken = self.master.join(message.client, message.work, message.rank, message.taken, data=message.data)
         peer.client, peer.placed = message.client, []
-        self._send(peer, Refused(self._failed) if self._failed else Joined(taken))
+        self._send(peer, RequestRefused(self._failed) if self._failed else Joined(taken))
 
-    def _took(self, peer: _Peer, message: Took) -> None:
+    def _took(self, peer: _Peer, message: ReadProgress) -> None:
         self.master.took(peer.client, message.taken, message.waited_s)
 
-    def _lost(self, peer: _Peer, message: Lost) -> None:
+    def _lost(self, peer: _Peer, message: SplitLost) -> None:
         self.master.lost(peer.client, message.split, message.generation)
 
-    def _ask(self, peer: _Peer, _: Ask) -> None:
+    def _ask(self, peer: _Peer, _: FleetStatusRequest) -> None:
         pids = {other.worker: other.pid for other in self._peers if other.worker}
-        self._send(peer, Told({**self.master.statistics(), "wanted": self._wanted, "pids": pids}))
+        self._send(peer, FleetStatusReply({**self.master.statistics(), "wanted": self._wanted, "pids": pids}))
 
     def _gave_up(self, _: _Peer, message: GaveUp) -> None:
         self._failed = message.why
         for peer in [peer for peer in self._peers if peer.client]:
-            self._send(peer, Refused(message.why))
+            self._send(peer, RequestRefused(message.why))
 
     def _tell(self) -> None:
         """Give workers work, readers their places, and workers what ended."""
         for peer in list(self._peers):
             if peer.wants and (lease := self.master.next_split(peer.worker, room=peer.wants.room)):
                 peer.wants = None
-                self._send(peer, Begin(lease.key, lease.generation, self.master.begin(lease.key)))
+                self._send(peer, PrepareSplit(lease.key, lease.generation, self.master.begin(lease.key)))
         for peer in list(self._peers):
             if peer.worker and (ended := self.master.revoked(peer.worker)):
                 self._send(peer, Revoke(ended))
@@ -221,7 +222,7 @@ class Hub:
                 peer.placed = placed
                 self._send(peer, Placed(placed))
             if peer.client and (why := self.master.broken(peer.client)):
-                self._send(peer, Refused(why))
+                self._send(peer, RequestRefused(why))
         for name in self.master.drained():
             for peer in [peer for peer in self._peers if peer.worker == name]:
                 self._send(peer, Stop())

@@ -19,7 +19,7 @@ import time
 
 from headway.core.wire.channel import ChannelClosed
 from headway.data.fleet.refusal import START_AGAIN, ended_with
-from headway.data.fleet.supervisor import MAX_QUICK, QUICK_S, Settings, start
+from headway.data.fleet.supervisor import MAX_QUICK, QUICK_S, FleetSettings, start
 from headway.data.fleet.worker import Make
 
 LOG = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ LOG.addHandler(logging.NullHandler())
 class Keeper:
     """One supervisor at a time, of the process that made this object. Close it to end the fleet."""
 
-    def __init__(self, make: Make, settings: Settings, *, sweeps: bool = False) -> None:
+    def __init__(self, make: Make, settings: FleetSettings, *, sweeps: bool = False) -> None:
         """Start the fleet; with `sweeps` its folder goes with it, however this process ends."""
         self._make, self._settings, self._sweeps = make, settings, sweeps
         self._pid, self._lock, self._closed = os.getpid(), threading.RLock(), False

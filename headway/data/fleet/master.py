@@ -20,13 +20,13 @@ The roles are DPP's (Zhao et al., ISCA 2022); units, order and the rules for
 deaths are ours. Seconds on the injected clock.
 
 >>> master = Master(num_items=8, split_batches=2, clock=lambda: 0.0)
->>> master.register("w0", "here"), master.join("r0", Pass(8, batch_size=2), rank=0)
+>>> master.register("w0", "here"), master.join("r0", FleetPass(8, batch_size=2), rank=0)
 ([], 0)
 >>> lease = master.next_split("w0")
 >>> lease.key, [(p.worker, p.split.first) for p in master.placements("r0")]
 (Split(rank=0, first=0, end=2), [('w0', 0)])
 >>> master.took("r0", 3)
->>> master.next_split("w0").key, master.committed(Pass(8, batch_size=2))
+>>> master.next_split("w0").key, master.committed(FleetPass(8, batch_size=2))
 (Split(rank=0, first=2, end=4), 6)
 """
 
@@ -46,7 +46,7 @@ import msgspec
 from headway.core.errors import FormatError, InputError
 from headway.core.files.whole_file import whole_file
 from headway.core.wire.leases import Lease, Leases
-from headway.data.fleet.splits import Pass, Split, partners
+from headway.data.fleet.splits import FleetPass, Split, partners
 
 SLOW = 3.0
 """A split is a straggler when it takes so many times the median."""
@@ -60,7 +60,7 @@ SAVE_S = 0.5
 """How often a checkpoint is written at most, besides at starts and joins."""
 
 
-class Placement(NamedTuple):
+class SplitPlacement(NamedTuple):
     """Where a reader finds a split."""
 
     split: Split
@@ -69,7 +69,7 @@ class Placement(NamedTuple):
     address: str
 
 
-class Report(NamedTuple):
+class WorkerReport(NamedTuple):
     """What a worker says of itself when it beats; counts and seconds since it started."""
 
     buffered: int = 0
@@ -80,20 +80,20 @@ class Report(NamedTuple):
     """Time spent making them."""
 
 
-NOTHING_YET = Report()
+NOTHING_YET = WorkerReport()
 
 
 @dataclass(slots=True)
-class Worker:
+class WorkerState:
     """A worker as the master knows it."""
 
     address: str
-    report: Report = NOTHING_YET
+    report: WorkerReport = NOTHING_YET
     draining: bool = False
 
 
 @dataclass(slots=True)
-class Reader:
+class ReaderState:
     """One rank of a pass: how far it is, and who reads it now."""
 
     taken: int = 0
@@ -104,7 +104,7 @@ class Reader:
 
 
 @dataclass(slots=True)
-class Counts:
+class MasterCounts:
     """What happened since this master started."""
 
     leased: int = 0
@@ -147,14 +147,14 @@ class Master:
             if value < 1:
                 raise InputError(f"{name} is {value}; pass 1 or more.")
         self.num_items, self.data, self.split_batches = num_items, data, split_batches
-        self.counts = Counts()
+        self.counts = MasterCounts()
         self._window, self._most, self._clock = window, most_workers, clock
-        self._workers: dict[str, Worker] = {}
-        self._passes: dict[Pass, list[Reader]] = {}
-        self._where: dict[str, tuple[Pass, int]] = {}
+        self._workers: dict[str, WorkerState] = {}
+        self._passes: dict[FleetPass, list[ReaderState]] = {}
+        self._where: dict[str, tuple[FleetPass, int]] = {}
         self._ready: set[tuple[Split, int]] = set()
         self._durations: deque[float] = deque(maxlen=64)
-        self._known: dict[tuple[Pass, int], set[Split]] = {}
+        self._known: dict[tuple[FleetPass, int], set[Split]] = {}
         self._ended: dict[Split, int] = {}
         self._revoked: dict[str, list[tuple[Split, int]]] = {}
         self._path, self._saved_s, self._changed = (None if checkpoint is None else Path(checkpoint)), -SAVE_S, True
@@ -170,13 +170,13 @@ class Master:
 
     def register(self, worker: str, address: str, held: Iterable[tuple[Split, int]] = ()) -> list[tuple[Split, int]]:
         """Let a worker in; returns which of the leases it `held` (from before a master died) it keeps."""
-        self._workers.setdefault(worker, Worker(address)).address = address
+        self._workers.setdefault(worker, WorkerState(address)).address = address
         self._leases.beat(worker)
         kept = [(split, generation) for split, generation in held if self._kept(worker, split, generation)]
         self.counts.adopted += len(kept)
         return kept
 
-    def beat(self, worker: str, report: Report) -> None:
+    def beat(self, worker: str, report: WorkerReport) -> None:
         """Note that a worker lives, and how it is."""
         if worker in self._workers:
             self._workers[worker].report = report
@@ -245,7 +245,9 @@ class Master:
 
     # Readers
 
-    def join(self, client: str, work: Pass, rank: int, taken: int | None = None, *, data: str | None = None) -> int:
+    def join(
+        self, client: str, work: FleetPass, rank: int, taken: int | None = None, *, data: str | None = None
+    ) -> int:
         """Let `client` read one rank of a pass, after `taken` batches (None: after what the master knows it took).
 
         Returns that number. Whoever read the rank before is put out. Raises
@@ -261,7 +263,7 @@ class Master:
         if taken is not None and not 0 <= taken <= work.num_batches(rank):
             raise InputError(f"rank {rank} cannot have taken {taken} of {work.num_batches(rank)} batches. Pass fewer.")
         self.leave(client)
-        reader = self._passes.setdefault(work, [Reader() for _ in range(work.world_size)])[rank]
+        reader = self._passes.setdefault(work, [ReaderState() for _ in range(work.world_size)])[rank]
         if reader.client:
             self._where.pop(reader.client, None)
         reader.client, reader.waited_s, self._where[client] = client, 0.0, (work, rank)
@@ -300,13 +302,13 @@ class Master:
         if where is not None:
             self._passes[where[0]][where[1]].client = ""
 
-    def placements(self, client: str) -> list[Placement]:
+    def placements(self, client: str) -> list[SplitPlacement]:
         """Return where a reader finds its next splits, in their order; a straggler may be in two places."""
         if client not in self._where:
             return []
         work, rank = self._where[client]
         return [
-            Placement(split, lease.generation, lease.holder, self._workers[lease.holder].address)
+            SplitPlacement(split, lease.generation, lease.holder, self._workers[lease.holder].address)
             for split in self._near(work, rank)
             for lease in self._leases.held(split)
             if lease.holder in self._workers
@@ -340,7 +342,7 @@ class Master:
             self._save()
         return silent
 
-    def committed(self, work: Pass) -> int:
+    def committed(self, work: FleetPass) -> int:
         """Return the position up to which all ranks of a pass have taken everything."""
         readers = self._passes.get(work)
         if readers is None:
@@ -350,12 +352,12 @@ class Master:
         return work.position(min(left)) if left else work.num_items
 
     @property
-    def workers(self) -> dict[str, Worker]:
+    def workers(self) -> dict[str, WorkerState]:
         """The workers that are registered, by name."""
         return dict(self._workers)
 
     @property
-    def readers(self) -> list[Reader]:
+    def readers(self) -> list[ReaderState]:
         """The ranks that are being read."""
         return [reader for readers in self._passes.values() for reader in readers if reader.client]
 
@@ -404,12 +406,12 @@ class Master:
         median_s = statistics.median(self._durations) if self._durations else self._leases.lease_s
         return max(SLOW_S, SLOW * median_s)
 
-    def _near(self, work: Pass, rank: int) -> list[Split]:
+    def _near(self, work: FleetPass, rank: int) -> list[Split]:
         """Return the splits that a reader needs next, the window that may be out."""
         taken = self._passes[work][rank].taken
         return work.splits(rank, taken, split_batches=self.split_batches, most=self._window)
 
-    def _open(self, work: Pass, rank: int) -> None:
+    def _open(self, work: FleetPass, rank: int) -> None:
         """Let the splits in the window of a reader wait, and forget all others of its rank."""
         near = set(self._near(work, rank)) if self._passes[work][rank].client else set()
         known = self._known.get((work, rank), set())
@@ -435,7 +437,7 @@ class Master:
             self._ready.discard((lease.key, lease.generation))
             self._revoked.setdefault(lease.holder, []).append((lease.key, lease.generation))
 
-    def _rest(self, but: Pass) -> None:
+    def _rest(self, but: FleetPass) -> None:
         """Take back what is prepared for passes that nobody reads any more, and forget all but a few of them."""
         idle = [w for w, readers in self._passes.items() if w != but and not any(reader.client for reader in readers)]
         for work in idle:
@@ -465,7 +467,7 @@ class Master:
         try:
             state = msgspec.json.decode(self._path.read_bytes())
             for row in state["passes"]:
-                self._passes[Pass(**row["work"])] = [Reader(taken) for taken in row["taken"]]
+                self._passes[FleetPass(**row["work"])] = [ReaderState(taken) for taken in row["taken"]]
             return int(state["term"]) + 1
         except (msgspec.DecodeError, KeyError, TypeError) as error:
             raise FormatError(

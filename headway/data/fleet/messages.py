@@ -5,7 +5,7 @@ fleet's token. Batches travel as packed memory (`headway.data.serving.memory.pac
 as pickles: on one machine in a memory file that is handed over, between
 machines in the message.
 
->>> message = Fetch(Split(Pass(8, 2), 0, 0, 4), generation=7, batch=3)
+>>> message = Fetch(Split(FleetPass(8, 2), 0, 0, 4), generation=7, batch=3)
 >>> msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=FromReader) == message
 True
 """
@@ -19,9 +19,9 @@ import msgspec
 
 from headway.core.errors import BackgroundError, InputError
 from headway.core.wire.channel import Channel, Listener, TcpListener, connect, connect_tcp
-from headway.data.fleet.master import Placement, Report
-from headway.data.fleet.splits import Pass, Split
-from headway.data.runtime.examples.account import Spent
+from headway.data.fleet.master import SplitPlacement, WorkerReport
+from headway.data.fleet.splits import FleetPass, Split
+from headway.data.runtime.examples.account import ThreadTime
 
 SCHEME = "tcp://"
 
@@ -39,10 +39,10 @@ class Register(msgspec.Struct, tag=True):
 class Beat(msgspec.Struct, tag=True):
     """A worker lives."""
 
-    report: Report
+    report: WorkerReport
 
 
-class Want(msgspec.Struct, tag=True):
+class SplitRequest(msgspec.Struct, tag=True):
     """A worker takes another split: any, or without `room` only one that a reader waits for."""
 
     room: bool
@@ -55,7 +55,7 @@ class Ready(msgspec.Struct, tag=True):
     generation: int
 
 
-class Begin(msgspec.Struct, tag=True):
+class PrepareSplit(msgspec.Struct, tag=True):
     """Prepare a split, from batch `first` on."""
 
     split: Split
@@ -74,11 +74,11 @@ class Stop(msgspec.Struct, tag=True):
     """Nobody needs this worker any more."""
 
 
-class Join(msgspec.Struct, tag=True):
+class JoinPass(msgspec.Struct, tag=True):
     """A reader wants one rank of a pass, after `taken` batches (None: after what the master knows it took)."""
 
     client: str
-    work: Pass
+    work: FleetPass
     rank: int
     taken: int | None
     data: str | None
@@ -90,14 +90,14 @@ class Joined(msgspec.Struct, tag=True):
     taken: int
 
 
-class Took(msgspec.Struct, tag=True):
+class ReadProgress(msgspec.Struct, tag=True):
     """The reader's loop has taken so many batches, and has waited so long for them in all."""
 
     taken: int
     waited_s: float
 
 
-class Lost(msgspec.Struct, tag=True):
+class SplitLost(msgspec.Struct, tag=True):
     """The reader cannot get a split from the worker that holds it."""
 
     split: Split
@@ -107,10 +107,10 @@ class Lost(msgspec.Struct, tag=True):
 class Placed(msgspec.Struct, tag=True):
     """Where the reader's next splits are."""
 
-    placements: list[Placement]
+    placements: list[SplitPlacement]
 
 
-class Refused(msgspec.Struct, tag=True):
+class RequestRefused(msgspec.Struct, tag=True):
     """The master does not do what a reader or worker asked for; why, for its user."""
 
     why: str
@@ -130,17 +130,17 @@ class Fetch(msgspec.Struct, tag=True):
     batch: int
 
 
-class Batch(msgspec.Struct, tag=True):
+class PackedBatch(msgspec.Struct, tag=True):
     """A packed batch: `num_bytes` in the memory file that comes with it, or here; and what making it took."""
 
     split: Split
     batch: int
     num_bytes: int
-    spent: Spent
+    spent: ThreadTime
     body: bytes = b""
 
 
-class Missing(msgspec.Struct, tag=True):
+class BatchMissing(msgspec.Struct, tag=True):
     """The worker no longer has this batch, or never had."""
 
     split: Split
@@ -156,11 +156,11 @@ class Broken(msgspec.Struct, tag=True):
     error: str
 
 
-class Ask(msgspec.Struct, tag=True):
+class FleetStatusRequest(msgspec.Struct, tag=True):
     """What does the fleet do?"""
 
 
-class Told(msgspec.Struct, tag=True):
+class FleetStatusReply(msgspec.Struct, tag=True):
     """What the fleet does."""
 
     statistics: dict[str, Any]
@@ -179,10 +179,10 @@ class GaveUp(msgspec.Struct, tag=True):
     why: str
 
 
-ToMaster = Register | Beat | Want | Ready | Join | Took | Lost | Ask | GaveUp
-FromMaster = Begin | Revoke | Stop | Joined | Placed | Refused | Told | Target
+ToMaster = Register | Beat | SplitRequest | Ready | JoinPass | ReadProgress | SplitLost | FleetStatusRequest | GaveUp
+FromMaster = PrepareSplit | Revoke | Stop | Joined | Placed | RequestRefused | FleetStatusReply | Target
 FromReader = Fetch
-FromWorker = Batch | Missing | Broken
+FromWorker = PackedBatch | BatchMissing | Broken
 
 
 def dial(address: str, token: str, timeout_s: float, types: Any) -> Channel:

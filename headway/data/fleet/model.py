@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headway.data.fleet.autoscale import Autoscaler, Load
-from headway.sim.graph.process import Event, Process
+from headway.sim.graph.process import Process, SimulationEvent
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class History:
 
 
 @dataclass(slots=True, eq=False)
-class _Worker:
+class _SimulatedWorker:
     buffered: int = 0
     begun_s: float | None = None
     """Up to when its work on a batch is counted; None while its buffer is full."""
@@ -50,11 +50,11 @@ class _Fleet:
     def __init__(self, process: Process, noise: float, buffer: int, boot_s: float) -> None:
         self.process, self.noise, self.buffer, self.boot_s = process, noise, buffer, boot_s
         self.rate_per_s = math.nan
-        self.workers: list[_Worker] = []
-        self.booting: list[Event] = []
+        self.workers: list[_SimulatedWorker] = []
+        self.booting: list[SimulationEvent] = []
         self.step_s = math.inf
         """Time of a training step; infinite while nobody reads."""
-        self.next_take: Event | None = None
+        self.next_take: SimulationEvent | None = None
         self.waits_since_s: float | None = None
         self.taken, self.prepared, self.busy_s, self.waited_s = 0, 0, 0.0, 0.0
 
@@ -73,7 +73,7 @@ class _Fleet:
         """Let a worker make `per_s` batches per second, from the batch on that it begins next."""
         self.rate_per_s = per_s
 
-    def serving(self) -> list[_Worker]:
+    def serving(self) -> list[_SimulatedWorker]:
         return [worker for worker in self.workers if not worker.draining]
 
     def resize(self, wanted: int) -> None:
@@ -89,11 +89,11 @@ class _Fleet:
         self._remove_drained()
 
     def _started(self) -> None:
-        worker = _Worker()
+        worker = _SimulatedWorker()
         self.workers.append(worker)
         self._begin(worker)
 
-    def _begin(self, worker: _Worker) -> None:
+    def _begin(self, worker: _SimulatedWorker) -> None:
         if worker.draining or worker.buffered >= self.buffer:
             worker.begun_s = None
             return
@@ -102,7 +102,7 @@ class _Fleet:
         draw = self.process.rng("service").normal(-(self.noise**2) / 2, self.noise)
         self.process.after(math.exp(draw) / self.rate_per_s, self._made, worker)
 
-    def _made(self, worker: _Worker) -> None:
+    def _made(self, worker: _SimulatedWorker) -> None:
         self._count_busy(worker)
         self.prepared += 1
         worker.buffered += 1
@@ -118,7 +118,7 @@ class _Fleet:
         self.waits_since_s = None
         return True
 
-    def _count_busy(self, worker: _Worker) -> None:
+    def _count_busy(self, worker: _SimulatedWorker) -> None:
         """Count its time up to now, also on a batch that is not done: else long ones would count too little."""
         if worker.begun_s is not None:
             self.busy_s += self.process.now_s - worker.begun_s

@@ -27,25 +27,25 @@ from typing import Any, NamedTuple
 
 from headway.core.errors import BackgroundError, HeadwayError
 from headway.core.wire.channel import Channel, ChannelClosed
-from headway.core.wire.wake import Wake
-from headway.data.fleet.master import Placement
+from headway.core.wire.wake import Waker
+from headway.data.fleet.master import SplitPlacement
 from headway.data.fleet.messages import (
-    Batch,
     Broken,
     Fetch,
     FromMaster,
     FromWorker,
-    Join,
     Joined,
-    Lost,
+    JoinPass,
+    PackedBatch,
     Placed,
-    Refused,
-    Took,
+    ReadProgress,
+    RequestRefused,
+    SplitLost,
     dial,
     hang_up,
 )
-from headway.data.fleet.splits import Pass, Split
-from headway.data.runtime.examples.account import Spent
+from headway.data.fleet.splits import FleetPass, Split
+from headway.data.runtime.examples.account import ThreadTime
 
 AHEAD = 4
 """Batches that are fetched before the loop wants them."""
@@ -61,7 +61,7 @@ class Delivered(NamedTuple):
 
     body: Any
     """A buffer for `headway.data.serving.memory.packing.unpack`."""
-    spent: Spent
+    spent: ThreadTime
     """What making it took, in its worker."""
 
 
@@ -125,13 +125,13 @@ class Inbox:
                     return
 
 
-class Fetcher:
+class ReaderConnections:
     """The sockets of a reader, run by its thread: the master's, and one per worker that has something for it."""
 
     def __init__(
         self,
         address: str,
-        work: Pass,
+        work: FleetPass,
         rank: int,
         *,
         data: str | None,
@@ -143,18 +143,18 @@ class Fetcher:
         self._address, self._token, self._patience_s, self._ahead = address, token, patience_s, ahead
         self._failure = failure
         client = f"{this_process()}/{time.monotonic_ns()}"
-        self._join = Join(client, work, rank, None, data)
+        self._join = JoinPass(client, work, rank, None, data)
         self._master: Channel | None = None
         self._alone_s = time.monotonic()
         self._workers: dict[str, Channel] = {}
-        self._placements: list[Placement] = []
+        self._placements: list[SplitPlacement] = []
         self._asked: dict[tuple[Split, int, int], str] = {}
         """(Split, generation, batch) that was asked for -> at which address."""
         self._bad: set[tuple[Split, int]] = set()
         """Leases that the master knows to be lost."""
         self._told: tuple[int, float] = (-1, 0.0)
         self._selector = selectors.PollSelector()  # not epoll: a fork of ours would keep what we close in it
-        self._wake = Wake()
+        self._wake = Waker()
         self._selector.register(self._wake, selectors.EVENT_READ)
         self.inbox = Inbox(0, 0)
 
@@ -174,7 +174,7 @@ class Fetcher:
                 self._drop_master()  # it died in between: there will be another
             except TimeoutError as error:
                 raise self._left_alone(error) from error
-        if isinstance(answer, Refused):
+        if isinstance(answer, RequestRefused):
             raise answer.error()
         self.inbox = Inbox(answer.taken, self._join.work.num_batches(self._join.rank))
         return self.inbox
@@ -252,7 +252,7 @@ class Fetcher:
                 here = {(place.split, place.generation) for place in message.placements}
                 self._bad &= here
                 self._asked = {key: at for key, at in self._asked.items() if key[:2] in here}
-            elif isinstance(message, Refused):
+            elif isinstance(message, RequestRefused):
                 raise message.error()
             else:
                 assert isinstance(message, Joined)
@@ -274,7 +274,7 @@ class Fetcher:
                 # It may have died, or only the channel: ask once more, and be told then.
                 self._asked = {key: at for key, at in self._asked.items() if at != address}
                 return
-            if isinstance(message, Batch):
+            if isinstance(message, PackedBatch):
                 self.inbox.put(message.batch, Delivered(_memory(message, fds), message.spent))
             elif isinstance(message, Broken):
                 why = f"batch {message.batch} of rank {message.split.rank} could not be prepared:\n{message.error}"
@@ -290,7 +290,7 @@ class Fetcher:
                 if place.split.first <= batch < place.split.end and key not in self._asked:
                     self._ask(place, batch)
 
-    def _ask(self, place: Placement, batch: int) -> None:
+    def _ask(self, place: SplitPlacement, batch: int) -> None:
         if (place.split, place.generation) in self._bad:
             return
         try:
@@ -312,7 +312,7 @@ class Fetcher:
             return
         self._bad.add((split, generation))
         try:
-            self._master.send(Lost(split, generation), timeout_s=SEND_S)
+            self._master.send(SplitLost(split, generation), timeout_s=SEND_S)
         except (ChannelClosed, TimeoutError):
             self._drop_master()
 
@@ -322,7 +322,7 @@ class Fetcher:
         if self._master is None or now == self._told:
             return
         try:
-            self._master.send(Took(*now), timeout_s=SEND_S)
+            self._master.send(ReadProgress(*now), timeout_s=SEND_S)
             self._told = now
         except (ChannelClosed, TimeoutError):
             self._drop_master()
@@ -333,13 +333,13 @@ def this_process() -> str:
     return f"{os.uname().nodename}/{os.getpid()}"
 
 
-class Reader:
+class FleetReader:
     """An iterator over the packed batches of one rank (`Delivered`). Close it, or read it to the end."""
 
     def __init__(
         self,
         address: str,
-        work: Pass,
+        work: FleetPass,
         rank: int = 0,
         *,
         taken: int | None = 0,
@@ -356,7 +356,7 @@ class Reader:
         `InputError` when the master refuses, `BackgroundError` when the fleet
         has ended or there was no master for `patience_s`.
         """
-        fetcher = Fetcher(
+        fetcher = ReaderConnections(
             address, work, rank, data=data, token=token, patience_s=patience_s, ahead=ahead, failure=failure
         )
         self._inbox, self._fetcher = fetcher.join(taken), fetcher
@@ -375,7 +375,7 @@ class Reader:
         """How long the loop has waited for them."""
         return self._inbox.waited_s
 
-    def __iter__(self) -> Reader:
+    def __iter__(self) -> FleetReader:
         """Return itself."""
         return self
 
@@ -404,7 +404,7 @@ class Reader:
         self._thread.join(SEND_S)
 
 
-def _memory(message: Batch, fds: list[int]) -> Any:
+def _memory(message: PackedBatch, fds: list[int]) -> Any:
     """Return the packed batch as a buffer of this process's own, without copying it where it came as a file."""
     if not fds:
         return bytearray(message.body)

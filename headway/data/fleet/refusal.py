@@ -18,7 +18,15 @@ import socket
 
 from headway.core.errors import InputError
 from headway.core.wire.channel import Channel, ChannelClosed, Listener, TcpListener
-from headway.data.fleet.messages import Ask, Join, Refused, Register, ToMaster, hang_up, listen
+from headway.data.fleet.messages import (
+    FleetStatusRequest,
+    JoinPass,
+    Register,
+    RequestRefused,
+    ToMaster,
+    hang_up,
+    listen,
+)
 
 LOOK_S = 0.2
 """How often the process looks whether its parent lives, and whether it can listen at last."""
@@ -75,8 +83,8 @@ def _answer(selector: selectors.BaseSelector, channel: Channel, why: str) -> Non
     try:
         while True:
             message, _ = channel.receive(timeout_s=0.0)
-            if isinstance(message, (Join, Ask, Register)):
-                channel.send(Refused(why, fatal=True), timeout_s=SEND_S)
+            if isinstance(message, (JoinPass, FleetStatusRequest, Register)):
+                channel.send(RequestRefused(why, fatal=True), timeout_s=SEND_S)
     except TimeoutError:
         return
     except ChannelClosed:

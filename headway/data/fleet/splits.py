@@ -6,7 +6,7 @@ rank: it has one reader, so a reader needs no more workers than it is given,
 and what was delivered is one number per rank. Units are (epoch, cursor
 range), not files: workers compute the items themselves, and stay stateless.
 
->>> work = Pass(num_items=10, batch_size=2, world_size=2, shuffle=False)
+>>> work = FleetPass(num_items=10, batch_size=2, world_size=2, shuffle=False)
 >>> work.num_batches(0), work.keys(2, rank=1).items, work.position(1)
 (3, [9], 4)
 >>> work.splits(rank=0, taken=1, split_batches=2, most=2)
@@ -48,7 +48,7 @@ class BatchKeys(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class FleetPass:
     """One pass over the data as all its ranks see it; equal passes deal equal batches in any process."""
 
     num_items: int
@@ -100,7 +100,7 @@ class Pass:
 class Split:
     """Batches `first` .. `end` - 1 of one rank of a pass."""
 
-    work: Pass = field(repr=False)
+    work: FleetPass = field(repr=False)
     rank: int
     first: int
     end: int

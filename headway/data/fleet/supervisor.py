@@ -7,7 +7,7 @@ when it is killed, the user's process starts another (`keeper`), and the master
 goes on from its checkpoint. When the user's process goes, all of them go. When
 masters keep ending it gives up, and says why (`refusal`).
 
-A `Settings` says what a fleet is; `start` brings it up.
+A `FleetSettings` says what a fleet is; `start` brings it up.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ MAX_QUICK = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class FleetSettings:
     """What a fleet is, but for what it prepares."""
 
     folder: Path
@@ -99,7 +99,7 @@ class Settings:
         return f"{SCHEME}{self.host}:0" if self.host else str(self.folder / f"w{number}")
 
 
-def start(make: Make, settings: Settings, *, sweeps: bool = False, refuses: str = "") -> tuple[int, Channel]:
+def start(make: Make, settings: FleetSettings, *, sweeps: bool = False, refuses: str = "") -> tuple[int, Channel]:
     """Fork a supervisor; returns its process id, and the channel that keeps the fleet up as long as it is open.
 
     With `sweeps` the fleet's folder goes with it, however the user's process ends. One that gives up sends a
@@ -113,7 +113,7 @@ def start(make: Make, settings: Settings, *, sweeps: bool = False, refuses: str 
         _call_it("headway-fleet")
         if refuses:
             refuse_all(settings.address, settings.token, refuses, theirs)
-        elif why := Supervisor(make, settings, theirs).run():
+        elif why := FleetSupervisor(make, settings, theirs).run():
             with contextlib.suppress(ChannelClosed, TimeoutError):
                 Channel(Packets(theirs), Target).send(GaveUp(why), timeout_s=SEND_S)
                 return  # the process that refuses is next, and needs the folder
@@ -153,10 +153,10 @@ def forked(function: Callable[[], object], *, die_too: bool = True) -> int:
         os._exit(code)
 
 
-class Supervisor:
+class FleetSupervisor:
     """Keeps one master and the wanted number of workers running."""
 
-    def __init__(self, make: Make, settings: Settings, user: socket.socket) -> None:
+    def __init__(self, make: Make, settings: FleetSettings, user: socket.socket) -> None:
         """`user` is connected to the user's process: its end is the end of the fleet."""
         self._make, self._settings, self._user = make, settings, user
         self._parent = os.getppid()
@@ -291,7 +291,7 @@ class Supervisor:
                 self._hub.send(GaveUp(self._gave_up), timeout_s=SEND_S)
 
 
-def run_master(settings: Settings, supervisor: Channel | None) -> None:
+def run_master(settings: FleetSettings, supervisor: Channel | None) -> None:
     """Be the master's process until the supervisor goes."""
     _call_it("headway-master")
     master = Master(
@@ -310,7 +310,7 @@ def run_master(settings: Settings, supervisor: Channel | None) -> None:
     Hub(master, listener, supervisor=supervisor, num_workers=settings.num_workers, scaling=scaling).run()
 
 
-def _listening(settings: Settings) -> Listener | TcpListener:
+def _listening(settings: FleetSettings) -> Listener | TcpListener:
     """Return the master's listener. Raises `InputError` when another process has the address for long."""
     until_s = time.monotonic() + TAKEN_S
     while True:
@@ -322,7 +322,7 @@ def _listening(settings: Settings) -> Listener | TcpListener:
             time.sleep(0.02)
 
 
-def run_worker(make: Make, settings: Settings, number: int) -> None:
+def run_worker(make: Make, settings: FleetSettings, number: int) -> None:
     """Be worker `number` until the master says stop."""
     name, address = f"w{number}", settings.worker_address(number)
     _call_it(f"headway-{name}")

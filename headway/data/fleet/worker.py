@@ -1,15 +1,15 @@
 """A worker: prepares the splits that it is leased, and keeps the batches until their readers fetch them.
 
-Stateless: what it holds can be prepared again by any other. `Preparer` is the
+Stateless: what it holds can be prepared again by any other. `SplitPreparer` is the
 part without sockets (a thread that makes batches, a shelf that holds them),
 the same under processes and Ray; `serve` is the process around it.
 
 >>> import numpy as np
 >>> from headway.data.serving.memory.packing import unpack
->>> from headway.data.fleet.splits import Pass
+>>> from headway.data.fleet.splits import FleetPass
 >>> done = []
->>> preparer = Preparer(lambda keys: np.array(keys.items), on_change=lambda: done.append(1))
->>> split = Split(Pass(4, batch_size=2, shuffle=False), rank=0, first=0, end=2)
+>>> preparer = SplitPreparer(lambda keys: np.array(keys.items), on_change=lambda: done.append(1))
+>>> split = Split(FleetPass(4, batch_size=2, shuffle=False), rank=0, first=0, end=2)
 >>> preparer.begin(split, generation=1, first=0)
 >>> unpack(preparer.take(split, 1, 1, timeout_s=10.0).body())
 array([2, 3])
@@ -32,29 +32,29 @@ from typing import Any
 
 from headway.core.errors import BackgroundError
 from headway.core.wire.channel import Channel, ChannelClosed
-from headway.core.wire.wake import Wake
-from headway.data.fleet.master import Report
+from headway.core.wire.wake import Waker
+from headway.data.fleet.master import WorkerReport
 from headway.data.fleet.messages import (
     SCHEME,
-    Batch,
+    BatchMissing,
     Beat,
-    Begin,
     Broken,
     Fetch,
     FromMaster,
-    Missing,
+    PackedBatch,
+    PrepareSplit,
     Ready,
-    Refused,
     Register,
+    RequestRefused,
     Revoke,
+    SplitRequest,
     Stop,
-    Want,
     dial,
     hang_up,
     listen,
 )
 from headway.data.fleet.splits import BatchKeys, Split
-from headway.data.runtime.examples.account import Spent, clocks
+from headway.data.runtime.examples.account import ThreadTime, clocks
 from headway.data.serving.memory.packing import pack
 
 THRESHOLD = 8
@@ -67,16 +67,16 @@ Make = Callable[[BatchKeys], Any]
 
 
 @dataclass(slots=True)
-class Packed:
+class MemfdBatch:
     """A batch in a memory file of its own (`fd`), or what went wrong with it (`error`)."""
 
     fd: int = -1
     num_bytes: int = 0
     error: str = ""
-    spent: Spent = field(default_factory=Spent)
+    spent: ThreadTime = field(default_factory=ThreadTime)
 
     @classmethod
-    def of(cls, value: Any) -> Packed:
+    def of(cls, value: Any) -> MemfdBatch:
         """Pack a value. Raises `InputError` on what cannot be packed."""
         parcel = pack(value)
         fd = os.memfd_create("headway-batch", os.MFD_CLOEXEC)
@@ -98,7 +98,7 @@ class Packed:
             self.fd = -1
 
 
-class Preparer:
+class SplitPreparer:
     """One thread that makes the batches of leased splits, first leased first made. Safe for threads."""
 
     def __init__(self, make: Make, *, on_change: Callable[[], object], told_s: float = 0.0) -> None:
@@ -109,7 +109,7 @@ class Preparer:
         self._make, self._on_change, self._told_s = make, on_change, told_s
         self._changed = threading.Condition()
         self._todo: deque[tuple[Split, int, int]] = deque()
-        self._shelf: dict[tuple[Split, int], dict[int, Packed]] = {}
+        self._shelf: dict[tuple[Split, int], dict[int, MemfdBatch]] = {}
         self._next: dict[tuple[Split, int], int] = {}
         """Lease -> first batch that is not made."""
         self._prepared, self._busy_s, self._closed = 0, 0.0, False
@@ -136,7 +136,7 @@ class Preparer:
                 packed.close()
             self._changed.notify_all()
 
-    def take(self, split: Split, generation: int, batch: int, *, timeout_s: float = 0.0) -> Packed | None:
+    def take(self, split: Split, generation: int, batch: int, *, timeout_s: float = 0.0) -> MemfdBatch | None:
         """Return a batch, which then is the caller's; None while it is not ready. Raises `KeyError` if it never is."""
         with self._changed:
             self._changed.wait_for(lambda: not self._coming(split, generation, batch), timeout_s)
@@ -174,12 +174,12 @@ class Preparer:
             ready = sum(map(len, self._shelf.values()))
             return ready + sum(split.end - first for (split, _), first in self._next.items()) < THRESHOLD
 
-    def report(self) -> Report:
+    def report(self) -> WorkerReport:
         """Return what a worker says of itself."""
         with self._changed:
             # Time on a batch that is not done counts too: else long ones would count too little.
             now_s = 0.0 if self._begun_s is None else time.monotonic() - self._begun_s
-            return Report(sum(map(len, self._shelf.values())), self._prepared, self._busy_s + now_s)
+            return WorkerReport(sum(map(len, self._shelf.values())), self._prepared, self._busy_s + now_s)
 
     def close(self) -> None:
         """Stop after the batch that is being made, and drop everything."""
@@ -209,9 +209,9 @@ class Preparer:
             return False
         before, self._begun_s = clocks(), time.monotonic()
         try:
-            packed = Packed.of(self._make(split.work.keys(batch, split.rank)))
+            packed = MemfdBatch.of(self._make(split.work.keys(batch, split.rank)))
         except Exception:  # it is the reader's to raise, when its loop reaches this batch
-            packed = Packed(error=traceback.format_exc())
+            packed = MemfdBatch(error=traceback.format_exc())
         packed.spent = before.until(clocks())
         with self._changed:
             self._busy_s, self._begun_s = self._busy_s + time.monotonic() - self._begun_s, None
@@ -230,7 +230,7 @@ class Preparer:
         return not last
 
 
-class Serving:
+class WorkerProcess:
     """The process of a worker: a preparer, the master's channel, and those of readers, in one loop."""
 
     def __init__(
@@ -239,10 +239,10 @@ class Serving:
         """Listen at `address`; the master is at `master`."""
         self._guest = guest
         self._name, self._master_address, self._token = name, master, token
-        self._wake = Wake()
+        self._wake = Waker()
         self._listener, self._address = listen(address, token, Fetch)
         self._passes_fds = not self._address.startswith(SCHEME)
-        self._preparer = Preparer(make, on_change=self._wake.ring, told_s=SEND_S)
+        self._preparer = SplitPreparer(make, on_change=self._wake.ring, told_s=SEND_S)
         self._selector = selectors.PollSelector()  # not epoll: a fork of ours would keep what we close in it
         self._selector.register(self._wake, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -314,7 +314,7 @@ class Serving:
             except ChannelClosed:
                 self._lose(channel)
                 break
-            if isinstance(message, Begin):
+            if isinstance(message, PrepareSplit):
                 self._asked = None
                 self._preparer.begin(message.split, message.generation, message.first)
             elif isinstance(message, Revoke):
@@ -322,7 +322,7 @@ class Serving:
                     self._preparer.keep(message.kept)
                 for split, generation in message.leases:
                     self._preparer.revoke(split, generation)
-            elif isinstance(message, Refused):
+            elif isinstance(message, RequestRefused):
                 raise message.error()
             elif isinstance(message, Stop):
                 return False
@@ -352,17 +352,17 @@ class Serving:
                 self._answer(channel, fetch, packed)
             except KeyError:
                 with contextlib.suppress(ChannelClosed, TimeoutError):
-                    channel.send(Missing(fetch.split, fetch.generation, fetch.batch), timeout_s=SEND_S)
+                    channel.send(BatchMissing(fetch.split, fetch.generation, fetch.batch), timeout_s=SEND_S)
             except (ChannelClosed, TimeoutError):
                 self._lose(channel)  # the batch is gone with it: whoever reads on finds it missing
 
-    def _answer(self, channel: Channel, fetch: Fetch, packed: Packed) -> None:
+    def _answer(self, channel: Channel, fetch: Fetch, packed: MemfdBatch) -> None:
         try:
             if packed.error:
                 channel.send(Broken(fetch.split, fetch.batch, packed.error), timeout_s=SEND_S)
             else:
                 body, fds = (b"", (packed.fd,)) if self._passes_fds else (packed.body(), ())
-                message = Batch(fetch.split, fetch.batch, packed.num_bytes, packed.spent, body)
+                message = PackedBatch(fetch.split, fetch.batch, packed.num_bytes, packed.spent, body)
                 channel.send(message, fds, timeout_s=SEND_S)
         finally:
             packed.close()
@@ -377,7 +377,7 @@ class Serving:
                 channel.send(Ready(*self._preparer.finished[0]), timeout_s=SEND_S)
                 self._preparer.told()
             if self._asked != (room := self._preparer.has_room()):
-                channel.send(Want(room), timeout_s=SEND_S)
+                channel.send(SplitRequest(room), timeout_s=SEND_S)
                 self._asked = room
             if now_s - self._beaten_s >= self._beat_s:
                 self._beaten_s = now_s
@@ -404,7 +404,7 @@ def serve(
     Raises `BackgroundError` with the reason when the fleet has ended, or there
     was no master for `patience_s`.
     """
-    serving = Serving(name, master, address, make, token=token, lease_s=lease_s, guest=guest)
+    serving = WorkerProcess(name, master, address, make, token=token, lease_s=lease_s, guest=guest)
     try:
         serving.run(patience_s)
     finally:

@@ -86,7 +86,7 @@ class Independent(_Sequenced):
 
 
 @dataclass(slots=True)
-class _Walk:
+class _EpochPosition:
     """Where a job of the shared order stands in its epoch.
 
     A place is pass * PASS + key. `clock` is where the job would stand if its items were spread evenly over a pass: it
@@ -134,7 +134,7 @@ class Shared(_Sequenced):
     ahead: dict[str, int]
     """Job -> items that were drawn for it and not used yet: another that begins now may still share them. Whoever knows
     writes it before a job begins."""
-    _walks: dict[str, _Walk]
+    _walks: dict[str, _EpochPosition]
     """Job -> where it stands, from the first build of its epoch on."""
     _unseen: int
     """The first pass of which no job has seen a key."""
@@ -170,12 +170,12 @@ class Shared(_Sequenced):
         for job in self._subset.keys() - self._walks.keys():
             whole = self._needs[job].copy()
             clock, place = self._front(whole) or (new_pass, new_pass)
-            begun[job] = _Walk(whole, place, clock, self._num_needed[job], place)
+            begun[job] = _EpochPosition(whole, place, clock, self._num_needed[job], place)
         for job, walk in begun.items():
             self._enter(job, walk)
         super()._build()
 
-    def _enter(self, job: str, walk: _Walk) -> None:
+    def _enter(self, job: str, walk: _EpochPosition) -> None:
         """Let a job stand elsewhere; what it needs comes from that pass and the next one."""
         self._walks[job] = walk
         self._unseen = max(self._unseen, walk.clock_begin // PASS + 2)
@@ -195,7 +195,7 @@ class Shared(_Sequenced):
             return False
         clock, place = front
         super()._start_over(job)
-        self._enter(job, _Walk(walk.whole, place, clock, self._num_needed[job], place))
+        self._enter(job, _EpochPosition(walk.whole, place, clock, self._num_needed[job], place))
         return True
 
     def _clock(self, job: str) -> int:
@@ -265,7 +265,7 @@ class Shared(_Sequenced):
             raise InputError("the state is of an earlier shared order. Begin the epoch again with what is left of it.")
         self._unseen = state["unseen"]
         self._walks = {
-            job: _Walk(
+            job: _EpochPosition(
                 self._subset[job].copy() if facts["whole"] is None else unpacked_flags(facts["whole"]),
                 begin=_whole_place(facts["begin"]),
                 clock_begin=_whole_place(facts["clock_begin"]),

@@ -9,7 +9,7 @@ local workers, then slices of neighbours that run together elsewhere. Costs
 are seconds per example and core, sizes bytes per example.
 
 >>> ops = (Op(2, "read", source=True), Op(1, "jitter"), Op(0, "crop"))
->>> profile = Profile(in_bytes={2: 0, 1: 400, 0: 400}, out_bytes={2: 400, 1: 400, 0: 100},
+>>> profile = PipelineProfile(in_bytes={2: 0, 1: 400, 0: 400}, out_bytes={2: 400, 1: 400, 0: 100},
 ...                   seconds={2: 0.01, 1: 0.06, 0: 0.03}, examples_per_s=10)
 >>> best = plan(ops, profile)
 >>> best.order, round(best.baseline_s, 6), round(best.cost_s, 6)
@@ -55,7 +55,7 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class PipelineProfile:
     """What a run of the pipeline cost, per operator id and example."""
 
     in_bytes: Mapping[int, float]
@@ -125,7 +125,7 @@ class Resources:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class PipelineSlice:
     """Neighbouring operators that run together elsewhere."""
 
     ops: tuple[int, ...]
@@ -139,7 +139,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PipelinePlan:
     """How a pipeline runs. `to_json` and `from_json` are inverse."""
 
     order: tuple[int, ...]
@@ -156,7 +156,7 @@ class Plan:
     cache_bytes: int = 0
     """What that cache holds."""
     workers: int = 1
-    slices: tuple[Slice, ...] = ()
+    slices: tuple[PipelineSlice, ...] = ()
     reasons: tuple[str, ...] = ()
     """Why, in one line per decision."""
 
@@ -165,14 +165,18 @@ class Plan:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, text: str | Mapping[str, Any]) -> Plan:
+    def from_json(cls, text: str | Mapping[str, Any]) -> PipelinePlan:
         """Return the plan that `to_json` wrote (its mapping, or JSON text of it). Raises `InputError`."""
         try:
             row = dict(json.loads(text) if isinstance(text, str) else text)
-            row["slices"] = tuple(Slice(**{**part, "ops": tuple(part["ops"])}) for part in row.get("slices", ()))
+            row["slices"] = tuple(
+                PipelineSlice(**{**part, "ops": tuple(part["ops"])}) for part in row.get("slices", ())
+            )
             return cls(**{**row, "order": tuple(row["order"]), "reasons": tuple(row.get("reasons", ()))})
         except (ValueError, TypeError, KeyError) as error:
-            raise InputError(f"this is no pipeline plan ({error!r}). Write one with `Plan.to_json()`.") from error
+            raise InputError(
+                f"this is no pipeline plan ({error!r}). Write one with `PipelinePlan.to_json()`."
+            ) from error
 
     def explain(self) -> str:
         """Return the reasons, one per line."""
@@ -224,7 +228,7 @@ def _next_ops(ops: Sequence[Op], placed: frozenset[int]) -> list[Op]:
     return [op for op in choices if op.id not in placed and placed.issuperset(op.depends_on)]
 
 
-def op_costs(profile: Profile, order: Sequence[int]) -> dict[int, float]:
+def op_costs(profile: PipelineProfile, order: Sequence[int]) -> dict[int, float]:
     """Return operator -> seconds per example in `order`: its share of the profile, times the bytes that reach it."""
     costs, reaches = {}, profile.out_bytes[order[0]]
     for op in order:
@@ -236,7 +240,7 @@ def op_costs(profile: Profile, order: Sequence[int]) -> dict[int, float]:
     return costs
 
 
-def edge_bytes(profile: Profile, order: Sequence[int]) -> list[float]:
+def edge_bytes(profile: PipelineProfile, order: Sequence[int]) -> list[float]:
     """Return [len(order) + 1] bytes before each operator of `order`, and after the last."""
     sizes = [profile.in_bytes[order[0]], profile.out_bytes[order[0]]]
     for op in order[1:]:
@@ -244,7 +248,7 @@ def edge_bytes(profile: Profile, order: Sequence[int]) -> list[float]:
     return sizes
 
 
-def cheapest_order(ops: Sequence[Op], profile: Profile) -> tuple[tuple[int, ...], int]:
+def cheapest_order(ops: Sequence[Op], profile: PipelineProfile) -> tuple[tuple[int, ...], int]:
     """Return the legal order of least cost, and how many orders are legal; as written wins ties.
 
     Exact: what reaches an operator depends on the set of those before it,
@@ -277,14 +281,14 @@ def cheapest_order(ops: Sequence[Op], profile: Profile) -> tuple[tuple[int, ...]
     return (written if tied else order), count
 
 
-def _bare_costs(profile: Profile, written: Sequence[int]) -> dict[int, float]:
+def _bare_costs(profile: PipelineProfile, written: Sequence[int]) -> dict[int, float]:
     """Return operator -> seconds per byte that reaches it; the source's seconds."""
     total = profile.total_s * profile.examples_per_s
     return {op: profile.seconds[op] / total / (profile.in_bytes[op] if op != written[0] else 1.0) for op in written}
 
 
 def cache_place(
-    ops: Sequence[Op], profile: Profile, order: Sequence[int], resources: Resources
+    ops: Sequence[Op], profile: PipelineProfile, order: Sequence[int], resources: Resources
 ) -> tuple[int | None, float]:
     """Return the operator whose cached output makes the pipeline cheapest (None: no cache does), and its cost.
 
@@ -319,7 +323,7 @@ def local_workers(cost_s: float, out_bytes: float, resources: Resources, *, offl
     return min(max(math.ceil(resources.target_examples_per_s / (rate * 0.8)), 1), resources.cores)
 
 
-def offloaded_cost(profile: Profile, variant: str, op: int, cost_s: float) -> float:
+def offloaded_cost(profile: PipelineProfile, variant: str, op: int, cost_s: float) -> float:
     """Return what of an operator's cost stays when it is moved to `variant`: Amdahl's law, turned round.
 
     f is its fraction of the time and s the measured speed-up of the whole
@@ -333,7 +337,7 @@ def offloaded_cost(profile: Profile, variant: str, op: int, cost_s: float) -> fl
 
 
 def slices(
-    ops: Sequence[Op], profile: Profile, order: Sequence[int], *, variant: str, after: int | None = None
+    ops: Sequence[Op], profile: PipelineProfile, order: Sequence[int], *, variant: str, after: int | None = None
 ) -> list[tuple[tuple[int, ...], float]]:
     """Return the slices of `order` to run elsewhere, each with the seconds that stay; those behind `after` only.
 
@@ -380,7 +384,7 @@ def _benefiting(
         first = end
 
 
-def plan(ops: Sequence[Op], profile: Profile, resources: Resources | None = None) -> Plan:
+def plan(ops: Sequence[Op], profile: PipelineProfile, resources: Resources | None = None) -> PipelinePlan:
     """Return the plan of least cost for `resources`. Raises `InputError` on a pipeline or profile that cannot be."""
     resources = resources or Resources()
     check_ops(ops)
@@ -399,18 +403,18 @@ def plan(ops: Sequence[Op], profile: Profile, resources: Resources | None = None
         both = sizes[first] + sizes[first + len(ids)]
         submit = int(min(max(SUBMIT_BYTES // both, 1), MAX_SUBMIT)) if both else MAX_SUBMIT
         actors = math.ceil(resources.slots / (len(moved) * workers))
-        parts.append(Slice(ids, resources.variant, stays, submit, actors))
+        parts.append(PipelineSlice(ids, resources.variant, stays, submit, actors))
         planned += stays - sum(costs[op] for op in ids)
     held = 0 if cache is None else math.ceil(resources.num_examples * sizes[order.index(cache) + 1])
-    best = Plan(order, cost, baseline, planned, num_orders, cache, held, workers, tuple(parts))
-    return Plan(**{**_fields(best), "reasons": tuple(_reasons(best, ops, profile, resources))})
+    best = PipelinePlan(order, cost, baseline, planned, num_orders, cache, held, workers, tuple(parts))
+    return PipelinePlan(**{**_fields(best), "reasons": tuple(_reasons(best, ops, profile, resources))})
 
 
-def _fields(one: Plan) -> dict[str, Any]:
-    return {name: getattr(one, name) for name in Plan.__dataclass_fields__}
+def _fields(one: PipelinePlan) -> dict[str, Any]:
+    return {name: getattr(one, name) for name in PipelinePlan.__dataclass_fields__}
 
 
-def _reasons(best: Plan, ops: Sequence[Op], profile: Profile, resources: Resources) -> Iterator[str]:
+def _reasons(best: PipelinePlan, ops: Sequence[Op], profile: PipelineProfile, resources: Resources) -> Iterator[str]:
     """Yield one line per decision."""
     names = {op.id: op.name for op in ops}
     written = tuple(op.id for op in ops)

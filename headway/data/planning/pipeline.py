@@ -25,7 +25,7 @@ from headway.core.errors import InputError
 from headway.core.machine.host import host_cores
 from headway.data.orders.order import permute
 from headway.data.planning import optimize
-from headway.data.planning.optimize import Op, Plan, Profile, Resources
+from headway.data.planning.optimize import Op, PipelinePlan, PipelineProfile, Resources
 
 MEMORY_S_PER_BYTE = 1e-10
 """Of a cache in memory: one copy at 10 GB/s, which any host of today reaches on one core."""
@@ -47,7 +47,7 @@ class Timed(Protocol):
         ...
 
 
-def profile(pipeline: Timed, n: int = 256) -> Profile:
+def profile(pipeline: Timed, n: int = 256) -> PipelineProfile:
     """Run `n` examples in this thread and return what each operator cost. Raises `InputError` when none comes through.
 
     Operators count their CPU time, the source its wall time: so other load
@@ -72,7 +72,7 @@ def profile(pipeline: Timed, n: int = 256) -> Profile:
     if total <= 0:
         raise InputError(f"{n} examples took no measurable time. Profile more examples.")
     sizes = {op: sums[op] / counts[op] for op in ids}
-    return Profile(
+    return PipelineProfile(
         in_bytes={op: float(size[1]) for op, size in sizes.items()},
         out_bytes={op: float(size[2]) for op, size in sizes.items()},
         seconds=seconds,
@@ -81,7 +81,7 @@ def profile(pipeline: Timed, n: int = 256) -> Profile:
     )
 
 
-def plan(pipeline: Timed, profile: Profile, resources: Resources | None = None) -> Plan:
+def plan(pipeline: Timed, profile: PipelineProfile, resources: Resources | None = None) -> PipelinePlan:
     """Return the best plan of a profiled pipeline; a cache must hold the whole dataset. Raises `InputError`."""
     resources = resources or Resources(cores=host_cores())
     if resources.cache_bytes and not resources.num_examples:
@@ -90,7 +90,7 @@ def plan(pipeline: Timed, profile: Profile, resources: Resources | None = None) 
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class OrderCheck:
     """Whether two orders of a pipeline gave the same examples."""
 
     examples: int

@@ -24,7 +24,7 @@ from headway.core.files.regular_file import read_regular
 from headway.core.files.settings_files import parse_toml, parse_yaml
 from headway.core.tables import pick
 from headway.core.units import NS_PER_S
-from headway.data.planning.optimize import Op, Profile
+from headway.data.planning.optimize import Op, PipelineProfile
 
 OP_FIELDS: dict[str, type] = {
     "id": int,
@@ -67,7 +67,7 @@ def _op(row: Mapping[str, Any], where: str) -> Op:
     return Op(**{"fusable": not tensor, **row, "depends_on": depends})
 
 
-def read_stats(path: str | Path) -> Profile:
+def read_stats(path: str | Path) -> PipelineProfile:
     """Return the profile in the YAML file at `path`. Raises `InputError` when missing, `FormatError` on its content."""
     text = _text(path, "--stats")
     table = parse_yaml(text, str(path))
@@ -83,7 +83,7 @@ def read_stats(path: str | Path) -> Profile:
         }
         for variant, runs in _of(table.get("offloads") or {}, path, "offloads").items()
     }
-    return Profile(
+    return PipelineProfile(
         in_bytes=parts["input_sizes"],
         out_bytes=parts["output_sizes"],
         seconds={op: value / NS_PER_S for op, value in latency.items()},
@@ -96,7 +96,7 @@ def read_stats(path: str | Path) -> Profile:
 _SIZES = ("input_sizes", "output_sizes", "latencies")
 
 
-def stats_text(profile: Profile) -> str:
+def stats_text(profile: PipelineProfile) -> str:
     """Return the YAML text that `read_stats` reads as `profile` (to the nanosecond)."""
     run = {
         "input_sizes": dict(profile.in_bytes),

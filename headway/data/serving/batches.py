@@ -1,7 +1,7 @@
 """Batches of a data server: in the making, place by place, and finished.
 
 >>> batch = Pending("job", 0, epoch=0, number=3, items=np.array([7, 9]), everybody=np.array([7, 9]))
->>> Place(batch, 1).fill(Held(9, b"nine", set()))
+>>> BatchPlace(batch, 1).fill(HeldPayload(9, b"nine", set()))
 >>> batch.left, batch.fill(0, b"seven"), batch.left, batch.finished().payloads
 (1, None, 0, (b'seven', b'nine'))
 """
@@ -18,7 +18,7 @@ Payload = bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
+class PreparationTime:
     """What one preparation took; zeros where nobody measured."""
 
     fetch_start_ns: int = 0
@@ -33,7 +33,7 @@ class Spent:
     drew: bool | None = False
     """Whether a form that is meant to be the same each time came of random draws; None: nobody knows."""
     changed: bool = False
-    """Whether it is another one than the cache has (`Work.compare`)."""
+    """Whether it is another one than the cache has (`PreparationTask.compare`)."""
 
     @property
     def fetch_ns(self) -> int:
@@ -47,7 +47,7 @@ class Spent:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class FinishedBatch:
     """A finished batch of one rank."""
 
     job: str
@@ -81,7 +81,7 @@ class Ended:
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class HeldPayload:
     """A finished payload that batches still hold."""
 
     item: int
@@ -114,9 +114,9 @@ class Pending:
         self.left = items.size
         """Places that are not filled."""
         self.error: str | None = None
-        self.spent: list[Spent] = []
+        self.spent: list[PreparationTime] = []
         """What was prepared for it."""
-        self.held: list[Held] = []
+        self.held: list[HeldPayload] = []
         """What it shares with other batches."""
         self.wanted = True
         """Whether its rank still waits for it."""
@@ -130,9 +130,9 @@ class Pending:
         self.error = self.error or error
         self.left -= 1
 
-    def finished(self) -> Batch:
+    def finished(self) -> FinishedBatch:
         """Return the batch."""
-        return Batch(
+        return FinishedBatch(
             self.job, self.rank, self.epoch, self.number, self.items, self.occurrence, self.everybody,
             tuple(self._payloads), self.error, sum(spent.fetch_ns for spent in self.spent),
             sum(spent.prep_ns for spent in self.spent), sum(spent.read_bytes for spent in self.spent),
@@ -140,13 +140,13 @@ class Pending:
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class BatchPlace:
     """One place of a batch in the making."""
 
     batch: Pending
     index: int
 
-    def fill(self, held: Held) -> None:
+    def fill(self, held: HeldPayload) -> None:
         """Take what was prepared; the flights are told when the batch is given away (`Flights.release`)."""
         self.batch.held.append(held)
         self.batch.fill(self.index, held.payload)

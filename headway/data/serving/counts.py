@@ -1,7 +1,7 @@
 """What a data server counts: where examples came from, what they cost, how long jobs waited and why.
 
->>> counts = Counts()
->>> counts.waited(100, 200, 110, Spent(fetch_start_ns=110, fetch_end_ns=160))
+>>> counts = ServerCounts()
+>>> counts.waited(100, 200, 110, PreparationTime(fetch_start_ns=110, fetch_end_ns=160))
 >>> counts.wait_ns
 {'queue': 10, 'fetch': 50, 'prep': 40}
 """
@@ -13,11 +13,11 @@ from typing import Any
 
 from headway.data.audit import AuditSum
 from headway.data.caches.partition import FORMS
-from headway.data.serving.batches import Spent
+from headway.data.serving.batches import PreparationTime
 
 
 @dataclass(slots=True)
-class Counts:
+class ServerCounts:
     """Counts since the beginning. Each example of each batch is one of `hits`, `shared`, `prepared`; `loads` are the
     preparations that read storage."""
 
@@ -44,14 +44,14 @@ class Counts:
         """Examples that were read from storage."""
         return self.prepared["storage"]
 
-    def booked(self, start: str | None, spent: Spent) -> None:
+    def booked(self, start: str | None, spent: PreparationTime) -> None:
         """Book a preparation that began with form `start` (None: storage)."""
         self.prepared[start or "storage"] += 1
         self.fetch_ns += spent.fetch_ns
         self.prep_ns += spent.prep_ns
         self.read_bytes += spent.read_bytes
 
-    def waited(self, since_ns: int, until_ns: int, started_ns: int, last: Spent) -> None:
+    def waited(self, since_ns: int, until_ns: int, started_ns: int, last: PreparationTime) -> None:
         """Book a wait on what the last example to arrive, which was started then, was doing meanwhile."""
         queue = _overlap(since_ns, until_ns, 0, started_ns)
         fetch = _overlap(since_ns, until_ns, max(last.fetch_start_ns, started_ns), last.fetch_end_ns)

@@ -22,11 +22,11 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from headway.data.serving.batches import Held, Payload, Place
+from headway.data.serving.batches import BatchPlace, HeldPayload, Payload
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class PreparationTask:
     """One preparation, as it is given to a thread."""
 
     number: int
@@ -41,11 +41,11 @@ class Work:
     keep: tuple[str, ...]
     """Forms, besides the last one, that the cache would keep: return them, leave out the others."""
     compare: tuple[str, Payload] | None = None
-    """A form and what the cache has of it: say whether what is made now is another (`Spent.changed`)."""
+    """A form and what the cache has of it: say whether what is made now is another (`PreparationTime.changed`)."""
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class ItemPreparation:
     """One preparation on its way."""
 
     number: int
@@ -57,7 +57,7 @@ class Flight:
     """When it must start, as a number that only grows; the smallest goes first."""
     shared: bool = True
     """Whether others may join."""
-    places: list[Place] = field(default_factory=list)
+    places: list[BatchPlace] = field(default_factory=list)
     jobs: set[str] = field(default_factory=set)
     """Jobs that are to have its result, or left while it was on its way."""
     started_ns: int | None = None
@@ -72,10 +72,10 @@ class Flights:
         """Keep tensors apart by job where they are `random`."""
         self._random = random
         self._numbers = itertools.count()
-        self._queue: list[tuple[float, int, Flight]] = []
-        self._flying: dict[int, Flight] = {}
-        self._open: dict[int, Flight] = {}
-        self._held: dict[int, Held] = {}
+        self._queue: list[tuple[float, int, ItemPreparation]] = []
+        self._flying: dict[int, ItemPreparation] = {}
+        self._open: dict[int, ItemPreparation] = {}
+        self._held: dict[int, HeldPayload] = {}
         self._watchers: list[tuple[Callable[[int], object], Callable[[int], object]]] = []
 
     def __len__(self) -> int:
@@ -99,28 +99,30 @@ class Flights:
         """Return whether `job` could have `item` without another preparation."""
         return self.find(item, job) is not None or self.held(item, job) is not None
 
-    def find(self, item: int, job: str) -> Flight | None:
+    def find(self, item: int, job: str) -> ItemPreparation | None:
         """Return the flight of `item` that `job` may join."""
         flight = self._open.get(item)
         return None if flight is None or (self._random and job in flight.jobs) else flight
 
-    def held(self, item: int, job: str) -> Held | None:
+    def held(self, item: int, job: str) -> HeldPayload | None:
         """Return the finished payload of `item` that `job` may share."""
         held = self._held.get(item)
         return None if held is None or ((self._random or held.once) and job in held.jobs) else held
 
-    def again(self, item: int, payload: Payload, place: Place, had: Iterable[str]) -> None:
+    def again(self, item: int, payload: Payload, place: BatchPlace, had: Iterable[str]) -> None:
         """Put a finished payload that was cached into a place, for others to share; `had`: jobs that had it before."""
         held = self._held.get(item)
         # The cache hands out views of what was held when it was made.
         if held is None or _memory(held.payload) is not _memory(payload):
-            held = Held(item, payload, set(had))
+            held = HeldPayload(item, payload, set(had))
             self._held[item] = held
         self.share(held, place)
 
-    def launch(self, item: int, *, draw: int, start: str | None, payload: Payload | None, due: float) -> Flight:
+    def launch(
+        self, item: int, *, draw: int, start: str | None, payload: Payload | None, due: float
+    ) -> ItemPreparation:
         """Begin a flight; others may join it unless one of the same item is on its way already."""
-        flight = Flight(next(self._numbers), item, draw, start, payload, due, shared=item not in self._open)
+        flight = ItemPreparation(next(self._numbers), item, draw, start, payload, due, shared=item not in self._open)
         self._flying[flight.number] = flight
         heapq.heappush(self._queue, (due, flight.number, flight))
         if flight.shared:
@@ -128,7 +130,7 @@ class Flights:
             self._tell(0, item)
         return flight
 
-    def board(self, flight: Flight, place: Place, due: float) -> None:
+    def board(self, flight: ItemPreparation, place: BatchPlace, due: float) -> None:
         """Let `place` wait for a flight, which starts no later than the place needs it."""
         flight.places.append(place)
         flight.jobs.add(place.batch.job)
@@ -136,7 +138,7 @@ class Flights:
             flight.due = due
             heapq.heappush(self._queue, (due, flight.number, flight))
 
-    def next(self, now_ns: int = 0) -> Flight | None:
+    def next(self, now_ns: int = 0) -> ItemPreparation | None:
         """Start the flight that is due first; None when all have started."""
         while self._queue:
             _, _, flight = heapq.heappop(self._queue)
@@ -145,31 +147,31 @@ class Flights:
                 return flight
         return None
 
-    def land(self, number: int) -> Flight | None:
+    def land(self, number: int) -> ItemPreparation | None:
         """Take a flight out, because it is done or failed; None when it is unknown."""
         flight = self._flying.pop(number, None)
         if flight is not None and flight.shared:
             del self._open[flight.item]
         return flight
 
-    def hold(self, flight: Flight, payload: Payload, *, once: bool = False) -> None:
+    def hold(self, flight: ItemPreparation, payload: Payload, *, once: bool = False) -> None:
         """Hand the payload to all that wait for a landed flight, and hold it for others while a batch has it.
 
         `once`: not to a job that has had it.
         """
-        held = Held(flight.item, payload, flight.jobs, once)
+        held = HeldPayload(flight.item, payload, flight.jobs, once)
         if flight.places:
             self._held[flight.item] = held
         for place in flight.places:
             self.share(held, place)
 
-    def share(self, held: Held, place: Place) -> None:
+    def share(self, held: HeldPayload, place: BatchPlace) -> None:
         """Put a held payload into one more place."""
         held.num_places += 1
         held.jobs.add(place.batch.job)
         place.fill(held)
 
-    def release(self, held: Held) -> None:
+    def release(self, held: HeldPayload) -> None:
         """Say that a place which had this payload has given it away."""
         held.num_places -= 1
         if not held.num_places and self._held.get(held.item) is held:

@@ -1,12 +1,12 @@
 """What one job of a data server is owed: its global batches, and each rank's place in them.
 
-An epoch is walked in a `Pass`: its global sequence is drawn first, for all
+An epoch is walked in a `JobPass`: its global sequence is drawn first, for all
 ranks together; global batch g is the next `batch_size * world_size` items,
 rank r takes items r::world_size of it. Ranks run at their own speed: what the
 foremost has drawn waits as numbers for the others.
 
->>> terms = Terms(batch_size=2, world_size=2)
->>> walk = Pass(0, terms, iter([4, 1, 3, 0, 2, None]).__next__)
+>>> terms = JobTerms(batch_size=2, world_size=2)
+>>> walk = JobPass(0, terms, iter([4, 1, 3, 0, 2, None]).__next__)
 >>> [walk.batch(g, rank=1).tolist() for g in (0, 1)], walk.batch(1, rank=0).tolist(), walk.batch(2, rank=0)
 ([[1, 0], []], [2], None)
 """
@@ -28,7 +28,7 @@ from headway.data.serving.counts import JobCounts
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class JobTerms:
     """How a job wants its items."""
 
     batch_size: int
@@ -51,13 +51,13 @@ class Terms:
         return self.batch_size * self.world_size
 
 
-class Pass:
+class JobPass:
     """One epoch of a job: global batches, decided as the foremost rank comes to them, kept for the other ranks."""
 
     def __init__(
         self,
         epoch: int,
-        terms: Terms,
+        terms: JobTerms,
         draw: Callable[[], int | None],
         history: Sequence[Ints] = (),
         needs: NDArray[np.bool_] | None = None,
@@ -189,16 +189,16 @@ class Opening:
         return first
 
 
-class Job:
+class ServedJob:
     """A job: its terms, its ranks, its passes."""
 
-    def __init__(self, name: str, terms: Terms, items: Ints, subset: NDArray[np.bool_]) -> None:
+    def __init__(self, name: str, terms: JobTerms, items: Ints, subset: NDArray[np.bool_]) -> None:
         self.name, self.terms, self.items = name, terms, items
         """[n] Its items, in the order in which it lists them."""
         self.subset = subset
         """[size] The same as a bitmap."""
         self.ranks = [Rank() for _ in range(terms.world_size)]
-        self.passes: dict[int, Pass] = {}
+        self.passes: dict[int, JobPass] = {}
         """Number of the pass -> the pass, as long as a rank may need it."""
         self.openings: dict[int, Opening] = {}
         """Number of the pass -> how it was begun, as long as a rank may come to it."""
@@ -220,7 +220,7 @@ class Job:
             )
         return self.ranks[number]
 
-    def walk(self, rank: Rank) -> Pass | None:
+    def walk(self, rank: Rank) -> JobPass | None:
         """Return the pass in which a rank is; None before its first one, and while that waits for other ranks."""
         return self.passes.get(rank.num_begun - 1)
 
@@ -313,7 +313,7 @@ class Job:
         """Whether any of its ranks is here."""
         return any(rank.attached for rank in self.ranks)
 
-    def tidy(self) -> list[Pass]:
+    def tidy(self) -> list[JobPass]:
         """Drop batches and passes that every rank has behind it, and return those passes.
 
         A rank that left needs nothing any more; one that has not come yet needs everything.

@@ -10,7 +10,7 @@ come later.
 
 >>> measured = MeasuredSplit(("encoded", "decoded"), num_items=100, cache_bytes=1000, num_threads=1)
 >>> for k in range(WARM_UP + LEAST):
-...     spent = Spent(fetch_start_ns=k * 10, fetch_end_ns=k * 10 + 10, decode_ns=1000, read_bytes=10)
+...     spent = PreparationTime(fetch_start_ns=k * 10, fetch_end_ns=k * 10 + 10, decode_ns=1000, read_bytes=10)
 ...     measured.add({"encoded": 10, "decoded": 50}, spent)
 >>> measured.ready, measured.split(num_jobs=1, handover_items=0)
 (True, (0.0, 1.0, 0.0))
@@ -22,8 +22,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from headway.core.units import NS_PER_S
-from headway.data.caches.partition import FORMS, Split, partition_cache, repaced
-from headway.data.serving.batches import Spent
+from headway.data.caches.partition import FORMS, CacheSplit, partition_cache, repaced
+from headway.data.serving.batches import PreparationTime
 
 WARM_UP, LEAST = 8, 32
 """Examples that are not measured, for they pay for imports and cold caches; examples behind a split."""
@@ -47,8 +47,8 @@ class MeasuredSplit:
         self._num_items, self._cache_bytes, self._num_threads = num_items, cache_bytes, num_threads
         self._sizes = dict.fromkeys(FORMS, 0)
         self._num_seen = 0
-        self._spent: list[Spent] = []
-        self.planned: Split | None = None
+        self._spent: list[PreparationTime] = []
+        self.planned: CacheSplit | None = None
         """The split that was chosen last, and the speed that is expected of it."""
 
     @property
@@ -56,7 +56,7 @@ class MeasuredSplit:
         """Whether enough examples were measured."""
         return self._num_seen >= min(WARM_UP + LEAST, self._num_items)
 
-    def add(self, sizes: Mapping[str, int], spent: Spent) -> None:
+    def add(self, sizes: Mapping[str, int], spent: PreparationTime) -> None:
         """Note an example that was prepared from storage: bytes in each form, and what it took."""
         self._num_seen += 1
         if self._num_seen <= min(WARM_UP, self._num_items // 4):
@@ -124,7 +124,7 @@ class MeasuredSplit:
         return rest * encoded, rest * decoded, hand_over
 
 
-def _read_speeds(chunks: Sequence[Sequence[Spent]]) -> list[float]:
+def _read_speeds(chunks: Sequence[Sequence[PreparationTime]]) -> list[float]:
     """Return bytes/s of storage in each chunk, which follow each other; time that an earlier one covers is its own."""
     speeds, reached = [], 0
     for chunk in chunks:

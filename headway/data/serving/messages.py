@@ -4,8 +4,8 @@ A client joins with what its job is, begins passes, and frees slots; the server
 tells where each batch lies. All arrays of items are little-endian int64 as
 bytes. Numbers are those of `headway.data.serving.service`.
 
-    client: Join, then any of Begin and Freed; or Ask
-    server: Welcome, then Rings, Filled, Decided and Over; Told for Ask; Failed where a request was wrong
+    client: Join, then any of Begin and Freed; or StatusRequest
+    server: Welcome, then Rings, Filled, Decided and Over; StatusReply; RequestFailed where a request was wrong
 
 >>> unpacked_items(packed_items([3, 1])).tolist()
 [3, 1]
@@ -110,7 +110,7 @@ class Freed(msgspec.Struct, tag=True, frozen=True):
     """A slot was released: there is room again."""
 
 
-class Ask(msgspec.Struct, tag=True, frozen=True):
+class StatusRequest(msgspec.Struct, tag="Ask", frozen=True):
     """Somebody asks how the server is."""
 
 
@@ -165,7 +165,7 @@ class Over(msgspec.Struct, tag=True, frozen=True):
     """Why the server keeps no examples any more, '' while it does."""
 
 
-class Failed(msgspec.Struct, tag=True, frozen=True):
+class RequestFailed(msgspec.Struct, tag="Failed", frozen=True):
     """A request could not be granted; the server closes the channel."""
 
     kind: str
@@ -173,7 +173,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     text: str
 
 
-class Told(msgspec.Struct, tag=True, frozen=True):
+class StatusReply(msgspec.Struct, tag="Told", frozen=True):
     """How the server is: facts that JSON can hold."""
 
     facts: dict[str, Any]
@@ -189,8 +189,8 @@ class Waiting(msgspec.Struct, tag=True, frozen=True):
     """How long it waits in all, before the job is given up."""
 
 
-FROM_CLIENT = Join | Begin | Freed | Ask
-FROM_SERVER = Welcome | Rings | Filled | Decided | Over | Failed | Told | Waiting
+FROM_CLIENT = Join | Begin | Freed | StatusRequest
+FROM_SERVER = Welcome | Rings | Filled | Decided | Over | RequestFailed | StatusReply | Waiting
 
 
 def packed_items(items: ArrayLike | range) -> bytes:

@@ -5,9 +5,9 @@ what its loop took. It notes the items of all ranks in each batch that it
 takes, so that the state of any rank is good for every rank of any world:
 an epoch, and one bit per item.
 
->>> progress = Progress(range(6), global_batch=2)
+>>> progress = JobProgress(range(6), global_batch=2)
 >>> progress.took(np.array([4, 1]))
->>> again = Progress(range(6), global_batch=2)
+>>> again = JobProgress(range(6), global_batch=2)
 >>> again.load_state_dict(progress.state_dict())
 >>> again.epoch, again.remaining().tolist()
 (0, [0, 2, 3, 5])
@@ -27,24 +27,27 @@ from headway.data.orders.job_order import item_flags, packed_flags, unpacked_fla
 Ints = NDArray[np.int64]
 
 
-class Progress:
+class JobProgress:
     """One job's place in its data: the epoch, what it still needs, and the global batches it took in this pass."""
 
     def __init__(self, items: ArrayLike | range, *, global_batch: int = 1, tail: str = "short") -> None:
-        """Begin epoch 0 of `items` (as given to `Service.join`, or none); `global_batch` is batch size x world size."""
+        """Begin epoch 0 of `items` (as given to `PreparationScheduler.join`, or none).
+
+        `global_batch` is batch size x world size.
+        """
         self._subset = item_flags("client", items, None) if np.size(items) else np.zeros(0, bool)
         self.global_batch, self.tail = global_batch, tail
         self.epoch = 0
         self._base = self._subset.copy()
         self.history: list[Ints] = []
-        """Global batches taken since the pass began, in order: what `Service.begin` asks for after a crash."""
+        """Global batches taken since the pass began, in order: for `PreparationScheduler.begin` after a crash."""
 
     def base(self) -> Ints | None:
         """Return what this pass set out to give, ascending; None when that is every item."""
         return None if bool((self._base == self._subset).all()) else np.flatnonzero(self._base)
 
     def took(self, everybody: ArrayLike) -> None:
-        """Note that the loop took a batch, whose items for all ranks are `Batch.everybody`."""
+        """Note that the loop took a batch, whose items for all ranks are `FinishedBatch.everybody`."""
         self.history.append(np.asarray(everybody, np.int64))
 
     def remaining(self) -> Ints:

@@ -32,35 +32,35 @@ from headway.core.machine.host import host_cores
 from headway.core.machine.ring import Ring
 from headway.core.tables import pick
 from headway.core.wire.channel import Channel, Listener
-from headway.core.wire.wake import Wake
+from headway.core.wire.wake import Waker
 from headway.core.wire.wires import ChannelClosed
 from headway.data.caches.partition import FORMS
 from headway.data.orders.strategies import ORDERS
-from headway.data.serving.batches import Batch, Ended, Ints, Payload, Spent
+from headway.data.serving.batches import Ended, FinishedBatch, Ints, Payload, PreparationTime
 from headway.data.serving.client import Client
-from headway.data.serving.flights import Work
-from headway.data.serving.jobs import Terms, not_come
+from headway.data.serving.flights import PreparationTask
+from headway.data.serving.jobs import JobTerms, not_come
 from headway.data.serving.memory.packing import Parcel, pack, unpack
 from headway.data.serving.messages import (
     FROM_CLIENT,
     PROTOCOL,
-    Ask,
     Begin,
     Decided,
-    Failed,
     Filled,
     Freed,
     Join,
     Over,
+    RequestFailed,
     Rings,
-    Told,
+    StatusReply,
+    StatusRequest,
     Waiting,
     Welcome,
     packed_items,
     unpacked_items,
     unpacked_or_none,
 )
-from headway.data.serving.service import Service
+from headway.data.serving.service import PreparationScheduler
 from headway.data.serving.stock import ServiceOptions
 
 LOG = logging.getLogger(__name__)
@@ -138,11 +138,11 @@ class Preparer(Protocol):
     fingerprint: str
     """What tells dataset and pipeline from others."""
     forms: tuple[str, ...]
-    """What a preparation passes through: see `headway.data.serving.service.Service`."""
+    """What a preparation passes through: see `headway.data.serving.service.PreparationScheduler`."""
     notes: list[str]
     """What users should know of how it is read."""
 
-    def prepare(self, work: Work) -> tuple[Mapping[str, Payload] | None, Spent]:
+    def prepare(self, work: PreparationTask) -> tuple[Mapping[str, Payload] | None, PreparationTime]:
         """Return the forms of an item, packed, or None when it is left out; called by several threads."""
         ...
 
@@ -157,12 +157,12 @@ class Daemon:
     def __init__(self, listener: Listener, preparer: Preparer, options: DataServer, *, seed: int) -> None:
         """Serve what `preparer` prepares to who connects to `listener`; `seed` must be new for each server."""
         self._listener, self._preparer, self._options = listener, preparer, options
-        self._wake = Wake()
+        self._wake = Waker()
         told = options.service()
         if told.split == "auto" and len(preparer.forms) == 1:  # nothing to measure: there is one form to keep
             one, two, three = (float(form in preparer.forms) for form in FORMS)
             told = replace(told, split=(one, two, three))
-        self._service = Service(
+        self._service = PreparationScheduler(
             preparer.size, fingerprint=preparer.fingerprint, forms=preparer.forms, seed=seed, options=told,
             on_ready=self._wake.ring,
         )  # fmt: skip
@@ -257,8 +257,8 @@ class Daemon:
         """Do what a message asks. Raises `InputError` where it cannot be done."""
         if isinstance(message, Join):
             self._join(client, message)
-        elif isinstance(message, Ask):
-            client.channel.send(Told(self._facts()), timeout_s=SEND_S)
+        elif isinstance(message, StatusRequest):
+            client.channel.send(StatusReply(self._facts()), timeout_s=SEND_S)
         elif client.join is None:
             raise InputError("a client begins before it has joined. Send Join first.")
         elif isinstance(message, Begin):
@@ -278,7 +278,7 @@ class Daemon:
                 f"this server speaks protocol {PROTOCOL} (headway {__version__}), the client {join.protocol}. "
                 "Use one release of headway, and join once."
             )
-        terms = Terms(join.batch_size, join.world_size, join.shuffle, join.tail)
+        terms = JobTerms(join.batch_size, join.world_size, join.shuffle, join.tail)
         if self._service.is_outlived(join.job, join.rank, terms):
             self._service.leave(join.job)  # its other ranks never came: this is the next run of that name
         self._service.check_on_time(join.job, join.rank)
@@ -332,7 +332,7 @@ class Daemon:
     def _refuse(self, client: Client, error: HeadwayError) -> None:
         """Tell a client why, and let it go."""
         with contextlib.suppress(ChannelClosed, TimeoutError):
-            client.channel.send(Failed(type(error).__name__, str(error)), timeout_s=SEND_S)
+            client.channel.send(RequestFailed(type(error).__name__, str(error)), timeout_s=SEND_S)
         self._drop(client, log=str(error))
 
     def _give_up(self) -> None:
@@ -411,7 +411,7 @@ class Daemon:
                 return
             self._send(client, found)
 
-    def _send(self, client: Client, batch: Batch) -> None:
+    def _send(self, client: Client, batch: FinishedBatch) -> None:
         """Gather a batch into a slot and tell the client."""
         assert client.join is not None
         error, parcel, collated = batch.error, None, False
@@ -429,7 +429,7 @@ class Daemon:
         )  # fmt: skip
         client.channel.send(filled, timeout_s=SEND_S)
 
-    def _parcel(self, batch: Batch, *, collated: bool) -> tuple[Parcel, bool]:
+    def _parcel(self, batch: FinishedBatch, *, collated: bool) -> tuple[Parcel, bool]:
         """Return the batch, measured, and whether it is collated."""
         here = [place for place, payload in enumerate(batch.payloads) if payload is not None]
         examples = [unpack(payload) for payload in batch.payloads if payload is not None]

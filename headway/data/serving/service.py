@@ -14,8 +14,8 @@ ahead: memory is bounded by those and the cache, and a slow job delays nobody.
 An augmented example (one with random draws) goes to each job at most once,
 ever: every preparation draws from another seed.
 
->>> service = Service(4, fingerprint="numbers", forms=("decoded",))
->>> service.join("job", fingerprint="numbers", terms=Terms(batch_size=4))
+>>> service = PreparationScheduler(4, fingerprint="numbers", forms=("decoded",))
+>>> service.join("job", fingerprint="numbers", terms=JobTerms(batch_size=4))
 >>> service.attach("job", 0)
 >>> service.begin("job", 0, epoch=0)
 >>> while (work := service.next_work()) is not None:
@@ -41,15 +41,15 @@ from numpy.typing import ArrayLike, NDArray
 from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.data.audit import AuditSum
-from headway.data.caches.partition import Split
+from headway.data.caches.partition import CacheSplit
 from headway.data.orders.job_order import DataShareError, item_flags
-from headway.data.serving.batches import Batch, Ended, Ints, Payload, Pending, Place, Spent
-from headway.data.serving.flights import Flight, Work
-from headway.data.serving.jobs import NO_MORE, Job, Known, Pass, Rank, Terms
+from headway.data.serving.batches import BatchPlace, Ended, FinishedBatch, Ints, Payload, Pending, PreparationTime
+from headway.data.serving.flights import ItemPreparation, PreparationTask
+from headway.data.serving.jobs import NO_MORE, JobPass, JobTerms, Known, Rank, ServedJob
 from headway.data.serving.ordering import Ordering
-from headway.data.serving.stock import ServiceOptions, Stock
+from headway.data.serving.stock import ItemStore, ServiceOptions
 
-NOTHING = Spent()
+NOTHING = PreparationTime()
 
 MOST_GIVEN_UP = 1000
 """Names of jobs that are remembered when they were given up."""
@@ -58,7 +58,7 @@ KEEP_UP_BATCHES, KEEP_UP_PART = 4, 64
 """A job that has read so many batches, and the 64th part of what it needs, from storage by itself may catch up."""
 
 
-class Service:
+class PreparationScheduler:
     """Jobs, their order, the cache and the preparations of one dataset on one machine."""
 
     def __init__(
@@ -87,11 +87,11 @@ class Service:
         self.size, self.fingerprint, self.forms = size, fingerprint, tuple(forms)
         self.options = options or ServiceOptions()
         self._clock, self._on_ready = clock, on_ready
-        self._stock = Stock(size, self.forms, self.options, seed=seed)
+        self._stock = ItemStore(size, self.forms, self.options, seed=seed)
         self._ordering = Ordering(
             self.options.order, size=size, seed=seed, cache=self._stock.cache, nearby=self._stock.flights
         )
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, ServedJob] = {}
         self._given_up: dict[str, list[int]] = {}
         """Job that was given up -> ranks that had not come."""
         self._rounds = 0.0
@@ -107,7 +107,7 @@ class Service:
         job: str,
         *,
         fingerprint: str,
-        terms: Terms,
+        terms: JobTerms,
         items: ArrayLike | range | None = None,
     ) -> None:
         """Let `job` in, with `items` of its own (default: all); it is served from its ranks' `begin` on.
@@ -125,7 +125,7 @@ class Service:
                 )
             mine = np.arange(self.size) if items is None else np.asarray(items)
             subset = item_flags(job, mine, self.size)
-            self._jobs[job] = Job(job, terms, mine.astype(np.int64), subset)
+            self._jobs[job] = ServedJob(job, terms, mine.astype(np.int64), subset)
             self._count(subset, 1)
 
     def attach(self, job: str, rank: int) -> None:
@@ -174,7 +174,7 @@ class Service:
             self._count(found.subset, -1)
             self._told()
 
-    def is_outlived(self, job: str, rank: int, terms: Terms) -> bool:
+    def is_outlived(self, job: str, rank: int, terms: JobTerms) -> bool:
         """Whether nobody of `job` is here and `rank` belongs to a new one: it was here before, or means other terms."""
         with self._lock:
             found = self._jobs.get(job)
@@ -234,7 +234,7 @@ class Service:
         All ranks of a job begin the same passes in the same order, each when
         it likes; what is left of a rank's present pass is dropped. After a
         server was lost, each rank passes what its pass began with and, as
-        `history`, the global batches (`Batch.everybody`) that it took since:
+        `history`, the global batches (`FinishedBatch.everybody`) that it took since:
         the pass then waits for all ranks, and goes on behind the foremost, the others first get
         their parts of what it had (`headway.data.serving.progress` keeps both). What
         the lost server had told (`known`) makes it wait for fewer; `index` is
@@ -277,7 +277,7 @@ class Service:
                 if rank.attached and (rank.ahead[0].left == 0 if rank.ahead else rank.over and not rank.told)
             ]
 
-    def take(self, job: str, rank: int) -> Batch | Ended | None:
+    def take(self, job: str, rank: int) -> FinishedBatch | Ended | None:
         """Return the next batch of a rank; None while it is not ready; `Ended` when its pass is over.
 
         The batch is the caller's then. Raises `InputError` on a rank that has not begun a pass.
@@ -300,7 +300,7 @@ class Service:
 
     # Work.
 
-    def next_work(self, timeout_s: float = 0.0) -> Work | None:
+    def next_work(self, timeout_s: float = 0.0) -> PreparationTask | None:
         """Return the preparation that is due first; None when there is none within `timeout_s`, or after `close`."""
         with self._lock:
             work = self._stock.next(self._clock())
@@ -309,7 +309,7 @@ class Service:
                 work = self._stock.next(self._clock())
             return None if self._closed else work
 
-    def done(self, work: Work, forms: Mapping[str, Payload], spent: Spent = NOTHING) -> None:
+    def done(self, work: PreparationTask, forms: Mapping[str, Payload], spent: PreparationTime = NOTHING) -> None:
         """Take what a preparation made: the last form, and those of `work.keep`. Payloads must not change later.
 
         Raises `InputError` when the last form is missing.
@@ -319,12 +319,12 @@ class Service:
         with self._lock:
             self._finish(self._stock.done(work, forms, spent), spent)
 
-    def failed(self, work: Work, error: str, spent: Spent = NOTHING) -> None:
+    def failed(self, work: PreparationTask, error: str, spent: PreparationTime = NOTHING) -> None:
         """Say why an item cannot be prepared: batches that need it now carry the text; it is tried again next time."""
         with self._lock:
             self._finish(self._stock.none(work, error, spent), spent)
 
-    def dropped(self, work: Work, spent: Spent = NOTHING) -> None:
+    def dropped(self, work: PreparationTask, spent: PreparationTime = NOTHING) -> None:
         """Say that an example is left out (a filter, a declared skip): its place in each batch stays None."""
         with self._lock:
             self._finish(self._stock.none(work, None, spent), spent)
@@ -338,7 +338,7 @@ class Service:
     # Facts.
 
     @property
-    def planned(self) -> Split | None:
+    def planned(self) -> CacheSplit | None:
         """What the split of the cache was planned with, and for what speed; None where nothing was measured (yet)."""
         return self._stock.measured.planned
 
@@ -361,7 +361,7 @@ class Service:
 
     # Below, the lock is held.
 
-    def _job(self, name: str) -> Job:
+    def _job(self, name: str) -> ServedJob:
         return pick(self._jobs, name, "job")
 
     def _count(self, subset: NDArray[np.bool_], sign: int) -> None:
@@ -369,7 +369,7 @@ class Service:
         ahead = sum(job.terms.global_batch for job in self._jobs.values()) * self.options.window
         self._stock.serve(subset, sign, num_jobs=len(self._jobs), num_ahead=ahead)
 
-    def _start(self, job: Job) -> None:
+    def _start(self, job: ServedJob) -> None:
         """Start the passes that wait for nobody any more."""
         while (number := job.may_start()) is not None:
             opening, previous = job.openings[number], job.passes.get(number - 1)
@@ -379,7 +379,7 @@ class Service:
             left = opening.left.copy()
             for items in history:
                 left[items] = False
-            job.passes[number] = walk = Pass(
+            job.passes[number] = walk = JobPass(
                 opening.epoch, job.terms, self._draws(job, opening.epoch, left), history, left
             )
             opening.started = True
@@ -387,7 +387,7 @@ class Service:
                 walk.decide_all()
             self._stock.cache.expect(np.flatnonzero(walk.needs))
 
-    def _draws(self, job: Job, epoch: int, left: NDArray[np.bool_]) -> Callable[[], int | None]:
+    def _draws(self, job: ServedJob, epoch: int, left: NDArray[np.bool_]) -> Callable[[], int | None]:
         """Return what gives the items of a pass, one by one."""
         if not job.terms.shuffle:
             return partial(next, iter(job.items[left[job.items]].tolist()), None)
@@ -403,7 +403,7 @@ class Service:
         )
         return partial(self._ordering.take, job.name)
 
-    def _make_all(self, job: Job) -> None:
+    def _make_all(self, job: ServedJob) -> None:
         """Begin batches for every rank of a job, and forget what is behind all of them."""
         for number, rank in enumerate(job.ranks):
             self._make(job, number, rank)
@@ -412,7 +412,7 @@ class Service:
             self._stock.cache.expect(np.flatnonzero(walk.needs), -1)
         self._told()
 
-    def _make(self, job: Job, number: int, rank: Rank) -> None:
+    def _make(self, job: ServedJob, number: int, rank: Rank) -> None:
         """Begin batches for a rank until its window is full."""
         walk = job.walk(rank)
         while walk is not None and rank.attached and not rank.over and len(rank.ahead) < self.options.window:
@@ -429,7 +429,7 @@ class Service:
             due = self._rounds + len(rank.ahead)
             for index, item in enumerate(items.tolist()):
                 expected, walk.needs[item] = bool(walk.needs[item]), False
-                job.num_alone += self._stock.supply(Place(pending, index), item, expected=expected, due=due)
+                job.num_alone += self._stock.supply(BatchPlace(pending, index), item, expected=expected, due=due)
             self._keep_up(job, walk)
 
     def _ahead(self) -> dict[str, int]:
@@ -439,7 +439,7 @@ class Service:
             for job in self._jobs.values()
         }
 
-    def _keep_up(self, job: Job, walk: Pass) -> None:
+    def _keep_up(self, job: ServedJob, walk: JobPass) -> None:
         """Let a job that reads storage alone go on with the others, if it is behind them.
 
         Rarely, for a change costs the sorting of what the job needs.
@@ -450,7 +450,7 @@ class Service:
             job.num_alone = 0
             self._stock.counts.caught_up += self._ordering.catch_up(job.name, self._ahead())
 
-    def _given(self, job: Job, number: int, rank: Rank) -> Batch:
+    def _given(self, job: ServedJob, number: int, rank: Rank) -> FinishedBatch:
         """Hand the first batch of a rank out, and begin another one."""
         pending = rank.ahead.popleft()
         batch = pending.finished()
@@ -468,7 +468,7 @@ class Service:
         rank.ahead.clear()
         self._stock.flights.tidy()
 
-    def _finish(self, flight: Flight | None, spent: Spent) -> None:
+    def _finish(self, flight: ItemPreparation | None, spent: PreparationTime) -> None:
         """Book the waits that a landed flight has ended, and tell whoever listens."""
         if flight is None:
             return
@@ -486,7 +486,7 @@ class Service:
         if self._on_ready is not None:
             self._on_ready()
 
-    def _facts(self, job: Job) -> dict[str, Any]:
+    def _facts(self, job: ServedJob) -> dict[str, Any]:
         """Return what is known of a job."""
         return {
             **job.counts.as_dict(),

@@ -8,12 +8,12 @@ not have it yet. A form that is meant to be the same each time, and came of
 random draws after all, goes to each job once and is not kept; what was found
 is made anew and compared at times (`headway.data.caches.scrutiny`). Not for several threads at once: the service locks.
 
->>> stock = Stock(3, ("decoded",), ServiceOptions(cache_bytes=100))
+>>> stock = ItemStore(3, ("decoded",), ServiceOptions(cache_bytes=100))
 >>> batch = Pending("job", 0, epoch=0, number=0, items=np.array([2]), everybody=np.array([2]))
->>> stock.supply(Place(batch, 0), 2, expected=False, due=0)
+>>> stock.supply(BatchPlace(batch, 0), 2, expected=False, due=0)
 True
 >>> work = stock.next(now_ns=0)
->>> flight = stock.done(work, {"decoded": b"two"}, Spent())
+>>> flight = stock.done(work, {"decoded": b"two"}, PreparationTime())
 >>> work.item, batch.finished().payloads, stock.counts.loads
 (2, (b'two',), 1)
 """
@@ -33,9 +33,9 @@ from headway.data.caches.cache import TieredCache
 from headway.data.caches.partition import FORMS
 from headway.data.caches.scrutiny import CHANGED, DREW, Scrutiny
 from headway.data.orders.order import item_seeds
-from headway.data.serving.batches import Payload, Pending, Place, Spent
-from headway.data.serving.counts import Counts
-from headway.data.serving.flights import Flight, Flights, Work
+from headway.data.serving.batches import BatchPlace, Payload, Pending, PreparationTime
+from headway.data.serving.counts import ServerCounts
+from headway.data.serving.flights import Flights, ItemPreparation, PreparationTask
 from headway.data.serving.measured_split import MeasuredSplit
 
 POLICIES = {"encoded": "needed", "decoded": "needed", "augmented": "uses"}
@@ -74,11 +74,11 @@ class ServiceOptions:
             raise InputError(f"split is {self.split!r}; give 3 fractions, or 'auto'.")
 
 
-class Stock:
+class ItemStore:
     """The items of one dataset: cached, held, under way."""
 
     def __init__(self, size: int, forms: tuple[str, ...], options: ServiceOptions, *, seed: int = 0) -> None:
-        """Begin with nothing of the items 0 to `size` - 1 in `forms` (see `Service`). Raises `InputError`."""
+        """Begin with nothing of items 0 to `size` - 1 in `forms` (`PreparationScheduler`). Raises `InputError`."""
         for form in forms:
             pick(dict.fromkeys(FORMS), form, "form")
         if not forms or sorted(set(forms), key=FORMS.index) != list(forms) or forms[-1] == "encoded":
@@ -92,7 +92,7 @@ class Stock:
             policies={**POLICIES, **(options.policies or {})},
         )
         self.flights = Flights(random=self.random)
-        self.counts = Counts()
+        self.counts = ServerCounts()
         self.measured = MeasuredSplit(
             forms, num_items=size, cache_bytes=options.cache_bytes, num_threads=options.num_threads
         )
@@ -123,7 +123,7 @@ class Stock:
         used = sum(self.cache.used_bytes.values())
         return round(len(self.cache) * self.options.cache_bytes / used) if used else 0
 
-    def supply(self, place: Place, item: int, *, expected: bool, due: float) -> bool:
+    def supply(self, place: BatchPlace, item: int, *, expected: bool, due: float) -> bool:
         """Fill one place with `item`, now or when a flight lands, which is `due` then; return whether storage is read.
 
         `expected`: whether the cache was told that this job needs the item (`TieredCache.expect`).
@@ -151,15 +151,19 @@ class Stock:
         flights.board(flight, place, due)
         return alone and form is None
 
-    def next(self, now_ns: int) -> Work | None:
+    def next(self, now_ns: int) -> PreparationTask | None:
         """Return the preparation that is due first, or None."""
         flight = self.flights.next(now_ns)
         if flight is None:
             return None
         keep = self._worth_keeping(flight)
-        return Work(flight.number, flight.item, flight.start, flight.payload, flight.draw, keep, flight.compare)
+        return PreparationTask(
+            flight.number, flight.item, flight.start, flight.payload, flight.draw, keep, flight.compare
+        )
 
-    def done(self, work: Work, forms: Mapping[str, Payload], spent: Spent) -> Flight | None:
+    def done(
+        self, work: PreparationTask, forms: Mapping[str, Payload], spent: PreparationTime
+    ) -> ItemPreparation | None:
         """Hand out and keep what a preparation made. Returns its flight, None when nobody asked for it."""
         flight = self._landed(work, spent)
         if flight is None:
@@ -178,7 +182,7 @@ class Stock:
             self.supply(place, flight.item, expected=False, due=flight.due)
         return flight
 
-    def none(self, work: Work, error: str | None, spent: Spent) -> Flight | None:
+    def none(self, work: PreparationTask, error: str | None, spent: PreparationTime) -> ItemPreparation | None:
         """Leave the places of a flight empty: it failed, or (None) its example is left out."""
         flight = self._landed(work, spent)
         if flight is None:
@@ -217,7 +221,7 @@ class Stock:
         self._made[item] += 1
         return int(item_seeds(self._seed, int(self._made[item]), np.array([item]), np.zeros(1, np.int64))[0])
 
-    def _landed(self, work: Work, spent: Spent) -> Flight | None:
+    def _landed(self, work: PreparationTask, spent: PreparationTime) -> ItemPreparation | None:
         """Take a flight out and book what it cost: on the batch that asked first."""
         flight = self.flights.land(work.number)
         if flight is not None:
@@ -230,7 +234,7 @@ class Stock:
         """Tell whether something found is to be made anew and compared; what is random is another each time."""
         return found[0] != "augmented" and self._scrutiny.is_due(memoryview(found[1]).nbytes, first=False)
 
-    def _look(self, flight: Flight, spent: Spent) -> bool:
+    def _look(self, flight: ItemPreparation, spent: PreparationTime) -> bool:
         """Tell whether what was made may be kept; what is kept is dropped when some of it turns out to be random."""
         scrutiny, was_over = self._scrutiny, self._scrutiny.over
         steady = scrutiny.may_keep(flight.item, drew=spent.drew)
@@ -245,16 +249,16 @@ class Stock:
         return steady and not scrutiny.over
 
     @staticmethod
-    def _beyond_one(flight: Flight) -> list[Place]:
+    def _beyond_one(flight: ItemPreparation) -> list[BatchPlace]:
         """Take all places but the first of each job out of a flight: its result is for one use."""
-        first: dict[str, Place] = {}
+        first: dict[str, BatchPlace] = {}
         for place in flight.places:
             first.setdefault(place.batch.job, place)
         beyond = [place for place in flight.places if first[place.batch.job] is not place]
         flight.places = list(first.values())
         return beyond
 
-    def _keep(self, flight: Flight, forms: Mapping[str, Payload], *, steady: bool) -> None:
+    def _keep(self, flight: ItemPreparation, forms: Mapping[str, Payload], *, steady: bool) -> None:
         """Offer the cache what was made; `steady`: its deterministic forms are."""
         cache, item = self.cache, flight.item
         for form, payload in forms.items():
@@ -268,7 +272,7 @@ class Stock:
         if self.random and cache.capacity_bytes["augmented"]:
             cache.put(item, "augmented", forms["augmented"], uses=int(self._holders[item]), served=flight.jobs)
 
-    def _worth_keeping(self, flight: Flight) -> tuple[str, ...]:
+    def _worth_keeping(self, flight: ItemPreparation) -> tuple[str, ...]:
         """Return the forms on the way to the last one that the cache would take."""
         if self._scrutiny.over:
             return ()

@@ -1,10 +1,10 @@
 """How far the ranks of an attempt have come, read from the records that the launcher drains anyway.
 
-`Progress.add` is a listener of the drain and runs in its thread; everything
+`AttemptProgress.add` is a listener of the drain and runs in its thread; everything
 else is read in the launcher's main thread. Steps count updates of a rank's
 first optimizer.
 
->>> Progress(attempt=0, world=2).steps
+>>> AttemptProgress(attempt=0, world=2).steps
 0
 """
 
@@ -25,7 +25,7 @@ _STEP, _RESTORE, _COMMIT, _SAVE, _LOAD = (
 
 
 @dataclass(slots=True)
-class Progress:
+class AttemptProgress:
     """One attempt as its records show it."""
 
     attempt: int
@@ -95,7 +95,7 @@ class Progress:
         elif code == _SAVE:
             self.saved_after = steps
 
-    def lost_to(self, following: Progress) -> int:
+    def lost_to(self, following: AttemptProgress) -> int:
         """Return the steps of this attempt that the one after it does again."""
         if following.restored is not None:
             return max(self.base + self.steps - following.restored, 0)

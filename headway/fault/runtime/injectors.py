@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from headway.core.tables import pick
-from headway.fault.remedies import Inject
+from headway.fault.remedies import InjectParameters
 from headway.runtime.calls.patches import replace_attribute
 from headway.runtime.in_rank.remedy import Applied, Context
 
@@ -54,7 +54,7 @@ Struck = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class InjectedFault:
     """One kind of fault."""
 
     play: Callable[[Struck], None]
@@ -162,16 +162,16 @@ def new_code(struck: Struck) -> None:
     raise AttributeError("'NoneType' object has no attribute 'shape' (raised by the drill, as new code may)")
 
 
-FAULTS: dict[str, Fault] = {
-    "kill": Fault(kill, "infra", True),
-    "stop": Fault(stop, "hang", True),
-    "skipped_collective": Fault(skipped_collective, "hang", True),
-    "endless_loop": Fault(endless_loop, "hang", True),
-    "segfault": Fault(segfault, "infra", True),
-    "nan": Fault(nan, "user", True),
-    "hanging_loader": Fault(hanging_loader, "hang", True),
-    "disk_full": Fault(disk_full, "infra", False, everywhere=True),
-    "new_code": Fault(new_code, "user", False, everywhere=True),
+FAULTS: dict[str, InjectedFault] = {
+    "kill": InjectedFault(kill, "infra", True),
+    "stop": InjectedFault(stop, "hang", True),
+    "skipped_collective": InjectedFault(skipped_collective, "hang", True),
+    "endless_loop": InjectedFault(endless_loop, "hang", True),
+    "segfault": InjectedFault(segfault, "infra", True),
+    "nan": InjectedFault(nan, "user", True),
+    "hanging_loader": InjectedFault(hanging_loader, "hang", True),
+    "disk_full": InjectedFault(disk_full, "infra", False, everywhere=True),
+    "new_code": InjectedFault(new_code, "user", False, everywhere=True),
 }
 """Fault -> how it is played, and what it must be taken for. Adding one is adding a line here."""
 
@@ -256,7 +256,7 @@ def _leave() -> NoReturn:
     os._exit(0)
 
 
-def inject(parameters: Inject, context: Context) -> Applied:
+def inject(parameters: InjectParameters, context: Context) -> Applied:
     """Install the remedy of a drill. Raises `InputError` on the name of a fault that there is not."""
     due = [Due(*one) for one in parameters.due]
     for one in due:

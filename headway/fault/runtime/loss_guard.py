@@ -24,7 +24,7 @@ from typing import Any
 
 from headway.core.errors import HeadwayError
 from headway.fault import remedies
-from headway.runtime.in_rank.remedy import Applied, Context, Refused
+from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
 from headway.runtime.script.bad_loss import USUAL, Bad, judge
 
 NAME = "fault.guard"
@@ -44,7 +44,7 @@ class BadLossStop(BadLossError):  # noqa: N818  # what is raised where the job i
     """The same, and there is to be no further attempt."""
 
 
-class Guard:
+class LossGuard:
     """The guard of one rank."""
 
     def __init__(self, action: str, rank: int, facts: dict[str, Any], write: Callable[[], None]) -> None:
@@ -112,12 +112,12 @@ def _device(torch: Any) -> Any:
     return torch.device("cuda") if torch.distributed.get_backend() == "nccl" else torch.device("cpu")
 
 
-def guard(parameters: remedies.Guard, context: Context) -> Applied | Refused:
+def guard(parameters: remedies.GuardParameters, context: Context) -> Applied | RefusedRemedy:
     """Install the remedy."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     facts: dict[str, Any] = {"action": parameters.action, "bad": []}
-    guarding = Guard(parameters.action, context.rank, facts, context.write)
+    guarding = LossGuard(parameters.action, context.rank, facts, context.write)
 
     def seeing(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

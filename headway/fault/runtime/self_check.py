@@ -30,7 +30,7 @@ MODULE = "headway.fault.runtime.self_check"
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class SelfCheckResult:
     """What a check of a host found."""
 
     digests: Mapping[int, str]
@@ -56,7 +56,7 @@ def verdict(digests: Mapping[int, str]) -> list[int]:
     return sorted(rank for rank, one in digests.items() if one != common or 2 * count <= len(digests))
 
 
-def check(nproc_per_node: int | str | None, *, timeout_s: float) -> Checked:
+def check(nproc_per_node: int | str | None, *, timeout_s: float) -> SelfCheckResult:
     """Run the model on each rank of this host, all at once; what has not answered after `timeout_s` has failed.
 
     Raises `InputError` on a number of ranks or a timeout that cannot be.
@@ -93,7 +93,7 @@ def check(nproc_per_node: int | str | None, *, timeout_s: float) -> Checked:
     for process in ranks:  # one in uninterruptible sleep does not even die: it is left to the kernel
         with suppress(subprocess.TimeoutExpired):
             process.wait(1.0)
-    return Checked(digests, failed, time.monotonic() - begin)
+    return SelfCheckResult(digests, failed, time.monotonic() - begin)
 
 
 def train(device: str) -> str:

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headway.core.errors import InputError
-from headway.fault.ladder import SURE, Decision, Limits, Seen, decide
+from headway.fault.ladder import SURE, RecoveryDecision, RecoveryLimits, Seen, decide
 from headway.fault.outliers import Suspicion, suspects
-from headway.fault.runtime.incidents import Progress
+from headway.fault.runtime.incidents import AttemptProgress
 from headway.fault.runtime.loss_guard import BadLossStop
 from headway.fault.runtime.warm import Warm
 from headway.ledger.jobs.hang import localise
 from headway.ledger.jobs.hang_reports import frames, of_watch
 from headway.runtime.launching.hang_proof import HALTED
-from headway.runtime.launching.supervision import Failure, Supervisor
+from headway.runtime.launching.supervision import Failure, RunSupervisor
 from headway.runtime.run_folder import redact
 from headway.runtime.run_folder.exit_class import RankEnd, is_secondary, traceback_of
 from headway.runtime.run_folder.problems import Problems
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from headway.runtime.launching.agent import Group, RankSpec
     from headway.runtime.launching.options import LaunchOptions
     from headway.runtime.run_folder.drain import Drainer
-    from headway.runtime.run_folder.recording import Recording
+    from headway.runtime.run_folder.recording import RunRecording
 
 
-class JobSupervisor(Supervisor):
+class JobSupervisor(RunSupervisor):
     """The supervisor of one host's ranks."""
 
     def __init__(
@@ -51,8 +51,8 @@ class JobSupervisor(Supervisor):
         self.incidents: list[Incident] = []
         """All failures so far."""
         self._seen: list[Seen] = []
-        self._progress = Progress(-1, 0)
-        self._before: Progress | None = None
+        self._progress = AttemptProgress(-1, 0)
+        self._before: AttemptProgress | None = None
 
     def spawn(self, spec: RankSpec, stdout_fd: int, stderr_fd: int) -> int | None:
         """Fork a rank of a later attempt from the warm process, where that is the same as a cold start."""
@@ -64,8 +64,10 @@ class JobSupervisor(Supervisor):
 
     def began(self, attempt: int, group: Group, drainer: Drainer) -> None:
         """Follow the steps of an attempt."""
-        progress = self._progress = Progress(attempt, len(group.ranks))
-        drainer.listeners[:] = [one for one in drainer.listeners if getattr(one, "__func__", None) is not Progress.add]
+        progress = self._progress = AttemptProgress(attempt, len(group.ranks))
+        drainer.listeners[:] = [
+            one for one in drainer.listeners if getattr(one, "__func__", None) is not AttemptProgress.add
+        ]
         drainer.listeners.append(progress.add)
         if self._warm.wants_notes:
             self._warm.began([rank.spec for rank in group.ranks])
@@ -113,9 +115,9 @@ class JobSupervisor(Supervisor):
         )
         code = failure.code
         updated = code is not None and code.updated
-        decision = decide(seen, self._seen, Limits(failure.restarts_left, failure.standbys, updated=updated))
+        decision = decide(seen, self._seen, RecoveryLimits(failure.restarts_left, failure.standbys, updated=updated))
         if BadLossStop.__name__ in seen.error:
-            decision = Decision("stop", "the guard of losses was told to stop the job")
+            decision = RecoveryDecision("stop", "the guard of losses was told to stop the job")
         if decision.action == "rollback" and code is not None:
             code.undo()
         self._seen.append(replace(seen, action=decision.action))
@@ -204,7 +206,7 @@ def _evidence(end: RankEnd | None) -> str:
     return f"rank {end.rank}: {how}" + (f", {error}" if error else "")
 
 
-def supervisor(options: LaunchOptions, recording: Recording, say: Callable[[str], None]) -> Supervisor:
+def supervisor(options: LaunchOptions, recording: RunRecording, say: Callable[[str], None]) -> RunSupervisor:
     """Return what supervises a run; the catalog names this function."""
     warm = Warm(recording.live, options.warm)
     return JobSupervisor(recording.path, warm, recording.problems, say, group_rank=recording.group_rank)

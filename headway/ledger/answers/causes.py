@@ -121,7 +121,7 @@ class Fix:
     """The consent that it needs; '' where it needs none."""
 
 
-class Rule(Protocol):
+class CauseRule(Protocol):
     """Looks for one cause. Write a function of this shape and list it in `RULES`."""
 
     def __call__(self, ledger: Ledger) -> list[Cause]:

@@ -1,6 +1,6 @@
 """Two ledgers side by side: what got slower, and by how much per step.
 
-Use it as a regression gate: `Comparison.exit_code` is 3 when the second run
+Use it as a regression gate: `RunComparison.exit_code` is 3 when the second run
 lost more than `threshold` of the first one's step time in any bucket, or in
 steps per second. Judged are the steps after the first one, so that runs of
 unlike length compare and start-up, of which a short run mostly consists, does
@@ -65,7 +65,7 @@ OTHER_MODEL = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class BucketChange:
     """One bucket in both runs, seconds per device and step (or per device and run)."""
 
     bucket: str
@@ -90,7 +90,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class RunComparison:
     """The second run against the first."""
 
     steps_per_s: tuple[float, float]
@@ -105,7 +105,7 @@ class Comparison:
     step_goodput: tuple[float, float]
     """Useful share of the device time in steps, of both."""
 
-    changes: tuple[Change, ...]
+    changes: tuple[BucketChange, ...]
     """Every bucket, in the order of `BUCKETS`."""
 
     threshold: float
@@ -195,7 +195,7 @@ def compare(
     whole: bool = False,
     loads: tuple[HostLoad | None, HostLoad | None] = (None, None),
     parameters: tuple[int, int] = (0, 0),
-) -> Comparison:
+) -> RunComparison:
     """Compare two ledgers of the same job; `threshold` is a fraction of the first one's step time (or wall).
 
     Steps after the first are judged; with `whole`, everything that happened. `loads` are what other processes took of
@@ -210,7 +210,7 @@ def compare(
             raise InputError(f"the {label} run has no complete step, so there is no step time. Record a longer one.")
     rates = (steps_per_s(before), steps_per_s(after))
     once = [
-        Change(b, "run", first, second, whole and _grew(b, first, second, before, threshold))
+        BucketChange(b, "run", first, second, whole and _grew(b, first, second, before, threshold))
         for b in ONCE_PER_RUN
         for first, second in [(_per_device(before, b), _per_device(after, b))]
     ]
@@ -222,7 +222,7 @@ def compare(
         interval, in_steps = speedup_interval(before, after), _judged_steps(before, after, threshold)
         slower = interval is not None and interval[1] < 1.0 - threshold
     changes = {change.bucket: change for change in [*in_steps, *once]}
-    found = Comparison(
+    found = RunComparison(
         steps_per_s=rates,
         speedup=rates[1] / rates[0],
         goodput=(before.goodput, after.goodput),
@@ -237,7 +237,7 @@ def compare(
     return _of_like_models(_beside_loads(found, loads), parameters)
 
 
-def _of_like_models(found: Comparison, parameters: tuple[int, int]) -> Comparison:
+def _of_like_models(found: RunComparison, parameters: tuple[int, int]) -> RunComparison:
     """Take the judgement back where the steps are not the same work, because the model is another one."""
     before, after = parameters
     if not before or not after or abs(after / before - 1) <= OTHER_MODEL:
@@ -247,7 +247,7 @@ def _of_like_models(found: Comparison, parameters: tuple[int, int]) -> Compariso
     return replace(found, changes=kept, slower=False, inconclusive=words)
 
 
-def _beside_loads(found: Comparison, loads: tuple[HostLoad | None, HostLoad | None]) -> Comparison:
+def _beside_loads(found: RunComparison, loads: tuple[HostLoad | None, HostLoad | None]) -> RunComparison:
     """Take back what the other load of the two runs explains by itself: more of it makes a run slower, less faster.
 
     Where a run found no core free, any difference may come from how others took turns with it.
@@ -339,7 +339,7 @@ def speedup_interval(before: Ledger, after: Ledger) -> tuple[float, float] | Non
     return ratio * math.exp(-half), ratio * math.exp(half)
 
 
-def _judged_steps(before: Ledger, after: Ledger, threshold: float) -> list[Change]:
+def _judged_steps(before: Ledger, after: Ledger, threshold: float) -> list[BucketChange]:
     """Compare seconds per step and device of each bucket; it regressed where all of its interval is past the gate."""
     first, second = _in_steps(before), _in_steps(after)
     step_s = sum(first.values())
@@ -353,7 +353,7 @@ def _judged_steps(before: Ledger, after: Ledger, threshold: float) -> list[Chang
             half = student(min(one.freedom for one in known)) * math.hypot(*(one.sd for one in known))
             half = math.hypot(half, student(math.inf) * RUN_TO_RUN * step_s)
         grown = second[bucket] - first[bucket]
-        found.append(Change(bucket, "step", first[bucket], second[bucket], grown - half > threshold * step_s))
+        found.append(BucketChange(bucket, "step", first[bucket], second[bucket], grown - half > threshold * step_s))
     return found
 
 
@@ -367,17 +367,17 @@ def _grew(bucket: str, before_s: float, after_s: float, before: Ledger, threshol
     return bucket in LOSSES and after_s - before_s > threshold * before.wall_ns / NS_PER_S
 
 
-def _note(change: Change) -> str:
+def _note(change: BucketChange) -> str:
     return (
         f"{change.bucket} grew by {format_seconds(change.delta_s)} per run and device "
         f"({format_seconds(change.before_s)} -> {format_seconds(change.after_s)}): {WHOLE}"
     )
 
 
-def _whole_steps(before_s: dict[str, float], after_s: dict[str, float], threshold: float) -> list[Change]:
+def _whole_steps(before_s: dict[str, float], after_s: dict[str, float], threshold: float) -> list[BucketChange]:
     """Compare seconds per step and device, bucket by bucket; the threshold is a fraction of the first one's sum."""
     allowed = threshold * sum(before_s.values())
-    return [Change(b, "step", before_s[b], after_s[b], after_s[b] - before_s[b] > allowed) for b in before_s]
+    return [BucketChange(b, "step", before_s[b], after_s[b], after_s[b] - before_s[b] > allowed) for b in before_s]
 
 
 def steps_per_s(ledger: Ledger) -> float:

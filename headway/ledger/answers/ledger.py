@@ -24,12 +24,12 @@ from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.core.units import NS_PER_S, format_fraction
 from headway.ledger.booking.account import Account, SpanFacts, blank_steps, blank_subs, bound_of, no_steps
-from headway.ledger.booking.arrivals import Lateness
+from headway.ledger.booking.arrivals import RankLateness
 from headway.ledger.kinds.buckets import BUCKET_CODE_OF_SUB, BUCKETS, ONCE_PER_RUN, SUB_LINES, SUBS
 from headway.ledger.kinds.cause import Cause
 from headway.ledger.kinds.sampled_lines import SampledLine
 from headway.ledger.runs.kernels import profile_account
-from headway.ledger.runs.recorded import RECORDED, RecordedRun, recorded_account, recorded_trace_account
+from headway.ledger.runs.recorded import RECORDED, RunSource, recorded_account, recorded_trace_account
 from headway.trace.events.parts import Parts
 from headway.trace.events.sweep import Ints
 from headway.trace.events.trace import Trace
@@ -81,7 +81,7 @@ class Ledger:
     step_wall_ns: Ints = field(default_factory=no_steps)
     """[n] Wall of each step of the last attempt: the mean over ranks, whole ns."""
 
-    lateness: Lateness = field(default_factory=Lateness)
+    lateness: RankLateness = field(default_factory=RankLateness)
     """Who waited for whom, over all attempts."""
 
     spans: Mapping[str, SpanFacts] = field(default_factory=dict)
@@ -110,7 +110,7 @@ class Ledger:
     """What a reader must know to judge the numbers, such as why `unknown` is large."""
 
     @classmethod
-    def of(cls, source: RecordedRun | Trace | Parts | Sequence[Trace | Parts | RecordedRun]) -> Ledger:
+    def of(cls, source: RunSource | Trace | Parts | Sequence[Trace | Parts | RunSource]) -> Ledger:
         """Account for a run, a trace, or several of them (ranks or hosts) together; parts are read a rank at a time.
 
         Raises `InputError` when there is nothing that tells time, and for what is neither a run nor a trace.
@@ -119,7 +119,7 @@ class Ledger:
         if not parts:
             raise InputError("there is nothing to account for: the list is empty. Give a run or a trace.")
         for part in parts:
-            if not isinstance(part, (Trace, Parts, RecordedRun)):
+            if not isinstance(part, (Trace, Parts, RunSource)):
                 raise InputError(f"{type(part).__name__} is neither a run nor a trace. Open it with Trace.open(path).")
         traces = [Parts.of(part) for part in parts if isinstance(part, (Trace, Parts))]
         if len(traces) == len(parts):

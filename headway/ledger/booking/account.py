@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from headway.ledger.booking.arrivals import Lateness
+from headway.ledger.booking.arrivals import RankLateness
 from headway.ledger.kinds.buckets import BUCKETS, SUB_CODE, SUBS
 from headway.ledger.kinds.sampled_lines import SampledLine
 from headway.trace.events.sweep import Ints
@@ -106,7 +106,7 @@ class Account:
     step_wall_ns: Ints = field(default_factory=no_steps)
     """[n] Wall of each step, the mean over ranks."""
 
-    lateness: Lateness = field(default_factory=Lateness)
+    lateness: RankLateness = field(default_factory=RankLateness)
     """Who waited for whom."""
 
     spans: Mapping[str, SpanFacts] = field(default_factory=dict)

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from headway.core.integers import narrowed
 from headway.ledger.booking.pipeline_waits import bubble_subs
-from headway.ledger.booking.rows import NAME_ID, Rows
-from headway.ledger.booking.saved import Saves
-from headway.ledger.booking.sheet import Sheet
-from headway.ledger.booking.timeline import OpenWaits, RankBook
+from headway.ledger.booking.rows import NAME_ID, RankRows
+from headway.ledger.booking.saved import RankSaves
+from headway.ledger.booking.sheet import RankAccount
+from headway.ledger.booking.timeline import BookedRank, OpenWaits
 from headway.ledger.kinds.buckets import BLAME, BUCKET_CODE_OF_SUB, BUCKETS, SUB_CODE
 from headway.trace.events.intervals import merged
 from headway.trace.events.nesting import number_alike
@@ -54,7 +54,7 @@ class Arrivals:
 
 
 @dataclass(frozen=True, slots=True)
-class Lateness:
+class RankLateness:
     """What the ranks waited for each other, by the rank that was late."""
 
     blamed_ns: dict[int, dict[str, int]] = field(default_factory=dict)
@@ -162,15 +162,15 @@ class Booked:
     """Whether somebody saw its process end."""
     step_wall_ns: Ints
     """[k] Wall of each complete step, without pauses."""
-    saves: Saves
+    saves: RankSaves
     """What it saved."""
-    sheet: Sheet
+    sheet: RankAccount
     waits: OpenWaits
     """What is not booked yet; `row` counts the calls."""
     calls: RankCalls
 
     @classmethod
-    def of(cls, book: RankBook) -> Booked:
+    def of(cls, book: BookedRank) -> Booked:
         """Keep what others need of a booked rank."""
         rows, life, waits = book.rows, book.life, book.waits
         kept = rows.of(*COLLECTIVES, *MESSAGES)
@@ -191,11 +191,11 @@ class Booked:
         away = rows.of("pause")
         pauses = merged(rows.start_ns[away], rows.end_ns[away])
         walls = narrowed(elapsed(life.step_end, pauses) - elapsed(life.step_start, pauses))
-        saves = Saves.of(rows, life)
+        saves = RankSaves.of(rows, life)
         return cls(rows.rank, life.first_ns, life.last_ns, life.seen, walls, saves, book.sheet, few, calls)
 
 
-def posts_of(rows: Rows, calls: Ints) -> Ints:
+def posts_of(rows: RankRows, calls: Ints) -> Ints:
     """Return [n] when the rank came to each of `calls`: its start, or when its message was posted."""
     posts, messages = rows.of("comm.post"), np.isin(rows.name[calls], [NAME_ID[name] for name in MESSAGES])
     came = rows.start_ns[calls]
@@ -224,12 +224,12 @@ class _Met:
     """Collectives of at least two known ranks."""
 
 
-def settle(books: Sequence[Booked]) -> Lateness:
+def settle(books: Sequence[Booked]) -> RankLateness:
     """Book the open communication waits of all ranks; returns who was late, why and how often."""
     first = np.cumsum([0, *(len(book.calls.start_ns) for book in books)])
     met = _meet(books, first)
     why = _largest_excess(books, first, met.last)
-    lateness = Lateness({}, {}, {}, met.num_collectives)
+    lateness = RankLateness({}, {}, {}, met.num_collectives)
     for index, book in enumerate(books):
         late = [margin[margin > 0] for margin in met.margins.get(index, [])]
         mine = np.concatenate(late) if late else np.zeros(0, np.int64)
@@ -314,7 +314,7 @@ def _largest_excess(books: Sequence[Booked], first: Ints, last: Ints) -> NDArray
     return why
 
 
-def _blame(sheet: Sheet) -> Ints:
+def _blame(sheet: RankAccount) -> Ints:
     """Return [len(BLAME_BUCKETS), columns] ns of the buckets that a late rank can be blamed for."""
     bucket = np.array(BUCKET_CODE_OF_SUB)
     amounts = np.stack([sheet.ns[bucket == BUCKETS.index(name)].sum(axis=0) for name in BLAME_BUCKETS])
@@ -323,7 +323,7 @@ def _blame(sheet: Sheet) -> Ints:
 
 
 def _settle_rank(
-    book: Booked, first: int, met: _Met, why: NDArray[np.int8], rank_of: Callable[[Ints], Ints], lateness: Lateness
+    book: Booked, first: int, met: _Met, why: NDArray[np.int8], rank_of: Callable[[Ints], Ints], lateness: RankLateness
 ) -> None:
     """Split the open waits of one rank, whose calls begin at `first`, and book them."""
     waits = book.waits

@@ -12,13 +12,13 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.ledger.booking.rows import NAME_ID, Rows
-from headway.ledger.booking.sheet import Sheet
+from headway.ledger.booking.rows import NAME_ID, RankRows
+from headway.ledger.booking.sheet import RankAccount
 from headway.ledger.booking.waits import (
     DRAIN_GC,
     DRAIN_OTHER,
     PART_SUBS,
-    Loads,
+    InputLoads,
     drain,
     find_loads,
     inside_outside,
@@ -33,7 +33,7 @@ INPUT_IDS = [NAME_ID[name] for name in ("input.next", "input.load", "input.iter"
 """Rows of the training thread that belong to a loader."""
 
 
-def book_input(sheet: Sheet, rows: Rows, pieces: Pieces, owner: Ints, column: Ints) -> None:
+def book_input(sheet: RankAccount, rows: RankRows, pieces: Pieces, owner: Ints, column: Ints) -> None:
     """Split what the training thread spent in next(loader), in iter(loader) and in loads of its own.
 
     `owner` [m] is the row that owns each piece, negative for none, and `column` [m] the column of the sheet.
@@ -67,7 +67,7 @@ def book_input(sheet: Sheet, rows: Rows, pieces: Pieces, owner: Ints, column: In
     book(sub, rest, pieces.duration_ns[rest])
 
 
-def book_evaluation(sheet: Sheet, rows: Rows, pieces: Pieces, owner: Ints) -> None:
+def book_evaluation(sheet: RankAccount, rows: RankRows, pieces: Pieces, owner: Ints) -> None:
     """Note what the loaders of evaluations cost: input pieces, which are `eval.input` on the sheet already."""
     inputs = np.flatnonzero((owner >= 0) & np.isin(np.where(owner >= 0, rows.name[owner], -1), INPUT_IDS))
     sheet.book_loader(SUB_CODE["eval.input"], _loader_of(rows, owner[inputs]), pieces.duration_ns[inputs])
@@ -77,7 +77,7 @@ Book = Callable[[Ints | int, Ints, Ints], None]
 """Books (sub-line codes, pieces [n], durations [n])."""
 
 
-def _loader_of(rows: Rows, owner: Ints) -> Ints:
+def _loader_of(rows: RankRows, owner: Ints) -> Ints:
     """Return [m] the loader (group) of the input row that owns each piece, -1 for other owners.
 
     A load of the training thread need not name its loader: the call of next(loader) around it does.
@@ -94,7 +94,7 @@ def _loader_of(rows: Rows, owner: Ints) -> Ints:
     return loader[np.maximum(owner, -1)]
 
 
-def _finds_end(rows: Rows, waits: Ints) -> NDArray[np.bool_]:
+def _finds_end(rows: RankRows, waits: Ints) -> NDArray[np.bool_]:
     """Return whether each input.next row brought no batch, of a loader that brings numbered ones."""
     every = rows.of("input.next")
     numbered = every[rows.column("seq", every) >= 0]
@@ -102,7 +102,7 @@ def _finds_end(rows: Rows, waits: Ints) -> NDArray[np.bool_]:
     return known & (rows.column("seq", waits) < 0)
 
 
-def _holds_load(rows: Rows, loads: Loads, waits: Ints) -> NDArray[np.bool_]:
+def _holds_load(rows: RankRows, loads: InputLoads, waits: Ints) -> NDArray[np.bool_]:
     """Return for each input.next row whether a load of the training thread lies inside it."""
     start = loads.start_ns[loads.key[:, 1] == -1]
     index = np.searchsorted(start, rows.start_ns[waits])
@@ -111,7 +111,7 @@ def _holds_load(rows: Rows, loads: Loads, waits: Ints) -> NDArray[np.bool_]:
     return held
 
 
-def _book_awaited(book: Book, loads: Loads, pieces: Pieces, found: Ints, load: Ints) -> None:
+def _book_awaited(book: Book, loads: InputLoads, pieces: Pieces, found: Ints, load: Ints) -> None:
     """Split pieces `found` of input.next by the worker's record of the awaited batch."""
     before, loading, after = inside_outside(
         pieces.start_ns[found], pieces.end_ns[found], loads.start_ns[load], loads.end_ns[load]
@@ -131,7 +131,7 @@ def _book_parts(book: Book, found: Ints, duration_ns: Ints, parts: Ints) -> None
         book(code, found[known], shares[:, index])
 
 
-def _book_inline(book: Book, rows: Rows, loads: Loads, pieces: Pieces, owner: Ints) -> None:
+def _book_inline(book: Book, rows: RankRows, loads: InputLoads, pieces: Pieces, owner: Ints) -> None:
     """Split loads that ran in the training thread; collections inside them are not prep, log lines not fetch."""
     name = np.where(owner >= 0, rows.name[owner], -1)
     found = np.flatnonzero(name == NAME_ID["input.load"])
@@ -152,7 +152,7 @@ def _book_inline(book: Book, rows: Rows, loads: Loads, pieces: Pieces, owner: In
     _book_parts(book, found, pieces.duration_ns[found], parts[load])
 
 
-def _time_inside(loads: Loads, pieces: Pieces, picked: NDArray[np.bool_]) -> Ints:
+def _time_inside(loads: InputLoads, pieces: Pieces, picked: NDArray[np.bool_]) -> Ints:
     """Return for each load of the training thread the ns of the `picked` pieces that lie inside it."""
     total = np.zeros(len(loads.row), np.int64)
     mine = np.flatnonzero(loads.key[:, 1] == -1)

@@ -13,20 +13,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from headway.ledger.booking.rows import NAME_ID, Life, Rows
+from headway.ledger.booking.rows import NAME_ID, RankLifetime, RankRows
 from headway.ledger.kinds.buckets import REMAINDER_SUB, SUB_CODE
 from headway.trace.events.intervals import Intervals, inside, merged
 from headway.trace.events.sweep import Ints
 from headway.trace.recording.segments import ON_DEVICE
 
 
-def evaluations_of(rows: Rows) -> Intervals:
+def evaluations_of(rows: RankRows) -> Intervals:
     """Return when the training thread evaluated, as sorted disjoint intervals."""
     picked = rows.of("eval")
     return merged(rows.start_ns[picked], rows.end_ns[picked])
 
 
-def device_phases(rows: Rows) -> tuple[Intervals, Intervals]:
+def device_phases(rows: RankRows) -> tuple[Intervals, Intervals]:
     """Return when a device ran forward, and when backward, as its events say: sorted disjoint intervals of each."""
     found = []
     for name in ("segment.forward", "segment.backward"):
@@ -47,14 +47,14 @@ def phase_of(moment_ns: Ints, phases: tuple[Intervals, Intervals]) -> Ints:
     return sub
 
 
-def by_host(rows: Rows, picked: Ints) -> Ints:
+def by_host(rows: RankRows, picked: Ints) -> Ints:
     """Return those of the rows `picked` that tell what the training thread did: no segment timed by device events."""
     segment = rows.name[picked] == NAME_ID["segment.backward"]
     kept: Ints = picked[~(segment & (rows.column("corr", picked) == ON_DEVICE))]
     return kept
 
 
-def remainder(rows: Rows, life: Life, moment_ns: Ints, step: Ints) -> Ints:
+def remainder(rows: RankRows, life: RankLifetime, moment_ns: Ints, step: Ints) -> Ints:
     """Return [m] the sub-line of moments inside steps that no row owns, by the learning events around them.
 
     `step` [m] is the step of each moment. What precedes a backward of the same step is forward, what follows the last

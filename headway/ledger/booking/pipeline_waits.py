@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headway.ledger.booking.rows import NAME_ID, Rows
+from headway.ledger.booking.rows import NAME_ID, RankRows
 from headway.ledger.kinds.buckets import SUB_CODE
 from headway.trace.events.sweep import Ints
 from headway.trace.events.vocabulary import STAGE_PARTS
@@ -25,7 +25,7 @@ KINDS = ("fill_drain", "forward_backward", "scattered")
 FILL_DRAIN, FORWARD_BACKWARD, SCATTERED = (SUB_CODE[f"bubble.{kind}"] for kind in KINDS)
 
 
-def bubble_subs(rows: Rows, wait_ns: Ints) -> Ints:
+def bubble_subs(rows: RankRows, wait_ns: Ints) -> Ints:
     """Return [n] the sub-line that a wait which begins at `wait_ns` [n] goes to where it is a bubble."""
     parts = rows.of(*STAGES)
     if not len(parts):

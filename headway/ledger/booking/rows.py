@@ -32,7 +32,7 @@ NAME_ID: dict[str, int] = {name: index for index, name in enumerate(NAMES)}
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RankRows:
     """Columns of one rank's rows, sorted by start; ties are broken by content, never by row order."""
 
     rank: int
@@ -69,13 +69,13 @@ class Rows:
         values: Ints = self.columns[name][rows].astype(np.int64)
         return values
 
-    def where(self, rows: Ints, columns: Collection[str]) -> Rows:
+    def where(self, rows: Ints, columns: Collection[str]) -> RankRows:
         """Return these rows only, with these of the other columns."""
         kept = {name: self.columns[name][rows] for name in columns}
-        return Rows(self.rank, self.name[rows], self.start_ns[rows], self.end_ns[rows], self.worker[rows], kept)
+        return RankRows(self.rank, self.name[rows], self.start_ns[rows], self.end_ns[rows], self.worker[rows], kept)
 
 
-def rows_by_rank(source: Trace | Parts, clock_offset_ns: Mapping[int, int] | None = None) -> dict[int, Rows]:
+def rows_by_rank(source: Trace | Parts, clock_offset_ns: Mapping[int, int] | None = None) -> dict[int, RankRows]:
     """Split a recorded trace into the rows of each rank >= 0, ranks in order.
 
     `clock_offset_ns` maps a rank to what puts its times on the common clock.
@@ -85,7 +85,7 @@ def rows_by_rank(source: Trace | Parts, clock_offset_ns: Mapping[int, int] | Non
     return {rank: rows_of(part, rank, clock_offset_ns) for rank, part in found if rank >= 0}
 
 
-def rows_of(part: Trace, rank: int, clock_offset_ns: Mapping[int, int] | None = None) -> Rows:
+def rows_of(part: Trace, rank: int, clock_offset_ns: Mapping[int, int] | None = None) -> RankRows:
     """Return the rows of one rank, of which `part` holds nothing else."""
     events = part.events
     name, worker = name_codes(part), worker_codes(part)
@@ -95,7 +95,7 @@ def rows_of(part: Trace, rank: int, clock_offset_ns: Mapping[int, int] | None = 
     shift, known = int((clock_offset_ns or {}).get(rank, 0)), part.ranks.get(rank, {})
     begin, end = (aligned_ns(known, raw[order]) + shift for raw in (start, start + duration))
     columns = {key: events[key][order] for key in ("step", "depth", "group", "seq", "peer", "bytes", "corr")}
-    return Rows(rank, name[order], begin, end, worker[order], columns)
+    return RankRows(rank, name[order], begin, end, worker[order], columns)
 
 
 def name_codes(part: Trace) -> Ints:
@@ -106,7 +106,7 @@ def name_codes(part: Trace) -> Ints:
 
 
 def worker_codes(part: Trace) -> Ints:
-    """[n] `Rows.worker` of each row of a recorded trace."""
+    """[n] `RankRows.worker` of each row of a recorded trace."""
     table = np.array([_worker(lane) for lane in part.lanes] + [-2], np.int64)
     lane = part.events["lane"].astype(np.int64)
     codes: Ints = table[np.where((lane >= 0) & (lane < len(part.lanes)), lane, len(part.lanes))]
@@ -122,7 +122,7 @@ def _worker(lane: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class RankLifetime:
     """When one rank did what in one attempt; `from <= born <= first <= last <= record <= died <= until`, all ns."""
 
     from_ns: int
@@ -159,7 +159,7 @@ class Life:
     """Whether it ended badly, or nobody knows."""
 
 
-def life_of(rows: Rows, facts: RankRow, *, from_ns: int, until_ns: int | None, failed: bool) -> Life:
+def life_of(rows: RankRows, facts: RankRow, *, from_ns: int, until_ns: int | None, failed: bool) -> RankLifetime:
     """Find the borders of a rank's life from its rows and what run.json says of the rank.
 
     `until_ns` None means that the attempt ends with the process. `failed` says that the attempt is known to have
@@ -183,4 +183,6 @@ def life_of(rows: Rows, facts: RankRow, *, from_ns: int, until_ns: int | None, f
     record = min(max(latest, born), died)
     last = min(max(int(step_end.max()), born), record) if len(steps) else record
     first = min(max(int(step_start.min()), born), last) if len(steps) else record
-    return Life(from_ns, born, first, last, record if failed else died, died, until, step_start, step_end, seen, failed)
+    return RankLifetime(
+        from_ns, born, first, last, record if failed else died, died, until, step_start, step_end, seen, failed
+    )

@@ -5,7 +5,7 @@ over. One of headway's own holds it from the copy on, but is worth something
 only once it is committed; that happens later, in the background, maybe after
 the trainer's death. What the next attempt restored tells for certain.
 
->>> one, two = Saves(3, {20: 4, 30: 8}, frozenset({20})), Saves(None, {20: 5, 30: 8}, frozenset())
+>>> one, two = RankSaves(3, {20: 4, 30: 8}, frozenset({20})), RankSaves(None, {20: 5, 30: 8}, frozenset())
 >>> saved_steps([one, two]), saved_steps([one, two], restored=30), saved_steps([one, two], restored=10)
 ([4, 5], [8, 8], [])
 """
@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.ledger.booking.rows import Life, Rows
+from headway.ledger.booking.rows import RankLifetime, RankRows
 from headway.trace.events.sweep import Ints
 
 
 @dataclass(frozen=True, slots=True)
-class Saves:
+class RankSaves:
     """The saves of one rank in one attempt."""
 
     step: int | None
@@ -35,7 +35,7 @@ class Saves:
     """Those of which this rank knows that they were committed."""
 
     @classmethod
-    def of(cls, rows: Rows, life: Life) -> Saves:
+    def of(cls, rows: RankRows, life: RankLifetime) -> RankSaves:
         """Read them from the rows of a rank, as far as its records are trusted."""
         stock, copies = (_ended(rows, life, rows.of(f"checkpoint.{name}")) for name in ("save", "snapshot"))
         commits = _ended(rows, life, rows.of("checkpoint.commit", main=False))
@@ -44,7 +44,7 @@ class Saves:
         return cls(int(steps[0]) if len(steps) else None, copied, frozenset(rows.column("seq", commits).tolist()))
 
 
-def saved_steps(saves: Sequence[Saves], *, restored: int | None = None) -> list[int | None]:
+def saved_steps(saves: Sequence[RankSaves], *, restored: int | None = None) -> list[int | None]:
     """Return for each rank the complete steps that its last save holds, None where it saved nothing.
 
     `restored` is the checkpoint of headway's own that the next attempt went on from, None when it was none of those;
@@ -59,12 +59,12 @@ def saved_steps(saves: Sequence[Saves], *, restored: int | None = None) -> list[
     return [max(steps, default=None) for steps in known]
 
 
-def _ended(rows: Rows, life: Life, picked: Ints) -> Ints:
+def _ended(rows: RankRows, life: RankLifetime, picked: Ints) -> Ints:
     """Return the rows that ended while records were trusted."""
     return picked[rows.end_ns[picked] <= life.record_ns]
 
 
-def _steps_before(rows: Rows, life: Life, picked: Ints) -> Ints:
+def _steps_before(rows: RankRows, life: RankLifetime, picked: Ints) -> Ints:
     """[n] Complete steps before each row; one inside an update (a hook behind it) holds what the update made."""
     moment, updates = rows.start_ns[picked], rows.of("optimizer.step")
     if len(updates):

@@ -1,6 +1,6 @@
 """Booked time of one rank: sub-line x step, and what it waited for each of its loaders. Times in int64 ns.
 
->>> sheet = Sheet.blank(3)
+>>> sheet = RankAccount.blank(3)
 >>> sheet.book("host.gc", 2, 9)
 >>> sheet.ns.sum(axis=0).tolist()
 [0, 0, 9, 0, 0]
@@ -15,7 +15,7 @@ from headway.ledger.kinds.buckets import SUB_CODE, SUBS
 from headway.trace.events.sweep import Ints
 
 
-class Sheet:
+class RankAccount:
     """Booked time of one rank: sub-line x column, where column 0 is before the first step, k + 1 is step k."""
 
     __slots__ = ("_columns", "_lines", "_ns", "loader_calls", "loader_ns")
@@ -30,7 +30,7 @@ class Sheet:
         self._lines: dict[int, tuple[Ints, Ints]] = {}
 
     @classmethod
-    def blank(cls, num_steps: int) -> Sheet:
+    def blank(cls, num_steps: int) -> RankAccount:
         """Return a sheet with nothing booked."""
         return cls(np.zeros((len(SUBS), num_steps + 2), np.int64))
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from headway.ledger.booking.input_waits import INPUT_IDS, book_evaluation, book_input
 from headway.ledger.booking.phases import by_host, device_phases, evaluations_of, phase_of, remainder
-from headway.ledger.booking.rows import NAME_ID, NAMES, Life, Rows
-from headway.ledger.booking.sheet import Sheet
+from headway.ledger.booking.rows import NAME_ID, NAMES, RankLifetime, RankRows
+from headway.ledger.booking.sheet import RankAccount
 from headway.ledger.kinds.buckets import (
     BUCKET_OF,
     IN_EVALUATION,
@@ -61,31 +61,31 @@ class OpenWaits:
 
 
 @dataclass(frozen=True, slots=True)
-class RankBook:
+class BookedRank:
     """One rank of one attempt, booked but for its communication waits."""
 
-    rows: Rows
+    rows: RankRows
     """What the rank recorded."""
-    life: Life
+    life: RankLifetime
     """Its borders."""
-    sheet: Sheet
+    sheet: RankAccount
     """What is booked so far, ns."""
     waits: OpenWaits
     """What the arrivals of other ranks will split."""
 
 
-def book_rank(rows: Rows, life: Life, *, restarted: bool) -> RankBook:
+def book_rank(rows: RankRows, life: RankLifetime, *, restarted: bool) -> BookedRank:
     """Book the time of `life`; `restarted` says that an earlier attempt failed."""
-    sheet = Sheet.blank(len(life.step_start))
+    sheet = RankAccount.blank(len(life.step_start))
     _book_startup(sheet, rows, life, "restart" if restarted else "startup")
     waits = _book_steps(sheet, rows, life, restarted=restarted)
     end = len(life.step_start) + 1
     sheet.book("unknown.cut_short", end, life.died_ns - life.record_ns)
     sheet.book("idle.exit" if life.seen else "unknown.cut_short", end, life.until_ns - life.died_ns)
-    return RankBook(rows, life, sheet, waits)
+    return BookedRank(rows, life, sheet, waits)
 
 
-def _book_startup(sheet: Sheet, rows: Rows, life: Life, bucket: str) -> None:
+def _book_startup(sheet: RankAccount, rows: RankRows, life: RankLifetime, bucket: str) -> None:
     """Book everything before the first step; collections and log lines there are start-up too."""
     sheet.book(f"{bucket}.launch", 0, life.born_ns - life.from_ns)
     evaluations = evaluations_of(rows)
@@ -105,7 +105,7 @@ def _book_startup(sheet: Sheet, rows: Rows, life: Life, bucket: str) -> None:
     sheet.book_all(sub, np.zeros(len(sub), np.int64), pieces.duration_ns)
 
 
-def _book_steps(sheet: Sheet, rows: Rows, life: Life, *, restarted: bool) -> OpenWaits:
+def _book_steps(sheet: RankAccount, rows: RankRows, life: RankLifetime, *, restarted: bool) -> OpenWaits:
     """Sweep from the first step to the last trusted record; returns the communication pieces."""
     picked = by_host(rows, rows.of(*BUCKET_OF))
     evaluations, phases = evaluations_of(rows), device_phases(rows)
@@ -151,13 +151,13 @@ def _book_steps(sheet: Sheet, rows: Rows, life: Life, *, restarted: bool) -> Ope
     return OpenWaits(owner[found], pieces.start_ns[found], pieces.end_ns[found], column[found])
 
 
-def trained_until(rows: Rows, life: Life) -> int:
+def trained_until(rows: RankRows, life: RankLifetime) -> int:
     """Return the end of the last step, or of the last record after it that is no collection."""
     others = rows.of(*(name for name in BUCKET_OF if name != "host.gc"))
     return max(life.last_ns, int(rows.end_ns[others].max()) if len(others) else 0)
 
 
-def _place(rows: Rows, pieces: Pieces, life: Life) -> tuple[Ints, Ints]:
+def _place(rows: RankRows, pieces: Pieces, life: RankLifetime) -> tuple[Ints, Ints]:
     """Return each piece's column, and the sub-line it has when no row owns it."""
     num_steps = len(life.step_start)
     index = np.searchsorted(life.step_start, pieces.start_ns, side="right")
@@ -172,7 +172,7 @@ def _place(rows: Rows, pieces: Pieces, life: Life) -> tuple[Ints, Ints]:
     return column, sub
 
 
-def checkpoint_gaps(rows: Rows) -> tuple[Ints, Ints]:
+def checkpoint_gaps(rows: RankRows) -> tuple[Ints, Ints]:
     """Find what lies between a save and the fsync, rename or close that follow it: writing that no probe saw.
 
     A gap counts when nothing else that belongs to training (input, optimizer, communication, a save of headway's own)

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.ledger.booking.rows import Rows
+from headway.ledger.booking.rows import RankRows
 from headway.trace.events.nesting import enclosing, number_alike
 from headway.trace.events.sweep import Ints
 
 PART_SUBS = ("input.fetch", "input.cpu_wait", "input.prep", "input.transfer")
-"""Sub-lines of the columns of `Loads.parts`."""
+"""Sub-lines of the columns of `InputLoads.parts`."""
 
 PARTS = {"input.fetch": 0, "input.cpu_wait": 1, "input.prep": 2, "input.collate": 2}
 """Child of input.load -> its column."""
@@ -34,7 +34,7 @@ DRAIN_OTHER = (0, 2, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Loads:
+class InputLoads:
     """Every input.load of one rank, in order of start."""
 
     row: Ints
@@ -63,7 +63,7 @@ def inside_outside(start: Ints, end: Ints, low: Ints, high: Ints) -> tuple[Ints,
     return before, end - start - before - after, after
 
 
-def find_loads(rows: Rows) -> Loads:
+def find_loads(rows: RankRows) -> InputLoads:
     """Collect the loads of one rank with their parts, in whatever process they ran."""
     row = rows.of("input.load", main=False)
     start, end, worker = rows.start_ns[row], rows.end_ns[row], rows.worker[row]
@@ -78,10 +78,10 @@ def find_loads(rows: Rows) -> Loads:
         held = owner >= 0
         np.add.at(parts[:, column], owner[held], (rows.end_ns - rows.start_ns)[child[held]])
     key = np.stack([group, worker, iterator, nth], axis=1)
-    return Loads(row, start, end, parts, (nth == 0).astype(np.int64), key)
+    return InputLoads(row, start, end, parts, (nth == 0).astype(np.int64), key)
 
 
-def _iterator_of(rows: Rows, group: Ints, start: Ints) -> Ints:
+def _iterator_of(rows: RankRows, group: Ints, start: Ints) -> Ints:
     """Return the corr of the iterator that was the loader's newest one at `start`, -1 when none was created."""
     created = rows.of("input.iter")
     result = np.full(len(start), -1, np.int64)
@@ -111,7 +111,7 @@ def _nth(key: Ints, seq: Ints) -> Ints:
     return result
 
 
-def _containing(rows: Rows, child: Ints, parent: Ints) -> Ints:
+def _containing(rows: RankRows, child: Ints, parent: Ints) -> Ints:
     """Return the position in `parent` of the row that holds each child, -1 for none.
 
     Both are on one lane, of one loader and iterator, and the n-th of its worker: batches that the same threads made may
@@ -127,7 +127,7 @@ def _containing(rows: Rows, child: Ints, parent: Ints) -> Ints:
     return np.where(held, found, -1)
 
 
-def match_batches(rows: Rows, waits: Ints, loads: Loads) -> Ints:
+def match_batches(rows: RankRows, waits: Ints, loads: InputLoads) -> Ints:
     """Return for each input.next row the load that made its batch, -1 when it was not recorded.
 
     Batch `s` of an iterator with W workers is the (s // W)-th load of the worker that delivered it.

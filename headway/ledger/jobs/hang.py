@@ -110,7 +110,7 @@ class RankReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class WaitOrigin:
     """Where waits end."""
 
     ranks: tuple[int, ...]
@@ -130,13 +130,13 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class HangVerdict:
     """Which ranks block a job, and how everybody else depends on them."""
 
     mesh: Mesh
     """Where the ranks stand."""
 
-    origins: tuple[Origin, ...]
+    origins: tuple[WaitOrigin, ...]
     """Where waits end, those that most ranks wait for first."""
 
     deadlocks: tuple[tuple[int, ...], ...]
@@ -225,7 +225,7 @@ def localise(
     *,
     groups: Mapping[Group, Sequence[int]] | None = None,
     attempt: int | None = None,
-) -> Verdict:
+) -> HangVerdict:
     """Find the ranks that block a job at rest, from one report of every rank that still answers.
 
     `groups` maps the group keys of the reports to their ranks; axes of the
@@ -236,7 +236,7 @@ def localise(
     given = list(reports)
     current = max((report.attempt for report in given), default=0) if attempt is None else attempt
     known = _by_rank([report for report in given if report.attempt == current], mesh)
-    waits = _Waits(known, _Groups(mesh, groups or {}))
+    waits = _Waits(known, _GroupMembers(mesh, groups or {}))
     roots = [rank for rank in range(mesh.world_size) if rank not in known or known[rank].free]
     roots = sorted({*roots, *waits.differing})
     next_rank, ends = waits.reach(roots)
@@ -248,7 +248,7 @@ def localise(
     deadlocks = waits.circles([rank for rank in known if rank not in ends])
     origins = [*_single(roots, known, ends, waits, next_rank), *_stuck(waits, ends)]
     origins.sort(key=lambda origin: (-origin.num_waiting, origin.ranks))
-    return Verdict(mesh, tuple(origins), deadlocks, next_rank, known, len(given) - len(known))
+    return HangVerdict(mesh, tuple(origins), deadlocks, next_rank, known, len(given) - len(known))
 
 
 def _by_rank(reports: Sequence[RankReport], mesh: Mesh) -> dict[int, RankReport]:
@@ -266,7 +266,7 @@ def _by_rank(reports: Sequence[RankReport], mesh: Mesh) -> dict[int, RankReport]
 
 
 @dataclass(slots=True)
-class _Groups:
+class _GroupMembers:
     """Finds the members of a group, whether it is named by a key or by axes."""
 
     mesh: Mesh
@@ -320,7 +320,7 @@ class _Operation:
 class _Waits:
     """Who waits in which operation, and which ranks each operation waits for."""
 
-    def __init__(self, known: Mapping[int, RankReport], groups: _Groups) -> None:
+    def __init__(self, known: Mapping[int, RankReport], groups: _GroupMembers) -> None:
         self.known, self.groups = known, groups
         self.operations: list[_Operation] = []
         self.of_rank: dict[int, list[int]] = {}
@@ -437,7 +437,7 @@ def _single(
     ends: Mapping[int, int],
     waits: _Waits,
     next_rank: Mapping[int, int],
-) -> Iterable[Origin]:
+) -> Iterable[WaitOrigin]:
     """Yield the ranks that wait for nobody."""
     number = Counter(ends.values())
     awaited: dict[int, str] = {}
@@ -450,10 +450,10 @@ def _single(
             continue  # nobody waits for anybody: ranks that compute block no one
         reason = "silent" if rank not in known else "differs" if rank in waits.differing else "absent"
         doing = known[rank].doing if rank in known else ""
-        yield Origin((rank,), reason, number[rank] - 1, doing, awaited.get(rank, ""))
+        yield WaitOrigin((rank,), reason, number[rank] - 1, doing, awaited.get(rank, ""))
 
 
-def _stuck(waits: _Waits, ends: Mapping[int, int]) -> Iterable[Origin]:
+def _stuck(waits: _Waits, ends: Mapping[int, int]) -> Iterable[WaitOrigin]:
     """Yield the operations that all have entered; the two halves of a message are one."""
     number = Counter(ends.values())
     chains: Counter[tuple[int, ...]] = Counter()
@@ -466,4 +466,4 @@ def _stuck(waits: _Waits, ends: Mapping[int, int]) -> Iterable[Origin]:
         chains[key] += number[-1 - index] - sum(ends.get(rank) == -1 - index for rank in ranks)
         words.setdefault(key, str(operation.wait))
     for key, num_waiting in chains.items():
-        yield Origin(key, "stuck", num_waiting, words[key])
+        yield WaitOrigin(key, "stuck", num_waiting, words[key])

@@ -55,7 +55,7 @@ STOPPED = ("T", "t", "Z", "X")
 """States of a process (/proc/PID/stat) in which it cannot have reported anything itself: stopped, traced, dead."""
 
 
-class Reports(NamedTuple):
+class HangReports(NamedTuple):
     """The arguments of `localise`."""
 
     reports: list[RankReport]
@@ -68,7 +68,7 @@ class Reports(NamedTuple):
     """Group -> its ranks."""
 
 
-def of_dumps(trace: Trace, mesh: Mesh | None = None) -> Reports:
+def of_dumps(trace: Trace, mesh: Mesh | None = None) -> HangReports:
     """Read the reports out of Flight Recorder dumps of all ranks that answered, opened together.
 
     Without a mesh all ranks stand along dp, as many as the dumps speak of.
@@ -97,7 +97,7 @@ def of_dumps(trace: Trace, mesh: Mesh | None = None) -> Reports:
         _of_dump(trace, rank, order[begin:end], groups, done, entered, usual)
         for rank, (begin, end) in zip(ranks, itertools.pairwise(begins), strict=True)
     ]
-    return Reports(reports, mesh, groups)
+    return HangReports(reports, mesh, groups)
 
 
 def _of_size(mesh: Mesh | None, world_size: int) -> Mesh | None:
@@ -203,7 +203,7 @@ def _of_dump(
     return RankReport(rank, tuple(waits), doing="" if waits else "between operations", reached=reached)
 
 
-def of_watch(found: Mapping[str, Any], mesh: Mesh | None = None) -> Reports:
+def of_watch(found: Mapping[str, Any], mesh: Mesh | None = None) -> HangReports:
     """Read the object that the hang watch of a run writes: rows of ranks, and the table of groups.
 
     A rank that is stopped or gone is silent, whatever its last mark says; one
@@ -218,7 +218,7 @@ def of_watch(found: Mapping[str, Any], mesh: Mesh | None = None) -> Reports:
     mesh = _of_size(mesh, world) or Mesh({"dp": world or max(told, default=0) + 1})
     everybody = range(mesh.world_size)
     known: dict[Group, Sequence[int]] = {group: ranks or everybody for group, ranks in groups.items()}
-    return Reports(list(_of_rows(rows)), mesh, {**known, ALL: everybody})
+    return HangReports(list(_of_rows(rows)), mesh, {**known, ALL: everybody})
 
 
 def _of_rows(rows: Sequence[Mapping[str, Any]]) -> Iterator[RankReport]:

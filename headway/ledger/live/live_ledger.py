@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.ledger.kinds.buckets import BUCKETS
-from headway.ledger.live.live_rank import LEARNING, LiveRank, Records, RingFacts, Window
+from headway.ledger.live.live_rank import LEARNING, BookingWindow, LiveRank, Records, RingFacts
 from headway.ledger.live.live_sweep import book_windows
 from headway.trace.events.sweep import Ints
 
@@ -204,7 +204,7 @@ class StepSeries:
     forgotten_ns: dict[int, int] = field(default_factory=dict)
     """Rank -> useful ns of the steps given up."""
 
-    def put(self, window: Window, duration_ns: Ints, step_ns: Ints) -> None:
+    def put(self, window: BookingWindow, duration_ns: Ints, step_ns: Ints) -> None:
         """Add the steps of `window`: `duration_ns` [n] and their buckets `step_ns` [n, len(BUCKETS)]."""
         rank, at = window.rank, window.first_step - self.first
         skip = max(-at, 0)

@@ -6,7 +6,7 @@ known: a model counts as trained once it learned in the same window.
 Times in ns.
 
 >>> from headway.trace.rings.records import RECORD_DTYPE
->>> records, spans = phases(Window(0, 0, 0, np.array([100]), np.zeros(0, RECORD_DTYPE)))
+>>> records, spans = phases(BookingWindow(0, 0, 0, np.array([100]), np.zeros(0, RECORD_DTYPE)))
 >>> len(records), len(spans[0])
 (0, 0)
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headway.ledger.live.live_rank import Records, Window
+from headway.ledger.live.live_rank import BookingWindow, Records
 from headway.trace.events.intervals import Intervals
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.recording.basis import basis_of, gradients_of
@@ -27,7 +27,7 @@ from headway.trace.rings.records import RECORD_DTYPE
 FORWARD, SCRIPT = SPANS["forward"].code, SPANS["host.script"].code
 
 
-def phases(window: Window) -> tuple[Records, Intervals]:
+def phases(window: BookingWindow) -> tuple[Records, Intervals]:
     """Return records of the script's own time in the steps of `window`, and when it evaluated."""
     made = np.zeros(0, RECORD_DTYPE)
     if not (window.records["code"] == FORWARD).any():

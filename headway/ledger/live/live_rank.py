@@ -81,7 +81,7 @@ class RingFacts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class BookingWindow:
     """Complete steps of one rank that are to be booked: from `low_ns` to the last of `ends_ns`."""
 
     rank: int
@@ -227,7 +227,7 @@ class LiveRank:
         waiting = [end for ends in self._ends for end in ends.tolist()]
         return self.steps - sum(1 for end in waiting if end > self.device_known_ns)
 
-    def window(self, horizon: int) -> Window | None:
+    def window(self, horizon: int) -> BookingWindow | None:
         """Hand over the complete steps before number `horizon` that are not booked; None when there is none."""
         count = min(horizon, self.steps) - self.booked_steps
         if count <= 0 or self.first_ns < 0:
@@ -247,7 +247,7 @@ class LiveRank:
         self._note_saves(records[(records["start_ns"] >= low) | (first == 0)], first, ends)
         self.booked_ns, self.booked_steps = high, first + count
         given_up = sum(self._given_up.pop(step) for step in list(self._given_up) if step < self.booked_steps)
-        return Window(self.rank, first, low, ends, records, given_up, self.device_ns)
+        return BookingWindow(self.rank, first, low, ends, records, given_up, self.device_ns)
 
     def _note_saves(self, records: Records, first: int, ends: Ints) -> None:
         """See what was saved in a window that begins with step `first` and whose steps end at `ends`."""

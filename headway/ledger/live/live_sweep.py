@@ -7,7 +7,7 @@ for other ranks are split at the last arrival. Times in ns.
 >>> from headway.ledger.live.live_rank import STEP
 >>> records = np.zeros(1, RECORD_DTYPE)
 >>> records["code"], records["start_ns"], records["duration_ns"] = STEP, 90, 10
->>> ((window, duration_ns, step_ns),) = book_windows([Window(0, 0, 40, np.array([100]), records)])
+>>> ((window, duration_ns, step_ns),) = book_windows([BookingWindow(0, 0, 40, np.array([100]), records)])
 >>> duration_ns.tolist(), dict(zip(BUCKETS, step_ns[0].tolist()))["useful"]
 ([60], 60)
 """
@@ -20,11 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.ledger.booking.arrivals import COLLECTIVES, MESSAGES, last_arrivals, meetings
-from headway.ledger.booking.rows import NAME_ID, Rows
+from headway.ledger.booking.rows import NAME_ID, RankRows
 from headway.ledger.booking.timeline import GAP_PRECEDENCE, checkpoint_gaps
 from headway.ledger.kinds.buckets import BUCKET_OF, BUCKETS, IN_EVALUATION, bucket_of_sub
 from headway.ledger.live.live_phases import phases
-from headway.ledger.live.live_rank import DEVICE_WORK, Records, Window
+from headway.ledger.live.live_rank import DEVICE_WORK, BookingWindow, Records
 from headway.trace.events.intervals import LAST, inside
 from headway.trace.events.sweep import Ints, sweep
 from headway.trace.events.vocabulary import SPANS
@@ -60,7 +60,9 @@ _IS_MESSAGE, _IS_COMM = _marked(MESSAGES), _marked([*COLLECTIVES, *MESSAGES])
 _IS_STATE = _marked([name for name in SPANS if name.startswith("checkpoint.")])
 
 
-def book_windows(windows: Sequence[Window], *, restarted: bool = False) -> Iterator[tuple[Window, Ints, Ints]]:
+def book_windows(
+    windows: Sequence[BookingWindow], *, restarted: bool = False
+) -> Iterator[tuple[BookingWindow, Ints, Ints]]:
     """Return for each window the length of its steps [n] and their buckets [n, len(BUCKETS)], all ns.
 
     `restarted` books compilation inside steps to the restart.
@@ -145,7 +147,7 @@ def _arrivals(records: Records, which: Ints, ranks: Ints) -> Ints:
     return arrival
 
 
-def _with_gaps(window: Window) -> Records:
+def _with_gaps(window: BookingWindow) -> Records:
     """Return the records of a window, and one for each gap between a save and the fsync or rename that follows it."""
     records = window.records
     if not _IS_STATE[records["code"]].any():
@@ -154,7 +156,7 @@ def _with_gaps(window: Window) -> Records:
     ordered = records[order]
     end_ns = ordered["start_ns"] + ordered["duration_ns"]
     main = np.full(len(ordered), -1, np.int64)
-    start, end = checkpoint_gaps(Rows(window.rank, _NAME[ordered["code"]], ordered["start_ns"], end_ns, main, {}))
+    start, end = checkpoint_gaps(RankRows(window.rank, _NAME[ordered["code"]], ordered["start_ns"], end_ns, main, {}))
     gaps = np.zeros(len(start), RECORD_DTYPE)
     gaps["code"], gaps["start_ns"], gaps["duration_ns"] = _GAP, start, end - start
     return np.concatenate([records, gaps])

@@ -8,8 +8,8 @@ estimated from the ends of what the ranks did together
 step from zero. A trace whose clocks agree is left alone, to the last bit.
 Offsets are kept in `trace.ranks`, never written into the times.
 
->>> from headway.trace.generated.synthetic import Job, generate
->>> trace = generate(Job(dp=2, pp=2, num_microbatches=4, num_steps=2), seed=1).trace
+>>> from headway.trace.generated.synthetic import SyntheticJob, generate
+>>> trace = generate(SyntheticJob(dp=2, pp=2, num_microbatches=4, num_steps=2), seed=1).trace
 >>> aligned(trace) is trace
 True
 """

@@ -8,9 +8,9 @@ DP ranks, the last stage with the other stages, a micro-batch with the usual
 of each place it passes.
 
 >>> from headway.ledger.operations.operation_table import arrange
->>> from headway.trace.generated.synthetic import Fault, Job, generate
->>> job = Job(dp=3, pp=2, num_microbatches=4, num_steps=4)
->>> made = generate(job, seed=1, faults=[Fault("worker", 1.5, dp=2, stage=1)])
+>>> from headway.trace.generated.synthetic import SyntheticFault, SyntheticJob, generate
+>>> job = SyntheticJob(dp=3, pp=2, num_microbatches=4, num_steps=4)
+>>> made = generate(job, seed=1, faults=[SyntheticFault("worker", 1.5, dp=2, stage=1)])
 >>> factors(arrange(made.trace)).worker.round(1).tolist()
 [[1.0, 1.0], [1.0, 1.0], [1.0, 1.5]]
 """

@@ -68,7 +68,7 @@ def correlation(whatif: WhatIf) -> Correlation:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _JobEvidence:
     """What the rules look at."""
 
     whatif: WhatIf
@@ -99,17 +99,17 @@ class _Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class RootCauseRule:
     """A rule that looks for one cause."""
 
-    find: Callable[[_Job], _Finding | None]
+    find: Callable[[_JobEvidence], _Finding | None]
     """Returns None when there is no sign of the cause."""
 
     fix: str
     """What to do about it."""
 
 
-def _worker(job: _Job) -> _Finding | None:
+def _worker(job: _JobEvidence) -> _Finding | None:
     """Workers that compute slower than the same pipeline rank on other DP ranks, or than other pipeline ranks."""
     found = job.factors
     if found is None:
@@ -132,7 +132,7 @@ def _worker(job: _Job) -> _Finding | None:
     )
 
 
-def _last_stage(job: _Job) -> _Finding | None:
+def _last_stage(job: _JobEvidence) -> _Finding | None:
     """The last pipeline rank, or only the last stage of the model on it, takes longer than the others."""
     found = job.factors
     if found is None:
@@ -150,7 +150,7 @@ def _last_stage(job: _Job) -> _Finding | None:
     )
 
 
-def _sequence(job: _Job) -> _Finding | None:
+def _sequence(job: _JobEvidence) -> _Finding | None:
     """Micro-batches differ in work: their forwards and backwards vary together."""
     found = job.factors
     if found is None or not job.sequence.imbalanced:
@@ -163,7 +163,7 @@ def _sequence(job: _Job) -> _Finding | None:
     )
 
 
-def _gc(job: _Job) -> _Finding | None:
+def _gc(job: _JobEvidence) -> _Finding | None:
     """Sparse long computes, at steps that differ from worker to worker, or recorded collections."""
     found, whatif = job.factors, job.whatif
     without = whatif.observed_s.copy()
@@ -196,7 +196,7 @@ def _scattered(found: Factors) -> bool:
     return bool(workers[0].size == 1 or np.median(together[together > 0]) < 0.9)
 
 
-def _comm(job: _Job) -> _Finding | None:
+def _comm(job: _JobEvidence) -> _Finding | None:
     """Transfers that take much longer than the usual of their type."""
     whatif = job.whatif
     table = whatif.table
@@ -230,16 +230,16 @@ def _usual_transfer(seconds: Block, stage: NDArray[np.int64]) -> float:
     return float(np.sort(places)[(len(places) - 1) // 2])
 
 
-CAUSES: dict[str, Rule] = {
-    "straggler.worker": Rule(_worker, "replace or repair the host of {where}, or leave it out of the job"),
-    "straggler.sequence": Rule(
+CAUSES: dict[str, RootCauseRule] = {
+    "straggler.worker": RootCauseRule(_worker, "replace or repair the host of {where}, or leave it out of the job"),
+    "straggler.sequence": RootCauseRule(
         _sequence, "balance micro-batches by the sum of squared sequence lengths across DP ranks and micro-batches"
     ),
-    "straggler.last_stage": Rule(
+    "straggler.last_stage": RootCauseRule(
         _last_stage, "move layers from the last stage to the others: its loss layer costs as much as some of them"
     ),
-    "host.gc": Rule(_gc, "freeze the collector and collect at the same step on all ranks (host.gc)"),
-    "comm.exposed": Rule(
+    "host.gc": RootCauseRule(_gc, "freeze the collector and collect at the same step on all ranks (host.gc)"),
+    "comm.exposed": RootCauseRule(
         _comm, "check the links named here: cables, switch ports, congestion; move the rank to another host"
     ),
 }
@@ -260,7 +260,7 @@ def find_causes(
 
     `observed_s` [S] recorded step times; `shares` = {'M_W', 'M_S'} for the evidence.
     """
-    job = _Job(whatif, factors(whatif.table), sequence, shares)
+    job = _JobEvidence(whatif, factors(whatif.table), sequence, shares)
     base = whatif.step_s(whatif.observed_s)
     fidelity = float(observed_s.sum() / base.sum())
     causes = []

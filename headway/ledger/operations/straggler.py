@@ -7,8 +7,8 @@ rank, stage or operation type as it was gives that one's share. All
 dependencies are inferred from the trace. Numbers are those of the published
 study (arXiv 2505.05713); lists of causes are ours (`root_cause`).
 
->>> from headway.trace.generated.synthetic import Job, generate
->>> report = analyse(generate(Job(dp=2, pp=2, num_microbatches=4, num_steps=2), seed=1).trace)
+>>> from headway.trace.generated.synthetic import SyntheticJob, generate
+>>> report = analyse(generate(SyntheticJob(dp=2, pp=2, num_microbatches=4, num_steps=2), seed=1).trace)
 >>> 1.0 <= report.slowdown < 1.2, sorted(report.by)
 (True, ['dp', 'optype', 'pp', 'worker'])
 """
@@ -117,7 +117,7 @@ def analyse(trace: Trace, *, sizes: Sizes | None = None, unknown_as_compute: boo
         raise InputError(f"the trace has {table.shape[0]} step; stragglers show between steps. Record at least 2.")
     sizes = _checked(sizes or sizes_of(trace), table)
     whatif = WhatIf.of(table, infer(table))
-    groups = _Groups.of(whatif)
+    groups = _GroupTimes.of(whatif)
     heat = np.minimum(groups.slowdown("dp_rank")[:, None], groups.slowdown("stage")[None, :])
     mw = whatif.explained(_worst(table, heat))
     ms = whatif.explained(np.broadcast_to(table.stage == table.num_stages - 1, whatif.observed_s.shape))
@@ -215,7 +215,7 @@ def _worst(table: OperationTable, heat: NDArray[np.float64]) -> NDArray[np.bool_
 
 
 @dataclass(frozen=True, slots=True)
-class _Groups:
+class _GroupTimes:
     """Step times with each group alone as observed."""
 
     base: NDArray[np.float64]
@@ -230,7 +230,7 @@ class _Groups:
     whatif: WhatIf
 
     @classmethod
-    def of(cls, whatif: WhatIf) -> _Groups:
+    def of(cls, whatif: WhatIf) -> _GroupTimes:
         """Replay every group of every kind."""
         alone, times = {}, np.empty((0, 2))
         for kind, (names, code) in _codes(whatif.table).items():
@@ -265,7 +265,7 @@ def _sorted(names: Sequence[str], values: NDArray[np.float64]) -> dict[str, floa
     return {names[i]: float(values[i]) for i in np.argsort(-values, kind="stable")}
 
 
-def _by(groups: _Groups, heat: NDArray[np.float64], table: OperationTable) -> dict[str, dict[str, float]]:
+def _by(groups: _GroupTimes, heat: NDArray[np.float64], table: OperationTable) -> dict[str, dict[str, float]]:
     workers = [f"{dp}/{pp}" for dp in table.dp for pp in range(table.num_stages)]
     names = {"optype": "optype", "dp": "dp_rank", "pp": "stage"}
     by = {ours: _sorted(groups.alone[kind][0], groups.slowdown(kind)) for ours, kind in names.items()}
@@ -273,7 +273,7 @@ def _by(groups: _Groups, heat: NDArray[np.float64], table: OperationTable) -> di
 
 
 def _published(
-    groups: _Groups, base: NDArray[np.floating[Any]], launch: float, table: OperationTable
+    groups: _GroupTimes, base: NDArray[np.floating[Any]], launch: float, table: OperationTable
 ) -> dict[str, Any]:
     """Return the content of a published result file, under its names."""
     steps = _texts(table.steps)

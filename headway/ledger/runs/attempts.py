@@ -19,10 +19,19 @@ from msgspec.structs import replace
 
 from headway.core.files.bounded_json import converted
 from headway.ledger.booking.account import SpanFacts, no_steps
-from headway.ledger.booking.arrivals import Booked, Lateness, settle
-from headway.ledger.booking.rows import NAME_ID, NAMES, Life, Rows, life_of, name_codes, rows_of, worker_codes
+from headway.ledger.booking.arrivals import Booked, RankLateness, settle
+from headway.ledger.booking.rows import (
+    NAME_ID,
+    NAMES,
+    RankLifetime,
+    RankRows,
+    life_of,
+    name_codes,
+    rows_of,
+    worker_codes,
+)
 from headway.ledger.booking.saved import saved_steps
-from headway.ledger.booking.sheet import Sheet
+from headway.ledger.booking.sheet import RankAccount
 from headway.ledger.booking.timeline import book_rank, trained_until
 from headway.ledger.kinds.buckets import SUB_CODE, SUBS, bucket_of_sub
 from headway.trace.events.parts import Parts
@@ -41,13 +50,13 @@ USEFUL_CODES = [SUB_CODE[sub] for sub in SUBS if bucket_of_sub(sub) == "useful"]
 class AttemptBook:
     """One attempt, fully booked."""
 
-    sheets: Mapping[int, Sheet]
+    sheets: Mapping[int, RankAccount]
     """Rank -> its sheet; every rank of the run, also those absent from this attempt."""
 
     books: tuple[Booked, ...]
     """The ranks that left records."""
 
-    lateness: Lateness
+    lateness: RankLateness
     """Who was late."""
 
     kept_steps: int
@@ -73,7 +82,7 @@ class RunBook:
     attempts: tuple[AttemptBook, ...]
     """Oldest first; the last one ends with the run."""
 
-    rows: Callable[[int], Rows]
+    rows: Callable[[int], RankRows]
     """Rank -> everything that it recorded in the last attempt, read again."""
 
     @property
@@ -175,7 +184,7 @@ def _pieces(start_ns: int, end_ns: int, phases: Sequence[tuple[int, str]]) -> di
     return pieces
 
 
-def _split_end(sheet: Sheet, life: Life, phases: Sequence[tuple[int, str]]) -> None:
+def _split_end(sheet: RankAccount, life: RankLifetime, phases: Sequence[tuple[int, str]]) -> None:
     """Book what followed the last record of a rank that failed, or was stopped for another's failure."""
     end = len(life.step_start) + 1
     for sub in ("unknown.cut_short", "idle.exit"):
@@ -184,14 +193,14 @@ def _split_end(sheet: Sheet, life: Life, phases: Sequence[tuple[int, str]]) -> N
         sheet.book(sub, end, duration_ns)
 
 
-def _split_start(sheet: Sheet, life: Life, phases: Sequence[tuple[int, str]]) -> None:
+def _split_start(sheet: RankAccount, life: RankLifetime, phases: Sequence[tuple[int, str]]) -> None:
     """Book what came before the process of a later attempt began."""
     sheet.ns[SUB_CODE["restart.launch"], 0] -= life.born_ns - life.from_ns
     for sub, duration_ns in _pieces(life.from_ns, life.born_ns, phases).items():
         sheet.book(sub, 0, duration_ns)
 
 
-def _rows(parts: Parts, rank: int, clock_offset_ns: Mapping[int, int] | None) -> Rows:
+def _rows(parts: Parts, rank: int, clock_offset_ns: Mapping[int, int] | None) -> RankRows:
     """Read the rows of one rank."""
     return rows_of(parts.read({"rank": (rank, rank + 1)}), rank, clock_offset_ns)
 
@@ -229,7 +238,7 @@ def _wall(outlines: Sequence[Mapping[int, _Outline]], rows: Iterable[RankRow], f
     return low, max(low, high)
 
 
-def _add_spans(spans: dict[str, SpanFacts], rows: Rows, life: Life) -> None:
+def _add_spans(spans: dict[str, SpanFacts], rows: RankRows, life: RankLifetime) -> None:
     """Add the totals of one rank's names on its training thread, and of what was done for it in the background.
 
     'host.collect' is the part of 'host.gc' that the script called for.
@@ -253,7 +262,7 @@ def _book_attempt(
     spans: Mapping[str, SpanFacts],
 ) -> AttemptBook:
     """Settle the waits of one attempt, move what was lost to rework, and fill in the ranks without records."""
-    lateness = settle(books) if books else Lateness()
+    lateness = settle(books) if books else RankLateness()
     num_steps = max((len(book.step_wall_ns) for book in books), default=0)
     kept = num_steps
     sheets = {book.rank: book.sheet for book in books}
@@ -268,7 +277,7 @@ def _book_attempt(
             book.sheet.pack()
     for rank in ranks:
         if rank not in sheets:
-            sheets[rank] = Sheet.blank(num_steps)
+            sheets[rank] = RankAccount.blank(num_steps)
             lost = "unknown.missing" if following is None else "idle.absent"
             sheets[rank].book(lost, 0, span[1] - span[0])
             sheets[rank].pack()
@@ -296,14 +305,14 @@ def kept_steps(saved: Sequence[int | None], *, num_steps: int, resumed: bool) ->
     return max(0, min(*known, num_steps)) if resumed and known else 0
 
 
-def _to_rework(sheet: Sheet, kept: int) -> None:
+def _to_rework(sheet: RankAccount, kept: int) -> None:
     """Move the compute of steps that will be done again to rework."""
     lost = slice(kept + 1, sheet.ns.shape[1])
     sheet.ns[SUB_CODE["rework.steps"], lost] += sheet.ns[USEFUL_CODES, lost].sum(axis=0)
     sheet.ns[USEFUL_CODES, lost] = 0
 
 
-def _after_failure(sheet: Sheet) -> None:
+def _after_failure(sheet: RankAccount) -> None:
     """What follows the processes of a failed attempt is the way to the next one."""
     for sub in ("idle.exit", "idle.teardown", "unknown.cut_short"):
         column: Ints = sheet.ns[SUB_CODE[sub]]

@@ -10,8 +10,8 @@ unequally many; then those that are paired must have run at the same time for a
 moment. A send that was over before its receive began had left its bytes in a
 buffer and waited for nobody.
 
->>> messages = Messages(call=np.array([0, 1]), group=np.zeros(2, int), source=np.array([4, 4]), target=np.array([5, 5]),
-...                     sends=np.array([True, False]))
+>>> messages = KernelMessages(call=np.array([0, 1]), group=np.zeros(2, int), source=np.array([4, 4]),
+...                           target=np.array([5, 5]), sends=np.array([True, False]))
 >>> peers_begun(messages, start_ns=np.array([30, 10]), end_ns=np.array([40, 40])).tolist()  # the receive waits to 30
 [30, 30]
 """
@@ -30,7 +30,7 @@ from headway.trace.events.sweep import Ints
 
 
 @dataclass(frozen=True, slots=True)
-class Messages:
+class KernelMessages:
     """The messages that send/receive kernels carry, over all ranks; [m] each. A kernel may carry several."""
 
     call: Ints
@@ -45,7 +45,7 @@ class Messages:
     """Whether the kernel is the one that sends."""
 
     @classmethod
-    def of(cls, groups: Mapping[int, Mapping[str, Any]], group: Ints, rank: Ints, *, first: int = 0) -> Messages:
+    def of(cls, groups: Mapping[int, Mapping[str, Any]], group: Ints, rank: Ints, *, first: int = 0) -> KernelMessages:
         """Return the messages of kernels [k] with these entries of a trace's `groups`; the calls count from `first`."""
         parts = [np.zeros((5, 0), np.int64)]
         for number in np.unique(group[group >= 0]).tolist():
@@ -59,13 +59,13 @@ class Messages:
         return cls(call, inside, source, target, sends > 0)
 
     @classmethod
-    def joined(cls, parts: Sequence[Messages]) -> Messages:
+    def joined(cls, parts: Sequence[KernelMessages]) -> KernelMessages:
         """Put the messages of several ranks one behind the other."""
         columns = ("call", "group", "source", "target", "sends")
         return cls(*(np.concatenate([getattr(part, column) for part in parts]) for column in columns))
 
 
-def peers_begun(messages: Messages, *, start_ns: Ints, end_ns: Ints) -> Ints:
+def peers_begun(messages: KernelMessages, *, start_ns: Ints, end_ns: Ints) -> Ints:
     """[n] When the last kernel had begun that each call's kernel waited for, no sooner than its own begin.
 
     `start_ns` and `end_ns` [n] are those of the calls' kernels, on one clock. Calls whose peers are not seen get their

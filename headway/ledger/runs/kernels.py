@@ -27,9 +27,9 @@ from numpy.typing import NDArray
 from headway.core.errors import InputError
 from headway.core.integers import narrowed
 from headway.ledger.booking.account import Account, SpanFacts, blank_subs
-from headway.ledger.booking.arrivals import Lateness, last_arrivals
+from headway.ledger.booking.arrivals import RankLateness, last_arrivals
 from headway.ledger.kinds.buckets import BUCKETS, SUB_CODE, SUBS
-from headway.ledger.runs.kernel_messages import Messages, peers_begun
+from headway.ledger.runs.kernel_messages import KernelMessages, peers_begun
 from headway.trace.events.nesting import number_alike
 from headway.trace.events.parts import Parts
 from headway.trace.events.sweep import Ints, Pieces, sweep
@@ -88,7 +88,7 @@ class DeviceBook:
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
+class CommunicationCalls:
     """Communication rows that own some of a device's time, and kernels hidden by others, over all ranks.
 
     [n] each, in types that just hold them.
@@ -103,7 +103,7 @@ class Calls:
     """1 for a kernel that sends or receives, 0 for a collective."""
 
     @classmethod
-    def joined(cls, parts: Sequence[Calls]) -> Calls:
+    def joined(cls, parts: Sequence[CommunicationCalls]) -> CommunicationCalls:
         """Put the calls of several ranks one behind the other."""
         columns = ("rank", "group", "seq", "start_ns", "duration_ns", "message")
         return cls(*(np.concatenate([getattr(part, column) for part in parts]) for column in columns))
@@ -134,8 +134,8 @@ def profile_account(source: Trace | Parts) -> Account:
     """
     parts = Parts.of(source)
     on_device = _any_device(parts)
-    calls: list[Calls] = []
-    messages: list[Messages] = []
+    calls: list[CommunicationCalls] = []
+    messages: list[KernelMessages] = []
     opens: list[OpenPieces] = []
     spans: dict[str, SpanFacts] = {}
     marks: list[tuple[Ints, Ints]] = []
@@ -153,7 +153,7 @@ def profile_account(source: Trace | Parts) -> Account:
     if not opens:
         raise InputError("the trace holds only marks that the profiler drew. Record operators or kernels as well.")
     wall_ns = max(device.wall_ns for device in opens)
-    amounts, lateness = settle_kernels(Calls.joined(calls), Messages.joined(messages), opens)
+    amounts, lateness = settle_kernels(CommunicationCalls.joined(calls), KernelMessages.joined(messages), opens)
     for device, row in zip(opens, amounts, strict=True):
         row[SUB_CODE["unknown.cut_short"]] += wall_ns - device.wall_ns
     numbers = [device.rank for device in opens]
@@ -271,7 +271,9 @@ def _own_copies(trace: Trace, copies: NDArray[np.bool_], sub: Ints, precedence: 
         sub[mine], precedence[mine] = SUB_CODE[line], level
 
 
-def settle_kernels(calls: Calls, messages: Messages, devices: Sequence[OpenPieces]) -> tuple[list[Ints], Lateness]:
+def settle_kernels(
+    calls: CommunicationCalls, messages: KernelMessages, devices: Sequence[OpenPieces]
+) -> tuple[list[Ints], RankLateness]:
     """Return each device's time [len(SUBS)]; what waited for another rank's kernel is moved to where `WAITED` says."""
     late, lateness = _lateness(calls, messages, devices)
     amounts = []
@@ -283,7 +285,7 @@ def settle_kernels(calls: Calls, messages: Messages, devices: Sequence[OpenPiece
     return amounts, lateness
 
 
-def lateness_of(trace: Trace, books: Sequence[DeviceBook]) -> tuple[list[Ints], Lateness]:
+def lateness_of(trace: Trace, books: Sequence[DeviceBook]) -> tuple[list[Ints], RankLateness]:
     """Return for each piece of each device the ns, from its start, before the last rank's kernel had begun."""
     late, lateness = _lateness(*_calls_of(trace, books))
     parts: list[Ints] = []
@@ -293,7 +295,9 @@ def lateness_of(trace: Trace, books: Sequence[DeviceBook]) -> tuple[list[Ints], 
     return parts, lateness
 
 
-def _calls_of(trace: Trace, books: Sequence[DeviceBook], *, first: int = 0) -> tuple[Calls, Messages, list[OpenPieces]]:
+def _calls_of(
+    trace: Trace, books: Sequence[DeviceBook], *, first: int = 0
+) -> tuple[CommunicationCalls, KernelMessages, list[OpenPieces]]:
     """Return the calls in order of row, their messages, and the open pieces; `first` calls stand before them.
 
     Calls are the rows behind open pieces, and kernels that communicate behind others that compute: they count where
@@ -306,7 +310,7 @@ def _calls_of(trace: Trace, books: Sequence[DeviceBook], *, first: int = 0) -> t
     rows = np.unique(np.concatenate([kernels, *(book.pieces.row[book.open] for book in books)]))
     message = on_device[rows] & np.isin(events["kind"][rows], MOVING[1:])
     names = ("rank", "group", "seq", "start_ns", "duration_ns")
-    calls = Calls(*(events[name][rows].astype(np.int64) for name in names), *[narrowed(message)])
+    calls = CommunicationCalls(*(events[name][rows].astype(np.int64) for name in names), *[narrowed(message)])
     group = np.where(message, calls.group, -1)
     devices = []
     for book in books:
@@ -316,10 +320,12 @@ def _calls_of(trace: Trace, books: Sequence[DeviceBook], *, first: int = 0) -> t
         call = np.searchsorted(rows, book.pieces.row[book.open]) + first
         own = (book.sub[book.open], call, book.pieces.start_ns[book.open], length[book.open])
         devices.append(OpenPieces(book.rank, int(length.sum()), total, *map(narrowed, own)))
-    return calls, Messages.of(trace.groups, group, calls.rank, first=first), devices
+    return calls, KernelMessages.of(trace.groups, group, calls.rank, first=first), devices
 
 
-def _lateness(calls: Calls, messages: Messages, devices: Sequence[OpenPieces]) -> tuple[list[Ints], Lateness]:
+def _lateness(
+    calls: CommunicationCalls, messages: KernelMessages, devices: Sequence[OpenPieces]
+) -> tuple[list[Ints], RankLateness]:
     """Return for each open piece of each device the ns, from its start, before the last rank's kernel had begun.
 
     Of a kernel that sends or receives: before its peers' kernels had begun; nobody is late for these.
@@ -344,10 +350,10 @@ def _lateness(calls: Calls, messages: Messages, devices: Sequence[OpenPieces]) -
     final = np.flatnonzero((np.bincount(met.last, minlength=len(rank)) > 1) & (met.margin_ns > 0))
     times = {value: int((rank[final] == value).sum()) for value in np.unique(rank).tolist()}
     margins = {v: int(np.median(met.margin_ns[final[rank[final] == v]])) for v, count in times.items() if count}
-    return parts, Lateness(blamed, times, margins, int((np.bincount(met.last, minlength=len(rank)) > 1).sum()))
+    return parts, RankLateness(blamed, times, margins, int((np.bincount(met.last, minlength=len(rank)) > 1).sum()))
 
 
-def _meetings(calls: Calls) -> tuple[Ints, Ints]:
+def _meetings(calls: CommunicationCalls) -> tuple[Ints, Ints]:
     """Return for each collective kernel the key of its meeting (-1 = unknown) and its rank's clock shift in ns.
 
     Kernels meet by (group, sequence number), or by their order in the group where the profiler wrote no number and
@@ -381,7 +387,7 @@ def _meetings(calls: Calls) -> tuple[Ints, Ints]:
     return key, shift
 
 
-def _meeting_numbers(calls: Calls) -> Ints:
+def _meeting_numbers(calls: CommunicationCalls) -> Ints:
     """[n] A number per (group, sequence number, n-th of that within its rank)."""
     seq = np.where(calls.seq >= 0, calls.seq, -1)
     code = number_alike(np.stack([calls.group, seq, calls.rank], axis=1))

@@ -23,12 +23,12 @@ from msgspec import structs
 from headway.core.files.bounded_json import read_json
 from headway.core.units import format_fraction, plural
 from headway.ledger.booking.account import Account, SpanFacts, blank_subs, bound_of
-from headway.ledger.booking.arrivals import Lateness
-from headway.ledger.booking.sheet import Sheet
+from headway.ledger.booking.arrivals import RankLateness
+from headway.ledger.booking.sheet import RankAccount
 from headway.ledger.kinds.buckets import BUCKET_CODE_OF_SUB, BUCKETS
 from headway.ledger.kinds.sampled_lines import joined
 from headway.ledger.runs.attempts import AttemptBook, RunBook, book_run
-from headway.ledger.runs.sampled import Windows, apply_windows, moved, window_shares
+from headway.ledger.runs.sampled import WindowSamples, apply_windows, moved, window_shares
 from headway.trace.events.parts import Parts
 from headway.trace.events.sweep import Ints
 from headway.trace.events.trace import Trace
@@ -48,7 +48,7 @@ WINDOW_FILE = re.compile(r"r(?P<rank>\d+)-w(?P<number>\d+)\.json(\.gz)?")
 
 
 @runtime_checkable
-class RecordedRun(Protocol):
+class RunSource(Protocol):
     """What `Ledger.of` needs of a run folder; `headway.trace.recording.runs.Run` has it."""
 
     @property
@@ -72,7 +72,7 @@ def recorded_trace_account(trace: Trace | Parts) -> Account:
     return _summed(book_run([parts], facts, facts.clock_offset_ns), [parts], facts, None)
 
 
-def recorded_account(runs: Sequence[RecordedRun]) -> Account:
+def recorded_account(runs: Sequence[RunSource]) -> Account:
     """Account for recorded runs that belong together: the hosts of one job."""
     parts = [(run, [Parts.of(attempt) for attempt in run.attempts()]) for run in runs]
     count = max(len(own) for _, own in parts)
@@ -138,7 +138,7 @@ def _window_clock(tables: Path, number: int) -> int | None:
         return None
 
 
-def _joined_facts(parts: Sequence[tuple[RecordedRun, list[Parts]]]) -> tuple[RunFacts, dict[int, int]]:
+def _joined_facts(parts: Sequence[tuple[RunSource, list[Parts]]]) -> tuple[RunFacts, dict[int, int]]:
     """Join the facts of several hosts on the first one's clock; returns them and each rank's clock offset."""
     first = parts[0][0].facts
     offsets = dict(first.clock_offset_ns)
@@ -179,7 +179,7 @@ def said_of_devices(traces: Sequence[Parts]) -> list[str]:
     return [f"{which} computes on several devices and counts as one: at work while any of them is"]
 
 
-def _summed(book: RunBook, traces: Sequence[Parts], facts: RunFacts, windows: Windows | None) -> Account:
+def _summed(book: RunBook, traces: Sequence[Parts], facts: RunFacts, windows: WindowSamples | None) -> Account:
     """Sum a booked run."""
     last = book.attempts[-1]
     basis = {bucket: "remainder" if bucket == "useful" else "recorded" for bucket in BUCKETS}
@@ -229,7 +229,7 @@ def _by_step(attempt: AttemptBook) -> Ints:
     return result
 
 
-def _joined_lateness(parts: Sequence[Lateness]) -> Lateness:
+def _joined_lateness(parts: Sequence[RankLateness]) -> RankLateness:
     """Add up the lateness of several attempts; medians are those of the attempt with the most collectives."""
     if len(parts) == 1:
         return parts[0]
@@ -243,7 +243,7 @@ def _joined_lateness(parts: Sequence[Lateness]) -> Lateness:
         for rank, number in part.times_last.items():
             times[rank] = times.get(rank, 0) + number
     main = max(parts, key=lambda part: part.num_collectives)
-    return Lateness(blamed, times, main.median_margin_ns, sum(part.num_collectives for part in parts))
+    return RankLateness(blamed, times, main.median_margin_ns, sum(part.num_collectives for part in parts))
 
 
 def _loader_ns(book: RunBook) -> dict[int, Ints]:
@@ -255,7 +255,7 @@ def _loader_ns(book: RunBook) -> dict[int, Ints]:
     return total
 
 
-def _sheets(book: RunBook) -> list[Sheet]:
+def _sheets(book: RunBook) -> list[RankAccount]:
     """Return the sheets of all ranks in all attempts."""
     return [sheet for attempt in book.attempts for sheet in attempt.sheets.values()]
 

@@ -19,7 +19,7 @@ The kernel that runs when a window closes, and what waits behind it, are not
 seen either: where the last launch shows no kernel, a window ends with the last
 kernel that it shows.
 
->>> Windows({}, num_windows=4, window_ns=3_000, step_ns=1_000_000).basis
+>>> WindowSamples({}, num_windows=4, window_ns=3_000, step_ns=1_000_000).basis
 'sampled (4 windows, 0.30 % of step time)'
 """
 
@@ -33,7 +33,7 @@ import numpy as np
 from headway.core.units import format_fraction
 from headway.ledger.booking.arrivals import Booked
 from headway.ledger.booking.phases import by_host, evaluations_of
-from headway.ledger.booking.rows import NAMES, Rows
+from headway.ledger.booking.rows import NAMES, RankRows
 from headway.ledger.kinds.buckets import BUCKET_CODE_OF_SUB, BUCKET_OF, BUCKETS, SUB_CODE, bucket_of_sub
 from headway.ledger.runs.attempts import RunBook
 from headway.ledger.runs.kernels import WAITED, DeviceBook, device_books, lateness_of
@@ -66,7 +66,7 @@ _SEEN_OF_SUB = np.array([SEEN.index(sub) if sub in SEEN else OWN for sub in SUB_
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
+class WindowSamples:
     """What the windows of a run showed."""
 
     shares: Mapping[int, Ints]
@@ -119,7 +119,7 @@ class Windows:
         return tuple(notes)
 
 
-def window_shares(book: RunBook, windows: Mapping[int, Sequence[Trace]]) -> Windows:
+def window_shares(book: RunBook, windows: Mapping[int, Sequence[Trace]]) -> WindowSamples:
     """Cut every window of the run's last attempt against the host's labels.
 
     `windows` maps a window's number to the traces of its ranks, their times on the clock of the book.
@@ -147,10 +147,10 @@ def window_shares(book: RunBook, windows: Mapping[int, Sequence[Trace]]) -> Wind
     step_ns = sum(int(one.step_wall_ns.sum()) for one in ranks.values())
     window_ns = sum(int(table.sum()) for table in shares.values())
     by_events = "device.work" in book.attempts[-1].spans
-    return Windows(shares, used, window_ns, step_ns, num_blind=blind, by_events=by_events, num_ranks=len(ranks))
+    return WindowSamples(shares, used, window_ns, step_ns, num_blind=blind, by_events=by_events, num_ranks=len(ranks))
 
 
-def _cut(device: DeviceBook, waited: Ints, host: Booked, rows: Rows) -> Ints | None:
+def _cut(device: DeviceBook, waited: Ints, host: Booked, rows: RankRows) -> Ints | None:
     """Return [len(CLASSES), len(SEEN) + 1] ns of one window of one device, only inside steps; None outside them.
 
     What lies in an evaluation is left out: it says nothing about training.
@@ -181,7 +181,7 @@ def _cut(device: DeviceBook, waited: Ints, host: Booked, rows: Rows) -> Ints | N
     return table
 
 
-def apply_windows(book: RunBook, windows: Windows) -> None:
+def apply_windows(book: RunBook, windows: WindowSamples) -> None:
     """Split the time inside steps by what the windows showed; ranks without windows take the shares of all."""
     if not windows.shares:
         return

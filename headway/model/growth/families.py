@@ -5,10 +5,10 @@ A family is a list of rows (pattern, role). A pattern is the end of a parameter'
 matches counts. A role says along which axes a parameter grows, and how. To support another name, add a row:
 
 >>> find(FAMILIES["gpt2"], "transformer.h.11.mlp.c_fc.weight")
-Found(role='read', layer=11)
+ParameterRole(role='read', layer=11)
 >>> FAMILIES["mine"] = [("block.#.extra.weight", "read"), *FAMILIES["gpt2"]]
 >>> find(FAMILIES["mine"], "block.3.extra.weight")
-Found(role='read', layer=3)
+ParameterRole(role='read', layer=3)
 >>> del FAMILIES["mine"]
 
 The axes are those of a linear layer's weight, outputs first; a bias has the first alone. Weights that are stored inputs
@@ -161,7 +161,7 @@ FAMILIES: dict[str, list[tuple[str, str]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ParameterRole:
     """What a row says of one parameter."""
 
     role: str
@@ -171,12 +171,12 @@ class Found:
     """Number of its layer; None = outside of the layers."""
 
 
-def find(rows: Sequence[tuple[str, str]], name: str) -> Found | None:
+def find(rows: Sequence[tuple[str, str]], name: str) -> ParameterRole | None:
     """Return what the first matching row says of a name, or None. Raises `InputError` on an unknown role."""
     for pattern, role in rows:
         if match := _compiled(pattern).fullmatch(name):
             pick(ROLES, role, "role")
-            return Found(role, int(match[1]) if match.groups() else None)
+            return ParameterRole(role, int(match[1]) if match.groups() else None)
     return None
 
 
@@ -199,7 +199,7 @@ def family_of(names: Iterable[str]) -> str:
     return max(known, key=known.__getitem__)
 
 
-def roles_of(names: Iterable[str], family: str) -> dict[str, Found]:
+def roles_of(names: Iterable[str], family: str) -> dict[str, ParameterRole]:
     """Return what each parameter is. Raises `InputError` naming those that no row matches, and how to add one."""
     rows = pick(FAMILIES, family, "family of models")
     found = {name: find(rows, name) for name in names}

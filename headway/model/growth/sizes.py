@@ -38,7 +38,7 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class GrownLayer:
     """One layer of the large model."""
 
     source: int
@@ -104,7 +104,7 @@ def check_heads(small: Heads, large: Heads, path: str) -> None:
         )
 
 
-def blocks(small: int, large: int) -> list[Block]:
+def blocks(small: int, large: int) -> list[GrownLayer]:
     """Return the layers of the large model in order; new ones lie right behind their sources, the last layers first.
 
     Raises `InputError` where the large model has fewer layers.
@@ -115,4 +115,4 @@ def blocks(small: int, large: int) -> list[Block]:
         )
     each, more = divmod(large - small, small)
     counts = [1 + each + (layer >= small - more) for layer in range(small)]
-    return [Block(layer, copy > 0) for layer, count in enumerate(counts) for copy in range(count)]
+    return [GrownLayer(layer, copy > 0) for layer, count in enumerate(counts) for copy in range(count)]

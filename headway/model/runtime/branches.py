@@ -20,7 +20,7 @@ from headway.runtime.state.rng_state import RngStates
 from headway.runtime.state.training_state import TrainingState
 
 
-class Place(msgspec.Struct):
+class LoaderPosition(msgspec.Struct):
     """Where a branch is in the loader."""
 
     epoch: int = 0
@@ -29,10 +29,10 @@ class Place(msgspec.Struct):
     """Batches of the pass so far."""
 
 
-class Progress(msgspec.Struct):
+class TuningProgress(msgspec.Struct):
     """What is not a tensor, between two steps."""
 
-    place: Place = msgspec.field(default_factory=Place)
+    place: LoaderPosition = msgspec.field(default_factory=LoaderPosition)
     setting: dict[str, Any] | None = None
     label: str = ""
     num_steps: int = 0
@@ -71,20 +71,20 @@ class Branch:
     """A training state that is not in force, and its place in the data."""
 
     state: TrainingState
-    place: Place
+    place: LoaderPosition
 
     @classmethod
-    def of(cls, objects: Mapping[str, Any], place: Place) -> Branch:
+    def of(cls, objects: Mapping[str, Any], place: LoaderPosition) -> Branch:
         """Copy what is in force."""
         return cls(TrainingState(objects), msgspec.structs.replace(place))
 
-    def put_back(self) -> Place:
+    def put_back(self) -> LoaderPosition:
         """Put it in force, and return its place."""
         self.state.put_back()
         return msgspec.structs.replace(self.place)
 
 
-def packed(objects: Mapping[str, Any], place: Place) -> bytes:
+def packed(objects: Mapping[str, Any], place: LoaderPosition) -> bytes:
     """Return the state dicts of what is in force, the generators and the place."""
     buffer = io.BytesIO()
     states = {name: thing.state_dict() for name, thing in objects.items()}
@@ -92,10 +92,10 @@ def packed(objects: Mapping[str, Any], place: Place) -> bytes:
     return buffer.getvalue()
 
 
-def unpack(objects: Mapping[str, Any], written: bytes) -> Place:
+def unpack(objects: Mapping[str, Any], written: bytes) -> LoaderPosition:
     """Put in force what `packed` wrote, and return its place."""
     branch = torch.load(io.BytesIO(written), weights_only=True)
     for name, thing in objects.items():
         thing.load_state_dict(branch["states"][name])
     RngStates().load_state_dict(branch["generators"])
-    return msgspec.json.decode(branch["place"], type=Place)
+    return msgspec.json.decode(branch["place"], type=LoaderPosition)

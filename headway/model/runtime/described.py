@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from headway.core.errors import InputError
-from headway.model.growth.families import Found, roles_of
+from headway.model.growth.families import ParameterRole, roles_of
 from headway.model.growth.sizes import Heads
 
 QUERY_HEADS = ("num_heads", "n_head", "num_attention_heads", "n_heads", "nhead", "heads")
@@ -29,7 +29,7 @@ class Described:
     tensors: dict[str, torch.Tensor]
     """Name -> parameter or buffer, itself; tied ones under each of their names."""
 
-    roles: dict[str, Found]
+    roles: dict[str, ParameterRole]
     """Name -> what it is."""
 
     norms: dict[str, nn.Module]
@@ -86,7 +86,9 @@ def describe(module: nn.Module, family: str) -> Described:
     tensors: dict[str, torch.Tensor] = module.state_dict(keep_vars=True)
     tensors = {name: each for name, each in tensors.items() if isinstance(each, torch.Tensor)}
     roles = {
-        name: Found("patch", None) if found.role == "token" and isinstance(modules[_owner(name)], nn.Linear) else found
+        name: ParameterRole("patch", None)
+        if found.role == "token" and isinstance(modules[_owner(name)], nn.Linear)
+        else found
         for name, found in roles_of(tensors, family).items()
     }
     norms = {name: modules[_owner(name)] for name, found in roles.items() if found.role in GAINS}
@@ -135,7 +137,7 @@ def _norm_kind(name: str, module: nn.Module) -> str:
     )
 
 
-def _tied(tensors: dict[str, torch.Tensor], roles: dict[str, Found]) -> str | None:
+def _tied(tensors: dict[str, torch.Tensor], roles: dict[str, ParameterRole]) -> str | None:
     """Return the head that shares its weight with the embedding; raise `InputError` for layers that share theirs."""
     seen: dict[int, str] = {}
     tied = None
@@ -153,7 +155,7 @@ def _tied(tensors: dict[str, torch.Tensor], roles: dict[str, Found]) -> str | No
 def _heads(
     modules: dict[str, nn.Module],
     tensors: dict[str, torch.Tensor],
-    roles: dict[str, Found],
+    roles: dict[str, ParameterRole],
     turned: frozenset[str],
 ) -> tuple[Heads, str]:
     """Return the heads of the first attention, and its path."""

@@ -28,8 +28,8 @@ from torch import nn
 from headway.core.errors import InputError
 from headway.core.rng import derived_seed
 from headway.core.tables import pick
-from headway.model.growth.families import WRITES, Found, axes_of, family_of
-from headway.model.growth.sizes import Block, blocks, check_heads, circular, eta, kv_rows, query_rows, repeated
+from headway.model.growth.families import WRITES, ParameterRole, axes_of, family_of
+from headway.model.growth.sizes import GrownLayer, blocks, check_heads, circular, eta, kv_rows, query_rows, repeated
 from headway.model.runtime.axes import divide, repeat
 from headway.model.runtime.described import Described, describe
 
@@ -51,7 +51,7 @@ class _Growth:
 
     small: Described
     large: Described
-    blocks: list[Block]
+    blocks: list[GrownLayer]
     depth: str
     split: str
     seed: int
@@ -207,7 +207,13 @@ def _grown(growth: _Growth, name: str, sources: list[NDArray[np.int64]]) -> torc
 
 
 def _divided(
-    growth: _Growth, name: str, found: Found, value: torch.Tensor, dim: int, index: NDArray[np.int64], spread: float
+    growth: _Growth,
+    name: str,
+    found: ParameterRole,
+    value: torch.Tensor,
+    dim: int,
+    index: NDArray[np.int64],
+    spread: float,
 ) -> torch.Tensor:
     """Return a weight divided among the copies of its inputs: at random, with the spread of a wider fresh weight."""
     is_new = found.layer is not None and growth.blocks[found.layer].is_new and found.role in WRITES

@@ -19,8 +19,8 @@ LARGEST = {"float64": 1e-9, "float32": 1e-3}
 """Element type -> relative error of outputs that is rounding, of deep models too; 0.1 for 16 bits and fewer."""
 
 
-class Source(Protocol):
-    """Saved tensors, read one at a time: `headway.checkpoint.runtime.torch_calls.sources.Source` is one."""
+class TensorSource(Protocol):
+    """Saved tensors, read one at a time: `headway.checkpoint.runtime.torch_calls.sources.SavedState` is one."""
 
     tensors: dict[str, tuple[tuple[int, ...], str]]
     """Name -> shape and element type."""
@@ -55,7 +55,7 @@ class Grown:
 def grow_saved(
     build: Callable[..., nn.Module],
     sizes: tuple[dict[str, Any], dict[str, Any]],
-    saved: Source,
+    saved: TensorSource,
     *,
     prefix: str | None = None,
     family: str = "auto",

@@ -29,11 +29,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from headway.core.errors import InputError
-from headway.model.remedies import Tune
+from headway.model.remedies import TuneParameters
 from headway.model.runtime.tuner import Tuner
 from headway.model.tuning.search import FIRST_STEPS
 from headway.model.tuning.space import parsed
-from headway.runtime.in_rank.remedy import Applied, Context, Refused, on_scaled_loss
+from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy, on_scaled_loss
 
 NAME = "model.tune"
 DEFAULT = ("lr=1e-5:1:log",)
@@ -41,7 +41,7 @@ MOST_BYTES = 1 << 30
 """Most memory for the batches of a pass."""
 
 
-def tune(parameters: Tune, context: Context) -> Applied | Refused:
+def tune(parameters: TuneParameters, context: Context) -> Applied | RefusedRemedy:
     """Install the remedy."""
     script = _Script(context, dict(map(parsed, parameters.settings)), parameters.trials, parameters.seed)
     script.install()

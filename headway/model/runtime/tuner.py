@@ -32,7 +32,7 @@ import torch
 
 from headway.core.errors import FormatError, InputError
 from headway.core.tables import pick
-from headway.model.runtime.branches import Branch, Place, Progress, Searching, packed, unpack
+from headway.model.runtime.branches import Branch, LoaderPosition, Searching, TuningProgress, packed, unpack
 from headway.model.runtime.tunables import Setter, setters
 from headway.model.tuning.search import FIRST_STEPS, Search, Trial
 from headway.model.tuning.space import SEARCHERS, Setting, Space, lowered
@@ -121,7 +121,7 @@ class Tuner:
             raise InputError(f"start sets {sorted(start)}, the space has {sorted(space)}. Give each tunable a value.")
         self._setters = setters(space, state, self._own_set)
         self._objects: dict[str, Any] = {f"state[{index}]": thing for index, thing in enumerate(state)}
-        self._progress = Progress()
+        self._progress = TuningProgress()
         self._search: Search | None = None
         self._parent: Branch | None = None
         self._branches: dict[int, Branch] = {}
@@ -194,7 +194,7 @@ class Tuner:
                 self._finish()
                 if again:  # with the next loop
                     self._progress.num_searches, self._progress.most_trials = self._progress.num_searches - 1, 0
-            self._progress.place = Place()  # the next loop begins a pass, also behind one that was broken off
+            self._progress.place = LoaderPosition()  # the next loop begins a pass, also behind one that was broken off
 
     def _walk(self, loader: Any, epochs: int) -> Iterator[Any]:
         """Yield batches, and let the search decide behind each."""
@@ -284,7 +284,7 @@ class Tuner:
         """Go on from `state` at the next `steps`, when the objects have been restored. Raises `FormatError`."""
         try:
             self._saved = torch.load(io.BytesIO(bytes(state[STATE])), weights_only=True)
-            self._progress = msgspec.json.decode(self._saved["progress"], type=Progress)
+            self._progress = msgspec.json.decode(self._saved["progress"], type=TuningProgress)
         except Exception as cause:
             raise FormatError(f"this is no state of a Tuner ({cause}). Restore another step.") from cause
 
@@ -456,7 +456,7 @@ class Tuner:
 
     def _take_up(self, saved: Mapping[str, Any]) -> None:
         """Bring a saved search into force: its branches pass through the objects once."""
-        self._progress = msgspec.json.decode(saved["progress"], type=Progress)
+        self._progress = msgspec.json.decode(saved["progress"], type=TuningProgress)
         if "loader" in saved:
             self._objects["loader"].load_state_dict(saved["loader"])
         RngStates().load_state_dict(saved["generators"])

@@ -35,7 +35,7 @@ from headway.core.errors import InputError
 from headway.cost.collectives import collective_seconds
 from headway.cost.flops import RECOMPUTE
 from headway.cost.memory import Sharding, training_memory
-from headway.cost.specs import Device, Link, shipped
+from headway.cost.specs import DeviceSpec, LinkSpec, shipped
 from headway.cost.transformer import Transformer
 from headway.sim.pipeline.lower import lower
 from headway.sim.pipeline.orders import PipelineShape, interleaved, one_f_one_b
@@ -75,13 +75,13 @@ class GridCluster:
     devices_per_host: int
     """Devices that the inside link connects."""
 
-    device: Device
+    device: DeviceSpec
     """Any of them."""
 
-    inside: Link
+    inside: LinkSpec
     """Link between devices of a host."""
 
-    between: Link
+    between: LinkSpec
     """Link of one device towards other hosts."""
 
     dtype: str = "bf16"
@@ -104,7 +104,7 @@ class GridCluster:
         dtype = next((name for name in ("bf16", "fp16", "fp32") if name in found.flops_per_s), "bf16")
         return cls(num_devices, devices_per_host, found, specs.link(found.link), specs.link(link), dtype)
 
-    def link(self, num_ranks: int, stride: int) -> Link:
+    def link(self, num_ranks: int, stride: int) -> LinkSpec:
         """Return the slowest link of a ring of ranks `stride` devices apart."""
         return self.inside if num_ranks * stride <= self.devices_per_host else self.between
 

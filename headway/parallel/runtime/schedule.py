@@ -30,9 +30,9 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, schedules
 from torch.nn.parallel import DistributedDataParallel
 
 from headway.parallel.advise import NAME, in_order
-from headway.parallel.remedies import Schedule
+from headway.parallel.remedies import ScheduleParameters
 from headway.parallel.runtime import trial
-from headway.runtime.in_rank.remedy import Applied, Context, Refused
+from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
 from headway.runtime.recorder.probes import now
 from headway.sim.pipeline.actions import F, I, PipelineProgram
 from headway.sim.pipeline.check import check
@@ -50,7 +50,7 @@ FLAGS = {
 """Flag of torch's runtime -> the same of a schedule with one stage per rank: whether the stage knows its shapes."""
 
 
-def schedule(parameters: Schedule, context: Context) -> Applied | Refused:
+def schedule(parameters: ScheduleParameters, context: Context) -> Applied | RefusedRemedy:
     """Install the remedy. Raises `InputError` where the order is incomplete or would wait for itself."""
     rows = parameters.order
     program = PipelineProgram.from_torch_csv("\n".join(rows))
@@ -58,11 +58,11 @@ def schedule(parameters: Schedule, context: Context) -> Applied | Refused:
     check(lower(orders))
     missing = _missing()
     if missing:
-        return Refused(NAME, f"this torch has no {missing}, which executes an order")
+        return RefusedRemedy(NAME, f"this torch has no {missing}, which executes an order")
     if not all(in_order(actions, (F,)) for actions in orders):
-        return Refused(NAME, "forwards would leave the order of microbatches, by which torch lists losses")
+        return RefusedRemedy(NAME, "forwards would leave the order of microbatches, by which torch lists losses")
     if not all(in_order(actions) for actions in orders) and context.allow != "result-equivalent":
-        return Refused(NAME, "a stage would add its gradients in another order: grant --allow result-equivalent")
+        return RefusedRemedy(NAME, "a stage would add its gradients in another order: grant --allow result-equivalent")
     text, splits = "".join(f"{row}\n" for row in rows), any(action.op == I for actions in orders for action in actions)
     shape = (len(rows), program.num_microbatches)
     facts: dict[str, Any] = {"schedules": 0, "splits_backward": splits}
@@ -82,7 +82,7 @@ def schedule(parameters: Schedule, context: Context) -> Applied | Refused:
         dist.all_gather_object(found, reason, group=own._stage.group)
         reason = next((other for other in found if other), "")
         if reason:
-            context.note(Refused(NAME, reason))
+            context.note(RefusedRemedy(NAME, reason))
             return None
         facts["schedules"] += 1
         context.note(Applied(NAME, facts))

@@ -19,9 +19,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from headway.power.remedies import Filler
+from headway.power.remedies import FillerParameters
 from headway.runtime.host.device import device_type
-from headway.runtime.in_rank.remedy import Applied, Context, Refused
+from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
 from headway.trace.events.vocabulary import KIND, MOVING, SPANS
 from headway.trace.rings.progress_page import OP, PAGE, PAGE_OFFSET, SINCE_NS
 
@@ -37,26 +37,28 @@ START_S = 10.0
 """Seconds after which a filler that has not come up is given up."""
 
 
-def fill_gaps(parameters: Filler, context: Context) -> Applied | Refused:
+def fill_gaps(parameters: FillerParameters, context: Context) -> Applied | RefusedRemedy:
     """Install the remedy."""
     on_after_s, off_within_s, level = parameters.on_after_s, parameters.off_within_s, parameters.level
     device = device_type()
     if device != "cpu":
-        return Refused(NAME, f"the rank computes on {device}; fillers are for cores. Set a floor: headway power export")
+        return RefusedRemedy(
+            NAME, f"the rank computes on {device}; fillers are for cores. Set a floor: headway power export"
+        )
     if not hasattr(os, "SCHED_IDLE") or not hasattr(os, "pidfd_open"):
-        return Refused(NAME, "this system has no scheduling class idle: a filler could take cores from training")
+        return RefusedRemedy(NAME, "this system has no scheduling class idle: a filler could take cores from training")
     recorder = context.probes.recorder
     if not recorder.open():
-        return Refused(NAME, f"nothing is recorded ({recorder.broken}): a filler cannot see when the rank waits")
+        return RefusedRemedy(NAME, f"nothing is recorded ({recorder.broken}): a filler cannot see when the rank waits")
     numbers = (os.getpid(), on_after_s, off_within_s, level, PAGE_OFFSET, OP, SINCE_NS, PAGE.size)
     pid = _start([recorder.path, *map(str, numbers), ",".join(map(str, GAPS))])
     if pid is None:
-        return Refused(NAME, f"its process did not start within {START_S:g} s")
+        return RefusedRemedy(NAME, f"its process did not start within {START_S:g} s")
 
     try:
         descriptor = os.pidfd_open(pid)  # by its number another process could be met once it has ended
     except ProcessLookupError:
-        return Refused(NAME, "its process ended at once")
+        return RefusedRemedy(NAME, "its process ended at once")
 
     held = [descriptor]
 

@@ -167,7 +167,7 @@ def token_of(headers: Mapping[str, str], query: str, cookie: str) -> str:
     return shown or next((value for name, _, value in pairs if name == cookie), "")
 
 
-class Strangers:
+class PendingConnections:
     """Connections that have not shown the token, oldest first: `MOST_STRANGERS` of them at most stay open."""
 
     def __init__(self) -> None:
@@ -184,10 +184,10 @@ class Strangers:
         self._open.pop(client, None)
 
 
-class Guard:
+class AccessGuard:
     """Stands before the application: refuses who shows no token and what `refusal` refuses, sets answers' headers."""
 
-    def __init__(self, app: ASGIApp, allowed: Allowed, token: str, strangers: Strangers) -> None:
+    def __init__(self, app: ASGIApp, allowed: Allowed, token: str, strangers: PendingConnections) -> None:
         """Guard `app`."""
         self._app, self._allowed, self._token, self._strangers = app, allowed, token, strangers
 
@@ -230,7 +230,7 @@ class LiveServer:
         """Serve `source` to those who are `allowed` and show `token`."""
         self._source = source
         self._server_id = secrets.token_hex(4)
-        self.strangers = Strangers()
+        self.strangers = PendingConnections()
         """Connections that have not shown the token."""
         self._changed = asyncio.Event()
         self._parts, self._parts_id = "", 0
@@ -242,7 +242,9 @@ class LiveServer:
         self.closing: Callable[[], bool] = lambda: False
         """Whether the server is about to stop: the streams then end."""
         routes = [Route("/", self._page, methods=["GET"]), Route("/events", self._events, methods=["GET"])]
-        self.app: ASGIApp = Guard(Starlette(routes=routes, lifespan=self._lifespan), allowed, token, self.strangers)
+        self.app: ASGIApp = AccessGuard(
+            Starlette(routes=routes, lifespan=self._lifespan), allowed, token, self.strangers
+        )
         """The application."""
 
     @contextlib.asynccontextmanager

@@ -51,7 +51,7 @@ Pending = tuple[int, int, int, int, int]
 """(code, group, seq, bytes, corr or peer) of a call that was started."""
 
 
-class Groups:
+class ProcessGroups:
     """Numbers process groups alike on all their ranks, and counts what runs in each."""
 
     def __init__(self, probes: Probes) -> None:
@@ -106,11 +106,11 @@ def weakref_finalize(target: Any, callback: Callable[[], Any]) -> None:
         return
 
 
-def groups_of(probes: Probes) -> Groups:
-    """Return the process's `Groups`, made at first use."""
+def groups_of(probes: Probes) -> ProcessGroups:
+    """Return the process's `ProcessGroups`, made at first use."""
     if probes.groups is None:
-        probes.groups = Groups(probes)
-    groups: Groups = probes.groups
+        probes.groups = ProcessGroups(probes)
+    groups: ProcessGroups = probes.groups
     return groups
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from headway.runtime.recorder import rehearsals
 from headway.runtime.recorder.probes import Probes, now, write_json
-from headway.runtime.recorder.rereading import Kept, Rereadings, checksum
+from headway.runtime.recorder.rereading import FirstLoad, Rereadings, checksum
 from headway.runtime.script.draws import drawn, fingerprints, own_generators
 from headway.runtime.script.run_delay import open_schedstat, read_delay
 from headway.runtime.script.samplers import sampler_of, steered
@@ -40,7 +40,7 @@ LONG_LOAD_NS = 200_000
 EVERY = 16
 """Among shorter loads of the main process one in this many is measured."""
 
-LOOKS = 4
+MOST_RNG_PROBES = 4
 """Loads of each loader around which generators are looked at, in each process that loads for it: 0.1 ms each."""
 
 UNKNOWN = (-1, -1)
@@ -237,8 +237,8 @@ def fetch(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
 class Meter:
     """Measures the loads of one fetcher; `due` says whether the next one is measured with CPU time and run delay."""
 
-    __slots__ = ("_collate", "_cpu", "_delay", "_gc", "_look", "_probes", "_schedstat", "_start", "bytes", "count",
-                 "due", "group", "life", "worker")  # fmt: skip
+    __slots__ = ("_collate", "_cpu", "_delay", "_gc", "_probes", "_rng_probe", "_schedstat", "_start", "bytes",
+                 "count", "due", "group", "life", "worker")  # fmt: skip
 
     def __init__(self, probes: Probes, life: int) -> None:
         from torch.utils.data import get_worker_info
@@ -254,7 +254,7 @@ class Meter:
         self._schedstat = -1
         self.group = probes.opening[0]
         """Group of the loader; -1 when it is not known, as in workers that were not forked."""
-        self._look: Look | None = None
+        self._rng_probe: RngProbe | None = None
         self.count = self.bytes = 0
         self.due = True
 
@@ -263,24 +263,24 @@ class Meter:
 
         def collate(examples: Any) -> Any:
             self._collate = cpu_now()
-            if self._look is not None:
-                self._look.between()
+            if self._rng_probe is not None:
+                self._rng_probe.between()
             return collate_fn(examples)
 
         return collate
 
-    def first(self, dataset: Any, collate_fn: Callable[[Any], Any], index: Any) -> Kept | None:
+    def first(self, dataset: Any, collate_fn: Callable[[Any], Any], index: Any) -> FirstLoad | None:
         """Keep the first load of the main process, which is read again later; None for any other."""
         if self.count or self.worker >= 0 or self._probes.rereadings is None:
             return None
         try:
-            kept: Kept | None = self._probes.rereadings.keep(self.group, dataset, collate_fn, index)
+            kept: FirstLoad | None = self._probes.rereadings.keep(self.group, dataset, collate_fn, index)
             return kept
         except Exception as cause:
             self._probes.failed("input.again", cause)
             return None
 
-    def expect(self, kept: Kept, batch: Any) -> None:
+    def expect(self, kept: FirstLoad, batch: Any) -> None:
         """Note what a later reading has to give; of a batch that nobody can look into, nothing."""
         try:
             kept.expected = checksum(batch)
@@ -290,11 +290,11 @@ class Meter:
 
     def start(self, *holders: Any) -> None:
         """Begin a measured load; `holders`, dataset and collate function, may have generators of their own."""
-        self._look = None
+        self._rng_probe = None
         # Headway's loader seeds the generators for every example: that they move says nothing of the dataset.
         seeded = type(holders[0]).__module__.startswith("headway.data.") if holders else False
-        if self.group >= 0 and not seeded and self._probes.looks.get(self.group, 0) < LOOKS:
-            self._look_around(holders)
+        if self.group >= 0 and not seeded and self._probes.num_rng_probes.get(self.group, 0) < MOST_RNG_PROBES:
+            self._probe_generators(holders)
         self._collate, self._gc = -1, self._probes.gc_ns[0]
         self._schedstat = open_schedstat()  # of the thread that loads this time
         self._delay = read_delay(self._schedstat)
@@ -317,21 +317,21 @@ class Meter:
             emit(PARTS, begin, duration, spent, delay, collate, garbage)
             self.count += 1
             self.due = self.worker >= 0 or duration > LONG_LOAD_NS or not self.count % EVERY
-            if self._look is not None:
-                self.due = self._look.report(self._probes, self.group, self.worker) or self.due
+            if self._rng_probe is not None:
+                self.due = self._rng_probe.report(self._probes, self.group, self.worker) or self.due
         except Exception as cause:
             self._probes.failed("input.load", cause)
 
-    def _look_around(self, holders: tuple[Any, ...]) -> None:
+    def _probe_generators(self, holders: tuple[Any, ...]) -> None:
         """Note where the generators are before the load."""
-        self._probes.looks[self.group] = self._probes.looks.get(self.group, 0) + 1
+        self._probes.num_rng_probes[self.group] = self._probes.num_rng_probes.get(self.group, 0) + 1
         try:
-            self._look = Look(holders)
+            self._rng_probe = RngProbe(holders)
         except Exception as cause:
             self._probes.failed("input.draws", cause)
 
 
-class Look:
+class RngProbe:
     """Generators before the dataset is read, before its examples are collated, and afterwards."""
 
     def __init__(self, holders: tuple[Any, ...]) -> None:
@@ -360,7 +360,7 @@ class Look:
             path = f"{probes.run}/loaders/r{probes.recorder.rank}-g{group}.json"
             if told or not os.path.exists(path):
                 write_json(path, {group: {key: facts[key] for key in ("draws", "collate_draws")}})
-        return probes.looks[group] < LOOKS
+        return probes.num_rng_probes[group] < MOST_RNG_PROBES
 
 
 def batch_bytes(batch: Any, depth: int = 0) -> int:

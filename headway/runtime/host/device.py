@@ -22,7 +22,7 @@ PRETEND = "HEADWAY_PRETEND"
 
 
 @dataclass(frozen=True, slots=True)
-class Backend:
+class DeviceBackend:
     """What is known of one kind of device."""
 
     files: tuple[str, ...]
@@ -32,20 +32,20 @@ class Backend:
     """`torch.profiler.ProfilerActivity` that shows its kernels; '' = none does."""
 
 
-OTHER = Backend((), "PrivateUse1")
+OTHER = DeviceBackend((), "PrivateUse1")
 """A kind that is not listed."""
 
-BACKENDS: dict[str, Backend] = {
+BACKENDS: dict[str, DeviceBackend] = {
     # ROCm calls itself 'cuda' as well. WSL 2 has /dev/dxg, Jetson /dev/nvhost-gpu.
-    "cuda": Backend(
+    "cuda": DeviceBackend(
         ("/proc/driver/nvidia/version", "/dev/nvidia0", "/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/nvhost-gpu"),
         "CUDA",
     ),
-    "xpu": Backend(("/dev/dri/renderD128",), "XPU"),
-    "hpu": Backend(("/dev/accel/accel0",), "HPU"),
-    "npu": Backend(("/dev/davinci0", "/dev/davinci_manager"), "PrivateUse1"),
-    "mtia": Backend((), "MTIA"),
-    "mps": Backend(()),
+    "xpu": DeviceBackend(("/dev/dri/renderD128",), "XPU"),
+    "hpu": DeviceBackend(("/dev/accel/accel0",), "HPU"),
+    "npu": DeviceBackend(("/dev/davinci0", "/dev/davinci_manager"), "PrivateUse1"),
+    "mtia": DeviceBackend((), "MTIA"),
+    "mps": DeviceBackend(()),
 }
 """`torch.device.type` -> what is known of it."""
 

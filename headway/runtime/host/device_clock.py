@@ -18,7 +18,7 @@ DRAINED_NS = 200_000
 """An event that passed this soon after it was recorded found the device with nothing to do."""
 
 MOST_LATE_NS = 4_000_000
-"""Idle devices of some kinds pass events late, by what the run shows (`Lateness`), and no more than this."""
+"""Idle devices of some kinds pass events late, by what the run shows (`DeviceLateness`), and no more than this."""
 
 KEPT = 64
 """Stretches by which that is judged, and by which marks are left out."""
@@ -54,7 +54,7 @@ class Clock:
         return self.ahead_ns
 
 
-class Lateness:
+class DeviceLateness:
     """How late events pass, and how far the host is ahead: by the newest `KEPT` stretches. All ns."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from headway.core.machine.host_load import HostLoad, HostSeries, LoadSampler
 from headway.core.units import NS_PER_S
 from headway.trace.events.vocabulary import SPANS
-from headway.trace.rings.records import RingHeader, RingReader
+from headway.trace.rings.records import RecordRingReader, RingHeader
 
 _LEARNING = [SPANS[name].code for name in ("optimizer.step", "segment.backward")]
 """Records that only training writes."""
@@ -40,7 +40,7 @@ class LoadWatch:
             self._first_ns = int(ends_ns.min()) if self._first_ns is None else self._first_ns
             self._last_ns = max(self._last_ns, int(ends_ns.max()))
 
-    def look(self, readers: Sequence[RingReader]) -> None:
+    def look(self, readers: Sequence[RecordRingReader]) -> None:
         """Take a reading when one is due."""
         del readers
         self._sampler.look()

@@ -55,7 +55,7 @@ def argv(script: str, arguments: Sequence[str], command: Command) -> tuple[str, 
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankEnvironment:
     """Where one rank stands among the others."""
 
     rank: int
@@ -77,7 +77,7 @@ class Place:
     run_id: str = "none"
 
 
-def torchrun_env(place: Place, base: Mapping[str, str]) -> dict[str, str]:
+def torchrun_env(place: RankEnvironment, base: Mapping[str, str]) -> dict[str, str]:
     """Return what torchrun puts into a rank's environment (torch/distributed/elastic, local agent).
 
     `TORCHELASTIC_USE_AGENT_STORE` is False: rank 0 of each attempt opens a

@@ -56,7 +56,7 @@ class Session:
     def __init__(self, probes: Probes, finder: PostImport | Any) -> None:
         self.probes, self.finder = probes, finder
         self.undos: list[patches.Undo] = []
-        self.windows: windows.Windows | None = None
+        self.windows: windows.WindowRecorder | None = None
         self._torch_started = 0
         self._note: WarmNote | None = None
 
@@ -96,7 +96,7 @@ class Session:
         if self._torch_started:
             self.probes.emit(IMPORT, self._torch_started, now() - self._torch_started)
         self.undos += remedy.apply_plan(self.probes, os.environ)
-        self.windows = windows.Windows(self.probes, windows.budget_from(os.environ))
+        self.windows = windows.WindowRecorder(self.probes, windows.budget_from(os.environ))
 
     def finish(self) -> None:
         """Write what is still in memory, and note the end of the process; what fails leaves the rest to be done."""

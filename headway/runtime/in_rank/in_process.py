@@ -4,11 +4,11 @@ Under `headway run` it joins the launcher's recording. Without a launcher it
 records into a run folder of its own, ./headway-runs/<id>, which is finalised
 by the end of the block, by `stop()`, or by the end of the process. A finished
 recording shows its ledger in a notebook (`_repr_html_`) and in IPython
-(`_repr_pretty_`); what draws it is given to `Run`, because this room lies
+(`_repr_pretty_`); what draws it is given to `InProcessRun`, because this room lies
 below the reports. Nothing here writes to stdout, and a failure of headway's
 is one warning.
 
->>> with Run("/nonexistent/never", enabled=False) as recording:
+>>> with InProcessRun("/nonexistent/never", enabled=False) as recording:
 ...     with recording.region("anything"):
 ...         total = sum([1, 2, 3])
 >>> total, recording
@@ -55,7 +55,7 @@ class Shown:
     """A fragment of a page, complete in itself."""
 
 
-class Run:
+class InProcessRun:
     """A recording of this process; made by `headway.run`."""
 
     def __init__(
@@ -86,7 +86,7 @@ class Run:
             return str(self._session.probes.run)
         return str(self._finished or "")
 
-    def start(self) -> Run:
+    def start(self) -> InProcessRun:
         """Begin to record, until `stop()`; returns self.
 
         A recording that an earlier `start()` left open, as when a notebook's cell is run twice, ends first.
@@ -103,7 +103,7 @@ class Run:
         """Stop the recording and write its run folder; one of `headway run`, or of an outer block, continues."""
         self._end(None)
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> InProcessRun:
         """Begin to record."""
         if self._session is None:
             self._begin()
@@ -225,7 +225,7 @@ class Run:
         return self._shown
 
 
-_STARTED: list[Run] = []
+_STARTED: list[InProcessRun] = []
 """Recordings that `start()` began and nothing has ended yet: one at most."""
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.core.errors import HeadwayError, InputError
-from headway.core.processes.worker import Worker
+from headway.core.processes.worker import BackgroundWorker
 from headway.core.units import NS_PER_S
 from headway.runtime.recorder.probes import now
 from headway.trace.rings.ring import warn
@@ -82,8 +82,8 @@ class LoggerBridge:
         self._write, self._name = writer_of(target), type(target).__name__
         self._every_ns, self._every_steps = round(every_s * NS_PER_S), every_steps
         self._session = session
-        self._worker: Worker[int] | None = None
-        self._reports: Reports | None = None
+        self._worker: BackgroundWorker[int] | None = None
+        self._reports: AccountChanges | None = None
         self._due_ns = self._looked_ns = now()
         self._looked_at = 0
         self._warned = False
@@ -98,7 +98,7 @@ class LoggerBridge:
             )
             warn(f"log_to reports nothing: nothing is recorded here{' yet' if early else ''}. {remedy}")
             return
-        self._worker = Worker(self._report, capacity=QUEUE, when_full="drop", name="headway-log-to")
+        self._worker = BackgroundWorker(self._report, capacity=QUEUE, when_full="drop", name="headway-log-to")
         session.probes.listeners.append(self._after_step)
         session.probes.due[0] = session.probes.steps[0] + 1
         session.undos.append(self.close)
@@ -163,7 +163,7 @@ class LoggerBridge:
             return
         try:
             if self._reports is None:
-                self._reports = Reports(self._session)
+                self._reports = AccountChanges(self._session)
             report = self._reports.next()
             if report is not None:
                 self._write(*report)
@@ -177,7 +177,7 @@ class LoggerBridge:
             warn(f"log_to: {text}")
 
 
-class Reports:
+class AccountChanges:
     """What changed in this rank's account since the last report."""
 
     def __init__(self, session: Session) -> None:

@@ -1,13 +1,13 @@
 """Apply the remedies of a plan inside a rank, or say why not.
 
-A remedy is a function `apply(parameters, context) -> Applied | Refused` in a
+A remedy is a function `apply(parameters, context) -> Applied | RefusedRemedy` in a
 room's `runtime`. The plan names remedies, the launcher says where the record
 of each name lies (`headway.core.remedies`); nothing here knows a room. A
 remedy that lacks its grant is refused, one that raises is refused with its
 message, and one that fails later, in a function that it has replaced, is
 undone (`guard`): a plan can leave a job slower than promised, never broken.
 
->>> Refused("data.cache", "the dataset draws random numbers").json()["reason_not_applied"]
+>>> RefusedRemedy("data.cache", "the dataset draws random numbers").json()["reason_not_applied"]
 'the dataset draws random numbers'
 """
 
@@ -45,7 +45,7 @@ class Applied:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedRemedy:
     """A remedy that cannot be applied to this script."""
 
     name: str
@@ -85,7 +85,7 @@ class Context:
     undos: list[Undo] = field(default_factory=list)
     """Undos of what the remedy patched, in order."""
 
-    outcomes: list[Applied | Refused] = field(default_factory=list)
+    outcomes: list[Applied | RefusedRemedy] = field(default_factory=list)
     """Outcomes so far, of all remedies of the plan."""
 
     remedy: str = ""
@@ -94,7 +94,7 @@ class Context:
     in_force: dict[str, list[Undo]] = field(default_factory=dict)
     """Name of a remedy that was applied -> its undos, in order."""
 
-    failed: dict[str, Refused] = field(default_factory=dict)
+    failed: dict[str, RefusedRemedy] = field(default_factory=dict)
     """Name of a remedy that failed later -> what is said of it from then on."""
 
     @property
@@ -139,7 +139,7 @@ class Context:
         """Undo a remedy that has failed while the script runs, and say why; only the first time. Raises nothing."""
         if name in self.failed:
             return
-        self.failed[name] = Refused(name, reason)
+        self.failed[name] = RefusedRemedy(name, reason)
         for undo in reversed(self.in_force.pop(name, [])):
             try:
                 undo()
@@ -160,7 +160,7 @@ class Context:
         self.undos.append(undo)
         return undo
 
-    def note(self, outcome: Applied | Refused) -> None:
+    def note(self, outcome: Applied | RefusedRemedy) -> None:
         """Replace the outcome of a remedy, when it is known better later, and write RUN/applied again."""
         outcome = self.failed.get(outcome.name, outcome)
         self.outcomes[:] = [old for old in self.outcomes if old.name != outcome.name] + [outcome]
@@ -218,10 +218,10 @@ def apply_plan(probes: Probes, environ: Mapping[str, str]) -> list[Undo]:
     return context.undos
 
 
-def apply_one(remedy: Remedy, table: Mapping[str, str], context: Context) -> Applied | Refused:
-    """Apply one remedy; whatever goes wrong becomes a `Refused`, and what it had patched is put back."""
+def apply_one(remedy: Remedy, table: Mapping[str, str], context: Context) -> Applied | RefusedRemedy:
+    """Apply one remedy; whatever goes wrong becomes a `RefusedRemedy`, and what it had patched is put back."""
     done = len(context.undos)
-    outcome: Applied | Refused
+    outcome: Applied | RefusedRemedy
     try:
         record = record_at(pick(table, remedy.name, "remedy"), remedy.name)
         context.allow, context.remedy = remedy.allow or "", remedy.name
@@ -229,18 +229,20 @@ def apply_one(remedy: Remedy, table: Mapping[str, str], context: Context) -> App
         rivals = [one.name for one in context.outcomes if isinstance(one, Applied) and one.name in record.conflicts]
         found: object
         if rivals:
-            found = Refused(remedy.name, f"it cannot be applied beside {rivals[0]}, which the plan has before it")
+            found = RefusedRemedy(remedy.name, f"it cannot be applied beside {rivals[0]}, which the plan has before it")
         elif record.allow not in (None, context.allow):
-            found = Refused(remedy.name, record.asks)
+            found = RefusedRemedy(remedy.name, record.asks)
         else:
             found = resolved(str(record.apply))(parameters, context)
-        if not isinstance(found, (Applied, Refused)):
-            raise InputError(f"{remedy.name} returned {found!r}; a remedy returns Applied or Refused. Report this.")
+        if not isinstance(found, (Applied, RefusedRemedy)):
+            raise InputError(
+                f"{remedy.name} returned {found!r}; a remedy returns Applied or RefusedRemedy. Report this."
+            )
         outcome = found
     except Exception as cause:
-        outcome = Refused(remedy.name, f"{type(cause).__name__}: {cause}")
+        outcome = RefusedRemedy(remedy.name, f"{type(cause).__name__}: {cause}")
     outcome = context.failed.get(remedy.name, outcome)  # a function that it has replaced may have been called already
-    if isinstance(outcome, Refused):
+    if isinstance(outcome, RefusedRemedy):
         for undo in reversed(context.undos[done:]):
             undo()
         del context.undos[done:]

@@ -39,7 +39,7 @@ from headway.runtime.host.rank_variables import number
 from headway.runtime.recorder.ddp_facts import note_models
 from headway.runtime.recorder.flight_answers import flight_entries
 from headway.runtime.recorder.probes import NEVER, Probes, now
-from headway.runtime.recorder.window_schedule import Schedule, opening_step, spacing, takes_part
+from headway.runtime.recorder.window_schedule import WindowSchedule, opening_step, spacing, takes_part
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.ring import warn
 
@@ -128,7 +128,7 @@ def shape_after(shape: Shape, *, held_ns: int, may_add_host: bool = True) -> Sha
     return LIGHT if shape.host else None
 
 
-class Windows:
+class WindowRecorder:
     """Opens and closes the windows of one rank. `listen` is called at optimizer steps, see `Probes.wake`."""
 
     def __init__(self, probes: Probes, budget: float) -> None:
@@ -151,7 +151,7 @@ class Windows:
         self._asked = asked_step(os.environ)
         self._first_ns = self._first_step = self._profiled_ns = 0
         self._open: _Open | None = None
-        self._plan: Schedule | None = None
+        self._plan: WindowSchedule | None = None
         self._writers: list[HiddenThread] = []
         self._undos = [self._watch(name) for name in SCRIPT_PROFILERS]
         if not self.stopped:
@@ -250,9 +250,9 @@ class Windows:
         return first + int(FIRST_SLOWDOWN * self.shape.steps * step_ns)
 
     @property
-    def _schedule(self) -> Schedule:
+    def _schedule(self) -> WindowSchedule:
         if self._plan is None:
-            self._plan = Schedule(self.probes)
+            self._plan = WindowSchedule(self.probes)
         return self._plan
 
     def _begin(self) -> int:

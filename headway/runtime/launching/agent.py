@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
 
-from headway.core.wire.wake import Wake
+from headway.core.wire.wake import Waker
 from headway.runtime.launching.save_and_leave import ASK_FRACTION, LeaveBoard
 
 PR_SET_PDEATHSIG = 1
@@ -143,7 +143,7 @@ class Signals:
         """Stop signals received, in order."""
         self.passing: list[int] = []
         """Signals to hand on to the ranks as they are."""
-        self._wake = Wake()
+        self._wake = Waker()
         self._previous: dict[int, object] = {}
         self.on_stop: Callable[[], None] | None = None
         """Called in the handler: breaks a wait that only an exception can end (a rendezvous)."""

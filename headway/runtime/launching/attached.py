@@ -21,21 +21,21 @@ from pathlib import Path
 from headway.core.errors import InputError
 from headway.core.files.bounded_json import read_json
 from headway.runtime.host import rank_env
-from headway.runtime.host.rank_env import Command, Place
+from headway.runtime.host.rank_env import Command, RankEnvironment
 from headway.runtime.host.rank_variables import SOURCES, number
 from headway.runtime.launching.agent import RankSpec, Signals
-from headway.runtime.launching.attempts import Attempts, say
+from headway.runtime.launching.attempts import RankSupervisor, say
 from headway.runtime.launching.options import LaunchOptions
 from headway.runtime.launching.run_of_ranks import ExitReport, open_recording, open_streams, recorded_env, report
 from headway.runtime.run_folder.exit_class import OomWatch
 from headway.runtime.run_folder.problems import Problems
-from headway.runtime.run_folder.recording import RUNS, Exit, Recording, write_json
+from headway.runtime.run_folder.recording import RUNS, Exit, RunRecording, write_json
 
 PEERS_S = 10.0
 """How long local rank 0 waits for the other ranks of its host to have written theirs."""
 
 
-def place_of(env: Mapping[str, str]) -> Place:
+def place_of(env: Mapping[str, str]) -> RankEnvironment:
     """Return where this process stands in its launch line; without one it is the only rank.
 
     Raises `InputError` when the variables contradict each other.
@@ -50,7 +50,7 @@ def place_of(env: Mapping[str, str]) -> Place:
         )
     local_world = found["local_world_size"] or (world_size if found["group_rank"] is None else 1)
     local_rank = found["local_rank"]
-    return Place(
+    return RankEnvironment(
         rank,
         rank % local_world if local_rank is None else local_rank,
         world_size,
@@ -89,7 +89,7 @@ def run_attached(options: LaunchOptions, script: Sequence[str], start_ns: int) -
     )
     streams = open_streams(options, recording)
     watch = OomWatch()
-    with Signals() as signals, Attempts(options, recording, streams, signals) as attempts:
+    with Signals() as signals, RankSupervisor(options, recording, streams, signals) as attempts:
         group = attempts.start([_spec(options, script, place, recording)], place.attempt, plain=True)
         group.saves_first = False  # its launcher sends SIGTERM after the failure of a peer, too
         group.wait(signals, grace_s=options.grace_s)
@@ -112,7 +112,7 @@ def run_attached(options: LaunchOptions, script: Sequence[str], start_ns: int) -
     return ended
 
 
-def _peer_ends(run: Path, place: Place) -> list[Exit]:
+def _peer_ends(run: Path, place: RankEnvironment) -> list[Exit]:
     """Return how the other ranks of this host and attempt say they ended."""
     rows = (read_json(file) for file in sorted((run / "ranks").glob("r*.json")))
     return [
@@ -122,7 +122,7 @@ def _peer_ends(run: Path, place: Place) -> list[Exit]:
     ]
 
 
-def _spec(options: LaunchOptions, script: Sequence[str], place: Place, recording: Recording) -> RankSpec:
+def _spec(options: LaunchOptions, script: Sequence[str], place: RankEnvironment, recording: RunRecording) -> RankSpec:
     """Return what the child runs: the same environment, with the recording switched on."""
     argv = rank_env.argv(script[0], script[1:], Command(options.module, options.no_python))
     base = rank_env.inherited(os.environ)
@@ -132,7 +132,7 @@ def _spec(options: LaunchOptions, script: Sequence[str], place: Place, recording
     return RankSpec(place.rank, place.local_rank, argv, base | recorded)
 
 
-def _wait_for_peers(run: Path, place: Place) -> None:
+def _wait_for_peers(run: Path, place: RankEnvironment) -> None:
     """Wait until the other ranks of this host have written their events, or for `PEERS_S`."""
     first = place.rank - place.local_rank
     others = [rank for rank in range(first, first + place.local_world_size) if rank != place.rank]
@@ -141,6 +141,6 @@ def _wait_for_peers(run: Path, place: Place) -> None:
         time.sleep(0.05)
 
 
-def _wrote(file: Path, place: Place) -> bool:
+def _wrote(file: Path, place: RankEnvironment) -> bool:
     """Say whether a rank has written its end of this attempt."""
     return file.exists() and read_json(file)["attempt"] == place.attempt

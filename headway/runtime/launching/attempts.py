@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from headway.core.processes.beside import say_beside
 from headway.runtime.launching.agent import Group, RankProcess, RankSpec, Signals
-from headway.runtime.launching.supervision import Failure, Supervisor, supervisor_of
+from headway.runtime.launching.supervision import Failure, RunSupervisor, supervisor_of
 from headway.runtime.run_folder.exit_class import (
     HEADER,
     OomWatch,
@@ -26,7 +26,7 @@ from headway.runtime.run_folder.exit_class import (
     first_failure,
     is_secondary,
 )
-from headway.runtime.run_folder.recording import RankRow, Recording
+from headway.runtime.run_folder.recording import LaunchedRank, RunRecording
 from headway.runtime.run_folder.streams import Streams
 
 if TYPE_CHECKING:
@@ -42,10 +42,10 @@ OWED_S = 20.0
 """How long the events of a failed attempt wait for the first steps of the next one before they are written."""
 
 
-class Attempts:
+class RankSupervisor:
     """What every attempt needs of the launcher: streams, drains, the status line, and the rows of its ranks."""
 
-    def __init__(self, options: LaunchOptions, recording: Recording, streams: Streams, signals: Signals) -> None:
+    def __init__(self, options: LaunchOptions, recording: RunRecording, streams: Streams, signals: Signals) -> None:
         self.options, self.recording, self.streams, self.signals = options, recording, streams, signals
         self._status: StatusLine | None = None
         self._metrics: Metrics | None = None
@@ -54,11 +54,11 @@ class Attempts:
         self.action = ""
         """What the supervisor decided last."""
         self._secondary: dict[int, bool] = {}
-        self._supervisor: Supervisor = supervisor_of(options, recording, lambda text: say(options, text))
+        self._supervisor: RunSupervisor = supervisor_of(options, recording, lambda text: say(options, text))
         self._owed: Callable[[], None] | None = None
         self._writer: threading.Thread | None = None
 
-    def __enter__(self) -> Attempts:
+    def __enter__(self) -> RankSupervisor:
         """Open the metrics endpoint if one was asked for."""
         if self.options.metrics_port is not None:
             from headway.runtime.run_folder.prometheus import Metrics
@@ -158,7 +158,7 @@ class Attempts:
         hung = self._hung(group)
         ends = [replace(self._end_of(rank, watch), hung=rank.spec.rank in hung) for rank in group.ranks]
         rows = [
-            RankRow(r.spec.rank, r.spec.local_rank, r.pid, r.start_ns, r.end_ns, r.code, self._attempt)
+            LaunchedRank(r.spec.rank, r.spec.local_rank, r.pid, r.start_ns, r.end_ns, r.code, self._attempt)
             for r in group.ranks
         ]
         self._settle()  # those of the attempt before, should they be owed still

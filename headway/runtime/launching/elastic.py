@@ -32,10 +32,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError, Rendezvous
 from headway.core.errors import InputError
 from headway.core.processes.beside import say_beside
 from headway.runtime.host import rank_env
-from headway.runtime.host.rank_env import Place, Port
+from headway.runtime.host.rank_env import Port, RankEnvironment
 from headway.runtime.host.reserve import Reserve
 from headway.runtime.launching.agent import Group, Signals
-from headway.runtime.launching.attempts import Attempts, say
+from headway.runtime.launching.attempts import RankSupervisor, say
 from headway.runtime.launching.options import LaunchOptions
 from headway.runtime.launching.rendezvous import open_rendezvous
 from headway.runtime.launching.run_of_ranks import ExitReport, open_recording, open_streams, report, specs_of
@@ -66,7 +66,7 @@ class HostAgent(SimpleElasticAgent):
         super().__init__(spec)
         self.ends: list[RankEnd] = []
         """How the ranks of the last attempt ended."""
-        self.attempts: Attempts | None = None
+        self.attempts: RankSupervisor | None = None
         self.replaced = False
         """Whether this host left its place to one in reserve."""
         self._options, self._script, self._signals = options, script, signals
@@ -136,7 +136,7 @@ class HostAgent(SimpleElasticAgent):
                 raise RendezvousGracefulExitError("a host in reserve takes this place")
         super()._restart_workers(worker_group)
 
-    def _open_attempts(self, worker_group: WorkerGroup) -> Attempts:
+    def _open_attempts(self, worker_group: WorkerGroup) -> RankSupervisor:
         recording = open_recording(
             self._options,
             self._script,
@@ -148,16 +148,16 @@ class HostAgent(SimpleElasticAgent):
             shared=True,
         )
         streams = open_streams(self._options, recording)
-        return self._stack.enter_context(Attempts(self._options, recording, streams, self._signals))
+        return self._stack.enter_context(RankSupervisor(self._options, recording, streams, self._signals))
 
-    def _places(self, worker_group: WorkerGroup, attempt: int) -> list[Place]:
+    def _places(self, worker_group: WorkerGroup, attempt: int) -> list[RankEnvironment]:
         spec = worker_group.spec
         addr, port = worker_group.master_addr, worker_group.master_port
         if spec.rdzv_handler.get_backend() == "static":
             addr, port = self._fresh_store(worker_group, attempt)
         rank_env.check_host(str(addr), "the address of host 0")
         return [
-            Place(
+            RankEnvironment(
                 worker.global_rank,
                 worker.local_rank,
                 worker.world_size,

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from headway.core.errors import HeadwayError
 from headway.core.units import format_seconds
-from headway.ledger.jobs.hang import Origin, localise
+from headway.ledger.jobs.hang import WaitOrigin, localise
 from headway.ledger.jobs.hang_reports import of_dumps
 from headway.runtime.host import process_probe
 from headway.runtime.launching.hang_proof import LOOK_S, LOOKS, proven
@@ -45,7 +45,7 @@ from headway.runtime.run_folder.recording import write_json
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import IN_BACKGROUND, SPAN_OF_CODE, SPANS
 from headway.trace.recording.assemble import json_object
-from headway.trace.rings.records import Page, RingHeader, RingReader
+from headway.trace.rings.records import Page, RecordRingReader, RingHeader
 
 SCHEMA = "headway.hang-watch/1"
 
@@ -91,7 +91,7 @@ def limit_s(section: str, durations_s: Sequence[float], floors_s: Mapping[str, f
 
 
 @dataclass(slots=True)
-class Followed:
+class WatchedRank:
     """One rank process as the watch knows it."""
 
     header: RingHeader
@@ -214,7 +214,7 @@ class HangWatch:
         """The silent rank of the last suspicion, None when there was not exactly one."""
         self.failure: Exception | None = None
         """What stopped the watch."""
-        self._ranks: dict[int, Followed] = {}
+        self._ranks: dict[int, WatchedRank] = {}
         self._looked_ns = self._resumed_ns = self._patient_ns = 0
         self._told: tuple[int, ...] | None = None
         self._collector: threading.Thread | None = None
@@ -234,9 +234,9 @@ class HangWatch:
     def add(self, header: RingHeader, records: NDArray[np.void]) -> None:
         """Take in what was drained from one process; only ranks count."""
         if header.role in ("main", "spawned"):
-            self._ranks.setdefault(header.pid, Followed(header)).add(records)
+            self._ranks.setdefault(header.pid, WatchedRank(header)).add(records)
 
-    def look(self, readers: Sequence[RingReader]) -> None:
+    def look(self, readers: Sequence[RecordRingReader]) -> None:
         """Read the pages, and see whether somebody is late; a failure ends the watch, never the drain."""
         if self.failure is None:
             try:
@@ -245,7 +245,7 @@ class HangWatch:
                 self.failure = cause
                 self._say(f"hangs are not watched for any more: {type(cause).__name__}: {cause}")
 
-    def look_at(self, readers: Sequence[RingReader], now_ns: int) -> None:
+    def look_at(self, readers: Sequence[RecordRingReader], now_ns: int) -> None:
         """Read the pages as of `now_ns`, and see whether somebody is late."""
         if self._looked_ns and now_ns - self._looked_ns > PAUSE_NS:
             self._resumed_ns = now_ns
@@ -253,13 +253,13 @@ class HangWatch:
         for reader in readers:
             header = reader.header
             if header.role in ("main", "spawned"):
-                followed = self._ranks.setdefault(header.pid, Followed(header))
+                followed = self._ranks.setdefault(header.pid, WatchedRank(header))
                 followed.header, followed.page = header, reader.page
                 followed.stacks = reader.path.with_suffix(".stacks")
                 followed.pipe = flight_answers.pipe_of(reader.path)
         self._judge(now_ns)
 
-    def ranks(self) -> dict[int, Followed]:
+    def ranks(self) -> dict[int, WatchedRank]:
         """Return the process that stands for each rank: one that the script spawned for it before the main one."""
         order = sorted(self._ranks.values(), key=lambda followed: followed.header.role == "spawned")
         return {followed.header.rank: followed for followed in order}
@@ -287,14 +287,14 @@ class HangWatch:
         if self.timeout_s is not None and not collecting:
             self.expired = any(silent_s[rank] > max(self.timeout_s, self._floor_s(alive[rank])) for rank in late)
 
-    def _silent_s(self, followed: Followed, now_ns: int) -> float:
+    def _silent_s(self, followed: WatchedRank, now_ns: int) -> float:
         waited_ns = self._patient_ns if followed.section == "step" else 0  # until then it may have waited for others
         return (now_ns - max(followed.progress_ns, self._resumed_ns, waited_ns)) / 1e9
 
-    def _floor_s(self, followed: Followed) -> float:
+    def _floor_s(self, followed: WatchedRank) -> float:
         return 0.0 if followed.section == "step" else self._floors_s[followed.section]
 
-    def _limit_s(self, followed: Followed) -> float:
+    def _limit_s(self, followed: WatchedRank) -> float:
         """Return the limit of a rank; a script alone that never trains is nobody's hang."""
         section = followed.section
         if section == "setup" and self.world_size == 1 and followed.op is None:
@@ -302,7 +302,7 @@ class HangWatch:
         limit = limit_s(section, followed.durations_s[section], self._floors_s)
         return min(limit, self.timeout_s) if self.timeout_s is not None and section == "step" else limit
 
-    def _relax(self, alive: Mapping[int, Followed]) -> None:
+    def _relax(self, alive: Mapping[int, WatchedRank]) -> None:
         """Say that a suspicion was unfounded, or is over."""
         if self._told is not None:
             self._told = None
@@ -310,8 +310,8 @@ class HangWatch:
 
     def _suspect(
         self,
-        alive: Mapping[int, Followed],
-        ranks: Mapping[int, Followed],
+        alive: Mapping[int, WatchedRank],
+        ranks: Mapping[int, WatchedRank],
         states: Mapping[int, str],
         now_ns: int,
         silent_s: float,
@@ -341,7 +341,7 @@ class HangWatch:
         )
         self._collector.start()
 
-    def _collect(self, facts: Mapping[str, Any], rows: list[dict[str, Any]], ranks: Mapping[int, Followed]) -> None:
+    def _collect(self, facts: Mapping[str, Any], rows: list[dict[str, Any]], ranks: Mapping[int, WatchedRank]) -> None:
         """Ask every rank, write the report, print the line; what fails is said in place of an answer."""
         self._ask(rows, ranks)
         folder = self.run / "hang"
@@ -363,7 +363,7 @@ class HangWatch:
         if self._acts_on_proof and self.timeout_s is None:
             self._prove(rows, ranks, ahead=facts["ahead"])
 
-    def _ask(self, rows: list[dict[str, Any]], ranks: Mapping[int, Followed]) -> None:
+    def _ask(self, rows: list[dict[str, Any]], ranks: Mapping[int, WatchedRank]) -> None:
         """Add to each row what its process answers."""
         found = process_probe.ask(
             {rank: followed.header.pid for rank, followed in ranks.items()},
@@ -374,7 +374,7 @@ class HangWatch:
         for row in rows:
             row.update(found.get(row["rank"], {}))
 
-    def _prove(self, rows: list[dict[str, Any]], ranks: Mapping[int, Followed], *, ahead: bool) -> None:
+    def _prove(self, rows: list[dict[str, Any]], ranks: Mapping[int, WatchedRank], *, ahead: bool) -> None:
         """Look again, and have the job ended where all looks agree on who is to blame."""
         looks = [rows]
         while len(looks) < LOOKS:
@@ -388,7 +388,7 @@ class HangWatch:
             self.blamed = blamed[0] if len(blamed) == 1 else None
             self.expired = True
 
-    def _dumps(self, folder: Path, ranks: Mapping[int, Followed], *, deadline_s: float) -> dict[int, Path]:
+    def _dumps(self, folder: Path, ranks: Mapping[int, WatchedRank], *, deadline_s: float) -> dict[int, Path]:
         """Collect the Flight Recorder's entries of the ranks of this host into `folder`."""
         folder.mkdir(exist_ok=True)
         pipes = {rank: followed.pipe for rank, followed in ranks.items()}
@@ -403,7 +403,7 @@ class HangWatch:
 
         A rank that gave no dump is not marked: it may be one of another host, or slow to answer.
         """
-        origins: Sequence[Origin] = ()
+        origins: Sequence[WaitOrigin] = ()
         with contextlib.suppress(HeadwayError):  # dumps that contradict each other are there for a person to read
             reports = of_dumps(Trace.open([path for _, path in sorted(dumps.items())])) if dumps else None
             origins = () if reports is None else localise(*reports[:2], groups=reports.groups).origins
@@ -418,7 +418,9 @@ class HangWatch:
         return f"; {blocking[0].num_waiting} wait for rank {blocking[0].ranks[0]} in {blocking[0].awaited}"
 
 
-def rows_of(ranks: Mapping[int, Followed], states: Mapping[int, str], *, ahead: bool = False) -> list[dict[str, Any]]:
+def rows_of(
+    ranks: Mapping[int, WatchedRank], states: Mapping[int, str], *, ahead: bool = False
+) -> list[dict[str, Any]]:
     """Return one row per rank: the keys that `ledger.jobs.hang_reports.of_watch` reads, and what a person wants.
 
     Silent is a rank that runs no code, or that is in no recorded operation and has come least far; where all ranks

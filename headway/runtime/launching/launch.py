@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from headway.runtime.host import rank_env
-from headway.runtime.host.rank_env import Place, Port
+from headway.runtime.host.rank_env import Port, RankEnvironment
 from headway.runtime.launching.agent import Signals
-from headway.runtime.launching.attempts import Attempts, say
+from headway.runtime.launching.attempts import RankSupervisor, say
 from headway.runtime.launching.code_updates import CodeUpdates
 from headway.runtime.launching.options import LaunchOptions, check
 from headway.runtime.launching.run_of_ranks import ExitReport, open_recording, open_streams, report, specs_of
@@ -50,11 +50,11 @@ def _run_local(options: LaunchOptions, script: Sequence[str], start_ns: int) -> 
     watch = OomWatch()
     ends: list[RankEnd] = []
     code = CodeUpdates(options.update_from, recording.path, script, say=lambda text: say(options, text))
-    with Signals() as signals, Attempts(options, recording, streams, signals) as attempts:
+    with Signals() as signals, RankSupervisor(options, recording, streams, signals) as attempts:
         for attempt in range(options.max_restarts + 1):
             with _port(options, attempt) as port:
                 places = [
-                    Place(
+                    RankEnvironment(
                         rank, rank, nproc, nproc, master_addr=options.master_addr, master_port=port.number,
                         role=options.role, attempt=attempt, max_restarts=options.max_restarts, run_id=options.rdzv_id,
                     )

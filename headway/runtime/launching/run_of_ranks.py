@@ -13,7 +13,7 @@ from pathlib import Path
 from headway.core.errors import InputError
 from headway.core.processes.beside import say_beside
 from headway.runtime.host import rank_env
-from headway.runtime.host.rank_env import Command, Place
+from headway.runtime.host.rank_env import Command, RankEnvironment
 from headway.runtime.launching.agent import RankSpec, Signals
 from headway.runtime.launching.attempts import say
 from headway.runtime.launching.options import LaunchOptions
@@ -28,7 +28,7 @@ from headway.runtime.run_folder.exit_class import (
     first_failure,
     traceback_of,
 )
-from headway.runtime.run_folder.recording import RUNS, Exit, Recording, claim_folder, next_folder
+from headway.runtime.run_folder.recording import RUNS, Exit, RunRecording, claim_folder, next_folder
 from headway.runtime.run_folder.streams import Streams
 
 
@@ -64,14 +64,14 @@ def open_recording(
     leads: bool = True,
     attempt: int = 0,
     shared: bool = False,
-) -> Recording:
+) -> RunRecording:
     """Make the run folder and its first run.json; where none was named and `RUNS` cannot be had, in a temporary one.
 
     Raises `InputError` where a folder that was named cannot be written: no rank has been started.
     """
 
-    def opened(path: Path) -> Recording:
-        recording = Recording(
+    def opened(path: Path) -> RunRecording:
+        recording = RunRecording(
             path.resolve(),
             list(script),
             start_ns,
@@ -101,7 +101,7 @@ def open_recording(
         return opened(instead)
 
 
-def open_streams(options: LaunchOptions, recording: Recording) -> Streams:
+def open_streams(options: LaunchOptions, recording: RunRecording) -> Streams:
     """Return the reader of the ranks' output; logs share a sixteenth of the run folder's bytes."""
     limit = max(recording.max_run_bytes // 16 // (2 * recording.nproc), 1 << 16)
     logs = options.log_dir or recording.path / "logs"
@@ -110,7 +110,7 @@ def open_streams(options: LaunchOptions, recording: Recording) -> Streams:
 
 
 def specs_of(
-    options: LaunchOptions, script: Sequence[str], places: Sequence[Place], recording: Recording
+    options: LaunchOptions, script: Sequence[str], places: Sequence[RankEnvironment], recording: RunRecording
 ) -> list[RankSpec]:
     """Return what each rank runs."""
     command = rank_env.argv(script[0], script[1:], Command(options.module, options.no_python))
@@ -124,7 +124,9 @@ def specs_of(
     return specs
 
 
-def recorded_env(base: Mapping[str, str], options: LaunchOptions, recording: Recording, attempt: int) -> dict[str, str]:
+def recorded_env(
+    base: Mapping[str, str], options: LaunchOptions, recording: RunRecording, attempt: int
+) -> dict[str, str]:
     """Return headway's own variables for a rank that is recorded."""
     return rank_env.headway_env(
         base,
@@ -141,7 +143,7 @@ def recorded_env(base: Mapping[str, str], options: LaunchOptions, recording: Rec
 
 def report(
     options: LaunchOptions,
-    recording: Recording,
+    recording: RunRecording,
     ends: Sequence[RankEnd],
     signals: Signals,
     *,

@@ -1,7 +1,7 @@
 """The joint between the launcher and what supervises its attempts: who starts ranks warm, and who decides on a restart.
 
 The launcher knows no room: `LaunchOptions.supervisor` names a function
-"module:function" that makes a `Supervisor`. Without one every failed attempt
+"module:function" that makes a `RunSupervisor`. Without one every failed attempt
 is started again, cold, as often as was asked for. A supervisor that fails is
 left out from then on, with one line that says why: the job goes on without it.
 Times in ns on CLOCK_MONOTONIC.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from headway.runtime.launching.options import LaunchOptions
     from headway.runtime.run_folder.drain import Drainer
     from headway.runtime.run_folder.exit_class import RankEnd
-    from headway.runtime.run_folder.recording import Recording
+    from headway.runtime.run_folder.recording import RunRecording
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Failure:
     """Hosts that wait in reserve."""
 
 
-class Supervisor(ABC):
+class RunSupervisor(ABC):
     """Follows the attempts of a run in the launcher; called in its main thread."""
 
     @abstractmethod
@@ -95,7 +95,7 @@ class Supervisor(ABC):
         """Let go of everything: the run is over."""
 
 
-class Unsupervised(Supervisor):
+class Unsupervised(RunSupervisor):
     """Starts every attempt cold, and another one after each failure."""
 
     def spawn(self, spec: RankSpec, stdout_fd: int, stderr_fd: int) -> int | None:
@@ -121,10 +121,10 @@ class Unsupervised(Supervisor):
         """Hold nothing."""
 
 
-class Guarded(Supervisor):
+class Guarded(RunSupervisor):
     """Hands everything on to another supervisor until that one raises; from then on it is as if there were none."""
 
-    def __init__(self, inner: Supervisor, say: Callable[[str], None]) -> None:
+    def __init__(self, inner: RunSupervisor, say: Callable[[str], None]) -> None:
         self._inner, self._say = inner, say
         self._instead = Unsupervised()
 
@@ -183,12 +183,12 @@ class Guarded(Supervisor):
             self._say(f"what supervised them could not be closed: {type(second).__name__}: {second}")
 
 
-def supervisor_of(options: LaunchOptions, recording: Recording, say: Callable[[str], None]) -> Supervisor:
+def supervisor_of(options: LaunchOptions, recording: RunRecording, say: Callable[[str], None]) -> RunSupervisor:
     """Return what supervises the attempts of a run: what the options name, where there may be more than one."""
     if not options.supervisor or not options.max_restarts:
         return Unsupervised()
     try:
-        made: Supervisor = resolved(options.supervisor)(options, recording, say)
+        made: RunSupervisor = resolved(options.supervisor)(options, recording, say)
     except Exception as cause:  # a run folder on a full disk, say: the job is what matters
         say(f"restarts are not supervised: {type(cause).__name__}: {cause}")
         return Unsupervised()

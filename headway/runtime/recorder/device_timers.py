@@ -34,7 +34,7 @@ from types import FunctionType
 from typing import Any
 
 from headway.runtime.host.device import Device, device_of
-from headway.runtime.host.device_clock import DRAINED_NS, KEPT, Clock, Lateness
+from headway.runtime.host.device_clock import DRAINED_NS, KEPT, Clock, DeviceLateness
 from headway.runtime.recorder.probes import Probes, now
 from headway.runtime.recorder.timers import BACKWARD, FORWARD, out_of_compiler
 from headway.trace.events.vocabulary import SPANS
@@ -85,7 +85,7 @@ class Pair:
 
 
 @dataclass(slots=True)
-class Stretch:
+class UpdateInterval:
     """What was recorded from one update to the next."""
 
     marks: list[Mark] = field(default_factory=list)
@@ -105,7 +105,7 @@ class DeviceTimers:
 
     def __init__(self, emit: Callable[..., None], device: Device, number: int = 0) -> None:
         self._emit, self._device, self._number = emit, device, number
-        self._open, self._pending = Stretch(), deque[Stretch]()
+        self._open, self._pending = UpdateInterval(), deque[UpdateInterval]()
         self._stream: Any = None  # in which backward began last
         self._previous: Any = None  # the last event that was written
         self._last_ns: int | None = None  # its moment by the device; None where what followed it was given up
@@ -114,7 +114,7 @@ class DeviceTimers:
         self._updated_ns, self._computed_ns = 0, 0  # the host's clock at the newest update, and behind the newest model
         self._paused, self._pause_ns = 0, 0  # stretches, still, in which the moment behind a model is marked; its pause
         self._failures = 0
-        self.clock, self.lateness = Clock(), Lateness()
+        self.clock, self.lateness = Clock(), DeviceLateness()
         """Where its events stand on the host's clock, and how late they pass."""
         self.dropped = 0
         """Stretches that were given up."""
@@ -203,7 +203,7 @@ class DeviceTimers:
         if len(self._pending) >= MAX_PENDING:
             self._give_up(self._pending.popleft())
         self._pending.append(self._open)
-        self._open = Stretch()
+        self._open = UpdateInterval()
 
     def resolve(self, most: int = QUERIES) -> None:
         """Write the oldest stretches whose events have passed, `most` of them; nothing is waited for.
@@ -232,7 +232,7 @@ class DeviceTimers:
             self._close()
         self.resolve(len(self._pending))
 
-    def _write(self, stretch: Stretch, seen_ns: int) -> None:
+    def _write(self, stretch: UpdateInterval, seen_ns: int) -> None:
         marks, clock, previous = stretch.marks, self.clock, self._previous
         passed, device_ns = list[int](), clock.device_ns
         for mark in marks:
@@ -293,11 +293,11 @@ class DeviceTimers:
         if marks[-1].code == UPDATED:
             self.lateness.at_update(passed[-1] + ahead_ns - marks[-1].host_ns)
 
-    def _give_up(self, stretch: Stretch) -> None:
+    def _give_up(self, stretch: UpdateInterval) -> None:
         self._give_back(stretch)
         self.dropped, self._last_ns = self.dropped + 1, None
 
-    def _give_back(self, stretch: Stretch) -> None:
+    def _give_back(self, stretch: UpdateInterval) -> None:
         for mark in stretch.marks:
             self._device.release(mark.event)
         for pair in stretch.pairs:

@@ -21,10 +21,10 @@ from typing import Any
 from headway.core.processes.hidden_thread import HiddenThread
 from headway.runtime.host.device import device_type
 from headway.runtime.script.gap_stacks import GapStacks
-from headway.runtime.script.gradients import Gradients
+from headway.runtime.script.gradients import GradientCounter
 from headway.runtime.script.loop_depth import loop_depth
 from headway.runtime.script.run_delay import open_schedstat, read_delay
-from headway.runtime.script.saves import Saves
+from headway.runtime.script.saves import ProcessSaves
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.progress_page import PROGRESS_NS, PageWriter
 from headway.trace.rings.progress_page import STEP as STEPS
@@ -78,7 +78,7 @@ class Probes:
     opening: list[int] = field(default_factory=lambda: [-1])
     """[1] Group of the loader whose iterator is being made; a loader worker inherits that of its own. -1 = none."""
 
-    looks: dict[int, int] = field(default_factory=dict)
+    num_rng_probes: dict[int, int] = field(default_factory=dict)
     """Group -> loads around which this process has looked at the random number generators."""
 
     rereadings: Any = None
@@ -87,7 +87,7 @@ class Probes:
     inside: set[int] = field(default_factory=set)
     """Threads inside a recorded save, load or collective: what those call themselves is not recorded again."""
 
-    saves: Saves = field(default_factory=Saves)
+    saves: ProcessSaves = field(default_factory=ProcessSaves)
     """What was saved last."""
 
     groups: Any = None
@@ -102,7 +102,7 @@ class Probes:
     stepping: list[bool] = field(default_factory=lambda: [False])
     """[1] Whether an optimizer is stepping: one that it steps inside is part of its step."""
 
-    gradients: Gradients = field(default_factory=Gradients)
+    gradients: GradientCounter = field(default_factory=GradientCounter)
     """Which updates count, and what counts where there is no optimizer."""
 
     losses: Any = None

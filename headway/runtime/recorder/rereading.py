@@ -174,7 +174,7 @@ def end_detached(pid: int) -> None:
 
 
 @dataclass(slots=True)
-class Kept:
+class FirstLoad:
     """The first load of a loader, and what became of its later readings."""
 
     group: int
@@ -217,11 +217,11 @@ class Rereadings:
 
     def __init__(self, probes: Probes) -> None:
         self._probes = probes
-        self._kept: dict[int, Kept] = {}
+        self._kept: dict[int, FirstLoad] = {}
         self._pid = os.getpid()
         self._since_ns = self._spent_ns = 0
 
-    def keep(self, group: int, dataset: Any, collate_fn: Callable[[Any], Any], indices: Any) -> Kept | None:
+    def keep(self, group: int, dataset: Any, collate_fn: Callable[[Any], Any], indices: Any) -> FirstLoad | None:
         """Begin with a loader's first load, before it is read; None where it is not wanted, or was kept before.
 
         Indices of None stand for a loader with workers: a child reads its first few examples for comparison.
@@ -239,7 +239,7 @@ class Rereadings:
         # A method would keep its object, often the dataset, in memory.
         method = weakref.WeakMethod(collate_fn) if isinstance(collate_fn, MethodType) else None
         collate = (lambda: collate_fn) if method is None else method
-        kept = Kept(group, weakref.ref(dataset), collate, indices, restore, probes.steps[0], due)
+        kept = FirstLoad(group, weakref.ref(dataset), collate, indices, restore, probes.steps[0], due)
         self._kept[group] = kept
         if len(self._kept) == 1:
             self._since_ns = now()
@@ -259,7 +259,7 @@ class Rereadings:
                 self._note(kept, unchecked=f"{type(cause).__name__}: {cause}")
         return min(waits, default=NEVER)
 
-    def _follow(self, kept: Kept, since: int) -> int:
+    def _follow(self, kept: FirstLoad, since: int) -> int:
         """Go on with one loader, `since` steps after its load; return the steps until its next turn."""
         if kept.pipe >= 0:
             if not select.select([kept.pipe], [], [], 0)[0]:
@@ -296,7 +296,7 @@ class Rereadings:
             if kept.pipe >= 0:
                 end_detached(kept.pid)
 
-    def _judge(self, kept: Kept, answer: bytes) -> None:
+    def _judge(self, kept: FirstLoad, answer: bytes) -> None:
         if not answer:
             kept.due.clear()
             self._note(kept, unchecked="a child that read it again failed, or wanted to write or to send something")
@@ -308,7 +308,7 @@ class Rereadings:
         elif not kept.due:
             self._note(kept, changes="")
 
-    def _note(self, kept: Kept, *, changes: str | None = None, unchecked: str = "") -> None:
+    def _note(self, kept: FirstLoad, *, changes: str | None = None, unchecked: str = "") -> None:
         """Add to the facts of the loader what was seen."""
         facts = self._probes.loaders.setdefault(kept.group, {})
         facts["changes"] = changes

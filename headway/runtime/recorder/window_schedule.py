@@ -61,7 +61,7 @@ def takes_part(rank: int, num_ranks: int, number: int) -> bool:
     return strides <= 1 or rank % strides == random.Random(number).randrange(strides)
 
 
-class Schedule:
+class WindowSchedule:
     """The optimizer step at which the ranks of this host open their next window: 8 bytes in a file."""
 
     def __init__(self, probes: Probes) -> None:

@@ -28,7 +28,7 @@ from headway.core.errors import FormatError
 from headway.runtime.run_folder.finalise import windows_of
 from headway.runtime.run_folder.problems import Problems, disk_full
 from headway.trace.rings import spool
-from headway.trace.rings.records import RECORD_DTYPE, RingHeader, RingReader
+from headway.trace.rings.records import RECORD_DTYPE, RecordRingReader, RingHeader
 from headway.trace.rings.ring_folders import live_folder
 
 DRAIN_S = 0.2
@@ -49,7 +49,7 @@ RECORDS = "records"
 """What a recording lacks whose disk is full."""
 
 Listener = Callable[[RingHeader, NDArray[np.void]], None]
-Looker = Callable[[Sequence[RingReader]], None]
+Looker = Callable[[Sequence[RecordRingReader]], None]
 
 
 class _Ring:
@@ -57,7 +57,7 @@ class _Ring:
 
     def __init__(self, stem: Path, problems: Problems, seal_bytes: int) -> None:
         self._problems, self._every_bytes = problems, seal_bytes
-        self.reader = RingReader(spool.ring_of(stem))
+        self.reader = RecordRingReader(spool.ring_of(stem))
         self.stem = stem
         self.hold_bytes = 0 if self.reader.path.parent == stem.parent else FAR_BYTES
         self._spool = os.open(stem.with_suffix(".spool"), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -43,7 +43,7 @@ from headway.trace.recording.assemble import json_object
 
 if TYPE_CHECKING:
     from headway.runtime.run_folder.drain import Drainer
-    from headway.runtime.run_folder.recording import Recording
+    from headway.runtime.run_folder.recording import RunRecording
 
 LOOPBACK = "127.0.0.1"
 
@@ -152,7 +152,7 @@ class _RunInfo(Mapping[str, str]):
 class Metrics:
     """The endpoint of one launcher; `follow` every attempt's drainer, `close` at the end."""
 
-    def __init__(self, recording: Recording, port: int, host: str = LOOPBACK) -> None:
+    def __init__(self, recording: RunRecording, port: int, host: str = LOOPBACK) -> None:
         """Begin to serve `http://host:port/metrics`; port 0 takes a free one. Raises `InputError` when it is taken."""
         self._ledger = LiveLedger(start_ns=recording.start_ns, world_size=recording.nproc)
         registry = CollectorRegistry()

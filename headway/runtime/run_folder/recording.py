@@ -47,7 +47,7 @@ DEFAULT_MAX_RUN_BYTES = 512_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class RankRow:
+class LaunchedRank:
     """One rank of this host in run.json."""
 
     rank: int
@@ -114,7 +114,7 @@ def claim_folder(out: Path, *, shared: bool = False, mode: int = PRIVATE) -> Pat
 
 
 @dataclass(slots=True)
-class Recording:
+class RunRecording:
     """A run folder and the facts that go into its run.json."""
 
     path: Path
@@ -135,7 +135,7 @@ class Recording:
     """Whether this launcher writes the host's run.json: always, but for ranks above local rank 0 with `--no-launch`."""
     joins: bool = False
     """Whether it stands in another's launch line for one rank (`--no-launch`): others of this host have theirs."""
-    rows: list[RankRow] = field(default_factory=list)
+    rows: list[LaunchedRank] = field(default_factory=list)
     realtime_ns: int = 0
     """Realtime clock at `start_ns`."""
     run_id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -164,7 +164,7 @@ class Recording:
                 raise InputError(f"{self.path} holds a run already. Name another folder with --out, or remove it.")
             before = read_json(self.file)
             self.run_id, self.start_ns, self.realtime_ns = (before[k] for k in ("run_id", "start_ns", "realtime_ns"))
-            self.rows = [RankRow(**row) for row in before["ranks"]]
+            self.rows = [LaunchedRank(**row) for row in before["ranks"]]
         private_folder(self.path)
         for part in ("events", "logs"):
             private_folder(self.path / part, self.path.stat().st_mode & 0o777)
@@ -222,7 +222,7 @@ class Recording:
         """Return the load beside the training part of the last attempt, as far as it was followed."""
         return self.load_watch.to_builtins() if self.load_watch is not None else None
 
-    def close_attempt(self, rows: Sequence[RankRow]) -> Callable[[], None]:
+    def close_attempt(self, rows: Sequence[LaunchedRank]) -> Callable[[], None]:
         """Stop draining an attempt that ended; returns what writes its events, which may run later, in any thread.
 
         A failure (a full disk) is kept in `problems`, and the rings stay: it must not hide how the job itself ended.

@@ -6,7 +6,7 @@ progress bar). Elsewhere it is a plain line every ten seconds. Figures are
 live estimates from the records drained so far; the ledger of the finished run
 decides. Times in ns on CLOCK_MONOTONIC.
 
->>> progress = Progress(start_ns=0, world_size=1)
+>>> progress = RunStatus(start_ns=0, world_size=1)
 >>> progress.line(now_ns=2_000_000_000)
 'starting up for 2 s'
 """
@@ -36,7 +36,7 @@ QUIET_S = 5.0
 """After so long without a step the line says so."""
 
 
-class Progress:
+class RunStatus:
     """What the records drained so far say of the run, in one line; fed by one thread, read by another."""
 
     def __init__(self, *, start_ns: int, world_size: int) -> None:
@@ -77,10 +77,10 @@ class Progress:
 
 
 class StatusLine:
-    """Shows `Progress` on stderr until it is stopped."""
+    """Shows `RunStatus` on stderr until it is stopped."""
 
     def __init__(self, streams: Streams, *, world_size: int, start_ns: int | None = None) -> None:
-        self.progress = Progress(start_ns=start_ns or time.perf_counter_ns(), world_size=world_size)
+        self.progress = RunStatus(start_ns=start_ns or time.perf_counter_ns(), world_size=world_size)
         self._streams = streams
         self._terminal = os.isatty(2) and os.environ.get("TERM", "") != "dumb"
         self._drawn = False

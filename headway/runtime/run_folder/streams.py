@@ -32,7 +32,7 @@ from pathlib import Path
 
 from headway.core.files.private import PRIVATE, private_folder
 from headway.core.machine.host import readable
-from headway.core.wire.wake import Wake
+from headway.core.wire.wake import Waker
 from headway.runtime.run_folder.problems import Problems, disk_full
 
 READ_BYTES = 1 << 16
@@ -160,7 +160,7 @@ class Streams:
         self._limit = limit_bytes
         self._stdout_fd = 2 if stdout_to_stderr else 1
         self._selector = selectors.DefaultSelector()
-        self._wake = Wake()
+        self._wake = Waker()
         self._selector.register(self._wake, selectors.EVENT_READ, None)
         self._tails: dict[int, Tail] = {}
         self._closing = self._is_reading = False

@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from headway.runtime.host import device
-from headway.runtime.script.reach import reached
+from headway.runtime.script.object_graph import reached
 
 OWN = "own"
 """Name of the generators that the dataset holds itself."""

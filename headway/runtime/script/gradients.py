@@ -11,7 +11,7 @@ version and address stay what they were. The values would tell, at the price of 
 certain: zeros may be a true gradient, and changed ones may have been scaled. A wrapper around every `Tensor.zero_`
 would see it, and all scripts would pay for that. `p.grad.zero_()` and `p.grad = None` are seen.
 
->>> Gradients().counts(0)
+>>> GradientCounter().counts(0)
 True
 """
 
@@ -39,7 +39,7 @@ BACKWARD, FORWARD = -1, -2
 
 
 @dataclass(slots=True)
-class Gradients:
+class GradientCounter:
     """Gradients so far. The one-element lists are bound by the probes and changed in place."""
 
     begun: list[int] = field(default_factory=lambda: [0])

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headway.runtime.script.reach import attributes
+from headway.runtime.script.object_graph import attributes
 from headway.trace.events.loader_facts import EPOCH_SAMPLERS
 
 MOST_SAMPLERS = 64

@@ -1,6 +1,6 @@
 """What a process saved last, so that the sync and the rename of a save are recognised.
 
->>> saves = Saves()
+>>> saves = ProcessSaves()
 >>> saves.saved("/tmp/model.pt.tmp", 5, end_ns=100, steps=7)
 >>> saves.since(descriptor=5, start_ns=130, steps=7), saves.since(descriptor=6, start_ns=130, steps=7)
 (100, 130)
@@ -17,7 +17,7 @@ KEEP_PATHS = 64
 """Saved paths that are remembered for their renames."""
 
 
-class Saves:
+class ProcessSaves:
     """The saves of one process: the last one of each thread, and the paths of the latest ones."""
 
     def __init__(self) -> None:

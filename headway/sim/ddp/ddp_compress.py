@@ -1,4 +1,4 @@
-"""A data-parallel step whose gradients travel compressed: what `compress=CODEC` makes of a `Step`.
+"""A data-parallel step whose gradients travel compressed: what `compress=CODEC` makes of a `DdpStep`.
 
 Each rank gets a second thread, which takes the buckets one after the other. Of a bucket's partitions it encodes the
 next one while the last travels:
@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.units import NS_PER_S
-from headway.cost.codecs import MIN_BYTES, CodecTimes, Stretch, partitions, wire_bytes
-from headway.sim.ddp.ddp_step import Step
+from headway.cost.codecs import MIN_BYTES, CodecTimes, TensorRange, partitions, wire_bytes
+from headway.sim.ddp.ddp_step import DdpStep
 from headway.sim.ddp.ddp_thread import CALL, WAIT, WORK, Thread
 
 FLOAT_BYTES = 4
@@ -54,14 +54,14 @@ class Compression:
             return self.buckets[place]
         return [(size, self.codec)]
 
-    def stages_ns(self, part: Sequence[tuple[Stretch, str]], ranks: int) -> tuple[int, int, int]:
+    def stages_ns(self, part: Sequence[tuple[TensorRange, str]], ranks: int) -> tuple[int, int, int]:
         """Return what sending, answering and taking a partition costs a rank, ns; its share of owning is a mean."""
         costs = [self.times.stages(codec, one.stop - one.start, ranks) for one, codec in part]
         push, answer, pull = (sum(column) * NS_PER_S for column in zip(*costs, strict=True))
         return round(push), round(answer / ranks), round(pull)
 
 
-def message_bytes(part: Sequence[tuple[Stretch, str]], ranks: int) -> int:
+def message_bytes(part: Sequence[tuple[TensorRange, str]], ranks: int) -> int:
     """Return the bytes of a rank's packets of a partition for all owners, each row as long as the longest."""
     rows = [0] * ranks
     for one, codec in part:
@@ -73,7 +73,7 @@ Items = list[tuple[int, int, int]]
 """What a lane does, in order: (kind as in `ddp_thread`, own time, collective or -1)."""
 
 
-def with_codec(step: Step, compression: Compression) -> Step:
+def with_codec(step: DdpStep, compression: Compression) -> DdpStep:
     """Return `step` with every bucket compressed. Raises `InputError` where the codec is unknown or was not measured.
 
     A training thread hands a bucket to its lane by a collective of one, and waits for another one that its lane calls.

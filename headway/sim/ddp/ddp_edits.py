@@ -1,6 +1,6 @@
 """Edits of a data-parallel step: one operation N times as slow, compute faster, another bucket size.
 
-Pure functions from a `Step` to a `Step`. An operation is what its name matches
+Pure functions from a `DdpStep` to a `DdpStep`. An operation is what its name matches
 on the training thread, with everything inside it; of a forward operation also
 its backward, by the profiler's arrows: an annotated layer is both. Bucket
 sizes are laid out by DDP's rule over the gradients in their observed order;
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from headway.core.errors import InputError
 from headway.sim.ddp import ddp_buckets
 from headway.sim.ddp.ddp_device import rows_of
-from headway.sim.ddp.ddp_step import Step
+from headway.sim.ddp.ddp_step import DdpStep
 from headway.sim.ddp.ddp_thread import CALL, COPY, GRAD, WAIT, WORK, Thread
 from headway.sim.ddp.ddp_window import Ints
 from headway.trace.events.trace import Trace
@@ -31,7 +31,7 @@ from headway.trace.profiler.kineto_names import FORWARD
 
 
 @dataclass(frozen=True, slots=True)
-class Gradients:
+class GradientOrder:
     """The gradients of a model in the order in which they become ready."""
 
     size: tuple[int, ...]
@@ -44,7 +44,7 @@ class Gradients:
     """Limits of the first and of further buckets in the recorded run, bytes."""
 
 
-def gradients_of(models: Sequence[Mapping[str, Any]]) -> Gradients:
+def gradients_of(models: Sequence[Mapping[str, Any]]) -> GradientOrder:
     """Return the gradients that the run noted. Raises `InputError` when it noted none, several models, or no order."""
     if len(models) != 1:
         raise InputError(
@@ -58,7 +58,7 @@ def gradients_of(models: Sequence[Mapping[str, Any]]) -> Gradients:
             f"DDP has rebuilt its buckets for {len(order)} of {len(sizes)} parameters: the order in which gradients "
             "become ready is not known. Try the size live."
         )
-    return Gradients(
+    return GradientOrder(
         tuple(int(sizes[index]) for index in order),
         tuple(str(types[index]) for index in order),
         (int(model["first_bucket_bytes"]), int(model["bucket_bytes"])),
@@ -70,7 +70,7 @@ def matched(names: Sequence[str], pattern: str) -> NDArray[np.bool_]:
     return np.array([fnmatchcase(name, pattern) for name in names], dtype=bool)
 
 
-def scaled(step: Step, window: Trace, factors: Sequence[tuple[str, float]]) -> Step:
+def scaled(step: DdpStep, window: Trace, factors: Sequence[tuple[str, float]]) -> DdpStep:
     """Return `step` with operations that match each (glob, factor) taking that many times as long."""
     threads = []
     for thread in step.threads:
@@ -85,7 +85,7 @@ def scaled(step: Step, window: Trace, factors: Sequence[tuple[str, float]]) -> S
     return replace(step, threads=tuple(threads))
 
 
-def accelerated(step: Step, speed: float) -> Step:
+def accelerated(step: DdpStep, speed: float) -> DdpStep:
     """Return `step` with all work of the training threads `speed` times as fast."""
     works = [np.isin(thread.what, (WORK, COPY)) for thread in step.threads]
     threads = [
@@ -95,7 +95,7 @@ def accelerated(step: Step, speed: float) -> Step:
     return replace(step, threads=tuple(threads))
 
 
-def paced(step: Step, paces: Mapping[int, float]) -> Step:
+def paced(step: DdpStep, paces: Mapping[int, float]) -> DdpStep:
     """Return `step` with the work of each rank times its pace (`ddp_pace`); a rank not listed keeps its own."""
     threads = [
         replace(
@@ -141,7 +141,7 @@ def covered(begin: Ints, end: Ints, at: Ints) -> Ints:
     return np.where(place >= 0, total[np.maximum(place, 0)] + inside, 0)
 
 
-def with_buckets(step: Step, gradients: Gradients, bucket_mb: float | str) -> Step:
+def with_buckets(step: DdpStep, gradients: GradientOrder, bucket_mb: float | str) -> DdpStep:
     """Return `step` with the gradients in buckets of another size (MiB, or 'default').
 
     Raises `InputError` when the recorded buckets are not those that DDP's rule gives for the recorded limits: then the
@@ -152,7 +152,7 @@ def with_buckets(step: Step, gradients: Gradients, bucket_mb: float | str) -> St
     buckets = ddp_buckets.assign(gradients.size, gradients.kind, ddp_buckets.limits(bucket_mb))
     threads, layout = [], []
     for thread in step.threads:
-        walk = _Walk(thread, buckets)
+        walk = _ItemRelayout(thread, buckets)
         threads.append(walk.thread())
         layout.append(walk.collectives)
     if any(other != layout[0] for other in layout[1:]):
@@ -169,7 +169,7 @@ def with_buckets(step: Step, gradients: Gradients, bucket_mb: float | str) -> St
     )
 
 
-def _check(step: Step, gradients: Gradients, recorded: list[list[int]]) -> None:
+def _check(step: DdpStep, gradients: GradientOrder, recorded: list[list[int]]) -> None:
     """Refuse a step whose buckets are not `recorded`."""
     expected = [sum(gradients.size[index] for index in bucket) for bucket in recorded]
     thread = step.threads[0]
@@ -183,7 +183,7 @@ def _check(step: Step, gradients: Gradients, recorded: list[list[int]]) -> None:
             )
 
 
-class _Walk:
+class _ItemRelayout:
     """One rank's items laid out anew: gradients queue other buckets, the finaliser waits for those."""
 
     def __init__(self, thread: Thread, buckets: list[list[int]]) -> None:

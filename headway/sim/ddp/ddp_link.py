@@ -8,7 +8,7 @@ through two sizes gives nonsense latencies: the larger one is the one that
 shared.) Bytes are those of the tensor, whatever the algorithm sends per byte.
 
 >>> fit([Carried(0, 10_350_000, 10_000_000)], latency_ns=350_000)
-Link(latency_ns=350000.0, bytes_per_s=1000000000.0, spread=0.0)
+CollectiveLink(latency_ns=350000.0, bytes_per_s=1000000000.0, spread=0.0)
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Carried:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class CollectiveLink:
     """What a collective takes: latency + bytes / rate, while it is alone."""
 
     latency_ns: float
@@ -61,7 +61,7 @@ class Link:
         return round(size / self.bytes_per_s * NS_PER_S)
 
 
-def fit(carried: Sequence[Carried], *, latency_ns: float | None = None) -> Link:
+def fit(carried: Sequence[Carried], *, latency_ns: float | None = None) -> CollectiveLink:
     """Return the link behind the collectives of one or more windows (their times must not overlap between windows).
 
     `latency_ns` None: the median own time of small collectives where there are at least three, never more than the
@@ -83,7 +83,7 @@ def fit(carried: Sequence[Carried], *, latency_ns: float | None = None) -> Link:
         rates.append(size / own_ns * NS_PER_S)
         busy_ns, total = busy_ns + own_ns, total + size
     low, middle, high = np.quantile(rates, [0.25, 0.5, 0.75])
-    return Link(latency, total / busy_ns * NS_PER_S, float((high - low) / 2 / middle))
+    return CollectiveLink(latency, total / busy_ns * NS_PER_S, float((high - low) / 2 / middle))
 
 
 def _stretches(carried: Sequence[Carried]) -> list[list[Carried]]:

@@ -27,13 +27,13 @@ from headway.cost.codecs import CodecTimes
 from headway.sim.ddp import ddp_buckets
 from headway.sim.ddp.ddp_compress import Compression, with_codec
 from headway.sim.ddp.ddp_edits import accelerated, gradients_of, matched, paced, scaled, with_buckets
-from headway.sim.ddp.ddp_link import SMALL_BYTES, Carried, Link, fit
+from headway.sim.ddp.ddp_link import SMALL_BYTES, Carried, CollectiveLink, fit
 from headway.sim.ddp.ddp_pace import paces_of
-from headway.sim.ddp.ddp_step import Step, compiled, makespan_ns, step_of
+from headway.sim.ddp.ddp_step import DdpStep, compiled, makespan_ns, step_of
 from headway.sim.ddp.ddp_thread import WAIT, thread_of
-from headway.sim.ddp.ddp_window import Window, models_of, windows_of
+from headway.sim.ddp.ddp_window import StepWindow, models_of, windows_of
 from headway.sim.graph.dag import Dag
-from headway.sim.whatif.edits import Scenario
+from headway.sim.whatif.edits import ResolvedEdits
 from headway.trace.events.trace import Trace
 from headway.trace.recording.runs import Run
 
@@ -58,16 +58,16 @@ by the scheduler of busy cores, not by a link. Seen: links of one rate 0.01 to 0
 class DdpReplay:
     """The deep windows of a data-parallel run, ready for what-ifs. Build it with `from_run`."""
 
-    windows: tuple[Window, ...]
+    windows: tuple[StepWindow, ...]
     """The windows that could be cut."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[DdpStep, ...]
     """One per window, at the pace of the steps beside it that were not profiled."""
 
-    profiled: tuple[Step, ...]
+    profiled: tuple[DdpStep, ...]
     """The same as the window saw them."""
 
-    links: tuple[Link, ...]
+    links: tuple[CollectiveLink, ...]
     """One per window: other work on the hosts and links comes and goes."""
 
     models: tuple[Mapping[str, Any], ...]
@@ -101,7 +101,7 @@ class DdpReplay:
     @classmethod
     def from_windows(
         cls,
-        windows: Sequence[Window],
+        windows: Sequence[StepWindow],
         *,
         models: Sequence[Mapping[str, Any]] = (),
         cores: int = 0,
@@ -136,14 +136,14 @@ class DdpReplay:
     @property
     def fidelity(self) -> float:
         """Observed / replayed time of all windows as they were profiled, without edits; 1 is perfect."""
-        whole = replace(self, steps=self.profiled).makespans_ns(Scenario())
+        whole = replace(self, steps=self.profiled).makespans_ns(ResolvedEdits())
         return sum(step.observed_ns for step in self.profiled) / float(whole.sum())
 
     @property
     def step_s(self) -> float:
         """Replayed time of a step that is not profiled, without edits, s; nan when the windows hold no known number."""
         count = sum(window.num_steps for window in self.windows)
-        return float(self.makespans_ns(Scenario()).sum()) / NS_PER_S / count if count else float("nan")
+        return float(self.makespans_ns(ResolvedEdits()).sum()) / NS_PER_S / count if count else float("nan")
 
     @property
     def unoverlapped_s(self) -> float:
@@ -165,9 +165,9 @@ class DdpReplay:
             f"{self.links[0].latency_ns / 1e6:.2f} ms per collective."
         )
 
-    def answers(self, scenario: Scenario) -> bool:
+    def answers(self, scenario: ResolvedEdits) -> bool:
         """Say whether the windows can tell what `scenario` asks for; the other edits are for `Program`."""
-        known = Scenario(
+        known = ResolvedEdits(
             factors=scenario.factors, bucket_mb=scenario.bucket_mb, compress=scenario.compress,
             bandwidth=scenario.bandwidth, accelerator=scenario.accelerator,
         )  # fmt: skip
@@ -179,7 +179,7 @@ class DdpReplay:
         """Say whether an operation of the windows has a name that the glob `pattern` matches."""
         return any(matched(window.trace.names, pattern).any() for window in self.windows)
 
-    def makespans_ns(self, scenario: Scenario) -> NDArray[np.int64]:
+    def makespans_ns(self, scenario: ResolvedEdits) -> NDArray[np.int64]:
         """Return [windows] the replayed time of each window under `scenario`.
 
         Raises `InputError` when a bucket size cannot be laid out.
@@ -200,7 +200,7 @@ class DdpReplay:
             dtype=np.int64,
         )
 
-    def ratio(self, scenario: Scenario) -> tuple[float, tuple[float, float]]:
+    def ratio(self, scenario: ResolvedEdits) -> tuple[float, tuple[float, float]]:
         """Return time after / before under `scenario`, and its range over the windows, widened by `MODEL_ERROR` and
         by what the replay misses.
 
@@ -208,10 +208,10 @@ class DdpReplay:
         cannot tell: a bucket size on busy cores, or one that cannot be laid out.
         """
         self.check(scenario)
-        before, after = self.makespans_ns(Scenario()), self.makespans_ns(scenario)
+        before, after = self.makespans_ns(ResolvedEdits()), self.makespans_ns(scenario)
         each = after / np.maximum(before, 1)
         whole = float(after.sum() / max(int(before.sum()), 1))
-        if scenario == Scenario():
+        if scenario == ResolvedEdits():
             return 1.0, (1.0, 1.0)
         miss = (
             MODEL_ERROR
@@ -220,7 +220,7 @@ class DdpReplay:
         )
         return whole, (min(whole, float(each.min())) * (1 - miss), max(whole, float(each.max())) * (1 + miss))
 
-    def check(self, scenario: Scenario) -> None:
+    def check(self, scenario: ResolvedEdits) -> None:
         """Refuse what the windows cannot tell; raises as `ratio`."""
         live = f"bucket_mb={_plain(scenario.bucket_mb)}" if scenario.bucket_mb is not None else ""
         live = live or (f"compress={scenario.compress}" if scenario.compress else "")
@@ -236,7 +236,7 @@ class DdpReplay:
                 f"{format_fraction(MAX_DISCREPANCY, 0)}. Record a quieter run."
             )
 
-    def _edited(self, step: Step, window: Window, scenario: Scenario) -> Step:
+    def _edited(self, step: DdpStep, window: StepWindow, scenario: ResolvedEdits) -> DdpStep:
         globs = [(pattern, factor) for pattern, factor in scenario.factors if pattern != "comm.*"]
         edited = scaled(step, window.trace, globs) if globs else step
         if scenario.accelerator != 1.0:
@@ -291,7 +291,7 @@ def ddp_dag(trace: Trace) -> Dag:
     the threads' time that is their own work, or a wait that its collective explains. Raises `InputError` as
     `DdpReplay.from_windows`.
     """
-    made = DdpReplay.from_windows([Window(trace, 0)])
+    made = DdpReplay.from_windows([StepWindow(trace, 0)])
     step = made.steps[0]
     late = sum(int(thread.own_ns[thread.what == WAIT].sum()) for thread in step.threads)
     dag = compiled(step, made.links[0], as_recorded=bool(made.busy)).dag
@@ -299,7 +299,7 @@ def ddp_dag(trace: Trace) -> Dag:
     return replace(dag, fidelity=made.fidelity, coverage=max(0.0, 1 - late / whole))
 
 
-def _busy(steps: Sequence[Step], link: Link, cores: int) -> str:
+def _busy(steps: Sequence[DdpStep], link: CollectiveLink, cores: int) -> str:
     """Say why collectives compete with compute for the cores of the host; '' when a link of one rate holds them up."""
     if link.spread <= MAX_SPREAD:
         return ""
@@ -316,7 +316,7 @@ def _plain(size: float | str) -> str:
     return size if isinstance(size, str) else f"{size:g}"
 
 
-def _links(carried: Sequence[Sequence[Carried]]) -> list[Link]:
+def _links(carried: Sequence[Sequence[Carried]]) -> list[CollectiveLink]:
     """Return the link of each window; of a window without large collectives, that of all windows together."""
     whole = fit([one for loads in carried for one in loads])
     return [

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from headway.core.errors import InputError
 from headway.core.units import KIB
-from headway.sim.ddp.ddp_link import Carried, Link
+from headway.sim.ddp.ddp_link import Carried, CollectiveLink
 from headway.sim.ddp.ddp_thread import CALL, WAIT, Thread
 from headway.sim.ddp.ddp_window import Ints
 from headway.sim.graph.dag import Dag
@@ -39,7 +39,7 @@ MOST_PASSES = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
+class DdpStep:
     """The threads of a window and its `c` collectives, ready to be replayed."""
 
     threads: tuple[Thread, ...]
@@ -71,7 +71,7 @@ class Step:
     """[threads] Core of each thread, where some share one; None = each has its own."""
 
 
-def step_of(window: Trace, threads: Sequence[Thread]) -> tuple[Step, list[Carried]]:
+def step_of(window: Trace, threads: Sequence[Thread]) -> tuple[DdpStep, list[Carried]]:
     """Match the collectives of all ranks; returns the step and what the link carried.
 
     Raises `InputError` when ranks queued different numbers or sizes of collectives.
@@ -101,7 +101,7 @@ def step_of(window: Trace, threads: Sequence[Thread]) -> tuple[Step, list[Carrie
     begins = np.array([thread.begin_ns[0] for thread in threads])
     ends = np.array([thread.begin_ns[-1] + thread.own_ns[-1] for thread in threads])
     lanes = [np.unique(events["lane"][thread.ran]).size for thread in threads]
-    step = Step(
+    step = DdpStep(
         threads=tuple(threads),
         size=size.max(axis=1),
         own_ns=np.maximum(end.max(axis=1) - last, 0),
@@ -115,7 +115,7 @@ def step_of(window: Trace, threads: Sequence[Thread]) -> tuple[Step, list[Carrie
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Compiled:
+class CompiledStep:
     """A step as a Dag with the durations it has on a link."""
 
     dag: Dag
@@ -132,8 +132,8 @@ class Compiled:
 
 
 def compiled(
-    step: Step, link: Link, *, comm: float = 1.0, bandwidth: float = 1.0, as_recorded: bool = False
-) -> Compiled:
+    step: DdpStep, link: CollectiveLink, *, comm: float = 1.0, bandwidth: float = 1.0, as_recorded: bool = False
+) -> CompiledStep:
     """Return the step on `link`; `comm` multiplies what collectives take, `bandwidth` the rate.
 
     `as_recorded`: each takes what it took, whoever shared the link with it, for there is no rate that explains it.
@@ -167,12 +167,12 @@ def compiled(
     return built
 
 
-def makespan_ns(built: Compiled) -> int:
+def makespan_ns(built: CompiledStep) -> int:
     """Return when the last rank ends its last item."""
     return int(replayed_ns(built)[built.last].max())
 
 
-def replayed_ns(built: Compiled) -> Ints:
+def replayed_ns(built: CompiledStep) -> Ints:
     """Return [n] the end of every operation."""
     return np.asarray(greedy(built.dag, built.duration_ns, order="ready,priority,index").end_ns)
 
@@ -189,7 +189,7 @@ def _freed(end: Ints, slots: int) -> Ints:
     return waits
 
 
-def _build(step: Step, latency_ns: Ints, duration: NDArray[np.float64], waits: Ints) -> Compiled:
+def _build(step: DdpStep, latency_ns: Ints, duration: NDArray[np.float64], waits: Ints) -> CompiledStep:
     """Lay out operations: an origin, the items of each rank, then per collective its latency and its pieces."""
     count = step.size.size
     # Numbers of the operations: firsts[i] begins the items of thread i, and each collective has a latency and its
@@ -237,4 +237,4 @@ def _build(step: Step, latency_ns: Ints, duration: NDArray[np.float64], waits: I
     dag = Dag.from_edges(
         n, np.concatenate(src), np.concatenate(dst), lane=lane, lag_ns=np.concatenate(lag), lane_order=False
     )
-    return Compiled(dag, total, firsts[1:] - 1, tail)
+    return CompiledStep(dag, total, firsts[1:] - 1, tail)

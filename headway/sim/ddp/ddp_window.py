@@ -42,7 +42,7 @@ CLOCK_SLACK_NS = 50_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Window:
+class StepWindow:
     """A few whole steps of all ranks."""
 
     trace: Trace
@@ -55,7 +55,7 @@ class Window:
     """Which of the run's windows it is, -1 for one that stands alone."""
 
 
-def windows_of(run: Run) -> list[Window]:
+def windows_of(run: Run) -> list[StepWindow]:
     """Return the newest windows of `run` that every rank wrote whole; those with a damaged file are left out."""
     ranks = sorted({row.rank for row in run.facts.ranks} or run.parts.numbers)
     files: dict[int, dict[int, Path]] = {}
@@ -148,7 +148,7 @@ def _entries(trace: Trace, calls: Ints, flight: Trace) -> Ints:
     return found
 
 
-def _window(files: Mapping[int, Path], num_steps: int, number: int) -> Window | None:
+def _window(files: Mapping[int, Path], num_steps: int, number: int) -> StepWindow | None:
     """Read one window of all ranks; None when a file is damaged."""
     parts = []
     try:
@@ -158,7 +158,7 @@ def _window(files: Mapping[int, Path], num_steps: int, number: int) -> Window | 
             parts.append(joined(Trace.open(path), flight, rank))
     except FormatError:
         return None
-    return Window(concat(parts), num_steps, number)
+    return StepWindow(concat(parts), num_steps, number)
 
 
 def _num_steps(recorded: Trace) -> dict[int, int]:

@@ -46,7 +46,7 @@ def kernels(name: str = "kernels") -> ModuleType:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Compiled:
+class CompiledDag:
     """A topological order and, for each position in it, the predecessors (the lane's previous op among them)."""
 
     order: NDArray[np.int32]
@@ -84,7 +84,7 @@ class Dag:
     priority: NDArray[np.float64] | None
     """[n] For `greedy`: the smallest goes first; None = all equal."""
 
-    compiled: Compiled
+    compiled: CompiledDag
     """What the kernels read."""
 
     lane_order: bool = True
@@ -136,7 +136,7 @@ class Dag:
             indices=indices,
             lag_ns=None if lag_ns is None else sorted_lag,
             priority=ranks,
-            compiled=Compiled(*parts),
+            compiled=CompiledDag(*parts),
             lane_order=lane_order,
         )
 
@@ -175,7 +175,7 @@ class Dag:
             indices=_shifted(self.indices, copies, self.n),
             lag_ns=None if self.lag_ns is None else np.tile(self.lag_ns, copies),
             priority=None if self.priority is None else np.tile(self.priority, copies),
-            compiled=Compiled(
+            compiled=CompiledDag(
                 order=_shifted(own.order, copies, self.n),
                 pred_ptr=_joined(own.pred_ptr, copies, num_preds),
                 pred=_shifted(own.pred, copies, self.n),

@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.sim.graph.dag import Dag, kernels
-from headway.sim.graph.replay import Times, checked_durations
+from headway.sim.graph.replay import ReplayTimes, checked_durations
 
 ORDERS: dict[str, int] = {"priority,ready,index": 0, "ready,priority,index": 1, "priority,index": 2}
 """Rule by which a lane picks among its ready operations, ties going to the next word -> mode of the kernel."""
@@ -31,7 +31,7 @@ ORDERS: dict[str, int] = {"priority,ready,index": 0, "ready,priority,index": 1, 
 
 def greedy(
     dag: Dag, duration_ns: ArrayLike, *, capacity: ArrayLike | None = None, order: str = "priority,ready,index"
-) -> Times:
+) -> ReplayTimes:
     """Return when each operation runs under list scheduling.
 
     `duration_ns` [n], int64 (exact) or float64; `capacity` [num_lanes], how
@@ -44,7 +44,7 @@ def greedy(
     free = _capacities(dag, capacity)
     start, end = np.zeros_like(duration), np.zeros_like(duration)
     if dag.n == 0:
-        return Times(start, end)
+        return ReplayTimes(start, end)
     lag = np.empty(0, np.int64) if dag.lag_ns is None else dag.lag_ns
     priority = np.empty(0) if dag.priority is None else dag.priority
     waits = np.bincount(dag.indices, minlength=dag.n).astype(np.int64)
@@ -52,7 +52,7 @@ def greedy(
     np.cumsum(np.bincount(dag.lane[dag.lane >= 0], minlength=free.size), out=queue_ptr[1:])
     edges = (dag.indptr, dag.indices, lag)
     kernels().list_schedule(edges, waits, (dag.lane, queue_ptr, free), mode, priority, duration, start, end)
-    return Times(start, end)
+    return ReplayTimes(start, end)
 
 
 def _capacities(dag: Dag, values: ArrayLike | None) -> NDArray[np.int64]:

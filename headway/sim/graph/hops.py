@@ -8,7 +8,7 @@ what it takes beyond it as its own time, never the wait for the sender. One
 collective of p ranks is a virtual In and Out per rank and its hops between.
 Times are int64 ns, sizes bytes.
 
->>> wire = Link("wire", bytes_per_s=1e9, latency_s=1e-6, source="doctest")
+>>> wire = LinkSpec("wire", bytes_per_s=1e9, latency_s=1e-6, source="doctest")
 >>> ring = Network("ring", 4, wire)
 >>> hops = expand([4000], [1], ring)
 >>> hops.src.size, int(hops.bytes[0]), int(ring.sync_ns(4000))  # 2 (p - 1) rounds of p sends; the closed form
@@ -28,7 +28,7 @@ from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.core.units import NS_PER_S
 from headway.cost.collectives import Fit, fit
-from headway.cost.specs import Link
+from headway.cost.specs import LinkSpec
 
 Ints = NDArray[np.int64]
 
@@ -183,7 +183,7 @@ PATTERNS: dict[str, PatternFn] = {"ring": ring, "tree": tree, "parameter_server"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stage:
+class HopStage:
     """One lane of the symmetric view: what the busiest link of that kind does for one part of a bucket."""
 
     job_ns: Ints
@@ -203,13 +203,13 @@ class Network:
     num_ranks: int
     """Workers, p."""
 
-    link: Link
+    link: LinkSpec
     """What each hop crosses (pushes only, when `pull_link` is given)."""
 
     num_servers: int = 0
     """Parameter servers; 0 for rings and trees."""
 
-    pull_link: Link | None = None
+    pull_link: LinkSpec | None = None
     """What pulls from parameter servers cross; None = `link`."""
 
     recv_ns: int = 0
@@ -238,7 +238,7 @@ class Network:
         seconds = link.latency_s + np.asarray(num_bytes, np.float64) / link.bytes_per_s
         return np.asarray(np.rint(seconds * NS_PER_S).astype(np.int64))
 
-    def stages(self, part_bytes: ArrayLike) -> tuple[Stage, ...]:
+    def stages(self, part_bytes: ArrayLike) -> tuple[HopStage, ...]:
         """Return the lanes that one part of a bucket passes one after the other, seen by symmetry.
 
         Equal ranks advance in step, so one lane of each kind tells the whole.
@@ -249,16 +249,16 @@ class Network:
         if self.algorithm == "parameter_server":
             chunk = _ceil(size, self.num_servers)
             busy, jobs = (self.num_ranks, 1) if self.num_servers <= self.num_ranks else (1, self.num_servers)
-            return tuple(Stage(busy * self.hop_ns(chunk, pull=pull), jobs) for pull in (False, True))
+            return tuple(HopStage(busy * self.hop_ns(chunk, pull=pull), jobs) for pull in (False, True))
         if self.num_ranks == 1:
             return ()
         if self.algorithm == "ring":
             rounds = 2 * (self.num_ranks - 1)
             hop = self.hop_ns(_ceil(size, self.num_ranks))
-            return (Stage(rounds * hop + (rounds - 1) * self.recv_ns, 1),)
+            return (HopStage(rounds * hop + (rounds - 1) * self.recv_ns, 1),)
         children = min(2, self.num_ranks - 1)
         depth = self.num_ranks.bit_length() - 1
-        return (Stage(children * self.hop_ns(size), 1),) * (2 * depth)
+        return (HopStage(children * self.hop_ns(size), 1),) * (2 * depth)
 
     def sync_ns(self, num_bytes: ArrayLike, parts: ArrayLike = 1) -> Ints:
         """Return t_sync: the time to sum `num_bytes` in `parts` equal parts over idle links (any shapes).

@@ -28,7 +28,7 @@ from headway.core.errors import InputError
 from headway.core.rng import stream
 
 
-class Event:
+class SimulationEvent:
     """Something announced; it can be cancelled until it happens."""
 
     __slots__ = ("action", "arguments", "at_s")
@@ -52,7 +52,7 @@ class Process:
         self.num_events = 0
         """Events that have happened."""
         self._seed = seed
-        self._heap: list[tuple[float, int, Event]] = []
+        self._heap: list[tuple[float, int, SimulationEvent]] = []
         self._next = itertools.count()
         self._streams: dict[tuple[str | int, ...], np.random.Generator] = {}
 
@@ -62,14 +62,14 @@ class Process:
             self._streams[name] = stream(self._seed, *name)
         return self._streams[name]
 
-    def after(self, delay_s: float, action: Callable[..., object], *arguments: object) -> Event:
+    def after(self, delay_s: float, action: Callable[..., object], *arguments: object) -> SimulationEvent:
         """Announce that `action(*arguments)` happens in `delay_s` seconds; infinity = never.
 
         Raises `InputError` on a negative delay or NaN.
         """
         if not delay_s >= 0:
             raise InputError(f"delay_s is {delay_s}; an event cannot lie in the past. Pass a number >= 0.")
-        event = Event(self.now_s + delay_s, action, arguments)
+        event = SimulationEvent(self.now_s + delay_s, action, arguments)
         if math.isfinite(event.at_s):
             heapq.heappush(self._heap, (event.at_s, next(self._next), event))
         return event

@@ -35,7 +35,7 @@ LATEST_NS = 2**62
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Times:
+class ReplayTimes:
     """When each operation runs."""
 
     start_ns: Span
@@ -51,7 +51,7 @@ class Times:
         return latest.item() if latest.ndim == 0 else latest  # type: ignore[no-any-return]  # numpy's item() is Any
 
 
-def replay(dag: Dag, duration_ns: ArrayLike) -> Times:
+def replay(dag: Dag, duration_ns: ArrayLike) -> ReplayTimes:
     """Return when each operation runs, for one [n] or many [n, k] sets of durations.
 
     Column `j` of a batch equals the replay of that column alone, bit for bit.
@@ -62,7 +62,7 @@ def replay(dag: Dag, duration_ns: ArrayLike) -> Times:
     order = dag.compiled
     kernel = kernels().longest_path if duration.ndim == 1 else kernels().longest_path_batch
     kernel(order.order, order.pred_ptr, order.pred, order.pred_lag, duration, start, end)
-    return Times(start, end)
+    return ReplayTimes(start, end)
 
 
 def fresh_like(array: Span) -> Span:

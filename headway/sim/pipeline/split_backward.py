@@ -136,7 +136,7 @@ def _v_form(shape: PipelineShape) -> Orders:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Case:
+class _ListSchedule:
     """List scheduling of one shape. Operation (kind k, stage s, microbatch j) has index (k S + s) m + j."""
 
     shape: PipelineShape
@@ -218,7 +218,7 @@ def _searched(shape: PipelineShape, cap: int, costs: StageCosts) -> Iterator[Ord
     ranks = np.arange(p)
     rank = ranks if v == 1 else np.concatenate([ranks, ranks[::-1]])
     each = np.repeat(np.concatenate([costs.forward_ns, costs.input_ns, costs.weight_ns]), shape.num_microbatches)
-    case = _Case(shape, rank, each.astype(np.int64))
+    case = _ListSchedule(shape, rank, each.astype(np.int64))
     # Activations of the second stage: one more for each rank nearer to the turn of the V, in shares of the cap.
     second = np.clip((ranks + 1) * cap // p, 1, 2 * cap - 1)
     dag = case.dag(_caps(second, cap, v))

@@ -20,11 +20,11 @@ from headway.trace.events.trace import Trace
 
 if TYPE_CHECKING:
     from headway.sim.recorded.lane import Lane
-    from headway.sim.recorded.recording import Batches
+    from headway.sim.recorded.recording import ConsumedBatches
 
 
 def cores_used(
-    rows: Trace, lane: Lane, batches: Batches, computes: NDArray[np.bool_], collects: NDArray[np.bool_]
+    rows: Trace, lane: Lane, batches: ConsumedBatches, computes: NDArray[np.bool_], collects: NDArray[np.bool_]
 ) -> tuple[float, float, float]:
     """Return `busy`, `waiting` and `beside` of `Recording`, from the 'host.cpu' marks.
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from headway.core.units import NS_PER_MS, NS_PER_US
 from headway.sim.recorded.lane import Lane
-from headway.sim.recorded.recording import Batches
+from headway.sim.recorded.recording import ConsumedBatches
 
 SLACK_NS = 3 * NS_PER_MS
 """A batch that was loaded this long before it was asked for had surely been handed over."""
@@ -91,7 +91,7 @@ class Costs:
 
 
 def measure_handoff(
-    batches: Batches, known: NDArray[np.bool_], take: NDArray[np.float64], handoff: NDArray[np.float64]
+    batches: ConsumedBatches, known: NDArray[np.bool_], take: NDArray[np.float64], handoff: NDArray[np.float64]
 ) -> None:
     """Replace the typical costs of one loader's batches by measured ones where workers were recorded (in place).
 
@@ -137,7 +137,7 @@ def measure_handoff(
         handoff[seen] = arrival[seen] - take[seen]
 
 
-def _worker_free_ns(batches: Batches, load_end: NDArray[np.int64]) -> NDArray[np.int64]:
+def _worker_free_ns(batches: ConsumedBatches, load_end: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return [b] when its worker had loaded the batch, and the one after it if that had begun when b was asked for."""
     free = load_end.copy()
     for index in range(batches.group.size):
@@ -150,7 +150,7 @@ def _worker_free_ns(batches: Batches, load_end: NDArray[np.int64]) -> NDArray[np
     return free
 
 
-def between_loads(batches: Batches, prefetch: NDArray[np.int64]) -> NDArray[np.float64]:
+def between_loads(batches: ConsumedBatches, prefetch: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return [b] what the worker did between its load before and this one; medians where it may have been idle.
 
     A worker that has been told of a batch begins it at once: what passes until then is its own (a batch put into a
@@ -176,7 +176,7 @@ def between_loads(batches: Batches, prefetch: NDArray[np.int64]) -> NDArray[np.f
     return between
 
 
-def first_loads(batches: Batches, lane: Lane, costs: Costs) -> NDArray[np.float64]:
+def first_loads(batches: ConsumedBatches, lane: Lane, costs: Costs) -> NDArray[np.float64]:
     """Return [i] when the workers of each pass began to load, after the end of its creation."""
     first = np.full(batches.group.size, float(costs.first_ns))
     for index in range(batches.group.size):

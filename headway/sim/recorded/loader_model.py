@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from headway.core.units import NS_PER_S
 from headway.sim.recorded.lane import Lane
 from headway.sim.recorded.loader_costs import Costs, between_loads, first_loads, measure_handoff
-from headway.sim.recorded.recording import Batches, Recording
-from headway.sim.whatif.edits import Scenario
+from headway.sim.recorded.recording import ConsumedBatches, Recording
+from headway.sim.whatif.edits import ResolvedEdits
 from headway.trace.events.loader_facts import LoaderFacts, bound, facts_of, uncacheable
 
 MAX_PRESSURE = 10.0
@@ -78,7 +78,7 @@ class Loading:
 class LoaderModel:
     """The loaders of one rank: what was measured of each batch, and what the run's facts say."""
 
-    batches: Batches
+    batches: ConsumedBatches
     """The recorded batches."""
 
     owned_ns: NDArray[np.int64]
@@ -133,7 +133,7 @@ class LoaderModel:
     """What the run could not show."""
 
     @classmethod
-    def of(cls, batches: Batches, lane: Lane, facts: Mapping[str, LoaderFacts], costs: Costs) -> LoaderModel:
+    def of(cls, batches: ConsumedBatches, lane: Lane, facts: Mapping[str, LoaderFacts], costs: Costs) -> LoaderModel:
         """Measure what can be measured. `facts` is the `loaders` entry of run.json."""
         told = [facts_of(facts, int(group)) for group in batches.group]
         owned = np.zeros(int(lane.row.max(initial=-1)) + 2, np.int64)
@@ -173,7 +173,7 @@ class LoaderModel:
             costs=costs,
         )
 
-    def under(self, scenario: Scenario, seed: int, starved: float = 0.0) -> Loading:
+    def under(self, scenario: ResolvedEdits, seed: int, starved: float = 0.0) -> Loading:
         """Return the loads as `scenario` changes them.
 
         `starved` is the share of the recorded run-queue wait that comes from
@@ -211,7 +211,7 @@ class LoaderModel:
             stop_ns=stop_ns * scenario.factor("input.next"),
         )
 
-    def _tuned(self, scenario: Scenario) -> NDArray[np.bool_]:
+    def _tuned(self, scenario: ResolvedEdits) -> NDArray[np.bool_]:
         """Return [i] whether the edits of workers reach the loader of each pass."""
         reached = np.array([scenario.reaches(int(group)) for group in self.batches.group], dtype=bool)
         return np.asarray(self.tunable & reached)
@@ -223,7 +223,7 @@ class LoaderModel:
         )
 
     def _loads(
-        self, scenario: Scenario, seed: int, starved: float
+        self, scenario: ResolvedEdits, seed: int, starved: float
     ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
         """Return of each load what is blocked, waits for a core, and is CPU time, cache hits drawn one by one."""
         fetch, starving, prep, collate = self.batches.part_ns.astype(np.float64).T
@@ -248,7 +248,7 @@ class LoaderModel:
         return fetch, waiting, prep * scenario.prep
 
     def _turns(
-        self, scenario: Scenario, workers: NDArray[np.int64]
+        self, scenario: ResolvedEdits, workers: NDArray[np.int64]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
         """Return, per pass, what making its iterator costs, when its workers begin, and what its end costs."""
         had, again = self.batches.workers, self.batches.epoch > 0
@@ -327,7 +327,7 @@ def storage_is_shared(recording: Recording) -> bool | None:
     return bool(growth > 1 + 0.5 * (expected - 1))
 
 
-def own_service(batches: tuple[Batches, ...]) -> float:
+def own_service(batches: tuple[ConsumedBatches, ...]) -> float:
     """Return the time for which one shared pipe was busy / the blocked time that its readers recorded.
 
     While loads with blocked shares p, q, ... overlap, the pipe is busy for

@@ -33,7 +33,7 @@ from headway.sim.recorded.loader_model import LoaderModel, busiest_host, host_pr
 from headway.sim.recorded.recording import Recording, first_steady
 from headway.sim.recorded.stage_orders import INPUT_SHARES, MOST_STARVED, RecordedPipeline, check_stages, reordered
 from headway.sim.recorded.unroll import Occupancy, Unrolled, edited_segments, unroll
-from headway.sim.whatif.edits import Edit, Scenario, parse_edit, scenario_of
+from headway.sim.whatif.edits import Edit, ResolvedEdits, parse_edit, scenario_of
 from headway.sim.whatif.prediction import Prediction
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
@@ -110,7 +110,7 @@ class Program:
     deep: list[DdpReplay | InputError] = field(default_factory=list)
     """Its deep windows once they were asked for, or why they cannot be used."""
 
-    replays: dict[tuple[Scenario, bool], NDArray[np.float64]] = field(default_factory=dict)
+    replays: dict[tuple[ResolvedEdits, bool], NDArray[np.float64]] = field(default_factory=dict)
     """Replays done so far: (scenario, scaled to the whole run) -> [k] ns per steady step, mean over ranks."""
 
     orders: dict[tuple[str | None, float, float], Recording] = field(default_factory=dict)
@@ -177,7 +177,7 @@ class Program:
     @property
     def fidelity(self) -> float:
         """Return measured / replayed step time without edits; 1 is perfect."""
-        return self.replayed_s * NS_PER_S / float(self.steps_ns(Scenario(), whole=False).mean())
+        return self.replayed_s * NS_PER_S / float(self.steps_ns(ResolvedEdits(), whole=False).mean())
 
     def predict(
         self,
@@ -196,17 +196,17 @@ class Program:
         given = tuple(parse_edit(edit) if isinstance(edit, str) else edit for edit in edits)
         scenario = scenario_of(given)
         inside, rest, note = self._split(scenario)
-        if rest != scenario and rest == Scenario():
+        if rest != scenario and rest == ResolvedEdits():
             return self._from_windows(inside, Prediction(self.measured_s, self.measured_s, (1.0, 1.0), ()), given)
         if rest != scenario:
             others = [edit for edit in given if self._split(scenario_of([edit]))[0] != scenario_of([edit])]
             plain = self.predict(others, max_discrepancy=max_discrepancy, interval=interval, seed=seed)
             return self._from_windows(inside, plain, given)
         self._check(scenario, max_discrepancy)
-        base, after = self.steps_ns(Scenario(), seed), self.steps_ns(scenario, seed)
+        base, after = self.steps_ns(ResolvedEdits(), seed), self.steps_ns(scenario, seed)
         step_s = self.measured_s * float(after.mean() / base.mean())
         speedup = float(base.mean() / max(after.mean(), 1e-9))
-        wanted = interval and scenario != Scenario()
+        wanted = interval and scenario != ResolvedEdits()
         bounds = self._interval(scenario, base, after, seed) if wanted else (speedup, speedup)
         notes = " ".join([*self._notes(scenario), *([note] if note else [])])
         return Prediction(self.measured_s, step_s, bounds, tuple(map(str, given)), notes)
@@ -228,9 +228,9 @@ class Program:
     @property
     def replays_links(self) -> bool:
         """Whether deep windows answer what another bandwidth would do."""
-        return self._split(Scenario(bandwidth=2.0))[0] != Scenario()
+        return self._split(ResolvedEdits(bandwidth=2.0))[0] != ResolvedEdits()
 
-    def _split(self, scenario: Scenario) -> tuple[Scenario, Scenario, str]:
+    def _split(self, scenario: ResolvedEdits) -> tuple[ResolvedEdits, ResolvedEdits, str]:
         """Return what the deep windows have to answer, the rest, and why windows that could have helped do not.
 
         Theirs are bucket sizes, links, and operations that only they show. What they can answer together they answer
@@ -240,10 +240,10 @@ class Program:
         by_device = self.talks_by_device and (
             scenario.bandwidth != 1.0 or any(pattern == COMM_GLOB for pattern, _ in unseen)
         )
-        inside = Scenario(
+        inside = ResolvedEdits(
             factors=unseen, bucket_mb=scenario.bucket_mb, compress=scenario.compress, bandwidth=scenario.bandwidth
         )
-        if inside == Scenario():
+        if inside == ResolvedEdits():
             return inside, scenario, ""
         # Why they cannot is kept beside the answer of the always-on records, or said with the refusal.
         try:
@@ -260,15 +260,15 @@ class Program:
                 raise InputError(
                     f"{given} is not predictable from this run: {cause} Try it live with headway run --apply."
                 ) from None
-            return Scenario(), scenario, f"Deep windows do not tell more: {cause}"
+            return ResolvedEdits(), scenario, f"Deep windows do not tell more: {cause}"
         if not all(pattern == COMM_GLOB or deep.matches(pattern) for pattern, _ in unseen):
-            return Scenario(), scenario, ""  # The check of the always-on names says which names there are.
+            return ResolvedEdits(), scenario, ""  # The check of the always-on names says which names there are.
         if deep.answers(scenario):
-            return scenario, Scenario(), ""
+            return scenario, ResolvedEdits(), ""
         left = tuple(pair for pair in scenario.factors if pair not in unseen)
         return inside, replace(scenario, factors=left, bucket_mb=None, compress=None, bandwidth=1.0), ""
 
-    def _from_windows(self, inside: Scenario, rest: Prediction, given: tuple[Edit, ...]) -> Prediction:
+    def _from_windows(self, inside: ResolvedEdits, rest: Prediction, given: tuple[Edit, ...]) -> Prediction:
         """Add what the windows say to `rest`: seconds of a step, because the two parts of it follow each other."""
         deep = self.windows()
         ratio, (low, high) = deep.ratio(inside)
@@ -291,13 +291,13 @@ class Program:
         """Say whether the always-on records have operations that the glob `pattern` matches."""
         if pattern == COMM_GLOB and self.talks_by_device:
             return False
-        single = Scenario(factors=((pattern, 0.5),))
+        single = ResolvedEdits(factors=((pattern, 0.5),))
         return pattern in KNOWN_GLOBS or any(single.factor(name) != 1 for name in self._names() | set(PARTS))
 
     def _names(self) -> set[str]:
         return {LABELS[code] for lane in self.recording.lanes for code in np.unique(lane.label)}
 
-    def steps_ns(self, scenario: Scenario, seed: int = 0, *, whole: bool = True) -> NDArray[np.float64]:
+    def steps_ns(self, scenario: ResolvedEdits, seed: int = 0, *, whole: bool = True) -> NDArray[np.float64]:
         """Replay under `scenario` and return [k] the duration of each steady step, mean over ranks.
 
         `whole` scales what is rare to its rate over the whole run, where only a part of it is replayed.
@@ -312,7 +312,7 @@ class Program:
         return self._unrolled(scenario_of(edits), 0, self.models)
 
     def _replay(
-        self, scenario: Scenario, seed: int, models: tuple[LoaderModel, ...], *, whole: bool = True
+        self, scenario: ResolvedEdits, seed: int, models: tuple[LoaderModel, ...], *, whole: bool = True
     ) -> NDArray[np.float64]:
         horizon = 2.0 * max(int(lane.step_end_ns[-1] - lane.step_end_ns[0]) for lane in self.recording.lanes)
         while True:
@@ -324,7 +324,7 @@ class Program:
 
     def _unrolled(
         self,
-        scenario: Scenario,
+        scenario: ResolvedEdits,
         seed: int,
         models: tuple[LoaderModel, ...],
         *,
@@ -351,20 +351,20 @@ class Program:
             accelerator=scenario.accelerator,
         )
 
-    def reordered(self, scenario: Scenario) -> Recording:
+    def reordered(self, scenario: ResolvedEdits) -> Recording:
         """Return the recording with the order of its pipeline that `scenario` asks for."""
         key = (scenario.schedule, scenario.bubble, scenario.input_share)
         if key not in self.orders:
             self.orders[key] = reordered(self.recording, scenario)
         return self.orders[key]
 
-    def contention(self, scenario: Scenario) -> Contention:
+    def contention(self, scenario: ResolvedEdits) -> Contention:
         """Return what competes for the cores under `scenario`."""
         ranks = int(np.bincount(self.recording.host).max())
         edits = (scenario.cores, scenario.other)
         return Contention.of(self.load, self.cores, groups=ranks, edits=edits, strength=self.strength)
 
-    def shares_storage(self, scenario: Scenario) -> bool:
+    def shares_storage(self, scenario: ResolvedEdits) -> bool:
         """Say whether loads queue for one pipe under `scenario`: as told, else as the run shows, else not."""
         told = scenario.storage_shared
         return bool(self.shared) if told is None else told
@@ -407,7 +407,7 @@ class Program:
         """Return by how much the replay may miss the run: more in a short one, whose steps say less of their mean."""
         return most_discrepancy(self.recording.recorded_steps)
 
-    def _check(self, scenario: Scenario, max_discrepancy: float | None) -> None:
+    def _check(self, scenario: ResolvedEdits, max_discrepancy: float | None) -> None:
         """Refuse what this run cannot answer."""
         gap, most = abs(self.fidelity - 1), self.bar if max_discrepancy is None else max_discrepancy
         if gap > most:
@@ -425,7 +425,7 @@ class Program:
                 )
 
     def _interval(
-        self, scenario: Scenario, base: NDArray[np.float64], after: NDArray[np.float64], seed: int
+        self, scenario: ResolvedEdits, base: NDArray[np.float64], after: NDArray[np.float64], seed: int
     ) -> tuple[float, float]:
         """Return a range of the speedup: resampled blocks of steps, costs that were assumed, what the replay misses."""
         shifts = []
@@ -443,16 +443,16 @@ class Program:
             contended=self.contention(scenario).taken_fraction >= CONTENDED_FRACTION,
         )  # fmt: skip
 
-    def _splits(self, scenario: Scenario) -> bool:
+    def _splits(self, scenario: ResolvedEdits) -> bool:
         """Say whether the edits split backwards that were recorded whole."""
         return scenario.schedule == "zero_bubble" and not RecordedPipeline.of(self.recording).split
 
-    def _assumes_handoff(self, scenario: Scenario) -> bool:
+    def _assumes_handoff(self, scenario: ResolvedEdits) -> bool:
         """Say whether the edits bring workers to a run that had none."""
         recorded = max((int(b.workers.max(initial=0)) for b in self.recording.batches), default=0)
         return bool(scenario.workers) and recorded == 0
 
-    def _notes(self, scenario: Scenario) -> list[str]:
+    def _notes(self, scenario: ResolvedEdits) -> list[str]:
         """Say what the model had to assume for these edits."""
         notes = []
         loads = any(batches.part_ns[:, 0].any() for batches in self.recording.batches)

@@ -19,7 +19,7 @@ from headway.core.errors import InputError
 from headway.sim.recorded.core_use import cores_used
 from headway.sim.recorded.device_work import DeviceWork
 from headway.sim.recorded.lane import COMPUTE, GARBAGE, LABEL, LABELS, ON_THREAD, PRIORITY, Lane
-from headway.sim.recorded.stage_work import Messages, StageWork, cuts_of
+from headway.sim.recorded.stage_work import MessagePoints, StageWork, cuts_of
 from headway.trace.events.nesting import enclosing
 from headway.trace.events.parts import Parts
 from headway.trace.events.sweep import sweep
@@ -35,7 +35,7 @@ LOAD_PARTS: tuple[str, ...] = ("input.fetch", "input.cpu_wait", "input.prep", "i
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batches:
+class ConsumedBatches:
     """The `b` batches that one rank consumed, in that order, and what loading each of them took."""
 
     segment: NDArray[np.int64]
@@ -85,7 +85,7 @@ class Batches:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Meeting:
+class MatchedCollective:
     """One collective over ranks: who took part, and how long it went on after the last one had come."""
 
     rank_index: NDArray[np.int64]
@@ -105,10 +105,10 @@ class Recording:
     lanes: tuple[Lane, ...]
     """One per rank, in rank order."""
 
-    batches: tuple[Batches, ...]
+    batches: tuple[ConsumedBatches, ...]
     """One per rank."""
 
-    meetings: tuple[Meeting, ...]
+    meetings: tuple[MatchedCollective, ...]
     """Collectives in which at least two ranks were seen."""
 
     num_steps: int
@@ -138,7 +138,7 @@ class Recording:
     devices: tuple[DeviceWork | None, ...]
     """[ranks] What the device of each did; None where it was not seen, or is the training thread itself."""
 
-    messages: Messages
+    messages: MessagePoints
     """Sends and receives between two ranks."""
 
     stages: tuple[StageWork | None, ...]
@@ -187,7 +187,7 @@ class Recording:
             _hosts(parts.ranks, ranks),
             np.array(last, dtype=np.int64),
             tuple(devices),
-            Messages.of(own, lanes),
+            MessagePoints.of(own, lanes),
             tuple(stages),
         )
 
@@ -281,7 +281,7 @@ def _last_segment(lane: Lane, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     return found[rows]
 
 
-def _batches(rows: Trace, lane: Lane) -> Batches:
+def _batches(rows: Trace, lane: Lane) -> ConsumedBatches:
     """Match every next(loader) of the kept steps with the load of its batch."""
     events = rows.events
     calls = np.flatnonzero(rows.named("input.next") & (events["seq"] >= 0))
@@ -304,7 +304,7 @@ def _batches(rows: Trace, lane: Lane) -> Batches:
     workers = np.where(created >= 0, np.maximum(events["peer"][created] if made.size else 0, 0), peer + 1)
     workers = np.where(peer < 0, 0, workers) if len(keys) else workers
     loads = _loads(rows, calls, iterator, keys, workers)
-    return Batches(
+    return ConsumedBatches(
         segment=segment,
         iterator=iterator,
         seq=events["seq"][calls],
@@ -420,7 +420,7 @@ def _parts(rows: Trace, loads: NDArray[np.int64]) -> NDArray[np.int64]:
     return split
 
 
-def _meetings(own: list[Trace], lanes: tuple[Lane, ...]) -> tuple[Meeting, ...]:
+def _meetings(own: list[Trace], lanes: tuple[Lane, ...]) -> tuple[MatchedCollective, ...]:
     """Join collectives over ranks by (name, group, seq)."""
     found = []
     for index, (rows, lane) in enumerate(zip(own, lanes, strict=True)):
@@ -439,10 +439,10 @@ def _meetings(own: list[Trace], lanes: tuple[Lane, ...]) -> tuple[Meeting, ...]:
     return tuple(_meeting(part) for part in np.split(table, cut) if len(part) > 1)
 
 
-def _meeting(part: NDArray[np.int64]) -> Meeting:
+def _meeting(part: NDArray[np.int64]) -> MatchedCollective:
     """Return one collective; its own time is what is left after the last arrival."""
     arrival = part[:, 4].max()
-    return Meeting(part[:, 6], part[:, 3], np.maximum(part[:, 5] - arrival, 0))
+    return MatchedCollective(part[:, 6], part[:, 3], np.maximum(part[:, 5] - arrival, 0))
 
 
 def first_steady(recording: Recording) -> int:

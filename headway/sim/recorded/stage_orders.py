@@ -33,8 +33,8 @@ from headway.sim.pipeline.simulate import StageCosts
 from headway.sim.pipeline.split_backward import zero_bubble
 from headway.sim.recorded.lane import LABEL, Lane
 from headway.sim.recorded.recording import Recording
-from headway.sim.recorded.stage_work import Messages, StageWork
-from headway.sim.whatif.edits import Scenario
+from headway.sim.recorded.stage_work import MessagePoints, StageWork
+from headway.sim.whatif.edits import ResolvedEdits
 
 Ints = NDArray[np.int64]
 
@@ -187,7 +187,7 @@ def _message_ns(recording: Recording) -> int:
     return int(np.median(taken)) if taken.size else 0
 
 
-def reordered(recording: Recording, scenario: Scenario) -> Recording:
+def reordered(recording: Recording, scenario: ResolvedEdits) -> Recording:
     """Return the recording with the order that `scenario` asks for, and without bubbles where it says so."""
     found = recording
     if scenario.schedule is not None:
@@ -366,7 +366,7 @@ def _taken(blocks: dict[Action, _Block], action: Action, share: float) -> tuple[
     return whole.body, whole.tail, 1.0 - share, whole.part
 
 
-def _messages(known: RecordedPipeline, built: list[_Built]) -> Messages:
+def _messages(known: RecordedPipeline, built: list[_Built]) -> MessagePoints:
     """Return the messages between neighbouring stages: posted behind the computation that makes them."""
     entries = []
     for stage, made in enumerate(built):
@@ -379,10 +379,10 @@ def _messages(known: RecordedPipeline, built: list[_Built]) -> Messages:
     return _of_entries([(number // 2, *entry) for number, entry in enumerate(entries)])
 
 
-def _of_entries(entries: list[tuple[int, int, int, int, bool, int]]) -> Messages:
+def _of_entries(entries: list[tuple[int, int, int, int, bool, int]]) -> MessagePoints:
     """Return messages from (point, rank index, post, segment, waits, own ns) of each end."""
     table = np.array(entries, np.int64).reshape(-1, 6)
-    return Messages(table[:, 0], table[:, 1], table[:, 2], table[:, 3], table[:, 4] > 0, table[:, 5])
+    return MessagePoints(table[:, 0], table[:, 1], table[:, 2], table[:, 3], table[:, 4] > 0, table[:, 5])
 
 
 def without_bubbles(recording: Recording) -> Recording:
@@ -403,11 +403,13 @@ def without_bubbles(recording: Recording) -> Recording:
         entries += [(point + turn, index, at, at, True, -1) for turn, at in enumerate(begins.tolist())]
     held = _of_entries(entries)
     alone = replace(messages, waits=np.zeros_like(messages.waits))
-    joined = {one.name: np.concatenate([getattr(alone, one.name), getattr(held, one.name)]) for one in fields(Messages)}
-    return replace(recording, messages=Messages(**joined))
+    joined = {
+        one.name: np.concatenate([getattr(alone, one.name), getattr(held, one.name)]) for one in fields(MessagePoints)
+    }
+    return replace(recording, messages=MessagePoints(**joined))
 
 
-def check_stages(recording: Recording, scenario: Scenario) -> None:
+def check_stages(recording: Recording, scenario: ResolvedEdits) -> None:
     """Raise `InputError` where an edit names a stage that was not recorded."""
     known = sorted({int(stage) for work in recording.stages if work is not None for stage in work.stage})
     for stage, *_ in scenario.stages:

@@ -72,7 +72,7 @@ class StageWork:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Messages:
+class MessagePoints:
     """Points at which ranks have all posted a message; [n] one entry per rank and point."""
 
     point: Ints
@@ -94,7 +94,7 @@ class Messages:
     """[n] What is left of the wait after the point; -1 where the segment is no wait, and keeps its duration."""
 
     @classmethod
-    def of(cls, own: Sequence[Trace], lanes: Sequence[Lane]) -> Messages:
+    def of(cls, own: Sequence[Trace], lanes: Sequence[Lane]) -> MessagePoints:
         """Match the sends and receives of all ranks in the kept steps; one whose other end is not there is left out."""
         found = [
             _sides(rows, lane, index, names)
@@ -138,7 +138,7 @@ def cuts_of(rows: Trace) -> Ints:
 
 
 def _sides(rows: Trace, lane: Lane, index: int, names: tuple[str, int]) -> Ints:
-    """Return [n, 10] the sends, or the receives, of one rank, as `Messages.of` joins them."""
+    """Return [n, 10] the sends, or the receives, of one rank, as `MessagePoints.of` joins them."""
     name, receives = names
     events = rows.events
     row = np.flatnonzero(rows.named(name) & (events["seq"] >= 0) & (events["peer"] >= 0))

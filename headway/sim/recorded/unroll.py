@@ -1,11 +1,10 @@
 """A recorded run, unrolled into operations with an order: what `program` replays.
 
 Every segment of a training thread and every load becomes operations; cores
-are a lane with as many places as the host has usable cores, shared storage is
-a lane with one place, all else is bounded by its edges only. Long CPU work is
-cut into quanta, as the scheduler of an operating system shares cores. What
-else wants the cores (`contention`) has operations of its own. Times are ns; the
-Dag is for `greedy`.
+are a lane with as many places as the host has usable cores, shared storage is a lane
+with one place, all else is bounded by its edges only. Long CPU work is cut into
+quanta, as an operating system shares cores. What else wants the cores
+(`contention`) has operations of its own. Times are ns; the Dag is for `greedy`.
 
 >>> [LABELS[code] for code in np.flatnonzero(ON_CORE)]
 ['input.next', 'host.gc', 'host.collect']
@@ -30,7 +29,7 @@ from headway.sim.recorded.lane import COMPUTE, LABEL, LABELS, ON_THREAD, Lane
 from headway.sim.recorded.loader_costs import Costs
 from headway.sim.recorded.loader_model import Loading
 from headway.sim.recorded.recording import Recording
-from headway.sim.whatif.edits import Scenario
+from headway.sim.whatif.edits import ResolvedEdits
 
 QUANTUM_NS = 5 * NS_PER_MS
 """CPU work is cut into quanta of this length where more threads want cores than there are."""
@@ -412,7 +411,7 @@ def _exchange(ops: _Ops, recording: Recording, first: list[NDArray[np.int64]], l
 
 
 def edited_segments(
-    recording: Recording, scenario: Scenario, costs: Costs, *, whole: bool = True
+    recording: Recording, scenario: ResolvedEdits, costs: Costs, *, whole: bool = True
 ) -> tuple[NDArray[np.float64], ...]:
     """Return, per rank, [m] durations of the segments after the edits; collectives keep their own time only.
 

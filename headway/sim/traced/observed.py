@@ -32,7 +32,7 @@ from headway.sim.graph.replay import replay
 from headway.sim.recorded.program import Program
 from headway.sim.traced.observed_edges import DEVICE, EDGE_CLASSES, FINDERS, Ints, Operations
 from headway.sim.traced.row_edges import listed_dag
-from headway.sim.whatif.edits import Edit, Scenario, scenario_of
+from headway.sim.whatif.edits import Edit, ResolvedEdits, scenario_of
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND
 from headway.trace.sync.clocks import on_common_clock
@@ -91,7 +91,7 @@ class Observed:
         _check_window(scenario)
         return np.rint(self.duration_ns * self._factors(scenario)).astype(np.int64)
 
-    def _factors(self, scenario: Scenario) -> NDArray[np.float64]:
+    def _factors(self, scenario: ResolvedEdits) -> NDArray[np.float64]:
         # The origin and the meeting points have row -1, by which an index reads the last row of the trace: `known`
         # masks that.
         events, known = self.trace.events, self.row >= 0
@@ -218,9 +218,9 @@ def _residuals(ops: Operations, src: Ints, dst: Ints, launch: NDArray[np.bool_])
     return residual, ~ops.device[dst] | launch
 
 
-def _check_window(scenario: Scenario) -> None:
+def _check_window(scenario: ResolvedEdits) -> None:
     """Refuse edits whose answer is not in a profiler window."""
-    answered = Scenario(
+    answered = ResolvedEdits(
         factors=scenario.factors, fetch=scenario.fetch, prep=scenario.prep, transfer=scenario.transfer,
         bandwidth=scenario.bandwidth, accelerator=scenario.accelerator,
     )  # fmt: skip

@@ -21,9 +21,9 @@ from typing import Protocol
 
 from headway.core.errors import InputError
 from headway.core.units import seconds_to_ns
-from headway.cost.specs import Device
+from headway.cost.specs import DeviceSpec
 from headway.cost.transformer import Transformer
-from headway.sim.training.training_step import Block, Profile
+from headway.sim.training.training_step import Block, StepProfile
 
 EFFICIENCY = 0.5
 """Share of the peak rate that matrix operations attain, unless told."""
@@ -41,7 +41,7 @@ HALF_FRACTION = 0.45
 class ProfileFn(Protocol):
     """A model. Write a function of this shape and list it in `PROFILES`."""
 
-    def __call__(self, device: Device, *, batch: int, efficiency: float = EFFICIENCY) -> Profile:
+    def __call__(self, device: DeviceSpec, *, batch: int, efficiency: float = EFFICIENCY) -> StepProfile:
         """Return the profile of a step with `batch` examples per worker; raises `InputError` on a batch < 1."""
         ...
 
@@ -56,12 +56,12 @@ class _Layer:
     more_weights: int = 0
 
 
-def mlp(device: Device, *, batch: int, efficiency: float = EFFICIENCY) -> Profile:
+def mlp(device: DeviceSpec, *, batch: int, efficiency: float = EFFICIENCY) -> StepProfile:
     """Twelve equal layers of 4096 x 4096."""
     return perceptron([4096] * 13, device, batch=batch, efficiency=efficiency)
 
 
-def perceptron(widths: Sequence[int], device: Device, *, batch: int, efficiency: float = EFFICIENCY) -> Profile:
+def perceptron(widths: Sequence[int], device: DeviceSpec, *, batch: int, efficiency: float = EFFICIENCY) -> StepProfile:
     """Return a chain of fully connected layers with biases; `widths` from input to output, at least two."""
     if len(widths) < 2 or min(widths) < 1:
         raise InputError(f"widths are {list(widths)}; give at least two sizes >= 1, input first.")
@@ -69,21 +69,21 @@ def perceptron(widths: Sequence[int], device: Device, *, batch: int, efficiency:
     return _profile(layers, device, batch, efficiency, [a * 1000003 + b for a, b in itertools.pairwise(widths)])
 
 
-def bert_large(device: Device, *, batch: int, efficiency: float = EFFICIENCY) -> Profile:
+def bert_large(device: DeviceSpec, *, batch: int, efficiency: float = EFFICIENCY) -> StepProfile:
     """Twenty-four layers of hidden size 1024, sequences of 128 tokens, 30,522 words."""
     return transformer(
         Transformer(24, 1024, 16, sequence=128, vocabulary=30522), device, batch=batch, efficiency=efficiency
     )
 
 
-def gpt_small(device: Device, *, batch: int, efficiency: float = EFFICIENCY) -> Profile:
+def gpt_small(device: DeviceSpec, *, batch: int, efficiency: float = EFFICIENCY) -> StepProfile:
     """Twelve layers of hidden size 768, sequences of 1024 tokens, 50,257 words."""
     return transformer(
         Transformer(12, 768, 12, sequence=1024, vocabulary=50257), device, batch=batch, efficiency=efficiency
     )
 
 
-def transformer(model: Transformer, device: Device, *, batch: int, efficiency: float = EFFICIENCY) -> Profile:
+def transformer(model: Transformer, device: DeviceSpec, *, batch: int, efficiency: float = EFFICIENCY) -> StepProfile:
     """Return a transformer: embedding, equal layers (attention in, core, out; two feed-forward), and the head in the
     last block when it is not tied to the embedding.
     """
@@ -101,17 +101,17 @@ def transformer(model: Transformer, device: Device, *, batch: int, efficiency: f
     return _profile(blocks, device, batch, efficiency, [0, *[1] * model.layers, 2])
 
 
-def resnet18(device: Device, *, batch: int, efficiency: float = EFFICIENCY) -> Profile:
+def resnet18(device: DeviceSpec, *, batch: int, efficiency: float = EFFICIENCY) -> StepProfile:
     """He et al., 2016: 224 x 224 images, 11.7 million parameters, two convolutions per block."""
     return _resnet((2, 2, 2, 2), 1, device, batch, efficiency)
 
 
-def resnet50(device: Device, *, batch: int, efficiency: float = EFFICIENCY) -> Profile:
+def resnet50(device: DeviceSpec, *, batch: int, efficiency: float = EFFICIENCY) -> StepProfile:
     """He et al., 2016: 224 x 224 images, 25.6 million parameters, three convolutions per block."""
     return _resnet((3, 4, 6, 3), 4, device, batch, efficiency)
 
 
-def _resnet(repeats: Sequence[int], widen: int, device: Device, batch: int, efficiency: float) -> Profile:
+def _resnet(repeats: Sequence[int], widen: int, device: DeviceSpec, batch: int, efficiency: float) -> StepProfile:
     """Return a residual network; blocks with `widen` > 1 squeeze, convolve and widen again (bottlenecks)."""
     blocks, kinds, width = [[_conv(3, 64, 7, 112)]], [0], 64
     for stage, (count, channels, side) in enumerate(zip(repeats, (64, 128, 256, 512), (56, 28, 14, 7), strict=True)):
@@ -134,7 +134,7 @@ def _resnet(repeats: Sequence[int], widen: int, device: Device, batch: int, effi
     return _profile(blocks, device, batch, efficiency, [*kinds, 9])
 
 
-def vgg16(device: Device, *, batch: int, efficiency: float = EFFICIENCY) -> Profile:
+def vgg16(device: DeviceSpec, *, batch: int, efficiency: float = EFFICIENCY) -> StepProfile:
     """Simonyan and Zisserman, 2015: 224 x 224 images, 138.4 million parameters, 90 % of them in three layers."""
     sizes = [(64, 2, 224), (128, 2, 112), (256, 3, 56), (512, 3, 28), (512, 3, 14)]
     blocks, width = [], 3
@@ -166,15 +166,15 @@ def _conv(inputs: int, outputs: int, kernel: int, side: int) -> _Layer:
 
 
 def _profile(
-    blocks: Sequence[Sequence[_Layer]], device: Device, batch: int, efficiency: float, kinds: Sequence[int]
-) -> Profile:
+    blocks: Sequence[Sequence[_Layer]], device: DeviceSpec, batch: int, efficiency: float, kinds: Sequence[int]
+) -> StepProfile:
     """Time the layers on a device."""
     if batch < 1 or not 0 < efficiency <= 1:
         raise InputError(f"batch is {batch}, efficiency {efficiency}; give a batch >= 1 and an efficiency in (0, 1].")
     rate, memory = device.peak("fp32") * efficiency, device.memory_bytes_per_s
     weights = sum(layer.weights + layer.more_weights for block in blocks for layer in block)
     timed = [_timed(block, batch, rate, memory, kind) for block, kind in zip(blocks, kinds, strict=True)]
-    return Profile.of(
+    return StepProfile.of(
         timed,
         update_ns=seconds_to_ns(LAUNCH_S + 4 * weights * (STATE_COPIES + 3) / memory),
         state_bytes=4 * weights * STATE_COPIES,

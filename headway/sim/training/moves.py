@@ -4,11 +4,11 @@ Use them directly or as data (`Move`, `apply`). A move sets flags of
 `TrainingStep` and keeps the profile, so the opposite move restores the step
 exactly. Bad targets raise `InputError`. Sizes are bytes.
 
->>> from headway.cost.specs import Link
+>>> from headway.cost.specs import LinkSpec
 >>> from headway.sim.graph.hops import Network
->>> from headway.sim.training.training_step import Block, Profile
->>> profile = Profile.of([Block((5,), (9,), (400,)), Block((5,), (9,), (300,)), Block((5,), (9,), (200,))])
->>> step = TrainingStep.of(profile, Network("ring", 2, Link("wire", 1e9, 0.0, "doctest")))
+>>> from headway.sim.training.training_step import Block, StepProfile
+>>> profile = StepProfile.of([Block((5,), (9,), (400,)), Block((5,), (9,), (300,)), Block((5,), (9,), (200,))])
+>>> step = TrainingStep.of(profile, Network("ring", 2, LinkSpec("wire", 1e9, 0.0, "doctest")))
 >>> joined = join_buckets(step, 0)
 >>> joined.bucket_bytes().tolist(), split_bucket(joined, 0).equals(step)
 ([500, 400], True)

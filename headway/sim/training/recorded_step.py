@@ -23,15 +23,15 @@ import numpy as np
 
 from headway.core.errors import BarMissedError, InputError
 from headway.core.units import NS_PER_S, format_fraction
-from headway.cost.specs import Link
+from headway.cost.specs import LinkSpec
 from headway.sim.ddp.ddp_buckets import assign
-from headway.sim.ddp.ddp_edits import Gradients, gradients_of
+from headway.sim.ddp.ddp_edits import GradientOrder, gradients_of
 from headway.sim.ddp.ddp_replay import MAX_DISCREPANCY, DdpReplay
 from headway.sim.ddp.ddp_thread import COPY, GRAD, WAIT, Thread
 from headway.sim.graph.hops import Network
 from headway.sim.training.step_view import StepView
-from headway.sim.training.training_step import BACKWARD, FORWARD, UPDATE, Ints, Profile, TrainingStep
-from headway.sim.whatif.edits import Scenario
+from headway.sim.training.training_step import BACKWARD, FORWARD, UPDATE, Ints, StepProfile, TrainingStep
+from headway.sim.whatif.edits import ResolvedEdits
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def recorded_step(replay: DdpReplay) -> TrainingStep:
     cores, several models, gradients of several types, no whole step),
     `BarMissedError` when the replayed step misses the recorded one.
     """
-    replay.check(Scenario(bucket_mb=1.0))
+    replay.check(ResolvedEdits(bucket_mb=1.0))
     gradients = gradients_of(replay.models)
     if len(set(gradients.kind)) > 1:
         raise InputError(
@@ -135,7 +135,7 @@ def _whole_steps(thread: Thread, count: int) -> Iterator[list[int]]:
         yield [*segments.tolist(), rest, copies, finalised - copies]
 
 
-def _profile(mean: _Mean, gradients: Gradients) -> Profile:
+def _profile(mean: _Mean, gradients: GradientOrder) -> StepProfile:
     """Lay the mean out: forward with the first segment, backward with the others, one update."""
     size = np.array(gradients.size, np.int64)
     count = size.size
@@ -144,7 +144,7 @@ def _profile(mean: _Mean, gradients: Gradients) -> Profile:
     segment = np.maximum(mean.segment_ns - np.rint(size * rate).astype(np.int64), 0)
     duration = np.concatenate([segment[:1], [0], segment[1:], [mean.rest_ns, mean.update_ns]]).astype(np.int64)
     nothing = np.zeros(duration.size, np.int64)
-    return Profile(
+    return StepProfile(
         kind=np.array([FORWARD, *[BACKWARD] * (count + 1), UPDATE], np.int64),
         duration_ns=duration,
         fixed_ns=nothing,
@@ -165,4 +165,6 @@ def _network(replay: DdpReplay, ranks: int) -> Network:
     latency_s = float(np.median([link.latency_ns for link in replay.links])) / NS_PER_S
     rate = float(np.median([link.bytes_per_s for link in replay.links]))
     rounds = 2 * (ranks - 1)
-    return Network("ring", ranks, Link("recorded", rate * rounds / ranks, latency_s / rounds, "fit of deep windows"))
+    return Network(
+        "ring", ranks, LinkSpec("recorded", rate * rounds / ranks, latency_s / rounds, "fit of deep windows")
+    )

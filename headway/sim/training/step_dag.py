@@ -8,12 +8,12 @@ with forward before output before backward before update before communication.
 Use `steady_ns` where the next forward pass starts while gradients still
 travel. Times are int64 ns.
 
->>> from headway.cost.specs import Link
+>>> from headway.cost.specs import LinkSpec
 >>> from headway.sim.graph.hops import Network
 >>> from headway.sim.graph.replay import replay
->>> from headway.sim.training.training_step import Block, Profile
->>> wire = Link("wire", 1e9, 0.0, "doctest")
->>> step = TrainingStep.of(Profile.of([Block((5,), (9,), (400,))], update_ns=1), Network("ring", 2, wire))
+>>> from headway.sim.training.training_step import Block, StepProfile
+>>> wire = LinkSpec("wire", 1e9, 0.0, "doctest")
+>>> step = TrainingStep.of(StepProfile.of([Block((5,), (9,), (400,))], update_ns=1), Network("ring", 2, wire))
 >>> whole = expand_step(step)
 >>> whole.dag.n, replay(whole.dag, whole.duration_ns).makespan_ns
 (20, 415)
@@ -208,7 +208,7 @@ def steady_ns(step: TrainingStep, *, num_steps: int = STEADY_STEPS) -> int:
     """
     if num_steps < 3:
         raise InputError(f"num_steps is {num_steps}; a steady state needs at least 3.")
-    one = _Worker.of(step)
+    one = _WorkerStep.of(step)
     n, size = one.duration_ns.size, step.profile.kind.size
     shift = np.arange(num_steps) * n
     profile = step.profile
@@ -243,7 +243,7 @@ def steady_ns(step: TrainingStep, *, num_steps: int = STEADY_STEPS) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Worker:
+class _WorkerStep:
     """One step of one worker, every job of every part an operation: 0 = lead, then compute, then jobs."""
 
     duration_ns: Ints
@@ -254,7 +254,7 @@ class _Worker:
     lag_ns: Ints
 
     @classmethod
-    def of(cls, step: TrainingStep) -> _Worker:
+    def of(cls, step: TrainingStep) -> _WorkerStep:
         profile, ends = step.profile, step.bucket_ends()
         before, takes = step.op_ns()
         parts, size = step.parts[ends], step.bucket_bytes()

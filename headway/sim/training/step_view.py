@@ -8,11 +8,11 @@ operation per lane (partial replay). All three are exact. Fusing, cutting and
 everything about durations only changes durations, never the order: the Dag is
 compiled once and k variants are one replay of [ops, k]. Times are int64 ns.
 
->>> from headway.cost.specs import Link
+>>> from headway.cost.specs import LinkSpec
 >>> from headway.sim.graph.hops import Network
->>> from headway.sim.training.training_step import Block, Profile
->>> wire = Link("wire", 1e9, 0.0, "doctest")
->>> step = TrainingStep.of(Profile.of([Block((5,), (9,), (400,))], update_ns=1), Network("ring", 2, wire))
+>>> from headway.sim.training.training_step import Block, StepProfile
+>>> wire = LinkSpec("wire", 1e9, 0.0, "doctest")
+>>> step = TrainingStep.of(StepProfile.of([Block((5,), (9,), (400,))], update_ns=1), Network("ring", 2, wire))
 >>> StepView.of(step).score([step]).tolist()  # 5 + 9, 400 ns on the wire, 1
 [415]
 """
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from headway.core.errors import InputError
 from headway.sim.graph.dag import Dag
-from headway.sim.graph.replay import Times, replay
+from headway.sim.graph.replay import ReplayTimes, replay
 from headway.sim.training.training_step import UPDATE, Flags, Ints, TrainingStep
 
 
@@ -142,7 +142,7 @@ class StepView:
         """Return [k] the step time of each variant."""
         return np.asarray(replay(self.dag, self.durations(variants)).end_ns[self.update], np.int64)
 
-    def replay(self, steps: Sequence[TrainingStep]) -> Times:
+    def replay(self, steps: Sequence[TrainingStep]) -> ReplayTimes:
         """Return when each operation runs in each variant, [ops, k]."""
         return replay(self.dag, self.durations(Variants.of(steps)))
 

@@ -1,17 +1,17 @@
 """One data-parallel training step, and the choices about it that moves can change.
 
-Use a `Profile` for what was measured or modelled (it never changes) and a
+Use a `StepProfile` for what was measured or modelled (it never changes) and a
 `TrainingStep` for what is chosen: which operations run as one, which gradients
 travel as one bucket and in how many parts, what is computed in 16 bits, what
 is computed again, how many micro-batches are accumulated. Every choice is a
 flag on the profile, so taking one back restores the step exactly. All workers
 are equal, each has one compute lane. Durations are int64 ns, sizes bytes.
 
->>> from headway.cost.specs import Link
->>> profile = Profile.of([Block((5,), (7, 2), (0, 400)), Block((6,), (9,), (200,))], update_ns=1)
+>>> from headway.cost.specs import LinkSpec
+>>> profile = StepProfile.of([Block((5,), (7, 2), (0, 400)), Block((6,), (9,), (200,))], update_ns=1)
 >>> profile.kind.tolist(), profile.tensor.tolist()  # two forwards; the backward of the last block first; the update
 ([0, 0, 2, 2, 2, 3], [-1, -1, 0, -1, 1, -1])
->>> step = TrainingStep.of(profile, Network("ring", 2, Link("wire", 1e9, 0.0, "doctest")))
+>>> step = TrainingStep.of(profile, Network("ring", 2, LinkSpec("wire", 1e9, 0.0, "doctest")))
 >>> step.bucket_ends().tolist(), step.ready_ns().tolist()
 ([0, 1], [20, 29])
 """
@@ -43,7 +43,7 @@ ORDERS: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A layer, or a group of layers that is computed again as a whole: what `Profile.of` takes."""
+    """A layer, or a group of layers that is computed again as a whole: what `StepProfile.of` takes."""
 
     forward_ns: tuple[int, ...]
     """Durations of its forward operations."""
@@ -74,7 +74,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Profile:
+class StepProfile:
     """What one worker computes in a step: n operations in program order, T gradients in the order they are ready."""
 
     kind: Ints
@@ -153,7 +153,7 @@ class Profile:
         copy_ns_per_byte: float = 0.0,
         most_microbatches: int = 1,
         overlaps_forward: bool = False,
-    ) -> Profile:
+    ) -> StepProfile:
         """Lay blocks out: forward in order, backward in reverse, one update (one per gradient if the forward overlaps).
 
         Raises `InputError` when there are no blocks or a block names more gradients than backward operations.
@@ -221,7 +221,7 @@ def _halved(duration_ns: int, block: Block) -> int:
 class TrainingStep:
     """A profile, the network, and every choice. Build it with `of`, change it with `headway.sim.training.moves`."""
 
-    profile: Profile
+    profile: StepProfile
     """What never changes."""
 
     network: Network
@@ -269,7 +269,7 @@ class TrainingStep:
         pick(ORDERS, self.order, "order of communication")
 
     @classmethod
-    def of(cls, profile: Profile, network: Network) -> TrainingStep:
+    def of(cls, profile: StepProfile, network: Network) -> TrainingStep:
         """Return the step with nothing fused, joined, cut or computed again."""
         none, tensors, blocks = profile.kind.size, profile.tensor_bytes.size, profile.num_blocks
         return cls(

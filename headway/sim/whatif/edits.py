@@ -46,11 +46,11 @@ class Edit:
 
 
 @dataclass(frozen=True, slots=True)
-class Workers:
+class WorkerEdit:
     """How many workers, and which loaders get them.
 
-    >>> Workers.read("4"), Workers.read("2@0+3")
-    (Workers(count=4, groups=None), Workers(count=2, groups=(0, 3)))
+    >>> WorkerEdit.read("4"), WorkerEdit.read("2@0+3")
+    (WorkerEdit(count=4, groups=None), WorkerEdit(count=2, groups=(0, 3)))
     """
 
     count: int
@@ -64,7 +64,7 @@ class Workers:
         return self.count > 0
 
     @classmethod
-    def read(cls, text: str) -> Workers:
+    def read(cls, text: str) -> WorkerEdit:
         """Read 'COUNT' or 'COUNT@GROUP+GROUP'."""
         match = re.fullmatch(r"([0-9]+)(?:@([0-9]+(?:\+[0-9]+)*))?", text)
         if match is None:
@@ -76,7 +76,7 @@ class Workers:
 
 
 @dataclass(frozen=True, slots=True)
-class Scenario:
+class ResolvedEdits:
     """Every edit resolved: what the replay has to change. The default changes nothing."""
 
     factors: tuple[tuple[str, float], ...] = ()
@@ -94,7 +94,7 @@ class Scenario:
     transfer: float = 1.0
     """Factor on the hand-off of a finished batch and on copies to the device."""
 
-    workers: Workers | None = None
+    workers: WorkerEdit | None = None
     """Loader workers per rank, and the loaders that have them; None = as recorded."""
 
     threads: bool = False
@@ -173,7 +173,7 @@ class EditRule:
     read: Callable[[str], Any]
     """Text of the value -> value; raises `InputError` with the rule it breaks."""
 
-    change: Callable[[Scenario, Any], Scenario]
+    change: Callable[[ResolvedEdits, Any], ResolvedEdits]
     """Applies the value."""
 
     meaning: str
@@ -190,9 +190,9 @@ def parse_edit(text: str) -> Edit:
     return Edit(target, value)
 
 
-def scenario_of(edits: Iterable[Edit | str]) -> Scenario:
+def scenario_of(edits: Iterable[Edit | str]) -> ResolvedEdits:
     """Resolve `edits`; a target given twice is refused, because the order would decide."""
-    scenario, seen = Scenario(), set()
+    scenario, seen = ResolvedEdits(), set()
     for edit in edits:
         given = parse_edit(edit) if isinstance(edit, str) else edit
         if given.target in seen:
@@ -312,18 +312,18 @@ def _frozen(text: str) -> int:
     return int(match[1])
 
 
-def _scales(*patterns: str) -> Callable[[Scenario, float], Scenario]:
-    def change(scenario: Scenario, factor: float) -> Scenario:
+def _scales(*patterns: str) -> Callable[[ResolvedEdits, float], ResolvedEdits]:
+    def change(scenario: ResolvedEdits, factor: float) -> ResolvedEdits:
         return replace(scenario, factors=(*scenario.factors, *((pattern, factor) for pattern in patterns)))
 
     return change
 
 
-def _sets(field_name: str) -> Callable[[Scenario, Any], Scenario]:
+def _sets(field_name: str) -> Callable[[ResolvedEdits, Any], ResolvedEdits]:
     return lambda scenario, value: replace(scenario, **{field_name: value})
 
 
-def _multiplies(*field_names: str) -> Callable[[Scenario, float], Scenario]:
+def _multiplies(*field_names: str) -> Callable[[ResolvedEdits, float], ResolvedEdits]:
     return lambda scenario, factor: replace(
         scenario, **{name: getattr(scenario, name) * factor for name in field_names}
     )
@@ -345,7 +345,7 @@ def _no_bubble(text: str) -> float:
     return 0.0
 
 
-def _set_storage(scenario: Scenario, value: float | bool) -> Scenario:
+def _set_storage(scenario: ResolvedEdits, value: float | bool) -> ResolvedEdits:
     return replace(scenario, storage_shared=value) if isinstance(value, bool) else replace(scenario, storage=value)
 
 
@@ -362,7 +362,7 @@ EDITS: dict[str, EditRule] = {
     "host.logging": EditRule(_factor, _scales("host.logging"), "handlers of the logging module"),
     "script": EditRule(_factor, _scales("host.script"), "the script's own code between an update and a forward"),
     "op:GLOB": EditRule(_factor, _scales(), "operations whose recorded name matches, for example op:optimizer.*=0.5x"),
-    "workers": EditRule(Workers.read, _sets("workers"), "loader workers per rank; 4@0+2: of loaders 0 and 2 alone"),
+    "workers": EditRule(WorkerEdit.read, _sets("workers"), "loader workers per rank; 4@0+2: of loaders 0 and 2 alone"),
     "threads": EditRule(_flag, _sets("threads"), "workers are threads, no processes: true or false"),
     "prefetch": EditRule(_count(1), _sets("prefetch"), "batches in flight per worker"),
     "persistent": EditRule(_flag, _sets("persistent"), "workers outlive the epoch: true or false"),

@@ -29,11 +29,11 @@ from headway.storage.checks.foreign_checks import DCP_SUFFIX, HEAD_BYTES, INDEX,
 from headway.storage.commits.commit import committed, is_own
 from headway.storage.commits.object_commit import checkpoint_at
 from headway.storage.commits.sidecars import commit_record, manifests_of, rebuild
-from headway.storage.formats.dcp import Record, read_metadata
+from headway.storage.formats.dcp import DcpRecord, read_metadata
 from headway.storage.formats.dtypes import ITEM_BYTES
-from headway.storage.formats.records import Saved, Stored, is_legacy, read_legacy, read_saved
+from headway.storage.formats.records import PickledTensor, Saved, is_legacy, read_legacy, read_saved
 from headway.storage.formats.safetensors import is_safetensors, read_header
-from headway.storage.formats.values import Value
+from headway.storage.formats.values import StoredValue
 from headway.storage.formats.weights_only import what_runs
 from headway.storage.formats.zip_files import is_zip
 from headway.storage.stored.boxes import Box, whole
@@ -61,7 +61,7 @@ class StoredBox:
     record_bytes: int
     """Its length."""
 
-    layout: Stored | None = None
+    layout: PickledTensor | None = None
     """How the elements lie in a storage of a file that holds many tensors; None: the record is a file of its own,
     or the run is the elements."""
 
@@ -101,13 +101,13 @@ class Contents:
     tensors: dict[str, Tensor]
     """Name -> tensor."""
 
-    objects: dict[str, Record]
+    objects: dict[str, DcpRecord]
     """Name -> where the pickled value is. Of a value that ranks have their own of, the others' are `name@rank<r>`."""
 
     record: CommitRecord | None = None
     """The commit record of a checkpoint of ours."""
 
-    values: dict[str, Value] = field(default_factory=dict)
+    values: dict[str, StoredValue] = field(default_factory=dict)
     """Name -> value, of torch.save files, whose values are read with their tensors; of others see `opened`."""
 
     notes: tuple[str, ...] = ()
@@ -170,7 +170,7 @@ def contents(path: str | Path) -> Contents:
 def _joined(path: Path, parts: list[Contents]) -> Contents:
     """Return the contents of the files of a folder as those of one checkpoint."""
     tensors: dict[str, Tensor] = {}
-    values: dict[str, Value] = {}
+    values: dict[str, StoredValue] = {}
     for part in parts:
         twice = next((fqn for fqn in part.tensors if fqn in tensors), None)
         if twice is not None:
@@ -214,9 +214,11 @@ def _metadata(store: Store, record: CommitRecord | None) -> bytes:
         raise FormatError(f"{store.place} has lost its {METADATA}. Check what is left: headway ckpt verify") from None
 
 
-def _own_objects(manifests: list[RankManifest]) -> dict[str, Record]:
+def _own_objects(manifests: list[RankManifest]) -> dict[str, DcpRecord]:
     return {
-        fqn if rank in (None, 0) else f"{fqn}@rank{rank}": Record(entry.file, entry.record_offset, entry.record_bytes)
+        fqn if rank in (None, 0) else f"{fqn}@rank{rank}": DcpRecord(
+            entry.file, entry.record_offset, entry.record_bytes
+        )
         for fqn, entries in merged_objects(manifests).items()
         for rank, entry in entries.items()
     }
@@ -244,7 +246,7 @@ def opened(held: Contents) -> Contents:
             del objects[name]
             for value in saved.values:
                 fqn = f"{name}.{value.name}" if value.name else name
-                values[fqn] = Value(fqn, value.value)
+                values[fqn] = StoredValue(fqn, value.value)
     return replace(held, objects=objects, values=values, notes=tuple(notes))
 
 
@@ -294,7 +296,7 @@ def _header_bytes(data: Buffer) -> int:
     return 8 + int.from_bytes(bytes(memoryview(data)[:8]), "little")
 
 
-def _tensor_of(saved: Saved, stored: Stored, name: str) -> Tensor:
+def _tensor_of(saved: Saved, stored: PickledTensor, name: str) -> Tensor:
     start, size = saved.storages.get(stored.storage, (0, 0))
     return Tensor(stored.dtype, stored.shape, (StoredBox(whole(stored.shape), name, start, size, stored),))
 

@@ -22,14 +22,14 @@ import numpy as np
 from headway.storage.checks.contents import Contents, StoredBox, Tensor, bits, opened
 from headway.storage.commits.sidecars import digests_of
 from headway.storage.formats.dtypes import ITEM_BYTES
-from headway.storage.formats.values import Value
+from headway.storage.formats.values import StoredValue
 from headway.storage.stored.boxes import BoxIndex
 from headway.storage.stored.digests import Digested
 from headway.storage.stored.manifest import GENERATORS
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ValueChange:
     """A value that both have, and that differs."""
 
     name: str
@@ -59,7 +59,7 @@ class Difference:
     removed: list[str] = field(default_factory=list)
     """Names that only the first one has."""
 
-    changed: list[Change] = field(default_factory=list)
+    changed: list[ValueChange] = field(default_factory=list)
     """Names that both have, with other values."""
 
     num_equal: int = 0
@@ -143,33 +143,33 @@ class _Digests:
 
 def _change(
     name: str, first: Contents, second: Contents, digests: tuple[_Digests, _Digests], found: Difference
-) -> Change | None:
+) -> ValueChange | None:
     kind, other = _kind(first, name), _kind(second, name)
     if kind != other:
-        return Change(name, "kind", kind, other)
+        return ValueChange(name, "kind", kind, other)
     if kind == "value":
         old, new = first.values[name], second.values[name]
-        return None if old.digest == new.digest else Change(name, "value", *_told(old, new))
+        return None if old.digest == new.digest else ValueChange(name, "value", *_told(old, new))
     if kind == "object":
         pickled = [
             bytes(held.read(at.file, at.record_offset, at.record_offset + at.record_bytes))
             for held, at in ((first, first.objects[name]), (second, second.objects[name]))
         ]
-        return None if pickled[0] == pickled[1] else Change(name, "object")
+        return None if pickled[0] == pickled[1] else ValueChange(name, "object")
     before, after = first.tensors[name], second.tensors[name]
     if before.dtype != after.dtype:
-        return Change(name, "dtype", before.dtype, after.dtype)
+        return ValueChange(name, "dtype", before.dtype, after.dtype)
     if before.shape != after.shape:
-        return Change(name, "shape", str(list(before.shape)), str(list(after.shape)))
+        return ValueChange(name, "shape", str(list(before.shape)), str(list(after.shape)))
     num_elements = _differing(first, before, second, after, digests, found)
-    return Change(name, "content", num_elements=num_elements) if num_elements else None
+    return ValueChange(name, "content", num_elements=num_elements) if num_elements else None
 
 
 def _kind(held: Contents, name: str) -> str:
     return "tensor" if name in held.tensors else "value" if name in held.values else "object"
 
 
-def _told(old: Value, new: Value) -> tuple[str, str]:
+def _told(old: StoredValue, new: StoredValue) -> tuple[str, str]:
     """Return two values that differ so that it shows: by their types where they look alike."""
     return (old.text, new.text) if old.kind == new.kind else (f"{old.kind} {old.text}", f"{new.kind} {new.text}")
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from headway.core.errors import FormatError
-from headway.core.wire.pace import Pace
+from headway.core.wire.pace import RateLimiter
 from headway.storage.stored.damage import Damage
 
 
@@ -20,7 +20,7 @@ from headway.storage.stored.damage import Damage
 class Findings:
     """What checking a checkpoint found so far."""
 
-    pace: Pace = field(default_factory=Pace)
+    pace: RateLimiter = field(default_factory=RateLimiter)
     """Holds the reading back to a rate."""
 
     damaged: list[Damage] = field(default_factory=list)

@@ -21,7 +21,7 @@ from headway.core.errors import FormatError, InputError
 from headway.core.files.bounded_json import decode_json
 from headway.core.files.bounds import RoomError
 from headway.storage.checks.findings import Findings
-from headway.storage.formats.dcp import DCP_VERSION, Chunk, DcpMetadata, Record, read_metadata
+from headway.storage.formats.dcp import DCP_VERSION, Chunk, DcpMetadata, DcpRecord, read_metadata
 from headway.storage.formats.records import Saved, is_legacy, read_legacy, read_saved
 from headway.storage.formats.safetensors import is_safetensors, read_header
 from headway.storage.formats.weights_only import what_runs
@@ -123,7 +123,7 @@ def _check_record(
     store: Store,
     metadata: DcpMetadata,
     fqn: str,
-    record: Record,
+    record: DcpRecord,
     size: int | None,
     findings: Findings,
     *,

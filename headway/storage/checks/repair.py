@@ -30,7 +30,7 @@ from headway.core.units import MIB
 from headway.storage.checks.verification import verify
 from headway.storage.commits.commit import is_own
 from headway.storage.commits.sidecars import commit_record, rebuild
-from headway.storage.redundancy.losses import Judgement, Losses, Missing
+from headway.storage.redundancy.losses import Judgement, Losses, LostBytes
 from headway.storage.redundancy.parity import bad_parity, best, encode_rank, judge, sweep, write_copies, write_facts
 from headway.storage.redundancy.parity_files import Images, newest_parity, read_at, record_of, state
 from headway.storage.stored.digests import Digester
@@ -64,7 +64,7 @@ class Repaired:
     rebuilt_bytes: int = 0
     """Bytes of images that came from parity."""
 
-    missing: tuple[Missing, ...] = ()
+    missing: tuple[LostBytes, ...] = ()
     """What is lost."""
 
     @property

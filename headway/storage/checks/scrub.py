@@ -21,8 +21,8 @@ import msgspec
 
 from headway.core.errors import InputError
 from headway.core.files.bounded_json import read_json
-from headway.storage.checks.verification import Report, verify
-from headway.storage.commits.commit import Committed, committed, is_own
+from headway.storage.checks.verification import VerifyReport, verify
+from headway.storage.commits.commit import CommittedCheckpoint, committed, is_own
 from headway.storage.stored.durable import write_durably
 from headway.storage.stored.manifest import METADATA
 from headway.storage.stored.objects import url_of
@@ -57,9 +57,9 @@ def scrub(
     root: str | Path,
     *,
     bytes_per_s: float = 0.0,
-    tell: Callable[[Report], None] = lambda report: None,
+    tell: Callable[[VerifyReport], None] = lambda report: None,
     now: Callable[[], float] = time.time,
-) -> list[Report]:
+) -> list[VerifyReport]:
     """Verify every checkpoint under `root`, the longest unverified first, reading at most `bytes_per_s` (0: no limit).
 
     `tell` is called with each report as it comes. A checkpoint that is removed meanwhile is left out.
@@ -85,7 +85,7 @@ def scrub(
     return reports
 
 
-def order(root: str | Path) -> list[Committed]:
+def order(root: str | Path) -> list[CommittedCheckpoint]:
     """Return the checkpoints under `root`, never verified ones first, then by how long ago it was."""
     notes = verified(root)
     return sorted(
@@ -93,7 +93,7 @@ def order(root: str | Path) -> list[Committed]:
     )
 
 
-def note(root: str | Path, report: Report, unix_s: float) -> None:
+def note(root: str | Path, report: VerifyReport, unix_s: float) -> None:
     """Note the result of a verification; what is noted of checkpoints that are gone is dropped."""
     known = {one.path.name for one in committed(root)}
     notes = verified(root) | {Path(report.path).name: Verified(unix_s, report.status, report.root)}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headway.core.files.regular_file import read_regular
-from headway.core.wire.pace import Pace
+from headway.core.wire.pace import RateLimiter
 from headway.storage.checks.findings import Findings
 from headway.storage.checks.foreign_checks import (
     DCP_SUFFIX,
@@ -47,7 +47,7 @@ EXIT_CODES: dict[Status, int] = {"good": 0, "repairable": 3, "lost": 3, "not_a_c
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class VerifyReport:
     """What `verify` found."""
 
     path: str
@@ -94,7 +94,7 @@ class Report:
         }
 
 
-def verify(path: str | Path, *, deep: bool = True, bytes_per_s: float = 0.0) -> Report:
+def verify(path: str | Path, *, deep: bool = True, bytes_per_s: float = 0.0) -> VerifyReport:
     """Check a checkpoint, or the newest one in a folder of `step-<n>`.
 
     `path` is a folder (ours, stock DCP, or of torch.save or safetensors files), one such file, an index of several, or
@@ -105,7 +105,7 @@ def verify(path: str | Path, *, deep: bool = True, bytes_per_s: float = 0.0) -> 
     url = url_of(path)
     if url is not None:
         return verify_store(checkpoint_at(url), deep=deep, bytes_per_s=bytes_per_s)
-    path, findings = Path(path), Findings(Pace(bytes_per_s))
+    path, findings = Path(path), Findings(RateLimiter(bytes_per_s))
     refuse(path)
     if path.is_file():
         store, size = LocalStore(path.parent), path.stat().st_size
@@ -128,19 +128,19 @@ def verify(path: str | Path, *, deep: bool = True, bytes_per_s: float = 0.0) -> 
     return _report(path, kind, findings)
 
 
-def verify_store(store: Store, *, deep: bool = True, bytes_per_s: float = 0.0) -> Report:
+def verify_store(store: Store, *, deep: bool = True, bytes_per_s: float = 0.0) -> VerifyReport:
     """Check the checkpoint that a store is rooted at, wherever that is: see `verify`.
 
     Parity lies in folders only, so what is damaged elsewhere is repairable by the rest of the checkpoint alone.
     """
-    findings = Findings(Pace(bytes_per_s))
+    findings = Findings(RateLimiter(bytes_per_s))
     if METADATA in store.list() or commit_record(store) is not None:
         return _verify_stored(store, None, findings, deep=deep)
     kind = check_folder(store, store.list(), findings, deep=deep)
     return _report(store.place, kind, findings)
 
 
-def _verify_stored(store: Store, path: Path | None, findings: Findings, *, deep: bool) -> Report:
+def _verify_stored(store: Store, path: Path | None, findings: Findings, *, deep: bool) -> VerifyReport:
     """Check a checkpoint of ours, or a stock DCP one."""
     if is_own(path) if path is not None else commit_record(store) is not None:
         record = check_own(store, findings, deep=deep)
@@ -157,11 +157,11 @@ def _has_redundancy(path: Path) -> bool:
 
 def _report(
     place: str | Path, kind: str | None, findings: Findings, status: Status | None = None, *, root: str | None = None
-) -> Report:
+) -> VerifyReport:
     """Make the report; what is damaged and has no parity is lost, unless `status` says otherwise."""
     if kind is None:
         status = "not_a_checkpoint"
-    return Report(
+    return VerifyReport(
         str(place), kind or "", status or ("lost" if findings.damaged else "good"), tuple(findings.damaged),
         findings.checked_bytes, findings.unchecked_bytes, root, tuple(findings.notes),
     )  # fmt: skip

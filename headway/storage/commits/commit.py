@@ -60,7 +60,7 @@ STEP = re.compile(r"step-(\d+)")
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Committed:
+class CommittedCheckpoint:
     """A checkpoint that can be restored from."""
 
     step: int
@@ -85,7 +85,7 @@ def is_own(path: Path) -> bool:
     return any(next(path.glob(place), None) for place in places)
 
 
-def committed(root: str | Path) -> list[Committed]:
+def committed(root: str | Path) -> list[CommittedCheckpoint]:
     """Return the checkpoints under `root`, oldest step first: every `step-<n>` that holds a `.metadata`, or is ours.
 
     One of ours is listed also when it has lost its `.metadata` and commit record: other ranks may have copies. Drafts,
@@ -98,11 +98,11 @@ def committed(root: str | Path) -> list[Committed]:
         return []
     except NotADirectoryError:
         raise InputError(f"{root} is a file; checkpoints lie in a folder. Pass that folder.") from None
-    found = [Committed(int(match[1]), Path(root) / name) for name in names if (match := STEP.fullmatch(name))]
+    found = [CommittedCheckpoint(int(match[1]), Path(root) / name) for name in names if (match := STEP.fullmatch(name))]
     return sorted(entry for entry in found if (entry.path / METADATA).exists() or entry.ours)
 
 
-def newest(root: str | Path) -> Committed | None:
+def newest(root: str | Path) -> CommittedCheckpoint | None:
     """Return the checkpoint of the highest step, or None."""
     return max(committed(root), default=None)
 
@@ -300,7 +300,7 @@ def _check_replicas(manifests: Sequence[RankManifest]) -> None:
         )
 
 
-def remove(checkpoint: Committed) -> None:
+def remove(checkpoint: CommittedCheckpoint) -> None:
     """Remove a checkpoint: it vanishes in one act, its files afterwards."""
     aside = checkpoint.path.with_name(f".{checkpoint.path.name}.{uuid.uuid4().hex[:12]}.trash")
     os.rename(checkpoint.path, aside)

@@ -8,7 +8,7 @@ Transitions take at most a share of each Rgroup's bandwidth.
 Feed it the failure log and call `step` once a day; `simulate` does both
 against models of disk whose AFR is given.
 
->>> fleet = Fleet()
+>>> fleet = DiskFleet()
 >>> fleet.add("st12", capacity_bytes=12e12)
 >>> fleet.deploy("st12", 0, 20_000, step=True)
 >>> for day in range(0, 150):
@@ -36,7 +36,7 @@ from headway.storage.disks.state import FleetState, Rows
 from headway.storage.disks.transitions import Transition
 
 
-class Fleet:
+class DiskFleet:
     """A planner with the fleet it plans for: `add` models, `deploy` disks, `record` their failures, `step` each day."""
 
     def __init__(self, policy: Policy | str = "pacemaker") -> None:
@@ -114,7 +114,7 @@ class Fleet:
         Failures are drawn from each model's AFR with `seed`; the planner sees
         only them. This object itself stays as it is. Raises `InputError`.
         """
-        return run(Fleet(self.policy), clusters, days, seed=seed)
+        return run(DiskFleet(self.policy), clusters, days, seed=seed)
 
     def _work(self) -> None:
         """Let transitions move what the cap allows, those that are due first; bring home those that are done."""

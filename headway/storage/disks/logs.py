@@ -10,7 +10,7 @@ passed on.
 >>> before = {"st4": Totals("st4", 4e12, 3e3, 1e5, 10.0)}
 >>> after = {"st4": Totals("st4", 4e12, 3e3, 3.7e5, 25.0)}
 >>> windows(before, after)
-[Window(model='st4', capacity_bytes=4000000000000.0, days=90.0, disk_days=270000.0, failures=15.0)]
+[ObservationWindow(model='st4', capacity_bytes=4000000000000.0, days=90.0, disk_days=270000.0, failures=15.0)]
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class ObservationWindow:
     """One model of disk between two dates."""
 
     model: str
@@ -182,7 +182,9 @@ def _check_renames(before: Mapping[str, Totals], after: Mapping[str, Totals], da
             )
 
 
-def windows(before: Mapping[str, Totals], after: Mapping[str, Totals], *, least_disks: int = 1000) -> list[Window]:
+def windows(
+    before: Mapping[str, Totals], after: Mapping[str, Totals], *, least_disks: int = 1000
+) -> list[ObservationWindow]:
     """Return what happened to each model between two dates; models that are new count from nothing.
 
     The days between are those that the steadiest model of at least
@@ -207,7 +209,7 @@ def windows(before: Mapping[str, Totals], after: Mapping[str, Totals], *, least_
         raise InputError(f"no model of {least_disks} disks lived between the two logs; give logs of different dates.")
     _check_renames(before, after, max(known))
     return [
-        Window(name, total.capacity_bytes, max(known), days, failures)
+        ObservationWindow(name, total.capacity_bytes, max(known), days, failures)
         for name, (total, days, failures) in lived.items()
         if days > 0
     ]

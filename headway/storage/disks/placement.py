@@ -3,10 +3,10 @@
 `place` looks at windows of totals: the AFR to plan with is the highest of the
 upper ends of the last window and of all, and of the estimate of the last
 window, with its trend when that is significant, over the policy's threshold.
-`replay` lets a `Fleet` live through a log of single drives.
+`replay` lets a `DiskFleet` live through a log of single drives.
 
->>> from headway.storage.disks.logs import Window
->>> log = [Window("st4", 4e12, 90, 900_000, 25), Window("new", 4e12, 90, 90_000, 2)]
+>>> from headway.storage.disks.logs import ObservationWindow
+>>> log = [ObservationWindow("st4", 4e12, 90, 900_000, 25), ObservationWindow("new", 4e12, 90, 90_000, 2)]
 >>> [(found.model, found.scheme, found.reason) for found in place([log])]
 [('st4', '30-of-33', 'known'), ('new', '6-of-9', 'not enough disks: 1000 of 3000')]
 """
@@ -22,15 +22,15 @@ import numpy as np
 
 from headway.core.errors import InputError
 from headway.storage.disks.afr import Floats, poisson_interval
-from headway.storage.disks.fleet import Fleet
-from headway.storage.disks.logs import Lifetimes, Window
+from headway.storage.disks.fleet import DiskFleet
+from headway.storage.disks.logs import Lifetimes, ObservationWindow
 from headway.storage.disks.plan import POLICIES, Policy
 from headway.storage.disks.sim import step_days
 from headway.storage.disks.transitions import Transition
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class DiskPlacement:
     """The scheme for one model of disk."""
 
     model: str
@@ -66,28 +66,28 @@ class Placement:
 
 
 def place(
-    log: Sequence[Sequence[Window]], policy: Policy = POLICIES["pacemaker"], *, ahead_days: float = 90.0
-) -> list[Placement]:
+    log: Sequence[Sequence[ObservationWindow]], policy: Policy = POLICIES["pacemaker"], *, ahead_days: float = 90.0
+) -> list[DiskPlacement]:
     """Return a scheme for each model of the last of the windows `log` (oldest first), to hold for `ahead_days`.
 
     Raises `InputError` when `ahead_days` is negative or not finite.
     """
     if not 0 <= ahead_days < math.inf:
         raise InputError(f"ahead_days is {ahead_days:g}; pass a finite number of days >= 0.")
-    past: dict[str, list[Window]] = {}
+    past: dict[str, list[ObservationWindow]] = {}
     for windows in log:
         for window in windows:
             past.setdefault(window.model, []).append(window)
     return [_place(past[window.model], policy, ahead_days) for window in (log[-1] if log else ())]
 
 
-def saved(placements: Sequence[Placement]) -> float:
+def saved(placements: Sequence[DiskPlacement]) -> float:
     """Return the space saved over all disks, by capacity."""
     size = np.array([found.num_disks * found.capacity_bytes for found in placements])
     return float(size @ np.array([found.saving for found in placements]) / max(size.sum(), 1e-9))
 
 
-def _place(windows: Sequence[Window], policy: Policy, ahead_days: float) -> Placement:
+def _place(windows: Sequence[ObservationWindow], policy: Policy, ahead_days: float) -> DiskPlacement:
     """Return the scheme for a model from its own windows, oldest first."""
     last, schemes = windows[-1], policy.schemes
     now = poisson_interval(last.failures, last.disk_days, confidence=policy.confidence)
@@ -97,14 +97,16 @@ def _place(windows: Sequence[Window], policy: Policy, ahead_days: float) -> Plac
     else:
         planned = _planned(windows, now, policy, ahead_days)
         chosen = max([0, *np.flatnonzero(policy.tolerated() > planned).tolist()])
-    return Placement(
+    return DiskPlacement(
         model=last.model, scheme=schemes[chosen].name, afr=now, planned=planned,
         tolerated=float(policy.tolerated()[chosen]), saving=float(policy.savings()[chosen]),
         num_disks=last.num_disks, capacity_bytes=last.capacity_bytes, reason=reason,
     )  # fmt: skip
 
 
-def _planned(windows: Sequence[Window], now: tuple[float, float, float], policy: Policy, ahead_days: float) -> float:
+def _planned(
+    windows: Sequence[ObservationWindow], now: tuple[float, float, float], policy: Policy, ahead_days: float
+) -> float:
     """Return the AFR that a scheme must tolerate for the days ahead."""
     failures, disk_days = sum(w.failures for w in windows), sum(w.disk_days for w in windows)
     _, _, ever = poisson_interval(failures, disk_days, confidence=policy.confidence)
@@ -166,7 +168,7 @@ def replay(log: Lifetimes, policy: Policy = POLICIES["pacemaker"], *, disk_bytes
 
     The age of a drive counts from the day it was first seen.
     """
-    fleet = Fleet(policy)
+    fleet = DiskFleet(policy)
     steps = []
     for number, (name, size) in enumerate(zip(log.models, log.capacity_bytes, strict=True)):
         fleet.add(name, capacity_bytes=size, disk_bytes_per_s=disk_bytes_per_s)
@@ -190,7 +192,7 @@ def replay(log: Lifetimes, policy: Policy = POLICIES["pacemaker"], *, disk_bytes
     return Replayed(np.array(io), saved_bytes / max(all_bytes, 1e-9), _lived(fleet, lived, failed), tuple(begun))
 
 
-def _live(fleet: Fleet, log: Lifetimes, day: int, lived: Floats, failed: Floats) -> list[tuple[int, int, float]]:
+def _live(fleet: DiskFleet, log: Lifetimes, day: int, lived: Floats, failed: Floats) -> list[tuple[int, int, float]]:
     """Book a day of the log by model and scheme; return the drives that left sound: (model, day first seen, disks)."""
     here = (log.first <= day) & (log.last >= day)
     state = fleet.state
@@ -215,7 +217,7 @@ def _live(fleet: Fleet, log: Lifetimes, day: int, lived: Floats, failed: Floats)
     return gone
 
 
-def _lived(fleet: Fleet, lived: Floats, failed: Floats) -> tuple[Lived, ...]:
+def _lived(fleet: DiskFleet, lived: Floats, failed: Floats) -> tuple[Lived, ...]:
     """Return the books by model and scheme."""
     state = fleet.state
     return tuple(

@@ -34,7 +34,7 @@ from headway.storage.disks.state import STEP_DAYS, STEP_GAP_DAYS
 from headway.storage.disks.transitions import Transition
 
 if TYPE_CHECKING:
-    from headway.storage.disks.fleet import Fleet
+    from headway.storage.disks.fleet import DiskFleet
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class _Account:
     disk_days: float = 0.0
 
 
-def run(fleet: Fleet, clusters: Sequence[Dgroup], days: int, *, seed: int = 0) -> SimResult:
+def run(fleet: DiskFleet, clusters: Sequence[Dgroup], days: int, *, seed: int = 0) -> SimResult:
     """Let `fleet`, still empty, live for `days` days with these models of disk. Raises `InputError`."""
     if days < 1 or not clusters:
         raise InputError(f"{len(clusters)} models of disk for {days} days; pass at least one model and one day.")
@@ -227,7 +227,7 @@ def run(fleet: Fleet, clusters: Sequence[Dgroup], days: int, *, seed: int = 0) -
     )  # fmt: skip
 
 
-def _open(fleet: Fleet, clusters: Sequence[Dgroup], days: int) -> _Account:
+def _open(fleet: DiskFleet, clusters: Sequence[Dgroup], days: int) -> _Account:
     """Begin the account: what is true of each model at each age."""
     afr = np.array([dgroup.true_afr(days) for dgroup in clusters])
     enough = afr[:, :, None] <= fleet.state.tolerated
@@ -237,7 +237,7 @@ def _open(fleet: Fleet, clusters: Sequence[Dgroup], days: int) -> _Account:
     return _Account(afr, best, retire, [], [])
 
 
-def _book(fleet: Fleet, account: _Account, day: int, by_scheme: Floats) -> None:
+def _book(fleet: DiskFleet, account: _Account, day: int, by_scheme: Floats) -> None:
     """Add one day."""
     state, cohorts = fleet.state, fleet.state.cohorts
     disks, capacity = cohorts["disks"], state.capacity()

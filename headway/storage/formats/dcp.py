@@ -39,7 +39,7 @@ Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class DcpRecord:
     """Where a value is stored."""
 
     file: str
@@ -56,7 +56,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk(Record):
+class Chunk(DcpRecord):
     """One stored box of a tensor."""
 
     offsets: tuple[int, ...] = ()
@@ -87,7 +87,7 @@ class DcpMetadata:
     tensors: dict[str, StoredTensor]
     """Name -> tensor."""
 
-    objects: dict[str, Record]
+    objects: dict[str, DcpRecord]
     """Name -> where the pickled value is."""
 
     paths: dict[str, Path] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class DcpMetadata:
     version: str | None = None
     """DCP's version of the format."""
 
-    def records(self) -> Iterable[tuple[str, Record]]:
+    def records(self) -> Iterable[tuple[str, DcpRecord]]:
         """Return (name, where) of every stored record."""
         yield from self.objects.items()
         for fqn, tensor in self.tensors.items():
@@ -125,12 +125,12 @@ def read_metadata(data: bytes, name: str = METADATA, *, num_bytes: int = 0) -> D
 
 
 def _metadata(whole: StandIn, name: str) -> DcpMetadata:
-    where: dict[tuple[str, tuple[int, ...] | None], Record] = {}
+    where: dict[tuple[str, tuple[int, ...] | None], DcpRecord] = {}
     for index, info in (whole.get("storage_data") or {}).items():
         _expect(index, "MetadataIndex")
         offset = index.get("offset")
         where[_text(index.get("fqn")), None if offset is None else _size(offset)] = _record(info)
-    tensors, objects = dict[str, StoredTensor](), dict[str, Record]()
+    tensors, objects = dict[str, StoredTensor](), dict[str, DcpRecord]()
     for fqn, facts in whole.get("state_dict_metadata").items():
         try:
             if path_of(facts) == f"{ROOM}.BytesStorageMetadata":
@@ -168,7 +168,7 @@ def _path(path: Any) -> Path:
     return tuple(path)
 
 
-def _record(info: StandIn) -> Record:
+def _record(info: StandIn) -> DcpRecord:
     _expect(info, "_StorageInfo")
     file, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
     if not (isinstance(file, str) and type(offset) is int and type(length) is int and min(offset, length) >= 0):
@@ -176,10 +176,10 @@ def _record(info: StandIn) -> Record:
     transforms = info.get("transform_descriptors")
     if not (transforms is None or (isinstance(transforms, (list, tuple)) and all(map(_text, transforms)))):
         raise TypeError("the transforms of a record are no names")
-    return Record(file, offset, length, tuple(transforms or ()))
+    return DcpRecord(file, offset, length, tuple(transforms or ()))
 
 
-def _tensor(fqn: str, facts: StandIn, where: dict[Any, Record]) -> StoredTensor:
+def _tensor(fqn: str, facts: StandIn, where: dict[Any, DcpRecord]) -> StoredTensor:
     _expect(facts, "TensorStorageMetadata")
     chunks = []
     for chunk in facts.get("chunks"):

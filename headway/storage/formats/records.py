@@ -7,7 +7,7 @@ today's files), and the stream of pickles that torch wrote before 1.6.
 Offsets are bytes from the start of the file or record, strides and
 `storage_offset` elements.
 
->>> transposed = Stored("w", "float32", (2, 3), (1, 2), "0", 0)
+>>> transposed = PickledTensor("w", "float32", (2, 3), (1, 2), "0", 0)
 >>> transposed.num_bytes, transposed.is_contiguous
 (24, False)
 """
@@ -25,8 +25,8 @@ from headway.core.files.bounds import RoomError
 from headway.core.files.inert import Room, StandIn
 from headway.storage.formats.dtypes import ITEM_BYTES, STORAGE_DTYPES
 from headway.storage.formats.safe_pickle import load_from, loads, path_of
-from headway.storage.formats.values import ATOMS, SHORT, Value, plain
-from headway.storage.formats.zip_files import Entry, entries, has_checksums
+from headway.storage.formats.values import ATOMS, SHORT, StoredValue, plain
+from headway.storage.formats.zip_files import ZipEntry, entries, has_checksums
 from headway.storage.stored.digests import crc32
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ LEAF_BYTES, VISIT_BYTES = 150, 30
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class PickledTensor:
     """A tensor in a torch.save file."""
 
     fqn: str
@@ -97,19 +97,19 @@ class Stored:
 class Saved:
     """A torch.save file: its tensors, where each storage lies, and its other values."""
 
-    tensors: tuple[Stored, ...]
+    tensors: tuple[PickledTensor, ...]
     """Every tensor; views of one storage each have a line."""
 
     storages: dict[str, tuple[int, int]]
     """Key -> (offset, bytes) in the file."""
 
-    values: tuple[Value, ...] = ()
+    values: tuple[StoredValue, ...] = ()
     """Every value that is no tensor; a list of plain values is one."""
 
     named: frozenset[str] = frozenset()
     """The globals that its pickle names, `module.name`: what a loader that trusts it imports and may call."""
 
-    def place_of(self, tensor: Stored) -> tuple[int, int]:
+    def place_of(self, tensor: PickledTensor) -> tuple[int, int]:
         """Return (offset, bytes) of a contiguous tensor's elements in the file.
 
         Raises `FormatError` when it is not contiguous, or its storage is missing or too short.
@@ -137,12 +137,12 @@ def is_legacy(head: Buffer) -> bool:
     return bytes(memoryview(head)[: len(LEGACY_HEAD)]) == LEGACY_HEAD
 
 
-def is_pickle(entry: Entry) -> bool:
+def is_pickle(entry: ZipEntry) -> bool:
     """Say whether a zip entry is the pickle of a torch.save file."""
     return entry.name.rsplit("/", 1)[-1] == "data.pkl"
 
 
-def read_saved(data: Buffer, name: str, listed: Sequence[Entry] | None = None) -> Saved:
+def read_saved(data: Buffer, name: str, listed: Sequence[ZipEntry] | None = None) -> Saved:
     """Return what a torch.save zip holds; `listed` are its entries, where they are at hand.
 
     Raises `FormatError` when the archive or its pickle is broken, or is not torch's.
@@ -176,11 +176,13 @@ def _saved(value: Any, storages: dict[str, tuple[int, int]], named: set[str], na
     except (TypeError, ValueError, IndexError, AttributeError, OverflowError, FormatError) as cause:
         raise FormatError(f"{name} holds a value that torch does not write ({cause}). Check it: headway ckpt verify") \
             from cause  # fmt: skip
-    tensors = tuple(entry for entry in found if isinstance(entry, Stored))
-    return Saved(tensors, storages, tuple(entry for entry in found if isinstance(entry, Value)), frozenset(named))
+    tensors = tuple(entry for entry in found if isinstance(entry, PickledTensor))
+    return Saved(tensors, storages, tuple(entry for entry in found if isinstance(entry, StoredValue)), frozenset(named))
 
 
-def _walk(value: Any, path: tuple[str, ...], above: frozenset[int], room: Room) -> Iterator[Stored | Value]:
+def _walk(
+    value: Any, path: tuple[str, ...], above: frozenset[int], room: Room
+) -> Iterator[PickledTensor | StoredValue]:
     """Yield what is below `value`; `above` are the containers around it, so that a circle ends.
 
     A pickle may name one container a million times, so every look at one counts against the `room` of the file.
@@ -205,25 +207,27 @@ def _walk(value: Any, path: tuple[str, ...], above: frozenset[int], room: Room) 
     for key, entry in inner:
         yield from _walk(entry, (*path, _key(key)), above, room)
     if not inner:
-        yield Value(_fqn(path, room), value)
+        yield StoredValue(_fqn(path, room), value)
 
 
-def _of_object(value: StandIn, path: tuple[str, ...], above: frozenset[int], room: Room) -> Iterator[Stored | Value]:
+def _of_object(
+    value: StandIn, path: tuple[str, ...], above: frozenset[int], room: Room
+) -> Iterator[PickledTensor | StoredValue]:
     """Yield an object's tensors and attributes; the object itself where it has none."""
     if path_of(value) in STRIDED:
         yield _tensor(value, _fqn(path, room))
         if path_of(value) == QUANTIZED:
             yield from _walk(value.args[4], (*path, "quantizer"), above, room)
         return
-    parts: list[Stored | Value] = []
+    parts: list[PickledTensor | StoredValue] = []
     for entry in value.args:  # a parameter around a tensor, a user's own class: the same name goes on
-        parts += (part for part in _walk(entry, path, above, room) if isinstance(part, Stored))
+        parts += (part for part in _walk(entry, path, above, room) if isinstance(part, PickledTensor))
     for key, entry in [*value.entries, *_attributes(value.state)]:
         if not (isinstance(entry, (dict, list, tuple, set)) and not entry):  # hooks that nobody set
             parts += _walk(entry, (*path, _key(key)), above, room)
     if isinstance(value.state, (tuple, list)) and not _attributes(value.state):
-        parts += (part for part in _walk(value.state, (*path, "state"), above, room) if isinstance(part, Stored))
-    yield from parts or [Value(_fqn(path, room), value)]
+        parts += (part for part in _walk(value.state, (*path, "state"), above, room) if isinstance(part, PickledTensor))
+    yield from parts or [StoredValue(_fqn(path, room), value)]
 
 
 def _fqn(path: tuple[str, ...], room: Room) -> str:
@@ -247,13 +251,13 @@ def _attributes(state: Any) -> list[tuple[str, Any]]:
     return [pair for one in nested for pair in one.items()] + rest
 
 
-def _tensor(value: StandIn, fqn: str) -> Stored:
+def _tensor(value: StandIn, fqn: str) -> PickledTensor:
     (_, kind, key, *_), offset, size, strides = value.args[:4]
     at = STRIDED[path_of(value)]
     dtype = path_of(value.args[at]).removeprefix("torch.") if at is not None else ""
     if not dtype:
         dtype = STORAGE_DTYPES.get(path_of(kind).rsplit(".", 1)[-1], "")
-    made = Stored(fqn, dtype, _ints(size), _ints(strides), str(key), *_ints((offset,)))
+    made = PickledTensor(fqn, dtype, _ints(size), _ints(strides), str(key), *_ints((offset,)))
     if len(made.shape) != len(made.strides):
         raise ValueError(f"{fqn or 'the tensor'!r} has {len(made.shape)} lengths and {len(made.strides)} strides")
     return made
@@ -264,10 +268,10 @@ def _is_storage(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) >= 5 and value[0] == "storage" and bool(path_of(value[1]))
 
 
-def _storage(value: tuple[Any, ...], fqn: str) -> Stored:
+def _storage(value: tuple[Any, ...], fqn: str) -> PickledTensor:
     """Return a storage that was saved by itself as the tensor of all its elements."""
     dtype = STORAGE_DTYPES.get(path_of(value[1]).rsplit(".", 1)[-1], "uint8")
-    return Stored(fqn, dtype, _ints(value[4:5]), (1,), str(value[2]), 0)
+    return PickledTensor(fqn, dtype, _ints(value[4:5]), (1,), str(value[2]), 0)
 
 
 def _ints(size: Any) -> tuple[int, ...]:

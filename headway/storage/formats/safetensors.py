@@ -53,7 +53,7 @@ class HeaderTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class SafetensorsHeader:
     """The head of a safetensors file."""
 
     data_offset: int
@@ -72,7 +72,7 @@ def is_safetensors(head: Buffer, num_bytes: int) -> bool:
     return len(first) == 9 and first[8:] == b"{" and 8 + struct.unpack_from("<Q", first)[0] <= num_bytes
 
 
-def read_header(head: Buffer, num_bytes: int, name: str) -> Header:
+def read_header(head: Buffer, num_bytes: int, name: str) -> SafetensorsHeader:
     """Return the header of a file of `num_bytes`, from its first bytes `head`, which hold it.
 
     Raises `FormatError` naming the tensor and the rule when the file breaks one: a name once, a known dtype, bytes
@@ -85,7 +85,7 @@ def read_header(head: Buffer, num_bytes: int, name: str) -> Header:
     text = bytes(view[8 : 8 + size])
     header = decode_json(text, f"{name} has a header that cannot be read; it", dict[str, Any], file_bytes=num_bytes)
     metadata = _typed(header.pop("__metadata__", None), dict[str, str] | None, "__metadata__", name) or {}
-    found = {fqn: _tensor(fqn, _typed(facts, _Facts, fqn, name), 8 + size, name) for fqn, facts in header.items()}
+    found = {fqn: _tensor(fqn, _typed(facts, _TensorFacts, fqn, name), 8 + size, name) for fqn, facts in header.items()}
     found = dict(sorted(found.items(), key=lambda pair: (pair[1].offset, pair[1].num_bytes)))
     at = 8 + size
     for fqn, tensor in found.items():
@@ -95,10 +95,10 @@ Use another copy.")  # fmt: skip
         at += tensor.num_bytes
     if at != num_bytes:
         raise FormatError(f"{name} has {num_bytes} bytes; its tensors end at {at}. Use another copy.")
-    return Header(8 + size, found, metadata)
+    return SafetensorsHeader(8 + size, found, metadata)
 
 
-class _Facts(msgspec.Struct, forbid_unknown_fields=True):
+class _TensorFacts(msgspec.Struct, forbid_unknown_fields=True):
     """What the header says of a tensor."""
 
     dtype: str
@@ -114,7 +114,7 @@ def _typed(value: Any, kind: Any, fqn: str, name: str) -> Any:
         raise FormatError(f"{name}: {fqn!r} has facts that cannot be: {cause}. Use another copy.") from cause
 
 
-def _tensor(fqn: str, facts: _Facts, base: int, name: str) -> HeaderTensor:
+def _tensor(fqn: str, facts: _TensorFacts, base: int, name: str) -> HeaderTensor:
     shape, (start, stop) = tuple(facts.shape), facts.data_offsets
     dtype = FROM_SAFETENSORS.get(facts.dtype)
     if dtype is None:

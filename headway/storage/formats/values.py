@@ -3,9 +3,9 @@
 Values come out of `safe_pickle`, so they are plain, or a stand-in for an
 object of which only the class, the arguments and the state are known.
 
->>> Value("epoch", 7).kind, Value("epoch", 7).text
+>>> StoredValue("epoch", 7).kind, StoredValue("epoch", 7).text
 ('int', '7')
->>> Value("ids", list(range(1000))).text
+>>> StoredValue("ids", list(range(1000))).text
 '[0, 1, 2, 3, 4, 5, ...]'
 """
 
@@ -36,7 +36,7 @@ MAKERS = ("._reconstruct", "._reconstructor")
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class StoredValue:
     """A value of a checkpoint that is no tensor."""
 
     name: str

@@ -58,7 +58,7 @@ BROKEN = (struct.error, ValueError, IndexError, OverflowError)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ZipEntry:
     """One file of an archive."""
 
     name: str
@@ -87,7 +87,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class ZipFault:
     """A place where an archive is not as its writer left it."""
 
     offset: int
@@ -117,7 +117,7 @@ def is_zip(head: Buffer) -> bool:
     return bytes(memoryview(head)[:4]) == b"PK\x03\x04"
 
 
-def entries(data: Buffer, name: str) -> list[Entry]:
+def entries(data: Buffer, name: str) -> list[ZipEntry]:
     """Return the entries of an archive, in the order of its directory.
 
     Raises `FormatError`, naming `name` and the place, when the ends, the directory or a local header are broken.
@@ -153,7 +153,7 @@ def _directory(view: memoryview) -> _Directory:
     return _Directory(offset, size, count)
 
 
-def _whole_list(view: memoryview, directory: _Directory) -> list[tuple[Entry, tuple[int, int]]]:
+def _whole_list(view: memoryview, directory: _Directory) -> list[tuple[ZipEntry, tuple[int, int]]]:
     """Return the entries, with their lines; `ValueError` where two share bytes, or they unpack to too much.
 
     Many lines over one payload, or a run of one value that is packed, make gigabytes of a few kilobytes.
@@ -169,7 +169,7 @@ def _whole_list(view: memoryview, directory: _Directory) -> list[tuple[Entry, tu
     return listed
 
 
-def _listed(view: memoryview, directory: _Directory) -> Iterator[tuple[Entry, tuple[int, int]]]:
+def _listed(view: memoryview, directory: _Directory) -> Iterator[tuple[ZipEntry, tuple[int, int]]]:
     """Yield each entry, with the place of its line in the directory."""
     at = directory.offset
     for _ in range(directory.count):
@@ -191,7 +191,7 @@ def _listed(view: memoryview, directory: _Directory) -> Iterator[tuple[Entry, tu
         if payload + stored > directory.offset:
             raise ValueError(f"its entry {name!r} does not lie before its directory")
         after = body + name_bytes + extra_bytes + comment_bytes
-        yield Entry(name, offset, payload, stored, size, crc, flags, method), (at, after)
+        yield ZipEntry(name, offset, payload, stored, size, crc, flags, method), (at, after)
         at = after
     if at != directory.offset + directory.num_bytes:
         raise ValueError(f"its directory ends at {at}, not at {directory.offset + directory.num_bytes}")
@@ -217,12 +217,12 @@ def _extras(extra: memoryview) -> Iterator[tuple[int, bytes]]:
         raise ValueError("an extra field is cut short")
 
 
-def has_checksums(listed: Sequence[Entry]) -> bool:
+def has_checksums(listed: Sequence[ZipEntry]) -> bool:
     """Say whether an archive has CRCs at all: torch can be told to leave them 0."""
     return not listed or any(entry.crc32 for entry in listed if entry.num_bytes)
 
 
-def faults(data: Buffer, *, payloads: bool = True) -> Iterator[Fault]:
+def faults(data: Buffer, *, payloads: bool = True) -> Iterator[ZipFault]:
     """Yield every place where an archive differs from what its writer left; nothing for a good one.
 
     Payloads are held to their CRC-32, unless `payloads` is off. An archive of torch's is also held, byte by byte, to
@@ -233,7 +233,7 @@ def faults(data: Buffer, *, payloads: bool = True) -> Iterator[Fault]:
         directory = _directory(view)
         listed = _whole_list(view, directory)
     except BROKEN:  # without its directory nothing in it can be told apart
-        yield Fault(max(0, len(view) - END.size), min(len(view), END.size), "end", None)
+        yield ZipFault(max(0, len(view) - END.size), min(len(view), END.size), "end", None)
         return
     found = [entry for entry, _ in listed]
     strict = any(entry.flags == TORCH_FLAGS for entry in found)
@@ -242,7 +242,7 @@ def faults(data: Buffer, *, payloads: bool = True) -> Iterator[Fault]:
     at, summed = 0, payloads and has_checksums(found)
     for entry, end in zip(ordered, ends, strict=True):
         if strict and entry.offset != at:
-            yield Fault(at, max(entry.offset - at, 0), "header", entry.name)
+            yield ZipFault(at, max(entry.offset - at, 0), "header", entry.name)
         yield from _entry_faults(view, entry, end, strict, summed)
         at = end
     if strict:
@@ -250,18 +250,18 @@ def faults(data: Buffer, *, payloads: bool = True) -> Iterator[Fault]:
         yield from _end_faults(view, directory)
 
 
-def _entry_faults(view: memoryview, entry: Entry, end: int, strict: bool, summed: bool) -> Iterator[Fault]:
+def _entry_faults(view: memoryview, entry: ZipEntry, end: int, strict: bool, summed: bool) -> Iterator[ZipFault]:
     """Yield what is wrong between an entry's local header and the next one's."""
     if not _header_is_good(view, entry, strict):
-        yield Fault(entry.offset, entry.payload_offset - entry.offset, "header", entry.name)
+        yield ZipFault(entry.offset, entry.payload_offset - entry.offset, "header", entry.name)
     if summed and _payload_crc(view, entry) != entry.crc32:
-        yield Fault(entry.payload_offset, entry.stored_bytes, "payload", entry.name)
+        yield ZipFault(entry.payload_offset, entry.stored_bytes, "payload", entry.name)
     if strict and not _descriptor_is_good(view, entry, end):
         start = entry.payload_offset + entry.stored_bytes
-        yield Fault(start, max(end - start, 0), "descriptor", entry.name)
+        yield ZipFault(start, max(end - start, 0), "descriptor", entry.name)
 
 
-def _header_is_good(view: memoryview, entry: Entry, strict: bool) -> bool:
+def _header_is_good(view: memoryview, entry: ZipEntry, strict: bool) -> bool:
     sig, version, flags, method, time, date, crc, stored, size, name_bytes, _ = LOCAL.unpack_from(view, entry.offset)
     name = bytes(view[entry.offset + LOCAL.size : entry.offset + LOCAL.size + name_bytes])
     told = (sig, flags, method, name)
@@ -278,18 +278,18 @@ def _header_is_good(view: memoryview, entry: Entry, strict: bool) -> bool:
         return False
 
 
-def _torch_flags(entry: Entry) -> int:
+def _torch_flags(entry: ZipEntry) -> int:
     return TORCH_FLAGS if entry.num_bytes else EMPTY_FLAGS
 
 
-def _extra_is_good(kind: int, body: bytes, entry: Entry) -> bool:
+def _extra_is_good(kind: int, body: bytes, entry: ZipEntry) -> bool:
     if kind == PADDING:
         return not body.strip(b"Z")
     known = {entry.num_bytes, entry.offset, 0}
     return kind == ZIP64 and len(body) % 8 == 0 and set(struct.unpack(f"<{len(body) // 8}Q", body)) <= known
 
 
-def _payload_crc(view: memoryview, entry: Entry) -> int:
+def _payload_crc(view: memoryview, entry: ZipEntry) -> int:
     """Return the CRC-32 of an entry's bytes, unpacked; -1 where they cannot be, or are not as many as it says."""
     payload = view[entry.payload_offset : entry.payload_offset + entry.stored_bytes]
     crc = 0
@@ -309,7 +309,7 @@ def _payload_crc(view: memoryview, entry: Entry) -> int:
     return crc if unpack.eof and size == entry.num_bytes else -1
 
 
-def _descriptor_is_good(view: memoryview, entry: Entry, end: int) -> bool:
+def _descriptor_is_good(view: memoryview, entry: ZipEntry, end: int) -> bool:
     """Say whether what stands between a payload and the next header is its descriptor, of 32 or of 64 bits."""
     told = bytes(view[entry.payload_offset + entry.stored_bytes : end])
     if not entry.num_bytes:
@@ -320,17 +320,17 @@ def _descriptor_is_good(view: memoryview, entry: Entry, end: int) -> bool:
     return entry.num_bytes < 1 << 32 and told == DESCRIPTOR.pack(*facts)
 
 
-def _directory_faults(view: memoryview, listed: Sequence[tuple[Entry, tuple[int, int]]]) -> Iterator[Fault]:
+def _directory_faults(view: memoryview, listed: Sequence[tuple[ZipEntry, tuple[int, int]]]) -> Iterator[ZipFault]:
     """Yield the lines of the directory that are not torch's."""
     for entry, (at, after) in listed:
         line = CENTRAL.unpack_from(view, at)
         made, needed, flags, method, time, date = line[1:7]
         idle = (made, needed, method, time, date, *line[12:16])
         if any(idle) or flags != _torch_flags(entry) or after - at != CENTRAL.size + line[10] + line[11]:
-            yield Fault(at, after - at, "directory", entry.name)
+            yield ZipFault(at, after - at, "directory", entry.name)
 
 
-def _end_faults(view: memoryview, directory: _Directory) -> Iterator[Fault]:
+def _end_faults(view: memoryview, directory: _Directory) -> Iterator[ZipFault]:
     """Yield the ends of the archive where they are not, to the byte, what torch writes."""
     at = directory.offset + directory.num_bytes
     count, size, offset = directory.count, directory.num_bytes, directory.offset
@@ -339,4 +339,4 @@ def _end_faults(view: memoryview, directory: _Directory) -> Iterator[Fault]:
     short = (min(count, 0xFFFF), min(count, 0xFFFF), min(size, 0xFFFFFFFF), min(offset, 0xFFFFFFFF))
     end = END.pack(b"PK\x05\x06", 0, 0, *short, 0)
     if bytes(view[at:]) not in (far + locator + end, end):
-        yield Fault(at, len(view) - at, "end", None)
+        yield ZipFault(at, len(view) - at, "end", None)

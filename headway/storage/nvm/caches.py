@@ -5,7 +5,7 @@ set is a dict from line to "is dirty" in the order of last use, which makes a
 look-up one operation of the interpreter: a million accesses take about a
 second. Holds no bytes.
 
->>> cache = Cache(4 * 64, ways=2)          # two sets of two
+>>> cache = SetAssociativeCache(4 * 64, ways=2)          # two sets of two
 >>> [cache.insert(line, line == 0) for line in (0, 2)], cache.hit(2, True)
 ([-1, -1], True)
 >>> cache.insert(4, False), cache.dirty()  # line 0 was dirty and makes room; -1: nothing to write back
@@ -15,7 +15,7 @@ second. Holds no bytes.
 from __future__ import annotations
 
 
-class Cache:
+class SetAssociativeCache:
     """Lines in sets. `hit` and `insert` are apart so that a caller says what a miss does."""
 
     __slots__ = ("_sets", "_ways", "num_sets")

@@ -8,7 +8,7 @@ checksums above it notice. Addresses count bytes.
 
 >>> memory = NvmBytes(num_pages=6)
 >>> memory.write(4096, b"x" * 64)
->>> memory.device.fault = Fault("lost_write")
+>>> memory.device.fault = MemoryFault("lost_write")
 >>> memory.write(4096, b"y" * 64)
 >>> memory.read(4096)
 Traceback (most recent call last):
@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import DamageError, InputError
-from headway.storage.nvm.design import LINE_BYTES, LINES_PER_PAGE, PAGE_BYTES, Layout, Memory
+from headway.storage.nvm.design import LINE_BYTES, LINES_PER_PAGE, PAGE_BYTES, LineLayout, MemorySystem
 from headway.storage.stored.digests import crc32, crc32_shift
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ ZERO_LINE_CRC = crc32(bytes(LINE_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class MemoryFault:
     """What the device does wrong with its next access of that kind to a line of data."""
 
     kind: Literal["lost_write", "misdirected_write", "misdirected_read"]
@@ -48,13 +48,13 @@ class Fault:
     """The other place."""
 
 
-class Device:
+class FaultyDevice:
     """Lines of bytes that may lie: it always reports success."""
 
     def __init__(self, num_lines: int) -> None:
         self.lines = np.zeros((num_lines, LINE_BYTES), np.uint8)
         """[num_lines, 64] What is really there."""
-        self.fault: Fault | None = None
+        self.fault: MemoryFault | None = None
         """What goes wrong next; None again once it has."""
 
     def read(self, line: int) -> NDArray[np.uint8]:
@@ -69,7 +69,7 @@ class Device:
         fault = self._happens("misdirected_write")
         self.lines[fault.line if fault else line] = data
 
-    def _happens(self, kind: str) -> Fault | None:
+    def _happens(self, kind: str) -> MemoryFault | None:
         """Return the fault if it is of this kind; it happens once."""
         fault = self.fault
         if fault is None or fault.kind != kind:
@@ -82,11 +82,11 @@ class NvmBytes:
     """Pages of data with a checksum per line and per page, and parity across modules; all zeros at first."""
 
     def __init__(self, num_pages: int, *, num_dimms: int = 4) -> None:
-        """Raises `InputError` as `Memory` does."""
-        self._memory = Memory(mapped_bytes=num_pages * PAGE_BYTES, num_dimms=num_dimms)
-        self.layout = Layout(self._memory)
+        """Raises `InputError` as `MemorySystem` does."""
+        self._memory = MemorySystem(mapped_bytes=num_pages * PAGE_BYTES, num_dimms=num_dimms)
+        self.layout = LineLayout(self._memory)
         """Where data and parity lie on the device."""
-        self.device = Device(self.layout.line_checksum_start)
+        self.device = FaultyDevice(self.layout.line_checksum_start)
         """Data and parity. Checksums are kept apart from it."""
         self.line_crcs = np.full(self._memory.num_lines, ZERO_LINE_CRC, np.uint32)
         """[num_lines] CRC-32 of each line of data."""

@@ -1,6 +1,6 @@
 """What it costs to keep non-volatile memory intact, simulated: traffic, time and energy of a trace under a design.
 
-`simulate_nvm` plays a trace of accesses through the caches of `Memory`, line
+`simulate_nvm` plays a trace of accesses through the caches of `MemorySystem`, line
 by line, and counts what each design reads and writes in NVM for the data
 itself and for checksums and parity. It is a simulation: no figure of it was
 measured on hardware, and only ratios between designs mean anything.
@@ -30,8 +30,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from headway.core.tables import pick
-from headway.storage.nvm.caches import Cache
-from headway.storage.nvm.design import DESIGNS, LINE_BYTES, LINES_PER_PAGE, PAGE_BYTES, Layout, NvmDesign
+from headway.storage.nvm.caches import SetAssociativeCache
+from headway.storage.nvm.design import DESIGNS, LINE_BYTES, LINES_PER_PAGE, PAGE_BYTES, LineLayout, NvmDesign
 from headway.storage.nvm.traces import END, WRITE, checked
 
 
@@ -89,27 +89,27 @@ def simulate_nvm(trace: ArrayLike, design: NvmDesign | str = "tvarak") -> NvmSta
     """
     chosen = pick(DESIGNS, design, "design") if isinstance(design, str) else design
     rows = checked(trace, chosen.memory.mapped_bytes)
-    run = _Run(chosen)
+    run = _TraceRun(chosen)
     run.play(rows)
     return run.stats(int((rows[:, 0] != END).sum()))
 
 
-class _Run:
+class _TraceRun:
     """One trace on its way through the memory system."""
 
     def __init__(self, design: NvmDesign) -> None:
         memory = self._memory = design.memory
-        self._design, self._layout = design, Layout(memory)
+        self._design, self._layout = design, LineLayout(memory)
         self._controlled = design.protection == "controller"
-        self._l1 = [Cache(memory.l1_bytes, ways=memory.private_ways) for _ in range(memory.num_cores)]
-        self._l2 = [Cache(memory.l2_bytes, ways=memory.private_ways) for _ in range(memory.num_cores)]
+        self._l1 = [SetAssociativeCache(memory.l1_bytes, ways=memory.private_ways) for _ in range(memory.num_cores)]
+        self._l2 = [SetAssociativeCache(memory.l2_bytes, ways=memory.private_ways) for _ in range(memory.num_cores)]
         way_bytes = memory.llc_bytes // memory.llc_ways
         ways = memory.data_ways if self._controlled else memory.llc_ways
-        self._llc = Cache(way_bytes * ways, ways=ways)
-        self._diffs = Cache(way_bytes * memory.diff_ways, ways=memory.diff_ways)
-        self._kept = Cache(way_bytes * memory.redundancy_ways, ways=memory.redundancy_ways)
+        self._llc = SetAssociativeCache(way_bytes * ways, ways=ways)
+        self._diffs = SetAssociativeCache(way_bytes * memory.diff_ways, ways=memory.diff_ways)
+        self._kept = SetAssociativeCache(way_bytes * memory.redundancy_ways, ways=memory.redundancy_ways)
         lines = memory.controller_bytes // LINE_BYTES
-        self._controllers = [Cache(memory.controller_bytes, ways=lines) for _ in range(memory.num_cores)]
+        self._controllers = [SetAssociativeCache(memory.controller_bytes, ways=lines) for _ in range(memory.num_cores)]
         self._cycles = [0.0] * memory.num_cores
         self._waited_s = [0.0] * memory.num_cores  # for NVM, without queues
         self._fetches = [0.0] * memory.num_cores  # waits that queue, each of which counts by what is not overlapped

@@ -4,11 +4,11 @@ Memory that is mapped and written by stores has no moment at which software
 could check or protect it for free. The controller (Tvarak, ISCA 2020) sits at
 the last-level cache: it verifies each line that is read and updates checksums
 and parity with each line that is written back. `NvmDesign` says which of its
-parts are there; `Memory` is the memory system that they sit in; `Layout` says
+parts are there; `MemorySystem` is the memory system that they sit in; `LineLayout` says
 where everything lies. Addresses count bytes, lines are 64 of them, a page is
 64 lines. Used by `nvm.simulate_nvm`; nothing here measures hardware.
 
->>> layout = Layout(Memory(mapped_bytes=12 * PAGE_BYTES, num_dimms=4))
+>>> layout = LineLayout(MemorySystem(mapped_bytes=12 * PAGE_BYTES, num_dimms=4))
 >>> layout.parity_line(0) == layout.parity_line(2 * LINES_PER_PAGE)      # pages 0, 1, 2 are one stripe
 True
 >>> [layout.dimm(page * LINES_PER_PAGE) for page in range(3)], layout.dimm(layout.parity_line(0))
@@ -42,7 +42,7 @@ Protection = Literal["none", "controller", "object", "page"]
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemorySystem:
     """A memory system: the paper's (§4: 12 cores of 2.27 GHz, 24 MB last-level cache, 4 NVM modules)."""
 
     mapped_bytes: int = 256 * MIB
@@ -142,7 +142,7 @@ class NvmDesign:
     keeps_diffs: bool = True
     """What a line held before its first store is kept in a reserved way, so that its write-back need not read it."""
 
-    memory: Memory = field(default_factory=Memory)
+    memory: MemorySystem = field(default_factory=MemorySystem)
     """The memory system."""
 
     def __post_init__(self) -> None:
@@ -166,14 +166,14 @@ ABLATION = ("page-checksums", "line-checksums", "cached-redundancy", "tvarak")
 """Designs of which each has one part more than the one before."""
 
 
-class Layout:
+class LineLayout:
     """Where lines lie: data, then parity, then line checksums, then page checksums; all as numbers of lines.
 
     Page `p` is in stripe `p // (num_dimms - 1)`; the stripe's parity page
     is on module `stripe % num_dimms`, its data pages on the next ones.
     """
 
-    def __init__(self, memory: Memory) -> None:
+    def __init__(self, memory: MemorySystem) -> None:
         self._dimms = memory.num_dimms
         self._data_pages = memory.num_dimms - 1
         pages = memory.num_lines // LINES_PER_PAGE

@@ -39,7 +39,7 @@ NUM_CORES = 12
 SET_NS, GET_NS, INSERT_NS = 1500, 1500, 600
 """What a core computes per request, beside waiting for memory and without the network. A key-value store in memory
 serves about a million pipelined commands a second on a core of 3.5 GHz: 3,500 cycles, 1.5 us at the 2.27 GHz of
-`Memory`. An insert into a tree is a search and little more. The shorter, the more any redundancy shows."""
+`MemorySystem`. An insert into a tree is a search and little more. The shorter, the more any redundancy shows."""
 
 LOG = (1 << 17, (1 << 17) + 1, (1 << 17) + 2)
 """Lines of each core that every transaction writes anew: its header and its undo log, which starts over each time."""

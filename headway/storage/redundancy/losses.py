@@ -19,14 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.storage.commits.sidecars import manifests_of, rebuild
-from headway.storage.redundancy.parity_files import Images, Kept
+from headway.storage.redundancy.parity_files import Images, StoredParity
 from headway.storage.redundancy.stripes import Stripes
 from headway.storage.stored.damage import Damage
 from headway.storage.stored.manifest import Piece, RankManifest
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
+class LostBytes:
     """Bytes that nothing gives back."""
 
     file: str
@@ -60,7 +60,7 @@ class Judgement:
     status: Literal["repairable", "lost"]
     """`lost` when anything is missing for good."""
 
-    missing: tuple[Missing, ...] = ()
+    missing: tuple[LostBytes, ...] = ()
     """What is lost, in the order of files."""
 
     def to_json(self) -> dict[str, Any]:
@@ -79,7 +79,11 @@ class Losses:
     """Damage of the images and of one scheme's parity, row by row of each stripe that it touches."""
 
     def __init__(
-        self, images: Images, damage: Sequence[Damage], kept: dict[int, Kept], bad_parity: Callable[[Kept], list[int]]
+        self,
+        images: Images,
+        damage: Sequence[Damage],
+        kept: dict[int, StoredParity],
+        bad_parity: Callable[[StoredParity], list[int]],
     ) -> None:
         """Spread `damage` over the rows; `bad_parity` tells the damaged blocks of a rank's parity."""
         self.images, self.kept = images, kept
@@ -160,7 +164,7 @@ def judged(losses: Losses) -> Judgement:
     for name in sorted({hurt.file for hurt in losses.damage} & set(small)):
         # Digests follow from an image once it is whole; everything else needs a copy, or what it follows from.
         if small[name].kind != "digests" and rebuild(images.store, images.record, name) is None:
-            missing.append(Missing(name, small[name].rank or 0, None, None, 0, 0))
+            missing.append(LostBytes(name, small[name].rank or 0, None, None, 0, 0))
     return Judgement("lost" if missing else "repairable", tuple(missing))
 
 
@@ -193,19 +197,19 @@ def _joined(rows: Sequence[int], row_bytes: int, num_bytes: int) -> Iterator[tup
         last = row
 
 
-def _named(name: str, rank: int, manifest: RankManifest | None, start: int, stop: int) -> Iterator[Missing]:
+def _named(name: str, rank: int, manifest: RankManifest | None, start: int, stop: int) -> Iterator[LostBytes]:
     """Yield an entry for each tensor and object in bytes [start, stop) of an image; one without a name if none is."""
     told = False
     for piece in manifest.pieces if manifest else ():
         if piece.record_offset < stop and start < piece.record_offset + piece.record_bytes:
             told = True
-            yield Missing(name, rank, piece.fqn, rows_of(piece, start, stop), start, stop - start)
+            yield LostBytes(name, rank, piece.fqn, rows_of(piece, start, stop), start, stop - start)
     for stored in manifest.objects if manifest else ():
         if stored.record_offset < stop and start < stored.record_offset + stored.record_bytes:
             told = True
-            yield Missing(name, rank, stored.fqn, None, start, stop - start)
+            yield LostBytes(name, rank, stored.fqn, None, start, stop - start)
     if not told:
-        yield Missing(name, rank, None, None, start, stop - start)
+        yield LostBytes(name, rank, None, None, start, stop - start)
 
 
 def rows_of(piece: Piece, start: int, stop: int) -> tuple[int, int] | None:

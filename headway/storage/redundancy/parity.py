@@ -24,15 +24,15 @@ from numpy.typing import NDArray
 from headway.core.errors import DamageError, FormatError
 from headway.core.files.inside import check_links
 from headway.core.units import MIB
-from headway.core.wire.pace import Pace
+from headway.core.wire.pace import RateLimiter
 from headway.storage.commits.sidecars import commit_record, read_guarded
 from headway.storage.redundancy.erasure import RS
-from headway.storage.redundancy.losses import Judgement, Losses, Missing, judged
+from headway.storage.redundancy.losses import Judgement, Losses, LostBytes, judged
 from headway.storage.redundancy.parity_files import (
     Images,
-    Kept,
     ParityFacts,
     State,
+    StoredParity,
     hosts_of,
     newest_parity,
     parities,
@@ -61,7 +61,7 @@ from headway.storage.stored.store import LocalStore
 
 __all__ = [
     "Judgement",
-    "Missing",
+    "LostBytes",
     "ParityFacts",
     "State",
     "assess",
@@ -79,7 +79,7 @@ STRIDE_BYTES = MIB
 """Bytes of each member that are coded at a time: a multiple of every block size; k + m of them stay near the core."""
 
 
-def encode_rank(checkpoint: str | Path, rank: int, *, pace: Pace | None = None) -> ParityFacts | None:
+def encode_rank(checkpoint: str | Path, rank: int, *, pace: RateLimiter | None = None) -> ParityFacts | None:
     """Write the parity and the copies that `rank` keeps; return what parity.json says, None without redundancy.
 
     Reads m segments' stripes from the other ranks' images, every block of
@@ -132,7 +132,7 @@ def facts_of(record: CommitRecord, stripes: Stripes, code: RS, rank: int, writte
 
 
 def data_of(
-    images: Images, stripes: Stripes, stripe: int, *, stride_bytes: int = STRIDE_BYTES, pace: Pace | None = None
+    images: Images, stripes: Stripes, stripe: int, *, stride_bytes: int = STRIDE_BYTES, pace: RateLimiter | None = None
 ) -> Iterator[list[NDArray[np.uint8]]]:
     """Yield the k data of a stripe, `stride_bytes` of each at a time, verified; the arrays are filled anew."""
     rows = np.empty((stripes.k, min(stride_bytes, stripes.segment_bytes)), np.uint8)
@@ -219,12 +219,12 @@ def check(checkpoint: str | Path) -> list[Damage]:
     return found
 
 
-def _block(name: str, block: int, kept: Kept) -> Damage:
+def _block(name: str, block: int, kept: StoredParity) -> Damage:
     size = kept.digested.block_bytes
     return Damage(name, None, block * size, "block" if kept.path.exists() else "missing", size)
 
 
-def _check_copies(images: Images, kept: Kept) -> Iterable[Damage]:
+def _check_copies(images: Images, kept: StoredParity) -> Iterable[Damage]:
     """Yield the copies that a rank ought to keep and does not, or not whole."""
     folder = f"{rank_folder(kept.facts.rank)}/{COPIES}"
     wanted = {entry.name: entry for entry in images.record.files}
@@ -248,7 +248,7 @@ def _differing(path: Path, name: str, whole: bytes) -> Iterable[Damage]:
         yield Damage(name, None, 0, "missing")
 
 
-def bad_parity(kept: Kept) -> list[int]:
+def bad_parity(kept: StoredParity) -> list[int]:
     """Return the blocks of a rank's parity that are not as they were written; all of them where the file is gone."""
     digested = kept.digested
     try:
@@ -271,7 +271,7 @@ def judge(checkpoint: str | Path, damage: Iterable[Damage]) -> Judgement:
     path = Path(checkpoint)
     record = commit_record(LocalStore(path))
     if record is None:
-        return Judgement("lost", (Missing(COMMIT, 0, None, None, 0, 0),))
+        return Judgement("lost", (LostBytes(COMMIT, 0, None, None, 0, 0),))
     return best(Images(path, record), list(damage))[1]
 
 

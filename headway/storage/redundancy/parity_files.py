@@ -95,7 +95,7 @@ class ParityFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredParity:
     """Parity of one rank as it lies on disk, its facts whole; whether its bytes are is another matter."""
 
     facts: ParityFacts
@@ -218,9 +218,9 @@ def plan(images: Images, scheme: tuple[int, int]) -> tuple[Stripes, RS]:
     return Stripes(k, m, around, rows * images.row_bytes), RS(k, m, cell_bytes=CELL_BYTES)
 
 
-def parities(path: Path) -> dict[str, dict[int, Kept]]:
+def parities(path: Path) -> dict[str, dict[int, StoredParity]]:
     """Return scheme -> rank -> parity that has whole facts. Two schemes lie there while one replaces the other."""
-    found: dict[str, dict[int, Kept]] = {}
+    found: dict[str, dict[int, StoredParity]] = {}
     for folder in sorted(path.glob("rank-*")):
         for facts_path in [*sorted(folder.glob("parity*.json")), folder / COPIES / PARITY_FACTS]:
             try:
@@ -228,12 +228,12 @@ def parities(path: Path) -> dict[str, dict[int, Kept]]:
             except (OSError, DamageError, FormatError):
                 continue
             own = facts_path.with_suffix(".bin") if facts_path.parent == folder else folder / PARITY
-            kept = Kept(facts, facts_path, own if own.exists() else folder / PARITY)
+            kept = StoredParity(facts, facts_path, own if own.exists() else folder / PARITY)
             found.setdefault(facts.scheme, {}).setdefault(facts.rank, kept)
     return found
 
 
-def newest_parity(path: Path, record: CommitRecord) -> dict[int, Kept]:
+def newest_parity(path: Path, record: CommitRecord) -> dict[int, StoredParity]:
     """Return the parity to build on, rank -> parity: of the scheme most ranks have, of two the one asked for first."""
     schemes = parities(path)
     asked = scheme_of(record.redundancy, record.world_size)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from headway.core.errors import DamageError, InputError
 from headway.core.files.inside import check_links
-from headway.core.wire.pace import Pace
+from headway.core.wire.pace import RateLimiter
 from headway.storage.redundancy.erasure import RS
 from headway.storage.redundancy.parity import STRIDE_BYTES, data_of, facts_of, sweep, write_copies, write_facts
 from headway.storage.redundancy.parity_files import Images, newest_parity, parities, plan, record_of
@@ -97,14 +97,14 @@ def restripe(
     read = written = 0
     if len(parities(path).get(name, {})) < record.world_size:
         stripes, code = plan(images, scheme)
-        pace = Pace(cap_bytes_per_s, clock=clock, sleep=sleep, burst_s=BURST_S)
+        pace = RateLimiter(cap_bytes_per_s, clock=clock, sleep=sleep, burst_s=BURST_S)
         read, written = _write_parity(images, stripes, code, pace)
     if before != name or _unfinished(path, name):
         _switch(images, name)
     return Restriped(str(path), before, name, read, written)
 
 
-def _write_parity(images: Images, stripes: Stripes, code: RS, pace: Pace) -> tuple[int, int]:
+def _write_parity(images: Images, stripes: Stripes, code: RS, pace: RateLimiter) -> tuple[int, int]:
     """Write parity and facts of all ranks under the scheme's own names, durably; return bytes (read, written)."""
     name = f"parity-{stripes.k}+{stripes.m}"
     stride = STRIDE_BYTES

@@ -5,8 +5,8 @@ whole program on vector registers and stores 64 bytes of every output packet:
 the speed is that of memory. Compiling takes some 30 ms and happens once per
 program, so short buffers are better interpreted.
 
->>> from headway.storage.redundancy.xor_program import Program
->>> kernel = compiled(Program(2, ((0, 1),), (2,)))
+>>> from headway.storage.redundancy.xor_program import XorProgram
+>>> kernel = compiled(XorProgram(2, ((0, 1),), (2,)))
 >>> one, two, out = (np.full(64, value, np.uint8) for value in (1, 2, 0))
 >>> places = np.array([row.ctypes.data for row in (one, two, out)], np.uintp)
 >>> kernel.run(places, 2, cells=1, cell_bytes=64, packet_bytes=64)
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.machine.native import native
-from headway.storage.redundancy.xor_program import Program
+from headway.storage.redundancy.xor_program import XorProgram
 
 VECTOR_BYTES = 64
 """Bytes that a turn of the loop takes of each packet; LLVM splits them where the host's registers are shorter."""
@@ -60,12 +60,12 @@ class Kernel:
 
 
 @lru_cache(maxsize=256)
-def compiled(program: Program) -> Kernel:
+def compiled(program: XorProgram) -> Kernel:
     """Return the machine code of a program; made once per process."""
     return Kernel(native(assembly(program), "run", *ARGUMENTS))
 
 
-def assembly(program: Program) -> str:
+def assembly(program: XorProgram) -> str:
     """Return the program in LLVM's language: `run(sources, targets, cells, cell_bytes, packet_bytes)`."""
     vector = f"<{VECTOR_BYTES // 8} x i64>"
     inputs, outputs = range(program.num_inputs), range(len(program.outputs))

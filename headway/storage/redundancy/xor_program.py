@@ -7,7 +7,7 @@ torch; `xor_native` turns it into machine code for long buffers.
 
 >>> program = shared(np.array([[1, 1, 1], [1, 1, 0]], bool))
 >>> program
-Program(num_inputs=3, xors=((0, 1), (2, 3)), outputs=(4, 3))
+XorProgram(num_inputs=3, xors=((0, 1), (2, 3)), outputs=(4, 3))
 >>> out = [np.zeros((1, 1), np.uint8) for _ in range(2)]
 >>> interpret(program, [np.full((1, 1), value, np.uint8) for value in (1, 2, 4)], out, np)
 >>> [int(row[0, 0]) for row in out]
@@ -31,7 +31,7 @@ DEVICE_SLAB_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class XorProgram:
     """XORs in order; value `num_inputs + i` is made by `xors[i]`."""
 
     num_inputs: int
@@ -44,12 +44,12 @@ class Program:
     """Which value each output is; an input when it is a plain copy."""
 
 
-def plain(bits: NDArray[np.bool_]) -> Program:
+def plain(bits: NDArray[np.bool_]) -> XorProgram:
     """Return the program of a [rows, inputs] bit matrix with every row on its own; made at once. No row is empty."""
     return _chained([np.flatnonzero(row).tolist() for row in bits], bits.shape[1], [])
 
 
-def shared(bits: NDArray[np.bool_]) -> Program:
+def shared(bits: NDArray[np.bool_]) -> XorProgram:
     """Return a program of few XORs: while two values meet in two rows or more, the most frequent pair becomes one."""
     rows = bits.T.astype(np.int32)  # [values, rows]: which rows still need which value
     meets = np.triu(rows @ rows.T, 1)
@@ -69,7 +69,7 @@ def shared(bits: NDArray[np.bool_]) -> Program:
     return _chained([np.flatnonzero(row).tolist() for row in rows.T], bits.shape[1], pairs)
 
 
-def _chained(sums: Sequence[Sequence[int]], num_inputs: int, pairs: Sequence[tuple[int, int]]) -> Program:
+def _chained(sums: Sequence[Sequence[int]], num_inputs: int, pairs: Sequence[tuple[int, int]]) -> XorProgram:
     """Number the values output by output, each pair when it is first needed: few values live at a time."""
     xors: list[tuple[int, int]] = []
     number: dict[int, int] = {value: value for value in range(num_inputs)}
@@ -100,10 +100,10 @@ def _chained(sums: Sequence[Sequence[int]], num_inputs: int, pairs: Sequence[tup
         for source in sources[1:]:
             total = added(total, numbered(source))
         outputs.append(total)
-    return Program(num_inputs, tuple(xors), tuple(outputs))
+    return XorProgram(num_inputs, tuple(xors), tuple(outputs))
 
 
-def interpret(program: Program, inputs: Sequence[Any], outputs: Sequence[Any], xp: Any) -> None:
+def interpret(program: XorProgram, inputs: Sequence[Any], outputs: Sequence[Any], xp: Any) -> None:
     """Run a program on uint8 [cells, packet] arrays of the module `xp` (numpy, torch), in slabs of cells.
 
     `xp` needs `bitwise_xor(a, b, out=)` and `empty_like(a)`, which both modules have; the arrays' device is theirs.
@@ -130,7 +130,7 @@ def interpret(program: Program, inputs: Sequence[Any], outputs: Sequence[Any], x
             rows["output"][row][...] = values[value]
 
 
-def _places(program: Program) -> tuple[list[tuple[str, int]], int]:
+def _places(program: XorProgram) -> tuple[list[tuple[str, int]], int]:
     """Say where each value lies (an input, an output, a scratch row), and how many scratch rows that takes.
 
     A value that is an output is made there; other scratch rows are used again once nobody reads them any more.

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-class Backend(Protocol):
+class DirtyPageTracker(Protocol):
     """How written pages are found. Pages are counted from the start of the buffer."""
 
     def runs(self, first: int, end: int, *, clear: bool) -> Runs:
@@ -135,7 +135,7 @@ class DirtyTracker:
         """Close."""
         self.close()
 
-    def _asked(self) -> Backend:
+    def _asked(self) -> DirtyPageTracker:
         """Return the back-end, if this process may still ask it."""
         if self._back is None:
             raise InputError("this tracker is closed; ask it before close().")
@@ -223,7 +223,7 @@ class _Rehash:
         self._bytes = np.empty(0, np.uint8)
 
 
-BACKENDS: dict[str, Callable[[NDArray[np.uint8]], Backend]] = {
+BACKENDS: dict[str, Callable[[NDArray[np.uint8]], DirtyPageTracker]] = {
     "pagemap_scan": _PagemapScan,
     "explicit": _Explicit,
     "rehash": _Rehash,
@@ -238,7 +238,7 @@ def works(backend: str) -> str:
     return "; ".join(f"{kind} memory: {reason}" for kind, reason in reasons.items() if reason)
 
 
-def _begun(bytes_: NDArray[np.uint8], backend: str) -> tuple[str, Backend | None]:
+def _begun(bytes_: NDArray[np.uint8], backend: str) -> tuple[str, DirtyPageTracker | None]:
     """Return the name and the back-end that follows these bytes."""
     name = "pagemap_scan" if backend == "auto" else backend
     reason = works(name)

@@ -27,7 +27,7 @@ from headway.storage.regions.layout import (
     ALIGN_BYTES,
     SALT,
     Geometry,
-    Header,
+    SidecarHeader,
     descriptor,
     read_header,
     sidecar_of,
@@ -294,7 +294,7 @@ class Coder(Protocol):
         ...
 
 
-def _coder(header: Header) -> Coder | None:
+def _coder(header: SidecarHeader) -> Coder | None:
     """Return what codes a stripe; None for a single page of parity, which is the XOR."""
     g = header.geometry
     if g.parity == 1:
@@ -303,10 +303,10 @@ def _coder(header: Header) -> Coder | None:
     return RS(g.stripe, g.parity, header.w, cell_bytes=g.page, matrix=matrix)
 
 
-def _first_header(geometry: Geometry) -> Header:
+def _first_header(geometry: Geometry) -> SidecarHeader:
     """Return the header of a new region, with the code that is the default today."""
     code = RS(geometry.stripe, geometry.parity)
-    return Header(geometry, w=code.w, code=code.matrix.astype(np.uint8).tobytes())
+    return SidecarHeader(geometry, w=code.w, code=code.matrix.astype(np.uint8).tobytes())
 
 
 def create(path: Path, geometry: Geometry) -> None:

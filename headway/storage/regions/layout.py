@@ -107,7 +107,7 @@ class Geometry:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class SidecarHeader:
     """What the head of a sidecar says."""
 
     geometry: Geometry
@@ -132,7 +132,7 @@ class Header:
         return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body))
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> SidecarHeader:
     """Return the newest header of a sidecar.
 
     If one of the two copies is damaged, the other may be older: the region
@@ -153,7 +153,7 @@ def read_header(path: Path) -> Header:
     return newest if len(whole) == 2 else replace(newest, is_open=True)
 
 
-def _unpacked(data: bytes) -> Header | None:
+def _unpacked(data: bytes) -> SidecarHeader | None:
     """Return the header in these bytes, None when they hold none."""
     if not data.startswith(_MAGIC) or len(data) < _HEADER.size:
         return None
@@ -162,7 +162,9 @@ def _unpacked(data: bytes) -> Header | None:
     body, rest = data[:end], data[end : end + _CHECKSUM.size]
     if len(rest) < _CHECKSUM.size or _CHECKSUM.unpack(rest)[0] != xxhash.xxh3_64_intdigest(body):
         return None
-    return Header(Geometry(num_bytes, page, stripe, parity), bool(is_open), epoch, number, w, body[_HEADER.size :])
+    return SidecarHeader(
+        Geometry(num_bytes, page, stripe, parity), bool(is_open), epoch, number, w, body[_HEADER.size :]
+    )
 
 
 def sidecar_of(path: Path) -> Path:

@@ -54,7 +54,7 @@ from numpy.typing import NDArray
 
 from headway.core.closing import Closing
 from headway.core.errors import BackgroundError, DamageError, HeadwayError, InputError
-from headway.core.wire.pace import Pace
+from headway.core.wire.pace import RateLimiter
 from headway.storage.regions.dirty import DirtyTracker, pages_of
 from headway.storage.regions.file import Pages, RegionFile, create
 from headway.storage.regions.layout import Geometry, sidecar_of
@@ -206,7 +206,7 @@ class ProtectedRegion(Closing):
         self._check()
         if rate_mb_s is not None and not rate_mb_s > 0:
             raise InputError(f"rate_mb_s is {rate_mb_s}; pass more than 0, or None for no limit.")
-        pace = Pace(0.0 if rate_mb_s is None else rate_mb_s * 1e6)
+        pace = RateLimiter(0.0 if rate_mb_s is None else rate_mb_s * 1e6)
         return scrub(self._file, self._dirty, lock=self._lock, pace=pace, repair=repair)
 
     def repair(self) -> ScrubReport:

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
-from headway.core.wire.pace import Pace
+from headway.core.wire.pace import RateLimiter
 from headway.storage.regions.file import Pages, RegionFile
 from headway.storage.regions.layout import Geometry
 
@@ -90,7 +90,7 @@ def scrub(
     dirty: Dirty,
     *,
     lock: AbstractContextManager[object] | None = None,
-    pace: Pace | None = None,
+    pace: RateLimiter | None = None,
     repair: bool = False,
 ) -> ScrubReport:
     """Compare every clean page of a region with its checksum, some stripes at a time under `lock`.
@@ -99,7 +99,7 @@ def scrub(
     report is returned either way; damage raises nothing.
     """
     begin_s = time.monotonic()
-    lock, pace, found = lock or nullcontext(), pace or Pace(), _Found()
+    lock, pace, found = lock or nullcontext(), pace or RateLimiter(), _Found()
     g = file.geometry
     for first in range(0, g.num_stripes, file.batch):
         stripes = np.arange(first, min(first + file.batch, g.num_stripes))
@@ -208,7 +208,7 @@ def inspect(path: str | Path, *, repair: bool = False, rate_bytes_per_s: float =
                 "Open it as a ProtectedRegion, which adopts them, and close it; then repair."
             )
         os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)  # judge the medium, where the kernel lets us
-        report = scrub(file, nothing_dirty, pace=Pace(rate_bytes_per_s), repair=repair)
+        report = scrub(file, nothing_dirty, pace=RateLimiter(rate_bytes_per_s), repair=repair)
         return Inspection(file.geometry, closed, file.header.epoch, 0 if closed else int(shadow.sum()), report)
     finally:
         file.close()

@@ -139,7 +139,7 @@ class BoxIndex:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class CoverageFault:
     """Why some boxes are not the whole tensor, each element once."""
 
     kind: Literal["gap", "overlap", "outside"]
@@ -160,7 +160,7 @@ class Fault:
         return f"elements {self.box} are in boxes {', '.join(map(str, self.indices))}"
 
 
-def cover_fault(shape: Sequence[int], boxes: Sequence[Box]) -> Fault | None:
+def cover_fault(shape: Sequence[int], boxes: Sequence[Box]) -> CoverageFault | None:
     """Return the first fault of `boxes` as a partition of a tensor of `shape`, or None when they are one.
 
     Exact: a box outside, then in order of the dimensions an element that no box or more than one box holds. Boxes
@@ -169,7 +169,7 @@ def cover_fault(shape: Sequence[int], boxes: Sequence[Box]) -> Fault | None:
     """
     for index, box in enumerate(boxes):
         if not _is_inside(box, shape):
-            return Fault("outside", box, (index,))
+            return CoverageFault("outside", box, (index,))
     if not math.prod(shape):
         return None
     looks = [FREE_LOOKS + LOOKS_PER_BOX * len(boxes)]
@@ -186,7 +186,7 @@ def _is_inside(box: Box, shape: Sequence[int]) -> bool:
 
 def _slab_fault(
     cuts: tuple[tuple[int, int], ...], shape: Shape, active: list[tuple[int, Box]], looks: list[int]
-) -> Fault | None:
+) -> CoverageFault | None:
     """Look for a fault in a slab: interval `cuts[i]` of each leading dimension, all of the others.
 
     Every box of `active` spans the cuts, so only the dimensions after them matter. `looks` is how many
@@ -199,7 +199,9 @@ def _slab_fault(
         box = Box(
             tuple(a for a, _ in cuts) + (0,) * (len(shape) - dim), tuple(b - a for a, b in cuts) + tuple(shape[dim:])
         )
-        return Fault("overlap", box, tuple(index for index, _ in active)) if active else Fault("gap", box)
+        return (
+            CoverageFault("overlap", box, tuple(index for index, _ in active)) if active else CoverageFault("gap", box)
+        )
     edges = sorted({0, shape[dim], *(box.offsets[dim] for _, box in active), *(box.stops[dim] for _, box in active)})
     waiting = sorted(active, key=lambda item: item[1].offsets[dim], reverse=True)
     inside: list[tuple[int, Box]] = []

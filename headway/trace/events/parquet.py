@@ -88,10 +88,10 @@ def read(path: str | Path) -> Trace:
 
     Raises `FormatError` when the file is no Parquet, not ours, of another version, or damaged.
     """
-    return Stored(Path(path)).read()
+    return StoredTrace(Path(path)).read()
 
 
-class Stored:
+class StoredTrace:
     """A file that `write` wrote, of which only the tables are read until rows are asked for.
 
     Raises `FormatError` as `read` does.

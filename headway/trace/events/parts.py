@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
-from headway.trace.events.parquet import Stored
-from headway.trace.events.trace import COLUMNS, Joint, Recoding, Trace
+from headway.trace.events.parquet import StoredTrace
+from headway.trace.events.trace import COLUMNS, CodeRemap, TableMerger, Trace
 
 
-class Source(Protocol):
+class RowSource(Protocol):
     """Where rows come from: a file, or a trace in memory."""
 
     @property
@@ -90,9 +90,9 @@ class _InMemory:
 class _Piece:
     """One source among several."""
 
-    source: Source
+    source: RowSource
 
-    recodings: tuple[Recoding, ...] = ()
+    recodings: tuple[CodeRemap, ...] = ()
     """What leads from its own tables to the common ones."""
 
     only: frozenset[int] | None = None
@@ -142,7 +142,7 @@ class Parts:
 
         Raises `FormatError` when one of them is none, `InputError` on no file.
         """
-        sources = [Stored(path) for path in paths]
+        sources = [StoredTrace(path) for path in paths]
         return cls.joined([cls(source.tables, (_Piece(source),)) for source in sources])
 
     @classmethod
@@ -152,7 +152,7 @@ class Parts:
             raise InputError("there is no trace to join: the list is empty. Name at least one file.")
         if len(parts) == 1:
             return parts[0]
-        joint = Joint()
+        joint = TableMerger()
         pieces = []
         for part in parts:
             recoding = joint.enter(part.tables)

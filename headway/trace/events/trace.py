@@ -258,7 +258,7 @@ def concat(traces: Sequence[Trace]) -> Trace:
         raise InputError("there is no trace to open: the list of paths is empty. Name at least one file.")
     if len(traces) == 1:
         return traces[0]
-    joint = Joint()
+    joint = TableMerger()
     parts = [joint.enter(trace).events(trace.events) for trace in traces]
     return replace(
         joint.tables([trace.ranks for trace in traces], [trace.meta for trace in traces]),
@@ -286,7 +286,7 @@ def _joined_facts(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Recoding:
+class CodeRemap:
     """What turns the codes of one trace into those of the tables that it shares with others."""
 
     names: NDArray[np.int64]
@@ -315,7 +315,7 @@ def _recoded(codes: NDArray[Any], mapping: NDArray[np.int64]) -> NDArray[Any]:
     return np.where(codes >= 0, mapping[np.maximum(codes, 0)], codes).astype(codes.dtype)
 
 
-class Joint:
+class TableMerger:
     """The growing tables that several traces share."""
 
     def __init__(self) -> None:
@@ -323,7 +323,7 @@ class Joint:
         self.lanes: dict[str, int] = {}
         self.groups: dict[int, Mapping[str, Any]] = {}
 
-    def enter(self, trace: Trace) -> Recoding:
+    def enter(self, trace: Trace) -> CodeRemap:
         """Enter the tables of `trace` (its rows are not looked at) and return what recodes its rows."""
         names = [self.names.setdefault(entry, len(self.names)) for entry in trace.names]
         lanes = [self.lanes.setdefault(entry, len(self.lanes)) for entry in trace.lanes]
@@ -331,7 +331,7 @@ class Joint:
             (number, self._enter_group(number, entry, max(trace.groups))) for number, entry in trace.groups.items()
         ]
         moved = tuple((old, new) for old, new in placed if old != new)
-        return Recoding(np.array(names, np.int64), np.array(lanes, np.int64), moved)
+        return CodeRemap(np.array(names, np.int64), np.array(lanes, np.int64), moved)
 
     def tables(self, ranks: Sequence[Mapping[int, Any]], metas: Sequence[Mapping[str, Any]]) -> Trace:
         """Return the tables as a trace without rows, with the facts of its ranks and its own joined.

@@ -7,8 +7,8 @@ the difference of two plays, with and without it. A play walks the schedule
 itself, in integer nanoseconds, and shares nothing with the replay of a Dag:
 the truth does not come from what it is meant to test.
 
->>> job = Job(dp=2, pp=2, num_microbatches=4, num_steps=2, noise=0.0)
->>> made = generate(job, seed=1, faults=[Fault("worker", 1.5, dp=1, stage=0)])
+>>> job = SyntheticJob(dp=2, pp=2, num_microbatches=4, num_steps=2, noise=0.0)
+>>> made = generate(job, seed=1, faults=[SyntheticFault("worker", 1.5, dp=1, stage=0)])
 >>> len(made.trace), made.slowdown > 1.1, list(made.lost_device_s)
 (184, True, ['straggler.worker'])
 """
@@ -24,14 +24,24 @@ from numpy.typing import NDArray
 from headway.core.tables import pick
 from headway.core.units import NS_PER_S
 from headway.trace.events.trace import Trace
-from headway.trace.generated.synthetic_play import Durations, Ints, Job, Play, Row
+from headway.trace.generated.synthetic_play import Durations, Ints, Play, Row, SyntheticJob
 from headway.trace.readers.straggler import Sizes, operations
 
-__all__ = ["FAULTS", "Fault", "Generated", "Job", "calibrated", "durations", "generate", "play", "scenario"]
+__all__ = [
+    "FAULTS",
+    "Generated",
+    "SyntheticFault",
+    "SyntheticJob",
+    "calibrated",
+    "durations",
+    "generate",
+    "play",
+    "scenario",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class SyntheticFault:
     """One injected cause of lost time."""
 
     kind: str
@@ -47,19 +57,19 @@ class Fault:
     """Pipeline rank of a slow worker; the rank a slow link starts at; the rank of slow collectives."""
 
 
-def _worker(job: Job, draw: Durations, fault: Fault, _: np.random.Generator) -> None:
+def _worker(job: SyntheticJob, draw: Durations, fault: SyntheticFault, _: np.random.Generator) -> None:
     """One worker computes `strength` times slower."""
     for compute in (draw.forward, draw.backward):
         _scale(compute[:, fault.dp, fault.stage :: job.pp], fault.strength)
 
 
-def _last_stage(_job: Job, draw: Durations, fault: Fault, _: np.random.Generator) -> None:
+def _last_stage(_job: SyntheticJob, draw: Durations, fault: SyntheticFault, _: np.random.Generator) -> None:
     """The last stage of the model computes `strength` times slower."""
     for compute in (draw.forward, draw.backward):
         _scale(compute[:, :, -1], fault.strength)
 
 
-def _sequence(_job: Job, draw: Durations, fault: Fault, rng: np.random.Generator) -> None:
+def _sequence(_job: SyntheticJob, draw: Durations, fault: SyntheticFault, rng: np.random.Generator) -> None:
     """Micro-batches differ in work, lognormally around 1, by a coefficient of variation of `strength`."""
     steps, dp, _, microbatches = draw.forward.shape
     sigma = np.sqrt(np.log1p(fault.strength**2))
@@ -69,7 +79,7 @@ def _sequence(_job: Job, draw: Durations, fault: Fault, rng: np.random.Generator
         _scale(compute, work)
 
 
-def _gc(job: Job, draw: Durations, fault: Fault, rng: np.random.Generator) -> None:
+def _gc(job: SyntheticJob, draw: Durations, fault: SyntheticFault, rng: np.random.Generator) -> None:
     """In a quarter of its steps a worker pauses in one forward, for `strength` mean forwards."""
     steps, dp, _, microbatches = draw.forward.shape
     pauses = rng.random((steps, dp, job.pp)) < 0.25
@@ -80,13 +90,13 @@ def _gc(job: Job, draw: Durations, fault: Fault, rng: np.random.Generator) -> No
     draw.forward[where] += round(fault.strength * job.forward_s * NS_PER_S)
 
 
-def _link(job: Job, draw: Durations, fault: Fault, _: np.random.Generator) -> None:
+def _link(job: SyntheticJob, draw: Durations, fault: SyntheticFault, _: np.random.Generator) -> None:
     """The link between two pipeline ranks of one replica is `strength` times slower, both ways."""
     _scale(draw.forward_transfer[:, fault.dp, fault.stage :: job.pp], fault.strength)
     _scale(draw.backward_transfer[:, fault.dp, (fault.stage + 1) % job.pp :: job.pp], fault.strength)
 
 
-def _collective(job: Job, draw: Durations, fault: Fault, rng: np.random.Generator) -> None:
+def _collective(job: SyntheticJob, draw: Durations, fault: SyntheticFault, rng: np.random.Generator) -> None:
     """In a third of the steps the collectives of one pipeline rank are `strength` times slower."""
     steps = rng.permutation(job.num_steps)[: max(1, job.num_steps // 3)]
     for collective in (draw.gather, draw.reduction):
@@ -102,7 +112,7 @@ def _scale_at(values: Ints, steps: Ints, stage: int, stride: int, factor: float)
         _scale(values[step, :, stage::stride], factor)
 
 
-FAULTS: dict[str, tuple[str, Callable[[Job, Durations, Fault, np.random.Generator], None]]] = {
+FAULTS: dict[str, tuple[str, Callable[[SyntheticJob, Durations, SyntheticFault, np.random.Generator], None]]] = {
     "worker": ("straggler.worker", _worker),
     "last_stage": ("straggler.last_stage", _last_stage),
     "sequence": ("straggler.sequence", _sequence),
@@ -120,10 +130,10 @@ Faults act in this order, whatever order they are given in: a pause is not stret
 class Generated:
     """A made-up trace and the truth about it."""
 
-    job: Job
+    job: SyntheticJob
     """What was played."""
 
-    faults: tuple[Fault, ...]
+    faults: tuple[SyntheticFault, ...]
     """What was wrong with it."""
 
     trace: Trace = field(repr=False)
@@ -139,7 +149,7 @@ class Generated:
     """Time of all steps / their time without any fault."""
 
 
-def generate(job: Job, *, seed: int, faults: Sequence[Fault] = ()) -> Generated:
+def generate(job: SyntheticJob, *, seed: int, faults: Sequence[SyntheticFault] = ()) -> Generated:
     """Play `job` with `faults`; equal arguments give equal traces.
 
     Raises `UnknownNameError` on an unknown kind of fault.
@@ -156,7 +166,7 @@ def generate(job: Job, *, seed: int, faults: Sequence[Fault] = ()) -> Generated:
     return Generated(job, tuple(faults), trace, step_ns, lost, float(step_ns.sum() / healthy_ns.sum()))
 
 
-def durations(job: Job, seed: int, faults: Sequence[Fault]) -> Durations:
+def durations(job: SyntheticJob, seed: int, faults: Sequence[SyntheticFault]) -> Durations:
     """Draw the durations of a job; a fault changes nothing but what it is about.
 
     Raises `UnknownNameError` on an unknown kind of fault.
@@ -191,12 +201,12 @@ def durations(job: Job, seed: int, faults: Sequence[Fault]) -> Durations:
     return result
 
 
-def play(job: Job, draw: Durations, rows: list[Row] | None = None) -> Ints:
+def play(job: SyntheticJob, draw: Durations, rows: list[Row] | None = None) -> Ints:
     """Walk the schedule; return the time [S] of each step in ns and append its operations to `rows`."""
     return Play(job, draw).run([] if rows is None else rows)
 
 
-def _as_trace(job: Job, rows: Sequence[Row], step_ns: Ints) -> Trace:
+def _as_trace(job: SyntheticJob, rows: Sequence[Row], step_ns: Ints) -> Trace:
     """Put the steps one behind the other and the rows into columns."""
     steps, dp = job.num_steps, job.dp
     begin = np.concatenate(([0], np.cumsum(step_ns)[:-1]))[None, :, None]
@@ -225,7 +235,7 @@ def _as_trace(job: Job, rows: Sequence[Row], step_ns: Ints) -> Trace:
     )
 
 
-def scenario(seed: int) -> tuple[Job, tuple[Fault, ...]]:
+def scenario(seed: int) -> tuple[SyntheticJob, tuple[SyntheticFault, ...]]:
     """Draw a job and 0 (a fifth of the seeds), 1 or 2 (a third) faults.
 
     The job is 1.1 to 2 times slower than without them, and at least 1.08
@@ -243,9 +253,9 @@ def scenario(seed: int) -> tuple[Job, tuple[Fault, ...]]:
     raise AssertionError(f"40 draws gave no job whose {count} faults all matter")
 
 
-def _draw_job(rng: np.random.Generator) -> Job:
+def _draw_job(rng: np.random.Generator) -> SyntheticJob:
     pp = int(rng.choice([2, 4]))
-    return Job(
+    return SyntheticJob(
         dp=int(rng.choice([4, 8])),
         pp=pp,
         vpp=int(rng.choice([1, 1, 2])),
@@ -257,19 +267,21 @@ def _draw_job(rng: np.random.Generator) -> Job:
     )
 
 
-def _draw_faults(job: Job, seed: int, count: int, rng: np.random.Generator) -> tuple[Fault, ...]:
+def _draw_faults(job: SyntheticJob, seed: int, count: int, rng: np.random.Generator) -> tuple[SyntheticFault, ...]:
     """Draw faults of `count` different causes, each as strong as makes the job so many times slower."""
     causes = [str(cause) for cause in rng.permutation(sorted({cause for cause, _ in FAULTS.values()}))]
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[SyntheticFault, ...] = ()
     for cause in causes[:count]:
         kind = str(rng.choice([kind for kind, (name, _) in FAULTS.items() if name == cause]))
         factor = float(np.exp(rng.uniform(np.log(1.12), np.log(1.9 if count == 1 else 1.35))))
-        fault = Fault(kind, 1.0, dp=int(rng.integers(job.dp)), stage=int(rng.integers(job.pp - 1)))
+        fault = SyntheticFault(kind, 1.0, dp=int(rng.integers(job.dp)), stage=int(rng.integers(job.pp - 1)))
         faults = (*faults, calibrated(job, seed, fault, faults, factor))
     return faults
 
 
-def calibrated(job: Job, seed: int, fault: Fault, others: Sequence[Fault], factor: float) -> Fault:
+def calibrated(
+    job: SyntheticJob, seed: int, fault: SyntheticFault, others: Sequence[SyntheticFault], factor: float
+) -> SyntheticFault:
     """Return `fault` with the strength at which it makes the job, with `others`, `factor` times slower.
 
     Strength stays within what is seen in the field: a spread of work of at most 0.6, pauses of at least 3 forwards.

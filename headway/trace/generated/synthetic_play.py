@@ -7,7 +7,7 @@ and receives, of a direction follow each other. Collectives over the DP ranks
 end for all of them at once.
 
 >>> from headway.trace.generated.synthetic import durations
->>> job = Job(dp=1, pp=1, num_microbatches=2, num_steps=1, noise=0.0, collective_s=0.0)
+>>> job = SyntheticJob(dp=1, pp=1, num_microbatches=2, num_steps=1, noise=0.0, collective_s=0.0)
 >>> Play(job, durations(job, 0, ())).run([]).tolist()  # two forwards, two backwards, the optimizer
 [610000000]
 """
@@ -28,7 +28,7 @@ Key = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SyntheticJob:
     """A pipeline- and data-parallel job. Raises `InputError` on a shape that no schedule has."""
 
     dp: int = 4
@@ -137,7 +137,7 @@ class Row:
     """[S, D] ns from the start of the step."""
 
 
-def actions(job: Job, rank: int) -> list[tuple[str, int, int]]:
+def actions(job: SyntheticJob, rank: int) -> list[tuple[str, int, int]]:
     """Return what pipeline rank `rank` computes, in order: (direction, layer, micro-batch).
 
     1F1B, or Megatron's interleaved schedule when the job has more than one stage per rank.
@@ -164,7 +164,7 @@ def actions(job: Job, rank: int) -> list[tuple[str, int, int]]:
 class Play:
     """One walk; the state is when everything ended so far, [S, D] each."""
 
-    def __init__(self, job: Job, draw: Durations) -> None:
+    def __init__(self, job: SyntheticJob, draw: Durations) -> None:
         self.job, self.draw = job, draw
         zero = np.zeros((job.num_steps, job.dp), dtype=np.int64)
         self.zero = zero

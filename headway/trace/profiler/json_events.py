@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from headway.core.errors import FormatError
 from headway.trace.profiler import json_pieces
-from headway.trace.profiler.json_pieces import Arguments, Document, Event
+from headway.trace.profiler.json_pieces import Arguments, Document, TraceEvent
 from headway.trace.profiler.microseconds import to_ns
 
 SPAN_PHASES = frozenset(("X", "i", "I"))
@@ -133,13 +133,13 @@ class _Collector:
         self.columns: dict[str, list[NDArray[np.int64]]] = defaultdict(list)
         self.kept: dict[int, Arguments] = {}
         self.lane_names: dict[tuple[Any, Any], str] = {}
-        self.flow_ends: dict[str, list[Event]] = defaultdict(list)
-        self.pairs: list[Event] = []
+        self.flow_ends: dict[str, list[TraceEvent]] = defaultdict(list)
+        self.pairs: list[TraceEvent] = []
         self.rows = 0
         self.dropped = 0
         self.correlated = False
 
-    def add(self, events: list[Event]) -> None:
+    def add(self, events: list[TraceEvent]) -> None:
         """Take one batch."""
         self._add_spans([event for event in events if event.phase in SPAN_PHASES])
         useless = frozenset(LAUNCH_FLOWS) if self.correlated else frozenset()
@@ -167,7 +167,7 @@ class _Collector:
             dropped=self.dropped,
         )
 
-    def _add_spans(self, spans: list[Event]) -> None:
+    def _add_spans(self, spans: list[TraceEvent]) -> None:
         """Append the columns of a batch of spans."""
         duration_ns = to_ns([event.duration for event in spans])
         if len(duration_ns) and int(duration_ns.min()) < 0:
@@ -193,7 +193,7 @@ class _Collector:
         rows.update([row for row, arguments in enumerate(args) if arguments.collective is not None])
         self.kept.update((self.rows + row, args[row].detached()) for row in sorted(rows))
 
-    def _add_other(self, event: Event) -> None:
+    def _add_other(self, event: TraceEvent) -> None:
         """Take an event that is no span: half of one, the end of an arrow, the name of a lane."""
         phase, category = event.phase, event.category or ""
         if phase in ("s", "f"):
@@ -207,8 +207,8 @@ class _Collector:
     def _join_pairs(self) -> None:
         """Turn begin and end events into complete ones: each end closes the latest open begin of its lane."""
         start_ns = to_ns([event.start for event in self.pairs])
-        open_: dict[tuple[Any, Any], list[tuple[Event, int]]] = defaultdict(list)
-        joined: list[Event] = []
+        open_: dict[tuple[Any, Any], list[tuple[TraceEvent, int]]] = defaultdict(list)
+        joined: list[TraceEvent] = []
         for row in np.argsort(start_ns, kind="stable").tolist():
             event = self.pairs[row]
             stack = open_[event.pid, event.tid]
@@ -224,7 +224,7 @@ class _Collector:
         if joined:
             self._add_spans(joined)
 
-    def _flow(self, ends: list[Event]) -> Flow:
+    def _flow(self, ends: list[TraceEvent]) -> Flow:
         """Return arrow ends as columns; those on a lane without spans are left out."""
         codes = {(pid, tid): code for code, (_, pid, tid) in enumerate(self.lanes)}
         ends = [event for event in ends if (event.pid, event.tid) in codes]

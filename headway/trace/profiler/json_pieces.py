@@ -71,7 +71,7 @@ class Arguments(msgspec.Struct, gc=False):
         return self
 
 
-class Event(msgspec.Struct, gc=False):
+class TraceEvent(msgspec.Struct, gc=False):
     """One entry of `traceEvents`."""
 
     phase: str = msgspec.field(default="", name="ph")
@@ -84,7 +84,7 @@ class Event(msgspec.Struct, gc=False):
     id: Any = None
     args: Arguments | None = None
 
-    def detached(self) -> Event:
+    def detached(self) -> TraceEvent:
         """Return this event without a hold on the text it was decoded from."""
         self.start, self.duration = self.start.copy(), self.duration.copy()
         self.args = self.args.detached() if self.args is not None else None
@@ -94,7 +94,7 @@ class Event(msgspec.Struct, gc=False):
 class Document(msgspec.Struct):
     """The object form of a file; the array form is only its `events`."""
 
-    events: list[Event] = msgspec.field(name="traceEvents")
+    events: list[TraceEvent] = msgspec.field(name="traceEvents")
     distributed: Any = msgspec.field(default=None, name="distributedInfo")
     devices: Any = msgspec.field(default=None, name="deviceProperties")
     base_ns: int = msgspec.field(default=0, name="baseTimeNanoseconds")
@@ -102,7 +102,7 @@ class Document(msgspec.Struct):
 
 
 _DOCUMENT = msgspec.json.Decoder(Document)
-_LIST = msgspec.json.Decoder(list[Event])
+_LIST = msgspec.json.Decoder(list[TraceEvent])
 _ARRAY = re.compile(rb'"traceEvents"\s*:\s*\[')
 _CUTS = (
     re.compile(rb'\}\s*,(?=\s*\{\s*"(?:ph|cat|name|pid|tid|ts|dur|args|id|s)"\s*:)'),
@@ -112,7 +112,7 @@ _CUTS = (
 
 
 def each_batch(
-    pieces: Iterable[bytes], where: str, take: Callable[[list[Event]], None], restart: Callable[[], None]
+    pieces: Iterable[bytes], where: str, take: Callable[[list[TraceEvent]], None], restart: Callable[[], None]
 ) -> Document:
     """Hand the events of the text in `pieces` to `take`, batch by batch, and return the facts beside them.
 
@@ -131,13 +131,13 @@ def each_batch(
         return document
 
 
-def _events(text: bytes) -> list[Event]:
+def _events(text: bytes) -> list[TraceEvent]:
     """Decode a list of events; `FormatError` where it would take more memory than its text is worth."""
     check_room(cost_of(text, EVENT_BYTES), len(text), "a list of events", "JSON values")
     return _LIST.decode(text)
 
 
-def _in_pieces(pieces: Iterator[bytes], take: Callable[[list[Event]], None]) -> Document:
+def _in_pieces(pieces: Iterator[bytes], take: Callable[[list[TraceEvent]], None]) -> Document:
     """Decode batch by batch; raise `msgspec.DecodeError` when the text does not allow it."""
     head, rest = _head(pieces)
     for piece in pieces:

@@ -67,7 +67,7 @@ def read(content: Content) -> Trace:
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class ProfiledProcess:
     """Which process a file says that it is of."""
 
     rank: int | None
@@ -85,13 +85,13 @@ def parse(pieces: Iterable[bytes], where: str) -> Trace:
     return parse_with_origin(pieces, where)[0]
 
 
-def parse_with_origin(pieces: Iterable[bytes], where: str) -> tuple[Trace, Origin]:
+def parse_with_origin(pieces: Iterable[bytes], where: str) -> tuple[Trace, ProfiledProcess]:
     """Decode the JSON text of a profiler trace, which comes in pieces; `where` names it in messages.
 
     Raises `FormatError` on damaged text (with the byte offset) and on times that do not fit int64 nanoseconds.
     """
     events = json_events.decode(pieces, where)
-    rows = _Rows(events)
+    rows = _KinetoRows(events)
     kind = rows.kinds()
     corr = rows.correlations(kind)
     columns = {
@@ -119,7 +119,7 @@ def parse_with_origin(pieces: Iterable[bytes], where: str) -> tuple[Trace, Origi
     return trace, rows.origin()
 
 
-class _Rows:
+class _KinetoRows:
     """The spans of one file, with what several columns need."""
 
     def __init__(self, events: json_events.Events) -> None:
@@ -414,7 +414,7 @@ class _Rows:
         columns["said"][known] = np.where(said == KIND["MARK"], columns["said"][known], said)
         columns["seq"][alone] = -1  # An autograd number is no collective's number.
 
-    def origin(self) -> Origin:
+    def origin(self) -> ProfiledProcess:
         """Return which process the file says that it is of: its rows on the host carry the number."""
         is_given = self.facts.get("rank") is not None and _whole(self.facts.get("world_size"), 0) != 1
         count: dict[int, int] = {}
@@ -424,7 +424,7 @@ class _Rows:
             if type(pid) is int and pid > 0 and known is not None and known.place != DEVICE:
                 count[pid] = count.get(pid, 0) + rows
         process = max(count, key=lambda pid: count[pid], default=None)
-        return Origin(self.rank if is_given else None, str(self.events.facts.host or ""), process)
+        return ProfiledProcess(self.rank if is_given else None, str(self.events.facts.host or ""), process)
 
     def rank_facts(self) -> dict[str, Any]:
         """Return what is known of the rank: host, device, process id."""

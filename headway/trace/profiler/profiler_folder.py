@@ -66,7 +66,7 @@ def read(contents: Sequence[Content]) -> list[Trace]:
     return [trace for rank in sorted(windows) for trace in _apart(windows[rank], rank)]
 
 
-def _ranks(paths: Sequence[str], names: Sequence[str], origins: Sequence[kineto.Origin]) -> list[int]:
+def _ranks(paths: Sequence[str], names: Sequence[str], origins: Sequence[kineto.ProfiledProcess]) -> list[int]:
     """Return the rank of each file; a process that nothing tells the rank of gets one that no other has."""
     ranks = [
         rank_in_name(name) if origin.rank is None else origin.rank for name, origin in zip(names, origins, strict=True)
@@ -85,7 +85,7 @@ def _ranks(paths: Sequence[str], names: Sequence[str], origins: Sequence[kineto.
     return [rank for rank in ranks if rank is not None]
 
 
-def _process(path: str, name: str, origin: kineto.Origin) -> object:
+def _process(path: str, name: str, origin: kineto.ProfiledProcess) -> object:
     """Return what files of one process share, and no others as far as they tell."""
     if re.search(r"\.\d{6,}\.", name):
         return worker_in_name(name)  # the profiler's own handler: host and process stand before the moment

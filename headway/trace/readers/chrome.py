@@ -141,7 +141,7 @@ class _Event(msgspec.Struct):
     args: _Arguments = _UNKNOWN
 
 
-class _Facts(msgspec.Struct):
+class _ChromeTables(msgspec.Struct):
     """The tables, under `otherData`."""
 
     schema: str = ""
@@ -156,7 +156,7 @@ class _Facts(msgspec.Struct):
 class _Document(msgspec.Struct):
     """The whole file."""
 
-    facts: _Facts = msgspec.field(name="otherData")
+    facts: _ChromeTables = msgspec.field(name="otherData")
     base_ns: int = msgspec.field(name="baseTimeNanoseconds")
     events: list[_Event] = msgspec.field(name="traceEvents")
 

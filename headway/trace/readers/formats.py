@@ -215,7 +215,7 @@ def _stored(content: Content) -> Parts | None:
     files = [(name, content)] if name or not content.path.is_dir() else _in_folder(content.path)
     if any(each != OWN for each, _ in files):
         return None
-    stored: Any = resolved("headway.trace.events.parquet:Stored")
+    stored: Any = resolved("headway.trace.events.parquet:StoredTrace")
     if any(stored(file.path).lists_edges for _, file in files):
         return None
     return Parts.of_files([file.path for _, file in files])

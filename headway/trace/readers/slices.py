@@ -7,7 +7,7 @@ first event of the whole trace on.
 
 >>> trace = Trace.from_columns({"start_ns": [50, 60, 70], "duration_ns": [5, 5, 5], "name": [0, 1, 0]},
 ...                            names=["aten::mm", "copy"])
->>> len(Slice(names="aten::*").of(trace)), len(Slice(between_ns=(12, 99)).of(trace))
+>>> len(TraceSlice(names="aten::*").of(trace)), len(TraceSlice(between_ns=(12, 99)).of(trace))
 (2, 2)
 >>> moments("0.5us:2us"), moments("100:200")
 ((500, 2000), (100, 200))
@@ -38,7 +38,7 @@ UNITS = {"": 1, "ns": 1, "us": NS_PER_US, "ms": NS_PER_MS, "s": NS_PER_S}
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class TraceSlice:
     """What to keep; None keeps all."""
 
     steps: tuple[int, int] | None = None

@@ -31,7 +31,7 @@ from headway.trace.recording.deliveries import thinned
 from headway.trace.recording.devices import by_rank, lead_of
 from headway.trace.recording.loads import load_children, name_workers, place_made
 from headway.trace.recording.pauses import trimmed
-from headway.trace.recording.rows import Rows, lane_name, raw_rows
+from headway.trace.recording.rows import RecordedRows, lane_name, raw_rows
 from headway.trace.rings import spool
 from headway.trace.rings.spool import Recorded
 
@@ -68,7 +68,7 @@ def build(
     lanes: list[str] = ["main"]
     parts = [thinned(place_made(raw_rows(process, lanes, leads=process is lead), lanes)) for process in processes]
     name_workers(parts, parts[processes.index(lead)])
-    columns = Rows.concat([*parts, *(load_children(part) for part in parts)])
+    columns = RecordedRows.concat([*parts, *(load_children(part) for part in parts)])
     columns = trimmed(columns, (columns.lane == 0) & (columns.process == lead.header.pid))
     training = np.flatnonzero((columns.lane == 0) & (columns.process == lead.header.pid))
     main = columns.where(training)
@@ -87,7 +87,7 @@ def build(
         *(_dropped_rows(p, lanes, p is lead) for p in processes),
     ]
     kept = columns.where(~np.isin(columns.name, [CODE["input.parts"], segments.FORWARD, segments.BACKWARD]))
-    everything = Rows.concat([kept, segments.with_forwards(main), *marks])
+    everything = RecordedRows.concat([kept, segments.with_forwards(main), *marks])
     everything.step[:] = step_of(everything.start_ns, bounds)
     segments.place(everything, bounds)
     _set_depth(everything)
@@ -111,7 +111,7 @@ def build(
     )
 
 
-def _bounds(main: Rows, found: basis.Basis, evaluations: Rows) -> NDArray[np.int64]:
+def _bounds(main: RecordedRows, found: basis.Basis, evaluations: RecordedRows) -> NDArray[np.int64]:
     """Return [steps + 1]: the start of step 0, then the end of each; empty without any.
 
     Step 0 begins with the first batch that is no evaluation's, or the first forward that learns, or the first event
@@ -140,12 +140,12 @@ def _loops(tables: Mapping[str, Any]) -> dict[int, int]:
         return {}
 
 
-def _step_rows(bounds: NDArray[np.int64]) -> Rows:
+def _step_rows(bounds: NDArray[np.int64]) -> RecordedRows:
     n = max(len(bounds) - 1, 0)
-    return Rows.of(CODE["step"], bounds[:n], np.diff(bounds) if n else bounds[:0], kind=KIND["MARK"])
+    return RecordedRows.of(CODE["step"], bounds[:n], np.diff(bounds) if n else bounds[:0], kind=KIND["MARK"])
 
 
-def _process_row(lead: Recorded, main: Rows, row: Mapping[str, Any] | None) -> Rows:
+def _process_row(lead: Recorded, main: RecordedRows, row: Mapping[str, Any] | None) -> RecordedRows:
     """Return the life of the rank: from the kernel's start time (10 ms steps), not before the launcher's fork."""
     header = lead.header
     ends = main.start_ns + main.duration_ns
@@ -156,10 +156,10 @@ def _process_row(lead: Recorded, main: Rows, row: Mapping[str, Any] | None) -> R
         start = max(start, int(row["start_ns"]))
         end = int(row["end_ns"] or end)
     start = min(start, seen[0])
-    return Rows.of(CODE["process"], np.array([start]), np.array([max(end, seen[1]) - start]), kind=KIND["MARK"])
+    return RecordedRows.of(CODE["process"], np.array([start]), np.array([max(end, seen[1]) - start]), kind=KIND["MARK"])
 
 
-def _dropped_rows(process: Recorded, lanes: list[str], leads: bool) -> Rows:
+def _dropped_rows(process: Recorded, lanes: list[str], leads: bool) -> RecordedRows:
     """Return one row per gap in the record numbers: between the neighbours that are still there."""
     records = process.records
     number = np.concatenate([[0], records["number"].astype(np.int64)])
@@ -168,7 +168,7 @@ def _dropped_rows(process: Recorded, lanes: list[str], leads: bool) -> Rows:
     end = records["start_ns"] + records["duration_ns"]
     start = np.where(gaps > 0, end[gaps - 1], process.header.clock_ns) if len(gaps) else np.empty(0, np.int64)
     until = np.maximum(records["start_ns"][gaps], start)
-    rows = Rows.of(CODE["dropped"], start, until - start, kind=KIND["MARK"], bytes=missing[gaps])
+    rows = RecordedRows.of(CODE["dropped"], start, until - start, kind=KIND["MARK"], bytes=missing[gaps])
     if not leads and len(rows):
         rows.lane[:] = lane_index(lanes, lane_name(process.header, 0, leads=False))
     return rows
@@ -181,7 +181,7 @@ def lane_index(lanes: list[str], name: str) -> int:
     return lanes.index(name)
 
 
-def _set_depth(rows: Rows) -> None:
+def _set_depth(rows: RecordedRows) -> None:
     """Nest the rows of each process's lane; bookkeeping and what holds other rows neither nest nor are nested in."""
     real = np.flatnonzero((rows.kind != KIND["MARK"]) & ~np.isin(rows.name, AROUND))
     # Loader workers of different iterators may share a lane while they overlap: each process nests on its own.
@@ -191,7 +191,7 @@ def _set_depth(rows: Rows) -> None:
     rows.depth[real] = Nesting.of(key.reshape(-1), rows.start_ns[real], rows.duration_ns[real]).depth
 
 
-def _rank_facts(lead: Recorded, row: Mapping[str, Any] | None, life: Rows) -> dict[str, Any]:
+def _rank_facts(lead: Recorded, row: Mapping[str, Any] | None, life: RecordedRows) -> dict[str, Any]:
     """Return what is known of the rank; `life` is its process row."""
     header = lead.header
     facts: dict[str, Any] = {

@@ -5,7 +5,8 @@ gradients; else by gradients that no backward computed; by replays of captured g
 where nothing was trained, by forwards. Times in int64 ns on CLOCK_MONOTONIC.
 
 >>> from headway.trace.events.vocabulary import KIND
->>> found = basis_of(Rows.of(OPTIMIZER, np.array([10, 30]), np.array([5, 5]), kind=KIND["OPTIM"], corr=np.zeros(2)))
+>>> rows = RecordedRows.of(OPTIMIZER, np.array([10, 30]), np.array([5, 5]), kind=KIND["OPTIM"], corr=np.zeros(2))
+>>> found = basis_of(rows)
 >>> found.name, found.ends_ns.tolist()
 ('optimizer', [15, 35])
 """
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.trace.events.steps import counted, cycles
-from headway.trace.recording.rows import Rows
+from headway.trace.recording.rows import RecordedRows
 from headway.trace.recording.segments import BACKWARD, CODE, ON_DEVICE, outermost
 
 Ints = NDArray[np.int64]
@@ -39,7 +40,7 @@ BASES: dict[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Gradients:
+class GradientCalls:
     """The outermost calls that computed gradients, in order."""
 
     start_ns: Ints
@@ -66,20 +67,20 @@ class Basis:
     """[m] Begin of every update that counts, in order; empty without an optimizer."""
 
 
-def host_backwards(main: Rows) -> Rows:
+def host_backwards(main: RecordedRows) -> RecordedRows:
     """Return the outermost backwards on the host's clock, in order."""
     return outermost(main.where((main.name == BACKWARD) & (main.corr != ON_DEVICE)))
 
 
-def gradients_of(main: Rows) -> Gradients:
+def gradients_of(main: RecordedRows) -> GradientCalls:
     """Return what computed gradients on the training thread: backwards, or where there is none the other ways."""
     found = host_backwards(main)
     if not len(found):
         found = outermost(main.where(main.name == GRAD))
-    return Gradients(found.start_ns, found.start_ns + found.duration_ns)
+    return GradientCalls(found.start_ns, found.start_ns + found.duration_ns)
 
 
-def basis_of(main: Rows, loops: Mapping[int, int] | None = None) -> Basis:
+def basis_of(main: RecordedRows, loops: Mapping[int, int] | None = None) -> Basis:
     """Return what the steps in the rows of a training thread are counted by; `loops` as for `cycles`."""
     for found in (_by_optimizer(main, loops or {}), _by_backward(main), _by_grad(main), _by_replay(main)):
         if len(found.ends_ns):
@@ -87,7 +88,7 @@ def basis_of(main: Rows, loops: Mapping[int, int] | None = None) -> Basis:
     return _by_forward(main)
 
 
-def _by_optimizer(main: Rows, loops: Mapping[int, int]) -> Basis:
+def _by_optimizer(main: RecordedRows, loops: Mapping[int, int]) -> Basis:
     updates = main.where(main.name == OPTIMIZER).by_end()
     every = np.sort(main.start_ns[((main.name == BACKWARD) & (main.corr != ON_DEVICE)) | (main.name == GRAD)])
     updates = updates.where(counted(updates.corr, updates.start_ns + updates.duration_ns, every))
@@ -103,7 +104,7 @@ def _by_optimizer(main: Rows, loops: Mapping[int, int]) -> Basis:
     return Basis(name, np.maximum.accumulate(ends), int(updates.start_ns.min()), np.sort(updates.start_ns))
 
 
-def _by_backward(main: Rows) -> Basis:
+def _by_backward(main: RecordedRows) -> Basis:
     """A step ends with the last backward before the next one that begins with fresh gradients.
 
     backwards   B   b   b   B   b   b   B        B: fresh gradients
@@ -116,27 +117,27 @@ def _by_backward(main: Rows) -> Basis:
     return Basis("backward", np.maximum.accumulate(ends[last]), int(backward.start_ns[0]) if len(ends) else -1)
 
 
-def _by_grad(main: Rows) -> Basis:
+def _by_grad(main: RecordedRows) -> Basis:
     return _of_all("grad", outermost(main.where(main.name == GRAD)))
 
 
-def _by_replay(main: Rows) -> Basis:
+def _by_replay(main: RecordedRows) -> Basis:
     return _of_all("replay", _outer_replays(main), cycled=True)
 
 
-def _by_forward(main: Rows) -> Basis:
+def _by_forward(main: RecordedRows) -> Basis:
     found = _of_all("inference", main.where(main.name == FORWARD).by_end(), cycled=True)
     return found if len(found.ends_ns) else Basis("", found.ends_ns)
 
 
-def _of_all(name: str, events: Rows, *, cycled: bool = False) -> Basis:
+def _of_all(name: str, events: RecordedRows, *, cycled: bool = False) -> Basis:
     """Return a basis by which every event ends a step, or with `cycled` every cycle of their `corr`."""
     ends = events.start_ns + events.duration_ns
     first = int(events.start_ns.min()) if len(ends) else -1
     return Basis(name, np.maximum.accumulate(ends[cycles(events.corr)] if cycled else ends), first)
 
 
-def _outer_replays(main: Rows) -> Rows:
+def _outer_replays(main: RecordedRows) -> RecordedRows:
     """Return the replays that neither a module's call nor a backward made: theirs are part of those."""
     rows = main.where(np.isin(main.name, [FORWARD, REPLAY]) | ((main.name == BACKWARD) & (main.corr != ON_DEVICE)))
     rows = outermost(rows) if (rows.name == REPLAY).any() else rows

@@ -5,7 +5,7 @@ the rank may be killed, a few when it has ended: the beginning of a pass, its
 last row, and one in `EVERY` between, at which pieces of interrupted runs are
 cut. `headway.data.audit` reads what is kept.
 
->>> len(thinned(Rows.blank(3)))
+>>> len(thinned(RecordedRows.blank(3)))
 3
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.trace.events.vocabulary import SPANS
-from headway.trace.recording.rows import Rows
+from headway.trace.recording.rows import RecordedRows
 
 EVERY = 64
 """Of a pass's rows one in this many is kept."""
@@ -27,7 +27,7 @@ EVERY = 64
 _AUDIT = list(SPANS).index("input.audit")
 
 
-def thinned(rows: Rows) -> Rows:
+def thinned(rows: RecordedRows) -> RecordedRows:
     """Return the rows of one process, in the order of its records, with few audit rows."""
     notes = np.flatnonzero((rows.name == _AUDIT) & (rows.seq >= 0))
     keep = np.ones(len(rows), bool)

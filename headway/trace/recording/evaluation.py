@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from headway.trace.events.intervals import FIRST, LAST, Intervals, merged
 from headway.trace.events.vocabulary import KIND
-from headway.trace.recording.basis import Basis, Gradients
-from headway.trace.recording.rows import Rows
+from headway.trace.recording.basis import Basis, GradientCalls
+from headway.trace.recording.rows import RecordedRows
 from headway.trace.recording.segments import CODE
 
 Ints = NDArray[np.int64]
@@ -36,7 +36,7 @@ MIN_STEPS, ALIKE = 10, 0.8
 """Steps from which the usual number of forwards is known, and the share of them that must have it."""
 
 
-def mark_learning(rows: Rows, gradients: Gradients, basis: Basis) -> None:
+def mark_learning(rows: RecordedRows, gradients: GradientCalls, basis: Basis) -> None:
     """Set `LEARNS` in the forwards among `rows` that a gradient of their step follows, or holds. Changes them.
 
     One in training mode may wait for its backward to the end of the step (micro-batches, pipelines). One of a model
@@ -90,7 +90,7 @@ def _beyond_usual(step: Ints, of_gradients: Ints) -> Bools:
 class _Moments:
     """What is looked at, in order of start."""
 
-    forward: Rows
+    forward: RecordedRows
     learns: Bools
     """[forwards]"""
     idle: Bools
@@ -100,7 +100,7 @@ class _Moments:
     """[m] Learning forwards, gradients and updates; ends accumulated, so that they never fall."""
 
 
-def evaluations(main: Rows, gradients: Gradients) -> Rows:
+def evaluations(main: RecordedRows, gradients: GradientCalls) -> RecordedRows:
     """Return the spans of evaluation, disjoint and in order; `main` has its learning forwards marked."""
     moments = _moments(main, gradients)
     own = _own_input(main, moments)
@@ -108,7 +108,7 @@ def evaluations(main: Rows, gradients: Gradients) -> Rows:
     return _with_marks(main, spans, model)
 
 
-def _moments(main: Rows, gradients: Gradients) -> _Moments:
+def _moments(main: RecordedRows, gradients: GradientCalls) -> _Moments:
     forward = main.where(main.name == FORWARD)
     forward = forward.where(np.argsort(forward.start_ns, kind="stable"))
     learns = forward.seq & LEARNS > 0
@@ -123,7 +123,7 @@ def _moments(main: Rows, gradients: Gradients) -> _Moments:
     return _Moments(forward, learns, idle, start[order], np.maximum.accumulate(end[order]))
 
 
-def _own_input(main: Rows, moments: _Moments) -> Rows:
+def _own_input(main: RecordedRows, moments: _Moments) -> RecordedRows:
     """Return iterators made and batches taken that training does not use, in order of start.
 
     An iterator is training's when most of its batches are followed by a forward that learns before the next batch.
@@ -142,7 +142,7 @@ def _own_input(main: Rows, moments: _Moments) -> Rows:
     return rows.where(~np.isin(rows.corr, iterators[used]))
 
 
-def _spans(main: Rows, moments: _Moments, own: Rows) -> tuple[Intervals, Ints]:
+def _spans(main: RecordedRows, moments: _Moments, own: RecordedRows) -> tuple[Intervals, Ints]:
     """Return the spans that forwards which do not learn make, and the model of each.
 
     These forwards are taken together between two moments of learning, `low` and `high`.
@@ -183,13 +183,13 @@ def _next(moments: Ints, after: Ints) -> Ints:
     return found
 
 
-def _with_marks(main: Rows, spans: Intervals, model: Ints) -> Rows:
+def _with_marks(main: RecordedRows, spans: Intervals, model: Ints) -> RecordedRows:
     """Return the spans joined with those that the script marked itself, as rows."""
     marks = main.where(main.name == MARKED)
     start, end = merged(
         np.concatenate([spans[0], marks.start_ns]), np.concatenate([spans[1], marks.start_ns + marks.duration_ns])
     )
-    rows = Rows.of(EVAL, start, end - start, kind=KIND["MARK"], seq=np.zeros(len(start), np.int64))
+    rows = RecordedRows.of(EVAL, start, end - start, kind=KIND["MARK"], seq=np.zeros(len(start), np.int64))
     if len(spans[0]):
         at = np.searchsorted(start, spans[0], side="right") - 1
         rows.corr[at[::-1]] = model[::-1]  # of several, the first

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from headway.trace.events.intervals import LAST, Intervals, inside, merged, without
 from headway.trace.events.vocabulary import KIND, WAIT_NS
-from headway.trace.recording.basis import Basis, Gradients
+from headway.trace.recording.basis import Basis, GradientCalls
 from headway.trace.recording.pauses import pauses_of
-from headway.trace.recording.rows import Rows
+from headway.trace.recording.rows import RecordedRows
 from headway.trace.recording.segments import CODE
 
 Ints = NDArray[np.int64]
@@ -31,14 +31,16 @@ Ints = NDArray[np.int64]
 FORWARD, SCRIPT = CODE["forward"], CODE["host.script"]
 
 
-def gaps(main: Rows, bounds_ns: Ints, evaluations: Rows, gradients: Gradients, basis: Basis) -> Rows:
+def gaps(
+    main: RecordedRows, bounds_ns: Ints, evaluations: RecordedRows, gradients: GradientCalls, basis: Basis
+) -> RecordedRows:
     """Return the `host.script` rows of steps with bounds [steps + 1]; none in a step without a forward.
 
     A gap ends where computing begins: with the first forward that is no evaluation's, provided that no gradient
     comes before it, or with the update whose closure makes that forward.
     """
     if len(bounds_ns) < 2:
-        return Rows.blank(0)
+        return RecordedRows.blank(0)
     spans = evaluations.start_ns, evaluations.start_ns + evaluations.duration_ns
     forwards = main.where(main.name == FORWARD)
     forwards = forwards.where(np.argsort(forwards.start_ns, kind="stable"))
@@ -53,11 +55,11 @@ def gaps(main: Rows, bounds_ns: Ints, evaluations: Rows, gradients: Gradients, b
     waits = _waits(forwards, bounds_ns, gradients, basis)
     start, end = without(merged(np.append(low[real], waits[0]), np.append(until, waits[1])), spans)
     start, end = without((start, end), pauses_of(main))
-    rows = Rows.of(SCRIPT, start, end - start, kind=KIND["HOST"])
+    rows = RecordedRows.of(SCRIPT, start, end - start, kind=KIND["HOST"])
     return rows.where(rows.duration_ns > 0)
 
 
-def _waits(forwards: Rows, bounds_ns: Ints, gradients: Gradients, basis: Basis) -> Intervals:
+def _waits(forwards: RecordedRows, bounds_ns: Ints, gradients: GradientCalls, basis: Basis) -> Intervals:
     """Return when the thread mostly waited between two of these forwards, with no gradient or update in between."""
     start, end = forwards.start_ns[1:], (forwards.start_ns + forwards.duration_ns)[:-1]
     cpu_ns = forwards.bytes[1:]

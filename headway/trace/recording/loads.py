@@ -9,7 +9,7 @@ A batch that threads of the rank made, or a data server, is one load too: its
 parts are summed over all who worked on it, and it ends when it was complete.
 So it may have begun later than its row does.
 
->>> Loads.shares(np.array([100]), np.array([60]), np.array([10]), np.array([20]), np.array([0])).tolist()
+>>> LoadParts.shares(np.array([100]), np.array([60]), np.array([10]), np.array([20]), np.array([0])).tolist()
 [[0.3, 0.1, 0.4, 0.2]]
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.trace.events.vocabulary import KIND, SPANS
-from headway.trace.recording.rows import LOADER_LANE, Rows
+from headway.trace.recording.rows import LOADER_LANE, RecordedRows
 
 CHILDREN = ("input.fetch", "input.cpu_wait", "input.prep", "input.collate")
 _INDEX = {name: index for index, name in enumerate(SPANS)}
@@ -27,7 +27,7 @@ SHORT_NS = 200_000
 """Loads in the main process below this are measured one in sixteen; the others get the measured ones' shares."""
 
 
-class Loads:
+class LoadParts:
     """The arithmetic of a load's parts; all arrays [n] int64 ns."""
 
     @staticmethod
@@ -59,7 +59,7 @@ class Loads:
     ) -> NDArray[np.float64]:
         """Return [1, 4]: each part's share of all the loads together; all prep when there is nothing to go by."""
         totals = np.array([
-            part.sum() for part in Loads.parts_of(duration_ns, cpu_ns, delay_ns, collate_ns, gc_ns)
+            part.sum() for part in LoadParts.parts_of(duration_ns, cpu_ns, delay_ns, collate_ns, gc_ns)
         ], dtype=np.float64)  # fmt: skip
         if not totals.sum():
             return np.array([[0.0, 0.0, 1.0, 0.0]])
@@ -67,23 +67,23 @@ class Loads:
         return shares
 
 
-def load_children(rows: Rows) -> Rows:
+def load_children(rows: RecordedRows) -> RecordedRows:
     """Return the children of every load in `rows` (one process), laid out in order from the load's start."""
     loads = rows.where(rows.name == _INDEX["input.load"])
     if not len(loads):
-        return Rows.blank(0)
+        return RecordedRows.blank(0)
     parts = np.stack(
-        Loads.parts_of(loads.duration_ns, loads.cpu_ns, loads.delay_ns, loads.collate_ns, loads.gc_ns), axis=1
+        LoadParts.parts_of(loads.duration_ns, loads.cpu_ns, loads.delay_ns, loads.collate_ns, loads.gc_ns), axis=1
     )
     _estimate(loads, parts)
     ends = np.cumsum(parts, axis=1)
     starts = loads.start_ns[:, None] + ends - parts
-    children = Rows.concat([_child(loads, name, starts[:, k], parts[:, k]) for k, name in enumerate(CHILDREN)])
+    children = RecordedRows.concat([_child(loads, name, starts[:, k], parts[:, k]) for k, name in enumerate(CHILDREN)])
     children = _around_collections(rows, loads, children)
     return children.where(children.duration_ns > 0)
 
 
-def _estimate(loads: Rows, parts: NDArray[np.int64]) -> None:
+def _estimate(loads: RecordedRows, parts: NDArray[np.int64]) -> None:
     """Fill `parts` [n, 4] of the loads that were not measured with the shares of comparable ones that were."""
     unmeasured = loads.cpu_ns < 0
     if not unmeasured.any():
@@ -92,21 +92,21 @@ def _estimate(loads: Rows, parts: NDArray[np.int64]) -> None:
     if not measured.any():
         measured = ~unmeasured
     known = loads.where(measured)
-    share = Loads.shares(known.duration_ns, known.cpu_ns, known.delay_ns, known.collate_ns, known.gc_ns)
+    share = LoadParts.shares(known.duration_ns, known.cpu_ns, known.delay_ns, known.collate_ns, known.gc_ns)
     duration = loads.duration_ns[unmeasured]
     estimate = np.floor(duration[:, None] * share).astype(np.int64)
     estimate[:, 2] += duration - estimate.sum(axis=1)
     parts[unmeasured] = estimate
 
 
-def _child(loads: Rows, name: str, start_ns: NDArray[np.int64], duration_ns: NDArray[np.int64]) -> Rows:
+def _child(loads: RecordedRows, name: str, start_ns: NDArray[np.int64], duration_ns: NDArray[np.int64]) -> RecordedRows:
     child = loads.where(np.arange(len(loads)))
     child.name[:], child.kind[:] = _INDEX[name], KIND[SPANS[name].kind]
     child.start_ns[:], child.duration_ns[:], child.bytes[:] = start_ns, duration_ns, 0
     return child
 
 
-def _around_collections(rows: Rows, loads: Rows, children: Rows) -> Rows:
+def _around_collections(rows: RecordedRows, loads: RecordedRows, children: RecordedRows) -> RecordedRows:
     """Move the children of loads with collections inside so that they leave the collections' time free.
 
     A child that reaches into a collection is cut there and goes on behind it.
@@ -133,7 +133,7 @@ def _around_collections(rows: Rows, loads: Rows, children: Rows) -> Rows:
     index, start, duration = np.array(laid, np.int64).reshape(-1, 3).T
     moved = children.where(index)
     moved.start_ns[:], moved.duration_ns[:] = start, duration
-    return Rows.concat([children.where(keep), moved])
+    return RecordedRows.concat([children.where(keep), moved])
 
 
 def _free(begin: int, end: int, gc_start: NDArray[np.int64], gc_end: NDArray[np.int64]) -> list[tuple[int, int]]:
@@ -164,7 +164,7 @@ def _lay(children: list[int], durations_ns: list[int], free: list[tuple[int, int
     return laid
 
 
-def name_workers(parts: list[Rows], lead: Rows) -> None:
+def name_workers(parts: list[RecordedRows], lead: RecordedRows) -> None:
     """Give the loads in loader workers their iterator (corr) and loader (group).
 
     A worker knows only the n-th life of its dataset; the n-th `input.worker`
@@ -184,7 +184,7 @@ def name_workers(parts: list[Rows], lead: Rows) -> None:
         part.corr[loads], part.group[loads] = lives.corr[life], lives.group[life]
 
 
-def place_made(rows: Rows, lanes: list[str]) -> Rows:
+def place_made(rows: RecordedRows, lanes: list[str]) -> RecordedRows:
     """Return `rows` (one process, in the order of its records) with each `input.made` as the load that it stands for.
 
     The call that took the batch wrote its `input.next` right behind it, which
@@ -218,7 +218,7 @@ def place_made(rows: Rows, lanes: list[str]) -> Rows:
     return rows
 
 
-def _next_call(rows: Rows, made: NDArray[np.int64]) -> NDArray[np.int64]:
+def _next_call(rows: RecordedRows, made: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the first `input.next` behind each of `made` in its own lane, -1 for none."""
     found = np.full(len(made), -1, np.int64)
     for lane in np.unique(rows.lane[made]):

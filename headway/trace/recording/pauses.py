@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from headway.trace.events.intervals import FIRST, Intervals, Ints, merged, without
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND
-from headway.trace.recording.rows import Rows
+from headway.trace.recording.rows import RecordedRows
 from headway.trace.recording.segments import CODE
 
 PAUSE = CODE["pause"]
@@ -30,13 +30,13 @@ NO_WORK = [PAUSE, *(CODE[name] for name in ("region", "eval.mark", "window"))]
 """Names of stretches in which the training thread need not have run any code."""
 
 
-def pauses_of(main: Rows) -> Intervals:
+def pauses_of(main: RecordedRows) -> Intervals:
     """Return the pauses among the rows of a training thread, sorted and disjoint."""
     rows = main.where(main.name == PAUSE)
     return merged(rows.start_ns, rows.start_ns + rows.duration_ns)
 
 
-def trimmed(rows: Rows, training: NDArray[np.bool_]) -> Rows:
+def trimmed(rows: RecordedRows, training: NDArray[np.bool_]) -> RecordedRows:
     """Return `rows` with the pauses of the thread that trains ([n] `training`) cut down to where it recorded nothing.
 
     Pauses of another thread go: what trains beside the cells does not wait for them.
@@ -48,8 +48,8 @@ def trimmed(rows: Rows, training: NDArray[np.bool_]) -> Rows:
     worked = merged(main.start_ns, main.start_ns + main.duration_ns)
     start, end = without(pauses_of(rows.where(training)), worked)
     process = rows.process[training][:1]
-    made = Rows.of(PAUSE, start, end - start, kind=KIND["MARK"], process=np.resize(process, len(start)))
-    return Rows.concat([rows.where(~found), made])
+    made = RecordedRows.of(PAUSE, start, end - start, kind=KIND["MARK"], process=np.resize(process, len(start)))
+    return RecordedRows.concat([rows.where(~found), made])
 
 
 def elapsed(moment_ns: Ints, pauses: Intervals) -> Ints:

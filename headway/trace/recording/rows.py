@@ -4,7 +4,7 @@ Records become rows here: code to name and kind, the four numbers to the
 columns that the vocabulary gives them, threads and processes to lanes.
 Arrays are [n]; times int64 ns.
 
->>> Rows.of(0, np.array([5, 1]), np.array([2, 9]), kind=0).by_end().start_ns.tolist()
+>>> RecordedRows.of(0, np.array([5, 1]), np.array([2, 9]), kind=0).by_end().start_ns.tolist()
 [5, 1]
 """
 
@@ -40,7 +40,7 @@ _BLANK = {
 
 
 @dataclass(slots=True)
-class Rows:
+class RecordedRows:
     """Rows of one rank; all arrays have the same length and may be written to."""
 
     name: NDArray[Any]
@@ -71,14 +71,14 @@ class Rows:
         return len(self.start_ns)
 
     @classmethod
-    def blank(cls, n: int) -> Rows:
+    def blank(cls, n: int) -> RecordedRows:
         """Return `n` rows of which nothing is known."""
         return cls(**{column: np.full(n, value, dtype) for column, (dtype, value) in _BLANK.items()})
 
     @classmethod
     def of(
         cls, name: int, start_ns: NDArray[Any], duration_ns: NDArray[Any], *, kind: int, **more: NDArray[Any]
-    ) -> Rows:
+    ) -> RecordedRows:
         """Return rows of one name and kind."""
         rows = cls.blank(len(start_ns))
         rows.name[:], rows.kind[:] = name, kind
@@ -88,19 +88,19 @@ class Rows:
         return rows
 
     @classmethod
-    def concat(cls, parts: Sequence[Rows]) -> Rows:
+    def concat(cls, parts: Sequence[RecordedRows]) -> RecordedRows:
         """Put `parts` one behind the other."""
         return cls(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)})
 
-    def where(self, mask: NDArray[Any]) -> Rows:
+    def where(self, mask: NDArray[Any]) -> RecordedRows:
         """Return the rows that `mask` (bool [n] or indices) picks."""
-        return Rows(**{f.name: getattr(self, f.name)[mask] for f in fields(self)})
+        return RecordedRows(**{f.name: getattr(self, f.name)[mask] for f in fields(self)})
 
-    def without(self, name: int) -> Rows:
+    def without(self, name: int) -> RecordedRows:
         """Return the rows that do not bear `name`."""
         return self.where(self.name != name)
 
-    def by_end(self) -> Rows:
+    def by_end(self) -> RecordedRows:
         """Return the rows in the order in which they ended."""
         return self.where(np.argsort(self.start_ns + self.duration_ns, kind="stable"))
 
@@ -135,7 +135,7 @@ def training_thread(records: NDArray[np.void]) -> int:
     return 0
 
 
-def raw_rows(process: Recorded, lanes: list[str], *, leads: bool) -> Rows:
+def raw_rows(process: Recorded, lanes: list[str], *, leads: bool) -> RecordedRows:
     """Return the records of one process as rows; new lanes are added to `lanes`."""
     records = process.records
     rows = named_rows(records)
@@ -155,13 +155,13 @@ def raw_rows(process: Recorded, lanes: list[str], *, leads: bool) -> Rows:
     if leads:
         # On a device the hooks of backward run in autograd's thread, while the training thread waits for it.
         rows.lane[records["code"] == SPANS["comm.wait"].code] = lanes.index("main")
-    rows = Rows.concat([rows, _carried_backwards(rows, records)])
+    rows = RecordedRows.concat([rows, _carried_backwards(rows, records)])
     return rows.where(rows.name >= 0)
 
 
-def named_rows(records: NDArray[np.void]) -> Rows:
+def named_rows(records: NDArray[np.void]) -> RecordedRows:
     """Return records as rows with names, kinds and columns; lanes, processes and parts of loads are left blank."""
-    rows = Rows.blank(len(records))
+    rows = RecordedRows.blank(len(records))
     rows.start_ns[:] = records["start_ns"]
     rows.duration_ns[:] = np.maximum(records["duration_ns"], 0)
     for index, span in enumerate(SPANS.values()):
@@ -175,14 +175,14 @@ def named_rows(records: NDArray[np.void]) -> Rows:
     return rows
 
 
-def with_backwards(records: NDArray[np.void]) -> Rows:
+def with_backwards(records: NDArray[np.void]) -> RecordedRows:
     """Return the records of one training thread as rows, with the backwards that updates carry."""
     rows = named_rows(records)
-    rows = Rows.concat([rows, _carried_backwards(rows, records)])
+    rows = RecordedRows.concat([rows, _carried_backwards(rows, records)])
     return rows.where(rows.name >= 0)
 
 
-def _carried_backwards(rows: Rows, records: NDArray[np.void]) -> Rows:
+def _carried_backwards(rows: RecordedRows, records: NDArray[np.void]) -> RecordedRows:
     """Return the backwards that optimizer records carry as their third and fourth number."""
     at = np.flatnonzero((records["code"] == SPANS["optimizer.step"].code) & (records["d"] > 0))
     found = rows.where(at)
@@ -192,7 +192,7 @@ def _carried_backwards(rows: Rows, records: NDArray[np.void]) -> Rows:
     return found
 
 
-def _attach_parts(rows: Rows, records: NDArray[np.void]) -> None:
+def _attach_parts(rows: RecordedRows, records: NDArray[np.void]) -> None:
     """Give each load (or batch made elsewhere) the measurements in the `input.parts` that follows it in its thread."""
     at = np.flatnonzero(records["code"] == SPANS["input.parts"].code)
     if not len(at):

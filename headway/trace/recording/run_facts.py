@@ -25,7 +25,15 @@ import msgspec
 from headway.core.errors import FormatError
 from headway.core.files.bounded_json import converted
 from headway.core.machine.host_load import HostLoad, HostSeries
-from headway.trace.events.in_force import DATASET, AppliedRow, GivenUp, applied_rows, given_up, in_force, unfit
+from headway.trace.events.active_settings import (
+    DATASET,
+    AppliedRow,
+    GivenUp,
+    active_settings,
+    applied_rows,
+    given_up,
+    unfit,
+)
 from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.recording.incident import Incident
 
@@ -149,7 +157,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @functools.cached_property
     def in_force(self) -> dict[str, dict[str, Any]]:
         """Remedy that the run had to the end -> its facts."""
-        return in_force(self.applied)
+        return active_settings(self.applied)
 
     @functools.cached_property
     def given_up(self) -> dict[str, GivenUp]:

@@ -7,8 +7,8 @@ before, a save, a compilation) to the backward that follows. Where device
 events timed a backward their rows stand, and the host's, which only show its
 launch, go. Rows are bookkeeping: they own no time. Times in int64 ns.
 
->>> rows = Rows.concat([Rows.of(CODE["input.next"], np.array([0]), np.array([10]), kind=KIND["DATA"]),
-...                     Rows.of(BACKWARD, np.array([40]), np.array([20]), kind=KIND["MARK"])])
+>>> rows = RecordedRows.concat([RecordedRows.of(CODE["input.next"], np.array([0]), np.array([10]), kind=KIND["DATA"]),
+...                     RecordedRows.of(BACKWARD, np.array([40]), np.array([20]), kind=KIND["MARK"])])
 >>> found = with_forwards(rows)
 >>> forward = found.where(found.name == FORWARD)
 >>> forward.start_ns.tolist(), forward.duration_ns.tolist()
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from headway.trace.events.steps import step_of
 from headway.trace.events.vocabulary import KIND, SPANS
-from headway.trace.recording.rows import Rows
+from headway.trace.recording.rows import RecordedRows
 
 CODE = {name: index for index, name in enumerate(SPANS)}
 """Name -> its index in the name table of recorded traces."""
@@ -41,7 +41,7 @@ ON_DEVICE = 1
 """`corr` of a segment that device events timed."""
 
 
-def with_forwards(main: Rows) -> Rows:
+def with_forwards(main: RecordedRows) -> RecordedRows:
     """Return the segment rows of the training lane: outermost backwards and their forwards, or those of the device.
 
     `main` holds the rows of the training thread, in any order.
@@ -56,13 +56,13 @@ def with_forwards(main: Rows) -> Rows:
     at = np.searchsorted(ends, backward.start_ns, side="right")
     known = at > 0
     start = ends[at[known] - 1] if known.any() else backward.start_ns[known]
-    forward = Rows.of(FORWARD, start, backward.start_ns[known] - start, kind=KIND["MARK"])
+    forward = RecordedRows.of(FORWARD, start, backward.start_ns[known] - start, kind=KIND["MARK"])
     for rows in (forward, backward):
         rows.corr[:], rows.seq[:], rows.peer[:] = 0, -1, -1
-    return Rows.concat([on_device, forward, backward])
+    return RecordedRows.concat([on_device, forward, backward])
 
 
-def _launched_in(host: Rows, on_device: Rows) -> NDArray[np.bool_]:
+def _launched_in(host: RecordedRows, on_device: RecordedRows) -> NDArray[np.bool_]:
     """Return [n] whether device events timed each backward of the host: theirs were recorded at its end."""
     found = np.zeros(len(host), bool)
     if len(host) and len(on_device):
@@ -71,7 +71,7 @@ def _launched_in(host: Rows, on_device: Rows) -> NDArray[np.bool_]:
     return found
 
 
-def outermost(rows: Rows) -> Rows:
+def outermost(rows: RecordedRows) -> RecordedRows:
     """Return the rows that do not lie inside another one, in order of start: a backward may run others inside."""
     rows = rows.where(np.lexsort((-rows.duration_ns, rows.start_ns)))
     end = rows.start_ns + rows.duration_ns
@@ -79,7 +79,7 @@ def outermost(rows: Rows) -> Rows:
     return rows.where(end > reach)
 
 
-def place(rows: Rows, bounds_ns: NDArray[np.int64]) -> None:
+def place(rows: RecordedRows, bounds_ns: NDArray[np.int64]) -> None:
     """Give segments their number within the step, and what a device did later the step that launched it.
 
     `rows` have their steps by their own start already; changes them.

@@ -1,6 +1,6 @@
 """Read the rings that recorded processes write: while they run, and after they died.
 
-Use `RingReader` to follow a ring (the launcher does), `read_ring` to take all
+Use `RecordRingReader` to follow a ring (the launcher does), `read_ring` to take all
 that is left of one. Records come as a numpy structured array of `RECORD_DTYPE`
 in the order in which they were written. What the writer overwrote before it
 was read is counted in `lost`, never guessed.
@@ -148,7 +148,7 @@ def read_page(buffer: Any) -> Page:
     return Page(*PAGE.unpack(raw))
 
 
-class RingReader:
+class RecordRingReader:
     """Follows one ring; `drain` returns what is new since the last call."""
 
     def __init__(self, path: str | Path) -> None:
@@ -224,7 +224,7 @@ def header_of(data: bytes | mmap) -> RingHeader:
 
 def read_ring(path: str | Path) -> tuple[RingHeader, NDArray[np.void], int]:
     """Return header, records (oldest first) and how many were lost, of a ring whose writer is gone."""
-    reader = RingReader(path)
+    reader = RecordRingReader(path)
     records = reader.drain(final=True)
     header, lost = reader.header, reader.lost
     reader.close()

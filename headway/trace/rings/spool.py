@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from headway.core.errors import FormatError
 from headway.core.files.bounded_json import read_json
-from headway.trace.rings.records import RECORD_DTYPE, RingHeader, RingReader
+from headway.trace.rings.records import RECORD_DTYPE, RecordRingReader, RingHeader
 from headway.trace.rings.ring_folders import live_folder, ring_folders
 
 MAGIC = b"HWSEAL1\0"
@@ -128,7 +128,7 @@ def recorded(stem: Path) -> Recorded | None:
     header = None
     if ring.exists():
         try:
-            reader = RingReader(ring)
+            reader = RecordRingReader(ring)
         except FormatError:
             pass
         else:

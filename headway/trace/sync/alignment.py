@@ -35,7 +35,7 @@ from headway.core.units import NS_PER_US
 from headway.trace.events.trace import Trace
 from headway.trace.sync.causality import Link, Projection, middle_end, project, violations
 from headway.trace.sync.clock_steps import find_steps, with_steps, without_step
-from headway.trace.sync.clocks import MAPPED, Clocks, aligned_ns
+from headway.trace.sync.clocks import MAPPED, ClockMap, aligned_ns
 from headway.trace.sync.end_differences import edges_of, estimate
 from headway.trace.sync.meetings import Ints, Meetings, match
 
@@ -269,7 +269,7 @@ def _alignment(
     clock_of_rank: Ints,
     met: Meetings,
     clock: Ints,
-    first: tuple[Clocks, Ints],
+    first: tuple[ClockMap, Ints],
     found: Projection,
     steps: tuple[ClockStep, ...],
 ) -> Alignment:

@@ -20,7 +20,7 @@ thousandth). Times in int64 ns.
 >>> from headway.trace.sync.meetings import Meetings
 >>> met = Meetings(np.arange(2), np.array([0, 1]), np.array([0, 30]), np.array([20, 60]), np.array([0, 2]),
 ...                np.zeros(1, int), np.zeros(1, bool), np.zeros(2, bool))
->>> clocks = Clocks(np.zeros((2, 1), int), np.zeros((2, 1), int))
+>>> clocks = ClockMap(np.zeros((2, 1), int), np.zeros((2, 1), int))
 >>> found = project(met, met.rank, clocks)
 >>> found.violations_before, found.clocks.theta_ns.tolist()
 (1, [[0], [-14]])
@@ -37,7 +37,7 @@ from headway.core.errors import InputError
 from headway.core.linear import minimise
 from headway.core.units import NS_PER_US
 from headway.trace.events.nesting import number_alike
-from headway.trace.sync.clocks import Clocks, stretch_of
+from headway.trace.sync.clocks import ClockMap, stretch_of
 from headway.trace.sync.meetings import Bools, Ints, Meetings
 
 GRAIN_NS = 4
@@ -66,7 +66,7 @@ Link = tuple[int, int]
 class Projection:
     """Clocks after projection."""
 
-    clocks: Clocks
+    clocks: ClockMap
     """Their maps."""
 
     violations_before: int
@@ -101,7 +101,7 @@ def violations(meetings: Meetings, start_ns: Ints, end_ns: Ints) -> tuple[int, i
 
 
 def project(
-    meetings: Meetings, clock: Ints, clocks: Clocks, *, reference: int = 0, tolerate: bool = False
+    meetings: Meetings, clock: Ints, clocks: ClockMap, *, reference: int = 0, tolerate: bool = False
 ) -> Projection:
     """Move `clocks` until the order of all meetings holds; the reference stays. `clock` [n] is each call's clock.
 
@@ -134,7 +134,7 @@ def project(
     return Projection(found, before, count, cycle, short, worst, aside)
 
 
-def _held(meetings: Meetings, clock: Ints, clocks: Clocks, reference: int) -> Clocks | None:
+def _held(meetings: Meetings, clock: Ints, clocks: ClockMap, reference: int) -> ClockMap | None:
     """Return the clocks moved least so that every order holds, with a margin for rounding if there is room."""
     tries = (_Program(meetings, clock, clocks, reference, margin).solve() for margin in (GRAIN_NS, 0))
     return next((found for found in tries if found is not None), None)
@@ -148,7 +148,7 @@ def middle_end(meetings: Meetings, end_ns: Ints) -> Ints:
     return np.asarray(low + (high - low) // 2)
 
 
-def _without_strays(meetings: Meetings, clock: Ints, clocks: Clocks, times: int) -> tuple[Meetings, int]:
+def _without_strays(meetings: Meetings, clock: Ints, clocks: ClockMap, times: int) -> tuple[Meetings, int]:
     """Return the meetings with strays moved out of everybody's way, and how many there were."""
     start, end = _mapped(meetings, clock, clocks)
     middle = middle_end(meetings, end)[meetings.meeting]
@@ -164,7 +164,7 @@ def _without_strays(meetings: Meetings, clock: Ints, clocks: Clocks, times: int)
     return moved, int(late.sum() + early.sum())
 
 
-def _mapped(meetings: Meetings, clock: Ints, clocks: Clocks) -> tuple[Ints, Ints]:
+def _mapped(meetings: Meetings, clock: Ints, clocks: ClockMap) -> tuple[Ints, Ints]:
     return clocks.aligned_ns(clock, meetings.start_ns), clocks.aligned_ns(clock, meetings.end_ns)
 
 
@@ -179,7 +179,7 @@ def _last_start(meetings: Meetings, start_ns: Ints) -> Ints:
 
 
 @dataclass(slots=True)
-class _Rows:
+class _Contradictions:
     """Contradictions [m] that a program has taken up; each is one row."""
 
     end: Ints
@@ -197,13 +197,15 @@ class _Rows:
     need: Ints
     """[m] How much later the end has to move against the start, ns."""
 
-    def plus(self, more: _Rows) -> _Rows:
+    def plus(self, more: _Contradictions) -> _Contradictions:
         """Return these rows and more."""
-        return _Rows(*(np.concatenate([getattr(part, f.name) for part in (self, more)]) for f in fields(_Rows)))
+        return _Contradictions(
+            *(np.concatenate([getattr(part, f.name) for part in (self, more)]) for f in fields(_Contradictions))
+        )
 
-    def pick(self, which: Ints) -> _Rows:
+    def pick(self, which: Ints) -> _Contradictions:
         """Return some rows."""
-        return _Rows(*(getattr(self, f.name)[which] for f in fields(_Rows)))
+        return _Contradictions(*(getattr(self, f.name)[which] for f in fields(_Contradictions)))
 
 
 @dataclass(slots=True)
@@ -212,15 +214,15 @@ class _Program:
 
     meetings: Meetings
     clock: Ints
-    given: Clocks
+    given: ClockMap
     reference: int
     margin: int
     soft: bool = False
-    rows: _Rows | None = None
+    rows: _Contradictions | None = None
     price: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     """[m] Dual price of each row, after a soft solution."""
 
-    def solve(self, *, once: bool = False) -> Clocks | None:
+    def solve(self, *, once: bool = False) -> ClockMap | None:
         """Return the moved clocks, None when the rows contradict each other; `once` stops at the first such proof."""
         clocks, allowed = self.given, np.zeros(0)
         while True:
@@ -237,7 +239,7 @@ class _Program:
             if once and (allowed > GRAIN_NS).any():
                 return clocks
 
-    def _worst(self, clocks: Clocks, allowed: NDArray[np.float64]) -> _Rows:
+    def _worst(self, clocks: ClockMap, allowed: NDArray[np.float64]) -> _Contradictions:
         """Return the worst new contradictions under `clocks`, one per cell; what `allowed` [m] covers is left out."""
         met, begin = self.meetings, self.meetings.first[:-1]
         start, end = _mapped(met, self.clock, clocks)
@@ -261,7 +263,7 @@ class _Program:
         new = ~self._taken(found.pick(worst), short[worst], allowed)
         return found.pick(worst[new][:MOST_CUTS])
 
-    def _taken(self, found: _Rows, short: Ints, allowed: NDArray[np.float64]) -> NDArray[np.bool_]:
+    def _taken(self, found: _Contradictions, short: Ints, allowed: NDArray[np.float64]) -> NDArray[np.bool_]:
         """[m] Contradictions that are rows already, or no worse than the violation that was paid for in their cell."""
         if self.rows is None:
             return np.zeros(len(found.end), bool)
@@ -273,7 +275,7 @@ class _Program:
             known |= short <= limit + GRAIN_NS
         return known
 
-    def _described(self, end: Ints, start: Ints) -> _Rows:
+    def _described(self, end: Ints, start: Ints) -> _Contradictions:
         """Return rows for (end, start) pairs of calls."""
         met, clock = self.meetings, self.clock
         sides = [self._place(end, met.end_ns), self._place(start, met.start_ns)]
@@ -281,7 +283,7 @@ class _Program:
         need = self.given.aligned_ns(clock[start], met.start_ns[start]) - self.given.aligned_ns(
             clock[end], met.end_ns[end]
         )
-        return _Rows(end, start, cell, np.stack([sides[0][1], sides[1][1]], axis=1), need)
+        return _Contradictions(end, start, cell, np.stack([sides[0][1], sides[1][1]], axis=1), need)
 
     def _place(self, calls: Ints, raw_ns: Ints) -> tuple[Ints, NDArray[np.float64]]:
         """Return the stretch of its clock that each call's time lies in, and how far in it."""
@@ -293,7 +295,7 @@ class _Program:
             at[mine], way[mine] = stretch_of(raw_ns[calls[mine]], self.given.knot_ns[clock])
         return at, way
 
-    def _optimum(self, rows: _Rows) -> tuple[Clocks, NDArray[np.float64]]:
+    def _optimum(self, rows: _Contradictions) -> tuple[ClockMap, NDArray[np.float64]]:
         """Solve for the rows so far; return the clocks and the violation of each row's cell, ns."""
         size = len(rows.end)
         at, knot, weight = self._entries(rows)
@@ -327,7 +329,7 @@ class _Program:
         paid = found.x[2 * width :][cell.reshape(-1)] * NS_PER_US if self.soft else np.zeros(size)
         return self._moved(moving, (found.x[:width] - found.x[width : 2 * width]) * NS_PER_US), paid
 
-    def _moved(self, moving: Ints, move_ns: NDArray[np.float64]) -> Clocks:
+    def _moved(self, moving: Ints, move_ns: NDArray[np.float64]) -> ClockMap:
         """Return the clocks with knots moved; those between two moved ones follow in line, those beyond as the last."""
         theta = self.given.theta_ns.copy()
         clock, knot = np.divmod(moving, theta.shape[1])
@@ -336,9 +338,9 @@ class _Program:
             raw = self.given.knot_ns[which]
             move = np.interp(raw - raw[0], (raw - raw[0])[knot[mine]], move_ns[mine])
             theta[which] += np.rint(move).astype(np.int64)
-        return Clocks(self.given.knot_ns, theta)
+        return ClockMap(self.given.knot_ns, theta)
 
-    def _entries(self, rows: _Rows) -> tuple[Ints, Ints, NDArray[np.float64]]:
+    def _entries(self, rows: _Contradictions) -> tuple[Ints, Ints, NDArray[np.float64]]:
         """Return (row, knot, weight) of the matrix: an end's time adds its clock's knots, a start's takes them away.
 
         A knot is numbered clock x Q + index; those of the reference do not move.

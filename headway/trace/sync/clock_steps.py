@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.trace.sync.clocks import Clocks, offset_at
+from headway.trace.sync.clocks import ClockMap, offset_at
 from headway.trace.sync.end_differences import Edge, edges_of, origins
 from headway.trace.sync.meetings import Ints, Meetings
 
@@ -66,7 +66,7 @@ BEYOND_NS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ClockJump:
     """A clock set forward or back, on the clock as it reads once earlier steps of the same list are taken out."""
 
     clock: int
@@ -113,9 +113,9 @@ class _Jump:
     """How far it jumped, if the other one did not, ns."""
 
 
-def find_steps(edges: Sequence[Edge], meetings: Meetings, clock: Ints, *, reference: int = 0) -> tuple[Step, ...]:
+def find_steps(edges: Sequence[Edge], meetings: Meetings, clock: Ints, *, reference: int = 0) -> tuple[ClockJump, ...]:
     """Return the steps of the clocks, in the order in which they have to be taken out; `edges` are of `meetings`."""
-    found: list[Step] = []
+    found: list[ClockJump] = []
     num_clocks = int(clock.max(initial=0)) + 1
     for _ in range(MOST_ROUNDS):
         more = []
@@ -133,7 +133,7 @@ def find_steps(edges: Sequence[Edge], meetings: Meetings, clock: Ints, *, refere
     return tuple(found)
 
 
-def without_step(meetings: Meetings, clock: Ints, step: Step) -> Meetings:
+def without_step(meetings: Meetings, clock: Ints, step: ClockJump) -> Meetings:
     """Return the meetings with the step of one clock taken out of its raw times."""
     own = clock == step.clock
     start, end = meetings.start_ns.copy(), meetings.end_ns.copy()
@@ -141,7 +141,7 @@ def without_step(meetings: Meetings, clock: Ints, step: Step) -> Meetings:
     return replace(meetings, start_ns=start, end_ns=end)
 
 
-def with_steps(clocks: Clocks, steps: Sequence[Step]) -> Clocks:
+def with_steps(clocks: ClockMap, steps: Sequence[ClockJump]) -> ClockMap:
     """Return maps of raw times for `clocks`, whose raw times had `steps` taken out."""
     if not steps:
         return clocks
@@ -156,19 +156,19 @@ def with_steps(clocks: Clocks, steps: Sequence[Step]) -> Clocks:
         thetas.append(even - raw + offset_at(even, knot, theta))
     width = max(len(knot) for knot in knots)
     filled = [_filled(knot, width) for knot in knots]
-    return Clocks(
+    return ClockMap(
         np.stack(filled),
         np.stack([offset_at(more, knot, theta) for more, knot, theta in zip(filled, knots, thetas, strict=True)]),
     )
 
 
-def _forth(raw_ns: Ints, steps: Sequence[Step]) -> Ints:
+def _forth(raw_ns: Ints, steps: Sequence[ClockJump]) -> Ints:
     for step in steps:
         raw_ns = step.removed(raw_ns)
     return raw_ns
 
 
-def _back(times_ns: Ints, steps: Sequence[Step]) -> Ints:
+def _back(times_ns: Ints, steps: Sequence[ClockJump]) -> Ints:
     """Return the raw times of `times_ns`, which had `steps` taken out."""
     for step in reversed(steps):
         times_ns = step.put_back(times_ns)
@@ -301,7 +301,7 @@ def _jumps_at(at: Ints, before: Ints, after: Ints, when: Floats, apart: Floats, 
     return np.asarray(found[:, 2])
 
 
-def _located(jump: _Jump, origin: int, meetings: Meetings, clock: Ints) -> Step:
+def _located(jump: _Jump, origin: int, meetings: Meetings, clock: Ints) -> ClockJump:
     """Return the step with the narrowest pause that the calls of its clock leave."""
     own = np.flatnonzero(clock == jump.clock)
     own = own[np.argsort(meetings.end_ns[own], kind="stable")]
@@ -315,7 +315,7 @@ def _located(jump: _Jump, origin: int, meetings: Meetings, clock: Ints) -> Step:
     before = max([low, *meetings.end_ns[between[:behind]].tolist()])
     later = end > before
     after = np.where(start[later] > before, start[later], end[later])
-    return Step(jump.clock, before, int(after.min(initial=high)), round(jump.by))
+    return ClockJump(jump.clock, before, int(after.min(initial=high)), round(jump.by))
 
 
 def _behind(between: Ints, own: Ints, low: int, by: float, meetings: Meetings, clock: Ints) -> int:

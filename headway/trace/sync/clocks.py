@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import COLLECTIVES
-from headway.trace.sync.meetings import MESSAGE, Calls, Ints, calls, meet, verb_of
+from headway.trace.sync.meetings import MESSAGE, CommunicationRows, Ints, calls, meet, verb_of
 
 SYNCHRONISING = tuple(name for name in COLLECTIVES if verb_of(name) >= 0)
 """Collectives that no rank leaves before all have entered; a broadcast's source, for one, leaves at once."""
@@ -42,7 +42,7 @@ MAPPED = ("offset_ns", "drift_ns")
 
 
 @dataclass(frozen=True, slots=True)
-class Clocks:
+class ClockMap:
     """Maps of C clocks to a common one: what to add, at Q knots; linear between them and beyond. Q = 1: constant."""
 
     knot_ns: Ints
@@ -138,11 +138,11 @@ def offset_bounds(reference: Trace, other: Trace) -> tuple[int, int] | None:
     """Return (lower, upper) of the offset of `other`, None when no collective is matched."""
     ours, theirs = _numbered(reference), _numbered(other)
     above = int(ours.rank.max(initial=0)) + 1
-    met = meet(Calls.join([ours, replace(theirs, rank=theirs.rank + above)]))
+    met = meet(CommunicationRows.join([ours, replace(theirs, rank=theirs.rank + above)]))
     return met.bounds_ns(met.rank >= above)
 
 
-def _numbered(trace: Trace) -> Calls:
+def _numbered(trace: Trace) -> CommunicationRows:
     """Return the collectives of the world group that carry a number: those match whoever recorded them."""
     found = calls(trace)
     return found.where((found.what != MESSAGE) & (found.group == WORLD) & (found.seq >= 0))

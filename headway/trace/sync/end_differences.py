@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from headway.core.errors import InputError
 from headway.core.units import NS_PER_S
-from headway.trace.sync.clocks import Clocks
+from headway.trace.sync.clocks import ClockMap
 from headway.trace.sync.drift_windows import Differences, fit_windows
 from headway.trace.sync.meetings import Bools, Ints, Meetings
 
@@ -60,7 +60,7 @@ UNITS, UNITS_FROM_NS = 2.0, 1_000_000
 class Estimate:
     """Clocks [C] as the ends of meetings have them."""
 
-    clocks: Clocks
+    clocks: ClockMap
     """Their maps; the reference's adds nothing."""
 
     window_ns: Ints
@@ -151,7 +151,7 @@ def estimate(
     origin = np.where(reached, origin, 0)
     knots = np.rint(border[None, :] - coarse[:, None]).astype(np.int64) + origin[:, None]
     whole = np.where(reached[:, None], np.rint(theta).astype(np.int64) + origin[reference] - origin[:, None], 0)
-    return Estimate(Clocks(knots, whole), np.rint(border).astype(np.int64) + origin[reference], reached)
+    return Estimate(ClockMap(knots, whole), np.rint(border).astype(np.int64) + origin[reference], reached)
 
 
 def _num_windows(meetings: Meetings, clock: Ints, origin: Ints, window_s: float) -> int:

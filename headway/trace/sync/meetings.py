@@ -73,7 +73,7 @@ def verb_of(name: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
+class CommunicationRows:
     """Rows [n] that take part in a collective or a message; column by column."""
 
     row: Ints
@@ -112,9 +112,9 @@ class Calls:
     size_bytes: Ints
     """[n] Bytes; 0 = unknown."""
 
-    def where(self, mask: Bools | Ints) -> Calls:
+    def where(self, mask: Bools | Ints) -> CommunicationRows:
         """Return the calls that `mask` picks."""
-        return Calls(*(getattr(self, column.name)[mask] for column in fields(self)))
+        return CommunicationRows(*(getattr(self, column.name)[mask] for column in fields(self)))
 
     @property
     def sends(self) -> Bools:
@@ -122,9 +122,11 @@ class Calls:
         return np.asarray((self.what == MESSAGE) & (self.rank == self.source), dtype=bool)
 
     @staticmethod
-    def join(parts: Sequence[Calls]) -> Calls:
+    def join(parts: Sequence[CommunicationRows]) -> CommunicationRows:
         """Put calls one behind the other."""
-        return Calls(*(np.concatenate([getattr(part, c.name) for part in parts]) for c in fields(Calls)))
+        return CommunicationRows(
+            *(np.concatenate([getattr(part, c.name) for part in parts]) for c in fields(CommunicationRows))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +203,7 @@ def match(trace: Trace) -> Meetings:
     return meet(calls(trace))
 
 
-def calls(trace: Trace) -> Calls:
+def calls(trace: Trace) -> CommunicationRows:
     """Return the calls of ranks >= 0 whose group, or peer, is known."""
     events = trace.events
     own = trace.named(*OWN)
@@ -236,7 +238,7 @@ def calls(trace: Trace) -> Calls:
     rank, peer, sends, message = column("rank"), column("peer"), sends[row], message[row]
     # The profiler numbers messages on each rank for itself.
     seq = np.where(message & ~own[row], -1, column("seq"))
-    return Calls(
+    return CommunicationRows(
         row=row, rank=rank, start_ns=start_ns[row], end_ns=column("start_ns") + column("duration_ns"),
         what=np.where(message, MESSAGE, np.where(wait[row], WAIT, COLLECTIVE)), group=column("group"),
         source=np.where(message, np.where(sends, rank, peer), 0),
@@ -288,7 +290,7 @@ def _verbs(trace: Trace, own: Bools, wait: Bools) -> Ints:
     return np.asarray(np.where(own & ~wait, by_corr[corr], by_name[trace.events["name"]]), dtype=np.int64)
 
 
-def meet(found: Calls) -> Meetings:
+def meet(found: CommunicationRows) -> Meetings:
     """Group calls into meetings. Raises `InputError` as `match` does."""
     there = np.isin(found.source, found.rank) & np.isin(found.target, found.rank) & (found.source != found.target)
     rows = found.where(there | (found.what != MESSAGE))
@@ -327,7 +329,7 @@ def _nth(cell: Ints, rank: Ints) -> tuple[Ints, Ints]:
     return np.arange(n) - np.repeat(begin, size), np.repeat(size, size)
 
 
-def _even(rows: Calls, cell: Ints, counted: Bools, nth: Ints, size: Ints) -> Bools:
+def _even(rows: CommunicationRows, cell: Ints, counted: Bools, nth: Ints, size: Ints) -> Bools:
     """[n] Calls of cells that may be counted through: every rank has as many, or they carry numbers."""
     if not len(cell):
         return np.zeros(0, bool)
@@ -349,7 +351,7 @@ def _even(rows: Calls, cell: Ints, counted: Bools, nth: Ints, size: Ints) -> Boo
     return ~np.repeat(uneven & counted[begin], np.diff(np.append(begin, len(cell))))
 
 
-def _refuse_lone_messages(rows: Calls, channel: Ints, shared: Bools) -> None:
+def _refuse_lone_messages(rows: CommunicationRows, channel: Ints, shared: Bools) -> None:
     """Raise on a numbered message with one side, unless it lies at the edge of what both sides recorded."""
     lone = np.flatnonzero((rows.what == MESSAGE) & ~shared)
     if not len(lone):
@@ -371,7 +373,7 @@ def _refuse_lone_messages(rows: Calls, channel: Ints, shared: Bools) -> None:
             )
 
 
-def _check_alike(rows: Calls, first: Ints) -> None:
+def _check_alike(rows: CommunicationRows, first: Ints) -> None:
     """Raise where calls that were matched by counting differ in operation or size."""
     begin = first[:-1]
     counted = (rows.seq < 0) & (rows.what != MESSAGE)

@@ -19,8 +19,8 @@ from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, 
 from headway.storage.checks.contents import Contents, Tensor, contents, opened
 from headway.storage.checks.difference import difference
 from headway.storage.checks.scrub import Verified, scrub, verified
-from headway.storage.checks.verification import Report, verify
-from headway.storage.commits.commit import Committed, committed, recover, remove
+from headway.storage.checks.verification import VerifyReport, verify
+from headway.storage.commits.commit import CommittedCheckpoint, committed, recover, remove
 from headway.storage.commits.sidecars import commit_record
 from headway.storage.redundancy.parity_files import state
 from headway.storage.stored.manifest import METADATA
@@ -67,7 +67,7 @@ def _folder(root: Path) -> Path:
     return root
 
 
-def _row(checkpoint: Committed, last: Verified | None) -> dict[str, Any]:
+def _row(checkpoint: CommittedCheckpoint, last: Verified | None) -> dict[str, Any]:
     """Return what there is to say of a checkpoint without reading its elements."""
     store = LocalStore(checkpoint.path)
     sizes = store.list()
@@ -260,7 +260,7 @@ SEVERITY = ("good", "not_a_checkpoint", "repairable", "lost")
 """Statuses, worst last."""
 
 
-def _verify_screen(reports: list[Report], screen: ScreenOptions) -> str:
+def _verify_screen(reports: list[VerifyReport], screen: ScreenOptions) -> str:
     parts: list[Any] = []
     for report in reports:
         style = {"good": "bold green", "not_a_checkpoint": "bold"}.get(report.status, "bold red")
@@ -282,7 +282,7 @@ def _verify_screen(reports: list[Report], screen: ScreenOptions) -> str:
     return draw(parts, **screen)
 
 
-def _damage_table(report: Report) -> Any:
+def _damage_table(report: VerifyReport) -> Any:
     table = grid("left", "right", "left", "left")
     add_row(table, "file", "at byte", "what", "tensor", style="dim")
     for damage in report.damaged[:LINES]:
@@ -312,7 +312,7 @@ def scrub_(root: Path, /, *, rate_mb_s: float = 50.0, json: bool = False) -> int
     if rate_mb_s < 0:
         raise InputError(f"--rate-mb-s is {rate_mb_s:g}; a rate is at least 0. Pass 0 for no limit.")
 
-    def tell(report: Report) -> None:
+    def tell(report: VerifyReport) -> None:
         if not json and sys.stderr.isatty():
             print(f"{report.status:11} {report.path}", file=sys.stderr)
 
@@ -427,7 +427,7 @@ def prune(root: Path, /, *, keep: str = "last=2", yes: bool = False, json: bool 
     return 0
 
 
-def _intact(checkpoint: Committed) -> bool:
+def _intact(checkpoint: CommittedCheckpoint) -> bool:
     """Say whether a checkpoint may be relied on: all of it is verified, it is the last one to lose."""
     try:
         return verify(checkpoint.path).status in ("good", "repairable")

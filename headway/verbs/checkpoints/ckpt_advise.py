@@ -14,7 +14,7 @@ from cyclopts import Parameter
 from rich.text import Text
 
 from headway.checkpoint.advise import measured_mtbf_s, propose, recorded_saves
-from headway.checkpoint.choices import SETTINGS, Job, Way, job_with, protections, ways
+from headway.checkpoint.choices import SETTINGS, SaveMethod, SavingJob, job_with, protections, ways
 from headway.checkpoint.policies.bandwidth import measure
 from headway.core.errors import HeadwayError, InputError
 from headway.core.units import format_bytes, format_fraction, format_seconds, parse_bytes
@@ -70,7 +70,7 @@ def advise(
     return 0
 
 
-def _recorded(path: Path) -> tuple[list[Any], Job]:
+def _recorded(path: Path) -> tuple[list[Any], SavingJob]:
     """Return what the room proposes for a run, and the job as the run shows it."""
     run = run_at(path)
     ledger, program, setup = Ledger.of(run), Program.from_run(run), Setup.from_facts(run.facts)
@@ -80,14 +80,14 @@ def _recorded(path: Path) -> tuple[list[Any], Job]:
             f"{path} shows no save in the steps that are replayed: nothing to go by. Pass --set step_s=..., save_s=... "
             "and every=... without a run."
         )
-    job = Job(
+    job = SavingJob(
         saves.step_s, saves.cost_s, saves.every_steps, saves.num_bytes, mtbf_s=measured_mtbf_s(ledger),
         ranks=setup.world_size, hosts=max(1, -(-setup.world_size // setup.ranks_per_host)), late_s=saves.late_s,
     )  # fmt: skip
     return list(propose(ledger, program, setup)), job
 
 
-def _advice(answer: Mapping[str, Any], found: list[Way], screen: ScreenOptions) -> str:
+def _advice(answer: Mapping[str, Any], found: list[SaveMethod], screen: ScreenOptions) -> str:
     job = answer["job"]
     words = f"A step takes {format_seconds(job['step_s'])} without saves; a save stops it for "
     words += f"{format_seconds(job['save_s'])}, every {job['every_steps']} steps. "

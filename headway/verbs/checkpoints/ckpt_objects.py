@@ -7,7 +7,7 @@ from typing import Any
 
 from headway.checkpoint.policies.keep import Keep
 from headway.core.errors import DamageError, FormatError
-from headway.storage.checks.verification import Report, verify_store
+from headway.storage.checks.verification import VerifyReport, verify_store
 from headway.storage.commits.object_commit import CommittedObject, committed, recover, remove
 from headway.storage.stored.objects import open_store
 
@@ -37,7 +37,7 @@ def _row(one: CommittedObject) -> dict[str, Any]:
     }
 
 
-def reports(url: str, *, deep: bool) -> list[Report]:
+def reports(url: str, *, deep: bool) -> list[VerifyReport]:
     """Verify every checkpoint below a URL."""
     return [verify_store(open_store(one.url), deep=deep) for one in committed(open_store(url))]
 

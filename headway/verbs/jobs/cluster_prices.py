@@ -21,7 +21,7 @@ from headway.cluster.prices.answer import (
     sky_task,
     speeds_of,
 )
-from headway.cluster.prices.market import DAY_S, HOUR_S, ON_DEMAND, Market, Terms
+from headway.cluster.prices.market import DAY_S, HOUR_S, ON_DEMAND, Market, MarketTerms
 from headway.cluster.prices.read import Records, read_records
 from headway.core.errors import InputError
 from headway.core.files.whole_file import whole_file
@@ -97,7 +97,7 @@ def prices(
     reference, num_devices, speeds = _job(recorded, records, model, device_type)
     market, calendar = records.market(region, reference, on_demand=math.isfinite(due_hours))
     move = move_usd + parse_bytes(checkpoint) / 1e9 * egress_usd_per_gb
-    terms = Terms.of(market, speeds, num_devices=num_devices, whole=bool(recorded), move_usd=move, move_s=move_s)
+    terms = MarketTerms.of(market, speeds, num_devices=num_devices, whole=bool(recorded), move_usd=move, move_s=move_s)
     rest = Rest(steps_left or days * DAY_S * speeds[reference], reference, hysteresis, due_hours * HOUR_S)
     day = _date(from_) if from_ else market.last
     offers = cheapest(terms, market.index(day), rest.steps)

@@ -7,7 +7,7 @@ from typing import Any
 from rich.text import Text
 
 from headway.core.units import format_seconds
-from headway.fault.runtime.self_check import Checked, check
+from headway.fault.runtime.self_check import SelfCheckResult, check
 from headway.report.paper import draw
 from headway.verbs.shared.output import emit
 
@@ -36,7 +36,7 @@ def probe(*, nproc_per_node: str | None = None, timeout_s: float = 60.0, json: b
     return 3 if found.odd else 0
 
 
-def _lines(found: Checked) -> list[str]:
+def _lines(found: SelfCheckResult) -> list[str]:
     ranks = len(found.digests) + len(found.failed)
     if not found.odd:
         return [f"all {ranks} ranks end with the same bits ({format_seconds(found.seconds)})"]

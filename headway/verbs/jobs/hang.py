@@ -9,7 +9,7 @@ from typing import Any
 from headway.core.errors import InputError
 from headway.core.files.bounded_json import read_json
 from headway.core.mesh import Mesh
-from headway.ledger.jobs.hang import Verdict, localise
+from headway.ledger.jobs.hang import HangVerdict, localise
 from headway.ledger.jobs.hang_reports import of_dumps, of_watch
 from headway.report.page.hang import render_hang
 from headway.trace.events.trace import Trace
@@ -41,7 +41,7 @@ def hang(*source: Path, mesh: str | None = None, json: bool = False) -> int:
     return 0
 
 
-def verdict_of(sources: Sequence[Path], mesh: Mesh | None = None) -> Verdict:
+def verdict_of(sources: Sequence[Path], mesh: Mesh | None = None) -> HangVerdict:
     """Localise the blockage that `sources` tell of: one run folder or report, or the dumps of all ranks.
 
     Raises `InputError` when a run folder holds no report of its hang watch.

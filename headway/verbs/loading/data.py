@@ -23,7 +23,7 @@ from headway.verbs.shared.source import run_at
 
 
 @dataclass(frozen=True, kw_only=True)
-class WhatIf:
+class WhatIfOptions:
     """What of a recorded run to imagine otherwise; all together."""
 
     cache_fraction: Annotated[float | None, Parameter(help="What if this fraction of the examples were cached.")] = None
@@ -38,14 +38,14 @@ class WhatIf:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-NOTHING = WhatIf()
+NOTHING = WhatIfOptions()
 
 
 def stalls(
     run: Path | None = None,
     /,
     *,
-    options: Annotated[WhatIf, Parameter(name="*")] = NOTHING,
+    options: Annotated[WhatIfOptions, Parameter(name="*")] = NOTHING,
     steps: int | None = None,
     nproc_per_node: str | None = None,
     module: Annotated[bool, Parameter(alias="-m")] = False,
@@ -98,7 +98,7 @@ def stalls(
 
 def _measured(
     run: Path | None,
-    options: WhatIf,
+    options: WhatIfOptions,
     steps: int | None,
     nproc_per_node: str | None,
     *,

@@ -16,7 +16,7 @@ from headway.core.files.whole_file import whole_file
 from headway.core.machine.host import host_cores
 from headway.core.tables import pick
 from headway.core.units import parse_bytes
-from headway.data.planning.optimize import Op, Plan, Profile, Resources, op_costs
+from headway.data.planning.optimize import Op, PipelinePlan, PipelineProfile, Resources, op_costs
 from headway.data.planning.optimize import plan as best_plan
 from headway.data.planning.plan_files import ops_text, read_ops, read_stats, stats_text
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
@@ -100,7 +100,7 @@ def plan(
     return 0 if answer.get("check", {}).get("equal", True) else 3
 
 
-def _measured(pipeline: Any, stats: Path | None, ops: Path | None) -> tuple[Sequence[Op], Profile]:
+def _measured(pipeline: Any, stats: Path | None, ops: Path | None) -> tuple[Sequence[Op], PipelineProfile]:
     """Return operators and profile, from a pipeline or from the two files. Raises `InputError` on neither, or both."""
     if pipeline is not None:
         if stats or ops:
@@ -113,7 +113,7 @@ def _measured(pipeline: Any, stats: Path | None, ops: Path | None) -> tuple[Sequ
     return read_ops(ops), read_stats(stats)
 
 
-def plan_answer(chosen: Plan, *, explain: bool = False) -> dict[str, Any]:
+def plan_answer(chosen: PipelinePlan, *, explain: bool = False) -> dict[str, Any]:
     """Return what `headway data plan --json` prints: milliseconds, and per slice its first operator's id as key."""
     answer: dict[str, Any] = {
         "schema": "headway.data-plan/1",
@@ -158,7 +158,7 @@ def profile(
         Print one JSON object instead of text.
     """
     loaded = _pipeline(pipeline)
-    measured: Profile = loaded.profile(examples)
+    measured: PipelineProfile = loaded.profile(examples)
     declared: tuple[Op, ...] = loaded.ops()
     rows = [
         {
@@ -191,7 +191,9 @@ def _pipeline(target: str) -> Any:
     return found
 
 
-def _screen(answer: Mapping[str, Any], chosen: Plan, ops: Sequence[Op], profile: Profile, screen: ScreenOptions) -> str:
+def _screen(
+    answer: Mapping[str, Any], chosen: PipelinePlan, ops: Sequence[Op], profile: PipelineProfile, screen: ScreenOptions
+) -> str:
     """Return the plan as a table, and the reasons when they were asked for."""
     names = {op.id: op.name for op in ops}
     costs, place = op_costs(profile, chosen.order), {op: part for part in chosen.slices for op in part.ops}

@@ -16,7 +16,7 @@ from headway.core.errors import InputError
 from headway.core.files.private import runtime_directory
 from headway.core.units import format_bytes, format_seconds, parse_bytes
 from headway.core.wire.channel import ChannelClosed, connect
-from headway.data.serving.messages import FROM_SERVER, Ask, Told
+from headway.data.serving.messages import FROM_SERVER, StatusReply, StatusRequest
 from headway.data.serving.server import DataServer
 from headway.report.paper import ScreenOptions, add_row, draw, grid
 from headway.verbs.shared.named import imported
@@ -110,7 +110,7 @@ def _asked(path: Path, *, must: bool) -> dict[str, Any] | None:
     """Return what the server at `path` says of itself, or that it died; None when it ended and need not be there."""
     try:
         channel = connect(path, 0.0, types=FROM_SERVER)
-        channel.send(Ask())
+        channel.send(StatusRequest())
         told, _ = channel.receive(ANSWER_S)
         channel.close()
     except TimeoutError:
@@ -122,7 +122,7 @@ def _asked(path: Path, *, must: bool) -> dict[str, Any] | None:
             return None
         left = [each for each in (path, Path(f"{path}.lock"), path.with_suffix(".log")) if each.exists()]
         return {"path": str(path), "pid": None, "answers": False, "dead": True, "remove": [str(each) for each in left]}
-    return {**told.facts, "answers": True, "dead": False} if isinstance(told, Told) else None
+    return {**told.facts, "answers": True, "dead": False} if isinstance(told, StatusReply) else None
 
 
 def _screen(servers: list[dict[str, Any]], screen: ScreenOptions) -> str:

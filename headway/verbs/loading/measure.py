@@ -40,7 +40,7 @@ MAX_DIFFERENCE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class PhaseResult:
     """What one of the three runs measured."""
 
     step_s: tuple[float, ...]
@@ -78,7 +78,7 @@ class Phase:
         return max(self.batches, key=lambda group: self.batches[group])
 
     @classmethod
-    def read(cls, run: Path) -> Phase | None:
+    def read(cls, run: Path) -> PhaseResult | None:
         """Read RUN/phase; of several processes that were one rank, the one with most steps. None when no rank wrote."""
         ranks: dict[str, dict[str, Any]] = {}
         for file in sorted((run / "phase").glob("r*-*.json")):
@@ -145,7 +145,7 @@ def measure(
         )
     check(LaunchOptions(nproc_per_node=nproc_per_node, module=module), script)
     folder = claim_folder(out) if out else next_folder(RUNS, f"{Path(script[0]).stem}-stalls")
-    phases: dict[str, Phase] = {}
+    phases: dict[str, PhaseResult] = {}
     for number, name in enumerate(MEASUREMENTS, 1):
         phase = name.partition(".")[2]
         print(
@@ -161,11 +161,11 @@ def measure(
             windows=0.0, quiet=True, json=True,
         )  # fmt: skip
         report = launch(options, script)
-        phases[phase] = checked(phase, Phase.read(folder / phase), report)
+        phases[phase] = checked(phase, PhaseResult.read(folder / phase), report)
     return answer(script, folder, phases)
 
 
-def checked(name: str, phase: Phase | None, report: ExitReport) -> Phase:
+def checked(name: str, phase: PhaseResult | None, report: ExitReport) -> PhaseResult:
     """Return the phase if it can be used; raises `InputError` with what to change."""
     if phase is None and not report.code:
         raise InputError(
@@ -199,7 +199,7 @@ def facts_of_run(run: Path) -> RunFacts:
     return RunFacts.of(read_json(run / "run.json"))
 
 
-def answer(script: Sequence[str], folder: Path, phases: Mapping[str, Phase]) -> dict[str, Any]:
+def answer(script: Sequence[str], folder: Path, phases: Mapping[str, PhaseResult]) -> dict[str, Any]:
     """Return the JSON object: the split, the phases behind it, and beside it the replay of the cold run."""
     count = min(len(phase.step_s) for phase in phases.values())
     phases = {name: replace(phase, step_s=phase.step_s[:count]) for name, phase in phases.items()}
@@ -249,7 +249,7 @@ def waiting(run: Path) -> float:
     return int(duration_ns[trace.named("input.fetch") & steady].sum()) / whole_ns if whole_ns else 0.0
 
 
-def doubts(phases: Mapping[str, Phase], waited_fraction: float, folder: Path) -> list[str]:
+def doubts(phases: Mapping[str, PhaseResult], waited_fraction: float, folder: Path) -> list[str]:
     """Return what speaks against the phases having been what their names say."""
     cold, warm = phases["cold"], phases["warm"]
     found = []

@@ -17,7 +17,7 @@ from headway.report.optimised import render_optimised
 from headway.sim.ddp.ddp_replay import DdpReplay
 from headway.sim.training.recorded_step import recorded_step
 from headway.sim.training.training_step import TrainingStep
-from headway.sim.whatif.edits import Scenario
+from headway.sim.whatif.edits import ResolvedEdits
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.source import run_at
 
@@ -94,7 +94,7 @@ def confirmed(made: PlanFile, replay: DdpReplay, baseline: str) -> tuple[PlanFil
     sizes = [remedy.parameters["bucket_mb"] for remedy in made.remedies if remedy.name == "comm.bucket"]
     if not sizes:
         return replace(made, baseline=baseline), ""
-    ratio, (low, high) = replay.ratio(Scenario(bucket_mb=sizes[0]))
+    ratio, (low, high) = replay.ratio(ResolvedEdits(bucket_mb=sizes[0]))
     speedup, interval = 1 / ratio, (1 / high, 1 / low)
     remedies = tuple(
         replace(remedy, predicted_speedup=speedup, interval=interval) if remedy.name == "comm.bucket" else remedy

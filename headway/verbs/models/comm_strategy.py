@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.comm.options import options as tree
-from headway.comm.published import Setup, read_codecs, read_models, read_setups
+from headway.comm.published import PublishedSetup, read_codecs, read_models, read_setups
 from headway.comm.stages import COSTS
 from headway.comm.strategy_search import Pricing, search
 from headway.core.errors import InputError
@@ -112,7 +112,7 @@ def _pricing(
     """Return what the search chooses from. Raises `InputError` where files do not hold it."""
     make = pick(COSTS, cost, "cost")
     gradients = pick(read_models(models), model, f"model of {models}")
-    of_model: list[Setup] = [setup for setup in read_setups(setups) if setup.model == model]
+    of_model: list[PublishedSetup] = [setup for setup in read_setups(setups) if setup.model == model]
     if len(of_model) != 1:
         raise InputError(f"{setups} has {plural(len(of_model), 'setup')} of {model}; leave exactly one.")
     beside = setups.parent / "codecs.json"

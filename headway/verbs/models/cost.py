@@ -15,7 +15,7 @@ from headway.core.rng import stream
 from headway.core.tables import pick
 from headway.cost.learned.cost_table import CostTable, add_line, check_host, read_table
 from headway.cost.learned.latency_table import LatencyTable
-from headway.cost.learned.predictors import PREDICTORS, Transfer, mape, standardised
+from headway.cost.learned.predictors import PREDICTORS, TransferTask, mape, standardised
 from headway.cost.learned.selection import SELECTIONS
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.verbs.shared.learned_step import TABLE, check_threads, learned_step
@@ -72,7 +72,7 @@ def transfer(
         raise InputError(f"{data} has no setting but {target}; at least one source is needed. Add one.")
     source_s = table.rows(names)
     chosen = choose(standardised(source_s), samples, stream(seed, "chosen samples"))
-    known = Transfer(source_s, table.one_hot(), chosen, target_s[chosen], seed, table.ops.shape[1])
+    known = TransferTask(source_s, table.one_hot(), chosen, target_s[chosen], seed, table.ops.shape[1])
     errors = {name: mape(PREDICTORS[name](known), target_s, chosen) for name in {predictor, *PEERS}}
     result = {
         "schema": "headway.cost-transfer/1", "target": target, "sources": names, "mape": errors[predictor],

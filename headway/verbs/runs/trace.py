@@ -13,7 +13,7 @@ from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
 from headway.trace.readers import chrome, perfetto
 from headway.trace.readers.formats import describe, open_parts
-from headway.trace.readers.slices import Slice, moments
+from headway.trace.readers.slices import TraceSlice, moments
 from headway.trace.recording.runs import Run, is_run
 from headway.trace.sync.clocks import on_common_clock
 from headway.verbs.shared.explain import ideal_of
@@ -95,7 +95,7 @@ def export(
     if whole is not None:
         trace: Trace | Parts = wanted.of(whole)
     else:
-        by_rank = wanted == Slice() and target.name.endswith(STREAMED)
+        by_rank = wanted == TraceSlice() and target.name.endswith(STREAMED)
         trace = open_parts([source]) if by_rank else wanted.read([source])
     given = (("step", steps), ("rank", ranks), ("lane", lanes), ("name", names), ("kind", kinds), ("moment", between))
     if not len(trace):
@@ -147,9 +147,9 @@ def slice_of(
     names: str | None,
     kinds: str | None,
     between: str | None,
-) -> Slice:
+) -> TraceSlice:
     """Parse the options of a slice. Raises `InputError` on what cannot be read."""
-    return Slice(
+    return TraceSlice(
         steps=None if steps is None else interval(steps, "step"),
         ranks=None if ranks is None else interval(ranks, "rank"),
         lanes=lanes,

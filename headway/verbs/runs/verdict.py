@@ -16,7 +16,7 @@ from headway.ledger.answers.ledger import Ledger
 from headway.report.figures import verdict
 from headway.report.screens import WHOLE_PLAN
 from headway.runtime.run_folder.recording import write_json
-from headway.trace.events.in_force import AppliedRow
+from headway.trace.events.active_settings import AppliedRow
 from headway.trace.recording.runs import Run
 from headway.verbs.shared.explain import Explanation, explain_run, outcomes
 from headway.verbs.shared.verified import verified, withdrawn

@@ -21,7 +21,7 @@ from headway.plan.setup import Setup
 from headway.report.figures import GAIN_THAT_LEADS, NOT_RESOLVED, NOTHING_PAYS, Verdict, verdict
 from headway.sim.recorded.ideal import replayed_trace
 from headway.sim.recorded.program import Program
-from headway.trace.events.in_force import AppliedRow
+from headway.trace.events.active_settings import AppliedRow
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
 from headway.trace.readers.formats import open_parts

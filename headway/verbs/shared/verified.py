@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from headway.trace.events.in_force import AppliedRow, applied_rows
+from headway.trace.events.active_settings import AppliedRow, applied_rows
 from headway.trace.recording.assemble import json_object
 
 COUNTS = ("batches", "compared", "equal", "unequal")

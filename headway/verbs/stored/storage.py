@@ -14,8 +14,8 @@ from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.core.units import format_bytes, format_fraction, plural
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
-from headway.storage.disks.fleet import Fleet
-from headway.storage.disks.logs import Lifetimes, Window, read_lifetimes, read_totals, renamed, windows
+from headway.storage.disks.fleet import DiskFleet
+from headway.storage.disks.logs import Lifetimes, ObservationWindow, read_lifetimes, read_totals, renamed, windows
 from headway.storage.disks.made import made
 from headway.storage.disks.placement import place, replay, saved
 from headway.storage.disks.plan import POLICIES
@@ -157,7 +157,7 @@ def _pair(text: str) -> tuple[str, str]:
     return old, new
 
 
-def _days(span: Sequence[Window]) -> float:
+def _days(span: Sequence[ObservationWindow]) -> float:
     """Return the days that windows of one span cover."""
     return span[0].days if span else 0.0
 
@@ -248,7 +248,7 @@ def fleet(
     if (clusters is None) == (synthetic is None) or not policy:
         raise InputError("give either --clusters FILE.toml or --synthetic NAME, and at least one --policy.")
     models = made(synthetic, seed=seed) if synthetic is not None else read_clusters(Path(clusters or ""))
-    results = {name: Fleet(name).simulate(models, days, seed=seed) for name in dict.fromkeys(policy)}
+    results = {name: DiskFleet(name).simulate(models, days, seed=seed) for name in dict.fromkeys(policy)}
     first = results[policy[0]]
     answer = {
         "schema": "headway.storage.disks.fleet/1",

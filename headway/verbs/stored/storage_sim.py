@@ -14,7 +14,7 @@ from headway.core.tables import pick
 from headway.core.units import format_fraction, format_seconds, parse_bytes
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.storage.nvm.controller import NvmStats, simulate_nvm
-from headway.storage.nvm.design import DESIGNS, Memory
+from headway.storage.nvm.design import DESIGNS, MemorySystem
 from headway.storage.nvm.traces import TRACES, read_trace
 from headway.verbs.shared.output import emit
 
@@ -57,7 +57,7 @@ def sim(
     json
         Print one JSON object instead of text.
     """
-    memory = Memory(mapped_bytes=parse_bytes(mapped))
+    memory = MemorySystem(mapped_bytes=parse_bytes(mapped))
     chosen = {name: pick(DESIGNS, name.strip(), "design") for name in designs.split(",")}
     make = pick(TRACES, made, "trace")
     if seed < 0:

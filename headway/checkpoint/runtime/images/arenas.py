@@ -23,7 +23,7 @@ from collections.abc import Callable
 import torch
 
 from headway.checkpoint.agents.messages import Layout, Slot
-from headway.checkpoint.runtime.images.image import SPARE_TAIL_BYTES, Image, Part, Plan, aligned, fits_torch, plan
+from headway.checkpoint.runtime.images.image import SPARE_TAIL_BYTES, Image, ImagePlan, Part, aligned, fits_torch, plan
 from headway.checkpoint.runtime.images.room import check_room
 from headway.checkpoint.runtime.images.shards import LocalShard, LocalState
 
@@ -45,7 +45,7 @@ def sources_of(shards: list[LocalShard]) -> list[torch.Tensor]:
     return [shard.tensor for shard in shards if shard.same_as is None]
 
 
-def layout_of(laid: Plan, state: LocalState) -> Layout:
+def layout_of(laid: ImagePlan, state: LocalState) -> Layout:
     """Return what the agent is told of a plan."""
     by_place = {(slot.fqn, slot.offsets): slot for slot in laid.slots}
     tied = []
@@ -70,7 +70,7 @@ class Arenas:
         self.untold: set[int] = set()
         """Numbers whose memory the agent does not know."""
         self._parts: tuple[Part, ...] = ()
-        self._plan = Plan((), 0)
+        self._plan = ImagePlan((), 0)
         self._thread: threading.Thread | None = None
         self._is_halted = threading.Event()
 

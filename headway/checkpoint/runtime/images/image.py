@@ -39,7 +39,7 @@ from headway.checkpoint.runtime.images.room import take_room
 from headway.checkpoint.runtime.images.shards import dtype_name
 from headway.core.errors import FormatError, HeadwayError
 from headway.core.machine.arena import shared_memory
-from headway.core.wire.pace import Pace
+from headway.core.wire.pace import RateLimiter
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -183,7 +183,7 @@ def locate(file: Any) -> tuple[int, int, tuple[int, ...]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ImagePlan:
     """Where every piece lies."""
 
     slots: tuple[Slot, ...]
@@ -194,7 +194,7 @@ class Plan:
     """Whether torch.save writes each record at each save: slow, for a torch whose records cannot be laid out ahead."""
 
 
-def plan(parts: Sequence[Part], *, rendered: bool = False) -> Plan:
+def plan(parts: Sequence[Part], *, rendered: bool = False) -> ImagePlan:
     """Lay out one record after the other."""
     at, slots = 0, []
     for part in parts:
@@ -207,7 +207,7 @@ def plan(parts: Sequence[Part], *, rendered: bool = False) -> Plan:
             )
         )  # fmt: skip
         at = aligned(at + record.num_bytes)
-    return Plan(tuple(slots), at, rendered)
+    return ImagePlan(tuple(slots), at, rendered)
 
 
 def aligned(offset: int) -> int:
@@ -228,7 +228,7 @@ class Image:
     Close it once no slot is in use any more.
     """
 
-    def __init__(self, laid: Plan, *, tail_bytes: int, pin: torch.device | None = None) -> None:
+    def __init__(self, laid: ImagePlan, *, tail_bytes: int, pin: torch.device | None = None) -> None:
         """Write all records but their elements, with room for `tail_bytes` of objects.
 
         `pin` is the CUDA device, if any, for copies from which (and from all others) `pin()` will lock the pages.
@@ -380,7 +380,7 @@ def fits_torch() -> bool:
         for slot, sample in zip(image.slots, samples, strict=True):
             slot.copy_(sample)
         found = io.BytesIO()
-        persist(image.memory, payloads(image.plan.slots), found, Pace())
+        persist(image.memory, payloads(image.plan.slots), found, RateLimiter())
         stored = found.getvalue()
         same = all(_loads(stored, slot, t) for slot, t in zip(image.plan.slots, samples, strict=True))
         image.close()

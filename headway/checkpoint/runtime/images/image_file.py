@@ -25,7 +25,7 @@ from headway.checkpoint.agents.messages import Slot
 from headway.checkpoint.agents.persist import WINDOW_BYTES, Sink
 from headway.checkpoint.runtime.images.image import Part, aligned, fits_torch, pickled, plan, template
 from headway.core.errors import InputError
-from headway.core.wire.pace import Pace
+from headway.core.wire.pace import RateLimiter
 from headway.storage.commits.draft import Draft
 from headway.storage.stored.digests import Digested, Digester, block_bytes_for, crc32
 from headway.storage.stored.durable import durable_file
@@ -61,7 +61,7 @@ class WrittenImage:
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class SerializedObject:
     """One object that is stored as bytes of torch.save."""
 
     fqn: str
@@ -76,9 +76,9 @@ def write_image(
     rank: int,
     parts: Sequence[Part],
     tensor_of: Callable[[int], torch.Tensor],
-    values: Sequence[Value] = (),
+    values: Sequence[SerializedObject] = (),
     *,
-    pace: Pace | None = None,
+    pace: RateLimiter | None = None,
 ) -> WrittenImage | None:
     """Write the image of `rank` into a draft, durably; None where there is nothing to write.
 
@@ -91,7 +91,7 @@ def write_image(
     sizes = [memoryview(value.data).nbytes for value in values]
     num_bytes = laid.num_bytes + sum(map(aligned, sizes))
     with durable_file(draft.path / name) as file:
-        stream = _Stream(file, Digester(block_bytes_for(num_bytes)), pace or Pace())
+        stream = _Stream(file, Digester(block_bytes_for(num_bytes)), pace or RateLimiter())
         pieces = tuple(_record(stream, slot, tensor_of(index), name) for index, slot in enumerate(laid.slots))
         objects = []
         for value, size in zip(values, sizes, strict=True):
@@ -113,7 +113,7 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 class _Stream:
     """A file that is written front to back, and digested on the way."""
 
-    def __init__(self, file: Sink, digester: Digester, pace: Pace) -> None:
+    def __init__(self, file: Sink, digester: Digester, pace: RateLimiter) -> None:
         self._file, self.digester, self._pace = file, digester, pace
         self.num_bytes = 0
 

@@ -7,7 +7,7 @@ the same places, made from the tensors of this save. Nothing of a tensor is
 held between saves, and anything that differs is cut anew.
 
 >>> state = {"model": {"w": torch.zeros(4)}}
->>> cut = KeptCut()
+>>> cut = ShardingCache()
 >>> first = cut.pieces(state, rank=0, world_size=1)
 >>> again = cut.pieces(state, rank=0, world_size=1)
 >>> again.shards[0].tensor.data_ptr() == first.shards[0].tensor.data_ptr(), cut.num_made
@@ -38,7 +38,7 @@ from headway.checkpoint.runtime.images.shards import (
 from headway.storage.stored.boxes import Box, Shape
 
 
-class _Part(NamedTuple):
+class _WrittenPart(NamedTuple):
     """One part that is written: a `LocalShard`, and where its tensor lies in the memory of the leaf `fqn`."""
 
     fqn: str
@@ -52,12 +52,12 @@ class _Part(NamedTuple):
     """Of its first element in the memory's storage."""
 
 
-class KeptCut:
+class ShardingCache:
     """The last cut of one state; call it from one thread."""
 
     def __init__(self) -> None:
         self._form: list[Any] | None = None
-        self._parts: list[_Part] = []
+        self._parts: list[_WrittenPart] = []
         self._paths: dict[str, tuple[str | int, ...]] = {}
         self._tensors: dict[str, tuple[Shape, str]] = {}
         self._replicas: tuple[str, ...] = ()
@@ -91,7 +91,7 @@ class KeptCut:
         """Keep how a state was cut, without its memory."""
         self._form = form
         self._parts = [
-            _Part(
+            _WrittenPart(
                 shard.fqn, shard.shape, shard.box, shard.holders, shard.same_as, tuple(shard.tensor.shape),
                 shard.tensor.stride(), int(shard.tensor.storage_offset()),
             )

@@ -55,7 +55,7 @@ class _Entry:
     """Folder of the control group that limits the process's memory; '-' = none does."""
 
 
-class Share:
+class ImageRoom:
     """Room for one image, of the process that took it."""
 
     def __init__(self, key: int) -> None:
@@ -76,14 +76,14 @@ class Share:
         return (entry.pid, entry.key) == (self._pid, self._key)
 
 
-def take_room(num_bytes: int) -> Share:
+def take_room(num_bytes: int) -> ImageRoom:
     """Plan an image. Raises `HeadwayError` where it does not fit beside what the processes of this host plan."""
     pid, group = os.getpid(), _group()
     with _ledger() as entries:
         _check(num_bytes, entries, group)
         entry = _Entry(pid, _started_ticks(pid) or 0, next(_KEYS), num_bytes, 1, group)
         entries.append(entry)
-    return Share(entry.key)
+    return ImageRoom(entry.key)
 
 
 def check_room(num_bytes: int) -> None:

@@ -36,7 +36,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from headway.checkpoint.reading.cuts import Run, boxes_of, deal
-from headway.checkpoint.reading.ownership import Held, owned
+from headway.checkpoint.reading.ownership import ReplicatedTensor, owned
 from headway.core.errors import InputError
 from headway.storage.stored.boxes import Box, Shape, flat_to_boxes, whole
 
@@ -210,7 +210,9 @@ def pieces(state: Mapping[str, Any], *, rank: int = 0, world_size: int = 1, hold
             groups.setdefault(shard.holders, {})[_part_name(shard)] = shard
     mine: dict[str, list[Box]] = {}
     for who, members in groups.items():
-        copies = [Held(name, shard.box.lengths, shard.tensor.element_size()) for name, shard in members.items()]
+        copies = [
+            ReplicatedTensor(name, shard.box.lengths, shard.tensor.element_size()) for name, shard in members.items()
+        ]
         mine |= owned(copies, len(who), who.index(rank))
     held.shards = [
         part for shard in held.shards for part in ([shard] if len(shard.holders) == 1 else _parts(shard, mine))

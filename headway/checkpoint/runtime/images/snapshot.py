@@ -137,7 +137,7 @@ class Snapshot:
 
 
 @dataclass(slots=True)
-class _Watched:
+class _WatchedTensor:
     """A tensor that is copied while nothing waits for that."""
 
     slot: torch.Tensor
@@ -169,7 +169,7 @@ class _DeviceCopy:
     """Copies in the device's memory, kept until the image is whole."""
     pool: Any = None
     """Which their memory is of."""
-    watched: list[_Watched] = field(default_factory=list)
+    watched: list[_WatchedTensor] = field(default_factory=list)
     sums: torch.Tensor | None = None
     """[watched] Sums of their words where the save began."""
 
@@ -215,7 +215,7 @@ def _begun(stream: Any, pairs: list[Pair], settled: Callable[[torch.Tensor], boo
             _queue([pair for pair in pairs if id(pair[0]) not in kept])
         now.wait_stream(stream)
         if later:  # summed before anything else may write them: on the stream that every later write comes after
-            copy.watched = [_Watched(slot, source, source._version, word_bytes(source)) for slot, source in later]
+            copy.watched = [_WatchedTensor(slot, source, source._version, word_bytes(source)) for slot, source in later]
             copy.sums = sums_of(source for _, source in later)
             stream.wait_stream(now)
         with torch.cuda.stream(stream):

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from headway.checkpoint.reading.stored import Stored
+from headway.checkpoint.reading.stored import StoredCheckpoint
 from headway.checkpoint.runtime.images.shards import PLAIN as PLAIN_TENSORS
 from headway.checkpoint.runtime.images.shards import FlatShard, Leaf, is_tensor, leaves
 from headway.core.errors import InputError
@@ -49,7 +49,7 @@ KEPT_BYTES = 64 * MIB
 class States:
     """The state dicts of some objects, with room for what `stored` holds of them."""
 
-    def __init__(self, objects: Mapping[str, Any], stored: Stored) -> None:
+    def __init__(self, objects: Mapping[str, Any], stored: StoredCheckpoint) -> None:
         self.objects = objects
         """Name -> anything with `state_dict` and `load_state_dict`, or a value that is its own state."""
         self.state: dict[str, Any] = {}
@@ -131,7 +131,7 @@ class States:
                 "was saved, or leave it out of the objects."
             ) from cause
 
-    def _gather(self, name: str, thing: Any, saved: dict[str, tuple[str | int, ...]], stored: Stored) -> Any:
+    def _gather(self, name: str, thing: Any, saved: dict[str, tuple[str | int, ...]], stored: StoredCheckpoint) -> Any:
         """Return the state dict of one object, with room for the `saved` names: name -> keys below the object."""
         if isinstance(thing, PLAIN):
             return thing
@@ -187,7 +187,7 @@ def _earlier(state: Any) -> StateCopy | None:
         return None
 
 
-def _by_object(stored: Stored, objects: Mapping[str, Any]) -> dict[str, dict[str, tuple[str | int, ...]]]:
+def _by_object(stored: StoredCheckpoint, objects: Mapping[str, Any]) -> dict[str, dict[str, tuple[str | int, ...]]]:
     """Return object -> saved name -> keys below the object."""
     found: dict[str, dict[str, tuple[str | int, ...]]] = {name: {} for name in objects}
     for fqn in (*stored.tensors, *stored.objects):
@@ -207,7 +207,7 @@ def _optimizer_room(
     state: dict[str, Any],
     lacking: Mapping[str, tuple[str | int, ...]],
     saved_ids: set[int],
-    stored: Stored,
+    stored: StoredCheckpoint,
 ) -> dict[str, Any]:
     """Return an optimizer's state dict with room for the state that is saved, and none for other parameters."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -239,7 +239,7 @@ def _room_like(parameter: torch.Tensor, shape: tuple[int, ...], dtype: str) -> t
     return torch.zeros(shape, dtype=kind)
 
 
-def _room(stored: Stored, fqn: str) -> Any:
+def _room(stored: StoredCheckpoint, fqn: str) -> Any:
     """Return memory for a saved tensor, whole on the host, or None for an object."""
     if fqn not in stored.tensors:
         return None

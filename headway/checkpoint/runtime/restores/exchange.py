@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from headway.checkpoint.reading.fetch import Fetcher, fetch
-from headway.checkpoint.reading.reads import Read, ReadPlan, Transfer
+from headway.checkpoint.reading.fetch import RangeFetcher, fetch
+from headway.checkpoint.reading.reads import Read, ReadPlan, ShardTransfer
 from headway.core.errors import DamageError, FormatError, HeadwayError, InputError
 from headway.core.units import KIB, MIB
 
@@ -37,7 +37,7 @@ HEAD_BYTES = 4 * KIB
 ALIGN = 16
 """Elements begin at multiples of this in a bucket: the largest element there is."""
 
-Put = Callable[[Transfer, torch.Tensor], None]
+Put = Callable[[ShardTransfer, torch.Tensor], None]
 """Takes the elements of a transfer, [*box.lengths], on the group's device."""
 
 
@@ -74,7 +74,7 @@ def agreed(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def exchange(
-    plan: ReadPlan, fetcher: Fetcher, put: Put, group: dist.ProcessGroup, *, num_threads: int | None = None
+    plan: ReadPlan, fetcher: RangeFetcher, put: Put, group: dist.ProcessGroup, *, num_threads: int | None = None
 ) -> None:
     """Do this rank's share of `plan`, and hand on everybody's elements. All ranks of `group` call it.
 
@@ -119,7 +119,7 @@ def _buckets(reads: Sequence[Read]) -> Iterator[list[Read]]:
         yield bucket
 
 
-def _placed(bucket: Sequence[Read]) -> tuple[list[tuple[Transfer, int]], int]:
+def _placed(bucket: Sequence[Read]) -> tuple[list[tuple[ShardTransfer, int]], int]:
     """Return where each transfer's elements begin in a bucket, and how long the bucket is."""
     found, at = [], 0
     for read in bucket:
@@ -129,13 +129,13 @@ def _placed(bucket: Sequence[Read]) -> tuple[list[tuple[Transfer, int]], int]:
     return found, at
 
 
-def _fill(memory: torch.Tensor, bucket: Sequence[Read], fetcher: Fetcher, num_threads: int | None) -> None:
+def _fill(memory: torch.Tensor, bucket: Sequence[Read], fetcher: RangeFetcher, num_threads: int | None) -> None:
     """Read a bucket into `memory`, or leave the message of the failure in its head."""
     room = memory.numpy()
     room[:8] = 0
     places = {id(transfer): at for transfer, at in _placed(bucket)[0]}
 
-    def place(transfer: Transfer, elements: NDArray[Any]) -> None:
+    def place(transfer: ShardTransfer, elements: NDArray[Any]) -> None:
         at = HEAD_BYTES + places[id(transfer)]
         target = room[at : at + transfer.num_bytes].view(elements.dtype).reshape(elements.shape)
         np.copyto(target, elements)

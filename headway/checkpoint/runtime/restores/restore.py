@@ -44,15 +44,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from headway.checkpoint.reading.fetch import ELEMENT, Fetcher, Files, Mend, Source, aligned_buffer, fetch
-from headway.checkpoint.reading.mending import Mending
-from headway.checkpoint.reading.reads import GAP_BYTES, Shard, Transfer, plan_reads
-from headway.checkpoint.reading.stored import Stored, open_stored
+from headway.checkpoint.reading.fetch import ELEMENT, Files, Mend, RangeFetcher, Source, aligned_buffer, fetch
+from headway.checkpoint.reading.mending import ParityRepair
+from headway.checkpoint.reading.reads import GAP_BYTES, Shard, ShardTransfer, plan_reads
+from headway.checkpoint.reading.stored import StoredCheckpoint, open_stored
 from headway.checkpoint.runtime.images.shards import LocalShard
 from headway.checkpoint.runtime.images.states import PLAIN, States
 from headway.checkpoint.runtime.restores.exchange import agreed, exchange
 from headway.checkpoint.runtime.restores.unpack import unpack
-from headway.checkpoint.runtime.restores.wanted import Wanted, listed
+from headway.checkpoint.runtime.restores.wanted import RestoreTargets, listed
 from headway.core.errors import DamageError, HeadwayError, InputError
 from headway.core.units import MIB
 from headway.storage.checks.verification import verify as verify_all
@@ -118,7 +118,7 @@ class RestoreReport:
 
 
 def restore_into(
-    place: str | Path | Store | Files | Stored,
+    place: str | Path | Store | Files | StoredCheckpoint,
     objects: Mapping[str, Any],
     *,
     strict: bool = True,
@@ -144,7 +144,7 @@ def restore_into(
         the state is mixed then, the message says so: restore another step.
     """
     started_s = time.perf_counter()
-    stored = place if isinstance(place, Stored) else open_stored(place, unpack=unpack)
+    stored = place if isinstance(place, StoredCheckpoint) else open_stored(place, unpack=unpack)
     restore = Restore(stored, verify, strict=strict, group=group, mend=mend, num_threads=num_threads)
     try:
         try:
@@ -164,7 +164,7 @@ class Restore:
 
     def __init__(
         self,
-        stored: Stored,
+        stored: StoredCheckpoint,
         verify: Verify,
         *,
         strict: bool = True,
@@ -176,7 +176,7 @@ class Restore:
         self._started_s = time.perf_counter()
         self._stored, self._verify, self._strict, self._num_threads = stored, verify, strict, num_threads
         self._group = group if group is not None and group.size() > 1 else None
-        self._reading = Reading(stored, verify, mend)
+        self._reading = CheckpointReading(stored, verify, mend)
         self._asked: States | None = None
 
     def ask(self, objects: Mapping[str, Any], *, trust: bool = False) -> None:
@@ -194,7 +194,7 @@ class Restore:
         if self._verify == "full":
             verify_whole(self._stored)
         self._states = states = States(objects, self._stored)
-        self._wanted = wanted = Wanted(states, self._stored, strict=self._strict)
+        self._wanted = wanted = RestoreTargets(states, self._stored, strict=self._strict)
         shards = wanted.shards(self._reading)
         values = wanted.objects(self._reading, trust=trust)
         for leaf, value, shard in wanted.room():
@@ -264,15 +264,15 @@ def mixing() -> Iterator[None]:
         raise
 
 
-class Reading:
+class CheckpointReading:
     """Reading from one checkpoint: its fetcher, and the memory that elements go to."""
 
-    def __init__(self, stored: Stored, verify: Verify, mend: Mend | None) -> None:
+    def __init__(self, stored: StoredCheckpoint, verify: Verify, mend: Mend | None) -> None:
         self.stored = stored
         digests = stored.digests if stored.ours and verify != "off" else None
         if mend is None and digests is not None and stored.folder is not None:
-            mend = Mending(stored.folder)
-        self.fetcher = Fetcher(stored, digests, mend=mend)
+            mend = ParityRepair(stored.folder)
+        self.fetcher = RangeFetcher(stored, digests, mend=mend)
         self.gap_bytes = REMOTE_GAP_BYTES if stored.source == "remote" else GAP_BYTES
         self._shards: Sequence[LocalShard] = ()
         self._arrays: list[NDArray[Any] | None] = []
@@ -347,11 +347,11 @@ class Reading:
         on_cuda = any(shard.tensor.is_cuda for shard in shards)
         self.fetcher.room = _pinned if on_cuda else aligned_buffer
 
-    def _index(self, transfer: Transfer) -> tuple[Any, ...]:
+    def _index(self, transfer: ShardTransfer) -> tuple[Any, ...]:
         # The ellipsis keeps a 0-dim result an array: a view, not a copy.
         return (*transfer.box.within(self._shards[transfer.want].box), ...)
 
-    def _place(self, transfer: Transfer, elements: NDArray[Any]) -> None:
+    def _place(self, transfer: ShardTransfer, elements: NDArray[Any]) -> None:
         """Copy elements that were read to where they belong."""
         array = self._arrays[transfer.want]
         if array is not None:
@@ -361,12 +361,12 @@ class Reading:
         memory = memory if memory.flags.writeable else memory.copy()  # torch has no read-only tensors
         self._put(transfer, torch.from_numpy(memory).view(self._shards[transfer.want].tensor.dtype))
 
-    def _put(self, transfer: Transfer, elements: torch.Tensor) -> None:
+    def _put(self, transfer: ShardTransfer, elements: torch.Tensor) -> None:
         """Copy elements from any device to where they belong."""
         with torch.no_grad():
             self._shards[transfer.want].tensor[self._index(transfer)].copy_(elements)
 
-    def _flat(self, transfer: Transfer) -> NDArray[np.uint8] | None:
+    def _flat(self, transfer: ShardTransfer) -> NDArray[np.uint8] | None:
         """Return the memory that takes elements as they lie in the file; None where their order differs."""
         array = self._arrays[transfer.want]
         part = None if array is None else array[self._index(transfer)]
@@ -396,7 +396,7 @@ def _pinned(num_bytes: int) -> NDArray[np.uint8]:
     return found
 
 
-def verify_whole(stored: Stored) -> None:
+def verify_whole(stored: StoredCheckpoint) -> None:
     """Raise `DamageError` when any byte of a checkpoint is damaged beyond repair."""
     if stored.folder is not None:
         report = verify_all(stored.folder)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from headway.checkpoint.agents.link import ask, finish
 from headway.checkpoint.reading.fetch import LocalFiles, Room, too_short
 from headway.checkpoint.reading.remote import BucketFiles
-from headway.checkpoint.reading.stored import Stored, open_stored
+from headway.checkpoint.reading.stored import StoredCheckpoint, open_stored
 from headway.checkpoint.runtime.restores.agreement import Agreement
 from headway.checkpoint.runtime.restores.exchange import says_damage
 from headway.checkpoint.runtime.restores.restore import MIXED, Restore, RestoreReport, Verify, mixing
@@ -110,7 +110,7 @@ def restore(
     attempt on this host finish what they have first. Without any checkpoint the report's step is None.
     """
 
-    def begin(stored: Stored) -> Restore:
+    def begin(stored: StoredCheckpoint) -> Restore:
         return Restore(stored, verify, strict=strict, group=group)
 
     had_died = is_successor and finish(root, agreement.rank)
@@ -141,7 +141,7 @@ def _restored(
     objects: Mapping[str, Any],
     optional: Mapping[str, Any],
     agreement: Agreement,
-    begin: Callable[[Stored], Restore],
+    begin: Callable[[StoredCheckpoint], Restore],
 ) -> tuple[RestoreReport | None, str, Exception | None]:
     """Restore all ranks from one checkpoint, or none: the report, or the failure of some rank and that of this one.
 

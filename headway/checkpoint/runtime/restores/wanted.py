@@ -1,9 +1,9 @@
 """What is to be restored, matched with what a checkpoint holds: names, shapes, types, ties, whose objects.
 
-`Wanted(states, stored)` raises before anything is read or changed. Tensors
+`RestoreTargets(states, stored)` raises before anything is read or changed. Tensors
 that are tied here, one memory under several names, are read once. Where the
 checkpoint holds several of their names, their values must be equal to the
-bit: `Stored.is_alike` tells by checksums, and where it cannot, both are read
+bit: `StoredCheckpoint.is_alike` tells by checksums, and where it cannot, both are read
 and compared.
 
 >>> listed(f"w{n}" for n in range(7))
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from headway.checkpoint.reading.stored import Stored
+from headway.checkpoint.reading.stored import StoredCheckpoint
 from headway.checkpoint.runtime.images.shards import Leaf, LocalShard, local_shards
 from headway.checkpoint.runtime.images.states import States
 from headway.core.errors import InputError
@@ -27,16 +27,16 @@ from headway.runtime.state.rng_state import RNG_STATE, branched
 from headway.storage.stored.manifest import StoredObject
 
 if TYPE_CHECKING:
-    from headway.checkpoint.runtime.restores.restore import Reading
+    from headway.checkpoint.runtime.restores.restore import CheckpointReading
 
 NAMED = 5
 """Names that an error lists."""
 
 
-class Wanted:
+class RestoreTargets:
     """The values that are to be restored, matched with what is stored. Raises before anything is changed."""
 
-    def __init__(self, states: States, stored: Stored, *, strict: bool) -> None:
+    def __init__(self, states: States, stored: StoredCheckpoint, *, strict: bool) -> None:
         """Raise `InputError` for names that are missing, too many in a module, or of other shapes or types."""
         self.stored, self.leaves, self.asked, self.strict = stored, states.leaves, states.asked, strict
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -76,7 +76,7 @@ class Wanted:
                 "convert the checkpoint first: headway ckpt export"
             )
 
-    def shards(self, reading: Reading) -> list[LocalShard]:
+    def shards(self, reading: CheckpointReading) -> list[LocalShard]:
         """Return the local memory that tensors go to, each tied one once.
 
         Raises `InputError` where tied tensors were saved with unlike values; with `strict` off, the first of them is
@@ -111,7 +111,7 @@ class Wanted:
                 shards = local_shards({fqn: value}, rank=self.rank).shards
                 yield self.leaves[fqn], value, [shard for shard in shards if shard.box.num_elements]
 
-    def objects(self, reading: Reading, *, trust: bool) -> list[tuple[Leaf, Any]]:
+    def objects(self, reading: CheckpointReading, *, trust: bool) -> list[tuple[Leaf, Any]]:
         """Return the stored objects, each with where it belongs."""
         return [
             (leaf, self._value(fqn, reading, trust=trust))
@@ -119,7 +119,7 @@ class Wanted:
             if fqn in self.stored.objects
         ]
 
-    def _value(self, fqn: str, reading: Reading, *, trust: bool) -> Any:
+    def _value(self, fqn: str, reading: CheckpointReading, *, trust: bool) -> Any:
         """Return what this rank takes of a stored object: a new rank has generators of its own.
 
         Unless the saved ranks' were in step, as where the script seeds all alike.
@@ -162,7 +162,7 @@ def _is_folded(tensor: torch.Tensor) -> bool:
     return any(not stride and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _missing(missing: Sequence[str], known: Iterable[str], stored: Stored) -> str:
+def _missing(missing: Sequence[str], known: Iterable[str], stored: StoredCheckpoint) -> str:
     """Say which names a checkpoint lacks, and which of its names are nearest."""
     folded = {name.casefold(): name for name in sorted(known)}
     near = {name: difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=0.6) for name in missing[:NAMED]}

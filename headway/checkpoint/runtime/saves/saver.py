@@ -29,13 +29,13 @@ from typing import Any
 import torch
 
 from headway.checkpoint.agents.link import AgentLink
-from headway.checkpoint.agents.messages import Committed, Failed, Hello, Layout, Persist, Persisted, Phase, Value
+from headway.checkpoint.agents.messages import Committed, Failed, Hello, Layout, Persist, Persisted, Phase, SavedObject
 from headway.checkpoint.agents.sums import TornError
 from headway.checkpoint.policies.keep import Keep
 from headway.checkpoint.runtime.images.arenas import Arenas, layout_of, parts_of, sources_of, tail_bytes_of
 from headway.checkpoint.runtime.images.image import Image, Part, cuda_device_of, pickled
 from headway.checkpoint.runtime.images.image_file import host_bytes
-from headway.checkpoint.runtime.images.kept_cut import KeptCut
+from headway.checkpoint.runtime.images.kept_cut import ShardingCache
 from headway.checkpoint.runtime.images.shards import LocalState
 from headway.checkpoint.runtime.images.snapshot import Snapshot
 from headway.checkpoint.runtime.restores.agreement import Agreement
@@ -119,7 +119,7 @@ class Saver:
         self._tickets: dict[int, SaveTicket] = {}
         self._begun: dict[int, tuple[int, int]] = {}  # step -> when the save began, which image
         self._spare: int | None = None
-        self._cut = KeptCut()
+        self._cut = ShardingCache()
         self._stored: dict[str, tuple[str, bytes]] = {}  # fqn -> a plain value as text, and as it is stored
         self._last = self._furthest = -1  # steps: of the last save, and the highest of all saves
         self._failed_saves = FailedSaves()
@@ -409,7 +409,7 @@ class Saver:
         end = offsets[-1] + len(values[-1]) if values else pending.image.plan.num_bytes
         step, attempt = pending.ticket.step, self._attempt_of(pending.ticket.step)
         placed = tuple(
-            Value(name, offset, len(value), name.partition(".")[0] in self._options.any_world)
+            SavedObject(name, offset, len(value), name.partition(".")[0] in self._options.any_world)
             for name, offset, value in zip(names, offsets, values, strict=True)
         )
         replicas = _replica_digests(pending.state) if pending.is_changed else {}

@@ -20,7 +20,7 @@ from headway.checkpoint.policies.policy import CheckpointPolicy, StepTiming
 from headway.checkpoint.runtime.restores.agreement import Agreement
 
 
-class Schedule:
+class SaveSchedule:
     """Which step is saved next."""
 
     def __init__(self, policy: CheckpointPolicy, agreement: Agreement) -> None:

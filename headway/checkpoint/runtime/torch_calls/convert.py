@@ -36,11 +36,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from headway.checkpoint.reading.ownership import Held, shares
+from headway.checkpoint.reading.ownership import ReplicatedTensor, shares
 from headway.checkpoint.runtime.images.image import Part
-from headway.checkpoint.runtime.images.image_file import Value, write_image
+from headway.checkpoint.runtime.images.image_file import SerializedObject, write_image
 from headway.checkpoint.runtime.torch_calls.plugins import draft_at
-from headway.checkpoint.runtime.torch_calls.sources import INDEX, TORCH_SUFFIXES, Source, open_source
+from headway.checkpoint.runtime.torch_calls.sources import INDEX, TORCH_SUFFIXES, SavedState, open_source
 from headway.core.errors import InputError
 from headway.core.files.whole_file import whole_file
 from headway.core.tables import pick
@@ -76,7 +76,7 @@ class Exported:
 
 
 def rewrite(
-    path: Path | Source,
+    path: Path | SavedState,
     target: Path,
     *,
     world_size: int = 1,
@@ -96,7 +96,7 @@ def rewrite(
     _refuse_existing(target)
     with open_source(path) as source:
         names = [name for name in source.tensors if not _is_below(name, without)]
-        held = [Held(name, source.tensors[name][0], ITEM_BYTES[source.tensors[name][1]]) for name in names]
+        held = [ReplicatedTensor(name, source.tensors[name][0], ITEM_BYTES[source.tensors[name][1]]) for name in names]
         values = _values(source, [name for name in source.objects if not _is_below(name, without)], world_size, prefix)
         draft = draft_at(Path(os.path.abspath(target)), f"rewrite-{uuid.uuid4().hex[:12]}")
         try:
@@ -116,9 +116,9 @@ def _write_rank(
     draft: Draft,
     rank: int,
     world_size: int,
-    source: Source,
+    source: SavedState,
     boxes: list[tuple[str, Box]],
-    values: list[Value],
+    values: list[SerializedObject],
     prefix: str,
 ) -> None:
     """Write one rank's part of a draft."""
@@ -135,7 +135,7 @@ def _write_rank(
 
 
 def export(
-    path: Path | Source, out: Path, *, prefix: str = "", dtype: str | None = None, file_bytes: int = FILE_BYTES
+    path: Path | SavedState, out: Path, *, prefix: str = "", dtype: str | None = None, file_bytes: int = FILE_BYTES
 ) -> Exported:
     """Write saved state as safetensors, or as a torch.save file, by the suffix of `out`; return what was written.
 
@@ -161,7 +161,7 @@ def export(
 
 
 def _export_safetensors(
-    source: Source, names: list[str], out: Path, prefix: str, kind: str | None, file_bytes: int
+    source: SavedState, names: list[str], out: Path, prefix: str, kind: str | None, file_bytes: int
 ) -> Exported:
     """Write one file, or several and their index, which appears last."""
     sizes = {name: math.prod(source.tensors[name][0]) * ITEM_BYTES[_kind(source, name, kind)] for name in names}
@@ -194,7 +194,7 @@ def _export_safetensors(
     return Exported(tuple(files), len(names), sum(sizes.values()), tuple(left_out))
 
 
-def _export_torch(source: Source, names: list[str], out: Path, prefix: str, kind: str | None) -> Exported:
+def _export_torch(source: SavedState, names: list[str], out: Path, prefix: str, kind: str | None) -> Exported:
     """Write one torch.save file: nested as it was saved, or flat below a prefix."""
     objects = [name for name in source.objects if name.startswith(prefix)]
     state: dict[str, Any] = {}
@@ -209,22 +209,22 @@ def _export_torch(source: Source, names: list[str], out: Path, prefix: str, kind
     return Exported((out.name,), len(names), num_bytes, tuple(left_out))
 
 
-def _values(source: Source, names: Iterable[str], world_size: int, prefix: str) -> list[list[Value]]:
+def _values(source: SavedState, names: Iterable[str], world_size: int, prefix: str) -> list[list[SerializedObject]]:
     """Return the objects that each rank writes: its own, and its share of everybody's."""
-    found: list[list[Value]] = [[] for _ in range(world_size)]
+    found: list[list[SerializedObject]] = [[] for _ in range(world_size)]
     for name in names:
         for whose, (data, any_world) in source.records(name, world_size).items():
             rank = zlib.crc32(name.encode()) % world_size if whose is None else whose
-            found[rank].append(Value(prefix + name, data, whose, any_world))
+            found[rank].append(SerializedObject(prefix + name, data, whose, any_world))
     return found
 
 
-def _part(source: Source, name: str, box: Box, prefix: str) -> Part:
+def _part(source: SavedState, name: str, box: Box, prefix: str) -> Part:
     shape, dtype = source.tensors[name]
     return Part(prefix + name, getattr(torch, dtype), shape, box.offsets, box.lengths)
 
 
-def _path(source: Source, name: str, prefix: str) -> tuple[str | int, ...]:
+def _path(source: SavedState, name: str, prefix: str) -> tuple[str | int, ...]:
     """Return the keys of a name: a prefix that ends in a dot is a key of its own."""
     keys = source.paths.get(name, (name,))
     if prefix.endswith("."):
@@ -243,7 +243,7 @@ def _refuse_existing(path: Path) -> None:
         raise InputError(f"the folder {path.parent} does not exist. Create it first.")
 
 
-def _no_prefix(prefix: str, source: Source) -> str:
+def _no_prefix(prefix: str, source: SavedState) -> str:
     """Say that no name begins so, and what names begin with."""
     if not source.tensors:
         return f"{source.place} holds no tensors. Name another checkpoint."
@@ -253,7 +253,7 @@ def _no_prefix(prefix: str, source: Source) -> str:
     return f"no tensor's name begins with {prefix!r}.{hint} Choose one of: {', '.join(roots[:8])}"
 
 
-def _kind(source: Source, name: str, kind: str | None) -> str:
+def _kind(source: SavedState, name: str, kind: str | None) -> str:
     """Return the type that a tensor gets: the one asked for, where it is floating-point."""
     told = source.tensors[name][1]
     return kind if kind is not None and getattr(torch, told).is_floating_point else told

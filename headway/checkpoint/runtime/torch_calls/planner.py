@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
-from headway.checkpoint.reading.ownership import Held, shares
+from headway.checkpoint.reading.ownership import ReplicatedTensor, shares
 from headway.checkpoint.runtime.images.image import pickled
 from headway.checkpoint.runtime.images.image_file import host_bytes
 from headway.checkpoint.runtime.images.shards import LocalShard, LocalState, local_shards
@@ -47,7 +47,7 @@ Paths = dict[str, tuple[str | int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RankMetadata:
     """What a rank tells the coordinator beside its items."""
 
     paths: Paths
@@ -55,7 +55,7 @@ class Told:
     """Plain tensor that other ranks may hold too -> digest of its elements."""
 
 
-class _Part(NamedTuple):
+class _SharedBox(NamedTuple):
     """A box of a tensor that some ranks hold alike; boxes of one place and length are one part."""
 
     fqn: str
@@ -87,12 +87,12 @@ class HeadwayPlanner(SavePlanner):
         items = [_item(shard.fqn, shard.shape, shard.box, shard.tensor) for shard in self._state.shards]
         items += [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO) for fqn in self._state.objects]
         digests = {fqn: checksum(host_bytes(tensor)) for fqn, tensor in self._state.replicas.items()}
-        return SavePlan(items, planner_data=Told(self._state.paths, digests))
+        return SavePlan(items, planner_data=RankMetadata(self._state.paths, digests))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Return what each rank writes, and what there is altogether; the coordinator is asked."""
         mine: list[list[WriteItem]] = [[] for _ in all_plans]
-        groups: dict[tuple[int, ...], dict[_Part, WriteItem]] = {}
+        groups: dict[tuple[int, ...], dict[_SharedBox, WriteItem]] = {}
         for part, (item, holders) in _holders(all_plans).items():
             if item.type == WriteItemType.BYTE_IO:
                 mine[holders[0]].append(item)
@@ -136,13 +136,13 @@ def _item(fqn: str, shape: tuple[int, ...], box: Box, tensor: torch.Tensor) -> W
     return WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=facts)
 
 
-def _holders(plans: list[SavePlan]) -> dict[_Part, tuple[WriteItem, tuple[int, ...]]]:
+def _holders(plans: list[SavePlan]) -> dict[_SharedBox, tuple[WriteItem, tuple[int, ...]]]:
     """Return part -> an item of it, and the ranks that hold it, ascending; the lowest where they hold unlike values.
 
     Raises `InputError` when ranks tell unlike types or shapes of one tensor.
     """
-    first: dict[_Part, WriteItem] = {}
-    found: dict[_Part, list[int]] = {}
+    first: dict[_SharedBox, WriteItem] = {}
+    found: dict[_SharedBox, list[int]] = {}
     facts: dict[str, tuple[Any, Any, int]] = {}
     unlike = _unlike(plans)
     for rank, plan in enumerate(plans):
@@ -156,7 +156,9 @@ def _holders(plans: list[SavePlan]) -> dict[_Part, tuple[WriteItem, tuple[int, .
                     "state on all ranks."
                 )
             part = (
-                _Part(fqn, (), ()) if data is None else _Part(fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+                _SharedBox(fqn, (), ())
+                if data is None
+                else _SharedBox(fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes))
             )
             first.setdefault(part, item)
             ranks = found.setdefault(part, [])
@@ -176,12 +178,12 @@ def _unlike(plans: list[SavePlan]) -> set[str]:
     return unlike
 
 
-def _shares(items: dict[_Part, WriteItem], num_holders: int) -> list[list[WriteItem]]:
+def _shares(items: dict[_SharedBox, WriteItem], num_holders: int) -> list[list[WriteItem]]:
     """Return what each of the holders of some parts writes of them."""
     if num_holders == 1:
         return [list(items.values())]
     by_name = {f"{part.fqn} {Box(part.offsets, part.lengths)}": (part, item) for part, item in items.items()}
-    held = [Held(name, part.lengths, _itemsize(item)) for name, (part, item) in by_name.items()]
+    held = [ReplicatedTensor(name, part.lengths, _itemsize(item)) for name, (part, item) in by_name.items()]
     return [
         [
             _cut(by_name[name][1], box.shifted(by_name[name][0].offsets))

@@ -56,11 +56,11 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future as TorchFuture
 
-from headway.checkpoint.reading.stored import Stored, open_stored
+from headway.checkpoint.reading.stored import StoredCheckpoint, open_stored
 from headway.checkpoint.runtime.images.image import Part
-from headway.checkpoint.runtime.images.image_file import Value, write_image
+from headway.checkpoint.runtime.images.image_file import SerializedObject, write_image
 from headway.checkpoint.runtime.images.shards import LocalShard, dtype_name
-from headway.checkpoint.runtime.restores.restore import Reading, Verify, verify_whole
+from headway.checkpoint.runtime.restores.restore import CheckpointReading, Verify, verify_whole
 from headway.checkpoint.runtime.restores.unpack import unpack
 from headway.core.errors import InputError
 from headway.storage.commits.commit import commit, recover
@@ -216,7 +216,7 @@ def _write(draft: Draft, seat: _Seat, plan: SavePlan, planner: SavePlanner) -> l
     """Write one rank's part of a draft; return DCP's account of it."""
     tensors = [item for item in plan.items if item.tensor_data is not None]
     others = [item for item in plan.items if item.tensor_data is None]
-    values = [Value(item.index.fqn, _bytes(planner.resolve_data(item))) for item in others]
+    values = [SerializedObject(item.index.fqn, _bytes(planner.resolve_data(item))) for item in others]
     written = write_image(
         draft, seat.rank, [_part(item) for item in tensors], lambda index: _elements(planner, tensors[index]), values
     )
@@ -272,7 +272,7 @@ class HeadwayReader(StorageReader):
     def __init__(self, path: Place | None = None, *, verify: Verify = "read") -> None:
         """Read from the folder `path`, or the `checkpoint_id` of the call; `verify` as `restore_into` has it."""
         self._verify = verify
-        self._stored: Stored | None = None
+        self._stored: StoredCheckpoint | None = None
         self.checkpoint_id: Place | None = None
         """The folder of the checkpoint."""
         self.reset(path)
@@ -323,7 +323,7 @@ class HeadwayReader(StorageReader):
         when tensors that are tied here were saved with unlike values.
         """
         stored = self._opened()
-        reading = Reading(stored, self._verify, None)
+        reading = CheckpointReading(stored, self._verify, None)
         tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
         targets = [planner.resolve_tensor(item).detach() for item in tensors]
         shards = [_shard(stored, item, target) for item, target in zip(tensors, targets, strict=True)]
@@ -347,7 +347,7 @@ class HeadwayReader(StorageReader):
             self._stored.close()
             self._stored = None
 
-    def _opened(self) -> Stored:
+    def _opened(self) -> StoredCheckpoint:
         if self.checkpoint_id is None:
             raise InputError("there is no folder to load. Pass HeadwayReader a path, or the call a checkpoint_id.")
         if self._stored is None:
@@ -355,7 +355,7 @@ class HeadwayReader(StorageReader):
         return self._stored
 
 
-def _shard(stored: Stored, item: ReadItem, target: torch.Tensor) -> LocalShard:
+def _shard(stored: StoredCheckpoint, item: ReadItem, target: torch.Tensor) -> LocalShard:
     """Return what an item wants of a tensor, in memory of the stored type."""
     fqn, start = item.storage_index.fqn, item.storage_index.offset
     shape, dtype = stored.tensors[fqn]
@@ -366,7 +366,7 @@ def _shard(stored: Stored, item: ReadItem, target: torch.Tensor) -> LocalShard:
 
 
 def _check_ties(
-    reading: Reading, items: Sequence[ReadItem], targets: Sequence[torch.Tensor], shards: Sequence[LocalShard]
+    reading: CheckpointReading, items: Sequence[ReadItem], targets: Sequence[torch.Tensor], shards: Sequence[LocalShard]
 ) -> None:
     """Raise `InputError` unless all that goes to one memory is stored with the same elements."""
     tied: dict[tuple[Any, ...], dict[str, list[LocalShard]]] = {}
@@ -386,7 +386,7 @@ def _check_ties(
                 )
 
 
-def _whose(stored: Stored, item: ReadItem) -> StoredObject:
+def _whose(stored: StoredCheckpoint, item: ReadItem) -> StoredObject:
     """Return the stored object that this rank takes: its own where each has one, else the lowest rank's."""
     entries = stored.objects[item.storage_index.fqn]
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -31,7 +31,7 @@ from safetensors import SafetensorError, safe_open
 from headway.checkpoint.reading.stored import open_stored
 from headway.checkpoint.runtime.images.image import pickled
 from headway.checkpoint.runtime.images.shards import LocalShard, local_shards
-from headway.checkpoint.runtime.restores.restore import Reading
+from headway.checkpoint.runtime.restores.restore import CheckpointReading
 from headway.checkpoint.runtime.restores.unpack import unpack
 from headway.core.errors import FormatError, InputError
 from headway.runtime.state.rng_state import RNG_STATE, branched
@@ -46,7 +46,7 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 """How files of torch.save are called."""
 
 
-class Source(ABC):
+class SavedState(ABC):
     """Saved state; close it, or use it as a context."""
 
     def __init__(self, place: str) -> None:
@@ -82,7 +82,7 @@ class Source(ABC):
     def close(self) -> None:
         """Close its files."""
 
-    def __enter__(self) -> Source:
+    def __enter__(self) -> SavedState:
         """Return itself."""
         return self
 
@@ -91,14 +91,14 @@ class Source(ABC):
         self.close()
 
 
-class CheckpointSource(Source):
+class CheckpointSource(SavedState):
     """A checkpoint of headway's, or of stock DCP."""
 
     def __init__(self, folder: Path) -> None:
         """Open the folder; raises as `open_stored` does."""
         super().__init__(str(folder))
         self._stored = open_stored(folder, unpack=unpack)
-        self._reading = Reading(self._stored, "read", None)
+        self._reading = CheckpointReading(self._stored, "read", None)
         self.tensors, self.paths, self.step = self._stored.tensors, self._stored.paths, self._stored.step
 
     @property
@@ -148,7 +148,7 @@ class CheckpointSource(Source):
         self._stored.close()
 
 
-class SafetensorsSource(Source):
+class SafetensorsSource(SavedState):
     """Safetensors files: one, or those that an index names."""
 
     def __init__(self, path: Path) -> None:
@@ -184,7 +184,7 @@ class SafetensorsSource(Source):
         self._stack.close()
 
 
-class StateSource(Source):
+class StateSource(SavedState):
     """State in memory: a nested mapping of tensors and values."""
 
     def __init__(self, place: str, state: Mapping[str, Any]) -> None:
@@ -239,12 +239,12 @@ class TorchSource(StateSource):
         super().__init__(str(path), state)
 
 
-def open_source(path: Path | Source) -> Source:
+def open_source(path: Path | SavedState) -> SavedState:
     """Open saved state of any of the formats. Raises `FormatError` naming them for what is none.
 
     What is a source already is returned.
     """
-    if isinstance(path, Source):
+    if isinstance(path, SavedState):
         return path
     if path.is_dir():
         if (path / METADATA).exists() or (path / COMMIT).exists():

@@ -38,14 +38,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
-from headway.checkpoint.remedies import Behind
+from headway.checkpoint.remedies import BehindParameters
 from headway.checkpoint.runtime.torch_calls.calls import async_save, own_group, without_stateful
 from headway.checkpoint.runtime.torch_calls.plugins import HeadwayWriter, check_target
 from headway.checkpoint.runtime.torch_calls.stager import HeadwayStager, unstorable
 from headway.core.errors import BackgroundError, InputError
 from headway.runtime.in_rank import state_account
 from headway.runtime.in_rank.file_looks import before_looks, related
-from headway.runtime.in_rank.remedy import Applied, Context, Refused
+from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
 from headway.runtime.run_folder.exit_class import FAILED_AT_EXIT
 from headway.trace.rings.ring import warn
 
@@ -61,9 +61,9 @@ WAITS = (
 """What waits for a save that is under way; the interpreter waits for the thread before it ends."""
 
 
-def behind(parameters: Behind, context: Context) -> Applied | Refused:
+def behind(parameters: BehindParameters, context: Context) -> Applied | RefusedRemedy:
     """Install the remedy."""
-    switch = Switch(context, parameters)
+    switch = SaveSwitch(context, parameters)
     switch.warm()
     for target in SAVES:
         context.patch(target, switch.around_save, passing=(BackgroundError,))
@@ -124,10 +124,10 @@ class _UnderWay:
         return self.future.result() if self.again is None else self.again
 
 
-class Switch:
+class SaveSwitch:
     """The saves of one rank's script: at most one is under way."""
 
-    def __init__(self, context: Context, parameters: Behind) -> None:
+    def __init__(self, context: Context, parameters: BehindParameters) -> None:
         self.facts: dict[str, Any] = {**parameters.to_json(), "num_saves": 0, "left_alone": []}
         """What the report says."""
         self._context = context
@@ -294,7 +294,7 @@ class Switch:
         if self.facts["num_saves"]:
             self._context.note(Applied(NAME, self.facts))
         else:
-            self._context.note(Refused(NAME, reason))
+            self._context.note(RefusedRemedy(NAME, reason))
 
 
 def _unfit_call(args: tuple[Any, ...], options: Mapping[str, Any]) -> str | None:

@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader
 
 from headway.core.machine.arena import Arena
 from headway.data.caches.scrutiny import ALTERED, Scrutiny
-from headway.data.remedies import Cache
+from headway.data.remedies import CacheParameters
 from headway.data.runtime.caching.cached_examples import CachedExamples
-from headway.data.runtime.caching.shelf import Kept, Shelf
-from headway.data.runtime.examples.outcome import OfDataset, Report, reporter, speak
+from headway.data.runtime.caching.shelf import ExampleStore, Shelf
+from headway.data.runtime.examples.outcome import OfDataset, OutcomeWriter, reporter, speak
 from headway.data.runtime.examples.visible import listen
 from headway.data.runtime.following.verification import Verification, notice_change, verification_of
 from headway.data.runtime.guard.cache_trial import barred, probed
@@ -34,10 +34,10 @@ from headway.data.runtime.guard.circumstances import listens, modes, outside
 from headway.data.runtime.guard.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.runtime.guard.files_read import note_looks
 from headway.runtime.calls.probe_input import is_own
-from headway.runtime.in_rank.remedy import Applied, Context, Refused
+from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
 
 
-def cache(parameters: Cache, context: Context) -> Applied | Refused:
+def cache(parameters: CacheParameters, context: Context) -> Applied | RefusedRemedy:
     """Install the remedy.
 
     Whether a given dataset is cached is decided when its loader is first read, and reported then.
@@ -67,7 +67,7 @@ def _goes_by(dataset: Any) -> tuple[object, object]:
 
 
 @dataclass(slots=True)
-class Stored:
+class CachedDataset:
     """What is kept of one dataset."""
 
     arena: Arena
@@ -86,7 +86,7 @@ class Stored:
     """Whether examples are kept that hold more than arrays, tensors, numbers and text."""
 
     @classmethod
-    def empty(cls, dataset: Any, num_examples: int, capacity_bytes: int, *, any_type: bool = False) -> Stored:
+    def empty(cls, dataset: Any, num_examples: int, capacity_bytes: int, *, any_type: bool = False) -> CachedDataset:
         """Return room for the examples of a dataset."""
         arena = Arena(num_examples, capacity_bytes)
         return cls(arena, Scrutiny(num_examples), _goes_by(dataset), any_type=any_type)
@@ -121,7 +121,7 @@ class Stored:
             notice_change()
         return True
 
-    def in_front(self, dataset: Any, kept: Kept) -> CachedExamples:
+    def in_front(self, dataset: Any, kept: ExampleStore) -> CachedExamples:
         """Return a view of the dataset for one reader, with `kept` in front."""
         return CachedExamples(
             dataset, kept, self.scrutiny, partial(self.note, dataset), partial(self.is_of_now, dataset),
@@ -135,9 +135,9 @@ class ExampleCaches:
 
     budget_bytes: int
     """Bytes not yet given to a dataset."""
-    report: Report
+    report: OutcomeWriter
     """Called when something about a dataset was decided."""
-    stored: dict[int, Stored | None] = field(default_factory=dict)
+    stored: dict[int, CachedDataset | None] = field(default_factory=dict)
     """id(dataset) -> what is kept of it; None when it is left alone. Forked workers inherit the table and the ids."""
     alive: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)
     """id(dataset) -> the dataset, so that an id used again by another object is noticed."""
@@ -205,7 +205,7 @@ class ExampleCaches:
         size = len(dataset)  # type: ignore[arg-type]  # map-style: uncacheable() has seen to it
         needed_bytes = size * example_bytes
         capacity_bytes = min(self.budget_bytes, 2 * needed_bytes + 4096)  # twice the first guess: examples vary in size
-        stored = self.stored[id(dataset)] = Stored.empty(dataset, size, capacity_bytes)
+        stored = self.stored[id(dataset)] = CachedDataset.empty(dataset, size, capacity_bytes)
         stored.bytes_taken = min(needed_bytes, capacity_bytes)
         self.budget_bytes -= stored.bytes_taken
         self.report({**facts, "bytes": capacity_bytes, "examples": size})

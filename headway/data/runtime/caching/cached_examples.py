@@ -15,14 +15,14 @@ from functools import partial
 from typing import Any
 
 from headway.data.caches.scrutiny import CHANGED, DREW, FAILED, Scrutiny
-from headway.data.runtime.caching.shelf import Kept, Origin, unpacked
+from headway.data.runtime.caching.shelf import ExampleOrigin, ExampleStore, unpacked
 from headway.data.runtime.examples.examples import aliased, equal, is_plain_data
 from headway.data.runtime.examples.outcome import speak
 from headway.data.runtime.examples.visible import noting
-from headway.data.runtime.examples.watch import Watch
-from headway.data.runtime.guard.aligned import Aligned
+from headway.data.runtime.examples.watch import GeneratorWatch
+from headway.data.runtime.guard.aligned import BatchEntries
 from headway.data.runtime.guard.circumstances import data_of
-from headway.data.runtime.guard.files_read import Noted, files_read, written_since
+from headway.data.runtime.guard.files_read import FileStat, files_read, written_since
 from headway.runtime.in_rank.guard import OfScript
 
 
@@ -36,7 +36,7 @@ class _Readings:
 
     data: object = None
     """What the dataset went by before the first of them; None before it."""
-    pending: list[tuple[int, Any, Origin]] = field(default_factory=list)
+    pending: list[tuple[int, Any, ExampleOrigin]] = field(default_factory=list)
     """What may be kept, if reading has changed nothing."""
 
 
@@ -47,7 +47,7 @@ class CachedExamples:
     """
 
     def __init__(
-        self, dataset: Any, kept: Kept, scrutiny: Scrutiny, after_first: Callable[[], object] = lambda: None,
+        self, dataset: Any, kept: ExampleStore, scrutiny: Scrutiny, after_first: Callable[[], object] = lambda: None,
         is_of_now: Callable[[], bool] = lambda: True, *, any_type: bool = False,
     ) -> None:  # fmt: skip
         """Begin; `after_first` is called when this reader has read its first example from the dataset.
@@ -58,9 +58,9 @@ class CachedExamples:
         self._any_type = any_type
         self._dataset, self._kept, self._scrutiny = dataset, kept, scrutiny
         self._is_of_now = is_of_now
-        self._watch, self._after_first = Watch(dataset), after_first
+        self._watch, self._after_first = GeneratorWatch(dataset), after_first
         self._has_read = self._has_found = False
-        self._files, self._aligned = files_read(), Aligned(dataset)
+        self._files, self._aligned = files_read(), BatchEntries(dataset)
         self._of_script = OfScript()
         self._fresh: dict[int, Any] = {}
         """Identity of an index -> what the dataset has given for it, in the batch under way."""
@@ -147,7 +147,7 @@ class CachedExamples:
         missing = [index for index, payload in zip(indices, found, strict=True) if payload is None]
         drew: bool | None = None
         fresh: Iterator[Any] = iter(())
-        files: Mapping[str, Noted] = {}
+        files: Mapping[str, FileStat] = {}
         if missing:
             examples, drew, files = self._read(partial(self._given_many, many, missing), readings, missing)
             # Of several examples nobody knows which one drew.
@@ -198,7 +198,7 @@ class CachedExamples:
 
     def _read(
         self, read: Callable[[], Any], readings: _Readings, indices: list[Any]
-    ) -> tuple[Any, bool | None, Mapping[str, Noted]]:
+    ) -> tuple[Any, bool | None, Mapping[str, FileStat]]:
         """Read from the dataset; return what came, whether that drew, or did what others see, and from which files.
 
         Of one index that is an example, of several a list of them.
@@ -224,12 +224,12 @@ class CachedExamples:
         return type(index) is int and 0 <= index < self._kept.num_slots and not self._scrutiny.over
 
     def _keep(
-        self, index: Any, example: Any, drew: bool | None, files: Mapping[str, Noted], readings: _Readings
+        self, index: Any, example: Any, drew: bool | None, files: Mapping[str, FileStat], readings: _Readings
     ) -> None:
         may = self._is_slot(index) and self._scrutiny.may_keep(index, drew=drew) and not aliased(example)
         # Of a file that was written just now, another write might leave no trace.
         if may and written_since(files, time.time_ns()) is None:
-            readings.pending.append((index, example, Origin(files, self._aligned.of([index]))))
+            readings.pending.append((index, example, ExampleOrigin(files, self._aligned.of([index]))))
         speak(self._dataset, self._scrutiny)
 
     def _keep_all(self, readings: _Readings) -> None:

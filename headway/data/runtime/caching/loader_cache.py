@@ -38,9 +38,9 @@ import psutil
 from headway.core.errors import InputError
 from headway.core.machine.arena import shared_memory
 from headway.data.caches.scrutiny import ALTERED
-from headway.data.runtime.caching.cache import Stored
+from headway.data.runtime.caching.cache import CachedDataset
 from headway.data.runtime.caching.cached_examples import CachedExamples
-from headway.data.runtime.caching.shelf import Origin, packed
+from headway.data.runtime.caching.shelf import ExampleOrigin, packed
 from headway.data.runtime.examples import account
 from headway.data.runtime.examples.outcome import speak
 from headway.data.runtime.guard.cache_trial import uncacheable
@@ -61,7 +61,7 @@ class ExampleCache:
         """Most data to keep."""
         self._file, self._counts = shared_memory("headway-loader-cache", mmap.PAGESIZE)
         self._turn, self._pid = threading.Lock(), os.getpid()
-        self._stored: Stored | None = None
+        self._stored: CachedDataset | None = None
         self._reported = (0, 0, 0, 0)
 
     @property
@@ -128,7 +128,7 @@ class ExampleCache:
             self._add(hits=found is not None, misses=found is None)
         return found
 
-    def keep(self, index: int, example: Any, origin: Origin) -> None:
+    def keep(self, index: int, example: Any, origin: ExampleOrigin) -> None:
         """Keep an example that was missed, and read from `origin`, while there is room."""
         size, payload = data_bytes(example), None
         if self.bytes + size <= self.budget_bytes:  # else it is refused below, without being encoded
@@ -152,7 +152,7 @@ class ExampleCache:
         self._reported = numbers
         account.counted("cache.loader", hits=hits, misses=misses, bytes=kept, refused=refused)
 
-    def _opened(self, loader: Any, size: int) -> Stored:
+    def _opened(self, loader: Any, size: int) -> CachedDataset:
         """Probe the dataset and return the memory for it."""
         # Threads need nothing of what only separate processes do.
         alike: Any = View(loader, num_workers=0) if loader._workers == "threads" else loader
@@ -165,7 +165,7 @@ class ExampleCache:
                 f"cache_bytes is {self.budget_bytes}, of which {wanted} would be used; this host has {free} bytes of "
                 "memory left. Pass less."
             )
-        return Stored.empty(loader.dataset, size, self.budget_bytes + size * FRAMING_BYTES, any_type=True)
+        return CachedDataset.empty(loader.dataset, size, self.budget_bytes + size * FRAMING_BYTES, any_type=True)
 
     def _numbers(self) -> tuple[int, int, int, int]:
         hits, misses, kept, refused = _COUNTS.unpack_from(self._counts)

@@ -1,7 +1,7 @@
 """Where a cache keeps examples, encoded, by their index; and what each was read from.
 
 >>> shelf = Shelf(Arena(2, 1000))
->>> shelf.keep(1, [7], Origin({}, [])), decode(shelf.get(1)), shelf.get(0)
+>>> shelf.keep(1, [7], ExampleOrigin({}, [])), decode(shelf.get(1)), shelf.get(0)
 (None, [7], None)
 """
 
@@ -14,14 +14,14 @@ from typing import Any, Protocol
 
 from headway.core.machine.arena import Arena
 from headway.data.runtime.examples.examples import decode, encode
-from headway.data.runtime.guard.aligned import Aligned
-from headway.data.runtime.guard.files_read import Noted, changed
+from headway.data.runtime.guard.aligned import BatchEntries
+from headway.data.runtime.guard.files_read import FileStat, changed
 
 _WRITING = threading.Lock()
 """Held while an example is kept: an arena keeps processes apart, not the threads of one."""
 
 
-class Kept(Protocol):
+class ExampleStore(Protocol):
     """Where examples are kept, encoded, by their index."""
 
     @property
@@ -33,16 +33,16 @@ class Kept(Protocol):
         """Return the encoded example, None when it is not here."""
         ...
 
-    def keep(self, index: int, example: Any, origin: Origin) -> None:
+    def keep(self, index: int, example: Any, origin: ExampleOrigin) -> None:
         """Keep an example that was read from `origin`, if there is room; raises what `encode` raises."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class ExampleOrigin:
     """What an example that is kept was read from: once that is another, it is out of date."""
 
-    files: Mapping[str, Noted]
+    files: Mapping[str, FileStat]
     """The files that Python opened for it, as they were."""
     entries: list[object]
     """What stands for its entries in large containers (`aligned`)."""
@@ -57,7 +57,7 @@ class Sourced:
     """An example as it is kept, with what it was read from."""
 
     example: Any
-    origin: Origin
+    origin: ExampleOrigin
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Shelf:
         """Return the encoded example, None when it is not here."""
         return self.arena.get(index)
 
-    def keep(self, index: int, example: Any, origin: Origin) -> None:
+    def keep(self, index: int, example: Any, origin: ExampleOrigin) -> None:
         """Keep an example that was read from `origin`, if there is room and nobody else is writing."""
         if not _WRITING.acquire(blocking=False):
             return  # another thread writes, or wrote when this process was forked: the next reading may keep it
@@ -85,12 +85,12 @@ class Shelf:
             _WRITING.release()
 
 
-def packed(example: Any, origin: Origin) -> bytes:
+def packed(example: Any, origin: ExampleOrigin) -> bytes:
     """Return an example as bytes, with what it was read from; raises what `encode` raises."""
     return encode(Sourced(example, origin) if origin else example)
 
 
-def unpacked(payload: memoryview, aligned: Aligned, index: int) -> tuple[Any, bool]:
+def unpacked(payload: memoryview, aligned: BatchEntries, index: int) -> tuple[Any, bool]:
     """Return example `index` as it was kept, and whether what it was read from is another since."""
     kept = decode(payload)
     if type(kept) is not Sourced:

@@ -40,7 +40,7 @@ SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 """Area (fraction of the image) and shape of the random window, as in the common recipe for ImageNet."""
 
 
-class Readable(Protocol):
+class EncodedImages(Protocol):
     """Encoded images by index."""
 
     def __len__(self) -> int:
@@ -89,7 +89,7 @@ def prepared_by_pillow(data: bytes, index: int) -> torch.Tensor:
 class Prepared(Dataset[tuple[Any, int]]):
     """A source as the map-style dataset that a script would write: (prepared image, index)."""
 
-    def __init__(self, source: Readable, prepare: Prepare = prepared) -> None:
+    def __init__(self, source: EncodedImages, prepare: Prepare = prepared) -> None:
         self.source, self.prepare = source, prepare
 
     def __len__(self) -> int:
@@ -99,7 +99,7 @@ class Prepared(Dataset[tuple[Any, int]]):
         return self.prepare(self.source.read(index), index), index
 
 
-def by_pipeline(source: Readable, num_workers: int) -> Epochs:
+def by_pipeline(source: EncodedImages, num_workers: int) -> Epochs:
     """headway's Pipeline, in threads."""
     from headway.data.runtime.loader.pipeline import (
         Pipeline,  # what stands above also runs where only numpy and torch do
@@ -112,7 +112,7 @@ def by_pipeline(source: Readable, num_workers: int) -> Epochs:
         yield ((batch["data"].permute(0, 2, 3, 1), batch["ids"]) for batch in loader)
 
 
-def by_headway(source: Readable, num_workers: int, *, workers: Literal["processes", "threads"]) -> Epochs:
+def by_headway(source: EncodedImages, num_workers: int, *, workers: Literal["processes", "threads"]) -> Epochs:
     """headway's DataLoader over the dataset, in threads or processes."""
     from headway.data.runtime.loader.loader import DataLoader
 
@@ -123,7 +123,7 @@ def by_headway(source: Readable, num_workers: int, *, workers: Literal["processe
         yield loader
 
 
-def by_torch(source: Readable, num_workers: int, *, prepare: Prepare) -> Epochs:
+def by_torch(source: EncodedImages, num_workers: int, *, prepare: Prepare) -> Epochs:
     """torch's DataLoader over the dataset."""
     dataset = Prepared(source, prepare)
     loader = torch.utils.data.DataLoader(dataset, BATCH, num_workers=num_workers, persistent_workers=True)
@@ -176,7 +176,7 @@ class Cost:
     """Why it was not measured."""
 
 
-def costs(source: Readable, num_workers: int, *, rounds: int, say: Callable[[str], object] = str) -> list[Cost]:
+def costs(source: EncodedImages, num_workers: int, *, rounds: int, say: Callable[[str], object] = str) -> list[Cost]:
     """Measure every way of `WAYS`, interleaved; `say` is told what runs. The first epoch of each is not counted."""
     found = [Cost(name) for name in WAYS]
     running: dict[str, Epochs] = {}

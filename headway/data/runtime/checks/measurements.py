@@ -40,7 +40,7 @@ from weakref import WeakKeyDictionary
 
 from torch.utils.data import DataLoader
 
-from headway.data.remedies import Phase
+from headway.data.remedies import PhaseParameters
 from headway.data.runtime.checks.cold_files import ColdFiles
 from headway.data.runtime.checks.resident import ResidentLoaders, group_of
 from headway.data.runtime.examples.usage import usage
@@ -55,7 +55,7 @@ _LOADER = "torch.utils.data.dataloader:"
 _FETCH = "torch.utils.data._utils.fetch:"
 
 
-def cold(parameters: Phase, context: Context) -> Applied:
+def cold(parameters: PhaseParameters, context: Context) -> Applied:
     """Measure with a cold page cache."""
     watch = Stopwatch.begin("cold", parameters, context)
     files = ColdFiles(context.run, context.probes.fetching, watch.paused)
@@ -69,7 +69,7 @@ def cold(parameters: Phase, context: Context) -> Applied:
     return Applied("measure.cold", parameters.to_json())
 
 
-def warm(parameters: Phase, context: Context) -> Applied:
+def warm(parameters: PhaseParameters, context: Context) -> Applied:
     """Measure with raw data in memory."""
     watch = Stopwatch.begin("warm", parameters, context)
     filling = Filling(watch, {int(group): count for group, count in parameters.batches.items()})
@@ -80,7 +80,7 @@ def warm(parameters: Phase, context: Context) -> Applied:
     return Applied("measure.warm", parameters.to_json())
 
 
-def synthetic(parameters: Phase, context: Context) -> Applied:
+def synthetic(parameters: PhaseParameters, context: Context) -> Applied:
     """Measure with batches that are there already."""
     watch = Stopwatch.begin("synthetic", parameters, context)
     lengths = {int(group): count for group, count in parameters.epoch_batches.items()}
@@ -136,7 +136,7 @@ class Stopwatch:
     """End of the step before, less `paused_ns`."""
 
     @classmethod
-    def begin(cls, phase: str, parameters: Phase, context: Context) -> Stopwatch:
+    def begin(cls, phase: str, parameters: PhaseParameters, context: Context) -> Stopwatch:
         """Make the stopwatch of this process, and let it hear of optimizer steps."""
         owner, probes = os.getpid(), context.probes
 

@@ -44,7 +44,7 @@ def in_batch(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 @dataclass(slots=True)
-class _Part:
+class _BatchTensor:
     """One tensor of a batch."""
 
     tensor: torch.Tensor
@@ -60,7 +60,7 @@ class _Part:
     """What the script holds since the last time."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Part:
+    def of(cls, tensor: torch.Tensor) -> _BatchTensor:
         """Keep `tensor`."""
         tensor = tensor.detach()
         return cls(tensor, tensor.clone(), _version(tensor))
@@ -84,8 +84,8 @@ class ResidentBatch:
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch
-        self._parts: list[_Part] = []
-        in_batch(batch, lambda tensor: self._parts.append(_Part.of(tensor)))
+        self._parts: list[_BatchTensor] = []
+        in_batch(batch, lambda tensor: self._parts.append(_BatchTensor.of(tensor)))
 
     def hand_out(self) -> Any:
         """Return the batch, equal to what it was the first time."""
@@ -96,7 +96,7 @@ class ResidentBatch:
         """Keep `result` in the place of `tensor`, if the script got that from here."""
         for index, part in enumerate(self._parts):
             if part.alias is tensor:
-                self._parts[index] = _Part.of(result)
+                self._parts[index] = _BatchTensor.of(result)
 
 
 @dataclass(slots=True)

@@ -19,10 +19,10 @@ from weakref import WeakSet
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from headway.data.remedies import Resume
+from headway.data.remedies import ResumeParameters
 from headway.data.runtime.examples.examples import encode
 from headway.data.runtime.examples.keyed import generators_kept
-from headway.data.runtime.examples.outcome import Report, reporter
+from headway.data.runtime.examples.outcome import OutcomeWriter, reporter
 from headway.data.runtime.guard.purity import picture
 from headway.data.runtime.loader.loader import DataLoader
 from headway.runtime.in_rank.remedy import Applied, Context
@@ -38,9 +38,9 @@ Batch = tuple[tuple[bytes, ...], bytes]
 """(digest of each example in the order of the global batch, digest of the collated batch of rank 0)."""
 
 
-def resume(parameters: Resume, context: Context) -> Applied:
+def resume(parameters: ResumeParameters, context: Context) -> Applied:
     """Check each loader that the script reads."""
-    check = Check(parameters.batches, reporter("check.resume", parameters, context))
+    check = ResumeCheck(parameters.batches, reporter("check.resume", parameters, context))
 
     def stepped(index: int) -> int:
         if index == FORWARD:  # an evaluation may come before the training, with loaders of its own
@@ -65,11 +65,11 @@ class Digests:
 
 
 @dataclass(slots=True)
-class Check:
+class ResumeCheck:
     """Checks loaders, each once, and reports what it found."""
 
     batches: int
-    report: Report
+    report: OutcomeWriter
     seen: WeakSet[Any] = field(default_factory=WeakSet)
     busy: bool = False
     """Whether a twin is being read: it is a loader, too."""

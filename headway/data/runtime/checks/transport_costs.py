@@ -37,7 +37,7 @@ Bytes = NDArray[np.uint8]
 Check = Callable[[Any], int]
 
 
-class Filled(msgspec.Struct, tag=True, array_like=True):
+class SlotFilled(msgspec.Struct, tag=True, array_like=True):
     """A slot of the ring holds a batch."""
 
     slot: int
@@ -48,7 +48,7 @@ class Released(msgspec.Struct, tag=True, array_like=True):
     """The consumer released a slot."""
 
 
-class Way(Protocol):
+class Transport(Protocol):
     """A way from one process to another; made before the consumer forks."""
 
     def send(self, batch: Bytes) -> None:
@@ -67,7 +67,7 @@ class ByRing:
         self._ring = Ring(SLOTS, BATCH_BYTES)
         self._reader: RingReader | None = None
         self._num_ahead = 0
-        self._ends: tuple[Channel, Channel] = pair(types=Filled | Released)
+        self._ends: tuple[Channel, Channel] = pair(types=SlotFilled | Released)
 
     def send(self, batch: Bytes) -> None:
         """Wait for a free slot, fill it, say so."""
@@ -79,7 +79,7 @@ class ByRing:
             raise DamageError("a slot was said to be released and is not. Check this host's memory.")
         self._num_ahead += 1
         np.copyto(np.frombuffer(self._ring.buffer(slot), np.uint8), batch.reshape(-1))
-        self._ends[0].send(Filled(slot, self._ring.publish(slot, batch.nbytes)))
+        self._ends[0].send(SlotFilled(slot, self._ring.publish(slot, batch.nbytes)))
 
     def receive(self, check: Check) -> int:
         """Look at a slot in place, release it."""
@@ -123,7 +123,7 @@ class ByQueue:
         return check(self._queue.get().numpy().reshape(-1))
 
 
-WAYS: dict[str, Callable[[], Way]] = {"ring": ByRing, "queue": ByQueue, "pipe": ByPipe}
+WAYS: dict[str, Callable[[], Transport]] = {"ring": ByRing, "queue": ByQueue, "pipe": ByPipe}
 """Name -> a way from one process to another."""
 
 
@@ -162,7 +162,7 @@ def touched(raw: Bytes) -> int:
     return int(raw[::PAGE].sum(dtype=np.int64))
 
 
-def consume(ways: Mapping[str, Way], orders: Any, answers: Any) -> None:
+def consume(ways: Mapping[str, Transport], orders: Any, answers: Any) -> None:
     """Receive what `orders` announce, until an empty name; answer with checksums and CPU seconds."""
     torch.set_num_threads(1)
     while name := orders.recv():
@@ -173,7 +173,7 @@ def consume(ways: Mapping[str, Way], orders: Any, answers: Any) -> None:
         answers.send((whole, pages, time.process_time() - before))
 
 
-def _sent(way: Way, name: str, made: Sequence[Bytes], answers: Any) -> float:
+def _sent(way: Transport, name: str, made: Sequence[Bytes], answers: Any) -> float:
     """Send a round's batches; return the CPU seconds per batch of both processes."""
     way.send(made[0])
     sequence = [made[k % len(made)] for k in range(BATCHES)]

@@ -43,7 +43,7 @@ def on() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Spent:
+class ThreadTime:
     """Time of one thread, or of several added up (`+`), in three parts that partition it."""
 
     fetch_ns: int = 0
@@ -55,13 +55,15 @@ class Spent:
     cpu_wait_ns: int = 0
     """Runnable, but without a core; 0 where the kernel does not tell it from being blocked."""
 
-    def __add__(self, other: Spent) -> Spent:
+    def __add__(self, other: ThreadTime) -> ThreadTime:
         """Return the time of both."""
-        return Spent(self.fetch_ns + other.fetch_ns, self.prep_ns + other.prep_ns, self.cpu_wait_ns + other.cpu_wait_ns)
+        return ThreadTime(
+            self.fetch_ns + other.fetch_ns, self.prep_ns + other.prep_ns, self.cpu_wait_ns + other.cpu_wait_ns
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Clocks:
+class ThreadClocks:
     """The clocks of the calling thread at one moment."""
 
     wall_ns: int
@@ -69,18 +71,18 @@ class Clocks:
     delay_ns: int
     """Time without a core so far; -1 where the kernel does not tell."""
 
-    def until(self, later: Clocks) -> Spent:
+    def until(self, later: ThreadClocks) -> ThreadTime:
         """Return what this thread spent from here to `later`: fetch = wall - CPU - run delay."""
         wall = later.wall_ns - self.wall_ns
         prep = min(later.cpu_ns - self.cpu_ns, wall)
         waited = later.delay_ns - self.delay_ns if later.delay_ns >= 0 <= self.delay_ns else 0
         waited = min(waited, wall - prep)
-        return Spent(wall - prep - waited, prep, waited)
+        return ThreadTime(wall - prep - waited, prep, waited)
 
 
-def clocks() -> Clocks:
+def clocks() -> ThreadClocks:
     """Read the clocks of the calling thread; 3 us, most of it the run delay."""
-    return Clocks(now(), time.thread_time_ns(), read_delay(open_schedstat()))
+    return ThreadClocks(now(), time.thread_time_ns(), read_delay(open_schedstat()))
 
 
 def loaded(
@@ -99,7 +101,7 @@ def loaded(
 
     `batch` is the n-th of its iterator, from 0; `workers` how many threads
     make batches for it at once. `fetch_ns`, `prep_ns` and `cpu_wait_ns` (see
-    `Spent`) are summed over whoever made parts of it, so they may exceed
+    `ThreadTime`) are summed over whoever made parts of it, so they may exceed
     `ended_ns - started_ns`; None = what is left of that time. The record that
     `next` itself leaves behind this one says which loader and pass it was.
     """

@@ -21,7 +21,7 @@ from headway.data.planning.ops import Stage
 from headway.data.runtime.examples import ops
 from headway.data.runtime.examples.examples import equal
 from headway.data.runtime.examples.outcome import speak
-from headway.data.runtime.examples.watch import Watch
+from headway.data.runtime.examples.watch import GeneratorWatch
 from headway.data.source import Source
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -34,7 +34,7 @@ class Dropped:
 DROPPED = Dropped()
 
 
-class Kept:
+class ResultCache:
     """Results in memory, by example: arrays and bytes, whole or not at all. Safe for threads.
 
     What may be kept, and what is made anew and compared although it is here, `scrutiny` says.
@@ -87,8 +87,8 @@ class Chain:
         places = [k for k, stage in enumerate(self.stages) if stage.kind == "cache"]
         self._cached = places[-1] if places else -1
         """Place of the last cache; an earlier one would never be asked."""
-        self.kept = Kept(self.stages[self._cached].cache_bytes, len(source)) if places else None
-        self._watch = Watch([stage.function for stage in self.stages]) if places else None
+        self.kept = ResultCache(self.stages[self._cached].cache_bytes, len(source)) if places else None
+        self._watch = GeneratorWatch([stage.function for stage in self.stages]) if places else None
         self._own = [getattr(_function(stage), "__module__", "") == ops.__name__ for stage in self.stages]
         self._writer = self._last_writer()
         """Place of the operator that may write its result into memory of the caller's; -1 when none may."""

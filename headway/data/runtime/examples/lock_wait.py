@@ -9,7 +9,7 @@ from typing import Any
 
 from headway.core.units import NS_PER_S
 from headway.data.runtime.examples import account
-from headway.data.runtime.examples.account import Spent
+from headway.data.runtime.examples.account import ThreadTime
 from headway.data.runtime.examples.keyed import Keys
 
 LONGEST = 8
@@ -49,7 +49,7 @@ def _waited(work: Any, keys: Keys, seconds: float, together: threading.Barrier) 
     ones = [keys.only(place) for place in range(len(keys))]
     work.fill(work.begin(ones[0]), ones[0], 0)  # what is loaded on first use is no cost of an example
     together.wait()
-    began, spent, wanted_ns = account.clocks(), Spent(), int(seconds * NS_PER_S)
+    began, spent, wanted_ns = account.clocks(), ThreadTime(), int(seconds * NS_PER_S)
     first = last = began.wall_ns
     endless = itertools.cycle(ones)
     # Time without a core shows nothing: a busy host is watched for longer, up to LONGEST times.

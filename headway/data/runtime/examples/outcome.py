@@ -13,9 +13,9 @@ from torch.utils.data import Subset
 from headway.core.remedies import Parameters
 from headway.data.caches.scrutiny import Scrutiny
 from headway.data.runtime.examples.visible import unheard
-from headway.runtime.in_rank.remedy import Applied, Context, Refused
-from headway.runtime.script.reach import is_installed
-from headway.trace.events.in_force import DATASET, READING
+from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
+from headway.runtime.script.object_graph import is_installed
+from headway.trace.events.active_settings import DATASET, READING
 
 
 class OfReading(str):
@@ -76,7 +76,7 @@ MOST_DECISIONS = 100
 """Decisions of one kind that are kept: of a script that makes loaders of other sizes all the time, the newest."""
 
 
-class Report:
+class OutcomeWriter:
     """Keeps the outcome of a remedy up to date in RUN/applied.
 
     The remedy counts as applied as soon as one loader takes it; it is refused while all have been left alone.
@@ -127,7 +127,9 @@ class Report:
     def _write(self) -> None:
         reasons = [fact["reason_not_applied"] for fact in self._decisions if "reason_not_applied" in fact]
         if len(reasons) == len(self._decisions):
-            self._context.note(Refused(self.name, "; ".join(dict.fromkeys(reasons)), {"loaders": self._decisions}))
+            self._context.note(
+                RefusedRemedy(self.name, "; ".join(dict.fromkeys(reasons)), {"loaders": self._decisions})
+            )
             return
         facts: dict[str, Any] = {**self._parameters.to_json(), "loaders": self._decisions}
         if self._withdrawn:
@@ -143,9 +145,9 @@ def _kind(decision: Mapping[str, Any]) -> tuple[object, bool]:
     return decision.get("dataset"), "reason_not_applied" in decision
 
 
-def reporter(name: str, parameters: Parameters, context: Context) -> Report:
+def reporter(name: str, parameters: Parameters, context: Context) -> OutcomeWriter:
     """Return what keeps the outcome of remedy `name` up to date."""
-    return Report(name, parameters, context)
+    return OutcomeWriter(name, parameters, context)
 
 
 def speak(dataset: Any, scrutiny: Scrutiny) -> None:

@@ -5,7 +5,7 @@ row of the batch; what `default_collate` would have stacked is there already.
 Everything else (numbers, text, structure) is left to `default_collate`, whose
 results are matched to the last bit, type and stride.
 
->>> rows = Rows(2, Memory())
+>>> rows = BatchRows(2, BatchMemory())
 >>> examples = [rows.placed(k, (torch.full((1024,), k), k)) for k in range(2)]
 >>> data, labels = rows.collated(examples)
 >>> data.shape, labels, torch.equal(data, default_collate([torch.full((1024,), k) for k in range(2)]))
@@ -32,7 +32,7 @@ SPARE = 4
 """Arrays whose memory is kept for the next ones."""
 
 
-class Memory:
+class BatchMemory:
     """Memory of batches, used again once nobody has the batch any more: fresh pages cost 3 % of an image's CPU time."""
 
     def __init__(self) -> None:
@@ -53,15 +53,15 @@ class Memory:
             return np.empty(size, np.uint8)
         return raw if size <= raw.size <= 2 * size else np.empty(size, np.uint8)
 
-    def __reduce__(self) -> tuple[type[Memory], tuple[()]]:
+    def __reduce__(self) -> tuple[type[BatchMemory], tuple[()]]:
         """Leave the memory behind: another process has its own."""
-        return Memory, ()
+        return BatchMemory, ()
 
 
-class Rows:
+class BatchRows:
     """Room for the examples of one batch, safe for threads."""
 
-    def __init__(self, num_examples: int, memory: Memory) -> None:
+    def __init__(self, num_examples: int, memory: BatchMemory) -> None:
         self._num_examples, self._memory = num_examples, memory
         self._whole: dict[tuple[Any, ...], torch.Tensor] = {}
         """Place inside an example -> [num_examples, ...] tensor of the batch."""

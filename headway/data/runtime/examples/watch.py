@@ -7,9 +7,9 @@ been them: a training loop with dropout draws from torch's generator all the
 time. There torch tells, thread by thread, which operators draw; of other
 generators nobody knows.
 
->>> watch = Watch([1, 2, 3])
+>>> watch = GeneratorWatch([1, 2, 3])
 >>> watch.around(lambda: 5), watch.around(lambda: len(torch.rand(3)), alone=True).drew
-(Reading(value=5, drew=False, moved=[]), True)
+(ReadingResult(value=5, drew=False, moved=[]), True)
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BY_TORCH = {"torch", "device"}
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReadingResult:
     """What came of one reading."""
 
     value: Any
@@ -52,14 +52,14 @@ class Reading:
     """Generators that moved meanwhile, other than headway's own."""
 
 
-class Watch:
+class GeneratorWatch:
     """Looks at the generators around readings of one dataset; threads may share one."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset, self._own = dataset, own_generators(dataset)
         self._num_read, self._crowded = 0, False
 
-    def around(self, read: Callable[[], Any], *, alone: bool = False) -> Reading:
+    def around(self, read: Callable[[], Any], *, alone: bool = False) -> ReadingResult:
         """Read, and return what came of it. `alone`: no other thread of this process may draw now."""
         block, own = current(), self._own
         asked = 0 if block is None else block.asked
@@ -75,7 +75,7 @@ class Watch:
             drew = alone or self._was_it(moved, observer)
         else:
             drew = None if is_new else False
-        return Reading(value, drew, moved)
+        return ReadingResult(value, drew, moved)
 
     def _was_it(self, moved: list[str], observer: _Operators | None) -> bool | None:
         """Tell whether this thread moved those generators."""

@@ -42,13 +42,13 @@ from headway.core.files.private import runtime_directory
 from headway.core.machine.host import host_cores
 from headway.core.processes.child import said
 from headway.data.fleet.keeper import Keeper
-from headway.data.fleet.messages import Ask, FromMaster, Refused, dial
-from headway.data.fleet.reader import Delivered, Reader
-from headway.data.fleet.splits import BatchKeys, Pass
-from headway.data.fleet.supervisor import Settings
-from headway.data.fleet.worker import Make, Packed, serve
+from headway.data.fleet.messages import FleetStatusRequest, FromMaster, RequestRefused, dial
+from headway.data.fleet.reader import Delivered, FleetReader
+from headway.data.fleet.splits import BatchKeys, FleetPass
+from headway.data.fleet.supervisor import FleetSettings
+from headway.data.fleet.worker import Make, MemfdBatch, serve
 from headway.data.runtime.examples import account
-from headway.data.runtime.examples.account import Spent
+from headway.data.runtime.examples.account import ThreadTime
 from headway.data.runtime.examples.keyed import KeyedDataset, Keys
 from headway.data.runtime.loader.loader import DataLoader, fingerprint
 from headway.data.runtime.loader.pipeline import Pipeline
@@ -86,7 +86,7 @@ class Fleet:
         `folder` is where sockets and the master's checkpoint lie (default: one
         per job and dataset). With `host`, `port` and `token` the fleet is
         reached over TCP; ranks of other hosts pass the same and `join=True`.
-        `settings` are those of `Settings`: lease_s, patience_s, period_s,
+        `settings` are those of `FleetSettings`: lease_s, patience_s, period_s,
         split_batches, window, workers_per_reader.
 
         Raises `InputError` when the first examples cannot be prepared, so
@@ -96,7 +96,7 @@ class Fleet:
         size, name = len(self.dataset), fingerprint(self.dataset)
         bounds = worker_bounds(num_workers, most_workers)
         self.num_workers = bounds["num_workers"]
-        checked = Settings(Path(), size, data=name, host=host, port=port, token=token, **bounds, **settings)
+        checked = FleetSettings(Path(), size, data=name, host=host, port=port, token=token, **bounds, **settings)
         self._folder = _folder(folder, name, join=join)
         self.settings = replace(checked, folder=self._folder)
         self._keeper: Keeper | None = None
@@ -133,10 +133,10 @@ class Fleet:
         """
         return FleetLoader(self, batch_size, shuffle, **options)
 
-    def reader(self, work: Pass, rank: int) -> Iterator[Loaded]:
+    def reader(self, work: FleetPass, rank: int) -> Iterator[Loaded]:
         """Return an iterator over the batches of one rank of a pass, from its beginning."""
         settings = self.settings
-        batches = Reader(
+        batches = FleetReader(
             settings.address, work, rank, data=settings.data, token=settings.token, patience_s=settings.patience_s,
             failure=functools.partial(_failure, self._keeper),
         )  # fmt: skip
@@ -152,9 +152,9 @@ class Fleet:
         if why := _failure(self._keeper):
             raise BackgroundError(why)
         with contextlib.closing(dial(self.address, self.settings.token, 5.0, FromMaster)) as channel:
-            channel.send(Ask())
+            channel.send(FleetStatusRequest())
             answer, _ = channel.receive(timeout_s=5.0)
-        if isinstance(answer, Refused):
+        if isinstance(answer, RequestRefused):
             raise answer.error()
         statistics: dict[str, Any] = answer.statistics
         return statistics
@@ -199,12 +199,12 @@ class Loaded(NamedTuple):
     """A batch on this side."""
 
     batch: Any
-    spent: Spent
+    spent: ThreadTime
     """What making it took, in its worker."""
     num_bytes: int
 
 
-class Readable(Protocol):
+class ReadableFleet(Protocol):
     """What a `FleetLoader` reads: a fleet of processes, or of Ray's actors."""
 
     dataset: Any
@@ -212,7 +212,7 @@ class Readable(Protocol):
     num_workers: int
     """Workers at the start."""
 
-    def reader(self, work: Pass, rank: int) -> Iterator[Loaded]:
+    def reader(self, work: FleetPass, rank: int) -> Iterator[Loaded]:
         """Return an iterator over the batches of one rank of a pass."""
         ...
 
@@ -224,7 +224,7 @@ class FleetLoader(DataLoader):
     """
 
     def __init__(
-        self, fleet: Readable, batch_size: int | None = None, shuffle: bool | None = None, **options: Any
+        self, fleet: ReadableFleet, batch_size: int | None = None, shuffle: bool | None = None, **options: Any
     ) -> None:
         """Raise what `DataLoader` raises, and `InputError` on arguments that are for loading in this process."""
         known = {"seed", "rank", "world_size", "tail", "drop_last", "pin_memory", "pin_memory_device"}
@@ -249,7 +249,7 @@ class InFleet(InProcess):
         walk = loader._walk
         assert isinstance(walk, OrderWalk)
         dealt = walk.sequence
-        work = Pass(
+        work = FleetPass(
             dealt.num_items, dealt.batch_size, dealt.world_size,
             seed=walk.seed, epoch=walk.epoch, start=dealt.start, shuffle=loader._shuffle, tail=dealt.tail,
         )  # fmt: skip
@@ -305,12 +305,12 @@ def check_first(make: Make, num_items: int) -> None:
     """
     if not num_items:
         return
-    work = Pass(num_items, min(CHECKED, num_items), shuffle=False)
+    work = FleetPass(num_items, min(CHECKED, num_items), shuffle=False)
 
     def check() -> bytes:
         torch.set_num_threads(1)
         try:
-            Packed.of(make(work.keys(0, 0))).close()
+            MemfdBatch.of(make(work.keys(0, 0))).close()
         except BaseException:  # sys.exit() of a dataset too
             return traceback.format_exc().encode(errors="replace")
         return b""

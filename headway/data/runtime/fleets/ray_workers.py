@@ -30,11 +30,11 @@ import torch
 from headway.core.errors import BackgroundError, InputError
 from headway.data.fleet.autoscale import Autoscaler
 from headway.data.fleet.hub import Scaling
-from headway.data.fleet.master import Master, Placement, Report
+from headway.data.fleet.master import Master, SplitPlacement, WorkerReport
 from headway.data.fleet.reader import AHEAD, PrepareError, this_process
-from headway.data.fleet.splits import Pass, Split
-from headway.data.fleet.worker import Preparer
-from headway.data.runtime.examples.account import Spent
+from headway.data.fleet.splits import FleetPass, Split
+from headway.data.fleet.worker import SplitPreparer
+from headway.data.runtime.examples.account import ThreadTime
 from headway.data.runtime.fleets.fleet import FleetLoader, Loaded, check_first, prepared, worker_bounds
 from headway.data.runtime.loader.loader import fingerprint
 from headway.data.runtime.loader.preparers import restored
@@ -48,11 +48,11 @@ FETCHES = 8
 """Fetches that a worker answers at once."""
 
 
-class Fetched(NamedTuple):
+class RayBatch(NamedTuple):
     """What a worker has for a reader: packed bytes, or why there are none."""
 
     body: Any = None
-    spent: Spent = Spent()
+    spent: ThreadTime = ThreadTime()
     error: str = ""
 
 
@@ -71,7 +71,7 @@ class MasterActor:
         self._master.register(worker, worker)
 
     def turn(
-        self, worker: str, report: Report, ready: list[tuple[Split, int]], room: bool
+        self, worker: str, report: WorkerReport, ready: list[tuple[Split, int]], room: bool
     ) -> tuple[bool, list[tuple[Split, int]], tuple[Split, int, int] | None]:
         """Hear a worker; returns whether it is known, which of its leases ended, and its next one, if there is any."""
         self._master.tick()
@@ -84,12 +84,14 @@ class MasterActor:
         begin = None if lease is None else (lease.key, lease.generation, self._master.begin(lease.key))
         return True, self._master.revoked(worker), begin
 
-    def join(self, client: str, work: Pass, rank: int, taken: int, data: str) -> str:
+    def join(self, client: str, work: FleetPass, rank: int, taken: int, data: str) -> str:
         """Let a reader in (see `Master.join`); returns which master this is."""
         self._master.join(client, work, rank, taken, data=data)
         return self._life
 
-    def took(self, client: str, life: str, taken: int, waited_s: float) -> tuple[list[Placement], str | None] | None:
+    def took(
+        self, client: str, life: str, taken: int, waited_s: float
+    ) -> tuple[list[SplitPlacement], str | None] | None:
         """Hear a reader; returns where its next splits are and an error for it if there is one; None: join again."""
         self._master.tick()
         if life != self._life:
@@ -124,11 +126,11 @@ class WorkerActor:
     def __init__(self, name: str, master: Any, data: Any, collate_fn: Any) -> None:
         torch.set_num_threads(1)
         self._name, self._master = name, master
-        self._preparer = Preparer(prepared(data, collate_fn)[1], on_change=lambda: None)
+        self._preparer = SplitPreparer(prepared(data, collate_fn)[1], on_change=lambda: None)
         self._thread = threading.Thread(target=self._run, name="headway-ray-worker", daemon=True)
         self._thread.start()
 
-    def fetch(self, split: Split, generation: int, batch: int) -> Fetched | None:
+    def fetch(self, split: Split, generation: int, batch: int) -> RayBatch | None:
         """Return a batch once it is ready; None when this worker does not have it, or no longer."""
         try:
             while (packed := self._preparer.take(split, generation, batch, timeout_s=1.0)) is None:
@@ -136,9 +138,9 @@ class WorkerActor:
         except KeyError:
             return None
         if packed.error:
-            return Fetched(error=packed.error)
+            return RayBatch(error=packed.error)
         # An array, so that Ray keeps it as memory that readers map and do not copy.
-        return Fetched(np.frombuffer(packed.body(), np.uint8), packed.spent)
+        return RayBatch(np.frombuffer(packed.body(), np.uint8), packed.spent)
 
     def alive(self) -> int:
         """Return the process id."""
@@ -236,7 +238,7 @@ class RayFleet:
         """Return a loader of the fleet's batches; arguments and states are those of `headway.data.DataLoader`."""
         return FleetLoader(self, batch_size, shuffle, **options)
 
-    def reader(self, work: Pass, rank: int) -> Iterator[Loaded]:
+    def reader(self, work: FleetPass, rank: int) -> Iterator[Loaded]:
         """Return an iterator over the batches of one rank of a pass, from its beginning."""
         return RayReader(self._master, work, rank, data=self.fingerprint, patience_s=self.patience_s)
 
@@ -296,17 +298,17 @@ def wait_for_readers(statistics: Callable[[], dict[str, Any]], timeout_s: float)
 class RayReader(Iterator[Loaded]):
     """The batches of one rank, in order, fetched ahead as objects of Ray."""
 
-    def __init__(self, master: Any, work: Pass, rank: int, *, data: str, patience_s: float) -> None:
+    def __init__(self, master: Any, work: FleetPass, rank: int, *, data: str, patience_s: float) -> None:
         """Read a pass from its beginning; it is joined at the first `next`."""
         self._master, self._work, self._rank, self._data, self._patience_s = master, work, rank, data, patience_s
         self._client = f"{this_process()}/{time.monotonic_ns()}"
         self._num_batches = work.num_batches(rank)
         self._taken, self._waited_s, self._life = 0, 0.0, ""
-        self._placements: list[Placement] = []
-        self._coming: dict[Any, tuple[Placement, int]] = {}
+        self._placements: list[SplitPlacement] = []
+        self._coming: dict[Any, tuple[SplitPlacement, int]] = {}
         """Object to come -> who makes it, and which batch it is."""
         self._asked: set[tuple[Split, int, int]] = set()
-        self._have: dict[int, Fetched] = {}
+        self._have: dict[int, RayBatch] = {}
 
     def __next__(self) -> Loaded:
         """Return the next batch. Raises `PrepareError`, `InputError`, `BackgroundError`."""
@@ -396,6 +398,6 @@ class RayReader(Iterator[Loaded]):
             elif batch >= self._taken and batch not in self._have:
                 self._lost(place)
 
-    def _lost(self, place: Placement) -> None:
+    def _lost(self, place: SplitPlacement) -> None:
         """Tell the master that a lease is of no use."""
         self._master.lost.remote(self._client, place.split, place.generation)

@@ -4,9 +4,9 @@ torch packs a batch in the thread that feeds a queue, where a failure is printed
 ever. Small batches travel as bytes: that takes neither shared memory nor an open file, of which a loop that keeps its
 batches would need one per tensor. Larger ones travel through shared memory, as torch's own do.
 
-    worker                                          training process
-    fetch -> packed(batch): Packed(bytes, shared) ── queue ──> Packed.batch()
-         \\-> any failure:   Unmade(reason)        ── queue ──> the batch is read there
+    worker                                                training process
+    fetch -> packed(batch): PickledBatch(bytes, shared) ── queue ──> PickledBatch.batch()
+         \\-> any failure:   Unmade(reason)              ── queue ──> the batch is read there
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from headway.data.runtime.examples.examples import encode_plain, lost_in_copy
 from headway.data.runtime.examples.keyed import set_generators
 from headway.data.runtime.examples.outcome import OfDataset
 from headway.data.runtime.examples.visible import listen_here, noting
-from headway.data.runtime.examples.watch import Watch
-from headway.data.runtime.guard.aligned import Aligned
+from headway.data.runtime.examples.watch import GeneratorWatch
+from headway.data.runtime.guard.aligned import BatchEntries
 from headway.data.runtime.guard.circumstances import data_of
-from headway.data.runtime.guard.files_read import FILE, FilesRead, Noted, changed, written_since
+from headway.data.runtime.guard.files_read import FILE, FilesRead, FileStat, changed, written_since
 
 SMALL_BYTES = 1 << 16
 """A batch of no more bytes travels through the queue itself."""
@@ -59,11 +59,11 @@ class Unmade:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class PinnedBatch:
     """A batch in pinned memory."""
 
     value: Any
-    files: Mapping[str, Noted] = field(default_factory=dict)
+    files: Mapping[str, FileStat] = field(default_factory=dict)
     entries: list[object] = field(default_factory=list)
 
     def batch(self) -> Any:
@@ -72,13 +72,13 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PickledBatch:
     """A batch on its way."""
 
     payload: bytes
     shared: bool
     """Whether its tensors are in shared memory."""
-    files: Mapping[str, Noted] = field(default_factory=dict)
+    files: Mapping[str, FileStat] = field(default_factory=dict)
     """What it was read from, as that was."""
     entries: list[object] = field(default_factory=list)
     """What stands for its entries in large containers of the dataset (`aligned`)."""
@@ -88,25 +88,25 @@ class Packed:
         batch = pickle.loads(self.payload)
         return copy.deepcopy(batch) if self.shared and _is_crowded() else batch
 
-    def pin_memory(self) -> Ready:
+    def pin_memory(self) -> PinnedBatch:
         """Return it in pinned memory; torch's thread for that asks."""
-        return Ready(pin_memory(pickle.loads(self.payload)), self.files, self.entries)  # type: ignore[no-untyped-call]  # torch has no types for it
+        return PinnedBatch(pin_memory(pickle.loads(self.payload)), self.files, self.entries)  # type: ignore[no-untyped-call]  # torch has no types for it
 
 
-def outdated(batch: Packed | Ready) -> str | None:
+def outdated(batch: PickledBatch | PinnedBatch) -> str | None:
     """Say which file the script has written since a batch was read from it, None when none was."""
     path = changed(batch.files)
     return path and OfDataset(FILE.format(path))
 
 
-def packed(batch: Any) -> Packed:
+def packed(batch: Any) -> PickledBatch:
     """Pack a batch; raises whatever its parts raise when they cannot be handed to another process."""
     small = encode_plain(batch, SMALL_BYTES)
     if small is not None:
-        return Packed(small, shared=False)
+        return PickledBatch(small, shared=False)
     buffer = io.BytesIO()
     ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(batch)
-    return Packed(buffer.getvalue(), shared=True)
+    return PickledBatch(buffer.getvalue(), shared=True)
 
 
 def _is_crowded() -> bool:
@@ -162,13 +162,13 @@ def _drop_handlers() -> None:
 
 def _packing(
     fetch: Callable[[Any, Any], Any], begins: WorkerBegins, dataset: Any
-) -> Callable[[Any, Any], Packed | Unmade]:
+) -> Callable[[Any, Any], PickledBatch | Unmade]:
     """Wrap the function of a worker that makes batches: it returns one packed, or why there is none.
 
     `dataset` is the script's: in front of the one that a fetcher reads may be a cache, whose entries are no change.
     """
-    aligned = Aligned(dataset)
-    watch: Watch | None = None
+    aligned = BatchEntries(dataset)
+    watch: GeneratorWatch | None = None
     data: Any = None
     files = FilesRead(looks=True)
     listen_here()
@@ -178,7 +178,7 @@ def _packing(
         nonlocal watch, data
         if begins.states is None:
             return [fetch(fetcher, index)]
-        watch = watch or Watch((dataset, fetcher.collate_fn))
+        watch = watch or GeneratorWatch((dataset, fetcher.collate_fn))
         printed = os.fstat(1).st_size
         reading = watch.around(lambda: fetch(fetcher, index), alone=True)
         sys.stdout.flush()
@@ -190,7 +190,7 @@ def _packing(
             return Unmade(OfDataset(CHANGES))
         return [reading.value] if reading.drew is False else Unmade(OfDataset("a batch draws random numbers"))
 
-    def packing(fetcher: Any, index: Any) -> Packed | Unmade:
+    def packing(fetcher: Any, index: Any) -> PickledBatch | Unmade:
         acts: list[str] = []
         try:
             unseen = nullcontext(acts) if begins.states is None else noting(ahead=True)

@@ -1,7 +1,7 @@
 """What may be read ahead of training, and when: a sampler is asked when torch would ask it, or when nobody can tell.
 
-`bound_to_the_loop` says which loaders may be read ahead at all. `Bounded` asks for the last batches, and `PassDraws`
-for the numbers that the start of a pass draws, at the moments of the loader as the script made it.
+`bound_to_the_loop` says which loaders may be read ahead at all. `JustInTimeSampler` asks for the last batches, and
+`DeferredSeed` for the numbers that the start of a pass draws, at the moments of the loader as the script made it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def in_batches(indices: Iterator[Any], sampler: Any) -> Iterator[Any]:
         yield batch
 
 
-class Bounded:
+class JustInTimeSampler:
     """The index sampler of a loader, which is asked for its last batch when the loader as it was made would ask."""
 
     def __init__(self, loader: DataLoader[Any], window: int) -> None:
@@ -100,7 +100,7 @@ class Bounded:
     def __len__(self) -> int:
         return len(self._sampler)
 
-    def __iter__(self) -> Bounded:
+    def __iter__(self) -> JustInTimeSampler:
         self._indices, self._asked, self.begun, self.owes = iter(self._sampler), 0, 0, False
         self.under_way.clear()
         return self
@@ -124,7 +124,7 @@ class Bounded:
         return self.under_way[-1]
 
 
-class PassDraws:
+class DeferredSeed:
     """The random numbers that the start of a pass draws, put off until its first batch is asked for.
 
     A loader without workers draws a seed when its iterator is made, and its sampler draws with the first batch; with

@@ -30,11 +30,11 @@ from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from headway.data.runtime.examples.keyed import generator_states
-from headway.data.runtime.following.alone import FORKED, Alone, AsWritten, UnmadeError, failure
-from headway.data.runtime.following.hand_over import Packed, Ready, Unmade, WorkerBegins, outdated
-from headway.data.runtime.following.read_ahead import CHANGED, Bounded, PassDraws
+from headway.data.runtime.following.hand_over import PickledBatch, PinnedBatch, Unmade, WorkerBegins, outdated
+from headway.data.runtime.following.in_process_tail import FORKED, AsWritten, InProcessTail, UnmadeError, failure
+from headway.data.runtime.following.read_ahead import CHANGED, DeferredSeed, JustInTimeSampler
 from headway.data.runtime.following.verification import FOLLOWED
-from headway.data.runtime.guard.aligned import Aligned
+from headway.data.runtime.guard.aligned import BatchEntries
 from headway.data.runtime.guard.circumstances import LISTENS, listens, outside
 from headway.data.runtime.guard.trial import read_here
 from headway.data.runtime.positions.views import View
@@ -50,7 +50,7 @@ another thread had when they were forked."""
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class IteratorSettings:
     """What iterators are made with."""
 
     num_workers: int
@@ -75,10 +75,10 @@ class Waited:
 class ScriptWorkers(_MultiProcessingDataLoaderIter):
     """Batches of a script's loader, made by more workers than it has."""
 
-    _index_sampler: Bounded
+    _index_sampler: JustInTimeSampler
 
     def __init__(
-        self, loader: DataLoader[Any], settings: Settings, ended: Callable[[ScriptWorkers], None],
+        self, loader: DataLoader[Any], settings: IteratorSettings, ended: Callable[[ScriptWorkers], None],
         left: Callable[[str], None], *, reads_first: bool = False,
     ) -> None:  # fmt: skip
         """Start the workers; `ended` is called at the end of a pass, `left` with the reason when one leaves them.
@@ -95,8 +95,8 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
         self._loader, self._of_script = weakref.ref(loader), OfScript()
         self._num_in_vain = 0
         self._single: Any = None
-        self._draws = None if self._own_workers else PassDraws(loader)
-        self._seen, self._aligned = outside((loader.dataset, loader.collate_fn)), Aligned(loader.dataset)
+        self._draws = None if self._own_workers else DeferredSeed(loader)
+        self._seen, self._aligned = outside((loader.dataset, loader.collate_fn)), BatchEntries(loader.dataset)
         try:
             super().__init__(self._view(loader))
         except BaseException:  # the host has no more processes, or this one no more files to open
@@ -114,7 +114,7 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
 
     def begin(self, loader: DataLoader[Any]) -> None:
         """Begin another pass on the same workers, with the draws of a new iterator."""
-        draws = None if self._own_workers else PassDraws(loader)
+        draws = None if self._own_workers else DeferredSeed(loader)
         seed = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         self._base_seed = int(seed.item())
         self._reset(loader)
@@ -131,7 +131,7 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
     def leave(self, reason: str) -> None:
         """End the workers and read the rest of the pass in this process."""
         if self._single is None and not self._own_workers:
-            self._single = Alone(self, self._index_sampler.rest(), pin=self._script_pins)
+            self._single = InProcessTail(self, self._index_sampler.rest(), pin=self._script_pins)
             if self._pid == os.getpid():
                 self._left(reason)
                 self._abandon()
@@ -161,7 +161,7 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         source = loader.headway_loader if isinstance(loader, View) else loader
-        self._index_sampler = Bounded(source, self._own_workers * (source.prefetch_factor or 2))
+        self._index_sampler = JustInTimeSampler(source, self._own_workers * (source.prefetch_factor or 2))
         self.waited = Waited()
         super()._reset(loader, first_iter)
 
@@ -232,19 +232,19 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
         if loader is not None and self._own_workers:
             self._single = AsWritten(loader, indices)
         else:
-            self._single = Alone(self, indices, pin=self._script_pins)
+            self._single = InProcessTail(self, indices, pin=self._script_pins)
         if loader is not None and loader._iterator is self:  # torch would keep it for the next pass
             loader._iterator = None
         self._left(reason)
         self._abandon()
 
-    def _start_over(self, draws: PassDraws, reason: str) -> None:
+    def _start_over(self, draws: DeferredSeed, reason: str) -> None:
         """Let this pass, which has not handed out a batch, run as the script made the loader.
 
         Without workers, the sampler would have drawn its order now, and not when the iterator was made.
         """
         self.__dict__.pop(FOLLOWED, None)
-        again = PassDraws(draws.loader)
+        again = DeferredSeed(draws.loader)
         self._single = draws.loader._get_iterator()
         again.restore()  # it draws a seed, as the iterator in its place has done
         self._left(reason)
@@ -258,7 +258,7 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
             with self._of_script:
                 return super()._process_data(data, worker_idx)  # type: ignore[no-untyped-call]  # nor for this
         data = super()._process_data(data, worker_idx)  # type: ignore[no-untyped-call]  # nor for this
-        return data.batch() if isinstance(data, (Packed, Ready)) else data
+        return data.batch() if isinstance(data, (PickledBatch, PinnedBatch)) else data
 
     def _check_entries(self, data: Any) -> None:
         """Raise `UnmadeError` where the script has changed what this batch was read from, too large for each look."""
@@ -309,7 +309,7 @@ def _check_made(data: Any) -> None:
         raise UnmadeError("a worker failed")
     if isinstance(data, Unmade):
         raise UnmadeError(data.reason)
-    if isinstance(data, (Packed, Ready)) and (reason := outdated(data)) is not None:
+    if isinstance(data, (PickledBatch, PinnedBatch)) and (reason := outdated(data)) is not None:
         raise UnmadeError(reason)
 
 

@@ -40,7 +40,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from headway.data.runtime.examples.examples import decode, encode, equal
 from headway.data.runtime.examples.keyed import Keys, generator_states, set_generators
-from headway.data.runtime.examples.outcome import OfDataset, Report
+from headway.data.runtime.examples.outcome import OfDataset, OutcomeWriter
 from headway.data.runtime.guard.trial import be_worker, with_threads
 from headway.data.runtime.guard.trial_child import in_child
 from headway.runtime.calls.probe_input import name_of
@@ -76,7 +76,7 @@ Leave = Callable[[DataLoader[Any], str], None]
 
 
 @dataclass(slots=True)
-class Counts:
+class VerificationCounts:
     """What was compared, of all loaders with the same facts."""
 
     batches: int = 0
@@ -91,7 +91,7 @@ class Counts:
 
 
 @dataclass(slots=True)
-class Followed:
+class VerifiedIterator:
     """An iterator whose batches are compared, and what the script's own loader would make them of.
 
     It does not hold the loader: one that keeps its iterator would never be freed if that kept it.
@@ -100,11 +100,11 @@ class Followed:
     asked: deque[Any] = field(default_factory=deque)
     """Indices that the sampler gave, of batches that the loop has not got yet."""
     loader: Callable[[], DataLoader[Any] | None] = lambda: None
-    source: Source | None = None
-    counts: Counts = field(default_factory=Counts)
+    source: BatchSource | None = None
+    counts: VerificationCounts = field(default_factory=VerificationCounts)
     own_workers: int = 0
     """Worker processes that the script gave its loader."""
-    takes: dict[str, tuple[Report, Leave, bool]] = field(default_factory=dict)
+    takes: dict[str, tuple[OutcomeWriter, Leave, bool]] = field(default_factory=dict)
     """Remedy -> where it reports, how it is taken away, and whether its examples may be drawn anew."""
     persistent: bool = False
     """Whether those workers stay for later passes."""
@@ -144,7 +144,7 @@ class Followed:
             yield index
 
 
-_UNDER_WAY: ContextVar[Followed | None] = ContextVar("headway_batch", default=None)
+_UNDER_WAY: ContextVar[VerifiedIterator | None] = ContextVar("headway_batch", default=None)
 """What this thread makes the next batch of."""
 
 
@@ -156,7 +156,7 @@ def notice_change() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class BatchSource:
     """What a loader makes its batches of."""
 
     dataset: Any
@@ -165,7 +165,7 @@ class Source:
     start_worker: Callable[[int], None] | None
 
     @classmethod
-    def of(cls, loader: DataLoader[Any]) -> Source:
+    def of(cls, loader: DataLoader[Any]) -> BatchSource:
         """Note the parts of a loader."""
         return cls(loader.dataset, loader.collate_fn, loader._auto_collation, loader.worker_init_fn)
 
@@ -179,7 +179,7 @@ class Source:
 class Moment:
     """Where all random number generators are when the loop asks for a batch."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: BatchSource) -> None:
         self.own = own_generators(source.dataset, source.collate_fn)
         self._states, self._restore_own = generator_states(), restorer(self.own)
 
@@ -196,7 +196,7 @@ class Verification:
         self._failed = context.probes.failed
         self._is_bounded = context.verify != "all"
         self._began, self._spent_s, self._cost_s = perf_counter(), 0.0, FIRST_COST_S
-        self._counts: dict[object, Counts] = {}
+        self._counts: dict[object, VerificationCounts] = {}
         self._opening = 0
         module = "torch.utils.data.dataloader"
         context.patch(f"{module}:_BaseDataLoaderIter._next_index", self._around_next_index)
@@ -214,7 +214,7 @@ class Verification:
         context.patch(f"{ours}.loader.served:Served._took", self._around_took)
 
     def following(
-        self, loader: DataLoader[Any], make: Callable[[], Any], report: Report, leave: Leave, *,
+        self, loader: DataLoader[Any], make: Callable[[], Any], report: OutcomeWriter, leave: Leave, *,
         own_workers: int, may_draw: bool = False,
     ) -> Any:  # fmt: skip
         """Return the iterator that `make` makes for a loader under a remedy, whose batches are compared from now on."""
@@ -223,12 +223,12 @@ class Verification:
             iterator = make()
         finally:
             self._opening -= 1
-        followed = iterator.__dict__.setdefault(FOLLOWED, Followed())
+        followed = iterator.__dict__.setdefault(FOLLOWED, VerifiedIterator())
         if followed.source is None:
             # Names: an object that collates may have no hash, and would be kept in memory.
             facts = (name_of(type(loader.dataset)), name_of(loader.collate_fn), loader.batch_size, own_workers)
-            followed.counts = self._counts.setdefault(facts, Counts())
-            followed.loader, followed.source = weakref.ref(loader), Source.of(loader)
+            followed.counts = self._counts.setdefault(facts, VerificationCounts())
+            followed.loader, followed.source = weakref.ref(loader), BatchSource.of(loader)
             followed.own_workers, followed.persistent = own_workers, loader.persistent_workers
         followed.own_workers = min(followed.own_workers, own_workers)  # before another remedy gave it some
         followed.takes[report.name] = (report, leave, may_draw)
@@ -241,7 +241,7 @@ class Verification:
             index = original(iterator)
             followed = iterator.__dict__.get(FOLLOWED)
             if followed is None and self._opening:
-                followed = iterator.__dict__[FOLLOWED] = Followed()
+                followed = iterator.__dict__[FOLLOWED] = VerifiedIterator()
             if followed is not None:
                 followed.ask(index)
             return index
@@ -338,12 +338,12 @@ class Verification:
             self._failed("comparing batches", failure)
             return None
 
-    def _moment(self, followed: Followed, in_pass: int) -> Moment | None:
+    def _moment(self, followed: VerifiedIterator, in_pass: int) -> Moment | None:
         """Return where the generators are, if the next batch is to be compared."""
         assert followed.source is not None
         return Moment(followed.source) if self._due(followed, in_pass) else None
 
-    def _due(self, followed: Followed, in_pass: int) -> bool:
+    def _due(self, followed: VerifiedIterator, in_pass: int) -> bool:
         """Whether the next batch is to be compared; where it cannot be, the reason is counted."""
         counts, reason = followed.counts, followed.counts.stopped
         if self._is_bounded:
@@ -363,7 +363,7 @@ class Verification:
         followed.changed = False
         return due and not reason
 
-    def _is_other(self, iterator: Any, followed: Followed, index: Any, batch: Any, moment: Moment) -> bool:
+    def _is_other(self, iterator: Any, followed: VerifiedIterator, index: Any, batch: Any, moment: Moment) -> bool:
         """Compare a batch with the script's own; tell whether it was found to be another one."""
         followed.counts.compared_at = followed.counts.batches - 1
         began = perf_counter()
@@ -395,7 +395,7 @@ class Verification:
         self._tried(lambda: _count(followed, found[0]))
         return bool(found[0] == "unequal")
 
-    def _taken_away(self, iterator: Any, followed: Followed, moment: Moment) -> bool:
+    def _taken_away(self, iterator: Any, followed: VerifiedIterator, moment: Moment) -> bool:
         """Take the remedies away; tell whether the own batch can be made still: all generators are put back for it."""
         number, loader = followed.counts.batches - 1, followed.loader()
         assert followed.source is not None
@@ -428,7 +428,9 @@ def verification_of(context: Context) -> Verification | None:
     return found
 
 
-def _answer(iterator: Any, followed: Followed, index: Any, seen: Any, moment: Moment) -> tuple[None, tuple[str, int]]:
+def _answer(
+    iterator: Any, followed: VerifiedIterator, index: Any, seen: Any, moment: Moment
+) -> tuple[None, tuple[str, int]]:
     """In the child: make the script's own batch; say whether it is equal, and what it is like."""
     bootstrap.leave()
     source = followed.source
@@ -446,7 +448,7 @@ def _answer(iterator: Any, followed: Followed, index: Any, seen: Any, moment: Mo
     return None, ("unequal", zlib.crc32(encode(true)))
 
 
-def _become_worker(source: Source, number: int, num_workers: int, base_seed: int) -> None:
+def _become_worker(source: BatchSource, number: int, num_workers: int, base_seed: int) -> None:
     """Be the worker process of the script's loader that would make this batch."""
     seed = base_seed + number
     random.seed(seed)
@@ -456,7 +458,7 @@ def _become_worker(source: Source, number: int, num_workers: int, base_seed: int
         source.start_worker(number)
 
 
-def _own_batch(iterator: Any, followed: Followed) -> Any:
+def _own_batch(iterator: Any, followed: VerifiedIterator) -> Any:
     """Return the next batch as the script's own loader makes it: here and now."""
     assert followed.source is not None
     if not followed.asked and followed.rest is not None:
@@ -475,12 +477,12 @@ def _pinned(iterator: Any, batch: Any) -> Any:
     return pin_memory(batch, iterator._pin_memory_device)  # type: ignore[no-untyped-call]  # torch has no types for it
 
 
-def _first(followed: Followed) -> Report:
+def _first(followed: VerifiedIterator) -> OutcomeWriter:
     """Return where a batch is counted: once, whatever the number of remedies that its loader has."""
     return next(iter(followed.takes.values()))[0]
 
 
-def _count(followed: Followed, what: str, reason: str = "") -> None:
+def _count(followed: VerifiedIterator, what: str, reason: str = "") -> None:
     """Count one comparison."""
     if what == "not compared":
         _first(followed).not_compared(reason)

@@ -23,7 +23,7 @@ from time import perf_counter
 from typing import Any
 
 from headway.core.machine.host_load import LoadSampler
-from headway.data.runtime.examples.outcome import Report
+from headway.data.runtime.examples.outcome import OutcomeWriter
 from headway.runtime.in_rank.remedy import Context
 from headway.trace.rings.ring import warn
 
@@ -65,7 +65,7 @@ class Withdrawal:
 
     recorded_s: float | None
     """Time of a step in the run that the plan was made from; None: nothing is withdrawn."""
-    report: Report
+    report: OutcomeWriter
     """Learns what is withdrawn."""
     clock: Callable[[], float] = perf_counter
     other_cores: Callable[[], float | None] = field(default_factory=lambda: OtherCores())
@@ -137,7 +137,7 @@ class Withdrawal:
             warn(f"{self.report.name} is withdrawn: {reason}")
 
 
-def withdrawal_of(context: Context, report: Report) -> Withdrawal:
+def withdrawal_of(context: Context, report: OutcomeWriter) -> Withdrawal:
     """Return what watches the steps of this rank; with `--verify`, which takes time, nothing is judged."""
     watch = Withdrawal(None if context.verify == "all" else context.step_s, report)
     if watch.recorded_s:

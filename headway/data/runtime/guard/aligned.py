@@ -9,7 +9,7 @@ as well.
 ...     def __init__(self): self.x = np.zeros((1000, 1000), np.float32)
 ...     def __len__(self): return 1000
 >>> rows = Rows()
->>> aligned = Aligned(rows)
+>>> aligned = BatchEntries(rows)
 >>> before = aligned.of([3, 4])
 >>> rows.x[5] = 1
 >>> aligned.of([3, 4]) == before
@@ -31,13 +31,13 @@ from torch.utils.data import Subset
 
 from headway.data.runtime.guard.contents import MOST_ENTRIES, is_mutable
 from headway.data.runtime.guard.portrait import portrait
-from headway.runtime.script.reach import LONG, reached
+from headway.runtime.script.object_graph import LONG, reached
 
 LARGE_BYTES = 1 << 20
 """Arrays with more bytes are compared by their rows as well."""
 
 
-class Aligned:
+class BatchEntries:
     """The large containers of a dataset that have an entry per example; found once."""
 
     def __init__(self, dataset: Any) -> None:

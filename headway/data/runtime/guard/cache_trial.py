@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from headway.data.runtime.examples.examples import aliased, encode, equal, is_plain_data
 from headway.data.runtime.examples.outcome import OfDataset, read_by
-from headway.data.runtime.examples.watch import Watch
+from headway.data.runtime.examples.watch import GeneratorWatch
 from headway.data.runtime.guard.circumstances import data_of
 from headway.data.runtime.guard.purity import impurity
 from headway.data.runtime.guard.trial import pretend_worker
@@ -89,7 +89,7 @@ def _unsteady(dataset: Any) -> str | None:
 
     Examples that draw say nothing here: they are not kept when they are missed, others may be.
     """
-    watch, began = Watch(dataset), time.monotonic()
+    watch, began = GeneratorWatch(dataset), time.monotonic()
     for index in sorted({k * len(dataset) // (LOOKS + 1) for k in range(1, LOOKS + 1)}):
         if time.monotonic() - began > LOOK_S:
             break

@@ -33,7 +33,7 @@ from torch.utils._device import DeviceContext
 
 from headway.data.runtime.guard.contents import contents
 from headway.data.runtime.guard.surroundings import surroundings
-from headway.runtime.script.reach import reached
+from headway.runtime.script.object_graph import reached
 
 _DEVICES = ("cpu", "cuda")
 

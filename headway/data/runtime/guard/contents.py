@@ -41,7 +41,7 @@ import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from headway.data.runtime.guard.purity import FEW
-from headway.runtime.script.reach import LONG, items_of
+from headway.runtime.script.object_graph import LONG, items_of
 
 _CData: Any = ctypes.c_int.__mro__[-2]
 """Base of all numbers, arrays and structures of C, such as the values that processes share."""
@@ -90,11 +90,11 @@ LONGER = (list, tuple, dict, set, frozenset, deque)
 
 def contents(values: Iterable[Any]) -> object:
     """Return something comparable that stands for all that is in `values`, each as `reached` yields it."""
-    look = _Look()
+    look = _ContentDigest()
     return [found for value in values if (found := look.of(value)) is not None]
 
 
-class _Look:
+class _ContentDigest:
     """One look, and what it may still read."""
 
     def __init__(self) -> None:
@@ -254,30 +254,31 @@ class _Look:
         return xxhash.xxh3_128_digest(raw) if self._bytes >= 0 else raw.nbytes
 
 
-LOOKS: tuple[tuple[type | tuple[type, ...], Callable[[_Look, Any], object]], ...] = (
-    (torch.Tensor, _Look.tensor),
-    (np.ndarray, _Look.array),
-    ((bytearray, array, memoryview, _CData), _Look.raw),
-    (torch.UntypedStorage, _Look.storage),
-    (IN_MEMORY, _Look.file),
-    (LONGER, _Look.container),
-    (LOCKS, _Look.lock),
+LOOKS: tuple[tuple[type | tuple[type, ...], Callable[[_ContentDigest, Any], object]], ...] = (
+    (torch.Tensor, _ContentDigest.tensor),
+    (np.ndarray, _ContentDigest.array),
+    ((bytearray, array, memoryview, _CData), _ContentDigest.raw),
+    (torch.UntypedStorage, _ContentDigest.storage),
+    (IN_MEMORY, _ContentDigest.file),
+    (LONGER, _ContentDigest.container),
+    (LOCKS, _ContentDigest.lock),
 )
 """Class -> how what is in its objects is read."""
 
 NAMED_LOOKS = {
-    "PIL.Image.Image": _Look.image, "pyarrow.lib.Array": _Look.column, "pyarrow.lib.Buffer": _Look.column,
-    "pyarrow.lib.ChunkedArray": _Look.column, "pyarrow.lib._Tabular": _Look.column,
-    "tokenizers.Tokenizer": _Look.tokenizer,
+    "PIL.Image.Image": _ContentDigest.image,
+    "pyarrow.lib.Array": _ContentDigest.column, "pyarrow.lib.Buffer": _ContentDigest.column,
+    "pyarrow.lib.ChunkedArray": _ContentDigest.column, "pyarrow.lib._Tabular": _ContentDigest.column,
+    "tokenizers.Tokenizer": _ContentDigest.tokenizer,
 }  # fmt: skip
 """The same for classes of packages that not every script imports."""
 
 
-_LOOKS_FOR: WeakKeyDictionary[type, Callable[[_Look, Any], object] | None] = WeakKeyDictionary()
+_LOOKS_FOR: WeakKeyDictionary[type, Callable[[_ContentDigest, Any], object] | None] = WeakKeyDictionary()
 """Class -> how what is in its objects is read. Weak, so that a script's classes end with it."""
 
 
-def _look_for(kind: type[Any]) -> Callable[[_Look, Any], object] | None:
+def _look_for(kind: type[Any]) -> Callable[[_ContentDigest, Any], object] | None:
     """Return how what is in objects of a class is read; None where it shows in a picture, or nowhere."""
     if kind in _LOOKS_FOR:
         return _LOOKS_FOR[kind]

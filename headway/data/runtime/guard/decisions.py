@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader
 
 from headway.data.runtime.guard.trial_child import Limit, limited
 from headway.runtime.in_rank.remedy import Context
-from headway.runtime.script.reach import attributes, closure_of
+from headway.runtime.script.object_graph import attributes, closure_of
 
 LONGEST_S = 5.0
 """The most time that a child of a trial has; also where no step was recorded."""

@@ -39,7 +39,7 @@ from urllib.parse import unquote
 
 from headway.runtime.in_rank.bootstrap import active
 
-Noted = tuple[int, ...] | None
+FileStat = tuple[int, ...] | None
 """Device, inode, size, times of the last two kinds of change in ns; of a link that of its own change and its inode too.
 
 None for a file that is not there; of a link that leads nowhere the first five are 0.
@@ -81,7 +81,7 @@ _stat, _lstat = os.stat, os.lstat
 class _OfThread(threading.local):
     """What the calling thread notes."""
 
-    noted: dict[str, Noted] | None = None
+    noted: dict[str, FileStat] | None = None
 
 
 class FilesRead:
@@ -90,7 +90,7 @@ class FilesRead:
     def __init__(self, *, looks: bool = False) -> None:
         """Begin to listen; with `looks` also to what only asks whether a file is there, for good in this process."""
         self._local = _OfThread()
-        self._of_context: ContextVar[dict[str, Noted] | None] = ContextVar("headway_files_read", default=None)
+        self._of_context: ContextVar[dict[str, FileStat] | None] = ContextVar("headway_files_read", default=None)
         session = active()  # the recording of this process is no data of the script's
         run = os.environ.get("HEADWAY_RUN") if session is None else session.probes.run
         self._elsewhere = (*ELSEWHERE, f"{os.path.abspath(run)}{os.sep}") if run else ELSEWHERE
@@ -100,9 +100,9 @@ class FilesRead:
             setattr(os, name, self.looking(getattr(os, name)))
 
     @contextmanager
-    def noting(self) -> Iterator[dict[str, Noted]]:
+    def noting(self) -> Iterator[dict[str, FileStat]]:
         """Give a mapping that fills with the files read in the block, each as it was before it was read."""
-        found: dict[str, Noted] = {}
+        found: dict[str, FileStat] = {}
         outer, self._local.noted = self._local.noted, found
         token = self._of_context.set(found)
         try:
@@ -113,7 +113,7 @@ class FilesRead:
             if outer is not None:
                 outer |= found | outer  # what was noted first counts
 
-    def _found(self) -> dict[str, Noted] | None:
+    def _found(self) -> dict[str, FileStat] | None:
         found = self._local.noted
         return self._of_context.get() if found is None else found
 
@@ -140,7 +140,7 @@ class FilesRead:
 
         return look
 
-    def _note(self, found: dict[str, Noted], path: Any) -> None:
+    def _note(self, found: dict[str, FileStat], path: Any) -> None:
         if not isinstance(path, (str, bytes, os.PathLike)):
             return  # a descriptor: it was opened by a path
         name = os.path.abspath(os.fsdecode(path))
@@ -202,7 +202,7 @@ def mapped_for_writing() -> set[tuple[int, int]]:
     return found
 
 
-def noted(path: str) -> Noted:
+def noted(path: str) -> FileStat:
     """Return what the file system says of a file, and of the link to it that `path` may be."""
     try:
         itself = _lstat(path)
@@ -217,7 +217,7 @@ def noted(path: str) -> Noted:
     return facts.st_dev, facts.st_ino, size, facts.st_mtime_ns, facts.st_ctime_ns, *link
 
 
-def changed(files: Mapping[str, Noted]) -> str | None:
+def changed(files: Mapping[str, FileStat]) -> str | None:
     """Return the first file that is not as it was noted, or may not be; None when all of them are."""
     mapped = mapped_for_writing()
     for path, before in files.items():
@@ -227,7 +227,7 @@ def changed(files: Mapping[str, Noted]) -> str | None:
     return None
 
 
-def written_since(files: Mapping[str, Noted], moment_ns: int) -> str | None:
+def written_since(files: Mapping[str, FileStat], moment_ns: int) -> str | None:
     """Return the first file that was written after `moment_ns` of the wall clock, or may have been; None: none was."""
     mapped = mapped_for_writing()
     for path, facts in files.items():

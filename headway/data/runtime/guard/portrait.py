@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import xxhash
 
-from headway.runtime.script.reach import closure_of, slots_of
+from headway.runtime.script.object_graph import closure_of, slots_of
 
 MOST_VALUES = 1 << 16
 """Values that are looked into; of what comes later only type and length count."""
@@ -47,13 +47,13 @@ _OPAQUE = ("_thread", "threading", "multiprocessing", "ctypes", "queue", "weakre
 def portrait(value: object) -> str:
     """Return 32 hexadecimal digits; raises nothing, whatever `value` is."""
     digest = xxhash.xxh3_128()
-    for token in _Look().tokens(value):
+    for token in _ObjectWalk().tokens(value):
         digest.update(len(token).to_bytes(8, "little"))
         digest.update(token)
     return digest.hexdigest()
 
 
-class _Look:
+class _ObjectWalk:
     """One walk over an object: every part is looked into once."""
 
     def __init__(self) -> None:

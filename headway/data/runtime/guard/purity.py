@@ -25,7 +25,7 @@ from headway.data.runtime.examples.examples import decode, encode, equal, memory
 from headway.data.runtime.examples.keyed import generator_states, set_generators
 from headway.data.runtime.examples.outcome import OfDataset
 from headway.runtime.script.draws import drawn, fingerprints, own_generators, restorer
-from headway.runtime.script.reach import VIEWS, attributes, items_of, parts_of
+from headway.runtime.script.object_graph import VIEWS, attributes, items_of, parts_of
 
 SEEDED = {"random", "numpy", "torch"}
 """Generators that torch seeds in each loader worker, differently from all others."""

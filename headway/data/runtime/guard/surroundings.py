@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from headway.data.runtime.guard.purity import picture
-from headway.runtime.script.reach import LEAVES, reached
+from headway.runtime.script.object_graph import LEAVES, reached
 
 PLAIN = (*LEAVES, list, tuple, dict, set, np.ndarray, torch.Tensor)
 """What may be set from outside, and is looked at. Of all else that code names (functions, classes, objects) it counts

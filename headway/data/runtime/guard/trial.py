@@ -39,7 +39,7 @@ from headway.data.runtime.guard.purity import impurity
 from headway.data.runtime.guard.surroundings import PLAIN, surroundings
 from headway.data.runtime.guard.trial_child import in_child
 from headway.runtime.recorder.rereading import collated
-from headway.runtime.script.reach import is_installed, reached
+from headway.runtime.script.object_graph import is_installed, reached
 from headway.runtime.script.samplers import order_generators
 
 SUMMED = "it computes {} of many numbers with {} threads of torch, and a worker's one adds them up in another order"

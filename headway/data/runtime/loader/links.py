@@ -32,24 +32,24 @@ from headway.data.orders.job_order import DataShareError
 from headway.data.runtime.examples import account
 from headway.data.runtime.guard.surroundings import surroundings
 from headway.data.runtime.loader import serving
-from headway.data.runtime.loader.pipeline_loader import Batches
+from headway.data.runtime.loader.pipeline_loader import PipelineDataset
 from headway.data.runtime.loader.preparers import base_of, identity
 from headway.data.serving.messages import (
     FROM_SERVER,
     PROTOCOL,
     Begin,
     Decided,
-    Failed,
     Filled,
     Freed,
     Join,
     Over,
+    RequestFailed,
     Rings,
     Waiting,
     Welcome,
     packed_items,
 )
-from headway.data.serving.progress import Progress
+from headway.data.serving.progress import JobProgress
 from headway.data.serving.server import DataServer
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ _number = itertools.count()
 """Served loaders of this process: ranks of one job make theirs in the same order."""
 
 
-class Link:
+class DataServerClient:
     """A loader's connection to its server: one rank of one job, which begins one pass after the other."""
 
     def __init__(self, loader: Any) -> None:
@@ -118,7 +118,7 @@ class Link:
         same = (loader.batch_size or 1, world) == (self._join.batch_size, self._join.world_size)
         return same and self._pid == os.getpid() and self._picture == surroundings(loader.dataset)
 
-    def begin(self, progress: Progress, *, again: bool = False) -> None:
+    def begin(self, progress: JobProgress, *, again: bool = False) -> None:
         """Begin a pass; `again`: go on with it after a server was lost."""
         self._num_begun += 1
         if again:  # this pass and those behind it have another number now
@@ -146,7 +146,7 @@ class Link:
                 self.held.readers[message.number] = RingReader(fds[0])
             for fd in fds:
                 os.close(fd)
-            if isinstance(message, Failed):
+            if isinstance(message, RequestFailed):
                 raise _refusal(message)
             if isinstance(message, Waiting):
                 _warn_of_missing(message)
@@ -172,7 +172,7 @@ class Link:
             account.counted(what, **{name: value - before.get(name, 0) for name, value in now.items()})
             self._counted[what] = now
 
-    def again(self, error: ChannelClosed, progress: Progress) -> None:
+    def again(self, error: ChannelClosed, progress: JobProgress) -> None:
         """Begin anew with another server after one was lost. Raises `BackgroundError` where that is not ours to do."""
         where = "state_dict() still knows where the loop is."
         if self.options is None:
@@ -217,7 +217,7 @@ class Link:
             except ChannelClosed as error:  # one that was just ending: the next attempt starts another
                 if attempt == 2 or self.options is None:
                     raise HeadwayError(f"no data server at {self._path}: {error}") from error
-        if isinstance(welcome, Failed):
+        if isinstance(welcome, RequestFailed):
             raise _refusal(welcome)
         assert isinstance(welcome, Welcome)
         self.held, self._counted = _Held(self._channel), {}
@@ -329,12 +329,12 @@ def _job_name(options: DataServer | None, world_size: int) -> str:
 
 
 def _collates_by_default(loader: Any) -> bool:
-    if isinstance(loader.dataset, Batches):
+    if isinstance(loader.dataset, PipelineDataset):
         return loader.dataset.collate is None
     return loader.batch_size is not None and loader.collate_fn in (default_collate, default_convert)
 
 
-def _refusal(failed: Failed) -> HeadwayError:
+def _refusal(failed: RequestFailed) -> HeadwayError:
     kinds = {"DataShareError": DataShareError, "BackgroundError": BackgroundError}
     return kinds.get(failed.kind, InputError)(failed.text)
 

@@ -31,8 +31,8 @@ from headway.data.orders.order import TAILS, Sequence, in_order, permute
 from headway.data.runtime.caching.loader_cache import ExampleCache
 from headway.data.runtime.examples import account
 from headway.data.runtime.examples.keyed import WORD, KeyedDataset, WorkerStart
-from headway.data.runtime.examples.rows import Memory
-from headway.data.runtime.loader.threads import WORKERS, Examples, InThreads, Work, reason_against
+from headway.data.runtime.examples.rows import BatchMemory
+from headway.data.runtime.loader.threads import WORKERS, BatchWork, InThreads, MapStyleWork, reason_against
 from headway.data.runtime.positions.sampler_states import put_back
 from headway.data.runtime.positions.streams import has_state, stream_iterator
 from headway.data.runtime.positions.views import InProcess, InWorkers, KeysOf, View
@@ -131,7 +131,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._cache = ExampleCache(cache_bytes) if cache_bytes else None
         self._watched = False
         """Whether a first batch was seen to draw from no generator that threads share."""
-        self._memory = Memory()
+        self._memory = BatchMemory()
         self._chosen: str | None = None
         """What "auto" chose."""
 
@@ -326,9 +326,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         cached = None if self._cache is None or fresh else self._cache.in_front(self)
         return KeyedDataset(self.dataset, self._place()[0], cached)
 
-    def _work(self, keyed: Any) -> tuple[Work, list[Any], Any]:
+    def _work(self, keyed: Any) -> tuple[BatchWork, list[Any], Any]:
         """Return how threads make batches, what may hold generators of its own, and the dataset if it is a user's."""
-        work = Examples(keyed, self.collate_fn, batched=self._auto_collation, memory=self._memory)
+        work = MapStyleWork(keyed, self.collate_fn, batched=self._auto_collation, memory=self._memory)
         return work, [self.dataset, self.collate_fn], self.dataset
 
     def _in_threads(self, view: View, keyed: Any) -> InThreads:

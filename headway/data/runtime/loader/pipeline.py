@@ -27,8 +27,8 @@ from headway.core.errors import InputError
 from headway.data.orders.order import item_seeds
 from headway.data.planning import pipeline as measured
 from headway.data.planning.ops import Stage, check_stages, planned_ops
-from headway.data.planning.optimize import Op, Plan, Profile, Resources
-from headway.data.planning.pipeline import Check
+from headway.data.planning.optimize import Op, PipelinePlan, PipelineProfile, Resources
+from headway.data.planning.pipeline import OrderCheck
 from headway.data.runtime.examples import ops
 from headway.data.runtime.examples.chain import DROPPED, Chain
 from headway.data.runtime.loader.pipeline_loader import PipelineLoader
@@ -157,15 +157,15 @@ class Pipeline:
         """Run one example and return operator -> (seconds, bytes in, bytes out)."""
         return Chain(self.source, self.stages).timed(index)
 
-    def profile(self, n: int = 256) -> Profile:
+    def profile(self, n: int = 256) -> PipelineProfile:
         """Run `n` examples in this thread and return what each operator cost."""
         return measured.profile(self, n)
 
-    def plan(self, resources: Resources | None = None, *, profile: Profile | None = None) -> Plan:
+    def plan(self, resources: Resources | None = None, *, profile: PipelineProfile | None = None) -> PipelinePlan:
         """Return the best plan for `resources`, from a profile or from one made now."""
         return measured.plan(self, profile or self.profile(), resources)
 
-    def ordered(self, plan: Plan) -> Pipeline:
+    def ordered(self, plan: PipelinePlan) -> Pipeline:
         """Return the pipeline as planned: its order, and its cache. Raises `InputError` on a plan of another one."""
         by_id = {stage.id: stage for stage in self.stages}
         if sorted(plan.order) != [0, *sorted(by_id)]:
@@ -186,7 +186,7 @@ class Pipeline:
         result = Chain(self.source, self.stages).run(index, _seed_of(seed, epoch, index))
         return None if result is DROPPED else result
 
-    def check(self, plan: Plan, *, examples: int = 64, seed: int = 0) -> Check:
+    def check(self, plan: PipelinePlan, *, examples: int = 64, seed: int = 0) -> OrderCheck:
         """Run the first examples in the order as written and as planned, with equal draws, and compare them."""
         written, planned = Chain(self.source, self.stages), Chain(self.source, self.ordered(plan).stages)
         count = min(examples, len(self))
@@ -195,9 +195,9 @@ class Pipeline:
             one, other = (chain.run(index, _seed_of(seed, 0, index)) for chain in (written, planned))
             both = (one is DROPPED) + (other is DROPPED)
             gaps.append(measured.difference(one, other) if not both else 0.0 if both == 2 else float("inf"))
-        return Check(count, not any(gaps), max(gaps, default=0.0))
+        return OrderCheck(count, not any(gaps), max(gaps, default=0.0))
 
-    def loader(self, plan: Plan | None = None, **options: Any) -> PipelineLoader:
+    def loader(self, plan: PipelinePlan | None = None, **options: Any) -> PipelineLoader:
         """Return a loader of the pipeline, in order, cache and workers as planned when a plan is given.
 
         `options` are those of `headway.data.DataLoader`, and go before the plan.

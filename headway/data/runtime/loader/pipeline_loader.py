@@ -20,15 +20,15 @@ from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.data.runtime.examples.chain import DROPPED, Chain
 from headway.data.runtime.examples.keyed import Draws, Keys
-from headway.data.runtime.examples.rows import Memory
+from headway.data.runtime.examples.rows import BatchMemory
 from headway.data.runtime.loader.loader import DataLoader
-from headway.data.runtime.loader.threads import Work
+from headway.data.runtime.loader.threads import BatchWork
 from headway.data.runtime.positions.views import Empty
 
 ON_ERROR = {"raise": "the loop gets the exception", "skip": "the example is left out, and counted"}
 
 
-class Batches:
+class PipelineDataset:
     """What stands in for the dataset: makes whole batches for `Keys` in any process, or parts of them in threads."""
 
     def __init__(
@@ -36,7 +36,7 @@ class Batches:
     ) -> None:
         self.chain, self._name, self.on_error, self.collate, self.rank = chain, name, on_error, collate, rank
         self.images = any(stage.kind == "decode" for stage in chain.stages)
-        self.memory = Memory()
+        self.memory = BatchMemory()
         self.counts = multiprocessing.Array("q", 2)
         """Examples skipped after an error, dropped by a filter; shared with worker processes."""
 
@@ -124,7 +124,7 @@ class Batches:
 class Assembly:
     """A batch in the making: arrays of one shape go straight into one array, anything else into a list."""
 
-    def __init__(self, keys: Keys, memory: Memory, *, apart: bool = False) -> None:
+    def __init__(self, keys: Keys, memory: BatchMemory, *, apart: bool = False) -> None:
         self.keys, self.seeds = keys, keys.item_seeds()
         self.here = [False] * len(keys)
         self.values: list[Any] = [None] * len(keys)
@@ -180,7 +180,7 @@ class PipelineLoader(DataLoader):
             raise InputError("batch_size=None is not for pipelines, which make batches. Pass 1 or more.")
         if options.get("cache_bytes"):
             raise InputError("cache_bytes is not for pipelines. Put .cache(num_bytes) behind an operator.")
-        batches = Batches(chain, name, on_error, options.pop("collate_fn", None))
+        batches = PipelineDataset(chain, name, on_error, options.pop("collate_fn", None))
         super().__init__(batches, collate_fn=_as_it_is, workers=workers, **options)
 
     @property
@@ -201,7 +201,7 @@ class PipelineLoader(DataLoader):
         trial.counts = multiprocessing.Array("q", 2)  # type: ignore[attr-defined]  # what a measurement leaves out is no loss
         return trial
 
-    def _work(self, keyed: Any) -> tuple[Work, list[Any], Any]:
+    def _work(self, keyed: Any) -> tuple[BatchWork, list[Any], Any]:
         own = [stage.function for stage in keyed.chain.stages]
         return keyed, [keyed.collate, *own], None
 

@@ -31,14 +31,14 @@ from headway.data.runtime.examples import account
 from headway.data.runtime.examples.chain import DROPPED, Chain, size_of
 from headway.data.runtime.examples.examples import equal
 from headway.data.runtime.examples.keyed import Draws, generators_kept
-from headway.data.runtime.examples.watch import Reading, Watch
+from headway.data.runtime.examples.watch import GeneratorWatch, ReadingResult
 from headway.data.runtime.guard.portrait import portrait
 from headway.data.runtime.guard.purity import impurity
 from headway.data.runtime.guard.trial import open_handle
 from headway.data.runtime.loader.loader import own_fingerprint
-from headway.data.runtime.loader.pipeline_loader import Batches
-from headway.data.serving.batches import Ints, Payload, Spent
-from headway.data.serving.flights import Work
+from headway.data.runtime.loader.pipeline_loader import PipelineDataset
+from headway.data.serving.batches import Ints, Payload, PreparationTime
+from headway.data.serving.flights import PreparationTask
 from headway.data.serving.memory.collation import TENSOR, collated
 from headway.data.serving.memory.packing import Array, Marked, Stacked, pack, unpack
 from headway.data.serving.server import Preparer
@@ -102,7 +102,7 @@ def base_of(dataset: Any) -> tuple[Any, Ints | None]:
 
 def identity(dataset: Any) -> str:
     """Return what jobs must agree on to share a server: name, length, and a digest of what is in the dataset."""
-    if isinstance(dataset, Batches):
+    if isinstance(dataset, PipelineDataset):
         stages = [stage for stage in dataset.chain.stages if stage.kind != "cache"]
         parts: Any = [dataset.chain.source, stages, dataset.on_error, dataset.images]
         return f"pipeline {dataset.fingerprint()}[{len(dataset)}] {portrait(parts)}"
@@ -112,7 +112,7 @@ def identity(dataset: Any) -> str:
 
 def preparer_of(dataset: Any) -> Preparer:
     """Return what serves `dataset`, after a look at its first and last example."""
-    return PipelinePreparer(dataset) if isinstance(dataset, Batches) else DatasetPreparer(dataset)
+    return PipelinePreparer(dataset) if isinstance(dataset, PipelineDataset) else DatasetPreparer(dataset)
 
 
 class DatasetPreparer:
@@ -122,12 +122,12 @@ class DatasetPreparer:
         self.size, self.fingerprint = len(dataset), identity(dataset)
         self._dataset = dataset
         finding, varies = looked_at(_Reading(dataset), dataset)
-        self._turns, self._watch = Turns(one_by_one=finding is not None), Watch(dataset)
+        self._turns, self._watch = Turns(one_by_one=finding is not None), GeneratorWatch(dataset)
         self.form = "augmented" if varies else "decoded"
         self.forms: tuple[str, ...] = (self.form,)
         self.notes = [f"{ONE_THREAD}: {finding}"] if finding else []
 
-    def prepare(self, work: Work) -> tuple[Mapping[str, Payload], Spent]:
+    def prepare(self, work: PreparationTask) -> tuple[Mapping[str, Payload], PreparationTime]:
         """Read one example under its own seed."""
         with self._turns.turn() as alone:
             began = account.clocks()
@@ -138,7 +138,7 @@ class DatasetPreparer:
         _take_turns(self._turns, reading, self.notes)
         spent = began.until(ended)
         # The part that was blocked is put first: what matters is how long it was.
-        return {self.form: payload}, Spent(
+        return {self.form: payload}, PreparationTime(
             fetch_start_ns=began.wall_ns, fetch_end_ns=began.wall_ns + spent.fetch_ns,
             decode_ns=0 if self.form == "augmented" else spent.prep_ns,
             augment_ns=spent.prep_ns if self.form == "augmented" else 0,
@@ -154,7 +154,7 @@ class DatasetPreparer:
 class PipelinePreparer:
     """Serves a pipeline in up to three forms: raw bytes, the result of what is deterministic, the finished example."""
 
-    def __init__(self, batches: Batches) -> None:
+    def __init__(self, batches: PipelineDataset) -> None:
         self.size, self.fingerprint = len(batches), identity(batches)
         self._batches = batches
         self._chain = Chain(batches.chain.source, [s for s in batches.chain.stages if s.kind != "cache"])
@@ -164,10 +164,10 @@ class PipelinePreparer:
         self.forms = ("encoded", *middle, "augmented") if random else ("encoded", *(middle or ("decoded",)))
         # Sources and operators are safe for threads by contract, but for what an operator of the user's draws.
         shared = self.size > 0 and _draws(lambda: self._chain.run(0, 0))
-        self._turns, self._watch = Turns(one_by_one=shared), Watch(self._chain)
+        self._turns, self._watch = Turns(one_by_one=shared), GeneratorWatch(self._chain)
         self.notes = [f"{ONE_THREAD}: an operator draws from generators that all threads share"] if shared else []
 
-    def prepare(self, work: Work) -> tuple[Mapping[str, Payload] | None, Spent]:
+    def prepare(self, work: PreparationTask) -> tuple[Mapping[str, Payload] | None, PreparationTime]:
         """Go on from the form that the cache had; keep the forms that it wants."""
         with self._turns.turn() as alone, Draws(work.draw, shared=alone):
             try:
@@ -175,9 +175,9 @@ class PipelinePreparer:
             except Exception:
                 if self._batches.on_error == "raise":
                     raise
-                return None, Spent()
+                return None, PreparationTime()
 
-    def _made(self, work: Work, alone: bool) -> tuple[Mapping[str, Payload] | None, Spent]:
+    def _made(self, work: PreparationTask, alone: bool) -> tuple[Mapping[str, Payload] | None, PreparationTime]:
         forms: dict[str, Payload] = {}
         fetch_start = fetch_end = time.monotonic_ns()
         read_bytes, cpu = 0, [time.thread_time_ns()] * 3
@@ -207,13 +207,13 @@ class PipelinePreparer:
             if value is not DROPPED:
                 self._note(forms, "augmented", value, work)
             cpu[2] = time.thread_time_ns()
-        spent = Spent(
+        spent = PreparationTime(
             fetch_start_ns=fetch_start, fetch_end_ns=fetch_end, decode_ns=cpu[1] - cpu[0], augment_ns=cpu[2] - cpu[1],
             read_bytes=read_bytes, drew=reading.drew, changed=_differs(forms, work.compare),
         )  # fmt: skip
         return (None if value is DROPPED else forms), spent
 
-    def _note(self, forms: dict[str, Payload], form: str, value: Any, work: Work) -> None:
+    def _note(self, forms: dict[str, Payload], form: str, value: Any, work: PreparationTask) -> None:
         compared = work.compare[0] if work.compare else ""
         if form in work.keep or form in (self.forms[-1], compared):
             forms[form] = pack(value.numpy() if isinstance(value, torch.Tensor) else plain(value)).to_bytes()
@@ -273,7 +273,7 @@ class Turns:
                 self._left.notify_all()
 
 
-def _take_turns(turns: Turns, reading: Reading, notes: list[str]) -> None:
+def _take_turns(turns: Turns, reading: ReadingResult, notes: list[str]) -> None:
     """Have threads read one by one from now on, if a generator that they share moved while they read together."""
     if reading.moved and not turns.one_by_one:
         turns.one_by_one = True

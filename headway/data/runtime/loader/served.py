@@ -30,8 +30,8 @@ from headway.core.wire.channel import ChannelClosed
 from headway.data.audit import AuditSum
 from headway.data.runtime.examples import account
 from headway.data.runtime.examples.keyed import WORD, Draws, generators_kept
-from headway.data.runtime.loader.links import Link
-from headway.data.runtime.loader.pipeline_loader import Batches
+from headway.data.runtime.loader.links import DataServerClient
+from headway.data.runtime.loader.pipeline_loader import PipelineDataset
 from headway.data.runtime.loader.preparers import base_of, restored
 from headway.data.runtime.positions.views import Empty, InProcess, View, check_process
 from headway.data.runtime.positions.walks import State, Taken
@@ -42,7 +42,7 @@ from headway.data.serving.messages import (
     Over,
     unpacked_items,
 )
-from headway.data.serving.progress import Progress
+from headway.data.serving.progress import JobProgress
 from headway.runtime.in_rank.guard import OfScript
 
 
@@ -58,7 +58,7 @@ class LeaveFn(Protocol):
 class ServedWalk(Taken):
     """A pass in a server's order: the state is the epoch and one bit per item, good for any rank of any world."""
 
-    progress: Progress
+    progress: JobProgress
 
     def state(self) -> State:
         """Return epoch and what is left of it; the end of an epoch is the start of the next."""
@@ -92,7 +92,7 @@ def walk(loader: Any, epoch: int, loaded: State) -> ServedWalk:
     """Return where the next iterator of `loader` begins: a whole epoch, or what a state says is left of one."""
     world = loader._place()[1]
     items = base_of(loader.dataset)[1]
-    progress = Progress(
+    progress = JobProgress(
         range(len(loader.dataset)) if items is None else items,
         global_batch=(loader.batch_size or 1) * world, tail=loader._tail,
     )  # fmt: skip
@@ -112,7 +112,7 @@ def iterator(loader: Any, view: View, place: ServedWalk) -> Served | InProcess:
         return InProcess(View(view, _index_sampler=_Nothing(0), num_workers=0, timeout=0))
     links = [link for link in vars(loader).get("_links", []) if link.fits(loader)]
     busy = [link for link in links if link.busy]
-    link = next((link for link in links if not link.busy), None) or Link(loader)
+    link = next((link for link in links if not link.busy), None) or DataServerClient(loader)
     vars(loader)["_links"] = [*busy, link]  # one that is left over leaves its job
     return Served(View(view, _index_sampler=_Nothing(len(loader)), num_workers=0), link, place)
 
@@ -139,12 +139,12 @@ class _Nothing:
 class Served(_BaseDataLoaderIter):
     """An iterator over batches that a server makes; torch's own base class, so that recorders see each `next`."""
 
-    def __init__(self, view: View, link: Link, place: ServedWalk) -> None:
+    def __init__(self, view: View, link: DataServerClient, place: ServedWalk) -> None:
         super().__init__(view)  # type: ignore[arg-type]  # it reads attributes and nothing else
         self.walk, self._link, self._pid = place, link, os.getpid()
         self._collate, self._batched, self._seed = view.collate_fn, view._auto_collation, view._seed
         self._shuffle = view._shuffle
-        self._pipeline = view.dataset if isinstance(view.dataset, Batches) else None
+        self._pipeline = view.dataset if isinstance(view.dataset, PipelineDataset) else None
         self.leave: LeaveFn | None = None
         """Who reads the rest of a pass should this fail; None: the loop is told."""
         self._of_script = OfScript()

@@ -13,7 +13,7 @@ The dataset must be safe to read from several threads, and
 ...     def parts(self, keys): return len(keys)
 ...     def fill(self, making, keys, part): making[part] = keys[part] ** 2
 ...     def finish(self, making, keys): return making
->>> pool, task = Pool(2), Task(Squares(), [3, 1, 2])
+>>> pool, task = ThreadPool(2), Task(Squares(), [3, 1, 2])
 >>> pool.help(task)
 >>> task.wait(timeout_s=None), task.result(), pool.close()
 (True, [9, 1, 4], None)
@@ -40,7 +40,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from headway.core.errors import InputError
 from headway.core.processes.hidden_thread import HiddenThread, forget
 from headway.data.runtime.examples import account
-from headway.data.runtime.examples.account import Clocks, Spent
+from headway.data.runtime.examples.account import ThreadClocks, ThreadTime
 from headway.data.runtime.examples.keyed import (
     Draws,
     KeyedDataset,
@@ -50,7 +50,7 @@ from headway.data.runtime.examples.keyed import (
     set_generators,
 )
 from headway.data.runtime.examples.lock_wait import lock_wait_fraction
-from headway.data.runtime.examples.rows import Memory, Rows, default_collate
+from headway.data.runtime.examples.rows import BatchMemory, BatchRows, default_collate
 from headway.data.runtime.guard.purity import impurity
 from headway.data.runtime.guard.trial import open_handle
 from headway.data.runtime.guard.trial_child import in_child
@@ -73,7 +73,7 @@ LEAVE_S = 5.0
 """How long an iterator that goes waits for examples still being read; a thread that hangs is left behind."""
 
 
-class Work(Protocol):
+class BatchWork(Protocol):
     """How a batch is made, part by part: `begin`, then `fill` for every part from any thread, then `finish`."""
 
     def begin(self, keys: Keys) -> Any:
@@ -93,21 +93,23 @@ class Work(Protocol):
         ...
 
 
-class Examples:
+class MapStyleWork:
     """The work of a map-style dataset: examples under their own seeds, then the collate function under the batch's."""
 
     def __init__(
-        self, dataset: KeyedDataset, collate: Callable[[Any], Any], *, batched: bool, memory: Memory | None = None
+        self, dataset: KeyedDataset, collate: Callable[[Any], Any], *, batched: bool, memory: BatchMemory | None = None
     ) -> None:
         """Note the parts; `memory` is that of earlier passes."""
         self.dataset, self.collate, self.batched = dataset, collate, batched
         self._whole = reads_batches(dataset.dataset)
         self._in_rows = batched and collate is default_collate
-        self._memory = memory or Memory()
+        self._memory = memory or BatchMemory()
 
     def begin(self, keys: Keys) -> Making:
         """Return room for the examples, and their seeds."""
-        return Making([None] * len(keys), keys.item_seeds(), Rows(len(keys), self._memory) if self._in_rows else None)
+        return Making(
+            [None] * len(keys), keys.item_seeds(), BatchRows(len(keys), self._memory) if self._in_rows else None
+        )
 
     def parts(self, keys: Keys) -> int:
         """Return the number of examples; 1 for a dataset that reads whole batches."""
@@ -133,17 +135,17 @@ class Examples:
 
 @dataclass(frozen=True, slots=True)
 class Making:
-    """A batch of `Examples` in the making."""
+    """A batch of `MapStyleWork` in the making."""
 
     examples: list[Any]
     seeds: list[int]
-    rows: Rows | None
+    rows: BatchRows | None
 
 
 class Task:
     """One batch in the making. Of several failures that of the first part counts, so it is the same on every run."""
 
-    def __init__(self, work: Work, keys: Keys, pin: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, work: BatchWork, keys: Keys, pin: Callable[[Any], Any] | None = None) -> None:
         self._work, self._keys, self._pin = work, keys, pin  # the last runs in the thread that finishes the batch
         self._making = work.begin(keys)
         self.files: Mapping[str, Any] = getattr(self._making, "files", {})  # what it was read from, where that is noted
@@ -154,7 +156,7 @@ class Task:
         self._lock, self._done = threading.RLock(), threading.Event()
         self._failure: tuple[int, BaseException, int] | None = None  # part, exception, thread
         self._batch: Any = None
-        self._spent, self._began_ns, self._ended_ns = Spent(), 0, 0
+        self._spent, self._began_ns, self._ended_ns = ThreadTime(), 0, 0
         self._clocked = account.on()
         self._context = copy_context()
 
@@ -246,7 +248,7 @@ class Task:
             if self._failure is None or part < self._failure[0]:
                 self._failure = part, error, thread
 
-    def _finish(self, thread: int, began: Clocks | None) -> None:
+    def _finish(self, thread: int, began: ThreadClocks | None) -> None:
         try:
             if self._failure is None:
                 batch = self._work.finish(self._making, self._keys)
@@ -257,7 +259,7 @@ class Task:
         self._account(began)
         self._done.set()
 
-    def _account(self, began: Clocks | None) -> None:
+    def _account(self, began: ThreadClocks | None) -> None:
         """Add what this thread spent on the batch."""
         if began is not None:
             ended = account.clocks()
@@ -267,7 +269,7 @@ class Task:
                 self._ended_ns = max(self._ended_ns, ended.wall_ns)
 
 
-class Pool:
+class ThreadPool:
     """Threads that work on batches in order of arrival, all on the same one. The pool is the parallelism."""
 
     def __init__(self, num_threads: int) -> None:
@@ -333,7 +335,7 @@ class Pool:
 class InThreads(Walked):
     """An iterator over batches made by threads; torch's own base class, so that recorders see each `next`."""
 
-    def __init__(self, view: View, work: Work, holders: Sequence[Any] | None) -> None:
+    def __init__(self, view: View, work: BatchWork, holders: Sequence[Any] | None) -> None:
         """Start the threads; `holders` may have random generators of their own (None: they were looked at before).
 
         Raises `InputError` when the first batch draws from generators that
@@ -348,7 +350,7 @@ class InThreads(Walked):
         """Knows what a loop is to be told of."""
         self.under_way: Task | None = None
         """The batch that the loop is given just now."""
-        self._pool = Pool(view.num_workers)
+        self._pool = ThreadPool(view.num_workers)
         # Runs when the iterator goes, and before the interpreter does.
         self._close = weakref.finalize(self, _close, self._pool, self._ahead)
         if holders is not None:
@@ -421,13 +423,13 @@ def _drop(ahead: deque[Task]) -> None:
     ahead.clear()
 
 
-def _close(pool: Pool, ahead: deque[Task]) -> None:
+def _close(pool: ThreadPool, ahead: deque[Task]) -> None:
     if pool.is_here:  # in a fork nobody works on them, and whoever held their locks is not there
         _drop(ahead)
     pool.close()
 
 
-def reason_against(work: Work, keys: Keys, dataset: Any = None) -> str | None:
+def reason_against(work: BatchWork, keys: Keys, dataset: Any = None) -> str | None:
     """Say why worker processes suit better than threads, or None; found in a forked child, from the first `keys`.
 
     A `dataset` of the user's must be pure and hold nothing that no other
@@ -454,7 +456,7 @@ def reason_against(work: Work, keys: Keys, dataset: Any = None) -> str | None:
 class FirstBatch:
     """A small batch as a dataset of one: what a probe reads, whatever the index."""
 
-    def __init__(self, work: Work, keys: Keys, dataset: Any) -> None:
+    def __init__(self, work: BatchWork, keys: Keys, dataset: Any) -> None:
         self.work, self.keys, self.dataset = work, keys, dataset
 
     def __getitem__(self, _: int) -> Any:

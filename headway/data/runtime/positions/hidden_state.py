@@ -36,7 +36,7 @@ import torch
 from torch.utils.data import Sampler
 
 from headway.core.errors import InputError
-from headway.runtime.script.reach import attributes, of_library
+from headway.runtime.script.object_graph import attributes, of_library
 
 MOST_PLACES = 4096
 """Places that are looked at in one sampler."""

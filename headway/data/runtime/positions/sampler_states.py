@@ -26,7 +26,7 @@ import torch
 from headway.core.errors import HeadwayError
 from headway.data.runtime.positions.hidden_state import Opaque, Path, changed, shown, values_in, write_back
 from headway.runtime.script.draws import own_generators
-from headway.runtime.script.reach import attributes
+from headway.runtime.script.object_graph import attributes
 from headway.runtime.script.samplers import generators_within, innermost, samplers_within
 
 State = dict[str, Any]

@@ -75,16 +75,16 @@ class Ending:
 
     def __iter__(self) -> Iterator[Any]:
         is_over, self.is_over = self.is_over, False
-        return Examples(iter(()) if is_over else iter(self.dataset))
+        return EndingIterator(iter(()) if is_over else iter(self.dataset))
 
 
-class Examples:
+class EndingIterator:
     """The iterator of an `Ending`. Not a generator, which an exception would end: the dataset's may go on."""
 
     def __init__(self, examples: Iterator[Any]) -> None:
         self._examples, self._ended = examples, False
 
-    def __iter__(self) -> Examples:
+    def __iter__(self) -> EndingIterator:
         return self
 
     def __next__(self) -> Any:

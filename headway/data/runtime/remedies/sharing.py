@@ -18,10 +18,10 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from headway.data.remedies import Server
+from headway.data.remedies import ServerParameters
 from headway.data.runtime.examples import account
-from headway.data.runtime.examples.outcome import Report, impure, reporter
-from headway.data.runtime.following.alone import AsWritten, failure
+from headway.data.runtime.examples.outcome import OutcomeWriter, impure, reporter
+from headway.data.runtime.following.in_process_tail import AsWritten, failure
 from headway.data.runtime.following.read_ahead import bound_to_the_loop, pass_restorer
 from headway.data.runtime.following.verification import Verification, verification_of
 from headway.data.runtime.guard.decisions import NOT_TRIED, Decisions, budget_of
@@ -30,28 +30,30 @@ from headway.data.runtime.loader.loader import DataLoader as OwnLoader
 from headway.data.runtime.loader.served import Served
 from headway.data.serving.server import DataServer
 from headway.runtime.host.host_memory import host_memory
-from headway.runtime.in_rank.remedy import Applied, Context, Refused
+from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
 from headway.runtime.script.samplers import sampler_of
 
 MOST_LOADERS = 64
 """A script that makes more loaders than this reads the rest by itself."""
 
 
-def server(parameters: Server, context: Context) -> Applied | Refused:
+def server(parameters: ServerParameters, context: Context) -> Applied | RefusedRemedy:
     """Install the remedy.
 
     Whether a given loader takes it is decided when that loader is first read, and reported then.
     """
     total_bytes = host_memory()["memory_total_bytes"]
     if total_bytes is not None and parameters.cache_bytes > total_bytes:
-        return Refused(
+        return RefusedRemedy(
             "data.server",
             f"its cache_bytes of {parameters.cache_bytes:.4g} is more than this host's memory of {total_bytes:.4g} "
             "bytes: give less in the plan",
         )
     options = DataServer(cache_bytes=parameters.cache_bytes, idle_s=parameters.idle_s)
     report = reporter("data.server", parameters, context)
-    share = Share(options, report, verification=verification_of(context), decisions=Decisions(budget_of(context)))
+    share = LoaderSharing(
+        options, report, verification=verification_of(context), decisions=Decisions(budget_of(context))
+    )
     context.patch(
         "torch.utils.data.dataloader:DataLoader._get_iterator", share.around_get_iterator, restoring=pass_restorer
     )
@@ -101,12 +103,12 @@ def _order(loader: DataLoader[Any]) -> dict[str, Any] | None:
 
 
 @dataclass(slots=True)
-class Share:
+class LoaderSharing:
     """Decides loader by loader. One per rank."""
 
     options: DataServer
     """How the first job starts the server."""
-    report: Report
+    report: OutcomeWriter
     """Called when something about a loader was decided."""
     decided: WeakKeyDictionary[DataLoader[Any], OwnLoader | None] = field(default_factory=WeakKeyDictionary)
     """Loader -> the one that is read in its place, None when it is left alone."""

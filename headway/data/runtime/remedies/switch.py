@@ -20,14 +20,14 @@ from weakref import WeakKeyDictionary, ref
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from headway.data.remedies import Threads
+from headway.data.remedies import ThreadsParameters
 from headway.data.runtime.examples import account
 from headway.data.runtime.examples.examples import equal
 from headway.data.runtime.examples.keyed import KeyedDataset, Keys
 from headway.data.runtime.examples.lock_wait import lock_wait_fraction
-from headway.data.runtime.examples.outcome import OfDataset, Report, impure, reporter
+from headway.data.runtime.examples.outcome import OfDataset, OutcomeWriter, impure, reporter
 from headway.data.runtime.examples.visible import VisibleError, listen, noting
-from headway.data.runtime.following.alone import FORKED, Alone, AsWritten, UnmadeError, failure
+from headway.data.runtime.following.in_process_tail import FORKED, AsWritten, InProcessTail, UnmadeError, failure
 from headway.data.runtime.following.read_ahead import (
     CHANGED,
     bound_to_the_loop,
@@ -36,28 +36,28 @@ from headway.data.runtime.following.read_ahead import (
 from headway.data.runtime.following.script_walk import Indices, ScriptWalk, keys_of
 from headway.data.runtime.following.verification import Verification, verification_of
 from headway.data.runtime.following.withdrawal import Withdrawal, withdrawal_of
-from headway.data.runtime.guard.aligned import Aligned
+from headway.data.runtime.guard.aligned import BatchEntries
 from headway.data.runtime.guard.circumstances import LISTENS, listens, modes, modes_of_threads, outside
 from headway.data.runtime.guard.decisions import NOT_TRIED, Decisions, budget_of
-from headway.data.runtime.guard.files_read import FILE, Noted, changed, files_read, note_looks
+from headway.data.runtime.guard.files_read import FILE, FileStat, changed, files_read, note_looks
 from headway.data.runtime.guard.surroundings import surroundings
 from headway.data.runtime.guard.trial import EXAMPLES, TriedBatch, unfit
 from headway.data.runtime.guard.trial_child import in_child
-from headway.data.runtime.loader.threads import LOCK_WAIT, Examples, InThreads, Making, Pool, Task
+from headway.data.runtime.loader.threads import LOCK_WAIT, InThreads, Making, MapStyleWork, Task, ThreadPool
 from headway.data.runtime.positions.views import View
-from headway.runtime.in_rank.remedy import Applied, Context, Refused
+from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
 
 VISIBLE = "reading a batch prints, logs, warns, changes files, or starts or asks another process"
 """Why a batch is made by the training thread."""
 
 
-def threads(parameters: Threads, context: Context) -> Applied | Refused:
+def threads(parameters: ThreadsParameters, context: Context) -> Applied | RefusedRemedy:
     """Install the remedy.
 
     Whether a given loader takes it is decided when that loader is first read, and reported then.
     """
     report = reporter("data.threads", parameters, context)
-    switch = Switch(
+    switch = LoaderSwitch(
         num_threads=parameters.num_workers,
         prefetch_factor=parameters.prefetch_factor,
         report=report,
@@ -85,7 +85,7 @@ class ScriptThreads(InThreads):
         """`left` is called, with the reason, when a pass leaves the threads."""
         self._as_torch = loader.num_workers > 0
         self._read = (loader.dataset, loader.collate_fn)
-        self._seen, self._left, self._aligned = outside(self._read), left, Aligned(loader.dataset)
+        self._seen, self._left, self._aligned = outside(self._read), left, BatchEntries(loader.dataset)
         self._entries: dict[int, list[object]] = {}
         """Identity of a batch in the making -> what it is read from in large containers."""
         self._single: Any = None
@@ -166,7 +166,7 @@ class ScriptThreads(InThreads):
         if self._as_torch and loader is not None:
             self._single = AsWritten(loader, rest)
         else:
-            self._single = Alone(self, rest, pin=self._pin_memory)
+            self._single = InProcessTail(self, rest, pin=self._pin_memory)
         if self._pool.is_here:
             self._left(reason)
             self._close()
@@ -193,10 +193,10 @@ class ScriptThreads(InThreads):
 class MakingOfFiles(Making):
     """A batch in the making, and the files that its examples were read from."""
 
-    files: dict[str, Noted] = field(default_factory=dict)
+    files: dict[str, FileStat] = field(default_factory=dict)
 
 
-class Unseen(Examples):
+class Unseen(MapStyleWork):
     """The work of a dataset that is read by the training thread in the script: what others could see fails."""
 
     def begin(self, keys: Keys) -> MakingOfFiles:
@@ -225,9 +225,9 @@ class Unseen(Examples):
                 making.files.setdefault(path, facts)
 
 
-def work_of(loader: DataLoader[Any]) -> Examples:
+def work_of(loader: DataLoader[Any]) -> MapStyleWork:
     """Return how threads make the batches of `loader`."""
-    kind = Examples if loader.num_workers else Unseen  # worker processes print when they like
+    kind = MapStyleWork if loader.num_workers else Unseen  # worker processes print when they like
     return kind(KeyedDataset(loader.dataset, 0), loader.collate_fn, batched=loader._auto_collation)
 
 
@@ -257,7 +257,7 @@ def different(loader: DataLoader[Any]) -> str | None:
     def tried() -> tuple[str | None, int]:
         before = surroundings(read)
         batches, work, keys = _tried(loader)
-        pool, task = Pool(EXAMPLES), Task(work, keys)
+        pool, task = ThreadPool(EXAMPLES), Task(work, keys)
         pool.help(task)
         task.wait(None)
         made = task.result()
@@ -283,7 +283,7 @@ def slow(loader: DataLoader[Any]) -> str | None:
     return in_child(tried)[0]
 
 
-def _tried(loader: DataLoader[Any]) -> tuple[TriedBatch, Examples, Keys]:
+def _tried(loader: DataLoader[Any]) -> tuple[TriedBatch, MapStyleWork, Keys]:
     """Return a small batch, how threads make it, and its keys."""
     batches = TriedBatch(loader)
     # An unbatched loader reads one example; the others, as many as the batch that was tried in a worker.
@@ -291,14 +291,14 @@ def _tried(loader: DataLoader[Any]) -> tuple[TriedBatch, Examples, Keys]:
 
 
 @dataclass(slots=True)
-class Switch:
+class LoaderSwitch:
     """Decides loader by loader. One per rank."""
 
     num_threads: int
     """Threads per iterator."""
     prefetch_factor: int
     """Batches under way per thread."""
-    report: Report
+    report: OutcomeWriter
     """Called when something about a loader was decided."""
     verification: Verification | None = None
     """Compares batches with the script's own; None where nobody asked for it."""

@@ -22,10 +22,10 @@ import torch.multiprocessing
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
-from headway.data.remedies import Workers
-from headway.data.runtime.examples.outcome import Report, impure, reporter
+from headway.data.remedies import WorkersParameters
+from headway.data.runtime.examples.outcome import OutcomeWriter, impure, reporter
 from headway.data.runtime.following.read_ahead import bound_to_the_loop, pass_restorer
-from headway.data.runtime.following.script_workers import ScriptWorkers, Settings, Waited
+from headway.data.runtime.following.script_workers import IteratorSettings, ScriptWorkers, Waited
 from headway.data.runtime.following.verification import Verification, verification_of
 from headway.data.runtime.following.withdrawal import Withdrawal, withdrawal_of
 from headway.data.runtime.guard.circumstances import listens
@@ -33,12 +33,12 @@ from headway.data.runtime.guard.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.runtime.guard.trial import EXAMPLES, keeps, open_handle, unfit
 from headway.data.runtime.guard.worker_start import beside_seeding
 from headway.runtime.host.device import in_use
-from headway.runtime.in_rank.remedy import Applied, Context, Refused
+from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
 
 WAITS = "the script waits for any of its child processes, which workers would be"
 
 
-def workers(parameters: Workers, context: Context) -> Applied | Refused:
+def workers(parameters: WorkersParameters, context: Context) -> Applied | RefusedRemedy:
     """Install the remedy.
 
     Whether a given loader takes it is decided when that loader is first read, and reported then. One whose dataset
@@ -146,7 +146,7 @@ class LoaderTuner:
     """Where the search for a better number ends."""
     may_draw: bool
     """Whether datasets that draw random numbers may be read by workers, which draw others."""
-    report: Report
+    report: OutcomeWriter
     """Called when something about a loader was decided."""
     verification: Verification | None = None
     """Compares batches with the script's own; None where nobody asked for it."""
@@ -266,7 +266,7 @@ class LoaderTuner:
         return iterator
 
     def _made(self, loader: DataLoader[Any], tuning: _Tuning) -> ScriptWorkers:
-        settings = Settings(
+        settings = IteratorSettings(
             num_workers=tuning.num_workers,
             prefetch_factor=max(self.prefetch_factor, loader.prefetch_factor or 2),
             keep=(self.persistent_workers and tuning.keeps) or loader.persistent_workers,

@@ -5,7 +5,7 @@ A row of an older run lacks keys; what is not of its type in a damaged one is le
 >>> row = {"name": "host.gc", "facts": {"every_steps": 100}, "reason_not_applied": None}
 >>> refused = {"name": "data.cache", "parameters": {"bytes": 9}, "reason_not_applied": "not pure"}
 >>> rows = applied_rows([row, refused, "damaged"])
->>> in_force(rows)
+>>> active_settings(rows)
 {'host.gc': {'every_steps': 100}}
 >>> given_up(rows)
 {'data.cache': GivenUp(parameters={'bytes': 9}, reason='not pure')}
@@ -31,7 +31,7 @@ NO_MODEL = "the script made no model that it could be applied to"
 """Why a run was without a remedy of distributed models."""
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
+class LoaderDecision(msgspec.Struct, frozen=True, kw_only=True):
     """What a remedy decided about a loader, when it was first read or later."""
 
     dataset: str | None = None
@@ -60,11 +60,11 @@ class AppliedRow(msgspec.Struct, frozen=True, kw_only=True):
     withdrawn: str | None = None
     """Why it was taken away while the run went on."""
 
-    def decisions(self, key: str) -> list[Decision]:
+    def decisions(self, key: str) -> list[LoaderDecision]:
         """Return the decisions in a list among the facts that can be read."""
         entries = (self.facts or {}).get(key)
         rows = entries if isinstance(entries, list) else []
-        return [converted(entry, Decision)[0] for entry in rows if isinstance(entry, Mapping)]
+        return [converted(entry, LoaderDecision)[0] for entry in rows if isinstance(entry, Mapping)]
 
     @property
     def unused(self) -> str:
@@ -121,7 +121,7 @@ def applied_rows(rows: object) -> tuple[AppliedRow, ...]:
     return tuple(row for row in found if row.name and (row.facts is not None or row.parameters is not None))
 
 
-def in_force(rows: Sequence[AppliedRow]) -> dict[str, dict[str, Any]]:
+def active_settings(rows: Sequence[AppliedRow]) -> dict[str, dict[str, Any]]:
     """Return remedy -> its facts, for those that were applied and not withdrawn while the run went on."""
     return {row.name: row.facts or {} for row in rows if not row.why_without}
 

@@ -16,7 +16,7 @@ FORKED = "the script forks during a pass"
 """Why a fork of the training process reads by itself: workers and threads are not there."""
 
 
-class Alone:
+class InProcessTail:
     """Reads batches as a loader without workers does, each when the loop asks for it."""
 
     def __init__(self, iterator: Any, indices: Iterator[Any], *, pin: bool) -> None:
