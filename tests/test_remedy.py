@@ -114,7 +114,7 @@ def test_gc_is_frozen_after_the_first_step_and_runs_at_agreed_steps(tmp_path):
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            assert gc.isenabled() and gc.get_freeze_count() == 0  # what the script itself wants
+            assert gc.isenabled() and gc.get_freeze_count() < 2000  # what the script itself wants
             print(loss.item().hex())
     """
     env = planned(tmp_path, Remedy("host.gc", {"every_steps": 10}))
@@ -155,7 +155,7 @@ def test_gc_comes_back_when_memory_grows(context, monkeypatch):
         context.probes.steps[0] = 20
         collector.step(0)
         assert gc.get_threshold()[0] < runtime.YOUNG_OBJECTS
-        assert gc.get_freeze_count() == 0
+        assert gc.get_freeze_count() < runtime.MOST_IMMORTAL
     finally:
         collector.undo()
 
@@ -165,12 +165,12 @@ def test_gc_comes_back_when_memory_grows(context, monkeypatch):
 
 @pytest.mark.usefixtures("unfrozen")
 def test_gc_that_the_script_switched_off_is_left_alone(context):
-    from headway.host.runtime import Collector
+    from headway.host.runtime import MOST_IMMORTAL, Collector
 
     gc.disable()
     try:
         Collector(context, every=10, growth_bytes=1 << 30).step(0)
-        assert gc.get_freeze_count() == 0
+        assert gc.get_freeze_count() < MOST_IMMORTAL
     finally:
         gc.enable()
 

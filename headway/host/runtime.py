@@ -48,6 +48,10 @@ from headway.trace.events.vocabulary import SPANS
 YOUNG_OBJECTS = 1_000_000
 """New objects after which the youngest generation is collected all the same: a loop may wait for just that."""
 
+MOST_IMMORTAL = 2000
+"""Collections of Python 3.12 count its immortal objects, some hundreds, as frozen; a script that freezes has more: an
+interpreter has 5,000 objects before it imports anything."""
+
 USED_BY_SCRIPTS = ("set_threshold", "set_debug", "freeze", "unfreeze", "get_objects", "get_referrers")
 """Functions of gc through which a script sees the remedy or contradicts it: from then on it is undone."""
 
@@ -92,6 +96,7 @@ class Collector:
         self._began = 0
         self._look = max(1, every // 8)
         self._thresholds = gc.get_threshold()
+        self._frozen_before = 0
         self._get_threshold, self._set_threshold = gc.get_threshold, gc.set_threshold
         self._collect = inspect.unwrap(gc.collect)  # what the remedy collects, the script has not called for
 
@@ -115,7 +120,9 @@ class Collector:
 
     def _begin(self, steps: int) -> int:
         self._thresholds = self._get_threshold()
-        if not gc.isenabled() or not self._thresholds[0] or gc.get_debug() or gc.get_freeze_count():
+        self._frozen_before = gc.get_freeze_count()
+        has_frozen = self._frozen_before > MOST_IMMORTAL
+        if not gc.isenabled() or not self._thresholds[0] or gc.get_debug() or has_frozen:
             self.context.note(
                 RefusedRemedy("host.gc", "the script has switched, frozen or debugged automatic collection itself")
             )
@@ -172,8 +179,8 @@ class Collector:
 
         @functools.wraps(original)
         def get_freeze_count() -> int:
-            """Return what the script has frozen."""
-            return 0 if self._active else original()
+            """Return what was frozen before."""
+            return self._frozen_before if self._active else original()
 
         return get_freeze_count
 
