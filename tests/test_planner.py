@@ -18,7 +18,7 @@ from headway.core.errors import BarMissedError, InputError
 from headway.core.files.planfile import ALLOWANCES, read_plan
 from headway.plan.planner import Plan, compose, resolve
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
-from headway.plan.reasons import GIVEN_UP, IN_FORCE, KINDS, unless_given_up, unless_in_force
+from headway.plan.reasons import GIVEN_UP, IN_FORCE, KINDS, unless_excluded, unless_given_up, unless_in_force
 from headway.plan.setup import Setup
 from headway.report.text.terminal import render_plan
 from headway.sim.recorded.program import Program
@@ -297,6 +297,15 @@ def in_force(num_workers: int, **changes: Any) -> tuple[Plan, Program, Setup]:
     meta = {**made.meta, "applied": applied, "loaders": loaders}
     program, setup = Program.from_trace(made.trace, meta), Setup.from_facts(meta, memory_bytes=10**9)
     return Plan.of(None, program, setup, ADVISERS), program, setup
+
+
+def test_a_remedy_in_force_is_not_followed_by_one_that_excludes_it() -> None:
+    row = proposal("data.threads", conflicts=("data.workers", "data.cache"))
+    found = unless_excluded(row, {"data.workers", "host.gc"})
+
+    assert isinstance(found, Refusal)
+    assert found.reason == f"it excludes data.workers, which {IN_FORCE}"
+    assert unless_excluded(row, {"host.gc"}) == row == unless_excluded(row, {"data.threads", "data.workers"})
 
 
 def test_a_remedy_in_force_is_proposed_again_only_where_other_parameters_win_more_than_the_noise() -> None:

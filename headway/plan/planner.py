@@ -21,7 +21,7 @@ from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.core.lazy import resolved
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
-from headway.plan.reasons import LeftOut, excludes, reason_of, unless_given_up, unless_in_force
+from headway.plan.reasons import LeftOut, excludes, reason_of, unless_excluded, unless_given_up, unless_in_force
 from headway.plan.setup import Setup
 from headway.sim.recorded.program import Program
 from headway.sim.whatif.edits import Edit
@@ -88,6 +88,7 @@ class Plan:
         base = program.predict()
         advice = [row for adviser in advisers.values() for row in resolve(adviser)(ledger, program, setup)]
         found = [unless_in_force(row, setup.in_force.get(row.name)) for row in advice]
+        found = [unless_excluded(row, setup.in_force) for row in found]
         found = [unless_given_up(row, setup.given_up.get(row.name)) for row in found]
         proposals = [row for row in found if isinstance(row, Proposal)]
         return compose(proposals, program, setup, base=base, refused=[row for row in found if isinstance(row, Refusal)])

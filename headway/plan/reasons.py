@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +85,14 @@ def unless_in_force(row: Proposal | Refusal, given: Mapping[str, Any] | None) ->
         low, high = row.interval
         reason += f"; {new} is predicted {row.predicted_speedup:.2f}x ({low:.2f} to {high:.2f}): not clear of the noise"
     return _refused(row, reason, IN_FORCE)
+
+
+def unless_excluded(row: Proposal | Refusal, in_force: Collection[str]) -> Proposal | Refusal:
+    """Refuse a proposal that excludes a remedy which the run had: one way of doing a thing does not follow another."""
+    rivals = sorted({*in_force} & {*row.conflicts}) if isinstance(row, Proposal) and row.name not in in_force else []
+    if not rivals or isinstance(row, Refusal):
+        return row
+    return _refused(row, f"it excludes {' and '.join(rivals)}, which {IN_FORCE}", IN_FORCE)
 
 
 def unless_given_up(row: Proposal | Refusal, tried: GivenUp | None) -> Proposal | Refusal:
