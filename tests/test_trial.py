@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import random
 import socket
 import tempfile
 
@@ -137,6 +138,23 @@ class Keeping(Squares):
 
     def __getitem__(self, index):
         return self.kept.setdefault(index, index * index)
+
+
+class Augmented:
+    """Draws from Python's generator, as random crops written by hand do."""
+
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, index):
+        return torch.tensor([index, random.random()])
+
+
+def test_a_dataset_that_draws_from_pythons_generator_takes_workers_with_the_grant():
+    loader = DataLoader(Augmented(), 4)
+
+    assert "draws random numbers" in unfit(loader)[0]
+    assert unfit(loader, may_draw=True)[0] is None
 
 
 def test_a_dataset_that_keeps_each_example_is_left_to_this_process():

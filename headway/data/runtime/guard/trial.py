@@ -89,6 +89,7 @@ def unfit(loader: Any, *, may_draw: bool = False, starts: bool = False) -> tuple
         return finding, b"" if finding else encode(batches[0])
 
     def as_a_worker() -> tuple[str | None, Any]:
+        set_generators(states)  # Python seeds `random` anew in every forked process
         pretend_worker(loader)
         if starts:
             loader.worker_init_fn(0)
