@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import signal
 import time
 
 import pytest
@@ -253,6 +254,17 @@ def test_a_report_that_fails_does_not_reach_the_script(monkeypatch):
             list(loader)  # raised by torch, as without the remedy
 
     assert isinstance(context.outcomes[-1], RefusedRemedy)
+
+
+def test_a_worker_that_dies_is_said_also_where_the_script_keeps_no_loader():
+    plain = [batch.tolist() for batch in DataLoader(Squares(), 1)]
+    with applied(workers, PARAMETERS) as context:
+        iterator = iter(DataLoader(Squares(), 1))
+        first = next(iterator).tolist()
+        os.kill(iterator._workers[0].pid, signal.SIGKILL)
+        assert [first, *(batch.tolist() for batch in iterator)] == plain
+
+    assert "a worker failed" in context.outcomes[-1].json()["facts"]["loaders"][-1]["reason_not_applied"]
 
 
 def shuffled():

@@ -92,7 +92,10 @@ def unless_excluded(row: Proposal | Refusal, in_force: Collection[str]) -> Propo
     rivals = sorted({*in_force} & {*row.conflicts}) if isinstance(row, Proposal) and row.name not in in_force else []
     if not rivals or isinstance(row, Refusal):
         return row
-    return _refused(row, f"it excludes {' and '.join(rivals)}, which {IN_FORCE}", IN_FORCE)
+    low, high = row.interval
+    gain = f"in its place predicted {row.predicted_speedup:.2f}x ({low:.2f} to {high:.2f})"
+    known = f"excludes {' and '.join(rivals)}, which {IN_FORCE}; {gain}"
+    return _refused(row, f"it {known}: plan the run before anew to choose it", known)
 
 
 def unless_given_up(row: Proposal | Refusal, tried: GivenUp | None) -> Proposal | Refusal:

@@ -75,7 +75,8 @@ def evaluation(ledger: Ledger) -> list[Cause]:
     seconds = {text: booked_s(ledger, f"eval.{part}") for part, text in parts.items()}
     count = span_of(ledger, "eval").count
     split = ", ".join(f"{text} {format_seconds(took)}" for text, took in seconds.items() if took)
-    evidence = f"{plural(count, 'evaluation')} took {mean_of(own, count)} ({split})"
+    mean = f"{mean_of(own, count)}, {format_seconds(own)} in all" if count > 1 else format_seconds(own)
+    evidence = f"{plural(count, 'evaluation')} took {mean} ({split})"
     known = ledger.facts.effective_loaders
     waits = {loader: amounts.get("eval.input", 0) for loader, amounts in ledger.loader_ns.items()}
     slowest = max(waits, key=lambda loader: waits[loader], default=None)
