@@ -94,7 +94,7 @@ def test_examples_that_ranks_are_dealt_anew_come_back_less_often() -> None:
 @pytest.mark.parametrize(
     ("loader", "reason"),
     [
-        ({"reason_untunable": "an IterableDataset: more workers would repeat its data"}, "IterableDataset"),
+        ({"reason_untunable": "an IterableDataset: only num_workers=1 would not repeat its data"}, "IterableDataset"),
         ({"sampler": "MySampler"}, "MySampler: a sampler of the script's own"),
     ],
 )

@@ -58,7 +58,11 @@ def test_a_run_opens_with_its_facts_its_ranks_and_its_attempts(tmp_path):
 def test_a_folder_whose_launcher_was_killed_opens_from_its_rings(tmp_path):
     for rank in (0, 1):
         Process(tmp_path, rank=rank).train(4)
+    (tmp_path / "applied").mkdir()
+    row = {"name": "host.gc", "applied": True, "facts": {"every_steps": 9}, "reason_not_applied": None}
+    (tmp_path / "applied" / "r0.json").write_text(json.dumps({"rank": 0, "remedies": [row]}))
     run = Run.open(tmp_path)
+    assert run.facts.in_force == {"host.gc": {"every_steps": 9}}
 
     assert int(run.trace.named("optimizer.step").sum()) == 8
     assert run.meta["end_ns"] > run.meta["start_ns"]

@@ -25,7 +25,7 @@ from headway.ledger.kinds.cause import Cause
 from headway.plan.planner import Plan
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.reasons import GIVEN_UP, IN_FORCE
-from headway.report.figures import NOT_RESOLVED, verdict
+from headway.report.figures import NOT_RESOLVED, NOTHING_PAYS, verdict
 from headway.report.page.timeline import timeline
 from headway.report.screens import render_compare, render_plan
 from headway.runtime.launching.run_of_ranks import ExitReport
@@ -496,6 +496,9 @@ def test_the_verdict_is_about_the_largest_loss_unless_a_remedy_wins_another():
     assert verdict({**facts, "causes": [eval_, logging | {"remedy": ""}]}).cause == "eval", "links are not headway's"
     unsure = script | {"fix": f"{NOT_RESOLVED}: data.workers may win 1.40x", "at_most": False}
     assert verdict({**facts, "causes": [unsure, logging]}).cause == "host.script", "what may be won leads as well"
+    lost = eval_ | {"cause": "input.prep", "fix": f"{NOTHING_PAYS} (predicted: data.workers 1.02x)"}
+    assert [verdict({**facts, "causes": [lost, script | {"lost_device_s": s, "at_most": True}]}).cause
+            for s in (1.6, 1.7)] == ["input.prep", "host.script"], "far larger, if nothing is known that pays"  # fmt: skip
     assert verdict({**facts, "causes": [script | {"cause": "host.recording"}]}).cause == ""
     assert verdict({**facts, "causes": [script | {"lost_device_s": 0.1, "predicted_speedup": None}]}).cause == ""
 

@@ -261,10 +261,11 @@ def share(part: object, whole: float) -> float | None:
 def verdict(why: Json) -> Verdict:
     """Say in one sentence where the time of a `headway.why/2` object went, and what to do first.
 
-    The largest loss that a remedy wins back, or may win back, leads where that is 5 % or more, else the largest loss:
-    its bucket gives the share. A run without a loss above the noise is told so, and what headway's recording took is
-    never what to mend. How a run ended that did not end well comes before everything else. What took more of the time
-    than the headline's loss (useful work, the start-up of a short run) is said behind it.
+    The largest loss that a remedy wins back, or may win back, leads where that is 5 % or more, else the largest loss
+    that advice may mend, or one that is `FAR_LARGER` and that nothing known mends: its bucket gives the share. A run
+    without a loss above the noise is told so, and what headway's recording took is never what to mend. How a run ended
+    that did not end well comes before everything else. What took more of the time than the headline's loss (useful
+    work, the start-up of a short run) is said behind it.
     """
     devices, wall = plural(why.get("devices"), "device"), seconds(why.get("wall_s"))
     end = ending(why.get("exit"), why.get("steps"))
@@ -282,7 +283,10 @@ def verdict(why: Json) -> Verdict:
     known = [c.get("remedy") or str(c.get("fix") or "").startswith(NOT_RESOLVED) for c in named]
     gains = [(finite(c.get("predicted_speedup")) or 0.0) * bool(by) for c, by in zip(named, known, strict=True)]
     first = next((c for c, gain in zip(named, gains, strict=True) if gain >= GAIN_THAT_LEADS), None)
-    first = first or next((c for c in named if headline(c, why)), None)
+    if first is None:
+        first = next((c for c in named if headline(c, why)), None)
+        most = max((c for c in named if c.get("cause") != "host.recording"), key=_lost_s, default=None)
+        first = most if first and most and _lost_s(most) > FAR_LARGER * _lost_s(first) else first
     if first is None:
         goodput = percent(why.get("goodput"))
         rest = _larger_loss(why, "") or "; no loss stands out"
@@ -377,6 +381,15 @@ def _larger_loss(why: Json, bucket: str) -> str:
     said = [f"{bucket_style(name).short or bucket_style(name).losing} {'' if at else 'took '}{part}"
             for at, ((_, name), part) in enumerate(zip(larger, said, strict=True))]  # fmt: skip
     return f"; {', '.join(said)}" if said else ""
+
+
+FAR_LARGER = 3.0
+"""So many times a loss that advice may mend is one that leads although no remedy pays."""
+
+
+def _lost_s(cause: Json) -> float:
+    """Return the device-seconds that a cause lost."""
+    return finite(cause.get("lost_device_s")) or 0.0
 
 
 def headline(cause: Json, why: Json) -> bool:

@@ -104,9 +104,7 @@ def _applied(rows: Sequence[Json], baseline: str) -> list[RenderableType]:
     for row in rows:
         steady, whole = finite(row.get("measured_speedup")), finite(row.get("measured_with_start"))
         if steady and whole and abs(whole / steady - 1) > UNLIKE_START and not row.get("reason_not_applied"):
-            parts.append(
-                paragraph(f"Over as many steps of both runs, the first one included: {speedup(whole)}.", style="dim")
-            )
+            parts.append(paragraph(f"Over as many steps of both, the first included: {speedup(whole)}.", style="dim"))
         if row.get("reason_not_applied"):
             reason = (f"  not applied: {clean(row['reason_not_applied'])}", "dim")
             parts.append(paragraph(Text.assemble(clean(row.get("name")), reason)))

@@ -471,7 +471,7 @@ def loader_facts(loader: Any) -> dict[str, Any]:
         "changes_unchecked": "",
         "worker_init_fn": name_of(loader.worker_init_fn),
         "steered": None if streams else steered(loader),
-        "reason_untunable": "an IterableDataset: more workers would repeat its data" if streams else None,
+        "reason_untunable": "an IterableDataset: only num_workers=1 would not repeat its data" if streams else None,
     }
 
 

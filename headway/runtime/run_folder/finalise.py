@@ -20,7 +20,7 @@ from typing import Any
 from headway.core.files.whole_file import whole_file
 from headway.runtime.recorder.rehearsals import settle
 from headway.trace.events import parquet
-from headway.trace.recording.assemble import build, json_object, loaders
+from headway.trace.recording.assemble import applied, build, json_object, loaders
 from headway.trace.recording.devices import by_rank
 from headway.trace.rings import spool
 from headway.trace.rings.ring_folders import ring_folders
@@ -130,13 +130,3 @@ def _spawned_here(known: Mapping[str, Mapping[str, Any]], meta: Mapping[str, Any
         for rank, facts in known.items()
         if facts.get("role") in ("spawned", "child") and facts.get("host") == socket.gethostname()
     }
-
-
-def applied(run: Path) -> list[Any]:
-    """Return what the ranks applied or refused: the entries of the lowest rank that wrote any."""
-    for path in sorted((run / "applied").glob("r*.json"), key=lambda p: int(p.stem[1:])):
-        found = json_object(path)
-        if not found:
-            continue
-        return list(found.get("remedies", []))
-    return []

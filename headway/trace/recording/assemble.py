@@ -229,6 +229,14 @@ def json_object(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def applied(run: Path) -> list[Any]:
+    """Return what the ranks applied or refused: the entries of the lowest rank that wrote any."""
+    for path in sorted((run / "applied").glob("r*.json"), key=lambda p: int(p.stem[1:])):
+        if found := json_object(path):
+            return list(found.get("remedies", []))
+    return []
+
+
 def loaders(run: Path) -> dict[str, dict[str, Any]]:
     """Return the facts of each loader, of the lowest rank that has them; what any process saw drawn counts."""
     found: dict[str, dict[str, Any]] = {}

@@ -23,7 +23,7 @@ from headway.core.errors import FormatError, InputError
 from headway.core.files.bounded_json import read_json
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
-from headway.trace.recording.assemble import json_object, loaders, trace_of_rings
+from headway.trace.recording.assemble import applied, json_object, loaders, trace_of_rings
 from headway.trace.recording.deliveries import counts_of
 from headway.trace.recording.run_facts import SCHEMA, RunFacts
 from headway.trace.rings import spool
@@ -230,8 +230,11 @@ def _facts(path: Path) -> list[dict[str, Any]]:
                 f"{path} is not a run folder: it has no run.json, events or rings. Name what run --out made."
             )
         parts = [_facts_from_events(path)]
-    # A launcher that was killed has not noted which loaders there are; the ranks have.
-    return [{**part, "loaders": part.get("loaders") or loaders(path)} for part in parts]
+    # A launcher that was killed has noted neither the loaders nor what became of remedies; the ranks have.
+    return [
+        {**part, "loaders": part.get("loaders") or loaders(path), "applied": part.get("applied") or applied(path)}
+        for part in parts
+    ]
 
 
 def _incidents(path: Path) -> list[dict[str, Any]]:

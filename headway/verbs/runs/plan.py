@@ -50,8 +50,8 @@ def plan(
     out
         The plan file; RUN/plan.json by default, RUN/next-plan.json where RUN applied a plan, which stays.
     allow
-        'result-equivalent' admits remedies that change random draws, but no distribution; 'lossy' those that
-        approximate. Several are separated by commas.
+        What may change results: 'same-distribution' (other random draws of it), 'data.threads' (threads that share the
+        dataset's objects with the loop), 'lossy' (approximations). Several are separated by commas.
     all
         Show too what no cause of this run asks for, and what headway cannot apply.
     model
