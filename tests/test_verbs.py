@@ -497,8 +497,9 @@ def test_the_verdict_is_about_the_largest_loss_unless_a_remedy_wins_another():
     unsure = script | {"fix": f"{NOT_RESOLVED}: data.workers may win 1.40x", "at_most": False}
     assert verdict({**facts, "causes": [unsure, logging]}).cause == "host.script", "what may be won leads as well"
     lost = eval_ | {"cause": "input.prep", "fix": f"{NOTHING_PAYS} (predicted: data.workers 1.02x)"}
-    assert [verdict({**facts, "causes": [lost, script | {"lost_device_s": s, "at_most": True}]}).cause
-            for s in (1.6, 1.7)] == ["input.prep", "host.script"], "far larger, if nothing is known that pays"  # fmt: skip
+    for other_s, leads in ((1.6, "input.prep"), (1.7, "host.script")):
+        causes = [lost, script | {"lost_device_s": other_s, "at_most": True}]
+        assert verdict({**facts, "causes": causes}).cause == leads, "far larger, if nothing is known that pays"
     assert verdict({**facts, "causes": [script | {"cause": "host.recording"}]}).cause == ""
     assert verdict({**facts, "causes": [script | {"lost_device_s": 0.1, "predicted_speedup": None}]}).cause == ""
 
