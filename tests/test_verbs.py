@@ -513,6 +513,9 @@ def test_why_promises_nothing_that_the_plan_leaves_out():
     assert fixes("data.workers") == {"data.workers"}
     assert fixes("data.workers", "data.cache") >= {"data.cache"}
     assert fixes() == set()
+    unclear = replace(proposed("data.cache", 1.2), interval=(0.9, 1.5))
+    [script] = {fix.script for fix in fixes_of(Plan(2.0, 1.0, (1.9, 2.1), (unclear,), ())).values()}
+    assert script is None, "the rule's edit, workers, is not what may win"
 
 
 @pytest.mark.parametrize("folder", ["applied", "tables"])
