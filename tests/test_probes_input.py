@@ -86,8 +86,9 @@ def test_sleep_is_fetch_work_is_prep_and_collate_is_apart(workers, tmp_path):
     assert len(found["input.load"]) == len(found["input.parts"]) == 8
     assert fetch >= 32 * 2 * MS * 0.8  # what is not core time or run delay; waking up late is run delay
     assert fetch <= 32 * 2 * MS * 1.5 + 0.2 * walls
-    assert 32 * 3 * MS <= prep <= 32 * 3 * MS * 1.25
-    assert 8 * 4 * MS <= collate <= 8 * 4 * MS * 1.25
+    # A busy host adds to CPU time as well; what was booked to the wrong part would be several times as much.
+    assert 32 * 3 * MS <= prep <= 32 * 3 * MS * 2
+    assert 8 * 4 * MS <= collate <= 8 * 4 * MS * 2
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])

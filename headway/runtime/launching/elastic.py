@@ -104,6 +104,11 @@ class HostAgent(SimpleElasticAgent):
         if not self._ours:
             break_off(self._signals)
 
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        if self._signals.stop:  # what the handler raised was lost, in a finaliser for example
+            break_off(self._signals)
+        super()._rendezvous(worker_group)
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._ours = True
         try:
