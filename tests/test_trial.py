@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import multiprocessing
 import os
@@ -167,12 +168,8 @@ def test_a_dataset_that_keeps_each_example_is_left_to_this_process():
 SHARED_FILE = open(__file__, "rb")  # noqa: SIM115 - open as long as the tests run, like a script's own
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _closed_at_the_end():
-    """Close what the datasets of this file read from, when its last test is done."""
-    yield
-    for opened in (MOVED, ONE, OTHER, SHARED_FILE):
-        opened.close()
+for opened in (MOVED, ONE, OTHER, SHARED_FILE):
+    atexit.register(opened.close)  # also where this file is collected, and another process runs its tests
 
 
 class ReadsOn:
