@@ -111,8 +111,8 @@ class Fix:
     interval: tuple[float, float] | None = None
     """Range of the speedup."""
 
-    script: str | None = ""
-    """The same as a line of the user's script; '' leaves the rule's, None is for a remedy that no line makes."""
+    script: str = ""
+    """The same as a line of the user's script; '' leaves the rule's."""
 
     remedy: str = ""
     """Name of the remedy where headway applies it; '' where the user does."""
@@ -200,7 +200,7 @@ def _fixed(cause: Cause, fix: Fix | None) -> Cause:
         return cause
     text = fix.text or _booked(cause).fix
     gain, bounds = fix.predicted_speedup, fix.interval
-    script = "" if fix.script is None else fix.script or cause.script
+    script = fix.script or cause.script
     said = replace(cause, fix=text, predicted_speedup=gain, interval=bounds, at_most=False, script=script)
     return replace(said, remedy=fix.remedy, allow=fix.allow)
 

@@ -49,10 +49,12 @@ def verdict_of(sources: Sequence[Path], mesh: Mesh | None = None) -> HangVerdict
     if len(sources) == 1 and is_run(sources[0]):
         reports = watch_reports(sources[0])
         if not reports:
+            from headway.runtime.launching.hang_watch import FLOORS_S  # loaded where it is said only
+
             runs = (facts := json_object(sources[0] / "run.json")) and facts.get("end_ns") is None
             reason = (
-                "so far no rank has stood still for as long as is unusual, which is at least 30 s in a step and 600 s "
-                "before the first ones. Ask again, or name"
+                "so far no rank has stood still for as long as is unusual, by default at least "
+                f"{FLOORS_S['step']:g} s in a step and {FLOORS_S['setup']:g} s before its first ones. Ask again or name"
                 if runs
                 else "its ranks made progress. Name"
             )

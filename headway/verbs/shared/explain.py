@@ -263,8 +263,8 @@ def fixes_of(
             continue
         low, high = row.interval
         text = f"{NOT_RESOLVED}: {row.name} may win {row.predicted_speedup:.2f}x ({low:.2f} to {high:.2f}); "
-        script = "" if row.name == "data.workers" else None  # the rule's edit is of workers
-        found = Fix(f"{text}record for longer, or on a quieter host", row.predicted_speedup, row.interval, script)
+        text += "record for longer, or on a quieter host"
+        found = Fix(text, row.predicted_speedup, row.interval, script_terms(row))
         unsure |= {cause: found for cause in causes_of(row.name) if cause not in won}
     for row in [*free, *rest]:
         for cause in causes_of(row.name):
