@@ -11,6 +11,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def python_path(*folders: Path) -> str:
+    """Return a PYTHONPATH of these folders and what stands there already, such as the quick start of tests."""
+    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def headway(*arguments: object, expect: tuple[int, ...] = (0,)) -> dict[str, Any]:
     """Run `headway ARGUMENTS --json` (before a `--`) and return its answer; raises when it exits otherwise."""
     texts = [str(argument) for argument in arguments]

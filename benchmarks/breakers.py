@@ -26,7 +26,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from _command import ROOT, python_path
+
 SCRIPTS = ROOT / "benchmarks" / "breakers"
 
 FORCED: dict[str, dict[str, object]] = {
@@ -142,8 +144,7 @@ def plan_text(remedy: str) -> str:
 def started(command: Sequence[object], folder: Path, *, limit_s: float = 300.0, **env: str) -> Ended:
     """Run a command in `folder` to its end, or to the time limit, and end what it leaves behind."""
     mark, began = uuid.uuid4().hex, time.monotonic()
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    names = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, MARK: mark, **env}
+    names = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(ROOT), MARK: mark, **env}
     with (folder / "out").open("w+") as out, (folder / "error").open("w+") as error:
         process = subprocess.Popen(list(map(str, command)), cwd=folder, env=names, stdout=out, stderr=error)
         try:

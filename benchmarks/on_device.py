@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks._command import ROOT, python_path
 from benchmarks.device_truth import Mix, ledger_errors, rounded
 from headway.core.units import GIB, MIB
 from headway.ledger.answers.ledger import Ledger
@@ -41,8 +42,6 @@ from headway.runtime.in_rank.device_checks import NotAskedError, answer_in_child
 from headway.sim.recorded.program import Program
 from headway.trace.recording.runs import Run
 from tests.accelerator import Truth, options_of
-
-ROOT = Path(__file__).resolve().parent.parent
 
 TOKEN = "HEADWAY_ON_DEVICE"
 """Variable by whose value everything that a check started is found."""
@@ -336,8 +335,7 @@ CHECKS: dict[str, tuple[float, Callable[[Host], dict[str, Any]]]] = {
 def outcome(name: str, *, pretend: bool) -> dict[str, Any]:
     """Run a check in a child, and take away what it leaves; returns its row."""
     folder, token, begin = tempfile.mkdtemp(prefix="headway-on-device-"), secrets.token_hex(8), time.monotonic()
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, TOKEN: token, "TMPDIR": folder, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    env = {**os.environ, TOKEN: token, "TMPDIR": folder, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(ROOT)}
     env |= {device.PRETEND: "device"} if pretend else {}
     command = [sys.executable, "-m", "benchmarks.on_device", "--check", name, *(["--pretend"] if pretend else [])]
     try:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
+from benchmarks._command import python_path as python_path
+
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
-
-
-def python_path(*folders: Path) -> str:
-    """Return a PYTHONPATH of these folders and what stands there already: the quick start of tests' processes."""
-    return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def shared(relative: str) -> Path:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-from _command import ROOT
+from _command import ROOT, python_path
 from peers.env import layered
 
 from headway.core.files.planfile import PlanFile, Remedy
@@ -53,11 +53,6 @@ def table() -> dict[str, Case]:
     return {entry["file"][:2]: msgspec.convert(entry, Case) for entry in entries}
 
 
-def python_path() -> str:
-    """Return the PYTHONPATH of a case's processes: headway's own folder, then what stands there already."""
-    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-
 def interpreter(case: Case) -> Path:
     """Return the interpreter of a case: a notebook needs an environment with a kernel."""
     return layered("world/notebook") if case.file.endswith(".ipynb") else Path(sys.executable)
@@ -66,7 +61,7 @@ def interpreter(case: Case) -> Path:
 def run(command: list[object], folder: Path, case: Case) -> str:
     """Run a command and return its stdout. Raises `RowError` when it exits otherwise than the case says."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("HEADWAY_")}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), "NO_COLOR": "1"}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(ROOT), "NO_COLOR": "1"}
     return finished([str(part) for part in command], folder, env, code=case.exit)
 
 
@@ -109,7 +104,7 @@ def recorded(case: Case, script: Path, folder: Path, name: str, *options: object
 def asked(case: Case, folder: Path, *arguments: object) -> str:
     """Return what a headway command prints about a run."""
     command = [str(part) for part in (sys.executable, "-m", "headway.cli", *arguments)]
-    env = {**os.environ, "NO_COLOR": "1", "PYTHONPATH": python_path()}
+    env = {**os.environ, "NO_COLOR": "1", "PYTHONPATH": python_path(ROOT)}
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT_S).stdout
 
 
