@@ -89,8 +89,7 @@ def unless_in_force(row: Proposal | Refusal, given: Mapping[str, Any] | None) ->
 
 def unless_excluded(row: Proposal | Refusal, in_force: Collection[str]) -> Proposal | Refusal:
     """Refuse a proposal that excludes a remedy which the run had: one way of doing a thing does not follow another."""
-    rivals = sorted({*in_force} & {*row.conflicts}) if isinstance(row, Proposal) and row.name not in in_force else []
-    if not rivals or isinstance(row, Refusal):
+    if isinstance(row, Refusal) or row.name in in_force or not (rivals := sorted({*in_force} & {*row.conflicts})):
         return row
     low, high = row.interval
     gain = f"in its place predicted {row.predicted_speedup:.2f}x ({low:.2f} to {high:.2f})"

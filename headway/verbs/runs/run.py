@@ -108,13 +108,14 @@ def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as
         answer.update(facts)
         if as_json:
             answer.update(account_of(report.run))
-        beside = _beside(baseline, report.run)
+        before = baseline if baseline is not None and is_run(baseline) else None
+        beside = _beside(before, report.run)
         answer["ettr_predicted"] = beside and beside["predicted"]
         line = f"{ettr_sentence(beside)}\n" if beside else ""
-        if baseline is not None and not is_run(baseline):
+        if before is None and baseline is not None:
             line += f"Nothing is measured: {baseline}, of which the plan was made, is no run any more. --baseline RUN "
             line += "names another.\n"
-        line += verdict_line(explanation, baseline if baseline is not None and is_run(baseline) else None)
+        line += verdict_line(explanation, before)
     except HeadwayError as reason:
         line = f"nothing to account for: {reason if not report.problems else report.problems[0]}"
     except Exception as fault:  # our fault, and the job is done: its exit code stands
@@ -132,4 +133,4 @@ def _beside(baseline: Path | None, run: Path) -> dict[str, float | None] | None:
     from headway.trace.recording.runs import Run
     from headway.verbs.jobs.fault import ettr_beside
 
-    return ettr_beside(Run.open(baseline), Run.open(run)) if baseline is not None and is_run(baseline) else None
+    return ettr_beside(Run.open(baseline), Run.open(run)) if baseline is not None else None

@@ -94,11 +94,6 @@ def untunable(loader: DataLoader[Any], batches_ahead: int = 0, *, may_draw: bool
     return None if needed <= shared_memory_bytes() else f"/dev/shm has no room for {needed} bytes of batches"
 
 
-def _name(loader: DataLoader[Any]) -> str:
-    """Return the name of the class of a loader's dataset."""
-    return type(loader.dataset).__name__
-
-
 def _hears_of_children() -> bool:
     """Tell whether SIGCHLD has a handler that is not torch's, or is ignored: then nobody could wait for a worker."""
     handler = signal.getsignal(signal.SIGCHLD)
@@ -220,9 +215,7 @@ class LoaderTuner:
                 return self._iterator(loader, tuning)
             except Exception as failure:
                 restore()
-                self._left(
-                    ref(loader), _name(loader), f"its workers could not be started: {type(failure).__name__}: {failure}"
-                )
+                self._leaving(loader)(f"its workers could not be started: {type(failure).__name__}: {failure}")
                 return original(loader)
 
         return _get_iterator
@@ -247,7 +240,7 @@ class LoaderTuner:
         """End all workers; what is under way is read in this process, as are all later passes."""
         for loader, tuning in list(self.tunings.items()):
             if tuning is not None and not loader.num_workers:
-                self._left(ref(loader), _name(loader), reason)
+                self._leaving(loader)(reason)
                 tuning.kept = None
         for iterator in list(self.iterators):
             iterator.leave(reason)
@@ -284,9 +277,8 @@ class LoaderTuner:
         if not loader.num_workers and tuning.is_read and (found := open_handle(loader.dataset, loader.collate_fn)):
             raise RuntimeError(found)  # these workers would be forked with what the first reading has opened
         iterator = ScriptWorkers(
-            loader, settings, partial(self._ended, ref(loader)), partial(self._left, ref(loader), _name(loader)),
-            reads_first=reads_first,
-        )  # fmt: skip
+            loader, settings, partial(self._ended, ref(loader)), self._leaving(loader), reads_first=reads_first
+        )
         tuning.is_read = True
         self.iterators.add(iterator)
         return iterator
@@ -298,15 +290,20 @@ class LoaderTuner:
         if tuning is not None and self.persistent_workers and tuning.keeps and not iterator.is_torchs:
             tuning.kept = iterator
 
-    def _left(self, loader: ref[DataLoader[Any]], dataset: str, reason: str) -> None:
-        """Leave a loader to itself from the next pass on: workers could not go on with this one.
+    def _leaving(self, loader: DataLoader[Any]) -> Callable[[str], None]:
+        """Return what leaves a loader to itself from the next pass on, for a reason why workers could not go on.
 
-        Where the script keeps nothing but the iterator, the loader is gone.
+        Where the script keeps nothing but the iterator, the loader is gone by then.
         """
-        found = loader()
-        if found is not None:
-            self.tunings[found] = None
-        self.report({"dataset": dataset, "reason_not_applied": reason})
+        known, dataset = ref(loader), type(loader.dataset).__name__
+
+        def leave(reason: str) -> None:
+            found = known()
+            if found is not None:
+                self.tunings[found] = None
+            self.report({"dataset": dataset, "reason_not_applied": reason})
+
+        return leave
 
     def _before_iterator(self, loader: DataLoader[Any]) -> _Tuning | None:
         """Decide on a loader the first time, re-tune it the next times; return its tuning, None = it is left alone.
