@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
+from headway.report.answers import StragglerRow
 from headway.report.page.charts import (
     HEAT_COLUMNS,
     HEAT_ROWS,
@@ -151,9 +152,9 @@ def test_heat_map_names_must_fit() -> None:
 
 
 def test_the_workers_of_an_operation_trace_become_a_matrix() -> None:
-    heat = worker_heat_map({"by": {"worker": {"0/0": 1.3, "0/1": 1.0, "10/0": 1.1, "2/1": None}}})
+    heat = worker_heat_map(StragglerRow(by={"worker": {"0/0": 1.3, "0/1": 1.0, "10/0": 1.1, "2/1": None}}))
 
     assert heat is not None
     assert heat.row_names == ("0", "2", "10")
     assert np.array_equal(heat.values, [[1.3, 1.0], [np.nan, np.nan], [1.1, np.nan]], equal_nan=True)
-    assert worker_heat_map({"by": {}}) is None
+    assert worker_heat_map(StragglerRow()) is None

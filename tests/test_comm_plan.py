@@ -98,7 +98,9 @@ def test_one_rank_sums_nothing(recorded):
 def test_changes_by_hand_say_how():
     row = {"name": "parts", "what": "cut", "step_s": 0.1, "remedy": None, "how": "set the partition size"}
 
-    screen = render_optimised({"base_step_s": 0.2, "step_s": 0.1, "predicted_speedup": 2.0, "moves": [row], "ranks": 4})
+    screen = render_optimised(
+        {"base_step_s": 0.2, "step_s": 0.1, "predicted_speedup": 2.0, "moves": [row], "ranks": 4, "note": ""}
+    )
 
     assert "by hand: set the partition size" in screen
 
@@ -106,7 +108,9 @@ def test_changes_by_hand_say_how():
 def test_a_change_that_is_applied_to_ddp_says_how_fsdp2_makes_it():
     row = {"name": "buckets", "what": "2 -> 9", "step_s": 0.1, "remedy": "comm.bucket", "how": KINDS["buckets"].how}
 
-    screen = render_optimised({"base_step_s": 0.2, "step_s": 0.1, "predicted_speedup": 2.0, "moves": [row], "ranks": 4})
+    screen = render_optimised(
+        {"base_step_s": 0.2, "step_s": 0.1, "predicted_speedup": 2.0, "moves": [row], "ranks": 4, "note": ""}
+    )
 
     told = " ".join(screen.split())
     assert "by --apply, or by hand: DDP: " in told

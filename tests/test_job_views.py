@@ -18,6 +18,7 @@ from headway.cost.flops import flops_per_token
 from headway.ledger.jobs.group_creation import Creation, creation
 from headway.ledger.jobs.hang import localise
 from headway.ledger.jobs.machines import machine_times
+from headway.report.answers import MachinesRow, Why
 from headway.report.page.hang import hang_part, render_hang, rows_of_grid, sentences
 from headway.report.page.html import ReportData, page
 from headway.report.page.machines import machine_heat_maps, machine_lines, machines_part
@@ -55,7 +56,9 @@ def test_a_published_row_comes_out_of_the_option_and_the_rate_of_steps():
     assert 100 * found["mfu"] == pytest.approx(41.2, abs=0.3)
     recomputed = 1 + (1 - 6 * 64000 * 12288 / found["flops_per_token"]) / 3  # Every layer, not the output layer.
     assert found["hfu"] == pytest.approx(recomputed * found["mfu"])
-    assert mfu_lines({"mfu": found})[0].startswith("MFU 41.3 %, HFU 55.0 % with full recomputation: 129 TFLOP/s of 312")
+    assert mfu_lines(Why.of({"mfu": found}))[0].startswith(
+        "MFU 41.3 %, HFU 55.0 % with full recomputation: 129 TFLOP/s of 312"
+    )
 
 
 @given(st.floats(0.01, 100.0), st.integers(1, 512))
@@ -81,7 +84,7 @@ def test_without_a_peak_there_is_no_mfu_but_a_rate_and_the_reason(spec, reason):
 
     assert (found["mfu"], found["hfu"]) == (None, None)
     assert reason in found["reason"]
-    assert "MFU is not known" in mfu_lines({"mfu": found})[0]
+    assert "MFU is not known" in mfu_lines(Why.of({"mfu": found}))[0]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +133,7 @@ def test_creation_counts_calls_of_the_busiest_rank_and_groups_of_all():
 
     assert found == Creation(groups=2, calls=3, seconds=2.0)
     assert creation(Trace.from_columns({"rank": [0]}, names=[])) is None
-    assert job_lines({"group_creation": {"groups": 1, "calls": 1, "seconds": 0.2}}) == []
+    assert job_lines(Why.of({"group_creation": {"groups": 1, "calls": 1, "seconds": 0.2}})) == []
 
 
 @pytest.mark.slow
@@ -167,19 +170,18 @@ def test_a_slow_worker_is_named_and_its_maps_show_it(tmp_path):
     for heat in maps[1:]:
         assert np.unravel_index(heat.values.argmax(), (4, 2)) == (2, 0)
         assert heat.values[2, 0] == pytest.approx(1.5, rel=0.05)
-    assert "dp 2 pp 0 computes 1.5" in job_lines(why)[0]
+    assert "dp 2 pp 0 computes 1.5" in job_lines(Why.of(why))[0]
     assert "dp 2 pp 0 computes" in page(ReportData("t", why, heat_maps=maps))
 
 
 def test_where_nobody_stands_out_the_slowest_is_told_and_too_few_machines_say_nothing():
-    entry = {"slowdown": {"a": 1.0, "b": 1.02, "c": 1.0, "d": 1.0}, "outliers": [], "basis": "peers"}
-    two = {"slowdown": {"a": 0.7, "b": 1.3}, "outliers": [], "basis": "peers"}
+    entry = MachinesRow(slowdown={"a": 1.0, "b": 1.02, "c": 1.0, "d": 1.0}, basis="peers")
+    two = MachinesRow(slowdown={"a": 0.7, "b": 1.3}, basis="peers")
 
     assert machine_lines(entry) == ["none stands out of 4; the slowest is b, 1.02x"]
     assert machine_lines(two) == []
-    assert machine_lines({"slowdown": {"a": 1.0}, "outliers": []}) == []
-    assert machines_part(two) == ""
-    assert machines_part(None) == ""
+    assert machine_lines(MachinesRow(slowdown={"a": 1.0})) == []
+    assert machines_part(two) == machines_part(MachinesRow()) == ""
 
 
 def test_ranks_without_coordinates_get_one_map_by_machine():
@@ -250,7 +252,7 @@ def test_why_and_the_page_of_a_run_show_what_its_hang_watch_saw(tmp_path):
     why = why_object(explain([tmp_path / "run"]))
 
     assert why["hang"]["origins"][0]["ranks"] == [1]
-    assert "Hung: Rank 1 (dp 1) is silent; 1 rank waits for it, in wait 7 of group 0." in job_lines(why)
+    assert "Hung: Rank 1 (dp 1) is silent; 1 rank waits for it, in wait 7 of group 0." in job_lines(Why.of(why))
     assert "Where it hangs" in page(ReportData("run", why))
 
 

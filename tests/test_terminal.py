@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.ledger.answers.compare import BucketChange, RunComparison
 from headway.report.figures import BUCKET_STYLES, named_causes, verdict
 from headway.report.paper import bar, screen_of, thin_bar, to_ascii
 from headway.report.text.terminal import (
@@ -24,6 +25,8 @@ from headway.report.text.terminal import (
     render_whatif,
     render_why,
 )
+from headway.runtime.host.doctor import Finding
+from headway.sim.whatif.prediction import Prediction
 from tests.report_data import demo_plan, demo_run, demo_why, pipeline_why
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -37,9 +40,9 @@ STALLS = {
     "fix": [["cache_fraction=1.0", 0.0482], ["workers=4", 0.0449]],
 }  # fmt: skip
 FINDINGS = [
-    {"name": "shared memory", "value": "64.0 MB", "limit": "1.2 GB", "ok": False, "fix": "docker run --shm-size 2g"},
-    {"name": "open files", "value": 1048576, "limit": 4096, "ok": True, "fix": ""},
-    {"name": "CUDA", "value": "none", "limit": "", "ok": None, "fix": ""},
+    Finding("shared memory", "64.0 MB", "1.2 GB", ok=False, fix="docker run --shm-size 2g"),
+    Finding("open files", 1048576, 4096, ok=True),
+    Finding("CUDA", "none", "", ok=None),
 ]
 INFO = {
     "path": "runs/text-1", "source": "own", "events": 40112, "ranks": [0, 1], "span_ns": 41_302_000_000,
@@ -47,17 +50,16 @@ INFO = {
     "kinds": {"DATA": {"events": 30000, "duration_ns": 51_200_000_000}, "OPTIM": {"events": 1, "duration_ns": 400}},
     "longest": {"void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>": 4},
 }  # fmt: skip
-COMPARISON = {
-    "schema": "headway.compare/1", "steps_per_s": [10.8, 4.97], "speedup": 0.46, "goodput": [0.25, 0.12],
-    "threshold": 0.05,
-    "changes": [
-        {"bucket": "useful", "per": "step", "before_s": 0.0524, "after_s": 0.0524, "delta_s": 0.0, "regressed": False},
-        {"bucket": "input", "per": "step", "before_s": 0.125, "after_s": 0.41, "delta_s": 0.285, "regressed": True},
-        {"bucket": "bubble", "per": "step", "before_s": 0.0, "after_s": 0.0, "delta_s": 0.0, "regressed": False},
-        {"bucket": "startup", "per": "run", "before_s": 1.9, "after_s": 1.8, "delta_s": -0.1, "regressed": False},
-    ],
-    "regressions": ["input grew by 285 ms per step and device (125 ms -> 410 ms)"], "exit_code": 3,
-}  # fmt: skip
+COMPARISON = RunComparison(
+    steps_per_s=(10.8, 4.97), speedup=0.46, goodput=(0.25, 0.12), step_goodput=(0.3, 0.14), threshold=0.05,
+    slower=False, interval=(0.44, 0.48),
+    changes=(
+        BucketChange("useful", "step", 0.0524, 0.0524, regressed=False),
+        BucketChange("input", "step", 0.125, 0.41, regressed=True),
+        BucketChange("bubble", "step", 0.0, 0.0, regressed=False),
+        BucketChange("startup", "run", 1.9, 1.8, regressed=False),
+    ),
+)  # fmt: skip
 SCREENS: dict[str, Any] = {
     "why": lambda **screen: render_why(demo_why(), source="runs/text-1", **screen),
     "why_pipeline": lambda **screen: render_why(pipeline_why(), source="trace-AR.parquet", **screen),
@@ -69,9 +71,7 @@ SCREENS: dict[str, Any] = {
     "doctor": lambda **screen: render_doctor(FINDINGS, **screen),
     "trace_info": lambda **screen: render_trace_info(INFO, **screen),
     "compare": lambda **screen: render_compare(COMPARISON, names=("runs/text-1", "runs/text-2"), **screen),
-    "whatif": lambda **screen: render_whatif(
-        {"base_step_s": 0.1033, "step_s": 0.0542, "speedup": 1.905, "edits": ["workers=4"]}, **screen
-    ),
+    "whatif": lambda **screen: render_whatif(Prediction(0.1033, 0.0542, (1.8, 2.0), ("workers=4",)), **screen),
 }
 
 
@@ -153,7 +153,7 @@ def test_a_fix_that_answers_three_causes_stands_once_with_its_gain_and_a_gain_by
 
     named, screen = named_causes(why), render_why(why)
 
-    assert [row["cause"] for row in named] == ["input.fetch", "input.prep", "input.transfer", "comm.exposed"]
+    assert [row.cause for row in named] == ["input.fetch", "input.prep", "input.transfer", "comm.exposed"]
     assert screen.partition("What lost it")[2].count("1.50x") == 1
     assert screen.count("won with cause 1") == screen.count("as for cause 1") == 2
     assert screen.count("by hand, predicted 1.20x (1.10 to 1.60)") == 1

@@ -19,6 +19,7 @@ from headway.catalog import REMEDIES, causes_of
 from headway.core.errors import BarMissedError, InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.ledger.answers.causes import Fix, find_causes
+from headway.ledger.answers.compare import RunComparison
 from headway.ledger.answers.evidence import TRY
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.kinds.cause import Cause
@@ -34,6 +35,7 @@ from headway.sim.whatif.edits import EDITS
 from headway.trace.events.active_settings import AppliedRow
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
+from headway.trace.recording.run_facts import RunExit, RunFacts
 from headway.verbs.runs.compare import unfinished
 from headway.verbs.runs.plan import plan as plan_verb
 from headway.verbs.runs.report import heat_maps, known_steps, step_durations, timelines, window_of
@@ -180,7 +182,9 @@ def test_what_headway_cannot_apply_lends_its_prediction_to_the_rules_advice():
 
 
 def test_equal_runs_are_not_called_faster():
-    assert "is as fast as the first (10 -> 10 steps/s)." in render_compare({"speedup": 1.0, "steps_per_s": [10, 10]})
+    equal = RunComparison((10, 10), 1.0, (0.5, 0.5), (0.5, 0.5), (), threshold=0.05, slower=False, whole=True)
+
+    assert "is as fast as the first (10 -> 10 steps/s)." in render_compare(equal)
 
 
 def test_advice_names_no_edit_where_nothing_can_be_replayed():
@@ -419,10 +423,10 @@ def test_a_damaged_file_of_a_rank_beside_its_events_costs_what_it_held_and_no_mo
 
 
 def test_a_comparison_says_when_a_run_failed():
-    ends = [{"code": 0, "class": "ok"}, {"code": 143, "class": "preempted"}]
+    ends = [RunExit(code=0, cls="ok"), RunExit(code=143, cls="preempted")]
 
-    assert unfinished(*(SimpleNamespace(meta={"exit": end}) for end in ends)) == [
+    assert unfinished(*(SimpleNamespace(facts=RunFacts(exit=end)) for end in ends)) == [
         "the second run did not end well, its steps are those before that: "
         "The run was stopped from outside (exit code 143)."
     ]
-    assert unfinished(*(SimpleNamespace(meta={}) for _ in ends)) == []
+    assert unfinished(*(SimpleNamespace(facts=RunFacts()) for _ in ends)) == []

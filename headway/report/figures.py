@@ -12,24 +12,22 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
 
 from headway.core import units
 from headway.core.units import format_seconds
-
-Json = Mapping[str, Any]
-"""One parsed JSON object of the `--json` contracts."""
+from headway.report.answers import NOT_RESOLVED, CauseRow, Json, PlanAnswer, ProposalRow, RunAnswer, Verdict, Why
+from headway.trace.events.active_settings import AppliedRow
+from headway.trace.recording.run_facts import RunExit
 
 GAIN_THAT_LEADS = 1.05
 """From here on what a remedy wins leads the verdict, however large the losses that none wins back."""
 
 LEAST_HEADLINE = 0.02
 """Share of the device time below which a loss is no headline: two runs of one script differ by as much."""
-
-NOT_RESOLVED = "not resolved"
-"""What a fix says whose gain this run is too short or too disturbed to tell."""
 
 NOTHING_PAYS = "none that pays is known"
 """How the fix of a cause begins against which the planner tried everything in vain."""
@@ -123,16 +121,16 @@ def interval(bounds: object) -> str:
     return "" if low is None or high is None else f"{low:.2f} to {high:.2f}"
 
 
-def predicted(row: Json) -> str:
+def predicted(row: CauseRow | ProposalRow | AppliedRow | PlanAnswer) -> str:
     """Write a row's `predicted_speedup` with its `interval`: '1.90x (1.75 to 2.02)'; '-' when there is none.
 
-    >>> predicted({"predicted_speedup": 1.9, "interval": [1.75, 2.02], "at_most": True})
+    >>> predicted(CauseRow(predicted_speedup=1.9, interval=(1.75, 2.02), at_most=True))
     'at most 1.90x'
     """
-    if row.get("at_most") and finite(row.get("predicted_speedup")) is not None:
-        most = finite(row["predicted_speedup"]) or 0.0
-        return f"at most {speedup(most)}" if most <= 10 else "at most over 10x"
-    text, bounds = speedup(row.get("predicted_speedup")), interval(row.get("interval"))
+    gain = finite(row.predicted_speedup)
+    if isinstance(row, CauseRow) and row.at_most and gain is not None:
+        return f"at most {speedup(gain)}" if gain <= 10 else "at most over 10x"
+    text, bounds = speedup(gain), interval(row.interval)
     return f"{text} ({bounds})" if bounds and text != "-" else text
 
 
@@ -193,72 +191,13 @@ def clean(text: object) -> str:
     return " ".join("".join(kept).split())
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The answer in one breath."""
-
-    sentence: str
-    """Where the time went: '62 % of 2 devices x 41.3 s went to waiting for input.'"""
-
-    fix: str
-    """What to do about it; '' when there is nothing to do."""
-
-    gain: str
-    """Predicted gain: '1.90x (1.75 to 2.02)'; '' when there is none."""
-
-    cause: str = ""
-    """The cause that the sentence is about; '' where it is about none."""
-
-    remedy: str = ""
-    """The remedy by which headway applies the fix; '' where the user does."""
-
-    allow: str = ""
-    """The consent that it needs; '' where it needs none."""
-
-    script: str = ""
-    """What the user can write in the script instead, a line to copy; '' where the fix says all that is known."""
-
-    def to_json(self) -> dict[str, str]:
-        """Return the `verdict` entry of a `headway.why/2` object."""
-        return asdict(self)
-
-    @property
-    def confidence(self) -> str:
-        """How sure the fix is: 'predicted', 'upper bound', 'not resolved' or 'no prediction'; '' without a fix.
-
-        >>> [Verdict("", "use workers", gain).confidence for gain in ("1.90x (1.75 to 2.02)", "at most 1.2x")]
-        ['predicted', 'upper bound']
-        """
-        if not self.fix:
-            return ""
-        if self.fix.startswith(NOT_RESOLVED):
-            return NOT_RESOLVED
-        if "(" in self.gain:
-            return "predicted"
-        return "upper bound" if self.gain else "no prediction"
-
-    def line(self) -> str:
-        """Return everything as one line, for the end of a run and for logs."""
-        fix = f" Fix: {self.fix.rstrip('.')}" if self.fix else ""
-        gain = f", predicted {self.gain}" if fix and self.gain else ""
-        return f"{self.sentence}{fix}{gain}{'.' if fix else ''}"
-
-
-def total_device_s(why: Json) -> float:
-    """Return devices x wall, in seconds."""
-    wall_s = finite(why.get("wall_s"))
-    if wall_s is None:
-        wall_s = (finite(why.get("wall_ns")) or 0.0) / 1e9
-    return (finite(why.get("devices")) or 0.0) * wall_s
-
-
 def share(part: object, whole: float) -> float | None:
     """Return part / whole, None when either is missing or `whole` is zero."""
     amount = finite(part)
     return None if amount is None or whole <= 0 else amount / whole
 
 
-def verdict(why: Json) -> Verdict:
+def verdict(answer: Json | Why) -> Verdict:
     """Say in one sentence where the time of a `headway.why/2` object went, and what to do first.
 
     The largest loss that a remedy wins back, or may win back, leads where that is 5 % or more, else the largest loss
@@ -267,45 +206,52 @@ def verdict(why: Json) -> Verdict:
     that did not end well comes before everything else. What took more of the time than the headline's loss (useful
     work, the start-up of a short run) is said behind it.
     """
-    devices, wall = plural(why.get("devices"), "device"), seconds(why.get("wall_s"))
-    end = ending(why.get("exit"), why.get("steps"))
+    why = Why.of(answer)
+    devices, wall = plural(why.devices, "device"), seconds(why.wall_s)
+    end = ending(why.exit, why.steps)
     end += " " * bool(end)
-    if not finite(why.get("steps")):
-        earlier = (why.get("ledger") or {}).get("restart")
+    if not finite(why.steps):
+        earlier = why.ledger.get("restart")
         what = "No step of the last attempt" if earlier else "No training step"
         rest = _larger_loss(why, "") if earlier else ""
-        return Verdict(f"{end}{what} was recorded in {devices} x {wall}{rest}.", "", "")
-    if (why.get("hang") or {}).get("ended_the_run"):
-        goodput = percent(why.get("goodput"))
-        sentence = f"The run made no more progress after {plural(why.get('steps'), 'step')} and was ended: it hung."
-        return Verdict(f"{sentence} {goodput} of {devices} x {wall} was useful work.", HUNG, "")
-    named = [c for c in why.get("causes") or () if worth_naming(c, why)]
-    known = [c.get("remedy") or str(c.get("fix") or "").startswith(NOT_RESOLVED) for c in named]
-    gains = [(finite(c.get("predicted_speedup")) or 0.0) * bool(by) for c, by in zip(named, known, strict=True)]
-    first = next((c for c, gain in zip(named, gains, strict=True) if gain >= GAIN_THAT_LEADS), None)
+        return Verdict(sentence=f"{end}{what} was recorded in {devices} x {wall}{rest}.")
+    useful = f"{percent(why.goodput)} of {devices} x {wall} was useful work"
+    if why.hang.get("ended_the_run"):
+        sentence = f"The run made no more progress after {plural(why.steps, 'step')} and was ended: it hung."
+        return Verdict(sentence=f"{sentence} {useful}.", fix=HUNG)
+    named = [c for c in why.causes if worth_naming(c, why)]
+    known = [c for c in named if c.remedy or c.fix.startswith(NOT_RESOLVED)]
+    first = next((c for c in known if _gain(c) >= GAIN_THAT_LEADS), None)
     if first is None:
         first = next((c for c in named if headline(c, why)), None)
-        most = max((c for c in named if c.get("cause") != "host.recording"), key=_lost_s, default=None)
+        most = max((c for c in named if c.cause != "host.recording"), key=_lost_s, default=None)
         first = most if first and most and _lost_s(most) > FAR_LARGER * _lost_s(first) else first
     if first is None:
-        goodput = percent(why.get("goodput"))
-        rest = _larger_loss(why, "") or "; no loss stands out"
-        return Verdict(f"{end}{goodput} of {devices} x {wall} was useful work{rest}.", "", "")
-    rest = _larger_loss(why, str(first.get("cause", "")).partition(".")[0])
-    sentence = f"{end}{_lost_share(first, why)} of {devices} x {wall} {_losing(first)}{rest}."
-    gain = predicted(first) if (finite(first.get("predicted_speedup")) or 0) >= GAIN_WORTH_NAMING else ""
-    gain = "" if str(first.get("fix") or "").startswith(NOT_RESOLVED) else gain
-    names = (str(first.get(key) or "") for key in ("cause", "remedy", "allow", "script"))
-    return Verdict(sentence, clean(first.get("fix") or ""), gain, *names)
+        return Verdict(sentence=f"{end}{useful}{_larger_loss(why, '') or '; no loss stands out'}.")
+    rest = _larger_loss(why, first.cause.partition(".")[0])
+    return Verdict(
+        sentence=f"{end}{_lost_share(first, why)} of {devices} x {wall} {_losing(first)}{rest}.",
+        fix=clean(first.fix),
+        gain=predicted(first) if _gain(first) >= GAIN_WORTH_NAMING and not first.fix.startswith(NOT_RESOLVED) else "",
+        cause=first.cause,
+        remedy=first.remedy or "",
+        allow=first.allow,
+        script=first.script,
+    )
 
 
-def goodput_of(facts: Json) -> str:
+def _gain(cause: CauseRow) -> float:
+    """Return the predicted speedup of a cause, 0 where nothing predicted it."""
+    return finite(cause.predicted_speedup) or 0.0
+
+
+def goodput_of(facts: Why | RunAnswer) -> str:
     """Write the goodput of a run, and that of its steps where start-up and the like make it another; '' without it.
 
-    >>> goodput_of({"goodput": 0.388, "step_goodput": 0.91}), goodput_of({"goodput": 0.9, "step_goodput": 0.91})
+    >>> goodput_of(Why(goodput=0.388, step_goodput=0.91)), goodput_of(Why(goodput=0.9, step_goodput=0.91))
     ('goodput 38.8 % (in its steps 91.0 %)', 'goodput 90.0 %')
     """
-    whole, steps = finite(facts.get("goodput")), finite(facts.get("step_goodput"))
+    whole, steps = finite(facts.goodput), finite(facts.step_goodput)
     if whole is None:
         return ""
     apart = steps is not None and steps - whole >= STARTS_SHOW
@@ -316,26 +262,24 @@ STARTS_SHOW = 0.05
 """Difference of the goodput of a run and that of its steps from which both are said."""
 
 
-def ending(end: Json | None, steps: object = None) -> str:
-    """Say how a run ended from its `exit` {code, class, first_rank, traceback}; '' when well, or when it is not known.
+def ending(end: RunExit | None, steps: object = None) -> str:
+    """Say how a run ended; '' when well, or when it is not known.
 
     >>> raised = TRACEBACK + '\\n  File "a.py"\\nKeyError: 7'
-    >>> ending({"code": 1, "class": "user", "first_rank": 0, "traceback": raised}, 3)
+    >>> ending(RunExit(code=1, cls="user", first_rank=0, traceback=raised), 3)
     'Rank 0 failed after 3 steps (exit code 1): KeyError: 7.'
-    >>> ending({"code": 143, "class": "preempted"}), ending({"code": 0})
+    >>> ending(RunExit(code=143, cls="preempted")), ending(RunExit(code=0))
     ('The run was stopped from outside (exit code 143).', '')
     """
-    if not end or not end.get("code"):
+    if end is None or not end.code:
         return ""
     after = f" after {plural(steps, 'step')}" if finite(steps) else ""
-    if end["code"] == CTRL_C:
+    if end.code == CTRL_C:
         return f"The run was stopped by Ctrl-C{after}."
-    rank = end.get("first_rank")
-    who = f"Rank {clean(rank)}" if rank is not None else "The run"
-    what = ENDINGS.get(str(end.get("class")), "failed")
-    who = "The run" if what == ENDINGS["preempted"] else who
-    raised = _raised(str(end.get("traceback") or ""))
-    return f"{who} {what}{after} (exit code {clean(end['code'])}){': ' * bool(raised)}{raised}."
+    what = ENDINGS.get(end.cls, "failed")
+    is_one = end.first_rank is not None and what != ENDINGS["preempted"]
+    who, raised = f"Rank {end.first_rank}" if is_one else "The run", _raised(end.traceback or "")
+    return f"{who} {what}{after} (exit code {end.code}){': ' * bool(raised)}{raised}."
 
 
 def _raised(traceback: str) -> str:
@@ -369,11 +313,10 @@ OVERSHADOWED = 0.2
 """Share of the device time from which another bucket is named beside the first cause."""
 
 
-def _larger_loss(why: Json, bucket: str) -> str:
+def _larger_loss(why: Why, bucket: str) -> str:
     """Return '; start-up took 43 %, useful work 36 %' of the buckets that took more than `bucket` and much; else ''."""
-    ledger = {name: finite(value) or 0.0 for name, value in (why.get("ledger") or {}).items()}
-    total_s, least = total_device_s(why), ledger.get(bucket, 0.0)
-    others = sorted(((amount, name) for name, amount in ledger.items() if name != bucket), reverse=True)
+    total_s, least = why.total_device_s, why.ledger.get(bucket, 0.0)
+    others = sorted(((amount, name) for name, amount in why.ledger.items() if name != bucket), reverse=True)
     if not bucket:  # the sentence is about useful work then
         others = [row for row in others if row[1] != "useful"]
     larger = [row for row in others if row[0] > least and (share(row[0], total_s) or 0.0) >= OVERSHADOWED][:2]
@@ -387,62 +330,59 @@ FAR_LARGER = 3.0
 """So many times a loss that advice may mend is one that leads although no remedy pays."""
 
 
-def _lost_s(cause: Json) -> float:
+def _lost_s(cause: CauseRow) -> float:
     """Return the device-seconds that a cause lost."""
-    return finite(cause.get("lost_device_s")) or 0.0
+    return finite(cause.lost_device_s) or 0.0
 
 
-def headline(cause: Json, why: Json) -> bool:
+def headline(cause: CauseRow, why: Why) -> bool:
     """Tell whether a cause may be what a verdict is about: above the noise, to be mended, and not headway's own."""
-    lost = share(cause.get("lost_device_s"), total_device_s(why)) or 0.0
-    mended = not str(cause.get("fix") or "").startswith(NOTHING_PAYS)
-    return lost >= LEAST_HEADLINE and mended and cause.get("cause") != "host.recording"
+    lost = share(cause.lost_device_s, why.total_device_s) or 0.0
+    return lost >= LEAST_HEADLINE and not cause.fix.startswith(NOTHING_PAYS) and cause.cause != "host.recording"
 
 
-def named_causes(why: Json) -> list[Json]:
+def named_causes(answer: Json | Why) -> list[CauseRow]:
     """Return the causes that are worth naming, in order; those that one fix answers follow the first of them.
 
-    The fix and its gain are said once, with the first: of the others `with` is that one's place.
+    The fix and its gain are said once, with the first: of the others `together_with` is that one's place.
     """
-    groups: dict[object, list[Json]] = {}
-    for place, cause in enumerate(cause for cause in why.get("causes") or () if worth_naming(cause, why)):
-        wins = (finite(cause.get("predicted_speedup")) or 0) >= GAIN_WORTH_NAMING
-        groups.setdefault((cause.get("fix"), cause.get("script")) if wins else place, []).append(cause)
-    named: list[Json] = []
+    groups: dict[object, list[CauseRow]] = {}
+    why = Why.of(answer)
+    for place, cause in enumerate(cause for cause in why.causes if worth_naming(cause, why)):
+        wins = _gain(cause) >= GAIN_WORTH_NAMING
+        groups.setdefault((cause.fix, cause.script) if wins else place, []).append(cause)
+    named: list[CauseRow] = []
     for first, *others in groups.values():
-        place = len(named) + 1
-        named += [first, *({**cause, "fix": f"as for cause {place}", "script": "", "with": place} for cause in others)]
+        one = {"fix": f"as for cause {len(named) + 1}", "script": "", "together_with": len(named) + 1}
+        named += [first, *(msgspec.structs.replace(cause, **one) for cause in others)]
     return named
 
 
-def gain_words(cause: Json) -> str:
+def gain_words(cause: CauseRow) -> str:
     """Say what the fix of one of `named_causes` wins, and who applies it where that is the user.
 
-    >>> links = {"fix": "faster links", "predicted_speedup": 1.2, "interval": [1.1, 1.3], "at_most": False}
-    >>> links["remedy"] = ""
-    >>> gain_words(links), gain_words({**links, "remedy": "data.workers"}), gain_words({**links, "with": 1})
-    ('by hand, predicted 1.20x (1.10 to 1.30)', 'predicted 1.20x (1.10 to 1.30)', 'won with cause 1')
+    >>> links = CauseRow(fix="faster links", predicted_speedup=1.2, interval=(1.1, 1.3), remedy="")
+    >>> gain_words(links), gain_words(CauseRow(predicted_speedup=1.2, together_with=1))
+    ('by hand, predicted 1.20x (1.10 to 1.30)', 'won with cause 1')
     """
-    if cause.get("with"):
-        return f"won with cause {cause['with']}"
-    if str(cause.get("fix") or "").startswith(NOT_RESOLVED):
+    if cause.together_with:
+        return f"won with cause {cause.together_with}"
+    if cause.fix.startswith(NOT_RESOLVED):
         return NOT_RESOLVED
-    if finite(cause.get("predicted_speedup")) is None:
+    if finite(cause.predicted_speedup) is None:
         return "no prediction"
-    user = "by hand, " if "remedy" in cause and not cause["remedy"] and not cause.get("at_most") else ""
-    return f"{user}predicted {predicted(cause)}"
+    return f"{'by hand, ' if cause.remedy == '' and not cause.at_most else ''}predicted {predicted(cause)}"
 
 
-def is_win(cause: Json) -> bool:
+def is_win(cause: CauseRow) -> bool:
     """Whether the fix of one of `named_causes` has a gain of its own that is worth naming."""
-    is_own = not cause.get("with") and not str(cause.get("fix") or "").startswith(NOT_RESOLVED)
-    return is_own and (finite(cause.get("predicted_speedup")) or 0) >= GAIN_WORTH_NAMING
+    is_own = not cause.together_with and not cause.fix.startswith(NOT_RESOLVED)
+    return is_own and _gain(cause) >= GAIN_WORTH_NAMING
 
 
-def worth_naming(cause: Json, why: Json) -> bool:
+def worth_naming(cause: CauseRow, why: Why) -> bool:
     """Tell whether a cause lost at least 0.5 % of the device time or promises a gain."""
-    lost = share(cause.get("lost_device_s"), total_device_s(why)) or 0.0
-    return lost >= 0.005 or (finite(cause.get("predicted_speedup")) or 0.0) >= GAIN_WORTH_NAMING
+    return (share(cause.lost_device_s, why.total_device_s) or 0.0) >= 0.005 or _gain(cause) >= GAIN_WORTH_NAMING
 
 
 CAUSE_PHRASES: dict[str, str] = {
@@ -460,15 +400,13 @@ CAUSE_PHRASES: dict[str, str] = {
 """Cause -> what time was lost to, where the cause costs more or less than its bucket holds."""
 
 
-def _losing(cause: Json) -> str:
-    name = str(cause.get("cause", ""))
-    phrase = CAUSE_PHRASES.get(name)
-    return f"was lost to {phrase}" if phrase else f"went to {bucket_style(name.partition('.')[0]).losing}"
+def _losing(cause: CauseRow) -> str:
+    phrase = CAUSE_PHRASES.get(cause.cause)
+    return f"was lost to {phrase}" if phrase else f"went to {bucket_style(cause.cause.partition('.')[0]).losing}"
 
 
-def _lost_share(cause: Json, why: Json) -> str:
+def _lost_share(cause: CauseRow, why: Why) -> str:
     """Return the share of the cause's whole bucket, or of the cause itself where the bucket holds others too."""
-    name = str(cause.get("cause", ""))
-    booked = None if name in CAUSE_PHRASES else (why.get("ledger") or {}).get(name.partition(".")[0])
-    fraction = share(booked or cause.get("lost_device_s"), total_device_s(why))
+    booked = None if cause.cause in CAUSE_PHRASES else why.ledger.get(cause.cause.partition(".")[0])
+    fraction = share(booked or cause.lost_device_s, why.total_device_s)
     return "-" if fraction is None else f"{100 * fraction:.0f} %" if fraction >= 0.1 else percent(fraction)

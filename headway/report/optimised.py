@@ -3,7 +3,7 @@
 Takes the object that the verb prints with `--json`, times in seconds.
 
 >>> move = {"name": "buckets", "what": "2 -> 9", "step_s": 0.08, "remedy": "comm.bucket", "how": "DDP: ..."}
->>> answer = {"base_step_s": 0.1, "step_s": 0.08, "predicted_speedup": 1.25, "moves": [move], "ranks": 2}
+>>> answer = {"base_step_s": 0.1, "step_s": 0.08, "predicted_speedup": 1.25, "moves": [move], "ranks": 2, "note": ""}
 >>> print(render_optimised(answer, plan_path="plan.json", width=60))
 headway comm plan
 <BLANKLINE>
@@ -22,34 +22,29 @@ from typing import Unpack
 
 from rich.console import RenderableType
 
-from headway.report.figures import Json, clean, seconds, speedup
+from headway.report.answers import Json
+from headway.report.figures import clean, seconds, speedup
 from headway.report.paper import ScreenOptions, add_row, command_line, draw, grid, paragraph, title
 
 
 def render_optimised(answer: Json, *, source: str = "", plan_path: str = "", **screen: Unpack[ScreenOptions]) -> str:
     """Return the screen of a `headway.comm-plan/1` object.
 
-    Reads `base_step_s`, `step_s`, `predicted_speedup`, `ranks`, `moves` (name, what, step_s, remedy, how) and `note`;
     `plan_path` is where the plan was written, '' when there was nothing to write.
     """
     parts: list[RenderableType] = [title("headway comm plan", source, width=screen.get("width", 88)), ""]
-    gain = speedup(answer.get("predicted_speedup"))
-    parts.append(
-        paragraph(
-            f"{seconds(answer.get('base_step_s'))} -> {seconds(answer.get('step_s'))} per step on "
-            f"{answer.get('ranks')} ranks, {gain} (predicted)"
-        )
-    )
-    rows = list(answer.get("moves") or ())
-    if rows:
+    before, after = seconds(answer["base_step_s"]), seconds(answer["step_s"])
+    gain = speedup(answer["predicted_speedup"])
+    parts.append(paragraph(f"{before} -> {after} per step on {answer['ranks']} ranks, {gain} (predicted)"))
+    if answer["moves"]:
         table = grid("right", "left", "fold")
-        for row in rows:
-            by_hand = f"by hand: {clean(row.get('how'))}"
-            how = f"by --apply, or {by_hand}" if row.get("remedy") else by_hand
-            add_row(table, seconds(row.get("step_s")), clean(row.get("name")), clean(row.get("what")))
+        for row in answer["moves"]:
+            by_hand = f"by hand: {clean(row['how'])}"
+            how = f"by --apply, or {by_hand}" if row["remedy"] else by_hand
+            add_row(table, seconds(row["step_s"]), clean(row["name"]), clean(row["what"]))
             add_row(table, "", "", how)
         parts += ["", table]
-    if answer.get("note"):
+    if answer["note"]:
         parts += ["", paragraph(clean(answer["note"]), style="dim")]
     apply = f"headway run --apply {shlex.quote(clean(plan_path))} -- train.py"
     parts += ["", command_line("Next", apply) if plan_path else paragraph("No change is worth a plan.")]

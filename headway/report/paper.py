@@ -15,7 +15,7 @@ import io
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from typing import IO, Any, TypedDict
+from typing import IO, TypedDict
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -205,9 +205,8 @@ def command_line(label: str, command: str) -> Group:
     return Group(Text.assemble("  ", (f"{label}  ", "dim"), (command, "bold"), no_wrap=True, overflow="ignore"))
 
 
-def next_of(answer: Mapping[str, Any]) -> list[RenderableType]:
-    """Return the line of what to type next, as the verdict of `why` or of `plan` says it; [] where it says nothing."""
-    command = (answer.get("verdict") or {}).get("command")
+def next_of(command: str) -> list[RenderableType]:
+    """Return the line of what to type next; [] where there is nothing."""
     return ["", command_line("Next", clean(command))] if command else []
 
 

@@ -1,28 +1,36 @@
 """Terminal screens of every verb but `why`: run, plan, what-if, compare, data stalls, doctor, trace info.
 
-Each takes the object that the verb prints with `--json` and returns a string;
-a missing or null figure is written '-', never guessed. Times in seconds.
+Each takes what the verb prints with `--json` and returns a string; a missing
+or null figure is written '-', never guessed. Times in seconds.
 
->>> print(render_whatif({"base_step_s": 0.2, "step_s": 0.1, "speedup": 2.0, "edits": ["input=none"]}, width=69))
-headway whatif                                             input=none
+>>> print(render_run({"steps_per_s": 21.4, "goodput": 0.561}, width=60))
+headway run
 <BLANKLINE>
-  200 ms -> 100 ms per step, 2.00x
+  Done. 21.4 steps/s · goodput 56.1 %
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Unpack
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Unpack
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from headway.core.units import format_bytes, format_rate
+from headway.report.answers import (
+    NOT_RESOLVED,
+    Json,
+    LoaderRow,
+    PlanAnswer,
+    RunAnswer,
+    StallsAnswer,
+    VerifiedRow,
+)
 from headway.report.figures import (
     GAIN_WORTH_NAMING,
-    Json,
     clean,
     count,
     ending,
@@ -36,6 +44,12 @@ from headway.report.figures import (
     speedup,
 )
 from headway.report.paper import ScreenOptions, add_row, command_line, draw, grid, joined, next_of, paragraph, title
+from headway.trace.events.active_settings import AppliedRow
+
+if TYPE_CHECKING:
+    from headway.ledger.answers.compare import BucketChange, RunComparison
+    from headway.runtime.host.doctor import Finding
+    from headway.sim.whatif.prediction import Prediction
 
 WHOLE_PLAN = "plan"
 """The row of `run.applied` that stands for all remedies together, where there is one."""
@@ -44,22 +58,19 @@ LONGEST_KEY = 40
 """Characters of a name in `headway trace info`: kernels have names of several lines."""
 
 
-def render_run(run: Json, **screen: Unpack[ScreenOptions]) -> str:
+def render_run(answer: Json, **screen: Unpack[ScreenOptions]) -> str:
     """Return the last screen of a `headway.run/1` object: how it ended, how fast it was, predicted beside measured.
 
-    Reads `exit` {code, class, first_rank, traceback}, `steps_per_s`, `goodput`,
-    `baseline` and `applied`. The row named 'plan' stands last and in bold; a
-    remedy with `reason_not_applied` or `withdrawn` is told below the table, then what `verified` counts. A traceback
-    ends the screen.
+    The row named 'plan' stands last and in bold; a remedy that was not applied, or was withdrawn, is told below the
+    table, then what verification counted. A traceback ends the screen.
     """
-    width = screen.get("width", 88)
-    parts: list[RenderableType] = [title("headway run", str(run.get("run", "")), width=width), ""]
+    run = RunAnswer.of(answer)
+    parts: list[RenderableType] = [title("headway run", run.run, width=screen.get("width", 88)), ""]
     parts.append(paragraph(_run_sentence(run)))
-    rows = list(run.get("applied") or ())
-    if rows:
-        parts += ["", *_applied(rows, str(run.get("baseline") or ""))]
-    if run.get("verified") and (run["verified"]["compared"] or run["verified"]["not_compared"]):
-        parts.append(paragraph(_verified(run["verified"])))
+    if run.applied:
+        parts += ["", *_applied(run)]
+    if run.verified and (run.verified.compared or run.verified.not_compared):
+        parts.append(paragraph(_verified(run.verified)))
     return draw([*parts, *_traceback(run)], **screen)
 
 
@@ -67,388 +78,320 @@ UNLIKE_START = 0.05
 """By how much the gain over all steps has to differ from that of the steady ones before both are said."""
 
 
-def _verified(found: Json) -> Text:
+def _verified(found: VerifiedRow) -> Text:
     """Return how many of the batches under remedies were compared with the script's own, and were equal."""
-    wrong = int(found["unequal"])
-    words = f"Verified: {found['compared']} of {found['batches']} batches compared with the script's own, "
-    words += f"{found['equal']} equal"
-    missed = [f"{count} not compared: {clean(reason)}" for reason, count in found["not_compared"].items()]
-    told = joined([f"{words}, {wrong} not" if wrong else words, *missed], "; ")
-    return Text(f"{told}.", style="bold red" if wrong else "")
+    words = f"Verified: {found.compared} of {found.batches} batches compared with the script's own, "
+    words += f"{found.equal} equal" + (f", {found.unequal} not" if found.unequal else "")
+    missed = [f"{count} not compared: {clean(reason)}" for reason, count in found.not_compared.items()]
+    return Text(f"{joined([words, *missed], '; ')}.", style="bold red" if found.unequal else "")
 
 
-def _run_sentence(run: Json) -> Text:
+def _run_sentence(run: RunAnswer) -> Text:
     """Return how the run ended and how fast it was."""
-    rate = finite(run.get("steps_per_s"))
+    rate = finite(run.steps_per_s)
     speed = f"{format_rate(rate)} steps/s" if rate is not None else ""
+    failed = ending(run.exit)
     facts = joined([speed, goodput_of(run)])
-    failed = ending(run.get("exit"))
     return Text.assemble((f"{failed} ", "bold red") if failed else ("Done. ", "bold"), facts)
 
 
-def _applied(rows: Sequence[Json], baseline: str) -> list[RenderableType]:
+def _applied(run: RunAnswer) -> list[RenderableType]:
     """Return the table of remedies: predicted, measured, how far apart; refused ones with their reason below."""
     table = grid("left", "right", "right", "right")
     add_row(table, "remedy", "predicted", "measured", "prediction off by", style="dim")
-    done = applied(rows)
+    done = applied(run.applied)
     for row in done:
         error = prediction_error(row)
         off = "-" if error is None else f"{100 * error:+.1f} %"
-        style = "bold" if row.get("name") == WHOLE_PLAN else ""
-        measured = "withdrawn" if row.get("withdrawn") else speedup(row.get("measured_speedup"))
-        add_row(table, clean(row.get("name")), predicted(row), measured, off, style=style)
-    heading = Text.assemble(
-        "  ", ("Predicted and measured", "bold"), (f"  against {clean(baseline)}" * bool(baseline), "dim")
-    )
+        style = "bold" if row.name == WHOLE_PLAN else ""
+        measured = "withdrawn" if row.withdrawn else speedup(row.measured_speedup)
+        add_row(table, clean(row.name), predicted(row), measured, off, style=style)
+    aside = f"  against {clean(run.baseline)}" * bool(run.baseline)
+    heading = Text.assemble("  ", ("Predicted and measured", "bold"), (aside, "dim"))
     parts: list[RenderableType] = [heading, table] if done else []
-    for row in rows:
-        steady, whole = finite(row.get("measured_speedup")), finite(row.get("measured_with_start"))
-        if steady and whole and abs(whole / steady - 1) > UNLIKE_START and not row.get("reason_not_applied"):
+    for row in run.applied:
+        steady, whole = finite(row.measured_speedup), finite(row.measured_with_start)
+        if steady and whole and abs(whole / steady - 1) > UNLIKE_START and not row.reason_not_applied:
             parts.append(paragraph(f"Over as many steps of both, the first included: {speedup(whole)}.", style="dim"))
-        if row.get("reason_not_applied"):
-            reason = (f"  not applied: {clean(row['reason_not_applied'])}", "dim")
-            parts.append(paragraph(Text.assemble(clean(row.get("name")), reason)))
-        elif row.get("withdrawn"):
-            reason = (f"  withdrawn while the run went on: {clean(row['withdrawn'])}", "dim")
-            parts.append(paragraph(Text.assemble(clean(row.get("name")), reason)))
+        if reason := row.reason_not_applied or row.withdrawn:
+            what = "not applied" if row.reason_not_applied else "withdrawn while the run went on"
+            parts.append(paragraph(Text.assemble(clean(row.name), (f"  {what}: {clean(reason)}", "dim"))))
     return parts
 
 
-def applied(rows: Sequence[Json]) -> list[Json]:
+def applied(rows: Sequence[AppliedRow]) -> list[AppliedRow]:
     """Return the rows of what was applied, that of the whole plan last; a plan of one remedy is that remedy's row.
 
-    >>> [row["name"] for row in applied([{"name": "plan"}, {"name": "host.gc"}])]
+    >>> [row.name for row in applied([AppliedRow(name="plan"), AppliedRow(name="host.gc")])]
     ['host.gc']
     """
-    done = sorted((r for r in rows if not r.get("reason_not_applied")), key=lambda r: r.get("name") == WHOLE_PLAN)
-    return done if sum(r.get("name") != WHOLE_PLAN for r in rows) > 1 else done[:1]
+    done = sorted((row for row in rows if not row.reason_not_applied), key=lambda row: row.name == WHOLE_PLAN)
+    return done if sum(row.name != WHOLE_PLAN for row in rows) > 1 else done[:1]
 
 
-def prediction_error(row: Json) -> float | None:
+def prediction_error(row: AppliedRow) -> float | None:
     """Return predicted / measured - 1 of one applied remedy, None when either is missing.
 
-    >>> round(prediction_error({"predicted_speedup": 1.9, "measured_speedup": 2.0}), 3)
+    >>> round(prediction_error(AppliedRow(predicted_speedup=1.9, measured_speedup=2.0)), 3)
     -0.05
     """
-    expected, measured = finite(row.get("predicted_speedup")), finite(row.get("measured_speedup"))
+    expected, measured = finite(row.predicted_speedup), finite(row.measured_speedup)
     return None if expected is None or not measured else expected / measured - 1
 
 
-def _traceback(run: Json) -> list[RenderableType]:
+def _traceback(run: RunAnswer) -> list[RenderableType]:
     """Return the first failing rank's traceback line by line, kept verbatim but for control characters."""
-    text = (run.get("exit") or {}).get("traceback")
-    if not text:
+    if run.exit is None or not run.exit.traceback:
         return []
-    lines = [" " * (len(line) - len(line.lstrip())) + clean(line) for line in str(text).splitlines()]
+    lines = [" " * (len(line) - len(line.lstrip())) + clean(line) for line in run.exit.traceback.splitlines()]
     return ["", *(Text("  " + line, overflow="fold") for line in lines)]
 
 
-def render_plan(plan: Json, *, source: str = "", plan_path: str = "", **screen: Unpack[ScreenOptions]) -> str:
+def render_plan(answer: Json, *, source: str = "", plan_path: str = "", **screen: Unpack[ScreenOptions]) -> str:
     """Return the screen of a `headway.plan/1` object: proposals, the chosen ones marked, the command to apply them.
 
-    Reads `proposals`, `chosen` (names or objects), `predicted_speedup` and, where given, `interval`, `refused`, `note`,
-    and `in_script`: what to write in place of the command, for a recording that no launcher began. `source` is the run
-    as the user named it, `plan_path` the file that `headway run --apply` takes.
+    `source` is the run as the user named it, `plan_path` the file that `headway run --apply` takes. A recording that no
+    launcher began says what to write in the script in place of the command.
     """
-    width, unicode = screen.get("width", 88), screen.get("unicode", True)
-    chosen = {_name_of(c) for c in plan.get("chosen") or ()}
-    proposals = list(plan.get("proposals") or ())
+    plan, width, unicode = PlanAnswer.of(answer), screen.get("width", 88), screen.get("unicode", True)
+    found, proposals = plan.verdict, plan.proposals
     parts: list[RenderableType] = [title("headway plan", source, width=width), "", paragraph(_plan_sentence(plan))]
-    found = plan.get("verdict") or {}
-    if not chosen and found.get("fix") and not found.get("allow"):
-        parts += ["", paragraph(clean(found["sentence"])), paragraph(f"For you to do: {clean(found['fix'])}.")]
-        parts += [command_line("In the script", clean(found["script"]))] if found.get("script") else []
+    if not plan.chosen and found.fix and not found.allow:
+        is_open = found.fix.startswith(NOT_RESOLVED)
+        fix = found.fix[:1].upper() + found.fix[1:] if is_open else f"For you to do: {found.fix}"
+        parts += ["", paragraph(clean(found.sentence)), paragraph(f"{clean(fix)}.")]
+        parts += [command_line("In the script", clean(found.script))] if found.script else []
     if proposals:
-        parts += ["", *_proposals(proposals, chosen, "✓" if unicode else "*")]
-    loaders = list(plan.get("loaders") or ())
-    if len(loaders) > 1 or (loaders and chosen and not any(row.get("remedies") for row in loaders)):
-        parts += ["", *_loaders(loaders), *_evaluations(proposals, chosen)]
-    reasons = {
-        clean(r.get("name")): clean(r["left_out"]["reason"]) for r in proposals if _left_out(r) not in ("", "hand")
-    }
+        parts += ["", *_proposals(plan, "✓" if unicode else "*")]
+    if len(plan.loaders) > 1 or (plan.loaders and plan.chosen and not any(row.remedies for row in plan.loaders)):
+        parts += ["", *_loaders(plan.loaders), *_evaluations(plan)]
+    reasons = {clean(r.name): clean(r.left_out.reason) for r in proposals if r.left_out.kind not in ("", "hand")}
     if reasons:
         lines = (paragraph(f"{name}: {reason}", style="dim") for name, reason in reasons.items())
         parts += ["", Text("  Proposed, not in the plan", style="bold"), *lines]
-    rest = [r for r in plan.get("refused") or () if clean(r.get("name")) not in reasons]
-    refused = [f"{clean(r.get('name'))}: {clean(r.get('reason', ''))}" for r in rest]
+    refused = [f"{clean(r.name)}: {clean(r.reason)}" for r in plan.refused if clean(r.name) not in reasons]
     if refused:
         parts += ["", Text("  Considered, not proposed", style="bold"), *(paragraph(r, style="dim") for r in refused)]
-    if plan.get("hidden"):
-        more = f"{count(plan['hidden'])} more for losses that this run does not have, or for you to apply"
+    if plan.hidden:
+        more = f"{count(plan.hidden)} more for losses that this run does not have, or for you to apply"
         parts += ["", paragraph(f"{more}: headway plan --all", style="dim")]
-    if plan.get("note"):
-        parts += ["", paragraph(clean(plan["note"]), style="dim")]
-    by_hand = plan.get("in_script")
-    if by_hand:  # recorded without a launcher: there may be no script to run under the plan
-        parts += ["", *(command_line("Next, in the script", clean(terms)) for terms in by_hand)]
-    elif by_hand is None and chosen and plan_path:
+    if plan.note:
+        parts += ["", paragraph(clean(plan.note), style="dim")]
+    if plan.in_script:  # recorded without a launcher: there may be no script to run under the plan
+        parts += ["", *(command_line("Next, in the script", clean(terms)) for terms in plan.in_script)]
+    elif plan.in_script is None and plan.chosen and plan_path:
         command = f"headway run --apply {shlex.quote(clean(plan_path))} -- <your script and its arguments>"
         parts += ["", command_line("Next", command)]
-    elif not chosen:
-        parts += next_of(plan)
+    elif not plan.chosen:
+        parts += next_of(found.command)
     return draw(parts, **screen)
 
 
-def _name_of(chosen: Any) -> str:
-    """Return the name of a chosen remedy, written as a name or as an object."""
-    return str(chosen.get("name", "")) if isinstance(chosen, Mapping) else str(chosen)
-
-
-def _plan_sentence(plan: Json) -> Text:
+def _plan_sentence(plan: PlanAnswer) -> Text:
     """Return what the chosen remedies gain together, or that there is nothing to apply."""
-    chosen = plan.get("chosen") or ()
-    protecting = {row["name"] for row in plan.get("proposals") or () if row.get("protects")}
-    guards = [clean(name) for name in chosen if name in protecting]
-    number = len(chosen) - len(guards)
-    if not chosen:
+    protecting = {row.name for row in plan.proposals if row.protects}
+    guards = [clean(name) for name in plan.chosen if name in protecting]
+    number = len(plan.chosen) - len(guards)
+    if not plan.chosen:
         return Text(nothing_to_apply(plan) + by_hand(plan), style="bold")
     if not number:
         return Text(f"{joined(guards, ', ')} protects the job; it makes no step faster.", style="bold")
     together = f"{number} remedies together" if number > 1 else "One remedy"
-    bounds = interval(plan.get("interval"))
-    gain = speedup(plan.get("predicted_speedup")) + (f" ({bounds})" if bounds else "")
-    return Text(f"{together}: predicted {gain} the steps per second.", style="bold")
+    return Text(f"{together}: predicted {predicted(plan)} the steps per second.", style="bold")
 
 
-def _left_out(row: Json) -> str:
-    """Return the kind of the reason for which a proposal is not in the plan; '' where none is known."""
-    reason = row.get("left_out")
-    return str(reason.get("kind", "")) if isinstance(reason, Mapping) else ""
-
-
-def nothing_to_apply(plan: Json) -> str:
+def nothing_to_apply(plan: PlanAnswer) -> str:
     """Return the sentence on why no remedy is in the plan: the reason that keeps out what gains most.
 
-    >>> row = {"name": "data.cache", "predicted_speedup": 1.75, "left_out": {"kind": "memory", "reason": "needs 2 GB"}}
-    >>> nothing_to_apply({"proposals": [row]})
+    >>> left_out = {"kind": "memory", "reason": "needs 2 GB"}
+    >>> row = {"name": "data.cache", "predicted_speedup": 1.75, "left_out": left_out}
+    >>> nothing_to_apply(PlanAnswer.of({"proposals": [row]}))
     'Nothing to apply: data.cache, predicted 1.75x, needs 2 GB.'
     """
-    barred = [row for row in plan.get("proposals") or () if _left_out(row) in ("grant", "memory")]
-    best = max(barred, key=lambda row: row.get("predicted_speedup") or 0.0, default=None)
-    if best is not None and _left_out(best) == "grant":
-        what = f"{clean(best['name'])}, predicted {predicted(best)}"
-        if best.get("protects"):  # it is no answer to a cause, of which the verdict speaks
-            what = f"{clean(best['name'])}, {clean(best.get('reason'))}"
-        elif (plan.get("verdict") or {}).get("allow"):  # the next command has it
+    barred = [row for row in plan.proposals if row.left_out.kind in ("grant", "memory")]
+    best = max(barred, key=lambda row: row.predicted_speedup or 0.0, default=None)
+    if best is not None and best.left_out.kind == "grant":
+        what = f"{clean(best.name)}, predicted {predicted(best)}"
+        if best.protects:  # it is no answer to a cause, of which the verdict speaks
+            what = f"{clean(best.name)}, {clean(best.reason)}"
+        elif plan.verdict.allow:  # the next command has it
             return f"1 remedy needs your consent: {what}."
-        return f"1 remedy needs your consent: {what}. Grant it with: headway plan --allow {clean(best.get('allow'))}"
+        return f"1 remedy needs your consent: {what}. Grant it with: headway plan --allow {clean(best.allow)}"
     if best is not None:
-        reason = clean(best["left_out"]["reason"])
-        return f"Nothing to apply: {clean(best['name'])}, predicted {predicted(best)}, {reason}."
-    unsafe = [clean(row.get("name")) for row in plan.get("refused") or () if row.get("unsafe")]
+        return f"Nothing to apply: {clean(best.name)}, predicted {predicted(best)}, {clean(best.left_out.reason)}."
+    unsafe = joined([clean(row.name) for row in plan.refused if row.unsafe], ", ")
     if unsafe:
-        names = joined(unsafe, ", ")
-        return f"Nothing to apply: {names} could change results here, and nothing else gains more than the noise."
+        return f"Nothing to apply: {unsafe} could change results here, and nothing else gains more than the noise."
     return "Nothing to apply: no remedy of headway's own gains more than the noise of two runs."
 
 
-def by_hand(plan: Json) -> str:
+def by_hand(plan: PlanAnswer) -> str:
     """Return the sentence on what wins most of what only the user can apply, '' where nothing is sure to win.
 
     >>> links = {"name": "comm.links", "predicted_speedup": 1.2, "interval": [1.1, 1.3], "cost": "cables"}
-    >>> by_hand({"proposals": [links]})
+    >>> by_hand(PlanAnswer.of({"proposals": [links]}))
     ' By hand: comm.links, predicted 1.20x (1.10 to 1.30). cables'
     """
-    able = [row for row in plan.get("proposals") or () if not row.get("applies") and row.get("interval")]
-    sure = [row for row in able if row["interval"][0] >= GAIN_WORTH_NAMING]
-    best = max(sure, key=lambda row: row["predicted_speedup"], default=None)
+    able = [row for row in plan.proposals if not row.applies and row.interval]
+    sure = [row for row in able if row.interval and row.interval[0] >= GAIN_WORTH_NAMING]
+    best = max(sure, key=lambda row: row.predicted_speedup or 0.0, default=None)
     if best is None:
         return ""
-    how = clean(best.get("reason") or best.get("cost") or "")
-    return f" By hand: {clean(best['name'])}, predicted {predicted(best)}. {how}".rstrip()
+    return f" By hand: {clean(best.name)}, predicted {predicted(best)}. {clean(best.reason or best.cost)}".rstrip()
 
 
-def _proposals(proposals: Sequence[Json], chosen: set[str], mark: str) -> list[RenderableType]:
+def _proposals(plan: PlanAnswer, mark: str) -> list[RenderableType]:
     """Return the table of proposals, chosen ones in bold behind a mark, and the legend of the mark."""
     table = grid("left", "left", "right", "left", "fold")
     add_row(table, "", "proposal", "predicted", "applied by", "cost and risk", style="dim")
-    for row in proposals:
-        name = str(row.get("name", ""))
-        applied_by = "headway" if row.get("applies") else "you"
-        costs = [text for key in ("cost", "risk") if (text := _plain(row.get(key))) not in ("", "none")]
-        cost = joined(costs, "; ") or "none"
-        style = "bold" if name in chosen else ""
-        cells = (mark if name in chosen else " ", Text(clean(name), style=style), predicted(row), applied_by)
+    for row in plan.proposals:
+        is_chosen = row.name in plan.chosen
+        cost = joined([clean(text) for text in (row.cost, row.risk) if clean(text) not in ("", "none")], "; ") or "none"
+        name = Text(clean(row.name), style="bold" if is_chosen else "")
+        cells = (mark if is_chosen else " ", name, predicted(row), "headway" if row.applies else "you")
         add_row(table, *cells, Text(cost, style="dim"))
-    remark = [paragraph(f"{mark} = in the plan.", style="dim")] if chosen else []
+    remark = [paragraph(f"{mark} = in the plan.", style="dim")] if plan.chosen else []
     return [table, *remark]
 
 
-def _loaders(rows: Sequence[Json]) -> list[RenderableType]:
+def _loaders(rows: Sequence[LoaderRow]) -> list[RenderableType]:
     """Return a line per loader: where it is, what reads it, and the remedy that it takes or the reason for none."""
     lines: list[RenderableType] = [Text("  Loaders", style="bold")]
     for row in rows:
-        where = joined([clean(row[key]) for key in ("line", "dataset") if row.get(key)], ", ")
-        taken = joined([clean(name) for name in row.get("remedies") or ()], ", ")
-        what = taken or f"left alone: {clean(row.get('reason', ''))}"
-        lines.append(paragraph(f"{row['loader']}  {where} ({clean(row['used_by'])}): {what}", style="dim"))
+        where = joined([clean(row.line), clean(row.dataset)], ", ")
+        what = joined([clean(name) for name in row.remedies], ", ") or f"left alone: {clean(row.reason)}"
+        lines.append(paragraph(f"{row.loader}  {where} ({clean(row.used_by)}): {what}", style="dim"))
     return lines
 
 
-def _evaluations(proposals: Sequence[Json], chosen: set[str]) -> list[RenderableType]:
+def _evaluations(plan: PlanAnswer) -> list[RenderableType]:
     """Return, of each chosen remedy, which part of the time it wins is won in evaluations."""
-    shares = [(clean(row.get("name")), row.get("evaluation_share") or 0.0) for row in proposals]
     return [
-        paragraph(f"{percent(share)} of the time that {name} wins is won in evaluations.", style="dim")
-        for name, share in shares
-        if share > 0 and name in chosen
-    ]
+        paragraph(f"{percent(row.evaluation_share)} of the time that {clean(row.name)} wins is won in evaluations.",
+                  style="dim")
+        for row in plan.proposals
+        if row.evaluation_share > 0 and row.name in plan.chosen
+    ]  # fmt: skip
 
 
-def render_whatif(whatif: Json, **screen: Unpack[ScreenOptions]) -> str:
-    """Return the screen of a `headway.whatif/1` object: seconds per step before and after the edits, and their ratio.
-
-    An `interval` and a `note` are shown where given.
-    """
-    edits = ", ".join(_plain(e) for e in whatif.get("edits") or ()) or "no edit"
-    bounds = interval(whatif.get("interval"))
+def render_whatif(found: Prediction, **screen: Unpack[ScreenOptions]) -> str:
+    """Return the screen of `headway whatif`: seconds per step before and after the edits, and their ratio."""
+    edits = joined([clean(edit) for edit in found.edits], ", ") or "no edit"
     sentence = Text.assemble(
-        f"{seconds(whatif.get('base_step_s'))} → {seconds(whatif.get('step_s'))} per step, ".replace("→", "->"),
-        (speedup(whatif.get("speedup")), "bold"),
-        f" ({bounds})" if bounds else "",
+        f"{seconds(found.base_step_s)} -> {seconds(found.step_s)} per step, ",
+        (speedup(found.speedup), "bold"),
+        f" ({interval(found.interval)})",
     )
-    parts: list[RenderableType] = [
-        title("headway whatif", edits, width=screen.get("width", 88)),
-        "",
-        paragraph(sentence),
-    ]
-    if whatif.get("note"):
-        parts.append(paragraph(clean(whatif["note"]), style="dim"))
+    parts: list[RenderableType] = [title("headway whatif", edits, width=screen.get("width", 88)), ""]
+    parts.append(paragraph(sentence))
+    if found.note:
+        parts.append(paragraph(clean(found.note), style="dim"))
     return draw(parts, **screen)
 
 
-def render_compare(comparison: Json, *, names: tuple[str, str] = ("", ""), **screen: Unpack[ScreenOptions]) -> str:
-    """Return the screen of a `headway.compare/1` object: which run is faster, what each bucket takes in both.
+def render_compare(found: RunComparison, *, names: tuple[str, str] = ("", ""), **screen: Unpack[ScreenOptions]) -> str:
+    """Return the screen of `headway compare`: which run is faster, what each bucket takes in both.
 
-    Reads `speedup`, `steps_per_s` and `step_goodput` [first, second], `changes` (seconds per device
-    and step, or per run), `regressions`, `notes` and `threshold`. `names` are the two
-    runs as the user named them.
+    `names` are the two runs as the user named them.
     """
     aside = " -> ".join(name for name in names if name)
     parts: list[RenderableType] = [title("headway compare", aside, width=screen.get("width", 88)), ""]
-    ratio = finite(comparison.get("speedup"))
-    regressions = [_plain(r) for r in comparison.get("regressions") or ()]
-    if ratio:
-        rates = [format_rate(rate) for raw in comparison.get("steps_per_s") or () if (rate := finite(raw)) is not None]
-        detail = f" ({' -> '.join(rates)} steps/s)" if len(rates) == 2 else ""
-        text = _pace(comparison, ratio) + f"{detail}."
-        parts.append(paragraph(text, style="bold red" if regressions else "bold"))
-    shares = [percent(share) for raw in comparison.get("step_goodput") or () if (share := finite(raw)) is not None]
-    if len(shares) == 2:
-        parts.append(paragraph(f"Goodput in steps: {' -> '.join(shares)}.", style="dim"))
-    if comparison.get("changes"):
-        parts += ["", _changes(comparison["changes"])]
-    if regressions:
-        parts += ["", *(paragraph(Text.assemble(("regression  ", "red"), r)) for r in regressions)]
-    elif comparison.get("threshold") is not None and comparison.get("verdict") != "inconclusive":
-        parts += ["", paragraph(f"No regression past {percent(comparison['threshold'])}.", style="dim")]
-    parts += [paragraph(Text.assemble(("note  ", "yellow"), _plain(note))) for note in comparison.get("notes") or ()]
+    if found.speedup:
+        rates = " -> ".join(map(format_rate, found.steps_per_s))
+        style = "bold red" if found.regressions else "bold"
+        parts.append(paragraph(f"{_pace(found)} ({rates} steps/s).", style=style))
+    shares = " -> ".join(map(percent, found.step_goodput))
+    parts.append(paragraph(f"Goodput in steps: {shares}.", style="dim"))
+    if found.changes:
+        parts += ["", _changes(found.changes)]
+    if found.regressions:
+        parts += ["", *(paragraph(Text.assemble(("regression  ", "red"), clean(row))) for row in found.regressions)]
+    elif found.verdict != "inconclusive":
+        parts += ["", paragraph(f"No regression past {percent(found.threshold)}.", style="dim")]
+    parts += [paragraph(Text.assemble(("note  ", "yellow"), clean(note))) for note in found.notes]
     return draw(parts, **screen)
 
 
-def _pace(comparison: Json, ratio: float) -> str:
+def _pace(found: RunComparison) -> str:
     """Return which run is faster, with the range of the ratio, or why that cannot be said."""
-    ends = [end for raw in comparison.get("interval") or () if (end := finite(raw))]
-    word, verdict = "faster" if ratio >= 1 else "slower", comparison.get("verdict")
-    if verdict == "inconclusive":
-        return f"Inconclusive: {clean(comparison.get('inconclusive', ''))}"
-    if verdict == "not resolved":
-        if len(ends) < 2:
+    ratio, ends = found.speedup, found.interval or ()
+    if found.verdict == "inconclusive":
+        return f"Inconclusive: {clean(found.inconclusive)}"
+    if found.verdict == "not resolved":
+        if not ends:
             return "Not resolved: fewer than four steps; record more of them"
         change, low, high = (f"{100 * (value - 1):+.1f} %" for value in (ratio, *ends))
         return f"No difference resolved: {change} ({low} to {high})"
     times = speedup(max(ratio, 1 / ratio))
     between = " to ".join(f"{end:.2f}" for end in sorted(ends if ratio >= 1 else (1 / end for end in ends)))
     between = between and f" ({between})"
-    return f"The second run is {'as fast as the first' if times == '1.00x' else f'{times} {word}{between}'}"
+    is_same, word = times == "1.00x", "faster" if ratio >= 1 else "slower"
+    return f"The second run is {'as fast as the first' if is_same else f'{times} {word}{between}'}"
 
 
-def _changes(changes: Sequence[Json]) -> Table:
+def _changes(changes: Sequence[BucketChange]) -> Table:
     """Return seconds per device of each bucket before and after; buckets that are empty in both are left out."""
     table = grid("left", "right", "right", "right", "right", "left")
     add_row(table, "per device", "first", "second", "change", "", "", style="dim")
     for row in changes:
-        before, after = finite(row.get("before_s")) or 0.0, finite(row.get("after_s")) or 0.0
+        before, after = row.before_s, row.after_s
         if not before and not after:
             continue
         change = f"{'+' if after > before else '-' if after < before else ''}{seconds(abs(after - before))}"
         relative = f"{100 * (after / before - 1):+.0f} %" if before else "new"
-        cells = (clean(row.get("bucket")), seconds(before), seconds(after), change, relative)
-        add_row(
-            table, *cells, Text(f"per {clean(row.get('per', ''))}", "dim"), style="red" if row.get("regressed") else ""
-        )
+        cells = (row.bucket, seconds(before), seconds(after), change, relative, Text(f"per {row.per}", "dim"))
+        add_row(table, *cells, style="red" if row.regressed else "")
     return table
 
 
-def render_stalls(stalls: Json, **screen: Unpack[ScreenOptions]) -> str:
-    """Return the screen of `headway data stalls`: a step's input time, the bottleneck, what each fix wins.
-
-    Reads `compute_s`, `fetch_s`, `prep_s`, `transfer_s`, `fractions`,
-    `per_epoch_s`, `bottleneck`, `fix` (pairs of edit and seconds won per step),
-    `flags` and `note`.
-    """
-    parts: list[RenderableType] = [
-        title("headway data stalls", str(stalls.get("source", "")), width=screen.get("width", 88)),
-        "",
-    ]
-    if stalls.get("bottleneck"):
-        parts.append(paragraph(f"The bottleneck is {clean(stalls['bottleneck'])}.", style="bold"))
-    amounts = {name: finite(stalls.get(f"{name}_s")) for name in ("compute", "fetch", "prep", "transfer")}
+def render_stalls(answer: Json, **screen: Unpack[ScreenOptions]) -> str:
+    """Return the screen of a `headway.stalls/1` object: a step's input time, the bottleneck, what each fix wins."""
+    stalls = StallsAnswer.of(answer)
+    parts: list[RenderableType] = [title("headway data stalls", stalls.source, width=screen.get("width", 88)), ""]
+    if stalls.bottleneck:
+        parts.append(paragraph(f"The bottleneck is {clean(stalls.bottleneck)}.", style="bold"))
+    amounts = {
+        "compute": stalls.compute_s, "fetch": stalls.fetch_s, "prep": stalls.prep_s, "transfer": stalls.transfer_s
+    }  # fmt: skip
     known = {name: value for name, value in amounts.items() if value is not None}
-    fractions, epoch = stalls.get("fractions") or {}, stalls.get("per_epoch_s") or {}
+    epoch = stalls.per_epoch_s
     table = grid("left", "right", "right", "right")
     add_row(table, "", "per step", "share", "per epoch" if epoch else "", style="dim")
     for name, value in known.items():
         label = name if name == "compute" else f"{name} stall"
         per_epoch = seconds(epoch.get(name)) if epoch else ""
-        add_row(table, label, seconds(value), percent(fractions.get(name)), per_epoch)
+        add_row(table, label, seconds(value), percent(stalls.fractions.get(name)), per_epoch)
     if known:
         parts += ["", table]
-    fixes = [_knob(fix) for fix in stalls.get("fix") or ()]
     gains = grid("left", "right")
-    for knob, gain_s in fixes:
-        add_row(gains, clean(knob), f"{seconds(gain_s)} less per step")
-    if fixes:
+    for edit, gain_s in stalls.fix:
+        add_row(gains, clean(edit), f"{seconds(gain_s)} less per step")
+    if stalls.fix:
         parts += ["", Text("  What each fix wins", style="bold"), gains]
-    remarks = [*(stalls.get("flags") or ()), *filter(None, [stalls.get("note")])]
+    remarks = [remark for remark in (*stalls.flags, stalls.note) if remark]
     if remarks:
         parts += ["", *(paragraph(clean(remark), style="dim") for remark in remarks)]
     return draw(parts, **screen)
 
 
-def _knob(fix: Any) -> tuple[str, Any]:
-    """Return (knob, seconds won) of a fix written as a pair or as an object."""
-    if isinstance(fix, Mapping):
-        return str(fix.get("knob", fix.get("name", ""))), fix.get("gain_s")
-    return str(fix[0]), fix[1]
-
-
-def render_doctor(findings: Iterable[Json], **screen: Unpack[ScreenOptions]) -> str:
-    """Return the screen of `headway doctor`: one line per finding (name, value, limit, ok, fix).
-
-    `ok` None means that the finding is only stated. A fix is told where
-    something is wrong.
-    """
-    rows = list(findings)
-    bad = [row for row in rows if row.get("ok") is False]
+def render_doctor(rows: Sequence[Finding], **screen: Unpack[ScreenOptions]) -> str:
+    """Return the screen of `headway doctor`: one line per finding; a fix is told where something is wrong."""
+    bad = [row for row in rows if row.ok is False]
     good, wrong = ("✓", "✗") if screen.get("unicode", True) else ("ok", "!!")
     sentence = f"{len(bad)} of {len(rows)} need attention." if bad else f"All {len(rows)} in order."
     table = grid("left", "left", "left", "fold")
     for row in rows:
-        ok = row.get("ok")
-        mark = Text("-", style="dim") if ok is None else Text(good, "green") if ok else Text(wrong, "bold red")
-        needed = f"needs {_plain(row['limit'])}" if row.get("limit") not in (None, "", row.get("value")) else ""
-        fix = Text.assemble(
-            (needed, "dim"), "\n" * bool(needed and not ok), clean(row.get("fix") or "") if not ok else ""
-        )
-        add_row(table, mark, clean(row.get("name")), _plain(row.get("value")), fix)
+        mark = Text("-", style="dim") if row.ok is None else Text(good, "green") if row.ok else Text(wrong, "bold red")
+        needed = f"needs {_plain(row.limit)}" if row.limit not in (None, "", row.value) else ""
+        fix = Text.assemble((needed, "dim"), "\n" * bool(needed and not row.ok), "" if row.ok else clean(row.fix))
+        add_row(table, mark, clean(row.name), _plain(row.value), fix)
     head = title("headway doctor", "", width=screen.get("width", 88))
     return draw([head, "", paragraph(sentence, style="bold"), "", table], **screen)
 
 
 def render_trace_info(info: Json, **screen: Unpack[ScreenOptions]) -> str:
     """Return the screen of `headway trace info`: every fact of the object, names to the left; nested ones indented."""
-    source = str(info.get("path", info.get("source", "")))
+    source = str(info.get("path", info["source"]))
     table = grid("left", "fold")
     for name, value in info.items():
         if name in ("schema", "path") or value in (None, [], {}):

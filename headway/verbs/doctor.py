@@ -25,7 +25,8 @@ def doctor(*, device: bool = False, json: bool = False) -> int:
     json
         Print one JSON object instead of a table.
     """
-    findings = [asdict(finding) for finding in [*check(), *(device_checks.check() if device else [])]]
-    answer = {"schema": "headway.doctor/1", "findings": findings, "ok": all(row["ok"] is not False for row in findings)}
+    findings = [*check(), *(device_checks.check() if device else [])]
+    is_ok = all(row.ok is not False for row in findings)
+    answer = {"schema": "headway.doctor/1", "findings": [asdict(row) for row in findings], "ok": is_ok}
     emit(answer, lambda screen: render_doctor(findings, **screen), as_json=json)
-    return 0 if answer["ok"] else 3
+    return 0 if is_ok else 3

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from headway.core.errors import InputError
+from headway.report.answers import StragglerRow
 
 Array = NDArray[np.float64]
 
@@ -289,9 +290,9 @@ def heat_chart(heat: HeatMap) -> dict[str, Any]:
     }
 
 
-def worker_heat_map(straggler: Mapping[str, Any]) -> HeatMap | None:
+def worker_heat_map(straggler: StragglerRow | None) -> HeatMap | None:
     """Return the dp x pp slowdown of a `why` object's `straggler.by.worker` {'dp/pp': x}, None when it has none."""
-    workers = (straggler.get("by") or {}).get("worker") or {}
+    workers = straggler.by.get("worker", {}) if straggler else {}
     cells = {tuple(int(part) for part in key.split("/")): value for key, value in workers.items()}
     if not cells:
         return None

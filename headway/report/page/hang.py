@@ -22,7 +22,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from headway.core.mesh import Mesh
-from headway.report.figures import Json, clean, count, plural
+from headway.report.answers import Json
+from headway.report.figures import clean, count, plural
 from headway.report.page.sections import section, text
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, title
 

@@ -30,7 +30,8 @@ import headway
 from headway.core.errors import InputError
 from headway.core.files.whole_file import whole_file
 from headway.core.machine.host_load import HostSeries
-from headway.report.figures import BUCKET_STYLES, Json, clean
+from headway.report.answers import Json, PlanAnswer, RunAnswer, Why
+from headway.report.figures import BUCKET_STYLES, clean
 from headway.report.page import frames, sections
 from headway.report.page.charts import HeatMap, heat_chart, share_chart, step_chart, worker_heat_map
 from headway.report.page.hang import hang_part
@@ -124,23 +125,24 @@ def write_report(data: ReportData, path: str | Path) -> int:
 
 def page(data: ReportData, live: Live | None = None) -> str:
     """Return the page as text; one with `live` goes on to follow the run at `events` beside its own address."""
+    why, run = Why.of(data.why), RunAnswer.of(data.run)
     payload = _payload(data) | ({"live": live.key} if live else {})
     heats = _heat_maps(data)
     parts = {
-        "ledger": sections.ledger_part(data.why, data.rank_ledger),
+        "ledger": sections.ledger_part(why, data.rank_ledger),
         "ranks": live.ranks if live else "",
-        "causes": "" if live else sections.causes_part(data.why),
-        "applied": sections.applied_part(data.run),
-        "plan": sections.plan_part(data.plan),
-        "hang": hang_part(data.why.get("hang")),
-        "machines": machines_part(data.why.get("machines")),
-        "stragglers": sections.straggler_part(data.why),
+        "causes": "" if live else sections.causes_part(why),
+        "applied": sections.applied_part(run),
+        "plan": sections.plan_part(PlanAnswer.of(data.plan)),
+        "hang": hang_part(why.hang),
+        "machines": machines_part(why.machines),
+        "stragglers": sections.straggler_part(why),
         "steps": frames.steps_part(payload["steps"], wanted=data.step_s is not None),
         "shares": frames.shares_part(payload["shares"]),
         "timeline": frames.timeline_part(payload["timelines"]),
         "heat": frames.heat_part(heats, payload["heat"]),
         "host": host_part(data.host),
-        "failure": sections.traceback_part(data.run),
+        "failure": sections.traceback_part(run),
         "facts": sections.facts_part(data.facts),
     }
     shown = {name: markup for name, markup in parts.items() if markup}
@@ -165,8 +167,9 @@ def page(data: ReportData, live: Live | None = None) -> str:
 
 def head_part(data: ReportData, headline: str = "") -> str:
     """Return the verdict, or the `headline` in its place, and the key figures."""
-    first = f"<h1>{text(headline)}</h1>" if headline else sections.verdict_part(data.why)
-    return f'<div id="head">{first}{sections.key_figures(data.why, data.run)}</div>'
+    why = Why.of(data.why)
+    first = f"<h1>{text(headline)}</h1>" if headline else sections.verdict_part(why)
+    return f'<div id="head">{first}{sections.key_figures(why, RunAnswer.of(data.run))}</div>'
 
 
 FOOTERS = ("This file is complete: it loads nothing.", "Figures are estimates until the run has ended.")
@@ -231,7 +234,7 @@ def _ranks(data: ReportData) -> Sequence[int]:
 
 def _heat_maps(data: ReportData) -> list[HeatMap]:
     given = list(data.heat_maps)
-    found = None if given else worker_heat_map(data.why.get("straggler") or {})
+    found = None if given else worker_heat_map(Why.of(data.why).straggler)
     return [heat for heat in ([*given, found] if found else given) if heat.values.size]
 
 

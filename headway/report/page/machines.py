@@ -3,9 +3,9 @@
 The heat maps come from `headway.ledger.jobs.machines.MachineTimes`, the text from
 the `machines` entry of a `headway.why/2` object.
 
->>> entry = {"machines": 4, "basis": "peers", "slowdown": {"a": 1.0, "b": 1.0, "c": 1.01, "d": 1.4}, "outliers": [
-...     {"machine": "d", "ranks": [6, 7], "slowdown": 1.4, "sigmas": 40.0, "lost_s": 3.2}]}
->>> machine_lines(entry)[0]
+>>> slow = {"machine": "d", "ranks": [6, 7], "slowdown": 1.4, "sigmas": 40.0, "lost_s": 3.2}
+>>> entry = {"slowdown": {"a": 1.0, "b": 1.0, "c": 1.01, "d": 1.4}, "outliers": [slow]}
+>>> machine_lines(MachinesRow.of(entry))[0]
 'd computes 1.40x as long as its peers (2 ranks): the job waited for it 3.20 s at most'
 """
 
@@ -14,7 +14,8 @@ from __future__ import annotations
 import numpy as np
 
 from headway.ledger.jobs.machines import BASES, LEAST_MACHINES, MachineTimes
-from headway.report.figures import Json, clean, count, device_seconds, finite, plural, speedup
+from headway.report.answers import MachinesRow
+from headway.report.figures import clean, count, device_seconds, finite, plural, speedup
 from headway.report.page.charts import HeatMap
 from headway.report.page.sections import section, text
 
@@ -22,15 +23,15 @@ MOST_OUTLIERS = 5
 """Machines named; the rest is counted."""
 
 
-def machine_lines(entry: Json) -> list[str]:
+def machine_lines(entry: MachinesRow) -> list[str]:
     """Return one sentence per machine that stands out, or the one that says none does; [] where too few compare."""
-    known = {str(name): value for name, raw in (entry.get("slowdown") or {}).items() if (value := finite(raw))}
+    known = {name: value for name, raw in entry.slowdown.items() if (value := finite(raw))}
     if len(known) < LEAST_MACHINES:
         return []
-    odd = entry.get("outliers") or []
+    odd = entry.outliers
     lines = [
-        f"{clean(row['machine'])} computes {speedup(row['slowdown'])} as long as its peers "
-        f"({plural(len(row['ranks']), 'rank')}): the job waited for it {device_seconds(row['lost_s'])} at most"
+        f"{clean(row.machine)} computes {speedup(row.slowdown)} as long as its peers "
+        f"({plural(len(row.ranks), 'rank')}): the job waited for it {device_seconds(row.lost_s)} at most"
         for row in odd[:MOST_OUTLIERS]
     ]
     if len(odd) > MOST_OUTLIERS:
@@ -41,11 +42,11 @@ def machine_lines(entry: Json) -> list[str]:
     return lines
 
 
-def machines_part(entry: Json | None) -> str:
+def machines_part(entry: MachinesRow) -> str:
     """Return the sentences as a section of the page, '' without machines."""
-    lines = machine_lines(entry or {})
+    lines = machine_lines(entry)
     body = "".join(f"<li>{text(line)}</li>" for line in lines)
-    lead = f"Mean forward and backward time, {BASES.get(str((entry or {}).get('basis')), '')}." if lines else ""
+    lead = f"Mean forward and backward time, {BASES.get(entry.basis, '')}." if lines else ""
     return section("machines", "Machines", lead, f"<ul>{body}</ul>" if lines else "")
 
 

@@ -13,7 +13,8 @@ True
 
 from __future__ import annotations
 
-from headway.report.figures import BUCKET_STYLES, Json, device_seconds, finite, gain_words, named_causes, verdict
+from headway.report.answers import CauseRow, Json, RunAnswer, Why
+from headway.report.figures import BUCKET_STYLES, device_seconds, finite, gain_words, named_causes, verdict
 from headway.report.page import sections
 from headway.report.page.html import asset
 from headway.report.page.sections import text
@@ -25,18 +26,18 @@ DARK_PAGES = "body[data-jp-theme-light=false]", "body.vscode-dark", "html[theme=
 """How JupyterLab, Visual Studio Code and Colab mark a dark page."""
 
 
-def fragment(why: Json) -> str:
+def fragment(answer: Json) -> str:
     """Return the markup of a `headway.why/2` object: verdict, key figures, ledger, largest causes, next command."""
-    answer = verdict(why)
-    gain = f' <span class="gain">Predicted {text(answer.gain)} the steps per second.</span>' if answer.gain else ""
-    parts = [f'<div class="title">{text(answer.sentence)}</div>']
-    if answer.fix:
-        parts.append(f'<p class="remedy"><b>Fix:</b> {text(answer.fix.rstrip("."))}.{gain}</p>')
-    parts += [sections.key_figures(why, None), sections.ledger_table(why), _causes(why)]
-    parts += [f'<p class="note">{text(note)}</p>' for note in why.get("notes") or ()]
-    command = (why.get("verdict") or {}).get("command")
-    if command:
-        parts.append(f'<p class="note">Next, in a terminal: <code>{text(command)}</code></p>')
+    why = Why.of(answer)
+    found = verdict(why)
+    gain = f' <span class="gain">Predicted {text(found.gain)} the steps per second.</span>' if found.gain else ""
+    parts = [f'<div class="title">{text(found.sentence)}</div>']
+    if found.fix:
+        parts.append(f'<p class="remedy"><b>Fix:</b> {text(found.fix.rstrip("."))}.{gain}</p>')
+    parts += [sections.key_figures(why, RunAnswer()), sections.ledger_table(why), _causes(why)]
+    parts += [f'<p class="note">{text(note)}</p>' for note in why.notes]
+    if why.verdict.command:
+        parts.append(f'<p class="note">Next, in a terminal: <code>{text(why.verdict.command)}</code></p>')
     return f'<div class="headway"><style>{style()}</style>{"".join(parts)}</div>'
 
 
@@ -52,18 +53,17 @@ def style() -> str:
     return f"{asset('notebook.css')}{light}{dark}{good}"
 
 
-def _causes(why: Json) -> str:
+def _causes(why: Why) -> str:
     """Return the largest causes that are worth naming, one line each and their fix."""
     causes = named_causes(why)[:MOST_CAUSES]
     rows = "".join(_cause(cause) for cause in causes)
     return f"<ol>{rows}</ol>" if rows else ""
 
 
-def _cause(cause: Json) -> str:
-    name = str(cause.get("cause", ""))
-    lost = f"{device_seconds(cause.get('lost_device_s'))} lost"
-    gain = f", {gain_words(cause)}" if finite(cause.get("predicted_speedup")) is not None else ""
-    lines = "".join(
-        f'<div class="dim">{text(cause[key])}</div>' for key in ("where", "evidence", "fix") if cause.get(key)
-    )
-    return f"<li>{sections.swatch(name.partition('.')[0])}<b>{text(name)}</b> {text(lost + gain)}{lines}</li>"
+def _cause(cause: CauseRow) -> str:
+    lost = f"{device_seconds(cause.lost_device_s)} lost"
+    gain = f", {gain_words(cause)}" if finite(cause.predicted_speedup) is not None else ""
+    said = (line for line in (cause.where, cause.evidence, cause.fix) if line)
+    lines = "".join(f'<div class="dim">{text(line)}</div>' for line in said)
+    head = f"{sections.swatch(cause.cause.partition('.')[0])}<b>{text(cause.cause)}</b>"
+    return f"<li>{head} {text(lost + gain)}{lines}</li>"

@@ -14,21 +14,21 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from headway.core.units import format_rate
 from headway.ledger.kinds.buckets import ONCE_PER_RUN, SUB_LINES
+from headway.report.answers import CauseRow, PlanAnswer, ProposalRow, RunAnswer, Why
 from headway.report.figures import (
     BUCKET_STYLES,
     STARTS_SHOW,
-    Json,
     clean,
     count,
     device_seconds,
     ending,
     finite,
     gain_words,
-    interval,
     is_win,
     named_causes,
     percent,
@@ -37,11 +37,11 @@ from headway.report.figures import (
     seconds,
     share,
     speedup,
-    total_device_s,
     verdict,
 )
 from headway.report.page.charts import HeatMap
 from headway.report.screens import WHOLE_PLAN, applied, by_hand, nothing_to_apply, prediction_error
+from headway.trace.events.active_settings import AppliedRow
 
 MILD_SLOWDOWN = 1.1
 """A heat map's darkest colour stands for at least this slowdown, so that noise stays pale."""
@@ -81,88 +81,80 @@ def _rect(bucket: str, left: float, width: float, height: int, hint: str = "") -
     return f'<rect class="b-{known}" {box}>{title}</rect>{stripes}'
 
 
-def verdict_part(why: Json) -> str:
+def verdict_part(why: Why) -> str:
     """Return the headline, the fix, the user's own edit and the next command of a `headway.why/2` object."""
     answer = verdict(why)
     gain = f' <span class="gain">Predicted {text(answer.gain)} the steps per second.</span>' if answer.gain else ""
     gain += f' <span class="badge {answer.confidence.replace(" ", "-")}">{answer.confidence}</span>'
     remedy = f'<p class="remedy"><b>Fix:</b> {text(answer.fix.rstrip("."))}.{gain}</p>' if answer.fix else ""
-    copies = [("In the script", answer.script), ("Next", str((why.get("verdict") or {}).get("command") or ""))]
+    copies = [("In the script", answer.script), ("Next", why.verdict.command)]
     blocks = "".join(
         f'<div class="copy"><span>{label}</span><code>{text(line)}</code></div>' for label, line in copies if line
     )
     return f"<h1>{text(answer.sentence).replace(' x ', ' × ')}</h1>{remedy}{blocks}"
 
 
-def key_figures(why: Json, run: Json | None) -> str:
+def key_figures(why: Why, run: RunAnswer) -> str:
     """Return the row of ratios under the verdict; what is not known is left out.
 
     Replay error is the distance of `fidelity` (replayed over measured, or the
     reverse) from 1.
     """
-    rate = finite((run or {}).get("steps_per_s"))
-    fidelity = finite(why.get("fidelity"))
-    slowdown = finite((why.get("straggler") or {}).get("slowdown"))
-    whole = [row for row in (run or {}).get("applied") or () if row.get("name") == WHOLE_PLAN]
+    rate, fidelity = finite(run.steps_per_s), finite(why.fidelity)
     rows = [
-        ("Devices", count(why.get("devices"))),
-        ("Wall time", seconds(why.get("wall_s"))),
-        ("Steps", count(why.get("steps"))),
+        ("Devices", count(why.devices)),
+        ("Wall time", seconds(why.wall_s)),
+        ("Steps", count(why.steps)),
         ("Steps per second", format_rate(rate) if rate is not None else "-"),
-        ("Speedup", speedup(next((row.get("measured_speedup") for row in whole), None))),
-        ("Goodput", percent(why.get("goodput"))),
-        ("Goodput in steps", percent(why.get("step_goodput"))),
-        ("MFU", percent((why.get("mfu") or {}).get("mfu"))),
-        ("Straggler slowdown", speedup(slowdown)),
-        ("Coverage", percent(why.get("coverage"))),
+        ("Speedup", speedup(next((row.measured_speedup for row in run.applied if row.name == WHOLE_PLAN), None))),
+        ("Goodput", percent(why.goodput)),
+        ("Goodput in steps", percent(why.step_goodput)),
+        ("MFU", percent(why.mfu and why.mfu.mfu)),
+        ("Straggler slowdown", speedup(why.straggler and why.straggler.slowdown)),
+        ("Coverage", percent(why.coverage)),
         ("Replay error", percent(abs(fidelity - 1)) if fidelity is not None else "-"),
     ]
     known = "".join(f"<div><dt>{name}</dt><dd>{text(value)}</dd></div>" for name, value in rows if value != "-")
     return f'<dl class="figures">{known}</dl>'
 
 
-def ledger_part(why: Json, rank_ledger: Mapping[int, Mapping[str, float]]) -> str:
+def ledger_part(why: Why, rank_ledger: Mapping[int, Mapping[str, float]]) -> str:
     """Return the ledger: bars per rank where known, then the table of buckets and sub-lines.
 
     `rank_ledger` maps rank -> bucket -> device-seconds; without it one bar
     stands for all devices. Notes of the ledger follow the table.
     """
-    ledger = {name: finite(value) or 0.0 for name, value in (why.get("ledger") or {}).items()}
-    if not any(ledger.values()):
+    if not any(why.ledger.values()):
         return ""
-    stacks = _stacks(ledger, rank_ledger)
-    total = f"{device_seconds(total_device_s(why))[:-2]} device-seconds"
+    stacks = _stacks(why.ledger, rank_ledger)
+    total = f"{device_seconds(why.total_device_s)[:-2]} device-seconds"
     lead = (
         f"Every nanosecond of every device is in exactly one bucket; together they are {total} "
-        f"({plural(why.get('devices'), 'device')} x {seconds(why.get('wall_s'))})."
+        f"({plural(why.devices, 'device')} x {seconds(why.wall_s)})."
     )
     usual = _usual_basis(why)
     lead += f" Basis: {usual}." if usual not in ("", "measured", "recorded") else ""
-    notes = "".join(f'<p class="note">{text(note)}</p>' for note in why.get("notes") or ())
+    notes = "".join(f'<p class="note">{text(note)}</p>' for note in why.notes)
     return section("ledger", "Where the time went", lead, f"{stacks}{ledger_table(why)}{notes}")
 
 
-def ledger_table(why: Json) -> str:
+def ledger_table(why: Why) -> str:
     """Return the table of buckets and sub-lines, '' where nothing was booked."""
-    ledger = {name: finite(value) or 0.0 for name, value in (why.get("ledger") or {}).items()}
-    if not any(ledger.values()):
+    largest = max(why.ledger.values(), default=0.0)
+    if not largest:
         return ""
-    rows = "".join(_bucket_rows(why, bucket, amount, max(ledger.values())) for bucket, amount in ledger.items())
+    rows = "".join(_bucket_rows(why, bucket, amount, largest) for bucket, amount in why.ledger.items())
     head = '<tr><th>Bucket</th><th class="n">Device time</th><th class="n">Share</th><th class="bar"></th></tr>'
     return f'<table class="ledger">{head}{rows}</table>'
 
 
-def _bucket_rows(why: Json, bucket: str, amount: float, largest: float) -> str:
+def _bucket_rows(why: Why, bucket: str, amount: float, largest: float) -> str:
     """Return the table rows of one bucket and its sub-lines, '' when it is empty."""
     if amount <= 0 and bucket != "unknown":
         return ""
-    total_s = total_device_s(why)
-    subs = {
-        str(name): value
-        for name, raw in (why.get("sub") or {}).items()
-        if str(name).startswith(f"{bucket}.") and (value := finite(raw) or 0.0) >= 0.0005 * total_s
-    }
-    basis = (why.get("basis") or {}).get(bucket)
+    total_s = why.total_device_s
+    subs = {n: value for n, value in why.sub.items() if n.startswith(f"{bucket}.") and value >= 0.0005 * total_s}
+    basis = why.basis.get(bucket)
     how = f' <span class="dim">({text(basis)})</span>' if basis and basis != _usual_basis(why) else ""
     if len(subs) == 1 and next(iter(subs.values())) > 0.98 * amount:
         how = f' <span class="dim">{text(subs.popitem()[0].removeprefix(f"{bucket}."))}</span>{how}'
@@ -178,10 +170,9 @@ def _bucket_rows(why: Json, bucket: str, amount: float, largest: float) -> str:
     return "".join(rows)
 
 
-def _usual_basis(why: Json) -> str:
+def _usual_basis(why: Why) -> str:
     """Return how most of the non-empty buckets were obtained, '' when that is not said."""
-    ledger = why.get("ledger") or {}
-    said = [str(how) for bucket, how in (why.get("basis") or {}).items() if finite(ledger.get(bucket))]
+    said = [how for bucket, how in why.basis.items() if why.ledger.get(bucket)]
     return max(said, key=said.count, default="")
 
 
@@ -244,51 +235,47 @@ def legend(buckets: Sequence[str]) -> str:
     return f'<ul class="legend">{"".join(f"<li>{swatch(b)}{text(b)}</li>" for b in buckets)}</ul>'
 
 
-def causes_part(why: Json) -> str:
+def causes_part(why: Why) -> str:
     """Return the ranked causes of a `headway.why/2` object that are worth naming, all of them, in its order."""
     causes = named_causes(why)
     if not causes:
         return ""
-    rows = "".join(_cause(place, cause, total_device_s(why)) for place, cause in enumerate(causes, 1))
-    replayed = any(finite(cause.get("predicted_speedup")) is not None for cause in causes)
+    rows = "".join(_cause(place, cause, why.total_device_s) for place, cause in enumerate(causes, 1))
+    replayed = any(finite(cause.predicted_speedup) is not None for cause in causes)
     lost = "what a run without the cause would have won, found by replaying it" if replayed else "as booked"
     lead = f"Lost time is {lost}; causes may overlap and need not add up."
     return section("causes", "What lost it, and what wins it back", lead, f'<ol class="causes">{rows}</ol>')
 
 
-def _cause(place: int, cause: Json, total_s: float) -> str:
+def _cause(place: int, cause: CauseRow, total_s: float) -> str:
     """Return one ranked cause: name, seconds lost, predicted gain; below them what is known of it."""
-    name = str(cause.get("cause", ""))
     style = "gain" if is_win(cause) else "dim"
-    lost = f"{device_seconds(cause.get('lost_device_s'))} lost, {percent(share(cause.get('lost_device_s'), total_s))}"
+    lost = f"{device_seconds(cause.lost_device_s)} lost, {percent(share(cause.lost_device_s, total_s))}"
     facts = "".join(
-        f'<dt>{label}</dt><dd class="{label.lower()}">{text(cause[key])}</dd>'
-        for label, key in (("Where", "where"), ("Evidence", "evidence"), ("Fix", "fix"))
-        if cause.get(key)
+        f'<dt>{label}</dt><dd class="{label.lower()}">{text(said)}</dd>'
+        for label, said in (("Where", cause.where), ("Evidence", cause.evidence), ("Fix", cause.fix))
+        if said
     )
-    if cause.get("script"):
-        facts += f'<dt>Edit</dt><dd class="edit"><code>{text(cause["script"])}</code></dd>'
+    if cause.script:
+        facts += f'<dt>Edit</dt><dd class="edit"><code>{text(cause.script)}</code></dd>'
+    name = f"{swatch(cause.cause.partition('.')[0])}{text(cause.cause)}"
     head = (
-        f'<div class="head"><h3>{swatch(name.partition(".")[0])}{text(name)}</h3><span class="lost">{text(lost)}</span>'
+        f'<div class="head"><h3>{name}</h3><span class="lost">{text(lost)}</span>'
         f'<span class="won {style}">{text(gain_words(cause))}</span></div>'
     )
     return f'<li><span class="place">{place}</span><div>{head}<dl>{facts}</dl></div></li>'
 
 
-def applied_part(run: Json | None) -> str:
+def applied_part(run: RunAnswer) -> str:
     """Return predicted beside measured for every remedy of an applied plan.
 
     All pictures share one axis of speedups that holds 1 and every value; refused
     remedies are named below with their reason.
     """
-    rows = list((run or {}).get("applied") or ())
-    if not rows:
+    if not run.applied:
         return ""
-    done = applied(rows)
-    refused = [row for row in rows if row.get("reason_not_applied")]
-    known = [
-        v for r in done for v in (r.get("predicted_speedup"), r.get("measured_speedup"), *(r.get("interval") or ()))
-    ]
+    done = applied(run.applied)
+    known = [value for row in done for value in (row.predicted_speedup, row.measured_speedup, *(row.interval or ()))]
     values = [v for raw in known if (v := finite(raw)) is not None]
     low, high = min([*values, 1.0]), max([*values, 1.0])
     pad = 0.06 * (high - low) or 0.1
@@ -299,35 +286,35 @@ def applied_part(run: Json | None) -> str:
     )
     table = f'<div class="scroll"><table class="ledger">{head}{body}</table></div>' if done else ""
     notes = "".join(
-        f'<p class="note"><span class="mono">{text(r.get("name"))}</span> was not applied: '
-        f"{text(r['reason_not_applied'])}.</p>"
-        for r in refused
+        f'<p class="note"><span class="mono">{text(row.name)}</span> was not applied: '
+        f"{text(row.reason_not_applied)}.</p>"
+        for row in run.applied
+        if row.reason_not_applied
     )
-    baseline = clean((run or {}).get("baseline") or "")
-    lead = f"Steps per second against {baseline}." if baseline else "Steps per second against the run before."
+    lead = f"Steps per second against {clean(run.baseline) or 'the run before'}."
     return section("applied", "Predicted and measured", lead, table + notes)
 
 
-def _applied_row(row: Json, axis: tuple[float, float]) -> str:
+def _applied_row(row: AppliedRow, axis: tuple[float, float]) -> str:
     """Return the table row of one applied remedy; the row of the whole plan is set in bold."""
     error = prediction_error(row)
     off = "-" if error is None else f"{100 * error:+.1f} %"
-    total = ' class="total"' if row.get("name") == WHOLE_PLAN else ""
+    total = ' class="total"' if row.name == WHOLE_PLAN else ""
     return (
-        f'<tr{total}><td class="mono">{text(row.get("name"))}</td><td class="n">{text(predicted(row))}</td>'
-        f'<td class="n">{speedup(row.get("measured_speedup"))}</td><td class="n">{off}</td>'
+        f'<tr{total}><td class="mono">{text(row.name)}</td><td class="n">{text(predicted(row))}</td>'
+        f'<td class="n">{speedup(row.measured_speedup)}</td><td class="n">{off}</td>'
         f'<td class="bar">{_gain_picture(row, axis)}</td></tr>'
     )
 
 
-def _gain_picture(row: Json, axis: tuple[float, float]) -> str:
+def _gain_picture(row: AppliedRow, axis: tuple[float, float]) -> str:
     """Return the predicted interval as a line, the prediction as a tick on it, the measurement as a dot."""
     marks = [_upright(1.0, axis, "0", "18", 'stroke="var(--rule)"')]
-    bounds = [v for raw in row.get("interval") or () if (v := finite(raw)) is not None]
+    bounds = [v for raw in row.interval or () if (v := finite(raw)) is not None]
     if len(bounds) == 2:
         ends = f'x1="{_at(bounds[0], axis)}" x2="{_at(bounds[1], axis)}" y1="9" y2="9"'
         marks.append(f'<line {ends} stroke="var(--accent)" stroke-width="3" stroke-opacity=".45"/>')
-    expected, measured = finite(row.get("predicted_speedup")), finite(row.get("measured_speedup"))
+    expected, measured = finite(row.predicted_speedup), finite(row.measured_speedup)
     if expected is not None:
         marks.append(_upright(expected, axis, "3", "15", 'stroke="var(--accent)" stroke-width="2"'))
     if measured is not None:
@@ -345,57 +332,50 @@ def _upright(value: float, axis: tuple[float, float], y1: str, y2: str, stroke: 
     return f'<line x1="{_at(value, axis)}" x2="{_at(value, axis)}" y1="{y1}" y2="{y2}" {stroke}/>'
 
 
-def plan_part(plan: Json | None) -> str:
+def plan_part(plan: PlanAnswer) -> str:
     """Return the proposals of every room, chosen ones marked."""
-    proposals = list((plan or {}).get("proposals") or ())
-    if plan is None or not proposals:
+    if not plan.proposals:
         return ""
-    chosen = {str(c.get("name") if isinstance(c, Mapping) else c) for c in plan.get("chosen") or ()}
-    rows = "".join(_proposal(row, str(row.get("name")) in chosen) for row in proposals)
+    rows = "".join(_proposal(row, row.name in plan.chosen) for row in plan.proposals)
     head = (
         '<tr><th></th><th>Proposal</th><th class="n">Predicted</th><th>Applied by</th><th>Cost</th><th>Risk</th></tr>'
     )
-    bounds = interval(plan.get("interval"))
-    together = speedup(plan.get("predicted_speedup")) + (f" ({bounds})" if bounds else "")
-    lead = (
-        f"The chosen ones (✓) together: predicted {together} the steps per second."
-        if chosen
-        else f"{nothing_to_apply(plan)}{by_hand(plan)}"
-    )
+    lead = f"{nothing_to_apply(plan)}{by_hand(plan)}"
+    if plan.chosen:
+        lead = f"The chosen ones (✓) together: predicted {predicted(plan)} the steps per second."
     return section("plan", "Plan", lead, f'<div class="scroll"><table class="proposals">{head}{rows}</table></div>')
 
 
-def _proposal(row: Json, chosen: bool) -> str:
+def _proposal(row: ProposalRow, chosen: bool) -> str:
     """Return the table row of one proposal: who applies it, what it costs and risks."""
-    by = "headway" if row.get("applies") else "you"
+    by = "headway" if row.applies else "you"
     style = ' class="chosen"' if chosen else ""
-    cells = "".join(f"<td>{text(row.get(key) or '-')}</td>" for key in ("cost", "risk"))
+    cells = "".join(f"<td>{text(said or '-')}</td>" for said in (row.cost, row.risk))
     return (
-        f'<tr{style}><td>{"✓" if chosen else ""}</td><td class="mono">{text(row.get("name"))}</td>'
+        f'<tr{style}><td>{"✓" if chosen else ""}</td><td class="mono">{text(row.name)}</td>'
         f'<td class="n">{text(predicted(row))}</td><td>{by}</td>{cells}</tr>'
     )
 
 
-def straggler_part(why: Json) -> str:
+def straggler_part(why: Why) -> str:
     """Return the what-if analysis of an operation trace: shares explained, slowdowns by group and by step.
 
     A group's slowdown is that of a job in which only this group keeps its
     observed durations (`S_g`); 1 = costs nothing.
     """
-    report: dict[str, Any] = dict(why.get("straggler") or {})
-    if not report:
+    report = why.straggler
+    if report is None:
         return ""
-    slowdown, waste = speedup(report.get("slowdown")), percent(report.get("waste"))
+    slowdown, waste = speedup(report.slowdown), percent(report.waste)
     lead = (
         f"Without stragglers the job would run {slowdown} as fast; {waste} of the time is wasted. The slowest workers "
-        f"explain {percent(report.get('M_W'))} of it (M_W), the last stage {percent(report.get('M_S'))} (M_S)."
+        f"explain {percent(report.m_w)} of it (M_W), the last stage {percent(report.m_s)} (M_S)."
     )
-    by = report.get("by") or {}
     tables = "".join(
-        _groups(heading, by.get(key) or {})
+        _groups(heading, report.by.get(key, {}))
         for heading, key in (("By operation", "optype"), ("By data-parallel rank", "dp"), ("By pipeline stage", "pp"))
     )
-    body = f'<div class="groups">{tables}</div>{_step_slowdowns(report.get("step_slowdown") or {})}'
+    body = f'<div class="groups">{tables}</div>{_step_slowdowns(report.step_slowdown)}'
     return section("stragglers", "Stragglers", lead, body)
 
 
@@ -488,12 +468,13 @@ def _fact(value: Any) -> str:
     return text(value)
 
 
-def traceback_part(run: Json | None) -> str:
+def traceback_part(run: RunAnswer) -> str:
     """Return the first failing rank's traceback, verbatim but for characters that cannot be printed."""
-    end = (run or {}).get("exit") or {}
-    if not end.get("traceback"):
+    end = run.exit
+    if end is None or not end.traceback:
         return ""
     lines = "\n".join(
-        html.escape("".join(c if c.isprintable() else " " for c in line)) for line in str(end["traceback"]).splitlines()
+        html.escape("".join(c if c.isprintable() else " " for c in line)) for line in end.traceback.splitlines()
     )
-    return section("failure", "How it failed", ending({**end, "traceback": ""}), f"<pre>{lines}</pre>")
+    said = ending(msgspec.structs.replace(end, traceback=None))
+    return section("failure", "How it failed", said, f"<pre>{lines}</pre>")

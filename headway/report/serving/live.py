@@ -19,6 +19,7 @@ from typing import Any
 from headway.core.units import NS_PER_S, format_rate
 from headway.ledger.kinds.buckets import BUCKETS
 from headway.ledger.live.live_ledger import LiveFigures, LiveSeries, RankState
+from headway.report.answers import Why
 from headway.report.figures import count, plural, seconds
 from headway.report.page import frames, sections
 from headway.report.page.charts import MOST_LINES, share_chart, step_chart
@@ -96,7 +97,7 @@ def live_parts(view: LiveView) -> dict[str, str]:
     parts = {
         "live-now": _now(view),
         "head": head_part(data, _headline(view)),
-        "ledger": sections.ledger_part(data.why, data.rank_ledger),
+        "ledger": sections.ledger_part(Why.of(data.why), data.rank_ledger),
         "ranks": _ranks(view),
     }
     return {name: markup for name, markup in parts.items() if markup}

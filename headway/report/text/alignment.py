@@ -4,7 +4,8 @@ Takes the object that the verb prints with `--json`. Offsets in seconds with
 their unit, drift in ppm, residuals in us.
 
 >>> rank = {"rank": 1, "host": "b", "offset_ns": -900, "drift_ppm": 1.5, "residual_us": 0.25, "moved_us": 0.0}
->>> print(render_alignment({"ranks": [rank], "violations_before": 2, "violations": 0, "meetings": 9}, width=69))
+>>> print(render_alignment({"ranks": [rank], "violations_before": 2, "violations": 0, "meetings": 9, "steps": []},
+...                        width=69))
 headway trace align
 <BLANKLINE>
   9 collectives and messages matched. Ends before what they waited
@@ -24,7 +25,8 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.core.units import NS_PER_S, format_seconds
-from headway.report.figures import Json, clean, count, finite
+from headway.report.answers import Json
+from headway.report.figures import clean, count, finite
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, title
 
 SHOWN = 32
@@ -32,33 +34,29 @@ SHOWN = 32
 
 
 def render_alignment(answer: Json, *, source: str = "", target: str = "", **screen: Unpack[ScreenOptions]) -> str:
-    """Return the screen of a `headway.trace-align/1` object.
-
-    Reads `ranks` (rank, host, offset_ns, drift_ppm, residual_us, moved_us), `meetings`, `skipped`, `steps`,
-    `violations_before`, `violations` and `shortfall_us`.
-    """
+    """Return the screen of a `headway.trace-align/1` object, of `Alignment.to_json`."""
     parts: list[RenderableType] = [title("headway trace align", source, width=screen.get("width", 88)), ""]
-    before, after = answer.get("violations_before"), answer.get("violations")
+    before, after = answer["violations_before"], answer["violations"]
     parts.append(
         paragraph(
-            f"{count(answer.get('meetings'))} collectives and messages matched. "
+            f"{count(answer['meetings'])} collectives and messages matched. "
             f"Ends before what they waited for: {count(before)} before, {count(after)} after."
         )
     )
     if before == 0:
         parts.append(paragraph("The clocks as recorded agree already: the offsets are informational.", style="dim"))
-    for step in list(answer.get("steps") or ())[:SHOWN]:
+    for step in answer["steps"][:SHOWN]:
         size = format_seconds(abs(float(step["by_us"])) / 1e6)
         way = "forward" if step["by_us"] > 0 else "back"
         parts.append(paragraph(f"The clock of rank {int(step['rank'])} was set {way} by {size} while it recorded."))
     if after:
-        worst = format_seconds(float(answer.get("shortfall_us") or 0.0) / 1e6)
-        aside = count(answer.get("set_aside") or 0)
+        worst = format_seconds(float(answer["shortfall_us"]) / 1e6)
+        aside = count(answer["set_aside"])
         text = (
             f"No clocks fulfil their order. {aside} records were set aside; what is left misses it by {worst} at most."
         )
         parts.append(paragraph(text, style="bold red"))
-    rows = list(answer.get("ranks") or ())
+    rows = answer["ranks"]
     parts += ["", _table(_farthest(rows))]
     if len(rows) > SHOWN:
         parts += ["", paragraph(f"{len(rows) - SHOWN} more ranks: see --json.", style="dim")]
@@ -74,18 +72,18 @@ def _farthest(rows: Sequence[Json]) -> list[Json]:
 
 
 def _table(rows: Sequence[Json]) -> Table:
-    hosts = any(row.get("host") for row in rows)
+    hosts = any(row["host"] for row in rows)
     table = grid("right", "left", "right", "right", "right", "right")
     add_row(table, "rank", "host" if hosts else "", "offset", "drift", "residual", "moved", style="dim")
     for row in rows:
-        drift, moved = finite(row.get("drift_ppm")), finite(row.get("moved_us"))
+        drift, moved = finite(row["drift_ppm"]), finite(row["moved_us"])
         add_row(
             table,
             str(row["rank"]),
-            clean(row.get("host") or ""),
+            clean(row["host"]),
             _signed(int(row["offset_ns"])),
             f"{drift:+.3g} ppm" if drift else "-",
-            _time(finite(row.get("residual_us"))),
+            _time(finite(row["residual_us"])),
             _time(moved) if moved else "-",
         )
     return table

@@ -15,14 +15,14 @@ percent of devices x wall.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Unpack
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from headway.report.answers import CauseRow, Json, StragglerRow, Why
 from headway.report.figures import (
-    Json,
     bucket_style,
     clean,
     count,
@@ -37,7 +37,6 @@ from headway.report.figures import (
     seconds,
     share,
     speedup,
-    total_device_s,
     verdict,
 )
 from headway.report.paper import (
@@ -95,39 +94,40 @@ BASIS_PHRASES: dict[str, str] = {
 """How a bucket was obtained -> how that is said; anything else is said as it stands."""
 
 
-def render_why(why: Json, *, source: str = "", **screen: Unpack[ScreenOptions]) -> str:
+def render_why(answer: Json, *, source: str = "", **screen: Unpack[ScreenOptions]) -> str:
     """Return the screen of a `headway.why/2` object; `source` is the run or trace as the user named it."""
-    width, unicode = screen.get("width", 88), screen.get("unicode", True)
+    why, width, unicode = Why.of(answer), screen.get("width", 88), screen.get("unicode", True)
     parts: list[RenderableType] = [_head(why, source, width), "", *_verdict(why)]
-    if any((why.get("ledger") or {}).values()):
+    if any(why.ledger.values()):
         parts += ["", *_ledger(why, width, unicode)]
-    if why.get("straggler"):
-        parts += ["", *_straggler(why["straggler"])]
+    if why.straggler:
+        parts += ["", *_straggler(why.straggler)]
     parts += _causes(why)
     lines = job_lines(why)
     if lines:
         parts += ["", Text("  The job", style="bold"), *(paragraph(line) for line in lines)]
-    return draw([*parts, *next_of(why)], **screen)
+    return draw([*parts, *next_of(why.verdict.command)], **screen)
 
 
-def render_hints(why: Json, *, reason: str, source: str = "", **screen: Unpack[ScreenOptions]) -> str:
+def render_hints(answer: Json, *, reason: str, source: str = "", **screen: Unpack[ScreenOptions]) -> str:
     """Return the screen of `headway plan` where nothing can be predicted: why, and what to do about each cause."""
+    why = Why.of(answer)
     parts: list[RenderableType] = [
         title("headway plan", clean(source), width=screen.get("width", 88)), "",
         paragraph(f"No predictions, and no plan: {clean(reason)}", style="bold"),
-        *_causes(why), *next_of(why),
+        *_causes(why), *next_of(why.verdict.command),
     ]  # fmt: skip
     return draw(parts, **screen)
 
 
-def _head(why: Json, source: str, width: int) -> Table:
+def _head(why: Why, source: str, width: int) -> Table:
     """Return the first line: the verb; source, devices, steps and wall at the right edge."""
-    steps = plural(why.get("steps"), "step") if why.get("steps") is not None else ""
-    aside = joined([clean(source), plural(why.get("devices"), "device"), steps, seconds(why.get("wall_s"))])
+    steps = plural(why.steps, "step") if why.steps is not None else ""
+    aside = joined([clean(source), plural(why.devices, "device"), steps, seconds(why.wall_s)])
     return title("headway why", aside, width=width)
 
 
-def _verdict(why: Json) -> list[RenderableType]:
+def _verdict(why: Why) -> list[RenderableType]:
     """Return the sentence, and below it the fix with its predicted gain."""
     answer = verdict(why)
     parts: list[RenderableType] = [paragraph(answer.sentence, style="bold")]
@@ -137,10 +137,9 @@ def _verdict(why: Json) -> list[RenderableType]:
     return parts
 
 
-def _ledger(why: Json, width: int, unicode: bool) -> list[RenderableType]:
+def _ledger(why: Why, width: int, unicode: bool) -> list[RenderableType]:
     """Return the bar table: buckets that hold anything, sub-lines below them, bars to the scale of the largest."""
-    total_s = total_device_s(why)
-    ledger: dict[str, float] = {b: finite(v) or 0.0 for b, v in why["ledger"].items()}
+    total_s, ledger = why.total_device_s, why.ledger
     largest = max(ledger.values()) or 1.0
     bar_columns = max(8, width - 44)
     table = grid("left", "right", "right", "fill", gap=2)
@@ -159,39 +158,35 @@ def _ledger(why: Json, width: int, unicode: bool) -> list[RenderableType]:
     heading = Text.assemble(
         "  ", ("Where ", "bold"), (f"{device_seconds(total_s)[:-2]} device-seconds", "bold"), (" went", "bold")
     )
-    return [heading, table, *_footnotes(why, ledger)]
+    return [heading, table, *_footnotes(why)]
 
 
-def _sub_lines(why: Json, bucket: str) -> dict[str, float]:
+def _sub_lines(why: Why, bucket: str) -> dict[str, float]:
     """Return sub-line -> device-seconds of one bucket, largest first; {} where they say no more than it."""
-    floor = 0.0005 * total_device_s(why)
-    rows = {
-        str(name).removeprefix(f"{bucket}."): finite(value) or 0.0
-        for name, value in (why.get("sub") or {}).items()
-        if str(name).startswith(f"{bucket}.")
-    }
-    if sum(rows.values()) < MINOR_BUCKET * total_device_s(why):
+    prefix, total_s = f"{bucket}.", why.total_device_s
+    rows = {name.removeprefix(prefix): value for name, value in why.sub.items() if name.startswith(prefix)}
+    if sum(rows.values()) < MINOR_BUCKET * total_s:
         return {}
-    kept = {name: value for name, value in rows.items() if value > floor}
+    kept = {name: value for name, value in rows.items() if value > 0.0005 * total_s}
     if len(kept) < 2:
         return {}
     return dict(sorted(kept.items(), key=lambda row: -row[1]))
 
 
-def _footnotes(why: Json, ledger: dict[str, float]) -> list[RenderableType]:
+def _footnotes(why: Why) -> list[RenderableType]:
     """Return the line of ratios, and what is not measured directly."""
-    fidelity = finite(why.get("fidelity"))
+    fidelity = finite(why.fidelity)
     facts = [
         goodput_of(why) or "goodput -",
-        f"covered {percent(why.get('coverage'))}" if finite(why.get("coverage")) is not None else "",
+        f"covered {percent(why.coverage)}" if finite(why.coverage) is not None else "",
         f"replay within {percent(abs(fidelity - 1))}" if fidelity is not None else "",
     ]
     basis: dict[str, list[str]] = {}
-    for bucket, how in (why.get("basis") or {}).items():
-        if ledger.get(bucket) and how not in ("measured", "recorded", "", None):
+    for bucket, how in why.basis.items():
+        if why.ledger.get(bucket) and how not in ("measured", "recorded", ""):
             basis.setdefault(clean(how), []).append(bucket)
     notes = [f"{_listed(buckets)} {BASIS_PHRASES.get(how, how)}" for how, buckets in basis.items()]
-    said = [paragraph(_sentence(clean(note)), style="dim") for note in why.get("notes") or ()]
+    said = [paragraph(_sentence(clean(note)), style="dim") for note in why.notes]
     return ["", paragraph(joined(facts + notes), style="dim"), *said]
 
 
@@ -205,36 +200,33 @@ def _listed(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def _causes(why: Json) -> list[RenderableType]:
+def _causes(why: Why) -> list[RenderableType]:
     """Return the ranked causes, each with where, evidence and fix."""
     causes = named_causes(why)
     if not causes:
         return []
-    total_s = total_device_s(why)
+    total_s = why.total_device_s
     parts: list[RenderableType] = ["", Text("  What lost it, and what wins it back", style="bold")]
     for place, cause in enumerate(causes[:MOST_CAUSES], 1):
         parts += ["" if place > 1 else Group(), _cause_head(place, cause, total_s), *_cause_body(cause)]
-    rest = [clean(c.get("cause")) for c in causes[MOST_CAUSES:]]
+    rest = [clean(c.cause) for c in causes[MOST_CAUSES:]]
     if rest:
         parts += ["", paragraph(f"and {len(rest)} smaller: {', '.join(rest)}", style="dim")]
     return parts
 
 
-def _cause_head(place: int, cause: Json, total_s: float) -> Table:
+def _cause_head(place: int, cause: CauseRow, total_s: float) -> Table:
     """Return the line of a cause: place, name, device-seconds lost; predicted gain at the right."""
-    lost = joined(
-        [f"{device_seconds(cause.get('lost_device_s'))} lost", percent(share(cause.get("lost_device_s"), total_s))]
-    )
+    lost = joined([f"{device_seconds(cause.lost_device_s)} lost", percent(share(cause.lost_device_s, total_s))])
     table = grid("left", "left", "fill", "right")
     text, style = gain_words(cause), "bold green" if is_win(cause) else "dim"
-    add_row(table, f"{place}", Text(clean(cause.get("cause")), style="bold"), lost, Text(text, style=style))
+    add_row(table, f"{place}", Text(clean(cause.cause), style="bold"), lost, Text(text, style=style))
     return table
 
 
-def _cause_body(cause: Json) -> list[RenderableType]:
+def _cause_body(cause: CauseRow) -> list[RenderableType]:
     """Return where a cause was seen, the evidence and the fix, wrapped below one another."""
-    rows = [("where", cause.get("where")), ("seen", cause.get("evidence")), ("fix", cause.get("fix"))]
-    rows += [("edit", cause.get("script"))]
+    rows = [("where", cause.where), ("seen", cause.evidence), ("fix", cause.fix), ("edit", cause.script)]
     table = grid("left", "fold", indent=5)
     for label, text in rows:
         if text:
@@ -242,22 +234,21 @@ def _cause_body(cause: Json) -> list[RenderableType]:
     return [table]
 
 
-def _straggler(report: Json) -> list[RenderableType]:
+def _straggler(report: StragglerRow) -> list[RenderableType]:
     """Return the figures of the what-if analysis of an operation trace.
 
     One line of ratios, then the slowest workers, operations, DP ranks and
     stages with their slowdowns (1.00x = costs nothing).
     """
     facts = [
-        f"{speedup(report.get('slowdown'))} slower than without stragglers",
-        f"{percent(report.get('waste'))} of the time wasted",
-        f"of it the slowest workers explain {percent(report.get('M_W'))} (M_W)",
-        f"the last stage {percent(report.get('M_S'))} (M_S)",
+        f"{speedup(report.slowdown)} slower than without stragglers",
+        f"{percent(report.waste)} of the time wasted",
+        f"of it the slowest workers explain {percent(report.m_w)} (M_W)",
+        f"the last stage {percent(report.m_s)} (M_S)",
     ]
-    by: dict[str, Any] = report.get("by") or {}
     table = grid("left", "fold")
     for label, key in (("worker dp/pp", "worker"), ("operation", "optype"), ("dp rank", "dp"), ("stage", "pp")):
-        groups = {str(name): finite(value) for name, value in (by.get(key) or {}).items()}
+        groups = {name: finite(value) for name, value in report.by.get(key, {}).items()}
         ranked = sorted(((v, name) for name, v in groups.items() if v is not None), reverse=True)
         if ranked:
             most = ", ".join(f"{clean(name)} {speedup(v)}" for v, name in ranked[:MOST_WORKERS])

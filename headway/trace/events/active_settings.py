@@ -59,6 +59,13 @@ class AppliedRow(msgspec.Struct, frozen=True, kw_only=True):
     reason_not_applied: str | None = None
     withdrawn: str | None = None
     """Why it was taken away while the run went on."""
+    predicted_speedup: float | None = None
+    interval: tuple[float, float] | None = None
+    """Range of that."""
+    measured_speedup: float | None = None
+    """Of the steps after the first ones, against the baseline; None where several remedies were applied."""
+    measured_with_start: float | None = None
+    """Of as many steps, the first included."""
 
     def decisions(self, key: str) -> list[LoaderDecision]:
         """Return the decisions in a list among the facts that can be read."""

@@ -65,6 +65,10 @@ class RunExit(msgspec.Struct, frozen=True, kw_only=True, rename={"cls": "class"}
     """128 + signal; 0 = well."""
     cls: str = ""
     """One of `headway.runtime.run_folder.exit_class.CLASSES`."""
+    first_rank: int | None = None
+    """The rank that failed first."""
+    traceback: str | None = None
+    """Its traceback."""
 
 
 class BadLoss(msgspec.Struct, frozen=True, kw_only=True):

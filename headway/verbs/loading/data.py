@@ -17,6 +17,7 @@ from headway.ledger.answers.input_counts import count_words
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
 from headway.report.text.terminal import render_stalls, render_whatif
 from headway.sim.recorded.program import Program
+from headway.sim.whatif.prediction import Prediction
 from headway.verbs.loading.measure import STEPS, measure
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.source import run_at
@@ -88,11 +89,11 @@ def stalls(
     recorded = run_at(run)
     program = Program.from_run(recorded)
     answer: dict[str, Any] = {**attribute(program).to_json(), "counts": recorded.facts.input}
-    if options.asked:
-        prediction = what_if(program, **options.asked)
+    prediction = what_if(program, **options.asked) if options.asked else None
+    if prediction is not None:
         after = attribute(program, prediction.edits, fixes=False)
         answer |= {"what_if": prediction.to_json(), "after": after.to_json()}
-    emit(answer, lambda screen: _replayed_screen(answer, screen), as_json=json)
+    emit(answer, lambda screen: _replayed_screen(answer, prediction, screen), as_json=json)
     return 0
 
 
@@ -121,13 +122,13 @@ def _measured(
     return 0
 
 
-def _replayed_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
+def _replayed_screen(answer: Mapping[str, Any], prediction: Prediction | None, screen: ScreenOptions) -> str:
     parts = [render_stalls(answer, **screen)]
     counted = [Text(f"  {line}") for line in count_words(answer["counts"])]
     if counted:
         parts += [draw([Text("  What caches and orders counted", style="bold"), *counted], **screen)]
-    if "what_if" in answer:
-        parts += [render_whatif(answer["what_if"], **screen)]
+    if prediction is not None:
+        parts += [render_whatif(prediction, **screen)]
     return "\n\n".join(parts)
 
 

@@ -91,7 +91,7 @@ def compare(
     comparison = replace(comparison, notes=notes)
     answer = {**comparison.to_json(), "host_load": [msgspec.to_builtins(load) for load in loads], "ettr": ettr}
     answer["predicted"], answer["growth"] = predicted, grown
-    emit(answer, lambda screen: render_compare(answer, names=(str(before), str(after)), **screen), as_json=json)
+    emit(answer, lambda screen: render_compare(comparison, names=(str(before), str(after)), **screen), as_json=json)
     return comparison.exit_code
 
 
@@ -102,5 +102,5 @@ def taken_away(run: Run) -> list[str]:
 
 def unfinished(*runs: Run) -> list[str]:
     """Return a note per run that did not end well: its steps are compared as far as it came."""
-    ends = [(name, ending(run.meta.get("exit"))) for name, run in zip(("first", "second"), runs, strict=True)]
+    ends = [(name, ending(run.facts.exit)) for name, run in zip(("first", "second"), runs, strict=True)]
     return [f"the {name} run did not end well, its steps are those before that: {end}" for name, end in ends if end]

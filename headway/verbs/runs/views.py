@@ -56,10 +56,11 @@ def hang_of(explanation: Explanation) -> dict[str, Any] | None:
 
 def heat_maps_of(explanation: Explanation, why: dict[str, Any]) -> list[HeatMap]:
     """Return the heat maps of compute time, behind that of the what-if analysis of an operation trace."""
+    from headway.report.answers import Why
     from headway.report.page.charts import worker_heat_map
     from headway.report.page.machines import machine_heat_maps
 
     ranks = explanation.parts.ranks
     where = {rank: (row["dp"], row["pp"]) for rank, row in ranks.items() if "dp" in row and "pp" in row}
-    worker = worker_heat_map(why.get("straggler") or {})
+    worker = worker_heat_map(Why.of(why).straggler)
     return [*([worker] if worker else []), *machine_heat_maps(machine_times(explanation.parts), where)]

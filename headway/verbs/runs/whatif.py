@@ -42,6 +42,6 @@ def whatif(
     """
     if not set_:
         raise InputError(f"no edit was given. Pass --set target=value with one of: {', '.join(sorted(EDITS))}.")
-    answer = Program.from_run(run_at(run)).predict(set_).to_json()
-    emit(answer, lambda screen: render_whatif(answer, **screen), as_json=json)
+    found = Program.from_run(run_at(run)).predict(set_)
+    emit(found.to_json(), lambda screen: render_whatif(found, **screen), as_json=json)
     return 0

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import structs
+
 from headway.catalog import ADVISERS, causes_of
 from headway.core.errors import BarMissedError, InputError
 from headway.core.units import format_bytes, format_fraction
@@ -18,7 +20,8 @@ from headway.ledger.answers.ledger import Ledger
 from headway.ledger.kinds.cause import Cause
 from headway.plan.planner import Plan
 from headway.plan.setup import Setup
-from headway.report.figures import GAIN_THAT_LEADS, NOT_RESOLVED, NOTHING_PAYS, Verdict, verdict
+from headway.report.answers import NOT_RESOLVED, Verdict
+from headway.report.figures import GAIN_THAT_LEADS, NOTHING_PAYS, verdict
 from headway.sim.recorded.ideal import replayed_trace
 from headway.sim.recorded.program import Program
 from headway.trace.events.active_settings import AppliedRow
@@ -85,7 +88,7 @@ class Explanation:
         attempts = attempt_notes(self.run.facts, self.source) if self.run else []
         answer["notes"] = [*answer["notes"], *attempts, *self.notes, *memory_notes(memory)]
         found = verdict(answer)
-        answer["verdict"] = {**found.to_json(), "command": self.next_command(found)}
+        answer["verdict"] = {**structs.asdict(found), "command": self.next_command(found)}
         return answer
 
     def next_command(self, found: Verdict) -> str:
