@@ -17,7 +17,7 @@ from benchmarks.nccl_hangs import verdict_of as verdict_of_job
 from headway.core.errors import FormatError, InputError
 from headway.core.mesh import Mesh
 from headway.ledger.jobs.hang import HangVerdict, Wait, localise
-from headway.ledger.jobs.hang_reports import of_dumps, of_watch
+from headway.ledger.jobs.hang_reports import WatchReport, of_dumps, of_watch
 from headway.report.page.hang import hang_part, render_hang
 from headway.trace.events.trace import Trace, concat
 from headway.trace.readers import flight
@@ -122,7 +122,7 @@ WATCH = {
 
 
 def test_the_watch_of_a_run_tells_waits_from_work_and_stopped_ranks_from_waiting_ones():
-    found = of_watch(WATCH)
+    found = of_watch(WatchReport.of(WATCH))
 
     assert [(r.rank, r.waits, r.doing) for r in found.reports] == [
         (0, (Wait("collective", 0, 11),), ""),
@@ -137,7 +137,7 @@ def test_a_rank_that_runs_and_has_entered_nothing_tells_where_it_is():
         {"rank": 1, "silent": True, "phase": "forward", "op": None, "group": -1, "state": "S", "step": 7},
     ]
 
-    found = of_watch({"world_size": 2, "groups": {"0": {"name": "0", "ranks": [0, 1]}}, "ranks": rows})
+    found = of_watch(WatchReport.of({"world_size": 2, "groups": {"0": {"name": "0", "ranks": [0, 1]}}, "ranks": rows}))
 
     (origin,) = localise(found.reports, found.mesh, groups=found.groups).origins
     assert (origin.ranks, origin.reason, origin.doing) == ((1,), "absent", "forward of step 7")
@@ -154,7 +154,7 @@ def test_a_blocking_rank_shows_the_line_it_stands_at_and_a_waiting_one_does_not(
         {"rank": 1, "silent": True, "phase": "forward", "op": None, "state": "S", "step": 7, "stack": stack},
         {"rank": 2, "silent": True, "phase": "forward", "op": None, "state": "S", "step": 7, "stack": "not asked"},
     ]
-    found = of_watch({"world_size": 3, "groups": {"0": [0, 1, 2]}, "ranks": rows})
+    found = of_watch(WatchReport.of({"world_size": 3, "groups": {"0": [0, 1, 2]}, "ranks": rows}))
     hung = localise(found.reports, found.mesh, groups=found.groups).to_json()
 
     assert hung["stacks"] == {"1": ["/my job/train.py:22 in <lambda>", "train.py:30 in main"]}
@@ -165,14 +165,14 @@ def test_a_blocking_rank_shows_the_line_it_stands_at_and_a_waiting_one_does_not(
 def test_a_rank_that_creates_the_first_group_waits_for_all():
     rows = [{"rank": 0, "op": "comm.init", "group": -1, "seq": -1}, {"rank": 1, "phase": "startup", "op": None}]
 
-    found = of_watch({"ranks": rows})
+    found = of_watch(WatchReport.of({"ranks": rows}))
 
     assert localise(found.reports, found.mesh, groups=found.groups).chain(0) == [0, 1]
 
 
 def test_other_json_is_no_watch():
     with pytest.raises(FormatError, match=r"no report of the hang watch.*Give RUN/hang"):
-        of_watch({"entries": []})
+        of_watch(WatchReport.of({"entries": []}))
 
 
 @pytest.mark.parametrize(("end_ns", "said"), [(None, "so far no rank has stood still"), (9, "its ranks made progress")])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.ledger.jobs.hang import localise
-from headway.ledger.jobs.hang_reports import of_watch
+from headway.ledger.jobs.hang_reports import WatchReport, of_watch
 from headway.runtime.launching.hang_watch import FLOORS_S, PAUSE_NS, HangWatch, limit_s, summary
 from headway.runtime.launching.options import LaunchOptions, check
 from headway.trace.events.vocabulary import SPANS
@@ -148,7 +148,7 @@ def test_the_rank_that_did_not_come_is_silent_and_the_other_says_what_it_waits_i
     assert rows[0]["since_ns"] == now + SECOND // 20
     assert (rows[1]["op"], rows[1]["phase"], rows[1]["state"]) == (None, "forward", "S")
     assert {"rank", "silent", "phase", "op", "group", "seq", "since_ns", "state"} <= set(rows[1])
-    assert localise(**of_watch(report)._asdict()).ranks == (1,)
+    assert localise(**of_watch(WatchReport.of(report))._asdict()).ranks == (1,)
     assert job.lines == [
         f"no progress for 3 s: rank 1 is silent (forward of step 20); rank 0 is in comm.wait. "
         f"See: headway hang {tmp_path}"
@@ -361,7 +361,7 @@ def test_a_rank_that_sleeps_before_the_all_reduce_is_named_and_its_line_shown(tm
     ]
     assert 'job.py", line 10' in found["ranks"][1]["stack"]
     assert "backward" in found["ranks"][0]["stack"]
-    assert localise(**of_watch(found)._asdict()).ranks == (1,)
+    assert localise(**of_watch(WatchReport.of(found))._asdict()).ranks == (1,)
     assert "no progress for 3" in ended.stderr
     assert "rank 1 is silent" in ended.stderr
     assert not list((tmp_path / "run" / "rings").iterdir())

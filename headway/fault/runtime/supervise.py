@@ -23,7 +23,7 @@ from headway.fault.runtime.incidents import AttemptProgress
 from headway.fault.runtime.loss_guard import BadLossStop
 from headway.fault.runtime.warm import Warm
 from headway.ledger.jobs.hang import localise
-from headway.ledger.jobs.hang_reports import frames, of_watch
+from headway.ledger.jobs.hang_reports import WatchReport, frames, of_watch
 from headway.runtime.launching.hang_proof import HALTED
 from headway.runtime.launching.supervision import Failure, RunSupervisor
 from headway.runtime.run_folder import redact
@@ -178,13 +178,14 @@ def _suspicion(failure: Failure) -> Suspicion:
 
 def of_hang(report: Mapping[str, Any]) -> Suspicion:
     """Return who is suspected by a report of the hang watch; ranks that are halted before anybody else."""
-    rows = report.get("ranks") or []
-    halted = [row["rank"] for row in rows if str(row.get("state"))[:1] in HALTED]
-    if halted and len(halted) < len(rows):
-        return Suspicion(halted, None, 1.0, "stopped, while others run")
-    stacks = {row["rank"]: found for row in rows if (found := frames(str(row.get("stack") or "")))}
     try:
-        reports = of_watch(report)
+        watched = WatchReport.of(report)
+        rows = watched.ranks
+        halted = [row.rank for row in rows if (row.state or "")[:1] in HALTED]
+        if halted and len(halted) < len(rows):
+            return Suspicion(halted, None, 1.0, "stopped, while others run")
+        reports = of_watch(watched)
+        stacks = {row.rank: found for row in rows if (found := frames(row.stack or ""))}
         return suspects(stacks, reports.mesh, localise(*reports[:2], groups=reports.groups))
     except InputError as cause:
         return Suspicion([], None, 0.0, str(cause))

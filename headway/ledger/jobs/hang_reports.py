@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -203,38 +204,80 @@ def _of_dump(
     return RankReport(rank, tuple(waits), doing="" if waits else "between operations", reached=reached)
 
 
-def of_watch(found: Mapping[str, Any], mesh: Mesh | None = None) -> HangReports:
-    """Read the object that the hang watch of a run writes: rows of ranks, and the table of groups.
+class WatchedGroup(msgspec.Struct, frozen=True):
+    """A process group that the ranks met."""
+
+    ranks: tuple[int, ...] | None = None
+    """None: all."""
+
+
+class WatchRow(msgspec.Struct, frozen=True, kw_only=True):
+    """What the hang watch saw of a rank."""
+
+    rank: int
+    state: str | None = None
+    """Of its process: see `STOPPED`."""
+    silent: bool | None = None
+    phase: str | None = None
+    op: str | None = None
+    """The recorded operation that it is in."""
+    step: int | None = None
+    group: int | str | None = None
+    seq: int | None = None
+    peer: int | None = None
+    attempt: int | None = None
+    stack: str | None = None
+    """As `faulthandler` wrote it, or why it is not known."""
+
+
+class WatchReport(msgspec.Struct, frozen=True, kw_only=True):
+    """RUN/hang/<n>.json: rows of ranks, and the table of groups."""
+
+    ranks: tuple[WatchRow, ...]
+    groups: dict[str, tuple[int, ...] | WatchedGroup] = {}
+    world_size: int | None = None
+    ahead: bool = False
+    """Whether hosts may run ahead of their devices, so that the places of ranks say little."""
+
+    @classmethod
+    def of(cls, found: Mapping[str, Any]) -> WatchReport:
+        """Check what a file says. Raises `FormatError` where it is no such report, or a value has another type."""
+        try:
+            return msgspec.convert(found, cls)
+        except msgspec.ValidationError as cause:
+            raise FormatError(f"this is no report of the hang watch: {cause}. Give RUN/hang/<n>.json.") from cause
+
+
+def of_watch(found: WatchReport, mesh: Mesh | None = None) -> HangReports:
+    """Read a report of the hang watch of a run.
 
     A rank that is stopped or gone is silent, whatever its last mark says; one
-    that the watch calls silent while it runs has entered nothing. Raises `FormatError` when rows lack their keys.
+    that the watch calls silent while it runs has entered nothing.
     """
-    rows = found.get("ranks")
-    if not isinstance(rows, list) or not all(isinstance(row, Mapping) and "rank" in row for row in rows):
-        raise FormatError("this is no report of the hang watch: it has no rows of ranks. Give RUN/hang/<n>.json.")
-    groups = {_number(key): _ranks(entry) for key, entry in (found.get("groups") or {}).items()}
-    told = [int(row["rank"]) for row in rows] + [rank for ranks in groups.values() for rank in ranks]
-    world = int(found.get("world_size") or 0)
+    given = {_number(key): entry for key, entry in found.groups.items()}
+    groups = {key: (entry.ranks or () if isinstance(entry, WatchedGroup) else entry) for key, entry in given.items()}
+    told = [row.rank for row in found.ranks] + [rank for ranks in groups.values() for rank in ranks]
+    world = found.world_size or 0
     mesh = _of_size(mesh, world) or Mesh({"dp": world or max(told, default=0) + 1})
     everybody = range(mesh.world_size)
     known: dict[Group, Sequence[int]] = {group: ranks or everybody for group, ranks in groups.items()}
-    return HangReports(list(_of_rows(rows)), mesh, {**known, ALL: everybody})
+    return HangReports(list(_of_rows(found.ranks)), mesh, {**known, ALL: everybody})
 
 
-def _of_rows(rows: Sequence[Mapping[str, Any]]) -> Iterator[RankReport]:
+def _of_rows(rows: Sequence[WatchRow]) -> Iterator[RankReport]:
     """Yield a report per rank that runs."""
     for row in rows:
-        if str(row.get("state") or "")[:1] in STOPPED or (row.get("silent") and not row.get("phase")):
+        if (row.state or "")[:1] in STOPPED or (row.silent and not row.phase):
             continue
-        room, _, name = str(row.get("op") or "").rpartition(".")
+        room, _, name = (row.op or "").rpartition(".")
         waits: tuple[Wait, ...] = ()
-        if not row.get("silent") and (room == "comm" or name in (*COLLECTIVES, SEND, RECV)):
-            group, seq, peer = (-1 if row.get(key) is None else row[key] for key in ("group", "seq", "peer"))
+        if not row.silent and (room == "comm" or name in (*COLLECTIVES, SEND, RECV)):
+            group, seq, peer = (-1 if value is None else value for value in (row.group, row.seq, row.peer))
             waits = (Wait(name, ALL if group == -1 else _number(group), int(seq), int(peer)),)
-        step = f"of step {row['step']}" if row.get("step") is not None else ""
-        doing = " ".join(str(word) for word in (row.get("phase"), step, row.get("op")) if word)
-        attempt, stack = int(row.get("attempt") or 0), frames(str(row.get("stack") or ""))
-        yield RankReport(int(row["rank"]), waits, "" if waits else doing, attempt=attempt, stack=stack)
+        step = None if row.step is None else f"of step {row.step}"
+        doing = " ".join(word for word in (row.phase, step, row.op) if word)
+        stack = frames(row.stack or "")
+        yield RankReport(row.rank, waits, "" if waits else doing, attempt=row.attempt or 0, stack=stack)
 
 
 def frames(text: str) -> tuple[str, ...]:
@@ -252,8 +295,3 @@ def frames(text: str) -> tuple[str, ...]:
 def _number(key: object) -> Group:
     """Return a group's key as the number it is, or as the text it is."""
     return int(str(key)) if str(key).isdecimal() else str(key)
-
-
-def _ranks(entry: Any) -> list[int]:
-    """Return the ranks of a group's entry: a list, or an object that has one."""
-    return [int(rank) for rank in (entry.get("ranks") or () if isinstance(entry, Mapping) else entry)]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from headway.core.errors import InputError
 from headway.core.files.bounded_json import read_json
 from headway.core.mesh import Mesh
 from headway.ledger.jobs.hang import HangVerdict, localise
-from headway.ledger.jobs.hang_reports import of_dumps, of_watch
+from headway.ledger.jobs.hang_reports import WatchReport, of_dumps, of_watch
 from headway.report.page.hang import render_hang
 from headway.trace.events.trace import Trace
 from headway.trace.recording.assemble import json_object
+from headway.trace.recording.run_facts import RunFacts
 from headway.trace.recording.runs import is_run
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.source import newest_run
@@ -51,7 +51,8 @@ def verdict_of(sources: Sequence[Path], mesh: Mesh | None = None) -> HangVerdict
         if not reports:
             from headway.runtime.launching.hang_watch import FLOORS_S  # loaded where it is said only
 
-            runs = (facts := json_object(sources[0] / "run.json")) and facts.get("end_ns") is None
+            facts = json_object(sources[0] / "run.json")
+            runs = facts and RunFacts.of(facts).end_ns is None
             reason = (
                 "so far no rank has stood still for as long as is unusual, by default at least "
                 f"{FLOORS_S['step']:g} s in a step and {FLOORS_S['setup']:g} s before its first ones. Ask again or name"
@@ -65,7 +66,7 @@ def verdict_of(sources: Sequence[Path], mesh: Mesh | None = None) -> HangVerdict
         sources = reports[-1:]
     watched = _watched(sources[0]) if len(sources) == 1 else None
     # Where hosts run ahead of devices their places say little; what the ranks' queues held does, if they were asked.
-    dumps = _dumps(sources[0].parent) if watched is not None and watched.get("ahead") else []
+    dumps = _dumps(sources[0].parent) if watched is not None and watched.ahead else []
     if watched is None or dumps:
         found = of_dumps(Trace.open(dumps or list(sources)), mesh)
     else:
@@ -87,15 +88,15 @@ def _dumps(folder: Path) -> list[Path]:
     return [path for _, path in sorted(newest.items())]
 
 
-def _watched(path: Path) -> dict[str, Any] | None:
-    """Return the object of a hang watch's report, None when the file is something else."""
+def _watched(path: Path) -> WatchReport | None:
+    """Return a hang watch's report, None when the file is something else."""
     if path.suffix != ".json":
         return None
     try:
         found = read_json(path, fix="Copy the file again.")
     except OSError as cause:
         raise InputError(f"{path} cannot be read: {cause}. Name a file that exists.") from cause
-    return found if isinstance(found, dict) and "entries" not in found else None
+    return WatchReport.of(found) if isinstance(found, dict) and "entries" not in found else None
 
 
 def mesh_of(text: str) -> Mesh:
