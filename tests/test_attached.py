@@ -109,7 +109,7 @@ def test_under_torchrun_two_ranks_share_one_run_folder(tmp_path):
 
     assert done.returncode == 0, done.stderr
     assert sorted(run.trace.ranks) == [0, 1]
-    assert [row["rank"] for row in run.meta["ranks"]] == [0, 1]
+    assert [row.rank for row in run.facts.ranks] == [0, 1]
     assert run.meta["exit"]["class"] == "ok"
     assert [int(run.trace.select(ranks=[r]).named("optimizer.step").sum()) for r in (0, 1)] == [5, 5]
     assert not list(Path(tmp_path / "run" / "rings").glob("*.spool"))

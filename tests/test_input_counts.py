@@ -39,7 +39,7 @@ def test_the_cache_of_a_recorded_loader_is_in_the_facts_of_its_run(tmp_path):
             for _ in loader:
                 pass
         account.counted("examples", skipped=2)
-    counts = Run.open(tmp_path).meta["input"]
+    counts = Run.open(tmp_path).facts.input
 
     assert (counts["cache.loader"]["hits"], counts["cache.loader"]["misses"]) == (40, 40)
     assert "examples: 2 skipped" in count_words(counts)

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from headway.core.errors import FormatError, InputError
 from headway.runtime.run_folder.finalise import finalise
 from headway.runtime.run_folder.recording import Exit, LaunchedRank, RunRecording
+from headway.trace.recording.run_facts import RankMemory
 from headway.trace.recording.runs import Run, is_run, merge
 from headway.trace.rings.ring import Recorder
 from tests.rings_made import Process
@@ -66,7 +68,7 @@ def test_a_folder_whose_launcher_was_killed_opens_from_its_rings(tmp_path):
 
     assert int(run.trace.named("optimizer.step").sum()) == 8
     assert run.meta["end_ns"] > run.meta["start_ns"]
-    assert [row["rank"] for row in run.meta["ranks"]] == [0, 1]
+    assert [row.rank for row in run.facts.ranks] == [0, 1]
     assert len(list((tmp_path / "rings").iterdir())) == 2  # looking changes nothing
 
 
@@ -106,8 +108,8 @@ def test_merging_joins_ranks_and_the_order_of_hosts_does_not_matter(tmp_path):
     one, two = merge([a, b]), merge([b, a])
 
     assert sorted(one.trace.ranks) == sorted(two.trace.ranks) == [0, 1, 2, 3]
-    assert one.meta["nproc"] == two.meta["nproc"] == 4
-    assert one.meta["end_ns"] - one.meta["start_ns"] == two.meta["end_ns"] - two.meta["start_ns"]
+    assert one.facts.nproc == two.facts.nproc == 4
+    assert one.facts.end_ns - one.facts.start_ns == two.facts.end_ns - two.facts.start_ns
     assert merge([a]) is a
 
 
@@ -135,7 +137,7 @@ def test_a_folder_shared_by_two_hosts_opens_as_one_run(tmp_path):
     run = Run.open(tmp_path)
 
     assert sorted(run.trace.ranks) == [0, 1, 2, 3]
-    assert len(run.meta["hosts"]) == 2
+    assert len(run.facts.hosts) == 2
 
 
 def test_the_exit_of_a_merged_run_is_the_one_with_a_fault_of_its_own(tmp_path):
@@ -148,20 +150,21 @@ def test_the_exit_of_a_merged_run_is_the_one_with_a_fault_of_its_own(tmp_path):
         file.write_text(json.dumps(meta))
         parts.append(Run.open(path))
 
-    assert merge(parts).meta["exit"]["class"] == "user"
+    merged = merge(parts)
+    assert merged.meta["exit"]["class"] == merged.facts.exit.cls == "user"
 
 
 def test_the_memory_of_a_merged_run_is_that_of_its_fullest_host(tmp_path):
     parts = []
     for host, (free, peak) in enumerate([(900, 100), (800, 300)]):
         run = Run.open(recorded(tmp_path / str(host), [host], group_rank=host))
-        facts = {"memory_available_bytes": free, "memory": {str(host): {"peak_rss_bytes": peak}}}
-        parts.append(replace(run, meta={**run.meta, **facts}))
+        facts = {"memory_available_bytes": free, "memory": {str(host): RankMemory(peak_rss_bytes=peak)}}
+        parts.append(replace(run, facts=structs.replace(run.facts, **facts)))
 
     for order in (parts, parts[::-1]):
-        meta = merge(order).meta
-        assert meta["memory_available_bytes"] == 800
-        assert meta["memory"] == {"1": {"peak_rss_bytes": 300}}
+        facts = merge(order).facts
+        assert facts.memory_available_bytes == 800
+        assert facts.memory == {"1": RankMemory(peak_rss_bytes=300)}
 
 
 def test_ranks_under_another_launcher_add_their_own_rows(tmp_path):
@@ -171,7 +174,7 @@ def test_ranks_under_another_launcher_add_their_own_rows(tmp_path):
     (tmp_path / "ranks").mkdir()
     (tmp_path / "ranks" / "r1.json").write_text(json.dumps({"rank": 1, "group_rank": 0, "exit_code": 0}))
 
-    assert [row["rank"] for row in Run.open(tmp_path).meta["ranks"]] == [0, 1]
+    assert [row.rank for row in Run.open(tmp_path).facts.ranks] == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -116,8 +116,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, rename={"cls": "class"
 class IncidentFile(msgspec.Struct, frozen=True):
     """What RUN/incidents.json holds."""
 
-    schema: str
-    incidents: list[Incident]
+    schema: str = SCHEMA
+    incidents: list[Incident] = []
 
 
 def write_incidents(run: Path, incidents: Sequence[Incident], *, group_rank: int = 0) -> None:

@@ -48,6 +48,8 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
     end_ns: int | None = None
     exit_code: int | None = 0
     """Minus the signal; None: nobody saw it end."""
+    group_rank: int = 0
+    """Number of its host; of the rows that ranks write themselves."""
 
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +96,8 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     run_id: str | None = None
     attempt: int = 0
     host: str | None = None
+    group_rank: int = 0
+    """Number of the host."""
     hosts: tuple[str | None, ...] = ()
     """After `merge`: each part's host."""
     script: tuple[str, ...] = ()

@@ -15,23 +15,25 @@ import functools
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from headway.core.errors import FormatError, InputError
-from headway.core.files.bounded_json import read_json
+from headway.core.files.bounded_json import converted, read_json
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
 from headway.trace.recording.assemble import applied, json_object, loaders, trace_of_rings
 from headway.trace.recording.deliveries import counts_of
-from headway.trace.recording.run_facts import SCHEMA, RunFacts
+from headway.trace.recording.incident import read_incidents
+from headway.trace.recording.run_facts import SCHEMA, RankRow, RunFacts
 from headway.trace.rings import spool
 from headway.trace.rings.ring import UNRECORDED, UNRECORDED_SUFFIX
 from headway.trace.rings.ring_folders import ring_folders
 from headway.trace.sync.clocks import refined
 
-_FACTS = ("world_size", "device_type", "start_ns", "end_ns", "cores", "host")
 _EVENTS = re.compile(r"a(\d+)-r(\d+)\.parquet")
 
 
@@ -43,24 +45,21 @@ class Run:
     """The run folder."""
 
     meta: dict[str, Any]
-    """What run.json says, as it is shown and written again: `facts` is for all that computes with it.
+    """What run.json says, of several hosts' the first one's, as it is shown: `facts` is for all that computes."""
 
-    `input`: what caches and orders of the last attempt counted; `incidents`: the failures.
-    """
+    facts: RunFacts
+    """The same, typed and completed by what ranks wrote themselves; of all hosts after `merge`."""
 
     parts: Parts
     """Events of the last attempt by rank; those in Parquet are not read yet."""
 
-    clock_offset_ns: dict[int, int] = field(default_factory=dict)
-    """Rank -> what to add to its times to put them on the first host's clock; empty when all share one."""
-
     hosts: tuple[Run, ...] = ()
     """After `merge`: each host's part."""
 
-    @functools.cached_property
-    def facts(self) -> RunFacts:
-        """What run.json says, typed."""
-        return RunFacts.of(self.meta)
+    @property
+    def clock_offset_ns(self) -> dict[int, int]:
+        """Rank -> what to add to its times to put them on the first host's clock; empty when all share one."""
+        return self.facts.clock_offset_ns
 
     @functools.cached_property
     def trace(self) -> Trace:
@@ -74,20 +73,20 @@ class Run:
         Raises `FormatError` when it is none, or when no rank left any event.
         """
         path = Path(path)
-        hosts = _facts(path)
+        hosts = _hosts(path)
         numbers = _attempts(path)
         if not numbers:
-            raise FormatError(
-                f"{path} holds no events: {_why_nothing(path, hosts)}. What it printed is in {path / 'logs'}."
-            )
+            reason = _why_nothing(path, [facts for _, facts in hosts])
+            raise FormatError(f"{path} holds no events: {reason}. What it printed is in {path / 'logs'}.")
         parts = _load(path, numbers[-1])
         if len(hosts) == 1:
+            ((meta, facts),) = hosts
             # A launcher that was killed has not noted which attempt is the last.
-            last = max(numbers[-1], int(hosts[0].get("attempt") or 0))
-            facts = {**hosts[0], "attempt": last, **_counted(parts), "incidents": _incidents(path)}
-            return cls(path, facts, _with_facts(parts, hosts[0]))
-        own = [parts.select([row["rank"] for row in host["ranks"]]) for host in hosts]
-        return merge([cls(path, host, _with_facts(part, host)) for host, part in zip(hosts, own, strict=True)])
+            more = {"attempt": max(numbers[-1], facts.attempt), "incidents": tuple(read_incidents(path))}
+            facts = structs.replace(facts, **more, input=counts_of(parts.ranks.values()))
+            return cls(path, meta, facts, _with_facts(parts, facts))
+        own = [parts.select([row.rank for row in facts.ranks]) for _, facts in hosts]
+        return merge([cls(path, *host, _with_facts(part, host[1])) for host, part in zip(hosts, own, strict=True)])
 
     def attempts(self) -> list[Parts]:
         """Return the events of every attempt by rank, oldest first."""
@@ -96,7 +95,7 @@ class Run:
             number: [_load(folder, number) for folder, numbers in held.items() if number in numbers]
             for number in sorted(set().union(*held.values()))
         }
-        return [*(_with_facts(Parts.joined(each), self.meta) for each in parts.values()), self.parts]
+        return [*(_with_facts(Parts.joined(each), self.facts) for each in parts.values()), self.parts]
 
     def windows(self) -> list[Path]:
         """Return the Kineto files of the deep windows, packed or not yet, by rank and number."""
@@ -143,13 +142,10 @@ def merge(runs: Sequence[Run]) -> Run:
                 raise InputError(f"rank {rank} is in two of the folders. Name each host's part of one run once.")
             offsets[rank] = shift
     parts = Parts.joined([run.parts for run in runs])
-    return replace(
-        runs[0],
-        meta={**_merged_facts(runs, shifts, offsets), **_counted(parts)},
-        parts=parts,
-        clock_offset_ns=offsets,
-        hosts=tuple(runs),
-    )
+    facts = structs.replace(_merged_facts(runs, shifts, offsets), input=counts_of(parts.ranks.values()))
+    meta = {**runs[0].meta, "exit": _worst(runs).meta.get("exit"), "dropped": facts.dropped}
+    meta["loaders"] = {key: row for run in reversed(runs) for key, row in (run.meta["loaders"] or {}).items()}
+    return Run(runs[0].path, meta, facts, parts, tuple(runs))
 
 
 def _shift(first: Run, run: Run) -> int:
@@ -159,102 +155,89 @@ def _shift(first: Run, run: Run) -> int:
     return refined(run.facts.realtime_shift_ns - first.facts.realtime_shift_ns, first.trace, run.trace)
 
 
-def _merged_facts(runs: Sequence[Run], shifts: Sequence[int], offsets: dict[int, int]) -> dict[str, Any]:
-    """Return one run.json for all parts: sums, joined ranks, the worst exit first; times on the first clock."""
-    shifted, facts = list(zip(runs, shifts, strict=True)), [run.facts for run in runs]
-    starts = [run.facts.start_ns + shift for run, shift in shifted if run.facts.start_ns is not None]
-    ends = [run.facts.end_ns + shift for run, shift in shifted if run.facts.end_ns]
+def _worst(runs: Sequence[Run]) -> Run:
+    """Return the host whose exit is that of the run: one that failed by a fault of its own before one that followed."""
     failed = [run for run in runs if run.facts.exit is not None and run.facts.exit.code]
     own = [run for run in failed if run.facts.exit is not None and run.facts.exit.cls != "infra"]
-    rows = [_shifted(row, shift) for run, shift in shifted for row in run.meta.get("ranks") or ()]
-    return {
-        **runs[0].meta,
-        **_tightest_memory(runs),
-        **_busiest_load(runs),
-        "hosts": [one.host for one in facts],
-        "start_ns": min(starts, default=None),
-        "end_ns": max(ends) if len(ends) == len(runs) else None,
-        "nproc": sum(one.nproc or 0 for one in facts),
-        "ranks": sorted(rows, key=lambda row: row["rank"]),
-        "exit": (own or failed or runs)[0].meta.get("exit"),
-        "dropped": sum(one.dropped for one in facts),
-        "bad_losses": {rank: rows for run in runs for rank, rows in (run.meta.get("bad_losses") or {}).items()},
-        "loaders": {key: value for run in reversed(runs) for key, value in (run.meta.get("loaders") or {}).items()},
-        "clock_offset_ns": {str(rank): offset for rank, offset in offsets.items()},
-    }
+    return (own or failed or runs)[0]
 
 
-def _tightest_memory(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the memory facts of the host whose ranks left least of it free: limits are per host."""
+def _merged_facts(runs: Sequence[Run], shifts: Sequence[int], offsets: dict[int, int]) -> RunFacts:
+    """Return the facts of all parts: sums, joined ranks, the worst exit first; times on the first clock.
 
-    def headroom(facts: RunFacts) -> int:
-        return (facts.memory_available_bytes or 0) - sum(
-            row.peak_rss_bytes or 0 for row in facts.memory.values() if row
-        )
+    Limits of memory are per host, so it is that of the host whose ranks left least of it free; the load is that of the
+    host on which other processes left the fewest cores.
+    """
+    facts = [run.facts for run in runs]
+    shifted = list(zip(facts, shifts, strict=True))
+    starts = [one.start_ns + shift for one, shift in shifted if one.start_ns is not None]
+    ends = [one.end_ns + shift for one, shift in shifted if one.end_ns]
+    rows = [_shifted(row, shift) for one, shift in shifted for row in one.ranks]
+    known = [one for one in facts if one.memory_available_bytes is not None]
+    fullest = min(known, key=_headroom_bytes, default=facts[0])
+    loads = [load for one in facts if (load := one.host_load)]
+    return structs.replace(
+        facts[0],
+        memory=fullest.memory,
+        memory_available_bytes=fullest.memory_available_bytes,
+        host_load=min(loads, key=lambda load: load.left_cores, default=None),
+        hosts=tuple(one.host for one in facts),
+        start_ns=min(starts, default=None),
+        end_ns=max(ends) if len(ends) == len(runs) else None,
+        nproc=sum(one.nproc or 0 for one in facts),
+        ranks=tuple(sorted(rows, key=lambda row: row.rank)),
+        exit=_worst(runs).facts.exit,
+        dropped=sum(one.dropped for one in facts),
+        bad_losses={rank: found for one in facts for rank, found in one.bad_losses.items()},
+        loaders={key: loader for one in reversed(facts) for key, loader in one.loaders.items()},
+        clock_offset_ns=offsets,
+    )
 
-    told = [run for run in runs if run.facts.memory_available_bytes is not None]
-    meta = min(told, key=lambda run: headroom(run.facts)).meta if told else {}
-    return {key: meta[key] for key in ("memory", "memory_available_bytes", "memory_total_bytes") if key in meta}
+
+def _headroom_bytes(facts: RunFacts) -> int:
+    """Return the memory of the host that its ranks left free."""
+    return (facts.memory_available_bytes or 0) - sum(row.peak_rss_bytes or 0 for row in facts.memory.values() if row)
 
 
-def _busiest_load(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the load of the host on which other processes left the fewest cores; nothing where no host tells."""
-    loads = [(load.left_cores, run.meta["host_load"]) for run in runs if (load := run.facts.host_load)]
-    return {"host_load": min(loads, key=lambda pair: pair[0])[1]} if loads else {}
-
-
-def _shifted(row: dict[str, Any], shift: int) -> dict[str, Any]:
+def _shifted(row: RankRow, shift: int) -> RankRow:
     """Return a rank's row with its moments on the first host's clock."""
-    moments = {key: row[key] + shift for key in ("start_ns", "end_ns") if row.get(key) is not None}
-    return {**row, **moments}
+    start_ns, end_ns = (None if at is None else at + shift for at in (row.start_ns, row.end_ns))
+    return structs.replace(row, start_ns=start_ns, end_ns=end_ns)
 
 
 def _ranks_of(run: Run) -> list[int]:
     return sorted(set(run.parts.numbers) | {row.rank for row in run.facts.ranks})
 
 
-def _facts(path: Path) -> list[dict[str, Any]]:
-    """Return each host's run.json; a folder with rings only gets one made of what its events say."""
-    files = [p for p in [path / "run.json", *sorted(path.glob("run-host*.json"))] if p.is_file()]
-    parts = []
-    for file in files:
+def _hosts(path: Path) -> list[tuple[dict[str, Any], RunFacts]]:
+    """Return each host's run.json, and what it says; of a folder with rings only one made of what its events say."""
+    found = []
+    for file in [p for p in [path / "run.json", *sorted(path.glob("run-host*.json"))] if p.is_file()]:
         meta = read_json(file, fix="Copy the run folder again.")
-        if not isinstance(meta, dict) or meta.get("schema") != SCHEMA:
-            found = meta.get("schema") if isinstance(meta, dict) else type(meta).__name__
-            raise FormatError(f"{file} has schema {found!r}; it must be {SCHEMA!r}. Record the run again.")
-        RunFacts.read(meta, str(file))  # refused here, where the file is known
-        parts.append(_fold_ranks(path, meta))
-    if not parts:
-        if not is_run(path):
-            raise FormatError(
-                f"{path} is not a run folder: it has no run.json, events or rings. Name what run --out made."
-            )
-        parts = [_facts_from_events(path)]
-    # A launcher that was killed has noted neither the loaders nor what became of remedies; the ranks have.
-    return [
-        {**part, "loaders": part.get("loaders") or loaders(path), "applied": part.get("applied") or applied(path)}
-        for part in parts
-    ]
+        schema = meta.get("schema") if isinstance(meta, dict) else type(meta).__name__
+        if schema != SCHEMA:
+            raise FormatError(f"{file} has schema {schema!r}; it must be {SCHEMA!r}. Record the run again.")
+        meta = _completed(path, meta)
+        found.append((meta, _with_rows(path, RunFacts.read(meta, str(file)))))
+    if not found and not is_run(path):
+        raise FormatError(f"{path} is not a run folder: it has no run.json, events or rings. Name what run --out made.")
+    if not found:
+        meta = _completed(path, _facts_from_events(path))
+        found = [(meta, RunFacts.of(meta))]
+    return found
 
 
-def _incidents(path: Path) -> list[dict[str, Any]]:
-    """Return the failures that the supervisor of a run noted; [] where it had none."""
-    file = path / "incidents.json"
-    if not file.is_file():
-        return []
-    found = read_json(file, fix="Copy the run folder again.")
-    rows = found.get("incidents") if isinstance(found, dict) else None
-    return [row for row in rows or () if isinstance(row, dict) and "attempt" in row]
+def _completed(path: Path, meta: dict[str, Any]) -> dict[str, Any]:
+    """Add what a launcher that was killed has noted no more: the loaders, and what became of remedies."""
+    return {**meta, "loaders": meta.get("loaders") or loaders(path), "applied": meta.get("applied") or applied(path)}
 
 
-def _fold_ranks(path: Path, meta: dict[str, Any]) -> dict[str, Any]:
+def _with_rows(path: Path, facts: RunFacts) -> RunFacts:
     """Add the rows that ranks under another launcher wrote themselves (RUN/ranks/r<rank>.json)."""
-    rows = {row["rank"]: row for row in meta.get("ranks") or ()}
-    for file in sorted((path / "ranks").glob("r*.json")):
-        row = json_object(file)
-        if "rank" in row and row.get("group_rank", 0) == meta.get("group_rank", 0):
-            rows.setdefault(row["rank"], row)
-    return {**meta, "ranks": [rows[rank] for rank in sorted(rows)]}
+    written = (json_object(file) for file in sorted((path / "ranks").glob("r*.json")))
+    own = [converted(row, RankRow)[0] for row in written if isinstance(row.get("rank"), int)]
+    rows = {row.rank: row for row in own if row.group_rank == facts.group_rank} | {row.rank: row for row in facts.ranks}
+    return structs.replace(facts, ranks=tuple(rows[rank] for rank in sorted(rows)))
 
 
 def _facts_from_events(path: Path) -> dict[str, Any]:
@@ -291,9 +274,9 @@ def _attempts(path: Path) -> list[int]:
     return sorted(found | {spool.attempt_of(stem) for stem in spool.stems_of_run(path)})
 
 
-def _why_nothing(path: Path, hosts: Sequence[dict[str, Any]]) -> str:
+def _why_nothing(path: Path, hosts: Sequence[RunFacts]) -> str:
     """Return why no process of a run recorded anything."""
-    for facts in map(RunFacts.of, hosts):
+    for facts in hosts:
         if facts.env.get("HEADWAY", "").lower() in ("off", "0"):
             return "HEADWAY=off switched the recording off"
         command = facts.script
@@ -334,13 +317,7 @@ def _load(path: Path, attempt: int) -> Parts:
     return joined.with_meta({**joined.meta, **totals})
 
 
-def _counted(parts: Parts) -> dict[str, Any]:
-    """Return the entry `input` of the facts: what caches and orders counted, ranks summed; none when nobody counted."""
-    counts = counts_of(parts.ranks.values())
-    return {"input": counts} if counts else {}
-
-
-def _with_facts(parts: Parts, meta: dict[str, Any]) -> Parts:
+def _with_facts(parts: Parts, facts: RunFacts) -> Parts:
     """Return the same rows with the facts of their run."""
-    kept: dict[str, Any] = {key: value for key, value in meta.items() if key in _FACTS}
-    return parts.with_meta({**parts.meta, **kept})
+    names = ("world_size", "device_type", "start_ns", "end_ns", "cores", "host")
+    return parts.with_meta({**parts.meta, **{name: getattr(facts, name) for name in names}})

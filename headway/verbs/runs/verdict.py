@@ -10,12 +10,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from msgspec import structs
+
 from headway.core.files.planfile import PlanFile
 from headway.ledger.answers.compare import steps_per_s, whole_speedup
 from headway.ledger.answers.ledger import Ledger
 from headway.report.figures import verdict
 from headway.report.screens import WHOLE_PLAN
 from headway.runtime.run_folder.recording import write_json
+from headway.trace.events import active_settings
 from headway.trace.events.active_settings import AppliedRow
 from headway.trace.recording.runs import Run
 from headway.verbs.shared.explain import Explanation, explain_run, outcomes
@@ -30,7 +33,8 @@ def summarise(path: Path, plan: PlanFile | None, baseline: Path | None) -> tuple
     run = Run.open(path)
     found, taken_away = outcomes(path), withdrawn(path)
     if plan is not None:  # what this run made of the remedies is known before it is asked what to do next
-        run = replace(run, meta={**run.meta, "applied": applied_rows(plan, found, None, taken_away)})
+        rows = active_settings.applied_rows(applied_rows(plan, found, None, taken_away))
+        run = replace(run, facts=structs.replace(run.facts, applied=rows))
     explanation = explain_run(run, str(path))
     before = Ledger.of(Run.open(baseline)) if baseline is not None and baseline.exists() else None
     rate = steps_per_s(explanation.ledger)
