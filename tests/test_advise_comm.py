@@ -20,6 +20,7 @@ from headway.sim.recorded.program import Program
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace, concat
 from headway.trace.events.vocabulary import COLLECTIVES, KIND
+from headway.trace.recording.rank_tables import DdpModel
 from tests.ddp_made import GRADIENT, Job, changed, play, play_on_devices
 from tests.runs_made import MS, Rows, RunMaker
 from tests.spawn import on_ranks
@@ -73,7 +74,7 @@ def test_one_rank_has_no_collective() -> None:
 def with_windows(job: Job, window: StepWindow | None = None, **facts: Any) -> dict[str, Proposal | Refusal]:
     """Return what is proposed for a made run whose deep windows are those of `job`, and whose DDP noted `facts`."""
     made = RunMaker(ranks=2, steps=60, cores=8, comm_ns=5 * MS).make()
-    deep = DdpReplay.from_windows([window or play(job).window], models=[job.model() | facts], cores=8)
+    deep = DdpReplay.from_windows([window or play(job).window], models=[DdpModel(**{**job.model(), **facts})], cores=8)
     program = replace(Program.from_trace(made.trace, made.meta), deep=[deep])
     return {row.name: row for row in propose(None, program, Setup.from_facts(made.meta))}
 
@@ -128,7 +129,7 @@ def on_devices(job: Job | None) -> dict[str, Proposal | Refusal]:
     )  # fmt: skip
     program = Program.from_trace(concat([made.trace, work]), {**made.meta, "device_type": "NVIDIA H100"})
     if job is not None:
-        deep = DdpReplay.from_windows([play_on_devices(job).window], models=[job.model()], cores=8)
+        deep = DdpReplay.from_windows([play_on_devices(job).window], models=[DdpModel(**job.model())], cores=8)
         program = replace(program, deep=[deep])
     return {row.name: row for row in propose(None, program, Setup.from_facts(made.meta))}
 

@@ -13,6 +13,7 @@ from headway.core.files.planfile import read_plan
 from headway.plan.optimiser import KINDS
 from headway.report.optimised import render_optimised
 from headway.sim.ddp.ddp_replay import DdpReplay
+from headway.trace.recording.rank_tables import DdpModel
 from headway.verbs.models import comm
 from tests.ddp_made import MS, Job, changed, play
 
@@ -31,7 +32,7 @@ def recorded(monkeypatch, tmp_path):
     """A run folder whose windows are those of a played job."""
 
     def of(job: Job) -> SimpleNamespace:
-        made = DdpReplay.from_windows([play(job).window], models=[job.model()], cores=8)
+        made = DdpReplay.from_windows([play(job).window], models=[DdpModel(**job.model())], cores=8)
         monkeypatch.setattr(DdpReplay, "from_run", lambda run: made)
         monkeypatch.setattr(comm, "run_at", lambda path: SimpleNamespace(path=tmp_path))
         return made

@@ -21,6 +21,7 @@ from headway.sim.ddp.ddp_window import StepWindow, collectives, flight_path, joi
 from headway.sim.graph.dag import Dag
 from headway.sim.whatif.edits import ResolvedEdits, scenario_of
 from headway.trace.events.trace import Trace, concat
+from headway.trace.recording.rank_tables import DdpModel
 from tests.ddp_made import COPY as COPIES
 from tests.ddp_made import MS, Job, changed, fluid, play, play_on_devices
 
@@ -39,7 +40,7 @@ jobs = st.builds(
 
 
 def replay_of(job: Job, *windows: StepWindow) -> DdpReplay:
-    return DdpReplay.from_windows(windows or [play(job).window], models=[job.model()], cores=8)
+    return DdpReplay.from_windows(windows or [play(job).window], models=[DdpModel(**job.model())], cores=8)
 
 
 def predicted_s(job: Job, *edits: str) -> float:
@@ -250,7 +251,7 @@ def test_a_dag_of_the_window_says_how_well_it_explains_it() -> None:
 
 def test_on_busy_cores_a_bucket_size_is_to_be_tried_live() -> None:
     job = Job(rate_of=(1.0, 0.3, 2.5), steps=6)
-    made = DdpReplay.from_windows([play(job).window], models=[job.model()], cores=2)
+    made = DdpReplay.from_windows([play(job).window], models=[DdpModel(**job.model())], cores=2)
 
     assert "2 ranks keep 2 cores busy" in made.busy
     with pytest.raises(InputError, match=r"bucket_mb=25 is not predictable here: .*Try it live"):
@@ -260,7 +261,7 @@ def test_on_busy_cores_a_bucket_size_is_to_be_tried_live() -> None:
 def test_on_busy_cores_collectives_keep_the_time_they_took() -> None:
     """No rate explains them, so the replay without edits is the window all the same."""
     job = Job(rate_of=(1.0, 0.3, 2.5), steps=6)
-    made = DdpReplay.from_windows([play(job).window], models=[job.model()], cores=2)
+    made = DdpReplay.from_windows([play(job).window], models=[DdpModel(**job.model())], cores=2)
 
     assert made.fidelity == pytest.approx(1.0, abs=0.005)
     assert made.ratio(scenario_of(["bandwidth=0.5x"]))[0] > 1.1
@@ -277,7 +278,7 @@ def test_a_replay_that_misses_the_windows_refuses() -> None:
 def test_buckets_that_do_not_follow_the_rule_are_not_laid_out_anew() -> None:
     job = Job()
     model = {**job.model(), "first_bucket_bytes": 5_000_000}
-    made = DdpReplay.from_windows([play(job).window], models=[model])
+    made = DdpReplay.from_windows([play(job).window], models=[DdpModel(**model)])
 
     with pytest.raises(InputError, match=r"DDP's rule gives .*Try it live"):
         made.ratio(scenario_of(["bucket_mb=5"]))
@@ -296,11 +297,11 @@ def test_the_made_link_carries_everything_however_fast_it_is() -> None:
     ("models", "message"),
     [
         ([], "the run noted 0 DistributedDataParallel models"),
-        ([Job().model(), Job().model()], "the run noted 2 Distributed"),
-        ([{**Job().model(), "order": []}], "rebuilt its buckets for 0 of 4"),
+        ([DdpModel(**Job().model())] * 2, "the run noted 2 Distributed"),
+        ([DdpModel(**{**Job().model(), "order": []})], "rebuilt its buckets for 0 of 4"),
     ],
 )
-def test_gradients_that_are_not_known_are_said_to_be(models: list[dict[str, Any]], message: str) -> None:
+def test_gradients_that_are_not_known_are_said_to_be(models: list[DdpModel], message: str) -> None:
     with pytest.raises(InputError, match=message):
         gradients_of(models)
 

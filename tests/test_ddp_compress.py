@@ -20,6 +20,7 @@ from headway.plan.setup import Setup
 from headway.sim.ddp.ddp_replay import DdpReplay
 from headway.sim.recorded.program import Program
 from headway.sim.whatif.edits import scenario_of
+from headway.trace.recording.rank_tables import DdpModel
 from tests.ddp_made import Job, play
 from tests.runs_made import MS, RunMaker
 
@@ -35,7 +36,7 @@ def times(seconds_per_number: float) -> CodecTimes:
 
 
 def replayed(job: Job, codecs: CodecTimes | None, edit: str, cores: int = 8, **facts: Any) -> int:
-    deep = DdpReplay.from_windows([play(job).window], models=[job.model() | facts], cores=cores)
+    deep = DdpReplay.from_windows([play(job).window], models=[DdpModel(**{**job.model(), **facts})], cores=cores)
     return int(replace(deep, codecs=codecs).makespans_ns(scenario_of([edit] if edit else [])).sum())
 
 
@@ -86,7 +87,7 @@ def test_small_tensors_travel_raw() -> None:
 
 
 def test_compression_and_another_bucket_size_are_replayed_together() -> None:
-    deep = DdpReplay.from_windows([play(SLOW).window], models=[SLOW.model()], cores=8)
+    deep = DdpReplay.from_windows([play(SLOW).window], models=[DdpModel(**SLOW.model())], cores=8)
     made = replace(deep, codecs=times(1e-9)).makespans_ns(scenario_of(["compress=half", "bucket_mb=1", "bandwidth=2x"]))
 
     assert int(made.sum()) < replayed(SLOW, times(1e-9), "compress=half")
@@ -111,7 +112,7 @@ def test_an_unknown_codec_is_no_edit() -> None:
 
 def advice(folder: Path, job: Job, seconds_per_number: float, allow: str, cores: int = 8) -> Proposal | Refusal:
     made = RunMaker(ranks=2, steps=60, cores=8, comm_ns=20 * MS).make()
-    deep = DdpReplay.from_windows([play(job).window], models=[job.model()], cores=cores)
+    deep = DdpReplay.from_windows([play(job).window], models=[DdpModel(**job.model())], cores=cores)
     table = times(seconds_per_number)
     rows = [
         {"codec": name, "numel": n, "encode_s": encode, "decode_s": decode}
@@ -153,7 +154,7 @@ def test_what_decides_against_compression_is_said(
 @pytest.mark.parametrize(("rate", "cores"), [(6e6, 8), (1e8, 2), (4e8, 2), (2e9, 8)])
 def test_the_table_of_codecs_by_parameter_is_never_worse_than_one_codec_for_all(rate: float, cores: int) -> None:
     job = Job(bytes_per_s=rate)
-    deep = DdpReplay.from_windows([play(job).window], models=[job.model()], cores=cores)
+    deep = DdpReplay.from_windows([play(job).window], models=[DdpModel(**job.model())], cores=cores)
     deep = replace(deep, codecs=times(3e-9))
     table = best_table(deep, CANDIDATES)
     each = [deep.makespans_ns(scenario_of([f"compress={codec}"])).sum() for codec in CANDIDATES]
@@ -181,14 +182,14 @@ def test_a_job_of_a_slow_and_a_hidden_part_gets_a_table(tmp_path: Path) -> None:
 
 def test_without_names_of_parameters_no_table_is_made() -> None:
     model = {key: value for key, value in SLOW.model().items() if key != "parameter_names"}
-    deep = DdpReplay.from_windows([play(SLOW).window], models=[model], cores=8)
+    deep = DdpReplay.from_windows([play(SLOW).window], models=[DdpModel(**model)], cores=8)
 
     with pytest.raises(InputError, match="did not note the names of its parameters"):
         best_table(replace(deep, codecs=times(1e-9)), CANDIDATES)
 
 
 def test_the_replay_without_the_edit_is_what_it_was() -> None:
-    deep = DdpReplay.from_windows([play(SLOW).window], models=[SLOW.model()], cores=8)
+    deep = DdpReplay.from_windows([play(SLOW).window], models=[DdpModel(**SLOW.model())], cores=8)
 
     assert np.array_equal(
         replace(deep, codecs=times(1e-8)).makespans_ns(scenario_of([])), deep.makespans_ns(scenario_of([]))

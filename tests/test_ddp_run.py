@@ -19,6 +19,7 @@ from headway.runtime.recorder.ddp_facts import facts_of, order_of
 from headway.sim.ddp.ddp_replay import DdpReplay
 from headway.sim.ddp.ddp_window import models_of, windows_of
 from headway.sim.recorded.program import Program
+from headway.trace.recording.rank_tables import DdpModel
 from headway.trace.recording.runs import Run
 from headway.verbs.runs.whatif import whatif
 from tests.ddp_made import Job, changed, play
@@ -37,7 +38,7 @@ def program() -> Program:
 def with_windows(job: Job, **changes: Any) -> Program:
     """Return the program of a made run whose deep windows are those of `job`."""
     made = RunMaker(**{"ranks": 2, "steps": 60, "cores": 8, "comm_ns": 5 * MS, **changes}).make()
-    deep = DdpReplay.from_windows([play(job).window], models=[job.model()], cores=8)
+    deep = DdpReplay.from_windows([play(job).window], models=[DdpModel(**job.model())], cores=8)
     return replace(Program.from_trace(made.trace, made.meta), deep=[deep])
 
 
@@ -60,7 +61,7 @@ def test_its_window_holds_whole_steps_of_both_ranks_and_its_model_is_known() -> 
 
     assert window.num_steps == 3
     assert sorted(set(window.trace.events["rank"].tolist())) == [0, 1]
-    assert sorted(model["order"]) == list(range(len(model["parameter_bytes"])))
+    assert sorted(model.order) == list(range(len(model.parameter_bytes)))
 
 
 def test_the_command_answers_from_the_windows(capsys: pytest.CaptureFixture[str]) -> None:

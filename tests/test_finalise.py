@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 
-from headway.runtime.run_folder.finalise import facts, finalise, finalise_attempt
+from headway.runtime.run_folder.finalise import doings, finalise, finalise_attempt
 from headway.trace.events import parquet
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.records import RECORD_DTYPE
@@ -46,11 +46,11 @@ def test_the_facts_of_a_run_come_from_what_the_ranks_wrote(tmp_path):
     ):
         (tmp_path / part).mkdir()
         (tmp_path / part / "r0.json").write_text(json.dumps(content))
-    found = facts(tmp_path)
+    found = doings(tmp_path)
 
-    assert found["loaders"] == {"0": {"num_workers": 2}}
-    assert found["applied"] == [{"name": "host.gc"}]
-    assert found["bytes_per_step"] == round((tmp_path / "events/a0-r0.parquet").stat().st_size / 10, 1)
+    assert found.loaders == {"0": {"num_workers": 2}}
+    assert found.applied == [{"name": "host.gc"}]
+    assert found.bytes_per_step == round((tmp_path / "events/a0-r0.parquet").stat().st_size / 10, 1)
 
 
 def test_the_work_of_finalising_grows_with_the_records_not_with_their_square(tmp_path):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from headway.core.errors import BarMissedError, InputError
 from headway.plan.optimiser import optimise
@@ -14,6 +15,7 @@ from headway.sim.training.moves import bucket_by_size
 from headway.sim.training.recorded_step import recorded_step
 from headway.sim.training.step_view import StepView
 from headway.sim.training.training_step import TrainingStep
+from headway.trace.recording.rank_tables import DdpModel
 from tests.ddp_made import MS, Job, changed, play
 
 
@@ -29,7 +31,7 @@ SEEDS = range(8)
 
 
 def replay_of(job: Job) -> DdpReplay:
-    return DdpReplay.from_windows([play(job).window], models=[job.model()], cores=8)
+    return DdpReplay.from_windows([play(job).window], models=[DdpModel(**job.model())], cores=8)
 
 
 def score_s(step: TrainingStep) -> float:
@@ -78,7 +80,8 @@ def test_a_plan_for_a_played_job_is_as_fast_as_it_says() -> None:
 
 def test_gradients_of_two_types_are_refused() -> None:
     made = replay_of(JOB)
-    model = {**made.models[0], "parameter_types": ["torch.float32"] * 4 + ["torch.float16"]}
+    types = ["torch.float32"] * 4 + ["torch.float16"]
+    model = structs.replace(made.models[0], parameter_types=types)
 
     with pytest.raises(InputError, match=r"gradients are of 2 types.*Use headway plan"):
         recorded_step(replace(made, models=(model,)))

@@ -13,9 +13,8 @@ live try without a promise. Times are seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -30,6 +29,7 @@ from headway.sim.ddp.ddp_thread import COPIED
 from headway.sim.ddp.ddp_window import models_of
 from headway.sim.recorded.program import Program
 from headway.trace.events.vocabulary import COLLECTIVES
+from headway.trace.recording.rank_tables import DdpModel
 
 TRY_MB = 25
 """Size in MiB to try where none can be predicted: all buckets of 25, where DDP's default makes the first one 1."""
@@ -104,7 +104,7 @@ def _gradient_view(program: Program, setup: Setup) -> Proposal | Refusal:
     name = "comm.gradient_view"
     try:
         deep = program.windows()
-        if deep.models and all(model.get("gradient_as_bucket_view") for model in deep.models):
+        if deep.models and all(model.gradient_as_bucket_view for model in deep.models):
             return Refusal(name, "comm", "the run's gradients live inside the buckets already")
         if not deep.matches(COPIED):
             return Refusal(name, "comm", "no deep window shows a copy out of a bucket")
@@ -114,7 +114,7 @@ def _gradient_view(program: Program, setup: Setup) -> Proposal | Refusal:
         return Refusal(name, "comm", f"what the copies cost is not known: {cause}")
     if found.speedup < MIN_SPEEDUP:
         return Refusal(name, "comm", f"copies out of buckets cost little: {found.speedup:.3f}x without them")
-    fresh_s = 0.0 if setup.accelerated else FRESH_S_PER_BYTE * sum(sum(m["parameter_bytes"]) for m in deep.models)
+    fresh_s = 0.0 if setup.accelerated else FRESH_S_PER_BYTE * sum(sum(model.parameter_bytes) for model in deep.models)
     fastest_s = found.base_step_s / found.interval[1]
     most = found.base_step_s / max(fastest_s - fresh_s, fastest_s / 2)  # Half a step is not all memory.
     return Proposal(
@@ -135,12 +135,12 @@ def _gradient_view(program: Program, setup: Setup) -> Proposal | Refusal:
 def _static_graph(program: Program) -> Proposal | Refusal:
     """Return what it wins that DDP does not search for unused parameters, where it says that it need not."""
     name = "comm.static_graph"
-    searching = [model for model in _models(program) if model.get("find_unused_parameters")]
+    searching = [model for model in _models(program) if model.find_unused_parameters]
     if not searching:
         return Refusal(name, "comm", "no deep window noted a DDP that searches for unused parameters")
-    if any(model.get("static_graph") for model in searching):
+    if any(model.static_graph for model in searching):
         return Refusal(name, "comm", "the run's DDP has a static graph already")
-    if not all(model.get("can_set_static_graph") for model in searching):
+    if not all(model.can_set_static_graph for model in searching):
         return Refusal(name, "comm", "DDP saw steps that use other parameters than the step before: no static graph")
     offer = Proposal(
         name=name,
@@ -166,7 +166,7 @@ def _static_graph(program: Program) -> Proposal | Refusal:
     return replace(offer, edits=(edit,), predicted_speedup=found.speedup, interval=found.interval, reason=reason)
 
 
-def _models(program: Program) -> Sequence[Mapping[str, Any]]:
+def _models(program: Program) -> Sequence[DdpModel]:
     """Return what the run noted of its DistributedDataParallel models, also when its windows cannot be replayed."""
     try:
         return program.windows().models

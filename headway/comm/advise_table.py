@@ -63,7 +63,7 @@ def best_table(deep: DdpReplay, codecs: Sequence[str]) -> Table:
     Raises `InputError` where the run did not note its gradients' names and order, or a codec was not measured.
     """
     gradients = gradients_of(deep.models)
-    names = deep.models[0].get("parameter_names", [])
+    names = deep.models[0].parameter_names
     if len(names) != len(gradients.size) or deep.codecs is None:
         raise InputError("the run did not note the names of its parameters. Record it again, with deep windows.")
     plan = search(pricing(deep, gradients, deep.codecs, codecs)).options
@@ -73,7 +73,7 @@ def best_table(deep: DdpReplay, codecs: Sequence[str]) -> Table:
     chosen, after_ns = _settled(deep, gradients, starts, codecs)
     patterns = {
         glob.escape(names[at]): codec
-        for at, codec, size in zip(deep.models[0]["order"], chosen, gradients.size, strict=True)
+        for at, codec, size in zip(deep.models[0].order, chosen, gradients.size, strict=True)
         if codec and size >= MIN_BYTES
     }
     before_ns = deep.makespans_ns(ResolvedEdits()).sum()

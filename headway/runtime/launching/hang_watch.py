@@ -44,7 +44,7 @@ from headway.runtime.recorder import flight_answers
 from headway.runtime.run_folder.recording import write_json
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import IN_BACKGROUND, SPAN_OF_CODE, SPANS
-from headway.trace.recording.assemble import json_object
+from headway.trace.recording.rank_tables import rank_tables
 from headway.trace.rings.records import Page, RecordRingReader, RingHeader
 
 SCHEMA = "headway.hang-watch/1"
@@ -321,8 +321,8 @@ class HangWatch:
         if stamp == self._told or (self._collector is not None and self._collector.is_alive()):
             return
         self._told = stamp
-        tables = [json_object(path) for path in sorted((self.run / "tables").glob("r*.json"))]
-        ahead = len(ranks) > 1 and any(table.get("device_type", "cpu") != "cpu" for table in tables)
+        tables = rank_tables(self.run).values()
+        ahead = len(ranks) > 1 and any(table.device_type != "cpu" for table in tables)
         rows = rows_of(ranks, states, ahead=ahead)
         facts = {
             "schema": SCHEMA,
@@ -332,7 +332,7 @@ class HangWatch:
             "silent_s": round(silent_s, 3),
             "floors_s": self._floors_s,
             "ahead": ahead,
-            "groups": {key: group for table in tables for key, group in table.get("groups", {}).items()},
+            "groups": {key: group for table in tables for key, group in table.groups.items()},
         }
         suspects = [row["rank"] for row in rows if row["silent"]]
         self.blamed = suspects[0] if len(suspects) == 1 else None

@@ -1,7 +1,7 @@
 """Write the events of a run: one Parquet file per rank and attempt, made of what its rings and spools hold.
 
 Use `finalise_attempt` when the ranks are gone, `finalise` for a whole run
-folder: one whose launcher died, or a run without a launcher. `facts` is what
+folder: one whose launcher died, or a run without a launcher. `doings` is what
 run.json says of the ranks' doings. Times in int64 ns on CLOCK_MONOTONIC.
 
 >>> finalise(Path("/nonexistent"))
@@ -11,17 +11,21 @@ run.json says of the ranks' doings. Times in int64 ns on CLOCK_MONOTONIC.
 from __future__ import annotations
 
 import gzip
-import json
 import socket
 from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from headway.core.files.bounded_json import decode_json
 from headway.core.files.whole_file import whole_file
 from headway.runtime.recorder.rehearsals import settle
+from headway.runtime.run_folder.recording import RankDoings
 from headway.trace.events import parquet
-from headway.trace.recording.assemble import applied, build, json_object, loaders
+from headway.trace.recording.assemble import applied, build, loaders
 from headway.trace.recording.devices import by_rank
+from headway.trace.recording.rank_tables import rank_tables
 from headway.trace.rings import spool
 from headway.trace.rings.ring_folders import ring_folders
 
@@ -79,54 +83,59 @@ def pack_windows(windows: Path, ranks: Set[int] | None = None) -> None:
         path.unlink()
 
 
-def facts(run: Path, *, ranks: set[int] | None = None) -> dict[str, Any]:
-    """Return what run.json says of the ranks' doings: applied, loaders, memory, losses, device, sizes, spawned.
+class _RankFacts(msgspec.Struct, frozen=True):
+    """A rank in a file of events."""
 
-    `ranks` are those of this host, None = all; ranks that a script spawned itself are always found and returned as
-    rows under `spawned`.
-    """
+    pid: int | None = None
+    start_ns: int | None = None
+    end_ns: int | None = None
+    role: str = ""
+    host: str = ""
+
+
+class _FileMeta(msgspec.Struct, frozen=True):
+    """A file of events."""
+
+    num_steps: int = 0
+    dropped: int = 0
+    attempt: int = 0
+    device_type: str | None = None
+
+
+class _FileTables(msgspec.Struct, frozen=True):
+    """What a file of events says beside its rows."""
+
+    meta: _FileMeta = _FileMeta()
+    ranks: dict[int, _RankFacts] = {}
+
+
+def doings(run: Path, *, ranks: set[int] | None = None) -> RankDoings:
+    """Return what run.json says of `ranks`, those of this host, None = all; those that the script spawned count."""
     import pyarrow.parquet as pq
 
     steps, dropped, size, device = 0, 0, 0, "cpu"
     spawned: dict[int, dict[str, Any]] = {}
     for path in sorted((run / "events").glob("a*-r*.parquet")):
-        tables = json.loads((pq.read_metadata(path).metadata or {}).get(parquet.TABLES_KEY, b"{}"))
-        meta, known = tables.get("meta", {}), tables.get("ranks", {})
-        for rank, row in _spawned_here(known, meta).items():
-            spawned[rank] = row
-        if ranks is not None and not {int(rank) for rank in known} & (ranks | set(spawned)):
+        text = (pq.read_metadata(path).metadata or {}).get(parquet.TABLES_KEY, b"{}")
+        tables = decode_json(text, str(path), _FileTables)
+        meta, known = tables.meta, tables.ranks
+        for rank, row in known.items():
+            if row.role in ("spawned", "child") and row.host == socket.gethostname():
+                moments = {"start_ns": row.start_ns, "end_ns": row.end_ns, "exit_code": None, "attempt": meta.attempt}
+                spawned[rank] = {"rank": rank, "local_rank": rank, "pid": row.pid, **moments}
+        if ranks is not None and not known.keys() & (ranks | spawned.keys()):
             continue
-        steps += int(meta.get("num_steps", 0))
-        dropped += int(meta.get("dropped", 0))
-        size += path.stat().st_size
-        device = meta.get("device_type", device)
-    tables_of = {path.stem[1:]: json_object(path) for path in sorted((run / "tables").glob("r*.json"))}
-    memory = {rank: table.get("memory") for rank, table in tables_of.items()}
+        steps, dropped, size = steps + meta.num_steps, dropped + meta.dropped, size + path.stat().st_size
+        device = meta.device_type or device
+    tables_of = rank_tables(run)
     settle(run)
-    return {
-        "applied": applied(run),
-        "loaders": loaders(run),
-        "memory": {rank: known for rank, known in sorted(memory.items()) if known},
-        "bad_losses": {rank: table["bad_losses"] for rank, table in tables_of.items() if table.get("bad_losses")},
-        "device_type": device,
-        "dropped": dropped,
-        "bytes_per_step": round(size / steps, 1) if steps else None,
-        "spawned": list(spawned.values()),
-    }
-
-
-def _spawned_here(known: Mapping[str, Mapping[str, Any]], meta: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """Return rows of the ranks that a script started itself on this host; how they ended only their parent knows."""
-    return {
-        int(rank): {
-            "rank": int(rank),
-            "local_rank": int(rank),
-            "pid": facts["pid"],
-            "start_ns": facts.get("start_ns"),
-            "end_ns": facts.get("end_ns"),
-            "exit_code": None,
-            "attempt": int(meta.get("attempt", 0)),
-        }
-        for rank, facts in known.items()
-        if facts.get("role") in ("spawned", "child") and facts.get("host") == socket.gethostname()
-    }
+    return RankDoings(
+        applied=applied(run),
+        loaders=loaders(run),
+        memory={rank: table.memory for rank, table in tables_of.items() if table.memory},
+        bad_losses={rank: table.bad_losses for rank, table in tables_of.items() if table.bad_losses},
+        device_type=device,
+        dropped=dropped,
+        bytes_per_step=round(size / steps, 1) if steps else None,
+        spawned=spawned,
+    )

@@ -79,6 +79,21 @@ class Exit:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class RankDoings:
+    """What run.json says of the ranks' doings; they are found by `headway.runtime.run_folder.finalise.doings`."""
+
+    applied: list[Any] = field(default_factory=list)
+    loaders: dict[str, dict[str, Any]] = field(default_factory=dict)
+    memory: dict[int, dict[str, Any]] = field(default_factory=dict)
+    bad_losses: dict[int, list[Any]] = field(default_factory=dict)
+    device_type: str = "cpu"
+    dropped: int = 0
+    bytes_per_step: float | None = None
+    spawned: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """The rows of ranks that a script started itself on this host; how they ended only their parent knows."""
+
+
 def next_folder(base: Path, script: str, mode: int = PRIVATE) -> Path:
     """Make and return `base/<script>-<n>` with the first free n >= 1, and this mode."""
     stem = re.sub(r"[^\w.-]+", "_", Path(script).stem or "run")[:64]
@@ -259,10 +274,14 @@ class RunRecording:
         """Write run.json, whole or not at all."""
         if not self.leads:
             return
-        from_ranks = gather(self.path, self._own_ranks()) if exit_ is not None else {}
+        seen = RankDoings()
+        if exit_ is not None:
+            from headway.runtime.run_folder.finalise import doings
+
+            seen = doings(self.path, ranks=self._own_ranks())
         rows = [asdict(row) for row in self.rows]
         launched = {row.rank for row in self.rows}
-        rows += [row for row in from_ranks.get("spawned", []) if row["rank"] not in launched]
+        rows += [row for row in seen.spawned.values() if row["rank"] not in launched]
         facts: dict[str, Any] = {
             "schema": SCHEMA,
             "run_id": self.run_id,
@@ -277,21 +296,21 @@ class RunRecording:
             "realtime_ns": self.realtime_ns,
             "nproc": self.nproc,
             "world_size": max(self.world_size, len({row["rank"] for row in rows})),
-            "device_type": from_ranks.get("device_type", "cpu"),
+            "device_type": seen.device_type,
             "cores": host_cores(),
             "host_load": self._host_load(),
             "host_series": self.load_watch.series() if self.load_watch is not None else None,
             **self.memory,
-            "memory": from_ranks.get("memory", {}),
-            "bad_losses": from_ranks.get("bad_losses", {}),
+            "memory": seen.memory,
+            "bad_losses": seen.bad_losses,
             "ranks": rows,
             "exit": exit_.json() if exit_ is not None else None,
             "baseline": self.baseline,
             "plan": "plan.json" if self.plan is not None else None,
-            "applied": from_ranks.get("applied", []),
-            "loaders": from_ranks.get("loaders", {}),
-            "bytes_per_step": from_ranks.get("bytes_per_step"),
-            "dropped": from_ranks.get("dropped", 0),
+            "applied": seen.applied,
+            "loaders": seen.loaders,
+            "bytes_per_step": seen.bytes_per_step,
+            "dropped": seen.dropped,
             "max_run_bytes": self.max_run_bytes,
         }
         write_json(self.file, facts)
@@ -302,10 +321,3 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     with whole_file(path) as draft:
         draft.touch(file_mode(draft.parent))
         draft.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def gather(path: Path, ranks: set[int]) -> dict[str, Any]:
-    """Collect what this host's `ranks` and their finalised events say: applied remedies, loaders, device, sizes."""
-    from headway.runtime.run_folder.finalise import facts
-
-    return facts(path, ranks=ranks)

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +27,7 @@ from headway.sim.ddp.ddp_thread import CALL, COPY, GRAD, WAIT, WORK, Thread
 from headway.sim.ddp.ddp_window import Ints
 from headway.trace.events.trace import Trace
 from headway.trace.profiler.kineto_names import FORWARD
+from headway.trace.recording.rank_tables import DdpModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class GradientOrder:
     """Limits of the first and of further buckets in the recorded run, bytes."""
 
 
-def gradients_of(models: Sequence[Mapping[str, Any]]) -> GradientOrder:
+def gradients_of(models: Sequence[DdpModel]) -> GradientOrder:
     """Return the gradients that the run noted. Raises `InputError` when it noted none, several models, or no order."""
     if len(models) != 1:
         raise InputError(
@@ -52,16 +52,16 @@ def gradients_of(models: Sequence[Mapping[str, Any]]) -> GradientOrder:
             "Record it again with deep windows (headway run --windows), or try the size live."
         )
     model = models[0]
-    sizes, types, order = model["parameter_bytes"], model["parameter_types"], model["order"]
+    sizes, types, order = model.parameter_bytes, model.parameter_types, model.order
     if sorted(order) != list(range(len(sizes))):
         raise InputError(
             f"DDP has rebuilt its buckets for {len(order)} of {len(sizes)} parameters: the order in which gradients "
             "become ready is not known. Try the size live."
         )
     return GradientOrder(
-        tuple(int(sizes[index]) for index in order),
-        tuple(str(types[index]) for index in order),
-        (int(model["first_bucket_bytes"]), int(model["bucket_bytes"])),
+        tuple(sizes[index] for index in order),
+        tuple(types[index] for index in order),
+        (model.first_bucket_bytes, model.bucket_bytes),
     )
 
 

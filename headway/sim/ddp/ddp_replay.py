@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +34,7 @@ from headway.sim.ddp.ddp_window import StepWindow, models_of, windows_of
 from headway.sim.graph.dag import Dag
 from headway.sim.whatif.edits import ResolvedEdits
 from headway.trace.events.trace import Trace
+from headway.trace.recording.rank_tables import DdpModel
 from headway.trace.recording.runs import Run
 
 MAX_DISCREPANCY = 0.05
@@ -70,7 +70,7 @@ class DdpReplay:
     links: tuple[CollectiveLink, ...]
     """One per window: other work on the hosts and links comes and goes."""
 
-    models: tuple[Mapping[str, Any], ...]
+    models: tuple[DdpModel, ...]
     """What the run noted of its DistributedDataParallel models."""
 
     busy: str
@@ -103,7 +103,7 @@ class DdpReplay:
         cls,
         windows: Sequence[StepWindow],
         *,
-        models: Sequence[Mapping[str, Any]] = (),
+        models: Sequence[DdpModel] = (),
         cores: int = 0,
         paces: Mapping[tuple[int, int], float] | None = None,
     ) -> DdpReplay:

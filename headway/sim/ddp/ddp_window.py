@@ -15,14 +15,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import FormatError
 from headway.trace.events.trace import Trace, concat
-from headway.trace.recording.assemble import json_object
+from headway.trace.recording.rank_tables import DdpModel, RankTables, json_object
 from headway.trace.recording.runs import Run
 
 Ints = NDArray[np.int64]
@@ -71,16 +70,15 @@ def windows_of(run: Run) -> list[StepWindow]:
     return [window for window in found if window is not None]
 
 
-def models_of(run: Run) -> list[Mapping[str, Any]]:
+def models_of(run: Run) -> tuple[DdpModel, ...]:
     """Return what the ranks noted of each DistributedDataParallel: parameters, order of readiness, bucket sizes.
 
     Empty for a run without one, or recorded before this was noted.
     """
     for path in sorted({file.parent.parent / "tables" for file in run.windows()} or [run.path / "tables"]):
-        told = json_object(path / "r0.json").get("ddp")
-        if isinstance(told, list):
-            return [model for model in told if isinstance(model, dict)]
-    return []
+        if models := RankTables.of(json_object(path / "r0.json")).ddp:
+            return models
+    return ()
 
 
 def flight_path(path: Path) -> Path:

@@ -15,12 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.errors import InputError
-from headway.core.files.bounded_json import read_json
 from headway.trace.events.intervals import inside
 from headway.trace.events.nesting import Nesting
 from headway.trace.events.steps import step_of
@@ -31,6 +28,7 @@ from headway.trace.recording.deliveries import thinned
 from headway.trace.recording.devices import by_rank, lead_of
 from headway.trace.recording.loads import load_children, name_workers, place_made
 from headway.trace.recording.pauses import trimmed
+from headway.trace.recording.rank_tables import RankTables, json_object
 from headway.trace.recording.rows import RecordedRows, lane_name, raw_rows
 from headway.trace.rings import spool
 from headway.trace.rings.spool import Recorded
@@ -73,7 +71,8 @@ def build(
     training = np.flatnonzero((columns.lane == 0) & (columns.process == lead.header.pid))
     main = columns.where(training)
     tables = _tables(run, rank, lead)
-    found = basis.basis_of(main, _loops(tables))
+    known = RankTables.of(tables)
+    found = basis.basis_of(main, known.loops)
     gradients = basis.gradients_of(main)
     evaluation.mark_learning(main, gradients, found)
     columns.seq[training] = main.seq
@@ -96,7 +95,7 @@ def build(
         everything.columns(order, rank=rank),
         names=NAMES,
         lanes=lanes,
-        groups=_groups(tables),
+        groups=known.groups,
         ranks={rank: {**_rank_facts(lead, row, marks[0]), **_told(tables)}},
         meta={
             "source": "headway",
@@ -104,7 +103,7 @@ def build(
             "num_steps": max(len(bounds) - 1, 0),
             "step_basis": found.name,
             "dropped": sum(process.dropped for process in processes),
-            "device_type": tables.get("device_type", "cpu"),
+            "device_type": known.device_type,
             "collectives": list(COLLECTIVES),
             **{key: tables[key] for key in TOLD if key in tables},
         },
@@ -130,14 +129,6 @@ def _tables(run: Path, rank: int, lead: Recorded) -> dict[str, Any]:
     """Return what the process that leads has said of itself; a child that trains has a file of its own."""
     own = json_object(run / "tables" / f"p{lead.header.pid}.json") if lead.header.role == "child" else {}
     return own or json_object(run / "tables" / f"r{rank}.json")
-
-
-def _loops(tables: Mapping[str, Any]) -> dict[int, int]:
-    """Return optimizer -> depth of the loop that steps it; {} where a damaged file does not say it."""
-    try:
-        return msgspec.convert(tables.get("loops", {}), dict[int, int], strict=False)
-    except msgspec.ValidationError:
-        return {}
 
 
 def _step_rows(bounds: NDArray[np.int64]) -> RecordedRows:
@@ -212,21 +203,6 @@ def _told(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the rank itself said: of its input audit facts, counts, kinds of workers; lines of its gaps."""
     names = ("deliveries", "input", "workers", "script", "timers", "pipeline")
     return {key: tables[key] for key in names if key in tables}
-
-
-def _groups(tables: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """Return the process groups that the rank met: {'name', 'ranks'} each."""
-    found = tables.get("groups", {})
-    return {int(key): dict(value) for key, value in found.items()} if isinstance(found, dict) else {}
-
-
-def json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`, {} when there is none."""
-    try:
-        found = read_json(path)
-    except (OSError, InputError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def applied(run: Path) -> list[Any]:

@@ -17,7 +17,7 @@ from headway.core.files.whole_file import whole_file
 from headway.core.units import plural
 from headway.model.growth.proposal import Growth, fits, growths
 from headway.report.paper import ScreenOptions, draw, paragraph
-from headway.trace.recording.assemble import json_object
+from headway.trace.recording.rank_tables import json_object, rank_tables
 from headway.trace.recording.runs import Run
 from headway.verbs.shared.model_flops import ModelSpec, mfu_entry
 from headway.verbs.shared.source import run_at
@@ -134,9 +134,8 @@ def losses_of(run: Run) -> list[tuple[int, float]]:
 
     Of several losses in one step, as of a closure that the optimizer calls again, the last one counts.
     """
-    files = sorted((run.path / "tables").glob("r*.json"), key=lambda file: int(file.stem[1:]))
-    found = (json_object(file).get("losses") for file in files)
-    return sorted({int(step): float(loss) for step, loss in next((rows for rows in found if rows), [])}.items())
+    found = [table.losses for _, table in sorted(rank_tables(run.path).items())]
+    return sorted(dict(next(filter(None, found), [])).items())
 
 
 def _tuned(run: Run) -> bool:
