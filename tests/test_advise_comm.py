@@ -20,7 +20,7 @@ from headway.sim.recorded.program import Program
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace, concat
 from headway.trace.events.vocabulary import COLLECTIVES, KIND
-from headway.trace.recording.rank_tables import DdpModel
+from headway.trace.rings.rank_tables import DdpModel
 from tests.ddp_made import GRADIENT, Job, changed, play, play_on_devices
 from tests.runs_made import MS, Rows, RunMaker
 from tests.spawn import on_ranks

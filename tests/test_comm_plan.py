@@ -13,7 +13,7 @@ from headway.core.files.planfile import read_plan
 from headway.plan.optimiser import KINDS
 from headway.report.optimised import render_optimised
 from headway.sim.ddp.ddp_replay import DdpReplay
-from headway.trace.recording.rank_tables import DdpModel
+from headway.trace.rings.rank_tables import DdpModel
 from headway.verbs.models import comm
 from tests.ddp_made import MS, Job, changed, play
 

@@ -21,7 +21,7 @@ from headway.sim.ddp.ddp_window import StepWindow, collectives, flight_path, joi
 from headway.sim.graph.dag import Dag
 from headway.sim.whatif.edits import ResolvedEdits, scenario_of
 from headway.trace.events.trace import Trace, concat
-from headway.trace.recording.rank_tables import DdpModel
+from headway.trace.rings.rank_tables import DdpModel
 from tests.ddp_made import COPY as COPIES
 from tests.ddp_made import MS, Job, changed, fluid, play, play_on_devices
 

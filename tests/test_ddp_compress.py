@@ -20,7 +20,7 @@ from headway.plan.setup import Setup
 from headway.sim.ddp.ddp_replay import DdpReplay
 from headway.sim.recorded.program import Program
 from headway.sim.whatif.edits import scenario_of
-from headway.trace.recording.rank_tables import DdpModel
+from headway.trace.rings.rank_tables import DdpModel
 from tests.ddp_made import Job, play
 from tests.runs_made import MS, RunMaker
 

@@ -19,8 +19,8 @@ from headway.runtime.recorder.ddp_facts import facts_of, order_of
 from headway.sim.ddp.ddp_replay import DdpReplay
 from headway.sim.ddp.ddp_window import models_of, windows_of
 from headway.sim.recorded.program import Program
-from headway.trace.recording.rank_tables import DdpModel
 from headway.trace.recording.runs import Run
+from headway.trace.rings.rank_tables import DdpModel
 from headway.verbs.runs.whatif import whatif
 from tests.ddp_made import Job, changed, play
 from tests.runs_made import MS, RunMaker

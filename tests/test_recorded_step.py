@@ -15,7 +15,7 @@ from headway.sim.training.moves import bucket_by_size
 from headway.sim.training.recorded_step import recorded_step
 from headway.sim.training.step_view import StepView
 from headway.sim.training.training_step import TrainingStep
-from headway.trace.recording.rank_tables import DdpModel
+from headway.trace.rings.rank_tables import DdpModel
 from tests.ddp_made import MS, Job, changed, play
 
 

@@ -29,7 +29,7 @@ from headway.sim.ddp.ddp_thread import COPIED
 from headway.sim.ddp.ddp_window import models_of
 from headway.sim.recorded.program import Program
 from headway.trace.events.vocabulary import COLLECTIVES
-from headway.trace.recording.rank_tables import DdpModel
+from headway.trace.rings.rank_tables import DdpModel
 
 TRY_MB = 25
 """Size in MiB to try where none can be predicted: all buckets of 25, where DDP's default makes the first one 1."""

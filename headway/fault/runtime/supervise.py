@@ -30,7 +30,7 @@ from headway.runtime.run_folder import redact
 from headway.runtime.run_folder.exit_class import RankEnd, is_secondary, traceback_of
 from headway.runtime.run_folder.problems import Problems
 from headway.trace.recording.incident import Blamed, Incident, write_incidents
-from headway.trace.recording.rank_tables import json_object
+from headway.trace.rings.rank_tables import json_object
 
 if TYPE_CHECKING:
     from headway.runtime.launching.agent import Group, RankSpec

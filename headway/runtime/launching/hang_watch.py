@@ -44,7 +44,7 @@ from headway.runtime.recorder import flight_answers
 from headway.runtime.run_folder.recording import write_json
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import IN_BACKGROUND, SPAN_OF_CODE, SPANS
-from headway.trace.recording.rank_tables import rank_tables
+from headway.trace.rings.rank_tables import rank_tables
 from headway.trace.rings.records import Page, RecordRingReader, RingHeader
 
 SCHEMA = "headway.hang-watch/1"

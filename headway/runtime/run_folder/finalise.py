@@ -25,8 +25,8 @@ from headway.runtime.run_folder.recording import RankDoings
 from headway.trace.events import parquet
 from headway.trace.recording.assemble import applied, build, loaders
 from headway.trace.recording.devices import by_rank
-from headway.trace.recording.rank_tables import rank_tables
 from headway.trace.rings import spool
+from headway.trace.rings.rank_tables import rank_tables
 from headway.trace.rings.ring_folders import ring_folders
 
 

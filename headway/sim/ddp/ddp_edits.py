@@ -27,7 +27,7 @@ from headway.sim.ddp.ddp_thread import CALL, COPY, GRAD, WAIT, WORK, Thread
 from headway.sim.ddp.ddp_window import Ints
 from headway.trace.events.trace import Trace
 from headway.trace.profiler.kineto_names import FORWARD
-from headway.trace.recording.rank_tables import DdpModel
+from headway.trace.rings.rank_tables import DdpModel
 
 
 @dataclass(frozen=True, slots=True)

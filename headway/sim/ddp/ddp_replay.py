@@ -34,8 +34,8 @@ from headway.sim.ddp.ddp_window import StepWindow, models_of, windows_of
 from headway.sim.graph.dag import Dag
 from headway.sim.whatif.edits import ResolvedEdits
 from headway.trace.events.trace import Trace
-from headway.trace.recording.rank_tables import DdpModel
 from headway.trace.recording.runs import Run
+from headway.trace.rings.rank_tables import DdpModel
 
 MAX_DISCREPANCY = 0.05
 """A replay that misses the windows by more refuses what-ifs (the cut of the straggler study)."""

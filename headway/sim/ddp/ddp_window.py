@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from headway.core.errors import FormatError
 from headway.trace.events.trace import Trace, concat
-from headway.trace.recording.rank_tables import DdpModel, RankTables, json_object
 from headway.trace.recording.runs import Run
+from headway.trace.rings.rank_tables import DdpModel, RankTables, json_object
 
 Ints = NDArray[np.int64]
 

@@ -28,9 +28,9 @@ from headway.trace.recording.deliveries import thinned
 from headway.trace.recording.devices import by_rank, lead_of
 from headway.trace.recording.loads import load_children, name_workers, place_made
 from headway.trace.recording.pauses import trimmed
-from headway.trace.recording.rank_tables import RankTables, json_object
 from headway.trace.recording.rows import RecordedRows, lane_name, raw_rows
 from headway.trace.rings import spool
+from headway.trace.rings.rank_tables import RankTables, json_object
 from headway.trace.rings.spool import Recorded
 
 NAMES = tuple(SPANS)

@@ -28,9 +28,9 @@ from headway.trace.events.trace import Trace
 from headway.trace.recording.assemble import applied, loaders, trace_of_rings
 from headway.trace.recording.deliveries import counts_of
 from headway.trace.recording.incident import read_incidents
-from headway.trace.recording.rank_tables import json_object
 from headway.trace.recording.run_facts import SCHEMA, RankRow, RunFacts
 from headway.trace.rings import spool
+from headway.trace.rings.rank_tables import json_object
 from headway.trace.rings.ring import UNRECORDED, UNRECORDED_SUFFIX
 from headway.trace.rings.ring_folders import ring_folders
 from headway.trace.sync.clocks import refined

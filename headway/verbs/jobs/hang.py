@@ -12,9 +12,9 @@ from headway.ledger.jobs.hang import HangVerdict, localise
 from headway.ledger.jobs.hang_reports import WatchReport, of_dumps, of_watch
 from headway.report.page.hang import render_hang
 from headway.trace.events.trace import Trace
-from headway.trace.recording.rank_tables import json_object
 from headway.trace.recording.run_facts import RunFacts
 from headway.trace.recording.runs import is_run
+from headway.trace.rings.rank_tables import json_object
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.source import newest_run
 

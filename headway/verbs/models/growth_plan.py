@@ -17,8 +17,8 @@ from headway.core.files.whole_file import whole_file
 from headway.core.units import plural
 from headway.model.growth.proposal import Growth, fits, growths
 from headway.report.paper import ScreenOptions, draw, paragraph
-from headway.trace.recording.rank_tables import json_object, rank_tables
 from headway.trace.recording.runs import Run
+from headway.trace.rings.rank_tables import json_object, rank_tables
 from headway.verbs.shared.model_flops import ModelSpec, mfu_entry
 from headway.verbs.shared.source import run_at
 

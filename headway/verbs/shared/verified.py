@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.trace.events.active_settings import AppliedRow, applied_rows
-from headway.trace.recording.rank_tables import json_object
+from headway.trace.rings.rank_tables import json_object
 
 COUNTS = ("batches", "compared", "equal", "unequal")
 
