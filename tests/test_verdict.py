@@ -95,8 +95,8 @@ def test_the_last_words_repeat_no_traceback_and_blame_nobody_for_ctrl_c(tmp_path
     assert "ValueError" not in failure_text(first, end, tmp_path, interrupted=False, alone=True)
     assert failure_text(first, end, tmp_path, interrupted=False, alone=False).endswith("ValueError: x\n")
     (tmp_path / "applied").mkdir()
-    applied = {"remedies": [{"name": "data.workers", "applied": True}, {"name": "host.gc", "applied": False}]}
-    (tmp_path / "applied" / "r0.json").write_text(json.dumps(applied))
+    rows = [{"name": name, "facts": {}, "applied": name == "data.workers"} for name in ("data.workers", "host.gc")]
+    (tmp_path / "applied" / "r0.json").write_text(json.dumps({"remedies": rows}))
     told = failure_text(first, end, tmp_path, interrupted=False, alone=True)
     assert "while data.workers changed how the script runs: run it once more without --apply" in told
     stopped = failure_text(first, end, tmp_path, interrupted=True, alone=True)

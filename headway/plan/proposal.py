@@ -19,6 +19,12 @@ from headway.core.errors import InputError
 MIN_SPEEDUP = 1.02
 """A gain below this is not worth a change."""
 
+KEYS = (
+    "name", "room", "predicted_speedup", "interval", "applies", "cost", "risk", "reason", "edits", "parameters",
+    "allow", "protects", "evaluation_share",
+)  # fmt: skip
+"""Keys of a proposal in `headway plan --json`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
@@ -87,21 +93,8 @@ class Proposal:
 
     def to_json(self) -> dict[str, Any]:
         """Return the row of `headway plan --json`."""
-        return {
-            "name": self.name,
-            "room": self.room,
-            "predicted_speedup": self.predicted_speedup,
-            "interval": list(self.interval),
-            "applies": self.applies,
-            "cost": self.cost,
-            "risk": self.risk,
-            "reason": self.reason,
-            "edits": list(self.edits),
-            "parameters": dict(self.parameters),
-            "allow": self.allow,
-            "protects": self.protects,
-            "evaluation_share": self.evaluation_share,
-        }
+        row = {name: getattr(self, name) for name in KEYS}
+        return row | {key: list(row[key]) for key in ("interval", "edits")} | {"parameters": dict(self.parameters)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from typing import Any, Self
 import msgspec
 
 from headway.core.files.bounded_json import converted
+from headway.ledger.jobs.group_creation import Creation
 from headway.trace.events.active_settings import AppliedRow
 from headway.trace.recording.run_facts import RunExit
 
@@ -134,14 +135,6 @@ class MfuRow(Answer, frozen=True):
     device: str = ""
 
 
-class CreationRow(Answer, frozen=True):
-    """What creating process groups cost."""
-
-    groups: int = 0
-    calls: int = 0
-    seconds: float = 0.0
-
-
 class OutlierRow(Answer, frozen=True):
     """A machine that computes slower than others: see `headway.ledger.jobs.machines.Outlier`."""
 
@@ -178,7 +171,7 @@ class Why(Answer, frozen=True):
     verdict: Verdict = Verdict()
     straggler: StragglerRow | None = None
     mfu: MfuRow | None = None
-    group_creation: CreationRow | None = None
+    group_creation: Creation | None = None
     machines: MachinesRow = MachinesRow()
     hang: dict[str, Any] = {}
 

@@ -38,6 +38,9 @@ from headway.ledger.kinds.buckets import BUCKETS, ONCE_PER_RUN
 WHOLE = "it counts with --whole only"
 """What a note says of growth that is not judged."""
 
+CHANGE_KEYS = ("bucket", "per", "before_s", "after_s", "delta_s", "regressed")
+"""Keys of a change in `headway compare --json`."""
+
 LOSSES = tuple(bucket for bucket in BUCKETS if bucket not in ("idle", "unknown"))
 """Buckets whose growth can be a regression."""
 
@@ -170,17 +173,7 @@ class RunComparison:
             "step_goodput": list(self.step_goodput),
             "whole": self.whole,
             "threshold": self.threshold,
-            "changes": [
-                {
-                    "bucket": change.bucket,
-                    "per": change.per,
-                    "before_s": change.before_s,
-                    "after_s": change.after_s,
-                    "delta_s": change.delta_s,
-                    "regressed": change.regressed,
-                }
-                for change in self.changes
-            ],
+            "changes": [{name: getattr(change, name) for name in CHANGE_KEYS} for change in self.changes],
             "regressions": self.regressions,
             "notes": list(self.notes),
             "exit_code": self.exit_code,

@@ -20,7 +20,7 @@ about 0.5 % of the machines stood out.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -145,16 +145,7 @@ class MachineTimes:
             "slowdown": dict(zip(self.machines, self.machine_slowdown.tolist(), strict=True)),
             "mean_forward_s": float(np.nanmean(self.mean_s[:, 0])) if np.isfinite(self.mean_s[:, 0]).any() else None,
             "mean_backward_s": float(np.nanmean(self.mean_s[:, 1])) if np.isfinite(self.mean_s[:, 1]).any() else None,
-            "outliers": [
-                {
-                    "machine": found.machine,
-                    "ranks": list(found.ranks),
-                    "slowdown": found.slowdown,
-                    "sigmas": found.sigmas,
-                    "lost_s": found.lost_s,
-                }
-                for found in self.outliers
-            ],
+            "outliers": [asdict(found) | {"ranks": list(found.ranks)} for found in self.outliers],
         }
 
 

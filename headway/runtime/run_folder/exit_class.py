@@ -15,7 +15,6 @@ CLOCK_MONOTONIC; exit codes as `subprocess` gives them (-9 = SIGKILL).
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -24,10 +23,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from headway.runtime.run_folder.recording import Exit
+    from headway.trace.events.active_settings import AppliedRow
 
 CLASSES: Final = ("ok", "user", "oom", "hang", "infra", "preempted")
 """Every exit class."""
@@ -256,20 +256,18 @@ def failure_text(first: RankEnd, end: Exit, run: Path, *, interrupted: bool, alo
 
 def failed_at_exit(run: Path, rank: int) -> bool:
     """Say whether a remedy has noted in the folder `run` that work of this rank's script failed after its last line."""
-    return any(FAILED_AT_EXIT in remedy.get("facts", {}) for remedy in _remedies(run, rank))
+    return any(FAILED_AT_EXIT in (row.facts or {}) for row in _outcomes(run, rank))
 
 
 def in_force(run: Path, rank: int) -> list[str]:
     """Return the names of the remedies that this rank applied."""
-    return [str(remedy.get("name")) for remedy in _remedies(run, rank) if remedy.get("applied")]
+    return [row.name for row in _outcomes(run, rank) if row.applied]
 
 
-def _remedies(run: Path, rank: int) -> list[dict[str, Any]]:
-    try:
-        found: list[dict[str, Any]] = json.loads((run / "applied" / f"r{rank}.json").read_text())["remedies"]
-    except (OSError, ValueError, KeyError):  # no remedies, or a file that tells nothing
-        return []
-    return found
+def _outcomes(run: Path, rank: int) -> list[AppliedRow]:
+    from headway.trace.recording.run_facts import outcomes_of  # the launcher starts without it
+
+    return outcomes_of(run, rank=rank)
 
 
 FLUSH_CODE: Final = 120

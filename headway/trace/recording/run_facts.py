@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -36,6 +37,7 @@ from headway.trace.events.active_settings import (
 )
 from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.recording.incident import Incident
+from headway.trace.rings.rank_tables import json_object
 
 SCHEMA = "headway.run-folder/1"
 
@@ -190,6 +192,12 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 if fact.dataset and fact.dataset == found.dataset:
                     facts[group] = msgspec.structs.replace(fact, **more)
         return facts
+
+
+def outcomes_of(run: Path, *, rank: int | None = None) -> list[AppliedRow]:
+    """Return what the ranks of the run at `run`, or one of them, said of remedies: the entries of RUN/applied."""
+    files = sorted((run / "applied").glob("r*.json" if rank is None else f"r{rank}.json"))
+    return [row for file in files for row in applied_rows(json_object(file).get("remedies"))]
 
 
 _LENIENT = ("host_load", "host_series", "applied", "loaders")

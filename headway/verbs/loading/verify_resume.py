@@ -11,12 +11,12 @@ from rich.text import Text
 
 from headway.catalog import CHECKS
 from headway.core.errors import InputError
-from headway.core.files.bounded_json import read_json
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
 from headway.runtime.launching.launch import launch
 from headway.runtime.launching.options import LaunchOptions, check
 from headway.runtime.run_folder.recording import RUNS, claim_folder, next_folder
+from headway.trace.recording.run_facts import outcomes_of
 from headway.verbs.shared.output import emit
 
 
@@ -87,12 +87,10 @@ def verify_resume(
 def _loaders(run: Path) -> list[dict[str, Any]]:
     """Return the facts of every loader, of the first rank: all ranks read the same. Raises `InputError` on none."""
     found: list[dict[str, Any]] = []
-    for file in sorted((run / "applied").glob("r*.json"))[:1]:
-        for entry in read_json(file)["remedies"]:
-            loaders = entry["facts"].get("loaders", [])
-            found += loaders
-            if entry["reason_not_applied"] and not loaders:
-                found.append({"dataset": "", "reason_not_applied": entry["reason_not_applied"]})
+    for row in outcomes_of(run, rank=0):
+        found += (loaders := (row.facts or {}).get("loaders", []))
+        if row.reason_not_applied and not loaders:
+            found.append({"dataset": "", "reason_not_applied": row.reason_not_applied})
     if not found:
         raise InputError("the script read nothing through a torch DataLoader before its first optimizer step.")
     return found

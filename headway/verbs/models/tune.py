@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 from cyclopts import Parameter
 
 from headway.catalog import REMEDIES
 from headway.core.errors import InputError
-from headway.core.files.bounded_json import read_json
+from headway.core.files.bounded_json import converted
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.core.units import plural
 from headway.model.tuning.space import parsed
@@ -18,6 +19,7 @@ from headway.report.paper import ScreenOptions, draw, paragraph
 from headway.runtime.launching.launch import launch
 from headway.runtime.launching.options import LaunchOptions, check
 from headway.runtime.run_folder.recording import RUNS, claim_folder, next_folder
+from headway.trace.recording.run_facts import outcomes_of
 from headway.verbs.shared.output import emit
 
 REMEDY = "model.tune"
@@ -74,30 +76,35 @@ def tune(
         json=json,
     )  # fmt: skip
     report = launch(options, script)
-    entry = _entry(folder / "run")
+    rows = [row for row in outcomes_of(folder / "run", rank=0) if row.name == REMEDY]
+    found, _ = converted((rows[0].facts or {}) if rows else {}, Tuned)
+    reason = rows[0].reason_not_applied if rows else "the script ended before torch was imported"
     answer = {
-        "schema": "headway.tune/1", **{key: entry["facts"].get(key) for key in ("setting", "metric")},
-        **{key: entry["facts"].get(key, 0) for key in ("steps", "trials")}, "label": entry["facts"].get("label", ""),
-        "path": str(folder / "run"), "reason_not_tuned": entry["reason_not_applied"] or _nothing(entry["facts"]),
+        "schema": "headway.tune/1", "setting": found.setting, "metric": found.metric, "steps": found.steps,
+        "trials": found.trials, "label": found.label, "path": str(folder / "run"),
+        "reason_not_tuned": reason or _nothing(found),
     }  # fmt: skip
     emit(answer, lambda screen: _screen(answer, screen), as_json=json)
     return report.code or (3 if answer["reason_not_tuned"] else 0)
 
 
-def _entry(run: Path) -> dict[str, Any]:
-    """Return what rank 0 says of the remedy."""
-    path = run / "applied" / "r0.json"
-    found = read_json(path)["remedies"] if path.exists() else []
-    missing = {"facts": {}, "reason_not_applied": "the script ended before torch was imported"}
-    return next((entry for entry in found if entry["name"] == REMEDY), missing)
+class Tuned(msgspec.Struct, frozen=True):
+    """What the tuner says of its trials."""
+
+    setting: Any = None
+    metric: Any = None
+    steps: int = 0
+    trials: int = 0
+    label: str = ""
+    reason: str = "no DataLoader was read"
 
 
-def _nothing(facts: Mapping[str, Any]) -> str | None:
-    if facts.get("setting"):
+def _nothing(found: Tuned) -> str | None:
+    if found.setting:
         return None
-    if facts.get("trials"):
+    if found.trials:
         return "no trial made progress: with none of the settings did the loss fall. Try other ranges"
-    return str(facts.get("reason", "no DataLoader was read"))
+    return found.reason
 
 
 def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:

@@ -29,10 +29,10 @@ from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
 from headway.trace.readers.formats import open_parts
 from headway.trace.recording.incident import Incident
-from headway.trace.recording.run_facts import RunFacts
+from headway.trace.recording.run_facts import RunFacts, outcomes_of
 from headway.trace.recording.runs import Run, is_run, merge
 from headway.verbs.shared.script_terms import script_terms
-from headway.verbs.shared.verified import outcomes_of, withdrawn
+from headway.verbs.shared.verified import withdrawn
 
 if TYPE_CHECKING:
     from headway.ledger.operations.straggler import StragglerReport

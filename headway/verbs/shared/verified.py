@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from headway.trace.events.active_settings import AppliedRow, applied_rows
-from headway.trace.rings.rank_tables import json_object
+from headway.trace.recording.run_facts import outcomes_of
 
 COUNTS = ("batches", "compared", "equal", "unequal")
 
@@ -40,9 +39,3 @@ def withdrawn(path: Path) -> dict[str, str]:
         for dataset, reason in reasons:
             found.setdefault(row.name, {})[f"{dataset}: {reason}"] = None
     return {name: "; ".join(reasons) for name, reasons in found.items()}
-
-
-def outcomes_of(path: Path) -> list[AppliedRow]:
-    """Return the entries of RUN/applied, rank by rank."""
-    files = sorted((path / "applied").glob("r*.json"))
-    return [row for file in files for row in applied_rows(json_object(file).get("remedies"))]
