@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.data.stalls import StallReport
 from headway.ledger.answers.compare import BucketChange, RunComparison
 from headway.report.figures import BUCKET_STYLES, named_causes, verdict
 from headway.report.paper import bar, screen_of, thin_bar, to_ascii
@@ -32,13 +33,10 @@ from tests.report_data import demo_plan, demo_run, demo_why, pipeline_why
 GOLDEN = Path(__file__).parent / "golden"
 ESCAPE = "\x1b"
 
-STALLS = {
-    "source": "runs/text-1", "compute_s": 0.0241, "fetch_s": 0.0482, "prep_s": 0.0109, "transfer_s": 0.0011,
-    "fractions": {"compute": 0.286, "fetch": 0.572, "prep": 0.129, "transfer": 0.013}, "bottleneck": "fetch",
-    "step_s": 0.0843, "per_epoch_s": {"compute": 3.2, "fetch": 6.4, "prep": 1.44, "transfer": 0.15}, "flags": [],
-    "note": "storage is taken as unlimited: reads of 4 workers overlap",
-    "fix": [["cache_fraction=1.0", 0.0482], ["workers=4", 0.0449]],
-}  # fmt: skip
+STALLS = StallReport(
+    0.0241, 0.0482, 0.0109, 0.0011, 3.2 / 0.0241, "fetch", (("cache_fraction=1.0", 0.0482), ("workers=4", 0.0449)),
+    note="storage is taken as unlimited: reads of 4 workers overlap",
+)  # fmt: skip
 FINDINGS = [
     Finding("shared memory", "64.0 MB", "1.2 GB", ok=False, fix="docker run --shm-size 2g"),
     Finding("open files", 1048576, 4096, ok=True),
@@ -67,7 +65,7 @@ SCREENS: dict[str, Any] = {
         demo_plan(), source="runs/text-1", plan_path="runs/text-1/plan.json", **screen
     ),
     "run": lambda **screen: render_run(demo_run(), **screen),
-    "stalls": lambda **screen: render_stalls(STALLS, **screen),
+    "stalls": lambda **screen: render_stalls(STALLS, source="runs/text-1", **screen),
     "doctor": lambda **screen: render_doctor(FINDINGS, **screen),
     "trace_info": lambda **screen: render_trace_info(INFO, **screen),
     "compare": lambda **screen: render_compare(COMPARISON, names=("runs/text-1", "runs/text-2"), **screen),

@@ -4,17 +4,35 @@
 >>> row = Proposal("data.threads", "data", ("workers=4@0",), 2.0, (1.8, 2.2), applies=True, loaders=(0,),
 ...                left_alone={1: "it draws random numbers"})
 >>> loaders = {"0": LoaderFacts(dataset="Train"), "1": LoaderFacts(dataset="Test")}
->>> [(row["remedies"], row["reason"]) for row in loader_rows([row], [], ("data.threads",), loaders, evaluation={1})]
-[(['data.threads'], ''), ([], 'data.threads: it draws random numbers')]
+>>> [(row.remedies, row.reason) for row in loader_rows([row], [], ("data.threads",), loaders, evaluation={1})]
+[(('data.threads',), ''), ((), 'data.threads: it draws random numbers')]
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+
+import msgspec
 
 from headway.plan.proposal import Proposal, Refusal
 from headway.trace.events.loader_facts import LoaderFacts
+
+
+class LoaderRow(msgspec.Struct, frozen=True):
+    """One entry of `loaders` in `headway plan --json`."""
+
+    loader: int
+    """Its group."""
+    line: str | None = None
+    """Where the script makes it."""
+    dataset: str = ""
+    """Class of its dataset."""
+    used_by: str = ""
+    """'training' or 'evaluation'."""
+    remedies: tuple[str, ...] = ()
+    """The chosen ones that are for it."""
+    reason: str = ""
+    """Why it takes none."""
 
 
 def loader_rows(
@@ -24,7 +42,7 @@ def loader_rows(
     loaders: Mapping[str, LoaderFacts],
     *,
     evaluation: Collection[int],
-) -> list[dict[str, Any]]:
+) -> list[LoaderRow]:
     """Return a row per loader: where it is, what reads it, the chosen remedies for it, or the reason for none.
 
     `evaluation` are the groups of the loaders that evaluations read.
@@ -35,16 +53,9 @@ def loader_rows(
     for name, facts in sorted(loaders.items(), key=lambda pair: int(pair[0])):
         group = int(name)
         taken = [row.name for row in proposals if row.name in chosen and group in row.loaders]
-        rows.append(
-            {
-                "loader": group,
-                "line": facts.place or None,
-                "dataset": facts.dataset,
-                "used_by": "evaluation" if group in evaluation else "training",
-                "remedies": taken,
-                "reason": "" if taken else _reason(group, about, chosen),
-            }
-        )
+        used_by = "evaluation" if group in evaluation else "training"
+        reason = "" if taken else _reason(group, about, chosen)
+        rows.append(LoaderRow(group, facts.place or None, facts.dataset, used_by, tuple(taken), reason))
     return rows
 
 

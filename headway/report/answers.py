@@ -18,6 +18,7 @@ import msgspec
 
 from headway.core.files.bounded_json import converted
 from headway.ledger.jobs.group_creation import Creation
+from headway.plan.loader_rows import LoaderRow
 from headway.trace.events.active_settings import AppliedRow
 from headway.trace.recording.run_facts import RunExit
 
@@ -229,17 +230,6 @@ class ProposalRow(Answer, frozen=True):
     left_out: LeftOutRow = LeftOutRow()
 
 
-class LoaderRow(Answer, frozen=True):
-    """What a plan does with a loader."""
-
-    loader: int = 0
-    line: str = ""
-    dataset: str = ""
-    used_by: str = ""
-    remedies: tuple[str, ...] = ()
-    reason: str = ""
-
-
 class PlanAnswer(Answer, frozen=True):
     """The `headway.plan/1` object."""
 
@@ -253,20 +243,3 @@ class PlanAnswer(Answer, frozen=True):
     hidden: int = 0
     note: str = ""
     in_script: tuple[str, ...] | None = None
-
-
-class StallsAnswer(Answer, frozen=True):
-    """The `headway.stalls/1` object."""
-
-    source: str = ""
-    compute_s: float | None = None
-    fetch_s: float | None = None
-    prep_s: float | None = None
-    transfer_s: float | None = None
-    fractions: dict[str, float] = {}
-    per_epoch_s: dict[str, float] = {}
-    bottleneck: str = ""
-    fix: tuple[tuple[str, float], ...] = ()
-    """(edit, seconds won per step)."""
-    flags: tuple[str, ...] = ()
-    note: str = ""

@@ -20,13 +20,12 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.core.units import format_bytes, format_rate
+from headway.plan.loader_rows import LoaderRow
 from headway.report.answers import (
     NOT_RESOLVED,
     Json,
-    LoaderRow,
     PlanAnswer,
     RunAnswer,
-    StallsAnswer,
     VerifiedRow,
 )
 from headway.report.figures import (
@@ -47,6 +46,7 @@ from headway.report.paper import ScreenOptions, add_row, command_line, draw, gri
 from headway.trace.events.active_settings import AppliedRow
 
 if TYPE_CHECKING:
+    from headway.data.stalls import StallReport
     from headway.ledger.answers.compare import BucketChange, RunComparison
     from headway.runtime.host.doctor import Finding
     from headway.sim.whatif.prediction import Prediction
@@ -258,7 +258,7 @@ def _loaders(rows: Sequence[LoaderRow]) -> list[RenderableType]:
     """Return a line per loader: where it is, what reads it, and the remedy that it takes or the reason for none."""
     lines: list[RenderableType] = [Text("  Loaders", style="bold")]
     for row in rows:
-        where = joined([clean(row.line), clean(row.dataset)], ", ")
+        where = joined([clean(row.line or ""), clean(row.dataset)], ", ")
         what = joined([clean(name) for name in row.remedies], ", ") or f"left alone: {clean(row.reason)}"
         lines.append(paragraph(f"{row.loader}  {where} ({clean(row.used_by)}): {what}", style="dim"))
     return lines
@@ -344,31 +344,23 @@ def _changes(changes: Sequence[BucketChange]) -> Table:
     return table
 
 
-def render_stalls(answer: Json, **screen: Unpack[ScreenOptions]) -> str:
-    """Return the screen of a `headway.stalls/1` object: a step's input time, the bottleneck, what each fix wins."""
-    stalls = StallsAnswer.of(answer)
-    parts: list[RenderableType] = [title("headway data stalls", stalls.source, width=screen.get("width", 88)), ""]
-    if stalls.bottleneck:
-        parts.append(paragraph(f"The bottleneck is {clean(stalls.bottleneck)}.", style="bold"))
-    amounts = {
-        "compute": stalls.compute_s, "fetch": stalls.fetch_s, "prep": stalls.prep_s, "transfer": stalls.transfer_s
-    }  # fmt: skip
-    known = {name: value for name, value in amounts.items() if value is not None}
-    epoch = stalls.per_epoch_s
+def render_stalls(found: StallReport, *, source: str = "", **screen: Unpack[ScreenOptions]) -> str:
+    """Return the screen of `headway data stalls`: a step's input time, the bottleneck, what each fix wins."""
+    parts: list[RenderableType] = [title("headway data stalls", source, width=screen.get("width", 88)), ""]
+    parts.append(paragraph(f"The bottleneck is {clean(found.bottleneck)}.", style="bold"))
+    fractions, epoch = found.fractions, found.per_epoch()
     table = grid("left", "right", "right", "right")
     add_row(table, "", "per step", "share", "per epoch" if epoch else "", style="dim")
-    for name, value in known.items():
+    for name, share in fractions.items():
         label = name if name == "compute" else f"{name} stall"
-        per_epoch = seconds(epoch.get(name)) if epoch else ""
-        add_row(table, label, seconds(value), percent(stalls.fractions.get(name)), per_epoch)
-    if known:
-        parts += ["", table]
+        add_row(table, label, seconds(share * found.step_s), percent(share), seconds(epoch[name]) if epoch else "")
+    parts += ["", table]
     gains = grid("left", "right")
-    for edit, gain_s in stalls.fix:
+    for edit, gain_s in found.fix:
         add_row(gains, clean(edit), f"{seconds(gain_s)} less per step")
-    if stalls.fix:
+    if found.fix:
         parts += ["", Text("  What each fix wins", style="bold"), gains]
-    remarks = [remark for remark in (*stalls.flags, stalls.note) if remark]
+    remarks = [remark for remark in (*found.flags, found.note) if remark]
     if remarks:
         parts += ["", *(paragraph(clean(remark), style="dim") for remark in remarks)]
     return draw(parts, **screen)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from headway.core.errors import InputError
 from headway.core.units import format_bytes, format_seconds
-from headway.data.stalls import attribute, what_if
+from headway.data.stalls import StallReport, attribute, what_if
 from headway.ledger.answers.input_counts import count_words
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
 from headway.report.text.terminal import render_stalls, render_whatif
@@ -88,12 +88,13 @@ def stalls(
         raise InputError(f"{', '.join(wrong)} needs a script to run. Put it behind --, or drop the option.")
     recorded = run_at(run)
     program = Program.from_run(recorded)
-    answer: dict[str, Any] = {**attribute(program).to_json(), "counts": recorded.facts.input}
+    report = attribute(program)
+    answer: dict[str, Any] = {**report.to_json(), "counts": recorded.facts.input}
     prediction = what_if(program, **options.asked) if options.asked else None
     if prediction is not None:
         after = attribute(program, prediction.edits, fixes=False)
         answer |= {"what_if": prediction.to_json(), "after": after.to_json()}
-    emit(answer, lambda screen: _replayed_screen(answer, prediction, screen), as_json=json)
+    emit(answer, lambda screen: _replayed_screen(report, recorded.facts.input, prediction, screen), as_json=json)
     return 0
 
 
@@ -115,16 +116,18 @@ def _measured(
             f"{', '.join(wrong)} and a script behind -- exclude each other: what-ifs are of a recorded run. Drop one; "
             "measure the script first, then ask of OUT/cold."
         )
-    answer = measure(
+    report, answer = measure(
         script, steps=STEPS if steps is None else steps, nproc_per_node=nproc_per_node, module=module, out=out
     )
-    emit(answer, lambda screen: _measured_screen(answer, screen), as_json=json)
+    emit(answer, lambda screen: _measured_screen(report, answer, screen), as_json=json)
     return 0
 
 
-def _replayed_screen(answer: Mapping[str, Any], prediction: Prediction | None, screen: ScreenOptions) -> str:
-    parts = [render_stalls(answer, **screen)]
-    counted = [Text(f"  {line}") for line in count_words(answer["counts"])]
+def _replayed_screen(
+    report: StallReport, counts: Mapping[str, Any], prediction: Prediction | None, screen: ScreenOptions
+) -> str:
+    parts = [render_stalls(report, **screen)]
+    counted = [Text(f"  {line}") for line in count_words(counts)]
     if counted:
         parts += [draw([Text("  What caches and orders counted", style="bold"), *counted], **screen)]
     if prediction is not None:
@@ -132,7 +135,7 @@ def _replayed_screen(answer: Mapping[str, Any], prediction: Prediction | None, s
     return "\n\n".join(parts)
 
 
-def _measured_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
+def _measured_screen(report: StallReport, answer: Mapping[str, Any], screen: ScreenOptions) -> str:
     """Return the split, and below it what each phase measured."""
     table = grid("left", "right", "right", "right", "right", "right", "right")
     add_row(table, "phase", "step", "examples/s", "read", "CPU", "memory", "/dev/shm", style="dim")
@@ -149,4 +152,4 @@ def _measured_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
         )
     where = paragraph(f"The three runs are in {answer['runs']}", style="dim")
     below = draw([Text("  What was measured", style="bold"), table, "", where], **screen)
-    return f"{render_stalls(answer, **screen)}\n\n{below}"
+    return f"{render_stalls(report, source=answer['source'], **screen)}\n\n{below}"

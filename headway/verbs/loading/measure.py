@@ -131,8 +131,8 @@ def measure(
     nproc_per_node: str | None = None,
     module: bool = False,
     out: Path | None = None,
-) -> dict[str, Any]:
-    """Run `script` three times and return the object of `headway data stalls --json`, with `phases` beside the split.
+) -> tuple[StallReport, dict[str, Any]]:
+    """Run `script` three times; return the split, and the object of `headway data stalls --json` with `phases` in it.
 
     The script's output goes to stderr; its three run folders are kept in
     `out`. Raises `InputError` when the script fails, reads through no
@@ -199,8 +199,10 @@ def facts_of_run(run: Path) -> RunFacts:
     return RunFacts.of(read_json(run / "run.json"))
 
 
-def answer(script: Sequence[str], folder: Path, phases: Mapping[str, PhaseResult]) -> dict[str, Any]:
-    """Return the JSON object: the split, the phases behind it, and beside it the replay of the cold run."""
+def answer(
+    script: Sequence[str], folder: Path, phases: Mapping[str, PhaseResult]
+) -> tuple[StallReport, dict[str, Any]]:
+    """Return the split, and the JSON object: with the phases behind it, and beside it the replay of the cold run."""
     count = min(len(phase.step_s) for phase in phases.values())
     phases = {name: replace(phase, step_s=phase.step_s[:count]) for name, phase in phases.items()}
     cold = phases["cold"]
@@ -217,7 +219,7 @@ def answer(script: Sequence[str], folder: Path, phases: Mapping[str, PhaseResult
         flags=(*report.flags, *doubts(phases, waiting(folder / "warm"), folder)),
         note=replayed.note if replayed else problem,
     )
-    return {
+    return report, {
         **report.to_json(),
         "source": Path(script[0]).name,
         "runs": str(folder),

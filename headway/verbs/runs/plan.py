@@ -84,17 +84,13 @@ def plan(
             as_json=json,
         )
         return BarMissedError.exit_code
-    loaders = loader_rows(
-        made.proposals,
-        made.refused,
-        made.chosen,
-        Setup.from_facts(recorded.facts, allow=grants).loaders,
-        evaluation=evaluation_loaders(ledger),
-    )
+    known = Setup.from_facts(recorded.facts, allow=grants).loaders
+    rows = loader_rows(made.proposals, made.refused, made.chosen, known, evaluation=evaluation_loaders(ledger))
     path = out or recorded.path / ("next-plan.json" if recorded.facts.plan else "plan.json")
     made.save(path, baseline=str(recorded.path.resolve()), step_s=step_seconds(recorded.parts))
     by_hand = None if recorded.facts.launched else chosen_terms(made.proposals, made.chosen)
-    answer = {**made.to_json(), "verdict": why["verdict"], "loaders": loaders, "path": str(path), "in_script": by_hand}
+    answer = {**made.to_json(), "verdict": why["verdict"], "loaders": msgspec.to_builtins(rows)}
+    answer |= {"path": str(path), "in_script": by_hand}
     if model is not None:  # a recording knows better than a table
         answer["note"] = " ".join(
             filter(None, (answer["note"], f"Step times are those recorded; {costs} is not used."))
