@@ -172,7 +172,9 @@ def test_a_rank_that_creates_the_first_group_waits_for_all():
 
 def test_other_json_is_no_watch():
     with pytest.raises(FormatError, match=r"no report of the hang watch.*Give RUN/hang"):
-        of_watch(WatchReport.of({"entries": []}))
+        WatchReport.of({"entries": []})
+    with pytest.raises(FormatError, match=r"hang/3.json is no report .*`int`, got `str` - at `\$.ranks\[0\].rank`"):
+        WatchReport.of({"ranks": [{"rank": "zero"}]}, "hang/3.json")
 
 
 @pytest.mark.parametrize(("end_ns", "said"), [(None, "so far no rank has stood still"), (9, "its ranks made progress")])

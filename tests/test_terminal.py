@@ -255,6 +255,17 @@ def test_an_empty_plan_says_that_nothing_is_worth_it() -> None:
     assert "Nothing to apply" in render_plan({"proposals": [], "chosen": [], "predicted_speedup": 1.0})
 
 
+def test_a_gain_that_is_not_resolved_is_said_in_a_sentence_of_its_own() -> None:
+    fix = "not resolved: data.workers may win 1.10x (0.95 to 1.25); record for longer, or on a quieter host"
+    told = [render_plan({"verdict": {"sentence": "x", "fix": text}}, width=200) for text in (fix, "read ahead")]
+
+    assert (
+        "  Not resolved: data.workers may win 1.10x (0.95 to 1.25); record for longer, or on a quieter host." in told[0]
+    )
+    assert "For you to do" not in told[0]
+    assert "For you to do: read ahead." in told[1]
+
+
 def test_a_plan_that_headway_cannot_apply_says_what_wins_most_by_hand() -> None:
     async_save = {"name": "checkpoint.async", "predicted_speedup": 1.6, "interval": [1.3, 1.7], "reason": "Copy."}
     unsure = {"name": "comm.links", "predicted_speedup": 1.9, "interval": [1.0, 3.0], "cost": "links"}

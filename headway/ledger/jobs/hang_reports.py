@@ -240,12 +240,12 @@ class WatchReport(msgspec.Struct, frozen=True, kw_only=True):
     """Whether hosts may run ahead of their devices, so that the places of ranks say little."""
 
     @classmethod
-    def of(cls, found: Mapping[str, Any]) -> WatchReport:
-        """Check what a file says. Raises `FormatError` where it is no such report, or a value has another type."""
+    def of(cls, found: Mapping[str, Any], where: str = "this") -> WatchReport:
+        """Check the content of `where`. Raises `FormatError` where it is no such report, or a value has another type."""
         try:
             return msgspec.convert(found, cls)
         except msgspec.ValidationError as cause:
-            raise FormatError(f"this is no report of the hang watch: {cause}. Give RUN/hang/<n>.json.") from cause
+            raise FormatError(f"{where} is no report of the hang watch: {cause}. Give RUN/hang/<n>.json.") from cause
 
 
 def of_watch(found: WatchReport, mesh: Mesh | None = None) -> HangReports:

@@ -96,7 +96,7 @@ def _watched(path: Path) -> WatchReport | None:
         found = read_json(path, fix="Copy the file again.")
     except OSError as cause:
         raise InputError(f"{path} cannot be read: {cause}. Name a file that exists.") from cause
-    return WatchReport.of(found) if isinstance(found, dict) and "entries" not in found else None
+    return WatchReport.of(found, str(path)) if isinstance(found, dict) and "entries" not in found else None
 
 
 def mesh_of(text: str) -> Mesh:
