@@ -241,7 +241,7 @@ class WatchReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, found: Mapping[str, Any], where: str = "this") -> WatchReport:
-        """Check the content of `where`. Raises `FormatError` where it is no such report, or a value has another type."""
+        """Check what is in `where`. Raises `FormatError` where it is no such report, or a value has another type."""
         try:
             return msgspec.convert(found, cls)
         except msgspec.ValidationError as cause:
