@@ -136,7 +136,7 @@ def run(
         {"forward_ms": each * 0.3, "backward_ms": each * 0.6, "update_ms": each * 0.1, "depth": mix.depth,
          "copy_ms": mix.copy_ms, "loss_ms": mix.loss_ms, "late_ms": mix.late_ms},
         {"steps": STEPS, "load_ms": mix.load_ms * load, "host_ms": mix.host_ms, "read_every": mix.read_every,
-         "workers": workers, "side": mix.side},
+         "workers": workers, "side": mix.side, "blocking": int(mix.copy_ms > 0)},
         ranks=mix.ranks,
         plan=plan,
     )  # fmt: skip

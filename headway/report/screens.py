@@ -433,15 +433,13 @@ def render_doctor(findings: Iterable[Json], **screen: Unpack[ScreenOptions]) -> 
     bad = [row for row in rows if row.get("ok") is False]
     good, wrong = ("✓", "✗") if screen.get("unicode", True) else ("ok", "!!")
     sentence = f"{len(bad)} of {len(rows)} need attention." if bad else f"All {len(rows)} in order."
-    table = grid("left", "left", "left", "fold")
+    table = grid("left", "left", "fold")
     for row in rows:
         ok = row.get("ok")
         mark = Text("-", style="dim") if ok is None else Text(good, "green") if ok else Text(wrong, "bold red")
-        needed = f"needs {_plain(row['limit'])}" if row.get("limit") not in (None, "", row.get("value")) else ""
-        fix = Text.assemble(
-            (needed, "dim"), "\n" * bool(needed and not ok), clean(row.get("fix") or "") if not ok else ""
-        )
-        add_row(table, mark, clean(row.get("name")), _plain(row.get("value")), fix)
+        needed = f"  needs {_plain(row['limit'])}" if row.get("limit") not in (None, "", row.get("value")) else ""
+        fix = f"\n{clean(row['fix'])}" if row.get("fix") and not ok else ""
+        add_row(table, mark, clean(row.get("name")), Text.assemble(_plain(row.get("value")), (needed, "dim"), fix))
     head = title("headway doctor", "", width=screen.get("width", 88))
     return draw([head, "", paragraph(sentence, style="bold"), "", table], **screen)
 

@@ -31,7 +31,7 @@ from headway.runtime.host import device
 from headway.runtime.host.device_clock import MOST_LATE_NS
 from headway.runtime.host.doctor import Finding
 
-LIMIT_S = 15.0
+LIMIT_S = 60.0
 """For all checks together."""
 
 START = """
