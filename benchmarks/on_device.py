@@ -11,7 +11,7 @@ skips a collective is named.
 Paste the JSON into an issue. A check for which this host lacks something is "not asked", and says why; exit code 3
 says that one fell. `--pretend` runs what it can on the emulated accelerator of tests/accelerator.py, twice where a
 check falls at first: other load on the host disturbs that one. Each check is a process of its own with a time limit.
-What needs a device is written after torch's documentation, not run on one yet.
+docs/devices.md has what was seen on a device.
 """
 
 import argparse
@@ -258,7 +258,10 @@ def graph(host: Host) -> dict[str, Any]:
 
 
 def snapshot(host: Host) -> dict[str, Any]:
-    """A snapshot of 2 GB, or a quarter of what is free, inside the device: whole, and its memory given back."""
+    """A snapshot of 2 GB, or a quarter of what is free, inside the device: whole, and its memory given back.
+
+    What a twentieth of it holds may be kernels, which a driver loads when they are first used.
+    """
     import torch
 
     import headway
@@ -284,7 +287,7 @@ def snapshot(host: Host) -> dict[str, Any]:
         tensor.data.zero_()
     saver.restore(1)
     whole = all(bool((tensor == index).all()) for index, tensor in enumerate(model))
-    return {"bytes": size, "held_s": held_s, "missing_bytes": missing, "met": whole and missing <= 64 * MIB}
+    return {"bytes": size, "held_s": held_s, "missing_bytes": missing, "met": whole and missing <= size // 20}
 
 
 RANKS = """

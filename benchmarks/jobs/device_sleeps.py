@@ -1,7 +1,7 @@
 """A training loop whose kernels take a known time (`torch.cuda._sleep`), and what is true of it by the profiler.
 
 It runs on a CUDA device by itself, and on the emulated one under benchmarks._pretend_device, which writes the device's
-work in the profiler's place. The profiler's part is written after torch's documentation, not run on a device yet.
+work in the profiler's place.
 """
 
 import argparse
