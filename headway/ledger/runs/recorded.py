@@ -190,6 +190,8 @@ def _summed(book: RunBook, traces: Sequence[Parts], facts: RunFacts, windows: Wi
         basis.update(dict.fromkeys(("useful", "comm", "input", "host"), windows.basis))
     cut = sum(not one.seen for attempt in book.attempts for one in attempt.books)
     notes = [f"the end of {plural(cut, 'rank')} was not seen: booked up to the last record"] if cut else []
+    if facts.end_ns is None and facts.start_ns:
+        notes.insert(0, "the run has not ended, or its launcher was killed: this is what its ranks recorded until then")
     notes += said_of_steps(traces)
     notes += said_of_devices(traces)
     step_ns = _by_step(last)

@@ -20,7 +20,7 @@ somewhere between A and B, and under way from B on. What the device did before B
 
 A device that passes the end of a forward, a backward or an update at once had kept up with its host, which may have
 launched its kernels more slowly than they ran. What it did since the event before is not known either: it was at work
-for the whole of it at most.
+for the whole of it at most. (A kind of device that passes events late cannot be told from one that works on.)
 
 Two of the events only tell pauses. They are left out where there can be none: while the host is ahead of its device by
 more than it has taken since the last event, and between a model and a backward that follows it at once.
@@ -295,9 +295,9 @@ class DeviceTimers:
                     write(WORK, worked_from, drained_ns, launched_ns)
                     write(UNKNOWN, drained_ns, recorded, launched_ns)
                     worked_from = recorded
-            elif late_ns <= max(DRAINED_NS, fuzz_ns) and mark.code in LAUNCHED:
-                write(WORK, worked_from, last_ns - fuzz_ns, launched_ns)
-                write(UNKNOWN, max(worked_from, last_ns - fuzz_ns), moment, mark.host_ns)
+            elif late_ns <= DRAINED_NS and not fuzz_ns and mark.code in LAUNCHED:
+                write(WORK, worked_from, last_ns, launched_ns)
+                write(UNKNOWN, max(worked_from, last_ns), moment, mark.host_ns)
                 worked_from = moment
             last, last_ns = mark, moment
             begun_ns = begun_ns if mark.code in (COMPUTED, FETCHED) else moment
