@@ -21,6 +21,7 @@ def stand_in(copy_ms: float = 0.0) -> Accelerator:
     pretend_cuda(accelerator, copy_ms=copy_ms)
     torch.cuda._sleep = accelerator.launch
     torch.cuda.device_count = lambda: 1
+    torch._C._cuda_hasPrimaryContext = lambda _: True
     return accelerator
 
 

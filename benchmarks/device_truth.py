@@ -6,7 +6,7 @@ steps' time) of the devices' own account, what bounds the job is named right in 
 `input.fetch=none`, `workers=N`, `accelerator=2x` and of the remedy `data.workers`, which is applied, are within 5 % in
 90 % of cases and within 10 % in all, where a device-bound job is promised at most 1.03x by what is done for its input,
 unless it reads in each step: then its loader is waited for with an idle device, and a faster one wins something.
-The device is emulated (tests/accelerator.py): nothing here was seen on a GPU.
+The device is emulated (tests/accelerator.py); on_device.py asks a real one.
 
 The account of a device: at work when it computed; else waiting for input while its host waited for the loader, or for
 a copy; else waiting for its host. Nothing is lost to anything else.
@@ -136,7 +136,7 @@ def run(
         {"forward_ms": each * 0.3, "backward_ms": each * 0.6, "update_ms": each * 0.1, "depth": mix.depth,
          "copy_ms": mix.copy_ms, "loss_ms": mix.loss_ms, "late_ms": mix.late_ms},
         {"steps": STEPS, "load_ms": mix.load_ms * load, "host_ms": mix.host_ms, "read_every": mix.read_every,
-         "workers": workers, "side": mix.side},
+         "workers": workers, "side": mix.side, "blocking": int(mix.copy_ms > 0)},
         ranks=mix.ranks,
         plan=plan,
     )  # fmt: skip

@@ -413,7 +413,8 @@ def on(accelerator: Accelerator, tensor: Any) -> device.Device | None:
 def pretend_cuda(accelerator: Accelerator, *, copy_ms: float) -> None:
     """Have 'cuda' mean the CPU for a script that is not edited; a copy there takes so long, and the host waits for it.
 
-    That is how copies from pageable memory are; where they take no time nothing is waited for.
+    It waits until the device has done what came before too, as for any copy, unless `non_blocking=True` is asked for:
+    that counts as one from pinned memory, and takes no time.
     """
     import torch
 
@@ -426,7 +427,7 @@ def pretend_cuda(accelerator: Accelerator, *, copy_ms: float) -> None:
             goes = len(kept) < len(args) or len(others) < len(kwargs)
             if not goes or not isinstance(self, torch.Tensor) or on(accelerator, self):
                 return here
-            if copy_ms:
+            if not kwargs.get("non_blocking", False):
                 accelerator.copy(int(copy_ms * 1e6))
             there = here.view_as(here)
             there.is_emulated = True
@@ -437,6 +438,7 @@ def pretend_cuda(accelerator: Accelerator, *, copy_ms: float) -> None:
     torch.nn.Module.to = moved(torch.nn.Module.to)
     torch.nn.Module.cuda = lambda self, *_, **__: self
     beneath(torch.Tensor, "to", moved)
+    torch.Tensor.is_pinned = lambda self: True
     beneath(torch.Tensor, "cuda", lambda _: lambda self, *_, **__: self.to("cuda"))
     beneath(torch.cuda, "synchronize", lambda _: lambda *_: accelerator.synchronize())
     torch.cuda.is_available = lambda: True

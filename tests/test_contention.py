@@ -138,6 +138,24 @@ def test_threads_of_kernels_share_the_cores_with_loads() -> None:
     assert wide.predict(["workers=1"]).step_s == pytest.approx(0.015, rel=0.15)
 
 
+@pytest.mark.parametrize("accelerated", [False, True])
+def test_kernels_of_loads_in_the_training_thread_are_not_those_of_its_compute(accelerated: bool) -> None:
+    """Loads whose kernels run on four cores: 30 cores beside a short compute, on a host that has four."""
+    made = RunMaker(ranks=1, steps=120, cores=4, prep_ns=20 * MS, compute_ns=2 * MS, optimizer_ns=0, iter_ns=0).make()
+    lane = Recording.from_trace(made.trace, max_steps=120).lanes[0]
+    rows = Rows(0)
+    for step in range(5, 120, 10):
+        cpu = 21 * MS * step
+        rows.add("host.cpu", int(lane.step_end_ns[step]), 0, corr=cpu, seq=0, bytes=cpu + 60 * MS * step, step=step)
+    if accelerated:
+        for step in range(120):
+            rows.add("device.work", int(lane.step_end_ns[step + 1]) - MS, MS, seq=0, step=step)
+    program = Program.from_trace(concat([made.trace, rows.trace()]), made.meta)
+
+    assert program.recording.beside[0] == pytest.approx(1.0 if accelerated else 30.0, rel=0.05)
+    assert program.fidelity == pytest.approx(1.0, abs=0.02)
+
+
 @pytest.mark.parametrize("between", [0, 2 * MS])
 def test_what_a_worker_does_between_two_loads_is_replayed(between: int) -> None:
     """A loader of one worker that bounds the steps: each takes the load and what lies between two of them."""

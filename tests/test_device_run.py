@@ -25,7 +25,7 @@ def run(folder: Path, mix: tuple[int, int, int, int, int, int, str]) -> tuple[Ru
     [truth] = recorded_loop(
         folder,
         {"forward_ms": forward, "backward_ms": backward, "update_ms": 1, "copy_ms": copy, "depth": depth},
-        {"steps": 80, "load_ms": load, "read_every": read_every},
+        {"steps": 80, "load_ms": load, "read_every": read_every, "blocking": int(copy > 0)},
     )
     return Run.open(folder / "run"), truth.work
 
@@ -57,3 +57,18 @@ def test_the_ledger_and_predictions_know_the_device_from_its_host(tmp_path, mix)
     elif mix[2]:  # the host waits in the copy until the device is done, and that is no time of the copy
         assert loading <= 1.1
         assert ledger.spans["input.transfer"].total_ns > 3 * ledger.sub_ns["input.transfer"]
+
+
+def test_a_copy_that_its_host_waits_for_waits_for_the_device_once_the_loader_is_faster(tmp_path):
+    measured = []
+    for load_ms in (14, 0):
+        folder = tmp_path / f"load-{load_ms}"
+        folder.mkdir()
+        device = {"forward_ms": 1, "backward_ms": 8, "update_ms": 1}
+        recorded_loop(folder, device, {"steps": 60, "load_ms": load_ms, "host_ms": 8, "blocking": 1})
+        measured.append(Program.from_run(Run.open(folder / "run")))
+    before, after = measured
+
+    # While a batch is read the device gets done, so that no copy is seen to wait for it.
+    predicted = before.predict(["input.fetch=none"], interval=False, max_discrepancy=0.2)
+    assert predicted.step_s == pytest.approx(after.measured_s, rel=0.15)

@@ -219,6 +219,32 @@ def test_what_the_host_does_before_it_launches_a_loss_is_no_work_for_certain(clo
     assert unknown >= 19 * 6_000_000
 
 
+def test_a_device_that_keeps_up_with_the_launches_of_its_host_is_not_said_to_be_at_work(clock):
+    accelerator, written = Accelerator(), []
+    timing = DeviceTimers(lambda *r: written.append(r), accelerator.device)
+
+    def launch_slowly() -> None:
+        for _ in range(20):
+            accelerator.launch(20_000)
+            clock.sleep(0.0001)
+
+    for _ in range(20):
+        timing.ready()
+        launch_slowly()
+        timing.computed()
+        timing.turned()
+        launch_slowly()
+        timing.ended()
+        launch_slowly()
+        timing.updated()
+    timing.finish()
+    work, unknown = (sum(r[2] for r in written if r[0] == code) for code in (WORK, UNKNOWN))
+    truth = sum(end - begin for begin, end in accelerator.work)
+
+    assert work <= 0.05 * truth  # at most what the last launch of a part left to do
+    assert work + unknown >= truth
+
+
 @pytest.mark.parametrize("learns", [True, False], ids=["fetched ahead of a backward", "models without a backward"])
 def test_a_wait_for_a_batch_between_a_model_and_a_backward_is_no_work(clock, learns):
     accelerator, written = Accelerator(), []

@@ -77,7 +77,7 @@ def test_from_its_first_work_on_a_device_is_useful_only_while_it_is_at_work():
     one = replace(window(0, [100], rows), device_ns=20)
     ((_, _, step_ns),) = book_windows([one])
 
-    assert named(step_ns[0]) == {"useful": 20 + 30 + 20, "input": 15, "host": 5 + 10}
+    assert named(step_ns[0]) == {"unknown": 20, "useful": 30 + 20, "input": 15, "host": 5 + 10}
 
 
 def test_a_wait_is_the_stragglers_until_it_arrives_and_communication_after():

@@ -34,6 +34,7 @@ def test_a_copy_to_a_device_is_recorded_with_its_bytes_and_nothing_else_is(tmp_p
     found = rows(tmp_path)["input.transfer"]
 
     assert [row["a"] for row in found] == [400, 400]
+    assert [row["b"] for row in found] == [1, 1]  # the host waits for a copy from pageable memory whatever it asks for
     assert away.device.type == "meta"
     assert tensor.sum() == 0
     assert "to" not in vars(torch.Tensor)

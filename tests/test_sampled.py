@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from headway.ledger.answers.causes import find_causes
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.kinds.buckets import BUCKETS
+from headway.trace.events.trace import Trace, concat
 from tests.runs_made import MS, Made, RunMaker
 
 
@@ -181,3 +182,40 @@ def test_a_process_with_several_devices_is_said_to_count_as_one():
     notes = Ledger.of(replace(made.trace, ranks=facts)).notes
 
     assert "rank 1 computes on several devices and counts as one: at work while any of them is" in notes
+
+
+def rows_of_device(made: Made, name: str, start: int, duration: int) -> Trace:
+    """Return a row of the device in each step, from `start` after its begin."""
+    begins = [begin for begin, _ in steps_of(made, 0)]
+    columns = {"rank": [0] * len(begins), "name": [0] * len(begins), "start_ns": [begin + start for begin in begins],
+               "duration_ns": [duration] * len(begins)}  # fmt: skip
+    return Trace.from_columns(columns, names=[name], ranks=made.trace.ranks)
+
+
+def test_what_events_do_not_tell_of_a_device_is_unknown_until_a_window_shows_it(tmp_path):
+    """Of 8 ms that the device may have worked in each step, kernels take a quarter; 2 ms of others are sure."""
+    made = RunMaker(ranks=1, steps=12, fetch_ns=0, transfer_ns=0, iter_ns=0, compute_ns=10 * MS, optimizer_ns=0).make()
+    told = [rows_of_device(made, "device.unknown", 0, 8 * MS), rows_of_device(made, "device.work", 8 * MS, 2 * MS)]
+    made = replace(made, trace=concat([made.trace, *told]))
+    kernels = [("kernel", "gemm", 0, 2 * MS), ("kernel", "gemm", 8 * MS, 2 * MS)]
+    file = write_window(made, tmp_path, 0, 0, 5, kernels)
+
+    by_events, by_window = Ledger.of(on_device(made, ())), Ledger.of(on_device(made, (file,)))
+
+    assert by_events.ledger_ns["useful"] == 12 * 2 * MS
+    assert by_events.sub_ns["unknown.device"] == 12 * 8 * MS
+    assert by_events.bound == "unknown"
+    assert by_window.sub_ns["useful.compute"] == 12 * 4 * MS
+    assert by_window.sub_ns["host.launch"] == 12 * 6 * MS
+    assert by_window.bound == "host"
+
+
+def test_before_its_first_event_nobody_knows_what_a_device_does(tmp_path):
+    made = RunMaker(ranks=1, steps=3, fetch_ns=0, transfer_ns=0, iter_ns=0, compute_ns=10 * MS, optimizer_ns=0).make()
+    work = rows_of_device(made, "device.work", 0, 10 * MS)
+    made = replace(made, trace=concat([made.trace, work.where(work.events["start_ns"] > steps_of(made, 0)[0][0])]))
+
+    ledger = Ledger.of(on_device(made, ()))
+
+    assert ledger.sub_ns["unknown.device"] == 10 * MS
+    assert ledger.ledger_ns["useful"] == 20 * MS

@@ -24,7 +24,8 @@ class Examples(Dataset):
         return self.size
 
     def __getitem__(self, index):
-        time.sleep(self.sleep_s)
+        if self.sleep_s:
+            time.sleep(self.sleep_s)
         return torch.full((8,), index % 7 / 7.0)
 
 
@@ -36,6 +37,7 @@ def main():
     parser.add_argument("--host-ms", type=float, default=0.0, help="between forward and backward")
     parser.add_argument("--read-every", type=int, default=0, help="read the loss every so many steps; 0 = never")
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--blocking", type=int, default=0, help="1: have the host wait for the copy of each batch")
     parser.add_argument(
         "--side", type=int, default=0, help="1: ask the loader under a stream of its own; 2: copy there"
     )
@@ -55,7 +57,7 @@ def main():
     loads = []
     side = torch.cuda.Stream() if options.side else None
     for step, x in enumerate(timed(loader, loads, side, options.side > 1)):
-        loss = model(x.to("cuda")).square().mean()
+        loss = model(x.to("cuda", non_blocking=not options.blocking)).square().mean()
         if options.host_ms:
             time.sleep(options.host_ms / 1e3)
         optimizer.zero_grad()
@@ -79,7 +81,7 @@ def timed(loader, loads, side, copies):
             loads.append((start, time.perf_counter_ns()))
             if batch is None:
                 return
-            batch = batch.to("cuda") if copies else batch
+            batch = batch.to("cuda") if copies else batch  # the host waits
         if side is not None:
             torch.cuda.current_stream(0).wait_stream(side)
         yield batch

@@ -1,10 +1,11 @@
 """A training loop whose kernels take a known time (`torch.cuda._sleep`), and what is true of it by the profiler.
 
 It runs on a CUDA device by itself, and on the emulated one under benchmarks._pretend_device, which writes the device's
-work in the profiler's place. The profiler's part is written after torch's documentation, not run on a device yet.
+work in the profiler's place.
 """
 
 import argparse
+import fcntl
 import json
 import time
 from contextlib import nullcontext
@@ -96,6 +97,7 @@ def main():
     parser.add_argument("--cost", type=Path, help="write what headway's events cost to this path")
     parser.add_argument("--truth", type=Path, help="write what the loop and the device did to this path")
     parser.add_argument("--profile", action="store_true", help="have the profiler see the device's work")
+    parser.add_argument("--turn", type=Path, help="train while no other job has locked this file")
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -106,6 +108,9 @@ def main():
     data.width = options.width
     model = Model(8, 8).to("cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    turn = options.turn.open("a") if options.turn else None
+    if turn is not None:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # until the loop is done
     rate = cycles_per_ms()
 
     def part(share):
@@ -133,6 +138,8 @@ def main():
             if options.read_every and step % options.read_every == 0:
                 loss.item()
         torch.cuda.synchronize()
+    if turn is not None:
+        turn.close()
     truth = {"loads": loads, "copies": copies}
     if profile is not None:
         truth["work"] = kernels(profile, time.time_ns() - time.perf_counter_ns())

@@ -184,6 +184,7 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) ->
         reason=" ".join(part for part in (f"{busiest}, for {_names(facts)}.", prediction.note) if part),
         memory_bytes=memory,
         allow="result-equivalent" if draws else None,
+        conflicts=("data.threads", "data.server"),
     )
 
 
@@ -276,6 +277,7 @@ def cache(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) -> P
         risk="applied only where reading an example twice in a test process gives equal results without side effects",
         reason=f"For {_names(facts)}. {note}{prediction.note}".strip(),
         memory_bytes=budget,
+        conflicts=("data.threads", "data.server"),
     )
 
 

@@ -371,12 +371,12 @@ def render_doctor(rows: Sequence[Finding], **screen: Unpack[ScreenOptions]) -> s
     bad = [row for row in rows if row.ok is False]
     good, wrong = ("✓", "✗") if screen.get("unicode", True) else ("ok", "!!")
     sentence = f"{len(bad)} of {len(rows)} need attention." if bad else f"All {len(rows)} in order."
-    table = grid("left", "left", "left", "fold")
+    table = grid("left", "left", "fold")
     for row in rows:
         mark = Text("-", style="dim") if row.ok is None else Text(good, "green") if row.ok else Text(wrong, "bold red")
-        needed = f"needs {_plain(row.limit)}" if row.limit not in (None, "", row.value) else ""
-        fix = Text.assemble((needed, "dim"), "\n" * bool(needed and not row.ok), "" if row.ok else clean(row.fix))
-        add_row(table, mark, clean(row.name), _plain(row.value), fix)
+        needed = f"  needs {_plain(row.limit)}" if row.limit not in (None, "", row.value) else ""
+        fix = f"\n{clean(row.fix)}" if row.fix and not row.ok else ""
+        add_row(table, mark, clean(row.name), Text.assemble(_plain(row.value), (needed, "dim"), fix))
     head = title("headway doctor", "", width=screen.get("width", 88))
     return draw([head, "", paragraph(sentence, style="bold"), "", table], **screen)
 

@@ -20,7 +20,7 @@ def doctor(*, device: bool = False, json: bool = False) -> int:
     Parameters
     ----------
     device
-        Try this host's device too, in processes of their own (15 s): torch sees it, a recorded process starts in
+        Try this host's device too, in processes of their own (25 s): torch sees it, a recorded process starts in
         silence, events, threads, the profiler, MPS and MIG. What cannot be asked here says why.
     json
         Print one JSON object instead of a table.

@@ -155,7 +155,7 @@ def _prep_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
     each = mean_of(own, loader.calls)
     evidence = f"{loader.calls:,} calls of next(loader) waited {each} while their batch was prepared"
     if queue > 0:
-        evidence += f", {format_seconds(queue)} of it waiting for a CPU core"
+        evidence += f", {format_seconds(queue / max(loader.calls, 1))} of it waiting for a CPU core"
     return _cause("input.prep", loader, own + waited, evidence + also_waited(waited), state_of(ledger, loader))
 
 

@@ -36,6 +36,9 @@ def no_steps() -> Ints:
     return np.zeros(0, np.int64)
 
 
+STEADY = 10
+"""Steps after the first one that say by themselves what bounds the steps."""
+
 BUSY = 0.75
 """Share of the steps' time at work from which on a device bounds them."""
 
@@ -44,13 +47,15 @@ def bound_of(step_ns: Ints) -> tuple[str, float]:
     """Return what bounds the steps [len(BUCKETS), n], and the share of their time in which the device is at work.
 
     That is 'device' where it is at work for most of the time, else the bucket that takes most of the rest; 'unknown'
-    where time in which it may have been at work would decide, '' without steps.
+    where time in which it may have been at work would decide, '' without steps. The first step, in which libraries are
+    loaded and kernels chosen, is left out where enough others follow.
 
     >>> step_ns = blank_steps()
     >>> bound_of(step_ns)
     ('', 0.0)
     """
-    total = dict(zip(BUCKETS, step_ns.sum(axis=1).tolist(), strict=True))
+    steady_ns = step_ns[:, step_ns.shape[1] > STEADY :]
+    total = dict(zip(BUCKETS, steady_ns.sum(axis=1).tolist(), strict=True))
     steps_ns = sum(total.values())
     if not steps_ns:
         return "", 0.0

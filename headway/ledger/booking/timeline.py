@@ -130,11 +130,12 @@ def _book_steps(sheet: RankAccount, rows: RankRows, life: RankLifetime, *, resta
     by_device = name == NAME_ID["device.work"]
     over |= (column == len(life.step_start) + 1) & _IS_USEFUL[_STEP_TABLE.sub[name]] & ~by_device
     sub = np.where((owner >= 0) & ~over, _STEP_TABLE.sub[name], place)
-    if by_device.any():
-        # What the host computes while its device has nothing to do is no work of the device.
-        sub = np.where(
-            _IS_COMPUTE[sub] & (pieces.start_ns >= pieces.start_ns[by_device][0]), SUB_CODE["host.launch"], sub
-        )
+    told = by_device | (name == NAME_ID["device.unknown"])
+    if told.any():
+        # What the host computes while its device has nothing to do is no work of the device. Before the first event, in
+        # the first step, a library is loaded and kernels are chosen: what the device did then nobody knows.
+        told_from = pieces.start_ns >= pieces.start_ns[told][0]
+        sub = np.where(_IS_COMPUTE[sub], np.where(told_from, SUB_CODE["host.launch"], SUB_CODE["unknown.device"]), sub)
         sub = np.where(by_device, phase_of(pieces.start_ns, phases), sub)
     evaluates = inside(pieces.start_ns, evaluations) & (_IN_EVALUATION[name] | over | (owner == -1) | _IS_USEFUL[sub])
     sub = np.where(evaluates, _EVALUATION_SUB[name], sub)

@@ -101,7 +101,7 @@ SUB_LINES: dict[str, str] = {
     "unknown.dropped": "records were overwritten before they were drained",
     "unknown.cut_short": "after the last record of a process that failed, or whose end nobody saw",
     "unknown.missing": "a rank that left no records",
-    "unknown.device": "a device that passed an event late: it was at work for a part of the time before it, at most",
+    "unknown.device": "a device whose events do not tell for how much of this time it was at work",
     "unknown.model": "time inside a trace that none of its rows explains",
 }
 """Every sub-line -> what it means."""
@@ -136,7 +136,7 @@ class Booking:
 BUCKET_OF: dict[str, Booking] = {
     # A device at work is at work, whatever its host does.
     "device.work": Booking("useful.compute", 95),
-    # gc > checkpoint > logging > input > comm > startup > recording > the rest of a step; a child is above its parent.
+    # gc > checkpoint > logging > recording > input > comm > startup > the rest of a step; a child is above its parent.
     "host.gc": Booking("host.gc", 90),
     "checkpoint.restore": Booking("checkpoint.load", 86),
     "checkpoint.snapshot": Booking("checkpoint.snapshot", 85),
@@ -146,6 +146,7 @@ BUCKET_OF: dict[str, Booking] = {
     "checkpoint.save": Booking("checkpoint.save", 81),
     "checkpoint.load": Booking("checkpoint.load", 80),
     "host.logging": Booking("host.logging", 70),
+    "host.recording": Booking("host.recording", 65),
     "input.transfer": Booking("input.transfer", 63),
     "input.load": Booking("input.unsplit", 62),
     "input.next": Booking("input.unsplit", 61),
@@ -157,7 +158,6 @@ BUCKET_OF: dict[str, Booking] = {
     "comm.init": Booking("startup.init", 42),
     "host.compile": Booking("startup.compile", 41),
     "host.import": Booking("startup.import", 40),
-    "host.recording": Booking("host.recording", 30),
     "dropped": Booking("unknown.dropped", 20),
     "host.sync": Booking("useful.compute", 12),
     "device.unknown": Booking("unknown.device", 11),

@@ -30,7 +30,7 @@ STEP, WAIT, SAVE, LOAD = (
     SPANS[name].code for name in ("optimizer.step", "comm.wait", "checkpoint.save", "checkpoint.load")
 )
 SNAPSHOT, COMMIT, RESTORE = (SPANS[f"checkpoint.{name}"].code for name in ("snapshot", "commit", "restore"))
-DEVICE_WORK = SPANS["device.work"].code
+DEVICE_WORK, DEVICE_UNKNOWN = SPANS["device.work"].code, SPANS["device.unknown"].code
 LEARNING = tuple(SPANS[name].code for name in ("optimizer.step", "segment.backward", "segment.grad"))
 """Codes that only a thread that trains writes."""
 
@@ -181,10 +181,10 @@ class LiveRank:
         # Written down long after it began: its own time may lie in steps that are booked already.
         self._committed += records["b"][records["code"] == COMMIT].tolist()
         self._held.append(records)
-        work = records[records["code"] == DEVICE_WORK]
-        if len(work):
-            self.device_known_ns = max(self.device_known_ns, int((work["start_ns"] + work["duration_ns"]).max()))
-            self.device_ns = self.device_ns if self.device_ns >= 0 else int(work["start_ns"].min())
+        told = records[np.isin(records["code"], (DEVICE_WORK, DEVICE_UNKNOWN))]
+        if len(told):
+            self.device_known_ns = max(self.device_known_ns, int((told["start_ns"] + told["duration_ns"]).max()))
+            self.device_ns = self.device_ns if self.device_ns >= 0 else int(told["start_ns"].min())
         ends = self._step_ends.of(records)
         if len(ends):
             ends = np.maximum(np.maximum.accumulate(ends), self.last_step_ns)

@@ -25,15 +25,15 @@ from headway.ledger.booking.timeline import GAP_PRECEDENCE, checkpoint_gaps
 from headway.ledger.kinds.buckets import BUCKET_OF, BUCKETS, IN_EVALUATION, bucket_of_sub
 from headway.ledger.live.live_phases import phases
 from headway.ledger.live.live_rank import DEVICE_WORK, BookingWindow, Records
-from headway.trace.events.intervals import LAST, inside
+from headway.trace.events.intervals import inside
 from headway.trace.events.sweep import Ints, sweep
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.records import RECORD_DTYPE
 
 _SIZE = 1 + max(span.code for span in SPANS.values())
-_USEFUL, _EVAL, _COMM, _BUBBLE, _STRAGGLER, _CHECKPOINT, _STARTUP, _RESTART, _HOST = (
+_USEFUL, _EVAL, _COMM, _BUBBLE, _STRAGGLER, _CHECKPOINT, _STARTUP, _RESTART, _HOST, _UNKNOWN = (
     BUCKETS.index(name)
-    for name in ("useful", "eval", "comm", "bubble", "straggler", "checkpoint", "startup", "restart", "host")
+    for name in ("useful", "eval", "comm", "bubble", "straggler", "checkpoint", "startup", "restart", "host", "unknown")
 )
 _GAP = 0
 """Code of a gap inside a checkpoint; no record bears it."""
@@ -94,12 +94,13 @@ def book_windows(
     step = np.searchsorted(cuts, pieces.start_ns, side="right")
     owner, duration = pieces.row, pieces.duration_ns
     bucket = np.where(owner >= 0, np.append(_BUCKET[code], _USEFUL)[owner], _USEFUL)
-    # What the host computes while its device has nothing to do is no work of the device.
-    seen_from = np.array([window.device_ns if window.device_ns >= 0 else LAST for window in windows], np.int64)
-    seen_from = np.clip(seen_from, low, high) + shift
+    # What the host computes while its device has nothing to do is no work of the device; before the device was first
+    # seen, nobody knows.
+    first_ns = np.array([window.device_ns for window in windows], np.int64)
+    seen_from = np.clip(first_ns, low, high) + shift
     window_of = np.searchsorted(base[1:], pieces.start_ns, side="right")
-    idle = (pieces.start_ns >= seen_from[window_of]) & (np.append(code, 0)[owner] != DEVICE_WORK)
-    bucket[idle & (bucket == _USEFUL)] = _HOST
+    on_host = (first_ns >= 0)[window_of] & (np.append(code, 0)[owner] != DEVICE_WORK) & (bucket == _USEFUL)
+    bucket[on_host] = np.where(pieces.start_ns >= seen_from[window_of], _HOST, _UNKNOWN)[on_host]
     if restarted:
         bucket[bucket == _STARTUP] = _RESTART
     # As in the finished ledger: collections, saves, log lines and collectives of an evaluation keep their buckets.

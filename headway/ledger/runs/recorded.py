@@ -28,7 +28,7 @@ from headway.ledger.booking.sheet import RankAccount
 from headway.ledger.kinds.buckets import BUCKET_CODE_OF_SUB, BUCKETS
 from headway.ledger.kinds.sampled_lines import joined
 from headway.ledger.runs.attempts import AttemptBook, RunBook, book_run
-from headway.ledger.runs.sampled import WindowSamples, apply_windows, moved, window_shares
+from headway.ledger.runs.sampled import BY_EVENTS, WindowSamples, apply_windows, moved, window_shares
 from headway.trace.events.parts import Parts
 from headway.trace.events.sweep import Ints
 from headway.trace.events.trace import Trace
@@ -183,20 +183,23 @@ def _summed(book: RunBook, traces: Sequence[Parts], facts: RunFacts, windows: Wi
     """Sum a booked run."""
     last = book.attempts[-1]
     basis = {bucket: "remainder" if bucket == "useful" else "recorded" for bucket in BUCKETS}
-    if "device.work" in last.spans:
+    by_events = bool(BY_EVENTS & last.spans.keys())
+    if by_events:
         basis["useful"] = "device events"
     if windows is not None and windows.num_windows:
         basis.update(dict.fromkeys(("useful", "comm", "input", "host"), windows.basis))
     cut = sum(not one.seen for attempt in book.attempts for one in attempt.books)
     notes = [f"the end of {plural(cut, 'rank')} was not seen: booked up to the last record"] if cut else []
+    if facts.end_ns is None and facts.start_ns:
+        notes.insert(0, "the run has not ended, or its launcher was killed: this is what its ranks recorded until then")
     notes += said_of_steps(traces)
     notes += said_of_devices(traces)
     step_ns = _by_step(last)
-    if "device.work" in last.spans:
+    if by_events:
         bound, share = bound_of(step_ns)
         by, at_work = BOUND.get(bound, bound), format_fraction(share, 0)
         if bound == "unknown":
-            by = "the device or its host, which its events do not tell"
+            by = "the device or its host, which the events do not tell (`headway run --window-at 50` does)"
             at_work = f"at least {at_work}"
         notes.append(f"steps are bound by {by}: the device is at work {at_work} of their time")
     return Account(

@@ -46,6 +46,9 @@ SEEN = ("useful.compute", "comm.exposed", "straggler.device", "input.transfer", 
 
 OWN = len(SEEN)
 
+BY_EVENTS = frozenset({"device.work", "device.unknown"})
+"""Names of what events of a device tell."""
+
 CLASSES: tuple[tuple[str, ...], ...] = (
     ("useful",),
     ("input",),
@@ -53,6 +56,7 @@ CLASSES: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("host",),
     ("startup",),
+    ("unknown",),
 )
 """Buckets of the host's label that are split together."""
 
@@ -146,7 +150,7 @@ def window_shares(book: RunBook, windows: Mapping[int, Sequence[Trace]]) -> Wind
                 used += 1
     step_ns = sum(int(one.step_wall_ns.sum()) for one in ranks.values())
     window_ns = sum(int(table.sum()) for table in shares.values())
-    by_events = "device.work" in book.attempts[-1].spans
+    by_events = bool(BY_EVENTS & book.attempts[-1].spans.keys())
     return WindowSamples(shares, used, window_ns, step_ns, num_blind=blind, by_events=by_events, num_ranks=len(ranks))
 
 
@@ -201,11 +205,13 @@ def _apply(ns: Ints, shares: Ints, everyone: Ints) -> None:
         if not weights.any():
             continue
         lines = np.flatnonzero(np.isin(bucket, [BUCKETS.index(name) for name in buckets]))
+        if buckets == ("unknown",):
+            lines = np.array([SUB_CODE["unknown.device"]])
         total = ns[lines].sum(axis=0)
         split = share_out(total, np.broadcast_to(weights, (len(total), OWN + 1)))
         for column, sub in enumerate(SEEN):
             added[SUB_CODE[sub]] += split[:, column]
-        if index == 0:
+        if buckets in (("useful",), ("unknown",)):
             ns[lines] = 0
             added[SUB_CODE["host.launch"]] += split[:, OWN]
         else:

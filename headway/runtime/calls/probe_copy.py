@@ -1,14 +1,15 @@
 """Probes of copies between host and device. They go in only where the kernel knows a device.
 
-A copy to the device is `input.transfer`: all of it from pageable memory, for which the host also waits until the device
-has done what came before, and only its launch from pinned memory. A copy back is a wait for the device (`host.sync`).
+A copy to the device is `input.transfer`. The host waits for it, and until the device has done what came before, unless
+it is asked for with `non_blocking=True` and comes from pinned memory: then only its launch is recorded. A copy back is
+a wait for the device (`host.sync`).
 Inside a compiled region neither is recorded.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from headway.runtime.calls.probe_sync import waited
@@ -33,7 +34,7 @@ def to_device(original: Callable[..., Any], probes: Probes) -> Callable[..., Any
             return original(self, *args, **kwargs)
         start = now()
         result = original(self, *args, **kwargs)
-        recorded(self, result, start)
+        recorded(self, result, start, args, kwargs)
         return result
 
     return to
@@ -52,17 +53,27 @@ def copy_in(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         start = now()
         result = original(self, *args, **kwargs)
-        recorded(args[0] if args else kwargs.get("src", kwargs.get("other")), self, start)
+        source = args[0] if args else kwargs.get("src", kwargs.get("other"))
+        recorded(source, self, start, args, kwargs)
         return result
 
     return copy_
 
 
-def _recorder(probes: Probes) -> Callable[[Any, Any, int], None]:
+def _is_blocking(source: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether the host waits for a copy to a device that `Tensor.to`, `cuda` or `copy_` was asked for.
+
+    All three take `non_blocking` by that name, or as the first bool among the others.
+    """
+    asked = kwargs.get("non_blocking", next((one for one in args if isinstance(one, bool)), False))
+    return not (asked and source.is_pinned())
+
+
+def _recorder(probes: Probes) -> Callable[[Any, Any, int, tuple[Any, ...], Mapping[str, Any]], None]:
     """Return what records a copy from one tensor to another, which began at `start_ns`."""
     emit = probes.emit
 
-    def recorded(source: Any, target: Any, start_ns: int) -> None:
+    def recorded(source: Any, target: Any, start_ns: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         try:
             reads = device_of(source) is not None
             if reads == (device_of(target) is not None):
@@ -71,7 +82,7 @@ def _recorder(probes: Probes) -> Callable[[Any, Any, int], None]:
                 waited(probes, emit, start_ns)
                 return
             duration = now() - start_ns
-            emit(TRANSFER, start_ns, duration, target.nbytes)
+            emit(TRANSFER, start_ns, duration, target.nbytes, int(_is_blocking(source, args, kwargs)))
             if duration > DRAINED_NS and probes.device_timers:
                 probes.device_timers.copied()
         except Exception as cause:

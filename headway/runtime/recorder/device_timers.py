@@ -18,6 +18,10 @@ somewhere between A and B, and under way from B on. What the device did before B
     device    ---A.......... ? ..........-----B-------
                   not known              at work
 
+A device that passes the end of a forward, a backward or an update at once had kept up with its host, which may have
+launched its kernels more slowly than they ran. What it did since the event before is not known either: it was at work
+for the whole of it at most. (A kind of device that passes events late cannot be told from one that works on.)
+
 Two of the events only tell pauses. They are left out where there can be none: while the host is ahead of its device by
 more than it has taken since the last event, and between a model and a backward that follows it at once.
 
@@ -44,6 +48,9 @@ WORK, UNKNOWN = SPANS["device.work"].code, SPANS["device.unknown"].code
 READY, COPIED, COMPUTED, UPDATED, FETCHED = -1, -2, -3, -4, -5
 """What marks stand for beside the ends of the two segments: forward may begin, the host waited for a copy to the
 device, a model was launched, an update was, a batch came between a model and a backward."""
+
+LAUNCHED = (COMPUTED, FORWARD, BACKWARD, UPDATED)
+"""Marks that stand behind launches of the script."""
 
 MOST_MARKS = 64
 """A stretch without an update is written in pieces of so many marks."""
@@ -274,18 +281,24 @@ class DeviceTimers:
             elif mark.computed_ns:
                 launched_ns = mark.computed_ns  # the forward was under way until it was launched at least
                 drained_ns = max(last_ns, launched_ns - ahead_ns)
+            late_ns = moment - recorded
             if drained_ns < recorded:
-                late_ns = moment - recorded
                 if mark.code == READY:
                     self.lateness.at_ready(late_ns)
                 if late_ns <= max(DRAINED_NS, fuzz_ns):
-                    write(WORK, worked_from, drained_ns - fuzz_ns, launched_ns)
-                    write(UNKNOWN, max(worked_from, drained_ns - fuzz_ns), drained_ns, launched_ns)
+                    # Without an event behind the model nobody knows how long the device worked on it.
+                    known_ns = (last_ns if mark.computed_ns and last.code != COMPUTED else drained_ns) - fuzz_ns
+                    write(WORK, worked_from, known_ns, launched_ns)
+                    write(UNKNOWN, max(worked_from, known_ns), drained_ns, launched_ns)
                     worked_from = recorded if fuzz_ns else moment
                 else:
                     write(WORK, worked_from, drained_ns, launched_ns)
                     write(UNKNOWN, drained_ns, recorded, launched_ns)
                     worked_from = recorded
+            elif late_ns <= DRAINED_NS and not fuzz_ns and mark.code in LAUNCHED:
+                write(WORK, worked_from, last_ns, launched_ns)
+                write(UNKNOWN, max(worked_from, last_ns), moment, mark.host_ns)
+                worked_from = moment
             last, last_ns = mark, moment
             begun_ns = begun_ns if mark.code in (COMPUTED, FETCHED) else moment
         self._open_ns = min(fuzz_ns, max(last_ns - worked_from, 0))

@@ -42,6 +42,9 @@ AHEAD_STEPS = 8
 """A host that was never held up gets so many steps ahead of its device in a replay, and no further: how many launches
 its queue holds is not known, and in the long run the device's pace is the same whatever it holds."""
 
+BLOCKING = 1
+"""`corr` of a copy to the device that its host waits for."""
+
 FEW = 2
 """Steps in which the host got ahead that say what it takes by itself."""
 
@@ -99,7 +102,7 @@ class DeviceWork:
         compute = np.flatnonzero(COMPUTE[lane.label])
         behind = np.searchsorted(compute, np.concatenate([[-1], launched_segment[:-1]]), side="right")
         queued = np.append(compute, lane.label.size)[behind] - 1
-        waits, after_wait = _waits(lane, start, end, launched)
+        waits, after_wait = _waits(rows, lane, start, end, launched)
         ahead, own = _held_up(lane, step, end - start, end - launched, paused, busy, waits)
         freed = np.full(found.size, -1, np.int64)
         if not ahead.any():
@@ -119,7 +122,7 @@ class DeviceWork:
 
 
 def _waits(
-    lane: Lane, start_ns: NDArray[np.int64], end_ns: NDArray[np.int64], launched_ns: NDArray[np.int64]
+    rows: Trace, lane: Lane, start_ns: NDArray[np.int64], end_ns: NDArray[np.int64], launched_ns: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return [s] the segments in which the training thread waited for its device, and what it did after each wait.
 
@@ -130,6 +133,7 @@ def _waits(
         device    ----------------- work --------|
 
     So is a copy to the device during which that gets done: from pageable memory it begins then, and the host waits.
+    A copy that blocks its host waits in a replay where the device has not got so far, though it had in the recording.
     """
     holder = np.searchsorted(lane.start_ns, end_ns, side="right") - 1
     began, ended = lane.start_ns[holder], lane.start_ns[holder] + lane.duration_ns[holder]
@@ -140,8 +144,11 @@ def _waits(
     copies = lane.label[holder] == LABEL["input.transfer"]
     found = last & (quiet | copies) & (left >= 0) & (waited > LEAST_WAIT_NS)
     known = np.flatnonzero(lane.label == LABEL["host.sync"])
-    segments, first = np.unique(np.concatenate([known, holder[found]]), return_index=True)
-    return segments, np.concatenate([np.zeros(known.size, np.int64), left[found]])[first]
+    copied = np.flatnonzero(lane.label == LABEL["input.transfer"])
+    blocking = copied[rows.events["corr"][lane.row[copied]] == BLOCKING]
+    segments, first = np.unique(np.concatenate([known, holder[found], blocking]), return_index=True)
+    after = [np.zeros(known.size, np.int64), left[found], lane.duration_ns[blocking]]
+    return segments, np.concatenate(after)[first]
 
 
 def _nearest(sorted_ns: NDArray[np.int64], moment_ns: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,8 +1,9 @@
 """The training thread of one rank as segments, and which recorded name owns an instant that several cover.
 
-The innermost cause owns it: gc > checkpoint > logging > input > comm and waits
-for a device > compile > headway's own work > optimizer > code of the script
-between steps > the rest, which is compute.
+The innermost cause owns it: gc > checkpoint > logging and data that headway
+reads again > input > comm and waits for a device > compile > the rest of
+headway's own work > optimizer > code of the script between steps > the rest,
+which is compute.
 
 >>> LABELS[LABEL["compute"]], PRIORITY["host.gc"] > PRIORITY["checkpoint.save"] > PRIORITY["input.next"]
 ('compute', True)
@@ -20,18 +21,18 @@ PRIORITY: dict[str, int] = {
     "host.script": 1,
     "optimizer.step": 2,
     "host.recording": 3,
-    "host.rereading": 4,
     "host.import": 5, "host.compile": 5,
     "host.sync": 6, "comm.init": 6, "comm.wait": 6, "comm.collective": 6, "comm.send": 6, "comm.recv": 6,
     "input.transfer": 7, "input.iter": 7, "input.next": 7,
-    "host.logging": 8,
+    "host.logging": 8, "host.rereading": 8,
     "checkpoint.load": 9, "checkpoint.save": 9, "checkpoint.sync": 9, "checkpoint.rename": 9,
     "checkpoint.snapshot": 9, "checkpoint.wait": 9, "checkpoint.restore": 9,
     "host.gc": 10, "host.collect": 10,
 }  # fmt: skip
 """Names of what the training thread does -> who owns an instant that several cover; the largest wins.
 
-'host.rereading' are the forks among 'host.recording' that read data again, which a run with a remedy does not do.
+'host.rereading' are the forks among 'host.recording' that read data again: to see whether that gives the same, or to
+compare a remedy's batch with the script's own.
 'host.collect' are the collections among 'host.gc' that the script called for: no edit of the collector puts them off.
 """
 

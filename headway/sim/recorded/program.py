@@ -343,7 +343,9 @@ class Program:
             loading,
             segment_ns=edited_segments(recording, scenario, self.costs, whole=whole),
             occupancy=Occupancy(
-                self.busy, self.recording.waiting * (1 - self.starved), self.recording.beside * (self.busy > 0)
+                self.busy,
+                self.recording.waiting * (1 - self.starved),
+                np.minimum(self.recording.beside, self.cores - 1) * (self.busy > 0),
             ),
             contention=self.contention(scenario),
             shared_storage=shared,

@@ -174,6 +174,9 @@ class Recording:
             devices.append(DeviceWork.of(rows, lanes[-1], used[-1][0]))
             stages.append(StageWork.of(own[-1], lanes[-1]))
         busy, waiting, beside = np.array(used).T
+        # Beside a device, compute is launches: one more thread launches those of backward. What other threads took is
+        # that of loads in the training thread, whose kernels wait for each other on all cores.
+        beside = np.where([device is not None for device in devices], np.minimum(beside, 1.0), beside)
         return cls(
             tuple(lanes),
             tuple(batches),

@@ -116,7 +116,9 @@ SPANS: dict[str, Span] = {
     "input.cpu_wait": Span(24, "DATA", ("group", "seq", "peer"), "child of input.load: runnable but without a core"),
     "input.prep": Span(25, "DATA", ("group", "seq", "peer"), "child of input.load: CPU time inside the dataset"),
     "input.collate": Span(26, "DATA", ("group", "seq", "peer"), "child of input.load: CPU time inside collate"),
-    "input.transfer": Span(27, "DATA", ("bytes",), "copy from host to device"),
+    "input.transfer": Span(27, "DATA", ("bytes", "corr"),
+                           "copy from host to device; corr = 1 if the host waits until the device has done all before "
+                           "and the copy (also -1 in older runs)"),
     "input.parts": Span(28, "DATA", (),
                         "raw only, follows the input.load it measures: a = thread CPU ns, b = run delay ns (-1 when "
                         "unknown), c = CPU ns of collate inside a, d = ns of GC inside a"),
@@ -175,7 +177,8 @@ SPANS: dict[str, Span] = {
     "host.recording": Span(86, "HOST", ("corr",),
                            "headway's own work on the training thread behind a step (deep windows opened and closed, "
                            "forks that read data again, what a remedy does there), where it took 0.2 ms or more; "
-                           "corr = 1 of a fork that reads data again, which no run with a remedy does"),
+                           "corr = 1 of a fork that reads data again, also inside an input.next: to see whether that "
+                           "gives the same, or to compare a remedy's batch with the script's own"),
     "host.sync": Span(87, "HOST", (),
                       "the host waits for a device (cpu, synchronize), where it took "
                       "0.02 ms or more"),

@@ -46,8 +46,10 @@ from headway.data.runtime.guard.trial_child import in_child
 from headway.runtime.calls.probe_input import name_of
 from headway.runtime.in_rank import bootstrap
 from headway.runtime.in_rank.remedy import Context
+from headway.runtime.recorder.probes import RECORDING, now
 from headway.runtime.recorder.rereading import collated
 from headway.runtime.script.draws import drawn, fingerprints, own_generators, restorer
+from headway.trace.events.vocabulary import READ_AGAIN
 from headway.trace.rings.ring import warn
 
 T = TypeVar("T")
@@ -193,7 +195,7 @@ class Verification:
     """Compares batches for all remedies of a rank."""
 
     def __init__(self, context: Context) -> None:
-        self._failed = context.probes.failed
+        self._failed, self._emit = context.probes.failed, context.probes.emit
         self._is_bounded = context.verify != "all"
         self._began, self._spent_s, self._cost_s = perf_counter(), 0.0, FIRST_COST_S
         self._counts: dict[object, VerificationCounts] = {}
@@ -366,7 +368,7 @@ class Verification:
     def _is_other(self, iterator: Any, followed: VerifiedIterator, index: Any, batch: Any, moment: Moment) -> bool:
         """Compare a batch with the script's own; tell whether it was found to be another one."""
         followed.counts.compared_at = followed.counts.batches - 1
-        began = perf_counter()
+        began, began_ns = perf_counter(), now()
         try:
             # What was pinned for a device cannot be read in a forked process.
             seen = decode(encode(batch)) if iterator._pin_memory else batch
@@ -388,6 +390,7 @@ class Verification:
             reason, found = f"{type(failure).__name__}: {failure}", ("", 0)
         self._cost_s = perf_counter() - began
         self._spent_s += self._cost_s
+        self._emit(RECORDING, began_ns, now() - began_ns, READ_AGAIN)
         if reason is not None:
             followed.counts.stopped = reason if "hung" in reason else ""
             _count(followed, "not compared", reason)
