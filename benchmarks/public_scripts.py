@@ -12,9 +12,11 @@ DIR/owner/name. torch is seeded from outside where a script takes no seed; so is
 import argparse
 import json
 import os
+import re
+import statistics
 import sys
 import tempfile
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -123,11 +125,17 @@ def measure(row: Row, scripts: Path, folder: Path) -> dict[str, object]:
     low, high = plan["interval"]
     lost, equal = left(after.answer["applied"]), after.lines == plain.lines
     return found | {
-        "equal": equal, "lost": lost, "last_lines": [plain.lines[-1], after.lines[-1]] if not equal else [],
+        "equal": equal, "lost": lost, "mean_loss": [mean_loss(plain.lines), mean_loss(after.lines)],
         "predicted": round(plan["predicted_speedup"], 2), "interval": [round(low, 2), round(high, 2)],
         "measured": round(compared["speedup"], 2), "inside": low <= compared["speedup"] <= high,
         "met": found["recorded_equal"] and (equal or grant is not None) and not lost,
     }  # fmt: skip
+
+
+def mean_loss(lines: Sequence[str]) -> float:
+    """Return the mean of all losses in the lines: the number behind each "loss"."""
+    losses = [float(text) for line in lines for text in re.findall(r"loss:? +(\d[\d.e+-]*)", line, re.IGNORECASE)]
+    return round(statistics.fmean(losses), 4)
 
 
 def main() -> int:
