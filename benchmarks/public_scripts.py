@@ -26,6 +26,8 @@ from world import data
 from world.measure import Sandbox, asked, failed, left, plainly, under_headway, verdict
 from world.rows import Row
 
+from headway.core.tables import pick
+
 WAITING = 0.08
 """Share of wall that waiting for a training loader takes, from which on a remedy is asked for."""
 
@@ -142,20 +144,31 @@ def main() -> int:
     """Run the scripts; print one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="scripts to run; all by default")
-    parser.add_argument("--scripts", type=Path, default=os.environ.get("HEADWAY_WORLD_SCRIPTS"), required=False)
-    parser.add_argument("--keep-runs", type=Path)
+    parser.add_argument("--scripts", type=Path, default=os.environ.get("HEADWAY_WORLD_SCRIPTS"))
+    parser.add_argument("--full", action="store_true", help="accepted; every script is always run")
     options = parser.parse_args()
+    if not options.scripts:
+        parser.error("--scripts DIR is missing: a folder with checkouts as DIR/owner/name")
+    chosen = {name: pick(SCRIPTS, name, "script") for name in options.names} or SCRIPTS
     rows = {}
-    for name in options.names or SCRIPTS:
-        folder = Path(tempfile.mkdtemp(prefix="headway-scripts-")) if not options.keep_runs else options.keep_runs / name.replace("/", "-").replace(" ", "_")
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            rows[name] = measure(SCRIPTS[name], options.scripts, folder)
-        except Exception as error:
-            rows[name] = failed(error)
+    for name, row in chosen.items():
+        with tempfile.TemporaryDirectory(prefix="headway-scripts-") as folder:
+            try:
+                rows[name] = measure(row, Path(options.scripts), Path(folder))
+            except Exception as error:
+                rows[name] = failed(error)
         print(name, json.dumps(rows[name]), file=sys.stderr, flush=True)
-    print(json.dumps(rows))
-    return 0
+    equal = [row for row in rows.values() if row.get("recorded_equal")]
+    applied = [row for row in rows.values() if "inside" in row]
+    inside = [row for row in applied if row["inside"]]
+    met = all(row["met"] for row in rows.values()) and len(inside) >= 0.8 * len(applied)
+    print(json.dumps({
+        "bench": "public_scripts", "scripts": len(rows), "recorded_equal": len(equal),
+        "applied": len(applied), "inside_interval": len(inside), "rows": rows,
+        "baseline": "the script without headway", "claim": "a remedy where a loader waits, losses as promised",
+        "met": met,
+    }))  # fmt: skip
+    return 0 if met else 3
 
 
 if __name__ == "__main__":

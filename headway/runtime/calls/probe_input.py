@@ -111,6 +111,8 @@ def loader_iter(original: Callable[..., Any], probes: Probes) -> Callable[..., A
             group = groups.of(loader)
             if probes.rereadings is None and probes.leads:
                 probes.rereadings = Rereadings(probes)
+            if loader.num_workers:
+                fingerprints()  # how generators are read is proven once (4 ms), here and not in each worker again
             if loader.num_workers and probes.rereadings is not None:
                 probes.rereadings.keep(group, loader.dataset, loader.collate_fn, None)
             if probes.leads:
@@ -293,7 +295,8 @@ class Meter:
         self._rng_probe = None
         # Headway's loader seeds the generators for every example: that they move says nothing of the dataset.
         seeded = type(holders[0]).__module__.startswith("headway.data.") if holders else False
-        if self.group >= 0 and not seeded and self._probes.num_rng_probes.get(self.group, 0) < MOST_RNG_PROBES:
+        looks = self.worker <= 0 and self.group >= 0 and not seeded  # of several workers the first one reports
+        if looks and self._probes.num_rng_probes.get(self.group, 0) < MOST_RNG_PROBES:
             self._probe_generators(holders)
         self._collate, self._gc = -1, self._probes.gc_ns[0]
         self._schedstat = open_schedstat()  # of the thread that loads this time
