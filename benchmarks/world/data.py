@@ -43,7 +43,7 @@ def results(folder: Path) -> None:
     (folder / "results").mkdir(exist_ok=True)
 
 
-def digits(folder: Path, *, train: int = 6400, test: int = 1000) -> None:
+def digits(folder: Path, *, train: int = 25_600, test: int = 1000) -> None:
     """Write MNIST's four files, uncompressed, where torchvision looks for them below `folder`; once."""
     raw = folder / "MNIST" / "raw"
     if raw.exists():
