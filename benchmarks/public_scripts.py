@@ -124,7 +124,7 @@ def measure(row: Row, scripts: Path, folder: Path, *, own_workers: bool) -> dict
     low, high = plan["interval"]
     lost, equal = left(after.answer["applied"]), after.lines == plain.lines
     return found | {
-        "equal": equal, "lost": lost, "mean_loss": [mean_loss(plain.lines), mean_loss(after.lines)],
+        "equal": equal, "lost": lost, "mean_loss": mean_loss(plain.lines), "with_plan": mean_loss(after.lines),
         "predicted": round(plan["predicted_speedup"], 2), "interval": [round(low, 2), round(high, 2)],
         "measured": round(compared["speedup"], 2), "inside": low <= compared["speedup"] <= high,
         "met": found["recorded_equal"] and (equal or grant is not None) and not lost,
