@@ -85,6 +85,13 @@ def test_evaluation_is_its_own_bucket_before_between_and_after_the_steps():
     assert ledger.loader_ns == {3: {"eval.input": 11}}
 
 
+def test_forwards_behind_the_last_step_evaluate_whatever_mode_the_model_is_in():
+    ledger = ledger_of(PROCESS, ("step", 100, 50), ("optimizer.step", 140, 10), ("forward", 160, 15))
+
+    assert (ledger.sub_ns["eval.forward"], ledger.sub_ns["idle.teardown"]) == (15, 35)
+    assert ledger.ledger_ns["useful"] == 50
+
+
 def test_each_loader_has_an_account_of_its_own():
     made = Rows(0)
     for name, start_ns, duration_ns, group in (
@@ -122,7 +129,8 @@ def owner_of(moment: int, rows: list[tuple[str, int, int]]) -> str:
     if moment < 10:
         return "startup"
     if moment >= 100:
-        return bucket_of_sub(BUCKET_OF[best[0]].sub) if best is not None and best[0] == "input.next" else "idle"
+        after = {"input.next": "input", "forward": "eval"}  # a forward trains nothing more
+        return after.get(best[0], "idle") if best is not None else "idle"
     return "useful" if best is None else bucket_of_sub(BUCKET_OF[best[0]].sub)
 
 

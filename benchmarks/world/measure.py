@@ -24,7 +24,7 @@ LIMIT_S = 240
 
 VOLATILE = re.compile(
     r"\d+(\.\d+)?\s*(ms|s|sec|seconds|it/s)\b|mfu -?\d+\.\d+%|ms/batch\s+\d+(\.\d+)?|SPS: \d+|^\d+\t|_\d{10}\b"
-    r"|'?\w*(runtime|_per_second)'?: '?[\d.]+'?"
+    r"|'?\w*(runtime|_per_second)'?: '?[\d.]+'?|cost time: [\d.]+|\b(Time|Data) +[\d.]+ \( *[\d.]+\)"
 )
 """What differs from run to run in a script's output: durations, rates, process ids, times of day."""
 

@@ -1,6 +1,6 @@
 """The clock of `headway bench world`: counts and times what a training script does, independently of headway's code.
 
-It stands on PYTHONPATH of every process of a row. Without WORLD_CLOCK and WORLD_SEED in the environment it does
+It stands on PYTHONPATH of every process of a row. Without a WORLD_ variable in the environment it does
 nothing. WORLD_CLOCK names a folder: each process writes <pid>.json there with
 
 - `updates`: calls of `Optimizer.step` (torch's public hook after a step);
@@ -10,7 +10,8 @@ nothing. WORLD_CLOCK names a folder: each process writes <pid>.json there with
 - `span_s`: seconds in the functions that WORLD_SPANS names, as {"eval": ["module:Class.method", ...], ...}; only the
   outermost span counts. Functions of the script itself are timed by `timed_script.py`.
 
-WORLD_SEED seeds torch once it is imported, for scripts that do not seed it themselves.
+WORLD_SEED seeds torch and numpy once torch is imported, for scripts that do not seed them themselves. WORLD_NUMPY_1
+gives numpy the name `Inf` back, which scripts of its first major version use.
 """
 
 import atexit
@@ -184,6 +185,7 @@ def replaced(clock, kind, path):
 def install():
     """Seed, count and time as the environment says."""
     folder, seed = os.environ.get("WORLD_CLOCK"), os.environ.get("WORLD_SEED")
+    older_numpy = os.environ.get("WORLD_NUMPY_1")
     actions = {}
     if folder:
         clock = Clock(folder)
@@ -197,12 +199,17 @@ def install():
                     actions[module] = joined(actions.get(module), replaced(clock, kind, path))
 
     def torch_is_there(module):
+        import numpy
+
         if seed:
             module.manual_seed(int(seed))
+            numpy.random.seed(int(seed))
+        if older_numpy:
+            numpy.Inf = numpy.inf
         if folder:
             clock.watch_torch()
 
-    if folder or seed:
+    if folder or seed or older_numpy:
         actions["torch"] = torch_is_there
         sys.meta_path.insert(0, AfterImport(actions))
 

@@ -129,7 +129,9 @@ def _book_steps(sheet: RankAccount, rows: RankRows, life: RankLifetime, *, resta
     # Forwards and the like outside steps are no part of one.
     by_device = name == NAME_ID["device.work"]
     over |= (column == len(life.step_start) + 1) & _IS_USEFUL[_STEP_TABLE.sub[name]] & ~by_device
-    sub = np.where((owner >= 0) & ~over, _STEP_TABLE.sub[name], place)
+    # What follows the last step trains nothing more: its forwards evaluate, whatever mode the model is in.
+    tested = over & (name == NAME_ID["forward"]) & (not life.failed)
+    sub = np.where((owner >= 0) & ~over, _STEP_TABLE.sub[name], np.where(tested, SUB_CODE["eval.forward"], place))
     told = by_device | (name == NAME_ID["device.unknown"])
     if told.any():
         # What the host computes while its device has nothing to do is no work of the device. Before the first event, in

@@ -5,9 +5,8 @@ recorded where the dataset runs: in the main process or in a loader worker,
 each in its own ring, per batch and never per example. Blocked time is wall -
 thread CPU - run delay; the run delay is field 2 of /proc/thread-self/schedstat.
 In the main process CPU time is read for every load that follows one longer
-than 0.2 ms, and for every 16th otherwise: reading costs 3 us. Around the first
-few loads of each loader the states of random number generators are compared:
-a plan has to know whether examples are drawn.
+than 0.2 ms, and for every 16th otherwise: reading costs 3 us. Around the first few loads of each loader the states of
+random number generators are compared: a plan has to know whether examples are drawn.
 """
 
 from __future__ import annotations
@@ -111,6 +110,7 @@ def loader_iter(original: Callable[..., Any], probes: Probes) -> Callable[..., A
             group = groups.of(loader)
             if probes.rereadings is None and probes.leads:
                 probes.rereadings = Rereadings(probes)
+                fingerprints()  # how generators are read is proven once (4 ms), here and not in each worker again
             if loader.num_workers and probes.rereadings is not None:
                 probes.rereadings.keep(group, loader.dataset, loader.collate_fn, None)
             if probes.leads:
@@ -291,9 +291,9 @@ class Meter:
     def start(self, *holders: Any) -> None:
         """Begin a measured load; `holders`, dataset and collate function, may have generators of their own."""
         self._rng_probe = None
-        # Headway's loader seeds the generators for every example: that they move says nothing of the dataset.
-        seeded = type(holders[0]).__module__.startswith("headway.data.") if holders else False
-        if self.group >= 0 and not seeded and self._probes.num_rng_probes.get(self.group, 0) < MOST_RNG_PROBES:
+        # Headway's loader seeds the generators for every example. Of several workers the first one reports.
+        silent = self.worker > 0 or type(holders[0]).__module__.startswith("headway.data.")
+        if self.group >= 0 and not silent and self._probes.num_rng_probes.get(self.group, 0) < MOST_RNG_PROBES:
             self._probe_generators(holders)
         self._collate, self._gc = -1, self._probes.gc_ns[0]
         self._schedstat = open_schedstat()  # of the thread that loads this time

@@ -158,10 +158,10 @@ def _memory_tells(numpy: ModuleType | None) -> bool:
 
 
 def _all_differ(look: Callable[[], object], draw: Callable[[], object]) -> bool:
-    """Tell whether looking twice shows the same, and each of 1300 draws (twice round the words) something else."""
+    """Tell whether looking twice shows the same, and each of 700 draws something else: twice round the words."""
     if look() != look():
         return False
-    for _ in range(1300):
+    for _ in range(700):  # of two words each
         before = look()
         draw()
         if look() == before:
