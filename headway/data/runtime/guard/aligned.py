@@ -21,6 +21,7 @@ False
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -51,30 +52,53 @@ class BatchEntries:
         self._indices = [value for value in values if self.large and _is_index(value, size)]
 
     def of(self, indices: Iterable[Any]) -> list[object]:
-        """Return what stands for the entries of these examples, in order; [] where there is nothing to compare."""
+        """Return what stands for the entries of these examples; [] where there is nothing to compare."""
         if not self.large:
             return []
-        return [self._entry(value, place) for index in indices for place in self.places(index) for value in self.large]
+        places = self.places(list(indices))
+        rows = np.array(places, np.int64) if all(type(place) is int for place in places) else None
+        return [self._entries(value, places, rows) for value in self.large]
 
-    def places(self, index: Any) -> list[Any]:
-        """Return where the entries of an example may lie: at its own index, and where an index of a split leads."""
-        try:
-            for subset in self._subsets:
-                index = subset[index]
-            return [index, *(int(one[index]) for one in self._indices)]
-        except (IndexError, KeyError, TypeError):  # examples have other keys
-            return []
+    def places(self, indices: list[Any]) -> list[Any]:
+        """Return where the entries of examples may lie: at their own indices, and where an index of a split leads."""
+        found = list[Any]()
+        for index in indices:
+            try:
+                for subset in self._subsets:
+                    index = subset[index]
+                found.append(index)
+            except (IndexError, KeyError, TypeError):  # examples have other keys
+                continue
+        own = found.copy()
+        for one in self._indices:
+            try:
+                is_array = isinstance(one, (np.ndarray, torch.Tensor))
+                found += one[own].tolist() if is_array else [int(one[index]) for index in own]
+            except (IndexError, KeyError, TypeError):
+                continue
+        return found
 
-    def _entry(self, value: Any, place: Any) -> object:
-        try:
-            entry = value[place]
-        except (IndexError, KeyError, TypeError):
-            return None
-        if isinstance(entry, torch.Tensor):
-            entry = entry.detach().numpy()
-        if isinstance(entry, (np.ndarray, np.generic)):
-            return xxhash.xxh3_128_digest(np.ascontiguousarray(entry).tobytes())
-        return portrait(entry)
+    def _entries(self, value: Any, places: list[Any], rows: np.ndarray[Any, Any] | None) -> object:
+        """Return what stands for the entries of a container: one digest of all rows of an array, in one step."""
+        with contextlib.suppress(IndexError, TypeError):
+            if rows is not None and isinstance(value, np.ndarray):
+                return xxhash.xxh3_128_digest(np.ascontiguousarray(value[rows]).tobytes())
+            if rows is not None and isinstance(value, torch.Tensor):
+                taken = value.detach()[torch.from_numpy(rows)].resolve_conj().resolve_neg().contiguous()
+                return xxhash.xxh3_128_digest(taken.view(-1).view(torch.uint8).numpy().data)
+        return [_entry(value, place) for place in places]
+
+
+def _entry(value: Any, place: Any) -> object:
+    try:
+        entry = value[place]
+    except (IndexError, KeyError, TypeError):
+        return None
+    if isinstance(entry, torch.Tensor):
+        entry = entry.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).numpy()
+    if isinstance(entry, (np.ndarray, np.generic)):
+        return xxhash.xxh3_128_digest(np.ascontiguousarray(entry).tobytes())
+    return portrait(entry)
 
 
 def _size(dataset: Any) -> int:
