@@ -27,7 +27,9 @@ class TestContext:
         # A clock that stands still, and a minute for each child: what is tried, and what comes of it, do not depend on
         # how busy the host of the tests is.
         self.shared = {"data.trials": Budget(clock=lambda: 0.0, longest_s=60.0)}
-        self.probes = SimpleNamespace(failed=lambda name, cause: self.failures.append((name, cause)))
+        self.probes = SimpleNamespace(
+            failed=lambda name, cause: self.failures.append((name, cause)), emit=lambda *record: None
+        )
 
     def patch(self, target, wrapper, **_):
         undo = replace_attribute(target, wrapper)

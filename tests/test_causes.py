@@ -381,6 +381,11 @@ def test_a_loader_that_only_evaluation_waits_for_is_no_cause_of_waiting_for_inpu
     assert causes["input.fetch"].evidence.startswith("1 calls of next(loader)")  # the one outside of the evaluation
     assert causes["eval"].where == "MadeDataset, 0 workers per rank"
 
+    loader = {**made.meta["loaders"]["0"], "rehearsal": {"processes": "it reads from an open file"}}
+    refused = replace(made, meta={**made.meta, "loaders": {"0": loader}})
+    found = {cause.cause: cause for cause in find_causes(Ledger.of(refused))}["eval"]
+    assert (found.script, "workers" in found.fix) == ("", False)  # what a rehearsal refused is no edit either
+
 
 def sampled(*rows: object) -> Ledger:
     """Return the ledger of a run whose training thread was sampled between the steps."""

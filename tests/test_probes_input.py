@@ -232,6 +232,15 @@ def test_facts_of_a_loader_say_why_it_cannot_be_tuned():
     assert loader_facts(DataLoader(NoLength(), sampler=[0, 1]))["dataset_size"] is None
 
 
+def test_a_stream_read_by_a_worker_is_a_loader_like_any_other(tmp_path, capfd):
+    with recording(tmp_path):
+        assert sum(int(batch.sum()) for batch in DataLoader(Stream(), 2, num_workers=1)) == sum(range(7))
+    found = rows(tmp_path)
+
+    assert {row["a"] for row in found["input.next"]} == {0}  # its place among the loaders, not "unseen"
+    assert "not recorded" not in capfd.readouterr().err
+
+
 def test_an_exception_in_a_dataset_passes_through_unchanged(tmp_path):
     class Bad(Sleepy):
         def __getitem__(self, index):

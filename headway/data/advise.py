@@ -84,8 +84,10 @@ def propose(ledger: Ledger | None, program: Program, setup: Setup) -> Iterator[P
             found = replace(found, evaluation_share=_evaluation_share(program, found, evaluation))
         left = {**reasons, **(found.left_alone if isinstance(found, Proposal) else {})}
         # With one loader that is left alone beside another, the proposal says which ones it is about.
-        why = f" Left alone: {_why(left, facts)}." if fit and left else ""
-        yield replace(found, left_alone={**left, **found.left_alone}, reason=f"{found.reason}{why}".lstrip())
+        reason = found.reason
+        if fit and left:
+            reason = f"{reason.rstrip('.')}. Left alone: {_why(left, facts)}.".removeprefix(". ")
+        yield replace(found, left_alone={**left, **found.left_alone}, reason=reason)
 
 
 def _why(reasons: Mapping[int, str], facts: Mapping[int, LoaderFacts]) -> str:

@@ -23,7 +23,8 @@ def facts_of(meta: dict[str, Any], trace: Trace | None) -> dict[str, Any]:
     facts |= {key: meta[key] for key in wanted if meta.get(key) is not None}
     if isinstance(meta.get("bytes_per_step"), (int, float)):
         facts["events written"] = f"{format_bytes(meta['bytes_per_step'])} per step"
-    facts |= {f"loader {name}": row for name, row in (meta.get("loaders") or {}).items()}
+    loaders = meta.get("loaders")
+    facts |= {f"loader {name}": row for name, row in (loaders if isinstance(loaders, dict) else {}).items()}
     if not meta and trace is not None:
         facts |= {key: trace.meta[key] for key in ("source", "device_type", "world_size") if key in trace.meta}
     return facts
@@ -33,4 +34,7 @@ def created(facts: RunFacts) -> str:
     """Return when the run started, as text."""
     if not facts.realtime_ns:
         return ""
-    return datetime.fromtimestamp(facts.realtime_ns / NS_PER_S, tz=UTC).strftime("%Y-%m-%d %H:%M UTC")
+    try:
+        return datetime.fromtimestamp(facts.realtime_ns / NS_PER_S, tz=UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except (ValueError, OverflowError, OSError):  # no time that a clock has shown
+        return ""

@@ -15,6 +15,7 @@ from headway.ledger.answers.ledger import Ledger
 from headway.ledger.booking.pipeline_waits import KINDS
 from headway.ledger.kinds.cause import Cause
 from headway.ledger.kinds.sampled_lines import SampledLine
+from headway.trace.events.loader_facts import unmovable_by_hand
 
 LEAST_SAMPLES = 8
 """Samples below which no line is named: the next one could turn the shares over."""
@@ -82,7 +83,7 @@ def evaluation(ledger: Ledger) -> list[Cause]:
     slowest = max(waits, key=lambda loader: waits[loader], default=None)
     facts = known.get(str(slowest)) if slowest is not None and waits[slowest] else None
     found = Cause("eval", "evaluation", own + waited, evidence + also_waited(waited), "")
-    if facts is None or seconds["waiting for its loader"] <= own / 2 or facts.unfit_ahead:
+    if facts is None or seconds["waiting for its loader"] <= own / 2 or unmovable_by_hand(facts):
         fix = "evaluate less often, on fewer examples, or in a process of its own from a checkpoint"
         return [replace(found, fix=fix)]
     state = LoaderState(workers=facts.num_workers, is_persistent=facts.persistent)

@@ -23,7 +23,7 @@ from typing import Any
 from headway.runtime.recorder import rehearsals
 from headway.runtime.recorder.probes import Probes, now, write_json
 from headway.runtime.recorder.rereading import FirstLoad, Rereadings, checksum
-from headway.runtime.script.draws import drawn, fingerprints, own_generators
+from headway.runtime.script.draws import drawn, fingerprints, own_generators, prove_layout
 from headway.runtime.script.run_delay import open_schedstat, read_delay
 from headway.runtime.script.samplers import sampler_of, steered
 from headway.runtime.script.script_lines import calling_library, calling_line
@@ -110,7 +110,7 @@ def loader_iter(original: Callable[..., Any], probes: Probes) -> Callable[..., A
             group = groups.of(loader)
             if probes.rereadings is None and probes.leads:
                 probes.rereadings = Rereadings(probes)
-                fingerprints()  # how generators are read is proven once (4 ms), here and not in each worker again
+                prove_layout()  # once (4 ms), and not in each worker again
             if loader.num_workers and probes.rereadings is not None:
                 probes.rereadings.keep(group, loader.dataset, loader.collate_fn, None)
             if probes.leads:

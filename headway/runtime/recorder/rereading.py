@@ -232,6 +232,9 @@ class Rereadings:
         own = type(dataset).__module__.startswith("headway.data.")
         if own or not hasattr(dataset, "__getitem__") or isinstance(dataset, (list, tuple)):
             return None
+        iterable = getattr(sys.modules.get("torch.utils.data"), "IterableDataset", ())
+        if isinstance(dataset, iterable) or (indices is None and not hasattr(dataset, "__len__")):
+            return None  # it has no examples that could be asked for by their place
         due = list(LATER)
         if indices is None:
             indices, due = list(range(min(FEW, len(dataset)))), [1, *LATER]

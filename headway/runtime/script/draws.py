@@ -136,6 +136,11 @@ _WORDS_BYTES = 625 * 4
 """Of a Mersenne twister: 624 words, and the place of the next."""
 
 
+def prove_layout() -> None:
+    """Find out how the memory of generators is read, which processes that are forked from this one know then."""
+    _memory_tells(sys.modules.get("numpy"))
+
+
 @cache
 def _memory_tells(numpy: ModuleType | None) -> bool:
     """Tell whether every draw shows in the memory of generators, as it is laid out in this Python and this numpy.

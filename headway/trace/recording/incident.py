@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -48,7 +49,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, rename={"cls": "class"
     number: int = 0
     """Place in the list."""
 
-    attempt: int = 0
+    attempt: Annotated[int, msgspec.Meta(ge=0)] = 0
     """The attempt that failed."""
 
     cls: str = ""

@@ -230,6 +230,7 @@ def run_object(explanation: Explanation) -> dict[str, Any]:
     """Return the `headway.run/1` object of a recorded run, from its run.json and its ledger."""
     assert explanation.run is not None, "only a recorded run has a run object"
     meta = explanation.run.meta
+    applied = meta.get("applied")
     return {
         "schema": "headway.run/1",
         "run": str(explanation.run.path),
@@ -237,5 +238,5 @@ def run_object(explanation: Explanation) -> dict[str, Any]:
         "goodput": explanation.ledger.goodput,
         "steps_per_s": steps_per_s(explanation.ledger),
         "baseline": meta.get("baseline"),
-        "applied": [row for row in meta.get("applied") or [] if isinstance(row, dict)],
+        "applied": [row for row in (applied if isinstance(applied, list) else []) if isinstance(row, dict)],
     }
