@@ -32,7 +32,7 @@ from headway.ledger.kinds.buckets import BUCKETS
 from headway.sim.recorded.program import Program
 from headway.trace.events.intervals import Intervals, merged, without
 from headway.trace.recording.runs import Run
-from tests.accelerator import Truth, recorded_loop
+from tests.recorded_device import Truth, recorded_loop
 
 STEPS = 150
 

@@ -42,7 +42,7 @@ from headway.runtime.in_rank import device_checks
 from headway.runtime.in_rank.device_checks import NotAskedError, answer_in_child, answer_of, start_child
 from headway.sim.recorded.program import Program
 from headway.trace.recording.runs import Run
-from tests.accelerator import Truth, options_of
+from tests.recorded_device import Truth, options_of
 
 TOKEN = "HEADWAY_ON_DEVICE"
 """Variable by whose value everything that a check started is found."""

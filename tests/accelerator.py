@@ -22,14 +22,12 @@ import json
 import os
 import random
 import runpy
-import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,8 +37,6 @@ import numpy as np
 from headway.runtime.host import device
 
 now = time.perf_counter_ns
-
-ROOT = Path(__file__).resolve().parent.parent
 
 FORKED = (
     "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' start "
@@ -443,56 +439,6 @@ def pretend_cuda(accelerator: Accelerator, *, copy_ms: float) -> None:
     beneath(torch.cuda, "synchronize", lambda _: lambda *_: accelerator.synchronize())
     torch.cuda.is_available = lambda: True
     torch.cuda.Stream, torch.cuda.stream = lambda *_: Stream(accelerator), accelerator.within
-
-
-@dataclass(frozen=True)
-class Truth:
-    """What one rank's device and its host did, intervals (start, end) in ns of the host's clock."""
-
-    work: list[tuple[int, int]]
-    """The device at work, copies apart."""
-    copies: list[tuple[int, int]]
-    """The loop copying to the device."""
-    loads: list[tuple[int, int]]
-    """The loop asking its loader for a batch."""
-
-
-def recorded_loop(
-    folder: Path,
-    accelerator: Mapping[str, float],
-    loop: Mapping[str, float],
-    *,
-    ranks: int = 1,
-    plan: Path | None = None,
-) -> list[Truth]:
-    """Record benchmarks/jobs/device_loop.py into `folder`/run, each rank on an emulated accelerator of its own.
-
-    The mappings are the options of this module and of the loop; `plan` is applied. Returns what is true of each
-    rank. Raises `RuntimeError` where the job fails.
-    """
-    job = ROOT / "benchmarks" / "jobs" / "device_loop.py"
-    command = [
-        sys.executable, "-m", "headway.cli", "run", "--quiet", "--out", str(folder / "run"),
-        *(["--nproc-per-node", str(ranks)] if ranks > 1 else []), *(["--apply", str(plan)] if plan else []),
-        "--module", "--", "tests.accelerator",
-        "--truth", str(folder / "truth"), "--launches", "4", *options_of(accelerator),
-        "--", str(job), "--timeline", str(folder / "loads"), *options_of(loop),
-    ]  # fmt: skip
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", device.PRETEND: "device"}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{loop} on {accelerator}: {done.stderr[-2000:]}")
-
-    def intervals(name: str, rank: int) -> dict[str, list[tuple[int, int]]]:
-        text = Path(f"{folder / name}-{rank}.json").read_text()
-        return {kind: [(start, end) for start, end in found] for kind, found in json.loads(text).items()}
-
-    return [Truth(**intervals("truth", rank), **intervals("loads", rank)) for rank in range(ranks)]
-
-
-def options_of(values: Mapping[str, float]) -> list[str]:
-    """Return a command line's options."""
-    return [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", f"{value:g}")]
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import pytest
 from headway.ledger.answers.ledger import Ledger
 from headway.sim.recorded.program import Program
 from headway.trace.recording.runs import Run
-from tests.accelerator import recorded_loop
+from tests.recorded_device import recorded_loop
 
 MIXES = {
     # forward, backward and copy ms, launches in the queue, load ms, read every; what bounds it

@@ -195,8 +195,8 @@ def rows_of_device(made: Made, name: str, start: int, duration: int) -> Trace:
 def test_what_events_do_not_tell_of_a_device_is_unknown_until_a_window_shows_it(tmp_path):
     """Of 8 ms that the device may have worked in each step, kernels take a quarter; 2 ms of others are sure."""
     made = RunMaker(ranks=1, steps=12, fetch_ns=0, transfer_ns=0, iter_ns=0, compute_ns=10 * MS, optimizer_ns=0).make()
-    told = [rows_of_device(made, "device.unknown", 0, 8 * MS), rows_of_device(made, "device.work", 8 * MS, 2 * MS)]
-    made = replace(made, trace=concat([made.trace, *told]))
+    timed = [rows_of_device(made, "device.unknown", 0, 8 * MS), rows_of_device(made, "device.work", 8 * MS, 2 * MS)]
+    made = replace(made, trace=concat([made.trace, *timed]))
     kernels = [("kernel", "gemm", 0, 2 * MS), ("kernel", "gemm", 8 * MS, 2 * MS)]
     file = write_window(made, tmp_path, 0, 0, 5, kernels)
 

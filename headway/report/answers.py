@@ -72,7 +72,7 @@ class Verdict(Answer, frozen=True):
     fix: str = ""
     """What to do about it; '' when there is nothing to do."""
     gain: str = ""
-    """Predicted gain: '1.90x (1.75 to 2.02)'; '' when there is none."""
+    """Predicted gain: '1.90x (1.75 to 2.02)'; '' without a prediction."""
     cause: str = ""
     """The cause that the sentence is about; '' where it is about none."""
     remedy: str = ""

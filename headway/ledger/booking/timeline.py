@@ -32,6 +32,7 @@ from headway.ledger.kinds.buckets import (
 )
 from headway.trace.events.intervals import inside
 from headway.trace.events.sweep import Ints, Pieces, sweep
+from headway.trace.events.vocabulary import BY_EVENTS
 
 COMM_NAMES = ("comm.wait", "comm.collective", "comm.send", "comm.recv")
 """Names whose time is split by the arrivals of other ranks."""
@@ -132,12 +133,12 @@ def _book_steps(sheet: RankAccount, rows: RankRows, life: RankLifetime, *, resta
     # What follows the last step trains nothing more: its forwards evaluate, whatever mode the model is in.
     tested = over & (name == NAME_ID["forward"]) & (not life.failed)
     sub = np.where((owner >= 0) & ~over, _STEP_TABLE.sub[name], np.where(tested, SUB_CODE["eval.forward"], place))
-    told = by_device | (name == NAME_ID["device.unknown"])
-    if told.any():
+    timed = np.isin(name, [NAME_ID[known] for known in BY_EVENTS])
+    if timed.any():
         # What the host computes while its device has nothing to do is no work of the device. Before the first event, in
         # the first step, a library is loaded and kernels are chosen: what the device did then nobody knows.
-        told_from = pieces.start_ns >= pieces.start_ns[told][0]
-        sub = np.where(_IS_COMPUTE[sub], np.where(told_from, SUB_CODE["host.launch"], SUB_CODE["unknown.device"]), sub)
+        since = pieces.start_ns >= pieces.start_ns[timed][0]
+        sub = np.where(_IS_COMPUTE[sub], np.where(since, SUB_CODE["host.launch"], SUB_CODE["unknown.device"]), sub)
         sub = np.where(by_device, phase_of(pieces.start_ns, phases), sub)
     evaluates = inside(pieces.start_ns, evaluations) & (_IN_EVALUATION[name] | over | (owner == -1) | _IS_USEFUL[sub])
     sub = np.where(evaluates, _EVALUATION_SUB[name], sub)

@@ -256,9 +256,9 @@ def of_watch(found: WatchReport, mesh: Mesh | None = None) -> HangReports:
     """
     given = {_number(key): entry for key, entry in found.groups.items()}
     groups = {key: (entry.ranks or () if isinstance(entry, WatchedGroup) else entry) for key, entry in given.items()}
-    told = [row.rank for row in found.ranks] + [rank for ranks in groups.values() for rank in ranks]
+    named = [row.rank for row in found.ranks] + [rank for ranks in groups.values() for rank in ranks]
     world = found.world_size or 0
-    mesh = _of_size(mesh, world) or Mesh({"dp": world or max(told, default=0) + 1})
+    mesh = _of_size(mesh, world) or Mesh({"dp": world or max(named, default=0) + 1})
     everybody = range(mesh.world_size)
     known: dict[Group, Sequence[int]] = {group: ranks or everybody for group, ranks in groups.items()}
     return HangReports(list(_of_rows(found.ranks)), mesh, {**known, ALL: everybody})

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from headway.ledger.live.live_ends import LiveEnds
 from headway.trace.events.sweep import Ints
-from headway.trace.events.vocabulary import SPANS
+from headway.trace.events.vocabulary import BY_EVENTS, SPANS
 from headway.trace.recording.rows import training_thread
 
 Records = NDArray[np.void]
@@ -30,7 +30,8 @@ STEP, WAIT, SAVE, LOAD = (
     SPANS[name].code for name in ("optimizer.step", "comm.wait", "checkpoint.save", "checkpoint.load")
 )
 SNAPSHOT, COMMIT, RESTORE = (SPANS[f"checkpoint.{name}"].code for name in ("snapshot", "commit", "restore"))
-DEVICE_WORK, DEVICE_UNKNOWN = SPANS["device.work"].code, SPANS["device.unknown"].code
+DEVICE_WORK = SPANS["device.work"].code
+TIMED = tuple(SPANS[name].code for name in BY_EVENTS)
 LEARNING = tuple(SPANS[name].code for name in ("optimizer.step", "segment.backward", "segment.grad"))
 """Codes that only a thread that trains writes."""
 
@@ -181,10 +182,10 @@ class LiveRank:
         # Written down long after it began: its own time may lie in steps that are booked already.
         self._committed += records["b"][records["code"] == COMMIT].tolist()
         self._held.append(records)
-        told = records[np.isin(records["code"], (DEVICE_WORK, DEVICE_UNKNOWN))]
-        if len(told):
-            self.device_known_ns = max(self.device_known_ns, int((told["start_ns"] + told["duration_ns"]).max()))
-            self.device_ns = self.device_ns if self.device_ns >= 0 else int(told["start_ns"].min())
+        timed = records[np.isin(records["code"], TIMED)]
+        if len(timed):
+            self.device_known_ns = max(self.device_known_ns, int((timed["start_ns"] + timed["duration_ns"]).max()))
+            self.device_ns = self.device_ns if self.device_ns >= 0 else int(timed["start_ns"].min())
         ends = self._step_ends.of(records)
         if len(ends):
             ends = np.maximum(np.maximum.accumulate(ends), self.last_step_ns)

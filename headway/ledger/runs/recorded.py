@@ -28,10 +28,11 @@ from headway.ledger.booking.sheet import RankAccount
 from headway.ledger.kinds.buckets import BUCKET_CODE_OF_SUB, BUCKETS
 from headway.ledger.kinds.sampled_lines import joined
 from headway.ledger.runs.attempts import AttemptBook, RunBook, book_run
-from headway.ledger.runs.sampled import BY_EVENTS, WindowSamples, apply_windows, moved, window_shares
+from headway.ledger.runs.sampled import WindowSamples, apply_windows, moved, window_shares
 from headway.trace.events.parts import Parts
 from headway.trace.events.sweep import Ints
 from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import BY_EVENTS
 from headway.trace.recording.basis import BASES
 from headway.trace.recording.run_facts import RankRow, RunFacts
 
@@ -183,7 +184,7 @@ def _summed(book: RunBook, traces: Sequence[Parts], facts: RunFacts, windows: Wi
     """Sum a booked run."""
     last = book.attempts[-1]
     basis = {bucket: "remainder" if bucket == "useful" else "recorded" for bucket in BUCKETS}
-    by_events = bool(BY_EVENTS & last.spans.keys())
+    by_events = not last.spans.keys().isdisjoint(BY_EVENTS)
     if by_events:
         basis["useful"] = "device events"
     if windows is not None and windows.num_windows:

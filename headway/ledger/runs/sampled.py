@@ -40,14 +40,12 @@ from headway.ledger.runs.kernels import WAITED, DeviceBook, device_books, latene
 from headway.trace.events.intervals import inside
 from headway.trace.events.sweep import Ints, share_out, sweep
 from headway.trace.events.trace import Trace, concat
+from headway.trace.events.vocabulary import BY_EVENTS
 
 SEEN = ("useful.compute", "comm.exposed", "straggler.device", "input.transfer", "host.copy", "comm.p2p", "bubble.p2p")
 """What a window can show of a device at work; a last column, 'own', holds the time in which it did not work."""
 
 OWN = len(SEEN)
-
-BY_EVENTS = frozenset({"device.work", "device.unknown"})
-"""Names of what events of a device tell."""
 
 CLASSES: tuple[tuple[str, ...], ...] = (
     ("useful",),
@@ -59,6 +57,9 @@ CLASSES: tuple[tuple[str, ...], ...] = (
     ("unknown",),
 )
 """Buckets of the host's label that are split together."""
+
+LAUNCHES = (("useful",), ("unknown",))
+"""Those of which the time that no device works in is a launch gap: nothing else is known of what the host did."""
 
 CLASS_OF_BUCKET = {bucket: index for index, buckets in enumerate(CLASSES) for bucket in buckets}
 
@@ -150,7 +151,7 @@ def window_shares(book: RunBook, windows: Mapping[int, Sequence[Trace]]) -> Wind
                 used += 1
     step_ns = sum(int(one.step_wall_ns.sum()) for one in ranks.values())
     window_ns = sum(int(table.sum()) for table in shares.values())
-    by_events = bool(BY_EVENTS & book.attempts[-1].spans.keys())
+    by_events = not book.attempts[-1].spans.keys().isdisjoint(BY_EVENTS)
     return WindowSamples(shares, used, window_ns, step_ns, num_blind=blind, by_events=by_events, num_ranks=len(ranks))
 
 
@@ -211,7 +212,7 @@ def _apply(ns: Ints, shares: Ints, everyone: Ints) -> None:
         split = share_out(total, np.broadcast_to(weights, (len(total), OWN + 1)))
         for column, sub in enumerate(SEEN):
             added[SUB_CODE[sub]] += split[:, column]
-        if buckets in (("useful",), ("unknown",)):
+        if buckets in LAUNCHES:
             ns[lines] = 0
             added[SUB_CODE["host.launch"]] += split[:, OWN]
         else:

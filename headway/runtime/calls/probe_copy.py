@@ -16,7 +16,7 @@ from headway.runtime.calls.probe_sync import waited
 from headway.runtime.host.device import device_of
 from headway.runtime.host.device_clock import DRAINED_NS
 from headway.runtime.recorder.probes import Probes, now
-from headway.trace.events.vocabulary import SPANS
+from headway.trace.events.vocabulary import BLOCKING, SPANS
 
 TRANSFER = SPANS["input.transfer"].code
 
@@ -82,7 +82,7 @@ def _recorder(probes: Probes) -> Callable[[Any, Any, int, tuple[Any, ...], Mappi
                 waited(probes, emit, start_ns)
                 return
             duration = now() - start_ns
-            emit(TRANSFER, start_ns, duration, target.nbytes, int(_is_blocking(source, args, kwargs)))
+            emit(TRANSFER, start_ns, duration, target.nbytes, BLOCKING if _is_blocking(source, args, kwargs) else 0)
             if duration > DRAINED_NS and probes.device_timers:
                 probes.device_timers.copied()
         except Exception as cause:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from headway.core.units import NS_PER_US
 from headway.sim.recorded.lane import COMPUTE, LABEL, Lane
 from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import BLOCKING
 
 CHAINED_NS = 50 * NS_PER_US
 """Work that begins this soon after what came before follows it without a pause."""
@@ -41,9 +42,6 @@ AFTER_WAIT = 0.2
 AHEAD_STEPS = 8
 """A host that was never held up gets so many steps ahead of its device in a replay, and no further: how many launches
 its queue holds is not known, and in the long run the device's pace is the same whatever it holds."""
-
-BLOCKING = 1
-"""`corr` of a copy to the device that its host waits for."""
 
 FEW = 2
 """Steps in which the host got ahead that say what it takes by itself."""

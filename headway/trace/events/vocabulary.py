@@ -40,8 +40,14 @@ class Span:
     """One line for the documentation of the run folder."""
 
 
+BY_EVENTS = ("device.work", "device.unknown")
+"""Names of what the events of a device say: when it was at work, and when that is not known."""
+
+BLOCKING = 1
+"""What marks a copy to a device that its host waits for."""
+
 READ_AGAIN = 1
-"""What marks headway's own work that no run with a remedy does: forks that read data again."""
+"""What marks forks that read data again among headway's own work; a replay leaves them out."""
 
 GC_CALLED = 4
 """What a garbage collection's generation is raised by where the script called `gc.collect`."""

@@ -21,14 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.trace.events.steps import step_of
-from headway.trace.events.vocabulary import KIND, SPANS
+from headway.trace.events.vocabulary import BY_EVENTS, KIND, SPANS
 from headway.trace.recording.rows import RecordedRows
 
 CODE = {name: index for index, name in enumerate(SPANS)}
 """Name -> its index in the name table of recorded traces."""
 
 FORWARD, BACKWARD, REGION = CODE["segment.forward"], CODE["segment.backward"], CODE["region"]
-BY_EVENTS = [CODE["device.work"], CODE["device.unknown"]]
+TIMED = [CODE[name] for name in BY_EVENTS]
 
 BEFORE_FORWARD = [
     CODE[name] for name in SPANS
@@ -85,7 +85,7 @@ def place(rows: RecordedRows, bounds_ns: NDArray[np.int64]) -> None:
     `rows` have their steps by their own start already; changes them.
     """
     segment = (rows.name == FORWARD) | (rows.name == BACKWARD)
-    worked = np.flatnonzero(np.isin(rows.name, BY_EVENTS))
+    worked = np.flatnonzero(np.isin(rows.name, TIMED))
     # Of what a device did, `seq` is the host's moment of launch until here: the step is that of the launch.
     rows.step[worked] = step_of(rows.seq[worked], bounds_ns)
     rows.seq[worked] = rows.start_ns[worked] + rows.duration_ns[worked] - rows.seq[worked]

@@ -53,7 +53,7 @@ class RankTables(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in `path`, {} when there is none."""
+    """Return the JSON object in `path`, {} where it holds something else or cannot be read."""
     try:
         found = read_json(path)
     except (OSError, InputError):

@@ -38,6 +38,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from headway.core.units import NS_PER_S
 from headway.data.runtime.examples.examples import decode, encode, equal
 from headway.data.runtime.examples.keyed import Keys, generator_states, set_generators
 from headway.data.runtime.examples.outcome import OfDataset, OutcomeWriter
@@ -368,7 +369,7 @@ class Verification:
     def _is_other(self, iterator: Any, followed: VerifiedIterator, index: Any, batch: Any, moment: Moment) -> bool:
         """Compare a batch with the script's own; tell whether it was found to be another one."""
         followed.counts.compared_at = followed.counts.batches - 1
-        began, began_ns = perf_counter(), now()
+        began_ns = now()
         try:
             # What was pinned for a device cannot be read in a forked process.
             seen = decode(encode(batch)) if iterator._pin_memory else batch
@@ -388,9 +389,10 @@ class Verification:
                 reason = DRAWN
         except Exception as failure:
             reason, found = f"{type(failure).__name__}: {failure}", ("", 0)
-        self._cost_s = perf_counter() - began
+        took_ns = now() - began_ns
+        self._emit(RECORDING, began_ns, took_ns, READ_AGAIN)
+        self._cost_s = took_ns / NS_PER_S
         self._spent_s += self._cost_s
-        self._emit(RECORDING, began_ns, now() - began_ns, READ_AGAIN)
         if reason is not None:
             followed.counts.stopped = reason if "hung" in reason else ""
             _count(followed, "not compared", reason)

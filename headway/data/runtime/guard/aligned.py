@@ -63,19 +63,15 @@ class BatchEntries:
         """Return where the entries of examples may lie: at their own indices, and where an index of a split leads."""
         found = list[Any]()
         for index in indices:
-            try:
+            with contextlib.suppress(IndexError, KeyError, TypeError):  # examples have other keys
                 for subset in self._subsets:
                     index = subset[index]
                 found.append(index)
-            except (IndexError, KeyError, TypeError):  # examples have other keys
-                continue
         own = found.copy()
         for one in self._indices:
-            try:
+            with contextlib.suppress(IndexError, KeyError, TypeError):
                 is_array = isinstance(one, (np.ndarray, torch.Tensor))
                 found += one[own].tolist() if is_array else [int(one[index]) for index in own]
-            except (IndexError, KeyError, TypeError):
-                continue
         return found
 
     def _entries(self, value: Any, places: list[Any], rows: np.ndarray[Any, Any] | None) -> object:
