@@ -37,6 +37,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from headway.core.errors import HeadwayError
+from headway.core.processes.interruptions import suppress_own
 from headway.core.processes.worker import BackgroundWorker
 from headway.host.handlers import files, later
 from headway.host.remedies import CollectParameters, LoggingParameters
@@ -317,7 +318,7 @@ class LogBuffer:
             self._put(functools.partial(contextvars.copy_context().run, original, As(handlers), record))
             if record.levelno >= logging.ERROR:
                 self.flush()
-            with contextlib.suppress(Exception):
+            with suppress_own():
                 self._emit(LOGGING, start, now() - start, record.levelno)
 
         return callHandlers

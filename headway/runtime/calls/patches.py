@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.core.errors import InputError
+from headway.core.processes.interruptions import pass_on
 from headway.runtime.calls import (
     probe_comm,
     probe_copy,
@@ -226,6 +227,7 @@ def install(name: str, probes: Probes) -> Undo | None:
     try:
         undo = _install(name, patch, probes)
     except Exception as cause:
+        pass_on(cause)
         if not (patch.optional and isinstance(cause, InputError)):
             probes.failed(name, cause)
         return None

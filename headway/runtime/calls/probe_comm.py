@@ -15,7 +15,6 @@ DDP's single communication hook stays the user's.
 from __future__ import annotations
 
 import _thread
-import contextlib
 import functools
 import inspect
 import weakref
@@ -24,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from headway.core.processes.interruptions import suppress_own
 from headway.runtime.recorder.flight_answers import answer_requests
 from headway.runtime.recorder.probes import Probes, now
 from headway.trace.events.vocabulary import COLLECTIVES, SPANS
@@ -122,8 +122,8 @@ def init_group(original: Callable[..., Any], probes: Probes) -> Callable[..., An
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
         """Create the default group and record how long that took."""
         start = now()
-        page.opened(INIT, start)
         try:
+            page.opened(INIT, start)
             result = original(*args, **kwargs)
         finally:
             page.closed()
@@ -150,8 +150,8 @@ def new_group(original: Callable[..., Any], probes: Probes) -> Callable[..., Any
     def new_group(*args: Any, **kwargs: Any) -> Any:
         """Create the group and record how long that took."""
         start = now()
-        page.opened(INIT, start)
         try:
+            page.opened(INIT, start)
             result = original(*args, **kwargs)
         finally:
             page.closed()
@@ -190,7 +190,7 @@ def collective(original: Callable[..., Any], probes: Probes) -> Callable[..., An
 
     def announce(args: Any, kwargs: Any, start: int) -> None:
         """Mark a blocking call as open; arguments that make no sense are the original's to refuse."""
-        with contextlib.suppress(Exception):
+        with suppress_own():
             if not is_async(args, kwargs):
                 group = groups.of(group_of(args, kwargs))
                 page.opened(COLLECTIVE, start, group, groups.counts.get((group,), 0))
@@ -203,10 +203,10 @@ def collective(original: Callable[..., Any], probes: Probes) -> Callable[..., An
         thread = _thread.get_ident()
         if thread in inside:
             return original(*args, **kwargs)
-        inside.add(thread)
         start = now()
-        announce(args, kwargs, start)
         try:
+            inside.add(thread)
+            announce(args, kwargs, start)
             result = original(*args, **kwargs)
         finally:
             inside.discard(thread)
@@ -241,7 +241,7 @@ def point_to_point(original: Callable[..., Any], probes: Probes) -> Callable[...
 
     def announce(args: Any, kwargs: Any, start: int) -> None:
         """Mark a blocking call as open; arguments that make no sense are the original's to refuse."""
-        with contextlib.suppress(Exception):
+        with suppress_own():
             if blocking:
                 group, peer = groups.of(group_of(args, kwargs)), peer_of(args, kwargs)
                 peer = -1 if peer is None else peer
@@ -255,10 +255,10 @@ def point_to_point(original: Callable[..., Any], probes: Probes) -> Callable[...
         thread = _thread.get_ident()
         if thread in inside:
             return original(*args, **kwargs)
-        inside.add(thread)
         start = now()
-        announce(args, kwargs, start)
         try:
+            inside.add(thread)
+            announce(args, kwargs, start)
             result = original(*args, **kwargs)
         finally:
             inside.discard(thread)
@@ -300,8 +300,8 @@ def work_wait(original: Callable[..., Any], probes: Probes) -> Callable[..., Any
             return original(self, *args, **kwargs)
         start = now()
         code, group, seq, _, last = groups.pending.get(id(self), UNTOLD)
-        page.opened(code, start, group, seq, last if code != COLLECTIVE else -1)
         try:
+            page.opened(code, start, group, seq, last if code != COLLECTIVE else -1)
             result = original(self, *args, **kwargs)
         finally:
             page.closed()

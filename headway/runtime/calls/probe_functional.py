@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from headway.core.processes.interruptions import pass_on
 from headway.runtime.calls.probe_comm import COLLECTIVE, MAX_PENDING, UNKNOWN_WORK, argument, groups_of, tensor_bytes
 from headway.runtime.recorder.probes import Probes, now
 from headway.trace.events.vocabulary import COLLECTIVES
@@ -105,7 +106,8 @@ def launch(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
             return original(*args, **kwargs)
         try:
             launches.current = (launches.number(group_of(args, kwargs), tag_of(args, kwargs) or ""), corr)
-        except Exception:
+        except Exception as cause:
+            pass_on(cause)
             launches.current = None  # arguments that make no sense are the original's to refuse
         try:
             return original(*args, **kwargs)
@@ -149,8 +151,8 @@ def wait_tensor(original: Callable[..., Any], probes: Probes) -> Callable[..., A
         except Exception as cause:
             probes.failed("functional collectives", cause)
         start = now()
-        page.opened(COLLECTIVE, start, known[0], known[1])
         try:
+            page.opened(COLLECTIVE, start, known[0], known[1])
             result = original(tensor)
         finally:
             page.closed()

@@ -38,11 +38,11 @@ def _outermost(original: Callable[..., Any], probes: Probes, kind: int) -> Calla
         """Compute the gradients; the outermost call is recorded."""
         if is_compiling() or inside[0]:
             return original(*args, **kwargs)
-        inside[0] = True
-        gradients.begun[0] += 1
         probes.trainer[0] = _thread.get_ident()
         start = now()
         try:
+            inside[0] = True
+            gradients.begun[0] += 1
             result = original(*args, **kwargs)
         finally:
             inside[0] = False
@@ -70,7 +70,10 @@ def graph_replay(original: Callable[..., Any], probes: Probes) -> Callable[..., 
         """Replay the graph and record how long its launch took."""
         start = now()
         result = original(self)
-        emit(REPLAY, start, now() - start, numbers.setdefault(id(self), len(numbers)))
+        try:
+            emit(REPLAY, start, now() - start, numbers.setdefault(id(self), len(numbers)))
+        except Exception as cause:
+            probes.failed("graph.replay", cause)
         return result
 
     return replay

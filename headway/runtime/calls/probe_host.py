@@ -7,51 +7,44 @@ from collections.abc import Callable
 from typing import Any
 
 from headway.runtime.recorder.probes import Probes, now
-from headway.trace.events.vocabulary import GC_CALLED, SPANS
+from headway.trace.events.vocabulary import SPANS
 
-GC = SPANS["host.gc"].code
 LOGGING = SPANS["host.logging"].code
 COMPILE = SPANS["host.compile"].code
 
 
 def join_gc(callbacks: list[Any], probes: Probes) -> Callable[[], None]:
-    """Join `gc.callbacks`; keeps the running total of `probes.gc_ns`. Returns the undo."""
-    emit, total, recorder, called = probes.emit, probes.gc_ns, probes.recorder, probes.gc_called
-    started = 0
-
-    def collected(phase: str, info: dict[str, int]) -> None:
-        """Record one collection."""
-        nonlocal started
-        if phase == "start":
-            started = now()
-            return
-        duration = now() - started
-        total[0] += duration
-        if not recorder.path:
-            return  # a forked child that has recorded nothing else: it gets no ring for its collections
-        try:
-            emit(GC, started, duration, info["generation"] + (GC_CALLED if called[0] else 0), info["collected"])
-        except Exception as cause:
-            probes.failed("gc", cause)
-
-    callbacks.append(collected)
-    return functools.partial(leave, callbacks, collected)
+    """Join `gc.callbacks` by a callable without a line of Python in it, see `garbage`. Returns the undo."""
+    callback = probes.garbage.callback()
+    callbacks.append(callback)
+    return functools.partial(leave, callbacks, callback)
 
 
 def collect(original: Callable[..., int], probes: Probes) -> Callable[..., int]:
     """Wrap `gc.collect`: a collection that the script calls for is one that no remedy may put off."""
-    called = probes.gc_called
+    garbage = probes.garbage
 
     @functools.wraps(original)
     def collect(*args: Any, **kwargs: Any) -> int:
-        """Collect."""
-        called[0] += 1
+        """Collect; what was collected before is told apart."""
+        note_garbage(probes)
+        outer = garbage.called
         try:
-            return original(*args, **kwargs)
+            garbage.called = outer + 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                note_garbage(probes)
         finally:
-            called[0] -= 1
+            garbage.called = outer
 
     return collect
+
+
+def note_garbage(probes: Probes) -> None:
+    """Record the collections so far; a forked child that has recorded nothing else gets no ring for them."""
+    if probes.recorder.path and probes.garbage.stamps:
+        probes.garbage.note()
 
 
 def leave(callbacks: list[Any], callback: object) -> None:

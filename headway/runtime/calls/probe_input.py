@@ -17,9 +17,9 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
+from headway.core.processes.interruptions import pass_on, suppress_own
 from headway.runtime.recorder import rehearsals
 from headway.runtime.recorder.probes import Probes, now, write_json
 from headway.runtime.recorder.rereading import FirstLoad, Rereadings, checksum
@@ -85,9 +85,9 @@ def loader_iter(original: Callable[..., Any], probes: Probes) -> Callable[..., A
         """Make the iterator and record how long that took."""
         nonlocal iterators
         group, outer = opened(self), probes.opening[0]
-        probes.opening[0] = group  # workers that are forked now inherit it: so they know whom they load for
         start = now()
         try:
+            probes.opening[0] = group  # workers that are forked now inherit it: so they know whom they load for
             result = original(self)
         finally:
             probes.opening[0] = outer
@@ -152,7 +152,8 @@ def loader_next(original: Callable[..., Any], probes: Probes) -> Callable[..., A
         try:
             group, corr = self.headway_ids
             emit(NEXT, start, duration, group, self._num_yielded - 1, self.headway_worker, corr)
-        except Exception:
+        except Exception as cause:
+            pass_on(cause)
             record(self, start, duration, ended=False)
         return batch
 
@@ -199,8 +200,8 @@ def fetch(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
         meter = self.__dict__.get("headway_meter")
         if meter is None:
             return original(self, possibly_batched_index)
-        fetching[0] = True
         try:
+            fetching[0] = True
             if meter.due:
                 return measured(self, possibly_batched_index, meter)
             begin = now()
@@ -220,9 +221,9 @@ def fetch(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
         """Fetch with a clock before the collate function, which is put back even when the dataset raises."""
         collate_fn = self.collate_fn
         kept = meter.first(self.dataset, collate_fn, index)
-        self.collate_fn = meter.timed(collate_fn)
-        meter.start(self.dataset, collate_fn)
         try:
+            self.collate_fn = meter.timed(collate_fn)
+            meter.start(self.dataset, collate_fn)
             batch = original(self, index)
         finally:
             self.collate_fn = collate_fn
@@ -285,8 +286,8 @@ class Meter:
         try:
             kept.expected = checksum(batch)
         except Exception as cause:
-            kept.let_go()
             self._probes.failed("input.again", cause)
+            kept.let_go()
 
     def start(self, *holders: Any) -> None:
         """Begin a measured load; `holders`, dataset and collate function, may have generators of their own."""
@@ -295,7 +296,7 @@ class Meter:
         silent = self.worker > 0 or type(holders[0]).__module__.startswith("headway.data.")
         if self.group >= 0 and not silent and self._probes.num_rng_probes.get(self.group, 0) < MOST_RNG_PROBES:
             self._probe_generators(holders)
-        self._collate, self._gc = -1, self._probes.gc_ns[0]
+        self._collate, self._gc = -1, self._probes.garbage.so_far_ns()
         self._schedstat = open_schedstat()  # of the thread that loads this time
         self._delay = read_delay(self._schedstat)
         self._cpu = cpu_now()
@@ -310,7 +311,7 @@ class Meter:
             spent = min(cpu - self._cpu, duration)
             delay = min(after - self._delay, duration - spent) if after >= 0 <= self._delay else -1
             collate = min(cpu - self._collate, spent) if self._collate >= 0 else 0
-            garbage = min(self._probes.gc_ns[0] - self._gc, spent)
+            garbage = min(self._probes.garbage.so_far_ns() - self._gc, spent)
             self.bytes = batch_bytes(batch)
             emit = self._probes.emit
             emit(LOAD, begin, duration, self.life, self.count, self.worker, self.bytes)
@@ -370,7 +371,8 @@ def batch_bytes(batch: Any, depth: int = 0) -> int:
     """
     try:
         nbytes = getattr(batch, "nbytes", None)
-    except Exception:
+    except Exception as cause:
+        pass_on(cause)
         nbytes = 0
     if isinstance(nbytes, int):
         return nbytes
@@ -450,7 +452,7 @@ def loader_facts(loader: Any) -> dict[str, Any]:
 
     streams = isinstance(loader.dataset, IterableDataset)
     size = None
-    with suppress(Exception):  # a dataset without a length, or one whose length fails: a fact less
+    with suppress_own():  # a dataset without a length, or one whose length fails: a fact less
         size = None if streams else len(loader.dataset)
     return {
         "num_workers": loader.num_workers,

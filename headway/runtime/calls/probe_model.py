@@ -99,7 +99,7 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
         """Call the module and record how long that took."""
         if begun[0] and ident() != trainer[0]:
             return original(self, *args, **kwargs)
-        forwarding[0], opened, between = True, gap_open[0], -1
+        opened, between = gap_open[0], -1
         if opened:
             gap_open[0] = False
             if gap_asks[0]:
@@ -110,6 +110,7 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
             between = thread_time_ns() - cpu_ended[0]
         start = now()
         try:
+            forwarding[0] = True
             if direct:
                 result = (self._compiled_call_impl or self._call_impl)(*args, **kwargs)
             else:
@@ -194,8 +195,8 @@ def module_train(original: Callable[..., Any], probes: Probes) -> Callable[..., 
         """Change the mode of the module and its submodules, which come here as well."""
         if is_compiling() or changing[0]:
             return original(self, mode)
-        changing[0] = True
         try:
+            changing[0] = True
             result = original(self, mode)
         finally:
             changing[0] = False

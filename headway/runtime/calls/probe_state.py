@@ -9,13 +9,13 @@ of other files are not recorded; nor is what a dataset loads.
 from __future__ import annotations
 
 import _thread
-import contextlib
 import functools
 import io
 import os
 from collections.abc import Callable
 from typing import Any
 
+from headway.core.processes.interruptions import suppress_own
 from headway.runtime.recorder.probes import Probes, now
 from headway.trace.events.vocabulary import SPANS
 
@@ -38,10 +38,10 @@ def save(
             thread = _thread.get_ident()
             if thread in inside:
                 return original(*args, **kwargs)
-            inside.add(thread)
             start = now()
-            page.opened(SAVE, start)
             try:
+                inside.add(thread)
+                page.opened(SAVE, start)
                 result = original(*args, **kwargs)
             finally:
                 inside.discard(thread)
@@ -75,10 +75,10 @@ def load(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
         thread = _thread.get_ident()
         if thread in inside or fetching[0]:
             return original(*args, **kwargs)
-        inside.add(thread)
         start = now()
-        page.opened(LOAD, start)
         try:
+            inside.add(thread)
+            page.opened(LOAD, start)
             result = original(*args, **kwargs)
         finally:
             inside.discard(thread)
@@ -104,8 +104,8 @@ def fsync(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
         if _thread.get_ident() in inside:
             original(fd)
             return
-        page.opened(SYNC, start)
         try:
+            page.opened(SYNC, start)
             original(fd)
         finally:
             page.closed()
@@ -153,10 +153,10 @@ def describe(target: Any) -> tuple[str, int, int]:
     name = getattr(target, "name", None)
     path = os.path.abspath(os.fsdecode(name)) if isinstance(name, (str, bytes, os.PathLike)) else ""
     descriptor = size = -1
-    with contextlib.suppress(Exception):  # whatever a user's file object raises, it only leaves a fact out
+    with suppress_own():  # whatever a user's file object raises, it only leaves a fact out
         descriptor = target.fileno()
     if isinstance(target, io.IOBase):
-        with contextlib.suppress(Exception):
+        with suppress_own():
             size = target.tell()
     return path, descriptor, max(size, 0)
 

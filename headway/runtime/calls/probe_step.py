@@ -60,7 +60,7 @@ def recorded(inner: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
     emit, steps, due, wake, live = probes.emit, probes.steps, probes.due, probes.wake, probes.live
     is_compiling, index_of, indices = torch.compiler.is_dynamo_compiling, probes.index_of, probes.indices
     stepping, cells, last = probes.stepping, probes.page.cells, probes.last_backward
-    gradients, gap = probes.gradients, probes.gap
+    gradients, gap, collections = probes.gradients, probes.gap, probes.garbage.stamps
     begun, counted, gap_open, gap_asks = gradients.begun, gradients.counted, gap.open, gap.asks
 
     @functools.wraps(inner)
@@ -70,9 +70,9 @@ def recorded(inner: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
             return inner(*args, **kwargs)
         if kwargs or len(args) > 1:
             args, kwargs = with_closure(args, kwargs, probes)
-        stepping[0] = True
         start = now()
         try:
+            stepping[0] = True
             result = inner(*args, **kwargs)
         finally:
             stepping[0] = False
@@ -81,6 +81,8 @@ def recorded(inner: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
             index = indices.get(id(args[0]), -1)
             if index < 0:
                 index = index_of(args[0])
+            if collections:
+                probes.garbage.note()
             emit(STEP, start, duration, index, 0, last[0], last[1])
             last[1] = 0
             page = cells[0]

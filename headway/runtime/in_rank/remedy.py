@@ -22,6 +22,7 @@ from typing import Any
 from headway.core.errors import InputError
 from headway.core.files.planfile import Remedy, read_plan
 from headway.core.lazy import resolved
+from headway.core.processes.interruptions import pass_on
 from headway.core.remedies import record_at
 from headway.core.tables import pick
 from headway.runtime.calls.patches import Undo, replace_attribute
@@ -240,6 +241,7 @@ def apply_one(remedy: Remedy, table: Mapping[str, str], context: Context) -> App
             )
         outcome = found
     except Exception as cause:
+        pass_on(cause)
         outcome = RefusedRemedy(remedy.name, f"{type(cause).__name__}: {cause}")
     outcome = context.failed.get(remedy.name, outcome)  # a function that it has replaced may have been called already
     if isinstance(outcome, RefusedRemedy):

@@ -37,6 +37,7 @@ from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
+from headway.core.processes.interruptions import pass_on
 from headway.runtime.host.device import Device, device_of
 from headway.runtime.host.device_clock import DRAINED_NS, KEPT, Clock, DeviceLateness
 from headway.runtime.recorder.probes import Probes, now
@@ -224,7 +225,8 @@ class DeviceTimers:
                     return
                 self._write(stretch, now())
                 self._failures = 0
-            except Exception:
+            except Exception as cause:
+                pass_on(cause)
                 self._failures += 1
                 self._pending.popleft()  # its events are not used again
                 self.dropped, self._previous, self._last_ns = self.dropped + 1, None, None
@@ -377,8 +379,8 @@ class AllTimers:
             if timers.usable:
                 act(timers)
         except Exception as cause:
-            timers.broken = True
             self._probes.failed("segments on the device", cause)
+            timers.broken = True
 
     def facts(self) -> dict[str, Any]:
         """Return what the tables say of timing on devices, after a last look at what has passed."""
@@ -414,8 +416,8 @@ def device_backward(original: Callable[..., Any], probes: Probes) -> Callable[..
         timers = every.of(root[0] if isinstance(root, (list, tuple)) and root else root)
         if timers is None:
             return original(*args, **kwargs)
-        every.act(timers, DeviceTimers.turned)
         try:
+            every.act(timers, DeviceTimers.turned)
             return original(*args, **kwargs)
         finally:
             every.act(timers, DeviceTimers.ended)

@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.core.processes.hidden_thread import HiddenThread
+from headway.core.processes.interruptions import pass_on
 from headway.runtime.host.device import device_type
+from headway.runtime.recorder.garbage import Garbage
 from headway.runtime.script.gap_stacks import GapStacks
 from headway.runtime.script.gradients import GradientCounter
 from headway.runtime.script.loop_depth import loop_depth
@@ -66,11 +68,8 @@ class Probes:
     open_timers: dict[int, tuple[str, int]] = field(default_factory=dict)
     """`id` of a timer of the script's own that was begun -> its name and the step of its begin."""
 
-    gc_ns: list[int] = field(default_factory=lambda: [0])
-    """[1] Nanoseconds of garbage collection so far."""
-
-    gc_called: list[int] = field(default_factory=lambda: [0])
-    """[1] Calls of `gc.collect` by the script that are under way."""
+    garbage: Garbage = field(init=False)
+    """The garbage collections."""
 
     fetching: list[bool] = field(default_factory=lambda: [False])
     """[1] Whether the main process is inside a dataset: what it loads there is input, not a checkpoint."""
@@ -159,9 +158,14 @@ class Probes:
     def __post_init__(self) -> None:
         self.page = PageWriter() if timers_off() else self.recorder.page
         self.emit = _broken_emit if "run" in os.environ.get("HEADWAY_BREAK", "").split(",") else self.recorder.emit
+        self.garbage = Garbage(self.emit, self.failed)
 
     def failed(self, name: str, cause: BaseException) -> None:
-        """Warn once that a probe does not work, and note it for the coverage."""
+        """Warn once that a probe does not work, and note it for the coverage.
+
+        A `cause` that is the script's (`interruptions.is_scripts`) is raised again: call this in an `except`.
+        """
+        pass_on(cause)
         if name in self.tables["patches"] and self.tables["patches"][name] != "ok":
             return
         reason = f"{type(cause).__name__}: {cause}"
@@ -188,8 +192,8 @@ class Probes:
                     wanted = self.wanted[listener] = steps + listener(optimizer)
                 due = min(due, wanted)
             except Exception as cause:
-                self.listeners.remove(listener)
                 self.failed(getattr(listener, "__qualname__", "a listener"), cause)
+                self.listeners.remove(listener)
         if steps == 1:
             self.page.train_here()
             self.write_tables_beside()
@@ -207,6 +211,8 @@ class Probes:
 
     def advance(self, index: int) -> None:
         """Count a step that no optimizer's wrapper counts itself; `index` as for `wake`."""
+        if self.garbage.stamps:
+            self.garbage.note()
         count = self.steps[0] = self.steps[0] + 1
         page = self.page.cells[0]
         page[PROGRESS_NS], page[STEPS] = now(), count
@@ -334,5 +340,6 @@ def num_parameters(optimizer: Any) -> int | None:
     """Return the numbers that an optimizer updates (of a DTensor those of all ranks); None where it does not say."""
     try:
         return sum(int(parameter.numel()) for group in optimizer.param_groups for parameter in group["params"])
-    except Exception:  # an optimizer of the script's own may hold anything: a fact less
+    except Exception as cause:  # an optimizer of the script's own may hold anything: a fact less
+        pass_on(cause)
         return None

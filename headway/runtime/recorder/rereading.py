@@ -33,6 +33,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from headway.core.machine.apart import DETACHED, name_process, step_apart
+from headway.core.processes.interruptions import pass_on
 from headway.core.processes.own_children import unheard
 from headway.runtime.host.device import in_use
 from headway.runtime.recorder.probes import NEVER, RECORDING, Probes, now
@@ -258,6 +259,7 @@ class Rereadings:
             try:
                 waits.append(self._follow(kept, self._probes.steps[0] - kept.step))
             except Exception as cause:
+                pass_on(cause)
                 kept.let_go()
                 self._note(kept, unchecked=f"{type(cause).__name__}: {cause}")
         return min(waits, default=NEVER)

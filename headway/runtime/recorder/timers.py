@@ -55,11 +55,11 @@ def backward(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]
         begun[0] += 1
         trainer[0] = ident()
         fresh = 0 if optimized[0] else begin(probes, args[0] if args else kwargs.get("tensors"))
-        outer, forwarding[0] = forwarding[0], True
-        page, start = cells[0], now()
+        outer, page, start = forwarding[0], cells[0], now()
         page[SINCE_NS] = start
         page[OP] = BACKWARD
         try:
+            forwarding[0] = True
             result = original(*args, **kwargs)
         finally:
             forwarding[0] = outer

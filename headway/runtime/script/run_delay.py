@@ -13,6 +13,7 @@ import os
 import threading
 
 from headway.core.machine.arena import Descriptor
+from headway.core.processes.interruptions import pass_on
 
 
 def open_schedstat() -> int:
@@ -23,7 +24,8 @@ def open_schedstat() -> int:
     if _SCHEDSTAT.pid != os.getpid():  # one inherited by fork describes the parent's thread
         try:
             _SCHEDSTAT.file = Descriptor(os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC))
-        except OSError:
+        except OSError as cause:
+            pass_on(cause)
             _SCHEDSTAT.file = Descriptor(-1)
         _SCHEDSTAT.pid = os.getpid()
     return _SCHEDSTAT.file.fileno()
@@ -45,5 +47,6 @@ def read_delay(descriptor: int) -> int:
         return -1
     try:
         return int(os.pread(descriptor, 96, 0).split()[1])
-    except (OSError, ValueError, IndexError):
+    except (OSError, ValueError, IndexError) as cause:
+        pass_on(cause)  # a time-out is an OSError
         return -1

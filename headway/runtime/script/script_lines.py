@@ -42,7 +42,7 @@ def _cell_of(file: str) -> str:
     """Return how IPython names the cell that it keeps under such a file name; '' for other files."""
     try:
         return str(sys.modules["IPython"].get_ipython().compile.format_code_name(file)[1])
-    except Exception:  # no IPython, no shell, another version of it, or no cell
+    except (KeyError, AttributeError, TypeError):  # no IPython, no shell, another version of it, or no cell
         return ""
 
 

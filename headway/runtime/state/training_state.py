@@ -30,6 +30,7 @@ from typing import Any
 import torch
 
 from headway.core.errors import InputError
+from headway.core.processes.interruptions import pass_on
 from headway.runtime.state.copying import copy_into
 from headway.runtime.state.rng_state import RngStates
 
@@ -107,6 +108,7 @@ class TrainingState:
             try:
                 thing.load_state_dict(kept.put_back())
             except Exception as cause:  # whatever the user's object raises
+                pass_on(cause)
                 refusal = InputError(f"'{name}' refuses the state that it had ({type(cause).__name__}: {cause}).")
                 refusal.__cause__ = cause
         RngStates().load_state_dict(self._generators)  # last: a load_state_dict may draw
@@ -155,6 +157,7 @@ def _state_copy(name: str, thing: Any) -> StateCopy:
     try:
         return StateCopy.of(state, _tensors(state))
     except Exception as cause:
+        pass_on(cause)
         raise InputError(
             f"the state of '{name}' cannot be copied ({type(cause).__name__}: {cause}). Leave the object out."
         ) from cause

@@ -22,6 +22,7 @@ from weakref import WeakValueDictionary, ref
 from torch.utils.data import DataLoader
 
 from headway.core.machine.arena import Arena
+from headway.core.processes.interruptions import pass_on
 from headway.data.caches.scrutiny import ALTERED, Scrutiny
 from headway.data.remedies import CacheParameters
 from headway.data.runtime.caching.cached_examples import CachedExamples
@@ -157,6 +158,7 @@ class ExampleCaches:
                 else:
                     self._look(dataset)
             except Exception as failure:
+                pass_on(failure)
                 self._leave(dataset, f"{type(failure).__name__}: {failure}")
             if self.verification is None or self.stored.get(id(dataset)) is None:
                 return begun(loader)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from headway.core.processes.interruptions import suppress_own
 from headway.data.caches.scrutiny import CHANGED, DREW, FAILED, Scrutiny
 from headway.data.runtime.caching.shelf import ExampleOrigin, ExampleStore, unpacked
 from headway.data.runtime.examples.examples import aliased, equal, is_plain_data
@@ -93,7 +93,7 @@ class CachedExamples:
 
     def _failed(self, cause: Exception) -> None:
         """Use the cache no more."""
-        with suppress(Exception):
+        with suppress_own():
             self._scrutiny.cause = f": {type(cause).__name__}: {cause}"
             self._scrutiny.end(FAILED)
             speak(self._dataset, self._scrutiny)
@@ -240,7 +240,7 @@ class CachedExamples:
         """
         if readings.pending and readings.data == data_of(self._dataset):
             for index, example, origin in readings.pending:
-                with suppress(Exception):  # an example that cannot be kept is read anew each time
+                with suppress_own():  # an example that cannot be kept is read anew each time
                     self._kept.keep(index, example, origin)
 
 

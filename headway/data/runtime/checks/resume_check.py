@@ -19,6 +19,7 @@ from weakref import WeakSet
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from headway.core.processes.interruptions import pass_on
 from headway.data.remedies import ResumeParameters
 from headway.data.runtime.examples.examples import encode
 from headway.data.runtime.examples.keyed import generators_kept
@@ -110,6 +111,7 @@ class ResumeCheck:
                 facts["hint"] = self._unsteady_sampler(setting) or _stateful(loader.dataset)
             return {**facts, "cases": cases}
         except Exception as failure:
+            pass_on(failure)
             return {**facts, "reason_not_applied": f"reading it raised {type(failure).__name__}: {failure}"}
 
     def _unsteady_sampler(self, setting: Setting) -> str | None:

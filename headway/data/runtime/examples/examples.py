@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from headway.core.processes.interruptions import pass_on
+
 
 def encode(example: object) -> bytes:
     """Serialise an example; raises what `pickle` raises when a part cannot be."""
@@ -37,7 +39,8 @@ def encode_plain(example: object, most_bytes: int) -> bytes | None:
     buffer = io.BytesIO()
     try:
         _PlainPickler(buffer, most_bytes).dump(example)
-    except Exception:  # what else cannot be serialised is for the caller to find
+    except Exception as cause:  # what else cannot be serialised is for the caller to find
+        pass_on(cause)
         return None
     return buffer.getvalue() if buffer.tell() <= most_bytes else None
 
@@ -256,7 +259,8 @@ def _equal_pickles(left: object, right: object) -> bool:
     """Compare objects without an equality of their own by their pickles."""
     try:
         return encode(left) == encode(right)
-    except Exception:  # an object that cannot be pickled cannot be cached either
+    except Exception as cause:  # an object that cannot be pickled cannot be cached either
+        pass_on(cause)
         return False
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from headway.core.processes.interruptions import pass_on
 from headway.data.runtime.examples.outcome import OfDataset
 from headway.data.runtime.guard.portrait import portrait
 from headway.data.runtime.guard.purity import picture
@@ -154,7 +155,8 @@ class DeferredSeed:
         same = all(map(torch.equal, self._states(), self._before))
         try:
             same = same and self._facts == self._read_with_the_first_batch()
-        except Exception:  # a container that another thread changes
+        except Exception as cause:  # a container that another thread changes
+            pass_on(cause)
             same = False
         if same:
             self._set(self._after)

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from headway.core.processes.interruptions import pass_on
 from headway.data.runtime.examples.keyed import generator_states
 from headway.data.runtime.following.hand_over import PickledBatch, PinnedBatch, Unmade, WorkerBegins, outdated
 from headway.data.runtime.following.in_process_tail import FORKED, AsWritten, InProcessTail, UnmadeError, failure
@@ -276,6 +277,7 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
         try:
             found = super()._try_get_data(timeout)  # type: ignore[no-untyped-call]  # nor for this
         except Exception as failure:  # a worker that ended, or a message that nobody can read
+            pass_on(failure)
             raise UnmadeError(f"a worker failed: {failure}") from None
         self._num_in_vain = 0 if found[0] else self._num_in_vain + 1
         if self._num_in_vain * timeout >= PATIENCE_S:

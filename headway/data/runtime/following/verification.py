@@ -38,6 +38,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from headway.core.processes.interruptions import pass_on
 from headway.core.units import NS_PER_S
 from headway.data.runtime.examples.examples import decode, encode, equal
 from headway.data.runtime.examples.keyed import Keys, generator_states, set_generators
@@ -338,6 +339,7 @@ class Verification:
         try:
             return step()
         except Exception as failure:
+            pass_on(failure)
             self._failed("comparing batches", failure)
             return None
 
@@ -388,6 +390,7 @@ class Verification:
             elif reason is None and found[0] == "drawn":
                 reason = DRAWN
         except Exception as failure:
+            pass_on(failure)
             reason, found = f"{type(failure).__name__}: {failure}", ("", 0)
         took_ns = now() - began_ns
         self._emit(RECORDING, began_ns, took_ns, READ_AGAIN)
@@ -414,6 +417,7 @@ class Verification:
                     leave(loader, reason)
                 report.withdrawn(name, reason)
             except Exception as failure:
+                pass_on(failure)
                 self._failed("taking a remedy away", failure)
         if followed.own_workers or hasattr(iterator, "_link"):
             return False

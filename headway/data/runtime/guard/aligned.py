@@ -30,6 +30,7 @@ import torch
 import xxhash
 from torch.utils.data import Subset
 
+from headway.core.processes.interruptions import pass_on
 from headway.data.runtime.guard.contents import MOST_ENTRIES, is_mutable
 from headway.data.runtime.guard.portrait import portrait
 from headway.runtime.script.object_graph import LONG, reached
@@ -103,7 +104,8 @@ def _size(dataset: Any) -> int:
         dataset = dataset.dataset
     try:
         return len(dataset)
-    except Exception:  # one without a length
+    except Exception as cause:  # one without a length
+        pass_on(cause)
         return -1
 
 

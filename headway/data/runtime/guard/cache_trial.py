@@ -14,6 +14,7 @@ from typing import Any
 import torch.multiprocessing
 from torch.utils.data import DataLoader, IterableDataset
 
+from headway.core.processes.interruptions import pass_on
 from headway.data.runtime.examples.examples import aliased, encode, equal, is_plain_data
 from headway.data.runtime.examples.outcome import OfDataset, read_by
 from headway.data.runtime.examples.watch import GeneratorWatch
@@ -109,7 +110,8 @@ def _is_encodable(example: Any) -> bool:
     """Tell whether an example could be kept at all."""
     try:
         encode(example)
-    except Exception:
+    except Exception as cause:
+        pass_on(cause)
         return False
     return True
 

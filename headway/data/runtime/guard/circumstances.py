@@ -14,7 +14,6 @@ True
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import decimal
 import locale
@@ -31,6 +30,7 @@ import numpy as np
 import torch
 from torch.utils._device import DeviceContext
 
+from headway.core.processes.interruptions import suppress_own
 from headway.data.runtime.guard.contents import contents
 from headway.data.runtime.guard.surroundings import surroundings
 from headway.runtime.script.object_graph import reached
@@ -126,7 +126,7 @@ def outside(read: Any) -> tuple[object, ...]:
 def data_of(read: Any) -> tuple[object, object]:
     """Return the part of that picture which reading itself may change: what `read` holds, and settings in its reach."""
     for _ in range(2):
-        with contextlib.suppress(Exception):  # whatever an object raises: the loop asked for a batch, not for a picture
+        with suppress_own():  # whatever an object raises: the loop asked for a batch, not for a picture
             found = tuple(reached(read, packages=False))
             return surroundings(read, found), contents(value for value, _ in found)
     return object(), object()

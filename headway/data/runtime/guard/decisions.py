@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from headway.core.processes.interruptions import pass_on
 from headway.data.runtime.guard.trial_child import Limit, limited
 from headway.runtime.in_rank.remedy import Context
 from headway.runtime.script.object_graph import attributes, closure_of
@@ -180,7 +181,8 @@ def facts_of(loader: DataLoader[Any], *, settings: bool = True) -> Hashable:
 def _size(dataset: Any) -> int:
     try:
         return len(dataset)
-    except Exception:  # one without a length, or whose length fails
+    except Exception as cause:  # one without a length, or whose length fails
+        pass_on(cause)
         return -1
 
 

@@ -21,6 +21,7 @@ from weakref import ReferenceType
 import numpy as np
 import torch
 
+from headway.core.processes.interruptions import pass_on
 from headway.data.runtime.examples.examples import decode, encode, equal, memory
 from headway.data.runtime.examples.keyed import generator_states, set_generators
 from headway.data.runtime.examples.outcome import OfDataset
@@ -69,6 +70,7 @@ def impurity(
             if not equal(decode(encode(first)), first):
                 return f"a copy of example {index} is not equal to it: it holds objects that a pickle does not keep"
     except Exception as failure:
+        pass_on(failure)
         return f"reading an example in a test process raised {type(failure).__name__}: {failure}"
     finally:
         set_generators(states)

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch.utils.data._utils import worker as _worker
 
+from headway.core.processes.interruptions import pass_on, suppress_own
 from headway.data.runtime.examples.examples import decode, encode, equal, lost_in_copy
 from headway.data.runtime.examples.keyed import generator_states, set_generators
 from headway.data.runtime.examples.outcome import OfDataset, OfReading
@@ -214,7 +215,7 @@ def _leaves(loader: Any, batches: TriedBatch) -> str | None:
         return "reading it changes a variable that workers would not share"
     if last in (batches.indices or [0]):
         return None
-    with contextlib.suppress(Exception):  # as it would raise in the script's own process
+    with suppress_own():  # as it would raise in the script's own process
         loader.dataset[last]
     same = data_of(read) == before and _memos(read) == memos
     return None if same else "it keeps something of each example that it reads"
@@ -246,7 +247,8 @@ def _is_open(value: Any) -> bool:
         return False
     try:
         pickle.dumps(value)
-    except Exception:  # whatever a class raises that cannot be in another process
+    except Exception as cause:  # whatever a class raises that cannot be in another process
+        pass_on(cause)
         return True
     return False
 

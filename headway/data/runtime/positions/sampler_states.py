@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from headway.core.errors import HeadwayError
+from headway.core.processes.interruptions import pass_on
 from headway.data.runtime.positions.hidden_state import Opaque, Path, changed, shown, values_in, write_back
 from headway.runtime.script.draws import own_generators
 from headway.runtime.script.object_graph import attributes
@@ -44,6 +45,7 @@ def taken(sampler: Any) -> State:
     except HeadwayError:
         raise
     except Exception as cause:  # whatever a class of the script's raises: a save of the job must not fail by it
+        pass_on(cause)
         return {"generators": [], "epochs": [], "unsaved": [f" ({type(cause).__name__}: {cause})"]}
 
 

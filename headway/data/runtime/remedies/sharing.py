@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from headway.core.processes.interruptions import pass_on
 from headway.data.remedies import ServerParameters
 from headway.data.runtime.examples import account
 from headway.data.runtime.examples.outcome import OutcomeWriter, impure, reporter
@@ -162,6 +163,7 @@ class LoaderSharing:
                     else "there are too many"
                 )
             except Exception as failure:
+                pass_on(failure)
                 found = f"{type(failure).__name__}: {failure}"
             facts = {"dataset": type(loader.dataset).__name__}
             reason = found if isinstance(found, str) else None

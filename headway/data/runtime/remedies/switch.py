@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary, ref
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from headway.core.processes.interruptions import pass_on
 from headway.data.remedies import ThreadsParameters
 from headway.data.runtime.examples import account
 from headway.data.runtime.examples.examples import equal
@@ -339,6 +340,7 @@ class LoaderSwitch:
                 try:
                     return ScriptThreads(loader, count, self.prefetch_factor, left)
                 except Exception as failure:
+                    pass_on(failure)
                     restore()
                     left(f"its threads could not be started: {type(failure).__name__}: {failure}")
                     return original(loader)
@@ -371,6 +373,7 @@ class LoaderSwitch:
                 self.decided[loader] = reason is None, seen
             return reason is None
         except Exception as failure:
+            pass_on(failure)
             self.report({"reason_not_applied": f"{type(failure).__name__}: {failure}"})
             return False
 

@@ -22,6 +22,7 @@ import torch.multiprocessing
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
+from headway.core.processes.interruptions import pass_on
 from headway.data.remedies import WorkersParameters
 from headway.data.runtime.examples.outcome import OutcomeWriter, impure, reporter
 from headway.data.runtime.following.read_ahead import bound_to_the_loop, pass_restorer
@@ -214,6 +215,7 @@ class LoaderTuner:
             try:
                 return self._iterator(loader, tuning)
             except Exception as failure:
+                pass_on(failure)
                 restore()
                 self._leaving(loader)(f"its workers could not be started: {type(failure).__name__}: {failure}")
                 return original(loader)
@@ -317,6 +319,7 @@ class LoaderTuner:
                 self._retune(loader, tuning)
             return self.tunings.get(loader)
         except Exception as failure:
+            pass_on(failure)
             self.report({"reason_not_applied": f"{type(failure).__name__}: {failure}"})
             return None
 
