@@ -2,8 +2,9 @@
 
 Only the outermost save of a thread is recorded. An fsync or rename that
 follows the save of the same file on the same thread starts where the save
-(or the fsync) ended: the flush and close between them belong to it. Renames
-of other files are not recorded; nor is what a dataset loads.
+(or the fsync) ended: the flush and close between them belong to it. Fsyncs
+and renames of other files are not recorded (a log that is flushed each step
+is code of the script); nor is what a dataset loads.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def load(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
 
 
 def fsync(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
-    """Wrap `os.fsync`: every one is recorded, they are rare and slow."""
+    """Wrap `os.fsync`: recorded when this process saved the file, or something in the folder."""
     emit, inside, saves, page = probes.emit, probes.inside, probes.saves, probes.page
 
     @functools.wraps(original)
@@ -109,13 +110,17 @@ def fsync(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
             original(fd)
         finally:
             page.closed()
+        if not saves.count:
+            return
         end = now()
         try:
             descriptor = fd if isinstance(fd, int) else fd.fileno()
-            begin = saves.since(descriptor=descriptor, start_ns=start, steps=probes.steps[0])
-            emit(SYNC, begin, end - begin, 0)
+            path = os.path.realpath(f"/proc/self/fd/{descriptor}")
+            begin = saves.since(path=path, descriptor=descriptor, start_ns=start, steps=probes.steps[0])
             if begin != start:
                 saves.synced(end)
+            if begin != start or saves.knows(path):
+                emit(SYNC, begin, end - begin, 0)
         except Exception as cause:
             probes.failed("os.fsync", cause)
 
@@ -135,7 +140,7 @@ def rename(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
             return
         end = now()
         try:
-            path = os.path.abspath(os.fsdecode(src))
+            path = os.path.realpath(os.fsdecode(src))
             if _thread.get_ident() not in inside and saves.knows(path):
                 begin = saves.since(path=path, start_ns=start, steps=probes.steps[0])
                 emit(RENAME, begin, end - begin)
@@ -146,12 +151,12 @@ def rename(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
 
 
 def describe(target: Any) -> tuple[str, int, int]:
-    """Return (absolute path or '', descriptor or -1, bytes or 0) of a path or file object that was saved to."""
+    """Return (real path or '', descriptor or -1, bytes or 0) of a path or file object that was saved to."""
     if isinstance(target, (str, bytes, os.PathLike)):
-        path = os.path.abspath(os.fsdecode(target))
+        path = os.path.realpath(os.fsdecode(target))
         return path, -1, tree_bytes(path)
     name = getattr(target, "name", None)
-    path = os.path.abspath(os.fsdecode(name)) if isinstance(name, (str, bytes, os.PathLike)) else ""
+    path = os.path.realpath(os.fsdecode(name)) if isinstance(name, (str, bytes, os.PathLike)) else ""
     descriptor = size = -1
     with contextlib.suppress(Exception):  # whatever a user's file object raises, it only leaves a fact out
         descriptor = target.fileno()
