@@ -32,7 +32,7 @@ from headway.ledger.kinds.cause import Cause, ranked
 from headway.ledger.kinds.sampled_lines import SampledLine
 from headway.report.figures import verdict
 from headway.trace.events.trace import concat
-from headway.trace.events.vocabulary import SPANS
+from headway.trace.events.vocabulary import FROM_CACHE, SPANS
 from tests.runs_made import MS, Made, Rows, RunMaker
 
 QUIET: dict[str, Any] = {"iter_ns": 0, "transfer_ns": 0, "comm_ns": 0, "steps": 40}
@@ -317,6 +317,15 @@ def test_other_numbers_for_the_ranks_are_other_words_in_the_same_causes(name):
     theirs = find_causes(Ledger.of(replace(made, trace=trace, meta={**made.meta, "ranks": rows})))
 
     assert [(row.cause, row.lost_device_s) for row in theirs] == [(row.cause, row.lost_device_s) for row in ours]
+
+
+def test_a_warm_compile_cache_is_not_to_be_kept():
+    maker, told = FAULTS["startup.compile"], []
+    for compiled_from in (0, FROM_CACHE):
+        cause = find_causes(Ledger.of(replace(maker, compiled_from=compiled_from).make()))[0]
+        told.append(("keep the compile cache" in cause.fix, "cache held 100 %" in cause.evidence))
+
+    assert told == [(True, False), (False, True)]
 
 
 def test_a_host_is_full_when_its_own_ranks_fill_it_not_those_of_all_hosts():

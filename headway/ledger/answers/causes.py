@@ -387,6 +387,10 @@ def _startup_compile(ledger: Ledger) -> list[Cause]:
     times = f" {plural(span.count, 'time')}" if span.count else ""
     evidence = f"torch.compile worked{times}{the_longest(span.max_ns)}"
     fix = "keep the compile cache between runs (TORCHINDUCTOR_CACHE_DIR), mark dynamic shapes to avoid recompilation"
+    cached = span_of(ledger, "host.compile.cached")
+    if 2 * cached.total_ns > span.total_ns:
+        evidence += f"; the compile cache held {format_fraction(cached.count / span.count, 0)} of what it needed"
+        fix = "compile fewer and larger graphs: mark dynamic shapes, remove graph breaks (TORCH_LOGS=graph_breaks)"
     return [Cause("startup.compile", "training thread", own + waited, evidence + also_waited(waited), fix)]
 
 

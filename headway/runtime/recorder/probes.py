@@ -96,8 +96,8 @@ class Probes:
     context: Any = None
     """The remedies of the plan (`remedy.Context`); None without a plan."""
 
-    compile_started: list[int] = field(default_factory=lambda: [0])
-    """[1] When the compiler began its present work."""
+    compile_started: list[int] = field(default_factory=lambda: [0, 0, 0])
+    """[3] When the compiler began its present work; what its cache had given, and had not, till then."""
 
     stepping: list[bool] = field(default_factory=lambda: [False])
     """[1] Whether an optimizer is stepping: one that it steps inside is part of its step."""
