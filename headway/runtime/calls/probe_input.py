@@ -67,7 +67,7 @@ def loader_init(original: Callable[..., Any], probes: Probes) -> Callable[..., A
             if found["library"] and is_known(self.dataset):
                 found = earlier
             by_dataset[id(self.dataset)] = (_recognised(self.dataset), found)
-            self._headway_constructed = found
+            probes.constructed[self] = found  # not an attribute: a copy or pickle of the loader is the script's alone
         except Exception as cause:
             probes.failed("DataLoader.__init__", cause)
 
@@ -401,7 +401,7 @@ class LoaderGroups:
             if reference() is loader:
                 return group
         # Where it is iterated for the first time: a loader of a trainer's own has no line of the script that made it.
-        place = getattr(loader, "_headway_constructed", {"constructed": "", "library": ""})
+        place = self.probes.constructed.get(loader, {"constructed": "", "library": ""})
         facts = {**loader_facts(loader), "line": calling_line(sys._getframe(1)), **place}
         size = {key: facts[key] for key in ("dataset_size", "smallest_dataset")}  # a replay buffer grows
         for group, (reference, old) in enumerate(self._loaders):

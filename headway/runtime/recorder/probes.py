@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from headway.core.processes.hidden_thread import HiddenThread
 from headway.runtime.host.device import device_type
@@ -95,6 +96,9 @@ class Probes:
 
     context: Any = None
     """The remedies of the plan (`remedy.Context`); None without a plan."""
+
+    constructed: WeakKeyDictionary[Any, dict[str, str]] = field(default_factory=WeakKeyDictionary)
+    """Loader -> where the script constructs it, or which library does."""
 
     compile_started: list[int] = field(default_factory=lambda: [0, 0, 0])
     """[3] When the compiler began its present work; what its cache had given, and had not, till then."""
