@@ -150,6 +150,8 @@ class RunMaker:
     rename_ns: Cost = 0
     logging_ns: Cost = 0
     gc_ns: Cost = 0
+    compiled_from: int = 0
+    """`FROM_CACHE` where torch's cache held what it compiles."""
     gc_called: bool = False
     """Whether the script calls `gc.collect` for these."""
     script_ns: Cost = 0
@@ -249,7 +251,7 @@ class RunMaker:
         if step % epoch_steps == 0:
             self._new_iterator(state, step)
         self._next(state, step, step % epoch_steps)
-        self._spend(state, "host.compile", self.compile_ns, step, "startup.compile")
+        self._spend(state, "host.compile", self.compile_ns, step, "startup.compile", corr=self.compiled_from)
         compute_ns = self._cost(self.compute_ns, state, step)
         state.now_ns += compute_ns // 2
         self._spend(state, "host.gc", self.gc_ns, step, "host.gc", corr=2 + GC_CALLED * self.gc_called, seq=100)

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import structs
 
 from headway.core.errors import InputError
@@ -24,8 +26,13 @@ from headway.ledger.answers.causes import (
 )
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.answers.script_causes import LARGE
+from headway.ledger.booking.account import SpanFacts
+from headway.ledger.kinds.buckets import BUCKETS, SUBS, bucket_of_sub
 from headway.ledger.kinds.cause import Cause, ranked
+from headway.ledger.kinds.sampled_lines import SampledLine
+from headway.report.figures import verdict
 from headway.trace.events.trace import concat
+from headway.trace.events.vocabulary import FROM_CACHE, SPANS
 from tests.runs_made import MS, Made, Rows, RunMaker
 
 QUIET: dict[str, Any] = {"iter_ns": 0, "transfer_ns": 0, "comm_ns": 0, "steps": 40}
@@ -97,6 +104,24 @@ def test_the_seconds_lost_are_those_of_the_truth(name):
     first = find_causes(Ledger.of(made))[0]
 
     assert first.lost_device_s == pytest.approx(lost_ns / 1e9, rel=1e-6)
+
+
+@given(
+    booked_ns=st.dictionaries(st.sampled_from(("host.script", *SUBS)), st.sampled_from([1, 10**9, 10**12]), min_size=1),
+    counts=st.dictionaries(st.sampled_from(sorted(SPANS)), st.integers(0, 2)),
+    lines_ns=st.lists(st.sampled_from([1, 10**12])),
+)
+def test_no_sentence_counts_0_of_anything(booked_ns, counts, lines_ns):
+    """Time may be booked that no record counts: gaps, what profilers saw, forwards behind the last step."""
+    whole = sum(booked_ns.values())
+    ledger_ns = {bucket: sum(ns for sub, ns in booked_ns.items() if bucket_of_sub(sub) == bucket) for bucket in BUCKETS}
+    spans = {name: SpanFacts(count, count * 10**6, count, count * 10**6) for name, count in counts.items()}
+    lines = tuple(SampledLine(f"train.py:{k + 1}", "", ns, 10) for k, ns in enumerate(sorted(lines_ns)[::-1]))
+    ledger = Ledger(1, 1, whole, ledger_ns, booked_ns, {}, 1.0, spans=spans, script_lines=lines)
+    answer = {**ledger.to_json(), "causes": [cause.to_json() for cause in find_causes(ledger)]}
+    said = [verdict(answer).sentence, *(cause["evidence"] for cause in answer["causes"])]
+
+    assert [text for text in said if re.search(r"(?<![\d.,:])0 [a-zA-Z%]", text)] == []
 
 
 def test_a_straggler_is_named_with_its_host_and_what_it_did():
@@ -294,6 +319,15 @@ def test_other_numbers_for_the_ranks_are_other_words_in_the_same_causes(name):
     assert [(row.cause, row.lost_device_s) for row in theirs] == [(row.cause, row.lost_device_s) for row in ours]
 
 
+def test_a_warm_compile_cache_is_not_to_be_kept():
+    maker, told = FAULTS["startup.compile"], []
+    for compiled_from in (0, FROM_CACHE):
+        cause = find_causes(Ledger.of(replace(maker, compiled_from=compiled_from).make()))[0]
+        told.append(("keep the compile cache" in cause.fix, "cache held 100 %" in cause.evidence))
+
+    assert told == [(True, False), (False, True)]
+
+
 def test_a_host_is_full_when_its_own_ranks_fill_it_not_those_of_all_hosts():
     made = FAULTS["input.prep"].make()
     apart = replace(made, trace=replace(made.trace, ranks={r: {"host": f"host{r}"} for r in made.trace.ranks}))
@@ -378,7 +412,7 @@ def test_a_loader_that_only_evaluation_waits_for_is_no_cause_of_waiting_for_inpu
     causes = {cause.cause: cause for cause in find_causes(Ledger.of(made))}
 
     assert "give the loader of the evaluation workers" in causes["eval"].fix
-    assert causes["input.fetch"].evidence.startswith("1 calls of next(loader)")  # the one outside of the evaluation
+    assert causes["input.fetch"].evidence.startswith("1 call of next(loader)")  # the one outside of the evaluation
     assert causes["eval"].where == "MadeDataset, 0 workers per rank"
 
     loader = {**made.meta["loaders"]["0"], "rehearsal": {"processes": "it reads from an open file"}}

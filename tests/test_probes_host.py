@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from headway.trace.events.vocabulary import GC_CALLED
+from headway.trace.events.vocabulary import FROM_CACHE, GC_CALLED
 from tests.recorded import recording, rows
 
 MS = 1_000_000
@@ -75,3 +75,21 @@ def test_compilation_is_recorded_also_after_a_reset_of_dynamo(tmp_path):
     torch._dynamo.reset()
 
     assert len(rows(tmp_path)["host.compile"]) == 2
+
+
+def test_what_the_compile_cache_held_is_told_from_what_was_compiled(tmp_path):
+    counters = torch._dynamo.utils.counters
+    for hits, misses in ((0, 0), (2, 0), (1, 1)):
+
+        def backend(graph, _, hits=hits, misses=misses):
+            counters["inductor"]["fxgraph_cache_hit"] += hits
+            counters["inductor"]["fxgraph_cache_miss"] += misses
+            return graph.forward
+
+        run = tmp_path / f"{hits}-{misses}"
+        with recording(run):
+            torch._dynamo.reset()
+            torch.compile(torch.nn.Linear(2, 2), backend=backend)(torch.ones(1, 2))
+
+        (row,) = rows(run)["host.compile"]
+        assert row["a"] == (FROM_CACHE if hits and not misses else 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import pickle
 import random
 import sys
 import threading
@@ -176,6 +177,18 @@ def test_loaders_are_numbered_by_first_use_and_one_made_anew_keeps_its_number(tm
     assert (facts[0]["dataset_size"], facts[0]["sampler"]) == (8, "RandomSampler")
     assert (facts[1]["dataset_size"], facts[1]["sampler"]) == (4, "SequentialSampler")
     assert (facts[0]["datasets"], facts[1]["datasets"]) == (3, 1)
+
+
+def test_a_loader_that_was_recorded_pickles_as_any_other(tmp_path):
+    def trained():
+        loader = DataLoader(range(8), batch_size=4)
+        assert len(list(loader)) == 2
+        return loader
+
+    with recording(tmp_path):
+        recorded = pickle.dumps(trained())
+
+    assert recorded == pickle.dumps(trained())
 
 
 def test_the_line_that_constructs_a_loader_is_a_fact_of_it_and_of_the_one_a_library_makes_in_its_place(tmp_path):

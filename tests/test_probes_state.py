@@ -51,20 +51,32 @@ def test_flush_sync_close_and_rename_of_a_save_are_counted_with_no_gap(tmp_path)
     assert torch.load(tmp_path / "w.pt")["w"].sum() == 1000
 
 
-def test_syncs_and_renames_of_other_files_are_their_own_or_none(tmp_path):
-    with recording(tmp_path / "run"):
+def test_syncs_and_renames_of_other_files_are_no_checkpoint(tmp_path):
+    with recording(tmp_path / "run"), (tmp_path / "log").open("w") as log:
+        os.fsync(log.fileno())
         torch.save(1, tmp_path / "w.pt")
+        os.fsync(log.fileno())
         (tmp_path / "other").write_text("text")
         os.rename(tmp_path / "other", tmp_path / "another")
-        with (tmp_path / "another").open("rb") as file:
-            time.sleep(0.01)
-            os.fsync(file.fileno())
         os.rename(tmp_path / "w.pt", tmp_path / "kept.pt")
     found = rows(tmp_path / "run")
 
     assert len(found["checkpoint.rename"]) == 1
-    (sync,) = found["checkpoint.sync"]
-    assert sync["start_ns"] >= found["checkpoint.save"][0]["start_ns"] + 10 * MS
+    assert "checkpoint.sync" not in found
+
+
+def test_a_saved_file_and_its_folder_may_be_synced_through_any_descriptor(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path)
+    with recording(tmp_path / "run"):
+        torch.save(1, tmp_path / "link" / "w.pt")
+        with (tmp_path / "w.pt").open("rb") as file:
+            os.fsync(file.fileno())
+        folder = os.open(tmp_path, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+    (save,), (first, _) = (rows(tmp_path / "run")[f"checkpoint.{name}"] for name in ("save", "sync"))
+
+    assert first["start_ns"] == save["start_ns"] + save["duration_ns"]
 
 
 def test_a_step_between_save_and_sync_breaks_the_chain():

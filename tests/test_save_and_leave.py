@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from headway.core.rng import derived_seed
 from headway.runtime.launching.save_and_leave import LeaveBoard, Leaving
-from tests.launching import ROOT, run, start, wait_for
+from tests.launching import ROOT, run, script, start, wait_for
 from tests.recorded import environment
 
 JOB = str(ROOT / "tests" / "jobs" / "leaving.py")
@@ -69,6 +69,14 @@ def test_without_the_board_nothing_is_asked(value):
 
     assert not leaving.is_asked
     assert not leaving.is_due(1, lambda step: [step])
+
+
+def test_programs_that_a_rank_starts_do_not_inherit_the_board(tmp_path):
+    job = script(tmp_path, 'import os; os.system("ls -l /proc/self/fd"); print(os.environ["HEADWAY_LEAVE"])')
+    found = run(tmp_path / "run", [job], nproc_per_node=1)
+
+    assert "/proc/" in found.stdout, found.stderr
+    assert "headway-leave" not in found.stdout
 
 
 def stopped(folder, out, steps, *words, ranks=1, after_s=0.0, grace_s=30.0, twice=False):

@@ -353,6 +353,26 @@ def test_the_page_of_files_read_a_rank_at_a_time_is_that_of_the_trace_in_memory(
     assert (own_s < step_s).all()
 
 
+def test_the_steps_of_a_device_last_as_long_as_its_own_work_whatever_the_host_has_launched_by_then():
+    steps = np.arange(20)
+    host, device = steps * 2_000_000, 5_000_000 + steps * 7_000_000
+    trace = Trace.from_columns(
+        {
+            "rank": np.zeros(40),
+            "step": np.tile(steps, 2),
+            "name": np.repeat([0, 1], 20),
+            "start_ns": np.concatenate([host, device]),
+            "duration_ns": np.repeat([2_000_000, 7_000_000], 20),
+        },
+        names=["step", "device.work"],
+    )
+
+    _, step_s, own_s = step_durations(Parts.of(trace))
+
+    assert step_s[0, 1:] == pytest.approx(0.007)
+    assert own_s[0] == pytest.approx(0.002)
+
+
 def test_the_timeline_of_a_long_run_lies_where_its_ideal_is_known(monkeypatch):
     monkeypatch.setattr("headway.sim.recorded.program.MAX_RANK_STEPS", 40)
     explanation = explain([Path(BEFORE)])

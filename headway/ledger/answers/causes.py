@@ -23,7 +23,17 @@ from typing import Protocol
 from headway.core.binomial import binomial
 from headway.core.errors import InputError
 from headway.core.units import NS_PER_S, format_bytes, format_fraction, format_seconds, plural
-from headway.ledger.answers.evidence import TRY, also_waited, blamed_s, booked_s, mean_of, share_of, span_of
+from headway.ledger.answers.evidence import (
+    TRY,
+    also_waited,
+    blamed_s,
+    booked_s,
+    counted,
+    mean_of,
+    share_of,
+    span_of,
+    the_longest,
+)
 from headway.ledger.answers.input_causes import input_fetch, input_prep, input_transfer
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.answers.script_causes import bubble, evaluation, host_recording, host_script
@@ -215,14 +225,14 @@ def _comm_exposed(ledger: Ledger) -> list[Cause]:
     names = ("comm.wait", "comm.collective", "comm.send", "comm.recv")
     spans = [span_of(ledger, name) for name in names]
     count, size = sum(span.count for span in spans), sum(span.total_bytes for span in spans)
-    evidence = f"communication not hidden by compute: {mean_of(own, count)} x {count:,}"
-    if size and count:
-        evidence += f", for {format_bytes(size / count)} each"
+    evidence = f"communication not hidden by compute: {mean_of(own, count)}"
+    if count:
+        evidence += f" x {count:,}" + (f", for {format_bytes(size / count)} each" if size else "")
     if kernels.count:
         evidence = (
-            f"{kernels.count:,} communication kernels ran {mean_of(kernels.total_ns / NS_PER_S, kernels.count)}; for "
+            f"{plural(kernels.count, 'communication kernel')} ran {mean_of(kernels.total_ns / NS_PER_S, kernels.count)}"
+            f"; for {format_seconds(own)} in all nothing computed beside them"
         )
-        evidence += f"{format_seconds(own)} in all nothing computed beside them"
     # Only DDP's own wait for its gradients can be cut into other buckets.
     cut = "another DDP bucket size, " if span_of(ledger, "comm.wait").count else ""
     fix = f"overlap more or send less: {cut}gradients or activations in bf16, faster links"
@@ -309,7 +319,7 @@ def _host_gc(ledger: Ledger) -> list[Cause]:
     """Garbage collection on the training thread."""
     own, span = booked_s(ledger, "host.gc"), span_of(ledger, "host.gc")
     waited = blamed_s(ledger, "host", share_of(ledger, "host", "host.gc"))
-    evidence = f"{span.count:,} collections stopped training, the longest for {format_seconds(span.max_ns / NS_PER_S)}"
+    evidence = f"{counted(span.count, 'collection')} stopped training{the_longest(span.max_ns)}"
     fix = f"freeze what set-up made and collect on all ranks at once: remedy host.gc{TRY}gc=frozen:100"
     called = span_of(ledger, "host.collect")
     if called.total_ns > span.total_ns / 2:  # no remedy puts these off: the script may wait for what they do
@@ -325,7 +335,7 @@ def _host_logging(ledger: Ledger) -> list[Cause]:
     """Logging handlers on the training thread."""
     own, span = booked_s(ledger, "host.logging"), span_of(ledger, "host.logging")
     waited = blamed_s(ledger, "host", share_of(ledger, "host", "host.logging"))
-    evidence = f"{span.count:,} log records took {mean_of(own, span.count)} on the training thread"
+    evidence = f"{counted(span.count, 'log record')} took {mean_of(own, span.count)} on the training thread"
     fix = f"hand log records to a background thread: remedy host.logging{TRY}logging=buffered"
     script = "if step % 50 == 0: logger.info(...)"
     return [Cause("host.logging", "training thread", own + waited, evidence + also_waited(waited), fix, script=script)]
@@ -335,10 +345,10 @@ def _host_launch(ledger: Ledger) -> list[Cause]:
     """Devices that waited for the host to launch the next kernel."""
     own = booked_s(ledger, "host.launch", "host.copy")
     kernels = span_of(ledger, "kernel.compute")
-    idle = 100 * ledger.fraction("host.launch")
-    evidence = f"devices idled {idle:.0f} % of the time because no kernel had been launched"
+    idle = format_fraction(own * NS_PER_S / ledger.total_ns)
+    evidence = f"devices idled {idle} of the time because no kernel had been launched"
     if kernels.count:
-        evidence += f"; {kernels.count} kernels took {mean_of(kernels.total_ns / NS_PER_S, kernels.count)}"
+        evidence += f"; {plural(kernels.count, 'kernel')} took {mean_of(kernels.total_ns / NS_PER_S, kernels.count)}"
     fix = "launch less from Python: torch.compile or CUDA graphs, larger batches, no .item() inside the step"
     return [Cause("host.launch", plural(ledger.devices, "device"), own, evidence, fix)]
 
@@ -348,7 +358,7 @@ def _checkpoint_stall(ledger: Ledger) -> list[Cause]:
     own, waited = ledger.ledger_ns["checkpoint"] / NS_PER_S, blamed_s(ledger, "checkpoint")
     stock, copies = span_of(ledger, "checkpoint.save"), span_of(ledger, "checkpoint.snapshot")
     count = stock.count + copies.count
-    evidence = f"{count:,} saves stopped training for {mean_of(own, count)}"
+    evidence = f"{counted(count, 'save')} stopped training for {mean_of(own, count)}"
     parts = {"save": "writing", "persist": "fsync and flush", "commit": "rename"} if stock.count else {}
     parts |= {"snapshot": "copying", "wait": "waiting for a copy or an earlier save"} if copies.count else {}
     took = {text: booked_s(ledger, f"checkpoint.{key}") for key, text in parts.items()}
@@ -374,10 +384,13 @@ def _startup_compile(ledger: Ledger) -> list[Cause]:
     """torch.compile at work, at the start and in steps."""
     own, waited = booked_s(ledger, "startup.compile", "restart.compile"), blamed_s(ledger, "startup")
     span = span_of(ledger, "host.compile")
-    evidence = (
-        f"torch.compile worked {plural(span.count, 'time')}, the longest for {format_seconds(span.max_ns / NS_PER_S)}"
-    )
+    times = f" {plural(span.count, 'time')}" if span.count else ""
+    evidence = f"torch.compile worked{times}{the_longest(span.max_ns)}"
     fix = "keep the compile cache between runs (TORCHINDUCTOR_CACHE_DIR), mark dynamic shapes to avoid recompilation"
+    cached = span_of(ledger, "host.compile.cached")
+    if 2 * cached.total_ns > span.total_ns:
+        evidence += f"; the compile cache held {format_fraction(cached.count / span.count, 0)} of what it needed"
+        fix = "compile fewer and larger graphs: mark dynamic shapes, remove graph breaks (TORCH_LOGS=graph_breaks)"
     return [Cause("startup.compile", "training thread", own + waited, evidence + also_waited(waited), fix)]
 
 

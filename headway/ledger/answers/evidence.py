@@ -1,12 +1,12 @@
 """What the rules of `causes.py` read off a ledger, and how they word it. Seconds are device-seconds.
 
->>> mean_of(1.5, 3), also_waited(0.0)
-('500 ms each', '')
+>>> mean_of(1.5, 3), also_waited(0.0), counted(3, "save"), counted(0, "save")
+('500 ms each', '', '3 saves', 'saves')
 """
 
 from __future__ import annotations
 
-from headway.core.units import NS_PER_S, format_seconds
+from headway.core.units import NS_PER_S, format_fraction, format_seconds, plural
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.booking.account import SpanFacts
 
@@ -43,3 +43,18 @@ def also_waited(waited_s: float) -> str:
 def mean_of(total_s: float, count: int) -> str:
     """Return the mean, in words."""
     return f"{format_seconds(total_s / count)} each" if count else format_seconds(total_s)
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun; the noun alone where time was booked and nothing was counted."""
+    return plural(count, noun) if count else f"{noun}s"
+
+
+def the_longest(max_ns: int) -> str:
+    """Return the longest of what was counted, in words; '' where nothing was."""
+    return f", the longest for {format_seconds(max_ns / NS_PER_S)}" if max_ns else ""
+
+
+def share_words(part_ns: int, whole_ns: int) -> str:
+    """Return a share in whole percent; '' where that is none."""
+    return format_fraction(part_ns / whole_ns, 0) if 200 * part_ns > whole_ns else ""

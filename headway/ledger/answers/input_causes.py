@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headway.core.units import NS_PER_S, format_seconds, plural
-from headway.ledger.answers.evidence import TRY, also_waited, blamed_s, booked_s, mean_of, share_of, span_of
+from headway.ledger.answers.evidence import TRY, also_waited, blamed_s, booked_s, counted, mean_of, share_of, span_of
 from headway.ledger.answers.input_counts import count_words
 from headway.ledger.answers.input_hints import LoaderState, hint_of
 from headway.ledger.answers.ledger import Ledger
@@ -43,6 +43,11 @@ class LoaderWaits:
     def seconds(self, *subs: str) -> float:
         """Return device-seconds of some sub-lines."""
         return sum(self.sub_s.get(sub, 0.0) for sub in subs)
+
+    @property
+    def called(self) -> str:
+        """The calls in words."""
+        return counted(self.calls, "call")
 
     @property
     def workers(self) -> int | None:
@@ -112,7 +117,7 @@ def input_fetch(ledger: Ledger) -> list[Cause]:
 def _fetch_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
     own, blind = loader.seconds(*FETCH), loader.seconds("input.unsplit")
     waited = _waited_s(ledger, own, *FETCH)
-    evidence = f"{loader.calls:,} calls of next(loader) waited {mean_of(own, loader.calls)} while their batch was read"
+    evidence = f"{loader.called} of next(loader) waited {mean_of(own, loader.calls)} while their batch was read"
     if blind > own / 2:
         evidence += " (their loads were not recorded, so this may be preparation as well)"
     evidence += "".join(f"; {line}" for line in count_words(ledger.facts.input))
@@ -153,7 +158,7 @@ def _prep_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
     own, queue = loader.seconds(*PREP), loader.seconds("input.cpu_wait")
     waited = _waited_s(ledger, own, *PREP)
     each = mean_of(own, loader.calls)
-    evidence = f"{loader.calls:,} calls of next(loader) waited {each} while their batch was prepared"
+    evidence = f"{loader.called} of next(loader) waited {each} while their batch was prepared"
     if queue > 0:
         evidence += f", {format_seconds(queue / max(loader.calls, 1))} of it waiting for a CPU core"
     return _cause("input.prep", loader, own + waited, evidence + also_waited(waited), state_of(ledger, loader))
@@ -168,7 +173,7 @@ def _transfer_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
     hand, start = loader.seconds("input.transfer"), loader.seconds("input.start")
     waited = _waited_s(ledger, hand + start, *TRANSFER)
     copies = span_of(ledger, "kernel.copy")
-    evidence = f"the hand-off in {loader.calls:,} calls of next(loader) took {mean_of(hand, loader.calls)}"
+    evidence = f"the hand-off in {loader.called} of next(loader) took {mean_of(hand, loader.calls)}"
     if copies.count:
         evidence = f"{copies.count:,} copies; for {format_seconds(hand)} they kept the device from computing"
     if start > 0:

@@ -7,8 +7,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headway.core.units import NS_PER_S, format_fraction, format_seconds, plural
-from headway.ledger.answers.evidence import TRY, also_waited, blamed_s, booked_s, mean_of, share_of, span_of
+from headway.core.units import NS_PER_S, format_seconds, plural
+from headway.ledger.answers.evidence import (
+    TRY,
+    also_waited,
+    blamed_s,
+    booked_s,
+    counted,
+    mean_of,
+    share_of,
+    share_words,
+    span_of,
+)
 from headway.ledger.answers.input_causes import where_of
 from headway.ledger.answers.input_hints import LoaderState, hint_of
 from headway.ledger.answers.ledger import Ledger
@@ -43,7 +53,7 @@ def host_script(ledger: Ledger) -> list[Cause]:
     spent = f"{format_seconds(own)} over all attempts" if ledger.facts.attempt else f"{mean_of(own, steps)} step"
     evidence = f"the script ran code of its own for {spent}, between an update and the next forward"
     total_ns = sum(row.ns for row in lines)
-    named = [f"{row.words} {format_fraction(row.ns / total_ns, 0)}" for row in lines[:MOST_LINES]]
+    named = [f"{row.words} {share}" for row in lines[:MOST_LINES] if (share := share_words(row.ns, total_ns))]
     evidence += f": {', '.join(named)} of {plural(sum(row.count for row in lines), 'sample')}" if total_ns else ""
     first = lines[0] if lines else None
     where = first.words if first else "training loop"
@@ -62,7 +72,8 @@ def host_recording(ledger: Ledger) -> list[Cause]:
         return []
     waited = blamed_s(ledger, "host", share_of(ledger, "host", "host.recording"))
     windows = span_of(ledger, "window").count
-    evidence = f"headway stopped training {plural(span.count, 'time')} for itself, {mean_of(own, span.count)}"
+    times = f" {plural(span.count, 'time')}" if span.count else ""
+    evidence = f"headway stopped training{times} for itself, {mean_of(own, span.count)}"
     evidence += f"; {plural(windows, 'deep window')} opened and closed" if windows else ""
     fix = "record without deep windows (--windows 0), or for longer" if windows else "record for longer"
     fix += f": most of it is done once, or bounded by a share of the time{TRY}op:host.recording=none"
@@ -77,7 +88,7 @@ def evaluation(ledger: Ledger) -> list[Cause]:
     count = span_of(ledger, "eval").count
     split = ", ".join(f"{text} {format_seconds(took)}" for text, took in seconds.items() if took)
     mean = f"{mean_of(own, count)}, {format_seconds(own)} in all" if count > 1 else format_seconds(own)
-    evidence = f"{plural(count, 'evaluation')} took {mean} ({split})"
+    evidence = f"{counted(count, 'evaluation')} took {mean} ({split})"
     known = ledger.facts.effective_loaders
     waits = {loader: amounts.get("eval.input", 0) for loader, amounts in ledger.loader_ns.items()}
     slowest = max(waits, key=lambda loader: waits[loader], default=None)
@@ -106,7 +117,8 @@ def bubble(ledger: Ledger) -> list[Cause]:
     kinds = {kind: ledger.sub_ns.get(f"bubble.{kind}", 0) for kind in KINDS}
     if any(kinds.values()):
         total = sum(ledger.sub_ns.get(f"bubble.{kind}", 0) for kind in (*KINDS, "p2p"))
-        shares = [f"{format_fraction(ns / total, 0)} {kind.replace('_', ' and ')}" for kind, ns in kinds.items() if ns]
-        evidence += f": {', '.join(shares)}"
+        said = {kind: share_words(ns, total) for kind, ns in kinds.items()}
+        shares = [f"{share} {kind.replace('_', ' and ')}" for kind, share in said.items() if share]
+        evidence += f": {', '.join(shares)}" if shares else ""
     fix = "more micro-batches per step, stages of equal time, an interleaved or zero-bubble schedule"
     return [Cause("bubble.p2p", plural(ledger.devices, "stage"), own, evidence, fix)]

@@ -178,6 +178,9 @@ class LiveSeries:
     first_step: int
     """Number of the first step."""
 
+    clock: str = ""
+    """'host' where a device works behind what the host launches, '' where there is none."""
+
 
 @dataclass(slots=True)
 class StepSeries:
@@ -332,7 +335,8 @@ class LiveLedger:
             rows = [_grown(held.step_s[rank], size, np.nan)[:size] for rank in ranks]
             times = np.stack(rows).astype(np.float64) if rows else np.zeros((0, 0))
             buckets = {name: held.bucket_s[code, :size].astype(np.float64) for code, name in enumerate(BUCKETS)}
-            return LiveSeries(ranks, times, buckets, first)
+            devices = any(rank.device_ns >= 0 for rank in self._ranks.values())
+            return LiveSeries(ranks, times, buckets, first, "host" if devices else "")
 
     def _rank(self, header: RingFacts) -> LiveRank:
         """Return the state of a rank; a process that the script spawned for it stands in its parent's place."""

@@ -37,7 +37,7 @@ from headway.ledger.kinds.buckets import SUB_CODE, SUBS, bucket_of_sub
 from headway.trace.events.parts import Parts
 from headway.trace.events.sweep import Ints
 from headway.trace.events.trace import Trace
-from headway.trace.events.vocabulary import GC_CALLED, IN_BACKGROUND
+from headway.trace.events.vocabulary import FROM_CACHE, GC_CALLED, IN_BACKGROUND
 from headway.trace.recording.incident import Incident
 from headway.trace.recording.run_facts import RankRow, RunFacts
 
@@ -241,13 +241,18 @@ def _wall(outlines: Sequence[Mapping[int, _Outline]], rows: Iterable[RankRow], f
 def _add_spans(spans: dict[str, SpanFacts], rows: RankRows, life: RankLifetime) -> None:
     """Add the totals of one rank's names on its training thread, and of what was done for it in the background.
 
-    'host.collect' is the part of 'host.gc' that the script called for.
+    'host.collect' is the part of 'host.gc' that the script called for, 'host.compile.cached' that of 'host.compile'
+    which torch's cache cut short.
     """
     main = ((rows.worker == -1) | np.isin(rows.name, _BEHIND)) & (rows.name >= 0) & (rows.start_ns >= life.first_ns)
     main &= (rows.name != NAME_ID["host.gc"]) | (rows.start_ns < trained_until(rows, life))
     picks = {NAMES[code]: main & (rows.name == code) for code in np.unique(rows.name[main]).tolist()}
-    called = main & (rows.name == NAME_ID["host.gc"]) & (rows.columns["corr"] >= GC_CALLED)
-    for name, picked in {**picks, **({"host.collect": called} if called.any() else {})}.items():
+    marked = rows.columns["corr"]
+    parts = {
+        "host.collect": main & (rows.name == NAME_ID["host.gc"]) & (marked >= GC_CALLED),
+        "host.compile.cached": main & (rows.name == NAME_ID["host.compile"]) & (marked == FROM_CACHE),
+    }
+    for name, picked in {**picks, **{part: rows for part, rows in parts.items() if rows.any()}}.items():
         duration = (rows.end_ns - rows.start_ns)[picked]
         size = int(rows.columns["bytes"][picked].sum())
         own = SpanFacts(len(duration), int(duration.sum()), int(duration.max()), size)

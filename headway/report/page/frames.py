@@ -20,21 +20,29 @@ SELECTION_KEYS = (
 TIMELINE_KEYS = "Drag to move, Ctrl and wheel to zoom, double-click for everything. Keys: arrows, + and -, Home."
 
 
-def steps_part(chart: Mapping[str, Any] | None, wanted: bool) -> str:
+STEP_CLOCKS: dict[str, str] = {
+    "": "",
+    "device": " A step ends when the device is done with it.",
+    "host": " A step ends when the host has launched it: the device may be behind.",
+}
+"""Whose clock the step times are -> how that is said."""
+
+
+def steps_part(chart: Mapping[str, Any] | None, wanted: bool, clock: str = "") -> str:
     """Return the frame of step times; an empty state when there was no step to show.
 
     `chart` is what `charts.step_chart` returned; `wanted` tells whether the
-    caller had step times at all.
+    caller had step times at all, `clock` (a key of `STEP_CLOCKS`) whose they are.
     """
     if chart is None:
         return section("steps", "Step time", "", _empty("No step times were recorded.")) if wanted else ""
     chooser = _rank_chooser(chart) if len(chart["ranks"]) > 1 else ""
     tools = f'{chooser}<label class="check"><input type="checkbox" id="steps-log">Logarithmic</label>'
-    return section("steps", "Step time", steps_lead(chart), _frame("steps", "Step time over steps", tools))
+    return section("steps", "Step time", steps_lead(chart, clock), _frame("steps", "Step time over steps", tools))
 
 
-def steps_lead(chart: Mapping[str, Any]) -> str:
-    """Return the sentence above the step times: how many there are and how they are drawn."""
+def steps_lead(chart: Mapping[str, Any], clock: str = "") -> str:
+    """Return the sentence above the step times: how many there are, by whose clock and how they are drawn."""
     width = chart["width"]
     many = len(chart["ranks"]) > 1
     thinned = f" Each point stands for {width} steps; the band keeps their extremes." if width > 1 else ""
@@ -42,7 +50,7 @@ def steps_lead(chart: Mapping[str, Any]) -> str:
     marks = {"epoch": "grey rules: an epoch begins", "evaluation": "ticks at the foot: evaluation"}
     shown = "; ".join(words for kind, words in marks.items() if chart.get("marks", {}).get(kind))
     said = f" {shown[0].upper()}{shown[1:]}." if shown else ""
-    return f"{plural(chart['steps'], 'step')}. {what}{thinned}{said}".strip()
+    return f"{plural(chart['steps'], 'step')}.{STEP_CLOCKS[clock]} {what}{thinned}{said}".strip()
 
 
 def _rank_chooser(chart: Mapping[str, Any]) -> str:

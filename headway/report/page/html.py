@@ -63,6 +63,9 @@ class ReportData:
     step_s: NDArray[np.float64] | None = None
     """[ranks, steps] Duration of each step on each rank in seconds; NaN where nothing was recorded."""
 
+    step_clock: str = ""
+    """What ends a step: 'device' its events, 'host' the host, which may run ahead of a device; '' no device."""
+
     ranks: Sequence[int] = ()
     """[ranks] Numbers of the rows of `step_s`; 0, 1, ... when empty."""
 
@@ -137,7 +140,7 @@ def page(data: ReportData, live: Live | None = None) -> str:
         "hang": hang_part(why.hang),
         "machines": machines_part(why.machines),
         "stragglers": sections.straggler_part(why),
-        "steps": frames.steps_part(payload["steps"], wanted=data.step_s is not None),
+        "steps": frames.steps_part(payload["steps"], wanted=data.step_s is not None, clock=data.step_clock),
         "shares": frames.shares_part(payload["shares"]),
         "timeline": frames.timeline_part(payload["timelines"]),
         "heat": frames.heat_part(heats, payload["heat"]),

@@ -107,7 +107,10 @@ def live_charts(series: LiveSeries) -> dict[str, Any]:
     """Return name -> the page's object of each chart over steps, and the sentences above them."""
     steps = step_chart(series.step_s, series.ranks, series.first_step)
     shares = share_chart(series.bucket_s, series.first_step)
-    leads = {"steps": frames.steps_lead(steps) if steps else "", "shares": frames.shares_lead(shares) if shares else ""}
+    leads = {
+        "steps": frames.steps_lead(steps, series.clock) if steps else "",
+        "shares": frames.shares_lead(shares) if shares else "",
+    }
     return {"steps": steps, "shares": shares, "leads": leads}
 
 
@@ -148,6 +151,7 @@ def _data(view: LiveView, series: LiveSeries | None = None) -> ReportData:
         why=live_why(figures),
         run={"steps_per_s": figures.steps_per_s or None},
         step_s=series.step_s if series and series.step_s.size else None,
+        step_clock=series.clock if series else "",
         ranks=series.ranks if series and series.step_s.size else (),
         first_step=series.first_step if series else 0,
         bucket_s=series.bucket_s if series else {},

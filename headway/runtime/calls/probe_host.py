@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from headway.runtime.recorder.probes import Probes, now
-from headway.trace.events.vocabulary import SPANS
+from headway.trace.events.vocabulary import FROM_CACHE, SPANS
 
 LOGGING = SPANS["host.logging"].code
 COMPILE = SPANS["host.compile"].code
@@ -80,6 +81,10 @@ def compile_start(original: Callable[..., Any], probes: Probes) -> Callable[...,
         """Note when the compiler begins."""
         started[0] = now()
         page.opened(COMPILE, started[0])
+        try:
+            started[1:] = _cache_counts()
+        except Exception as cause:
+            probes.failed("torch.compile", cause)
         return original(self, *args)
 
     return run_start_callbacks
@@ -94,9 +99,19 @@ def compile_end(original: Callable[..., Any], probes: Probes) -> Callable[..., A
         """Record how long the compiler worked."""
         try:
             probes.page.closed()
-            emit(COMPILE, started[0], now() - started[0])
+            hits, misses = _cache_counts()
+            from_cache = hits > started[1] and misses == started[2]
+            emit(COMPILE, started[0], now() - started[0], FROM_CACHE if from_cache else 0)
         except Exception as cause:
             probes.failed("torch.compile", cause)
         return original(self, *args)
 
     return run_end_callbacks
+
+
+def _cache_counts() -> tuple[int, int]:
+    """Return how often torch's caches of compiled graphs held one so far, and how often not."""
+    counted = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    found, cached = counted.get("inductor", {}), counted.get("aot_autograd", {})
+    hits = found.get("fxgraph_cache_hit", 0) + cached.get("autograd_cache_hit", 0)
+    return hits, found.get("fxgraph_cache_miss", 0) + found.get("fxgraph_cache_bypass", 0)

@@ -67,7 +67,7 @@ def loader_init(original: Callable[..., Any], probes: Probes) -> Callable[..., A
             if found["library"] and is_known(self.dataset):
                 found = earlier
             by_dataset[id(self.dataset)] = (_recognised(self.dataset), found)
-            self._headway_constructed = found
+            probes.constructed[self] = found  # not an attribute: a copy or pickle of the loader is the script's alone
         except Exception as cause:
             probes.failed("DataLoader.__init__", cause)
 
@@ -105,9 +105,8 @@ def loader_iter(original: Callable[..., Any], probes: Probes) -> Callable[..., A
         return result
 
     def opened(loader: Any) -> int:
-        begun = now()
         try:
-            group = groups.of(loader)
+            begun, group = now(), groups.of(loader)
             if probes.rereadings is None and probes.leads:
                 probes.rereadings = Rereadings(probes)
                 prove_layout()  # once (4 ms), and not in each worker again
@@ -220,8 +219,8 @@ def fetch(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
     def measured(self: Any, index: Any, meter: Meter) -> Any:
         """Fetch with a clock before the collate function, which is put back even when the dataset raises."""
         collate_fn = self.collate_fn
-        kept = meter.first(self.dataset, collate_fn, index)
         try:
+            kept = meter.first(self.dataset, collate_fn, index)
             self.collate_fn = meter.timed(collate_fn)
             meter.start(self.dataset, collate_fn)
             batch = original(self, index)
@@ -403,7 +402,7 @@ class LoaderGroups:
             if reference() is loader:
                 return group
         # Where it is iterated for the first time: a loader of a trainer's own has no line of the script that made it.
-        place = getattr(loader, "_headway_constructed", {"constructed": "", "library": ""})
+        place = self.probes.constructed.get(loader, {"constructed": "", "library": ""})
         facts = {**loader_facts(loader), "line": calling_line(sys._getframe(1)), **place}
         size = {key: facts[key] for key in ("dataset_size", "smallest_dataset")}  # a replay buffer grows
         for group, (reference, old) in enumerate(self._loaders):

@@ -61,6 +61,16 @@ def _lead() -> None:
         setattr(os, name, _granted(getattr(os, name)))
 
 
+def _keep_board() -> None:
+    """Keep the launcher's board (`headway.runtime.launching.save_and_leave`) from programs that the rank starts."""
+    descriptor = os.environ.get("HEADWAY_LEAVE", "").partition(":")[0]
+    try:
+        if os.readlink(f"/proc/self/fd/{descriptor}").startswith("/memfd:headway-leave "):
+            os.set_inheritable(int(descriptor), False)
+    except (OSError, ValueError):  # not started by a launcher, or a process that it was closed in
+        return
+
+
 def _granted(original: Any) -> Any:
     def lead(*arguments: int) -> None:
         try:
@@ -124,5 +134,6 @@ if os.environ.get("HEADWAY_ZYGOTE"):
     _serve()
     _lead()
 else:
+    _keep_board()
     _record()
     _chain()

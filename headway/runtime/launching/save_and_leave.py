@@ -12,7 +12,7 @@ that never wait for each other may pass it. Then nothing is saved, and the deadl
 committed the rank sends SIGTERM to itself: a handler of the script's runs as it would have, otherwise the rank ends.
 
 The board is 8 bytes for the deadline, and a byte for each rank of the host that says whether it saves: a memory file
-that ranks inherit. A look costs less than a microsecond.
+that ranks inherit, and programs that a rank starts do not. A look costs less than a microsecond.
 
 >>> board = LeaveBoard.make(num_ranks=2)
 >>> board.announce(0), board.ask(8.0), board.announce(1), board.ask(8.0), 7 < board.left_s() <= 8

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from headway.core.processes.hidden_thread import HiddenThread
 from headway.core.processes.interruptions import pass_on
@@ -95,8 +96,11 @@ class Probes:
     context: Any = None
     """The remedies of the plan (`remedy.Context`); None without a plan."""
 
-    compile_started: list[int] = field(default_factory=lambda: [0])
-    """[1] When the compiler began its present work."""
+    constructed: WeakKeyDictionary[Any, dict[str, str]] = field(default_factory=WeakKeyDictionary)
+    """Loader -> where the script constructs it, or which library does."""
+
+    compile_started: list[int] = field(default_factory=lambda: [0, 0, 0])
+    """[3] When the compiler began its present work; what its cache had given, and had not, till then."""
 
     stepping: list[bool] = field(default_factory=lambda: [False])
     """[1] Whether an optimizer is stepping: one that it steps inside is part of its step."""

@@ -43,6 +43,9 @@ MOST_LINES = 20
 MOST_PLACES = 1024
 """Different places that are counted."""
 
+UNTIMED = ("fsync",)
+"""Functions of this package around a call of the script whose time no probe owns."""
+
 Place = tuple[CodeType, int, str]
 """Code of the loop, its line, name of the function called there ('' for none of Python's)."""
 
@@ -146,7 +149,7 @@ class GapStacks:
         if loop is None or not self.open[0]:
             return False
         while frame is not None and frame is not loop:
-            if is_ours(frame.f_code):
+            if is_ours(frame.f_code) and frame.f_code.co_name not in UNTIMED:
                 return False  # in a handler, a save, a wait that a probe times
             frame = frame.f_back
         place = (loop.f_code, loop.f_lineno, below.f_code.co_name if below is not None else "")

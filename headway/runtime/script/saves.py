@@ -49,6 +49,9 @@ class ProcessSaves:
         same = (descriptor >= 0 and descriptor == last_descriptor) or (path != "" and path == last_path)
         return end_ns if same and steps == last_steps and start_ns - end_ns < CHAIN_NS else start_ns
 
-    def knows(self, path: str) -> bool:
-        """Whether `path` was saved, or is a folder that something was saved into."""
-        return path in self._paths or any(saved.startswith(f"{path}/") for saved in self._paths)
+    def knows(self, path: str, descriptor: int = -1) -> bool:
+        """Whether a file was saved, or is a folder that something was saved into; `descriptor` where it has no path."""
+        last = self._last.get(_thread.get_ident())
+        if descriptor >= 0 and last is not None and last[0] == descriptor and last[1] in ("", path):
+            return True
+        return path in self._paths or any(saved.startswith(f"{path}/") for saved in self._paths if path)

@@ -52,6 +52,9 @@ READ_AGAIN = 1
 GC_CALLED = 4
 """What a garbage collection's generation is raised by where the script called `gc.collect`."""
 
+FROM_CACHE = 1
+"""What marks work of torch.compile that its cache saved the compilation."""
+
 WAIT_NS = 500_000
 """A shorter time between two forwards of a step is part of computing, whatever the thread did in it."""
 
@@ -172,7 +175,7 @@ SPANS: dict[str, Span] = {
                     f"garbage collection; corr = generation, {GC_CALLED} more where the script called gc.collect, "
                     "seq = objects collected"),
     "host.logging": Span(81, "HOST", ("corr",), "handlers of the logging module; corr = level"),
-    "host.compile": Span(82, "HOST", (), "torch.compile at work"),
+    "host.compile": Span(82, "HOST", ("corr",), "torch.compile at work; corr = 1 where its cache held all it needed"),
     "host.import": Span(83, "HOST", (), "import of torch"),
     "host.cpu": Span(84, "MARK", ("corr", "seq", "bytes"),
                       "instant, now and then at a step: corr = CPU ns of the training thread so far, seq = ns that it "

@@ -24,6 +24,7 @@ from headway.report.page.timeline import Timeline, rank_groups, timeline
 from headway.sim.recorded.ideal import replayed_trace
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
+from headway.trace.events.vocabulary import BY_EVENTS
 from headway.trace.recording.run_facts import RunFacts
 from headway.trace.sync.clocks import on_common_clock
 from headway.verbs.runs.views import heat_maps_of, why_object
@@ -85,12 +86,15 @@ def report_data(explanation: Explanation, steps: str | None = None, model: Model
     window, ideal = timelines(explanation, steps)
     meta, facts = (explanation.run.meta, explanation.run.facts) if explanation.run else ({}, RunFacts())
     why = why_object(explanation, model)
+    clock = "" if ledger.facts.device_type == "cpu" else "host"
+    clock = clock if ledger.spans.keys().isdisjoint(BY_EVENTS) else "device"
     return ReportData(
         title=explanation.source,
         why=why,
         run=run_object(explanation) if explanation.run else None,
         plan=explanation.plan.to_json() if explanation.plan else None,
         step_s=durations,
+        step_clock=clock,
         marks=marks_of(explanation.parts),
         ranks=ranks,
         bucket_s={bucket: ledger.step_ns[code] / NS_PER_S for code, bucket in enumerate(BUCKETS)},
@@ -110,14 +114,16 @@ def report_data(explanation: Explanation, steps: str | None = None, model: Model
 def step_durations(parts: Parts) -> tuple[list[int], Seconds | None, Seconds | None]:
     """Return ranks, the [ranks, steps] seconds of their steps, and those without waits for other ranks.
 
-    NaN where a rank recorded none; None where no rank did. One rank is read at a time.
+    The first are the device's where its events tell: from the end of its work for a step to that for the next. The
+    others are the host's, which may run ahead. NaN where a rank recorded none; None where no rank did. One rank is read
+    at a time.
     """
     size = int(known_steps(parts).max(initial=-1)) + 1
     ranks: list[int] = []
     whole = np.full((len(parts.numbers), size), np.nan)
     own = whole.copy()
     for rank in parts.numbers:
-        part = parts.read({"rank": (rank, rank + 1)}, ["step", "name", "duration_ns"])
+        part = parts.read({"rank": (rank, rank + 1)}, ["step", "name", "start_ns", "duration_ns"])
         steps = part.where(part.named("step")).events
         if len(steps["step"]):
             waits = part.where(part.named(*WAITS) & (part.events["step"] >= 0)).events
@@ -126,6 +132,12 @@ def step_durations(parts: Parts) -> tuple[list[int], Seconds | None, Seconds | N
             whole[row, steps["step"]] = steps["duration_ns"] / NS_PER_S
             whole[row] -= np.bincount(pauses["step"], pauses["duration_ns"] / NS_PER_S, size)
             own[row] = whole[row] - np.bincount(waits["step"], waits["duration_ns"] / NS_PER_S, size)
+            worked = part.where(part.named(*BY_EVENTS) & (part.events["step"] >= 0)).events
+            if len(worked["step"]):
+                ends = np.full(size, -1)
+                np.maximum.at(ends, worked["step"], worked["start_ns"] + worked["duration_ns"])
+                whole[row, 1:] = np.where((ends[1:] >= 0) & (ends[:-1] >= 0), np.diff(ends) / NS_PER_S, np.nan)
+                whole[row] -= np.bincount(pauses["step"], pauses["duration_ns"] / NS_PER_S, size)
             ranks.append(rank)
     if not ranks:
         return [], None, None
