@@ -114,10 +114,10 @@ def loader_iter(original: Callable[..., Any], probes: Probes) -> Callable[..., A
                 probes.rereadings.keep(group, loader.dataset, loader.collate_fn, None)
             if probes.leads:
                 probes.worked(begun)
-            return group
         except Exception as cause:
             probes.failed("loader facts", cause)
             return -1
+        return group
 
     return __iter__
 
@@ -159,8 +159,7 @@ def loader_next(original: Callable[..., Any], probes: Probes) -> Callable[..., A
     def record(self: Any, start: int, duration: int, *, ended: bool) -> None:
         """The same with what is known, for an iterator that did not come from `iter(loader)`, and at its end."""
         try:
-            group, corr = getattr(self, "headway_ids", UNKNOWN)
-            worker = getattr(self, "headway_worker", -1)
+            (group, corr), worker = getattr(self, "headway_ids", UNKNOWN), getattr(self, "headway_worker", -1)
             emit(NEXT, start, duration, group, -1 if ended else self._num_yielded - 1, -1 if ended else worker, corr)
         except Exception as cause:
             probes.failed("DataLoader.__next__", cause)
