@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headway.runtime.calls.probe_sync import waited
-from headway.runtime.host.device import device_of
+from headway.runtime.host.device import device_of, on_one_side
 from headway.runtime.host.device_clock import DRAINED_NS
 from headway.runtime.recorder.probes import Probes, now
 from headway.trace.events.vocabulary import BLOCKING, SPANS
@@ -48,8 +48,8 @@ def copy_in(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def copy_(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Copy, and record a copy to or from a device."""
-        if torch.compiler.is_compiling():
+        """Copy, and record a copy to or from a device; FSDP2 makes several copies inside it for each layer."""
+        if (args and on_one_side(args[0], self)) or torch.compiler.is_compiling():
             return original(self, *args, **kwargs)
         start = now()
         result = original(self, *args, **kwargs)
@@ -75,6 +75,8 @@ def _recorder(probes: Probes) -> Callable[[Any, Any, int, tuple[Any, ...], Mappi
 
     def recorded(source: Any, target: Any, start_ns: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         try:
+            if on_one_side(source, target):
+                return
             reads = device_of(source) is not None
             if reads == (device_of(target) is not None):
                 return

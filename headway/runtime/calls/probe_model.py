@@ -193,7 +193,7 @@ def module_train(original: Callable[..., Any], probes: Probes) -> Callable[..., 
     @functools.wraps(original)
     def train(self: Any, mode: bool = True) -> Any:
         """Change the mode of the module and its submodules, which come here as well."""
-        if is_compiling() or changing[0]:
+        if changing[0] or is_compiling():
             return original(self, mode)
         try:
             changing[0] = True
