@@ -25,8 +25,12 @@ False
 from __future__ import annotations
 
 import inspect
+import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
@@ -65,6 +69,38 @@ class suppress_own:  # noqa: N801  # reads as `contextlib.suppress`, which it st
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> bool:
         """End; True where `error` was headway's own."""
         return isinstance(error, Exception) and not is_scripts(error)
+
+
+@contextmanager
+def handlers_held() -> Iterator[None]:
+    """Have the handlers of signals run behind the block: in it an exception of theirs would be lost, or tear something.
+
+    For a fork, whose hooks (those of `logging`, say) ignore exceptions, and for calls that must come in pairs. Not for
+    what takes long. A mask of signals would not do: another thread, which has none, takes the signal then.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pid, came = os.getpid(), list[int]()
+    held = {number: handler for number in signal.valid_signals() if callable(handler := signal.getsignal(number))}
+    try:
+        for number in held:
+            signal.signal(number, lambda number, _: came.append(number))
+        yield
+    finally:
+        for number, handler in held.items():
+            signal.signal(number, handler)
+        if os.getpid() == pid:
+            _raise_each(came)
+
+
+def _raise_each(numbers: list[int]) -> None:
+    try:
+        if numbers:
+            signal.raise_signal(numbers.pop())
+    finally:
+        if numbers:
+            _raise_each(numbers)
 
 
 def _handlers() -> set[CodeType]:
