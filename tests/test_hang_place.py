@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from headway.runtime.launching.hang_place import add_places
+from headway.runtime.script.hang_place import add_places
 from headway.verbs.jobs.hang import verdict_of
 from tests.launching import run, script
 

@@ -39,10 +39,10 @@ from headway.core.units import format_seconds
 from headway.ledger.jobs.hang import WaitOrigin, localise
 from headway.ledger.jobs.hang_reports import of_dumps
 from headway.runtime.host import process_probe
-from headway.runtime.launching.hang_place import add_places
 from headway.runtime.launching.hang_proof import LOOK_S, LOOKS, proven
 from headway.runtime.recorder import flight_answers
 from headway.runtime.run_folder.recording import write_json
+from headway.runtime.script.hang_place import add_places
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import IN_BACKGROUND, SPAN_OF_CODE, SPANS
 from headway.trace.rings.rank_tables import rank_tables
@@ -487,7 +487,7 @@ def summary(rows: Sequence[Mapping[str, Any]], silent_s: float) -> str:
 def _where(row: Mapping[str, Any]) -> str:
     stopped = {"T": ", stopped", "t": ", traced", "Z": ", a zombie", "X": ", gone"}.get(row["state"], "")
     place = f"{row['phase']} of step {row['step']}" if row["phase"] != "setup" else "set-up"
-    return row.get("place", place) + stopped
+    return f"{row.get('place', place)}{stopped}"
 
 
 def _ranks(members: Sequence[int]) -> str:
