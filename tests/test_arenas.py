@@ -94,7 +94,8 @@ def test_memory_is_pinned_in_a_thread_that_a_capture_stops_between_two_pieces(re
     parts = tuple(Part(f"w{k}", torch.float32, (2000,), (0,), (2000,)) for k in range(6))
     arenas = Arenas(2, pin=torch.device("cpu"))
     arenas.prepare(parts, 0)
-    arenas.take(parts, 0, busy=set(), spare=None)
+    arenas._thread.join()
+    assert arenas.take(parts, 0, busy=set(), spare=None)[1].is_pinned
     num_pieces = len(registered)
     arenas.close()
 
@@ -115,10 +116,13 @@ def test_memory_is_pinned_in_a_thread_that_a_capture_stops_between_two_pieces(re
     halted.prepare(parts, 0)
     halted._thread.join()
     assert registered == ["headway-images"] * 2
-    for number in range(2):
-        halted.take(parts, 0, busy=set(range(number)), spare=None)
+    taken = [halted.take(parts, 0, busy=set(range(number)), spare=None)[1] for number in range(2)]
+    assert [image.is_pinned for image in taken] == [False, False]
+    assert registered == ["headway-images"] * 2, "the training thread does not wait for the driver"
+    halted.resume()
+    halted._thread.join()
     halted.close()
-    assert registered[2:] == ["MainThread"] * (num_pieces - 2)
+    assert registered == ["headway-images"] * num_pieces
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -139,8 +143,10 @@ def test_the_memory_of_the_first_save_is_pinned_before_it_is_due(registered, mon
             torch.cuda.graphs.CUDAGraph.capture_begin(None)
 
             assert ckpt._saver._arenas._thread is None, "the capture began beside the thread"
+        else:
+            ckpt._saver._arenas._thread.join()
+            assert registered
         opt.step()
         ckpt.wait()
         assert ckpt.restore().step == 4
-    assert registered
-    assert captures or set(registered) == {"headway-images"}
+    assert set(registered) <= {"headway-images"}

@@ -99,6 +99,33 @@ def test_the_clock_of_a_device_that_is_idle_now_and_then_is_known_to_a_milliseco
     assert np.abs(begun[:, None] - truth).min(axis=1).max() < 1_000_000
 
 
+def test_while_a_host_reduces_gradients_its_device_is_not_at_work_though_a_copy_back_is_under_way_at_the_end(clock):
+    accelerator, written = Accelerator(), []
+    timing, record = DeviceTimers(lambda *r: written.append(r), accelerator.device), (-1, 0, 0)
+    for _ in range(40):
+        clock.sleep(0.001)
+        timing.ready()
+        accelerator.launch(2_000_000)
+        timing.turned()
+        accelerator.launch(4_000_000)
+        timing.reducing()
+        accelerator.synchronize()
+        clock.sleep(0.03)
+        accelerator.launch(2_000_000)
+        timing.reduced(record)
+        timing.ended()
+        accelerator.launch(3_000_000)
+        timing.updated()
+    accelerator.synchronize()
+    timing.finish()
+    found = [(r[1], r[1] + r[2]) for r in written if r[0] == WORK]
+    truth = sum(end - begin for begin, end in accelerator.work)
+
+    assert overlap_ns(found, accelerator.work) >= 0.9 * truth
+    assert sum(end - begin for begin, end in found) <= 1.1 * truth
+    assert written.count(record) == 40
+
+
 class Probes:
     """What `AllTimers` needs."""
 

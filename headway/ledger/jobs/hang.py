@@ -215,8 +215,8 @@ class HangVerdict:
 
 
 def _said(report: RankReport) -> str:
-    """Return what a rank is in, in words."""
-    return "; ".join(map(str, report.waits)) or report.doing or "no operation"
+    """Return what a rank is in, in a few words: without what explains it."""
+    return "; ".join(map(str, report.waits)) or report.doing.partition(": ")[0] or "no operation"
 
 
 def localise(

@@ -226,6 +226,8 @@ class WatchRow(msgspec.Struct, frozen=True, kw_only=True):
     seq: int | None = None
     peer: int | None = None
     attempt: int | None = None
+    place: str | None = None
+    """Where in the script it is, in words, where that is known."""
     stack: str | None = None
     """As `faulthandler` wrote it, or why it is not known."""
 
@@ -275,9 +277,9 @@ def _of_rows(rows: Sequence[WatchRow]) -> Iterator[RankReport]:
             group, seq, peer = (-1 if value is None else value for value in (row.group, row.seq, row.peer))
             waits = (Wait(name, ALL if group == -1 else _number(group), int(seq), int(peer)),)
         step = None if row.step is None else f"of step {row.step}"
-        doing = " ".join(word for word in (row.phase, step, row.op) if word)
+        doing = row.place or ("" if waits else " ".join(word for word in (row.phase, step, row.op) if word))
         stack = frames(row.stack or "")
-        yield RankReport(row.rank, waits, "" if waits else doing, attempt=row.attempt or 0, stack=stack)
+        yield RankReport(row.rank, waits, doing, attempt=row.attempt or 0, stack=stack)
 
 
 def frames(text: str) -> tuple[str, ...]:

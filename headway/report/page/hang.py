@@ -95,7 +95,7 @@ def _origin(row: Json, mesh: Mesh) -> str:
     elif row["reason"] == "differs":
         what = f"is in another collective than most of its group ({clean(row.get('doing') or 'under the same number')})"
     else:
-        what = f"is the blocker{', stuck in ' + clean(row['doing']) if row.get('doing') else ''}"
+        what = f"is the blocker{', in ' + clean(row['doing']) if row.get('doing') else ''}"
     awaited = f", in {clean(row['awaited'])}" if row.get("awaited") else ""
     others = f"{plural(waiting, 'rank')} {'waits' if waiting == 1 else 'wait'}" if waiting else "nobody waits"
     return f"{who} {what}; {others} for {'them' if len(ranks) > 1 else 'it'}{awaited}."

@@ -3,7 +3,8 @@
 A blocking call is recorded as it is; an asynchronous one when its `wait()` is
 called, which also covers FSDP2 on the CPU: its all-gathers and
 reduce-scatters are asynchronous calls that it waits for. On CUDA a wait
-returns once it is queued, so there only profiler windows see communication.
+returns once it is queued, so there only profiler windows see communication,
+unless it goes over the host (gloo): the host waits for that one too.
 
 DDP's reducer is C++ and calls none of these. Its exposed wait is measured by
 the autograd engine's final callbacks, which run in order: one queued from a
@@ -24,8 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.processes.interruptions import suppress_own
+from headway.runtime.host.device import device_of
+from headway.runtime.recorder.device_timers import timers_of
 from headway.runtime.recorder.flight_answers import answer_requests
-from headway.runtime.recorder.probes import Probes, now
+from headway.runtime.recorder.probes import Probes, now, timers_off
 from headway.trace.events.vocabulary import COLLECTIVES, SPANS
 from headway.trace.rings.progress_page import GROUP, OP, SEQ, SINCE_NS, group_cell
 
@@ -220,6 +223,8 @@ def collective(original: Callable[..., Any], probes: Probes) -> Callable[..., An
                 groups.start(result, (COLLECTIVE, group, seq, size, corr))
             else:
                 emit(COLLECTIVE, start, duration, group, seq, size, corr)
+                if probes.device_timers:
+                    met_over_host(probes, group_of(args, kwargs), (*args[:2], *kwargs.values()))
         except Exception as cause:
             probes.failed(original.__name__, cause)
         return result
@@ -324,8 +329,26 @@ def tensor_bytes(value: Any) -> int:
     return nbytes if isinstance(nbytes, int) else 0
 
 
+def over_host(group: Any, tensor: Any) -> bool:
+    """Say whether a group's collectives on a tensor go over the host, which waits in them (gloo)."""
+    try:
+        return bool(group._get_backend(tensor.device).name() == "gloo")
+    except Exception:  # a group of a kind, or a torch, that does not say
+        return False
+
+
+def met_over_host(probes: Probes, group: Any, values: tuple[Any, ...]) -> None:
+    """Tell the devices' timers that the host waited in a blocking collective, where it went over the host."""
+    import torch
+
+    flat = (one for value in values for one in (value if isinstance(value, (list, tuple)) else [value]))
+    tensor = next((one for one in flat if isinstance(one, torch.Tensor) and device_of(one) is not None), None)
+    if tensor is not None and over_host(group or torch.distributed.group.WORLD, tensor):
+        probes.device_timers.copied()
+
+
 def ddp_init(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
-    """Wrap `DistributedDataParallel.__init__`: measure the exposed wait of every instance on the CPU."""
+    """Wrap `DistributedDataParallel.__init__`: measure the exposed wait of those whose gradients the host reduces."""
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807  # the name it has in torch
@@ -350,8 +373,9 @@ def watch_ddp(ddp: Any, probes: Probes) -> None:
     from torch.autograd import Variable
 
     parameters = [p for p in ddp.module.parameters() if p.requires_grad]
-    if not parameters or parameters[0].device.type != "cpu":
+    if not parameters or not (parameters[0].device.type == "cpu" or over_host(ddp.process_group, parameters[0])):
         return
+    timers = None if device_of(parameters[0]) is None or timers_off() else timers_of(probes)
     emit, groups, is_compiling = probes.emit, groups_of(probes), torch.compiler.is_compiling
     queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
     group, size = groups.of(ddp.process_group), sum(p.nbytes for p in parameters)
@@ -387,6 +411,8 @@ def watch_ddp(ddp: Any, probes: Probes) -> None:
             page[GROUP], page[SEQ], page[SINCE_NS] = cell, counts.get(key, 0), arrived
             page[OP] = WAIT
             queue(reduced)
+            if timers is not None:
+                timers.reducing(parameters[0])
         except Exception as cause:
             probes.failed("comm.wait", cause)
 
@@ -396,7 +422,8 @@ def watch_ddp(ddp: Any, probes: Probes) -> None:
             duration = now() - arrived
             seq = counts.get(key, 0)
             counts[key] = seq + 1
-            emit(WAIT, arrived, duration, group, seq, size)
+            record = (WAIT, arrived, duration, group, seq, size)
+            emit(*record) if timers is None else timers.reduced(parameters[0], record)
         except Exception as cause:
             probes.failed("comm.wait", cause)
         arrived = 0

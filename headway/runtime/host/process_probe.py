@@ -48,6 +48,23 @@ def state(pid: int) -> str:
     return _stat(pid)[0]
 
 
+def name(pid: int) -> str:
+    """Return the name of a process, '' when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def children(pid: int) -> list[int]:
+    """Return the child processes of a process, in order; [] when the kernel does not tell."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (thread / "children").read_text().split())
+    return sorted(found)
+
+
 def _stat(pid: int) -> tuple[str, float]:
     """Return (state letter, CPU seconds used) of a process."""
     try:

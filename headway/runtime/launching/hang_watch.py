@@ -42,6 +42,7 @@ from headway.runtime.host import process_probe
 from headway.runtime.launching.hang_proof import LOOK_S, LOOKS, proven
 from headway.runtime.recorder import flight_answers
 from headway.runtime.run_folder.recording import write_json
+from headway.runtime.script.hang_place import add_places
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import IN_BACKGROUND, SPAN_OF_CODE, SPANS
 from headway.trace.rings.rank_tables import rank_tables
@@ -344,6 +345,7 @@ class HangWatch:
     def _collect(self, facts: Mapping[str, Any], rows: list[dict[str, Any]], ranks: Mapping[int, WatchedRank]) -> None:
         """Ask every rank, write the report, print the line; what fails is said in place of an answer."""
         self._ask(rows, ranks)
+        self._place(rows, ranks)
         folder = self.run / "hang"
         number = sum(1 for file in folder.glob("*.json") if file.stem.isdecimal())
         path = folder / f"{number}.json"
@@ -373,6 +375,12 @@ class HangWatch:
         )
         for row in rows:
             row.update(found.get(row["rank"], {}))
+
+    def _place(self, rows: list[dict[str, Any]], ranks: Mapping[int, WatchedRank]) -> None:
+        """Add to each row where in its script the rank is, as far as its stack tells."""
+        signals = {rank: followed.page.stack_signal if followed.page else 0 for rank, followed in ranks.items()}
+        with contextlib.suppress(Exception):  # what it reads is a script's: the report is written without it
+            add_places(rows, signals, {rank: followed.stacks for rank, followed in ranks.items()})
 
     def _prove(self, rows: list[dict[str, Any]], ranks: Mapping[int, WatchedRank], *, ahead: bool) -> None:
         """Look again, and have the job ended where all looks agree on who is to blame."""
@@ -468,7 +476,7 @@ def summary(rows: Sequence[Mapping[str, Any]], silent_s: float) -> str:
     rest: dict[str, list[int]] = {}
     for row in rows:
         if not row["silent"]:
-            rest.setdefault(row["op"] or row["phase"], []).append(row["rank"])
+            rest.setdefault(row.get("place") or row["op"] or row["phase"], []).append(row["rank"])
     parts = [f"rank {row['rank']} is silent ({_where(row)})" for row in silent[:4]] + (
         [f"and {len(silent) - 4} more"] if len(silent) > 4 else []
     )
@@ -479,7 +487,7 @@ def summary(rows: Sequence[Mapping[str, Any]], silent_s: float) -> str:
 def _where(row: Mapping[str, Any]) -> str:
     stopped = {"T": ", stopped", "t": ", traced", "Z": ", a zombie", "X": ", gone"}.get(row["state"], "")
     place = f"{row['phase']} of step {row['step']}" if row["phase"] != "setup" else "set-up"
-    return place + stopped
+    return f"{row.get('place', place)}{stopped}"
 
 
 def _ranks(members: Sequence[int]) -> str:

@@ -119,6 +119,9 @@ class DeviceTimers:
         self._last_ns: int | None = None  # its moment by the device; None where what followed it was given up
         self._open_ns = 0  # what lies between its moment and the end of the work that was written
         self._depth, self._is_ready, self._in_forward = 0, False, False
+        self.is_reducing = False
+        """Whether the end of the backward under way is marked: its host waits for gradients to be reduced."""
+        self._reduced: tuple[int, ...] | None = None  # the record of that wait, which is the training thread's
         self._updated_ns, self._computed_ns = 0, 0  # the host's clock at the newest update, and behind the newest model
         self._paused, self._pause_ns = 0, 0  # stretches, still, in which the moment behind a model is marked; its pause
         self._failures = 0
@@ -173,10 +176,28 @@ class DeviceTimers:
             self._in_forward = False
             self._note(FORWARD, computed_ns)
 
+    def reducing(self) -> None:
+        """Say that backward is launched, and its host begins to wait for gradients that are reduced over the host."""
+        if self._depth == 1 and not self.is_reducing:
+            self._note(BACKWARD)
+            self.is_reducing = True
+
+    def reduced(self, record: tuple[int, ...]) -> None:
+        """Say that they are: the device has been idle since it was done. `record` is written when backward ends.
+
+        Callbacks of a backward may run on a thread of a device, while the training thread waits.
+        """
+        self._note(COPIED)
+        self._reduced = record
+
     def ended(self) -> None:
         """Say that backward is launched; the next forward begins behind it, unless `ready` says later."""
-        if self._depth == 1:
+        if self._depth == 1 and not self.is_reducing:
             self._note(BACKWARD)
+        elif self._depth == 1:
+            self.is_reducing, record, self._reduced = False, self._reduced, None
+            if record is not None:
+                self._emit(*record)
         self._depth = max(self._depth - 1, 0)  # a capture may have begun, or ended, in between
 
     def updated(self) -> None:
@@ -361,6 +382,20 @@ class AllTimers:
     def updated(self) -> None:
         """Say so to all of them, see `DeviceTimers`."""
         self._each(DeviceTimers.updated)
+
+    def reducing(self, tensor: Any) -> None:
+        """Say so to those of the device of `tensor`, see `DeviceTimers`."""
+        timers = self.of(tensor)
+        if timers is not None:
+            self.act(timers, DeviceTimers.reducing)
+
+    def reduced(self, tensor: Any, record: tuple[int, ...]) -> None:
+        """The same; the record is written now where nothing is timed there."""
+        timers = self.of(tensor)
+        if timers is None or not timers.is_reducing:
+            self._probes.emit(*record)
+        else:
+            self.act(timers, lambda one: one.reduced(record))
 
     def event(self) -> tuple[DeviceTimers, Any] | None:
         """Return the first timers and an event that was recorded now, None where that is impossible."""

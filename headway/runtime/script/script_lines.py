@@ -34,6 +34,12 @@ def is_ours(code: CodeType) -> bool:
     return code.co_filename.startswith(OWN) and not code.co_filename.startswith(DEMO)
 
 
+def is_scripts(file: str) -> bool:
+    """Say whether a file of code is the script's own: none of a library, and none of this package."""
+    ours = file.startswith(OWN) and not file.startswith(DEMO)
+    return not (ours or file.startswith("<frozen") or _in_library(file))
+
+
 def line_of(code: CodeType, line: int) -> str:
     """Return a line as 'file.py:12', or 'In[3]:12' where it is one of a notebook's cell."""
     return f"{_cell_of(code.co_filename) or os.path.basename(code.co_filename)}:{line}"

@@ -80,35 +80,44 @@ class Arenas:
         What goes wrong there is raised by `take`, which tries again.
         """
         if self._pin is not None:
-            self._thread = threading.Thread(target=self._prepared, args=(parts, tail_bytes), name="headway-images")
-            self._thread.start()
+            self._start(lambda: self._prepared(parts, tail_bytes))
+
+    def resume(self) -> None:
+        """Lock in a thread what is not locked yet; no copy may be under way."""
+        is_under_way = self._thread is not None and self._thread.is_alive()
+        if not is_under_way and not all(image.is_pinned for image in self._images.values()):
+            self._start(self._pin_rest)
 
     def halt(self) -> None:
-        """Stop that thread after the piece that it is at; `take` does the rest."""
+        """Stop that thread after the piece that it is at; `resume` has the rest done."""
         self._is_halted.set()
-        self._join()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
     def take(self, parts: tuple[Part, ...], tail_bytes: int, *, busy: set[int], spare: int | None) -> tuple[int, Image]:
         """Return a free image for `parts`, with room for `tail_bytes` of objects, and its number.
 
         Not one of the `busy`, and not `spare` (the newest that is committed) where another one is free. The first
-        call makes all images: it pays for the memory, so that no later save does.
+        call makes all images: it pays for the memory, so that no later save does. Pages are not locked here, which may
+        take seconds: a copy into what is not locked yet is slower, and holds the host up for as long as it takes.
         """
-        self._join()
+        self.halt()
         self._lay(parts)
         free = [number for number in range(self._count) if number not in busy]
         number = next((number for number in free if number != spare), free[0])
         image = self._images.get(number)
-        if image is not None and image.plan is self._plan and image.tail_bytes >= tail_bytes:
-            image.pin()
-            return number, image
-        for needed in range(self._count) if not self._images else [number]:
-            self._renew(needed, tail_bytes)
-        return number, self._images[number]
+        if image is None or image.plan is not self._plan or image.tail_bytes < tail_bytes:
+            for needed in range(self._count) if not self._images else [number]:
+                self._renew(needed, tail_bytes)
+            image = self._images[number]
+        if not image.is_pinned:
+            LOG.warning("this snapshot goes to memory that is not pinned yet: training waits until it is copied")
+        return number, image
 
     def carry(self, number: int, parts: tuple[Part, ...], tail_bytes: int) -> Image:
         """Replace an image by one for other parts, or with more room; what both have keeps its elements."""
-        self._join()
+        self.halt()
         old = self._images.pop(number)
         held = {
             (slot.fqn, slot.offsets, slot.lengths): tensor
@@ -144,10 +153,14 @@ class Arenas:
             )
         self._plan, self._parts = plan(parts, rendered=not fits_torch()), parts
 
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+    def _start(self, work: Callable[[], None]) -> None:
+        self._is_halted.clear()
+        self._thread = threading.Thread(target=work, name="headway-images")
+        self._thread.start()
+
+    def _pin_rest(self) -> None:
+        for image in self._images.values():
+            image.pin(is_stopped=self._is_halted.is_set)
 
     def _prepared(self, parts: tuple[Part, ...], tail_bytes: int) -> None:
         """Make the images until that is halted, the first one first."""
@@ -155,11 +168,11 @@ class Arenas:
             self._lay(parts)
             for number in range(self._count):
                 if not self._is_halted.is_set():
-                    self._renew(number, tail_bytes, is_halted=self._is_halted.is_set)
+                    self._renew(number, tail_bytes).pin(is_stopped=self._is_halted.is_set)
         except Exception as cause:  # the save will meet it, on the thread that can raise it
             LOG.info("no memory was prepared for the first save: %s", cause)
 
-    def _renew(self, number: int, tail_bytes: int, *, is_halted: Callable[[], bool] = lambda: False) -> Image:
+    def _renew(self, number: int, tail_bytes: int) -> Image:
         """Make an image for the current plan, in place of the one that had its number."""
         old = self._images.pop(number, None)
         if old is not None:
@@ -168,7 +181,6 @@ class Arenas:
         room = aligned(tail_bytes + tail_bytes // 4 + SPARE_TAIL_BYTES)
         self._images[number] = Image(self._plan, tail_bytes=room, pin=self._pin)
         self.untold.add(number)
-        self._images[number].pin(is_stopped=is_halted)
         return self._images[number]
 
 

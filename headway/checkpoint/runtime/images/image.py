@@ -261,6 +261,11 @@ class Image:
         """[pieces] One tensor per slot of the plan, which views the memory."""
         self._write_records()
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether nothing is left to be registered with CUDA: a copy into the rest holds the host up."""
+        return not self._pieces
+
     def pin(self, *, is_stopped: Callable[[], bool] = lambda: False) -> None:
         """Register what is not registered with CUDA yet: copies from devices run at full speed, beside the computation.
 

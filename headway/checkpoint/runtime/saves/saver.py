@@ -144,11 +144,10 @@ class Saver:
         return self._tickets.get(step)
 
     def prepare(self) -> None:
-        """Have a thread take and pin the memory of the first save, from a device, before one is due.
-
-        Called after each step; acts on the second, when optimizers have made their state.
-        """
+        """Have a thread take and pin the memory of saves from a device, once optimizers have made their state."""
         self._num_steps += 1
+        if self._arenas is not None and self._pending is None:
+            self._arenas.resume()
         if self._num_steps != 2 or self._arenas is not None or not in_use():
             return
         try:
