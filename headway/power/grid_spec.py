@@ -84,7 +84,9 @@ class GridSpec:
             raise FormatError(f"{where} has {wrong}. {suggestion(known, (unknown or missing)[0])}")
         try:
             return cls(**given)
-        except TypeError as fault:
+        except InputError:
+            raise
+        except (TypeError, ValueError) as fault:
             raise FormatError(f"{where}: {fault}. Write numbers, and band_hz as a list of two.") from None
 
 
