@@ -243,4 +243,5 @@ def _peak(frequency_hz: Watts, energy: Watts) -> float:
     if len(near) < 3 or not near.min() > 0 or best == 0:
         return float(frequency_hz[best])
     left, middle, right = np.log(near)
-    return float(frequency_hz[best] + bin_hz * 0.5 * (left - right) / (left - 2 * middle + right))
+    curve = left - 2 * middle + right  # 0 where three bins are equally high
+    return float(frequency_hz[best] + bin_hz * 0.5 * (left - right) / (curve or math.inf))
