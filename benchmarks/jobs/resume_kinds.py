@@ -281,8 +281,8 @@ LIVES = ((1,), (3,), (6,), (7,), (12,), (3, 1), (7, 1), (7, 4), (6, 6), (9, 4), 
 """Batches that are taken in each process before the last one: six make a pass."""
 
 
-def lived(make: Callable[..., DataLoader], lives: tuple[int, ...], num_passes: int = 4) -> tuple[bool, bool]:
-    """Return whether a job that is interrupted after so many batches, each time, gets what it had got; and was warned.
+def lived(make: Callable[..., DataLoader], whole: list[Any], lives: tuple[int, ...]) -> tuple[bool, bool]:
+    """Return whether a job that is interrupted after so many batches, each time, gets the batches `whole`; if warned.
 
     Where it stops at the end of a pass, the loop has asked for one batch more.
     """
@@ -290,8 +290,6 @@ def lived(make: Callable[..., DataLoader], lives: tuple[int, ...], num_passes: i
     state = None
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        whole = [batch for one in played(make, num_passes) for batch in one]
-        said.clear()
         for number in [*lives, len(whole)]:
             loader, stop = make(), min(len(got) + number, len(whole))
             if state is not None:
