@@ -248,6 +248,7 @@ ROOM, RIGHT = (
 )
 PLACES: dict[int, str] = {
     errno.ENOSPC: ROOM, errno.EDQUOT: ROOM, errno.EROFS: RIGHT, errno.EACCES: RIGHT, errno.EPERM: RIGHT,
+    errno.ENAMETOOLONG: "Write a shorter name.",
 }  # fmt: skip
 """Error of the place that was written to or read from -> what to do about it."""
 

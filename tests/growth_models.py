@@ -125,6 +125,33 @@ class Llama(nn.Module):
         return self.lm_head(top.norm(x))
 
 
+class NeoX(nn.Module):
+    """Query, key and value of a head lie side by side; both halves of a layer read the same stream."""
+
+    def __init__(self, width: int, layers: int, heads: int, hidden: int, size: int = 8) -> None:
+        super().__init__()
+        self.config, self.heads = {"num_attention_heads": heads}, heads
+        self.gpt_neox = named(
+            embed_in=nn.Embedding(17, width), final_layer_norm=nn.LayerNorm(width), layers=nn.ModuleList(named(
+                input_layernorm=nn.LayerNorm(width), post_attention_layernorm=nn.LayerNorm(width),
+                attention__query_key_value=nn.Linear(width, 3 * heads * size),
+                attention__dense=nn.Linear(heads * size, width), mlp__dense_h_to_4h=nn.Linear(width, hidden),
+                mlp__dense_4h_to_h=nn.Linear(hidden, width),
+            ) for _ in range(layers)),
+        )  # fmt: skip
+        self.embed_out = nn.Linear(width, 17, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        top: Any = self.gpt_neox
+        x = top.embed_in(ids)
+        for block in top.layers:
+            parts = block.attention.query_key_value(block.input_layernorm(x)).unflatten(-1, (self.heads, -1))
+            q, k, v = (part.flatten(2) for part in parts.chunk(3, -1))
+            y = block.attention.dense(attend(q, k, v, q.shape[-1] // self.heads, True))
+            x = x + y + block.mlp.dense_4h_to_h(F.gelu(block.mlp.dense_h_to_4h(block.post_attention_layernorm(x))))
+        return self.embed_out(top.final_layer_norm(x))
+
+
 def encoder_layer(width: int, heads: int, hidden: int, attention: str, norms: tuple[str, str], size: int) -> nn.Module:
     return named(**{
         f"attention__{attention}__query": nn.Linear(width, heads * size),

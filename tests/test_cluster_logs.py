@@ -212,7 +212,7 @@ def test_a_part_of_philly_is_ranked_without_a_check_by_replay():
          r"job 0 of Slurm 99\.05 has another shape than known ones .* Export with `sacct -P"),
         ("a.json", '{"rows": []}', r"has no list 'jobs'"),
         ("a.json", '{"jobs": []}', r"holds no job that ran on devices"),
-        ("a.csv", "id,arrival_s\n", r"has no column run_s. Write a header"),
+        ("a.csv", "id,arrival_s\n", r"has no column num_devices. Write a header"),
         ("a.csv", "id,arrival_s,run_s,num_devices\na,0,long,1\n", r"a\.csv:2: could not convert"),
         ("a.txt", "JobID|Submit\n", r"has no column Start. Export with"),
         ("a.csv", "id,arrival_s,run_s,num_devices,start_s\na,50,10,1,3\n", r"job 'a' starts before it is submitted"),

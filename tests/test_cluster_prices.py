@@ -313,7 +313,7 @@ def test_records_out_of_order_or_at_odds_are_sorted_and_warned_of(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"SpotPrice": "-0.5"}, r"prices\.json price 0 has -0\.5 where a number >= 0 belongs"),
+        ({"SpotPrice": "-0.5"}, r"prices\.json price 0 has '-0\.5' where a number from 0 to"),
         ({"SpotPrice": ""}, r"price 0 has another shape"),
         ({"AvailabilityZone": None}, r"price 0 names no zone"),
         ({"Timestamp": "today"}, r"price 0 has another shape"),

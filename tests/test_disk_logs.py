@@ -46,11 +46,11 @@ def test_the_lives_of_drives_count_from_the_first_day_of_the_log(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("model,size\n", "no column n_unique, drive_days, failed"),
-        (HEAD + "a,4 TB,10,-5,1\n", r"line 2: drive_days is '-5'"),
+        ("model,size\n", "no column n_unique. Write a header with"),
+        (HEAD + "a,4 TB,10,-5,1\n", r"line 2: drive_days has '-5'"),
         (HEAD + "a,4 TB,10,100,11\n", "line 2: 11 failures of 10 disks"),
-        (HEAD + "a,4 TB,many,100,1\n", "n_unique is 'many'"),
-        (HEAD + "a,4 TB,10\n", "line 2: too few columns"),
+        (HEAD + "a,4 TB,many,100,1\n", "n_unique has 'many'"),
+        (HEAD + "a,4 TB,10\n", ":2 has fewer columns"),
     ],
 )
 def test_totals_that_cannot_be_true_are_refused(tmp_path, text, says):

@@ -123,6 +123,26 @@ def test_sigterm_to_one_host_ends_its_ranks_and_is_a_preemption(tmp_path):
     assert json.loads((tmp_path / "host1" / "run-host1.json").read_text())["exit"]["class"] == "preempted"
 
 
+@pytest.mark.slow
+def test_the_host_of_the_store_that_is_lost_is_named_on_the_other(tmp_path):
+    job = script(tmp_path, "import os, sys, time\nopen(sys.argv[1] + '/up-' + os.environ['RANK'], 'w').close()\n"
+                           "time.sleep(600)\n")  # fmt: skip
+    endpoint = f"127.0.0.1:{free_port()}"
+    hosts = [
+        start(
+            tmp_path / f"host{k}", [job, str(tmp_path)], nnodes=2, rdzv_backend="c10d", rdzv_endpoint=endpoint,
+            local_addr="127.0.0.1", grace_s=5.0, rdzv_conf={"is_host": str(k == 0).lower()}, quiet=False,
+        )
+        for k in (0, 1)
+    ]  # fmt: skip
+    wait_for(lambda: len(list(tmp_path.glob("up-*"))) == 2)
+    hosts[0].kill()
+    for host in hosts:
+        _, said = host.communicate(timeout=60)
+
+    assert f"the rendezvous ended: the host of its store, {endpoint}, does not answer any more" in said
+
+
 @pytest.mark.parametrize(
     ("number", "options"),
     [

@@ -12,11 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from headway.cli import main
-from headway.core.errors import InputError
+from headway.core.errors import BarMissedError, InputError
 from headway.core.rng import stream
 from headway.model import FAMILIES, grow, growth_schedule
+from headway.model.growth.families import family_of, roles_of
 from headway.model.runtime.agreement import max_relative_error
-from tests.growth_models import GPT2, Bert, Encoder, Llama, LlamaRMSNorm, ViT
+from tests.growth_models import GPT2, Bert, Encoder, Llama, LlamaRMSNorm, NeoX, Paired, Scaled, ViT
 
 BOUND = {torch.float32: 1e-5, torch.float64: 1e-12}
 TRAINED = {"width": 16, "layers": 2, "heads": 2, "hidden": 24}
@@ -53,12 +54,12 @@ def drawn(kind: str, seed: int) -> tuple[nn.Module, nn.Module]:
         return Encoder(**small), Encoder(**large)
     if kind == "bert":
         large["width"], large["layers"] = width * int(rng.integers(1, 4)), layers
-    makers = {"gpt2": lambda **s: GPT2(**s, tied=False), "gpt2 tied": GPT2, "bert": Bert, "vit": ViT}
+    makers = {"gpt2": lambda **s: GPT2(**s, tied=False), "gpt2 tied": GPT2, "bert": Bert, "vit": ViT, "neox": NeoX}
     return makers[kind](**small), makers[kind](**large)
 
 
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
-@pytest.mark.parametrize("kind", ["gpt2", "gpt2 tied", "llama", "llama tied", "bert", "vit", "torch"])
+@pytest.mark.parametrize("kind", ["gpt2", "gpt2 tied", "llama", "llama tied", "bert", "vit", "torch", "neox"])
 def test_a_grown_model_has_the_outputs_of_the_small_one(kind, dtype):
     for seed in range(20):
         choices = {"depth": ("zero", "cancel")[seed % 2], "split": ("random", "equal")[seed // 2 % 2], "seed": seed}
@@ -110,6 +111,36 @@ def test_norms_get_eta_squared_of_the_epsilon_or_keep_it():
 
     assert scaled.model.norm.variance_epsilon == pytest.approx(1e-5 * 32 / 40)
     assert kept.model.norm.variance_epsilon == 1e-5
+
+
+NAMES = {
+    "vit": "deit.embeddings.cls_token deit.embeddings.distillation_token deit.layers.0.attention.q_proj.weight "
+    "deit.layers.0.attention.o_proj.bias deit.layers.0.layernorm_before.weight deit.layers.0.mlp.fc1.weight "
+    "deit.layers.0.mlp.fc2.bias deit.layernorm.bias distillation_classifier.weight",
+    "opt": "model.decoder.embed_positions.weight model.decoder.final_layer_norm.bias lm_head.weight "
+    "model.decoder.layers.0.self_attn.out_proj.weight model.decoder.layers.0.self_attn_layer_norm.bias "
+    "model.decoder.layers.0.fc2.weight model.decoder.layers.0.final_layer_norm.weight",
+    "bert": "roberta.encoder.layer.0.attention.self.query.weight roberta.embeddings.LayerNorm.bias lm_head.bias "
+    "lm_head.dense.weight lm_head.layer_norm.bias lm_head.decoder.weight classifier.out_proj.bias",
+}
+"""Family -> names of transformers 5: DeiT, OPT, RoBERTa."""
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_names_of_transformers_are_known_and_a_model_of_others_is_told_what_has_no_row(family):
+    names = NAMES[family].split()
+    assert family_of(names) == family
+    assert roles_of(names, family).keys() == set(names)
+    with pytest.raises(InputError, match=r"nearest, '\w+', has rows for \d+ of its \d+ names, and none for mine\.0"):
+        family_of([*names, *(f"mine.{number}" for number in range(10))])
+
+
+def test_outputs_that_differ_are_an_error_from_python_too_and_what_was_not_compared_is_warned_of():
+    small, large = trained(Scaled(**TRAINED)), Scaled(**LARGER).double()
+    with pytest.raises(BarMissedError, match="something else in it depends on its size"):
+        grow(small, large)
+    with pytest.warns(UserWarning, match="so nothing was compared"):
+        grow(trained(Paired(**TRAINED)), Paired(**LARGER).double())
 
 
 def test_a_row_makes_an_unknown_parameter_known():
@@ -250,6 +281,22 @@ def test_the_verb_says_what_is_wrong_and_writes_nothing(saved, capsys, tmp_path,
     assert code == 2
     assert words in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "o").exists()
+
+
+def test_a_torch_file_with_one_changed_byte_or_without_its_end_is_one_sentence(saved, capsys, tmp_path):
+    torch.save(saved.state_dict(), "a.pt")
+    whole = (tmp_path / "a.pt").read_bytes()
+    at = whole.index(saved.lm_head.weight.detach().numpy().tobytes())
+    for data, code, words in (
+        (whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :], 3, "a.pt is damaged: a/data/"),
+        (whole[: len(whole) // 2], 2, "a.pt cannot be read"),
+        (whole[:7], 2, "a.pt cannot be read"),
+    ):
+        (tmp_path / "a.pt").write_bytes(data)
+
+        assert verb("a.pt", "o", LARGER) == code
+        assert words in (said := capsys.readouterr().err)
+        assert said.count("\n") == 1
 
 
 def test_the_verb_refuses_a_model_that_depends_on_its_size_and_says_what_it_could_not_compare(saved, capsys, tmp_path):

@@ -82,6 +82,58 @@ def test_what_cannot_be_copied_is_named_once_with_the_way_out(value, step):
         loader.state_dict()
 
 
+class Shuffling(Held):
+    """Shuffles its array where it lies."""
+
+    def __iter__(self):
+        np.random.default_rng(len(self.value)).shuffle(self.value)
+        return iter(self.value.tolist())
+
+
+def test_a_sampler_that_shuffles_in_place_goes_on_exactly_through_three_interruptions_of_a_pass():
+    def made():
+        return DataLoader(ITEMS, 2, sampler=Shuffling(np.arange(12)))
+
+    loader, got = made(), []
+    whole = [batch.tolist() for _ in range(4) for batch in loader]
+    first = loader.state_dict()
+    for number in (8, 1, 2, 13):
+        loader, state = made(), loader.state_dict() if got else None
+        if state:
+            loader.load_state_dict(state)
+        while number:
+            for batch in loader:
+                got.append(batch.tolist())
+                number -= 1
+                if not number:
+                    break
+
+    assert got == whole
+    loader.load_state_dict(first)  # in a process that has read it before
+    after = [batch.tolist() for batch in loader]
+    loader = made()
+    loader.load_state_dict(first)
+    assert after == [batch.tolist() for batch in loader]
+
+
+def test_the_first_pass_warns_once_where_the_order_rests_on_what_the_sampler_does_not_hold():
+    counter = itertools.count(1).__next__
+
+    class Turning(Held):
+        def __iter__(self):
+            first = counter()
+            return iter([(item + first) % len(ITEMS) for item in ITEMS])
+
+    loader = DataLoader(ITEMS, 4, sampler=Turning(None))
+    with pytest.warns(RuntimeWarning, match=r"Turning read again from what state_dict\(\) holds yields other batches"):
+        list(loader)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        list(loader)
+
+    assert counter() == 3  # nobody else has counted
+
+
 def test_a_state_of_another_sampler_is_refused_with_the_place():
     with pytest.raises(InputError, match=r"holds a value of Held\.other\.size, which this sampler does not have"):
         write_back(Held(3), {(("attribute", "other"), ("attribute", "size")): 3})

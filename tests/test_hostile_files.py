@@ -18,6 +18,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.hostile_files import Reader, bounds_of, size_of
+from headway.cli import main
+from headway.core.errors import FormatError
+from headway.core.files.bounds import number_of
+from headway.core.files.regular_file import read_table
 from tests.paths import ROOT
 
 VERIFY, SHOW, INFO = ("ckpt", "verify"), ("ckpt", "show"), ("trace", "info")
@@ -163,8 +167,45 @@ def test_an_integer_of_ten_thousand_digits_is_shown(reader, tmp_path):
     assert (read(reader, VERIFY, path)["code"], read(reader, SHOW, path)["code"]) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        ("parallel simulate --stages 4 --microbatches 8 --forward-ns 9223372036854775808 --backward-ns 2", "at most"),
+        ("parallel schedule export --schedule interleaved --interleave 4294967296", "at most 262,144"),
+        (f"fault plan --mtbf-s 1e4 --restart-s 60 --save-s 1 --mesh tp={10**30},dp=2 --ranks-per-host 8", "524,288"),
+        ("parallel plan --shape {} --devices 16 --device A100-SXM4-80GB --devices-per-host 4294967296", "1,000,000"),
+        ("cluster sim --trace {} --policy las --devices a100=4 --round-s 60", "pass --round-s 171799"),
+        ("fault sim {}", "at most 100,000"),
+    ],
+)
+def test_a_size_that_nobody_can_wait_for_is_refused_with_its_bound(call, says, tmp_path, capsys):
+    names = {"parallel": "shape.toml", "cluster": "queue.csv", "fault": "fleet.toml"}
+    path = tmp_path / names[call.split()[0]]
+    path.write_text({
+        "shape.toml": "layers = 8\nhidden = 1024\nheads = 16\nsequence = 1024\nvocabulary = 51200\nbatch = 16\n",
+        "queue.csv": "id,arrival_s,run_s,num_devices\n1,0,4294967296,1\n",
+        "fleet.toml": "hosts = 64\ndevices_per_host = 8\ndays = 1e30\nmtbf_s = 1e4\n",
+    }[path.name])  # fmt: skip
+    with pytest.raises(SystemExit) as leaving:
+        main(call.format(path).split())
+
+    assert (leaving.value.code, says in capsys.readouterr().err) == (2, True)
+
+
+def test_a_table_of_another_program_is_read_in_its_encoding_and_a_cut_line_is_named(tmp_path):
+    path = tmp_path / "sacct.txt"
+    path.write_bytes("a|b\nM\xfcller|2\n".encode("latin-1"))
+    assert list(read_table(path, ["a"], "|")) == [(2, {"a": "M\xfcller", "b": "2"})]
+    path.write_bytes(b"a|b\n1|2\n1")
+    with pytest.raises(FormatError, match=r"sacct\.txt:3 has fewer columns than the header"):
+        list(read_table(path, ["a"], "|"))
+    for value in ("2020-03-01", "inf", "nan", 10**400, True, None):
+        with pytest.raises(FormatError, match=r"p\.csv:2 has .* where a number from 0 to 1e\+15 belongs"):
+            number_of(value, "p.csv:2")
+
+
 @pytest.mark.slow
-def test_mutations_of_every_format_end_in_no_traceback_and_within_the_bound():
+def test_mutations_of_every_format_and_call_end_in_no_traceback_and_within_the_bound():
     command = [sys.executable, "benchmarks/hostile_files.py", "--files=300"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
 

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -80,6 +82,19 @@ def test_a_trapezoid_has_the_ramp_of_its_edges(step_s):
     assert found.range_w == pytest.approx(500 / 2.5, rel=0.01)
     assert found.band_rms_w == pytest.approx(math.sqrt(harmonics(8.0, amplitude, band_hz)), rel=0.01)
     assert found.peak_hz == pytest.approx(1 / 8, rel=0.01)
+
+
+def test_frequencies_of_equal_energy_have_a_peak_and_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for scale in (1e-9, 1.0, 1e9):
+            for size in (16, 50, 500):
+                found = check(
+                    np.where(np.arange(size) == size // 2, scale, 0.0),
+                    0.02 * 500 / size,
+                    replace(WIDE, band_hz=(0.05, 0.5)),
+                )
+                assert math.isfinite(found.peak_hz)
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0, 3.0])

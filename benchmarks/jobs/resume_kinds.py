@@ -1,8 +1,12 @@
 """Loaders of every kind that can be interrupted: in an order of their own, by samplers, over streams that know where
 they are. Each is made anew, as a script that is started again does, and played from a state on."""
 
+import pickle
 import random
-from collections.abc import Callable, Iterator
+import warnings
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,6 +125,74 @@ class LeftOver(Sampler):
                 self._left = []
 
 
+class InPlace(Sampler):
+    """Shuffles what it holds where it lies: an array, a tensor, one that two names share, a deque in a helper."""
+
+    def __init__(self, how: str) -> None:
+        self.how, self.draws = how, np.random.RandomState(3)
+        self.order: Any = torch.arange(len(ITEMS)) if how == "tensor" else np.arange(len(ITEMS))
+        self.helper = SimpleNamespace(same=self.order, turns=deque(ITEMS))
+
+    def __len__(self) -> int:
+        return len(ITEMS)
+
+    def __iter__(self) -> Iterator[int]:
+        if self.how == "deque":
+            self.helper.turns.rotate(5)
+            return iter([*self.helper.turns])
+        (self.helper.same if self.how == "shared" else self.order)[:] = self.order[self.draws.permutation(len(ITEMS))]
+        return iter(self.order.tolist())
+
+
+def counters() -> dict[str, Callable[[int], int]]:
+    """Return functions that add to a number and return it: where -> one that keeps its number there."""
+    number = 0
+
+    def in_closure(more: int) -> int:
+        nonlocal number
+        number += more
+        return number
+
+    def in_argument(kept: list[int], more: int) -> int:
+        kept[0] += more
+        return kept[0]
+
+    def in_default(more: int, kept: list[int] = [0]) -> int:  # noqa: B006 - scripts do it
+        return in_argument(kept, more)
+
+    class InClass:
+        number = 0
+
+        def __call__(self, more: int) -> int:
+            InClass.number += more
+            return InClass.number
+
+    def in_iterator() -> Generator[int, int, None]:
+        number = more = 0
+        while True:
+            number += more
+            more = yield number
+
+    next(adds := in_iterator())
+    adder = partial(in_argument, [0])
+    return {"closure": in_closure, "partial": adder, "class": InClass(), "default": in_default, "iterator": adds.send}
+
+
+class Turning(Sampler):
+    """Begins each pass further on, by a count that it cannot be seen to hold; with `late` it counts on at the end."""
+
+    def __init__(self, where: str, *, late: bool) -> None:
+        self.count, self.late = counters()[where], late
+
+    def __len__(self) -> int:
+        return len(ITEMS)
+
+    def __iter__(self) -> Iterator[int]:
+        first = self.count(0 if self.late else 1)
+        yield from [(first + item) % len(ITEMS) for item in ITEMS]
+        self.count(1 if self.late else 0)
+
+
 class Stream(IterableDataset):
     """Numbers, sharded over workers; each pass draws anew from a generator that runs on."""
 
@@ -196,6 +268,39 @@ STREAMED: dict[str, Callable[..., DataLoader]] = {
 def served(**more: Any) -> DataLoader:
     """Return a loader whose batches come from the data server of this user, in the server's order."""
     return DataLoader(ITEMS, 4, shuffle=True, server="auto", **more)
+
+
+IN_PLACE = {how: by(partial(InPlace, how)) for how in ("array", "tensor", "shared", "deque")}
+"""Kinds that change what they hold where it lies."""
+
+TURNING = {(where, late): by(partial(Turning, where, late=late)) for where in counters() for late in (False, True)}
+"""Kinds whose next pass rests on what no look finds."""
+
+LIVES = ((1,), (3,), (6,), (7,), (12,), (3, 1), (7, 1), (7, 4), (6, 6), (9, 4), (1, 1, 1), (7, 1, 1), (7, 2, 3),
+         (6, 2, 2), (8, 6, 1))  # fmt: skip
+"""Batches that are taken in each process before the last one: six make a pass."""
+
+
+def lived(make: Callable[..., DataLoader], whole: list[Any], lives: tuple[int, ...]) -> tuple[bool, bool]:
+    """Return whether a job that is interrupted after so many batches, each time, gets the batches `whole`; if warned.
+
+    Where it stops at the end of a pass, the loop has asked for one batch more.
+    """
+    got: list[Any] = []
+    state = None
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for number in [*lives, len(whole)]:
+            loader, stop = make(), min(len(got) + number, len(whole))
+            if state is not None:
+                loader.load_state_dict(pickle.loads(state))
+            while len(got) < stop:
+                for batch in loader:
+                    got.append(plain(batch))
+                    if len(got) == stop and stop % 6:
+                        break
+            state = pickle.dumps(loader.state_dict())
+    return got == whole, any(issubclass(one.category, RuntimeWarning) for one in said)
 
 
 Place = tuple[int, int]

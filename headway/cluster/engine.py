@@ -49,6 +49,9 @@ LATEST, GRACE_S = 1.6, 3600.0
 MOMENT_S = 1e-6
 """Times that are no further apart are one: sums of round lengths are not exact."""
 
+MOST_ROUNDS = 25_000
+"""Rounds that all jobs need at least: each takes half a millisecond."""
+
 MOST_IDLE_ROUNDS = 1000
 """Rounds in a row in which a policy may run nothing, with jobs waiting and none to come."""
 
@@ -116,6 +119,14 @@ def simulate(
     if not 0 <= first < last <= len(jobs):
         raise InputError(f"the window is {first}:{last}, there are {len(jobs)} jobs; choose 0 <= first < last <= that.")
     timing = Timing(rules, round_s, reset_s)
+    alone_s = (jobs.steps / table.alone.max(axis=1, initial=0.0).clip(1e-300))[:last]
+    least_s = max(alone_s.max(), (alone_s * jobs.scale[:last]).sum() / pools.count.sum()) if adapting is None else 0.0
+    if least_s > MOST_ROUNDS * round_s:
+        raise InputError(
+            f"the jobs need {least_s:.3g} s on these devices, in rounds of {round_s:g} s; at most {MOST_ROUNDS:,} are "
+            f"simulated. Correct the longest job ({jobs.ids[int(alone_s.argmax())]!r}), or pass --round-s "
+            f"{math.ceil(least_s / MOST_ROUNDS)}."
+        )
     return _Engine(jobs, pools, decide, table, seed, (first, last), timing, adapting, resizes).run()
 
 

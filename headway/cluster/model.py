@@ -36,6 +36,10 @@ USD_PER_H: dict[str, float] = {"v100": 2.85, "p100": 1.68, "k80": 0.52}
 """Dollars per device and hour on demand: the table of Gavel's study of prices (Narayanan et al., DISPA 2020)."""
 
 
+MOST_DEVICES = 10**9
+"""Devices of one type, or of one job."""
+
+
 def parse_numbers(text: str, what: str) -> dict[str, float]:
     """Read "v100=2.85,k80=0.52", device types and finite numbers above 0; raises `InputError`."""
     found = {}
@@ -67,7 +71,7 @@ class Cluster:
     def parse(cls, text: str, prices: str = "") -> Cluster:
         """Read "v100=36,k80=36" and, likewise, dollars per device and hour; raises `InputError`."""
         pairs = [part.partition("=") for part in text.split(",") if part.strip()]
-        bare = [name for name, sign, value in pairs if not (sign and value.strip().isdigit())]
+        bare = [name for name, sign, value in pairs if not (sign and value.strip().isdecimal())]
         if bare:
             raise InputError(f"{bare[0]!r} says no number of devices. Write type=count, such as v100=8.")
         names = [name.strip() for name, _, _ in pairs]
@@ -81,8 +85,11 @@ class Cluster:
     def of(cls, count: Mapping[str, int], usd_per_h: Mapping[str, float] | None = None) -> Cluster:
         """Make a cluster of type -> number of devices; raises `InputError` when it is empty or a count is below 0."""
         sizes = [int(value) for value in count.values()]
-        if any(size < 0 for size in sizes) or not sum(sizes):
-            raise InputError(f"the cluster has devices {dict(count)}; give at least one type a count above 0.")
+        if any(not 0 <= size <= MOST_DEVICES for size in sizes) or not sum(sizes):
+            raise InputError(
+                f"the cluster has devices {dict(count)}; give at least one type a count above 0, and none above "
+                f"{MOST_DEVICES:,}."
+            )
         prices = {**USD_PER_H, **(usd_per_h or {})}
         price = np.array([prices.get(name, math.nan) for name in count], np.float64)
         if (price < 0).any():
@@ -229,7 +236,7 @@ class Resize:
             try:
                 when, _, pool = part.partition(":")
                 name, _, count = pool.partition("=")
-                found.append(cls(float(when), name.strip(), int(count)))
+                found.append(cls(float(when), name.strip(), min(int(count), MOST_DEVICES)))
             except ValueError:
                 raise InputError(
                     f"{part!r} cannot be read as a change of a pool. Write seconds:type=count, as 36000:v100=4."

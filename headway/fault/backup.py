@@ -23,6 +23,9 @@ from headway.core.mesh import Mesh
 
 Ranks = NDArray[np.int64]
 
+MOST_RANKS, MOST_MATCHED = 1 << 19, 1 << 12
+"""Ranks that are placed in seconds: by a shift, and by a matching."""
+
 
 def backup_peers(mesh: Mesh, ranks_per_host: int) -> list[int]:
     """Return for each rank the one that holds its copy: a permutation of the ranks.
@@ -31,6 +34,8 @@ def backup_peers(mesh: Mesh, ranks_per_host: int) -> list[int]:
     host. Raises `InputError` where hosts and mesh do not fit, and where there is no such peer.
     """
     world = mesh.world_size
+    if world > MOST_RANKS:
+        raise InputError(f"{world:.3g} ranks are more than the {MOST_RANKS:,} that are placed. Give a smaller mesh.")
     if ranks_per_host < 1 or world % ranks_per_host:
         raise InputError(
             f"{mesh.product()} = {world} ranks do not fill hosts of {ranks_per_host}. Change a degree of the mesh, or "
@@ -51,6 +56,11 @@ def backup_peers(mesh: Mesh, ranks_per_host: int) -> list[int]:
                 continue
             if not strict or not _hosts_meet(places, peers, ranks_per_host):
                 return [int(peer) for peer in peers]
+    if world > MOST_MATCHED:
+        raise InputError(
+            f"no shift of {mesh.product()} leads to another host and group, and {world} ranks are more than the "
+            f"{MOST_MATCHED:,} that are matched one by one. Give a third axis, or --ranks-per-host 1."
+        )
     allowed = (hosts[:, None] != hosts[None, :]) & (_differing(places, places) >= 2)
     return _matched(allowed)
 

@@ -31,6 +31,9 @@ S_PER_DAY = 86400.0
 PUBLISHED = "published"
 """As a mix: the failures of a published fleet, incidents.toml."""
 
+MOST_FAILURES = 100_000
+"""Failures that are simulated: each takes 0.1 ms."""
+
 PARTS = ("detect", "locate", "restart", "wait", "rework", "save")
 """What takes time from a job: until a failure is seen, until its place is known, until training goes on; waiting for
 another host; work that was not saved; saving."""
@@ -98,6 +101,11 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name, value in positive.items():
             if not 0 < value < float("inf"):
                 raise InputError(f"{name} is {value}; it must be above 0. Pass a positive number.")
+        if self.days * S_PER_DAY > MOST_FAILURES * self.job_mtbf_s:
+            raise InputError(
+                f"{self.days:g} days hold some {self.days * S_PER_DAY / self.job_mtbf_s:.3g} failures; at most "
+                f"{MOST_FAILURES:,} are simulated. Pass fewer days."
+            )
         for name in self.times.__struct_fields__:
             if not 0 <= getattr(self.times, name) < float("inf"):
                 raise InputError(f"{name} is {getattr(self.times, name)}; it must be at least 0. Pass seconds.")

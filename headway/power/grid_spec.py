@@ -84,7 +84,9 @@ class GridSpec:
             raise FormatError(f"{where} has {wrong}. {suggestion(known, (unknown or missing)[0])}")
         try:
             return cls(**given)
-        except TypeError as fault:
+        except InputError:
+            raise
+        except (TypeError, ValueError) as fault:
             raise FormatError(f"{where}: {fault}. Write numbers, and band_hz as a list of two.") from None
 
 
@@ -241,4 +243,5 @@ def _peak(frequency_hz: Watts, energy: Watts) -> float:
     if len(near) < 3 or not near.min() > 0 or best == 0:
         return float(frequency_hz[best])
     left, middle, right = np.log(near)
-    return float(frequency_hz[best] + bin_hz * 0.5 * (left - right) / (left - 2 * middle + right))
+    curve = left - 2 * middle + right  # 0 where three bins are equally high
+    return float(frequency_hz[best] + bin_hz * 0.5 * (left - right) / (curve or math.inf))

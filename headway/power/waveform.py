@@ -9,7 +9,6 @@ stands for an equal part of the site's devices.
 from __future__ import annotations
 
 import math
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from headway.core.errors import FormatError, InputError
+from headway.core.files.arrays import read_arrays
 from headway.cost.power import PowerModel
 from headway.ledger.booking.rows import NAME_ID, NAMES, RankRows, rows_by_rank
 from headway.power.grid_spec import Watts, checked_power
@@ -55,10 +55,10 @@ class Waveform:
 
 def of_file(path: Path) -> Waveform:
     """Read `power_w` [t] and `step_s` of an NPZ file; raises `FormatError`."""
+    watts, seconds = read_arrays(path, ("power_w", "step_s"))
     try:
-        with np.load(path, allow_pickle=False) as found:
-            power, step_s = np.asarray(found["power_w"], np.float64), float(found["step_s"])
-    except (OSError, KeyError, ValueError, TypeError, zipfile.BadZipFile) as fault:
+        power, step_s = np.asarray(watts, np.float64), float(seconds)
+    except (ValueError, TypeError) as fault:
         raise FormatError(f"{path} holds no power_w and step_s ({fault}). Write np.savez(FILE, ...) of both.") from None
     return Waveform(checked_power(power, step_s), step_s, f"{len(power):,} samples of {path}")
 

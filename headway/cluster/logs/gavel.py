@@ -18,6 +18,8 @@ import pyarrow.parquet
 
 from headway.cluster.model import Cluster, Jobs, Rates
 from headway.core.errors import FormatError, InputError
+from headway.core.files.bounds import MOST, number_of
+from headway.core.files.regular_file import read_lines
 from headway.core.tables import suggestion
 
 Kind = tuple[str, int]
@@ -88,19 +90,14 @@ def read_trace(path: Path, v100: Mapping[Kind, float]) -> Jobs:
     An SLO is a factor of the time alone on a v100, whose rates `v100` gives.
     """
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        fields = line.split("\t")
+    for number, line in enumerate(read_lines(path), 1):
+        fields = line.rstrip("\r\n").split("\t")
         if len(fields) != FIELDS:
             raise FormatError(
                 f"{path}:{number} has {len(fields)} fields; a trace has {FIELDS}, separated by tabs. Add them."
             )
-        try:
-            steps, scale, weight, slo, arrival_s = (float(field) for field in fields[5:])
-            rows.append((fields[0], steps, scale, weight, slo, arrival_s))
-        except ValueError as fault:
-            raise FormatError(
-                f"{path}:{number}: {fault}. Write steps, scale, weight, SLO, arrival as numbers."
-            ) from None
+        steps, scale, weight, slo, arrival_s = (number_of(cell, f"{path}:{number}", least=-MOST) for cell in fields[5:])
+        rows.append((fields[0], steps, scale, weight, slo, arrival_s))
     return _jobs(rows, v100)
 
 

@@ -9,7 +9,6 @@ have not run have num_steps in place of run_s, and a model that runs measured.
 
 from __future__ import annotations
 
-import csv
 import math
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pyarrow.parquet
 from headway.cluster.logs.record import JobRecord, RecordedQueue
 from headway.cluster.logs.slurm import read_piped, read_sacct
 from headway.core.errors import FormatError
+from headway.core.files.regular_file import read_table
 
 PHILLY = ("submitted_unix_s", "duration_s", "num_devices", "virtual_cluster")
 NEEDED = ("id", "arrival_s", "run_s", "num_devices")
@@ -40,23 +40,22 @@ def read_philly(path: Path, virtual_cluster: str = "") -> RecordedQueue:
 
 def read_csv(path: Path) -> RecordedQueue:
     """Read a queue from CSV; raises `FormatError` that names file and line."""
-    records = []
-    with path.open(newline="") as file:
-        table = csv.DictReader(file)
-        columns = table.fieldnames or ()
-        in_steps = "num_steps" in columns and "run_s" not in columns
-        work = "num_steps" if in_steps else "run_s"
-        missing = [name for name in NEEDED if name not in columns and (name, in_steps) != ("run_s", True)]
-        if missing:
-            raise FormatError(f"{path} has no column {missing[0]}. Write a header with {', '.join(NEEDED)}.")
-        for number, row in enumerate(table, 2):
-            try:
-                numbers = (int(row["num_devices"]), float(row["arrival_s"]), float(row[work]))
-                start_s = math.nan if in_steps else float(row.get("start_s") or math.nan)
-            except (ValueError, TypeError) as fault:
-                raise FormatError(f"{path}:{number}: {fault}. Write num_devices and seconds as numbers.") from None
-            words = (row.get("device_type") or "", row.get("owner") or "", row.get("model") or "")
-            records.append(JobRecord(row["id"], *numbers, start_s, *words))
+    records, in_steps = [], False
+    for number, row in read_table(path, [name for name in NEEDED if name != "run_s"]):
+        in_steps = "num_steps" in row and "run_s" not in row
+        if not in_steps and "run_s" not in row:
+            raise FormatError(f"{path} has no column run_s. Write a header with {', '.join(NEEDED)}.")
+        try:
+            numbers = (
+                int(row["num_devices"]),
+                float(row["arrival_s"]),
+                float(row["num_steps" if in_steps else "run_s"]),
+            )
+            start_s = math.nan if in_steps else float(row.get("start_s") or math.nan)
+        except ValueError as fault:
+            raise FormatError(f"{path}:{number}: {fault}. Write num_devices and seconds as numbers.") from None
+        words = (row.get("device_type", ""), row.get("owner", ""), row.get("model", ""))
+        records.append(JobRecord(row["id"], *numbers, start_s, *words))
     return RecordedQueue.of(records, path, in_steps=in_steps)
 
 

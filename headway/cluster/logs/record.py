@@ -9,8 +9,9 @@ from operator import attrgetter
 
 import numpy as np
 
-from headway.cluster.model import Cluster, Jobs, Values
+from headway.cluster.model import MOST_DEVICES, Cluster, Jobs, Values
 from headway.core.errors import FormatError, InputError
+from headway.core.files.bounds import MOST, number_of
 from headway.core.tables import suggestion
 from headway.cost.specs import shipped
 
@@ -67,8 +68,14 @@ class RecordedQueue:
     def of(
         cls, records: Iterable[JobRecord], source: object, skipped: int = 0, in_steps: bool = False
     ) -> RecordedQueue:
-        """Sort records by arrival; raises `FormatError` when there are none."""
-        rows = sorted(records, key=attrgetter("arrival_s"))
+        """Sort records by arrival; raises `FormatError` when there are none, and on numbers that no log has."""
+        rows = list(records)
+        for row in rows:
+            where = f"{source}: job {row.id!r}"
+            number_of(row.scale, where, least=1, most=MOST_DEVICES)
+            for value in (row.arrival_s, row.run_s, *([] if math.isnan(row.start_s) else [row.start_s])):
+                number_of(value, where, least=-MOST)
+        rows.sort(key=attrgetter("arrival_s"))
         if not rows:
             raise FormatError(f"{source} holds no job that ran on devices. Export finished jobs that asked for some.")
         first_s = rows[0].arrival_s

@@ -10,7 +10,6 @@ gres/gpu, with a type where the site has one: gres/gpu:a100=4.
 
 from __future__ import annotations
 
-import csv
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -21,6 +20,7 @@ from typing import Any
 from headway.cluster.logs.record import JobRecord, RecordedQueue
 from headway.core.errors import FormatError
 from headway.core.files.bounded_json import read_json
+from headway.core.files.regular_file import read_table
 
 PIPED = ("JobID", "Submit", "Start", "End", "AllocTRES")
 """Columns that `sacct -P` has to have."""
@@ -38,7 +38,7 @@ def read_sacct(path: Path) -> RecordedQueue:
     for number, job in enumerate(jobs):
         try:
             records.append(_record(job))
-        except (KeyError, TypeError, ValueError, AttributeError) as fault:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as fault:
             raise FormatError(
                 f"{path}: job {number} of Slurm {_version(tree)} has another shape than known ones ({fault!r}). "
                 f"Export with `sacct -P -o {','.join(PIPED)},User,State,JobName` instead."
@@ -91,25 +91,20 @@ def _devices(entries: Iterable[str]) -> tuple[int, str]:
 
 def read_piped(path: Path) -> RecordedQueue:
     """Read `sacct -P`; raises `FormatError` on missing columns or a time that is none."""
-    with path.open(newline="") as file:
-        table = csv.DictReader(file, delimiter="|")
-        missing = [name for name in PIPED if name not in (table.fieldnames or ())]
-        if missing:
-            raise FormatError(f"{path} has no column {missing[0]}. Export with `sacct -P -o {','.join(PIPED)},User`.")
-        records, skipped = [], 0
-        for number, row in enumerate(table, 2):
-            if "." in row["JobID"]:  # a step of a job
-                continue
-            try:
-                submit, start, end = (_time(row[name]) for name in ("Submit", "Start", "End"))
-            except ValueError as fault:
-                raise FormatError(f"{path}:{number}: {fault}. Write times as 2026-01-31T12:00:00.") from None
-            count, kind = _devices([row["AllocTRES"] or ""])
-            if count and end > start:
-                owner, name = row.get("User") or "", row.get("JobName") or ""
-                records.append(JobRecord(row["JobID"], count, submit, end - start, start, kind, owner, name))
-            else:
-                skipped += 1
+    records, skipped = [], 0
+    for number, row in read_table(path, PIPED, "|", fix=f"Export with `sacct -P -o {','.join(PIPED)},User`."):
+        if "." in row["JobID"]:  # a step of a job
+            continue
+        try:
+            submit, start, end = (_time(row[name]) for name in ("Submit", "Start", "End"))
+        except (ValueError, OverflowError) as fault:
+            raise FormatError(f"{path}:{number}: {fault}. Write times as 2026-01-31T12:00:00.") from None
+        count, kind = _devices([row["AllocTRES"]])
+        if count and end > start:
+            owner, name = row.get("User", ""), row.get("JobName", "")
+            records.append(JobRecord(row["JobID"], count, submit, end - start, start, kind, owner, name))
+        else:
+            skipped += 1
     return RecordedQueue.of(records, path, skipped)
 
 

@@ -10,6 +10,7 @@ device_type, steps_per_s on one device) and `availability` (see `deadline.py`). 
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,12 @@ import pyarrow.parquet
 from headway.cluster.prices.market import Market, Offer
 from headway.core.errors import FormatError, InputError
 from headway.core.files.bounded_json import read_json
+from headway.core.files.bounds import number_of
+from headway.core.files.regular_file import read_lines
 from headway.core.tables import pick, suggestion
+
+LAST_S = 253402300799.0
+"""The last second of the year 9999, since 1970."""
 
 DEVICES: dict[str, tuple[str, int]] = {
     "p2.xlarge": ("k80", 1), "p2.8xlarge": ("k80", 8), "p2.16xlarge": ("k80", 16),
@@ -193,11 +199,9 @@ def _aws_record(row: Mapping[str, Any], where: str) -> AwsRecord:
     zone, kind = row["zone"], row["instance_type"]
     if not zone or not kind:
         raise FormatError(f"{where} names no zone or instance type. Remove the row or complete it.")
-    if _missing(row["unix_s"]):
-        raise FormatError(f"{where} has no time. Write unix_s in seconds since 1970, or remove the row.")
     region = row.get("region") or str(zone).rstrip("abcdefghijklmnopqrstuvwxyz")
-    usd = _price(row["usd_per_h"], where)
-    return AwsRecord(str(zone), str(region), str(kind), usd, float(row["unix_s"]), str(row.get("log") or ""))
+    usd, unix_s = _price(row["usd_per_h"], where), number_of(row["unix_s"], f"{where}, unix_s", most=LAST_S)
+    return AwsRecord(str(zone), str(region), str(kind), usd, unix_s, str(row.get("log") or ""))
 
 
 def _missing(value: Any) -> bool:
@@ -206,14 +210,8 @@ def _missing(value: Any) -> bool:
 
 
 def _price(value: Any, where: str) -> float:
-    """Return a finite number >= 0."""
-    try:
-        number = math.nan if _missing(value) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not (math.isfinite(number) and number >= 0):
-        raise FormatError(f"{where} has {value!r} where a number >= 0 belongs. Correct or remove the row.")
-    return number
+    """Return a number >= 0."""
+    return number_of(value, where)
 
 
 def _day(value: Any) -> date:
@@ -238,7 +236,10 @@ def _rows(folder: Path, stem: str, columns: Sequence[str]) -> list[dict[str, Any
 def _read(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
     """Return the rows of a table; raises `FormatError` where it has not these columns."""
     try:
-        table = pyarrow.parquet.read_table(path) if path.suffix == ".parquet" else pyarrow.csv.read_csv(path)
+        if path.suffix == ".parquet":
+            table = pyarrow.parquet.read_table(path)
+        else:
+            table = pyarrow.csv.read_csv(io.BytesIO("".join(read_lines(path)).encode()))
     except (OSError, pyarrow.ArrowException) as fault:
         raise FormatError(f"{path} is not a readable table ({fault}). Write Parquet, or CSV with a header.") from None
     missing = [name for name in columns if name not in table.column_names]

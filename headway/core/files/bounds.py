@@ -14,6 +14,9 @@ no program writes such a file. Use another copy.
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from headway.core.errors import FormatError
 
 FREE_BYTES = 48_000_000
@@ -27,6 +30,10 @@ MOST_UNPACKED_PER_BYTE = 100
 
 FREE_UNPACKED_BYTES = 16_000_000
 """Unpacked bytes that a packed file of any size may have."""
+
+
+MOST = 1e15
+"""Largest number that a file of a user's may hold: some 30 million years in seconds, or a petabyte."""
 
 
 class RoomError(FormatError):
@@ -50,3 +57,21 @@ def check_room(needed_bytes: int, num_bytes: int, where: str, what: str) -> None
 def unpacked_room(packed_bytes: int) -> int:
     """Return how many bytes a packed file of `packed_bytes` may unpack to."""
     return FREE_UNPACKED_BYTES + MOST_UNPACKED_PER_BYTE * packed_bytes
+
+
+def number_of(value: Any, where: str, *, least: float = 0.0, most: float = MOST) -> float:
+    """Return the number that a cell of a table holds, or is; raises `FormatError` where it is none or out of range.
+
+    >>> number_of("7.5", "queue.csv:2")
+    7.5
+    """
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not least <= number <= most:
+        raise FormatError(
+            f"{where} has {str(value)[:60]!r} where a number from {least:g} to {most:g} belongs. Correct or remove the "
+            "row."
+        )
+    return number

@@ -15,14 +15,15 @@ headway.core.errors.InputError: ...a.json is a FIFO, not a regular file. Name a 
 
 from __future__ import annotations
 
+import csv
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import BinaryIO
 
-from headway.core.errors import InputError
+from headway.core.errors import FormatError, InputError
 
 KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 """Type of a file that is not regular -> what a person calls it."""
@@ -73,6 +74,44 @@ def _refuse_others(mode: int, path: str | os.PathLike[str]) -> None:
     kind = KINDS.get(stat.S_IFMT(mode))
     if kind is not None:
         raise InputError(f"{path} is {kind}, not a regular file. Name a file, or copy its content into one.")
+
+
+def read_lines(path: str | os.PathLike[str]) -> list[str]:
+    """Return the lines of a table that another program wrote, whose names may be of people: UTF-8, else Latin-1.
+
+    Raises as `open_regular` does.
+    """
+    data = read_regular(path).removeprefix(b"\xef\xbb\xbf")
+    try:
+        return data.decode("utf-8").splitlines(keepends=True)
+    except UnicodeDecodeError:  # any bytes are text in Latin-1
+        return data.decode("latin-1").splitlines(keepends=True)
+
+
+def read_table(
+    path: str | os.PathLike[str], columns: Sequence[str] = (), delimiter: str = ",", *, fix: str = ""
+) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield (line, column -> text) of each row of a table with a header line; it has `columns` and maybe others.
+
+    Raises `InputError` where it cannot be read, `FormatError` where a column is missing, which `fix` mends, or a row
+    has too few.
+    """
+    try:
+        table = csv.DictReader(read_lines(path), delimiter=delimiter, restval=None)
+        names = list(table.fieldnames or ())
+        if missing := [name for name in columns if name not in names]:
+            mended = fix or f"Write a header with {', '.join(columns)}."
+            raise FormatError(f"{path} has no column {missing[0]}. {mended}")
+        for row in table:
+            if None in row.values():
+                raise FormatError(
+                    f"{path}:{table.line_num} has fewer columns than the header. Complete the line or remove it."
+                )
+            yield table.line_num, row
+    except OSError as cause:
+        raise InputError(f"cannot read {path}: {cause.strerror}. Give the path of a table.") from cause
+    except csv.Error as cause:
+        raise FormatError(f"{path}:{table.line_num}: {cause}. Correct that line.") from None
 
 
 def read_text(path: str | os.PathLike[str], what: str) -> str:

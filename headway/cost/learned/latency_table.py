@@ -9,8 +9,6 @@
 
 from __future__ import annotations
 
-import io
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import FormatError, InputError
-from headway.core.files.bounds import check_room, unpacked_room
-from headway.core.files.regular_file import read_regular
+from headway.core.files.arrays import read_arrays
 from headway.core.tables import pick
 
 FIELDS = ("ops", "op_names", "settings", "latency_ms")
@@ -77,20 +74,12 @@ class LatencyTable:
     @classmethod
     def read(cls, path: str | Path) -> LatencyTable:
         """Read an NPZ file with `ops`, `op_names`, `settings` and `latency_ms`; raises `FormatError`."""
-        packed = read_regular(path)
+        arrays = read_arrays(path, FIELDS)
         try:
-            check_room(sum(entry.file_size for entry in zipfile.ZipFile(io.BytesIO(packed)).infolist()),
-                       unpacked_room(len(packed)), str(path), "arrays")  # fmt: skip
-            with np.load(io.BytesIO(packed), allow_pickle=False) as found:
-                absent = [name for name in FIELDS if name not in found]
-                if absent:
-                    raise FormatError(f"{path} has no array {absent[0]!r}; it needs {', '.join(FIELDS)}. Write it so.")
-                ops, latency = found["ops"].astype(np.int64), found["latency_ms"].astype(np.float64)
-                names, settings = (tuple(map(str, found[name].ravel())) for name in ("op_names", "settings"))
-        except FormatError:
-            raise
-        except (OSError, ValueError, TypeError, EOFError, KeyError, zipfile.BadZipFile) as error:
-            raise FormatError(f"{path} cannot be read as NPZ: {error}. Write it with numpy.savez.") from error
+            ops, latency = arrays[0].astype(np.int64), arrays[3].astype(np.float64)
+            names, settings = (tuple(map(str, each.ravel())) for each in arrays[1:3])
+        except (ValueError, TypeError) as error:
+            raise FormatError(f"{path} holds other values than numbers: {error}. Write it with numpy.savez.") from error
         return cls(names, ops, settings, latency / 1e3)
 
     def rows(self, settings: Sequence[str]) -> NDArray[np.float64]:

@@ -34,6 +34,7 @@ ROLES: dict[str, tuple[str, ...]] = {
     "value": ("kv", "read"),
     "qkv": ("qkv", "read"),  # the three of them in one matrix
     "attention output": ("stream", "from_query"),
+    "qkv by head": ("qkv by head", "read"),  # in one matrix, query, key and value of a head side by side
     "read": ("hidden", "read"),  # a layer from the stream to hidden units; both of a gated pair, which grow alike
     "write": ("stream", "from_hidden"),  # from hidden units to the stream
     "norm gain": ("gain",),
@@ -109,12 +110,20 @@ FAMILIES: dict[str, list[tuple[str, str]]] = {
         ("cls.predictions.decoder.*", "head"),
         ("cls.predictions.bias", "same"),
         ("cls.seq_relationship.*", "head"),
+        ("lm_head.dense.*", "read"),  # RoBERTa's head, and what classifies with it
+        ("lm_head.layer_norm.weight", "final gain"),
+        ("lm_head.layer_norm.bias", "final bias"),
+        ("lm_head.decoder.*", "head"),
+        ("lm_head.bias", "same"),
+        ("classifier.dense.*", "read"),
+        ("classifier.out_proj.*", "head"),
         ("classifier.*", "head"),
         ("qa_outputs.*", "head"),
     ],
     "vit": [
         ("embeddings.cls_token", "position"),
         ("embeddings.mask_token", "position"),
+        ("embeddings.distillation_token", "position"),  # DeiT
         ("embeddings.position_embeddings", "position"),
         ("embeddings.patch_embeddings.projection.*", "patch"),
         ("encoder.layer.#.layernorm_*.weight", "norm gain"),
@@ -125,10 +134,52 @@ FAMILIES: dict[str, list[tuple[str, str]]] = {
         ("encoder.layer.#.attention.output.dense.*", "attention output"),
         ("encoder.layer.#.intermediate.dense.*", "read"),
         ("encoder.layer.#.output.dense.*", "write"),
+        ("layers.#.layernorm_*.weight", "norm gain"),  # from transformers 5 on
+        ("layers.#.layernorm_*.bias", "norm bias"),
+        ("layers.#.attention.q_proj.*", "query"),
+        ("layers.#.attention.k_proj.*", "key"),
+        ("layers.#.attention.v_proj.*", "value"),
+        ("layers.#.attention.o_proj.*", "attention output"),
+        ("layers.#.mlp.fc1.*", "read"),
+        ("layers.#.mlp.fc2.*", "write"),
         ("layernorm.weight", "final gain"),
         ("layernorm.bias", "final bias"),
         ("pooler.dense.*", "read"),
-        ("classifier.*", "head"),
+        ("*classifier.*", "head"),
+    ],
+    "opt": [
+        ("embed_tokens.weight", "token"),
+        ("embed_positions.weight", "position"),
+        ("layers.#.*_layer_norm.weight", "norm gain"),
+        ("layers.#.*_layer_norm.bias", "norm bias"),
+        ("layers.#.self_attn.q_proj.*", "query"),
+        ("layers.#.self_attn.k_proj.*", "key"),
+        ("layers.#.self_attn.v_proj.*", "value"),
+        ("layers.#.self_attn.out_proj.*", "attention output"),
+        ("layers.#.fc1.*", "read"),
+        ("layers.#.fc2.*", "write"),
+        ("final_layer_norm.weight", "final gain"),
+        ("final_layer_norm.bias", "final bias"),
+        ("lm_head.*", "head"),
+        ("score.weight", "head"),
+    ],
+    "gpt_neox": [
+        ("embed_in.weight", "token"),
+        ("layers.#.*_layernorm.weight", "norm gain"),
+        ("layers.#.*_layernorm.bias", "norm bias"),
+        ("layers.#.attention.query_key_value.*", "qkv by head"),
+        ("layers.#.attention.dense.*", "attention output"),
+        ("layers.#.attention.bias", "same"),  # masks of older versions
+        ("layers.#.attention.masked_bias", "same"),
+        ("layers.#.attention.rotary_emb.inv_freq", "same"),
+        ("layers.#.mlp.dense_h_to_4h.*", "read"),
+        ("layers.#.mlp.dense_4h_to_h.*", "write"),
+        ("rotary_emb.inv_freq", "same"),
+        ("final_layer_norm.weight", "final gain"),
+        ("final_layer_norm.bias", "final bias"),
+        ("embed_out.weight", "head"),
+        ("lm_head.weight", "head"),
+        ("score.*", "head"),
     ],
     "torch": [  # torch.nn.TransformerEncoder, and the usual names of what lies around it
         ("layers.#.self_attn.in_proj_*", "qkv"),
@@ -183,7 +234,7 @@ def find(rows: Sequence[tuple[str, str]], name: str) -> ParameterRole | None:
 def family_of(names: Iterable[str]) -> str:
     """Return the family whose layers are recognised and which knows most of the names.
 
-    Raises `InputError` where no family knows a layer.
+    Raises `InputError` where no family knows a layer, or half of the names.
     """
     known: dict[str, int] = {}
     names = list(names)
@@ -196,7 +247,14 @@ def family_of(names: Iterable[str]) -> str:
             f"no family of models has layers named like {', '.join(names[:3])}. Known are {', '.join(FAMILIES)}; add "
             'one: headway.model.FAMILIES["mine"] = [(pattern, role), ...].'
         )
-    return max(known, key=known.__getitem__)
+    best = max(known, key=known.__getitem__)
+    if 2 * known[best] < len(names):
+        missing = [name for name in names if find(FAMILIES[best], name) is None]
+        raise InputError(
+            f"no family knows this model. The nearest, {best!r}, has rows for {known[best]} of its {len(names)} names, "
+            f'and none for {", ".join(missing[:3])}. Add one: headway.model.FAMILIES["mine"] = [(pattern, role), ...].'
+        )
+    return best
 
 
 def roles_of(names: Iterable[str], family: str) -> dict[str, ParameterRole]:

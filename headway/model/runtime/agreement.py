@@ -8,16 +8,38 @@ from typing import Any
 import torch
 from torch import nn
 
-from headway.core.errors import InputError
+from headway.core.errors import BarMissedError, InputError
 from headway.core.rng import derived_seed
 from headway.model.growth.families import family_of
 from headway.model.growth.sizes import repeated
 from headway.model.runtime.axes import repeat
-from headway.model.runtime.described import Described, describe
-from headway.model.runtime.grow import stream_scale
+from headway.model.runtime.described import Described, describe, stream_scale
 
 SEQUENCES, LENGTH = 2, 16
 """Of a drawn input; fewer positions where the model has fewer."""
+
+
+LARGEST = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Element type -> relative error of outputs that is rounding, of deep models too; 0.1 for 16 bits and fewer."""
+
+
+def compared(small: nn.Module, large: nn.Module, *, family: str, eps: str, seed: int = 0) -> tuple[float | None, str]:
+    """Return the error of `max_relative_error` and "", or None and why nothing was compared.
+
+    Raises `BarMissedError` where the outputs are not equal.
+    """
+    try:
+        error = max_relative_error(small, large, family=family, eps=eps, seed=seed)
+    except InputError as cause:
+        return None, str(cause)
+    kind = next((each.dtype for each in small.state_dict().values() if each.is_floating_point()), torch.float32)
+    if not error <= LARGEST.get(kind, 0.1):
+        raise BarMissedError(
+            f"the outputs of the grown model differ by {error:.2g} of the largest, so something else in it depends on "
+            "its size: a scale of attention, of logits, of layers, of the embedding. Make that equal in both models, "
+            "and do not train this one."
+        )
+    return error, ""
 
 
 def max_relative_error(

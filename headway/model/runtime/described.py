@@ -11,7 +11,7 @@ from torch import nn
 
 from headway.core.errors import InputError
 from headway.model.growth.families import ParameterRole, roles_of
-from headway.model.growth.sizes import Heads
+from headway.model.growth.sizes import Heads, eta
 
 QUERY_HEADS = ("num_heads", "n_head", "num_attention_heads", "n_heads", "nhead", "heads")
 """What modules and configurations call the number of query heads."""
@@ -111,6 +111,12 @@ def describe(module: nn.Module, family: str) -> Described:
     )  # fmt: skip
 
 
+def stream_scale(small: Described, large: Described, eps: str) -> float:
+    """Return what the residual stream is multiplied by; 1 where it is an output of the model itself."""
+    is_read = small.has_final_norm or any(found.role == "head" for found in small.roles.values())
+    return 1 / eta(small.width, large.width) if eps == "keep" and is_read else 1.0
+
+
 def _owner(name: str) -> str:
     """Return the path of the module that a parameter is in."""
     return name.rpartition(".")[0]
@@ -160,7 +166,7 @@ def _heads(
 ) -> tuple[Heads, str]:
     """Return the heads of the first attention, and its path."""
     found = {role: name for name, each in reversed(roles.items()) for role in [each.role] if _is_weight(name)}
-    name = found.get("query") or found.get("qkv")
+    name = found.get("query") or found.get("qkv") or found.get("qkv by head")
     if name is None:
         raise InputError(f"no attention among {', '.join(list(tensors)[:4])}. Add rows for its query, key and value.")
     path = _owner(name)
@@ -182,7 +188,7 @@ def _heads(
     if inputs % query:
         raise InputError(f"{path}: {inputs} rows are not a multiple of {query} heads.")
     size = inputs // query
-    kv = rows["key"] // size if "query" in found else (rows["qkv"] - inputs) // (2 * size)
+    kv = rows["key"] // size if "query" in found else (rows.get("qkv", 3 * inputs) - inputs) // (2 * size)
     return Heads(query, max(1, kv), size), path
 
 

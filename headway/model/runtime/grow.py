@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -30,8 +30,9 @@ from headway.core.rng import derived_seed
 from headway.core.tables import pick
 from headway.model.growth.families import WRITES, ParameterRole, axes_of, family_of
 from headway.model.growth.sizes import GrownLayer, blocks, check_heads, circular, eta, kv_rows, query_rows, repeated
+from headway.model.runtime.agreement import compared
 from headway.model.runtime.axes import divide, repeat
-from headway.model.runtime.described import Described, describe
+from headway.model.runtime.described import Described, describe, stream_scale
 
 DEPTHS = {"zero": "new blocks write zeros", "cancel": "new blocks write what cancels over copies"}
 SPLITS = {"random": "copies differ, so that training tells them apart", "equal": "copies stay equal: net2net"}
@@ -84,11 +85,24 @@ def grow(
     `seed`); `"equal"`: they are equal, and stay so. `eps="scale"`: the epsilon of the norms of `large` is eta^2 times
     the small one's, which differs where the width is no multiple; `"keep"`: it is the same, and the stream is scaled.
     What cannot grow without loss is refused before anything is written: `InputError` names the module or the parameter.
+    Then both are run on drawn inputs: `BarMissedError` where the outputs differ, a warning where nothing was compared.
     """
+    family = family_of(small.state_dict()) if family == "auto" else family
+    fill(small, large, family=family, depth=depth, split=split, eps=eps, seed=seed)
+    _, not_compared = compared(small, large, family=family, eps=eps, seed=seed)
+    if not_compared:
+        warnings.warn(not_compared, stacklevel=2)
+    return large
+
+
+def fill(
+    small: nn.Module, large: nn.Module, *, family: str, depth: str = "zero", split: str = "random",
+    eps: str = "scale", seed: int = 0,
+) -> None:  # fmt: skip
+    """Fill `large` as `grow` does, and compare nothing."""
     pick(DEPTHS, depth, "depth")
     pick(SPLITS, split, "split")
     pick(EPSILONS, eps, "eps")
-    family = family_of(small.state_dict()) if family == "auto" else family
     before, after = describe(small, family), describe(large, family)
     growth = _growth(before, after, depth, split, eps, seed)
     _warn_of_dropout(small)
@@ -99,13 +113,6 @@ def grow(
     with torch.no_grad():
         for name in after.tensors.keys() - tied:
             after.tensors[name].copy_(_grown(growth, name, sources[name]))
-    return large
-
-
-def stream_scale(small: Described, large: Described, eps: str) -> float:
-    """Return what the residual stream is multiplied by; 1 where it is an output of the model itself."""
-    is_read = small.has_final_norm or any(found.role == "head" for found in small.roles.values())
-    return 1 / eta(small.width, large.width) if eps == "keep" and is_read else 1.0
 
 
 def _growth(small: Described, large: Described, depth: str, split: str, eps: str, seed: int) -> _Growth:
@@ -169,6 +176,8 @@ def _source(growth: _Growth, kind: str, small: int, large: int) -> NDArray[np.in
         return query_rows(before, after)
     if kind == "kv":
         return kv_rows(before, after)
+    if kind == "qkv by head":
+        return query_rows(*(replace(each, size=3 * each.size) for each in (before, after)))
     if kind == "qkv":
         queries, keys = query_rows(before, after), kv_rows(before, after)
         first = before.query * before.size

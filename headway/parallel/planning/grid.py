@@ -48,6 +48,10 @@ MOST_INTERLEAVE, MOST_MICROBATCH = 4, 16
 """Stages per rank and sequences per microbatch that are tried at most."""
 
 
+MOST_TRIED = 1_000_000
+"""Devices, layers, sequences of a step."""
+
+
 @dataclass(frozen=True, slots=True)
 class Efficiency:
     """How much longer matrix products take than at the peak: constant + per_hidden / hidden."""
@@ -259,5 +263,7 @@ def plan_grid(model: Transformer, batch: int, cluster: GridCluster) -> GridPlan:
 
 
 def _divisors(number: int) -> list[int]:
-    """Return the divisors, smallest first."""
+    """Return the divisors, smallest first; raises `InputError` where there are too many numbers to try."""
+    if number > MOST_TRIED:
+        raise InputError(f"{number:.3g} devices, layers or sequences are too many; give at most {MOST_TRIED:,}.")
     return [k for k in range(1, number + 1) if number % k == 0]

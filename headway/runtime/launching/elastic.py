@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from torch.distributed import DistNetworkError
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -37,7 +38,7 @@ from headway.runtime.host.reserve import Reserve
 from headway.runtime.launching.agent import Group, Signals
 from headway.runtime.launching.attempts import RankSupervisor, say
 from headway.runtime.launching.options import LaunchOptions
-from headway.runtime.launching.rendezvous import open_rendezvous
+from headway.runtime.launching.rendezvous import open_rendezvous, why_ended
 from headway.runtime.launching.run_of_ranks import ExitReport, open_recording, open_streams, report, specs_of
 from headway.runtime.run_folder.exit_class import OomWatch, RankEnd
 
@@ -264,8 +265,8 @@ def run_elastic(options: LaunchOptions, script: Sequence[str], start_ns: int, ho
             spec = _spec_of(options, script, endpoint, settings, hosts)
             agent = HostAgent(spec, options, script, signals).open(start_ns, stack)
             agent.run()
-        except RendezvousError as cause:  # a closed rendezvous is the others' failure
-            say(options, f"the rendezvous ended: {cause}")
+        except (RendezvousError, DistNetworkError) as cause:  # a closed rendezvous is the others' failure
+            say(options, f"the rendezvous ended: {why_ended(cause, endpoint, was_met=agent is not None)}")
         except SignalException:
             pass
         signals.on_stop = None

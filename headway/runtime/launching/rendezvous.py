@@ -22,12 +22,14 @@ from typing import Any
 import torch.distributed.elastic.rendezvous.registry as registry
 from torch.distributed import (  # type: ignore[attr-defined]  # its stub lists no stores
     DistError,
+    DistNetworkError,
     DistStoreError,
     PrefixStore,
     TCPStore,
 )
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
@@ -200,6 +202,22 @@ class StaticHosts(RendezvousHandler):
     def shutdown(self) -> bool:
         """Nothing to shut down."""
         return True
+
+
+def why_ended(cause: Exception, endpoint: str, *, was_met: bool) -> str:
+    """Say in one sentence why a rendezvous ended; `was_met`: its store has answered before.
+
+    >>> why_ended(RendezvousClosedError(), "a:1", was_met=True)
+    'another host has closed it, because the job ended there.'
+    """
+    if was_met and isinstance(cause, (RendezvousConnectionError, DistNetworkError)):
+        return (
+            f"the host of its store, {endpoint}, does not answer any more: that host is lost, or the network to it, "
+            "and no host goes on without it. Start the job again on all hosts."
+        )
+    if isinstance(cause, RendezvousClosedError):
+        return "another host has closed it, because the job ended there."
+    return " ".join(str(cause).split()) or type(cause).__name__
 
 
 def open_rendezvous(

@@ -22,6 +22,12 @@ from typing import Protocol
 from headway.core.errors import InputError
 from headway.sim.pipeline.actions import Action, B, F, Orders
 
+MOST_ACTIONS = 1 << 18
+"""Microbatches x stages of one step: each takes 40 us."""
+
+MOST_NS = 1 << 60
+"""Nanoseconds of a step without overlap, times the stages of a rank."""
+
 
 @dataclass(frozen=True, slots=True)
 class PipelineShape:
@@ -59,6 +65,12 @@ class PipelineShape:
         for name in ("forward_ns", "input_ns", "weight_ns", "comm_ns"):
             if getattr(self, name) < 0:
                 raise InputError(f"{name} is {getattr(self, name)}; give nanoseconds >= 0.")
+        actions, all_ns = self.num_stages * self.num_microbatches, self.forward_ns + self.input_ns + self.weight_ns
+        if actions > MOST_ACTIONS or actions * self.interleave * (all_ns + self.comm_ns) > MOST_NS:
+            raise InputError(
+                f"{actions:.3g} microbatches on all stages, {all_ns + self.comm_ns:.3g} ns each; at most "
+                f"{MOST_ACTIONS:,}, and {MOST_NS:.0e} ns in all, are computed. Give fewer, or larger units."
+            )
         if self.forward_ns + self.input_ns + self.weight_ns == 0:
             raise InputError("forward and backward both take 0 ns; give the time of at least one.")
         if self.cap is not None and not self.cap >= 1:

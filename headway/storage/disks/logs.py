@@ -15,8 +15,7 @@ passed on.
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -25,6 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import FormatError, InputError
+from headway.core.files.bounds import number_of
+from headway.core.files.regular_file import read_table
 from headway.core.units import parse_bytes
 
 LEAST_COUNTED = 100
@@ -116,9 +117,11 @@ def read_totals(path: str | Path) -> dict[str, Totals]:
     Raises `InputError` when the file cannot be read, `FormatError` naming line and column otherwise.
     """
     found: dict[str, Totals] = {}
-    for line, row in _rows(path, ("model", "size", "n_unique", "drive_days", "failed")):
+    for line, row in read_table(path, ("model", "size", "n_unique", "drive_days", "failed")):
         name = _name(row["model"])
-        disks, days, failures = (_number(path, line, row, key) for key in ("n_unique", "drive_days", "failed"))
+        disks, days, failures = (
+            number_of(row[key], f"{path}, line {line}: {key}") for key in ("n_unique", "drive_days", "failed")
+        )
         if failures > disks:
             raise FormatError(f"{path}, line {line}: {failures:g} failures of {disks:g} disks. Correct that row.")
         found[name] = _added(found.get(name), Totals(name, float(parse_bytes(row["size"])), disks, days, failures))
@@ -240,7 +243,7 @@ def read_lifetimes(path: str | Path, same: Mapping[str, str] | None = None) -> L
     drives: list[_Drive] = []
     by_serial: dict[tuple[str, float], int] = {}
     names = dict(same or {})
-    for line, row in _rows(path, ("model", "capacity_bytes", "min_date", "max_date", "first_fail")):
+    for line, row in read_table(path, ("model", "capacity_bytes", "min_date", "max_date", "first_fail")):
         drive = _drive(path, line, row)
         serial = (row.get("serial_number") or "").strip()
         place = by_serial.setdefault((serial, drive.capacity_bytes), len(drives)) if serial else len(drives)
@@ -281,7 +284,7 @@ def _drive(path: str | Path, line: int, row: Mapping[str, str]) -> _Drive:
         raise FormatError(f"{path}, line {line}: last seen {row['max_date']}, first seen later. Correct that row.")
     if row["first_fail"].strip() > row["max_date"].strip():
         raise FormatError(f"{path}, line {line}: it failed {row['first_fail']}, last seen before. Correct that row.")
-    capacity = _number(path, line, row, "capacity_bytes")
+    capacity = number_of(row["capacity_bytes"], f"{path}, line {line}: capacity_bytes")
     return _Drive(line, row["model"], capacity, first, last, bool(row["first_fail"].strip()))
 
 
@@ -316,32 +319,3 @@ def _check_successors(drives: Sequence[_Drive], distinct: Set[str]) -> None:
                     f"capacity, are seen for the first. If it was renamed, pass --same '{old}={new}'; if not, "
                     f"--same '{new}={new}'."
                 )
-
-
-def _rows(path: str | Path, columns: tuple[str, ...]) -> Iterator[tuple[int, dict[str, str]]]:
-    """Yield (line, row) of a CSV that has these columns."""
-    try:
-        with Path(path).open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            missing = [name for name in columns if name not in (reader.fieldnames or ())]
-            if missing:
-                raise FormatError(f"{path} has no column {', '.join(missing)}. Give a CSV with {', '.join(columns)}.")
-            for row in reader:
-                if any(row[name] is None for name in columns):
-                    raise FormatError(f"{path}, line {reader.line_num}: too few columns. Correct that row.")
-                yield reader.line_num, row
-    except OSError as cause:
-        raise InputError(f"cannot read {path}: {cause.strerror}. Give the path of a CSV file.") from cause
-    except UnicodeDecodeError as cause:
-        raise FormatError(f"{path} is not text in UTF-8. Give a CSV file.") from cause
-
-
-def _number(path: str | Path, line: int, row: Mapping[str, str], key: str) -> float:
-    """Return a number >= 0 of a row."""
-    try:
-        value = float(row[key])
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise FormatError(f"{path}, line {line}: {key} is {row[key]!r}. Write a number >= 0.")
-    return value

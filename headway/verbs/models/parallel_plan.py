@@ -10,6 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from headway.core.errors import InputError
+from headway.core.files.bounds import number_of
 from headway.core.files.settings_files import read_toml
 from headway.core.tables import pick
 from headway.core.units import format_bytes, format_seconds, parse_bytes
@@ -110,6 +111,8 @@ def _model(path: Path) -> tuple[Transformer, int]:
             raise InputError(
                 f"{key} = {value!r} in {path.name}; give {'true or false' if wanted is bool else 'a whole number'}."
             )
+        if wanted is int:
+            number_of(value, f"{key} in {path.name}")
     needed = [name for name, field in known.items() if field.default is MISSING]
     for key in [*needed, "batch"]:
         if key not in table:

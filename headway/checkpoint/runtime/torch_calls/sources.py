@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import io
 import json
+import mmap
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -33,9 +34,11 @@ from headway.checkpoint.runtime.images.image import pickled
 from headway.checkpoint.runtime.images.shards import LocalShard, local_shards
 from headway.checkpoint.runtime.restores.restore import CheckpointReading
 from headway.checkpoint.runtime.restores.unpack import unpack
-from headway.core.errors import FormatError, InputError
+from headway.core.errors import DamageError, FormatError, InputError
+from headway.core.files.regular_file import open_regular
 from headway.runtime.state.rng_state import RNG_STATE, branched
 from headway.storage.formats.dtypes import FROM_SAFETENSORS
+from headway.storage.formats.zip_files import faults, is_zip
 from headway.storage.stored.boxes import Box, whole
 from headway.storage.stored.manifest import COMMIT, METADATA
 
@@ -222,7 +225,12 @@ class TorchSource(StateSource):
     """A file of torch.save: a nested mapping of tensors and values."""
 
     def __init__(self, path: Path) -> None:
-        """Map the file. Raises `FormatError` for what is none, `InputError` for more than plain values."""
+        """Check the sums of an archive, which torch does not, and map the file.
+
+        Raises `DamageError` where bytes of it have changed, `FormatError` for what is none, `InputError` for more than
+        plain values.
+        """
+        _check_sums(path)
         try:
             state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except pickle.UnpicklingError as cause:
@@ -230,13 +238,28 @@ class TorchSource(StateSource):
                 f"{path} holds more than tensors and plain values, so that loading it may run code of whoever wrote "
                 "it. Save its state dicts alone."
             ) from cause
-        except (RuntimeError, EOFError, ValueError) as cause:
-            raise FormatError(f"{path} cannot be read ({cause}). Check it: headway ckpt verify") from cause
+        except Exception as cause:  # torch's reader of foreign bytes raises anything, in many lines
+            reason = " ".join(str(cause).split()) or type(cause).__name__
+            raise FormatError(f"{path} cannot be read ({reason[:200]}). Check it: headway ckpt verify") from cause
         if not isinstance(state, Mapping):
             raise FormatError(
                 f"{path} holds a {type(state).__name__}, no mapping of names to tensors. Save a state dict."
             )
         super().__init__(str(path), state)
+
+
+def _check_sums(path: Path) -> None:
+    """Raise `DamageError` naming the entry of an archive whose bytes are not those of its checksum."""
+    with open_regular(path) as file:
+        if not is_zip(file.read(4)):
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            fault = next((fault for fault in faults(data) if fault.what == "payload"), None)
+    if fault is not None:
+        raise DamageError(
+            f"{path} is damaged: {fault.entry}, {fault.num_bytes} bytes from {fault.offset} on, has another checksum "
+            "than was written. Use another copy."
+        )
 
 
 def open_source(path: Path | SavedState) -> SavedState:

@@ -107,11 +107,11 @@ def changed(before: dict[Path, Any], now: dict[Path, Any]) -> dict[Path, Any]:
 
 
 def write_back(sampler: Any, values: dict[Path, Any]) -> None:
-    """Write values to their places in a sampler like the one that they were taken from.
+    """Write copies of values to their places in a sampler like the one that they were taken from.
 
     Raises `InputError` where it has no such place.
     """
-    for path, value in values.items():
+    for path, value in deepcopy(values).items():  # the sampler may change in place what it gets
         try:
             holder = sampler
             if not path:  # the sampler is a list itself
@@ -146,8 +146,8 @@ def _parts(value: Any, *, is_root: bool) -> list[tuple[tuple[str, Any], Any]] | 
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         return [(("item", key), part) for key, part in pairs if type(key) in PLAIN]
     module = type(value).__module__
-    if isinstance(value, Sampler) and of_library(module):  # torch's own: nothing else of theirs changes
-        names = ("sampler", "generator")
+    if isinstance(value, Sampler) and of_library(module):  # torch's own: nothing else of theirs is changed
+        names = ("sampler", "generator", "weights", "indices")
         return [(("attribute", name), getattr(value, name)) for name in names if hasattr(value, name)]
     is_data = hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__")
     if not is_root and (is_data or (of_library(module) and module not in RECORDS)):
@@ -218,10 +218,19 @@ def _write(holder: Any, step: tuple[str, Any], value: Any) -> None:
         there.setstate(value)
     elif type(there) is list and type(value) is list:
         there[:] = value
+    elif type(there) is type(value) is np.ndarray and _fits(there, value) and there.flags.writeable:
+        there[...] = value
+    elif type(there) is type(value) is torch.Tensor and _fits(there, value) and there.is_contiguous():
+        there.detach().copy_(value)
     elif kind == "attribute":
         setattr(holder, name, value)
     else:
         holder[name] = value
+
+
+def _fits(there: Any, value: Any) -> bool:
+    """Tell whether an array can take over the entries of another."""
+    return (there.shape, there.dtype) == (value.shape, value.dtype)
 
 
 def _has(holder: Any, key: Any) -> bool:

@@ -17,13 +17,17 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from copy import deepcopy
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
 from headway.core.errors import HeadwayError
+from headway.core.processes.child import said
 from headway.core.processes.interruptions import pass_on
 from headway.data.runtime.positions.hidden_state import Opaque, Path, changed, shown, values_in, write_back
 from headway.runtime.script.draws import own_generators
@@ -31,6 +35,9 @@ from headway.runtime.script.object_graph import attributes
 from headway.runtime.script.samplers import generators_within, innermost, samplers_within
 
 State = dict[str, Any]
+
+LONGEST_S = 5.0
+"""A child that reads a sampler again may take so long; after one that has no answer there is no other."""
 
 
 def taken(sampler: Any) -> State:
@@ -57,7 +64,7 @@ def _taken(sampler: Any) -> State:
         "epochs": [one.epoch for one in _with_epochs(sampler)],
     }
     others = [_state_of(generator) for generator in _others(sampler)]
-    states = [one.state_dict() for one in _with_states(sampler)]
+    states = [deepcopy(one.state_dict()) for one in _with_states(sampler)]
     changes = changed(first, values_in(inner, _known(inner)))
     hidden = [(path, value) for path, value in changes.items() if not isinstance(value, Opaque)]
     unsaved = sorted(shown(path) for path, value in changes.items() if isinstance(value, Opaque))
@@ -67,17 +74,48 @@ def _taken(sampler: Any) -> State:
 
 def warn_of_unsaved(sampler: Any, state: State) -> None:
     """Warn, once per sampler, of what decides later passes perhaps and is not in a state that was taken of it."""
-    unsaved, sampler = state.get("unsaved"), innermost(sampler)
-    kind = type(sampler).__name__
-    if not unsaved or id(sampler) in _WARNED:
+    if unsaved := state.get("unsaved"):
+        kind = type(innermost(sampler)).__name__
+        names = ", ".join(f"{kind}{name}" for name in unsaved[:3]) + (" and others" if len(unsaved) > 3 else "")
+        warn_once(
+            sampler,
+            f"state_dict() does not hold {names}, which cannot be copied. If the order of {kind} rests on that, a "
+            "resumed run reads another order",
+        )
+
+
+def warn_of_hidden(sampler: Any, state: State, first: list[Any], begin: Callable[[], Iterator[Any]]) -> None:
+    """Warn, once per sampler, where the batches `first` of its latest pass do not follow from the state before it.
+
+    A forked child that can only read puts that back and reads as many of what `begin` returns. Nothing is said where it
+    cannot tell: the child does not answer, the sampler raises there, or its indices have no text of their own.
+    """
+    if id(innermost(sampler)) in _WARNED or " at 0x" in (expected := repr(first)):
+        return
+
+    def again() -> bytes:
+        put_back(sampler, state)
+        return repr([*islice(begin(), len(first))]).encode()
+
+    answer, _ = said(again, LONGEST_S, apart="lose writes")
+    if not answer:
+        _WARNED.add(id(innermost(sampler)))
+    elif answer != expected.encode():
+        kind = type(innermost(sampler)).__name__
+        warn_once(sampler, f"{kind} read again from what state_dict() holds yields other batches: a resumed run would "
+                           "repeat some examples and leave others out")  # fmt: skip
+
+
+def warn_once(sampler: Any, fault: str) -> None:
+    """Warn, once per sampler, that a state does not hold what its order rests on."""
+    sampler = innermost(sampler)
+    if id(sampler) in _WARNED:
         return
     _WARNED.add(id(sampler))
-    names = ", ".join(f"{kind}{name}" for name in unsaved[:3]) + (" and others" if len(unsaved) > 3 else "")
+    kind = type(sampler).__name__
     with suppress(RuntimeWarning):  # a script that makes errors of warnings saves its state all the same
         warnings.warn(
-            f"state_dict() does not hold {names}, which cannot be copied. If the order of {kind} rests on that, a "
-            f"resumed run reads another order: give {kind} methods state_dict() and load_state_dict(state).",
-            RuntimeWarning, stacklevel=4,
+            f"{fault}. Give {kind} methods state_dict() and load_state_dict(state).", RuntimeWarning, stacklevel=5
         )  # fmt: skip
 
 
@@ -86,10 +124,12 @@ def put_back(sampler: Any, state: State) -> None:
 
     States of before this held those of one generator and one epoch: {"generator", "sampler_epoch"}.
     """
-    _first_values(innermost(sampler))
-    write_back(innermost(sampler), dict(state.get("hidden", ())))
+    inner = innermost(sampler)
+    first = {path: value for path, value in _first_values(inner).items() if not isinstance(value, Opaque)}
+    # A sampler that has been read in this process goes back to its first values where the state names no others.
+    write_back(inner, changed(values_in(inner, _known(inner)), first | dict(state.get("hidden", ()))))
     for one, own in zip(_with_states(sampler), state.get("states", ()), strict=False):
-        one.load_state_dict(own)
+        one.load_state_dict(deepcopy(own))
     states = state.get("generators", [state["generator"]] if "generator" in state else [])
     for generator, own in zip(generators_within(sampler), states, strict=False):
         generator.set_state(own)
@@ -108,7 +148,7 @@ _FIRST: dict[int, tuple[Any, dict[Path, Any]]] = {}
 """Address of a sampler -> what keeps it or a weak reference to it, and what it held before its first pass."""
 
 _WARNED: set[int] = set()
-"""Addresses of samplers whose user has been warned."""
+"""Addresses of samplers whose user has been warned, or of which nothing more can be found out."""
 
 
 def _first_values(sampler: Any) -> dict[Path, Any]:

@@ -9,15 +9,14 @@ each batch taken are noted for `headway data audit`.
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import numpy as np
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 from headway.core.errors import InputError
 from headway.core.rng import derived_seed
@@ -25,13 +24,19 @@ from headway.data.audit import AuditSum
 from headway.data.orders.order import Permutation, Sequence, occurrences
 from headway.data.runtime.examples.deliveries import Deliveries
 from headway.data.runtime.examples.keyed import WORD, DrawsApart, Keys
-from headway.data.runtime.positions.sampler_states import put_back, taken, warn_of_unsaved
+from headway.data.runtime.positions.sampler_states import put_back, taken, warn_of_hidden, warn_of_unsaved, warn_once
 from headway.runtime.script.samplers import innermost
 
 State = dict[str, Any]
 
 TOGETHER = 16
 """Batches whose keys are computed at once."""
+
+STEADY = (DistributedSampler, RandomSampler, SequentialSampler)
+"""Samplers whose order follows from generators and epochs alone."""
+
+FIRST = 64
+"""Batches of a pass that have to come again when its sampler is put back."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -153,11 +158,12 @@ class SamplerWalk(Taken):
 
     def _keys(self) -> Iterator[Keys]:
         seen: dict[Any, int] = {}
-        seed = derived_seed(self.seed, "sampler", self.epoch) & WORD
+        first: list[list[Any]] = []
         batch = 0
         digest: int | None = 0
-        for batch, indices in enumerate(DrawsApart(lambda: iter(self.sampler), seed), start=1):
-            items = list(indices) if self.batched else [indices]
+        for batch, items in enumerate(self._batches(), start=1):
+            if batch <= FIRST:
+                first.append(list(items))
             if digest is not None and " at 0x" not in (text := repr(items)):  # an address tells nothing
                 digest = self.read[batch] = zlib.crc32(text.encode(), digest)
             else:
@@ -165,7 +171,11 @@ class SamplerWalk(Taken):
             for passed in [number for number in islice(self.read, 2) if number < self.skip + self.taken]:
                 del self.read[passed]
             if batch == self.skip and digest is not None and self.digest not in (None, digest):
-                _warn_of_another_order(name_of(self.sampler))
+                warn_once(
+                    self.sampler,
+                    f"{name_of(self.sampler)} yields other batches than before the interruption: this pass repeats "
+                    "some examples and leaves others out. Its order rests on something that it does not hold itself",
+                )
             again = occurrences(items, seen)
             keys = Keys(items, again, seed=self.seed, epoch=self.epoch, batch=batch - 1)
             if self.deliveries is not None:
@@ -179,6 +189,15 @@ class SamplerWalk(Taken):
                 f"the state was taken after batch {self.skip} of the sampler, which now yields {batch}. "
                 "Give the loader the sampler that it had."
             )
+        # A fork costs milliseconds: the first passes tell nearly always, later ones are looked at ever more rarely.
+        if type(innermost(self.sampler)) not in STEADY and (self.epoch < 8 or self.epoch.bit_count() == 1):
+            warn_of_hidden(self.sampler, self.before, first, self._batches)
+
+    def _batches(self) -> Iterator[list[Any]]:
+        """Yield the indices of each batch of the pass, read with random numbers of its own."""
+        seed = derived_seed(self.seed, "sampler", self.epoch) & WORD
+        for indices in DrawsApart(lambda: iter(self.sampler), seed):
+            yield list(indices) if self.batched else [indices]
 
     def state(self) -> State:
         """Return epoch, batches, and what the sampler's order depends on: of the next pass where this one is over."""
@@ -194,15 +213,6 @@ class SamplerWalk(Taken):
 def name_of(sampler: Any) -> str:
     """Return the class of the sampler that decides the order."""
     return type(innermost(sampler)).__name__
-
-
-def _warn_of_another_order(name: str) -> None:
-    with suppress(RuntimeWarning):  # a script that makes errors of warnings goes on all the same
-        warnings.warn(
-            f"{name} yields other batches than before the interruption: this pass repeats some examples and leaves "
-            f"others out. Its order rests on something that it does not hold itself. Give {name} methods state_dict() "
-            "and load_state_dict(state).", RuntimeWarning, stacklevel=2,
-        )  # fmt: skip
 
 
 def between_passes(sampler: Any, epoch: int) -> State:
