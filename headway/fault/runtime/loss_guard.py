@@ -74,7 +74,7 @@ class LossGuard:
         self._count = 0
         self._usual: deque[float] = deque(maxlen=USUAL)
         self._depth = 0  # of backward in backward: checkpoints that are computed anew
-        self._cycle = self._skipped = 0
+        self._cycle = self._skipped = self._looks = 0
         self._is_bad, self._is_updated = False, True
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._stepping: Callable[[], Any] = _nobody  # the optimizer that calls its closure now
@@ -121,6 +121,7 @@ class LossGuard:
 
         @functools.wraps(original)
         def step(*args: Any, **kwargs: Any) -> Any:
+            self._look()
             value = original(*args, **kwargs)
             self._is_updated = True
             return value
@@ -176,6 +177,7 @@ class LossGuard:
             self._cycle, self._is_updated = self._cycle + 1, False
             self._skipped, self._is_bad = self._skipped if self._is_bad else 0, False
             self._total, self._count = None, 0  # no rank has asked for these
+            self._looks = 0
         for target in [one for one in self._follows if one.partition(":")[0] in sys.modules]:
             self._context.undos.append(replace_attribute(target, self._follows.pop(target)))
         for root in roots if isinstance(roots, (list, tuple)) else [roots]:
@@ -199,15 +201,19 @@ class LossGuard:
         if capturing():
             return
         self._optimizers.add(optimizer)
+        self._look()
         self._stepping = weakref.ref(optimizer)
-        if _world_size() > 1:
-            if self._refused is None and not self._is_agreed:
-                self._refuse(UNSEEN)
-        elif self._count:
-            self._decide([self._own()])
         if self._is_bad:
             for one in list(self._optimizers):
                 one.zero_grad(set_to_none=True)  # what has no gradient is not updated
+
+    def _look(self) -> None:
+        """Decide ahead of an update, on one rank; of several, all have, or there is nothing to decide by."""
+        if _world_size() == 1:
+            if self._count:
+                self._decide([self._own()])
+        elif self._refused is None and not self._is_agreed:
+            self._refuse(UNSEEN)
 
     def after_update(self, *_: Any) -> None:
         """End the cycle with the next backward."""
@@ -236,9 +242,11 @@ class LossGuard:
         """Judge the losses of all ranks; raises `BadLossError` where the attempt has to end."""
         losses = [None if loss is None else float(loss) for loss in losses]
         there = [loss for loss in losses if loss is not None]
-        bad = judge(losses, self._usual)
+        is_again = self._looks > 0 and self._stepping() is not None  # a line search, on one batch
+        bad = judge(losses, () if is_again else self._usual)
         is_finite = all(map(math.isfinite, there))
-        if there and is_finite:
+        self._looks += 1
+        if there and is_finite and not is_again:
             self._usual.append(statistics.fmean(there) if bad is None else max(there))
         if bad is None:
             return
