@@ -344,23 +344,33 @@ LEVELS = ("hard", "rescaled", "ddp_hard")
 """Jobs whose losses jump: up to three updates are left out, the rest is trained."""
 
 
-def rank_of_job(name, is_guarded, bad):
-    """Train on this rank; return its parameters, what the guard has noted, and whether it acts."""
-    run = Run(bad)
+def applied(rank, name, parameters, place):
+    """Apply a remedy of the table at `place` on this rank; return its context."""
     probes = SimpleNamespace(
-        recorder=SimpleNamespace(rank=run.rank, attempt=0), run=tempfile.gettempdir(), leads=False, due=[0],
+        recorder=SimpleNamespace(rank=rank, attempt=0), run=tempfile.gettempdir(), leads=False, due=[0],
         listeners=[], failed=lambda subject, cause: None, emit=lambda *record: None,
     )  # fmt: skip
     context = Context(probes)
-    if is_guarded:
-        table = {NAME: "headway.fault.remedies:REMEDIES"}
-        context.note(apply_one(Remedy(NAME, {"action": "skip"}, allow="lossy"), table, context))
-    net = {**ALONE, **TOGETHER}[name](run, run.net())
+    context.note(apply_one(Remedy(name, parameters, allow="lossy"), {name: place}, context))
+    return context
+
+
+def digits_of(net):
+    """Return the numbers of all parameters."""
     rows = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in net.parameters()]
+    return [row.detach().flatten().tolist() for row in rows]
+
+
+def rank_of_job(name, is_guarded, bad):
+    """Train on this rank; return its parameters, what the guard has noted, and whether it acts."""
+    run, context = Run(bad), SimpleNamespace(outcomes=[])
+    if is_guarded:
+        context = applied(run.rank, NAME, {"action": "skip"}, "headway.fault.remedies:REMEDIES")
+    net = {**ALONE, **TOGETHER}[name](run, run.net())
     outcome = context.outcomes[-1].json() if context.outcomes else {"applied": False, "facts": {}}
     is_applied = outcome["applied"] and (name not in LEFT_ALONE)
     why = outcome.get("reason_not_applied") or ""
-    return [row.detach().flatten().tolist() for row in rows], outcome["facts"].get("bad", []), is_applied, why
+    return digits_of(net), outcome["facts"].get("bad", []), is_applied, why
 
 
 def fault_of(name):
