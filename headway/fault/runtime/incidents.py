@@ -92,9 +92,9 @@ class AttemptProgress:
         copies = records[np.isin(code, (_SNAPSHOT, _RESTORE))]
         self.copied += [(rank, int(row["start_ns"]), int(row["b"])) for row in copies]
         begun_ns = int(records["start_ns"][steps[-1]]) if len(steps) else 0
-        for row in [one for one in self.copied if one[0] == rank and one[1] < begun_ns]:
-            self.copied.remove(row)
-            self.sound = row[2]
+        for copied in [one for one in self.copied if one[0] == rank and one[1] < begun_ns]:
+            self.copied.remove(copied)
+            self.sound = copied[2]
         for row in np.flatnonzero(np.isin(code, (_RESTORE, _COMMIT, _SAVE, _LOAD))).tolist():
             self._state(int(code[row]), records[row], self.counts.get(rank, 0) + int((steps < row).sum()))
         self.counts[rank] = self.counts.get(rank, 0) + len(steps)
