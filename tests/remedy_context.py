@@ -36,7 +36,7 @@ class TestContext:
         self.undos.append(undo)
         return undo
 
-    def guarded(self, wrapper):
+    def guarded(self, wrapper, **_):
         return wrapper
 
     def hook(self, function):

@@ -121,6 +121,23 @@ def test_zeros_stay_zeros_and_large_numbers_stay_finite(name: str) -> None:
     assert bool(torch.isfinite(codec.decode(codec.encode(large), 77)).all())
 
 
+@given(
+    st.sampled_from([name for name in (*NAMES, "natural:1", "natural:2", "natural:127") if name != "sign"]), st.data()
+)
+def test_a_zero_beside_others_stays_zero(name: str, data: st.DataObject) -> None:
+    """But for one bit per number, which has no zero: there the residual takes it back."""
+    codec, n = codec_of(name), data.draw(st.integers(1, 300))
+    rest = st.sampled_from([0.0, 0.0, 0.0, 1e-30, -0.5, 3.0, 431.0])
+    x = torch.tensor(data.draw(st.lists(rest, min_size=n, max_size=n)))
+
+    assert codec.decode(codec.encode(x, 5), n, 5)[x == 0].abs().sum() == 0
+
+
+def test_the_table_answers_for_an_unknown_kind_with_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match=r"Did you mean .topk.\?"):
+        CODECS["TOPK"]
+
+
 @pytest.mark.parametrize(
     ("name", "error"),
     [

@@ -19,6 +19,22 @@ from headway.core.errors import UnknownNameError
 T = TypeVar("T")
 
 
+class Named(dict[str, T]):
+    """A table whose users index it: a miss answers as `pick` does.
+
+    >>> Named("schedule", {"gpipe": 1})["GPIPE"]
+    Traceback (most recent call last):
+    headway.core.errors.UnknownNameError: unknown schedule 'GPIPE'. Did you mean 'gpipe'? Choose one of: gpipe.
+    """
+
+    def __init__(self, what: str, entries: Mapping[str, T]) -> None:
+        super().__init__(entries)
+        self._what = what
+
+    def __missing__(self, name: str) -> T:
+        return pick(self, name, self._what)
+
+
 def pick(table: Mapping[str, T], name: str, what: str) -> T:
     """Return `table[name]`, or raise `UnknownNameError` with the nearest valid names."""
     if name in table:

@@ -23,10 +23,10 @@ from __future__ import annotations
 import fnmatch
 import functools
 import json
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -80,7 +80,11 @@ def compress(
 class GradientCompression(Closing):
     """What `compress` returns: its state is saved and restored with `state_dict` and `load_state_dict`."""
 
-    def __init__(self, model: Any, plan: Plan, *, feedback: bool, two_way: bool, min_bytes: int) -> None:
+    def __init__(
+        self, model: Any, plan: Plan, *, feedback: bool, two_way: bool, min_bytes: int,
+        lane: CollectiveLane | None = None, failed: Callable[[str], None] = lambda reason: None,
+    ) -> None:  # fmt: skip
+        """Take over the buckets of `model`, by way of `lane` or one of its own; `failed` learns why that has ended."""
         check_plan(plan, min_bytes)
         if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
             raise InputError(
@@ -92,7 +96,15 @@ class GradientCompression(Closing):
         unreal = next((name for name, p in model.module.named_parameters() if p.is_complex()), None)
         if unreal is not None:
             raise InputError(f"{unreal} is complex: gradients of such parameters are not compressed. Leave them plain.")
-        self.model, self.plan, self.min_bytes = model, plan, min_bytes
+        bags = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+        sparse = next(
+            (name for name, one in model.module.named_modules() if isinstance(one, bags) and one.sparse), None
+        )
+        if sparse is not None:
+            raise InputError(f"{sparse} has sparse gradients, which are not compressed. Pass it sparse=False.")
+        # No reference to the model: the reducer of the model holds this, where no garbage collection looks.
+        self._model, self.plan, self.min_bytes = weakref.ref(model), plan, min_bytes
+        self._failed = failed
         self._names = {id(p): name for name, p in model.module.named_parameters()}
         # All of them: one that was frozen after the model was wrapped is in a bucket all the same.
         self._sizes = {name: p.numel() for name, p in model.module.named_parameters()}
@@ -105,13 +117,10 @@ class GradientCompression(Closing):
         self._skips = False
         self.successor: Callable[[Any], Future[torch.Tensor]] | None = None
         """Who reduces buckets from now on, once this does not."""
-        ranks = dist.get_process_group_ranks(group)
-        device = next(iter(model.module.parameters())).device
-        self._lane = CollectiveLane(
-            separate_group("headway-compression", ranks=None if len(ranks) == dist.get_world_size() else ranks),
-            device=None if device.type == "cpu" else device,
-        )
-        self._hook = register_optimizer_step_pre_hook(self._before_update)
+        self._lane, self._own = lane or lane_of(model), lane is None
+        before = weakref.WeakMethod(self._before_update)
+        self._hook = register_optimizer_step_pre_hook(lambda *_: one() if (one := before()) is not None else None)
+        weakref.finalize(model, self._hook.remove)
         # torch looks at the annotations of a hook, which it wants unquoted: this one has none.
         model.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
 
@@ -148,7 +157,8 @@ class GradientCompression(Closing):
         if self.successor is None:
             self.successor = lambda bucket: default_hooks.allreduce_hook(self._plain_group, bucket)
         self._hook.remove()
-        self._lane.close()
+        if self._own:
+            self._lane.close()
 
     def _codec(self, name: str) -> Codec | None:
         """Return the codec of a parameter, None where it travels raw."""
@@ -165,6 +175,10 @@ class GradientCompression(Closing):
     def _reduce(self, bucket: Any) -> Future[torch.Tensor]:
         """Queue a bucket; called by DDP in the order of buckets, the same on all ranks."""
         reduced: Future[torch.Tensor]
+        failure = self._pull.failure
+        if bucket.index() == 0 and failure is not None and self.successor is None:  # now on all ranks
+            self.close()
+            self._failed(f"failed in use, and was undone: {type(failure).__name__}: {failure}")
         if self.successor is not None:
             reduced = self.successor(bucket)
             return reduced
@@ -179,10 +193,16 @@ class GradientCompression(Closing):
         def work(group: dist.ProcessGroup) -> torch.Tensor:
             """Reduce the bucket; runs on the lane."""
             self._check_plans(group, whole.device)
-            if names not in self._layouts:
-                self._layouts[names] = self._layout(names)
             with torch.no_grad():
-                self._pull.reduce(self._layouts[names], gradients, group, whole)
+                if not self._pull.failure and names not in self._layouts:
+                    try:
+                        self._layouts[names] = self._layout(names)
+                    except InputError as cause:  # on all ranks alike: it follows from the sizes
+                        self._pull.failure = cause
+                if not self._pull.failure:
+                    self._pull.reduce(self._layouts[names], gradients, group, whole)
+                if self._pull.failure:
+                    dist.all_reduce(whole.div_(self._pull.ranks), group=group)
             if last and not self._pull.end_step():
                 self.skipped += 1
                 self._skips = True
@@ -209,11 +229,10 @@ class GradientCompression(Closing):
             )
         self._checked = True
 
-    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_update(self) -> None:
         """Take away the gradients of a step that is skipped: optimizers pass parameters without one over."""
-        if not self._skips:
-            return
-        for parameter in self.model.module.parameters():
+        model = self._model() if self._skips else None
+        for parameter in model.module.parameters() if model is not None else ():
             parameter.grad = None
 
 
@@ -244,7 +263,8 @@ class _Models:
         self.options = parameters.to_json()
         self.plan, self.context = self.options.pop("codec"), context
         self.facts: dict[str, Any] = {"codec": self.plan, "models": 0, **self.options}
-        self._known: WeakKeyDictionary[Any, GradientCompression | None] = WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[Any, GradientCompression | None] = weakref.WeakKeyDictionary()
+        self._lanes: list[tuple[Any, Any, CollectiveLane]] = []  # group and device of models, and what they share
         self._own = False
 
     def forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -291,7 +311,9 @@ class _Models:
             return
         self._own = True
         try:
-            self._known[model] = GradientCompression(model, self.plan, **self.options)
+            failed = functools.partial(self.context.fail, NAME)
+            lane = self._lane(model)
+            self._known[model] = GradientCompression(model, self.plan, **self.options, lane=lane, failed=failed)
         except InputError as reason:
             self.context.note(RefusedRemedy(NAME, str(reason)))
             return
@@ -301,10 +323,27 @@ class _Models:
         self.facts["residuals"] = "in memory only: a restart begins without them"
         self.context.note(Applied(NAME, self.facts))
 
+    def _lane(self, model: Any) -> CollectiveLane:
+        """Return the lane of all models of a group: each has a thread and a communicator."""
+        group, device = model.process_group, next(model.parameters()).device
+        found = next((lane for known, on, lane in self._lanes if known is group and on == device), None)
+        if found is None:
+            self._lanes.append((group, device, found := lane_of(model)))
+        return found
+
     def end(self) -> None:
         """Send plain from now on."""
         for ours in [one for one in self._known.values() if one is not None]:
             ours.close()
+        for _, _, lane in self._lanes:
+            lane.close()
+
+
+def lane_of(model: Any) -> CollectiveLane:
+    """Return a new lane over the ranks of a model; all of them call it."""
+    ranks, device = dist.get_process_group_ranks(model.process_group), next(iter(model.module.parameters())).device
+    group = separate_group("headway-compression", ranks=None if len(ranks) == dist.get_world_size() else ranks)
+    return CollectiveLane(group, device=None if device.type == "cpu" else device)
 
 
 def successor_of(model: Any, method: str, *args: Any, **kwargs: Any) -> Callable[[Any], Future[torch.Tensor]]:
@@ -314,5 +353,5 @@ def successor_of(model: Any, method: str, *args: Any, **kwargs: Any) -> Callable
         return lambda bucket: given["hook"](given["state"], bucket)
     kind = args[0] if args else kwargs["comm_hook_type"]
     halves = str(kind).endswith("FP16_COMPRESS")
-    hook = default_hooks.fp16_compress_hook if halves else default_hooks.allreduce_hook
-    return lambda bucket: hook(model.process_group, bucket)
+    hook, group = default_hooks.fp16_compress_hook if halves else default_hooks.allreduce_hook, model.process_group
+    return lambda bucket: hook(group, bucket)

@@ -28,12 +28,16 @@ import torch.distributed as dist
 from headway.comm.runtime.codecs.sparse import random_places, spread
 from headway.comm.runtime.codecs.table import Codec
 from headway.comm.runtime.residuals import Residuals
+from headway.core.errors import InputError
 from headway.core.rng import derived_seed
 from headway.cost.codecs import partitions, wire_bytes
 from headway.runtime.quantize import is_finite
 
 FLAG = 1
-"""Bytes in front of a rank's packets: 1 = not everything is finite."""
+"""Bytes in front of a rank's packets: 0, or one of these two."""
+
+BROKEN, FAILED = 1, 2
+"""Not everything is finite; the rank could not compress."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +91,7 @@ class BucketLayout:
 def cut(
     gradients: Sequence[tuple[str, int, Codec | None]], ranks: int, rank: int, *, min_bytes: int, two_way: bool
 ) -> BucketLayout:
-    """Return the layout of a bucket of (parameter, numbers, codec)."""
+    """Return the layout of a bucket of (parameter, numbers, codec). Raises `InputError` for a count above them."""
     layout = BucketLayout(tuple(name for name, _, _ in gradients))
     sent: list[tuple[str, int, Codec]] = []
     for name, n, codec in gradients:
@@ -106,6 +110,8 @@ def cut(
             begin = begins.get((one.tensor, one.owner), 0)
             begins[one.tensor, one.owner] = begin + one.stop - one.start
             layout.partitions[-1].append(Unit(name, codec, one.start, one.stop, one.owner, begin))
+    for units in layout.partitions:
+        _widest(units)
     if two_way:
         layout.owned = {name: begins.get((tensor, rank), 0) for tensor, (name, _, _) in enumerate(sent)}
     return layout
@@ -136,6 +142,8 @@ class PushPull:
         self.sent_bytes = 0
         self.finite = True
         """Whether everything was finite in the step so far."""
+        self.failure: Exception | None = None
+        """What kept a rank from compressing a bucket: set on all ranks at once, and `reduce` has changed nothing."""
         self._mean = torch.empty(0)
         self._messages: dict[tuple[str, tuple[tuple[str, int], ...]], torch.Tensor] = {}
 
@@ -146,11 +154,18 @@ class PushPull:
         group: dist.ProcessGroup,
         buffer: torch.Tensor | None = None,
     ) -> None:
-        """Replace `gradients` (parameter -> flat tensor) by their mean over the ranks; `buffer` holds all of them."""
-        finite = all_finite(gradients.values() if buffer is None else [buffer])
-        whole = {name: g if g.dtype == torch.float32 else g.float() for name, g in gradients.items()}
-        units = [unit for partition in layout.partitions for unit in partition]
-        finite = finite and all(unit.codec.fits(whole[unit.name][unit.start : unit.stop]) for unit in units)
+        """Replace `gradients` (parameter -> flat tensor) by their mean over the ranks; `buffer` holds all of them.
+
+        Where a rank cannot encode, its packets say so, all ranks end up with a `failure`, and keep their gradients.
+        """
+        whole, finite = gradients, False
+        try:
+            whole = {name: g if g.dtype == torch.float32 else g.float() for name, g in gradients.items()}
+            finite = all_finite(gradients.values() if buffer is None else [buffer])
+            units = [unit for partition in layout.partitions for unit in partition]
+            finite = finite and all(unit.codec.fits(whole[unit.name][unit.start : unit.stop]) for unit in units)
+        except Exception as error:
+            self.failure = error
         plain, plain_work = self._send_plain(layout, whole, finite, group)
         pushes = [self._push(units, whole, finite, group) for units in layout.partitions]
         if self.two_way:
@@ -159,13 +174,21 @@ class PushPull:
             ]
         else:
             pulls = pushes
-        for units, (packets, work) in zip(layout.partitions, pulls, strict=True):
+        words = [0 if finite else BROKEN]
+        for packets, work in pulls:
             work.wait()
-            finite = finite and not bool(packets[:, 0].any())
-            self.decode(units, packets, whole)
+            words.append(int(packets[:, 0].max()))
         if plain is not None and plain_work is not None:
             plain_work.wait()
-            finite = finite and bool(torch.isfinite(plain[-1]))
+            words.append(FAILED if torch.isinf(plain[-1]) else 0 if torch.isfinite(plain[-1]) else BROKEN)
+        finite = max(words) == 0
+        if max(words) == FAILED:
+            self.failure = self.failure or InputError("another rank could not compress. See what that one says.")
+            return
+        self.failure = None  # one that a vote of NaN has hidden from the others
+        for units, (packets, _) in zip(layout.partitions, pulls, strict=True):
+            self.decode(units, packets, whole)
+        if plain is not None:
             self._take_plain(layout, plain / self.ranks, whole)
         for name, g in gradients.items():
             if not finite:
@@ -193,7 +216,14 @@ class PushPull:
         self, units: list[Unit], gradients: dict[str, torch.Tensor], finite: bool, group: dist.ProcessGroup
     ) -> tuple[torch.Tensor, dist.Work]:
         """Encode a partition and send it to its owners, or to all; return what arrives, [ranks, bytes], and when."""
-        packets = self.encode(units, gradients, finite)
+        packets = self._memory(units, "push", self.ranks if self.two_way else 1, gradients[units[0].name].device)
+        try:
+            if self.failure is None:
+                self.encode(units, gradients, finite)
+        except Exception as error:
+            self.failure = error
+        if self.failure is not None:
+            packets.fill_(FAILED)
         arrived = self._memory(units, "in", self.ranks, packets.device)
         self.sent_bytes += packets.numel()
         if self.two_way:
@@ -205,7 +235,15 @@ class PushPull:
     ) -> tuple[torch.Tensor, dist.Work]:
         """As an owner: average the packets that arrive and send the result to all."""
         work.wait()
-        answer = self.answer(layout, units, arrived)
+        answer = self._memory(units, "answer", 1, arrived.device)
+        try:
+            if self.failure is None and int(arrived[:, 0].max()) < FAILED:
+                self.answer(layout, units, arrived)
+            else:
+                answer.fill_(FAILED)
+        except Exception as error:
+            self.failure = error
+            answer.fill_(FAILED)
         gathered = self._memory(units, "pull", self.ranks, arrived.device)
         self.sent_bytes += answer.numel()
         return gathered, dist.all_gather(list(gathered.unbind()), answer[0], group=group, async_op=True)
@@ -215,7 +253,7 @@ class PushPull:
         device = gradients[units[0].name].device
         owners = self.ranks if self.two_way else 1
         packets = self._memory(units, "push", owners, device)
-        packets[:, 0] = not finite
+        packets[:, 0] = 0 if finite else BROKEN
         at = [FLAG] * owners
         for unit in units:
             whole, seed = gradients[unit.name], self._seed(unit, self.rank)
@@ -235,7 +273,7 @@ class PushPull:
         """Return the packets [1, bytes] of the mean of what arrived for this rank, [ranks, bytes]."""
         answer = self._memory(units, "answer", 1, arrived.device)
         finite = not bool(arrived[:, 0].any())
-        answer[0, 0] = not finite
+        answer[0, 0] = 0 if finite else BROKEN
         at = FLAG
         for unit in units:
             if unit.owner != self.rank:
@@ -288,9 +326,25 @@ class PushPull:
     def _send_plain(
         self, layout: BucketLayout, gradients: dict[str, torch.Tensor], finite: bool, group: dist.ProcessGroup
     ) -> tuple[torch.Tensor | None, dist.Work | None]:
-        """Send what is summed as it is, and a number behind it that is NaN where not everything is finite."""
+        """Send what is summed as it is, and a number behind it: NaN where not all is finite, infinite after a failure.
+
+        With both it is NaN, on all ranks: a step that is skipped.
+        """
         if not (layout.raw or layout.shared):
             return None, None
+        try:
+            plain = self._plain(layout, gradients, finite) if self.failure is None else None
+        except Exception as error:
+            self.failure, plain = error, None
+        if plain is None:
+            kept = sum(codec.name.kept(gradients[name].numel()) for name, codec in layout.shared.items())
+            n = sum(gradients[name].numel() for name in layout.raw) + kept + 1
+            plain = torch.full((n,), float("inf"), device=next(iter(gradients.values())).device)
+        self.sent_bytes += plain.numel() * plain.element_size()
+        return plain, dist.all_reduce(plain, group=group, async_op=True)
+
+    def _plain(self, layout: BucketLayout, gradients: dict[str, torch.Tensor], finite: bool) -> torch.Tensor:
+        """Return what is summed as it is: raw parameters, values at shared places, and the vote."""
         parts = [gradients[name] for name in layout.raw]
         for name, codec in layout.shared.items():
             g, places = gradients[name], self._places(name, codec, gradients[name])
@@ -300,9 +354,7 @@ class PushPull:
                 g = q
             parts.append(g[places])
         vote = parts[0].new_full((1,), 0.0 if finite else float("nan"))
-        plain = torch.cat([*parts, vote])
-        self.sent_bytes += plain.numel() * plain.element_size()
-        return plain, dist.all_reduce(plain, group=group, async_op=True)
+        return torch.cat([*parts, vote])
 
     def _take_plain(self, layout: BucketLayout, mean: torch.Tensor, gradients: dict[str, torch.Tensor]) -> None:
         at = 0

@@ -18,10 +18,13 @@ from numpy.typing import NDArray
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.records import RingHeader
 
-_STEP, _RESTORE, _COMMIT, _SAVE, _LOAD = (
+_STEP, _RESTORE, _COMMIT, _SAVE, _LOAD, _SNAPSHOT = (
     SPANS[name].code
-    for name in ("optimizer.step", "checkpoint.restore", "checkpoint.commit", "checkpoint.save", "checkpoint.load")
-)
+    for name in (
+        "optimizer.step", "checkpoint.restore", "checkpoint.commit", "checkpoint.save", "checkpoint.load",
+        "checkpoint.snapshot",
+    )
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -55,6 +58,12 @@ class AttemptProgress:
     saved_after: int | None = None
     """Steps of this attempt before its newest save by torch."""
 
+    sound: int | None = None
+    """The newest checkpoint of headway's own, taken or restored, behind which an update has begun."""
+
+    copied: list[tuple[int, int, int]] = field(default_factory=list)
+    """Rank, when and number of those behind which that rank has not."""
+
     @property
     def base(self) -> int:
         """Steps that were done before this attempt began, as far as its checkpoint tells."""
@@ -80,6 +89,12 @@ class AttemptProgress:
             ends = records["start_ns"][steps] + records["duration_ns"][steps]
             self.first_ns.setdefault(rank, int(ends[0]))
             self.last_ns = max(self.last_ns, int(ends[-1]))
+        copies = records[np.isin(code, (_SNAPSHOT, _RESTORE))]
+        self.copied += [(rank, int(row["start_ns"]), int(row["b"])) for row in copies]
+        begun_ns = int(records["start_ns"][steps[-1]]) if len(steps) else 0
+        for copied in [one for one in self.copied if one[0] == rank and one[1] < begun_ns]:
+            self.copied.remove(copied)
+            self.sound = copied[2]
         for row in np.flatnonzero(np.isin(code, (_RESTORE, _COMMIT, _SAVE, _LOAD))).tolist():
             self._state(int(code[row]), records[row], self.counts.get(rank, 0) + int((steps < row).sum()))
         self.counts[rank] = self.counts.get(rank, 0) + len(steps)

@@ -20,10 +20,11 @@ from headway.core.errors import InputError
 from headway.fault.ladder import SURE, RecoveryDecision, RecoveryLimits, Seen, decide
 from headway.fault.outliers import Suspicion, suspects
 from headway.fault.runtime.incidents import AttemptProgress
-from headway.fault.runtime.loss_guard import BadLossStop
+from headway.fault.runtime.loss_guard import BadLossError, BadLossStop
 from headway.fault.runtime.warm import Warm
 from headway.ledger.jobs.hang import localise
 from headway.ledger.jobs.hang_reports import WatchReport, frames, of_watch
+from headway.runtime.in_rank.state_account import RESTORE_UP_TO
 from headway.runtime.launching.hang_proof import HALTED
 from headway.runtime.launching.supervision import Failure, RunSupervisor
 from headway.runtime.run_folder import redact
@@ -53,14 +54,16 @@ class JobSupervisor(RunSupervisor):
         self._seen: list[Seen] = []
         self._progress = AttemptProgress(-1, 0)
         self._before: AttemptProgress | None = None
+        self._up_to: int | None = None  # newest checkpoint that the next attempt may go on from, of those that are seen
 
     def spawn(self, spec: RankSpec, stdout_fd: int, stderr_fd: int) -> int | None:
         """Fork a rank of a later attempt from the warm process, where that is the same as a cold start."""
         return self._warm.spawn(spec, stdout_fd, stderr_fd) if self.incidents else None
 
     def environment(self, spec: RankSpec) -> Mapping[str, str]:
-        """Have ranks note what they import, until that is known."""
-        return self._warm.noting(spec)
+        """Have ranks note what they import, until that is known; and keep them from checkpoints that are suspect."""
+        env = self._warm.noting(spec)
+        return env if self._up_to is None else {**env, RESTORE_UP_TO: str(self._up_to)}
 
     def began(self, attempt: int, group: Group, drainer: Drainer) -> None:
         """Follow the steps of an attempt."""
@@ -113,6 +116,9 @@ class JobSupervisor(RunSupervisor):
             hosts=(socket.gethostname(),) if ranks and suspicion.confidence == 1.0 else (),
             confidence=suspicion.confidence,
         )
+        self._up_to = self._sound(progress) if BadLossError.__name__ in seen.error else None
+        if self._up_to is not None:  # behind another checkpoint it is another error
+            seen = replace(seen, error=f"{seen.error} (next: checkpoints up to {self._up_to})")
         code = failure.code
         updated = code is not None and code.updated
         decision = decide(seen, self._seen, RecoveryLimits(failure.restarts_left, failure.standbys, updated=updated))
@@ -145,6 +151,17 @@ class JobSupervisor(RunSupervisor):
         if decision.action == "stop" and failure.restarts_left:
             self._say(f"no further attempt: {decision.reason}")
         return decision.action
+
+    def _sound(self, progress: AttemptProgress) -> int | None:
+        """Return the newest checkpoint behind which a good loss followed; one further back at a second meeting.
+
+        None where the job has none that is seen; where none of them is left it begins anew.
+        """
+        again = self._up_to is not None and progress.sound == progress.restored
+        if progress.sound is not None and not again:
+            return progress.sound
+        oldest = progress.restored if again else min((one[2] for one in progress.copied), default=None)
+        return self._up_to if oldest is None else oldest - 1
 
     def _write(self) -> None:
         try:

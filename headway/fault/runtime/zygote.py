@@ -44,6 +44,7 @@ from headway.runtime.calls import patches
 from headway.runtime.host.warm_note import num_threads, origin
 from headway.runtime.in_rank import bootstrap
 from headway.runtime.in_rank.hooks import PostImport
+from headway.runtime.in_rank.state_account import RESTORE_UP_TO
 from headway.runtime.launching.agent import die_with
 from headway.runtime.launching.save_and_leave import NAME as BOARD
 from headway.runtime.launching.save_and_leave import VARIABLE as LEAVE
@@ -54,6 +55,7 @@ SOCKET = "HEADWAY_ZYGOTE_SOCKET"
 VARYING = (
     "RANK", "LOCAL_RANK", "ROLE_RANK", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE",
     "HEADWAY_ATTEMPT", "HEADWAY_LEAVE", "HEADWAY_MAIN_PID", "HEADWAY_RANK", "HEADWAY_LOCAL_RANK", "HEADWAY_WARM_NOTE",
+    RESTORE_UP_TO,
 )  # fmt: skip
 """Variables that differ between ranks or attempts: no import may depend on them."""
 

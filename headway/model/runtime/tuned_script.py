@@ -33,10 +33,12 @@ from headway.model.remedies import TuneParameters
 from headway.model.runtime.tuner import Tuner
 from headway.model.tuning.search import FIRST_STEPS
 from headway.model.tuning.space import parsed
+from headway.runtime.in_rank.guard import OfScript
 from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy, on_scaled_loss
 
 NAME = "model.tune"
 DEFAULT = ("lr=1e-5:1:log",)
+_END = object()
 MOST_BYTES = 1 << 30
 """Most memory for the batches of a pass."""
 
@@ -56,6 +58,8 @@ class ReplayedPasses:
         self._batches: list[Any] = []
         self._num_bytes = 0
         self._position = 0
+        self.of_script = OfScript()
+        """Errors of reading, which are the script's."""
         self.forget: Callable[[], bool] = lambda: False
         """Whether nobody will read the next batch again."""
         self.full: Callable[[], None] = lambda: None
@@ -71,9 +75,9 @@ class ReplayedPasses:
             if self._position < len(self._batches):
                 batch = self._batches[self._position]
             else:
-                try:
-                    batch = next(self._iterator)
-                except StopIteration:
+                with self.of_script:
+                    batch = next(self._iterator, _END)
+                if batch is _END:
                     return
                 self._batches.append(batch)
                 self._num_bytes += 0 if self.forget() else _num_bytes(batch)
@@ -106,6 +110,7 @@ class _Script:
         self.tuner: Tuner | None = None
         self._loader: Callable[[], Any] = lambda: None
         self._optimizer: Any = None
+        self._tuned: list[int] = []
         self._losses: list[torch.Tensor] = []
         self._over = False
 
@@ -115,6 +120,11 @@ class _Script:
         self.context.patch("torch._tensor:Tensor.backward", self._backward)
         on_scaled_loss(self.context, self._refuse_scaling)
         self.context.undos.append(register_optimizer_step_post_hook(self.context.hook(self._stepped)).remove)
+
+    def _is_over(self) -> bool:
+        """Tell whether nothing is tuned any more: it was refused, or a hook of it has failed."""
+        self._over = self._over or NAME in self.context.failed
+        return self._over
 
     def _refuse(self, reason: str) -> None:
         self._over = True
@@ -158,9 +168,21 @@ class _Script:
         tuner = self.tuner
         self._losses.clear()
         passes.forget, passes.full = (lambda: not tuner.searching), tuner.shorten
-        for batch in tuner.steps(passes):
-            yield batch
-            self._tell()
+        steps = tuner.steps(passes)
+        try:
+            for batch in steps:
+                yield batch
+                if self._is_over():
+                    break
+                self._tell()
+        except Exception as error:
+            if error in passes.of_script:
+                raise
+            self._refuse(f"failed in use, and was undone: {type(error).__name__}: {error}")
+        if self._is_over():  # from where the search began, on the script's own settings
+            tuner.abandon()
+            steps.close()
+            yield from passes
 
     def _waits(self, reason: str) -> None:
         """Note why nothing is tuned so far; another loader may be the one that trains."""
@@ -201,8 +223,15 @@ class _Script:
         if self._over or not self._losses:
             return
         if self._optimizer is not None and optimizer is not self._optimizer:
-            self._refuse("the script steps two optimizers, and a tunable belongs to one")
-        elif self.tuner is None:
+            self._over = self.tuner is not None and self.tuner.setting is not None and not self.tuner.searching
+            if not self._over:  # what was found for an earlier one stands
+                self._refuse("the script steps two optimizers, and a tunable belongs to one")
+            return
+        tuned = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        if self.tuner is not None and self.tuner.searching and tuned != self._tuned:
+            self._refuse("the script changes what its optimizer updates while settings are tried")
+        self._tuned = tuned
+        if self.tuner is None:
             self._optimizer = optimizer
         else:
             self.tuner.report(torch.stack(self._losses).mean())

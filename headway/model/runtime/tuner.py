@@ -127,10 +127,7 @@ class Tuner:
         self._branches: dict[int, Branch] = {}
         self._active: Trial | None = None
         self._saved: dict[str, Any] | None = None
-        self._reported = False
-        self._unreported = 0
-        self._failed = False
-        self._epochs = 1
+        self._reported, self._unreported, self._epochs = False, 0, 1
         self.history: list[Trial] = []
         """Trials of all searches that have ended."""
 
@@ -177,7 +174,7 @@ class Tuner:
     def steps(self, loader: Any, epochs: int = 1) -> Iterator[Any]:
         """Yield the batches of `epochs` passes over `loader`; during a search, those of a pass again and again.
 
-        A loop that is broken off in a search goes on from the best trial so far, or from the parent.
+        A loop that is broken off in a search goes on from the best trial so far; after an error it is the parent.
         Raises `InputError` for a loader without `state_dict` and `load_state_dict`, one that ends before a trial could
         be compared, and where `patience` batches brought no report.
         """
@@ -187,6 +184,9 @@ class Tuner:
         self._join(loader, epochs)
         try:
             yield from self._walk(loader, epochs)
+        except Exception:
+            self.abandon()
+            raise
         finally:
             if self._search is not None:  # the loop was broken off
                 self._search.settle()
@@ -243,6 +243,13 @@ class Tuner:
         if self._search is not None and self._active is not None:
             self._search.stop_at(max(len(self._active.losses), FIRST_STEPS))
 
+    def abandon(self) -> None:
+        """End a search as if it had not begun: the parent is put in force. Does nothing outside of one."""
+        if self._search is not None:
+            parent, self._search, self._parent, self._active = self._parent, None, None, None
+            self._branches.clear()
+            self._put(parent)
+
     @contextmanager
     def guard(self) -> Iterator[None]:
         """Let what raises inside, in a trial, count as a trial that diverged; outside of a trial it is raised."""
@@ -291,9 +298,8 @@ class Tuner:
     def _plain(self, loader: Any, epochs: int) -> Iterator[Any]:
         """Yield the batches with the one setting there is."""
         if self._progress.setting is None:
-            fixed = {
-                name: each.values[0] if hasattr(each, "values") else each.low for name, each in self._space.items()
-            }
+            pairs = self._space.items()
+            fixed = {name: each.values[0] if hasattr(each, "values") else each.low for name, each in pairs}
             self._apply(fixed)
             self._progress.setting = fixed
         for _ in range(epochs):
@@ -361,12 +367,12 @@ class Tuner:
         live = {trial.number for trial in self._search.trials if trial.live}
         for number in self._branches.keys() - live:
             del self._branches[number]
-        if run is not None:
-            if run is self._active:
-                return False
-            self._activate(run, live)
-        else:
+        if run is None:
             self._finish()
+        elif run is self._active:
+            return False
+        else:
+            self._activate(run, live)
         return True
 
     def _activate(self, trial: Trial, live: set[int]) -> None:
@@ -380,9 +386,8 @@ class Tuner:
     def _finish(self) -> None:
         """Go on from the winner, or from the parent where none made progress."""
         search, progress = self._search, self._progress
-        before = progress.setting
         assert search is not None
-        winner = search.winner
+        before, winner = progress.setting, search.winner
         if winner is None:
             self._put(self._parent)
         elif winner is not self._active:

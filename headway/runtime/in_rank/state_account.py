@@ -34,6 +34,9 @@ from headway.trace.events.vocabulary import IN_BACKGROUND, SPANS
 SNAPSHOT, WAIT, RESTORE = (SPANS[f"checkpoint.{name}"].code for name in ("snapshot", "wait", "restore"))
 BACKGROUND = {name: SPANS[name].code for name in IN_BACKGROUND}
 
+RESTORE_UP_TO = "HEADWAY_RESTORE_UP_TO"
+"""Variable of an attempt: number of the newest checkpoint that "latest" may be, where later ones are suspect."""
+
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 

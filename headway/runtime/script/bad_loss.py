@@ -21,6 +21,9 @@ SPIKE = 5.0
 USUAL, FEWEST = 64, 20
 """Losses of so many steps make the usual one, their median; before there are the fewest, nothing is a spike."""
 
+MOST_SPIKES = 3
+"""Spikes among the usual losses from which on they are usual themselves."""
+
 MOST_NOTED = 16
 """Bad losses of a rank that the recording notes."""
 
@@ -44,18 +47,23 @@ class Bad:
         return f"the loss of rank{'s' if len(self.ranks) > 1 else ''} {who} is {self.what}"
 
 
-def judge(losses: Sequence[float], usual: Sequence[float]) -> Bad | None:
-    """Return what is wrong with the losses of all ranks in one step, given the mean losses of the steps before."""
-    broken = tuple(rank for rank, loss in enumerate(losses) if not math.isfinite(loss))
+def judge(losses: Sequence[float | None], usual: Sequence[float]) -> Bad | None:
+    """Return what is wrong with the losses of all ranks in one step, None for a rank without one.
+
+    `usual` are the losses of the steps before: the mean over ranks, or the largest where that was a spike. Spikes that
+    came `MOST_SPIKES` times among them are the level of the loss, or hard batches that it knows.
+    """
+    found = {rank: loss for rank, loss in enumerate(losses) if loss is not None}
+    broken = tuple(rank for rank, loss in found.items() if not math.isfinite(loss))
     if broken:
         return Bad(broken, str(losses[broken[0]]))
-    if len(usual) < FEWEST or not losses:
+    if len(usual) < FEWEST or not found:
         return None
-    middle, mean = statistics.median(usual), statistics.fmean(losses)
-    high = tuple(rank for rank, loss in enumerate(losses) if loss > SPIKE * middle)
-    if middle <= 0 or not (high or mean > SPIKE * middle):
+    middle, highest = statistics.median(usual), max(found.values())
+    high = tuple(rank for rank, loss in found.items() if loss > SPIKE * middle)
+    if middle <= 0 or not high or sum(one > SPIKE * middle for one in usual) >= MOST_SPIKES:
         return None
-    return Bad(high, f"{max(losses):.4g}, {max(losses) / middle:.3g} times the usual {middle:.4g}")
+    return Bad(high, f"{highest:.4g}, {highest / middle:.3g} times the usual {middle:.4g}")
 
 
 @dataclass(slots=True)

@@ -130,7 +130,8 @@ class _OptimizerCopy:
     def put_back(self) -> None:
         """Restore settings and state; what a parameter did not have yet is dropped."""
         kept, optimizer = self._kept.put_back(), self._optimizer
-        for group, settings in zip(optimizer.param_groups, kept["groups"], strict=True):
+        # Groups that were added since keep their settings.
+        for group, settings in zip(optimizer.param_groups, kept["groups"], strict=False):
             group.update(settings)
         for parameter in list(optimizer.state):
             if id(parameter) not in kept["state"]:

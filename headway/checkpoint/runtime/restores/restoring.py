@@ -35,6 +35,7 @@ from headway.checkpoint.runtime.restores.exchange import says_damage
 from headway.checkpoint.runtime.restores.restore import MIXED, Restore, RestoreReport, Verify, mixing
 from headway.checkpoint.runtime.restores.unpack import unpack
 from headway.core.errors import DamageError, HeadwayError, InputError
+from headway.runtime.in_rank.state_account import RESTORE_UP_TO
 from headway.storage.commits import object_commit
 from headway.storage.commits.commit import committed
 from headway.storage.stored.manifest import COMMIT, CommitRecord, decode
@@ -202,6 +203,8 @@ def _agreed_steps(root: str, step: int | Literal["latest"], agreement: Agreement
         try:
             url = url_of(root)
             known = [one.step for one in (committed(root) if url is None else object_commit.committed(open_store(url)))]
+            most = os.environ.get(RESTORE_UP_TO) if step == "latest" else None
+            known = known if most is None else [one for one in known if one <= int(most)]
             _warn_of_newer(known, step)
             return msgspec.json.encode(step_order(known, step)).decode()
         except InputError as error:

@@ -108,7 +108,7 @@ def _dithered(
     draws = torch.rand(share.shape, generator=generator, device=share.device)
     if natural:
         # share in [2^(e - 1), 2^e) lies between level e - 1 + levels and the next; below 2^(1 - levels) lies level 0.
-        below = (torch.frexp(share).exponent - 1 + levels).clamp(0, levels)
+        below = (torch.frexp(share).exponent - 1 + levels).clamp(0, levels) * (share > 0)  # of 0 the exponent is 0
         low = torch.where(below > 0, torch.ldexp(torch.ones_like(share), below - levels), 0.0)
         step = torch.where(below > 0, low, 2.0 ** (1 - levels))
         level = below + (draws * step < share - low)

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from headway.comm.runtime.codecs import dense, sparse
+from headway.core.tables import Named
 from headway.cost.codecs import CodecName, read_codec
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -164,7 +165,7 @@ PLACES: dict[str, EncodeFn] = {
 }
 """Kinds that send places -> which ones."""
 
-CODECS: dict[str, Callable[..., Codec]] = {
+CODECS: dict[str, Callable[..., Codec]] = Named("codec", {
     "half": _made("half", *_cast(torch.float16), biased=False),
     "bfloat16": _made("bfloat16", *_cast(torch.bfloat16), biased=False),
     "sign": _made(
@@ -184,5 +185,5 @@ CODECS: dict[str, Callable[..., Codec]] = {
         lambda packet, codec, out, seed: dense.int8_decode(packet, out),
         biased=True,
     ),
-}
+})  # fmt: skip
 """Kind -> the function that makes a codec of its arguments. Adding one is adding a line here and in `ARGUMENTS`."""
