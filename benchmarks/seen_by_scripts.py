@@ -58,11 +58,13 @@ SCRIPTS = {
     "handles_sigterm": "import os, signal, sys\nsignal.signal(15, lambda *_: sys.exit(9)); os.kill(os.getpid(), 15)",
     "ends_in_train": TRAIN + "import sys; sys.exit(5)",
     "raises_in_train": TRAIN + "model(torch.ones(3, 5))",
-    "raises_in_loader": TRAIN + "class D(list):\n    def __getitem__(self, i): raise LookupError(i)\ntrain(DataLoader(D([1, 2])))",
+    "raises_in_loader": TRAIN + (
+        "class D(list):\n    def __getitem__(self, i): raise LookupError(i)\ntrain(DataLoader(D([1, 2])))"
+    ),
     "raises_in_worker": TRAIN + "class D(list):\n    def __getitem__(self, i): raise LookupError(i)\n"
     "try: train(DataLoader(D([1, 2]), num_workers=1))\nexcept LookupError as error: print(type(error))",
     "raises_in_hook": TRAIN + "model.register_forward_hook(lambda *_: 1 / 0)\ntrain()",
-    "raises_at_exit": "import atexit; atexit.register(lambda: 1 / 0); print('end')",
+    "raises_at_exit": "import atexit; atexit.register(exec, '1 / 0'); print('end')",
     "thread_raises": "import threading; t = threading.Thread(target=lambda: 1 / 0, name='t'); t.start(); t.join()",
     # What it prints.
     "no_newline": "print('x', end='')",
@@ -79,13 +81,19 @@ SCRIPTS = {
     "logs": "import logging; logging.warning('careful'); logging.getLogger('a.b').error('%s', 3)",
     "logs_twice": TRAIN + "import logging; logging.basicConfig(level=10); logging.debug('d'); logging.info('i')",
     "reads_stdin": "import sys; print(repr(sys.stdin.read()))",
-    "redirects": "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as s: print('in')\nprint(s.getvalue())",
+    "redirects": (
+        "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as s: print('in')\n"
+        "print(s.getvalue())"
+    ),
     # What it sees.
     "argv": "import sys; print(sys.argv[1:], __name__, __file__)",
     "main": "import __main__, sys; print(sys.modules['__main__'].__dict__.keys() == globals().keys())",
     "cwd": "import os; print(os.getcwd(), os.listdir())",
     "umask": "import os; print(os.umask(0))",
-    "handlers": "import signal; print([(int(n), str(signal.getsignal(n))[:40]) for n in signal.valid_signals() if n in (1, 2, 3, 13, 14, 15, 17)])",
+    "handlers": (
+        "import signal; print([(int(n), "
+        "str(signal.getsignal(n))[:40]) for n in signal.valid_signals() if n in (1, 2, 3, 13, 14, 15, 17)])"
+    ),
     "threads": "import threading; print(threading.active_count(), threading.current_thread().name)",
     "threads_in_train": TRAIN + "import threading; print(threading.active_count())",
     "children": "import multiprocessing; print(multiprocessing.active_children())",
@@ -98,29 +106,63 @@ SCRIPTS = {
     "logging_state": TRAIN + "import logging; print(logging.root.handlers, logging.root.level)",
     "gc_state": "import gc; print(gc.isenabled(), gc.get_threshold(), gc.get_debug(), gc.get_freeze_count())",
     "torch_threads": TRAIN + "print(torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype())",
-    "generators": TRAIN + "import random, hashlib\nprint(torch.randn(3), hashlib.sha256(str(torch.get_rng_state().tolist()).encode()).hexdigest())",
+    "generators": TRAIN + (
+        "import random, hashlib\nprint(torch.randn(3), "
+        "hashlib.sha256(str(torch.get_rng_state().tolist()).encode()).hexdigest())"
+    ),
     "numpy_generator": TRAIN + "import numpy; numpy.random.seed(1); train(); print(numpy.random.rand(2))",
     "python_generator": TRAIN + "import random; random.seed(1); train(); print(random.random())",
     "model_state": TRAIN + "print(list(model.state_dict()), list(vars(model)), len(model._forward_hooks))",
     "optimizer_state": TRAIN + "print(optimizer.state_dict(), sorted(vars(optimizer)))",
-    "pickles": TRAIN + "import pickle, hashlib\nfor thing in (model, optimizer, loader): print(hashlib.sha256(pickle.dumps(thing)).hexdigest() if thing is not optimizer else len(pickle.dumps(thing)))",
+    "pickles": TRAIN + (
+        "import pickle, hashlib\nfor thing in (model, optimizer, "
+        "loader): print(len(pickle.dumps(thing)), thing is optimizer or hashlib.sha256(pickle.dumps(thing)).hexdigest())"
+    ),
     "copies": TRAIN + "import copy; print(sorted(vars(copy.deepcopy(loader))))",
-    "signatures": TRAIN + "import inspect; print(inspect.signature(torch.save), inspect.signature(model.forward), torch.save.__name__)",
+    "signatures": TRAIN + (
+        "import inspect; print(inspect.signature(torch.save), inspect.signature(model.forward), "
+        "torch.save.__name__)"
+    ),
     "closed_files": TRAIN + "import gc, warnings; warnings.simplefilter('error'); gc.collect(); print('clean')",
     # What it does.
     "files": "import os; os.mkdir('a'); open('a/b', 'w').write('x'); os.symlink('b', 'a/c'); os.chmod('a/b', 0o600)",
     "saves": TRAIN + "torch.save(model.state_dict(), 'm.pt'); print(sorted(torch.load('m.pt')))",
-    "replaces": "import os; open('x.tmp', 'w').write('1'); f = open('x.tmp'); os.fsync(f.fileno()); os.replace('x.tmp', 'x')",
+    "replaces": (
+        "import os; open('x.tmp', 'w').write('1'); f = open('x.tmp'); os.fsync(f.fileno()); "
+        "os.replace('x.tmp', 'x')"
+    ),
     "temporary": "import tempfile, os; d = tempfile.mkdtemp(dir='.'); os.rmdir(d); print('gone')",
-    "subprocess": "import subprocess, sys; print(subprocess.run([sys.executable, '-c', 'print(6); raise SystemExit(4)'], capture_output=True))",
-    "forks": "import os\npid = os.fork()\nif not pid: print('child', flush=True); os._exit(3)\nprint(os.waitpid(pid, 0)[1])",
-    "spawns": "import multiprocessing\ndef f(q): q.put(5)\nif __name__ == '__main__':\n    c = multiprocessing.get_context('spawn'); q = c.Queue(); p = c.Process(target=f, args=(q,)); p.start(); print(q.get()); p.join(); print(p.exitcode)",
-    "executes": "import os, sys\nif len(sys.argv) < 9: os.execv(sys.executable, [sys.executable, __file__, *'12345678'])\nprint('second')",
+    "subprocess": (
+        "import subprocess, sys; print(subprocess.run([sys.executable, '-c', 'print(6); "
+        "raise SystemExit(4)'], capture_output=True))"
+    ),
+    "forks": (
+        "import os\npid = os.fork()\nif not pid: print('child', flush=True); os._exit(3)\n"
+        "print(os.waitpid(pid, 0)[1])"
+    ),
+    "spawns": (
+        "import multiprocessing\ndef f(q): q.put(5)\nif __name__ == '__main__':\n"
+        "    c = multiprocessing.get_context('spawn'); q = c.Queue(); p = c.Process(target=f, args=(q,)); "
+        "p.start(); print(q.get()); p.join(); print(p.exitcode)"
+    ),
+    "executes": (
+        "import os, sys\nif len(sys.argv) < 9: os.execv(sys.executable, [sys.executable, __file__, "
+        "*'12345678'])\nprint('second')"
+    ),
     "workers": TRAIN + "train(DataLoader(torch.randn(32, 4), 4, num_workers=2))",
-    "pipe_breaks": "import os, signal\nr, w = os.pipe(); os.close(r)\ntry: os.write(w, b'x')\nexcept BrokenPipeError: print('broken')",
+    "pipe_breaks": (
+        "import os, signal\nr, w = os.pipe(); os.close(r)\ntry: os.write(w, b'x')\n"
+        "except BrokenPipeError: print('broken')"
+    ),
     "trains_twice": TRAIN + "train(); train()",
-    "closure": TRAIN + "o = torch.optim.LBFGS(model.parameters(), max_iter=3)\ndef c():\n    o.zero_grad(); l = model(torch.ones(2, 4)).square().sum(); l.backward(); return l\nprint(float(o.step(c)).hex())",
-    "double_backward": TRAIN + "x = torch.ones(2, 4, requires_grad=True); g, = torch.autograd.grad(model(x).sum(), x, create_graph=True); g.square().sum().backward(); print(x.grad)",
+    "closure": TRAIN + (
+        "o = torch.optim.LBFGS(model.parameters(), max_iter=3)\ndef c():\n    o.zero_grad(); "
+        "l = model(torch.ones(2, 4)).square().sum(); l.backward(); return l\nprint(float(o.step(c)).hex())"
+    ),
+    "double_backward": TRAIN + (
+        "x = torch.ones(2, 4, requires_grad=True); g, = torch.autograd.grad(model(x).sum(), x, "
+        "create_graph=True); g.square().sum().backward(); print(x.grad)"
+    ),
     "compiles": TRAIN + "f = torch.compile(model, backend='eager'); train(model=f, steps=3)",
 }  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Steps of one kind of job, without and with recording by turns in one process; prints what each step cost.
 
-`python cost_kinds.py KIND TURNS` writes {"pairs": [[plain, recorded], ...], "wall_us": ..., "loss_equal": ...} to stdout: CPU
-microseconds of the training thread per step, the lowest quartile of chunks of steps.
+`python cost_kinds.py KIND TURNS` prints {"rows": [[CPU, wall, CPU, wall], ...], "losses": 1}: microseconds of the
+training thread per step, plain and recorded, the lowest quartile of chunks of steps; how many losses they ended with.
 """
 
 import contextlib
