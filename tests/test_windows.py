@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.runtime.host import device
+from headway.runtime.in_rank.window_profiler import has_kernels, quiet_stderr
 from headway.runtime.in_rank.windows import (
     BUDGET,
     HOLD_NS,
@@ -26,8 +27,6 @@ from headway.runtime.in_rank.windows import (
     STEPS,
     Shape,
     budget_from,
-    has_kernels,
-    quiet_stderr,
     shape_after,
 )
 from headway.runtime.recorder.window_schedule import MOST_RANKS, WindowSchedule, opening_step, spacing, takes_part
@@ -428,7 +427,7 @@ def test_a_window_stays_open_until_the_device_has_got_to_its_end(tmp_path, monke
     accelerator, stopped = Accelerator(), []
     monkeypatch.setattr("headway.runtime.in_rank.windows.low_level_start", lambda **_: None)
     monkeypatch.setattr(
-        "headway.runtime.in_rank.windows.low_level_stop", lambda: stopped.append(now()) or SimpleNamespace()
+        "headway.runtime.in_rank.windows.low_level_stop", lambda **_: stopped.append(now()) or SimpleNamespace()
     )
     undo = device.emulate(lambda _: accelerator.device, {("cuda", 0): accelerator.device})
     try:

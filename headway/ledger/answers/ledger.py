@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway.core.errors import InputError
 from headway.core.tables import pick
@@ -80,6 +81,9 @@ class Ledger:
 
     step_wall_ns: Ints = field(default_factory=no_steps)
     """[n] Wall of each step of the last attempt: the mean over ranks, whole ns."""
+
+    undisturbed: NDArray[np.bool_] | None = None
+    """[n] Steps that no deep window made longer; None = all of them."""
 
     lateness: RankLateness = field(default_factory=RankLateness)
     """Who waited for whom, over all attempts."""
@@ -151,6 +155,7 @@ class Ledger:
             by_rank_ns=by_rank,
             step_ns=account.step_ns,
             step_wall_ns=account.step_wall_ns,
+            undisturbed=account.undisturbed,
             lateness=account.lateness,
             spans=account.spans,
             loader_ns={loader: subs_of(amounts) for loader, amounts in sorted(account.loader_ns.items())},

@@ -61,6 +61,11 @@ _GRAPHS: dict[int, int] = {}
 """id of a graph -> its number; graphs of both kinds are counted together."""
 
 
+def graphs_replayed() -> bool:
+    """Whether a captured graph was replayed in this process."""
+    return bool(_GRAPHS)
+
+
 def graph_replay(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
     """Wrap `CUDAGraph.replay` or `accelerator.Graph.replay`: the host launches everything that the graph holds."""
     emit, numbers = probes.emit, _GRAPHS
