@@ -103,11 +103,11 @@ class RunComparison:
     speedup: float
     """Steps per second of the second over the first."""
 
-    goodput: tuple[float, float]
-    """Goodput of both whole runs."""
+    goodput: tuple[float | None, float | None]
+    """Goodput of both whole runs; None where it is not known."""
 
-    step_goodput: tuple[float, float]
-    """Useful share of the device time in steps, of both."""
+    step_goodput: tuple[float | None, float | None]
+    """Useful share of the device time in steps, of both; None where it is not known."""
 
     changes: tuple[BucketChange, ...]
     """Every bucket, in the order of `BUCKETS`."""
@@ -219,8 +219,8 @@ def compare(
     found = RunComparison(
         steps_per_s=rates,
         speedup=rates[1] / rates[0],
-        goodput=(before.goodput, after.goodput),
-        step_goodput=(_step_goodput(before), _step_goodput(after)),
+        goodput=(_known(before, before.goodput), _known(after, after.goodput)),
+        step_goodput=(_known(before, _step_goodput(before)), _known(after, _step_goodput(after))),
         changes=tuple(changes[bucket] for bucket in BUCKETS),
         threshold=threshold,
         slower=slower,
@@ -412,6 +412,11 @@ def _in_steps(ledger: Ledger) -> dict[str, float]:
         return _per_step(ledger)  # an account that knows no single steps
     mean_s = found.mean(axis=1) / (ledger.devices * NS_PER_S)
     return {b: float(s) for b, s in zip(BUCKETS, mean_s, strict=True) if b not in ONCE_PER_RUN}
+
+
+def _known(ledger: Ledger, share: float) -> float | None:
+    """Return a share of useful work where the ledger tells it."""
+    return share if ledger.tells_goodput else None
 
 
 def _step_goodput(ledger: Ledger) -> float:

@@ -183,6 +183,11 @@ class Ledger:
         return self.ledger_ns["useful"] / steady if steady else 0.0
 
     @property
+    def tells_goodput(self) -> bool:
+        """Whether the share of useful work is known: not where a device may have worked for longer than it did."""
+        return self.sub_ns.get("unknown.device", 0) <= self.ledger_ns["useful"]
+
+    @property
     def bound(self) -> str:
         """What bounds the steps: 'device' where that is at work for most of their time, else the bucket that takes most
         of the rest; '' without steps."""
@@ -216,8 +221,8 @@ class Ledger:
             "steps": self.steps,
             "wall_ns": self.wall_ns,
             "wall_s": self.wall_ns / NS_PER_S,
-            "goodput": self.goodput,
-            "step_goodput": self.step_goodput,
+            "goodput": self.goodput if self.tells_goodput else None,
+            "step_goodput": self.step_goodput if self.tells_goodput else None,
             "ledger": {bucket: amount / NS_PER_S for bucket, amount in self.ledger_ns.items()},
             "ledger_ns": dict(self.ledger_ns),
             "sub": {sub: amount / NS_PER_S for sub, amount in self.sub_ns.items()},

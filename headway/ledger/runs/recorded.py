@@ -34,9 +34,9 @@ from headway.trace.events.parts import Parts
 from headway.trace.events.sweep import Ints
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import BY_EVENTS
+from headway.trace.profiler.window_effects import slower_since, undisturbed
 from headway.trace.recording.basis import BASES
 from headway.trace.recording.run_facts import RankRow, RunFacts
-from headway.trace.recording.window_effects import slower_since, undisturbed
 
 RECORDED = ("process", "step", "optimizer.step", "input.next")
 """Names that only headway's recorder writes."""
@@ -198,11 +198,12 @@ def _summed(book: RunBook, traces: Sequence[Parts], facts: RunFacts, windows: Wi
     step_ns = _by_step(last)
     if by_events:
         bound, share = bound_of(step_ns)
-        by, at_work = BOUND.get(bound, bound), format_fraction(share, 0)
+        by, at_work = BOUND.get(bound, bound), f"{format_fraction(share, 0)} of their time"
         if bound == "unknown":
             by = "the device or its host, which the events do not tell (`headway run --window-at 50` does)"
-            at_work = f"at least {at_work}"
-        notes.append(f"steps are bound by {by}: the device is at work {at_work} of their time")
+            most = share + float(step_ns[BUCKETS.index("unknown")].sum() / max(step_ns.sum(), 1))
+            at_work = f"{at_work} at least, {format_fraction(min(most, 1.0), 0)} at most"
+        notes.append(f"steps are bound by {by}: the device is at work {at_work}")
     return Account(
         wall_ns=book.wall[1] - book.wall[0],
         sub_ns={

@@ -67,15 +67,23 @@ def graphs_replayed() -> bool:
 
 
 def graph_replay(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
-    """Wrap `CUDAGraph.replay` or `accelerator.Graph.replay`: the host launches everything that the graph holds."""
-    emit, numbers = probes.emit, _GRAPHS
+    """Wrap `CUDAGraph.replay` or `accelerator.Graph.replay`: the host launches everything that the graph holds.
+
+    By events it is work of the device like a step, unless a module or a backward replays it: then it is a part of that.
+    """
+    emit, numbers, inside = probes.emit, _GRAPHS, probes.forwarding
 
     @functools.wraps(original)
     def replay(self: Any) -> Any:
         """Replay the graph and record how long its launch took."""
+        timers = None if inside[0] else probes.device_timers
+        if timers:
+            timers.begun()
         start = now()
         result = original(self)
         emit(REPLAY, start, now() - start, numbers.setdefault(id(self), len(numbers)))
+        if timers:
+            timers.updated()
         return result
 
     return replay

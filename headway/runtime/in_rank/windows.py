@@ -205,14 +205,16 @@ class WindowRecorder:
         start = self._schedule.read()
         if device.activities():
             self.cost_ns += self._pace.look(step // self._cycle, now())
-            if self._pace.longer >= STAYS:
+            if self._pace.longer >= STAYS and self._asked is None:
                 self.stopped = f"steps take {self._pace.longer:.0%} longer behind a window: its library stays attached"
-        if self.stopped:
+        # Where launches bound steps each of them that the library slows counts, and it is not known to leave.
+        timers = self.probes.device_timers
+        if self.stopped or (timers and timers.keep_up):
             return self._pause()
         if start == step:
             return self._begin()
         if start > step:
-            return start - step
+            return min(start - step, self._pause())
         if self._schedule.leads:
             self._announce(step)
         return self._pause()
@@ -246,8 +248,6 @@ class WindowRecorder:
             self.stopped = f"{self.count} windows, {self._bytes} bytes"
         if self.stopped or self._pace.is_measuring or any(writer.is_alive() for writer in self._writers):
             return
-        if self.probes.device_timers and self.probes.device_timers.keep_up:
-            return  # every launch that the library slows makes a step longer, and it is not known to leave
         step_ns = max(self._step_ns(), 1)
         cost_ns = self._expected_cost_ns(step_ns)
         looks, ahead = self._paces()
@@ -412,7 +412,8 @@ class WindowRecorder:
         """Drop an open window and open no more; what follows is a profile of the script, or the end."""
         self.stopped = reason
         self.drop(detach=False)
-        await_detached(self._detached_ns)
+        with contextlib.suppress(Exception):
+            await_detached(self._detached_ns)
         tell_kineto(None)
 
     def drop(self, *, detach: bool = True) -> None:

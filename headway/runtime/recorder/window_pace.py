@@ -21,9 +21,6 @@ from statistics import median
 LOOKS = 8
 """Stretches between two looks that tell the time of a step."""
 
-FEWEST = 3
-"""With fewer of them before a window nothing is compared."""
-
 
 class WindowPace:
     """The time of a step between looks, ns, and how much of it windows left behind."""
@@ -40,7 +37,7 @@ class WindowPace:
 
     def closed(self) -> None:
         """Say that a window was closed."""
-        self.is_measuring = len(self._stretches) >= FEWEST
+        self.is_measuring = bool(self._stretches)
         self._before_ns = median(self._stretches) if self.is_measuring else 0.0
         self._stretches.clear()
         self._last = None

@@ -25,8 +25,8 @@ from headway.trace.events.parts import Parts
 from headway.trace.events.sweep import sweep
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import GC_CALLED, READ_AGAIN
+from headway.trace.profiler.window_effects import steps_before_slowing
 from headway.trace.recording.pauses import without_pauses
-from headway.trace.recording.window_effects import steps_before_slowing
 
 Events = Mapping[str, NDArray[Any]]
 """Columns of a trace."""

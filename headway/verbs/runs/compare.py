@@ -83,7 +83,8 @@ def compare(
     sizes = (trained_parameters(runs[0]), trained_parameters(runs[1]))
     comparison = compare_ledgers(*ledgers, threshold, whole=whole, loads=loads, parameters=sizes)
     unlike = "" if comparison.inconclusive else unlike_loads(*loads)[0]
-    notes = (*unfinished(*runs), *taken_away(runs[1]), *unapplied(runs[1]), *comparison.notes, *([unlike] if unlike else []))
+    notes = (*unfinished(*runs), *taken_away(runs[1]), *unapplied(runs[1]), *comparison.notes)
+    notes = (*notes, *([unlike] if unlike else []))
     other, ettr = learned(*runs), ettr_beside(*runs)
     notes = (*notes, *([other] if other else []), *([ettr_sentence(ettr)] if ettr is not None else []))
     notes = (*notes, *([sentence(predicted)] if predicted is not None else []))

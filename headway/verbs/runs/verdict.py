@@ -39,7 +39,8 @@ def summarise(path: Path, plan: PlanFile | None, baseline: Path | None) -> tuple
     before = Ledger.of(Run.open(baseline)) if baseline is not None and baseline.exists() else None
     rate = steps_per_s(explanation.ledger)
     account = explanation.ledger
-    facts: dict[str, Any] = {"goodput": account.goodput, "step_goodput": account.step_goodput, "steps_per_s": rate}
+    shares = (account.goodput, account.step_goodput) if account.tells_goodput else (None, None)
+    facts: dict[str, Any] = {"goodput": shares[0], "step_goodput": shares[1], "steps_per_s": rate}
     facts["verdict"] = explanation.to_json()["verdict"]
     if plan is not None:
         measured = rate / steps_per_s(before) if before is not None and steps_per_s(before) else None

@@ -17,7 +17,7 @@ from headway.trace.events.trace import Trace
 
 Ints = NDArray[np.int64]
 
-WARM_STEPS, LEAST_STEPS, NOTED_SLOWER = 16, 64, 0.03
+WARM_STEPS, LEAST_STEPS, NOTED_SLOWER = 16, 24, 0.03
 """Steps left out at the start of a run, and from the first window on; how many are compared at least; what is said."""
 
 
@@ -32,8 +32,9 @@ def slower_since(step_wall_ns: Ints, first: int) -> float:
     before, behind = step_wall_ns[WARM_STEPS:first], step_wall_ns[first + WARM_STEPS :]
     if min(len(before), len(behind)) < LEAST_STEPS:
         return 0.0
-    longer = round(float(np.median(behind) / np.median(before)) - 1, 6)
-    return longer if longer >= NOTED_SLOWER else 0.0
+    quarter, half = np.quantile(behind, [0.25, 0.5]) / np.median(before)
+    # Where steps differ much from each other, medians do by chance.
+    return round(float(half) - 1, 6) if half >= 1 + NOTED_SLOWER and quarter > 1 else 0.0
 
 
 def undisturbed(
