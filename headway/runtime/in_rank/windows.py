@@ -44,6 +44,7 @@ from headway.runtime.calls.probe_gradient import graphs_replayed
 from headway.runtime.host import device
 from headway.runtime.host.rank_variables import number
 from headway.runtime.in_rank.window_profiler import (
+    LEAVES_NS,
     await_detached,
     has_kernels,
     low_level_start,
@@ -165,7 +166,9 @@ class WindowRecorder:
         self.stopped = f"a profiler from outside: {outside} is set" if outside else ""
         self.stopped = self.stopped if budget > 0 else "HEADWAY_WINDOWS=0"
         """Why there are no more windows; '' while there may be."""
-        self._pace, self._detached_ns = WindowPace(), 0  # the second: when the profiler's library was told to leave
+        self._pace = WindowPace()
+        self._told_ns = self._detached_ns = 0
+        """When the profiler's library was told last what to do behind a window; the same where that was to leave."""
         self._bytes = 0
         self._last_cost_ns = self._held_ns = 0
         self._seen: list[int] = []
@@ -205,6 +208,9 @@ class WindowRecorder:
         start = self._schedule.read()
         if device.activities():
             self.cost_ns += self._pace.look(step // self._cycle, now())
+            if self._told_ns and now() - self._told_ns > LEAVES_NS:
+                tell_kineto(None)  # it has asked by now; programs that the script starts inherit nothing of it
+                self._told_ns = 0
             if self._pace.longer >= STAYS and self._asked is None:
                 self.stopped = f"steps take {self._pace.longer:.0%} longer behind a window: its library stays attached"
         # Where launches bound steps each of them that the library slows counts, and it is not known to leave.
@@ -362,7 +368,8 @@ class WindowRecorder:
         writer.start()
 
     def _stop(self, *, detach: bool) -> Any:
-        self._detached_ns = now() if detach else self._detached_ns
+        self._told_ns = now()
+        self._detached_ns = self._told_ns if detach else self._detached_ns
         with quiet_stderr():
             return low_level_stop(detach=detach)
 
