@@ -61,9 +61,22 @@ _GRAPHS: dict[int, int] = {}
 """id of a graph -> its number; graphs of both kinds are counted together."""
 
 
-def graphs_replayed() -> bool:
-    """Whether a captured graph was replayed in this process."""
+def graphs_captured() -> bool:
+    """Whether this process captured a graph, or replayed one."""
     return bool(_GRAPHS)
+
+
+def graph_capture(original: Callable[..., Any], _: Probes) -> Callable[..., Any]:
+    """Wrap `CUDAGraph.capture_begin` or `accelerator.Graph.capture_begin`: the graph gets its number."""
+    numbers = _GRAPHS
+
+    @functools.wraps(original)
+    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note the graph, and begin to capture it."""
+        numbers.setdefault(id(self), len(numbers))
+        return original(self, *args, **kwargs)
+
+    return capture_begin
 
 
 def graph_replay(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:

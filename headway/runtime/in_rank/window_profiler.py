@@ -7,7 +7,7 @@ recorded. The profiler's library (kineto) asks two variables of the C environmen
     DISABLE_CUPTI_LAZY_REINIT     not set: a later profile attaches it again
 
 CUDA graphs do not survive that before CUDA 12.6 (torch/profiler/profiler.py), and were little tried since: where one
-was replayed CUPTI stays, as it does behind `torch.profiler`. What the script sees in `os.environ` stays as it is.
+was captured CUPTI stays, as it does behind `torch.profiler`. What the script sees in `os.environ` stays as it is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from headway.runtime.calls.probe_gradient import graphs_replayed
+from headway.runtime.calls.probe_gradient import graphs_captured
 from headway.runtime.host import device
 from headway.runtime.recorder.probes import now
 
@@ -37,7 +37,7 @@ def may_detach() -> bool:
     """Whether CUPTI may leave behind a window. False where there is none, as on other kinds of device."""
     version = str(getattr(sys.modules["torch"].version, "cuda", None) or "0.0").split(".")
     known = tuple(int(part) for part in version[:2] if part.isdecimal()) >= LEAST_CUDA
-    return known and not graphs_replayed() and not any(name in os.environ for name in SWITCHES)
+    return known and not graphs_captured() and not any(name in os.environ for name in SWITCHES)
 
 
 def tell_kineto(detach: bool | None) -> None:

@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.core.processes.hidden_thread import HiddenThread
-from headway.runtime.calls.probe_gradient import graphs_replayed
+from headway.runtime.calls.probe_gradient import graphs_captured
 from headway.runtime.host import device
 from headway.runtime.host.rank_variables import number
 from headway.runtime.in_rank.window_profiler import (
@@ -305,7 +305,7 @@ class WindowRecorder:
             # The others' window holds up this rank as well; one that has recorded none knows no better than a guess.
             self.cost_ns += self._expected_cost_ns(self._step_ns())
             return self._cycle
-        if self._detached_ns and graphs_replayed():
+        if self._detached_ns and graphs_captured():
             self.stopped = "a graph was captured since the profiler's library left: it must not come back"
             return NEVER
         started, usual = now(), self._step_ns()
