@@ -11,7 +11,8 @@ The device is emulated (tests/accelerator.py); on_device.py asks a real one.
 The account of a device: at work when it computed; else waiting for input while its host waited for the loader, or for
 a copy; else waiting for its host. Nothing is lost to anything else.
 
-`--full`: 30 mixes, 20 minutes; else one of each kind.
+`--full`: 30 mixes, 20 minutes; else one of each kind. `--windows`: a deep window, which makes the step that it shows
+1.5 times as long, leaves every bucket within 3 points of the truth, or named unknown, and the first cause as it was.
 """
 
 import argparse
@@ -27,6 +28,8 @@ import numpy as np
 
 from headway.core.errors import HeadwayError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
+from headway.core.units import NS_PER_S
+from headway.ledger.answers.causes import find_causes
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.kinds.buckets import BUCKETS
 from headway.sim.recorded.program import Program
@@ -35,6 +38,12 @@ from headway.trace.recording.runs import Run
 from tests.recorded_device import Truth, recorded_loop
 
 STEPS = 150
+
+LEAST_LOST = 0.05
+"""Share of the time that a cause has to take to count."""
+
+SLOWER = 0.5
+"""A profiled step takes so much longer, as a share of it."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,10 @@ class Mix:
     """What the kernels of the loss take, which the script launches behind its work between forward and backward."""
     late_ms: float = 0.0
     """The device passes events late, by up to so much."""
+    launches: int = 4
+    """Launches of each of the three parts of a step."""
+    replays: int = 0
+    """1: a step is one replayed graph."""
 
     @property
     def bound(self) -> str:
@@ -125,8 +138,53 @@ def account() -> list[dict[str, object]]:
     return rows
 
 
+def window_mixes() -> list[Mix]:
+    """Return jobs whose host is ahead by 0 to 95 % of a step, of short kernels, bound by the loader, a graph."""
+    ahead = [Mix("device", 0.2, round(12 * (1 - lead), 2), 12, 24) for lead in (0.1, 0.3, 0.6, 0.95)]
+    return [
+        Mix("host", 0.2, 14, 12, 24), *ahead, Mix("host", 0, 0, 1.5, 1200, launches=100),
+        Mix("loader", 14, 0.5, 4, 1200), Mix("device", 1, 0, 10, 36, replays=1), Mix("loader", 10, 0, 5, 36, replays=1),
+    ]  # fmt: skip
+
+
+def windows(mixes: list[Mix]) -> list[dict[str, object]]:
+    """Record each job without a deep window and with one, and hold both ledgers against the truth."""
+    rows = []
+    for mix in mixes:
+        found: list[dict[str, object]] = []
+        with tempfile.TemporaryDirectory(prefix="headway-device-") as name:
+            for window_at in (None, STEPS // 2):
+                path, truth = run(mix, Path(name) / f"window-{window_at}", window_at=window_at)
+                recorded = Run.open(path)
+                points, bound = ledger_errors(recorded, truth)
+                unknown = max(points.pop("unknown"), 0.0)
+                ledger = Ledger.of(recorded)
+                lost = [(one.lost_device_s, one.cause) for one in find_causes(ledger)]
+                cause = max(row for row in [(LEAST_LOST * ledger.total_ns / NS_PER_S, ""), *lost])[1]
+                within = all(-3 - unknown <= error <= 3 for error in points.values())
+                # Nothing counts the steps of a loop of replays while it runs: no window opens there.
+                taken = ledger.basis["useful"].startswith("sampled") == (window_at is not None and not mix.replays)
+                found.append({
+                    "by_bucket": rounded(points), "unknown": round(unknown, 2), "bound": bound,
+                    "cause": cause, "met": within and taken,
+                })  # fmt: skip
+        without, beside = found
+        told = [one["cause"] for one in found if one["bound"] != "unknown"]
+        rows.append({**asdict(mix), "without": without, "window": beside,
+                     "met": without["met"] and beside["met"] and len(set(told)) <= 1})  # fmt: skip
+        print(f"[{len(rows)}] {json.dumps(rows[-1])}", file=sys.stderr, flush=True)
+    return rows
+
+
 def run(
-    mix: Mix, folder: Path, *, load: float = 1.0, device: float = 1.0, workers: int = 0, plan: Path | None = None
+    mix: Mix,
+    folder: Path,
+    *,
+    load: float = 1.0,
+    device: float = 1.0,
+    workers: int = 0,
+    plan: Path | None = None,
+    window_at: int | None = None,
 ) -> tuple[Path, list[Truth]]:
     """Run a job; returns the run folder and what is true of each rank."""
     folder.mkdir()
@@ -134,11 +192,12 @@ def run(
     truth = recorded_loop(
         folder,
         {"forward_ms": each * 0.3, "backward_ms": each * 0.6, "update_ms": each * 0.1, "depth": mix.depth,
-         "copy_ms": mix.copy_ms, "loss_ms": mix.loss_ms, "late_ms": mix.late_ms},
+         "copy_ms": mix.copy_ms, "loss_ms": mix.loss_ms, "late_ms": mix.late_ms, "launches": mix.launches,
+         **({"profiler": SLOWER} if window_at else {})},
         {"steps": STEPS, "load_ms": mix.load_ms * load, "host_ms": mix.host_ms, "read_every": mix.read_every,
-         "workers": workers, "side": mix.side, "blocking": int(mix.copy_ms > 0)},
+         "workers": workers, "side": mix.side, "blocking": int(mix.copy_ms > 0), "replays": mix.replays},
         ranks=mix.ranks,
-        plan=plan,
+        plan=plan, words=("--window-at", str(window_at)) if window_at else (),
     )  # fmt: skip
     return folder / "run", truth
 
@@ -211,7 +270,13 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="30 mixes")
     parser.add_argument("--count", type=int, default=0, help="so many mixes")
     parser.add_argument("--account", action="store_true", help="the ledger alone: streams, losses, late events")
+    parser.add_argument("--windows", action="store_true", help="the ledger alone, without a deep window and with one")
     options = parser.parse_args()
+    if options.windows:
+        rows = windows(window_mixes())
+        met = all(row["met"] for row in rows)
+        print(json.dumps({"bench": "device_truth --windows", "jobs": len(rows), "rows": rows, "met": met}))
+        return 0 if met else 3
     if options.account:
         found = account()
         met = all(row["right"] and row["met"] for row in found)

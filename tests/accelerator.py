@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 
 from headway.runtime.host import device
+from tests.emulated_profiler import EmulatedProfiler
 
 now = time.perf_counter_ns
 
@@ -85,6 +86,7 @@ class Accelerator:
     def __init__(self, *, depth: int = 1024, late_ns: int = 0, index: int = 0) -> None:
         self.depth, self.late_ns, self.index = depth, late_ns, index
         self.capturing = False
+        self.profiler: EmulatedProfiler | None = None
         self.work: list[tuple[int, int]] = []
         """Start and end of all work, ns of the host's clock."""
         self.waits: list[tuple[int, int]] = []
@@ -128,6 +130,8 @@ class Accelerator:
         if self.capturing:
             return
         start, end = self.stream.launch(duration_ns)
+        if self.profiler is not None and duration_ns:
+            self.profiler.launched(start, end, works=works)
         if not works:
             return
         if self.work and self.work[-1][1] == start:
@@ -370,6 +374,9 @@ def install(
         beneath(torch.optim.Optimizer, "zero_grad", losing),
     ]  # fmt: skip
     undos.append(use_cuda(accelerator))
+    # A step that was captured whole: one launch.
+    whole_ns = int((forward_ms + loss_ms + backward_ms + update_ms) * 1e6)
+    undos.append(beneath(torch.cuda.graphs.CUDAGraph, "replay", lambda _: lambda graph: accelerator.launch(whole_ns)))
     undo = device.emulate(
         lambda tensor: on(accelerator, tensor),
         {("cuda", accelerator.index): accelerator.device},
@@ -450,6 +457,8 @@ def main() -> None:
     parser.add_argument("--late-ms", type=float, default=0.0, help="events pass late by up to so much")
     parser.add_argument("--depth", type=int, default=1024, help="launches that the queue holds")
     parser.add_argument("--launches", type=int, default=1, help="launches of each part of a step")
+    parser.add_argument("--profiler", type=float, help="deep windows see kernels, and slow the host by this share")
+    parser.add_argument("--stays", type=float, default=0.0, help="share by which it is slowed from then on")
     parser.add_argument("--truth", type=Path, help="write what the device did to this path, rank and .json behind it")
     parser.add_argument("script", nargs=argparse.REMAINDER)
     options = parser.parse_args()
@@ -459,6 +468,8 @@ def main() -> None:
         update_ms=options.update_ms, launches=options.launches,
     )  # fmt: skip
     pretend_cuda(accelerator, copy_ms=options.copy_ms)
+    if options.profiler is not None:
+        accelerator.profiler = EmulatedProfiler(options.profiler, options.stays)
     sys.argv = options.script[1:] if options.script[0] == "--" else options.script
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")

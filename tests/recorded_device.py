@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,18 +34,20 @@ def recorded_loop(
     *,
     ranks: int = 1,
     plan: Path | None = None,
+    words: Sequence[str] = (),
 ) -> list[Truth]:
     """Record benchmarks/jobs/device_loop.py into `folder`/run, each rank on an emulated accelerator of its own.
 
-    The mappings are the options of tests/accelerator.py and of the loop; `plan` is applied. Returns what is true of
-    each rank. Raises `RuntimeError` where the job fails.
+    The mappings are the options of tests/accelerator.py and of the loop; `plan` is applied, `words` are options
+    of `headway run`. Returns what is true of each rank. Raises `RuntimeError` where the job fails.
     """
     job = ROOT / "benchmarks" / "jobs" / "device_loop.py"
     command = [
         sys.executable, "-m", "headway.cli", "run", "--quiet", "--out", str(folder / "run"),
         *(["--nproc-per-node", str(ranks)] if ranks > 1 else []), *(["--apply", str(plan)] if plan else []),
+        *words,
         "--module", "--", "tests.accelerator",
-        "--truth", str(folder / "truth"), "--launches", "4", *options_of(accelerator),
+        "--truth", str(folder / "truth"), *options_of({"launches": 4, **accelerator}),
         "--", str(job), "--timeline", str(folder / "loads"), *options_of(loop),
     ]  # fmt: skip
     environ = {**os.environ, "OMP_NUM_THREADS": "1", device.PRETEND: "device"}

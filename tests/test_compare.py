@@ -189,3 +189,18 @@ def test_what_a_remedy_costs_in_the_first_step_counts_over_all_steps():
 
     assert steps_per_s(starts) > 1.2 * steps_per_s(before)
     assert whole_speedup(before, starts) < 1 < compare(before, starts).speedup
+
+
+@given(st.integers(20, 150), st.booleans())
+def test_a_run_with_a_window_is_as_fast_as_the_same_without(opened, stays):
+    """The steps under the profiler take twice as long; where its library stays, those behind it a fifth longer."""
+    steps = np.arange(200)
+    plain = noisy(0)
+    kept = (steps < opened) | ((steps > opened + 2) & (not stays))
+    longer = np.where(kept, 1.0, np.where(steps > opened + 2, 1.2, 2.0))
+    walls = (plain.step_wall_ns * longer).astype(np.int64)
+    windowed = replace(plain, step_wall_ns=walls, undisturbed=kept)
+
+    assert compare(windowed, plain).verdict == "not resolved"
+    assert compare(plain, windowed).verdict == "not resolved"
+    assert whole_speedup(windowed, plain) == pytest.approx(1.0)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from benchmarks.device_truth import window_mixes, windows
 from headway.ledger.answers.ledger import Ledger
 from headway.sim.recorded.program import Program
 from headway.trace.recording.runs import Run
@@ -72,3 +75,27 @@ def test_a_copy_that_its_host_waits_for_waits_for_the_device_once_the_loader_is_
     # While a batch is read the device gets done, so that no copy is seen to wait for it.
     predicted = before.predict(["input.fetch=none"], interval=False, max_discrepancy=0.2)
     assert predicted.step_s == pytest.approx(after.measured_s, rel=0.15)
+
+
+def test_a_deep_window_leaves_the_ledger_as_true_as_it_was():
+    """Kernels as short as their launches; the step under the profiler takes 1.5 times as long."""
+    [row] = windows([mix for mix in window_mixes() if mix.launches > 4])
+
+    assert row["met"], row
+
+
+@pytest.mark.parametrize(("launches", "windows"), [(4, 1), (100, 0)])
+def test_no_second_window_opens_where_steps_stay_slower_and_none_where_launches_bound_them(launches, windows, tmp_path):
+    device = {"forward_ms": 0.3, "backward_ms": 0.6, "launches": launches, "profiler": 0.5}
+    loop = {"steps": 250 if windows else 150, "load_ms": 4 * windows}
+    recorded_loop(tmp_path, {**device, "stays": 1.0 * windows}, loop, words=("--windows", "1"))
+    run = Run.open(tmp_path / "run")
+    ledger, tables = Ledger.of(run), json.loads((run.path / "tables/r0.json").read_text())
+
+    assert len(run.windows()) == windows
+    if windows:
+        opened = int(next(iter(tables["windows"])))
+        assert "longer behind a window" in tables["windows_stopped"]
+        assert np.flatnonzero(ledger.undisturbed).tolist() == list(range(opened))
+        assert Program.from_run(run).recording.recorded_steps == opened
+        assert "since the profiler was first used" in " ".join(ledger.notes)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from headway.ledger.answers.causes import find_causes
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.kinds.buckets import BUCKETS
+from headway.report.text.terminal import render_why
 from headway.trace.events.trace import Trace, concat
 from tests.runs_made import MS, Made, RunMaker
 
@@ -219,3 +220,32 @@ def test_before_its_first_event_nobody_knows_what_a_device_does(tmp_path):
 
     assert ledger.sub_ns["unknown.device"] == 10 * MS
     assert ledger.ledger_ns["useful"] == 20 * MS
+
+
+def test_a_window_splits_the_time_at_work_and_leaves_what_events_say_of_the_rest(tmp_path):
+    """The step under the profiler shows fewer kernels than events say, and a copy that the host waited for."""
+    maker = RunMaker(ranks=1, steps=12, fetch_ns=4 * MS, transfer_ns=2 * MS, iter_ns=0, compute_ns=6 * MS)
+    made = replace(maker, optimizer_ns=0).make()
+    made = replace(made, trace=concat([made.trace, rows_of_device(made, "device.work", 6 * MS, 6 * MS)]))
+    kernels = [("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 4 * MS, 2 * MS), ("kernel", "gemm", 6 * MS, 3 * MS),
+               ("kernel", "ncclDevKernel_AllReduce", 9 * MS, MS)]  # fmt: skip
+    file = write_window(made, tmp_path, 0, 0, 5, kernels)
+
+    by_events, by_window = Ledger.of(on_device(made, ())), Ledger.of(on_device(made, (file,)))
+
+    split = {"useful.compute": 12 * 6 * MS * 3 // 4, "comm.exposed": 12 * 6 * MS // 4}
+    assert by_events.ledger_ns["useful"] == 12 * 6 * MS
+    assert {sub: by_window.sub_ns[sub] for sub in split} == split
+    others = [sub for sub in by_events.sub_ns if not sub.startswith("useful")]
+    assert "input.fetch" in others
+    assert [by_window.sub_ns.get(sub) for sub in others] == [by_events.sub_ns[sub] for sub in others]
+
+
+def test_a_goodput_that_events_do_not_tell_is_unknown():
+    made = RunMaker(ranks=1, steps=12, fetch_ns=0, transfer_ns=0, iter_ns=0, compute_ns=10 * MS, optimizer_ns=0).make()
+    made = replace(made, trace=concat([made.trace, rows_of_device(made, "device.unknown", 0, 8 * MS)]))
+
+    ledger = Ledger.of(on_device(made, ()))
+
+    assert ledger.to_json()["goodput"] is None
+    assert "goodput unknown" in render_why(ledger.to_json())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import json
 import os
@@ -18,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.runtime.host import device
+from headway.runtime.in_rank.window_profiler import SWITCHES, has_kernels, may_detach, quiet_stderr, tell_kineto
 from headway.runtime.in_rank.windows import (
     BUDGET,
     HOLD_NS,
@@ -26,8 +28,6 @@ from headway.runtime.in_rank.windows import (
     STEPS,
     Shape,
     budget_from,
-    has_kernels,
-    quiet_stderr,
     shape_after,
 )
 from headway.runtime.recorder.window_schedule import MOST_RANKS, WindowSchedule, opening_step, spacing, takes_part
@@ -428,7 +428,7 @@ def test_a_window_stays_open_until_the_device_has_got_to_its_end(tmp_path, monke
     accelerator, stopped = Accelerator(), []
     monkeypatch.setattr("headway.runtime.in_rank.windows.low_level_start", lambda **_: None)
     monkeypatch.setattr(
-        "headway.runtime.in_rank.windows.low_level_stop", lambda: stopped.append(now()) or SimpleNamespace()
+        "headway.runtime.in_rank.windows.low_level_stop", lambda **_: stopped.append(now()) or SimpleNamespace()
     )
     undo = device.emulate(lambda _: accelerator.device, {("cuda", 0): accelerator.device})
     try:
@@ -447,3 +447,26 @@ def test_a_window_stays_open_until_the_device_has_got_to_its_end(tmp_path, monke
             assert accelerator.live_events == 0
     finally:
         undo()
+
+
+C_ENVIRONMENT = ctypes.CDLL(None).getenv
+C_ENVIRONMENT.restype = ctypes.c_char_p
+
+
+@pytest.mark.parametrize(
+    ("cuda", "variable", "detaches"),
+    [("13.0", "", True), ("12.6", "", True), ("12.4", "", False), (None, "", False), ("13.0", SWITCHES[0], False)],
+)
+def test_the_profilers_library_leaves_where_it_may_and_the_script_sees_nothing_of_it(
+    cuda, variable, detaches, monkeypatch
+):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    if variable:
+        monkeypatch.setenv(variable, "0")
+    before = dict(os.environ), [C_ENVIRONMENT(name.encode()) for name in SWITCHES]
+    tell_kineto(may_detach())
+    said = [C_ENVIRONMENT(name.encode()) for name in SWITCHES]
+    tell_kineto(None)
+
+    assert said == ([b"1", None] if detaches else [b"0", b"1"])
+    assert (dict(os.environ), [C_ENVIRONMENT(name.encode()) for name in SWITCHES]) == before

@@ -38,6 +38,7 @@ def main():
     parser.add_argument("--read-every", type=int, default=0, help="read the loss every so many steps; 0 = never")
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--blocking", type=int, default=0, help="1: have the host wait for the copy of each batch")
+    parser.add_argument("--replays", type=int, default=0, help="1: all steps but the first are replays of a graph")
     parser.add_argument(
         "--side", type=int, default=0, help="1: ask the loader under a stream of its own; 2: copy there"
     )
@@ -57,6 +58,9 @@ def main():
     loads = []
     side = torch.cuda.Stream() if options.side else None
     for step, x in enumerate(timed(loader, loads, side, options.side > 1)):
+        if options.replays and step >= 4:
+            torch.cuda.graphs.CUDAGraph.replay(options)  # the emulated device launches a step, whatever graph it is
+            continue
         loss = model(x.to("cuda", non_blocking=not options.blocking)).square().mean()
         if options.host_ms:
             time.sleep(options.host_ms / 1e3)

@@ -215,7 +215,8 @@ def verdict(answer: Json | Why) -> Verdict:
         what = "No step of the last attempt" if earlier else "No training step"
         rest = _larger_loss(why, "") if earlier else ""
         return Verdict(sentence=f"{end}{what} was recorded in {devices} x {wall}{rest}.")
-    useful = f"{percent(why.goodput)} of {devices} x {wall} was useful work"
+    share = f"{percent(why.goodput)} of" if finite(why.goodput) is not None else "an unknown share of"
+    useful = f"{share} {devices} x {wall} was useful work"
     if why.hang.get("ended_the_run"):
         sentence = f"The run made no more progress after {plural(why.steps, 'step')} and was ended: it hung."
         return Verdict(sentence=f"{sentence} {useful}.", fix=HUNG)

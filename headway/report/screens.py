@@ -300,7 +300,7 @@ def render_compare(found: RunComparison, *, names: tuple[str, str] = ("", ""), *
         rates = " -> ".join(map(format_rate, found.steps_per_s))
         style = "bold red" if found.regressions else "bold"
         parts.append(paragraph(f"{_pace(found)} ({rates} steps/s).", style=style))
-    shares = " -> ".join(map(percent, found.step_goodput))
+    shares = " -> ".join("unknown" if share is None else percent(share) for share in found.step_goodput)
     parts.append(paragraph(f"Goodput in steps: {shares}.", style="dim"))
     if found.changes:
         parts += ["", _changes(found.changes)]

@@ -350,6 +350,8 @@ def _host_launch(ledger: Ledger) -> list[Cause]:
     if kernels.count:
         evidence += f"; {plural(kernels.count, 'kernel')} took {mean_of(kernels.total_ns / NS_PER_S, kernels.count)}"
     fix = "launch less from Python: torch.compile or CUDA graphs, larger batches, no .item() inside the step"
+    if span_of(ledger, "graph.replay").count:
+        fix = "do less in Python between replays of the graph: prepare its inputs while it runs, no .item() behind it"
     return [Cause("host.launch", plural(ledger.devices, "device"), own, evidence, fix)]
 
 

@@ -4,7 +4,8 @@ Use it as a regression gate: `RunComparison.exit_code` is 3 when the second run
 lost more than `threshold` of the first one's step time in any bucket, or in
 steps per second. Judged are the steps after the first one, so that runs of
 unlike length compare and start-up, of which a short run mostly consists, does
-not decide: it is listed, and noted when it grew. `whole=True` judges whole
+not decide: it is listed, and noted when it grew. Steps that deep windows made
+longer are left out where others are enough. `whole=True` judges whole
 runs instead: all that happened, per step, and what comes once, per run.
 
 How sure a difference is follows from the steps themselves. They are cut into
@@ -102,11 +103,11 @@ class RunComparison:
     speedup: float
     """Steps per second of the second over the first."""
 
-    goodput: tuple[float, float]
-    """Goodput of both whole runs."""
+    goodput: tuple[float | None, float | None]
+    """Goodput of both whole runs; None where it is not known."""
 
-    step_goodput: tuple[float, float]
-    """Useful share of the device time in steps, of both."""
+    step_goodput: tuple[float | None, float | None]
+    """Useful share of the device time in steps, of both; None where it is not known."""
 
     changes: tuple[BucketChange, ...]
     """Every bucket, in the order of `BUCKETS`."""
@@ -218,8 +219,8 @@ def compare(
     found = RunComparison(
         steps_per_s=rates,
         speedup=rates[1] / rates[0],
-        goodput=(before.goodput, after.goodput),
-        step_goodput=(_step_goodput(before), _step_goodput(after)),
+        goodput=(_known(before, before.goodput), _known(after, after.goodput)),
+        step_goodput=(_known(before, _step_goodput(before)), _known(after, _step_goodput(after))),
         changes=tuple(changes[bucket] for bucket in BUCKETS),
         threshold=threshold,
         slower=slower,
@@ -322,7 +323,7 @@ def student(freedom: float) -> float:
 
 def speedup_interval(before: Ledger, after: Ledger) -> tuple[float, float] | None:
     """Return the range of the second run's steps per second over the first one's; None with too few steps."""
-    first, second = (spread(_judged(ledger.step_wall_ns)) for ledger in (before, after))
+    first, second = (spread(_judged(ledger, ledger.step_wall_ns)) for ledger in (before, after))
     if first is None or second is None or not (first.mean and second.mean):
         return None
     parts = first.sd / first.mean, second.sd / second.mean
@@ -339,7 +340,8 @@ def _judged_steps(before: Ledger, after: Ledger, threshold: float) -> list[Bucke
     found = []
     for bucket in first:
         row = BUCKETS.index(bucket)
-        spreads = [spread(_judged(ledger.step_ns[row]) / (ledger.devices * NS_PER_S)) for ledger in (before, after)]
+        judged = [_judged(ledger, ledger.step_ns[row]) / ledger.devices for ledger in (before, after)]
+        spreads = [spread(steps_ns / NS_PER_S) for steps_ns in judged]
         known = [one for one in spreads if one is not None]
         half = math.inf
         if len(known) == 2:
@@ -350,9 +352,14 @@ def _judged_steps(before: Ledger, after: Ledger, threshold: float) -> list[Bucke
     return found
 
 
-def _judged(steps: NDArray[Any]) -> NDArray[Any]:
-    """Return the steps that are judged: without the first one, where there are others."""
-    return steps[1:] if len(steps) > 1 else steps
+def _judged(ledger: Ledger, steps: NDArray[Any]) -> NDArray[Any]:
+    """Return the steps, [..., n], that are judged: where there are others, without the first one and those that deep
+    windows made longer."""
+    kept = np.arange(steps.shape[-1]) > 0
+    if ledger.undisturbed is not None:
+        kept[: len(ledger.undisturbed)] &= ledger.undisturbed[: len(kept)]
+    kept = kept if kept.sum() >= FEWEST_BLOCKS else np.arange(len(kept)) >= min(1, len(kept) - 1)
+    return np.asarray(steps[..., kept])
 
 
 def _grew(bucket: str, before_s: float, after_s: float, before: Ledger, threshold: float) -> bool:
@@ -379,7 +386,7 @@ def steps_per_s(ledger: Ledger) -> float:
     Start-up and teardown are left out, and so is step 0 where there are others: it holds the first fork of loader
     workers, lazy imports and cold caches, which come once however long a job is.
     """
-    walls = _judged(ledger.step_wall_ns)
+    walls = _judged(ledger, ledger.step_wall_ns)
     wall_ns = int(walls.sum())
     return len(walls) * NS_PER_S / wall_ns if wall_ns else 0.0
 
@@ -391,17 +398,25 @@ def whole_speedup(before: Ledger, after: Ledger) -> float | None:
     shorter one's number of steps took.
     """
     steps = min(len(before.step_wall_ns), len(after.step_wall_ns))
-    first, second = (float(ledger.step_wall_ns[:steps].sum()) for ledger in (before, after))
+    kept = np.ones(steps, bool)
+    for ledger in (before, after):
+        kept &= True if ledger.undisturbed is None else ledger.undisturbed[:steps]
+    first, second = (float(ledger.step_wall_ns[:steps][kept].sum()) for ledger in (before, after))
     return first / second if second else None
 
 
 def _in_steps(ledger: Ledger) -> dict[str, float]:
     """Return seconds per device and step of the buckets that happen in steps, over the steps of `steps_per_s`."""
-    found = ledger.step_ns[:, 1:] if ledger.step_ns.shape[1] > 1 else ledger.step_ns
+    found = _judged(ledger, ledger.step_ns)
     if not found.shape[1]:
         return _per_step(ledger)  # an account that knows no single steps
     mean_s = found.mean(axis=1) / (ledger.devices * NS_PER_S)
     return {b: float(s) for b, s in zip(BUCKETS, mean_s, strict=True) if b not in ONCE_PER_RUN}
+
+
+def _known(ledger: Ledger, share: float) -> float | None:
+    """Return a share of useful work where the ledger tells it."""
+    return share if ledger.tells_goodput else None
 
 
 def _step_goodput(ledger: Ledger) -> float:

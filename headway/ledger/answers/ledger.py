@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway.core.errors import InputError
 from headway.core.tables import pick
@@ -80,6 +81,9 @@ class Ledger:
 
     step_wall_ns: Ints = field(default_factory=no_steps)
     """[n] Wall of each step of the last attempt: the mean over ranks, whole ns."""
+
+    undisturbed: NDArray[np.bool_] | None = None
+    """[n] Steps that no deep window made longer; None = all of them."""
 
     lateness: RankLateness = field(default_factory=RankLateness)
     """Who waited for whom, over all attempts."""
@@ -151,6 +155,7 @@ class Ledger:
             by_rank_ns=by_rank,
             step_ns=account.step_ns,
             step_wall_ns=account.step_wall_ns,
+            undisturbed=account.undisturbed,
             lateness=account.lateness,
             spans=account.spans,
             loader_ns={loader: subs_of(amounts) for loader, amounts in sorted(account.loader_ns.items())},
@@ -176,6 +181,11 @@ class Ledger:
         """Useful device-time / device-time of all that comes with the steps, 0..1: goodput of a run without end."""
         steady = sum(amount for bucket, amount in self.ledger_ns.items() if bucket not in ONCE_PER_RUN)
         return self.ledger_ns["useful"] / steady if steady else 0.0
+
+    @property
+    def tells_goodput(self) -> bool:
+        """Whether the share of useful work is known: not where a device may have worked for longer than it did."""
+        return self.sub_ns.get("unknown.device", 0) <= self.ledger_ns["useful"]
 
     @property
     def bound(self) -> str:
@@ -211,8 +221,8 @@ class Ledger:
             "steps": self.steps,
             "wall_ns": self.wall_ns,
             "wall_s": self.wall_ns / NS_PER_S,
-            "goodput": self.goodput,
-            "step_goodput": self.step_goodput,
+            "goodput": self.goodput if self.tells_goodput else None,
+            "step_goodput": self.step_goodput if self.tells_goodput else None,
             "ledger": {bucket: amount / NS_PER_S for bucket, amount in self.ledger_ns.items()},
             "ledger_ns": dict(self.ledger_ns),
             "sub": {sub: amount / NS_PER_S for sub, amount in self.sub_ns.items()},

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway.ledger.booking.arrivals import RankLateness
 from headway.ledger.kinds.buckets import BUCKETS, SUB_CODE, SUBS
@@ -110,6 +111,9 @@ class Account:
 
     step_wall_ns: Ints = field(default_factory=no_steps)
     """[n] Wall of each step, the mean over ranks."""
+
+    undisturbed: NDArray[np.bool_] | None = None
+    """[n] Steps that no deep window made longer; None = all of them."""
 
     lateness: RankLateness = field(default_factory=RankLateness)
     """Who waited for whom."""

@@ -26,24 +26,30 @@ def evaluations_of(rows: RankRows) -> Intervals:
     return merged(rows.start_ns[picked], rows.end_ns[picked])
 
 
-def device_phases(rows: RankRows) -> tuple[Intervals, Intervals]:
-    """Return when a device ran forward, and when backward, as its events say: sorted disjoint intervals of each."""
+def device_phases(rows: RankRows) -> tuple[Intervals, ...]:
+    """Return when a device ran forward, when backward, as its events say, and when graphs of whole steps.
+
+    Sorted disjoint intervals of each; the third is all that follows the first replay behind the last backward.
+    """
     found = []
     for name in ("segment.forward", "segment.backward"):
         picked = rows.of(name)
         picked = picked[rows.column("corr", picked) == ON_DEVICE]
         found.append(merged(rows.start_ns[picked], rows.end_ns[picked]))
-    return found[0], found[1]
+    replay_ns = rows.start_ns[rows.of("graph.replay")]
+    whole = replay_ns[replay_ns > max((int(end.max()) for _, end in found if len(end)), default=0)][:1]
+    return found[0], found[1], (whole, np.full(len(whole), np.iinfo(np.int64).max))
 
 
-def phase_of(moment_ns: Ints, phases: tuple[Intervals, Intervals]) -> Ints:
+def phase_of(moment_ns: Ints, phases: tuple[Intervals, ...]) -> Ints:
     """Return [m] the sub-line of moments at which a device was at work, by its `device_phases`."""
-    forward, backward = phases
+    forward, backward, whole = phases
     if not len(forward[0]) and not len(backward[0]):
         return np.full(len(moment_ns), SUB_CODE["useful.compute"], np.int64)
     sub: Ints = np.full(len(moment_ns), SUB_CODE["useful.optimizer"], np.int64)
     sub[inside(moment_ns, forward)] = SUB_CODE["useful.forward"]
     sub[inside(moment_ns, backward)] = SUB_CODE["useful.backward"]
+    sub[inside(moment_ns, whole)] = SUB_CODE["useful.compute"]
     return sub
 
 

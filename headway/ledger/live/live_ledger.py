@@ -155,6 +155,11 @@ class LiveFigures:
         return sum(self.bucket_ns.values()) // max(self.devices, 1)
 
     @property
+    def tells_goodput(self) -> bool:
+        """Whether the share of useful work is known: not where events leave more time open than they tell."""
+        return not self.by_device or self.bucket_ns["unknown"] <= self.bucket_ns["useful"]
+
+    @property
     def goodput(self) -> float:
         """Useful device-time / accounted device-time, 0..1."""
         amounts = self.bucket_ns

@@ -83,8 +83,10 @@ class DeviceBook:
     """[m] Sub-line code of each piece."""
     open: NDArray[np.bool_]
     """[m] Pieces owned by a communication kernel, which `arrivals` may split."""
-    cut_off: bool = False
-    """Whether what was launched last had not run when the window closed: the device was at work then, unseen."""
+    launched_ns: Ints
+    """[m] When what owns each piece was launched; its own begin where the file does not tell."""
+    unseen_ns: int | None = None
+    """When the first launch was made whose kernel had not run when the window closed: the device was at work then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,7 @@ def device_books(trace: Trace, *, any_device: bool | None = None) -> list[Device
             continue
         start, end = events["start_ns"][mine], (events["start_ns"] + events["duration_ns"])[mine]
         window = (int(start.min()), int(end.max()))
-        cut_off = _cut_off(trace, mine)
+        launched, unseen = _launches(trace, mine)
         used = sorted({device[lane] or "" for lane in np.unique(events["lane"][mine]) if device[lane] is not None})
         for number in used or [""]:
             # Rows of the host and of this device compete; `sweep` gives each instant to the highest precedence, and the
@@ -216,20 +218,26 @@ def device_books(trace: Trace, *, any_device: bool | None = None) -> list[Device
             code = np.where(owner >= 0, sub[owner], rest)
             moving = (owner >= 0) & np.isin(precedence[owner], [COMM_OWNS, P2P_OWNS, HOST_COMM_OWNS])
             pieces = Pieces(found.start_ns, found.end_ns, owner)
-            books.append(DeviceBook(rank, number, pieces, code, moving, bool(used) and cut_off))
+            books.append(DeviceBook(rank, number, pieces, code, moving, launched[owner], unseen if used else None))
     return books
 
 
-def _cut_off(trace: Trace, rows: Ints) -> bool:
-    """Return whether the last launch among `rows`, of one rank, has no row of a device."""
+def _launches(trace: Trace, rows: Ints) -> tuple[Ints, int | None]:
+    """Return [len(trace) + 1] when what the `rows` of one rank show was launched, and `DeviceBook.unseen_ns`."""
     launching = np.array([bool(LAUNCHING.match(name)) for name in trace.names] + [False])
     corr, on_host = trace.events["corr"], np.array([_device_of(lane) is None for lane in trace.lanes] + [False])
     host = on_host[trace.events["lane"][rows]]
+    at = np.append(trace.events["start_ns"], -1).astype(np.int64)
     launches = rows[launching[trace.events["name"][rows]] & host & (corr[rows] >= 0)]
     if not len(launches):
-        return False
-    last = launches[np.argmax(trace.events["start_ns"][launches])]
-    return not bool((corr[rows[~host]] == corr[last]).any())
+        return at, None
+    shown = rows[~host]
+    order = launches[np.argsort(corr[launches], kind="stable")]
+    place = np.minimum(np.searchsorted(corr[order], corr[shown]), len(order) - 1)
+    known = corr[order[place]] == corr[shown]
+    at[shown[known]] = at[order[place[known]]]
+    unseen = at[launches][at[launches] > at[shown[known]].max(initial=-1)]
+    return at, int(unseen.min()) if len(unseen) else None
 
 
 def _owners(trace: Trace, device: Sequence[str | None], any_device: bool | None) -> tuple[Ints, Ints]:

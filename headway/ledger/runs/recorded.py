@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from msgspec import structs
+from numpy.typing import NDArray
 
 from headway.core.files.bounded_json import read_json
 from headway.core.units import format_fraction, plural
@@ -33,6 +34,7 @@ from headway.trace.events.parts import Parts
 from headway.trace.events.sweep import Ints
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import BY_EVENTS
+from headway.trace.profiler.window_effects import slower_since, undisturbed
 from headway.trace.recording.basis import BASES
 from headway.trace.recording.run_facts import RankRow, RunFacts
 
@@ -42,8 +44,8 @@ RECORDED = ("process", "step", "optimizer.step", "input.next")
 BOUND = {"device": "the device", "input": "waiting for input", "host": "the host"}
 """What bounds a job, in words; other buckets go by their name."""
 
-WARM_STEPS, LEAST_STEPS, NOTED_SLOWER = 16, 64, 0.03
-"""Steps left out at the start of a run, and from the first window on; how many are compared at least; what is said."""
+MOST_RANKS_ASKED = 4
+"""Ranks whose windows tell which steps were disturbed: they open at the same steps on all ranks."""
 
 WINDOW_FILE = re.compile(r"r(?P<rank>\d+)-w(?P<number>\d+)\.json(\.gz)?")
 
@@ -80,35 +82,33 @@ def recorded_account(runs: Sequence[RunSource]) -> Account:
     traces = [Parts.joined([own[number] for _, own in parts if number < len(own)]) for number in range(count)]
     facts, offsets = _joined_facts(parts)
     book = book_run(traces, facts, offsets)
-    if facts.device_type == "cpu":
-        return _summed(book, traces, facts, None)
     files = [path for run in runs for path in run.windows()]
-    windows = window_shares(book, _opened(files, facts.realtime_shift_ns, offsets))
-    apply_windows(book, windows)
+    windows = None
+    if facts.device_type != "cpu":
+        windows = window_shares(book, _opened(files, facts.realtime_shift_ns, offsets))
+        apply_windows(book, windows)
     account = _summed(book, traces, facts, windows)
-    numbers = [int(match["number"]) for path in files if (match := WINDOW_FILE.fullmatch(path.name))]
-    said = slower_since(account.step_wall_ns, min(numbers, default=0))
-    return replace(account, notes=(*account.notes, said)) if said else account
-
-
-def slower_since(step_wall_ns: Ints, first: int) -> str:
-    """Return what to say of steps that take longer since the first window, which opened behind step `first`; or ''.
-
-    A device's profiler stays attached when it is off: graphs do not survive its coming and going. What that costs is no
-    part of what windows are seen to cost.
-
-    >>> slower_since(np.repeat([100, 104], 200), 200)
-    'steps take 4 % longer since the profiler was first used: its library stays attached'
-    """
-    before, after = step_wall_ns[WARM_STEPS:first], step_wall_ns[first + WARM_STEPS :]
-    if min(len(before), len(after)) < LEAST_STEPS:
-        return ""
-    longer = float(np.median(after) / np.median(before)) - 1
-    if longer < NOTED_SLOWER:
-        return ""
-    return (
+    known = {int(match["rank"]) for path in files if (match := WINDOW_FILE.fullmatch(path.name))}
+    asked = sorted(known & {one.rank for one in book.attempts[-1].books})[:MOST_RANKS_ASKED]
+    if not asked:
+        return account
+    kept = undisturbed_steps(book, asked, len(account.step_wall_ns))
+    longer = slower_since(account.step_wall_ns, int(np.argmin(kept))) if not kept.all() else 0.0
+    said = (
         f"steps take {format_fraction(longer, 0)} longer since the profiler was first used: its library stays attached"
     )
+    return replace(account, undisturbed=kept, notes=(*account.notes, *([said] if longer else [])))
+
+
+def undisturbed_steps(book: RunBook, ranks: Iterable[int], count: int) -> NDArray[np.bool_]:
+    """Return [count] whether no window of `ranks` disturbed a step of the last attempt."""
+    kept = np.ones(count, bool)
+    for rank in ranks:
+        rows = book.rows(rank)
+        steps, windows = (rows.of(name) for name in ("step", "window"))
+        own = undisturbed(rows.start_ns[steps], rows.end_ns[steps], rows.start_ns[windows], rows.end_ns[windows])
+        kept[: len(own)] &= own[:count]
+    return kept
 
 
 def _opened(
@@ -198,11 +198,12 @@ def _summed(book: RunBook, traces: Sequence[Parts], facts: RunFacts, windows: Wi
     step_ns = _by_step(last)
     if by_events:
         bound, share = bound_of(step_ns)
-        by, at_work = BOUND.get(bound, bound), format_fraction(share, 0)
+        by, at_work = BOUND.get(bound, bound), f"{format_fraction(share, 0)} of their time"
         if bound == "unknown":
             by = "the device or its host, which the events do not tell (`headway run --window-at 50` does)"
-            at_work = f"at least {at_work}"
-        notes.append(f"steps are bound by {by}: the device is at work {at_work} of their time")
+            most = share + float(step_ns[BUCKETS.index("unknown")].sum() / max(step_ns.sum(), 1))
+            at_work = f"{at_work} at least, {format_fraction(min(most, 1.0), 0)} at most"
+        notes.append(f"steps are bound by {by}: the device is at work {at_work}")
     return Account(
         wall_ns=book.wall[1] - book.wall[0],
         sub_ns={

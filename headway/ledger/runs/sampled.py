@@ -3,10 +3,18 @@
 The always-on records of a device's run tell what the training thread did, and
 by events when the device had nothing to do between the parts of a step; pauses
 between its kernels, and what the kernels are for, show in profiler windows
-only. Each window is cut against the host's labels at the same moments; the
-shares found there split the whole run's time under each label. Whole
-nanoseconds that add up exactly; how much of the step time was seen is part of
-the basis.
+only. A window slows the host, and with it the steps that it shows: it tells how
+many nanoseconds of a step a device spends on what, and no share of its own wall.
+
+    events    | idle: input |      at work       |    not known    |    a step that was not profiled
+    window                    k k k k k   c c  k                        ns of whole steps
+    ledger    | input       | k and c as they are to each other | launch gaps |
+
+Where events tell when a device is at work, that stays: the window splits this time
+by what it saw, and the time of which events know nothing into work that is missing
+and launch gaps. Without events a window is cut against the host's labels, and what
+it shows splits the time under each. Whole nanoseconds that add up exactly; how much
+of the step time was seen is part of the basis.
 
 A window shows the kernels that were launched in it. Where the host is ahead,
 the device is busy before the first of them with what was launched earlier and
@@ -16,8 +24,7 @@ is not seen: the window says nothing of that time.
     device    ( not seen )[ kernels 1  ][ kernels 2  ]
 
 The kernel that runs when a window closes, and what waits behind it, are not
-seen either: where the last launch shows no kernel, a window ends with the last
-kernel that it shows.
+seen either: steps count up to the first launch that shows no kernel.
 
 >>> WindowSamples({}, num_windows=4, window_ns=3_000, step_ns=1_000_000).basis
 'sampled (4 windows, 0.30 % of step time)'
@@ -25,6 +32,8 @@ kernel that it shows.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -54,12 +63,14 @@ CLASSES: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("host",),
     ("startup",),
-    ("unknown",),
 )
 """Buckets of the host's label that are split together."""
 
-LAUNCHES = (("useful",), ("unknown",))
+LAUNCHES = ("useful",)
 """Those of which the time that no device works in is a launch gap: nothing else is known of what the host did."""
+
+BY_HOST = ("input.transfer", "host.copy")
+"""Copies of which the host's records tell where it waited for them: of these only the rest is work beside it."""
 
 CLASS_OF_BUCKET = {bucket: index for index, buckets in enumerate(CLASSES) for bucket in buckets}
 
@@ -67,15 +78,31 @@ _CLASS_OF_NAME = np.array(
     [CLASS_OF_BUCKET.get(bucket_of_sub(BUCKET_OF[name].sub), 0) if name in BUCKET_OF else 0 for name in NAMES] + [0]
 )
 _AT_WORK = [SUB_CODE[sub] for sub in SEEN]
+_IN_USEFUL = np.array(BUCKET_CODE_OF_SUB) == BUCKETS.index("useful")
 _SEEN_OF_SUB = np.array([SEEN.index(sub) if sub in SEEN else OWN for sub in SUB_CODE])
+
+
+@dataclass(frozen=True, slots=True)
+class WindowShare:
+    """What windows showed of whole steps."""
+
+    ns: Ints
+    """[len(CLASSES), len(SEEN) + 1] By host label and device activity."""
+
+    num_steps: int
+    """Steps whose launches all show what they launched."""
+
+    def __add__(self, other: WindowShare) -> WindowShare:
+        """Return what both showed."""
+        return WindowShare(self.ns + other.ns, self.num_steps + other.num_steps)
 
 
 @dataclass(frozen=True, slots=True)
 class WindowSamples:
     """What the windows of a run showed."""
 
-    shares: Mapping[int, Ints]
-    """Rank -> [len(CLASSES), len(SEEN) + 1] ns seen in windows, by host label and device activity."""
+    shares: Mapping[int, WindowShare]
+    """Rank -> what its windows showed."""
 
     num_windows: int
     """Windows used, over all ranks."""
@@ -141,37 +168,46 @@ def window_shares(book: RunBook, windows: Mapping[int, Sequence[Trace]]) -> Wind
                 seen.setdefault(device.rank, []).append((device, waited))
             else:
                 blind += 1
-    shares: dict[int, Ints] = {}
+    shares: dict[int, WindowShare] = {}
     used = 0
     for rank in sorted(seen.keys() & ranks.keys()):  # rank by rank, because the host's labels are read again
         rows = book.rows(rank)
         for table in [_cut(device, waited, ranks[rank], rows) for device, waited in seen[rank]]:
-            if table is not None and table.any():
-                shares[rank] = shares.get(rank, 0) + table
+            if table is not None:
+                shares[rank] = shares[rank] + table if rank in shares else table
                 used += 1
     step_ns = sum(int(one.step_wall_ns.sum()) for one in ranks.values())
-    window_ns = sum(int(table.sum()) for table in shares.values())
+    window_ns = sum(int(share.ns.sum()) for share in shares.values())
     by_events = not book.attempts[-1].spans.keys().isdisjoint(BY_EVENTS)
     return WindowSamples(shares, used, window_ns, step_ns, num_blind=blind, by_events=by_events, num_ranks=len(ranks))
 
 
-def _cut(device: DeviceBook, waited: Ints, host: Booked, rows: RankRows) -> Ints | None:
-    """Return [len(CLASSES), len(SEEN) + 1] ns of one window of one device, only inside steps; None outside them.
+def _cut(device: DeviceBook, waited: Ints, host: Booked, rows: RankRows) -> WindowShare | None:
+    """Return what one window of one device shows of whole steps; None where it shows none.
 
     What lies in an evaluation is left out: it says nothing about training.
     """
-    pieces = device.pieces
+    pieces, steps = device.pieces, rows.of("step")
+    # Steps are whole from the one of the first launch on, to the first launch that shows no kernel.
+    step = np.searchsorted(rows.end_ns[steps], device.launched_ns, side="right")
+    works = np.isin(device.sub, _AT_WORK)
+    ends = (
+        rows.end_ns[steps] if device.unseen_ns is None else rows.end_ns[steps][rows.end_ns[steps] <= device.unseen_ns]
+    )
+    works &= step < len(ends)
+    if not works.any():
+        return None
     # Every piece in two: before `middle` it waited for another rank, after it it worked. Empty halves are dropped.
     middle = pieces.start_ns + waited
     start = np.stack([pieces.start_ns, middle], axis=1).reshape(-1)
     end = np.stack([middle, pieces.end_ns], axis=1).reshape(-1)
     seen = _SEEN_OF_SUB[np.stack([WAITED[device.sub], device.sub], axis=1).reshape(-1)]
     kept = end > start
-    start, end, seen = start[kept], end[kept], seen[kept]
-    closed = end[seen != OWN] if device.cut_off else end
-    low, high = max(int(start[seen != OWN].min()), host.first_ns), min(int(closed.max()), host.last_ns)
+    start, end, seen, works = start[kept], end[kept], seen[kept], works.repeat(2)[kept]
+    low, high = max(int(start[works].min()), host.first_ns), min(int(end[works].max()), host.last_ns)
     if high <= low:
         return None
+    seen = np.where(works, seen, OWN)
     picked, evaluations = by_host(rows, rows.of(*BUCKET_OF)), evaluations_of(rows)
     level = np.array([BUCKET_OF[NAMES[code]].precedence for code in rows.name[picked].tolist()], np.int64)
     # The host's labels are cut where the activity of the device changes, so that each lies in one activity: the one
@@ -183,36 +219,66 @@ def _cut(device: DeviceBook, waited: Ints, host: Booked, rows: RankRows) -> Ints
     table = np.zeros((len(CLASSES), OWN + 1), np.int64)
     trained = ~inside(labels.start_ns, evaluations)
     np.add.at(table, (_CLASS_OF_NAME[name][trained], activity[trained]), labels.duration_ns[trained])
-    return table
+    first, last = int(step[np.isin(device.sub, _AT_WORK)].min()), int(step[step < len(ends)].max())
+    return WindowShare(table, last - first + 1) if table.any() else None
 
 
 def apply_windows(book: RunBook, windows: WindowSamples) -> None:
-    """Split the time inside steps by what the windows showed; ranks without windows take the shares of all."""
+    """Split the time inside steps by what the windows showed; ranks without windows take what all of them showed."""
     if not windows.shares:
         return
-    everyone = np.sum(list(windows.shares.values()), axis=0)
+    everyone = functools.reduce(operator.add, windows.shares.values())
     for attempt in book.attempts:
         for one in attempt.books:
-            _apply(one.sheet.ns[:, 1:-1], windows.shares.get(one.rank, everyone), everyone)
+            ns, share = one.sheet.ns[:, 1:-1], windows.shares.get(one.rank, everyone)
+            if windows.by_events:
+                _split_work(ns, share)
+            else:
+                _split_labels(ns, share, everyone)
             one.sheet.pack()
 
 
-def _apply(ns: Ints, shares: Ints, everyone: Ints) -> None:
-    """Split the columns of one sheet in place."""
+def _split_work(ns: Ints, share: WindowShare) -> None:
+    """Split the time at work, and that of which events know nothing, by what a step's kernels take; in place.
+
+    In the first step, in which libraries are loaded, no more than in the others is taken for launch gaps.
+    """
+    useful, unknown = np.flatnonzero(_IN_USEFUL), SUB_CODE["unknown.device"]
+    kernels = share.ns[:, :OWN].sum(axis=0) * ns.shape[1] // share.num_steps
+    for sub in BY_HOST:
+        kernels[SEEN.index(sub)] = max(0, kernels[SEEN.index(sub)] - int(ns[SUB_CODE[sub]].sum()))
+    known, told = ns[useful].sum(axis=0), ns[unknown].copy()
+    if len(told) > 1:
+        told[0] = min(told[0], int(told[1:].mean()))
+    missing = min(max(int(kernels.sum() - known.sum()), 0), int(told.sum()))
+    parts = share_out(told, np.broadcast_to([missing, told.sum() - missing], (len(told), 2)))
+    work = share_out(known + parts[:, 0], np.broadcast_to(kernels, (len(told), OWN)))
+    if not kernels.any():
+        return
+    ns[useful] = 0
+    ns[unknown] -= told
+    ns[SUB_CODE["host.launch"]] += parts[:, 1]
+    ns[_AT_WORK] += work.T
+
+
+def _split_labels(ns: Ints, share: WindowShare, everyone: WindowShare) -> None:
+    """Split the time under each label of the host by what the device did under it; in place."""
     bucket = np.array(BUCKET_CODE_OF_SUB)
     added = np.zeros_like(ns)
     for index, buckets in enumerate(CLASSES):
-        weights = shares[index] if shares[index].any() else everyone[index]
+        own = share if share.ns[index].any() else everyone
+        weights = own.ns[index].copy()
+        lines = np.flatnonzero(np.isin(bucket, [BUCKETS.index(name) for name in buckets]))
+        total = ns[lines].sum(axis=0)
+        launches = buckets == LAUNCHES
+        if launches and weights.any():  # what the window took by itself is launches; a step without it tells these
+            weights[OWN] = max(0, int(total.mean()) * own.num_steps - int(weights[:OWN].sum()))
         if not weights.any():
             continue
-        lines = np.flatnonzero(np.isin(bucket, [BUCKETS.index(name) for name in buckets]))
-        if buckets == ("unknown",):
-            lines = np.array([SUB_CODE["unknown.device"]])
-        total = ns[lines].sum(axis=0)
         split = share_out(total, np.broadcast_to(weights, (len(total), OWN + 1)))
         for column, sub in enumerate(SEEN):
             added[SUB_CODE[sub]] += split[:, column]
-        if buckets in LAUNCHES:
+        if launches:
             ns[lines] = 0
             added[SUB_CODE["host.launch"]] += split[:, OWN]
         else:

@@ -129,7 +129,7 @@ def live_why(figures: LiveFigures) -> dict[str, Any]:
         "steps": figures.steps,
         "wall_ns": wall_ns,
         "wall_s": wall_ns / NS_PER_S,
-        "goodput": figures.goodput,
+        "goodput": figures.goodput if figures.tells_goodput else None,
         "ledger": {name: amount / NS_PER_S for name, amount in amounts.items()},
         "ledger_ns": amounts,
         "sub": {},

@@ -177,7 +177,7 @@ def _footnotes(why: Why) -> list[RenderableType]:
     """Return the line of ratios, and what is not measured directly."""
     fidelity = finite(why.fidelity)
     facts = [
-        goodput_of(why) or "goodput -",
+        goodput_of(why) or "goodput unknown",
         f"covered {percent(why.coverage)}" if finite(why.coverage) is not None else "",
         f"replay within {percent(abs(fidelity - 1))}" if fidelity is not None else "",
     ]

@@ -113,6 +113,10 @@ PATCHES: dict[str, Patch] = {
                           optional=True),
     "graph.replay.any": Patch("torch.accelerator.graphs:Graph.replay", probe_gradient.graph_replay,
                               needs="device timers", optional=True),
+    "graph.capture": Patch("torch.cuda.graphs:CUDAGraph.capture_begin", probe_gradient.graph_capture,
+                           needs="device timers", optional=True),
+    "graph.capture.any": Patch("torch.accelerator.graphs:Graph.capture_begin", probe_gradient.graph_capture,
+                               needs="device timers", optional=True),
     # Input.
     "DataLoader.__init__": Patch(_LOADER + "DataLoader.__init__", probe_input.loader_init),
     "DataLoader.__iter__": Patch(_LOADER + "DataLoader.__iter__", probe_input.loader_iter),

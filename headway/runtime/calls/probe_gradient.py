@@ -61,17 +61,43 @@ _GRAPHS: dict[int, int] = {}
 """id of a graph -> its number; graphs of both kinds are counted together."""
 
 
+def graphs_captured() -> bool:
+    """Whether this process captured a graph, or replayed one."""
+    return bool(_GRAPHS)
+
+
+def graph_capture(original: Callable[..., Any], _: Probes) -> Callable[..., Any]:
+    """Wrap `CUDAGraph.capture_begin` or `accelerator.Graph.capture_begin`: the graph gets its number."""
+    numbers = _GRAPHS
+
+    @functools.wraps(original)
+    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note the graph, and begin to capture it."""
+        numbers.setdefault(id(self), len(numbers))
+        return original(self, *args, **kwargs)
+
+    return capture_begin
+
+
 def graph_replay(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
-    """Wrap `CUDAGraph.replay` or `accelerator.Graph.replay`: the host launches everything that the graph holds."""
-    emit, numbers = probes.emit, _GRAPHS
+    """Wrap `CUDAGraph.replay` or `accelerator.Graph.replay`: the host launches everything that the graph holds.
+
+    By events it is work of the device like a step, unless a module or a backward replays it: then it is a part of that.
+    """
+    emit, numbers, inside = probes.emit, _GRAPHS, probes.forwarding
 
     @functools.wraps(original)
     def replay(self: Any) -> Any:
         """Replay the graph and record how long its launch took."""
+        timers = None if inside[0] else probes.device_timers
+        if timers:
+            timers.begun()
         start = now()
         result = original(self)
         try:
             emit(REPLAY, start, now() - start, numbers.setdefault(id(self), len(numbers)))
+            if timers:
+                timers.updated()
         except Exception as cause:
             probes.failed("graph.replay", cause)
         return result

@@ -239,7 +239,7 @@ def profiler() -> Finding:
     """Whether the profiler shows kernels to this user: deep windows need that."""
     import torch
 
-    from headway.runtime.in_rank.windows import has_kernels, low_level_start, low_level_stop
+    from headway.runtime.in_rank.window_profiler import has_kernels, low_level_start, low_level_stop
 
     one = started()
     if not device.activities():

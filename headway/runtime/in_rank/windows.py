@@ -17,6 +17,12 @@ first of a device that shows no kernel is the last. A job that uses a profiler
 itself gets no windows from then on. HEADWAY_WINDOW_AT names a step at which a
 window opens whatever the budget says.
 
+The library slows launches as long as it is attached. It leaves behind a window
+where it may (`window_profiler`). How much longer steps take from then on is
+measured (`window_pace`) and counts as cost; from `STAYS` on there is no second
+window. A job whose device keeps up with its host's launches gets none but the
+one that is asked for.
+
 >>> shape_after(LIGHT, held_ns=5_000_000), shape_after(Shape(1, host=True), held_ns=60_000_000)
 (Shape(steps=1, host=True), Shape(steps=1, host=False))
 """
@@ -29,16 +35,28 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from headway.core.processes.hidden_thread import HiddenThread
+from headway.runtime.calls.probe_gradient import graphs_captured
 from headway.runtime.host import device
 from headway.runtime.host.rank_variables import number
+from headway.runtime.in_rank.window_profiler import (
+    LEAVES_NS,
+    await_detached,
+    has_kernels,
+    low_level_start,
+    low_level_stop,
+    may_detach,
+    quiet_stderr,
+    tell_kineto,
+)
 from headway.runtime.recorder.ddp_facts import note_models
 from headway.runtime.recorder.flight_answers import flight_entries
 from headway.runtime.recorder.probes import NEVER, Probes, now
+from headway.runtime.recorder.window_pace import WindowPace
 from headway.runtime.recorder.window_schedule import WindowSchedule, opening_step, spacing, takes_part
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.ring import warn
@@ -63,6 +81,9 @@ took 20 to 40 ms on an H100 and another 20 ms to stop (torch 2.11, CUDA 13)."""
 
 FIRST_SLOWDOWN = 0.3
 """Assumed slow-down of the profiled steps, before one was measured."""
+
+STAYS = 0.03
+"""Fraction by which steps may take longer behind a window than before it; from there on it was the last."""
 
 MAX_WINDOWS = 32
 MAX_BYTES = 256 << 20
@@ -145,6 +166,9 @@ class WindowRecorder:
         self.stopped = f"a profiler from outside: {outside} is set" if outside else ""
         self.stopped = self.stopped if budget > 0 else "HEADWAY_WINDOWS=0"
         """Why there are no more windows; '' while there may be."""
+        self._pace = WindowPace()
+        self._told_ns = self._detached_ns = 0
+        """When the profiler's library was told last what to do behind a window; the same where that was to leave."""
         self._bytes = 0
         self._last_cost_ns = self._held_ns = 0
         self._seen: list[int] = []
@@ -182,10 +206,21 @@ class WindowRecorder:
     def _look(self, step: int) -> int:
         """Look at the schedule; returns the optimizer steps until the next look."""
         start = self._schedule.read()
+        if device.activities():
+            self.cost_ns += self._pace.look(step // self._cycle, now())
+            if self._told_ns and now() - self._told_ns > LEAVES_NS:
+                tell_kineto(None)  # it has asked by now; programs that the script starts inherit nothing of it
+                self._told_ns = 0
+            if self._pace.longer >= STAYS and self._asked is None:
+                self.stopped = f"steps take {self._pace.longer:.0%} longer behind a window: its library stays attached"
+        # Where launches bound steps each of them that the library slows counts, and it is not known to leave.
+        timers = self.probes.device_timers
+        if self.stopped or (timers and timers.keep_up):
+            return self._pause()
         if start == step:
             return self._begin()
         if start > step:
-            return start - step
+            return min(start - step, self._pause())
         if self._schedule.leads:
             self._announce(step)
         return self._pause()
@@ -217,7 +252,7 @@ class WindowRecorder:
         """Say at which step the next window opens, if the budget will have paid for it by then."""
         if self.count >= MAX_WINDOWS or self._bytes >= MAX_BYTES:
             self.stopped = f"{self.count} windows, {self._bytes} bytes"
-        if self.stopped or any(writer.is_alive() for writer in self._writers):
+        if self.stopped or self._pace.is_measuring or any(writer.is_alive() for writer in self._writers):
             return
         step_ns = max(self._step_ns(), 1)
         cost_ns = self._expected_cost_ns(step_ns)
@@ -270,13 +305,16 @@ class WindowRecorder:
             # The others' window holds up this rank as well; one that has recorded none knows no better than a guess.
             self.cost_ns += self._expected_cost_ns(self._step_ns())
             return self._cycle
+        if self._detached_ns and graphs_captured():
+            self.stopped = "a graph was captured since the profiler's library left: it must not come back"
+            return NEVER
         started, usual = now(), self._step_ns()
         self._fit()
         if self.stopped:
             return NEVER
         # The first start on a device loads a library, which takes seconds and may crash: its message must arrive.
         with quiet_stderr() if self._last_cost_ns or not device.activities() else contextlib.nullcontext():
-            low_level_start(host=self.shape.host)
+            low_level_start(host=self.shape.host, detach=may_detach())
         self._open = _Open(step, self.shape.steps, now(), time.time_ns(), now() - started, usual)
         return self.shape.steps * self._cycle
 
@@ -306,8 +344,8 @@ class WindowRecorder:
         if window is None:
             return
         end = now()
-        with quiet_stderr():
-            result = low_level_stop()
+        result = self._stop(detach=may_detach())
+        self._pace.closed()
         duration, self._held_ns = end - window.start_ns, now() - end
         number, rank = window.number, self.probes.recorder.rank
         self.probes.emit(WINDOW, window.start_ns, duration, number, window.realtime_ns)
@@ -328,6 +366,12 @@ class WindowRecorder:
         writer = HiddenThread(lambda: self._write(result, stem, facts), name="headway-windows")
         self._writers = [*(w for w in self._writers if w.is_alive()), writer]
         writer.start()
+
+    def _stop(self, *, detach: bool) -> Any:
+        self._told_ns = now()
+        self._detached_ns = self._told_ns if detach else self._detached_ns
+        with quiet_stderr():
+            return low_level_stop(detach=detach)
 
     def _write(self, result: Any, stem: str, facts: dict[str, int]) -> None:
         """Write one window's files; runs in a thread, whose time counts as cost: it holds the interpreter."""
@@ -372,11 +416,14 @@ class WindowRecorder:
             return lambda: None
 
     def abort(self, reason: str) -> None:
-        """Drop an open window and open no more."""
+        """Drop an open window and open no more; what follows is a profile of the script, or the end."""
         self.stopped = reason
-        self.drop()
+        self.drop(detach=False)
+        with contextlib.suppress(Exception):
+            await_detached(self._detached_ns)
+        tell_kineto(None)
 
-    def drop(self) -> None:
+    def drop(self, *, detach: bool = True) -> None:
         """Drop an open window: also before a fork, for a child would go on profiling for ever.
 
         The profiler belongs to the thread that started it: from another one it cannot be stopped, nor is it inherited.
@@ -384,8 +431,7 @@ class WindowRecorder:
         if self._open is not None and self._open.thread == threading.get_ident():
             self._open, start = None, now()
             with contextlib.suppress(Exception):
-                with quiet_stderr():
-                    low_level_stop()
+                self._stop(detach=detach and may_detach())
                 self.probes.worked(start)
 
     def finish(self) -> None:
@@ -424,66 +470,3 @@ def num_ranks() -> int:
     if dist is not None and dist.is_available() and dist.is_initialized():
         return int(dist.get_world_size())
     return number(os.environ, "world_size") or 1
-
-
-def has_kernels(path: str) -> bool:
-    """Whether the profiler's JSON at `path` has a row of category 'kernel'."""
-    tail = b""
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            if b'"kernel"' in tail + block:
-                return True
-            tail = block[-16:]
-    return False
-
-
-def low_level_start(*, host: bool = True) -> None:
-    """Switch the profiler on: for the devices in use, and for the operations of the `host`.
-
-    CUPTI stays attached afterwards, as `torch.profiler` has it too: CUDA graphs do not survive its coming and going.
-    That is said to the profiler's library in the C environment alone: what the script sees in `os.environ` stays.
-    """
-    from torch._C._autograd import _enable_profiler, _prepare_profiler
-    from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, _ExperimentalConfig
-
-    for name, value in {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}.items():
-        if name not in os.environ:
-            os.putenv(name, value)
-    config = ProfilerConfig(ProfilerState.KINETO, False, False, False, False, False, _ExperimentalConfig())
-    known = ProfilerActivity.__members__
-    activities = {known[name] for name in device.activities() if name in known}
-    if host or not activities:
-        activities.add(ProfilerActivity.CPU)
-    _prepare_profiler(config, activities)
-    _enable_profiler(config, activities)
-
-
-def low_level_stop() -> Any:
-    """Switch the profiler off; the result has `save(path)`, which writes Kineto's JSON."""
-    from torch._C._autograd import _disable_profiler
-
-    return _disable_profiler()
-
-
-@contextlib.contextmanager
-def quiet_stderr() -> Iterator[None]:
-    """Keep the profiler's "USDT:" lines, which it prints from C++, off stderr; what else comes is passed on."""
-    try:
-        sys.stderr.flush()
-        kept = os.dup(2)
-        memory = os.memfd_create("headway-stderr")  # never a disk, which may be full when the profiler has to stop
-    except (OSError, ValueError, AttributeError):
-        yield
-        return
-    with os.fdopen(memory, "w+b") as aside:
-        os.dup2(aside.fileno(), 2)
-        try:
-            yield
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-            aside.seek(0)
-            rest = b"".join(line for line in aside if not line.startswith(b"USDT:"))
-            if rest:
-                with contextlib.suppress(OSError):
-                    os.write(2, rest)

@@ -53,6 +53,9 @@ device, a model was launched, an update was, a batch came between a model and a 
 LAUNCHED = (COMPUTED, FORWARD, BACKWARD, UPDATED)
 """Marks that stand behind launches of the script."""
 
+KEEPS_UP_BY = 0.02
+"""How much one launch counts in `keep_up`: the newest hundred or so decide."""
+
 MOST_MARKS = 64
 """A stretch without an update is written in pieces of so many marks."""
 
@@ -127,6 +130,8 @@ class DeviceTimers:
         self._failures = 0
         self.clock, self.lateness = Clock(), DeviceLateness()
         """Where its events stand on the host's clock, and how late they pass."""
+        self.keep_up = 0.0
+        """Share of launches, the newest count most, whose kernels had run before the host's next event: it keeps up."""
         self.dropped = 0
         """Stretches that were given up."""
         self.broken = False
@@ -322,6 +327,9 @@ class DeviceTimers:
                 write(WORK, worked_from, last_ns, launched_ns)
                 write(UNKNOWN, max(worked_from, last_ns), moment, mark.host_ns)
                 worked_from = moment
+                self.keep_up += KEEPS_UP_BY
+            if mark.code in LAUNCHED:
+                self.keep_up *= 1 - KEEPS_UP_BY
             last, last_ns = mark, moment
             begun_ns = begun_ns if mark.code in (COMPUTED, FETCHED) else moment
         self._open_ns = min(fuzz_ns, max(last_ns - worked_from, 0))
@@ -362,6 +370,11 @@ class AllTimers:
     def __bool__(self) -> bool:
         """Whether a loss on a device was seen."""
         return bool(self._timers)
+
+    @property
+    def keep_up(self) -> bool:
+        """Whether some device gets through most launches as fast as they come: then they bound its steps."""
+        return any(timers.keep_up > 0.5 for timers in self._timers.values())
 
     def ready(self) -> None:
         """Say so to all of them, see `DeviceTimers`."""

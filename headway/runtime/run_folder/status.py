@@ -61,7 +61,7 @@ class RunStatus:
         waits = f" | no step for {format_seconds(idle_s)}" if idle_s > QUIET_S and figures.steps else ""
         return (
             f"step {figures.steps} | {format_rate(figures.steps_per_s_then)} steps/s{waits} | "
-            f"goodput {format_fraction(figures.goodput, 0)} | "
+            f"goodput {format_fraction(figures.goodput, 0) if figures.tells_goodput else 'unknown'} | "
             f"top loss {top} {format_fraction(amounts[top] / total_ns, 0)}"
         )
 

@@ -25,6 +25,7 @@ from headway.trace.events.parts import Parts
 from headway.trace.events.sweep import sweep
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import GC_CALLED, READ_AGAIN
+from headway.trace.profiler.window_effects import steps_before_slowing
 from headway.trace.recording.pauses import without_pauses
 
 Events = Mapping[str, NDArray[Any]]
@@ -158,7 +159,9 @@ class Recording:
             raise InputError(
                 "the run has no complete step: nothing to replay. Record a run that takes at least one training step."
             )
-        recorded = min(counts.values())
+        # Steps that a profiler slowed say nothing of the job without it.
+        own_rows = parts.read({"rank": (ranks[0], ranks[0] + 1)}, ("name", "start_ns", "duration_ns"))
+        recorded = min(*counts.values(), steps_before_slowing(own_rows) or min(counts.values()))
         kept = min(recorded, max_steps)
         own, lanes, batches, cut, seen, last, used, devices, stages = [], [], [], [], [], [], [], [], []
         for rank in ranks:

@@ -17,6 +17,7 @@ from headway.ledger.answers.compare import compare as compare_ledgers
 from headway.ledger.answers.ledger import Ledger
 from headway.report.figures import ending
 from headway.report.paper import draw, paragraph
+from headway.report.screens import WHOLE_PLAN
 from headway.report.text.terminal import render_compare
 from headway.trace.recording.runs import Run
 from headway.verbs.jobs.fault import ettr_beside, ettr_sentence
@@ -82,7 +83,8 @@ def compare(
     sizes = (trained_parameters(runs[0]), trained_parameters(runs[1]))
     comparison = compare_ledgers(*ledgers, threshold, whole=whole, loads=loads, parameters=sizes)
     unlike = "" if comparison.inconclusive else unlike_loads(*loads)[0]
-    notes = (*unfinished(*runs), *taken_away(runs[1]), *comparison.notes, *([unlike] if unlike else []))
+    notes = (*unfinished(*runs), *taken_away(runs[1]), *unapplied(runs[1]), *comparison.notes)
+    notes = (*notes, *([unlike] if unlike else []))
     other, ettr = learned(*runs), ettr_beside(*runs)
     notes = (*notes, *([other] if other else []), *([ettr_sentence(ettr)] if ettr is not None else []))
     notes = (*notes, *([sentence(predicted)] if predicted is not None else []))
@@ -98,6 +100,15 @@ def compare(
 def taken_away(run: Run) -> list[str]:
     """Return a note per remedy that the second run applied and withdrew again."""
     return [f"the second run withdrew {name}: {why}" for name, why in withdrawn(run.path).items()]
+
+
+def unapplied(run: Run) -> list[str]:
+    """Return a note where the second run was given a plan and applied nothing of it."""
+    rows = [row for row in run.facts.applied if row.name != WHOLE_PLAN]
+    if not rows or not all(row.reason_not_applied for row in rows):
+        return []
+    names = ", ".join(row.name for row in rows)
+    return [f"the second run applied nothing of its plan ({names}): a difference is no gain of that"]
 
 
 def unfinished(*runs: Run) -> list[str]:

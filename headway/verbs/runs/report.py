@@ -247,7 +247,7 @@ def run_object(explanation: Explanation) -> dict[str, Any]:
         "schema": "headway.run/1",
         "run": str(explanation.run.path),
         "exit": meta.get("exit") or {},
-        "goodput": explanation.ledger.goodput,
+        "goodput": explanation.ledger.goodput if explanation.ledger.tells_goodput else None,
         "steps_per_s": steps_per_s(explanation.ledger),
         "baseline": meta.get("baseline"),
         "applied": [row for row in (applied if isinstance(applied, list) else []) if isinstance(row, dict)],

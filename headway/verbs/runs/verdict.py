@@ -39,12 +39,14 @@ def summarise(path: Path, plan: PlanFile | None, baseline: Path | None) -> tuple
     before = Ledger.of(Run.open(baseline)) if baseline is not None and baseline.exists() else None
     rate = steps_per_s(explanation.ledger)
     account = explanation.ledger
-    facts: dict[str, Any] = {"goodput": account.goodput, "step_goodput": account.step_goodput, "steps_per_s": rate}
+    shares = (account.goodput, account.step_goodput) if account.tells_goodput else (None, None)
+    facts: dict[str, Any] = {"goodput": shares[0], "step_goodput": shares[1], "steps_per_s": rate}
     facts["verdict"] = explanation.to_json()["verdict"]
     if plan is not None:
         measured = rate / steps_per_s(before) if before is not None and steps_per_s(before) else None
         facts["applied"] = applied_rows(plan, found, measured, taken_away)
-        facts["applied"][-1]["measured_with_start"] = before and whole_speedup(before, explanation.ledger)
+        whole = before and whole_speedup(before, explanation.ledger)
+        facts["applied"][-1]["measured_with_start"] = whole if facts["applied"][-1]["measured_speedup"] else None
         facts["verified"] = verified(path)
         meta = json.loads((path / "run.json").read_text())
         write_json(path / "run.json", {**meta, "applied": facts["applied"]})
@@ -77,12 +79,13 @@ def applied_rows(
             "reason_not_applied": reason,
             "withdrawn": taken_away.get(remedy.name),
         })  # fmt: skip
+    nothing = all(row["reason_not_applied"] for row in rows)
     rows.append({
         "name": WHOLE_PLAN,
         "predicted_speedup": plan.predicted_speedup,
         "interval": list(plan.interval) if plan.interval else None,
-        "measured_speedup": None if any(row["withdrawn"] for row in rows) else measured_speedup,
-        "reason_not_applied": "none of its remedies could be" if all(r["reason_not_applied"] for r in rows) else None,
+        "measured_speedup": None if any(row["withdrawn"] for row in rows) or nothing else measured_speedup,
+        "reason_not_applied": "none of its remedies could be" if nothing else None,
         "withdrawn": None,
     })  # fmt: skip
     return rows
