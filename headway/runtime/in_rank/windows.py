@@ -40,6 +40,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.core.processes.hidden_thread import HiddenThread
+from headway.core.processes.interruptions import handlers_held, suppress_own
 from headway.runtime.calls.probe_gradient import graphs_captured
 from headway.runtime.host import device
 from headway.runtime.host.rank_variables import number
@@ -313,9 +314,11 @@ class WindowRecorder:
         if self.stopped:
             return NEVER
         # The first start on a device loads a library, which takes seconds and may crash: its message must arrive.
-        with quiet_stderr() if self._last_cost_ns or not device.activities() else contextlib.nullcontext():
-            low_level_start(host=self.shape.host, detach=may_detach())
-        self._open = _Open(step, self.shape.steps, now(), time.time_ns(), now() - started, usual)
+        quiet = quiet_stderr() if self._last_cost_ns or not device.activities() else contextlib.nullcontext()
+        with handlers_held():  # a window that is open, and not known to be, would never be closed
+            with quiet:
+                low_level_start(host=self.shape.host, detach=may_detach())
+            self._open = _Open(step, self.shape.steps, now(), time.time_ns(), now() - started, usual)
         return self.shape.steps * self._cycle
 
     def _is_done(self, window: _Open) -> bool:
@@ -340,10 +343,9 @@ class WindowRecorder:
         return False
 
     def _close(self) -> None:
-        window, self._open = self._open, None
+        end, window = now(), self._open
         if window is None:
             return
-        end = now()
         result = self._stop(detach=may_detach())
         self._pace.closed()
         duration, self._held_ns = end - window.start_ns, now() - end
@@ -359,7 +361,7 @@ class WindowRecorder:
             "realtime_ns": window.realtime_ns, "cost_ns": self._last_cost_ns,
         }  # fmt: skip
         self.probes.tables.setdefault("windows", {})[str(number)] = facts
-        with contextlib.suppress(Exception):  # Notes for what-ifs: without them those refuse, nothing else is lost.
+        with suppress_own():  # Notes for what-ifs: without them those refuse, nothing else is lost.
             note_models(self.probes)
         stem = f"{self.probes.run}/windows/r{rank}-w{number}"
         # A plain thread, waited for by `finish`: a daemon could be cut off in the middle of a file.
@@ -370,7 +372,8 @@ class WindowRecorder:
     def _stop(self, *, detach: bool) -> Any:
         self._told_ns = now()
         self._detached_ns = self._told_ns if detach else self._detached_ns
-        with quiet_stderr():
+        with handlers_held(), quiet_stderr():
+            self._open = None
             return low_level_stop(detach=detach)
 
     def _write(self, result: Any, stem: str, facts: dict[str, int]) -> None:
@@ -419,7 +422,7 @@ class WindowRecorder:
         """Drop an open window and open no more; what follows is a profile of the script, or the end."""
         self.stopped = reason
         self.drop(detach=False)
-        with contextlib.suppress(Exception):
+        with suppress_own():
             await_detached(self._detached_ns)
         tell_kineto(None)
 
@@ -429,8 +432,8 @@ class WindowRecorder:
         The profiler belongs to the thread that started it: from another one it cannot be stopped, nor is it inherited.
         """
         if self._open is not None and self._open.thread == threading.get_ident():
-            self._open, start = None, now()
-            with contextlib.suppress(Exception):
+            start = now()
+            with suppress_own():
                 self._stop(detach=detach and may_detach())
                 self.probes.worked(start)
 
