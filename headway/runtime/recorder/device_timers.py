@@ -53,8 +53,8 @@ device, a model was launched, an update was, a batch came between a model and a 
 LAUNCHED = (COMPUTED, FORWARD, BACKWARD, UPDATED)
 """Marks that stand behind launches of the script."""
 
-KEEPS_UP_BY = 0.02
-"""How much one launch counts in `keep_up`: the newest hundred or so decide."""
+FORGETS = 0.05
+"""How much less the stretches before count with each new one where launches are told from work."""
 
 MOST_MARKS = 64
 """A stretch without an update is written in pieces of so many marks."""
@@ -130,8 +130,7 @@ class DeviceTimers:
         self._failures = 0
         self.clock, self.lateness = Clock(), DeviceLateness()
         """Where its events stand on the host's clock, and how late they pass."""
-        self.keep_up = 0.0
-        """Share of launches, the newest count most, whose kernels had run before the host's next event: it keeps up."""
+        self._kept_up_ns = self._worked_ns = 0.0  # time with launches that had run at once, time at work; newest most
         self.dropped = 0
         """Stretches that were given up."""
         self.broken = False
@@ -141,6 +140,11 @@ class DeviceTimers:
     def usable(self) -> bool:
         """Whether an event may be recorded now: not while a graph is captured, of which it would become part."""
         return not (self.broken or self._device.is_capturing)
+
+    @property
+    def keeps_up(self) -> bool:
+        """Whether for most of the time in which it may work what was launched had run by the host's next event."""
+        return self._kept_up_ns > self._worked_ns
 
     def mark(self) -> Any:
         """Record an event on the device, in the current stream, and return it."""
@@ -292,11 +296,12 @@ class DeviceTimers:
         """Write the segments, and when the device was at work; `passed` are the moments of the marks by the device."""
         last_ns = passed[0] if self._last_ns is None else self._last_ns
         self._open_ns = 0 if self._last_ns is None else self._open_ns
-        begun_ns, worked_from, last = last_ns, last_ns - self._open_ns, marks[0]
+        begun_ns, worked_from, last, kept_up_ns = last_ns, last_ns - self._open_ns, marks[0], 0
         fuzz_ns = self.lateness.fuzz_ns
 
         def write(code: int, start_ns: int, end_ns: int, launched_ns: int) -> None:
             if end_ns > start_ns:
+                self._worked_ns += end_ns - start_ns if code == WORK else 0
                 self._emit(code, start_ns + ahead_ns, end_ns - start_ns, self._number, launched_ns)
 
         for mark, moment in zip(marks, passed, strict=True):
@@ -318,6 +323,7 @@ class DeviceTimers:
                     known_ns = (last_ns if mark.computed_ns and last.code != COMPUTED else drained_ns) - fuzz_ns
                     write(WORK, worked_from, known_ns, launched_ns)
                     write(UNKNOWN, max(worked_from, known_ns), drained_ns, launched_ns)
+                    kept_up_ns += max(drained_ns - max(worked_from, known_ns), 0)
                     worked_from = recorded if fuzz_ns else moment
                 else:
                     write(WORK, worked_from, drained_ns, launched_ns)
@@ -326,14 +332,14 @@ class DeviceTimers:
             elif late_ns <= DRAINED_NS and not fuzz_ns and mark.code in LAUNCHED:
                 write(WORK, worked_from, last_ns, launched_ns)
                 write(UNKNOWN, max(worked_from, last_ns), moment, mark.host_ns)
+                kept_up_ns += moment - max(worked_from, last_ns)
                 worked_from = moment
-                self.keep_up += KEEPS_UP_BY
-            if mark.code in LAUNCHED:
-                self.keep_up *= 1 - KEEPS_UP_BY
             last, last_ns = mark, moment
             begun_ns = begun_ns if mark.code in (COMPUTED, FETCHED) else moment
         self._open_ns = min(fuzz_ns, max(last_ns - worked_from, 0))
         write(WORK, worked_from, last_ns - self._open_ns, last.host_ns)
+        self._kept_up_ns = (1 - FORGETS) * (self._kept_up_ns + kept_up_ns)
+        self._worked_ns *= 1 - FORGETS
         if marks[-1].code == UPDATED:
             self.lateness.at_update(passed[-1] + ahead_ns - marks[-1].host_ns)
 
@@ -374,7 +380,7 @@ class AllTimers:
     @property
     def keep_up(self) -> bool:
         """Whether some device gets through most launches as fast as they come: then they bound its steps."""
-        return any(timers.keep_up > 0.5 for timers in self._timers.values())
+        return any(timers.keeps_up for timers in self._timers.values())
 
     def ready(self) -> None:
         """Say so to all of them, see `DeviceTimers`."""
