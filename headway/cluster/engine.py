@@ -49,7 +49,7 @@ LATEST, GRACE_S = 1.6, 3600.0
 MOMENT_S = 1e-6
 """Times that are no further apart are one: sums of round lengths are not exact."""
 
-MOST_ROUNDS = 25_000
+MOST_ROUNDS = 100_000
 """Rounds that all jobs need at least: each takes half a millisecond."""
 
 MOST_IDLE_ROUNDS = 1000
