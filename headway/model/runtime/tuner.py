@@ -23,7 +23,7 @@ Time is steps: of two settings whose steps take differently long, the one that l
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -171,7 +171,7 @@ class Tuner:
         """Live branches of the search; 0 outside of one."""
         return sum(trial.live for trial in self._search.trials) if self._search else 0
 
-    def steps(self, loader: Any, epochs: int = 1) -> Iterator[Any]:
+    def steps(self, loader: Any, epochs: int = 1) -> Generator[Any, None, None]:
         """Yield the batches of `epochs` passes over `loader`; during a search, those of a pass again and again.
 
         A loop that is broken off in a search goes on from the best trial so far; after an error it is the parent.
