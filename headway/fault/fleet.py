@@ -109,9 +109,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in self.times.__struct_fields__:
             if not 0 <= getattr(self.times, name) < float("inf"):
                 raise InputError(f"{name} is {getattr(self.times, name)}; it must be at least 0. Pass seconds.")
-        if any(cause.weight < 0 for cause in self.causes.values()) or not sum(
-            cause.weight for cause in self.causes.values()
-        ):
+        weights = [cause.weight for cause in self.causes.values()]
+        if not all(0 <= weight < float("inf") for weight in weights) or not sum(weights):
             raise InputError(
                 "the weights of the mix must be at least 0, and one of them above. Pass counts of failures."
             )
@@ -141,8 +140,10 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), cls)
         except OSError as cause:
             raise InputError(f"{path} cannot be read: {cause}. Name a scenario file.") from cause
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as cause:
-            raise FormatError(f"{path} is no scenario: {cause}. Its keys are in docs/systems/fault.md.") from cause
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError, RecursionError) as cause:
+            raise FormatError(
+                f"{path} is no scenario: {str(cause).rstrip('.')}. Its keys are in docs/systems/fault.md."
+            ) from cause
 
 
 def published_mix() -> dict[str, FailureCause]:

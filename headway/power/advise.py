@@ -39,7 +39,7 @@ def default_mitigations(device: str) -> tuple[str, ...]:
 def mitigations(plan: PowerPlan, *, rated_w: float, on_after_s: float) -> list[dict[str, Any]]:
     """Return what a plan consists of, one entry each."""
     rows: list[dict[str, Any]] = []
-    level = {"level_w": plan.level_w, "level": plan.level_w / rated_w}
+    level = {"level_w": plan.level_w, "level": plan.level_w / rated_w if rated_w else 0.0}
     if plan.kind == "floor":
         rows.append({"kind": "floor", **level})
     if plan.kind == "filler":

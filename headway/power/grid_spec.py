@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from headway.core.errors import FormatError, InputError
+from headway.core.files.bounds import MOST
 from headway.core.files.settings_files import read_toml
 from headway.core.tables import pick, suggestion
 
@@ -173,9 +174,9 @@ def checked_power(power_w: ArrayLike, step_s: float) -> Watts:
     if power.ndim != 1 or not len(power):
         raise InputError(f"the waveform has shape {power.shape}; pass one power per step.")
     least = float(power.min())
-    if not least >= 0 or not math.isfinite(float(power.max())):
-        index = int(np.argmax(~(power >= 0) | ~np.isfinite(power)))
-        raise InputError(f"power is {power[index]} W at sample {index}; pass finite powers >= 0.")
+    if not least >= 0 or not float(power.max()) <= MOST:
+        index = int(np.argmax(~(power >= 0) | ~(power <= MOST)))
+        raise InputError(f"power is {power[index]} W at sample {index}; pass finite powers >= 0, at most {MOST:g}.")
     return power
 
 

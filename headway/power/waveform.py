@@ -57,6 +57,8 @@ def of_file(path: Path) -> Waveform:
     """Read `power_w` [t] and `step_s` of an NPZ file; raises `FormatError`."""
     watts, seconds = read_arrays(path, ("power_w", "step_s"))
     try:
+        if np.iscomplexobj(watts):
+            raise TypeError("power_w holds complex numbers")
         power, step_s = np.asarray(watts, np.float64), float(seconds)
     except (ValueError, TypeError) as fault:
         raise FormatError(f"{path} holds no power_w and step_s ({fault}). Write np.savez(FILE, ...) of both.") from None

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from headway.core.machine.apart import die_with_parent, step_apart
 from headway.core.machine.host import readable
-from headway.core.processes.interruptions import handlers_held
+from headway.core.processes.interruptions import raised_behind
 from headway.core.processes.own_children import unheard
 
 LONGEST_S = 86400.0
@@ -38,7 +38,7 @@ def _said(work: Callable[[], bytes], timeout_s: float, apart: str) -> tuple[byte
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, as every loader does
-        with handlers_held():
+        with raised_behind():
             pid = os.fork()
     if pid == 0:
         code = 1

@@ -25,10 +25,8 @@ False
 from __future__ import annotations
 
 import inspect
-import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -72,35 +70,28 @@ class suppress_own:  # noqa: N801  # reads as `contextlib.suppress`, which it st
 
 
 @contextmanager
-def handlers_held() -> Iterator[None]:
-    """Have the handlers of signals run behind the block: in it an exception of theirs would be lost, or tear something.
+def raised_behind() -> Iterator[None]:
+    """Raise behind the block, in which this process forks, what a handler of a signal raised in a hook of the fork.
 
-    For a fork, whose hooks (those of `logging`, say) ignore exceptions, and for calls that must come in pairs. Not for
-    what takes long. A mask of signals would not do: another thread, which has none, takes the signal then.
+    Python ignores exceptions of such hooks (those of `logging`, say), and a signal that arrives during a fork is
+    handled in the first of them. The handlers stay as they are: some are C's, which Python could not put back.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pid, came = os.getpid(), list[int]()
-    held = {number: handler for number in signal.valid_signals() if callable(handler := signal.getsignal(number))}
+    lost, before = list[BaseException](), sys.unraisablehook
+
+    def keep(unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if error is not None and (not isinstance(error, Exception) or is_scripts(error)):
+            lost.append(error)
+        else:
+            before(unraisable)
+
+    sys.unraisablehook = keep
     try:
-        for number in held:
-            signal.signal(number, lambda number, _: came.append(number))
         yield
     finally:
-        for number, handler in held.items():
-            signal.signal(number, handler)
-        if os.getpid() == pid:
-            _raise_each(came)
-
-
-def _raise_each(numbers: list[int]) -> None:
-    try:
-        if numbers:
-            signal.raise_signal(numbers.pop())
-    finally:
-        if numbers:
-            _raise_each(numbers)
+        sys.unraisablehook = before
+    if lost:
+        raise lost[0]
 
 
 def _handlers() -> set[CodeType]:

@@ -80,6 +80,7 @@ class LossGuard:
         self._stepping: Callable[[], Any] = _nobody  # the optimizer that calls its closure now
         self._scaled: tuple[Callable[[], Any], Any] = (_nobody, None)
         self._reduced: list[tuple[Any, Any]] = []  # group and device of modules that this backward has reduced
+        self._awaited: weakref.WeakSet[Any] = weakref.WeakSet()  # DDP models whose next backward reduces
         self._refused: str | None = None
         self._is_agreed = False
         self._follows = {target: context.guarded(self.reducing) for target in SHARDED}
@@ -138,7 +139,8 @@ class LossGuard:
 
             def arrives(parameter: Any) -> None:
                 one = known()
-                if one is not None and one.require_forward_param_sync and not self._reduced:
+                if one is not None and one in self._awaited and not self._reduced:
+                    self._awaited.discard(one)
                     self._arrives(one.process_group, parameter.device, one._join_config.enable)
 
             for parameter in model.parameters():
@@ -146,6 +148,18 @@ class LossGuard:
                     parameter.register_post_accumulate_grad_hook(arrives)
 
         return init
+
+    def forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the forward of a DDP model: the backward behind it reduces gradients, and no other into its module."""
+
+        @functools.wraps(original)
+        def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+            value = original(model, *args, **kwargs)
+            if model.require_backward_grad_sync and sys.modules["torch"].is_grad_enabled():
+                self._awaited.add(model)
+            return value
+
+        return forward
 
     def reducing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the end of a backward of FSDP2 or FSDP."""
@@ -286,6 +300,7 @@ def guard(parameters: remedies.GuardParameters, context: Context) -> Applied | R
     guarding, passing = LossGuard(parameters.action, context), (BadLossError,)
     context.patch("torch.autograd:backward", guarding.backward, passing=passing)
     context.patch(f"{DDP}.__init__", guarding.wrapping)
+    context.patch(f"{DDP}.forward", guarding.forward)
     context.patch(f"{SCALER}.scale", guarding.scale)
     context.patch(f"{SCALER}.step", guarding.scaler_step, passing=passing)
     before = context.guarded(lambda _: guarding.before_update, passing=passing)(_nobody)

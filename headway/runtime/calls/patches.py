@@ -26,6 +26,7 @@ from headway.core.processes.interruptions import pass_on
 from headway.runtime.calls import (
     probe_comm,
     probe_copy,
+    probe_device,
     probe_functional,
     probe_gradient,
     probe_host,
@@ -37,7 +38,7 @@ from headway.runtime.calls import (
     probe_sync,
 )
 from headway.runtime.host.device import host_has_devices
-from headway.runtime.recorder import device_timers, timers
+from headway.runtime.recorder import timers
 from headway.runtime.recorder.probes import Probes, timers_off
 
 Undo = Callable[[], None]
@@ -98,11 +99,11 @@ PATCHES: dict[str, Patch] = {
     "optimizer.step.existing": Patch("torch.optim.optimizer:Optimizer", register=probe_step.join_existing),
     "GradScaler.step": Patch("torch.amp.grad_scaler:GradScaler.step", probe_step.scaler_step),
     "segment.backward": Patch("torch.autograd:backward", timers.backward, needs="timers"),
-    "segment.backward.device": Patch("torch.autograd:backward", device_timers.device_backward,
+    "segment.backward.device": Patch("torch.autograd:backward", probe_device.device_backward,
                                      needs="device timers"),
-    "segment.forward.device": Patch(_LOADER + "_BaseDataLoaderIter.__next__", device_timers.batch_ready,
+    "segment.forward.device": Patch(_LOADER + "_BaseDataLoaderIter.__next__", probe_device.batch_ready,
                                     needs="device timers"),
-    "segment.update.device": Patch(_HOOKS, register=device_timers.join_updates, needs="device timers"),
+    "segment.update.device": Patch(_HOOKS, register=probe_device.join_updates, needs="device timers"),
     # What the steps are made of.
     "forward": Patch("torch:nn.Module.__call__", probe_model.module_call, needs="timers"),
     "mode": Patch("torch:nn.Module.train", probe_model.module_train, needs="timers"),

@@ -40,7 +40,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.core.processes.hidden_thread import HiddenThread
-from headway.core.processes.interruptions import handlers_held, suppress_own
+from headway.core.processes.interruptions import suppress_own
 from headway.runtime.calls.probe_gradient import graphs_captured
 from headway.runtime.host import device
 from headway.runtime.host.rank_variables import number
@@ -315,10 +315,11 @@ class WindowRecorder:
             return NEVER
         # The first start on a device loads a library, which takes seconds and may crash: its message must arrive.
         quiet = quiet_stderr() if self._last_cost_ns or not device.activities() else contextlib.nullcontext()
-        with handlers_held():  # a window that is open, and not known to be, would never be closed
-            with quiet:
-                low_level_start(host=self.shape.host, detach=may_detach())
-            self._open = _Open(step, self.shape.steps, now(), time.time_ns(), now() - started, usual)
+        # Known before it is open: a signal's handler may raise in between, and nobody would close it then.
+        self._open = window = _Open(step, self.shape.steps, started, time.time_ns(), 0, usual)
+        with quiet:
+            low_level_start(host=self.shape.host, detach=may_detach())
+        window.start_ns, window.realtime_ns, window.opening_ns = now(), time.time_ns(), now() - started
         return self.shape.steps * self._cycle
 
     def _is_done(self, window: _Open) -> bool:
@@ -372,9 +373,10 @@ class WindowRecorder:
     def _stop(self, *, detach: bool) -> Any:
         self._told_ns = now()
         self._detached_ns = self._told_ns if detach else self._detached_ns
-        with handlers_held(), quiet_stderr():
-            self._open = None
-            return low_level_stop(detach=detach)
+        with quiet_stderr():
+            result = low_level_stop(detach=detach)
+        self._open = None
+        return result
 
     def _write(self, result: Any, stem: str, facts: dict[str, int]) -> None:
         """Write one window's files; runs in a thread, whose time counts as cost: it holds the interpreter."""

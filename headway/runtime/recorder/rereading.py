@@ -33,7 +33,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from headway.core.machine.apart import DETACHED, name_process, step_apart
-from headway.core.processes.interruptions import handlers_held, pass_on
+from headway.core.processes.interruptions import pass_on, raised_behind
 from headway.core.processes.own_children import unheard
 from headway.runtime.host.device import in_use
 from headway.runtime.recorder.probes import NEVER, RECORDING, Probes, now
@@ -127,7 +127,7 @@ def start_detached(work: Callable[[], bytes], writing: int, *, forks: bool = Fal
     The child between ends at once and is waited for here, so that no wait of the script's meets a process of ours.
     With `forks`, `work` may fork children of its own that step apart themselves.
     """
-    with unheard(), handlers_held():
+    with unheard(), raised_behind():
         return _start_detached(work, writing, forks=forks)
 
 

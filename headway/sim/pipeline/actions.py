@@ -243,7 +243,7 @@ class PipelineProgram:
             num_ranks = int(fields["num_ranks"])
         except InputError:
             raise
-        except (KeyError, TypeError, ValueError, OverflowError) as cause:
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as cause:
             raise FormatError(f"this is not a pipeline program: {cause!r}. Write it with to_json.") from cause
         if len({column.shape for column in columns}) != 1 or columns[0].ndim != 1:
             raise FormatError("the columns of the program have different lengths. Write it with to_json.")
