@@ -175,7 +175,7 @@ def test_missing_figures_are_dashes_not_guesses() -> None:
 
     text = render_why(why)
 
-    assert "goodput -" in text
+    assert "goodput unknown" in text
     assert "no prediction" in text
     assert "nan" not in text
 
