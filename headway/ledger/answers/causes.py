@@ -345,7 +345,7 @@ def _host_launch(ledger: Ledger) -> list[Cause]:
     """Devices that waited for the host to launch the next kernel."""
     own = booked_s(ledger, "host.launch", "host.copy")
     kernels = span_of(ledger, "kernel.compute")
-    idle = format_fraction(own * NS_PER_S / ledger.total_ns)
+    idle = format_fraction(own * NS_PER_S / max(ledger.total_ns, 1))
     evidence = f"devices idled {idle} of the time because no kernel had been launched"
     if kernels.count:
         evidence += f"; {plural(kernels.count, 'kernel')} took {mean_of(kernels.total_ns / NS_PER_S, kernels.count)}"
