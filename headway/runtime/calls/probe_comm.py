@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headway.core.processes.interruptions import suppress_own
+from headway.core.processes.interruptions import pass_on, suppress_own
 from headway.runtime.host.device import device_of
 from headway.runtime.recorder.device_timers import timers_of
 from headway.runtime.recorder.flight_answers import answer_requests
@@ -333,7 +333,8 @@ def over_host(group: Any, tensor: Any) -> bool:
     """Say whether a group's collectives on a tensor go over the host, which waits in them (gloo)."""
     try:
         return bool(group._get_backend(tensor.device).name() == "gloo")
-    except Exception:  # a group of a kind, or a torch, that does not say
+    except Exception as cause:  # a group of a kind, or a torch, that does not say
+        pass_on(cause)
         return False
 
 
