@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from headway.core.machine.cgroups import group_folders
+from headway.core.machine.host import group_folders
 
 SPIN = """
 import sys, time

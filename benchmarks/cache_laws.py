@@ -12,9 +12,9 @@ import time
 
 import numpy as np
 
-from headway.data.caches.cache import HIT_FRACTIONS, TieredCache
-from headway.data.orders.opportunistic import Opportunistic
-from headway.data.orders.order import permute
+from headway.data.bytes.order import permute
+from headway.data.cached.tiered import HIT_FRACTIONS, TieredCache
+from headway.data.orders.random_orders import Opportunistic
 
 ITEMS, EPOCHS, SHARED_ITEMS = 20_000, 3, 4000
 

@@ -14,7 +14,7 @@ import time
 import numpy as np
 
 from headway.core.rng import stream
-from headway.data.caches.partition import FORMS, form_rates, partition_cache, resource_costs
+from headway.data.cached.partition import FORMS, form_rates, partition_cache, resource_costs
 
 ENCODED, DECODED = np.meshgrid(np.arange(101), np.arange(101), indexing="ij")
 INSIDE = ENCODED + DECODED <= 100

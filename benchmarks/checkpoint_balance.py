@@ -17,8 +17,8 @@ from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from headway.checkpoint.reading.ownership import ReplicatedTensor, shares
-from headway.checkpoint.reading.reads import Shard, plan_reads
+from headway.checkpoint.layout.cuts import ReplicatedTensor, shares
+from headway.checkpoint.layout.reads import Shard, plan_reads
 from headway.storage.stored.boxes import cover_fault, whole
 from headway.storage.stored.manifest import Piece
 from tests.public_shapes import LLAMA_3_8B

@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 import headway
 from headway.checkpoint import CheckpointPolicy, Keep
-from headway.checkpoint.agents.agent import socket_path
+from headway.checkpoint.agent.agent import socket_path
 from headway.core.rng import stream
 from headway.data import DataLoader
 from headway.storage import verify
@@ -173,7 +173,7 @@ def agents_of(trainer: int) -> list[int]:
     """Return the checkpoint agents that a trainer has started."""
     with contextlib.suppress(psutil.Error):
         children = psutil.Process(trainer).children()
-        return [child.pid for child in children if "headway.checkpoint.agents.agent" in child.cmdline()]
+        return [child.pid for child in children if "headway.checkpoint.agent.agent" in child.cmdline()]
     return []
 
 
@@ -249,7 +249,7 @@ def end_agents(root: Path) -> None:
     """End the agents of dead trainers, which would stay for a restart."""
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if "headway.checkpoint.agents.agent" in words and any(
+        if "headway.checkpoint.agent.agent" in words and any(
             socket_path(root, rank).stem in words[-1] for rank in range(4)
         ):
             with contextlib.suppress(psutil.Error):

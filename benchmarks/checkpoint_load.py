@@ -69,8 +69,8 @@ def job(folder: str, rounds: int) -> dict[str, Any]:
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
-    from headway.checkpoint.runtime.images.shards import local_shards
-    from headway.checkpoint.runtime.restores.restore import restore_into
+    from headway.checkpoint.restores.restore import restore_into
+    from headway.checkpoint.state.shards import local_shards
     from headway.storage.commits.commit import commit
     from tests.layouts_made import write_part
 

@@ -15,8 +15,7 @@ import time
 from _gavel import DEVICES, FOLDER, published_h
 
 from headway.cluster import Cluster, simulate
-from headway.cluster.logs.gavel import RateTable
-from headway.cluster.logs.generate import generate
+from headway.cluster.queue.gavel_files import RateTable, generate
 
 WINDOW, JOBS_BEHIND = (4000, 5000), 3000
 SINGLE_MOST, RELEASED_H = 4.4, 29.42

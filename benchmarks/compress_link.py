@@ -17,7 +17,7 @@ from typing import Any
 import _ddp_runs as runs
 import _link
 
-from headway.comm.advise_compress import CANDIDATES, propose_compression
+from headway.comm.compression.advise import CANDIDATES, propose_compression
 from headway.plan.proposal import Proposal
 from headway.plan.setup import Setup
 from headway.sim.recorded.program import Program

@@ -21,7 +21,7 @@ from torch import nn
 
 from headway.cost.learned.cost_table import CostTable, MeasuredModel, operators_of, step_costs
 from headway.cost.learned.operators import Operator, OperatorModel
-from headway.cost.runtime.calibration import here, made_model, measure
+from headway.cost.learned.torch_calibration import here, made_model, measure
 
 MODELS, ROUNDS, FOLDS, BAR = 48, 4, 8, 0.15
 FULL = "--full" in sys.argv

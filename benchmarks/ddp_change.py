@@ -18,7 +18,7 @@ import _link
 from headway.core.errors import HeadwayError
 from headway.plan.proposal import MIN_SPEEDUP
 from headway.sim.ddp.ddp_replay import DdpReplay
-from headway.sim.whatif.edits import scenario_of
+from headway.sim.whatif import scenario_of
 
 BUCKETS = ("default", 1, 5, 25, 100)
 SETTINGS: dict[str, tuple[dict[str, Any], float, tuple[str, ...]]] = {

@@ -15,7 +15,7 @@ import _ddp_runs as runs
 import _link
 
 from headway.sim.ddp.ddp_replay import DdpReplay
-from headway.sim.whatif.edits import ResolvedEdits
+from headway.sim.whatif import ResolvedEdits
 
 
 def measure(model: str, rate_mbit: float | None, steps: int, folder: Path) -> dict[str, float]:

@@ -31,7 +31,7 @@ from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.core.units import NS_PER_S
 from headway.ledger.answers.causes import find_causes
 from headway.ledger.answers.ledger import Ledger
-from headway.ledger.kinds.buckets import BUCKETS
+from headway.ledger.buckets import BUCKETS
 from headway.sim.recorded.program import Program
 from headway.trace.events.intervals import Intervals, merged, without
 from headway.trace.recording.runs import Run

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import Dataset
 
 from headway.data import DataLoader
-from headway.data.stalls import attribute
+from headway.data.stalls.model import attribute
 from headway.runtime.launching.launch import launch
 from headway.runtime.launching.options import LaunchOptions
 from headway.sim.graph.intervals import MAX_DISCREPANCY

@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from headway.catalog import REMEDIES
 from headway.core.files.planfile import Remedy
-from headway.data.runtime.guard.decisions import Budget
+from headway.data.guard.decisions import Budget
 from headway.runtime.in_rank.remedy import Context, apply_one
 
 ROOMS = tuple(f"/headway/{room}/" for room in ("data", "comm", "checkpoint", "host"))

@@ -15,7 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._command import headway
-from headway.fault.runtime.injectors import FAULTS
+from headway.fault.torch_drill import FAULTS
 
 JOB = """
 import os, sys, time

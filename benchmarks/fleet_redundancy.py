@@ -12,9 +12,9 @@ import json
 import sys
 import time
 
-from headway.storage.disks.fleet import DiskFleet
-from headway.storage.disks.made import MIXES, made
-from headway.storage.disks.sim import SimResult
+from headway.lab.disks.fleet import DiskFleet
+from headway.lab.disks.sim import SimResult
+from headway.lab.disks.synthetic_fleet import MIXES, made
 
 DAYS, POLICIES = 1095, ("pacemaker", "instant", "reactive")
 

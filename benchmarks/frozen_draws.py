@@ -30,10 +30,10 @@ import torch.utils.data
 
 from headway import data
 from headway.core.errors import InputError
-from headway.data.caches.scrutiny import unseen
-from headway.data.runtime.caching.cache import CachedDataset, ExampleCaches, Shelf
-from headway.data.runtime.caching.cached_examples import CachedExamples
-from headway.data.serving.server import DataServer
+from headway.data.bytes.scrutiny import unseen
+from headway.data.cached.apply import CachedDataset, ExampleCaches, Shelf
+from headway.data.cached.cached_examples import CachedExamples
+from headway.data.service.server import DataServer
 
 SIZE, EPOCHS, BUDGET = 101, 4, 1 << 22
 IN_MODULE = np.random.default_rng(11)

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - torch's own habit
 
-from headway.cost.flops import flops_per_token
-from headway.cost.transformer import Transformer
+from headway.cost.transformer import Transformer, flops_per_token
 from headway.model import grow, growth_schedule
 
 STEPS, SHARE, SEEDS, COMPUTE = 1200, 0.433, 3, 0.75

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from headway.core.files.planfile import Remedy
-from headway.fault.runtime.loss_guard import NAME
+from headway.fault.torch_guard import NAME
 from headway.runtime.in_rank.remedy import Context, apply_one
 from headway.runtime.pool import RankFailedError, RankPool
 

@@ -21,9 +21,9 @@ import torch
 from PIL import Image
 
 from headway.data import Pipeline, SyntheticJpeg
-from headway.data.orders.order import item_seeds
-from headway.data.runtime.examples import ops
-from headway.data.runtime.examples.chain import Chain, generator
+from headway.data.bytes.order import item_seeds
+from headway.data.pipeline import torch_ops as ops
+from headway.data.pipeline.chain import Chain, generator
 
 BATCH, SIZE, IMAGES = 32, (224, 224), 96
 LENGTH = 288

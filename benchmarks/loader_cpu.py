@@ -26,8 +26,8 @@ from image_pipeline import BATCH, LENGTH, SIZE, Repeated, WithPillow, processes,
 from PIL import Image
 
 from headway.data import DataLoader, Pipeline
-from headway.data.runtime.examples import ops
-from headway.data.runtime.examples.chain import Chain, generator
+from headway.data.pipeline import torch_ops as ops
+from headway.data.pipeline.chain import Chain, generator
 
 SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)
 

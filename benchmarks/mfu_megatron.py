@@ -11,9 +11,8 @@ import json
 import sys
 from pathlib import Path
 
-from headway.cost.flops import flops_per_token, job_mfu, mfu
 from headway.cost.specs import shipped
-from headway.cost.transformer import Transformer
+from headway.cost.transformer import Transformer, flops_per_token, job_mfu, mfu
 
 TABLE = Path(__file__).resolve().parent.parent / "tests" / "golden" / "megascale_table_2.csv"
 FORMULA = "6 L M + 12 L s h + 4.5 V h per token, forward and backward, nothing computed twice"

@@ -39,7 +39,7 @@ from benchmarks._command import ROOT, python_path
 from benchmarks.device_truth import Mix, ledger_errors, rounded
 from headway.core.units import GIB, MIB
 from headway.ledger.answers.ledger import Ledger
-from headway.ledger.kinds.buckets import BUCKETS
+from headway.ledger.buckets import BUCKETS
 from headway.runtime.host import device
 from headway.runtime.in_rank import device_checks
 from headway.runtime.in_rank.device_checks import NotAskedError, answer_in_child, answer_of, start_child

@@ -19,7 +19,7 @@ from pathlib import Path
 from shared_preparation import Process
 
 from headway.core.wire.channel import connect
-from headway.data.serving.messages import FROM_SERVER
+from headway.data.service.messages import FROM_SERVER
 
 JOBS, COUNT, BATCH, EPOCHS = 4, 400, 20, 2
 ITEM_BYTES, BYTES_PER_S, STEP_S = 100_000, 20e6, 0.01

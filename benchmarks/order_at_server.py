@@ -15,10 +15,10 @@ from collections import Counter
 
 import numpy as np
 
-from headway.data.serving.batches import Ended
-from headway.data.serving.jobs import JobTerms
-from headway.data.serving.service import PreparationScheduler
-from headway.data.serving.stock import ServiceOptions
+from headway.data.service.batches import Ended
+from headway.data.service.jobs import JobTerms
+from headway.data.service.service import PreparationScheduler
+from headway.data.service.stock import ServiceOptions
 from headway.sim.graph.process import Process
 
 NUM, BATCH, EPOCHS, JOBS, THREADS, EXAMPLE_BYTES = 2000, 20, 3, 4, 4, 100

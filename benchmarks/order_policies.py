@@ -17,8 +17,8 @@ from _command import ROOT
 
 sys.path.insert(0, str(ROOT))
 
-from headway.data.caches.cache import TieredCache
-from headway.data.orders.dependent import Dependent
+from headway.data.cached.tiered import TieredCache
+from headway.data.orders.random_orders import Dependent
 from headway.data.orders.strategies import ORDERS
 from tests.chi_square import p_value
 from tests.coupling import chain

@@ -18,8 +18,8 @@ import time
 import torch
 
 from headway.checkpoint import FlatShard, restore_into
-from headway.checkpoint.reading.fetch import LocalFiles
-from headway.checkpoint.reading.stored import open_stored
+from headway.checkpoint.layout.fetch import LocalFiles
+from headway.checkpoint.layout.stored import open_stored
 from headway.core.units import GIB, MIB
 from headway.storage.stored.digests import block_bytes_for
 from tests.layouts_made import write

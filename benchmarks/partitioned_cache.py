@@ -21,11 +21,11 @@ from typing import Any
 from _command import ROOT
 
 from headway.core.rng import stream
-from headway.data.caches.cache import TieredCache
-from headway.data.caches.partitioned import Partitioned
-from headway.data.caches.peers import listen
-from headway.data.runtime.loader.loader import DataLoader
-from headway.data.source import FolderSource, Throttled
+from headway.data.bytes.source import FolderSource, Throttled
+from headway.data.cached.tiered import TieredCache
+from headway.data.loader.loader import DataLoader
+from headway.data.partitioned.partitioned import Partitioned
+from headway.data.partitioned.peers import listen
 
 HOSTS, BATCH, EPOCHS, TOKEN = 2, 4, 3, "benchmark"
 BYTES_PER_S, LATENCY_S = 8e6, 0.002

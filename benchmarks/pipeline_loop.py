@@ -17,9 +17,8 @@ from _command import ROOT, headway
 
 from headway.core.rng import stream
 from headway.parallel import SCHEDULES, bubbles, lower
-from headway.sim.pipeline.bubbles import bubble_sums
 from headway.sim.pipeline.orders import PipelineShape
-from headway.sim.pipeline.simulate import StageCosts, simulate
+from headway.sim.pipeline.simulate import StageCosts, bubble_sums, simulate
 
 JOB = ROOT / "benchmarks" / "jobs" / "pipeline_stages.py"
 RANKS, STEPS = 4, 20

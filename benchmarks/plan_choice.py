@@ -13,8 +13,8 @@ import time
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from headway.data import Pipeline, SyntheticJpeg
-from headway.data.planning.optimize import legal_orders, op_costs
-from headway.data.runtime.examples.chain import Chain
+from headway.data.pipeline.chain import Chain
+from headway.data.pipeline.optimize import legal_orders, op_costs
 
 
 def main() -> int:

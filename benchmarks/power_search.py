@@ -15,8 +15,7 @@ import numpy as np
 
 from headway.power.grid_spec import GridSpec, check
 from headway.power.search import HOLD_S, MOST_FLOOR, PowerCosts, optimise
-from headway.power.smoothing import smooth
-from headway.power.storage import store
+from headway.power.smoothing import smooth, store
 
 STEP_S = 0.05
 YEAR_S = 365.25 * 86_400

@@ -14,8 +14,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from headway.power.grid_spec import GridSpec, check
-from headway.power.smoothing import smooth
-from headway.power.storage import store
+from headway.power.smoothing import smooth, store
 from tests.oracles import smoothed, stored
 
 STEP_S, SAMPLES, ROUNDS = 0.01, 8_640_000, 3

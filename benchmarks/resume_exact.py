@@ -30,7 +30,7 @@ from peers.env import python_of
 
 from headway.core.rng import stream
 from headway.data import DataLoader, generator, torch_generator
-from headway.data.runtime.fleets.fleet import Fleet
+from headway.data.fleet.torch_fleet import Fleet
 
 sys.path.insert(0, str(Path(__file__).parent))
 

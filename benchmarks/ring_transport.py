@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from headway.data.runtime.checks.transport_costs import BATCH_BYTES, costs
+from headway.data.stalls.torch_transport_costs import BATCH_BYTES, costs
 
 ROUNDS = 9
 

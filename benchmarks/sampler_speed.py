@@ -17,8 +17,8 @@ sys.path.insert(0, str(ROOT))
 
 from _one_f_one_b import cpu_seconds
 
-from headway.data.orders.dependent import Dependent
 from headway.data.orders.job_order import BUILD_STEPS
+from headway.data.orders.random_orders import Dependent
 from tests.coupling import chain
 
 JOBS, ITEMS, STEPS, ROUNDS = 16, 1_280_000, 2000, 3

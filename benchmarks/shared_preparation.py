@@ -24,8 +24,8 @@ from pathlib import Path
 from peers.env import python_of
 
 from headway.core.wire.channel import connect
-from headway.data.serving.messages import FROM_SERVER, StatusRequest
-from headway.data.source import SyntheticJpeg
+from headway.data.bytes.source import SyntheticJpeg
+from headway.data.service.messages import FROM_SERVER, StatusRequest
 
 ROOT = Path(__file__).resolve().parent.parent
 JOBS, BATCH, STEP_S = 4, 32, 0.01

@@ -18,10 +18,10 @@ import time
 from pathlib import Path
 
 from benchmarks.worker_kills import expected, free_port, prepared
+from headway.data.bytes.packing import unpack
 from headway.data.fleet.reader import FleetReader
 from headway.data.fleet.splits import FleetPass
 from headway.data.fleet.supervisor import FleetSettings, forked, start
-from headway.data.serving.memory.packing import unpack
 
 CALLERS = 1000
 AGAIN_S = 1.0

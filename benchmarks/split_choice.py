@@ -21,12 +21,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from headway.data.runtime.examples import ops
-from headway.data.serving.batches import Ended, PreparationTime
-from headway.data.serving.jobs import JobTerms
-from headway.data.serving.service import PreparationScheduler
-from headway.data.serving.stock import ServiceOptions
-from headway.data.source import SyntheticJpeg, Throttled
+from headway.data.bytes.source import SyntheticJpeg, Throttled
+from headway.data.pipeline import torch_ops as ops
+from headway.data.service.batches import Ended, PreparationTime
+from headway.data.service.jobs import JobTerms
+from headway.data.service.service import PreparationScheduler
+from headway.data.service.stock import ServiceOptions
 
 NUM, SEED, THREADS, CHOICES = 64, 5, 2, 7
 FORMS = ("encoded", "decoded", "augmented")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ds_analyzer import BATCH_SIZE, EXAMPLE_BYTES, Examples, Storage, loader_of, train
 
-from headway.data.stalls import attribute, from_phases
+from headway.data.stalls.model import attribute, from_phases
 from headway.runtime.launching.launch import launch
 from headway.runtime.launching.options import LaunchOptions
 from headway.sim.graph.intervals import MAX_DISCREPANCY

@@ -80,7 +80,7 @@ JOBS = {
     "frozen": {"before": "body.requires_grad_(False)"},
     "replaced": {"each": "if n == 30:\n    net = torch.nn.Linear(12, 2)\n"
                          "    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)\ntrain(a, b)"},
-    "fails_inside": {"each": "train(a, b)\nB = sys.modules.get('headway.model.runtime.branches')\n"
+    "fails_inside": {"each": "train(a, b)\nB = sys.modules.get('headway.model.tuning.torch_branches')\n"
                              "if n == 30 and B: B.TrainingState = None"},
 }  # fmt: skip
 """Script -> what stands in front of its loop, in it (a step by default), and behind it."""

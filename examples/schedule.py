@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from headway.sim.graph.attribution import critical_path
 from headway.sim.graph.dag import Dag
-from headway.sim.graph.path import critical_path
 from headway.sim.graph.replay import replay
 
 # Operations in the order of each lane (stage): 1F1B with one warm-up forward on stage 0.

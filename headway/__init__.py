@@ -16,13 +16,10 @@ from typing import TYPE_CHECKING
 from headway.core.lazy import lazily
 
 if TYPE_CHECKING:
-    from headway import checkpoint as checkpoint
-    from headway import data as data
-    from headway import storage as storage
-    from headway.checkpoint.policies.policy import CheckpointPolicy as CheckpointPolicy
-    from headway.checkpoint.runtime.engine import Checkpointer as Checkpointer
+    from headway.checkpoint.engine import Checkpointer as Checkpointer
+    from headway.checkpoint.policy.policy import CheckpointPolicy as CheckpointPolicy
     from headway.core.errors import HeadwayError as HeadwayError
-    from headway.data.runtime.fleets.fleet import Fleet as Fleet
+    from headway.data.fleet.torch_fleet import Fleet as Fleet
     from headway.integrations.notebook import open_run as open_run
     from headway.integrations.notebook import run as run
     from headway.ledger.answers.ledger import Ledger as Ledger
@@ -40,10 +37,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 PUBLIC: dict[str, str] = {
-    "CheckpointPolicy": "headway.checkpoint.policies.policy:CheckpointPolicy",
-    "Checkpointer": "headway.checkpoint.runtime.engine:Checkpointer",
+    "CheckpointPolicy": "headway.checkpoint.policy.policy:CheckpointPolicy",
+    "Checkpointer": "headway.checkpoint.engine:Checkpointer",
     "Dag": "headway.sim.graph.dag:Dag",
-    "Fleet": "headway.data.runtime.fleets.fleet:Fleet",
+    "Fleet": "headway.data.fleet.torch_fleet:Fleet",
     "HeadwayError": "headway.core.errors:HeadwayError",
     "Ledger": "headway.ledger.answers.ledger:Ledger",
     "Plan": "headway.plan.planner:Plan",

@@ -54,10 +54,10 @@ def _applied(room: ModuleType, attribute: str = "REMEDIES") -> dict[str, str]:
 REMEDIES: dict[str, str] = {name: place for room in ROOMS for name, place in _applied(room).items()}
 """Remedy -> the tuple that holds its record, for those that are applied inside a rank."""
 
-REHEARSALS: dict[str, str] = {"rehearsal.loader": "headway.data.runtime.remedies.rehearsal:rehearse"}
+REHEARSALS: dict[str, str] = {"rehearsal.loader": "headway.data.workers.rehearsal:rehearse"}
 """What is asked while a run is recorded -> the function that says which remedies a loader would not take."""
 
-SUPERVISOR = "headway.fault.runtime.supervise:supervisor"
+SUPERVISOR = "headway.fault.restart.supervise:supervisor"
 """What supervises the attempts of a run that may have several."""
 
 MEASUREMENTS: dict[str, str] = _applied(data, "MEASUREMENTS")

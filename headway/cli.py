@@ -46,7 +46,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "headway.verbs.runs.trace_align:align",
         "Put the clocks of all ranks on one: offset, drift, causality.",
     ),
-    "cluster batch": ("headway.verbs.jobs.cluster_batch:batch", "Find the batch size that learns most per second."),
+    "cluster batch": ("headway.verbs.jobs.cluster_prices:batch", "Find the batch size that learns most per second."),
     "cluster compare": (
         "headway.verbs.jobs.cluster:compare",
         "Say what a queue suffered, and what each policy would make of it.",
@@ -79,33 +79,33 @@ VERBS: dict[str, tuple[str, str]] = {
         "Predict a new device from a few measurements and other devices.",
     ),
     "ckpt advise": (
-        "headway.verbs.checkpoints.ckpt_advise:advise",
+        "headway.verbs.stored.ckpt_advise:advise",
         "Say how often to save, and what a failure loses each way.",
     ),
-    "ckpt bench": ("headway.verbs.checkpoints.ckpt_advise:bench", "Measure what a save costs on this host and folder."),
-    "ckpt diff": ("headway.verbs.checkpoints.ckpt:diff", "Compare two checkpoints bit by bit."),
+    "ckpt bench": ("headway.verbs.stored.ckpt_advise:bench", "Measure what a save costs on this host and folder."),
+    "ckpt diff": ("headway.verbs.stored.ckpt:diff", "Compare two checkpoints bit by bit."),
     "ckpt export": (
-        "headway.verbs.checkpoints.ckpt_convert:export",
+        "headway.verbs.stored.ckpt_convert:export",
         "Write a checkpoint as safetensors or torch.save.",
     ),
     "ckpt import": (
-        "headway.verbs.checkpoints.ckpt_convert:import_",
+        "headway.verbs.stored.ckpt_convert:import_",
         "Make a checkpoint of safetensors or torch.save files.",
     ),
-    "ckpt ls": ("headway.verbs.checkpoints.ckpt:ls", "List the checkpoints of a run: step, age, size, redundancy."),
+    "ckpt ls": ("headway.verbs.stored.ckpt:ls", "List the checkpoints of a run: step, age, size, redundancy."),
     "ckpt prune": (
-        "headway.verbs.checkpoints.ckpt:prune",
+        "headway.verbs.stored.ckpt:prune",
         "Remove old checkpoints by a rule; a dry run without --yes.",
     ),
-    "ckpt repair": ("headway.verbs.checkpoints.ckpt_repair:repair", "Rebuild what is damaged from parity and copies."),
+    "ckpt repair": ("headway.verbs.stored.ckpt_convert:repair", "Rebuild what is damaged from parity and copies."),
     "ckpt reshard": (
-        "headway.verbs.checkpoints.ckpt_convert:reshard",
+        "headway.verbs.stored.ckpt_convert:reshard",
         "Rewrite a checkpoint into the files of N ranks.",
     ),
-    "ckpt scrub": ("headway.verbs.checkpoints.ckpt:scrub_", "Verify all checkpoints of a run, at a bounded rate."),
-    "ckpt show": ("headway.verbs.checkpoints.ckpt:show", "Show the tensors and other values of a checkpoint."),
+    "ckpt scrub": ("headway.verbs.stored.ckpt:scrub_", "Verify all checkpoints of a run, at a bounded rate."),
+    "ckpt show": ("headway.verbs.stored.ckpt:show", "Show the tensors and other values of a checkpoint."),
     "ckpt verify": (
-        "headway.verbs.checkpoints.ckpt:verify_",
+        "headway.verbs.stored.ckpt:verify_",
         "Check that a checkpoint is intact; name the damaged tensors.",
     ),
     "data audit": ("headway.verbs.loading.data_audit:audit", "Prove that each example was delivered once per epoch."),
@@ -165,7 +165,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "Scrub the file of a protected region; repair it.",
     ),
     "storage restripe": (
-        "headway.verbs.stored.storage_restripe:restripe",
+        "headway.verbs.stored.storage_region:restripe",
         "Change the parity scheme of what is stored.",
     ),
     "model grow": ("headway.verbs.models.model_grow:grow", "Start a larger model at a trained smaller one's outputs."),
@@ -380,7 +380,7 @@ def keep_imported() -> None:
 
 def complain(text: str) -> None:
     """Write one line of our own on stderr; a name in it does not steer the terminal."""
-    from headway.core.processes.beside import say_beside
+    from headway.core.machine.beside import say_beside
     from headway.report.paper import STEERING
 
     say_beside(f"headway: {text.translate(STEERING)}\n")

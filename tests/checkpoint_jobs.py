@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from headway.checkpoint.policies.policy import StepTiming
+from headway.checkpoint.policy.policy import StepTiming
 
 
 @dataclass(frozen=True)

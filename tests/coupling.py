@@ -1,4 +1,4 @@
-"""Joader's coupling on plain sets, as the paper states it: the oracle of `headway.data.orders.dependent`."""
+"""Joader's coupling on plain sets, as the paper states it: the oracle of `headway.data.orders.random_orders`."""
 
 
 def chain(sets, uniform, pick):

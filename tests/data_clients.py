@@ -6,11 +6,10 @@ from collections import Counter
 
 import numpy as np
 
-from headway.data.serving.batches import Ended, PreparationTime
-from headway.data.serving.jobs import JobTerms
-from headway.data.serving.progress import JobProgress
-from headway.data.serving.service import PreparationScheduler
-from headway.data.serving.stock import ServiceOptions
+from headway.data.service.batches import Ended, JobProgress, PreparationTime
+from headway.data.service.jobs import JobTerms
+from headway.data.service.service import PreparationScheduler
+from headway.data.service.stock import ServiceOptions
 
 PRINT = "numbers"
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from headway.checkpoint.agents.messages import Hello, Layout, Persist, SavedObject
-from headway.checkpoint.agents.saving import persist_rank
-from headway.checkpoint.runtime.images.image import Image, Part, pickled, plan
-from headway.checkpoint.runtime.images.shards import Holders, pieces
+from headway.checkpoint.agent.messages import Hello, Layout, Persist, SavedObject
+from headway.checkpoint.agent.saving import persist_rank
+from headway.checkpoint.saves.image import Image, Part, pickled, plan
+from headway.checkpoint.state.shards import Holders, pieces
 from headway.core.wire.pace import RateLimiter
 from headway.storage.commits.commit import commit
 from headway.storage.commits.draft import Draft

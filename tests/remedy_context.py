@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from headway.catalog import RECORDS
 from headway.data import remedies as data
-from headway.data.runtime.guard.decisions import Budget
+from headway.data.guard.decisions import Budget
 from headway.fault import remedies as fault
 from headway.runtime.calls.patches import replace_attribute
 from headway.runtime.in_rank.remedy import RefusedRemedy

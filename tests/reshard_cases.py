@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from headway.checkpoint.runtime.images.shards import FlatShard, local_shards
-from headway.checkpoint.runtime.restores.restore import restore_into
+from headway.checkpoint.restores.restore import restore_into
+from headway.checkpoint.state.shards import FlatShard, local_shards
 from headway.storage.commits.commit import commit
 from headway.storage.stored.boxes import whole
 from tests.layouts_made import write_part

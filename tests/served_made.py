@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from headway.core.errors import HeadwayError
 from headway.core.wire.channel import connect
-from headway.data.serving.messages import FROM_SERVER
+from headway.data.service.messages import FROM_SERVER
 from tests.test_server import until
 
 

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from headway.data import DataLoader as OwnLoader
-from headway.data.runtime.examples import account
-from headway.data.runtime.examples.account import ThreadClocks
+from headway.data.bytes import account
+from headway.data.bytes.account import ThreadClocks
 from headway.ledger.answers.ledger import Ledger
 from headway.sim.recorded.recording import Recording
 from headway.trace.recording.assemble import trace_of_rings

@@ -13,7 +13,7 @@ from headway.comm.advise import SEARCH, propose
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.runtime.recorder.ddp_facts import facts_of
-from headway.sim.ddp.ddp_buckets import limits
+from headway.sim.ddp.ddp_link import limits
 from headway.sim.ddp.ddp_replay import DdpReplay
 from headway.sim.ddp.ddp_window import StepWindow
 from headway.sim.recorded.program import Program

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.core.rng import stream
-from headway.storage.disks.afr import AfrModel, poisson_interval
+from headway.lab.disks.afr import AfrModel, poisson_interval
 
 counts = st.integers(0, 400)
 

@@ -16,11 +16,11 @@ from unittest import mock
 import psutil
 import pytest
 
-from headway.checkpoint.agents import agent as agents
-from headway.checkpoint.agents import link as links
-from headway.checkpoint.agents.agent import pace_from, socket_path
-from headway.checkpoint.agents.link import AgentLink, ask, environment, finish
-from headway.checkpoint.agents.messages import (
+from headway.checkpoint.agent import agent as agents
+from headway.checkpoint.agent import link as links
+from headway.checkpoint.agent.agent import pace_from, socket_path
+from headway.checkpoint.agent.link import AgentLink, ask, environment, finish
+from headway.checkpoint.agent.messages import (
     FROM_AGENT,
     FROM_CALLER,
     Committed,
@@ -92,7 +92,7 @@ def test_a_save_is_persisted_then_committed_and_its_image_can_be_had_from_memory
 
 
 def test_the_agent_imports_no_torch_and_shows_up_under_its_own_name():
-    code = "import sys, headway.checkpoint.agents.agent; print('torch' in sys.modules, 'numba' in sys.modules)"
+    code = "import sys, headway.checkpoint.agent.agent; print('torch' in sys.modules, 'numba' in sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert answer.stdout.split() == ["False", "False"]
@@ -112,7 +112,7 @@ TRAINER = """
 import os, sys, time
 sys.path.insert(0, {root!r})
 from tests.test_agent_process import link_to, save, told
-from headway.checkpoint.agents.messages import Committed
+from headway.checkpoint.agent.messages import Committed
 with link_to({folder!r}) as link:
     link.persist(save(1))
     told(link, Committed)

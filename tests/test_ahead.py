@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from headway.data.runtime.guard import contents as module
-from headway.data.runtime.guard.circumstances import circumstances
-from headway.data.runtime.guard.contents import contents
-from headway.data.runtime.guard.files_read import FilesRead, changed, written_since
-from headway.data.runtime.guard.trial import keeps, unfit
-from headway.data.runtime.remedies.workers import workers
+from headway.data.guard import contents as module
+from headway.data.guard.contents import contents
+from headway.data.guard.files_read import FilesRead, changed, written_since
+from headway.data.guard.process_state import circumstances
+from headway.data.guard.trial import keeps, unfit
+from headway.data.workers.apply import workers
 from tests.loaders_made import Squares
 from tests.remedy_context import applied
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import CycleError, InputError
 from headway.ledger.booking.rows import rows_by_rank
-from headway.ledger.operations.clock_offsets import meetings_of
+from headway.ledger.operations.compute_factors import meetings_of
 from headway.sim.traced.observed import observe
 from headway.trace.events.trace import Trace, concat
 from headway.trace.events.vocabulary import KIND

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from headway.core.processes.child import said
+from headway.core.machine.child import said
 
 
 def apart(work, shared="end at writes"):
@@ -102,7 +102,7 @@ def test_no_file_is_changed(act, tmp_path):
 
 def test_what_it_prints_is_not_seen_and_the_scripts_handlers_do_not_run():
     script = (
-        "import os, signal, sys; from headway.core.processes.child import said\n"
+        "import os, signal, sys; from headway.core.machine.child import said\n"
         "signal.signal(signal.SIGTERM, lambda *_: os.write(2, b'handler'))\n"
         "print(said(lambda: b'%d' % (print('child', flush=True) or os.write(2, b'err')), apart='lose writes'))\n"
     )

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import headway
-from headway.checkpoint.runtime import engine
-from headway.checkpoint.runtime.images import image as images
-from headway.checkpoint.runtime.images.arenas import Arenas
-from headway.checkpoint.runtime.images.image import Part, pinned_pieces
-from headway.checkpoint.runtime.saves import saver
+from headway.checkpoint import engine
+from headway.checkpoint.saves import image as images
+from headway.checkpoint.saves import saver
+from headway.checkpoint.saves.arenas import Arenas
+from headway.checkpoint.saves.image import Part, pinned_pieces
 from tests.test_engine import Every
 
 PARTS = (Part("w", torch.float32, (3,), (0,), (3,)),)

@@ -15,9 +15,9 @@ from torch.utils.data import RandomSampler, TensorDataset
 
 from headway.core.errors import InputError
 from headway.data import DataLoader
-from headway.data.audit import KINDS, VERDICTS, AuditSum, DeliveredPass, Leg, judge, legs_of
-from headway.data.orders.order import TAILS, Sequence, in_order, permute
-from headway.trace.recording.deliveries import EVERY
+from headway.data.bytes.order import TAILS, Sequence, in_order, permute
+from headway.data.loader.audit import KINDS, VERDICTS, AuditSum, DeliveredPass, Leg, judge, legs_of
+from headway.trace.recording.loads import EVERY
 from headway.verbs.loading.data_audit import audit
 from tests.recorded import recording
 

@@ -13,11 +13,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
-from headway.data.runtime.caching.cache import cache
-from headway.data.runtime.examples.examples import equal
-from headway.data.runtime.following import in_process_tail
-from headway.data.runtime.remedies.switch import threads
-from headway.data.runtime.remedies.workers import workers
+from headway.data.bytes.torch_examples import equal
+from headway.data.cached.apply import cache
+from headway.data.workers import hand_over as in_process_tail
+from headway.data.workers.apply import workers
+from headway.data.workers.torch_threads import threads
 from tests.loaders_made import Squares
 from tests.paths import ROOT, python_path
 from tests.recorded import environment
@@ -36,7 +36,7 @@ ADDRESS = id(RATIO)
 @pytest.fixture(autouse=True)
 def _threads_that_do_not_wait(monkeypatch):
     """How much threads wait for each other depends on what else the host does."""
-    monkeypatch.setattr("headway.data.runtime.remedies.switch.lock_wait_fraction", lambda work, keys: 0.0)
+    monkeypatch.setattr("headway.data.workers.torch_threads.lock_wait_fraction", lambda work, keys: 0.0)
 
 
 class Mixed(Dataset):
@@ -124,7 +124,7 @@ def test_a_first_batch_that_is_replaced_leaves_the_generators_where_the_script_s
 
     for name in REMEDIES:
         with monkeypatch.context() as patched, applied(*REMEDIES[name], verify=True) as context:
-            patched.setattr("headway.data.runtime.following.verification.equal", lambda *_: False)
+            patched.setattr("headway.data.guard.verification.equal", lambda *_: False)
             assert equal(passes(DataLoader(Squares(40), 4, shuffle=True)), expected)
         assert facts_of(context)["verification"]["unequal"] == 1
 
@@ -182,9 +182,7 @@ def test_of_a_loader_with_workers_the_first_batch_is_made_by_a_worker_like_its_o
 
 
 def test_a_batch_that_cannot_be_compared_is_counted_with_the_reason(monkeypatch):
-    monkeypatch.setattr(
-        "headway.data.runtime.following.verification.in_child", lambda *_, **__: ("the child ended or hung", 0)
-    )
+    monkeypatch.setattr("headway.data.guard.verification.in_child", lambda *_, **__: ("the child ended or hung", 0))
     expected = passes(DataLoader(Squares(40), 4))
 
     with applied(*REMEDIES["threads"], verify=True) as context:

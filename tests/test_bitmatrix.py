@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.storage.redundancy.bitmatrix import POLYNOMIALS, cauchy, field, in_bits, in_terms_of, inverted, product
+from headway.storage.redundancy.xor_program import POLYNOMIALS, cauchy, field, in_bits, in_terms_of, inverted, product
 
 
 @pytest.mark.parametrize("w", POLYNOMIALS)

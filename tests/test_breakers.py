@@ -12,7 +12,7 @@ import pytest
 from benchmarks import breakers
 from headway.catalog import REMEDIES
 from headway.host.handlers import files, later
-from headway.runtime.in_rank.file_looks import before_looks
+from headway.runtime.in_rank.state_account import before_looks
 from tests.remedy_context import TestContext
 
 EXPECTED = {

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from headway.ledger.kinds.buckets import (
+from headway.ledger.buckets import (
     BLAME,
     BUCKET_CODE_OF_SUB,
     BUCKET_OF,

@@ -12,11 +12,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from headway.data import DataLoader as OwnLoader
-from headway.data.caches import scrutiny
-from headway.data.runtime.caching.cache import cache
-from headway.data.runtime.examples.examples import encode
-from headway.data.runtime.guard.decisions import NOT_TRIED
-from headway.data.runtime.remedies.workers import workers
+from headway.data.bytes import scrutiny
+from headway.data.bytes.torch_examples import encode
+from headway.data.cached.apply import cache
+from headway.data.guard.decisions import NOT_TRIED
+from headway.data.workers.apply import workers
 from headway.runtime.in_rank.remedy import Applied, RefusedRemedy
 from tests.remedy_context import applied
 
@@ -199,7 +199,7 @@ def test_two_datasets_share_one_budget():
 
 def test_datasets_with_the_same_facts_are_tried_once(monkeypatch):
     tried = []
-    monkeypatch.setattr("headway.data.runtime.caching.cache.probed", lambda loader: tried.append(loader) or (None, 100))
+    monkeypatch.setattr("headway.data.cached.apply.probed", lambda loader: tried.append(loader) or (None, 100))
     with applied(cache, {"bytes": 1 << 20}) as context:
         for size in (8, 8, 12):
             read(DataLoader(Counted(size), 4), 1)

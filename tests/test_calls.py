@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import headway
-from headway.checkpoint.runtime.torch_calls import calls
+from headway.checkpoint.torch_dcp import calls
 from headway.core.errors import InputError
 from headway.trace.recording.runs import Run
 

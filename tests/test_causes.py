@@ -27,9 +27,8 @@ from headway.ledger.answers.causes import (
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.answers.script_causes import LARGE
 from headway.ledger.booking.account import SpanFacts
-from headway.ledger.kinds.buckets import BUCKETS, SUBS, bucket_of_sub
-from headway.ledger.kinds.cause import Cause, ranked
-from headway.ledger.kinds.sampled_lines import SampledLine
+from headway.ledger.buckets import BUCKETS, SUBS, bucket_of_sub
+from headway.ledger.cause import Cause, SampledLine, ranked
 from headway.report.figures import verdict
 from headway.trace.events.trace import concat
 from headway.trace.events.vocabulary import FROM_CACHE, SPANS

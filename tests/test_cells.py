@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 import headway
 from headway.ledger.answers.ledger import Ledger
-from headway.plan.pace import step_seconds
+from headway.plan.setup import step_seconds
 from headway.sim.recorded.program import Program
 from headway.trace.events.intervals import merged, without
 from headway.trace.events.trace import concat
-from headway.trace.recording.pauses import elapsed, without_pauses
+from headway.trace.recording.gaps import elapsed, without_pauses
 from headway.trace.recording.runs import Run
 from tests.rings_made import Process, built, rows
 from tests.runs_made import MS, RunMaker

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.core.machine.cgroups import cpu_quota, group_folders, sharing, throttled_s
-from headway.core.machine.host import affinity_cores, available_cores
+from headway.core.machine.host import affinity_cores, available_cores, cpu_quota, group_folders, sharing, throttled_s
 
 V2 = "31 23 0:28 {root} /sys/fs/cgroup rw,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
 V1 = "32 31 0:29 {root} /sys/fs/cgroup/cpu,cpuacct rw,relatime - cgroup cgroup rw,cpu,cpuacct\n"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from headway.checkpoint.runtime.torch_calls.switch import Later, behind
+from headway.checkpoint.torch_dcp.switch import Later, behind
 from headway.core.errors import BackgroundError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.runtime.in_rank.remedy import RefusedRemedy
@@ -136,7 +136,7 @@ import os, sys, torch
 from tests.test_checkpoint_switch import Fuller
 import torch.distributed.checkpoint as dcp
 if "HEADWAY_RUN" not in os.environ:
-    from headway.checkpoint.runtime.torch_calls.switch import behind
+    from headway.checkpoint.torch_dcp.switch import behind
     from tests.remedy_context import TestContext
     from tests.remedy_context import apply
     apply(behind, {}, TestContext("result-equivalent"))

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from headway.core.processes.child import said
+from headway.core.machine.child import said
 
 
 def raises():

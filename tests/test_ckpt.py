@@ -13,15 +13,15 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
-from headway.checkpoint.policies.keep import Keep
+from headway.checkpoint.policy.keep import Keep
 from headway.cli import main
 from headway.core.errors import InputError
-from headway.storage.checks.scrub import scrub
+from headway.storage.checks.verification import scrub
 from headway.storage.commits.commit import committed
 from headway.storage.redundancy.parity import encode_rank
 from headway.storage.redundancy.restripe import restripe
 from headway.storage.stored.manifest import COMMIT, TWIN, CommitRecord, encode, read_record
-from headway.verbs.checkpoints.ckpt import parse_keep
+from headway.verbs.stored.ckpt import parse_keep
 from tests.checkpoints import Caller, some_state, unsynced, write_checkpoint
 
 

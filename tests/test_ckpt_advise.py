@@ -84,7 +84,7 @@ def test_bench_lays_torchs_own_save_beside_ours(capsys, tmp_path):
 
 def test_bench_without_the_peer_loads_no_torch(tmp_path):
     code = (
-        "import sys; from headway.verbs.checkpoints.ckpt_advise import bench; from pathlib import Path; "
+        "import sys; from headway.verbs.stored.ckpt_advise import bench; from pathlib import Path; "
         f"code = bench(Path({str(tmp_path)!r}), size='8MiB', ours_only=True, json=True); "
         "sys.exit(code or 5 * ('torch' in sys.modules))"
     )

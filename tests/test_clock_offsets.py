@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.ledger.operations.clock_offsets import NOISE_NS, aligned
+from headway.ledger.operations.compute_factors import NOISE_NS, aligned
 from headway.trace.events.trace import Trace
 from headway.trace.generated.synthetic import SyntheticJob, generate
 

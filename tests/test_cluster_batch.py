@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway.cli import main
 from headway.cluster import NoiseScale
+from headway.cluster.adaptive.apply import batch
 from headway.cluster.adaptive.recorded import Measured, noise_of
-from headway.cluster.runtime.batch import batch
-from headway.cluster.runtime.noise import noise
+from headway.cluster.adaptive.torch_noise import noise
 from headway.core.errors import InputError
 from headway.runtime.in_rank.remedy import RefusedRemedy
 from tests.paths import ROOT

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from headway.cli import main
 from headway.cluster import POLICIES, elastic, fit_speed
-from headway.cluster.adaptive.speed import Speed
-from headway.cluster.adaptive.useful import BatchLimits, best_batch, gain
+from headway.cluster.adaptive.speed import BatchLimits, Speed, best_batch, gain
 from headway.core.errors import InputError
 from tests.paths import shared
 

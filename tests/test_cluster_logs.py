@@ -10,9 +10,9 @@ import pytest
 
 from headway.cli import main
 from headway.cluster import Cluster, compare_policies
-from headway.cluster.compare import FIDELITY
-from headway.cluster.logs.philly import read_queue
-from headway.cluster.logs.runs import RunRate, queue_rates
+from headway.cluster.queue.compare import FIDELITY
+from headway.cluster.queue.logs import read_queue
+from headway.cluster.queue.recorded_rates import RunRate, queue_rates
 from headway.core.errors import FormatError, InputError
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.answers.ledger import Ledger

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from headway.cli import main
 from headway.cluster.prices.answer import sky_task
-from headway.cluster.prices.deadline import UptimeSpan, run_until
 from headway.cluster.prices.market import DAY_S, HOUR_S, Market, MarketTerms, Offer
 from headway.cluster.prices.read import read_records
-from headway.cluster.prices.strategies import STUDY, follow, hindsight, online, study
+from headway.cluster.prices.strategies import STUDY, UptimeSpan, follow, hindsight, online, run_until, study
 from headway.core.errors import FormatError, InputError
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.answers.ledger import Ledger

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from headway.cluster import POLICIES, Cluster, fit_rates, leximin, maxmin
 from headway.cluster.model import QueueState
-from headway.cluster.policies.fill import bubbles, fill
+from headway.cluster.policies.baselines import bubbles, fill
 from headway.cluster.policies.hadar import hadar, price
-from headway.cluster.programs.classes import class_pairs, hand_down
-from headway.cluster.programs.maxmin import JobGroups, solve
+from headway.cluster.policies.maxmin import JobGroups, class_pairs, hand_down, solve
 from headway.core.errors import InputError
 from headway.core.linear import minimise
 

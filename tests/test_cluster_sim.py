@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from headway.cli import main
 from headway.cluster import POLICIES, Cluster, Jobs, Resize, simulate
-from headway.cluster.logs.gavel import RateTable, read_trace
-from headway.cluster.logs.generate import MODELS, generate
+from headway.cluster.queue.gavel_files import MODELS, RateTable, generate, read_trace
 from headway.core.errors import FormatError, HeadwayError, InputError, UnknownNameError
 from tests.paths import shared
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.comm import CODECS
-from headway.comm.runtime.codecs.bits import pack, pack_places, unpack, unpack_places
-from headway.comm.runtime.codecs.table import codec_of
+from headway.comm.compression.torch_codecs import codec_of
+from headway.comm.compression.torch_dense import pack, pack_places, unpack, unpack_places
 from headway.core.errors import InputError, UnknownNameError
 from headway.cost.codecs import ARGUMENTS, CodecTimes, place_bytes, read_codec, wire_bytes
 

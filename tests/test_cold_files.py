@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from headway.data.runtime.checks.cold_files import ColdFiles, drop, open_files
-from headway.data.runtime.examples.usage import usage
+from headway.data.bytes.account import usage
+from headway.data.stalls.torch_resident import ColdFiles, drop, open_files
 
 READ = os.O_RDONLY | os.O_CLOEXEC
 
@@ -64,7 +64,7 @@ def test_what_dropping_costs_the_training_thread_is_not_counted_for_workers(tmp_
 
 
 def test_a_workers_drops_are_counted_with_what_they_cost(tmp_path, files, monkeypatch):
-    monkeypatch.setattr("headway.data.runtime.checks.cold_files.get_worker_info", lambda: SimpleNamespace(id=1))
+    monkeypatch.setattr("headway.data.stalls.torch_resident.get_worker_info", lambda: SimpleNamespace(id=1))
     files.opened("open", (str(written(tmp_path)), "r", READ))
 
     assert files.num_dropped() == 1

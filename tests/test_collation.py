@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch.utils.data import default_collate
 
-from headway.data.runtime.examples.examples import equal
-from headway.data.runtime.loader.preparers import plain, restored
-from headway.data.serving.memory.collation import collated
-from headway.data.serving.memory.packing import pack, packed, unpack
+from headway.data.bytes.packing import collated, pack, packed, unpack
+from headway.data.bytes.torch_examples import equal
+from headway.data.service.torch_preparers import plain, restored
 
 Point = namedtuple("Point", ["x", "y"])
 DTYPES = st.sampled_from([np.uint8, np.int64, np.float32, np.float64, np.bool_, np.complex64])

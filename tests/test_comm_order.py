@@ -75,7 +75,7 @@ def prefetches(model: Any) -> dict[str, int]:
 
 def both(job: Callable[[Any], Any], ahead: int = 1, counted: bool = False) -> dict[str, Any]:
     """Return what `job` gives with the remedy and without it, the outcomes, and how much was gathered ahead."""
-    from headway.comm.runtime.fsdp import order
+    from headway.comm.buckets.torch_fsdp import order
 
     plain = job(network())
     with applied(order, {"ahead": ahead}) as context:

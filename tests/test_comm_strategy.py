@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from headway.cli import main
-from headway.comm.options import OPTIONS
-from headway.comm.published import CODECS_US, ModelGradients, PublishedSetup
-from headway.comm.stages import CPU, INSIDE, front, option_stages, stages
-from headway.comm.strategy_search import Pricing, search
+from headway.comm.compression.options import CPU, INSIDE, OPTIONS, front, option_stages, stages
+from headway.comm.compression.published import CODECS_US, ModelGradients, PublishedSetup
+from headway.comm.compression.strategy_search import Pricing, search
 from headway.core.errors import UnknownNameError
 from headway.sim.ddp.stage_chains import StageChains
 

@@ -13,7 +13,7 @@ from headway.core.errors import InputError
 from headway.core.machine.host_load import HostLoad
 from headway.ledger.answers.compare import compare, steps_per_s, whole_speedup
 from headway.ledger.answers.ledger import Ledger
-from headway.ledger.kinds.buckets import BUCKETS
+from headway.ledger.buckets import BUCKETS
 from tests.runs_made import MS, RunMaker
 
 BASE = RunMaker(steps=20, fetch_ns=2 * MS)

@@ -13,10 +13,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from headway.comm import Lans, compress
-from headway.comm.runtime.codecs.table import codec_of
-from headway.comm.runtime.compress import compression
-from headway.comm.runtime.push_pull import PushPull, cut
-from headway.comm.runtime.residuals import Residuals
+from headway.comm.compression.apply import compression
+from headway.comm.compression.torch_codecs import codec_of
+from headway.comm.compression.torch_push_pull import PushPull, Residuals, cut
 from headway.core.errors import BackgroundError, InputError
 from headway.runtime.in_rank.remedy import RefusedRemedy
 from tests.remedy_context import applied, apply

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.comm.runtime.measure import measured
+from headway.comm.compression.torch_measure import measured
 from headway.core.errors import InputError
 from headway.core.files.planfile import read_plan
 from headway.verbs.models.comm_bench import bench

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.machine.host_load import HostLoad
-from headway.sim.recorded.contention import Contention
+from headway.sim.recorded.core_use import Contention
 from headway.sim.recorded.lane import COMPUTE
 from headway.sim.recorded.loader_costs import Costs
 from headway.sim.recorded.program import Program

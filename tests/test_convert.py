@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from headway.checkpoint import restore_into
-from headway.checkpoint.runtime.torch_calls.convert import _groups, export, rewrite
-from headway.checkpoint.runtime.torch_calls.sources import open_source
+from headway.checkpoint.torch_dcp.convert import _groups, export, rewrite
+from headway.checkpoint.torch_dcp.sources import open_source
 from headway.cli import main
 from headway.core.errors import DamageError, FormatError, InputError
 from headway.storage import verify

@@ -25,8 +25,7 @@ from headway.cost.learned.cost_table import (
     step_costs,
 )
 from headway.cost.learned.operators import Operator, OperatorModel
-from headway.cost.runtime.calibration import here, made_model, measure, quiet_s
-from headway.cost.runtime.graph import graph_of
+from headway.cost.learned.torch_calibration import graph_of, here, made_model, measure, quiet_s
 from tests.runs_made import MS, RunMaker, write_folder
 
 PRODUCT = Operator("mm", "", 2e6, 8e4, 4e4, (100, 100, 1, 1, 100, 100))

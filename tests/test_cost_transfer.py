@@ -13,11 +13,20 @@ from hypothesis import strategies as st
 
 from headway.cli import main
 from headway.core.errors import FormatError, InputError
-from headway.cost.learned.discrepancy import box_cox, box_cox_inverse, box_cox_power, central_moment_discrepancy
 from headway.cost.learned.latency_table import LatencyTable
-from headway.cost.learned.predictors import PREDICTORS, TransferTask, kernel, mape, ridge
-from headway.cost.learned.selection import SELECTIONS
-from headway.cost.runtime.network import LeafEncoder
+from headway.cost.learned.predictors import (
+    PREDICTORS,
+    SELECTIONS,
+    TransferTask,
+    box_cox,
+    box_cox_inverse,
+    box_cox_power,
+    central_moment_discrepancy,
+    kernel,
+    mape,
+    ridge,
+)
+from headway.cost.learned.torch_network import LeafEncoder
 from tests.paths import shared
 
 TARGETS = ("titan_rtx_64", "gold_6240", "raspi4", "fpga", "samsung_a50")
@@ -59,8 +68,8 @@ def test_padding_with_operators_that_all_samples_share_changes_nothing():
 
 @pytest.fixture
 def short_training(monkeypatch):
-    monkeypatch.setattr("headway.cost.runtime.network.SOURCE_STEPS", 60)
-    monkeypatch.setattr("headway.cost.runtime.network.TARGET_STEPS", 30)
+    monkeypatch.setattr("headway.cost.learned.torch_network.SOURCE_STEPS", 60)
+    monkeypatch.setattr("headway.cost.learned.torch_network.TARGET_STEPS", 30)
 
 
 @pytest.mark.parametrize("name", ["tree", "network"])

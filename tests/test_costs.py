@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.checkpoint.policies.costs import (
+from headway.checkpoint.policy.costs import (
     Goal,
     behind_steps,
     best_interval_s,

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from headway.core.errors import DamageError, InputError
-from headway.data.runtime.checks import image_costs, transport_costs
-from headway.data.source import SyntheticJpeg
+from headway.data.bytes.source import SyntheticJpeg
+from headway.data.stalls import torch_image_costs as image_costs
+from headway.data.stalls import torch_transport_costs as transport_costs
 from headway.verbs.loading import data_bench
 from headway.verbs.loading.data_bench import bench
 from tests.paths import ROOT

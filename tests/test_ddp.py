@@ -11,15 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import BarMissedError, InputError
-from headway.sim.ddp.ddp_buckets import assign, limits
 from headway.sim.ddp.ddp_edits import gradients_of
-from headway.sim.ddp.ddp_link import Carried, CollectiveLink, fit
+from headway.sim.ddp.ddp_link import Carried, CollectiveLink, assign, fit, limits
 from headway.sim.ddp.ddp_replay import DdpReplay
 from headway.sim.ddp.ddp_step import step_of
 from headway.sim.ddp.ddp_thread import CALL, COPY, GRAD, WAIT, thread_of
 from headway.sim.ddp.ddp_window import StepWindow, collectives, flight_path, joined
 from headway.sim.graph.dag import Dag
-from headway.sim.whatif.edits import ResolvedEdits, scenario_of
+from headway.sim.whatif import ResolvedEdits, scenario_of
 from headway.trace.events.trace import Trace, concat
 from headway.trace.rings.rank_tables import DdpModel
 from tests.ddp_made import COPY as COPIES

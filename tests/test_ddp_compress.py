@@ -11,15 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.comm.advise_compress import CANDIDATES, MEASURED, propose_compression
-from headway.comm.advise_table import best_table
+from headway.comm.compression.advise import CANDIDATES, MEASURED, best_table, propose_compression
 from headway.core.errors import InputError
 from headway.cost.codecs import CodecTimes
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.ddp.ddp_replay import DdpReplay
 from headway.sim.recorded.program import Program
-from headway.sim.whatif.edits import scenario_of
+from headway.sim.whatif import scenario_of
 from headway.trace.rings.rank_tables import DdpModel
 from tests.ddp_made import Job, play
 from tests.runs_made import MS, RunMaker

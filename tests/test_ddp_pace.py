@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.sim.ddp.ddp_pace import AFTER, SLOWEST, pace, paces_of
+from headway.sim.ddp.ddp_link import AFTER, SLOWEST, pace, paces_of
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from headway.core.processes.child import said
+from headway.core.machine.child import said
+from headway.data.cached.apply import cache
+from headway.data.guard import decisions
+from headway.data.guard.decisions import NOT_TRIED, Budget, Decisions, facts_of
+from headway.data.guard.outcome import MOST_DECISIONS, OutcomeWriter
 from headway.data.remedies import CacheParameters
-from headway.data.runtime.caching.cache import cache
-from headway.data.runtime.examples.outcome import MOST_DECISIONS, OutcomeWriter
-from headway.data.runtime.guard import decisions
-from headway.data.runtime.guard.decisions import NOT_TRIED, Budget, Decisions, facts_of
-from headway.data.runtime.remedies.sharing import server
-from headway.data.runtime.remedies.switch import threads
-from headway.data.runtime.remedies.workers import workers
+from headway.data.service.apply import server
+from headway.data.workers.apply import workers
+from headway.data.workers.torch_threads import threads
 from headway.runtime.in_rank.remedy import RefusedRemedy
 from tests.loaders_made import Squares
 from tests.remedy_context import TestContext, apply
@@ -136,7 +136,7 @@ def test_a_dataset_that_hangs_in_a_child_does_so_once_for_all_remedies_and_objec
         children.append(said(*arguments, **named))
         return children[-1]
 
-    monkeypatch.setattr("headway.data.runtime.guard.trial_child.said", counted)
+    monkeypatch.setattr("headway.data.guard.trial.said", counted)
     context = TestContext(allow="result-equivalent")
     context.shared["data.trials"].longest_s = 0.2
     try:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.trace.recording.deliveries import EVERY, counts_of, thinned
+from headway.trace.recording.loads import EVERY, counts_of, thinned
 from tests.rings_made import Process, built
 
 

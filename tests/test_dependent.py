@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.data.caches.cache import TieredCache
-from headway.data.orders.dependent import Dependent
+from headway.data.cached.tiered import TieredCache
+from headway.data.orders.random_orders import Dependent
 from headway.data.orders.strategies import ORDERS
 from tests.chi_square import p_value
 from tests.coupling import chain

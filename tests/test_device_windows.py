@@ -16,7 +16,7 @@ import pytest
 
 from headway.ledger.answers.causes import find_causes
 from headway.ledger.answers.ledger import Ledger
-from headway.ledger.kinds.buckets import BUCKETS, SUBS
+from headway.ledger.buckets import BUCKETS, SUBS
 from headway.ledger.runs.kernels import profile_account
 from headway.trace.events.trace import Trace, concat
 from headway.trace.profiler import kineto

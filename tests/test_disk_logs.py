@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from headway.core.errors import FormatError, InputError
-from headway.storage.disks.logs import Totals, read_lifetimes, read_totals, renamed, windows
+from headway.lab.disks.logs import Totals, read_lifetimes, read_totals, renamed, windows
 from tests.paths import shared
 
 HEAD = "model,size,n_unique,drive_days,failed\n"

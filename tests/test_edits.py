@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.sim.whatif.edits import EDITS, Edit, ResolvedEdits, WorkerEdit, parse_edit, scenario_of
+from headway.sim.whatif import EDITS, Edit, ResolvedEdits, WorkerEdit, parse_edit, scenario_of
 
 EXAMPLES = {
     "straggler": "none", "input": "instant", "input.fetch": "0.5x", "input.prep": "2x", "input.transfer": "none",

@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as dcp
 
 import headway
 from headway.checkpoint import CheckpointPolicy, Keep
-from headway.checkpoint.runtime.images.snapshot import Snapshot
-from headway.checkpoint.runtime.saves import saver
+from headway.checkpoint.saves import saver
+from headway.checkpoint.saves.snapshot import Snapshot
 from headway.core.errors import BackgroundError, DamageError, HeadwayError, InputError
 from headway.storage.commits.commit import committed
 
@@ -282,7 +282,7 @@ def test_training_goes_on_while_saves_fail_until_three_in_a_row_over_ten_minutes
         ):
             job.save(step)
 
-    monkeypatch.setattr("headway.checkpoint.runtime.saves.tickets.FAILING_S", 0.0)
+    monkeypatch.setattr("headway.checkpoint.saves.tickets.FAILING_S", 0.0)
     with pytest.raises(BackgroundError, match=r"step 8 was not written.*The newest checkpoint is .*step-4"):
         job.save(9)
     job.mend()
@@ -526,7 +526,7 @@ def test_while_a_graph_is_captured_nothing_is_begun_and_later_snapshots_are_wait
     assert job.ckpt._saver.settled(parameter)
     calls.clear()
     with monkeypatch.context() as patched:
-        patched.setattr("headway.checkpoint.runtime.engine.capturing", lambda: True)
+        patched.setattr("headway.checkpoint.engine.capturing", lambda: True)
         job.run(3, save=True)
         with pytest.raises(InputError, match="while a graph is captured"):
             job.ckpt.save()

@@ -11,8 +11,8 @@ import torch.distributed as dist
 import headway
 from headway.core.errors import BackgroundError
 from headway.storage import verify
-from headway.verbs.checkpoints.ckpt import diff
-from headway.verbs.checkpoints.ckpt_convert import reshard
+from headway.verbs.stored.ckpt import diff
+from headway.verbs.stored.ckpt_convert import reshard
 from tests.spawn import on_ranks
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.storage.redundancy.bitmatrix import field
 from headway.storage.redundancy.erasure import COMPILE_FROM_BYTES, RS
+from headway.storage.redundancy.xor_program import field
 from tests.codes import shapes, survivors
 
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from headway.trace.events.intervals import inside, merged, without
 from headway.trace.recording import gaps as gap_rows
-from headway.trace.recording.basis import basis_of, gradients_of
-from headway.trace.recording.evaluation import LEARNS, evaluations, mark_learning
+from headway.trace.recording.basis import LEARNS, basis_of, evaluations, gradients_of, mark_learning
 from tests.training_rows import Thread
 
 

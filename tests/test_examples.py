@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.data.runtime.examples.examples import decode, encode, equal
+from headway.data.bytes.torch_examples import decode, encode, equal
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.int64, torch.bool, torch.complex64]
 

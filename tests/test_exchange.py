@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import headway.checkpoint.runtime.restores.exchange as exchange_module
+import headway.checkpoint.restores.exchange as exchange_module
 from headway.checkpoint import restore_into
-from headway.checkpoint.runtime.restores.exchange import agreed
+from headway.checkpoint.restores.exchange import agreed
 from headway.core.errors import DamageError, FormatError, HeadwayError, InputError
 from headway.core.units import KIB
 from headway.storage.stored.manifest import MANIFEST, RankManifest, read_record

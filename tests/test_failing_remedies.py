@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from headway.core.files.planfile import Remedy
 from headway.core.remedies import RemedyRecord
-from headway.data.runtime.remedies.workers import workers
+from headway.data.workers.apply import workers
 from headway.runtime.in_rank.guard import guarded
 from headway.runtime.in_rank.remedy import RefusedRemedy, apply_one
 from tests.loaders_made import Squares
@@ -136,7 +136,7 @@ IN_WORKERS = [
 def test_a_step_that_fails_in_worker_processes_leaves_the_loop_its_batches(name, monkeypatch):
     failed = os.memfd_create("failed")
     module, _, path = name.partition(":")
-    target = f"headway.data.runtime.following.{module}.{path}"
+    target = f"headway.data.workers.{module}.{path}"
     original = pkgutil.resolve_name(target)
 
     def fails_in_workers(*arguments, **named):

@@ -10,15 +10,13 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
-from headway.fault.expected import expected
 from headway.fault.fleet import FleetTimes, GivenFailure, Scenario, simulate
-from headway.fault.ladder import RecoveryLimits, Seen, decide
-from headway.fault.runtime.drill import NOTHING_TO_STRIKE, schedule, score
-from headway.fault.runtime.injectors import FAULTS
-from headway.fault.runtime.loss_guard import guard
-from headway.fault.runtime.supervise import of_hang
+from headway.fault.restart.incidents import expected
+from headway.fault.restart.supervise import RecoveryLimits, Seen, decide, of_hang
+from headway.fault.torch_drill import FAULTS, NOTHING_TO_STRIKE, schedule, score
+from headway.fault.torch_guard import guard
 from headway.ledger.answers.metrics import ettr
-from headway.runtime.launching.hang_proof import LOOKS, proven
+from headway.runtime.launching.supervision import LOOKS, proven
 from headway.runtime.recorder.timers import LOOK_EVERY
 from headway.runtime.script.bad_loss import FEWEST, SPIKE, judge
 from headway.trace.recording.incident import Blamed, Incident

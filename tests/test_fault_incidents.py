@@ -17,7 +17,7 @@ from tests.launching import headway, run, script
 
 pytestmark = pytest.mark.usefixtures("whole_start")
 
-SUPERVISOR = "headway.fault.runtime.supervise:supervisor"
+SUPERVISOR = "headway.fault.restart.supervise:supervisor"
 
 DIES = """
 import os, signal, sys

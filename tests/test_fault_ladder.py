@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.fault.ladder import ACTIONS, RecoveryLimits, Seen, decide
+from headway.fault.restart.supervise import ACTIONS, RecoveryLimits, Seen, decide
 
 ERROR = "ValueError: bad row"
 PLENTY = RecoveryLimits(restarts_left=9)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.fault.runtime.self_check import check, verdict
+from headway.fault.torch_self_check import check, verdict
 from headway.verbs.jobs.fault_probe import probe
 
 

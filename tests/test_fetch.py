@@ -7,8 +7,8 @@ import os
 import numpy as np
 import pytest
 
-from headway.checkpoint.reading.fetch import LocalFiles, MemoryFiles, RangeFetcher, StoreFiles, fetch
-from headway.checkpoint.reading.reads import Shard, plan_reads
+from headway.checkpoint.layout.fetch import LocalFiles, MemoryFiles, RangeFetcher, StoreFiles, fetch
+from headway.checkpoint.layout.reads import Shard, plan_reads
 from headway.core.errors import DamageError
 from headway.storage.stored.boxes import Box, whole
 from headway.storage.stored.digests import digest_of

@@ -9,7 +9,7 @@ from contextlib import closing
 
 import numpy as np
 
-from headway.data.runtime.guard.files_read import FilesRead, changed, noted, written_since
+from headway.data.guard.files_read import FilesRead, changed, noted, written_since
 
 
 def test_a_database_that_is_opened_by_its_uri_is_noted_by_its_path(tmp_path):

@@ -21,12 +21,12 @@ from benchmarks.worker_kills import free_port, play
 from headway.core.errors import BackgroundError, InputError
 from headway.core.wire.channel import ChannelClosed, TcpListener
 from headway.data import DataLoader, Pipeline, SyntheticJpeg
+from headway.data.bytes.packing import unpack
 from headway.data.fleet.messages import FleetStatusRequest, FromMaster, dial
 from headway.data.fleet.reader import FleetReader, PrepareError
 from headway.data.fleet.splits import FleetPass
 from headway.data.fleet.supervisor import MAX_ENDS, FleetSettings, start
-from headway.data.runtime.fleets.fleet import Fleet, FleetLoader, work_for
-from headway.data.serving.memory.packing import unpack
+from headway.data.fleet.torch_fleet import Fleet, FleetLoader, work_for
 from tests.served_made import has_ended
 from tests.test_server import until
 

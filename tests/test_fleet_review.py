@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headway.storage.disks.plan import POLICIES
-from headway.storage.disks.review import review
-from headway.storage.disks.state import FleetState
+from headway.lab.disks.fleet import review
+from headway.lab.disks.plan import POLICIES
+from headway.lab.disks.state import FleetState
 
 BATHTUB = np.interp(np.arange(1200), [0, 40, 500, 900], [0.08, 0.012, 0.012, 0.09])
 

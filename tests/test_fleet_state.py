@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError, UnknownNameError
-from headway.storage.disks.plan import POLICIES
-from headway.storage.disks.state import FleetState
+from headway.lab.disks.plan import POLICIES
+from headway.lab.disks.state import FleetState
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headway.data.serving.batches import BatchPlace, Pending
-from headway.data.serving.flights import Flights
+from headway.data.service.batches import BatchPlace, Pending
+from headway.data.service.flights import Flights
 
 
 def place(job="a", index=0):

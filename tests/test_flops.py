@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from headway.core.errors import InputError, UnknownNameError
-from headway.cost.flops import RECOMPUTE, flops_per_token, hardware_flops_per_token, job_mfu, mfu
 from headway.cost.specs import shipped
-from headway.cost.transformer import Transformer
+from headway.cost.transformer import RECOMPUTE, Transformer, flops_per_token, hardware_flops_per_token, job_mfu, mfu
 from tests.paths import GOLDEN
 
 GPT_175B = Transformer(96, 12288, 96, sequence=2048, vocabulary=64000)

@@ -15,10 +15,10 @@ import torch
 
 from benchmarks.frozen_draws import DRAWS, PATHS, SIZE, Examples, found_after, through
 from headway.data import DataLoader, Pipeline, generator
-from headway.data.caches.scrutiny import Scrutiny, unseen
-from headway.data.runtime.caching.cache import CachedDataset, Shelf, cache
-from headway.data.runtime.caching.cached_examples import CachedExamples
-from headway.data.runtime.examples.watch import GeneratorWatch
+from headway.data.bytes.scrutiny import Scrutiny, unseen
+from headway.data.cached.apply import CachedDataset, Shelf, cache
+from headway.data.cached.cached_examples import CachedExamples
+from headway.data.guard.watch import GeneratorWatch
 from tests.remedy_context import applied
 from tests.served_made import runtime  # noqa: F401 - servers of these tests have a folder of their own
 

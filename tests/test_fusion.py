@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.cost.specs import LinkSpec
-from headway.plan.fusion import (
+from headway.plan.step_search import (
     MOST_PARTS,
     best_buckets,
     best_parts,

@@ -16,7 +16,7 @@ from headway.core.errors import BarMissedError, InputError
 from headway.core.rng import stream
 from headway.model import FAMILIES, grow, growth_schedule
 from headway.model.growth.families import family_of, roles_of
-from headway.model.runtime.agreement import max_relative_error
+from headway.model.growth.torch_model import max_relative_error
 from tests.growth_models import GPT2, Bert, Encoder, Llama, LlamaRMSNorm, NeoX, Paired, Scaled, ViT
 
 BOUND = {torch.float32: 1e-5, torch.float64: 1e-12}

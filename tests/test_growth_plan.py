@@ -11,8 +11,7 @@ import pytest
 
 from headway.cli import main
 from headway.core.errors import InputError
-from headway.cost.flops import flops_per_token
-from headway.cost.transformer import Transformer
+from headway.cost.transformer import Transformer, flops_per_token
 from headway.model.growth.proposal import FLOOR_EXPONENT, fits, growths
 from headway.runtime.script.bad_loss import MOST_KEPT, LossLooks
 from tests.launching import headway, script

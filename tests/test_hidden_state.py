@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 
 from headway.core.errors import InputError
 from headway.data import DataLoader
-from headway.data.runtime.positions.hidden_state import MOST_BYTES, changed, values_in, write_back
+from headway.data.loader.sampler_state import MOST_BYTES, changed, values_in, write_back
 
 ITEMS = range(12)
 

@@ -12,19 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.checkpoint.agents.persist import persist
-from headway.checkpoint.agents.saving import payloads
-from headway.checkpoint.runtime.images import image as images
-from headway.checkpoint.runtime.images.image import (
-    RECORD_BYTES,
-    Image,
-    Part,
-    fits_torch,
-    locate,
-    pickled,
-    plan,
-    template,
-)
+from headway.checkpoint.agent.saving import payloads, persist
+from headway.checkpoint.saves import image as images
+from headway.checkpoint.saves.image import RECORD_BYTES, Image, Part, fits_torch, locate, pickled, plan, template
 from headway.core.errors import FormatError, HeadwayError
 from headway.core.wire.pace import RateLimiter
 

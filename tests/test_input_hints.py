@@ -8,7 +8,7 @@ import re
 import pytest
 
 from headway.ledger.answers.input_hints import HINTS, LoaderState, hint_of
-from headway.sim.whatif.edits import parse_edit
+from headway.sim.whatif import parse_edit
 
 STATES = [
     LoaderState(

@@ -9,8 +9,8 @@ import pytest
 
 from headway.cli import main
 from headway.core.errors import InputError
-from headway.core.files.inside import check_inside, check_links, remove_tree
-from headway.core.files.whole_file import whole_file
+from headway.core.files.private import check_inside, check_links, remove_tree
+from headway.core.files.regular_file import whole_file
 from headway.storage.checks.repair import repair
 from headway.storage.commits.commit import CommittedCheckpoint, recover, remove
 from headway.storage.commits.draft import open_draft

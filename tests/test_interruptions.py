@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from headway.core.processes.interruptions import is_scripts, pass_on, suppress_own
+from headway.core.machine.interruptions import is_scripts, pass_on, suppress_own
 from tests.paths import ROOT
 from tests.recorded import recording, rows
 

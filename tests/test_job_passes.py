@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.data.orders.order import TAILS, Sequence
-from headway.data.serving.jobs import JobPass, JobTerms, Known, ServedJob
+from headway.data.bytes.order import TAILS, Sequence
+from headway.data.service.jobs import JobPass, JobTerms, Known, ServedJob
 
 
 def walk(num, terms, history=()):

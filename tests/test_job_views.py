@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError, UnknownNameError
 from headway.core.mesh import Mesh
-from headway.cost.flops import flops_per_token
+from headway.cost.transformer import flops_per_token
 from headway.ledger.jobs.group_creation import Creation, creation
 from headway.ledger.jobs.hang import localise
 from headway.ledger.jobs.machines import machine_times
@@ -22,7 +22,7 @@ from headway.report.answers import MachinesRow, Why
 from headway.report.page.hang import hang_part, render_hang, rows_of_grid, sentences
 from headway.report.page.html import ReportData, page
 from headway.report.page.machines import machine_heat_maps, machine_lines, machines_part
-from headway.report.text.job_lines import job_lines, mfu_lines
+from headway.report.terminal import job_lines, mfu_lines
 from headway.trace.events.trace import Trace
 from headway.trace.generated.synthetic import SyntheticFault, SyntheticJob, generate
 from headway.trace.recording.run_facts import RunFacts

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.checkpoint.runtime.images.kept_cut import ShardingCache
-from headway.checkpoint.runtime.images.shards import pieces
+from headway.checkpoint.state.sharding_cache import ShardingCache
+from headway.checkpoint.state.shards import pieces
 from tests.reshard_cases import LAYOUTS, held, whole_state
 from tests.spawn import on_ranks
 

@@ -14,13 +14,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 import headway.data
 from headway.data import DataLoader, generator, torch_generator
-from headway.data.runtime.examples.keyed import (
-    Draws,
-    generator_states,
-    generators_kept,
-    reads_batches,
-    set_generators,
-)
+from headway.data.bytes.torch_keyed import Draws, generator_states, generators_kept, reads_batches, set_generators
 
 MODES = [{}, {"num_workers": 2}, {"num_workers": 2, "workers": "threads"}]
 
@@ -132,7 +126,7 @@ def test_states_are_put_back_also_after_an_exception():
 
 def test_the_generators_of_devices_in_use_are_put_back_too(monkeypatch):
     device = torch.Generator().manual_seed(3)
-    monkeypatch.setattr("headway.data.runtime.examples.keyed.device_generators", lambda: (device,))
+    monkeypatch.setattr("headway.data.bytes.torch_keyed.device_generators", lambda: (device,))
     before = device.get_state()
     with generators_kept():
         torch.rand(2, generator=device)

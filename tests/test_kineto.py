@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError
-from headway.trace.events.nesting import Nesting, union_ns
+from headway.trace.events.intervals import Nesting, union_ns
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND, KINDS
 from headway.trace.profiler import json_events, kineto

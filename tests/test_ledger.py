@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError, UnknownNameError
 from headway.ledger.answers.ledger import Ledger
-from headway.ledger.kinds.buckets import BUCKETS, bucket_of_sub
+from headway.ledger.buckets import BUCKETS, bucket_of_sub
 from headway.trace.events.trace import Trace, concat
 from headway.trace.recording.runs import Run, merge
 from tests.runs_made import MS, Cost, Made, RunMaker, cut_short, joined, write_folder

@@ -17,11 +17,11 @@ from torch.utils.data import Dataset
 
 from headway.core.errors import InputError
 from headway.data import DataLoader, Fleet, Pipeline
-from headway.data.caches.partitioned import Partitioned
-from headway.data.caches.peers import listen
+from headway.data.bytes.torch_keyed import Draws, generators_kept
 from headway.data.fleet.splits import FleetPass
-from headway.data.runtime.examples.keyed import Draws, generators_kept
-from headway.data.runtime.fleets.fleet import prepared
+from headway.data.fleet.torch_fleet import prepared
+from headway.data.partitioned.partitioned import Partitioned
+from headway.data.partitioned.peers import listen
 from tests.served_made import runtime as runtime
 from tests.test_server import until
 

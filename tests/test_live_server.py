@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from headway.core.errors import InputError
-from headway.report.serving import live_server
-from headway.report.serving.live_server import HEADERS, Allowed, LiveServer, listening, refusal, server_of
+from headway.report.page import live_server
+from headway.report.page.live_server import HEADERS, Allowed, LiveServer, listening, refusal, server_of
 
 TOKEN = "a token"
 LOOPBACK = Allowed.of("127.0.0.1")

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.ledger.kinds.buckets import BUCKET_OF, BUCKETS, bucket_of_sub
+from headway.ledger.buckets import BUCKET_OF, BUCKETS, bucket_of_sub
 from headway.ledger.live.live_rank import BookingWindow
 from headway.ledger.live.live_sweep import book_windows
 from headway.trace.events.vocabulary import SPANS

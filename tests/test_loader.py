@@ -309,9 +309,7 @@ def test_it_is_a_dataloader_with_torchs_arguments_in_torchs_order():
     assert [batch[0].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert len(loader) == 2
     assert loader.dataset.tensors[0].numel() == 10
-    ours, theirs = (
-        sys.modules[m].DataLoader.__init__ for m in ("headway.data.runtime.loader.loader", "torch.utils.data")
-    )
+    ours, theirs = (sys.modules[m].DataLoader.__init__ for m in ("headway.data.loader.loader", "torch.utils.data"))
     names = ours.__code__.co_varnames[: ours.__code__.co_argcount]
     assert names == theirs.__code__.co_varnames[: theirs.__code__.co_argcount]
 

@@ -14,8 +14,8 @@ from torch.utils.data import IterableDataset
 
 from headway.core.errors import InputError
 from headway.data import DataLoader
-from headway.data.runtime.caching.loader_cache import data_bytes
-from headway.data.runtime.examples import account
+from headway.data.bytes import account
+from headway.data.loader.loader_cache import data_bytes
 
 READS = mmap.mmap(-1, 4096)
 """How often each example was read, shared with forked workers."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.data.stalls import WARMUP_STEPS
+from headway.data.stalls.model import WARMUP_STEPS
 from headway.verbs.loading.measure import PhaseResult, doubts
 from tests.launching import headway_here
 from tests.paths import ROOT

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.units import NS_PER_S
-from headway.data.caches.partition import FORMS, partition_cache, repaced
-from headway.data.serving.batches import PreparationTime
-from headway.data.serving.measured_split import CHUNK, LEAST, MOST_HANDOVER, WARM_UP, MeasuredSplit
+from headway.data.cached.partition import FORMS, partition_cache, repaced
+from headway.data.service.batches import PreparationTime
+from headway.data.service.ordering import CHUNK, LEAST, MOST_HANDOVER, WARM_UP, MeasuredSplit
 
 MS = 1_000_000
 

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 from headway.catalog import MEASUREMENTS
 from headway.core.lazy import resolved
 from headway.core.remedies import record_at
-from headway.data.runtime.checks import measurements
-from headway.data.runtime.checks.measurements import Filling, Stopwatch
+from headway.data.stalls import torch_measurements as measurements
+from headway.data.stalls.torch_measurements import Filling, Stopwatch
 from headway.runtime.calls.patches import replace_attribute
 
 READS = mmap.mmap(-1, 4096)

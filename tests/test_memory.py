@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError, UnknownNameError
-from headway.cost.flops import RECOMPUTE
 from headway.cost.memory import PRECISIONS, Sharding, layer_activation_bytes, training_memory
-from headway.cost.transformer import Transformer
+from headway.cost.transformer import RECOMPUTE, Transformer
 
 GPT_175B = Transformer(96, 12288, 96, sequence=2048, vocabulary=51200)
 shardings = st.builds(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headway.checkpoint import restore_into
-from headway.checkpoint.reading.mending import ParityRepair
+from headway.checkpoint.layout.remote import ParityRepair
 from headway.core.errors import DamageError
 from headway.storage.commits.commit import commit
 from headway.storage.redundancy.parity import encode_rank

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.ledger.answers import metrics
-from headway.ledger.kinds.buckets import BUCKETS
+from headway.ledger.buckets import BUCKETS
 
 mtbf = st.floats(600.0, 1e6)
 short = st.floats(1.0, 100.0)

@@ -10,7 +10,7 @@ import torch
 
 import headway
 from headway.core.errors import InputError
-from headway.report.page.notebook import fragment
+from headway.report.page.html import fragment
 from headway.runtime.in_rank.in_process import InProcessRun
 from tests.paths import ROOT
 from tests.report_data import demo_why

@@ -10,19 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import DamageError, FormatError, InputError
-from headway.storage.nvm.caches import SetAssociativeCache
-from headway.storage.nvm.contents import MemoryFault, NvmBytes
-from headway.storage.nvm.controller import simulate_nvm
-from headway.storage.nvm.design import (
-    ABLATION,
-    DESIGNS,
-    LINES_PER_PAGE,
-    PAGE_BYTES,
-    LineLayout,
-    MemorySystem,
-    NvmDesign,
-)
-from headway.storage.nvm.traces import END, READ, TRACES, WRITE, checked, read_trace
+from headway.lab.nvm.contents import MemoryFault, NvmBytes
+from headway.lab.nvm.controller import simulate_nvm
+from headway.lab.nvm.design import ABLATION, DESIGNS, LINES_PER_PAGE, PAGE_BYTES, LineLayout, MemorySystem, NvmDesign
+from headway.lab.nvm.traces import END, READ, TRACES, WRITE, SetAssociativeCache, checked, read_trace
 from headway.storage.stored.digests import crc32
 from headway.verbs.stored.storage_sim import sim
 

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from headway.core.errors import FormatError, InputError
-from headway.data import object_source
-from headway.data.source import FolderSource, TarSource
+from headway.data.bytes import object_source
+from headway.data.bytes.source import FolderSource, TarSource
 
 obstore = pytest.importorskip("obstore", reason="object stores need the extra `s3`")
 moto_server = pytest.importorskip(
@@ -153,7 +153,7 @@ def test_members_of_tar_shards_are_read_in_place_also_by_threads(options, tmp_pa
 
 WORKER = """
 import json, os, sys
-from headway.data.object_source import ObjectSource
+from headway.data.bytes.object_source import ObjectSource
 options = json.loads(sys.argv[2])
 images = ObjectSource(sys.argv[1], **options)
 read = lambda: sum(len(images.read(k)) for k in range(len(images)))

@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("obstore", reason="object stores need the extra `s3`")
 pytest.importorskip("moto.server", reason="the S3 server of these tests is moto: pip install 'moto[s3]' flask")
 
-from headway.checkpoint.reading.remote import BucketFiles
+from headway.checkpoint.layout.remote import BucketFiles
 from headway.core.errors import DamageError, HeadwayError, InputError
-from headway.core.processes import store_user
+from headway.core.machine import store_user
 from headway.storage.checks.verification import verify_store
 from headway.storage.commits.commit import StepTakenError
 from headway.storage.commits.object_commit import (

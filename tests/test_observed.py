@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import BarMissedError, InputError, UnknownNameError
 from headway.sim.graph.dag import Dag
-from headway.sim.graph.greedy import greedy
-from headway.sim.graph.replay import replay
+from headway.sim.graph.replay import greedy, replay
 from headway.sim.recorded.program import Program
 from headway.sim.traced.observed import MODELS, observe
 from headway.sim.traced.observed_edges import EDGE_CLASSES, FINDERS

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.data.caches.cache import TieredCache
-from headway.data.orders.opportunistic import Opportunistic
-from headway.data.serving.flights import Flights
+from headway.data.cached.tiered import TieredCache
+from headway.data.orders.random_orders import Opportunistic
+from headway.data.service.flights import Flights
 
 
 def epoch(order, cache, form, payload):

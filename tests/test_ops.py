@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.data.runtime.examples import ops
+from headway.data.pipeline import torch_ops as ops
 
 
 def test_a_resize_keeps_pixels_together_and_writes_where_it_is_told():

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from headway.cli import main
 from headway.core.errors import CycleError, FormatError, InputError, UnknownNameError
-from headway.data.planning.optimize import (
+from headway.data.pipeline.operators import ops_text, parse_ops, read_ops, read_stats, stats_text
+from headway.data.pipeline.optimize import (
     Op,
     PipelinePlan,
     PipelineProfile,
@@ -24,7 +25,6 @@ from headway.data.planning.optimize import (
     op_costs,
     plan,
 )
-from headway.data.planning.plan_files import ops_text, parse_ops, read_ops, read_stats, stats_text
 from tests.paths import ROOT, shared
 
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.data.orders import order
-from headway.data.orders.order import TAILS, Sequence, in_order, item_seeds, occurrences, permute
+from headway.data.bytes import order
+from headway.data.bytes.order import TAILS, Sequence, in_order, item_seeds, occurrences, permute
 
 sequences = st.builds(
     Sequence, st.integers(1, 200), st.integers(1, 9), st.integers(1, 5), tail=st.sampled_from(sorted(TAILS))

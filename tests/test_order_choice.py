@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.core.rng import stream
-from headway.data.caches.cache import TieredCache
+from headway.data.cached.tiered import TieredCache
 from headway.data.orders.choice import Reader, choose_order, count_loads
 from headway.data.orders.strategies import ORDERS
 

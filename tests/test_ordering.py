@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from headway.core.errors import InputError
-from headway.data.caches.cache import TieredCache
+from headway.data.cached.tiered import TieredCache
 from headway.data.orders.strategies import ORDERS
-from headway.data.serving import ordering as module
-from headway.data.serving.ordering import AUTO, Ordering
+from headway.data.service import ordering as module
+from headway.data.service.ordering import AUTO, Ordering
 from tests.chi_square import p_value
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch.distributed as dist
 
 from headway.core.errors import InputError
+from headway.data.bytes.source import SyntheticJpeg
+from headway.data.loader.loader import DataLoader
 from headway.data.orders.job_order import DataShareError
-from headway.data.runtime.caching import partitioned
-from headway.data.runtime.caching.partitioned import over_ranks, own_address
-from headway.data.runtime.loader.loader import DataLoader
-from headway.data.source import SyntheticJpeg
+from headway.data.partitioned import apply as partitioned
+from headway.data.partitioned.apply import over_ranks, own_address
 from tests.spawn import on_ranks
 
 NUM_IMAGES, EPOCHS = 26, 3

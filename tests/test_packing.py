@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from headway.core.errors import DamageError, InputError
-from headway.data.serving.memory.packing import ALIGN, Marked, Stacked, pack, packed, unpack
+from headway.data.bytes.packing import ALIGN, Marked, Stacked, pack, packed, unpack
 
 Point = namedtuple("Point", ["x", "y"])
 

@@ -139,7 +139,7 @@ def test_a_writer_killed_half_way_leaves_the_old_file(tmp_path):
     code = textwrap.dedent(
         """
         import os, signal, sys
-        from headway.core.files.whole_file import whole_file
+        from headway.core.files.regular_file import whole_file
         with whole_file(sys.argv[1]) as draft:
             draft.write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)

@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.core.wire.channel import ChannelClosed
-from headway.data.caches import partitioned
-from headway.data.caches.partition import PartitionMap
-from headway.data.caches.partitioned import Partitioned
-from headway.data.caches.peers import Identity, listen
+from headway.data.bytes.order import permute
+from headway.data.bytes.source import SyntheticJpeg, digest_of
+from headway.data.cached.partition import PartitionMap
 from headway.data.orders.job_order import DataShareError
-from headway.data.orders.order import permute
-from headway.data.source import SyntheticJpeg, digest_of
+from headway.data.partitioned import partitioned
+from headway.data.partitioned.partitioned import Partitioned
+from headway.data.partitioned.peers import Identity, listen
 
 TOKEN = "a secret"
 
@@ -355,9 +355,9 @@ def test_a_process_that_gets_it_by_pickle_shares_the_memory(tmp_path):
 
 HOST = """
 import json, sys
-from headway.data.caches.partitioned import Partitioned
-from headway.data.caches.peers import listen
-from headway.data.source import SyntheticJpeg
+from headway.data.partitioned.partitioned import Partitioned
+from headway.data.partitioned.peers import listen
+from headway.data.bytes.source import SyntheticJpeg
 number, ports = int(sys.argv[1]), json.loads(sys.argv[2])
 names = {f"host{k}": f"127.0.0.1:{port}" for k, port in enumerate(ports)}
 listener = listen("127.0.0.1", ports[number], "a secret")

@@ -14,7 +14,7 @@ from headway.ledger.answers.causes import find_causes
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.booking import arrivals
 from headway.ledger.booking.sheet import RankAccount
-from headway.ledger.kinds.buckets import SUBS
+from headway.ledger.buckets import SUBS
 from headway.sim.recorded.program import Program
 from headway.trace.events import parquet
 from headway.trace.events.parts import Parts

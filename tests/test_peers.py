@@ -11,7 +11,8 @@ import pytest
 
 from headway.core.errors import InputError
 from headway.core.wire.channel import ChannelClosed, connect_tcp
-from headway.data.caches.peers import (
+from headway.data.orders.job_order import DataShareError
+from headway.data.partitioned.peers import (  # fmt: skip
     ANSWERS,
     LOST,
     Absent,
@@ -24,9 +25,8 @@ from headway.data.caches.peers import (
     Put,
     listen,
     split_address,
-)  # fmt: skip
-from headway.data.caches.shares import CacheShare
-from headway.data.orders.job_order import DataShareError
+)
+from headway.data.partitioned.shares import CacheShare
 
 TOKEN = "a secret"
 

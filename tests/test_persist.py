@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.checkpoint.agents import persist as persisting
-from headway.checkpoint.agents.persist import Payload, persist
+from headway.checkpoint.agent import saving as persisting
+from headway.checkpoint.agent.saving import Payload, persist
 from headway.core.errors import InputError
 from headway.core.wire.pace import RateLimiter
 from headway.storage.stored.digests import digest_of

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.ledger.answers.ledger import Ledger
-from headway.ledger.kinds.buckets import BUCKET_OF, bucket_of_sub
+from headway.ledger.buckets import BUCKET_OF, bucket_of_sub
 from tests.runs_made import Rows
 
 PROCESS = ("process", 0, 200)

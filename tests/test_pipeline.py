@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from headway.cli import main
 from headway.core.errors import FormatError, InputError, UnknownNameError
 from headway.data import DataLoader, Pipeline, Resources, SyntheticJpeg
-from headway.data.caches.scrutiny import Scrutiny
-from headway.data.planning.ops import KINDS, Stage, may_swap
-from headway.data.planning.optimize import Op, PipelineProfile, legal_orders
-from headway.data.planning.optimize import plan as best_plan
-from headway.data.runtime.examples import ops
-from headway.data.runtime.examples.chain import _GENERATORS, generator
-from headway.data.runtime.examples.keyed import Keys
-from headway.data.runtime.loader.threads import LOCK_WAIT, lock_wait_fraction
+from headway.data.bytes.scrutiny import Scrutiny
+from headway.data.bytes.torch_keyed import Keys
+from headway.data.loader.threads import LOCK_WAIT, lock_wait_fraction
+from headway.data.pipeline import torch_ops as ops
+from headway.data.pipeline.chain import _GENERATORS, generator
+from headway.data.pipeline.operators import KINDS, Stage, may_swap
+from headway.data.pipeline.optimize import Op, PipelineProfile, legal_orders
+from headway.data.pipeline.optimize import plan as best_plan
 
 IMAGES = SyntheticJpeg(24, 64, 48, seed=3)
 

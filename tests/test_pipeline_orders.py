@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 from headway.cli import main
 from headway.core.errors import CycleError, FormatError, InputError
 from headway.sim.pipeline.actions import RECV, SEND, Action, B, F, I, PipelineProgram, StageGraph, W
-from headway.sim.pipeline.bubbles import bubble_sums, bubbles
-from headway.sim.pipeline.check import check, peak_activations
-from headway.sim.pipeline.lower import lower
+from headway.sim.pipeline.lower import check, lower, peak_activations
 from headway.sim.pipeline.orders import PipelineShape, gpipe, interleaved, one_f_one_b
 from headway.sim.pipeline.schedules import SCHEDULES
-from headway.sim.pipeline.simulate import StageCosts, costs_of, evaluate, simulate
+from headway.sim.pipeline.simulate import StageCosts, bubble_sums, bubbles, costs_of, evaluate, simulate
 from tests import torch_orders
 from tests.pipeline_rank import losses_and_gradients
 from tests.spawn import on_ranks

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.storage.disks.logs import Lifetimes, ObservationWindow, read_totals, windows
-from headway.storage.disks.placement import Lived, place, replay, saved
+from headway.lab.disks.logs import Lifetimes, ObservationWindow, read_totals, windows
+from headway.lab.disks.placement import Lived, place, replay, saved
 from tests.paths import shared
 
 

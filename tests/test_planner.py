@@ -20,7 +20,7 @@ from headway.plan.planner import Plan, compose, resolve
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.reasons import GIVEN_UP, IN_FORCE, KINDS, unless_excluded, unless_given_up, unless_in_force
 from headway.plan.setup import Setup
-from headway.report.text.terminal import render_plan
+from headway.report.terminal import render_plan
 from headway.sim.recorded.program import Program
 from headway.trace.events.active_settings import GivenUp
 from tests.runs_made import MS, RunMaker

@@ -23,8 +23,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import headway.checkpoint as ours
 from headway.checkpoint import HeadwayPlanner, HeadwayReader, HeadwayStager, HeadwayWriter, restore_into
-from headway.checkpoint.runtime.images import image as images
-from headway.checkpoint.runtime.torch_calls import stager as stagers
+from headway.checkpoint.saves import image as images
+from headway.checkpoint.torch_dcp import stager as stagers
 from headway.core.errors import BackgroundError, DamageError, FormatError, InputError
 from headway.storage import verify
 from headway.storage.commits.commit import committed

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from headway.data.runtime.guard.portrait import portrait
+from headway.data.guard.content_digest import portrait
 from tests.paths import ROOT
 
 SOURCE = """

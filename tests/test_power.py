@@ -23,7 +23,7 @@ from benchmarks.power_search import grid_search, job_wave, random_spec
 from headway.cli import main
 from headway.core.errors import FormatError, InputError, UnknownNameError
 from headway.power import GridSpec, PowerModel, check, optimise, smooth, store
-from headway.power.runtime.filler import fill_gaps
+from headway.power.apply import fill_gaps
 from headway.power.search import PowerCosts
 from headway.power.smoothing import fill, slowed
 from headway.power.waveform import of_run
@@ -355,7 +355,7 @@ def test_a_filler_ends_with_its_rank(tmp_path):
     code = (
         "import sys; from types import SimpleNamespace as N\n"
         "from headway.trace.rings.ring import Recorder; from headway.power.remedies import FillerParameters\n"
-        "from headway.power.runtime.filler import fill_gaps\n"
+        "from headway.power.apply import fill_gaps\n"
         "context = N(undos=[], probes=N(recorder=Recorder(sys.argv[1])))\n"
         "print(fill_gaps(FillerParameters(), context).facts['pid'])"
     )
@@ -365,7 +365,7 @@ def test_a_filler_ends_with_its_rank(tmp_path):
 
 
 def test_a_filler_is_refused_on_an_accelerator_and_with_levels_that_make_no_sense(rank, monkeypatch):
-    monkeypatch.setattr("headway.power.runtime.filler.device_type", lambda: "NVIDIA H100")
+    monkeypatch.setattr("headway.power.apply.device_type", lambda: "NVIDIA H100")
 
     assert "fillers are for cores" in apply(fill_gaps, {}, rank[1]).reason
     with pytest.raises(InputError, match=r"level of power.filler is 1\.5; it must be a number above 0, 1 at most"):

@@ -11,10 +11,10 @@ from torch.utils.data import Dataset, Subset
 
 from headway.core.errors import InputError
 from headway.data import Pipeline, SyntheticJpeg, generator
-from headway.data.runtime.examples.examples import equal
-from headway.data.runtime.loader.preparers import base_of, identity, plain, preparer_of, restored
-from headway.data.serving.flights import PreparationTask
-from headway.data.serving.memory.packing import pack, unpack
+from headway.data.bytes.packing import pack, unpack
+from headway.data.bytes.torch_examples import equal
+from headway.data.service.flights import PreparationTask
+from headway.data.service.torch_preparers import base_of, identity, plain, preparer_of, restored
 
 
 def work(item, draw=5, start=None, payload=None, keep=()):

@@ -7,7 +7,7 @@ import time
 import torch
 
 from headway.runtime.calls.patches import PATCHES, install, replace_attribute
-from headway.runtime.calls.probe_copy import copy_in, to_device
+from headway.runtime.calls.probe_device import copy_in, to_device
 from headway.runtime.host import device
 from tests.accelerator import Accelerator
 from tests.recorded import recording, rows

@@ -8,7 +8,7 @@ import pytest
 
 from headway.core.errors import BarMissedError, InputError
 from headway.sim.recorded.program import Program
-from headway.sim.whatif.edits import ResolvedEdits, scenario_of
+from headway.sim.whatif import ResolvedEdits, scenario_of
 from tests.test_program import job, program_of
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.data.serving.progress import JobProgress
+from headway.data.service.batches import JobProgress
 
 
 @given(st.sets(st.integers(0, 60), min_size=1), st.data())

@@ -9,9 +9,8 @@ import threading
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.trace.rings.progress_page import OP, PAGE, PAGE_OFFSET, PageWriter
 from headway.trace.rings.records import RecordRingReader, read_page
-from headway.trace.rings.ring import HEADER, THREADS_OFFSET, Recorder
+from headway.trace.rings.ring import HEADER, OP, PAGE, PAGE_OFFSET, THREADS_OFFSET, PageWriter, Recorder
 
 small = st.integers(-1, (1 << 31) - 1)
 large = st.integers(-(1 << 62), 1 << 62)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from headway.data.runtime.guard.purity import impurity, picture
+from headway.data.guard.purity import impurity, picture
 
 
 class Pure:

@@ -15,7 +15,7 @@ from tests.test_fleet import Drawn
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
-from headway.data.runtime.fleets.ray_workers import NAMESPACE, RayFleet  # noqa: E402  # it needs Ray
+from headway.data.fleet.ray_workers import NAMESPACE, RayFleet  # noqa: E402  # it needs Ray
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from headway.data.runtime.remedies.switch import threads
-from headway.data.runtime.remedies.workers import workers
+from headway.data.workers.apply import workers
+from headway.data.workers.torch_threads import threads
 from tests.loaders_made import Squares
 from tests.remedy_context import applied
 
@@ -77,7 +77,7 @@ def seen(row):
 @pytest.mark.parametrize("remedy", [workers, threads])
 @pytest.mark.parametrize("row", [raises, exits, not_to_be_pickled, not_a_leaf, ends_a_worker])
 def test_a_loop_sees_batches_and_exceptions_of_its_own(row, remedy, monkeypatch):
-    monkeypatch.setattr("headway.data.runtime.remedies.switch.lock_wait_fraction", lambda work, keys: 0.0)
+    monkeypatch.setattr("headway.data.workers.torch_threads.lock_wait_fraction", lambda work, keys: 0.0)
     expected = seen(row)
 
     with applied(remedy, PARAMETERS):
@@ -86,7 +86,7 @@ def test_a_loop_sees_batches_and_exceptions_of_its_own(row, remedy, monkeypatch)
 
 @pytest.mark.parametrize("remedy", [workers, threads])
 def test_a_fork_in_a_pass_reads_the_rest_by_itself(remedy, monkeypatch):
-    monkeypatch.setattr("headway.data.runtime.remedies.switch.lock_wait_fraction", lambda work, keys: 0.0)
+    monkeypatch.setattr("headway.data.workers.torch_threads.lock_wait_fraction", lambda work, keys: 0.0)
 
     with applied(remedy, PARAMETERS):
         batches = iter(DataLoader(Squares(20), 4))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.checkpoint.reading.reads import READ_BYTES, Shard, plan_reads
+from headway.checkpoint.layout.reads import READ_BYTES, Shard, plan_reads
 from headway.core.errors import InputError
 from headway.core.units import MIB
 from headway.storage.stored.boxes import Box, flat_to_boxes, whole

@@ -18,17 +18,16 @@ from torch import nn
 
 from headway.core.errors import InputError
 from headway.ledger.answers.ledger import Ledger
-from headway.parallel.advise import propose
-from headway.parallel.recorded import reasons_of
-from headway.parallel.runtime import trial
-from headway.parallel.runtime.schedule import schedule
+from headway.parallel import torch_trial as trial
+from headway.parallel.advise import propose, reasons_of
+from headway.parallel.apply import schedule
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.pipeline.orders import PipelineShape, gpipe, one_f_one_b
 from headway.sim.pipeline.schedules import SCHEDULES
 from headway.sim.recorded.program import Program
 from headway.sim.recorded.stage_orders import RecordedPipeline
-from headway.sim.whatif.edits import scenario_of
+from headway.sim.whatif import scenario_of
 from headway.verbs.models.parallel_bubbles import bubbles
 from headway.verbs.runs.why import why
 from tests.paths import ROOT

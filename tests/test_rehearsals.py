@@ -16,9 +16,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from headway.catalog import REHEARSALS
-from headway.data.runtime.remedies.switch import different
-from headway.data.runtime.remedies.workers import untunable, workers
-from headway.runtime.recorder import rehearsals
+from headway.data.workers.apply import untunable, workers
+from headway.data.workers.torch_threads import different
+from headway.runtime.recorder import rereading as rehearsals
 from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.recording.assemble import loaders
 from tests.loaders_made import ByTurns, Squares

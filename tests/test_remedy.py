@@ -17,7 +17,7 @@ from headway.catalog import REMEDIES
 from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.core.remedies import RemedyRecord
-from headway.host.runtime import LogBuffer, frozen_arguments, rss_bytes
+from headway.host.apply import LogBuffer, frozen_arguments, rss_bytes
 from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy, apply_one
 from tests.recorded import recording, rows, run_script
 from tests.remedy_context import apply
@@ -141,7 +141,7 @@ def unfrozen():
 
 @pytest.mark.usefixtures("unfrozen")
 def test_gc_comes_back_when_memory_grows(context, monkeypatch):
-    from headway.host import runtime
+    from headway.host import apply as runtime
 
     sizes = iter([0, 10, 1000])
     monkeypatch.setattr(runtime, "rss_bytes", lambda: next(sizes))
@@ -165,7 +165,7 @@ def test_gc_comes_back_when_memory_grows(context, monkeypatch):
 
 @pytest.mark.usefixtures("unfrozen")
 def test_gc_that_the_script_switched_off_is_left_alone(context):
-    from headway.host.runtime import MOST_IMMORTAL, Collector
+    from headway.host.apply import MOST_IMMORTAL, Collector
 
     gc.disable()
     try:
@@ -180,7 +180,7 @@ def test_gc_that_the_script_switched_off_is_left_alone(context):
 
 @pytest.mark.usefixtures("unfrozen")
 def test_a_script_that_switches_gc_itself_has_its_way_and_children_collect(context):
-    from headway.host import runtime
+    from headway.host import apply as runtime
 
     outcome = apply(runtime.collect_together, {"every_steps": 2, "rss_growth_bytes": 1 << 40}, context)
     assert isinstance(outcome, Applied)
@@ -421,7 +421,7 @@ def test_a_bucket_size_is_applied_on_two_ranks_with_the_same_losses(tmp_path):
 
 
 def test_a_size_of_the_scripts_own_is_kept_when_the_plan_says_so(context, tmp_path):
-    from headway.comm.runtime.ddp import bucket
+    from headway.comm.buckets.apply import bucket
 
     apply(bucket, {"bucket_mb": 3, "respect_explicit": True}, context)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from headway.data.runtime.checks.resident import ResidentBatch, ResidentLoaders, in_batch
+from headway.data.stalls.torch_resident import ResidentBatch, ResidentLoaders, in_batch
 from headway.runtime.calls.patches import replace_attribute
 
 Pair = namedtuple("Pair", "x y")

@@ -15,11 +15,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from headway.checkpoint import FlatShard, restore_into
-from headway.checkpoint.reading.fetch import MemoryFiles
-from headway.checkpoint.runtime.images import states
-from headway.checkpoint.runtime.images.image_file import host_bytes
-from headway.checkpoint.runtime.images.shards import is_tensor, leaves
-from headway.checkpoint.runtime.restores.restore import CheckpointReading
+from headway.checkpoint.layout.fetch import MemoryFiles
+from headway.checkpoint.restores.restore import CheckpointReading
+from headway.checkpoint.saves.image_file import host_bytes
+from headway.checkpoint.state import states
+from headway.checkpoint.state.shards import is_tensor, leaves
 from headway.core.errors import DamageError, InputError
 from headway.storage.commits.commit import commit
 from headway.storage.stored.digests import block_bytes_for

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 import headway
-from headway.checkpoint.agents.link import ask
-from headway.checkpoint.reading.fetch import Files, LocalFiles, RangeFetcher, fetch
-from headway.checkpoint.reading.reads import Shard, plan_reads
-from headway.checkpoint.runtime.restores.restore import CheckpointReading
-from headway.checkpoint.runtime.restores.restoring import HeldFiles, step_order
+from headway.checkpoint.agent.link import ask
+from headway.checkpoint.layout.fetch import Files, LocalFiles, RangeFetcher, fetch
+from headway.checkpoint.layout.reads import Shard, plan_reads
+from headway.checkpoint.restores.restore import CheckpointReading
+from headway.checkpoint.restores.restoring import HeldFiles, step_order
 from headway.core.errors import DamageError, HeadwayError, InputError
 from headway.storage.commits.commit import committed
 from headway.storage.stored.boxes import Box

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from headway import data
-from headway.data.runtime.checks.resume_check import ResumeCheck
+from headway.data.loader.resume_check import ResumeCheck
 from tests.paths import ROOT, python_path
 
 SCRIPT = """

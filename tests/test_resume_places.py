@@ -17,7 +17,7 @@ from benchmarks.jobs.resume_kinds import (
     rest,
     served,
 )
-from headway.data.runtime.fleets.fleet import Fleet
+from headway.data.fleet.torch_fleet import Fleet
 from tests.served_made import end, only, runtime  # noqa: F401 - servers of these tests have a folder of their own
 
 PASSES = 3

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.core.files.mounts import Mount, place_of
+from headway.core.machine.host import Mount, place_of
 from headway.runtime.launching.launch import launch
 from headway.runtime.launching.options import LaunchOptions
 from headway.runtime.run_folder.drain import Drainer

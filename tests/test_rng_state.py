@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headway.core.errors import FormatError
-from headway.runtime.state.rng_state import RngStates
+from headway.runtime.torch_state import RngStates
 
 
 def draws():

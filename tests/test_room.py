@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 
-from headway.checkpoint.runtime.images import room
-from headway.checkpoint.runtime.images.image import Image, Part, plan
+from headway.checkpoint.saves import image_space as room
+from headway.checkpoint.saves.image import Image, Part, plan
 from headway.core.errors import HeadwayError
 
 MIB = 1 << 20

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from headway.data.runtime.examples.rows import SMALL_BYTES, SPARE, BatchMemory, BatchRows
+from headway.data.bytes.torch_examples import SMALL_BYTES, SPARE, BatchMemory, BatchRows
 from tests.test_views import equal
 
 DTYPES = [torch.uint8, torch.float32, torch.float64, torch.int64, torch.bool, torch.bfloat16]

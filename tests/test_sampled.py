@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from headway.ledger.answers.causes import find_causes
 from headway.ledger.answers.ledger import Ledger
-from headway.ledger.kinds.buckets import BUCKETS
-from headway.report.text.terminal import render_why
+from headway.ledger.buckets import BUCKETS
+from headway.report.terminal import render_why
 from headway.trace.events.trace import Trace, concat
 from tests.runs_made import MS, Made, RunMaker
 

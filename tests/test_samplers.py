@@ -15,13 +15,13 @@ from torch.utils.data import (
 )
 
 from headway.data import DataLoader as OwnLoader
-from headway.data.runtime.following.read_ahead import CHANGED
-from headway.data.runtime.remedies.sharing import followed
-from headway.data.runtime.remedies.switch import threads, unthreadable
-from headway.data.runtime.remedies.workers import untunable, workers
-from headway.data.serving.server import DataServer
+from headway.data.loader.read_ahead import CHANGED
+from headway.data.service.apply import followed
+from headway.data.service.server import DataServer
+from headway.data.workers.apply import untunable, workers
+from headway.data.workers.torch_threads import threads, unthreadable
 from headway.runtime.calls.probe_input import loader_facts
-from headway.runtime.script.samplers import order_generators, sampler_of
+from headway.runtime.script.draws import order_generators, sampler_of
 from tests.loaders_made import ByTurns, Squares, epochs
 from tests.remedy_context import applied
 
@@ -33,7 +33,7 @@ REMEDIES = {
 
 @pytest.fixture(autouse=True)
 def _threads_that_do_not_wait(monkeypatch):
-    monkeypatch.setattr("headway.data.runtime.remedies.switch.lock_wait_fraction", lambda work, keys: 0.0)
+    monkeypatch.setattr("headway.data.workers.torch_threads.lock_wait_fraction", lambda work, keys: 0.0)
 
 
 class OwnBatches(BatchSampler):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.ledger.answers.ledger import Ledger
-from headway.ledger.booking.saved import RankSaves, saved_steps
+from headway.ledger.booking.rows import RankSaves, saved_steps
 from headway.trace.events.trace import Trace
 from headway.trace.recording.runs import Run
 from tests.launching import run, script

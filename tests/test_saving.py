@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from headway.checkpoint.agents import saving
-from headway.checkpoint.agents.messages import Hello, Layout, Persist
+from headway.checkpoint.agent import saving
+from headway.checkpoint.agent.messages import Hello, Layout, Persist
 from headway.core.errors import HeadwayError, InputError
 from headway.core.wire.pace import RateLimiter
 from headway.storage.commits.commit import committed

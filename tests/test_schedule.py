@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.checkpoint import CheckpointPolicy, StepTiming
-from headway.checkpoint.runtime.saves.schedule import SaveSchedule, StepMeter
+from headway.checkpoint.saves.tickets import SaveSchedule, StepMeter
 
 
 class Ranks:

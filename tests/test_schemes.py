@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.storage.disks.schemes import (
+from headway.lab.disks.schemes import (
     SCHEMES,
     Scheme,
     Viability,

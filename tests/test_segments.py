@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.ledger.kinds.buckets import BUCKET_OF
+from headway.ledger.buckets import BUCKET_OF
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.ring import Recorder
 from tests.rings_made import Process, built, rows

@@ -15,9 +15,10 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 from headway.data import DataLoader, DataServer, Pipeline, SyntheticJpeg, generator
-from headway.data.caches.scrutiny import Scrutiny
-from headway.data.runtime.examples.examples import equal
-from headway.data.runtime.loader import links, served
+from headway.data.bytes.scrutiny import Scrutiny
+from headway.data.bytes.torch_examples import equal
+from headway.data.service import torch_links as links
+from headway.data.service import torch_served as served
 from tests.paths import ROOT, python_path
 from tests.served_made import Rows, end, ids, only
 from tests.served_made import runtime as runtime
@@ -59,7 +60,7 @@ def test_jobs_of_other_processes_share_the_reading_also_of_overlapping_subsets(r
     script = tmp_path / "job.py"
     script.write_text(
         "import sys, time, torch\nfrom headway.data import DataLoader, DataServer\n"
-        "from headway.data.caches.scrutiny import Scrutiny\n"
+        "from headway.data.bytes.scrutiny import Scrutiny\n"
         "Scrutiny.is_due = lambda *_, **__: False  # nothing is made anew to be compared\n"
         "class Mine(torch.utils.data.Dataset):\n"
         "    def __init__(self, note): self.note, self.f = note, lambda k: {'id': k}\n"

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from headway.core.errors import DamageError, FormatError, HeadwayError, InputError
 from headway.data import DataLoader, DataServer, DataShareError, Pipeline, SyntheticJpeg
-from headway.data.runtime.loader import links
+from headway.data.service import torch_links as links
 from tests.served_made import Rows, end, ids, only, server_of
 from tests.served_made import runtime as runtime
 

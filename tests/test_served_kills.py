@@ -20,8 +20,9 @@ import pytest
 
 from headway.core.errors import BackgroundError, HeadwayError
 from headway.data import DataLoader, DataServer
-from headway.data.runtime.loader import links, serving
-from headway.data.serving import server
+from headway.data.service import server
+from headway.data.service import torch_links as links
+from headway.data.service import torch_start as serving
 from tests.paths import ROOT
 from tests.served_made import Rows, end, ids, only, server_of
 from tests.served_made import runtime as runtime

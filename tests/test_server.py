@@ -19,10 +19,9 @@ import pytest
 from headway.core.errors import InputError
 from headway.core.machine.ring import RingReader
 from headway.core.wire.channel import ChannelClosed, connect
-from headway.data.serving.batches import PreparationTime
-from headway.data.serving.memory.collation import collated
-from headway.data.serving.memory.packing import packed, unpack
-from headway.data.serving.messages import (
+from headway.data.bytes.packing import collated, packed, unpack
+from headway.data.service.batches import PreparationTime
+from headway.data.service.messages import (
     FROM_SERVER,
     PROTOCOL,
     Begin,
@@ -38,7 +37,7 @@ from headway.data.serving.messages import (
     Welcome,
     packed_items,
 )
-from headway.data.serving.server import Daemon, DataServer, listen
+from headway.data.service.server import Daemon, DataServer, listen
 from tests.paths import ROOT
 
 SIZE = 60

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.data.orders.order import TAILS
+from headway.data.bytes.order import TAILS
 from headway.data.orders.strategies import ORDERS
-from headway.data.serving.batches import Ended
-from headway.data.serving.jobs import JobTerms, Known
-from headway.data.serving.messages import Decided, packed_items
-from headway.data.serving.service import PreparationScheduler
-from headway.data.serving.stock import ServiceOptions
+from headway.data.service.batches import Ended
+from headway.data.service.jobs import JobTerms, Known
+from headway.data.service.messages import Decided, packed_items
+from headway.data.service.service import PreparationScheduler
+from headway.data.service.stock import ServiceOptions
 from tests.data_clients import PRINT, work_off
 from tests.test_server import Caller, facts, flat, until
 from tests.test_server import serve as serve

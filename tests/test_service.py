@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.data.audit import AuditSum
-from headway.data.orders.order import TAILS, Sequence
+from headway.data.bytes.order import TAILS, Sequence
+from headway.data.loader.audit import AuditSum
 from headway.data.orders.strategies import ORDERS
-from headway.data.serving.batches import Ended, PreparationTime
-from headway.data.serving.service import PreparationScheduler
+from headway.data.service.batches import Ended, PreparationTime
+from headway.data.service.service import PreparationScheduler
 from tests.chi_square import p_value
 from tests.data_clients import PRINT, Client, drawn, finish, payload, served, work_off
 

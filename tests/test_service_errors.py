@@ -7,8 +7,8 @@ import pytest
 
 from headway.core.errors import InputError
 from headway.data.orders.job_order import DataShareError
-from headway.data.serving.jobs import JobTerms
-from headway.data.serving.stock import ServiceOptions
+from headway.data.service.jobs import JobTerms
+from headway.data.service.stock import ServiceOptions
 from tests.data_clients import PRINT, item_of, served, work_off
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from headway.core.errors import HeadwayError
 from headway.core.wire.channel import hold_lock
 from headway.data import DataServer
-from headway.data.runtime.loader import serving
+from headway.data.service import torch_start as serving
 from headway.runtime.in_rank import bootstrap
 from tests.served_made import end, has_ended, server_of
 from tests.served_made import runtime as runtime

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
 from headway.checkpoint import FlatShard
-from headway.checkpoint.runtime.images.shards import leaves, local_shards, pieces
+from headway.checkpoint.state.shards import leaves, local_shards, pieces
 from headway.core.errors import InputError
 from headway.storage.stored.boxes import cover_fault, whole
 from tests.reshard_cases import LAYOUTS, held, whole_state

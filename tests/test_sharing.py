@@ -7,9 +7,9 @@ from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from headway.data import DataLoader as OwnLoader
-from headway.data.runtime.guard.decisions import Decisions
-from headway.data.runtime.remedies.sharing import followed, server
-from headway.data.serving.server import DataServer
+from headway.data.guard.decisions import Decisions
+from headway.data.service.apply import followed, server
+from headway.data.service.server import DataServer
 from headway.runtime.in_rank.remedy import Applied, RefusedRemedy
 from tests.loaders_made import ByTurns, Squares, Stream
 from tests.remedy_context import TestContext, applied, apply

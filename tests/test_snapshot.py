@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from headway.checkpoint.runtime.images import snapshot as snapshots
-from headway.checkpoint.runtime.images.image import Image, Part, cuda_device_of, plan
-from headway.checkpoint.runtime.images.snapshot import Snapshot
-from headway.runtime.state.copying import STREAMED_THREADS
+from headway.checkpoint.saves import snapshot as snapshots
+from headway.checkpoint.saves.image import Image, Part, cuda_device_of, plan
+from headway.checkpoint.saves.snapshot import Snapshot
+from headway.runtime.torch_state import STREAMED_THREADS
 
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

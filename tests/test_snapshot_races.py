@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import headway
-from headway.checkpoint.agents.messages import Committed, Failed
-from headway.checkpoint.agents.sums import TornError, check_sums
-from headway.checkpoint.runtime import engine
-from headway.checkpoint.runtime.images import snapshot, writers
-from headway.checkpoint.runtime.saves import saver
+from headway.checkpoint import engine
+from headway.checkpoint.agent.messages import Committed, Failed
+from headway.checkpoint.agent.saving import TornError, check_sums
+from headway.checkpoint.saves import saver, snapshot
+from headway.checkpoint.state import writers
 from headway.core.errors import BackgroundError
 from tests.test_engine import Every
 

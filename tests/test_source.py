@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from headway.core.errors import FormatError, InputError
-from headway.data.runtime.loader.pipeline import Pipeline
-from headway.data.source import FolderSource, ParquetSource, SyntheticJpeg, TarSource, Throttled, tar_members
+from headway.data.bytes.source import FolderSource, ParquetSource, SyntheticJpeg, TarSource, Throttled, tar_members
+from headway.data.pipeline.pipeline import Pipeline
 
 
 @pytest.fixture

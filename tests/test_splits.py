@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
+from headway.data.bytes.order import TAILS, item_seeds
 from headway.data.fleet.splits import FleetPass, partners
-from headway.data.orders.order import TAILS, item_seeds
 
 PASSES = st.builds(
     FleetPass,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from headway.core.errors import InputError
-from headway.data.stalls import PipelineRates, StallReport, attribute, from_phases, rates, what_if
+from headway.data.stalls.model import PipelineRates, StallReport, attribute, from_phases, rates, what_if
 from headway.sim.recorded.program import Program
 from tests.runs_made import MS, RunMaker
 

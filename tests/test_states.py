@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from headway.checkpoint.runtime.restores.restore import restore_into
+from headway.checkpoint.restores.restore import restore_into
 from headway.core.errors import InputError
 from tests.layouts_made import write
 

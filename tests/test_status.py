@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.ledger.kinds.buckets import BUCKET_OF, bucket_of_sub
+from headway.ledger.buckets import BUCKET_OF, bucket_of_sub
 from headway.runtime.run_folder.status import RunStatus, StatusLine, _styled
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.records import RECORD_DTYPE

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.cost.specs import LinkSpec
-from headway.sim.graph.greedy import greedy
+from headway.sim.graph.attribution import slack
 from headway.sim.graph.hops import Network
-from headway.sim.graph.path import slack
-from headway.sim.graph.replay import replay
+from headway.sim.graph.replay import greedy, replay
 from headway.sim.training.moves import send_first
 from headway.sim.training.step_dag import OUT, RECV, SEND, expand_step, steady_ns
 from headway.sim.training.step_view import StepView

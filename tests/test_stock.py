@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from headway.core.errors import InputError
-from headway.data.caches.scrutiny import Scrutiny
-from headway.data.serving.batches import BatchPlace, Pending, PreparationTime
-from headway.data.serving.counts import JobCounts, ServerCounts
-from headway.data.serving.stock import ItemStore, ServiceOptions
+from headway.data.bytes.scrutiny import Scrutiny
+from headway.data.service.batches import BatchPlace, JobCounts, Pending, PreparationTime, ServerCounts
+from headway.data.service.stock import ItemStore, ServiceOptions
 
 ALL = ("encoded", "decoded", "augmented")
 MADE = {"encoded": b"e" * 10, "decoded": b"d" * 50, "augmented": b"a" * 30}

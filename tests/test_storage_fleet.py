@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError, UnknownNameError
-from headway.storage.disks.fleet import DiskFleet
-from headway.storage.disks.made import made
-from headway.storage.disks.plan import POLICIES
-from headway.storage.disks.sim import Dgroup
+from headway.lab.disks.fleet import DiskFleet
+from headway.lab.disks.plan import POLICIES
+from headway.lab.disks.sim import Dgroup
+from headway.lab.disks.synthetic_fleet import made
 
 DAYS = 700
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from headway.checkpoint.reading.fetch import aligned_buffer
-from headway.checkpoint.reading.stored import open_stored
-from headway.checkpoint.runtime.restores.restore import restore_into
-from headway.checkpoint.runtime.restores.unpack import unpack
+from headway.checkpoint.layout.fetch import aligned_buffer
+from headway.checkpoint.layout.stored import open_stored
+from headway.checkpoint.restores.restore import restore_into
+from headway.checkpoint.restores.restore_targets import unpack
 from headway.core.errors import DamageError, FormatError
 from headway.storage.formats.dcp import Chunk, StoredTensor
 from headway.storage.stored.store import LocalStore

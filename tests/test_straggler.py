@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.ledger.operations.clock_offsets import aligned
+from headway.ledger.operations.compute_factors import aligned
 from headway.ledger.operations.straggler import StragglerReport, analyse, ideal_trace, root_causes
 from headway.ledger.operations.whatif_groups import launch_delays
 from headway.trace.events.trace import Trace

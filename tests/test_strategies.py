@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.data.caches.cache import TieredCache
+from headway.data.cached.tiered import TieredCache
 from headway.data.orders import job_order, strategies
 from headway.data.orders.job_order import Buffered, DataShareError, own_order
-from headway.data.orders.opportunistic import Opportunistic
+from headway.data.orders.random_orders import Opportunistic
 from headway.data.orders.strategies import ORDERS, Shared
 from tests.chi_square import p_value
 

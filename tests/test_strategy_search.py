@@ -8,8 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.comm.published import COSTS, ModelGradients, PublishedSetup, link_table, read_models, read_setups
-from headway.comm.strategy_search import Pricing, search
+from headway.comm.compression.published import (
+    COSTS,
+    ModelGradients,
+    PublishedSetup,
+    link_table,
+    read_models,
+    read_setups,
+)
+from headway.comm.compression.strategy_search import Pricing, search
 from headway.core.errors import FormatError, InputError, UnknownNameError
 from tests.paths import shared
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.core.machine import streamed
+from headway.core.machine import native as streamed
 from headway.core.machine.native import native
 
 ROOM = 2 * streamed.BLOCK_BYTES + 8 * streamed.VECTOR_BYTES

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
-from headway.core.processes.hidden_thread import HiddenThread, running
+from headway.core.machine.hidden_thread import HiddenThread, running
 from headway.data import DataLoader as OwnLoader
-from headway.data.runtime.remedies.switch import threads, unthreadable
+from headway.data.workers.torch_threads import threads, unthreadable
 from headway.runtime.in_rank.remedy import Applied, RefusedRemedy
 from tests.loaders_made import ByTurns, Stream, epochs, plain
 from tests.paths import ROOT, python_path
@@ -33,7 +33,7 @@ PARAMETERS = {"num_workers": 3, "prefetch_factor": 2}
 @pytest.fixture(autouse=True)
 def _threads_that_do_not_wait(monkeypatch):
     """How much threads wait for each other depends on what else the host does; that it is asked has a test below."""
-    monkeypatch.setattr("headway.data.runtime.remedies.switch.lock_wait_fraction", lambda work, keys: 0.0)
+    monkeypatch.setattr("headway.data.workers.torch_threads.lock_wait_fraction", lambda work, keys: 0.0)
 
 
 class Squares(Dataset):
@@ -122,13 +122,13 @@ def test_a_loader_that_threads_could_change_or_slow_down_is_left_alone(loader, r
 
 
 def test_a_loader_whose_threads_wait_for_each_other_is_left_to_processes(monkeypatch):
-    monkeypatch.setattr("headway.data.runtime.remedies.switch.lock_wait_fraction", lambda work, keys: 0.4)
+    monkeypatch.setattr("headway.data.workers.torch_threads.lock_wait_fraction", lambda work, keys: 0.4)
 
     assert "two threads wait 40% of their time for the interpreter lock" in unthreadable(DataLoader(Squares(), 4))
 
 
 def test_datasets_that_were_recorded_to_block_are_not_tried_for_speed_again(monkeypatch):
-    monkeypatch.setattr("headway.data.runtime.remedies.switch.slow", lambda loader: "slow")
+    monkeypatch.setattr("headway.data.workers.torch_threads.slow", lambda loader: "slow")
     for names, reason in ([], "slow"), (["Squares"], None):
         with applied(threads, {**PARAMETERS, "blocked_datasets": names}) as context:
             list(DataLoader(Squares(), 4))

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.data.stalls import StallReport
+from headway.data.stalls.model import StallReport
 from headway.ledger.answers.compare import BucketChange, RunComparison
 from headway.report.figures import BUCKET_STYLES, named_causes, verdict
 from headway.report.paper import bar, screen_of, thin_bar, to_ascii
-from headway.report.text.terminal import (
+from headway.report.terminal import (
     render_compare,
     render_doctor,
     render_plan,
@@ -27,7 +27,7 @@ from headway.report.text.terminal import (
     render_why,
 )
 from headway.runtime.host.doctor import Finding
-from headway.sim.whatif.prediction import Prediction
+from headway.sim.whatif import Prediction
 from tests.report_data import demo_plan, demo_run, demo_why, pipeline_why
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.core.processes.hidden_thread import running
+from headway.core.machine.hidden_thread import running
 from headway.data import DataLoader, generator, torch_generator
-from headway.data.runtime.examples import account
-from headway.data.runtime.loader.threads import WORKERS, Task, ThreadPool
+from headway.data.bytes import account
+from headway.data.loader.threads import WORKERS, Task, ThreadPool
 
 THREADS = {"num_workers": 2, "workers": "threads"}
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.data.caches.cache import CACHE_POLICIES, HIT_FRACTIONS, TieredCache
-from headway.data.caches.partition import FORMS, partition_cache
-from headway.data.orders.order import permute
+from headway.data.bytes.order import permute
+from headway.data.cached.partition import FORMS, partition_cache
+from headway.data.cached.tiered import CACHE_POLICIES, HIT_FRACTIONS, TieredCache
 from headway.data.orders.strategies import ORDERS
 
 calls = st.lists(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.ledger.kinds.buckets import BUCKET_OF, BUCKETS, bucket_of_sub
+from headway.ledger.buckets import BUCKET_OF, BUCKETS, bucket_of_sub
 from headway.report.figures import BUCKET_STYLES
 from headway.report.page.charts import decode
 from headway.report.page.timeline import ANNOTATION, HIDDEN, MOST_ROWS, Timeline, timeline

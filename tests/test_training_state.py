@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from headway.core.errors import InputError
-from headway.runtime.state.training_state import TrainingState
+from headway.runtime.torch_state import TrainingState
 from tests.test_states import OPTIMIZERS, equal
 
 

@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-from headway.storage.disks.schemes import SCHEMES
-from headway.storage.disks.transitions import METHODS, Transition, cheaper_in_bulk
+from headway.lab.disks.schemes import METHODS, SCHEMES, Transition, cheaper_in_bulk
 
 PAIRS = [
     pair

@@ -15,13 +15,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from headway.data.runtime.guard.cache_trial import uncacheable
-from headway.data.runtime.guard.trial import unfit
-from headway.data.runtime.guard.trial_child import limited
-from headway.data.runtime.remedies.sharing import followed
-from headway.data.runtime.remedies.switch import unthreadable
-from headway.data.runtime.remedies.workers import untunable
-from headway.data.serving.server import DataServer
+from headway.data.guard.cache_trial import uncacheable
+from headway.data.guard.trial import limited, unfit
+from headway.data.service.apply import followed
+from headway.data.service.server import DataServer
+from headway.data.workers.apply import untunable
+from headway.data.workers.torch_threads import unthreadable
 from tests.loaders_made import Squares
 
 COUNT = [0]

@@ -18,7 +18,7 @@ from headway.cli import main
 from headway.core.errors import InputError
 from headway.data import DataLoader
 from headway.model import Choice, Range, Tuner, summarise
-from headway.model.runtime.tuned_script import ReplayedPasses
+from headway.model.tuning.apply import ReplayedPasses
 from headway.model.tuning.search import MOST_CONFIRMED, Search
 from headway.model.tuning.space import SEARCHERS
 from headway.runtime.pool import RankFailedError

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headway.data.runtime.guard.circumstances import settings_in_c
-from headway.data.runtime.guard.surroundings import surroundings
+from headway.data.guard.process_state import settings_in_c, surroundings
 
 SETTINGS = """
 import sys

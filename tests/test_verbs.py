@@ -22,7 +22,7 @@ from headway.ledger.answers.causes import Fix, find_causes
 from headway.ledger.answers.compare import RunComparison
 from headway.ledger.answers.evidence import TRY
 from headway.ledger.answers.ledger import Ledger
-from headway.ledger.kinds.cause import Cause
+from headway.ledger.cause import Cause
 from headway.plan.planner import Plan
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.reasons import GIVEN_UP, IN_FORCE
@@ -31,7 +31,7 @@ from headway.report.page.timeline import timeline
 from headway.report.screens import render_compare, render_plan
 from headway.runtime.launching.run_of_ranks import ExitReport
 from headway.runtime.run_folder.exit_class import HEADER
-from headway.sim.whatif.edits import EDITS
+from headway.sim.whatif import EDITS
 from headway.trace.events.active_settings import AppliedRow
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace

@@ -303,7 +303,7 @@ def test_threads_pin_the_batches_that_they_make_and_the_loop_waits_for_none(monk
         pinned_by.append(threading.current_thread())
         return batch
 
-    monkeypatch.setattr("headway.data.runtime.loader.threads.pin_memory", pin)
+    monkeypatch.setattr("headway.data.loader.threads.pin_memory", pin)
     iterator = iter(DataLoader(Numbers(8), 2, workers="threads", num_workers=2))
     iterator._pin_memory, iterator._pin_memory_device = True, "cuda"
 

@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset
 
-from headway.core.processes.child import said
-from headway.core.processes.hidden_thread import HiddenThread
-from headway.data.caches import scrutiny
-from headway.data.runtime.caching.cache import cache
-from headway.data.runtime.examples.visible import listen, noting
-from headway.data.runtime.guard import contents
-from headway.data.runtime.remedies import switch
-from headway.data.runtime.remedies.switch import threads
-from headway.data.runtime.remedies.workers import untunable, workers
+from headway.core.machine.child import said
+from headway.core.machine.hidden_thread import HiddenThread
+from headway.data.bytes import scrutiny
+from headway.data.cached.apply import cache
+from headway.data.guard import contents
+from headway.data.guard.watch import listen, noting
+from headway.data.workers import torch_threads as switch
+from headway.data.workers.apply import untunable, workers
+from headway.data.workers.torch_threads import threads
 from headway.runtime.calls.patches import replace_attribute
 from tests.loaders_made import Squares, epochs
 from tests.remedy_context import applied

@@ -14,7 +14,7 @@ import torch.distributed.tensor
 from torch._weights_only_unpickler import _get_allowed_globals
 
 from headway.storage.formats.records import is_legacy, read_legacy, read_saved
-from headway.storage.formats.weights_only import LOADABLE, refused, what_runs
+from headway.storage.formats.safe_pickle import LOADABLE, refused, what_runs
 from tests.checkpoints import Caller
 
 OURS = {f"{module}.{name}" for module, names in LOADABLE.items() for name in names}

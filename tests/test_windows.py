@@ -19,7 +19,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.runtime.host import device
-from headway.runtime.in_rank.window_profiler import SWITCHES, has_kernels, may_detach, quiet_stderr, tell_kineto
+from headway.runtime.in_rank.window_profiler import (
+    MOST_RANKS,
+    SWITCHES,
+    WindowSchedule,
+    has_kernels,
+    may_detach,
+    opening_step,
+    quiet_stderr,
+    spacing,
+    takes_part,
+    tell_kineto,
+)
 from headway.runtime.in_rank.windows import (
     BUDGET,
     HOLD_NS,
@@ -30,7 +41,6 @@ from headway.runtime.in_rank.windows import (
     budget_from,
     shape_after,
 )
-from headway.runtime.recorder.window_schedule import MOST_RANKS, WindowSchedule, opening_step, spacing, takes_part
 from tests.accelerator import Accelerator, now
 from tests.recorded import recording, rows, run_script
 

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.units import NS_PER_S
+from headway.data.guard.outcome import reporter
+from headway.data.guard.withdrawal import CHUNK, PATIENCE, OtherCores, Withdrawal
 from headway.data.remedies import ThreadsParameters
-from headway.data.runtime.examples.outcome import reporter
-from headway.data.runtime.following.withdrawal import CHUNK, PATIENCE, OtherCores, Withdrawal
-from headway.plan.pace import step_seconds
+from headway.plan.setup import step_seconds
 from tests.remedy_context import TestContext
 from tests.runs_made import RunMaker
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import BackgroundError, HeadwayError, InputError
-from headway.core.processes.worker import BackgroundWorker
+from headway.core.machine.worker import BackgroundWorker
 
 
 @given(st.lists(st.integers()), st.integers(1, 5))

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from headway.data.runtime.examples.examples import equal
-from headway.data.runtime.remedies.workers import WAITS, untunable, workers
+from headway.data.bytes.torch_examples import equal
+from headway.data.workers.apply import WAITS, untunable, workers
 from headway.ledger.booking.rows import rows_by_rank
 from headway.ledger.booking.waits import find_loads, match_batches
 from headway.runtime.in_rank.remedy import Applied, RefusedRemedy
@@ -240,7 +240,7 @@ def test_a_start_method_other_than_fork_and_a_daemon_are_left_alone(monkeypatch)
 
 
 def test_batches_that_shared_memory_could_not_hold_are_left_alone(monkeypatch):
-    monkeypatch.setattr("headway.data.runtime.remedies.workers.shared_memory_bytes", lambda: 100)
+    monkeypatch.setattr("headway.data.workers.apply.shared_memory_bytes", lambda: 100)
 
     assert "/dev/shm has no room" in untunable(DataLoader(Squares()), 4)
 
@@ -340,10 +340,8 @@ def test_two_loaders_side_by_side_keep_their_workers_and_their_orders(replacemen
 def test_a_loader_made_anew_is_tried_once_and_others_only_while_the_budget_lasts(monkeypatch):
     tried = []
     for name in ("FIRST_S", "SHARE"):
-        monkeypatch.setattr(f"headway.data.runtime.guard.decisions.{name}", 0.0)
-    monkeypatch.setattr(
-        "headway.data.runtime.remedies.workers.untunable", lambda loader, *_, **__: tried.append(loader)
-    )
+        monkeypatch.setattr(f"headway.data.guard.decisions.{name}", 0.0)
+    monkeypatch.setattr("headway.data.workers.apply.untunable", lambda loader, *_, **__: tried.append(loader))
     with applied(workers, {**PARAMETERS, "num_workers": 1}) as context:
         counts = []
         for batch_size in (2, 2, 2, 3, 4):
@@ -432,7 +430,7 @@ class HangsInWorkers(Squares):
 
 
 def test_workers_that_hang_do_not_hang_the_loop(monkeypatch):
-    monkeypatch.setattr("headway.data.runtime.following.script_workers.PATIENCE_S", 1.0)
+    monkeypatch.setattr("headway.data.workers.worker_iterators.PATIENCE_S", 1.0)
     expected, _ = epochs(lambda: DataLoader(HangsInWorkers(), 5))
     with applied(workers, {"num_workers": 2}) as context:
         found, _ = epochs(lambda: DataLoader(HangsInWorkers(), 5))

@@ -8,9 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.storage.redundancy.bitmatrix import cauchy, in_bits
-from headway.storage.redundancy.xor_native import compiled
-from headway.storage.redundancy.xor_program import SLAB_BYTES, interpret, plain, shared
+from headway.storage.redundancy.xor_program import SLAB_BYTES, cauchy, compiled, in_bits, interpret, plain, shared
 
 
 def matrices():

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from headway.data.runtime.checks.image_costs import BATCH, WAYS, Prepared, digest, prepared, read
-from headway.data.runtime.examples.usage import usage
+from headway.data.bytes.account import usage
+from headway.data.stalls.torch_image_costs import BATCH, WAYS, Prepared, digest, prepared, read
 
 WORKERS = 2
 ROUNDS = 1_000_000

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import headway.data
-from headway.data.runtime.examples import ops
+from headway.data.pipeline import torch_ops as ops
 
 SIZE = (224, 224)
 
@@ -151,7 +151,7 @@ def main() -> None:
     """Obey stdin."""
     torch.set_num_threads(1)
     if "peer" not in sys.argv:  # loaded before the clock starts, as torch's own loader is
-        importlib.import_module("headway.data.runtime.loader.served")
+        importlib.import_module("headway.data.service.torch_served")
     print("ready", flush=True)
     for line in sys.stdin:
         order = json.loads(line)

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headway.checkpoint.policies.costs import CALL_S, DURABLE_S, Goal, behind_steps, best_steps, overlap_steps
+from headway.checkpoint.policy.costs import CALL_S, DURABLE_S, Goal, behind_steps, best_steps, overlap_steps
 from headway.core.units import NS_PER_S, format_bytes, format_fraction, format_seconds
 from headway.ledger.answers.ledger import Ledger
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.recorded.lane import LABEL
 from headway.sim.recorded.program import Program
-from headway.sim.whatif.prediction import Prediction
+from headway.sim.whatif import Prediction
 from headway.trace.events.sweep import Ints
 
 BUDGET = 0.035

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headway.checkpoint.advise import BUDGET, COPY_BYTES_PER_S
-from headway.checkpoint.policies.costs import CALL_S, DURABLE_S, Goal, behind_steps, best_steps, positive, wall_factor
+from headway.checkpoint.policy.costs import CALL_S, DURABLE_S, Goal, behind_steps, best_steps, positive, wall_factor
 from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.core.units import parse_bytes

@@ -16,7 +16,7 @@ class BehindParameters(Parameters, frozen=True):
 
 REMEDIES = (
     RemedyRecord(
-        "checkpoint.async", BehindParameters, "headway.checkpoint.runtime.torch_calls.switch:behind", STALL,
+        "checkpoint.async", BehindParameters, "headway.checkpoint.torch_dcp.switch:behind", STALL,
         allow="result-equivalent", changes="a checkpoint becomes durable after the call that saves it",
     ),
     RemedyRecord("checkpoint.interval", causes=STALL),

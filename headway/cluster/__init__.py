@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING
 from headway.core.lazy import lazily
 
 if TYPE_CHECKING:
-    from headway.cluster.adaptive.knapsack import elastic as elastic
+    from headway.cluster.adaptive.decide import elastic as elastic
     from headway.cluster.adaptive.noise import NoiseScale as NoiseScale
     from headway.cluster.adaptive.speed import fit_speed as fit_speed
-    from headway.cluster.compare import compare_policies as compare_policies
-    from headway.cluster.engine import simulate as simulate
-    from headway.cluster.estimate import fit_rates as fit_rates
     from headway.cluster.model import Cluster as Cluster
     from headway.cluster.model import Jobs as Jobs
     from headway.cluster.model import Rates as Rates
     from headway.cluster.model import Resize as Resize
+    from headway.cluster.policies.maxmin import leximin as leximin
+    from headway.cluster.policies.maxmin import maxmin as maxmin
     from headway.cluster.policies.table import POLICIES as POLICIES
-    from headway.cluster.programs.leximin import leximin as leximin
-    from headway.cluster.programs.maxmin import maxmin as maxmin
+    from headway.cluster.queue.compare import compare_policies as compare_policies
+    from headway.cluster.queue.engine import simulate as simulate
+    from headway.cluster.queue.recorded_rates import fit_rates as fit_rates
 
 PUBLIC: dict[str, str] = {
     "Cluster": "headway.cluster.model:Cluster",
@@ -32,13 +32,13 @@ PUBLIC: dict[str, str] = {
     "Rates": "headway.cluster.model:Rates",
     "Resize": "headway.cluster.model:Resize",
     "POLICIES": "headway.cluster.policies.table:POLICIES",
-    "compare_policies": "headway.cluster.compare:compare_policies",
-    "elastic": "headway.cluster.adaptive.knapsack:elastic",
+    "compare_policies": "headway.cluster.queue.compare:compare_policies",
+    "elastic": "headway.cluster.adaptive.decide:elastic",
     "fit_speed": "headway.cluster.adaptive.speed:fit_speed",
-    "fit_rates": "headway.cluster.estimate:fit_rates",
-    "leximin": "headway.cluster.programs.leximin:leximin",
-    "maxmin": "headway.cluster.programs.maxmin:maxmin",
-    "simulate": "headway.cluster.engine:simulate",
+    "fit_rates": "headway.cluster.queue.recorded_rates:fit_rates",
+    "leximin": "headway.cluster.policies.maxmin:leximin",
+    "maxmin": "headway.cluster.policies.maxmin:maxmin",
+    "simulate": "headway.cluster.queue.engine:simulate",
 }
 """Public name -> "module:attribute"."""
 

@@ -31,9 +31,9 @@ class NoiseParameters(Parameters, frozen=True):
 
 REMEDIES = (
     RemedyRecord(
-        "cluster.batch", BatchParameters, "headway.cluster.runtime.batch:batch",
+        "cluster.batch", BatchParameters, "headway.cluster.adaptive.apply:batch",
         allow="lossy", changes="another batch size changes what is learned",
     ),
-    RemedyRecord("cluster.noise", NoiseParameters, "headway.cluster.runtime.noise:noise"),
+    RemedyRecord("cluster.noise", NoiseParameters, "headway.cluster.adaptive.torch_noise:noise"),
 )  # fmt: skip
 """What a plan may hold of this room."""

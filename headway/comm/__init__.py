@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 from headway.core.lazy import lazily
 
 if TYPE_CHECKING:
-    from headway.comm.options import OPTIONS as OPTIONS
-    from headway.comm.runtime.codecs.table import CODECS as CODECS
-    from headway.comm.runtime.compress import compress as compress
-    from headway.comm.runtime.lans import Lans as Lans
+    from headway.comm.compression.apply import compress as compress
+    from headway.comm.compression.options import OPTIONS as OPTIONS
+    from headway.comm.compression.torch_codecs import CODECS as CODECS
+    from headway.comm.compression.torch_lans import Lans as Lans
 
 EXACT_RANKS = 2
 """Of so many ranks the sum of gradients is the same in any order."""
 
 PUBLIC: dict[str, str] = {
-    "CODECS": "headway.comm.runtime.codecs.table:CODECS",
-    "OPTIONS": "headway.comm.options:OPTIONS",
-    "Lans": "headway.comm.runtime.lans:Lans",
-    "compress": "headway.comm.runtime.compress:compress",
+    "CODECS": "headway.comm.compression.torch_codecs:CODECS",
+    "OPTIONS": "headway.comm.compression.options:OPTIONS",
+    "Lans": "headway.comm.compression.torch_lans:Lans",
+    "compress": "headway.comm.compression.apply:compress",
 }
 """Public name -> "module:attribute"."""
 

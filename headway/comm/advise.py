@@ -19,7 +19,7 @@ from dataclasses import replace
 import numpy as np
 
 from headway.comm import EXACT_RANKS
-from headway.comm.advise_compress import propose_compression
+from headway.comm.compression.advise import propose_compression
 from headway.core.errors import BarMissedError, InputError
 from headway.core.units import NS_PER_S, format_fraction, format_seconds
 from headway.ledger.answers.ledger import Ledger

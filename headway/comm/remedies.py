@@ -59,18 +59,18 @@ class CompressParameters(Parameters, frozen=True):
 EXPOSED = ("comm.exposed",)
 
 REMEDIES = (
-    RemedyRecord("comm.bucket", BucketParameters, "headway.comm.runtime.ddp:bucket", EXPOSED),
+    RemedyRecord("comm.bucket", BucketParameters, "headway.comm.buckets.apply:bucket", EXPOSED),
     RemedyRecord(
-        "comm.gradient_view", apply="headway.comm.runtime.ddp:gradient_view", causes=EXPOSED,
+        "comm.gradient_view", apply="headway.comm.buckets.apply:gradient_view", causes=EXPOSED,
         allow="result-equivalent", changes="whether the script keeps gradients over steps cannot be checked",
     ),
     RemedyRecord(
-        "comm.static_graph", apply="headway.comm.runtime.ddp:static_graph", causes=EXPOSED,
+        "comm.static_graph", apply="headway.comm.buckets.apply:static_graph", causes=EXPOSED,
         allow="result-equivalent", changes="whether every step uses the same parameters cannot be checked",
     ),
-    RemedyRecord("comm.order", OrderParameters, "headway.comm.runtime.fsdp:order", EXPOSED),
+    RemedyRecord("comm.order", OrderParameters, "headway.comm.buckets.torch_fsdp:order", EXPOSED),
     RemedyRecord(
-        "comm.compress", CompressParameters, "headway.comm.runtime.compress:compression", EXPOSED,
+        "comm.compress", CompressParameters, "headway.comm.compression.apply:compression", EXPOSED,
         allow="lossy", changes="compressed gradients change results",
     ),
     RemedyRecord("comm.links", causes=EXPOSED),

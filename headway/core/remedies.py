@@ -7,7 +7,7 @@ apply it. To add a remedy is to add a record, a function that proposes it
 
 >>> class Cache(Parameters):
 ...     bytes: Size
->>> record = RemedyRecord("data.cache", Cache, "headway.data.runtime.caching.cache:cache", ("input.fetch",))
+>>> record = RemedyRecord("data.cache", Cache, "headway.data.cached.apply:cache", ("input.fetch",))
 >>> record.read({"bytes": 4096})
 Cache(bytes=4096)
 >>> record.read({"bytes": 0})

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 
 from headway.core.errors import InputError
 from headway.core.tables import pick, suggestion
-from headway.cost.flops import RECOMPUTE
-from headway.cost.transformer import Transformer
+from headway.cost.transformer import RECOMPUTE, Transformer
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ class Sharding:
     """Whether norms and dropouts are split over tensor-parallel ranks as well."""
 
     recompute: str = "none"
-    """One of `headway.cost.flops.RECOMPUTE`."""
+    """One of `headway.cost.transformer.RECOMPUTE`."""
 
     zero_stage: int = 0
     """What replicas share out: 1 optimizer state, 2 gradients as well, 3 parameters as well (FSDP)."""

@@ -18,11 +18,11 @@ import numpy as np
 from headway.core.files.bounded_json import read_json
 from headway.core.units import format_bytes, format_fraction, plural
 from headway.ledger.answers.ledger import Ledger
-from headway.ledger.runs.loader_roles import evaluation_loaders
+from headway.ledger.runs.recorded import evaluation_loaders
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.recorded.program import Program
-from headway.sim.whatif.edits import WorkerEdit
+from headway.sim.whatif import WorkerEdit
 from headway.trace.events.loader_facts import (
     LoaderFacts,
     facts_of,

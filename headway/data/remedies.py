@@ -73,26 +73,26 @@ class PhaseParameters(Parameters, frozen=True):
 FETCHING = ("input.fetch", "input.prep")
 
 REMEDIES = (
-    RemedyRecord("data.workers", WorkersParameters, "headway.data.runtime.remedies.workers:workers", FETCHING),
+    RemedyRecord("data.workers", WorkersParameters, "headway.data.workers.apply:workers", FETCHING),
     RemedyRecord(
-        "data.threads", ThreadsParameters, "headway.data.runtime.remedies.switch:threads",
+        "data.threads", ThreadsParameters, "headway.data.workers.torch_threads:threads",
         (*FETCHING, "input.transfer"),
         allow="data.threads", changes="threads share the dataset's objects with the loop",
     ),
-    RemedyRecord("data.cache", CacheParameters, "headway.data.runtime.caching.cache:cache", FETCHING),
+    RemedyRecord("data.cache", CacheParameters, "headway.data.cached.apply:cache", FETCHING),
     RemedyRecord(
-        "data.server", ServerParameters, "headway.data.runtime.remedies.sharing:server", FETCHING,
+        "data.server", ServerParameters, "headway.data.service.apply:server", FETCHING,
         allow="result-equivalent", changes="it changes the order of the examples",
     ),
 )  # fmt: skip
 """What a plan may hold of this room."""
 
 MEASUREMENTS = (
-    RemedyRecord("measure.cold", PhaseParameters, "headway.data.runtime.checks.measurements:cold"),
-    RemedyRecord("measure.warm", PhaseParameters, "headway.data.runtime.checks.measurements:warm"),
-    RemedyRecord("measure.synthetic", PhaseParameters, "headway.data.runtime.checks.measurements:synthetic"),
+    RemedyRecord("measure.cold", PhaseParameters, "headway.data.stalls.torch_measurements:cold"),
+    RemedyRecord("measure.warm", PhaseParameters, "headway.data.stalls.torch_measurements:warm"),
+    RemedyRecord("measure.synthetic", PhaseParameters, "headway.data.stalls.torch_measurements:synthetic"),
 )
 """Phases of `headway data stalls -- SCRIPT`, in order."""
 
-CHECKS = (RemedyRecord("check.resume", ResumeParameters, "headway.data.runtime.checks.resume_check:resume"),)
+CHECKS = (RemedyRecord("check.resume", ResumeParameters, "headway.data.loader.resume_check:resume"),)
 """What `headway data verify-resume` makes inside a rank."""

@@ -11,29 +11,29 @@ from headway.core.lazy import lazily
 
 if TYPE_CHECKING:
     from headway.fault.backup import backup_peers as backup_peers
+    from headway.fault.backup import dual_phase as dual_phase
+    from headway.fault.backup import standby_size as standby_size
     from headway.fault.fleet import Scenario as Scenario
     from headway.fault.fleet import simulate as simulate
-    from headway.fault.ladder import ACTIONS as ACTIONS
-    from headway.fault.ladder import decide as decide
-    from headway.fault.outliers import Suspicion as Suspicion
-    from headway.fault.outliers import suspects as suspects
-    from headway.fault.runtime.injectors import FAULTS as FAULTS
-    from headway.fault.standby import dual_phase as dual_phase
-    from headway.fault.standby import standby_size as standby_size
+    from headway.fault.restart.outliers import Suspicion as Suspicion
+    from headway.fault.restart.outliers import suspects as suspects
+    from headway.fault.restart.supervise import ACTIONS as ACTIONS
+    from headway.fault.restart.supervise import decide as decide
+    from headway.fault.torch_drill import FAULTS as FAULTS
     from headway.trace.recording.incident import Incident as Incident
 
 PUBLIC: dict[str, str] = {
-    "ACTIONS": "headway.fault.ladder:ACTIONS",
-    "FAULTS": "headway.fault.runtime.injectors:FAULTS",
+    "ACTIONS": "headway.fault.restart.supervise:ACTIONS",
+    "FAULTS": "headway.fault.torch_drill:FAULTS",
     "Incident": "headway.trace.recording.incident:Incident",
     "Scenario": "headway.fault.fleet:Scenario",
-    "Suspicion": "headway.fault.outliers:Suspicion",
+    "Suspicion": "headway.fault.restart.outliers:Suspicion",
     "backup_peers": "headway.fault.backup:backup_peers",
-    "decide": "headway.fault.ladder:decide",
-    "dual_phase": "headway.fault.standby:dual_phase",
+    "decide": "headway.fault.restart.supervise:decide",
+    "dual_phase": "headway.fault.backup:dual_phase",
     "simulate": "headway.fault.fleet:simulate",
-    "standby_size": "headway.fault.standby:standby_size",
-    "suspects": "headway.fault.outliers:suspects",
+    "standby_size": "headway.fault.backup:standby_size",
+    "suspects": "headway.fault.restart.outliers:suspects",
 }
 """Public name -> "module:function"."""
 

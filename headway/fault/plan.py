@@ -15,8 +15,7 @@ from typing import Any
 
 from headway.core.errors import InputError
 from headway.core.mesh import Mesh
-from headway.fault.backup import backup_peers
-from headway.fault.standby import standby_size
+from headway.fault.backup import backup_peers, standby_size
 from headway.ledger.answers.metrics import ettr, ettr_first_order, optimal_interval_s
 
 LONGEST_S = 1e10

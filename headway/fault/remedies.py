@@ -25,11 +25,11 @@ class InjectParameters(Parameters, frozen=True):
 
 REMEDIES = (
     RemedyRecord(
-        "fault.guard", GuardParameters, "headway.fault.runtime.loss_guard:guard",
+        "fault.guard", GuardParameters, "headway.fault.torch_guard:guard",
         allow="lossy", changes="it changes the results of a job whose loss breaks", conflicts=("model.tune",),
     ),
 )  # fmt: skip
 """What a plan may hold of this room."""
 
-DRILL = (RemedyRecord("fault.inject", InjectParameters, "headway.fault.runtime.injectors:inject"),)
+DRILL = (RemedyRecord("fault.inject", InjectParameters, "headway.fault.torch_drill:inject"),)
 """What a drill does; no plan of a user's names it."""

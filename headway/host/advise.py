@@ -16,7 +16,7 @@ from headway.core.units import format_fraction
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.recorded.program import Program
-from headway.sim.whatif.prediction import Prediction
+from headway.sim.whatif import Prediction
 
 COLLECT_EVERY = (50, 100, 200, 500)
 """Steps between coordinated collections that are tried, smallest first: garbage must not pile up."""

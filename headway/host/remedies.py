@@ -22,8 +22,8 @@ class LoggingParameters(Parameters, frozen=True):
 
 
 REMEDIES = (
-    RemedyRecord("host.gc", CollectParameters, "headway.host.runtime:collect_together", ("host.gc",)),
-    RemedyRecord("host.logging", LoggingParameters, "headway.host.runtime:log_on_a_thread", ("host.logging",)),
+    RemedyRecord("host.gc", CollectParameters, "headway.host.apply:collect_together", ("host.gc",)),
+    RemedyRecord("host.logging", LoggingParameters, "headway.host.apply:log_on_a_thread", ("host.logging",)),
     RemedyRecord("straggler.remove", causes=("straggler.rank",)),
 )
 """What a plan may hold of this room; a rank that lags is only named."""

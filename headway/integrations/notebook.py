@@ -102,9 +102,9 @@ def open_run(path: str | os.PathLike[str]) -> RecordedRun:
 
 def draw(path: Path) -> Shown:
     """Return the ledger of a run folder as text and as a fragment of a page."""
-    from headway.report.page.notebook import fragment
+    from headway.report.page.html import fragment
     from headway.report.paper import screen_of
-    from headway.report.text.terminal import render_why
+    from headway.report.terminal import render_why
 
     found = RecordedRun(os.path.relpath(path))
     why = found.why()

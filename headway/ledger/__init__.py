@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from headway.ledger.answers.causes import find_causes as find_causes
     from headway.ledger.answers.ledger import Ledger as Ledger
-    from headway.ledger.kinds.buckets import BUCKETS as BUCKETS
-    from headway.ledger.kinds.cause import Cause as Cause
+    from headway.ledger.buckets import BUCKETS as BUCKETS
+    from headway.ledger.cause import Cause as Cause
 
 PUBLIC: dict[str, str] = {
-    "BUCKETS": "headway.ledger.kinds.buckets",
-    "Cause": "headway.ledger.kinds.cause",
+    "BUCKETS": "headway.ledger.buckets",
+    "Cause": "headway.ledger.cause",
     "Ledger": "headway.ledger.answers.ledger",
     "find_causes": "headway.ledger.answers.causes",
 }

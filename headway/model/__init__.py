@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING
 from headway.core.lazy import lazily
 
 if TYPE_CHECKING:
+    from headway.model.growth.apply import grow as grow
     from headway.model.growth.families import FAMILIES as FAMILIES
-    from headway.model.growth.schedule import growth_schedule as growth_schedule
-    from headway.model.runtime.grow import grow as grow
-    from headway.model.runtime.tuner import Tuner as Tuner
+    from headway.model.growth.sizes import growth_schedule as growth_schedule
+    from headway.model.tuning.search import summarise as summarise
     from headway.model.tuning.space import Choice as Choice
     from headway.model.tuning.space import Range as Range
-    from headway.model.tuning.summary import summarise as summarise
+    from headway.model.tuning.torch_tuner import Tuner as Tuner
 
 PUBLIC: dict[str, str] = {
     "Choice": "headway.model.tuning.space:Choice",
     "FAMILIES": "headway.model.growth.families:FAMILIES",
     "Range": "headway.model.tuning.space:Range",
-    "Tuner": "headway.model.runtime.tuner:Tuner",
-    "grow": "headway.model.runtime.grow:grow",
-    "growth_schedule": "headway.model.growth.schedule:growth_schedule",
-    "summarise": "headway.model.tuning.summary:summarise",
+    "Tuner": "headway.model.tuning.torch_tuner:Tuner",
+    "grow": "headway.model.growth.apply:grow",
+    "growth_schedule": "headway.model.growth.sizes:growth_schedule",
+    "summarise": "headway.model.tuning.search:summarise",
 }
 """Public name -> "module:attribute"."""
 

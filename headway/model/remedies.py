@@ -20,7 +20,7 @@ class TuneParameters(Parameters, frozen=True):
 
 REMEDIES = (
     RemedyRecord(
-        "model.tune", TuneParameters, "headway.model.runtime.tuned_script:tune",
+        "model.tune", TuneParameters, "headway.model.tuning.apply:tune",
         allow="lossy", changes="other settings change what is learned",
         conflicts=("fault.guard",),  # losses of trials may break, which ends no job
     ),

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from headway.parallel.planning.layers import LayerGraph as LayerGraph
     from headway.sim.pipeline.actions import PipelineProgram as PipelineProgram
     from headway.sim.pipeline.actions import StageGraph as StageGraph
-    from headway.sim.pipeline.bubbles import bubbles as bubbles
-    from headway.sim.pipeline.check import check as check
+    from headway.sim.pipeline.lower import check as check
     from headway.sim.pipeline.lower import lower as lower
     from headway.sim.pipeline.schedules import SCHEDULES as SCHEDULES
+    from headway.sim.pipeline.simulate import bubbles as bubbles
 
 PUBLIC: dict[str, str] = {
     "LayerGraph": "headway.parallel.planning.layers:LayerGraph",
@@ -30,8 +30,8 @@ PUBLIC: dict[str, str] = {
     "SCHEDULES": "headway.sim.pipeline.schedules:SCHEDULES",
     "StageGraph": "headway.sim.pipeline.actions:StageGraph",
     "Topology": "headway.parallel.planning.hierarchical:Topology",
-    "bubbles": "headway.sim.pipeline.bubbles:bubbles",
-    "check": "headway.sim.pipeline.check:check",
+    "bubbles": "headway.sim.pipeline.simulate:bubbles",
+    "check": "headway.sim.pipeline.lower:check",
     "lower": "headway.sim.pipeline.lower:lower",
     "search": "headway.parallel.planning.hierarchical:search",
 }

@@ -16,9 +16,5 @@ class ScheduleParameters(Parameters, frozen=True):
     """A row of torch's compute-only CSV per rank of the pipeline, such as '0F0,0F1,0I0,0W0'."""
 
 
-REMEDIES = (
-    RemedyRecord(
-        "parallel.schedule", ScheduleParameters, "headway.parallel.runtime.schedule:schedule", ("bubble.p2p",)
-    ),
-)
+REMEDIES = (RemedyRecord("parallel.schedule", ScheduleParameters, "headway.parallel.apply:schedule", ("bubble.p2p",)),)
 """What a plan may hold of this room."""

@@ -24,8 +24,7 @@ from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.reasons import LeftOut, excludes, reason_of, unless_excluded, unless_given_up, unless_in_force
 from headway.plan.setup import Setup
 from headway.sim.recorded.program import Program
-from headway.sim.whatif.edits import Edit
-from headway.sim.whatif.prediction import Prediction
+from headway.sim.whatif import Edit, Prediction
 
 MAX_EXHAUSTIVE = 8
 """Up to so many candidates every combination is replayed; beyond, the best ones are."""

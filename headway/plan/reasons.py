@@ -13,7 +13,7 @@ from typing import Any
 
 from headway.core.units import format_bytes
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
-from headway.sim.whatif.edits import parse_edit
+from headway.sim.whatif import parse_edit
 from headway.trace.events.active_settings import GivenUp
 
 KINDS = ("hand", "noise", "memory", "grant", "excluded", "little")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from headway.power.grid_spec import check as check
     from headway.power.search import optimise as optimise
     from headway.power.smoothing import smooth as smooth
-    from headway.power.storage import store as store
+    from headway.power.smoothing import store as store
 
 PUBLIC: dict[str, str] = {
     "PowerModel": "headway.cost.power:PowerModel",
@@ -26,7 +26,7 @@ PUBLIC: dict[str, str] = {
     "check": "headway.power.grid_spec:check",
     "optimise": "headway.power.search:optimise",
     "smooth": "headway.power.smoothing:smooth",
-    "store": "headway.power.storage:store",
+    "store": "headway.power.smoothing:store",
 }
 """Public name -> "module:attribute"."""
 

@@ -11,7 +11,7 @@ from typing import Any
 from headway.core.errors import FormatError, InputError
 from headway.core.files.bounded_json import read_json
 from headway.core.files.planfile import PlanFile, Remedy
-from headway.core.files.whole_file import whole_file
+from headway.core.files.regular_file import whole_file
 from headway.plan.proposal import Proposal, Refusal
 from headway.power.search import HOLD_S, MITIGATIONS, PowerPlan
 

@@ -20,5 +20,5 @@ class FillerParameters(Parameters, frozen=True):
     """Fraction of a core."""
 
 
-REMEDIES = (RemedyRecord("power.filler", FillerParameters, "headway.power.runtime.filler:fill_gaps"),)
+REMEDIES = (RemedyRecord("power.filler", FillerParameters, "headway.power.apply:fill_gaps"),)
 """What a plan may hold of this room."""

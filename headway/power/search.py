@@ -19,8 +19,7 @@ from numpy.typing import ArrayLike
 from headway.core.search import threshold
 from headway.core.tables import pick
 from headway.power.grid_spec import GridSpec, Watts, check, checked_power
-from headway.power.smoothing import fill, slowed, smooth
-from headway.power.storage import store
+from headway.power.smoothing import fill, slowed, smooth, store
 
 J_PER_KWH = 3.6e6
 YEAR_S = 365.25 * 86_400.0

@@ -7,20 +7,30 @@ guessed; keys of a newer version are ignored. Times in seconds.
 >>> why = Why.of({"devices": 2, "goodput": None, "steps": "many", "causes": [{"cause": "host.gc", "fix": None}]})
 >>> why.devices, why.goodput, why.steps, why.causes[0].cause, why.causes[0].fix
 (2.0, None, None, 'host.gc', '')
+
+The facts of a run as a page shows them: what ran where, and when it began.
+
+From run.json, whose secrets were replaced when it was written.
+
+>>> created(RunFacts()), created(RunFacts(realtime_ns=86_400_000_000_000))
+('', '1970-01-02 00:00 UTC')
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from typing import Any, Self
 
 import msgspec
 
 from headway.core.files.bounded_json import converted
+from headway.core.units import NS_PER_S, format_bytes
 from headway.ledger.jobs.group_creation import Creation
 from headway.plan.loader_rows import LoaderRow
 from headway.trace.events.active_settings import AppliedRow
-from headway.trace.recording.run_facts import RunExit
+from headway.trace.events.trace import Trace
+from headway.trace.recording.run_facts import RunExit, RunFacts
 
 Json = Mapping[str, Any]
 """One parsed JSON object of the `--json` contracts."""
@@ -46,7 +56,7 @@ def _known(value: Any) -> Any:
 
 
 class CauseRow(Answer, frozen=True):
-    """One of the `causes` of `headway why`: see `headway.ledger.kinds.cause.Cause`."""
+    """One of the `causes` of `headway why`: see `headway.ledger.cause.Cause`."""
 
     cause: str = ""
     where: str = ""
@@ -243,3 +253,30 @@ class PlanAnswer(Answer, frozen=True):
     hidden: int = 0
     note: str = ""
     in_script: tuple[str, ...] | None = None
+
+
+# The facts of a run as a page shows them: what ran where, and when it began.
+
+
+def facts_of(meta: dict[str, Any], trace: Trace | None) -> dict[str, Any]:
+    """Return the facts at the foot of the page."""
+    facts: dict[str, Any] = {"script": " ".join(map(str, meta.get("script") or []))} if meta else {}
+    wanted = ("host", "device_type", "cores", "world_size", "headway_version", "dropped", "run_id")
+    facts |= {key: meta[key] for key in wanted if meta.get(key) is not None}
+    if isinstance(meta.get("bytes_per_step"), (int, float)):
+        facts["events written"] = f"{format_bytes(meta['bytes_per_step'])} per step"
+    loaders = meta.get("loaders")
+    facts |= {f"loader {name}": row for name, row in (loaders if isinstance(loaders, dict) else {}).items()}
+    if not meta and trace is not None:
+        facts |= {key: trace.meta[key] for key in ("source", "device_type", "world_size") if key in trace.meta}
+    return facts
+
+
+def created(facts: RunFacts) -> str:
+    """Return when the run started, as text."""
+    if not facts.realtime_ns:
+        return ""
+    try:
+        return datetime.fromtimestamp(facts.realtime_ns / NS_PER_S, tz=UTC).strftime("%Y-%m-%d %H:%M UTC")
+    except (ValueError, OverflowError, OSError):  # no time that a clock has shown
+        return ""

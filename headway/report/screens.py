@@ -46,10 +46,10 @@ from headway.report.paper import ScreenOptions, add_row, command_line, draw, gri
 from headway.trace.events.active_settings import AppliedRow
 
 if TYPE_CHECKING:
-    from headway.data.stalls import StallReport
+    from headway.data.stalls.model import StallReport
     from headway.ledger.answers.compare import BucketChange, RunComparison
     from headway.runtime.host.doctor import Finding
-    from headway.sim.whatif.prediction import Prediction
+    from headway.sim.whatif import Prediction
 
 WHOLE_PLAN = "plan"
 """The row of `run.applied` that stands for all remedies together, where there is one."""

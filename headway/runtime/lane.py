@@ -37,7 +37,7 @@ from torch.futures import Future
 
 from headway.core.closing import Closing
 from headway.core.errors import BackgroundError, InputError
-from headway.core.processes.worker import BackgroundWorker
+from headway.core.machine.worker import BackgroundWorker
 
 T = TypeVar("T")
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 from headway.core.lazy import lazily
 
 if TYPE_CHECKING:
+    from headway.lab.disks.afr import AfrModel as AfrModel
+    from headway.lab.disks.fleet import DiskFleet as DiskFleet
+    from headway.lab.disks.schemes import mttdl_hours as mttdl_hours
+    from headway.lab.disks.schemes import mttdl_parallel_hours as mttdl_parallel_hours
+    from headway.lab.disks.schemes import tolerated_afr as tolerated_afr
+    from headway.lab.disks.sim import Dgroup as Dgroup
+    from headway.lab.nvm.controller import NvmStats as NvmStats
+    from headway.lab.nvm.controller import simulate_nvm as simulate_nvm
+    from headway.lab.nvm.design import NvmDesign as NvmDesign
     from headway.storage.checks.verification import verify as verify
-    from headway.storage.disks.afr import AfrModel as AfrModel
-    from headway.storage.disks.fleet import DiskFleet as DiskFleet
-    from headway.storage.disks.schemes import mttdl_hours as mttdl_hours
-    from headway.storage.disks.schemes import mttdl_parallel_hours as mttdl_parallel_hours
-    from headway.storage.disks.schemes import tolerated_afr as tolerated_afr
-    from headway.storage.disks.sim import Dgroup as Dgroup
-    from headway.storage.nvm.controller import NvmStats as NvmStats
-    from headway.storage.nvm.controller import simulate_nvm as simulate_nvm
-    from headway.storage.nvm.design import NvmDesign as NvmDesign
     from headway.storage.redundancy.erasure import RS as RS
     from headway.storage.regions.dirty import DirtyTracker as DirtyTracker
     from headway.storage.regions.protected import ProtectedRegion as ProtectedRegion
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 PUBLIC: dict[str, str] = {
     "flat_to_boxes": "headway.storage.stored.boxes:flat_to_boxes",
-    "AfrModel": "headway.storage.disks.afr:AfrModel",
-    "Dgroup": "headway.storage.disks.sim:Dgroup",
+    "AfrModel": "headway.lab.disks.afr:AfrModel",
+    "Dgroup": "headway.lab.disks.sim:Dgroup",
     "DirtyTracker": "headway.storage.regions.dirty:DirtyTracker",
-    "DiskFleet": "headway.storage.disks.fleet:DiskFleet",
-    "mttdl_hours": "headway.storage.disks.schemes:mttdl_hours",
-    "mttdl_parallel_hours": "headway.storage.disks.schemes:mttdl_parallel_hours",
-    "NvmDesign": "headway.storage.nvm.design:NvmDesign",
-    "NvmStats": "headway.storage.nvm.controller:NvmStats",
-    "simulate_nvm": "headway.storage.nvm.controller:simulate_nvm",
+    "DiskFleet": "headway.lab.disks.fleet:DiskFleet",
+    "mttdl_hours": "headway.lab.disks.schemes:mttdl_hours",
+    "mttdl_parallel_hours": "headway.lab.disks.schemes:mttdl_parallel_hours",
+    "NvmDesign": "headway.lab.nvm.design:NvmDesign",
+    "NvmStats": "headway.lab.nvm.controller:NvmStats",
+    "simulate_nvm": "headway.lab.nvm.controller:simulate_nvm",
     "ProtectedRegion": "headway.storage.regions.protected:ProtectedRegion",
     "RS": "headway.storage.redundancy.erasure:RS",
-    "tolerated_afr": "headway.storage.disks.schemes:tolerated_afr",
+    "tolerated_afr": "headway.lab.disks.schemes:tolerated_afr",
     "verify": "headway.storage.checks.verification:verify",
 }
 """Every lazily loaded public name -> "module:attribute"."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from headway.report.text.terminal import render_doctor
+from headway.report.terminal import render_doctor
 from headway.runtime.host.doctor import check
 from headway.runtime.in_rank import device_checks
 from headway.verbs.shared.output import emit

@@ -21,8 +21,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from headway.cluster.adaptive.speed import NEEDS_SCIPY
-from headway.cluster.adaptive.useful import BatchLimits
+from headway.cluster.adaptive.speed import NEEDS_SCIPY, BatchLimits
 from headway.core.errors import InputError
 from headway.core.tables import pick
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 
-from headway.cluster.adaptive.useful import gain
+from headway.cluster.adaptive.speed import gain
 from headway.core.errors import InputError
 
 MEMORY = 0.999

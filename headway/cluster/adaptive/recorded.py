@@ -10,15 +10,14 @@ from typing import Any
 import numpy as np
 
 from headway.cluster.adaptive.noise import NoiseScale
-from headway.cluster.adaptive.speed import fit_speed
-from headway.cluster.adaptive.useful import BatchLimits, best_batch, gain
+from headway.cluster.adaptive.speed import BatchLimits, best_batch, fit_speed, gain
 from headway.core.errors import FormatError, InputError
 from headway.core.files.bounded_json import read_json
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.core.units import NS_PER_S
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.answers.ledger import Ledger
-from headway.ledger.kinds.buckets import BUCKETS
+from headway.ledger.buckets import BUCKETS
 from headway.trace.events.active_settings import active_settings, applied_rows
 from headway.trace.recording.runs import Run
 

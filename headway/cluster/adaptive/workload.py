@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headway.cluster.adaptive.measured import Application, Submitted
-from headway.cluster.adaptive.speed import Speed, fit_speed
-from headway.cluster.adaptive.useful import best_batch, gain
+from headway.cluster.adaptive.speed import Speed, best_batch, fit_speed, gain
 from headway.cluster.model import Indices, Jobs, Values
 
 RESTART_S = 30.0

@@ -12,9 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from headway.cluster.model import Allocation, Cluster, QueueState, Values
-from headway.cluster.programs.classes import class_pairs, hand_down
-from headway.cluster.programs.leximin import water_filling
-from headway.cluster.programs.maxmin import JobGroups, equal_jobs, maxmin, solve
+from headway.cluster.policies.maxmin import JobGroups, class_pairs, equal_jobs, hand_down, maxmin, solve, water_filling
 from headway.core.linear import minimise
 from headway.core.search import threshold
 

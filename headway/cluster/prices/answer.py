@@ -12,10 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from headway.cluster.prices.deadline import hourly_starts, run_until, spans
 from headway.cluster.prices.market import DAY_S, HOUR_S, Market, MarketTerms
 from headway.cluster.prices.read import read_events
-from headway.cluster.prices.strategies import STUDY, Bought, follow, hindsight, online, study
+from headway.cluster.prices.strategies import (
+    STUDY,
+    Bought,
+    follow,
+    hindsight,
+    hourly_starts,
+    online,
+    run_until,
+    spans,
+    study,
+)
 from headway.core.errors import InputError
 
 AZURE_REGIONS = {"us_east": "eastus", "us_north_central": "northcentralus", "us_south_central": "southcentralus"}

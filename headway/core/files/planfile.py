@@ -21,7 +21,7 @@ from typing import Any
 
 from headway.core.errors import FormatError, InputError
 from headway.core.files.bounded_json import read_json
-from headway.core.files.whole_file import whole_file
+from headway.core.files.regular_file import whole_file
 
 SCHEMA = "headway.plan-file/1"
 """Value of the key "schema"."""
@@ -106,7 +106,7 @@ class PlanFile:
     """Run folder that the plan was made from, for the comparison afterwards."""
 
     step_s: float | None = None
-    """Seconds of an optimizer step in that run, as `headway.plan.pace` tells it; None = unknown, as in older plans."""
+    """Seconds of an optimizer step in that run, as `headway.plan.setup` tells it; None = unknown, as in older plans."""
 
     def __post_init__(self) -> None:
         """Check the schema and that no remedy comes twice; raises `InputError`."""

@@ -30,8 +30,16 @@ from typing import Any
 import msgspec
 
 from headway.core.machine.apart import DETACHED
-from headway.core.machine.cgroups import cpu_quota, first_line, lines_of, sharing, throttled_s
-from headway.core.machine.host import ROOT, affinity_cores, available_cores
+from headway.core.machine.host import (
+    ROOT,
+    affinity_cores,
+    available_cores,
+    cpu_quota,
+    first_line,
+    lines_of,
+    sharing,
+    throttled_s,
+)
 
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 

@@ -9,6 +9,22 @@ relative and predictions are positive.
 >>> task = TransferTask(source_s, np.zeros((40, 1)), np.arange(10), target_s[:10])
 >>> float(np.abs(ridge(task) / target_s - 1).max()) < 0.02
 True
+
+Which samples to measure on a new device: at random, or one near the centre of each of k clusters of the sources.
+
+>>> points = np.array([[0.0], [0.1], [0.2], [9.0], [9.1], [9.2]])
+>>> sorted(clusters(points, 2, np.random.default_rng(0)).tolist())
+[1, 4]
+
+How unlike two sets of embeddings are, and the transform of skewed labels: what training across devices needs.
+
+>>> points = np.array([[0.0, 1.0], [2.0, 5.0]])
+>>> central_moment_discrepancy(points, points)
+0.0
+>>> central_moment_discrepancy(points, points + [3.0, 4.0])         # moved as a whole: the means differ
+5.0
+>>> bool(np.allclose(box_cox_inverse(box_cox(points + 1, 0.3), 0.3), points + 1))
+True
 """
 
 from __future__ import annotations
@@ -241,7 +257,9 @@ def tree(task: TransferTask) -> Floats:
 
 def network(task: TransferTask) -> Floats:
     """Train the published network (CDMPP) on all sources and the device's own samples: a peer, about 35 s."""
-    trained = importlib.import_module("headway.cost.runtime.network").Trained(task)  # torch, which nothing else needs
+    trained = importlib.import_module("headway.cost.learned.torch_network").Trained(
+        task
+    )  # torch, which nothing else needs
     seconds: Floats = trained.seconds(task)
     return seconds
 
@@ -250,3 +268,98 @@ PREDICTORS: dict[str, PredictorFn] = {
     "kernel": kernel, "ridge": ridge, "one_hot": one_hot, "tree": tree, "network": network,
 }  # fmt: skip
 """Every predictor of a new device. Adding one is adding a line here."""
+
+
+# Which samples to measure on a new device: at random, or one near the centre of each of k clusters of the sources.
+
+Points = NDArray[np.float64]
+
+ROUNDS = 30
+"""Most rounds of k-means; it ends earlier when no point moves."""
+
+
+class SelectionFn(Protocol):
+    """Chooses samples. Write a function of this shape; there is nothing to subclass."""
+
+    def __call__(self, points: Points, size: int, rng: np.random.Generator) -> NDArray[np.int64]:
+        """Return [size] different indices into `points` [n, d]; `size` <= n."""
+        ...
+
+
+def random(points: Points, size: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Choose uniformly."""
+    return rng.choice(len(points), size, replace=False)
+
+
+def clusters(points: Points, size: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Choose the sample nearest to the centre of each cluster, largest cluster first (CDMPP, arXiv 2311.09690).
+
+    Lloyd's k-means from randomly chosen points. A cluster whose nearest sample is taken gives its next nearest.
+    """
+    centres = points[rng.choice(len(points), size, replace=False)]
+    owner = np.full(len(points), -1)
+    for _ in range(ROUNDS):
+        # |p - c|^2 = |p|^2 - 2 p.c + |c|^2, and |p|^2 does not matter for which centre is nearest.
+        nearest = (np.square(centres).sum(1) - 2 * points @ centres.T).argmin(1)
+        if (nearest == owner).all():
+            break
+        owner = nearest
+        count = np.bincount(owner, minlength=size)
+        sums = np.stack([np.bincount(owner, column, minlength=size) for column in points.T], axis=1)
+        centres = np.where(count[:, None] > 0, sums / np.maximum(count, 1)[:, None], centres)
+    chosen: list[int] = []
+    taken = np.zeros(len(points), bool)
+    for cluster in np.argsort(-np.bincount(owner, minlength=size), kind="stable"):
+        distance = np.square(points - centres[cluster]).sum(1)
+        chosen.append(int(np.where(taken, np.inf, distance).argmin()))
+        taken[chosen[-1]] = True
+    return np.array(chosen, np.int64)
+
+
+SELECTIONS: dict[str, SelectionFn] = {"random": random, "clusters": clusters}
+"""Every way to choose what to measure. Adding one is adding a line here."""
+
+
+# How unlike two sets of embeddings are, and the transform of skewed labels: what training across devices needs.
+
+MOMENTS = 5
+"""Highest order that is compared (K)."""
+
+POWERS = np.linspace(-1, 1, 41)
+"""Powers of the transform that are tried."""
+
+
+def central_moment_discrepancy(first: Floats, second: Floats, moments: int = MOMENTS) -> float:
+    """Return |difference of the means| + sum over k = 2 .. `moments` of |difference of the k-th central moments|.
+
+    Of [n, d] and [m, d] embeddings; norms are Euclidean (Zellinger et al., arXiv 1702.08811, without its ranges).
+    Raises `InputError` where a set is empty, or the widths differ.
+    """
+    if first.ndim != 2 or second.ndim != 2 or first.shape[1] != second.shape[1] or not (len(first) and len(second)):
+        raise InputError(
+            f"the sets have shapes {first.shape} and {second.shape}; pass [n, d] and [m, d], n and m at least 1."
+        )
+    means = first.mean(0), second.mean(0)
+    total = np.linalg.norm(means[0] - means[1])
+    for order in range(2, moments + 1):
+        total += np.linalg.norm(((first - means[0]) ** order).mean(0) - ((second - means[1]) ** order).mean(0))
+    return float(total)
+
+
+def box_cox(values: Floats, power: float) -> Floats:
+    """Return (v^p - 1) / p, and log v for p = 0, of positive `values`."""
+    found: Floats = np.log(values) if abs(power) < 1e-9 else (values**power - 1) / power
+    return found
+
+
+def box_cox_inverse(labels: Floats, power: float) -> Floats:
+    """Return the positive values of `labels`; what lies beyond the transform's range becomes its end."""
+    found: Floats = np.exp(labels) if abs(power) < 1e-9 else np.maximum(power * labels + 1, 1e-12) ** (1 / power)
+    return found
+
+
+def box_cox_power(values: Floats) -> float:
+    """Return the power of `POWERS` under which [n] `values` are most nearly normal: the greatest likelihood."""
+    logs = np.log(values)
+    scores = [-0.5 * len(logs) * np.log(box_cox(values, p).var()) + (p - 1) * logs.sum() for p in POWERS]
+    return float(POWERS[int(np.argmax(scores))])

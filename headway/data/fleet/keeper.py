@@ -18,7 +18,7 @@ import threading
 import time
 
 from headway.core.wire.channel import ChannelClosed
-from headway.data.fleet.refusal import START_AGAIN, ended_with
+from headway.data.fleet.hub import START_AGAIN, ended_with
 from headway.data.fleet.supervisor import MAX_QUICK, QUICK_S, FleetSettings, start
 from headway.data.fleet.worker import Make
 

@@ -1,7 +1,7 @@
 """What master, workers and readers of a fleet tell each other, and how they reach each other.
 
 An address is the path of a unix socket, or `tcp://host:port`, which needs the
-fleet's token. Batches travel as packed memory (`headway.data.serving.memory.packing`), never
+fleet's token. Batches travel as packed memory (`headway.data.bytes.packing`), never
 as pickles: on one machine in a memory file that is handed over, between
 machines in the message.
 
@@ -19,9 +19,9 @@ import msgspec
 
 from headway.core.errors import BackgroundError, InputError
 from headway.core.wire.channel import Channel, Listener, TcpListener, connect, connect_tcp
+from headway.data.bytes.account import ThreadTime
 from headway.data.fleet.master import SplitPlacement, WorkerReport
 from headway.data.fleet.splits import FleetPass, Split
-from headway.data.runtime.examples.account import ThreadTime
 
 SCHEME = "tcp://"
 

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from headway.core.errors import BackgroundError, HeadwayError
 from headway.core.wire.channel import Channel, ChannelClosed
 from headway.core.wire.wake import Waker
+from headway.data.bytes.account import ThreadTime
 from headway.data.fleet.master import SplitPlacement
 from headway.data.fleet.messages import (
     Broken,
@@ -45,7 +46,6 @@ from headway.data.fleet.messages import (
     hang_up,
 )
 from headway.data.fleet.splits import FleetPass, Split
-from headway.data.runtime.examples.account import ThreadTime
 
 AHEAD = 4
 """Batches that are fetched before the loop wants them."""
@@ -60,7 +60,7 @@ class Delivered(NamedTuple):
     """A batch as it came."""
 
     body: Any
-    """A buffer for `headway.data.serving.memory.packing.unpack`."""
+    """A buffer for `headway.data.bytes.packing.unpack`."""
     spent: ThreadTime
     """What making it took, in its worker."""
 

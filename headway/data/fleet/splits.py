@@ -25,7 +25,7 @@ import numpy as np
 
 from headway.core.errors import InputError
 from headway.core.rng import derived_seed
-from headway.data.orders.order import Permutation, Sequence, in_order, item_seeds, permute
+from headway.data.bytes.order import Permutation, Sequence, in_order, item_seeds, permute
 
 
 class BatchKeys(NamedTuple):

@@ -31,10 +31,9 @@ from headway.core.errors import InputError
 from headway.core.wire.channel import Channel, ChannelClosed, Listener, TcpListener
 from headway.core.wire.wires import Packets
 from headway.data.fleet.autoscale import Autoscaler
-from headway.data.fleet.hub import Hub, Scaling
+from headway.data.fleet.hub import START_AGAIN, Hub, Scaling, ended_with, refuse_all
 from headway.data.fleet.master import Master
 from headway.data.fleet.messages import SCHEME, GaveUp, Target, ToMaster, hang_up, listen
-from headway.data.fleet.refusal import START_AGAIN, ended_with, refuse_all
 from headway.data.fleet.worker import Make, serve
 from headway.runtime.launching.agent import die_with
 

@@ -5,7 +5,7 @@ part without sockets (a thread that makes batches, a shelf that holds them),
 the same under processes and Ray; `serve` is the process around it.
 
 >>> import numpy as np
->>> from headway.data.serving.memory.packing import unpack
+>>> from headway.data.bytes.packing import unpack
 >>> from headway.data.fleet.splits import FleetPass
 >>> done = []
 >>> preparer = SplitPreparer(lambda keys: np.array(keys.items), on_change=lambda: done.append(1))
@@ -33,6 +33,8 @@ from typing import Any
 from headway.core.errors import BackgroundError
 from headway.core.wire.channel import Channel, ChannelClosed
 from headway.core.wire.wake import Waker
+from headway.data.bytes.account import ThreadTime, clocks
+from headway.data.bytes.packing import pack
 from headway.data.fleet.master import WorkerReport
 from headway.data.fleet.messages import (
     SCHEME,
@@ -54,8 +56,6 @@ from headway.data.fleet.messages import (
     listen,
 )
 from headway.data.fleet.splits import BatchKeys, Split
-from headway.data.runtime.examples.account import ThreadTime, clocks
-from headway.data.serving.memory.packing import pack
 
 THRESHOLD = 8
 """Batches, ready or still to be made, below which a worker has room for another split."""
@@ -63,7 +63,7 @@ SEND_S = 2.0
 """Longest that a reader may leave a batch unread before its channel is closed."""
 
 Make = Callable[[BatchKeys], Any]
-"""Prepares one batch: a nested value that `headway.data.serving.memory.packing` can pack."""
+"""Prepares one batch: a nested value that `headway.data.bytes.packing` can pack."""
 
 
 @dataclass(slots=True)

@@ -27,10 +27,10 @@ from numpy.typing import ArrayLike, NDArray
 from headway.core.errors import InputError
 from headway.core.rng import derived_seed, stream
 from headway.core.tables import pick
-from headway.data.caches.cache import TieredCache
+from headway.data.bytes.order import item_seeds
+from headway.data.cached.tiered import TieredCache
 from headway.data.orders.job_order import Buffered, JobOrder
-from headway.data.orders.opportunistic import Opportunistic
-from headway.data.orders.order import item_seeds
+from headway.data.orders.random_orders import Opportunistic
 from headway.data.orders.strategies import ORDERS, PASS, Shared
 from headway.sim.graph.process import Process
 

@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from headway.core.errors import InputError
 from headway.core.rng import derived_seed
-from headway.data.orders.order import permute
+from headway.data.bytes.order import permute
 
 Flags = NDArray[np.bool_]
 Given = dict[int, set[str]]

@@ -3,8 +3,8 @@
 - `Independent`: each job has a permutation of its own; nothing is shared on purpose.
 - `Shared`: one permutation of the whole dataset, each job takes its own items of it: jobs of like size that start
   together need the same items within a short time, and a small cache serves them all.
-- `Dependent`: Joader's coupling (`headway.data.orders.dependent`): for unlike sizes and starts.
-- `Opportunistic`: Seneca's substitution (`headway.data.orders.opportunistic`): what is cached goes first.
+- `Dependent`: Joader's coupling (`headway.data.orders.random_orders`): for unlike sizes and starts.
+- `Opportunistic`: Seneca's substitution (`headway.data.orders.random_orders`): what is cached goes first.
 
 In the first three the order of one job is a uniform permutation of its set.
 `headway.data.orders.choice` simulates them and chooses.
@@ -27,10 +27,9 @@ from numpy.typing import NDArray
 
 from headway.core.errors import InputError
 from headway.core.rng import derived_seed
-from headway.data.orders.dependent import Dependent
+from headway.data.bytes.order import item_seeds
 from headway.data.orders.job_order import Flags, Given, JobOrder, own_order, packed_flags, unpacked_flags
-from headway.data.orders.opportunistic import Opportunistic
-from headway.data.orders.order import item_seeds
+from headway.data.orders.random_orders import Dependent, Opportunistic
 
 PASS = 1 << 64
 """Places in one pass of the shared order: an item stands at its key, a hash of (seed, pass, item)."""

@@ -37,7 +37,7 @@ from headway.ledger.answers.evidence import (
 from headway.ledger.answers.input_causes import input_fetch, input_prep, input_transfer
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.answers.script_causes import bubble, evaluation, host_recording, host_script
-from headway.ledger.kinds.cause import Cause, ranked
+from headway.ledger.cause import Cause, ranked
 
 LEAST_FRACTION = 0.005
 """A cause that lost less of the device time than this is not listed."""

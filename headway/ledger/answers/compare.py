@@ -34,7 +34,7 @@ from headway.core.errors import InputError
 from headway.core.machine.host_load import HostLoad
 from headway.core.units import NS_PER_S, format_fraction, format_rate, format_seconds
 from headway.ledger.answers.ledger import Ledger
-from headway.ledger.kinds.buckets import BUCKETS, ONCE_PER_RUN
+from headway.ledger.buckets import BUCKETS, ONCE_PER_RUN
 
 WHOLE = "it counts with --whole only"
 """What a note says of growth that is not judged."""

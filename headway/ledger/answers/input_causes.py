@@ -16,7 +16,7 @@ from headway.ledger.answers.evidence import TRY, also_waited, blamed_s, booked_s
 from headway.ledger.answers.input_counts import count_words
 from headway.ledger.answers.input_hints import LoaderState, hint_of
 from headway.ledger.answers.ledger import Ledger
-from headway.ledger.kinds.cause import Cause, in_library
+from headway.ledger.cause import Cause, in_library
 from headway.trace.events.loader_facts import EPOCH_SAMPLERS, LoaderFacts, facts_of, unmovable_by_hand
 
 FETCH = ("input.fetch", "input.unsplit")

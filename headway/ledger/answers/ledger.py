@@ -26,9 +26,8 @@ from headway.core.tables import pick
 from headway.core.units import NS_PER_S, format_fraction
 from headway.ledger.booking.account import Account, SpanFacts, blank_steps, blank_subs, bound_of, no_steps
 from headway.ledger.booking.arrivals import RankLateness
-from headway.ledger.kinds.buckets import BUCKET_CODE_OF_SUB, BUCKETS, ONCE_PER_RUN, SUB_LINES, SUBS
-from headway.ledger.kinds.cause import Cause
-from headway.ledger.kinds.sampled_lines import SampledLine
+from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKETS, ONCE_PER_RUN, SUB_LINES, SUBS
+from headway.ledger.cause import Cause, SampledLine
 from headway.ledger.runs.kernels import profile_account
 from headway.ledger.runs.recorded import RECORDED, RunSource, recorded_account, recorded_trace_account
 from headway.trace.events.parts import Parts

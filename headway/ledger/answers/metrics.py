@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from headway.core.errors import InputError
 from headway.core.search import threshold
-from headway.cost import flops
+from headway.cost import transformer as flops
 
 
 def goodput(ledger_ns: Mapping[str, int]) -> float:
@@ -91,8 +91,8 @@ def optimal_interval_s(mtbf_s: float, *, save_s: float) -> float:
 def mfu(model_flops: float, *, duration_s: float, devices: int, peak_flops: float | None) -> float | None:
     """Return model FLOPs / (time x peak of all devices): model FLOPs utilisation.
 
-    `model_flops` counts forward and backward once (`headway.cost.flops.flops_per_token`); give recomputed ones too
-    and the result is HFU. None when the peak is not known or precisions mix. Raises `InputError` on a value that
+    `model_flops` counts forward and backward once (`headway.cost.transformer.flops_per_token`); give recomputed ones
+    too and the result is HFU. None when the peak is not known or precisions mix. Raises `InputError` on a value that
     cannot be.
     """
     _check(duration_s=duration_s, devices=devices)

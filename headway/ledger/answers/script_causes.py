@@ -22,9 +22,8 @@ from headway.ledger.answers.evidence import (
 from headway.ledger.answers.input_causes import where_of
 from headway.ledger.answers.input_hints import LoaderState, hint_of
 from headway.ledger.answers.ledger import Ledger
-from headway.ledger.booking.pipeline_waits import KINDS
-from headway.ledger.kinds.cause import Cause
-from headway.ledger.kinds.sampled_lines import SampledLine
+from headway.ledger.booking.waits import KINDS
+from headway.ledger.cause import Cause, SampledLine
 from headway.trace.events.loader_facts import unmovable_by_hand
 
 LEAST_SAMPLES = 8

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.ledger.booking.arrivals import RankLateness
-from headway.ledger.kinds.buckets import BUCKETS, SUB_CODE, SUBS
-from headway.ledger.kinds.sampled_lines import SampledLine
+from headway.ledger.buckets import BUCKETS, SUB_CODE, SUBS
+from headway.ledger.cause import SampledLine
 from headway.trace.events.sweep import Ints
 from headway.trace.recording.run_facts import RunFacts
 

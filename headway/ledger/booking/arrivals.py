@@ -18,16 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.integers import narrowed
-from headway.ledger.booking.pipeline_waits import bubble_subs
-from headway.ledger.booking.rows import NAME_ID, RankRows
-from headway.ledger.booking.saved import RankSaves
+from headway.ledger.booking.rows import NAME_ID, RankRows, RankSaves
 from headway.ledger.booking.sheet import RankAccount
 from headway.ledger.booking.timeline import BookedRank, OpenWaits
-from headway.ledger.kinds.buckets import BLAME, BUCKET_CODE_OF_SUB, BUCKETS, SUB_CODE
-from headway.trace.events.intervals import merged
-from headway.trace.events.nesting import number_alike
+from headway.ledger.booking.waits import bubble_subs
+from headway.ledger.buckets import BLAME, BUCKET_CODE_OF_SUB, BUCKETS, SUB_CODE
+from headway.trace.events.intervals import merged, number_alike
 from headway.trace.events.sweep import Ints
-from headway.trace.recording.pauses import elapsed
+from headway.trace.recording.gaps import elapsed
 from headway.trace.sync.posts import message_key, posted_ns
 
 BLAME_BUCKETS = tuple(BLAME)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from headway.core.integers import narrowed
-from headway.ledger.kinds.buckets import SUB_CODE, SUBS
+from headway.ledger.buckets import SUB_CODE, SUBS
 from headway.trace.events.sweep import Ints
 
 

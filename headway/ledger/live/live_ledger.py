@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.ledger.kinds.buckets import BUCKETS
+from headway.ledger.buckets import BUCKETS
 from headway.ledger.live.live_rank import LEARNING, BookingWindow, LiveRank, Records, RingFacts
 from headway.ledger.live.live_sweep import book_windows
 from headway.trace.events.sweep import Ints

@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 from headway.ledger.booking.arrivals import COLLECTIVES, MESSAGES, last_arrivals, meetings
 from headway.ledger.booking.rows import NAME_ID, RankRows
 from headway.ledger.booking.timeline import GAP_PRECEDENCE, checkpoint_gaps
-from headway.ledger.kinds.buckets import BUCKET_OF, BUCKETS, IN_EVALUATION, bucket_of_sub
-from headway.ledger.live.live_phases import phases
-from headway.ledger.live.live_rank import DEVICE_WORK, BookingWindow, Records
+from headway.ledger.buckets import BUCKET_OF, BUCKETS, IN_EVALUATION, bucket_of_sub
+from headway.ledger.live.live_rank import DEVICE_WORK, BookingWindow, Records, phases
 from headway.trace.events.intervals import inside
 from headway.trace.events.sweep import Ints, sweep
 from headway.trace.events.vocabulary import SPANS

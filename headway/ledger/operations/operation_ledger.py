@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.ledger.booking.account import Account, blank_subs
-from headway.ledger.kinds.buckets import BUCKET_CODE_OF_SUB, BUCKETS, SUB_CODE, SUBS
-from headway.ledger.operations.clock_offsets import aligned
+from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKETS, SUB_CODE, SUBS
+from headway.ledger.operations.compute_factors import aligned
 from headway.ledger.operations.dependencies import COMPUTE, STREAMS, infer
 from headway.ledger.operations.operation_table import OperationTable, arrange, clock_ns
 from headway.ledger.operations.whatif_groups import COMMUNICATION

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.units import format_seconds
-from headway.ledger.kinds.cause import Cause, ranked
+from headway.ledger.cause import Cause, ranked
 from headway.ledger.operations.compute_factors import Factors, factors
 from headway.ledger.operations.whatif_groups import COMMUNICATION, WhatIf, merged
 

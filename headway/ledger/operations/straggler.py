@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from headway.core.errors import InputError
 from headway.core.units import NS_PER_S
-from headway.ledger.kinds.cause import Cause
-from headway.ledger.operations.clock_offsets import aligned
+from headway.ledger.cause import Cause
+from headway.ledger.operations.compute_factors import aligned
 from headway.ledger.operations.dependencies import blocks, infer
 from headway.ledger.operations.operation_table import OperationTable, arrange, clock_ns
 from headway.ledger.operations.root_cause import Correlation, correlation, find_causes

@@ -28,12 +28,12 @@ from headway.ledger.booking.rows import (
     life_of,
     name_codes,
     rows_of,
+    saved_steps,
     worker_codes,
 )
-from headway.ledger.booking.saved import saved_steps
 from headway.ledger.booking.sheet import RankAccount
 from headway.ledger.booking.timeline import book_rank, trained_until
-from headway.ledger.kinds.buckets import SUB_CODE, SUBS, bucket_of_sub
+from headway.ledger.buckets import SUB_CODE, SUBS, bucket_of_sub
 from headway.trace.events.parts import Parts
 from headway.trace.events.sweep import Ints
 from headway.trace.events.trace import Trace

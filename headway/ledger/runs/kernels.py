@@ -28,9 +28,9 @@ from headway.core.errors import InputError
 from headway.core.integers import narrowed
 from headway.ledger.booking.account import Account, SpanFacts, blank_subs
 from headway.ledger.booking.arrivals import RankLateness, last_arrivals
-from headway.ledger.kinds.buckets import BUCKETS, SUB_CODE, SUBS
+from headway.ledger.buckets import BUCKETS, SUB_CODE, SUBS
 from headway.ledger.runs.kernel_messages import KernelMessages, peers_begun
-from headway.trace.events.nesting import number_alike
+from headway.trace.events.intervals import number_alike
 from headway.trace.events.parts import Parts
 from headway.trace.events.sweep import Ints, Pieces, sweep
 from headway.trace.events.trace import Trace

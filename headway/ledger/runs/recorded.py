@@ -6,6 +6,13 @@ realtime) pair that each wrote at its start. Times int64 ns.
 >>> trace = Trace.from_columns({"rank": [0], "start_ns": [0], "duration_ns": [7]}, name=[0], names=["process"])
 >>> recorded_trace_account(trace).wall_ns
 7
+
+Which loaders of a run are evaluation's: those for which evaluations waited longer than training did.
+
+>>> from types import SimpleNamespace
+>>> waits = {0: {"input.fetch": 5, "eval.input": 1}, 1: {"eval.input": 7}, 2: {}}
+>>> evaluation_loaders(SimpleNamespace(loader_ns=waits))
+{1}
 """
 
 from __future__ import annotations
@@ -26,8 +33,8 @@ from headway.core.units import format_fraction, plural
 from headway.ledger.booking.account import Account, SpanFacts, blank_subs, bound_of
 from headway.ledger.booking.arrivals import RankLateness
 from headway.ledger.booking.sheet import RankAccount
-from headway.ledger.kinds.buckets import BUCKET_CODE_OF_SUB, BUCKETS
-from headway.ledger.kinds.sampled_lines import joined
+from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKETS
+from headway.ledger.cause import joined
 from headway.ledger.runs.attempts import AttemptBook, RunBook, book_run
 from headway.ledger.runs.sampled import WindowSamples, apply_windows, moved, window_shares
 from headway.trace.events.parts import Parts
@@ -272,3 +279,25 @@ def _span_facts(book: RunBook) -> dict[str, SpanFacts]:
         for name, own in attempt.spans.items():
             facts[name] = facts[name] + own if name in facts else own
     return facts
+
+
+# Which loaders of a run are evaluation's: those for which evaluations waited longer than training did.
+
+
+class Waits(Protocol):
+    """The part of a ledger that is read here."""
+
+    @property
+    def loader_ns(self) -> Mapping[int, Mapping[str, int]]:
+        """Loader -> sub-line -> nanoseconds."""
+        ...
+
+
+def evaluation_loaders(ledger: Waits) -> set[int]:
+    """Return the groups of the loaders that evaluations read."""
+    evaluation = set()
+    for group, amounts in ledger.loader_ns.items():
+        training_ns = sum(ns for sub, ns in amounts.items() if sub.startswith("input."))
+        if amounts.get("eval.input", 0) > training_ns:
+            evaluation.add(group)
+    return evaluation

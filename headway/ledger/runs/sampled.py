@@ -41,9 +41,9 @@ import numpy as np
 
 from headway.core.units import format_fraction
 from headway.ledger.booking.arrivals import Booked
-from headway.ledger.booking.phases import by_host, evaluations_of
 from headway.ledger.booking.rows import NAMES, RankRows
-from headway.ledger.kinds.buckets import BUCKET_CODE_OF_SUB, BUCKET_OF, BUCKETS, SUB_CODE, bucket_of_sub
+from headway.ledger.booking.timeline import by_host, evaluations_of
+from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKET_OF, BUCKETS, SUB_CODE, bucket_of_sub
 from headway.ledger.runs.attempts import RunBook
 from headway.ledger.runs.kernels import WAITED, DeviceBook, device_books, lateness_of
 from headway.trace.events.intervals import inside

@@ -25,8 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from headway.core.errors import InputError
-from headway.cost.flops import flops_per_token
-from headway.cost.transformer import Transformer
+from headway.cost.transformer import Transformer, flops_per_token
 
 FLOOR_EXPONENT = 0.076
 """Exponent of a language model's loss in its parameters, the embeddings left out (Kaplan et al.)."""

@@ -33,10 +33,9 @@ import numpy as np
 
 from headway.core.errors import InputError
 from headway.cost.collectives import collective_seconds
-from headway.cost.flops import RECOMPUTE
 from headway.cost.memory import Sharding, training_memory
 from headway.cost.specs import DeviceSpec, LinkSpec, shipped
-from headway.cost.transformer import Transformer
+from headway.cost.transformer import RECOMPUTE, Transformer
 from headway.sim.pipeline.lower import lower
 from headway.sim.pipeline.orders import PipelineShape, interleaved, one_f_one_b
 from headway.sim.pipeline.simulate import StageCosts, simulate
@@ -136,7 +135,7 @@ class GridChoice:
     """m: microbatches of a replica's step."""
 
     recompute: str
-    """What the backward computes again, one of `headway.cost.flops.RECOMPUTE`."""
+    """What the backward computes again, one of `headway.cost.transformer.RECOMPUTE`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from headway.core.units import format_rate
-from headway.ledger.kinds.buckets import ONCE_PER_RUN, SUB_LINES
+from headway.ledger.buckets import ONCE_PER_RUN, SUB_LINES
 from headway.report.answers import CauseRow, PlanAnswer, ProposalRow, RunAnswer, Why
 from headway.report.figures import (
     BUCKET_STYLES,

@@ -1,7 +1,7 @@
 """A window of a trace as rows of spans: what the report's timeline draws.
 
 One row per rank and lane, the training thread first. Spans are coloured by
-the bucket that their name is booked to (`headway.ledger.kinds.buckets`); kinds
+the bucket that their name is booked to (`headway.ledger.buckets`); kinds
 colour what the ledger's table does not name, such as profiler kernels. Spans
 too short to see are joined with their neighbours and counted, so a page stays
 small however long the window is. Times in integer nanoseconds.
@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
-from headway.ledger.kinds.buckets import BUCKET_OF, BUCKETS, bucket_of_sub
+from headway.ledger.buckets import BUCKET_OF, BUCKETS, bucket_of_sub
 from headway.report.figures import clean
 from headway.report.page.charts import encode
 from headway.trace.events.trace import Trace

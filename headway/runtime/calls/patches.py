@@ -22,21 +22,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.core.errors import InputError
-from headway.core.processes.interruptions import pass_on
+from headway.core.machine.interruptions import pass_on
 from headway.runtime.calls import (
     probe_comm,
-    probe_copy,
     probe_device,
     probe_functional,
-    probe_gradient,
     probe_host,
     probe_input,
     probe_model,
-    probe_pipeline,
     probe_state,
     probe_step,
-    probe_sync,
 )
+from headway.runtime.calls import probe_device as probe_copy
+from headway.runtime.calls import probe_device as probe_sync
+from headway.runtime.calls import probe_functional as probe_pipeline
+from headway.runtime.calls import probe_step as probe_gradient
 from headway.runtime.host.device import host_has_devices
 from headway.runtime.recorder import timers
 from headway.runtime.recorder.probes import Probes, timers_off

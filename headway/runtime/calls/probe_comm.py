@@ -24,13 +24,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headway.core.processes.interruptions import pass_on, suppress_own
+from headway.core.machine.interruptions import pass_on, suppress_own
 from headway.runtime.host.device import device_of
 from headway.runtime.recorder.device_timers import timers_of
 from headway.runtime.recorder.flight_answers import answer_requests
 from headway.runtime.recorder.probes import Probes, now, timers_off
 from headway.trace.events.vocabulary import COLLECTIVES, SPANS
-from headway.trace.rings.progress_page import GROUP, OP, SEQ, SINCE_NS, group_cell
+from headway.trace.rings.ring import GROUP, OP, SEQ, SINCE_NS, group_cell
 
 WAIT, COLLECTIVE = SPANS["comm.wait"].code, SPANS["comm.collective"].code
 SEND, RECV, INIT = SPANS["comm.send"].code, SPANS["comm.recv"].code, SPANS["comm.init"].code

@@ -19,14 +19,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from headway.core.processes.interruptions import pass_on, suppress_own
-from headway.runtime.recorder import rehearsals
+from headway.core.machine.interruptions import pass_on, suppress_own
+from headway.runtime.recorder import rereading as rehearsals
 from headway.runtime.recorder.probes import Probes, now, write_json
 from headway.runtime.recorder.rereading import FirstLoad, Rereadings, checksum
-from headway.runtime.script.draws import drawn, fingerprints, own_generators, prove_layout
+from headway.runtime.script.draws import drawn, fingerprints, own_generators, prove_layout, sampler_of, steered
+from headway.runtime.script.gap_stacks import calling_library, calling_line
 from headway.runtime.script.run_delay import open_schedstat, read_delay
-from headway.runtime.script.samplers import sampler_of, steered
-from headway.runtime.script.script_lines import calling_library, calling_line
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.ring import LOADER
 

@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from headway.core.processes.interruptions import suppress_own
+from headway.core.machine.interruptions import suppress_own
 from headway.runtime.recorder.probes import Probes, now
 from headway.trace.events.vocabulary import SPANS
 

@@ -22,9 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from headway.core.files.mounts import place_of
-from headway.core.machine.cgroups import lines_of, number_in
-from headway.core.machine.host import available_cores
+from headway.core.machine.host import available_cores, lines_of, number_in, place_of
 from headway.core.machine.host_load import load_beside
 from headway.core.units import GIB, MIB, format_bytes
 from headway.runtime.host.host_memory import cgroup_memory, meminfo

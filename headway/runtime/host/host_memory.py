@@ -10,7 +10,7 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 
-from headway.core.machine.cgroups import group_folders, lines_of, number_in
+from headway.core.machine.host import group_folders, lines_of, number_in
 from headway.runtime.host.device import device_memory
 
 NO_LIMIT = 1 << 60

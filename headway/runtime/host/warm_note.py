@@ -30,7 +30,7 @@ OURS = ("KINETO_LOG_LEVEL", "TORCH_FR_BUFFER_SIZE")
 """Variables that the recording sets before torch is imported."""
 
 
-PARTS = ("torch._dynamo", "headway.checkpoint.runtime.engine")
+PARTS = ("torch._dynamo", "headway.checkpoint.engine")
 """What torch imports when a model is wrapped, and headway when state is saved: about 1.4 s of a core."""
 
 

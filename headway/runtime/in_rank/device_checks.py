@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from headway.runtime.host import device
-from headway.runtime.host.device_clock import MOST_LATE_NS
+from headway.runtime.host.device import MOST_LATE_NS
 from headway.runtime.host.doctor import Finding
 
 LIMIT_S = 60.0

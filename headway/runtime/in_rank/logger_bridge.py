@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.core.errors import HeadwayError, InputError
-from headway.core.processes.worker import BackgroundWorker
+from headway.core.machine.worker import BackgroundWorker
 from headway.core.units import NS_PER_S
 from headway.runtime.recorder.probes import now
 from headway.trace.rings.ring import warn

@@ -22,7 +22,7 @@ from typing import Any
 from headway.core.errors import InputError
 from headway.core.files.planfile import Remedy, read_plan
 from headway.core.lazy import resolved
-from headway.core.processes.interruptions import pass_on
+from headway.core.machine.interruptions import pass_on
 from headway.core.remedies import record_at
 from headway.core.tables import pick
 from headway.runtime.calls.patches import Undo, replace_attribute

@@ -8,20 +8,57 @@ recorded. The profiler's library (kineto) asks two variables of the C environmen
 
 CUDA graphs do not survive that before CUDA 12.6 (torch/profiler/profiler.py), and were little tried since: where one
 was captured CUPTI stays, as it does behind `torch.profiler`. What the script sees in `os.environ` stays as it is.
+
+How long steps take before a window and behind it: a profiler that stays attached slows every step from then on.
+
+    looks        |----|----|----| window |----|----|----|---- ...
+                    before                   behind          stays = behind - before, for each step from then on
+
+A look is at every few steps; medians of `LOOKS` stretches between looks are compared. What stays is added up over
+windows, with its sign: noise goes both ways.
+
+>>> pace = WindowPace()
+>>> for step in range(0, 36, 4): _ = pace.look(step, 100 * step)
+>>> pace.closed()
+>>> sum(pace.look(step, 4_000 + 120 * (step - 36)) for step in range(40, 76, 4)), pace.stays_ns, pace.longer
+(640, 20.0, 0.2)
+
+At which steps windows open: the same on all hosts of a job, without a word between them.
+
+A window opens at a multiple of a power of two of steps, its spacing, and has that step as its number. Each host finds
+its spacing from what windows cost it. So equal numbers mean equal steps, and the windows of a host on which they cost
+more are some of the others':
+
+    windows cost 10 ms    |   |   |   |   |   |   |   |     every 64th step
+    windows cost 20 ms    |       |       |       |         every 128th
+
+While one host profiles, the others wait for its collectives; they profile at the same steps. So hosts that are alike
+pay one budget together, and not one each. The ranks of one host agree through 8 bytes in a file, some steps ahead: one
+that looks late finds out in time.
+
+>>> spacing(cost_ns=10_000_000, step_ns=20_000_000, budget=0.01, least=20)
+64
+>>> opening_step(now=103, cycle=2, ahead=10, spacing=64)
+128
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import random
+import struct
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
+from statistics import median
 from typing import Any
 
-from headway.runtime.calls.probe_gradient import graphs_captured
+from headway.core.machine.host import host_id
+from headway.runtime.calls.probe_step import graphs_captured
 from headway.runtime.host import device
-from headway.runtime.recorder.probes import now
+from headway.runtime.recorder.probes import Probes, now
 
 SWITCHES = ("TEARDOWN_CUPTI", "DISABLE_CUPTI_LAZY_REINIT")
 """Variables that kineto asks; where the script, or its user, has set one of them it stays as it is."""
@@ -115,3 +152,107 @@ def quiet_stderr() -> Iterator[None]:
             if rest:
                 with contextlib.suppress(OSError):
                     os.write(2, rest)
+
+
+# How long steps take before a window and behind it: a profiler that stays attached slows every step from then on.
+
+LOOKS = 8
+"""Stretches between two looks that tell the time of a step."""
+
+
+class WindowPace:
+    """The time of a step between looks, ns, and how much of it windows left behind."""
+
+    def __init__(self) -> None:
+        self._stretches = deque[float](maxlen=LOOKS)
+        self._last: tuple[int, int] | None = None
+        self._before_ns = 0.0
+        self.is_measuring = False
+        """Whether the steps behind the newest window are still too few to tell."""
+        self.stays_ns = self.longer = 0.0
+        """How much longer each step takes since the first window; the same as a fraction of the step before the newest.
+        """
+
+    def closed(self) -> None:
+        """Say that a window was closed."""
+        self.is_measuring = bool(self._stretches)
+        self._before_ns = median(self._stretches) if self.is_measuring else 0.0
+        self._stretches.clear()
+        self._last = None
+
+    def look(self, step: int, at_ns: int) -> int:
+        """Note that `step` steps were done at `at_ns`; returns what windows cost since the look before, ns."""
+        last, self._last = self._last, (step, at_ns)
+        if last is None or step <= last[0]:
+            return 0
+        steps = step - last[0]
+        each_ns = (at_ns - last[1]) / steps
+        self._stretches.append(each_ns)
+        longer_ns = each_ns - self._before_ns if self.is_measuring else self.stays_ns
+        if self.is_measuring and len(self._stretches) == LOOKS:
+            self.is_measuring = False
+            self.stays_ns += median(self._stretches) - self._before_ns
+            self.longer = self.stays_ns / self._before_ns
+        return max(0, round(longer_ns * steps))
+
+
+# At which steps windows open: the same on all hosts of a job, without a word between them.
+
+MOST_RANKS = 16
+"""Ranks of a job that take part in one window: in larger jobs they take turns."""
+
+
+def spacing(*, cost_ns: int, step_ns: int, budget: float, least: int) -> int:
+    """Return the least power of two of steps (of `step_ns` each) whose `budget` pays for a window of `cost_ns`.
+
+    `least` is the number of steps that a window needs: to be announced, to come, and to be over. With fewer between
+    two multiples a host would reach every second or third of them only, and another host the ones between.
+    """
+    steps = 16
+    while (steps < least or steps * step_ns * budget < cost_ns) and steps < 1 << 40:
+        steps *= 2
+    return steps
+
+
+def opening_step(*, now: int, cycle: int, ahead: int, spacing: int) -> int:
+    """Return the first optimizer step, at least `ahead` cycles after `now`, that ends a multiple of `spacing` cycles.
+
+    A cycle is one turn of all optimizers: `cycle` optimizer steps.
+    """
+    stride = cycle * spacing
+    return -(-(now + ahead * cycle) // stride) * stride
+
+
+def takes_part(rank: int, num_ranks: int, number: int) -> bool:
+    """Whether `rank` records window `number` of a job of `num_ranks`: `MOST_RANKS` or fewer do, others each time.
+
+    >>> sum(takes_part(rank, 1024, 64) for rank in range(1024))
+    16
+    """
+    strides = -(-num_ranks // MOST_RANKS)
+    return strides <= 1 or rank % strides == random.Random(number).randrange(strides)
+
+
+class WindowSchedule:
+    """The optimizer step at which the ranks of this host open their next window: 8 bytes in a file."""
+
+    def __init__(self, probes: Probes) -> None:
+        recorder = probes.recorder
+        self.leads = recorder.rank == 0 if recorder.role else recorder.local_rank == 0
+        """Whether this rank writes; a rank that the script spawned itself knows only its rank."""
+        self._path = f"{probes.run}/windows/schedule-a{recorder.attempt}-{host_id()}"
+        os.makedirs(os.path.dirname(self._path), exist_ok=True)
+        self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def read(self) -> int:
+        """Return the announced step, -1 when there is none."""
+        data = os.pread(self._descriptor, 8, 0)
+        return struct.unpack("<q", data)[0] if len(data) == 8 else -1
+
+    def write(self, step: int) -> None:
+        """Announce the next window; through a descriptor of its own, for the script may have closed and reused ours."""
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            os.pwrite(descriptor, struct.pack("<q", step), 0)
+        finally:
+            os.close(descriptor)

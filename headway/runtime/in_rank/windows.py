@@ -39,26 +39,29 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headway.core.processes.hidden_thread import HiddenThread
-from headway.core.processes.interruptions import suppress_own
-from headway.runtime.calls.probe_gradient import graphs_captured
+from headway.core.machine.hidden_thread import HiddenThread
+from headway.core.machine.interruptions import suppress_own
+from headway.runtime.calls.probe_step import graphs_captured
 from headway.runtime.host import device
 from headway.runtime.host.rank_variables import number
 from headway.runtime.in_rank.window_profiler import (
     LEAVES_NS,
+    WindowPace,
+    WindowSchedule,
     await_detached,
     has_kernels,
     low_level_start,
     low_level_stop,
     may_detach,
+    opening_step,
     quiet_stderr,
+    spacing,
+    takes_part,
     tell_kineto,
 )
 from headway.runtime.recorder.ddp_facts import note_models
 from headway.runtime.recorder.flight_answers import flight_entries
 from headway.runtime.recorder.probes import NEVER, Probes, now
-from headway.runtime.recorder.window_pace import WindowPace
-from headway.runtime.recorder.window_schedule import WindowSchedule, opening_step, spacing, takes_part
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.ring import warn
 

@@ -39,7 +39,7 @@ from headway.core.units import format_seconds
 from headway.ledger.jobs.hang import WaitOrigin, localise
 from headway.ledger.jobs.hang_reports import of_dumps
 from headway.runtime.host import process_probe
-from headway.runtime.launching.hang_proof import LOOK_S, LOOKS, proven
+from headway.runtime.launching.supervision import LOOK_S, LOOKS, proven
 from headway.runtime.recorder import flight_answers
 from headway.runtime.run_folder.recording import write_json
 from headway.runtime.script.hang_place import add_places

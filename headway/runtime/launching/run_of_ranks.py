@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headway.core.errors import InputError
-from headway.core.processes.beside import say_beside
+from headway.core.machine.beside import say_beside
 from headway.runtime.host import rank_env
 from headway.runtime.host.rank_env import Command, RankEnvironment
 from headway.runtime.launching.agent import RankSpec, Signals

@@ -35,9 +35,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.core.processes.interruptions import pass_on
-from headway.runtime.host.device import Device, device_of
-from headway.runtime.host.device_clock import DRAINED_NS, KEPT, Clock, DeviceLateness
+from headway.core.machine.interruptions import pass_on
+from headway.runtime.host.device import DRAINED_NS, KEPT, Clock, Device, DeviceLateness, device_of
 from headway.runtime.recorder.probes import Probes, now
 from headway.runtime.recorder.timers import BACKWARD, FORWARD
 from headway.trace.events.vocabulary import SPANS

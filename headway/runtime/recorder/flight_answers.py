@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from headway.core.processes.hidden_thread import HiddenThread
+from headway.core.machine.hidden_thread import HiddenThread
 from headway.runtime.recorder.probes import write_whole
 
 SUFFIX = ".ask"

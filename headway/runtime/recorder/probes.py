@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from headway.core.processes.hidden_thread import HiddenThread
-from headway.core.processes.interruptions import pass_on
+from headway.core.machine.hidden_thread import HiddenThread
+from headway.core.machine.interruptions import pass_on
 from headway.runtime.host.device import device_type
 from headway.runtime.recorder.garbage import Garbage
 from headway.runtime.script.gap_stacks import GapStacks
@@ -29,9 +29,8 @@ from headway.runtime.script.loop_depth import loop_depth
 from headway.runtime.script.run_delay import open_schedstat, read_delay
 from headway.runtime.script.saves import ProcessSaves
 from headway.trace.events.vocabulary import SPANS
-from headway.trace.rings.progress_page import PROGRESS_NS, PageWriter
-from headway.trace.rings.progress_page import STEP as STEPS
-from headway.trace.rings.ring import CHILD, MAIN, SPAWNED, Recorder, warn
+from headway.trace.rings.ring import CHILD, MAIN, PROGRESS_NS, SPAWNED, PageWriter, Recorder, warn
+from headway.trace.rings.ring import STEP as STEPS
 
 now = time.perf_counter_ns
 """The clock of every record: CLOCK_MONOTONIC, the same for all processes of a host."""

@@ -19,7 +19,7 @@ from headway.runtime.recorder.probes import Probes, now
 from headway.runtime.script.gradients import BACKWARD as BY_BACKWARD
 from headway.runtime.script.gradients import leaf_of
 from headway.trace.events.vocabulary import SPANS
-from headway.trace.rings.progress_page import OP, SINCE_NS
+from headway.trace.rings.ring import OP, SINCE_NS
 
 FORWARD, BACKWARD = SPANS["segment.forward"].code, SPANS["segment.backward"].code
 

@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 
 from headway.core.files.bounded_json import decode_json
-from headway.core.files.whole_file import whole_file
-from headway.runtime.recorder.rehearsals import settle
+from headway.core.files.regular_file import whole_file
+from headway.runtime.recorder.rereading import settle
 from headway.runtime.run_folder.recording import RankDoings
 from headway.trace.events import parquet
 from headway.trace.recording.assemble import applied, build, loaders

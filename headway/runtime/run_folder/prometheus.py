@@ -37,7 +37,7 @@ from prometheus_client.registry import Collector
 from headway import __version__
 from headway.core.errors import InputError
 from headway.core.units import NS_PER_S
-from headway.ledger.kinds.buckets import BUCKETS
+from headway.ledger.buckets import BUCKETS
 from headway.ledger.live.live_ledger import STEP_BOUNDS_S, LiveFigures, LiveLedger
 from headway.trace.rings.rank_tables import json_object
 

@@ -28,7 +28,7 @@ from headway import __version__
 from headway.core.errors import InputError
 from headway.core.files.bounded_json import read_json
 from headway.core.files.private import PRIVATE, file_mode, private_folder
-from headway.core.files.whole_file import whole_file
+from headway.core.files.regular_file import whole_file
 from headway.core.machine.host import host_cores
 from headway.runtime.host.host_memory import host_memory
 from headway.runtime.run_folder import redact

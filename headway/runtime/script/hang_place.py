@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from headway.ledger.jobs.hang_reports import frames
 from headway.runtime.host import process_probe
-from headway.runtime.script.script_lines import OWN, is_scripts
+from headway.runtime.script.gap_stacks import OWN, is_scripts
 
 MOST_WORKERS = 8
 """Workers of a loader that are asked for their stacks, one after the other: they write to one file."""

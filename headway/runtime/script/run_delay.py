@@ -13,7 +13,7 @@ import os
 import threading
 
 from headway.core.machine.arena import Descriptor
-from headway.core.processes.interruptions import pass_on
+from headway.core.machine.interruptions import pass_on
 
 
 def open_schedstat() -> int:

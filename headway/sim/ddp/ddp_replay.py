@@ -23,16 +23,23 @@ from headway.core.errors import BarMissedError, InputError
 from headway.core.files.bounded_json import read_json
 from headway.core.units import NS_PER_S, format_fraction
 from headway.cost.codecs import CodecTimes
-from headway.sim.ddp import ddp_buckets
-from headway.sim.ddp.ddp_compress import Compression, with_codec
-from headway.sim.ddp.ddp_edits import accelerated, gradients_of, matched, paced, scaled, with_buckets
-from headway.sim.ddp.ddp_link import SMALL_BYTES, Carried, CollectiveLink, fit
-from headway.sim.ddp.ddp_pace import paces_of
+from headway.sim.ddp import ddp_link as ddp_buckets
+from headway.sim.ddp.ddp_edits import (
+    Compression,
+    accelerated,
+    gradients_of,
+    matched,
+    paced,
+    scaled,
+    with_buckets,
+    with_codec,
+)
+from headway.sim.ddp.ddp_link import SMALL_BYTES, Carried, CollectiveLink, fit, paces_of
 from headway.sim.ddp.ddp_step import DdpStep, compiled, makespan_ns, step_of
 from headway.sim.ddp.ddp_thread import WAIT, thread_of
 from headway.sim.ddp.ddp_window import StepWindow, models_of, windows_of
 from headway.sim.graph.dag import Dag
-from headway.sim.whatif.edits import ResolvedEdits
+from headway.sim.whatif import ResolvedEdits
 from headway.trace.events.trace import Trace
 from headway.trace.recording.runs import Run
 from headway.trace.rings.rank_tables import DdpModel

@@ -25,7 +25,7 @@ from headway.sim.ddp.ddp_link import Carried, CollectiveLink
 from headway.sim.ddp.ddp_thread import CALL, WAIT, Thread
 from headway.sim.ddp.ddp_window import Ints
 from headway.sim.graph.dag import Dag
-from headway.sim.graph.greedy import greedy
+from headway.sim.graph.replay import greedy
 from headway.trace.events.trace import Trace
 
 PIECE_BYTES = 256 * KIB

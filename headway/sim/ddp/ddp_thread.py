@@ -22,9 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
-from headway.sim.ddp.ddp_device import DeviceWindow
-from headway.sim.ddp.ddp_window import Ints, collectives
-from headway.trace.events.nesting import leaves
+from headway.sim.ddp.ddp_window import DeviceWindow, Ints, collectives
+from headway.trace.events.intervals import leaves
 from headway.trace.events.trace import Trace
 
 ITEMS: tuple[str, ...] = ("work", "grad", "call", "wait", "copy")

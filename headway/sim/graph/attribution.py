@@ -10,6 +10,19 @@ each from 0.
 >>> dag = Dag.from_edges(2, [0], [1])
 >>> attribute(dag, base=[5, 9], ideal=[4, 6], code=[0, 1]).tolist()
 [[11, 13, 14, 10]]
+
+Why a replay takes as long as it does: its critical path, and the slack of everything else.
+
+Use `critical_path` to name what to shorten, `slack` to see how late an
+operation may end without harm. Both follow edges, lags and lane order, as
+`replay` does; durations are int64 ns (exact) or float64.
+
+>>> from headway.sim.graph.dag import Dag
+>>> dag = Dag.from_edges(4, src=[0, 1, 2], dst=[1, 3, 3])
+>>> critical_path(dag, [1, 5, 2, 1]).tolist()
+[0, 1, 3]
+>>> slack(dag, [1, 5, 2, 1]).tolist()
+[0, 0, 4, 0]
 """
 
 from __future__ import annotations
@@ -24,7 +37,7 @@ from headway.core.errors import InputError
 from headway.core.machine.host import host_cores
 from headway.core.tables import pick
 from headway.sim.graph.dag import Dag, kernels
-from headway.sim.graph.replay import Span, checked_durations
+from headway.sim.graph.replay import Span, checked_durations, replay
 
 MODES: dict[str, bool] = {"keep": True, "fix": False}
 """What a group's column means -> whether the group keeps its base durations (else it alone becomes ideal)."""
@@ -175,3 +188,40 @@ def _finish(dag: Dag, values: ArrayLike | None, parts: NDArray[np.int32]) -> NDA
     if not finished.all():
         raise InputError(f"component {int(finished.argmin())} has no operation in finish; name at least one of each.")
     return ends
+
+
+# Why a replay takes as long as it does: its critical path, and the slack of everything else.
+
+
+def critical_path(dag: Dag, duration_ns: ArrayLike) -> NDArray[np.int64]:
+    """Return [m] operations, in time order, whose durations and lags add up to the makespan.
+
+    Of several such paths it returns the one that ends in the lowest index.
+    Raises `InputError` as `replay` does; empty without operations.
+    """
+    duration = checked_durations(dag, duration_ns)
+    if dag.n == 0:
+        return np.empty(0, np.int64)
+    times, order = replay(dag, duration), dag.compiled
+    last = int(np.argmax(times.end_ns))
+    path: NDArray[np.int64] = kernels().walk_back(
+        order.order, order.pred_ptr, order.pred, order.pred_lag, times.start_ns, times.end_ns, last
+    )
+    return path
+
+
+def slack(dag: Dag, duration_ns: ArrayLike) -> Span:
+    """Return [n] nanoseconds by which each operation may end later without moving the makespan.
+
+    Never negative, zero on the critical path; exact for int64, within
+    rounding for float64 (where it is zero on `critical_path` all the same).
+    Raises `InputError` as `replay` does.
+    """
+    duration = checked_durations(dag, duration_ns)
+    times, order = replay(dag, duration), dag.compiled
+    latest = np.full_like(duration, times.makespan_ns)
+    kernels().latest_end(order.order, order.pred_ptr, order.pred, order.pred_lag, duration, latest)
+    spare: Span = np.maximum(latest - times.end_ns, 0)
+    if duration.dtype == np.float64:
+        spare[critical_path(dag, duration)] = 0.0
+    return spare

@@ -29,10 +29,9 @@ from numpy.typing import NDArray
 from headway.core.errors import InputError
 from headway.core.rng import stream
 from headway.sim.graph.dag import Dag
-from headway.sim.graph.greedy import greedy
+from headway.sim.graph.replay import greedy
 from headway.sim.pipeline.actions import Action, F, I, Orders, W
-from headway.sim.pipeline.check import peak_activations
-from headway.sim.pipeline.lower import lower
+from headway.sim.pipeline.lower import lower, peak_activations
 from headway.sim.pipeline.orders import PipelineShape
 from headway.sim.pipeline.simulate import StageCosts, costs_of, simulate
 

@@ -7,15 +7,41 @@ time, its wait for a core, and the CPU time of all threads of the rank.
     other threads    |--- beside: cores of torch's kernels ---|
 
 All three are shares of the duration of compute.
+
+Who else wants the cores of a host while a job runs, and what that leaves to the job.
+
+A quota, and other groups of processes under a fair scheduler, bound the CPU
+time that the job gets in the long run, and hardly delay it below that bound:
+a group that used less than its share is served at once. So each piece of CPU
+work of the job also takes a token from a pipe that gives out `limit` cores'
+worth of them, which is due some pieces later. Threads of others that share
+core by core with the job's threads queue as those do, a quantum at a time:
+
+    limit 1.5 of 2 cores   cores    job1 job1 .... job1
+                                    job2 .... job2 job2
+    2 cores, 1 rival       core 0   job1 riv  job2 job1 riv  job2
+                           core 1   job2 job1 riv  job2 job1 riv
+
+How cores are divided: with n groups of equal weight a group that wants less
+than 1/n takes what it wants, and the others share the rest (max-min fairness,
+as CFS does it over cgroups and sessions).
+
+>>> Contention.of(HostLoad(cores=2, cores_available=1.5, quota_cores=1.5), 2, groups=1)
+Contention(cores=2, limit=1.5, rivals=0.0)
+>>> Contention.of(HostLoad(cores=2, cores_available=2, other_cores=1.9, sharing="sessions"), 2, groups=1)
+Contention(cores=2, limit=1.0, rivals=0.0)
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.core.machine.host_load import HostLoad
 from headway.trace.events.trace import Trace
 
 if TYPE_CHECKING:
@@ -63,3 +89,84 @@ def cores_used(
 def _running(end_ns: NDArray[np.int64], amount: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return instants and the amount so far."""
     return end_ns.astype(np.float64), np.cumsum(amount).astype(np.float64)
+
+
+# Who else wants the cores of a host while a job runs, and what that leaves to the job.
+
+MOST_CYCLES = 50_000
+"""Quanta of a rival in one replay; longer replays get longer quanta."""
+
+UNEVEN = 0.93
+"""Length of a rival's quantum / that of the job's threads."""
+
+NEGLIGIBLE = 0.02
+"""Cores below which load changes nothing that could be told from noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contention:
+    """The cores of a host and what competes for them with one job."""
+
+    cores: int
+    """Threads that run at once."""
+
+    limit: float
+    """Cores' worth of CPU time that the job gets at most."""
+
+    rivals: float = 0.0
+    """Mean threads of others that queue for the cores as the job's own do."""
+
+    @property
+    def taken_fraction(self) -> float:
+        """Return the share of the cores that the job cannot have, from 0 to 1."""
+        return 1 - min(self.limit, max(self.cores - self.rivals, 0.0)) / self.cores
+
+    @property
+    def bound(self) -> bool:
+        """Say whether the job may use fewer cores' worth of time than there are cores."""
+        return self.limit < self.cores - NEGLIGIBLE
+
+    @classmethod
+    def of(
+        cls,
+        load: HostLoad | None,
+        cores: int,
+        *,
+        groups: int,
+        edits: tuple[float | None, float | None] = (None, None),
+        strength: float = 1.0,
+    ) -> Contention:
+        """Return what competes with a job of `groups` ranks on a host.
+
+        `load` is what was recorded, `cores` what the run had where nothing was
+        recorded. `edits` are cores and other load in place of the recorded ones; `strength` of the recorded load
+        competes.
+        """
+        limit, other = edits
+        known = load or HostLoad(cores=cores, cores_available=float(cores))
+        # A limit in place of the recorded one is that of another host, or of another quota on this one.
+        places = known.cores if limit is None else max(1, math.ceil(limit))
+        quota = known.cores_available if limit is None else limit
+        demand = strength * known.demand if other is None else other
+        demand = 0.0 if demand < NEGLIGIBLE else demand
+        if known.sharing == "threads":
+            return cls(places, min(quota, float(places)), rivals=demand)
+        # What its group leaves to the job: all that others do not want, at least its share among equals.
+        own = groups if known.sharing == "sessions" else 1
+        rivals = max(1.0, strength * known.other_sessions if known.sharing == "sessions" and other is None else 1.0)
+        left = max(places - demand, places * own / (own + rivals))
+        # What the job has used while others took the rest, it can use again.
+        left = max(left, known.own_cores) if other is None and limit is None else left
+        return cls(places, min(left, quota))
+
+
+def rival_cycles(contention: Contention, horizon_ns: float, quantum_ns: int) -> list[NDArray[np.float64]]:
+    """Return, for each rival thread, [cycles, 2] how long it computes and then sleeps."""
+    threads = math.ceil(contention.rivals - NEGLIGIBLE)
+    if threads <= 0:
+        return []
+    duty = min(1.0, contention.rivals / threads)
+    # Quanta of equal length would end together for ever, and ties always go to the same thread.
+    busy_ns = max(UNEVEN * quantum_ns, horizon_ns / MOST_CYCLES)
+    cycle = np.array([busy_ns, busy_ns * (1 - duty) / duty])
+    return [np.tile(cycle, (math.ceil(horizon_ns / cycle.sum()), 1)) for _ in range(threads)]

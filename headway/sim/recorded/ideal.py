@@ -10,10 +10,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from headway.sim.graph.greedy import greedy
+from headway.sim.graph.replay import greedy
 from headway.sim.recorded.lane import LABEL, LABELS
 from headway.sim.recorded.program import Program
-from headway.sim.whatif.edits import Edit
+from headway.sim.whatif import Edit
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND, SPANS
 

@@ -20,7 +20,7 @@ from headway.core.units import NS_PER_S
 from headway.sim.recorded.lane import Lane
 from headway.sim.recorded.loader_costs import Costs, between_loads, first_loads, measure_handoff
 from headway.sim.recorded.recording import ConsumedBatches, Recording
-from headway.sim.whatif.edits import ResolvedEdits
+from headway.sim.whatif import ResolvedEdits
 from headway.trace.events.loader_facts import LoaderFacts, bound, facts_of, uncacheable
 
 MAX_PRESSURE = 10.0

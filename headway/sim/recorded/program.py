@@ -26,15 +26,14 @@ from headway.core.machine.host_load import HostLoad
 from headway.core.units import NS_PER_S, format_fraction
 from headway.sim.ddp.ddp_replay import DdpReplay
 from headway.sim.graph.intervals import CONTENDED_FRACTION, most_discrepancy, speedup_interval
-from headway.sim.recorded.contention import Contention
+from headway.sim.recorded.core_use import Contention
 from headway.sim.recorded.lane import LABEL, LABELS
 from headway.sim.recorded.loader_costs import Costs
 from headway.sim.recorded.loader_model import LoaderModel, busiest_host, host_pressure, own_service, storage_is_shared
 from headway.sim.recorded.recording import Recording, first_steady
 from headway.sim.recorded.stage_orders import INPUT_SHARES, MOST_STARVED, RecordedPipeline, check_stages, reordered
 from headway.sim.recorded.unroll import Occupancy, Unrolled, edited_segments, unroll
-from headway.sim.whatif.edits import Edit, ResolvedEdits, parse_edit, scenario_of
-from headway.sim.whatif.prediction import Prediction
+from headway.sim.whatif import Edit, Prediction, ResolvedEdits, parse_edit, scenario_of
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
 from headway.trace.recording.run_facts import RunFacts

@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.sim.pipeline.actions import Action, B, F, I, Orders, W
-from headway.sim.pipeline.check import peak_activations
-from headway.sim.pipeline.lower import lower
+from headway.sim.pipeline.lower import lower, peak_activations
 from headway.sim.pipeline.orders import PipelineShape
 from headway.sim.pipeline.schedules import SCHEDULES
 from headway.sim.pipeline.simulate import StageCosts
@@ -34,7 +33,7 @@ from headway.sim.pipeline.split_backward import zero_bubble
 from headway.sim.recorded.lane import LABEL, Lane
 from headway.sim.recorded.recording import Recording
 from headway.sim.recorded.stage_work import MessagePoints, StageWork
-from headway.sim.whatif.edits import ResolvedEdits
+from headway.sim.whatif import ResolvedEdits
 
 Ints = NDArray[np.int64]
 

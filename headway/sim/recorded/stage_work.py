@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from headway.sim.pipeline.actions import B, F, I, W
 from headway.sim.recorded.lane import Lane
-from headway.trace.events.nesting import number_alike
+from headway.trace.events.intervals import number_alike
 from headway.trace.events.trace import Trace
 from headway.trace.sync.posts import message_key, posted_ns
 

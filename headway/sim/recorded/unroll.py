@@ -21,15 +21,15 @@ from numpy.typing import NDArray
 
 from headway.core.units import NS_PER_MS
 from headway.sim.graph.dag import Dag
-from headway.sim.graph.greedy import greedy
+from headway.sim.graph.replay import greedy
 from headway.sim.pipeline.actions import F
-from headway.sim.recorded.contention import Contention, rival_cycles
+from headway.sim.recorded.core_use import Contention, rival_cycles
 from headway.sim.recorded.device_work import DeviceWork
 from headway.sim.recorded.lane import COMPUTE, LABEL, LABELS, ON_THREAD, Lane
 from headway.sim.recorded.loader_costs import Costs
 from headway.sim.recorded.loader_model import Loading
 from headway.sim.recorded.recording import Recording
-from headway.sim.whatif.edits import ResolvedEdits
+from headway.sim.whatif import ResolvedEdits
 
 QUANTUM_NS = 5 * NS_PER_MS
 """CPU work is cut into quanta of this length where more threads want cores than there are."""

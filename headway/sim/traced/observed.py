@@ -32,7 +32,7 @@ from headway.sim.graph.replay import replay
 from headway.sim.recorded.program import Program
 from headway.sim.traced.observed_edges import DEVICE, EDGE_CLASSES, FINDERS, Ints, Operations
 from headway.sim.traced.row_edges import listed_dag
-from headway.sim.whatif.edits import Edit, ResolvedEdits, scenario_of
+from headway.sim.whatif import Edit, ResolvedEdits, scenario_of
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND
 from headway.trace.sync.clocks import on_common_clock

@@ -28,10 +28,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from headway.core.errors import InputError
+from headway.sim.graph.attribution import critical_path
 from headway.sim.graph.dag import Dag
-from headway.sim.graph.greedy import greedy
 from headway.sim.graph.hops import Hops, expand
-from headway.sim.graph.path import critical_path
+from headway.sim.graph.replay import greedy
 from headway.sim.training.training_step import BACKWARD, FORWARD, UPDATE, Ints, TrainingStep
 
 LEAD, IN, SEND, RECV, OUT = 4, 5, 6, 7, 8

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from headway.storage.checks.contents import Contents, StoredBox, Tensor, bits, opened
-from headway.storage.commits.sidecars import digests_of
+from headway.storage.commits.commit import digests_of
 from headway.storage.formats.dtypes import ITEM_BYTES
 from headway.storage.formats.values import StoredValue
 from headway.storage.stored.boxes import BoxIndex

@@ -14,8 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from headway.core.errors import FormatError
-from headway.storage.checks.findings import Findings
-from headway.storage.commits.sidecars import (
+from headway.storage.commits.commit import (
     STRIDE_BYTES,
     commit_record,
     digests_of,
@@ -25,9 +24,10 @@ from headway.storage.commits.sidecars import (
     whole_record,
 )
 from headway.storage.formats.records import read_saved
-from headway.storage.formats.weights_only import what_runs
+from headway.storage.formats.safe_pickle import what_runs
 from headway.storage.formats.zip_files import faults
 from headway.storage.stored.digests import damaged_blocks
+from headway.storage.stored.findings import Findings
 from headway.storage.stored.manifest import (
     COMMIT,
     COPIES,

@@ -25,11 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import DamageError, InputError
-from headway.core.files.inside import check_links
+from headway.core.files.private import check_links
 from headway.core.units import MIB
 from headway.storage.checks.verification import verify
-from headway.storage.commits.commit import is_own
-from headway.storage.commits.sidecars import commit_record, rebuild
+from headway.storage.commits.commit import commit_record, is_own, rebuild
 from headway.storage.redundancy.losses import Judgement, Losses, LostBytes
 from headway.storage.redundancy.parity import bad_parity, best, encode_rank, judge, sweep, write_copies, write_facts
 from headway.storage.redundancy.parity_files import Images, newest_parity, read_at, record_of, state

@@ -28,7 +28,7 @@ import msgspec
 
 from headway.core.errors import DamageError, HeadwayError, InputError
 from headway.core.files.bounded_json import read_json
-from headway.core.files.inside import check_inside, remove_tree
+from headway.core.files.private import check_inside, remove_tree
 from headway.core.machine.host import host_id
 from headway.storage.stored.digests import Digested, pack_digests
 from headway.storage.stored.durable import make_folder, sync_folder, write_durably

@@ -32,9 +32,21 @@ from numpy.typing import NDArray
 
 from headway.core.errors import InputError
 from headway.core.tables import pick
-from headway.storage.redundancy.bitmatrix import POLYNOMIALS, Elements, cauchy, field, in_bits, in_terms_of, product
-from headway.storage.redundancy.xor_native import VECTOR_BYTES, Kernel, compiled
-from headway.storage.redundancy.xor_program import interpret, plain, shared
+from headway.storage.redundancy.xor_program import (
+    POLYNOMIALS,
+    VECTOR_BYTES,
+    Elements,
+    Kernel,
+    cauchy,
+    compiled,
+    field,
+    in_bits,
+    in_terms_of,
+    interpret,
+    plain,
+    product,
+    shared,
+)
 
 ARRAY_MODULES = {"numpy": "numpy", "torch": "torch"}
 """What `xp` may name -> the module with the arrays."""

@@ -18,10 +18,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.storage.commits.sidecars import manifests_of, rebuild
+from headway.storage.commits.commit import manifests_of, rebuild
 from headway.storage.redundancy.parity_files import Images, StoredParity
 from headway.storage.redundancy.stripes import Stripes
-from headway.storage.stored.damage import Damage
+from headway.storage.stored.findings import Damage
 from headway.storage.stored.manifest import Piece, RankManifest
 
 

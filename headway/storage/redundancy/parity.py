@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import DamageError, FormatError
-from headway.core.files.inside import check_links
+from headway.core.files.private import check_links
 from headway.core.units import MIB
 from headway.core.wire.pace import RateLimiter
-from headway.storage.commits.sidecars import commit_record, read_guarded
+from headway.storage.commits.commit import commit_record, read_guarded
 from headway.storage.redundancy.erasure import RS
 from headway.storage.redundancy.losses import Judgement, Losses, LostBytes, judged
 from headway.storage.redundancy.parity_files import (
@@ -41,9 +41,9 @@ from headway.storage.redundancy.parity_files import (
     state,
 )
 from headway.storage.redundancy.stripes import Stripes, scheme_of
-from headway.storage.stored.damage import Damage
 from headway.storage.stored.digests import Digested, Digester, damaged_blocks, pack_digests
 from headway.storage.stored.durable import durable_file, make_folder, write_durably
+from headway.storage.stored.findings import Damage
 from headway.storage.stored.manifest import (
     COMMIT,
     COPIES,

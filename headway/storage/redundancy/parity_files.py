@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import DamageError, FormatError
-from headway.storage.commits.sidecars import commit_record, digests_of, manifests_of, rebuild
+from headway.storage.commits.commit import commit_record, digests_of, manifests_of, rebuild
 from headway.storage.redundancy.erasure import CELL_BYTES, RS
 from headway.storage.redundancy.stripes import Stripes, circle, scheme_of
 from headway.storage.stored.digests import Digested, block_bytes_for, damaged_blocks, unpack_digests

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import DamageError, InputError
-from headway.core.files.inside import check_links
+from headway.core.files.private import check_links
 from headway.core.wire.pace import RateLimiter
 from headway.storage.redundancy.erasure import RS
 from headway.storage.redundancy.parity import STRIDE_BYTES, data_of, facts_of, sweep, write_copies, write_facts

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import DamageError, InputError
-from headway.core.files.whole_file import whole_file
+from headway.core.files.regular_file import whole_file
 from headway.core.units import MIB
 from headway.storage.redundancy.erasure import RS
 from headway.storage.regions.dirty import runs_of

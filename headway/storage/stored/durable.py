@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from headway.core.files.whole_file import whole_file
+from headway.core.files.regular_file import whole_file
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

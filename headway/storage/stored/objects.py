@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from headway.core.errors import HeadwayError, InputError
-from headway.core.processes.store_user import claim
+from headway.core.machine.store_user import claim
 from headway.core.units import MIB
 
 if TYPE_CHECKING:

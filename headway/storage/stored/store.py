@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from headway.core.errors import InputError
-from headway.core.files.inside import check_inside
+from headway.core.files.private import check_inside
 from headway.core.files.regular_file import open_regular
 from headway.storage.stored.durable import make_folder, sync_folder, write_durably
 

@@ -30,8 +30,7 @@ from numpy.typing import NDArray
 
 from headway.core.errors import FormatError
 from headway.core.files.bounded_json import decode_json
-from headway.core.files.regular_file import check_regular
-from headway.core.files.whole_file import whole_file
+from headway.core.files.regular_file import check_regular, whole_file
 from headway.trace.events.tables import numbered, plain_tables
 from headway.trace.events.trace import COLUMNS, Trace
 

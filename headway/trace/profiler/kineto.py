@@ -36,24 +36,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import FormatError
-from headway.trace.events.nesting import Nesting, union_ns
+from headway.trace.events.intervals import Nesting, union_ns
 from headway.trace.events.process_groups import MOST_RANKS, group_id, parse_ranks
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND, MOVING
 from headway.trace.profiler import json_events
 from headway.trace.profiler.json_pieces import Arguments, plain
-from headway.trace.profiler.kineto_messages import Begins, message_entry, messages_of
 from headway.trace.profiler.kineto_names import (
     CATEGORIES,
     DEVICE,
     FORWARD,
     LAUNCHING,
     OP,
+    Begins,
     dtype_bytes,
     host_lanes,
     kind_of,
     kind_said,
     lane_name,
+    message_entry,
+    messages_of,
     step_of,
 )
 

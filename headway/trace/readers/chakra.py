@@ -42,9 +42,9 @@ from numpy.typing import NDArray
 from headway.core.errors import FormatError, InputError
 from headway.core.files.bounded_json import decode_json
 from headway.core.files.bounds import check_room
-from headway.core.files.whole_file import whole_file
+from headway.core.files.regular_file import whole_file
 from headway.core.units import NS_PER_US
-from headway.trace.events.nesting import leaves
+from headway.trace.events.intervals import leaves
 from headway.trace.events.process_groups import group_id
 from headway.trace.events.tables import numbered, plain_tables
 from headway.trace.events.trace import COLUMNS, Trace

@@ -37,9 +37,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from headway.core.errors import FormatError, InputError
 from headway.core.files.bounded_json import decode_json
-from headway.core.files.regular_file import read_regular
+from headway.core.files.regular_file import read_regular, whole_file
 from headway.core.files.settings_files import parse_yaml
-from headway.core.files.whole_file import whole_file
 from headway.core.integers import narrowed
 from headway.core.tables import suggestion
 from headway.core.units import NS_PER_S

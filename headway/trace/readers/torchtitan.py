@@ -31,7 +31,7 @@ import msgspec
 from headway.core.errors import FormatError
 from headway.core.files.bounds import check_room
 from headway.core.units import NS_PER_MS, NS_PER_US
-from headway.trace.events.nesting import Nesting
+from headway.trace.events.intervals import Nesting
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND
 

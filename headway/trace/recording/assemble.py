@@ -18,16 +18,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.trace.events.intervals import inside
-from headway.trace.events.nesting import Nesting
+from headway.trace.events.intervals import Nesting, inside
 from headway.trace.events.steps import step_of
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import COLLECTIVES, KIND, SPANS
-from headway.trace.recording import basis, evaluation, gaps, segments
-from headway.trace.recording.deliveries import thinned
+from headway.trace.recording import basis, gaps, segments
+from headway.trace.recording import basis as evaluation
 from headway.trace.recording.devices import by_rank, lead_of
-from headway.trace.recording.loads import load_children, name_workers, place_made
-from headway.trace.recording.pauses import trimmed
+from headway.trace.recording.gaps import trimmed
+from headway.trace.recording.loads import load_children, name_workers, place_made, thinned
 from headway.trace.recording.rows import RecordedRows, lane_name, raw_rows
 from headway.trace.rings import spool
 from headway.trace.rings.rank_tables import RankTables, json_object

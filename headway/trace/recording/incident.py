@@ -20,7 +20,7 @@ from typing import Annotated
 import msgspec
 
 from headway.core.errors import FormatError, InputError
-from headway.core.files.whole_file import whole_file
+from headway.core.files.regular_file import whole_file
 
 SCHEMA = "headway.incidents/1"
 FILE = "incidents.json"
@@ -64,7 +64,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, rename={"cls": "class"
     """None: the next attempt has not made a step, or there was none."""
 
     action: str = ""
-    """One of `headway.fault.ladder.ACTIONS`."""
+    """One of `headway.fault.restart.supervise.ACTIONS`."""
 
     reason: str = ""
     """Why that one."""

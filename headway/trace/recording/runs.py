@@ -26,8 +26,8 @@ from headway.core.files.bounded_json import converted, read_json
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
 from headway.trace.recording.assemble import applied, loaders, trace_of_rings
-from headway.trace.recording.deliveries import counts_of
 from headway.trace.recording.incident import read_incidents
+from headway.trace.recording.loads import counts_of
 from headway.trace.recording.run_facts import SCHEMA, RankRow, RunFacts
 from headway.trace.rings import spool
 from headway.trace.rings.rank_tables import json_object

@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 
 from headway.core.errors import FormatError
 from headway.trace.rings import spool
-from headway.trace.rings.progress_page import PAGE, PAGE_OFFSET
 from headway.trace.rings.records import (
     IN_FLIGHT,
     ORDERED_STORES,
@@ -39,7 +38,7 @@ from headway.trace.rings.records import (
     header_of,
     read_page,
 )
-from headway.trace.rings.ring import HEADER, HEADER_BYTES, RECORD_BYTES
+from headway.trace.rings.ring import HEADER, HEADER_BYTES, PAGE, PAGE_OFFSET, RECORD_BYTES
 from headway.trace.rings.ring_folders import live_folder, ring_folders
 
 Records = NDArray[np.void]

@@ -34,12 +34,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import FormatError
-from headway.trace.rings.progress_page import PAGE, PAGE_OFFSET
 from headway.trace.rings.ring import (
     FIELDS,
     HEADER,
     HEADER_BYTES,
     MAGIC,
+    PAGE,
+    PAGE_OFFSET,
     RECORD_BYTES,
     ROLES,
     THREAD_BYTES,

@@ -23,8 +23,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from headway.core.files.mounts import place_of
-from headway.core.machine.host import host_id
+from headway.core.machine.host import host_id, place_of
 
 LIVE = "live"
 """Name of the link to the private folder that holds the mapped files."""

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from headway.core.errors import InputError
 from headway.core.linear import minimise
 from headway.core.units import NS_PER_US
-from headway.trace.events.nesting import number_alike
+from headway.trace.events.intervals import number_alike
 from headway.trace.sync.clocks import ClockMap, stretch_of
 from headway.trace.sync.meetings import Bools, Ints, Meetings
 

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
-from headway.trace.events.nesting import number_alike
+from headway.trace.events.intervals import number_alike
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import COLLECTIVES, KIND
 from headway.trace.sync.posts import message_key, posted_ns

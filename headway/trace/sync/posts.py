@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.trace.events.nesting import number_alike
+from headway.trace.events.intervals import number_alike
 
 Ints = NDArray[np.int64]
 

@@ -10,15 +10,13 @@ from rich.text import Text
 
 from headway.cluster.adaptive.measured import published_jct_s, read_applications, read_workload
 from headway.cluster.adaptive.workload import MeasuredJobs
-from headway.cluster.compare import DEFAULT_POLICIES, FIDELITY, answer, compare_policies
-from headway.cluster.engine import simulate
-from headway.cluster.logs.gavel import RateTable, read_trace
-from headway.cluster.logs.generate import generate
-from headway.cluster.logs.philly import read_queue
-from headway.cluster.logs.record import RecordedQueue
-from headway.cluster.logs.runs import queue_rates, run_rate
 from headway.cluster.model import Cluster, Jobs, Rates, Resize, Values, parse_numbers
 from headway.cluster.policies.table import POLICIES
+from headway.cluster.queue.compare import DEFAULT_POLICIES, FIDELITY, answer, compare_policies
+from headway.cluster.queue.engine import simulate
+from headway.cluster.queue.gavel_files import RateTable, generate, read_trace
+from headway.cluster.queue.logs import RecordedQueue, read_queue
+from headway.cluster.queue.recorded_rates import queue_rates, run_rate
 from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.core.units import format_fraction

@@ -15,8 +15,7 @@ from headway.catalog import DRILL, REMEDIES
 from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.core.units import format_fraction, format_seconds
-from headway.fault.runtime.drill import schedule, score
-from headway.fault.runtime.injectors import FAULTS, FOLDER, NAME, marks
+from headway.fault.torch_drill import FAULTS, FOLDER, NAME, marks, schedule, score
 from headway.report.paper import ScreenOptions, draw
 from headway.runtime.host.rank_env import num_processes
 from headway.runtime.launching.launch import launch

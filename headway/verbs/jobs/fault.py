@@ -13,9 +13,9 @@ from rich.text import Text
 from headway.core.errors import HeadwayError
 from headway.core.units import format_fraction, format_seconds
 from headway.fault.advise import predicted_ettr
-from headway.fault.expected import expected
 from headway.fault.fleet import Scenario, simulate
 from headway.fault.plan import Preparation, prepare
+from headway.fault.restart.incidents import expected
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.answers.metrics import ettr_of_steps
 from headway.ledger.booking.account import SpanFacts

@@ -7,7 +7,7 @@ from typing import Any
 from rich.text import Text
 
 from headway.core.units import format_seconds
-from headway.fault.runtime.self_check import SelfCheckResult, check
+from headway.fault.torch_self_check import SelfCheckResult, check
 from headway.report.paper import draw
 from headway.verbs.shared.output import emit
 

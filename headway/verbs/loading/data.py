@@ -12,12 +12,12 @@ from rich.text import Text
 
 from headway.core.errors import InputError
 from headway.core.units import format_bytes, format_seconds
-from headway.data.stalls import StallReport, attribute, what_if
+from headway.data.stalls.model import StallReport, attribute, what_if
 from headway.ledger.answers.input_counts import count_words
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
-from headway.report.text.terminal import render_stalls, render_whatif
+from headway.report.terminal import render_stalls, render_whatif
 from headway.sim.recorded.program import Program
-from headway.sim.whatif.prediction import Prediction
+from headway.sim.whatif import Prediction
 from headway.verbs.loading.measure import STEPS, measure
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.source import run_at

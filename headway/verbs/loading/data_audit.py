@@ -9,7 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from headway.core.errors import InputError
-from headway.data.audit import VERDICTS, Epoch, Leg, judge, legs_of, passes_of
+from headway.data.loader.audit import VERDICTS, Epoch, Leg, judge, legs_of, passes_of
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
 from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.recording.runs import Run, merge

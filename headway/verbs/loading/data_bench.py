@@ -14,7 +14,7 @@ from rich.text import Text
 from headway.core.errors import FormatError, InputError
 from headway.core.machine.host import host_cores
 from headway.core.units import format_bytes, format_seconds
-from headway.data.source import FolderSource, SyntheticJpeg
+from headway.data.bytes.source import FolderSource, SyntheticJpeg
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
 from headway.verbs.shared.output import emit
 
@@ -70,7 +70,7 @@ class Some:
 
     def __init__(self, source: Any) -> None:
         """Read them. Raises `InputError` on one that cannot be decoded: better now than in a worker."""
-        from headway.data.runtime.examples import ops
+        from headway.data.pipeline import torch_ops as ops
 
         self._data = [source.read(index) for index in range(min(len(source), IMAGES))]
         for index, data in enumerate(self._data):
@@ -94,7 +94,8 @@ def _measured(source: Some, workers: int, rounds: int) -> dict[str, Any]:
     """Return what `--json` prints of both tables."""
     import torch
 
-    from headway.data.runtime.checks import image_costs, transport_costs
+    from headway.data.stalls import torch_image_costs as image_costs
+    from headway.data.stalls import torch_transport_costs as transport_costs
 
     torch.set_num_threads(1)
     _say("moving batches")

@@ -9,7 +9,7 @@ from typing import Any
 from rich.text import Text
 
 from headway.core.units import format_bytes
-from headway.data.sessions import BATCH, cluster_parquet
+from headway.data.features.sessions import BATCH, cluster_parquet
 from headway.report.paper import ScreenOptions, add_row, draw, grid
 from headway.verbs.shared.output import emit
 
@@ -29,7 +29,7 @@ def cluster(
 
     Rows of one session repeat most of each other's id lists. Side by side
     they compress, and a batch stores each different list once
-    (headway.data.jagged). Clustered rows are not independent: shuffle whole
+    (headway.data.features.jagged). Clustered rows are not independent: shuffle whole
     sessions when reading them (headway.data.session_order).
 
     Example: `headway data cluster log.parquet clustered.parquet --by session --time timestamp`

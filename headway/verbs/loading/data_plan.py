@@ -12,13 +12,13 @@ from typing import Any
 from rich.text import Text
 
 from headway.core.errors import InputError
-from headway.core.files.whole_file import whole_file
+from headway.core.files.regular_file import whole_file
 from headway.core.machine.host import host_cores
 from headway.core.tables import pick
 from headway.core.units import parse_bytes
-from headway.data.planning.optimize import Op, PipelinePlan, PipelineProfile, Resources, op_costs
-from headway.data.planning.optimize import plan as best_plan
-from headway.data.planning.plan_files import ops_text, read_ops, read_stats, stats_text
+from headway.data.pipeline.operators import ops_text, read_ops, read_stats, stats_text
+from headway.data.pipeline.optimize import Op, PipelinePlan, PipelineProfile, Resources, op_costs
+from headway.data.pipeline.optimize import plan as best_plan
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
 from headway.verbs.shared.output import emit
 

@@ -16,11 +16,10 @@ from headway.core.errors import InputError
 from headway.core.files.private import runtime_directory
 from headway.core.units import format_bytes, format_seconds, parse_bytes
 from headway.core.wire.channel import ChannelClosed, connect
-from headway.data.serving.messages import FROM_SERVER, StatusReply, StatusRequest
-from headway.data.serving.server import DataServer
+from headway.data.service.messages import FROM_SERVER, StatusReply, StatusRequest
+from headway.data.service.server import DataServer
 from headway.report.paper import ScreenOptions, add_row, draw, grid
-from headway.verbs.shared.named import imported
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import emit, imported
 
 ANSWER_S = 5.0
 """A server that has not told how it is by then hangs."""
@@ -67,7 +66,7 @@ def serve(
         idle_s=math.inf if idle is None else idle,
     )  # fmt: skip
     dataset = _imported(target)
-    from headway.data.runtime.loader import serving  # it needs torch, which `--help` must not
+    from headway.data.service import torch_start as serving  # it needs torch, which `--help` must not
 
     path = socket or serving.path_for(dataset)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")

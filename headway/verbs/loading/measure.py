@@ -2,7 +2,7 @@
 
 Prep stall = T3 - T1 and fetch stall = T2 - T3, where T1, T2, T3 are the mean
 step times with synthetic batches, with a cold page cache, and with raw data
-in memory. The script is launched unmodified; `headway.data.runtime.checks.measurements`
+in memory. The script is launched unmodified; `headway.data.stalls.torch_measurements`
 measures inside its ranks. Times are seconds, sizes bytes.
 """
 
@@ -22,7 +22,7 @@ from headway.core.files.bounded_json import read_json
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.core.machine.host import host_cores
 from headway.core.units import format_bytes
-from headway.data.stalls import NOISE, STALL_FRACTION, WARMUP_STEPS, StallReport, attribute, from_phases
+from headway.data.stalls.model import NOISE, STALL_FRACTION, WARMUP_STEPS, StallReport, attribute, from_phases
 from headway.runtime.launching.launch import launch
 from headway.runtime.launching.options import LaunchOptions, check
 from headway.runtime.launching.run_of_ranks import ExitReport

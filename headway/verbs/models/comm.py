@@ -13,11 +13,11 @@ from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile, granted, write_plan
 from headway.plan.optimiser import optimise
 from headway.plan.proposal import MIN_SPEEDUP
-from headway.report.optimised import render_optimised
+from headway.report.alignment import render_optimised
 from headway.sim.ddp.ddp_replay import DdpReplay
-from headway.sim.training.recorded_step import recorded_step
+from headway.sim.training.moves import recorded_step
 from headway.sim.training.training_step import TrainingStep
-from headway.sim.whatif.edits import ResolvedEdits
+from headway.sim.whatif import ResolvedEdits
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.source import run_at
 

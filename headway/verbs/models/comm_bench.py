@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from headway.comm.advise_compress import MEASURED, measure
+from headway.comm.compression.advise import MEASURED, measure
 from headway.core.files.bounded_json import read_json
 from headway.core.units import format_fraction, format_seconds
 from headway.cost.codecs import read_codec

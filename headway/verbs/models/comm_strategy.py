@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.comm.options import options as tree
-from headway.comm.published import PublishedSetup, read_codecs, read_models, read_setups
-from headway.comm.stages import COSTS
-from headway.comm.strategy_search import Pricing, search
+from headway.comm.compression.options import COSTS
+from headway.comm.compression.options import options as tree
+from headway.comm.compression.published import PublishedSetup, read_codecs, read_models, read_setups
+from headway.comm.compression.strategy_search import Pricing, search
 from headway.core.errors import InputError
 from headway.core.files.bounded_json import read_json
 from headway.core.tables import pick

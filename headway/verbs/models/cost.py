@@ -10,13 +10,12 @@ import msgspec
 from cyclopts import Parameter
 
 from headway.core.errors import InputError
-from headway.core.files.whole_file import whole_file
+from headway.core.files.regular_file import whole_file
 from headway.core.rng import stream
 from headway.core.tables import pick
 from headway.cost.learned.cost_table import CostTable, add_line, check_host, read_table
 from headway.cost.learned.latency_table import LatencyTable
-from headway.cost.learned.predictors import PREDICTORS, TransferTask, mape, standardised
-from headway.cost.learned.selection import SELECTIONS
+from headway.cost.learned.predictors import PREDICTORS, SELECTIONS, TransferTask, mape, standardised
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.verbs.shared.learned_step import TABLE, check_threads, learned_step
 from headway.verbs.shared.output import emit
@@ -121,7 +120,7 @@ def calibrate(
     json
         Print one JSON object instead of text.
     """
-    from headway.cost.runtime.calibration import here, made_model, measure
+    from headway.cost.learned.torch_calibration import here, made_model, measure
 
     if models < 4:
         raise InputError(f"--models is {models}; pass at least 4.")

@@ -13,7 +13,7 @@ import numpy as np
 
 from headway.core.errors import InputError
 from headway.core.files.bounded_json import read_json
-from headway.core.files.whole_file import whole_file
+from headway.core.files.regular_file import whole_file
 from headway.core.units import plural
 from headway.model.growth.proposal import Growth, fits, growths
 from headway.report.paper import ScreenOptions, draw, paragraph

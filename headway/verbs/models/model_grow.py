@@ -17,12 +17,12 @@ from cyclopts import Parameter
 from headway.core.errors import InputError
 from headway.core.units import plural
 from headway.report.paper import ScreenOptions, draw, paragraph
-from headway.verbs.checkpoints.ckpt_repair import checkpoint_at
 from headway.verbs.models.growth_plan import growth_plan, screen_of_plan
 from headway.verbs.shared.output import emit
+from headway.verbs.stored.ckpt_convert import checkpoint_at
 
 if TYPE_CHECKING:
-    from headway.model.runtime.loaded import Grown
+    from headway.model.growth.torch_saved import Grown
 
 
 GROWING = {
@@ -99,8 +99,8 @@ def grow(
         emit(msgspec.to_builtins(made), lambda screen: screen_of_plan(made, screen), as_json=json)
         return 0
     checkpoint, out = _given(target, small, large, checkpoint, out)
-    from headway.checkpoint.runtime.torch_calls.sources import open_source
-    from headway.model.runtime.loaded import grow_saved
+    from headway.checkpoint.torch_dcp.sources import open_source
+    from headway.model.growth.torch_saved import grow_saved
 
     build, sizes = _imported(target), (_sizes("--small", small), _sizes("--large", large))
     if out.exists():
@@ -117,8 +117,8 @@ def grow(
 
 def _written(grown: Grown, out: Path) -> dict[str, Any]:
     """Write the grown tensors to `out`, and return what the verb answers."""
-    from headway.checkpoint.runtime.torch_calls.convert import export, rewrite
-    from headway.checkpoint.runtime.torch_calls.sources import TORCH_SUFFIXES, StateSource
+    from headway.checkpoint.torch_dcp.convert import export, rewrite
+    from headway.checkpoint.torch_dcp.sources import TORCH_SUFFIXES, StateSource
 
     state = StateSource(str(out), grown.state)
     if out.suffix in (".safetensors", *TORCH_SUFFIXES):

@@ -8,7 +8,7 @@ from typing import Any
 from rich.text import Text
 
 from headway.core.units import format_fraction, format_seconds
-from headway.parallel.recorded import RecordedBubbles
+from headway.parallel.advise import RecordedBubbles
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, title, uncut
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.source import run_at

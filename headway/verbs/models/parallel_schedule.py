@@ -11,19 +11,16 @@ from typing import Any
 from rich.text import Text
 
 from headway.core.errors import InputError
-from headway.core.files.regular_file import read_text
-from headway.core.files.whole_file import whole_file
+from headway.core.files.regular_file import read_text, whole_file
 from headway.core.tables import pick
 from headway.core.units import format_fraction, format_seconds
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.sim.pipeline.actions import F, PipelineProgram, R, W
-from headway.sim.pipeline.bubbles import bubble_sums, bubbles
-from headway.sim.pipeline.check import ProgramReport
-from headway.sim.pipeline.check import check as check_program
-from headway.sim.pipeline.lower import lower
+from headway.sim.pipeline.lower import ProgramReport, lower
+from headway.sim.pipeline.lower import check as check_program
 from headway.sim.pipeline.orders import PipelineShape
 from headway.sim.pipeline.schedules import SCHEDULES
-from headway.sim.pipeline.simulate import PipelineScore, ProgramTimes, costs_of, score
+from headway.sim.pipeline.simulate import PipelineScore, ProgramTimes, bubble_sums, bubbles, costs_of, score
 from headway.sim.pipeline.simulate import simulate as replay_program
 from headway.verbs.shared.output import emit
 

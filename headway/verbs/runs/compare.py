@@ -18,14 +18,14 @@ from headway.ledger.answers.ledger import Ledger
 from headway.report.figures import ending
 from headway.report.paper import draw, paragraph
 from headway.report.screens import WHOLE_PLAN
-from headway.report.text.terminal import render_compare
+from headway.report.terminal import render_compare
 from headway.trace.recording.runs import Run
 from headway.verbs.jobs.fault import ettr_beside, ettr_sentence
 from headway.verbs.models.growth_plan import growth_sentence, judged_growth, trained_parameters
 from headway.verbs.shared.learned_step import judged, sentence
 from headway.verbs.shared.output import emit
+from headway.verbs.shared.script_terms import withdrawn
 from headway.verbs.shared.source import run_at
-from headway.verbs.shared.verified import withdrawn
 
 
 def fraction(_: object, tokens: Sequence[Token]) -> float:

@@ -12,13 +12,12 @@ from cyclopts import Parameter
 from headway.catalog import causes_of
 from headway.core.errors import BarMissedError
 from headway.core.files.planfile import granted
-from headway.ledger.kinds.cause import Cause
-from headway.ledger.runs.loader_roles import evaluation_loaders
+from headway.ledger.cause import Cause
+from headway.ledger.runs.recorded import evaluation_loaders
 from headway.plan.loader_rows import loader_rows
-from headway.plan.pace import step_seconds
 from headway.plan.planner import SCHEMA
-from headway.plan.setup import Setup
-from headway.report.text.terminal import render_hints, render_plan
+from headway.plan.setup import Setup, step_seconds
+from headway.report.terminal import render_hints, render_plan
 from headway.verbs.shared.explain import explain_run
 from headway.verbs.shared.learned_step import TABLE, in_words, learned_step, save
 from headway.verbs.shared.output import emit

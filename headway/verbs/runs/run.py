@@ -16,7 +16,7 @@ from headway.runtime.launching.run_of_ranks import ExitReport
 from headway.trace.recording.runs import is_run
 from headway.verbs.shared.output import emit, emit_beside
 from headway.verbs.shared.run_options import RunOptions
-from headway.verbs.shared.verified import verified
+from headway.verbs.shared.script_terms import verified
 
 DEFAULTS = RunOptions()
 
@@ -73,7 +73,7 @@ def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as
     A run too broken to explain still gets its ending.
     """
     # Loaded after the run: until here nothing of the analysis has cost the launcher a start-up.
-    from headway.report.text.terminal import render_run
+    from headway.report.terminal import render_run
 
     answer: dict[str, Any] = {
         "schema": "headway.run/1",

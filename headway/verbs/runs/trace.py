@@ -6,7 +6,7 @@ from pathlib import Path
 
 from headway.core.errors import InputError
 from headway.ledger.operations.straggler import analyse
-from headway.report.text.terminal import render_trace_info
+from headway.report.terminal import render_trace_info
 from headway.sim.recorded.program import Program
 from headway.sim.traced.row_edges import listed
 from headway.trace.events.parts import Parts

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from headway.core.errors import InputError
-from headway.ledger.operations.clock_offsets import meetings_of
-from headway.report.text.alignment import render_alignment
+from headway.ledger.operations.compute_factors import meetings_of
+from headway.report.alignment import render_alignment
 from headway.trace.events.trace import Trace
 from headway.trace.sync.alignment import WINDOW_S, Alignment
 from headway.trace.sync.alignment import align as align_trace

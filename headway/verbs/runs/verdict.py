@@ -22,7 +22,7 @@ from headway.trace.events import active_settings
 from headway.trace.events.active_settings import AppliedRow
 from headway.trace.recording.runs import Run
 from headway.verbs.shared.explain import Explanation, explain_run, outcomes
-from headway.verbs.shared.verified import verified, withdrawn
+from headway.verbs.shared.script_terms import verified, withdrawn
 
 
 def summarise(path: Path, plan: PlanFile | None, baseline: Path | None) -> tuple[dict[str, Any], Explanation]:

@@ -11,10 +11,10 @@ from cyclopts import Parameter
 
 from headway.core.errors import HeadwayError, InputError
 from headway.ledger.live.live_ledger import LiveSeries
-from headway.report.facts import created, facts_of
+from headway.report.answers import created, facts_of
 from headway.report.page.html import page
-from headway.report.serving.live import LiveView, live_charts, live_key, live_page, live_parts
-from headway.report.serving.live_server import Allowed, LiveServer, listening, server_of
+from headway.report.page.live import LiveView, live_charts, live_key, live_page, live_parts
+from headway.report.page.live_server import Allowed, LiveServer, listening, server_of
 from headway.runtime.run_folder.live_feed import LiveFeed
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.source import newest_run

@@ -8,9 +8,9 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from headway.core.errors import InputError
-from headway.report.text.terminal import render_whatif
+from headway.report.terminal import render_whatif
 from headway.sim.recorded.program import Program
-from headway.sim.whatif.edits import EDITS
+from headway.sim.whatif import EDITS
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.source import run_at
 

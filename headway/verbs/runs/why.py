@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headway.report.text.terminal import render_why
+from headway.report.terminal import render_why
 from headway.verbs.runs.views import why_object
 from headway.verbs.shared.explain import explain
 from headway.verbs.shared.model_flops import ModelSpec

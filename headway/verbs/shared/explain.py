@@ -17,7 +17,7 @@ from headway.core.units import format_bytes, format_fraction
 from headway.ledger.answers.causes import Fix, find_causes
 from headway.ledger.answers.evidence import TRY
 from headway.ledger.answers.ledger import Ledger
-from headway.ledger.kinds.cause import Cause
+from headway.ledger.cause import Cause
 from headway.plan.planner import Plan
 from headway.plan.setup import Setup
 from headway.report.answers import NOT_RESOLVED, Verdict
@@ -31,8 +31,7 @@ from headway.trace.readers.formats import open_parts
 from headway.trace.recording.incident import Incident
 from headway.trace.recording.run_facts import RunFacts, outcomes_of
 from headway.trace.recording.runs import Run, is_run, merge
-from headway.verbs.shared.script_terms import script_terms
-from headway.verbs.shared.verified import withdrawn
+from headway.verbs.shared.script_terms import script_terms, withdrawn
 
 if TYPE_CHECKING:
     from headway.ledger.operations.straggler import StragglerReport
@@ -222,7 +221,7 @@ def with_reasons(cause: Cause, program: Program) -> Cause:
     """Say of a pipeline's bubble what it comes from, where the run shows it."""
     if cause.cause != "bubble.p2p":
         return cause
-    from headway.parallel.recorded import reasons_of
+    from headway.parallel.advise import reasons_of
 
     try:
         reasons = reasons_of(program)

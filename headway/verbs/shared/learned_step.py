@@ -13,16 +13,16 @@ import numpy as np
 
 from headway.core.errors import HeadwayError, InputError
 from headway.core.files.bounded_json import read_json
-from headway.core.files.whole_file import whole_file
+from headway.core.files.regular_file import whole_file
 from headway.core.units import NS_PER_S, format_seconds
 from headway.cost.learned.cost_table import ObservedStep, add_line, check_host, read_table, step_costs
 from headway.ledger.answers.compare import is_full
 from headway.ledger.answers.ledger import Ledger
-from headway.ledger.kinds.buckets import BUCKETS
+from headway.ledger.buckets import BUCKETS
 from headway.sim.graph.dag import Dag
 from headway.sim.graph.replay import replay
 from headway.trace.recording.runs import Run
-from headway.verbs.shared.named import imported
+from headway.verbs.shared.output import imported
 
 TABLE = Path("headway-costs.jsonl")
 """Where a calibration is written by default."""
@@ -81,8 +81,7 @@ def learned_step(target: str, batch: int, costs: Path, threads: int) -> LearnedS
         raise InputError(f"--batch is {batch}; pass at least 1.")
     if not costs.exists():
         raise InputError(f"there is no table {costs}. Write it: headway cost calibrate -o {costs}")
-    from headway.cost.runtime.calibration import here
-    from headway.cost.runtime.graph import graph_of
+    from headway.cost.learned.torch_calibration import graph_of, here
 
     table = read_table(costs)
     check_host(table.host, here(check_threads(threads)), costs)

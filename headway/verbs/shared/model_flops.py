@@ -16,9 +16,8 @@ from typing import Any
 
 from headway.core.errors import InputError, UnknownNameError
 from headway.core.tables import pick
-from headway.cost.flops import RECOMPUTE, flops_per_token, hardware_flops_per_token, mfu
 from headway.cost.specs import shipped
-from headway.cost.transformer import Transformer
+from headway.cost.transformer import RECOMPUTE, Transformer, flops_per_token, hardware_flops_per_token, mfu
 from headway.trace.recording.run_facts import RunFacts
 
 FORMULA = "6 L M + 12 L s h + 6 V h per token, forward and backward, nothing computed twice"
@@ -59,7 +58,7 @@ class ModelSpec:
     """Peak of one device; None = from the table of devices."""
 
     recompute: str = "none"
-    """What the backward pass computes again, one of `headway.cost.flops.RECOMPUTE`."""
+    """What the backward pass computes again, one of `headway.cost.transformer.RECOMPUTE`."""
 
     @classmethod
     def parse(cls, text: str) -> ModelSpec:

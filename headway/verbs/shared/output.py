@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from headway.core.processes.beside import say_beside
+from headway.core.errors import InputError
+from headway.core.machine.beside import say_beside
 from headway.report.paper import ScreenOptions, screen_of
 
 
@@ -36,3 +39,18 @@ def finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+# What MODULE:NAME on a command line names: imported as Python would from the current folder.
+
+
+def imported(target: str, example: str) -> Any:
+    """Import `target`, written as MODULE:NAME; raises `InputError`, with `example` where it is written otherwise."""
+    module, _, name = target.partition(":")
+    if not module or not name:
+        raise InputError(f"{target!r} names nothing to import. Write MODULE:NAME, such as {example}.")
+    sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"cannot import {target}: {error}. Run this where Python finds the module.") from error

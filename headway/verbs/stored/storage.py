@@ -13,14 +13,14 @@ from rich.text import Text
 from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.core.units import format_bytes, format_fraction, plural
+from headway.lab.disks.fleet import DiskFleet
+from headway.lab.disks.logs import Lifetimes, ObservationWindow, read_lifetimes, read_totals, renamed, windows
+from headway.lab.disks.placement import place, replay, saved
+from headway.lab.disks.plan import POLICIES
+from headway.lab.disks.schemes import DEFAULT, HOURS_PER_YEAR, SCHEMES, Scheme, bounds_afr, mttdl_hours
+from headway.lab.disks.sim import Dgroup, SimResult, read_clusters
+from headway.lab.disks.synthetic_fleet import made
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
-from headway.storage.disks.fleet import DiskFleet
-from headway.storage.disks.logs import Lifetimes, ObservationWindow, read_lifetimes, read_totals, renamed, windows
-from headway.storage.disks.made import made
-from headway.storage.disks.placement import place, replay, saved
-from headway.storage.disks.plan import POLICIES
-from headway.storage.disks.schemes import DEFAULT, HOURS_PER_YEAR, SCHEMES, Scheme, bounds_afr, mttdl_hours
-from headway.storage.disks.sim import Dgroup, SimResult, read_clusters
 from headway.verbs.shared.output import emit
 
 SHOWN_TRANSITIONS = 12

@@ -1,0 +1,1 @@
+"""The process beside a rank that makes its snapshots durable, and the rank's end of it."""

@@ -1,0 +1,467 @@
+"""The checkpoint agent of one rank: a process without torch that makes snapshots durable, and outlives the trainer.
+
+    python -m headway.checkpoint.agent.agent FD LOG        its end of a socket pair; what its stderr goes to
+
+The trainer passes it shared memory once, and a short message per save. The
+agent writes the image, its digests and its manifest into the save's draft, in
+a folder (`saving`) or a bucket (`saving_objects`); rank 0's agent commits once
+all manifests stand; then each encodes its parity.
+When the trainer dies the agent finishes what it has, and keeps the newest
+committed image in memory for a while: an attempt that is started again on the
+same host restores from there. Errors go to the trainer.
+
+HEADWAY_CKPT_RATE_MB_S bounds what it writes per second (default: unbounded),
+HEADWAY_CKPT_LINGER_S is how long it stays for a restart (default 60).
+
+>>> socket_path("/data/run 7", 3).name.endswith("-3.sock")
+True
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import mmap
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
+
+import msgspec
+
+from headway.checkpoint.agent import saving, saving_objects
+from headway.checkpoint.agent.messages import (
+    FROM_CALLER,
+    PROTOCOL,
+    Committed,
+    Done,
+    Failed,
+    Finish,
+    HeldImage,
+    Hello,
+    ImageArena,
+    ImageRequest,
+    Layout,
+    Leave,
+    Persist,
+    Persisted,
+    Phase,
+    Redundant,
+)
+from headway.checkpoint.agent.saving import check_sums
+from headway.core.errors import HeadwayError, InputError
+from headway.core.files.private import runtime_directory
+from headway.core.wire.channel import Channel, Listener, PeerProcess
+from headway.core.wire.pace import RateLimiter
+from headway.core.wire.wires import ChannelClosed, Packets
+from headway.storage.commits.draft import Draft
+from headway.storage.commits.object_commit import ObjectDraft
+from headway.storage.stored.manifest import CommitRecord, image_name
+from headway.storage.stored.objects import url_of
+
+LOG = logging.getLogger(__name__)
+LOG.addHandler(logging.NullHandler())
+
+COMMIT_S = 900.0
+"""Longest that a save may wait for other ranks."""
+
+ORPHAN_S = 10.0
+"""The same once the trainer is dead: the ranks of a dead job have little left to write."""
+
+LINGER_S = 60.0
+"""How long a newest image stays in memory for a restart."""
+
+NICE = 10
+"""Training goes first."""
+
+MOST_LOG_BYTES = 1 << 20
+"""How long the log grows: of what goes wrong at every save the trainer hears each time, the log need not."""
+
+
+@dataclass(slots=True)
+class UncommittedSave:
+    """A save whose part of this rank is durable, but which is not committed yet."""
+
+    save: Persist
+    draft: Draft | ObjectDraft
+    since_s: float
+    since_ns: int
+
+
+class Agent:
+    """The loop: one channel to the trainer, a socket for others, saves that wait for other ranks. One thread."""
+
+    def __init__(self, trainer: Channel, *, pace: RateLimiter, linger_s: float = LINGER_S) -> None:
+        self._trainer: Channel | None = trainer
+        self._pace, self._linger_s = pace, linger_s
+        self._hello: Hello | None = None
+        self._layout = Layout(())
+        self._arenas: dict[int, tuple[int, mmap.mmap]] = {}
+        self._waiting: list[UncommittedSave] = []
+        self._saving: ModuleType = saving  # or the same on a bucket
+        self._abandoned: set[Draft | ObjectDraft] = set()
+        self._held: tuple[HeldImage, int] | None = None  # what is held, in which arena
+        self._listener: Listener | None = None
+        self._callers: dict[Channel, Finish | None] = {}
+        self._selector = selectors.DefaultSelector()
+        self._orphan_since_s: float | None = None
+        self._marks_at_s = 0.0
+        self._ends = False
+        self._poll_s = saving.POLL_S[0]
+        self.num_failures = 0
+        """Errors told to the trainer, or to nobody: they are in the log."""
+
+    def end(self) -> None:
+        """Finish what is under way, then end; a signal handler may call it."""
+        self._ends = True
+
+    def run(self) -> None:
+        """Work until the trainer has left, or is dead and nobody may come back for what is held."""
+        assert self._trainer is not None
+        self._selector.register(self._trainer, selectors.EVENT_READ, self._hear_trainer)
+        pid_fd = _watched(self._trainer.peer.pid)
+        if pid_fd >= 0:
+            self._selector.register(pid_fd, selectors.EVENT_READ, lambda: self._orphaned(pid_fd))
+        while not self._is_over():
+            for key, _ in self._selector.select(self._patience_s()):
+                key.data()
+            self._advance()
+        self.close("the agent ends")
+
+    # What others say.
+
+    def _hear_trainer(self) -> None:
+        """Do what the trainer sent, all of it."""
+        while self._trainer is not None:
+            try:
+                message, fds = self._trainer.receive(0.0)
+            except TimeoutError:
+                return
+            except ChannelClosed as error:
+                LOG.info("the trainer is gone: %s", error)
+                self._lose_trainer()
+                return
+            self._do(message, fds)
+
+    def _do(self, message: msgspec.Struct, fds: list[int]) -> None:
+        if isinstance(message, ImageArena) and fds:
+            self._map(message, fds.pop())
+        elif isinstance(message, Layout):
+            self._layout = message
+        elif isinstance(message, Persist):
+            self._persist(message)
+        elif isinstance(message, Hello):
+            self._greet(message)
+        elif isinstance(message, Leave):
+            self._ends = True
+        for left in fds:
+            os.close(left)
+
+    def _greet(self, hello: Hello) -> None:
+        if hello.protocol != PROTOCOL:
+            raise InputError(f"the trainer speaks protocol {hello.protocol}, this agent {PROTOCOL}. Restart the job.")
+        self._hello = hello
+        self._saving = saving_objects if url_of(hello.root) else saving
+        if hello.rank == 0:
+            with contextlib.suppress(OSError, HeadwayError):  # what is left shows at the first save
+                for path in self._saving.recover(hello):
+                    LOG.info("removed %s, which a dead attempt left", path)
+
+    def _map(self, arena: ImageArena, file: int) -> None:
+        """Take over memory for images."""
+        self._unmap(arena.number)
+        self._arenas[arena.number] = (file, mmap.mmap(file, arena.num_bytes, mmap.MAP_SHARED))
+
+    def _unmap(self, number: int) -> None:
+        if self._held is not None and self._held[1] == number:
+            self._held = None
+        file, memory = self._arenas.pop(number, (-1, None))
+        if memory is not None:
+            memory.close()
+            os.close(file)
+
+    def _orphaned(self, pid_fd: int) -> None:
+        """The trainer's process ended; children that it forked may still hold its end of the channel."""
+        self._selector.unregister(pid_fd)
+        os.close(pid_fd)
+        self._hear_trainer()  # what it sent before
+        self._lose_trainer()
+
+    def _lose_trainer(self) -> None:
+        if self._trainer is None:
+            return
+        self._selector.unregister(self._trainer)
+        self._trainer.close()
+        self._trainer = None
+        self._orphan_since_s = time.monotonic()
+
+    def _call(self) -> None:
+        """Let somebody in who may want what is held."""
+        assert self._listener is not None
+        with contextlib.suppress(ChannelClosed, TimeoutError, OSError):
+            channel = self._listener.accept(0.0)
+            self._callers[channel] = None
+            self._selector.register(channel, selectors.EVENT_READ, lambda: self._hear_caller(channel))
+
+    def _hear_caller(self, channel: Channel) -> None:
+        try:
+            message, fds = channel.receive(0.0)
+            for left in fds:
+                os.close(left)
+            if isinstance(message, ImageRequest):
+                self._show(channel, message.step)
+            elif isinstance(message, Finish):
+                self._callers[channel] = message
+            elif isinstance(message, Leave) and self._trainer is None:
+                self._ends = True
+        except TimeoutError:
+            return
+        except ChannelClosed:
+            self._drop(channel)
+
+    def _show(self, channel: Channel, step: int) -> None:
+        """Send the image that is held, if it is that of `step`."""
+        if self._held is None or step != self._held[0].step:
+            channel.send(HeldImage(), timeout_s=1.0)
+            return
+        held, number = self._held
+        channel.send(held, [self._arenas[number][0]], timeout_s=1.0)
+
+    def _drop(self, channel: Channel) -> None:
+        self._callers.pop(channel)
+        self._selector.unregister(channel)
+        channel.close()
+
+    # Saves.
+
+    def _persist(self, save: Persist) -> None:
+        """Make this rank's part of a save durable; what goes wrong is the trainer's to hear."""
+        assert self._hello is not None, "the trainer saves before it has said who it is"
+        hello, draft = self._hello, self._saving.draft_of(self._hello, save)
+        if self._held is not None and self._held[1] == save.number:
+            self._held = None
+        self._saving.sweep(self._abandoned)
+        try:
+            memory = self._arenas[save.number][1] if save.num_bytes else b""
+            check_sums(memory, self._layout.slots, save.sums)
+            draft, phases = self._saving.persist_rank(hello, self._layout, save, memory, self._pace)
+        except Exception as error:  # whatever the disk, the folder or our own code does: the save is lost, we go on
+            LOG.exception("step %d was not persisted", save.step)
+            self._saving.mark_gone(hello, draft)
+            self._fail(save, draft, error)
+            return
+        self._tell(Persisted(save.step, phases))
+        self._waiting.append(UncommittedSave(save, draft, time.monotonic(), time.perf_counter_ns()))
+        self._poll_s = self._saving.POLL_S[0]
+
+    def _advance(self) -> None:
+        """Look whether saves that wait for other ranks are over."""
+        self._listen()
+        for waiting in list(self._waiting):
+            try:
+                record = self._look(waiting)
+            except Exception as error:  # as above
+                LOG.exception("step %d was not committed", waiting.save.step)
+                self._waiting.remove(waiting)
+                self._fail(waiting.save, waiting.draft, error)
+                continue
+            if record is not None:
+                self._waiting.remove(waiting)
+                self._committed(waiting, record)
+        self._poll_s = min(self._poll_s * 1.3, self._saving.POLL_S[1])
+        if self._orphan_since_s is not None and self._hello is not None and time.monotonic() > self._marks_at_s:
+            self._saving.mark_orphans(self._hello)
+            self._marks_at_s = time.monotonic() + self._saving.POLL_S[1]
+        if not self._waiting:
+            self._answer_successors()
+
+    def _look(self, waiting: UncommittedSave) -> CommitRecord | None:
+        """Return the record once a save is committed. Raises when it never will be."""
+        assert self._hello is not None
+        is_first = self._hello.rank == 0
+        look = self._saving.commit_if_ready if is_first else self._saving.outcome
+        record: CommitRecord | None = look(self._hello, waiting.draft)
+        since_s, most_s = waiting.since_s, COMMIT_S
+        if self._orphan_since_s is not None:
+            since_s, most_s = max(since_s, self._orphan_since_s), ORPHAN_S
+        if record is None and time.monotonic() - since_s > most_s:
+            raise HeadwayError(
+                f"step {waiting.draft.step} is not committed: other ranks did not finish it within {most_s:g} s. "
+                "Look at their agents; the checkpoint before it still stands."
+            )
+        return record
+
+    def _committed(self, waiting: UncommittedSave, record: CommitRecord) -> None:
+        """Tell the trainer, keep the image, let old checkpoints go, add parity."""
+        assert self._hello is not None
+        save, target, ended_ns = waiting.save, waiting.draft.target, time.perf_counter_ns()
+        num_bytes = sum(entry.num_bytes for entry in record.files)
+        phase = Phase("checkpoint.commit", waiting.since_ns, ended_ns, num_bytes)
+        self._tell(Committed(save.step, str(target), record.root, num_bytes, ended_ns, (phase,)))
+        if save.num_bytes:
+            held = HeldImage(save.step, image_name(self._hello.rank), save.num_bytes, record.root)
+            self._held = (held, save.number)
+        try:
+            if self._hello.rank == 0:
+                self._saving.prune(self._hello, save.step)
+        except (OSError, HeadwayError) as error:
+            LOG.exception("old checkpoints were not removed")
+            self._tell(Failed(save.step, type(error).__name__, str(error), "retention"))
+        if self._hello.redundancy != "none":
+            self._encode(save.step, target)
+
+    def _encode(self, step: int, target: Path | str) -> None:
+        """Write this rank's parity of a committed checkpoint."""
+        assert self._hello is not None
+        begun_ns = time.perf_counter_ns()
+        try:
+            num_bytes = self._saving.encode(target, self._hello.rank, self._pace)
+        except Exception as error:  # the checkpoint stands, but can bear less than was asked for
+            if Path(target).exists():
+                LOG.exception("step %d has no parity of this rank", step)
+                self._tell(Failed(step, type(error).__name__, str(error), "parity"))
+            return
+        self._tell(Redundant(step, (Phase("checkpoint.parity", begun_ns, time.perf_counter_ns(), num_bytes),)))
+
+    def _fail(self, save: Persist, draft: Draft | ObjectDraft, error: BaseException) -> None:
+        assert self._hello is not None
+        if self._hello.rank == 0:
+            self._saving.give_up(draft, f"{type(error).__name__}: {error}")
+            self._abandoned.add(draft)
+        self._tell(Failed(save.step, type(error).__name__, str(error)))
+
+    def _tell(self, message: msgspec.Struct) -> None:
+        self.num_failures += isinstance(message, Failed)
+        if self._trainer is None:
+            return
+        try:
+            self._trainer.send(message, timeout_s=10.0)
+        except (ChannelClosed, TimeoutError) as error:
+            LOG.info("the trainer does not listen: %s", error)
+            self._lose_trainer()
+
+    # Life.
+
+    def _listen(self) -> None:
+        """Let others find us, once whoever was at the place before has gone."""
+        if self._listener is not None or self._hello is None:
+            return
+        with contextlib.suppress(InputError):  # an agent of an earlier attempt is there still
+            self._listener = Listener(socket_path(self._hello.root, self._hello.rank), types=FROM_CALLER)
+            self._selector.register(self._listener, selectors.EVENT_READ, self._call)
+
+    def _answer_successors(self) -> None:
+        """Nothing is under way: tell the attempts that asked; what is held stays here for all their ranks."""
+        for channel, asked in list(self._callers.items()):
+            if asked is not None:
+                self._callers[channel] = None
+                try:
+                    channel.send(Done(is_orphan=self._orphan_since_s is not None), timeout_s=1.0)
+                except TimeoutError:
+                    LOG.info("an attempt that asked does not listen")
+                except ChannelClosed:  # its descriptor's number is the next caller's
+                    self._drop(channel)
+
+    def _patience_s(self) -> float:
+        """Return how long to wait for messages before looking at the folder again."""
+        if self._waiting:
+            return self._poll_s
+        return 0.1 if self._orphan_since_s is not None or self._listener is None else 5.0
+
+    def _is_over(self) -> bool:
+        if self._waiting:
+            return False
+        if self._ends:
+            return True
+        if self._orphan_since_s is None:
+            return False
+        return self._held is None or time.monotonic() - self._orphan_since_s > self._linger_s
+
+    def close(self, why: str) -> None:
+        """Let everybody go, with a word."""
+        # Where other ranks' agents may still have to read why, the draft stays: the next attempt removes it.
+        self._saving.sweep({draft for draft in self._abandoned if not self._saving.is_awaited(draft)})
+        if self._listener is not None:
+            self._listener.close()
+        for channel in [*self._callers, *([self._trainer] if self._trainer is not None else [])]:
+            channel.close(why)
+        self._selector.close()
+        LOG.info("ended")
+
+
+def socket_path(root: str | Path, rank: int) -> Path:
+    """Return where the agent of `rank` can be found by other processes of this user on this host."""
+    place = url_of(root) or os.path.realpath(root)
+    name = hashlib.blake2b(os.fsencode(place), digest_size=8).hexdigest()
+    return runtime_directory() / f"ckpt-{name}-{rank}.sock"
+
+
+def pace_from(environment: Mapping[str, str]) -> RateLimiter:
+    """Return the rate that the environment asks for. Raises `InputError` on what is no number.
+
+    >>> pace_from({"HEADWAY_CKPT_RATE_MB_S": "50"}).bytes_per_s
+    50000000.0
+    """
+    return RateLimiter(_number(environment, "HEADWAY_CKPT_RATE_MB_S", 0.0) * 1e6)
+
+
+def _number(environment: Mapping[str, str], name: str, default: float) -> float:
+    text = environment.get(name, "")
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise InputError(f"{name} is {text!r}; it must be a number of at least 0. Set it to one, or unset it.")
+    return value
+
+
+def _watched(pid: int | None) -> int:
+    """Return a descriptor that is readable once process `pid` has ended; -1 where it has already."""
+    try:
+        return os.pidfd_open(pid or 0)
+    except OSError:
+        return -1
+
+
+def _has_room(record: logging.LogRecord) -> bool:
+    """Say whether a line still goes to the log, which is our stderr."""
+    return os.fstat(sys.stderr.fileno()).st_size < MOST_LOG_BYTES
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """Be the agent whose end of the channel is descriptor `arguments[0]`; `arguments[1]` goes if nothing went wrong."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
+    logging.getLogger().handlers[0].addFilter(_has_room)
+    connected = socket.socket(fileno=int(arguments[0]))
+    pid = int.from_bytes(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[:4], sys.byteorder)
+    linger_s = _number(os.environ, "HEADWAY_CKPT_LINGER_S", LINGER_S)
+    agent = Agent(
+        Channel(Packets(connected), FROM_CALLER, PeerProcess(pid)), pace=pace_from(os.environ), linger_s=linger_s
+    )
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: agent.end())  # what is under way is finished first
+    with contextlib.suppress(OSError):
+        os.nice(NICE)
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # waking up, it takes no core from the trainer
+    try:
+        agent.run()
+    except HeadwayError as error:
+        agent.close(str(error))
+        raise
+    if not agent.num_failures:
+        Path(arguments[1]).unlink(missing_ok=True)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

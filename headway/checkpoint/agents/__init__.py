@@ -1,1 +1,0 @@
-"""The process beside a rank that writes, answers and outlives it."""

@@ -1,1 +1,0 @@
-"""How often to save, at what rate, and what is kept."""

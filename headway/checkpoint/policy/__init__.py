@@ -1,0 +1,1 @@
+"""How often a job saves, what that costs, and which checkpoints stay."""

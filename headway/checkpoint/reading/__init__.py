@@ -1,1 +1,0 @@
-"""Reading what was stored: parts, remote copies, what is mended."""

@@ -1,1 +1,0 @@
-"""The parts of checkpointing that need torch."""

@@ -1,1 +1,0 @@
-"""Restores: what is wanted, where it is, how ranks share it."""

@@ -1,1 +1,0 @@
-"""Saves: when, by whom, what is under way."""

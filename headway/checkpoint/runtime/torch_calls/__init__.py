@@ -1,1 +1,0 @@
-"""torch's own calls: DCP plugins, stagers, torch.save and its files."""

@@ -1,0 +1,1 @@
+"""Under and beside torch's own distributed checkpoint (DCP). With torch."""

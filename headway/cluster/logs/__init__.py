@@ -1,1 +1,0 @@
-"""Queues from files: Slurm's accounting, Philly, Gavel's jobs and tables, CSV; and Gavel's generator."""

@@ -1,1 +1,0 @@
-"""The allocation problems of a queue as linear programs."""

@@ -1,0 +1,169 @@
+"""What a recorded queue suffered, and what each policy would have made of it.
+
+First the log is played again as it was: on each pool the jobs start in the
+order in which they did, as soon as their devices are free. Where that misses
+the observed mean completion time by more than 5 %, the devices that were
+named, or the log, do not explain the queue, and no policy is ranked on it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from headway.cluster.model import Cluster, Indices, Values, check_fits
+from headway.cluster.queue.engine import simulate
+from headway.cluster.queue.logs import RecordedQueue
+from headway.cluster.queue.outcome import Outcome
+from headway.core.errors import InputError
+from headway.sim.graph.process import Process
+
+FIDELITY = 0.05
+"""Largest relative error of the replayed mean completion time."""
+
+DEFAULT_POLICIES = ("fifo", "las", "las_aware")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PolicyComparison:
+    """Policies beside what was observed."""
+
+    observed: Outcome | None
+    """As recorded; None where the log does not say when jobs started."""
+
+    replayed: Outcome | None
+    """The log played again in its own order."""
+
+    policies: dict[str, Outcome]
+    """What each would have made of it; empty where the replay is off."""
+
+    @property
+    def error_fraction(self) -> float | None:
+        """Relative error of the replayed mean completion time."""
+        if self.observed is None or self.replayed is None:
+            return None
+        return float(self.replayed.jct_s.mean() / self.observed.jct_s.mean() - 1)
+
+    @property
+    def best(self) -> str | None:
+        """The policy with the least mean completion time; the first of equals."""
+        return min(self.policies, key=lambda name: float(self.policies[name].jct_s.mean()), default=None)
+
+
+def pools_of(queue: RecordedQueue, cluster: Cluster) -> Indices:
+    """[n] The pool of each job: its recorded type, or the only one; -1 = not known. Raises `InputError`."""
+    if len(cluster.names) == 1:
+        return np.zeros(len(queue.jobs), np.int64)
+    names = {name: j for j, name in enumerate(cluster.names)}
+    strange = [kind for kind in queue.device_type if kind and kind not in names]
+    if strange:
+        raise InputError(
+            f"the log names devices {strange[0]!r}; --devices has {', '.join(names)}. Add {strange[0]}=count."
+        )
+    return np.array([names.get(kind, -1) for kind in queue.device_type], np.int64)
+
+
+def replay_in_order(queue: RecordedQueue, cluster: Cluster, pool: Indices) -> Values:
+    """[n] When each job starts if those of a pool start in their recorded order, as soon as their devices are free."""
+    process, free = Process(0), cluster.count.astype(np.int64).copy()
+    order = np.lexsort((np.arange(len(queue.jobs)), queue.start_s))
+    waiting = [order[pool[order] == j].tolist() for j in range(len(free))]
+    head, here, start_s = [0] * len(free), np.zeros(len(queue.jobs), np.bool_), np.full(len(queue.jobs), math.nan)
+
+    def begin(j: int) -> None:
+        while head[j] < len(waiting[j]):
+            job = waiting[j][head[j]]
+            if not here[job] or queue.jobs.scale[job] > free[j]:
+                return
+            start_s[job] = process.now_s
+            free[j] -= queue.jobs.scale[job]
+            head[j] += 1
+            process.after(float(queue.jobs.steps[job]), leave, job)
+
+    def leave(job: int) -> None:
+        free[pool[job]] += queue.jobs.scale[job]
+        begin(int(pool[job]))
+
+    def enter(job: int) -> None:
+        here[job] = True
+        begin(int(pool[job]))
+
+    for job, arrival_s in enumerate(queue.jobs.arrival_s.tolist()):
+        process.after(arrival_s, enter, job)
+    process.run()
+    return start_s
+
+
+def recorded_outcome(queue: RecordedQueue, cluster: Cluster, start_s: Values, pool: Indices) -> Outcome:
+    """Return what start times amount to; the equal share of a job is taken over its own life."""
+    jobs = queue.jobs
+    finish_s = start_s + jobs.steps
+    # Jobs in the system over time, integrated: mean over [arrival, finish] of each.
+    at = np.concatenate((jobs.arrival_s, finish_s))
+    order = np.argsort(at, kind="stable")
+    number = np.cumsum(np.repeat((1.0, -1.0), len(jobs))[order])
+    area = np.concatenate(([0.0], np.cumsum(number[:-1] * np.diff(at[order]))))
+    mean = np.diff(np.interp(np.stack((jobs.arrival_s, finish_s)), at[order], area), axis=0)[0]
+    mean = np.maximum(mean / np.maximum(finish_s - jobs.arrival_s, 1e-9), 1.0)
+    share = np.minimum(cluster.count.sum() / (mean * jobs.scale), 1.0)
+    used_s = np.bincount(np.maximum(pool, 0), jobs.steps * jobs.scale, len(cluster.names)).astype(np.float64)
+    return Outcome(
+        jobs, cluster, (0, len(jobs)), start_s, finish_s, jobs.steps / share, jobs.steps, np.zeros(len(jobs), np.int64),
+        used_s, 0.0,
+    )  # fmt: skip
+
+
+def compare_policies(
+    queue: RecordedQueue, cluster: Cluster, rates: Values, policies: Sequence[str] = DEFAULT_POLICIES, *, seed: int = 0,
+    round_s: float = 360.0,
+) -> PolicyComparison:  # fmt: skip
+    """Play a recorded queue again as it was, then under each policy; raises `InputError` as `simulate` does."""
+    check_fits(queue.jobs, cluster, rates, mixed="hadar" in policies)
+    observed = replayed = None
+    pool = pools_of(queue, cluster)
+    large = (pool >= 0) & (queue.jobs.scale > cluster.count[pool])
+    if large.any():
+        m = int(large.argmax())
+        raise InputError(
+            f"job {queue.jobs.ids[m]!r} ran on {queue.jobs.scale[m]} devices of {cluster.names[pool[m]]}; "
+            f"--devices has {cluster.count[pool[m]]}. Give as many as there were."
+        )
+    if np.isfinite(queue.start_s).all() and (pool >= 0).all():
+        observed = recorded_outcome(queue, cluster, queue.start_s, pool)
+        replayed = recorded_outcome(queue, cluster, replay_in_order(queue, cluster, pool), pool)
+        found = PolicyComparison(observed, replayed, {})
+        if abs(found.error_fraction or 0.0) > FIDELITY:
+            return found
+    outcomes = {name: simulate(queue.jobs, cluster, name, rates=rates, seed=seed, round_s=round_s) for name in policies}
+    return PolicyComparison(observed, replayed, outcomes)
+
+
+def device_hours_by_owner(outcome: Outcome) -> dict[str, float]:
+    """Owner -> device-hours alone on the fastest type, the largest first."""
+    hours: dict[str, float] = {}
+    for owner, seconds in zip(outcome.jobs.entity, outcome.alone_s * outcome.jobs.scale / 3600, strict=True):
+        hours[owner or "(unknown)"] = hours.get(owner or "(unknown)", 0.0) + float(seconds)
+    return dict(sorted(hours.items(), key=lambda item: -item[1]))
+
+
+def answer(found: PolicyComparison) -> dict[str, Any]:
+    """Return the figures as `headway cluster compare --json` prints them."""
+    error = found.error_fraction
+    off = error is not None and abs(error) > FIDELITY
+    observed = None
+    if found.observed is not None:
+        observed = {**found.observed.figures(), "device_hours_by_owner": device_hours_by_owner(found.observed)}
+    return {
+        "schema": "headway.cluster-compare/1",
+        "simulated": True,
+        "observed": observed,
+        "replayed": found.replayed and found.replayed.figures(),
+        "replay_error_fraction": error,
+        "refused": f"the replay misses the observed mean completion time by {error:+.1%}" if off and error else None,
+        "policies": [{"policy": name, **outcome.figures()} for name, outcome in found.policies.items()],
+        "best": found.best,
+    }

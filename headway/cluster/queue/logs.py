@@ -1,0 +1,292 @@
+"""A queue as it was recorded: who asked for what, when each job started and ended, on which devices."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet
+
+from headway.cluster.model import MOST_DEVICES, Cluster, Jobs, Values
+from headway.core.errors import FormatError, InputError
+from headway.core.files.bounded_json import read_json
+from headway.core.files.bounds import MOST, number_of
+from headway.core.files.regular_file import read_table
+from headway.core.tables import suggestion
+from headway.cost.specs import shipped
+
+
+@dataclass(frozen=True, slots=True)
+class JobRecord:
+    """One job of a log; times in seconds on one clock."""
+
+    id: str
+    """Unique name."""
+
+    scale: int
+    """Devices."""
+
+    arrival_s: float
+    """When it was submitted."""
+
+    run_s: float
+    """How long it ran."""
+
+    start_s: float = math.nan
+    """When it started; NaN = the log does not say."""
+
+    device_type: str = ""
+    """What it ran on; empty = the log does not say."""
+
+    owner: str = ""
+    """Who submitted it."""
+
+    model: str = ""
+    """What it was, for people."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedQueue:
+    """The jobs of a log that ran, in order of arrival from second 0 on."""
+
+    jobs: Jobs
+    """[n] One step of a job is a second on what it ran on."""
+
+    start_s: Values
+    """[n] When each started; NaN = not known."""
+
+    device_type: tuple[str, ...]
+    """[n] What each ran on, or empty."""
+
+    skipped: int = 0
+    """Jobs of the log that never ran or asked for no devices."""
+
+    in_steps: bool = False
+    """A step of a job is one of its training: only runs say how long it takes."""
+
+    @classmethod
+    def of(
+        cls, records: Iterable[JobRecord], source: object, skipped: int = 0, in_steps: bool = False
+    ) -> RecordedQueue:
+        """Sort records by arrival; raises `FormatError` when there are none, and on numbers that no log has."""
+        rows = list(records)
+        for row in rows:
+            where = f"{source}: job {row.id!r}"
+            number_of(row.scale, where, least=1, most=MOST_DEVICES)
+            for value in (row.arrival_s, row.run_s, *([] if math.isnan(row.start_s) else [row.start_s])):
+                number_of(value, where, least=-MOST)
+        rows.sort(key=attrgetter("arrival_s"))
+        if not rows:
+            raise FormatError(f"{source} holds no job that ran on devices. Export finished jobs that asked for some.")
+        first_s = rows[0].arrival_s
+        jobs = Jobs(
+            [row.id for row in rows], np.array([row.scale for row in rows]), np.array([row.run_s for row in rows]),
+            np.array([row.arrival_s - first_s for row in rows]), [row.model for row in rows],
+            [row.owner for row in rows],
+        )  # fmt: skip
+        start_s = np.array([row.start_s - first_s for row in rows])
+        early = start_s < jobs.arrival_s - 1
+        if early.any():
+            raise FormatError(
+                f"{source}: job {jobs.ids[int(early.argmax())]!r} starts before it is submitted. Remove it."
+            )
+        return cls(jobs, start_s, tuple(row.device_type for row in rows), skipped, in_steps)
+
+    def rates(self, cluster: Cluster, speed: Mapping[str, float]) -> Values:
+        """[n, W] Steps (seconds as recorded) per second on each type, by relative speeds of types.
+
+        A job whose type is not known runs equally fast everywhere: nothing is
+        gained by moving it. Raises `InputError` for a type without a speed,
+        and for a queue in steps, whose rates only runs can say (`runs.queue_rates`).
+        """
+        if self.in_steps:
+            raise InputError("the queue has num_steps; how long a step takes, runs say. Pass --runs NAME=FOLDER,...")
+        if len(cluster.names) == 1 and not speed:
+            return np.ones((len(self.jobs), 1))
+        fast = np.array([relative_speed(name, speed) for name in cluster.names])
+        own = {name: relative_speed(name, speed) for name in set(self.device_type) if name}
+        base = np.array([own.get(name, math.nan) for name in self.device_type])
+        return np.where(np.isnan(base)[:, None], 1.0, fast / base[:, None])
+
+
+def relative_speed(name: str, given: Mapping[str, float]) -> float:
+    """Relative speed of a device type: as given, or the makers' peak of 16-bit arithmetic."""
+    if name in given:
+        return given[name]
+    specs = shipped().devices
+    near = [device for key, device in specs.items() if key.lower().split("-")[0] == name.lower().split("-")[0]]
+    peaks = [device.flops_per_s.get("fp16") or device.flops_per_s.get("bf16") for device in near]
+    known = [peak for peak in peaks if peak]
+    if not known:
+        raise InputError(
+            f"no speed of device type {name!r} is known. Pass --speed {name}=1.0,... "
+            f"{suggestion({key.split('-')[0].lower() for key in specs}, name)}"
+        )
+    return min(known)
+
+
+# Slurm's accounting: `sacct --json`, and `sacct -P` with a header line.
+#
+#     sacct -a -S 2026-01-01 --json > sacct.json
+#     sacct -a -S 2026-01-01 -P -o JobID,JobName,User,Submit,Start,End,State,AllocTRES > sacct.txt
+#
+# Numbers in JSON are plain in older versions and {"set", "infinite", "number"}
+# in newer ones; a state is a word or a list of words. Devices are the TRES
+# gres/gpu, with a type where the site has one: gres/gpu:a100=4.
+
+PIPED = ("JobID", "Submit", "Start", "End", "AllocTRES")
+"""Columns that `sacct -P` has to have."""
+
+GPU = re.compile(r"gres/gpu(?::([\w.-]+))?=(\d+)")
+
+
+def read_sacct(path: Path) -> RecordedQueue:
+    """Read `sacct --json`; raises `FormatError` that names Slurm's version where the shape is not a known one."""
+    tree = read_json(path)
+    jobs = tree.get("jobs") if isinstance(tree, dict) else None
+    if not isinstance(jobs, list):
+        raise FormatError(f"{path} has no list 'jobs': it is not what `sacct --json` prints. Export it again.")
+    records = []
+    for number, job in enumerate(jobs):
+        try:
+            records.append(_record(job))
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as fault:
+            raise FormatError(
+                f"{path}: job {number} of Slurm {_version(tree)} has another shape than known ones ({fault!r}). "
+                f"Export with `sacct -P -o {','.join(PIPED)},User,State,JobName` instead."
+            ) from None
+    return RecordedQueue.of([r for r in records if r], path, sum(r is None for r in records))
+
+
+def _version(tree: Mapping[str, Any]) -> str:
+    """Return what the export says about its version."""
+    meta = tree.get("meta")
+    slurm = (meta.get("slurm") or meta.get("Slurm") or {}) if isinstance(meta, dict) else {}
+    version = slurm.get("release") or slurm.get("version") if isinstance(slurm, dict) else None
+    return str(version or "of unknown version")
+
+
+def _number(value: Any) -> float:
+    """Return a number that is plain, or {"set": true, "infinite": false, "number": n}; NaN where it is not set."""
+    if isinstance(value, dict):
+        return float(value["number"]) if value["set"] and not value.get("infinite") else math.nan
+    return float(value)
+
+
+def _record(job: Mapping[str, Any]) -> JobRecord | None:
+    """Return a job, or None where it ran not at all, has not ended, or used no devices."""
+    when = job["time"]
+    submit, start, end = (_number(when[name]) for name in ("submission", "start", "end"))
+    count, kind = _devices(
+        f"{entry['type']}/{entry.get('name') or ''}={int(_number(entry['count']))}"
+        for entry in job["tres"]["allocated"]
+    )
+    if not count or not start > 0 or not end > start:
+        return None
+    name = str(int(_number(job["job_id"])))
+    array = (
+        _number((job.get("array") or {}).get("task_id", math.nan)) if isinstance(job.get("array"), dict) else math.nan
+    )
+    name = name if math.isnan(array) else f"{name}_{int(array)}"
+    owner = str(job.get("user") or (job.get("association") or {}).get("user") or "")
+    return JobRecord(name, count, submit, end - start, start, kind, owner, str(job.get("name") or ""))
+
+
+def _devices(entries: Iterable[str]) -> tuple[int, str]:
+    """Return the number of devices and their type, from TRES entries; one with a type says more than one without."""
+    found = [match.groups() for entry in entries for match in GPU.finditer(entry)]
+    typed = [(int(count), kind) for kind, count in found if kind]
+    if typed:
+        return sum(count for count, _ in typed), typed[0][1].lower()
+    return max((int(count) for _, count in found), default=0), ""
+
+
+def read_piped(path: Path) -> RecordedQueue:
+    """Read `sacct -P`; raises `FormatError` on missing columns or a time that is none."""
+    records, skipped = [], 0
+    for number, row in read_table(path, PIPED, "|", fix=f"Export with `sacct -P -o {','.join(PIPED)},User`."):
+        if "." in row["JobID"]:  # a step of a job
+            continue
+        try:
+            submit, start, end = (_time(row[name]) for name in ("Submit", "Start", "End"))
+        except (ValueError, OverflowError) as fault:
+            raise FormatError(f"{path}:{number}: {fault}. Write times as 2026-01-31T12:00:00.") from None
+        count, kind = _devices([row["AllocTRES"]])
+        if count and end > start:
+            owner, name = row.get("User", ""), row.get("JobName", "")
+            records.append(JobRecord(row["JobID"], count, submit, end - start, start, kind, owner, name))
+        else:
+            skipped += 1
+    return RecordedQueue.of(records, path, skipped)
+
+
+def _time(text: str) -> float:
+    """Return seconds since 1970 of Slurm's local time; NaN where it has not happened."""
+    if text in ("Unknown", "None", ""):
+        return math.nan
+    return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
+
+
+# Microsoft's Philly trace, and queues as CSV.
+#
+# Philly (Jeon et al., ATC 2019), as a Parquet file with the columns
+# submitted_unix_s, duration_s, num_devices, virtual_cluster: when jobs started
+# is not part of it. A CSV has a header; columns id, arrival_s, run_s and
+# num_devices, and, where known, start_s, device_type, owner, model. Jobs that
+# have not run have num_steps in place of run_s, and a model that runs measured.
+
+PHILLY = ("submitted_unix_s", "duration_s", "num_devices", "virtual_cluster")
+NEEDED = ("id", "arrival_s", "run_s", "num_devices")
+
+
+def read_philly(path: Path, virtual_cluster: str = "") -> RecordedQueue:
+    """Read the Philly trace, all of it or one virtual cluster; raises `FormatError`."""
+    try:
+        table = pyarrow.parquet.read_table(path, columns=list(PHILLY))
+    except (OSError, pyarrow.ArrowException) as fault:
+        raise FormatError(f"{path} is no queue of Philly's ({fault}). Pass its jobs.parquet.") from None
+    rows = zip(*(table.column(name).to_pylist() for name in PHILLY), strict=True)
+    records = [
+        JobRecord(str(number), int(count), float(submit), float(run_s), owner=owner)
+        for number, (submit, run_s, count, owner) in enumerate(rows)
+        if virtual_cluster in ("", owner) and run_s > 0 and count > 0
+    ]
+    return RecordedQueue.of(records, f"{path} {virtual_cluster}".strip(), table.num_rows - len(records))
+
+
+def read_csv(path: Path) -> RecordedQueue:
+    """Read a queue from CSV; raises `FormatError` that names file and line."""
+    records, in_steps = [], False
+    for number, row in read_table(path, [name for name in NEEDED if name != "run_s"]):
+        in_steps = "num_steps" in row and "run_s" not in row
+        if not in_steps and "run_s" not in row:
+            raise FormatError(f"{path} has no column run_s. Write a header with {', '.join(NEEDED)}.")
+        try:
+            numbers = (
+                int(row["num_devices"]),
+                float(row["arrival_s"]),
+                float(row["num_steps" if in_steps else "run_s"]),
+            )
+            start_s = math.nan if in_steps else float(row.get("start_s") or math.nan)
+        except ValueError as fault:
+            raise FormatError(f"{path}:{number}: {fault}. Write num_devices and seconds as numbers.") from None
+        words = (row.get("device_type", ""), row.get("owner", ""), row.get("model", ""))
+        records.append(JobRecord(row["id"], *numbers, start_s, *words))
+    return RecordedQueue.of(records, path, in_steps=in_steps)
+
+
+def read_queue(path: Path, virtual_cluster: str = "") -> RecordedQueue:
+    """Read a log by its ending: .json (sacct), .parquet (Philly), .csv, anything else `sacct -P`."""
+    if not path.is_file():
+        raise FormatError(f"{path} does not exist or is no file. Pass what `sacct --json` printed.")
+    if path.suffix == ".parquet":
+        return read_philly(path, virtual_cluster)
+    readers = {".json": read_sacct, ".csv": read_csv}
+    return readers.get(path.suffix, read_piped)(path)

@@ -1,1 +1,0 @@
-"""What adapts a job inside its ranks: the measured noise of its gradients, and another batch size."""

@@ -1,0 +1,1 @@
+"""Compressed gradients: BytePS-Compress and Espresso."""

@@ -1,1 +1,0 @@
-"""Remedies for communication, as they act inside a rank (torch is imported only from here down)."""

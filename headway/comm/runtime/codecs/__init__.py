@@ -1,1 +1,0 @@
-"""Codecs of gradients: functions from flat tensors to bytes and back."""

@@ -1,1 +1,0 @@
-"""Forked children, threads and words beside a script."""

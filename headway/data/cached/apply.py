@@ -1,0 +1,251 @@
+"""Remedy: keep decoded examples in memory, within a byte budget, and hand out copies.
+
+The user's dataset and loader stay what they are. Only the object that reads
+the dataset for a loader (torch's fetcher) is given a view that looks into the
+cache first. The cache is shared by the rank's forked loader workers and
+outlives them. An example whose reading draws random numbers, prints, logs or
+changes files is never kept; what is kept is compared with the dataset at times, and of no use any more
+when it differs, or when the script has changed the dataset (`scrutiny`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary, ref
+
+from torch.utils.data import DataLoader
+
+from headway.core.machine.arena import Arena
+from headway.core.machine.interruptions import pass_on
+from headway.data.bytes.scrutiny import ALTERED, Scrutiny
+from headway.data.cached.cached_examples import CachedExamples
+from headway.data.cached.example_store import ExampleStore, Shelf
+from headway.data.guard.cache_trial import barred, probed
+from headway.data.guard.decisions import NOT_TRIED, Decisions, budget_of
+from headway.data.guard.files_read import note_looks
+from headway.data.guard.outcome import OfDataset, OutcomeWriter, reporter, speak
+from headway.data.guard.process_state import listens, modes, outside
+from headway.data.guard.verification import Verification, notice_change, verification_of
+from headway.data.guard.watch import listen
+from headway.data.remedies import CacheParameters
+from headway.runtime.calls.probe_input import is_own
+from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
+
+
+def cache(parameters: CacheParameters, context: Context) -> Applied | RefusedRemedy:
+    """Install the remedy.
+
+    Whether a given dataset is cached is decided when its loader is first read, and reported then.
+    """
+    report = reporter("data.cache", parameters, context)
+    caches = ExampleCaches(
+        parameters.bytes, report, verification=verification_of(context), decisions=Decisions(budget_of(context))
+    )
+    atexit.register(caches.settle)
+    context.undos += [caches.settle, lambda: atexit.unregister(caches.settle)]
+    context.patch("torch.utils.data.dataloader:DataLoader.__iter__", caches.around_iter)
+    context.patch("torch.utils.data._utils.fetch:_BaseDatasetFetcher.__init__", caches.around_fetcher)
+    listen(context.patch)
+    note_looks(context.patch)
+    return Applied("data.cache", parameters.to_json())
+
+
+CONTAINER = "it is a plain container, in memory as it is"
+"""Why a list or a tuple is left alone."""
+
+
+def _goes_by(dataset: Any) -> tuple[object, object]:
+    """Return the modes that this thread is in, and a picture of all else that what is read from `dataset` rests on."""
+    *inside, around = outside(dataset)
+    assert isinstance(around, tuple), "circumstances begin with the modes"
+    return around[0], (inside, around[1:])
+
+
+@dataclass(slots=True)
+class CachedDataset:
+    """What is kept of one dataset."""
+
+    arena: Arena
+    scrutiny: Scrutiny
+    unread: tuple[object, object]
+    """Modes, and all else that the dataset goes by, before any of its examples was read."""
+    seen: tuple[object, object] | None = None
+    """The same when this process had read its first example; None before."""
+    bytes_taken: int = 0
+    """What it takes of the rank's budget."""
+    thread: int = field(default_factory=threading.get_ident)
+    """The thread that noted this."""
+    pid: int = field(default_factory=os.getpid)
+    """The process whose dataset the script changes: a worker has a copy, which only its own reading changes."""
+    any_type: bool = False
+    """Whether examples are kept that hold more than arrays, tensors, numbers and text."""
+
+    @classmethod
+    def empty(cls, dataset: Any, num_examples: int, capacity_bytes: int, *, any_type: bool = False) -> CachedDataset:
+        """Return room for the examples of a dataset."""
+        arena = Arena(num_examples, capacity_bytes)
+        return cls(arena, Scrutiny(num_examples), _goes_by(dataset), any_type=any_type)
+
+    def note(self, dataset: Any) -> None:
+        """Note what the dataset goes by, the first time."""
+        if self.seen is None:
+            self.thread = threading.get_ident()
+            self.seen = _goes_by(dataset)
+
+    def is_other(self, dataset: Any) -> bool:
+        """Tell whether the dataset goes by something else than when what is kept was read.
+
+        Where only workers have read, it still is as it was before.
+        """
+        if self.pid != os.getpid() or not self.arena.used_bytes:
+            return False
+        return (self.seen or self.unread)[1] != _goes_by(dataset)[1]
+
+    def is_of_now(self, dataset: Any) -> bool:
+        """Tell whether the cache may serve a batch now. What the loop has changed since ends its use, also in a pass.
+
+        Under other modes (an evaluation without gradients), and where the script listens, the dataset is read directly.
+        Workers do not see what the loop sets, and other threads have settings of their own: they are only asked for the
+        modes.
+        """
+        if listens() or (self.seen is not None and modes() != self.seen[0]):
+            return False
+        if threading.get_ident() == self.thread and not self.scrutiny.over and self.is_other(dataset):
+            self.scrutiny.end(ALTERED)
+            speak(dataset, self.scrutiny)
+            notice_change()
+        return True
+
+    def in_front(self, dataset: Any, kept: ExampleStore) -> CachedExamples:
+        """Return a view of the dataset for one reader, with `kept` in front."""
+        return CachedExamples(
+            dataset, kept, self.scrutiny, partial(self.note, dataset), partial(self.is_of_now, dataset),
+            any_type=self.any_type,
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class ExampleCaches:
+    """The caches of one rank: one per dataset, in order of first use, until the budget is spent."""
+
+    budget_bytes: int
+    """Bytes not yet given to a dataset."""
+    report: OutcomeWriter
+    """Called when something about a dataset was decided."""
+    stored: dict[int, CachedDataset | None] = field(default_factory=dict)
+    """id(dataset) -> what is kept of it; None when it is left alone. Forked workers inherit the table and the ids."""
+    alive: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)
+    """id(dataset) -> the dataset, so that an id used again by another object is noticed."""
+    verification: Verification | None = None
+    """Compares batches with the script's own; None where nobody asked for it."""
+    decisions: Decisions = field(default_factory=Decisions)
+    """What was tried, by the facts of loaders."""
+
+    def around_iter(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Wrap `DataLoader.__iter__`: decide on the dataset before workers are forked."""
+
+        def __iter__(loader: DataLoader[Any]) -> Any:  # noqa: N807 - it stands in for the method of that name
+            dataset = loader.dataset
+            try:
+                if self.alive.get(id(dataset)) is not dataset:
+                    self._decide(loader)
+                else:
+                    self._look(dataset)
+            except Exception as failure:
+                pass_on(failure)
+                self._leave(dataset, f"{type(failure).__name__}: {failure}")
+            if self.verification is None or self.stored.get(id(dataset)) is None:
+                return begun(loader)
+            return self.verification.following(
+                loader, lambda: begun(loader), self.report, leave, own_workers=loader.num_workers
+            )
+
+        def begun(loader: DataLoader[Any]) -> Any:
+            """Make the iterator. Where it has workers, all reading begins there, with the dataset as it is now.
+
+            `data.workers` has just read the first examples in this process too, which may have opened a file.
+            """
+            iterator, stored = original(loader), self.stored.get(id(loader.dataset))
+            if stored is not None and getattr(iterator, "_num_workers", 0) > 0:
+                stored.note(loader.dataset)
+            return iterator
+
+        def leave(loader: DataLoader[Any], reason: str) -> None:
+            self._leave(loader.dataset, reason)
+
+        return __iter__
+
+    def around_fetcher(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Wrap the fetcher's constructor: let it read the view where its dataset has a cache."""
+
+        def __init__(fetcher: Any, dataset: Any, *rest: Any) -> None:  # noqa: N807 - it stands in for the method
+            original(fetcher, dataset, *rest)
+            stored = self.stored.get(id(dataset)) if self.alive.get(id(dataset)) is dataset else None
+            if stored is not None:
+                fetcher.dataset = stored.in_front(dataset, Shelf(stored.arena))
+
+        return __init__
+
+    def _decide(self, loader: DataLoader[Any]) -> None:
+        """Give the dataset an arena, or leave it alone and say why."""
+        self._forget_the_dead()
+        dataset, facts = loader.dataset, {"dataset": type(loader.dataset).__name__}
+        reason, example_bytes = self._barred(loader), 0
+        if reason is None:
+            reason, example_bytes = self.decisions.caching(loader, lambda: probed(loader))
+        if reason not in (NOT_TRIED, CONTAINER):  # else a later pass may try; and a container cannot be noted
+            self.alive[id(dataset)] = dataset
+        if reason is not None:
+            self._leave(dataset, reason)
+            return
+        size = len(dataset)  # type: ignore[arg-type]  # map-style: uncacheable() has seen to it
+        needed_bytes = size * example_bytes
+        capacity_bytes = min(self.budget_bytes, 2 * needed_bytes + 4096)  # twice the first guess: examples vary in size
+        stored = self.stored[id(dataset)] = CachedDataset.empty(dataset, size, capacity_bytes)
+        stored.bytes_taken = min(needed_bytes, capacity_bytes)
+        self.budget_bytes -= stored.bytes_taken
+        self.report({**facts, "bytes": capacity_bytes, "examples": size})
+
+    def _forget_the_dead(self) -> None:
+        """Give back the memory, open files and budget of datasets that the script has let go."""
+        for key in [key for key in self.stored if key not in self.alive]:
+            stored = self.stored.pop(key)
+            self.budget_bytes += 0 if stored is None else stored.bytes_taken
+
+    def _barred(self, loader: DataLoader[Any]) -> str | None:
+        """Say why the dataset is not even tried, or None: asked of every dataset, since it costs next to nothing."""
+        try:
+            ref(loader.dataset)
+        except TypeError:  # a list or tuple: it lies in memory already
+            return CONTAINER
+        if is_own(loader):
+            return "it is read by headway's own loader: give that one cache_bytes"
+        return "the byte budget is spent" if self.budget_bytes < 1 else barred(loader)
+
+    def _look(self, dataset: Any) -> None:
+        """Leave a dataset that the script has changed, or of which a reader found that it may not be kept."""
+        stored = self.stored.get(id(dataset))
+        if stored is None:
+            return
+        if stored.is_other(dataset):
+            stored.scrutiny.end(ALTERED)
+        if stored.scrutiny.over:
+            self._leave(dataset, OfDataset(stored.scrutiny.finding))
+
+    def settle(self) -> None:
+        """Report what readers found in the last pass; call it at the end."""
+        for dataset in list(self.alive.values()):
+            stored = self.stored.get(id(dataset))
+            if stored is not None and stored.scrutiny.over:
+                self._leave(dataset, OfDataset(stored.scrutiny.finding))
+
+    def _leave(self, dataset: Any, reason: str) -> None:
+        """Read `dataset` as if there were no cache, from the next iterator on."""
+        self.stored[id(dataset)] = None
+        self.report({"dataset": type(dataset).__name__, "reason_not_applied": reason})

@@ -1,1 +1,0 @@
-"""Caches of examples: in tiers, over hosts, and how to divide them."""

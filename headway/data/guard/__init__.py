@@ -1,0 +1,1 @@
+"""Which loader of a script may be touched: trials, proofs and comparisons before and while a remedy acts."""

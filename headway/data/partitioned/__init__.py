@@ -1,0 +1,1 @@
+"""A cache that several hosts hold together (CoorDL)."""

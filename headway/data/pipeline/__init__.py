@@ -1,0 +1,1 @@
+"""Input pipelines of operators: measured, planned and run (cedar)."""

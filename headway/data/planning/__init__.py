@@ -1,1 +1,0 @@
-"""Input pipelines as their author declares them: measured, planned, reordered."""

@@ -1,1 +1,0 @@
-"""Examples kept in memory: the remedy, and the cache inside a loader."""

@@ -1,1 +1,0 @@
-"""Worker processes that prepare a dataset for all ranks of a job."""

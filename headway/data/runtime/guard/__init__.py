@@ -1,1 +1,0 @@
-"""May another process read this dataset? Looks, readings in forked children, and what all code goes by."""

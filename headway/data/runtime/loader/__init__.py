@@ -1,1 +1,0 @@
-"""The drop-in loader, pipelines, and the client of a data server."""

@@ -1,1 +1,0 @@
-"""Remedies under an unmodified script's loader."""

@@ -1,0 +1,1 @@
+"""The data server: jobs of one host share what is prepared (Joader, Seneca, CoorDL)."""

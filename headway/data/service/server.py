@@ -1,0 +1,482 @@
+"""The data server: a loop over sockets around its `service`, threads that prepare, a ring of slots per client.
+
+Use it through `DataLoader(server="auto")` or `headway data serve`. Clients
+speak `headway.data.service.messages`; each finished batch is gathered straight into a
+slot of its client's ring, and the slot is free again when the client's loop
+has let go of the batch. A client that dies frees its slots and leaves its job;
+one that does not read, or sends nonsense, is dropped; the others go on.
+
+>>> DataServer(order="sharde")
+Traceback (most recent call last):
+headway.core.errors.UnknownNameError: unknown order 'sharde'. Did you mean 'shared'? Choose one of: auto, ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+import msgspec
+
+from headway import __version__
+from headway.core.errors import HeadwayError, InputError
+from headway.core.machine.host import host_cores
+from headway.core.machine.ring import Ring
+from headway.core.tables import pick
+from headway.core.wire.channel import Channel, Listener
+from headway.core.wire.wake import Waker
+from headway.core.wire.wires import ChannelClosed
+from headway.data.bytes.packing import Parcel, pack, unpack
+from headway.data.cached.partition import FORMS
+from headway.data.orders.strategies import ORDERS
+from headway.data.service.batches import Ended, FinishedBatch, Ints, Payload, PreparationTime
+from headway.data.service.flights import Client, PreparationTask
+from headway.data.service.jobs import JobTerms, not_come
+from headway.data.service.messages import (
+    FROM_CLIENT,
+    PROTOCOL,
+    Begin,
+    Decided,
+    Filled,
+    Freed,
+    Join,
+    Over,
+    RequestFailed,
+    Rings,
+    StatusReply,
+    StatusRequest,
+    Waiting,
+    Welcome,
+    packed_items,
+    unpacked_items,
+    unpacked_or_none,
+)
+from headway.data.service.service import PreparationScheduler
+from headway.data.service.stock import ServiceOptions
+
+LOG = logging.getLogger(__name__)
+LOG.addHandler(logging.NullHandler())
+
+SEND_S = 10.0
+"""A client that does not read for so long is dropped."""
+
+WAITS_S = 10.0
+"""How long ranks wait for one that has gone before they are told so."""
+
+WORK_S = 0.5
+"""How long a thread waits for work before it looks whether the server ends."""
+
+SPARE = 1.125
+"""Slots are so much larger than the first batch: examples vary in size."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataServer:
+    """How a data server is started by its first client: pass it as `DataLoader(server=...)`.
+
+    Jobs with an equal dataset share one server; the options of the first count.
+    """
+
+    order: str = "auto"
+    """"independent", "shared", "dependent" (Joader), "opportunistic" (Seneca), or "auto"."""
+    cache_bytes: int = 0
+    """Memory for examples, over and above the batches under way."""
+    split: tuple[float, float, float] | str = "auto"
+    """Shares of it for (encoded, decoded, augmented) examples, or "auto"."""
+    threads: int = 0
+    """Threads that prepare; 0: as many as there are cores for us."""
+    window: int = 4
+    """Batches made ahead per rank."""
+    idle_s: float = 60.0
+    """The server ends after so long without clients."""
+    grace_s: float = 600.0
+    """How long a rank is waited for that others need after a server was lost, or whose job has nobody else left; by
+    default as long as torch's collectives wait, for a rank may have other work."""
+    job: str | None = None
+    """Name of the job, for ranks that are started without torchrun: the same on all of them."""
+    path: str | None = None
+    """Its socket; by default one in the runtime directory, named after the dataset."""
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` on values that cannot be."""
+        pick({"auto": 0, **dict.fromkeys(ORDERS, 0)}, self.order, "order")
+        if self.threads < 0 or self.idle_s <= 0:
+            raise InputError(f"threads is {self.threads}, idle_s {self.idle_s}; pass 0 or more threads, and a time.")
+        self.service()
+
+    @property
+    def num_threads(self) -> int:
+        """Threads that prepare."""
+        return self.threads or host_cores()
+
+    def service(self) -> ServiceOptions:
+        """Return what the service is told."""
+        return ServiceOptions(
+            order=self.order, cache_bytes=self.cache_bytes, split=self.split, window=self.window,
+            num_threads=self.num_threads, grace_s=self.grace_s,
+        )  # fmt: skip
+
+    def shared(self) -> dict[str, Any]:
+        """Return what is the server's rather than one client's."""
+        return {key: value for key, value in asdict(self).items() if key not in ("job", "path")}
+
+
+class Preparer(Protocol):
+    """What a server serves. Write a class of this shape; there is nothing to subclass."""
+
+    size: int
+    """Items of the dataset."""
+    fingerprint: str
+    """What tells dataset and pipeline from others."""
+    forms: tuple[str, ...]
+    """What a preparation passes through: see `headway.data.service.service.PreparationScheduler`."""
+    notes: list[str]
+    """What users should know of how it is read."""
+
+    def prepare(self, work: PreparationTask) -> tuple[Mapping[str, Payload] | None, PreparationTime]:
+        """Return the forms of an item, packed, or None when it is left out; called by several threads."""
+        ...
+
+    def assemble(self, items: Ints, examples: list[Any]) -> Any | None:
+        """Return the batch of [k] examples as a tree to pack, or None where they must be sent as they are."""
+        ...
+
+
+class Daemon:
+    """The loop. `run` returns when the server was idle for long enough, or told to `stop`."""
+
+    def __init__(self, listener: Listener, preparer: Preparer, options: DataServer, *, seed: int) -> None:
+        """Serve what `preparer` prepares to who connects to `listener`; `seed` must be new for each server."""
+        self._listener, self._preparer, self._options = listener, preparer, options
+        self._wake = Waker()
+        told = options.service()
+        if told.split == "auto" and len(preparer.forms) == 1:  # nothing to measure: there is one form to keep
+            one, two, three = (float(form in preparer.forms) for form in FORMS)
+            told = replace(told, split=(one, two, three))
+        self._service = PreparationScheduler(
+            preparer.size, fingerprint=preparer.fingerprint, forms=preparer.forms, seed=seed, options=told,
+            on_ready=self._wake.ring,
+        )  # fmt: skip
+        self._selector = selectors.PollSelector()  # not epoll: a fork of ours would keep what we close in it
+        self._clients: dict[Channel, Client] = {}
+        self._ranks: dict[tuple[str, int], Client] = {}
+        self._stopped = threading.Event()
+        self._began_s = self._idle_since_s = time.monotonic()
+        self._threads = [
+            threading.Thread(target=self._prepare, name=f"headway-prepare-{k}", daemon=True)
+            for k in range(options.num_threads)
+        ]
+
+    def stop(self) -> None:
+        """End the loop soon; any thread and signal handler may call it."""
+        self._stopped.set()
+        self._wake.ring()
+
+    def abandon(self) -> None:
+        """In a forked child of ours (a dataset may fork): let go of what would pass for this server after its end."""
+        self._listener.abandon()
+        for channel in list(self._clients):
+            channel.abandon()
+
+    def run(self) -> None:
+        """Serve until idle or stopped, and close everything."""
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake, selectors.EVENT_READ, self._wake.clear)
+        for thread in self._threads:
+            thread.start()
+        LOG.info(
+            "serving %s at %s with %d threads", self._preparer.fingerprint, self._listener.path, len(self._threads)
+        )
+        try:
+            while not self._stopped.is_set() and not self._is_idle():
+                for key, _ in self._selector.select(1.0):
+                    key.data()
+                self._give_up()
+                self._deliver()
+        finally:
+            self._close()
+
+    def _is_idle(self) -> bool:
+        if self._clients:
+            self._idle_since_s = time.monotonic()
+        return time.monotonic() - self._idle_since_s > self._options.idle_s
+
+    def _close(self) -> None:
+        """Tell everybody, stop the threads."""
+        self._stopped.set()
+        self._listener.close()
+        self._service.close()
+        for client in list(self._clients.values()):
+            self._drop(client, "the server ends")
+        for thread in self._threads:
+            thread.join(5.0)
+        self._selector.close()
+        self._wake.close()
+        LOG.info("ended")
+
+    # Clients.
+
+    def _accept(self) -> None:
+        try:
+            channel = self._listener.accept(0.0)
+        except (ChannelClosed, TimeoutError, OSError) as error:
+            LOG.warning("a caller was refused: %s", error)
+            return
+        client = self._clients[channel] = Client(channel)
+        self._selector.register(channel, selectors.EVENT_READ, lambda: self._hear(client))
+        with contextlib.suppress(OSError):  # it may be gone again; its socket says so too
+            client.pid_fd = os.pidfd_open(channel.peer.pid or 0)
+            self._selector.register(client.pid_fd, selectors.EVENT_READ, lambda: self._hear(client, gone=True))
+
+    def _hear(self, client: Client, *, gone: bool = False) -> None:
+        """Read what a client sent."""
+        try:
+            while client.channel in self._clients:
+                message, fds = client.channel.receive(0.0)
+                for fd in fds:
+                    os.close(fd)
+                self._answer(client, message)
+        except TimeoutError:
+            if gone:
+                self._drop(client)
+        except ChannelClosed as error:
+            self._drop(client, log=str(error))
+        except InputError as error:
+            self._refuse(client, error)
+
+    def _answer(self, client: Client, message: msgspec.Struct) -> None:
+        """Do what a message asks. Raises `InputError` where it cannot be done."""
+        if isinstance(message, Join):
+            self._join(client, message)
+        elif isinstance(message, StatusRequest):
+            client.channel.send(StatusReply(self._facts()), timeout_s=SEND_S)
+        elif client.join is None:
+            raise InputError("a client begins before it has joined. Send Join first.")
+        elif isinstance(message, Begin):
+            client.begun = message.number
+            self._service.begin(
+                client.join.job, client.join.rank, epoch=message.epoch, remaining=unpacked_or_none(message.remaining),
+                history=None if message.history is None else [unpacked_items(raw) for raw in message.history],
+                index=message.index, known=message.known(),
+            )  # fmt: skip
+            self._tell(client)
+        elif isinstance(message, Freed):
+            client.tidy()
+
+    def _join(self, client: Client, join: Join) -> None:
+        if join.protocol != PROTOCOL or client.join is not None:
+            raise InputError(
+                f"this server speaks protocol {PROTOCOL} (headway {__version__}), the client {join.protocol}. "
+                "Use one release of headway, and join once."
+            )
+        terms = JobTerms(join.batch_size, join.world_size, join.shuffle, join.tail)
+        if self._service.is_outlived(join.job, join.rank, terms):
+            self._service.leave(join.job)  # its other ranks never came: this is the next run of that name
+        self._service.check_on_time(join.job, join.rank)
+        is_first = join.job not in self._service.jobs
+        if is_first:
+            self._service.join(join.job, fingerprint=join.fingerprint, terms=terms, items=unpacked_or_none(join.items))
+        else:
+            self._check_same(join)
+        try:
+            self._service.attach(join.job, join.rank)
+        except InputError:
+            if is_first:
+                self._service.leave(join.job)
+            raise
+        client.join = join
+        self._ranks[join.job, join.rank] = client
+        client.channel.send(Welcome(options=self._options.shared(), notes=self._preparer.notes), timeout_s=SEND_S)
+        LOG.info("rank %d of job %s came (process %s)", join.rank, join.job, client.channel.peer.pid)
+
+    def _check_same(self, join: Join) -> None:
+        """Raise `InputError` when a rank means its job to be another one than its fellow ranks do."""
+        other = next((c.join for c in self._ranks.values() if c.join and c.join.job == join.job), None)
+        if other is None:
+            return
+        fields = ("fingerprint", "world_size", "batch_size", "shuffle", "tail", "items")
+        wrong = [name for name in fields if getattr(other, name) != getattr(join, name)]
+        if wrong:
+            raise InputError(
+                f"rank {join.rank} of job {join.job!r} differs from rank {other.rank} in {', '.join(wrong)}. "
+                "Give all ranks of a job the same loader, or another job another name."
+            )
+
+    def _drop(self, client: Client, reason: str | None = None, *, log: str = "") -> None:
+        """Let a client go: its slots are freed with its ring, its rank leaves the job."""
+        if self._clients.pop(client.channel, None) is None:
+            return
+        self._selector.unregister(client.channel)
+        if client.pid_fd >= 0:
+            self._selector.unregister(client.pid_fd)
+            os.close(client.pid_fd)
+        client.channel.close(reason)
+        for ring in client.rings.values():
+            ring.close()
+        if client.join is not None:
+            del self._ranks[client.join.job, client.join.rank]
+            if client.join.job in self._service.jobs:  # it may have been given up
+                self._service.detach(client.join.job, client.join.rank)
+            LOG.info("rank %d of job %s left: %s", client.join.rank, client.join.job, reason or log)
+            self._tell_others(client.join)
+
+    def _refuse(self, client: Client, error: HeadwayError) -> None:
+        """Tell a client why, and let it go."""
+        with contextlib.suppress(ChannelClosed, TimeoutError):
+            client.channel.send(RequestFailed(type(error).__name__, str(error)), timeout_s=SEND_S)
+        self._drop(client, log=str(error))
+
+    def _give_up(self) -> None:
+        """Let the jobs go whose missing ranks do not come, and tell the ranks that wait for them."""
+        for job, missing in self._service.overdue(WAITS_S).items():
+            self._say_who_is_missing(job, missing)
+        for job, missing in self._service.overdue().items():
+            self._service.give_up(job, missing)
+            for client in [client for (name, _), client in self._ranks.items() if name == job]:
+                self._refuse(client, not_come(job, missing, self._options.grace_s))
+            LOG.warning("job %s was given up: rank %s did not come", job, missing)
+
+    def _say_who_is_missing(self, job: str, missing: list[int]) -> None:
+        """Tell each rank of a job, once, which other ranks it waits for."""
+        here = [(rank, client) for (name, rank), client in self._ranks.items() if name == job]
+        for client in [client for rank, client in here if rank not in missing and not client.warned]:
+            client.warned = True
+            with contextlib.suppress(ChannelClosed, TimeoutError):  # what follows that is seen where it is read next
+                client.channel.send(Waiting(missing, WAITS_S, self._options.grace_s), timeout_s=SEND_S)
+
+    def _tell_others(self, join: Join) -> None:
+        """Tell the ranks of a job what they need to go on without one that has left, or has had its last batch."""
+        for client in [client for (job, rank), client in self._ranks.items() if job == join.job and rank != join.rank]:
+            self._tell(client)
+
+    def _tell(self, client: Client) -> None:
+        """Tell a rank what it needs should this server be lost; before who has had its last batch hears of that."""
+        assert client.join is not None
+        try:
+            for ahead, number, known in self._service.known(client.join.job, client.join.rank):
+                client.channel.send(Decided.of(client.begun + ahead, number, known), timeout_s=SEND_S)
+        except (ChannelClosed, TimeoutError) as error:
+            self._drop(client, log=str(error))
+
+    # Batches.
+
+    def _prepare(self) -> None:
+        """Prepare items until the server ends: what a thread does."""
+        while not self._stopped.is_set():
+            work = self._service.next_work(WORK_S)
+            if work is None:
+                continue
+            try:
+                forms, spent = self._preparer.prepare(work)
+            except BaseException as error:  # sys.exit() too: it would end this thread, and the batch would never come
+                self._service.failed(work, f"{type(error).__name__}\n{traceback.format_exc()}")
+                continue
+            if forms is None:
+                self._service.dropped(work, spent)
+            else:
+                self._service.done(work, forms, spent)
+
+    def _deliver(self) -> None:
+        """Send what is ready to who has room."""
+        for job, rank in self._service.ready():
+            client = self._ranks.get((job, rank))
+            if client is not None:
+                try:
+                    self._serve(client, job, rank)
+                except (ChannelClosed, TimeoutError) as error:
+                    self._drop(client, log=str(error))
+                except InputError as error:
+                    self._refuse(client, error)
+
+    def _serve(self, client: Client, job: str, rank: int) -> None:
+        while client.has_room():
+            found = self._service.take(job, rank)
+            if found is None:
+                return
+            if isinstance(found, Ended):
+                assert client.join is not None
+                self._tell_others(client.join)
+                counts, finding = self._counts()
+                over = Over(client.begun, counts, self._service.substitutions(job), finding)
+                client.channel.send(over, timeout_s=SEND_S)
+                return
+            self._send(client, found)
+
+    def _send(self, client: Client, batch: FinishedBatch) -> None:
+        """Gather a batch into a slot and tell the client."""
+        assert client.join is not None
+        error, parcel, collated = batch.error, None, False
+        if error is None:
+            try:
+                parcel, collated = self._parcel(batch, collated=client.join.collated)
+            except Exception as failure:  # what the examples are like is the user's business, and the user's to hear
+                error = f"{type(failure).__name__}\n{traceback.format_exc()}"
+        ring, slot, generation = (-1, -1, 0) if parcel is None else self._fill(client, parcel)
+        filled = Filled(
+            ring=ring, slot=slot, generation=generation, begun=client.begun, collated=collated,
+            num_missing=sum(payload is None for payload in batch.payloads), fetch_ns=batch.fetch_ns,
+            prep_ns=batch.prep_ns, read_bytes=batch.read_bytes, error=error,
+            everybody=None if error is None else packed_items(batch.everybody),
+        )  # fmt: skip
+        client.channel.send(filled, timeout_s=SEND_S)
+
+    def _parcel(self, batch: FinishedBatch, *, collated: bool) -> tuple[Parcel, bool]:
+        """Return the batch, measured, and whether it is collated."""
+        here = [place for place, payload in enumerate(batch.payloads) if payload is not None]
+        examples = [unpack(payload) for payload in batch.payloads if payload is not None]
+        tree = self._preparer.assemble(batch.items[here], examples) if collated else None
+        return pack((batch.everybody, examples if tree is None else tree)), tree is not None
+
+    def _fill(self, client: Client, parcel: Parcel) -> tuple[int, int, int]:
+        """Write a parcel into a free slot; return ring, slot, generation."""
+        ring = client.ring
+        if ring is None or parcel.num_bytes > ring.slot_bytes:
+            assert client.join is not None
+            number = max(client.rings, default=-1) + 1
+            slots = self._options.window + client.join.num_held
+            ring = client.rings[number] = Ring(slots, int(parcel.num_bytes * SPARE) + 4096)
+            client.channel.send(Rings(number), [ring.fd], timeout_s=SEND_S)
+            client.tidy()
+        slot = ring.take()
+        assert slot is not None, "a batch was taken without a slot for it"
+        parcel.write(ring.buffer(slot))
+        return max(client.rings), slot, ring.publish(slot, parcel.num_bytes)
+
+    def _facts(self) -> dict[str, Any]:
+        """Return how the server is: what `headway data status` shows."""
+        return {
+            "path": str(self._listener.path),
+            "pid": os.getpid(),
+            "version": __version__,
+            "up_s": time.monotonic() - self._began_s,
+            "threads": len(self._threads),
+            "options": self._options.shared(),
+            "notes": self._preparer.notes,
+            "clients": len(self._ranks),
+            "ring_bytes": sum(ring.num_bytes for ring in self._rings()),
+            **self._service.status(),
+        }
+
+    def _counts(self) -> tuple[dict[str, int], str]:
+        """Return what was counted, flat, and why nothing is kept any more: what a client notes of a pass."""
+        told = self._service.status()
+        counts = {f"hits_{form}": count for form, count in told["hits"].items()}
+        counts |= {f"prepared_from_{form}": count for form, count in told["prepared"].items()}
+        return counts | {name: told[name] for name in ("shared", "read_bytes", "failed", "dropped")}, told["finding"]
+
+    def _rings(self) -> Iterator[Ring]:
+        for client in self._clients.values():
+            yield from client.rings.values()
+
+
+def listen(path: str) -> Listener:
+    """Return a listener for clients at `path`. Raises `InputError` when a server is there already."""
+    return Listener(path, types=FROM_CLIENT)

@@ -1,1 +1,0 @@
-"""Examples and batches as plain memory, and what torch's collate function makes of them, without torch."""

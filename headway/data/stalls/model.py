@@ -1,0 +1,347 @@
+"""Where an input pipeline loses accelerator time, and what would win it back: DS-Analyzer from one ordinary run.
+
+DS-Analyzer (VLDB 2021) times three runs: synthetic data (T1), everything
+cached (T3), everything read (T2); prep stall = T3 - T1, fetch stall = T2 - T3.
+`attribute` gets the same differences from one recorded run by replaying it
+with fetch = 0 and with fetch = prep = 0; `from_phases` computes them from a
+measurement. Its closed form, speed = min(F(x), P(cores), G), is the quick
+bound; predictions come from the replay, which knows about bounded queues and
+uneven batches. Times are float seconds per step, rates examples per second.
+
+>>> rates = PipelineRates(compute=1000, prep_per_core=400, storage=200, cache=2000)
+>>> round(rates.quick_bound(cached=0.5, cores=2)), rates.bottleneck(cached=0.5, cores=2)
+(364, 'fetch')
+>>> round(rates.smallest_cache(cores=2), 4), rates.smallest_cores()
+(0.8333, 3)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from headway.core.errors import InputError
+from headway.sim.recorded.program import Program
+from headway.sim.whatif import Prediction
+from headway.trace.events.loader_facts import LoaderFacts
+
+WARMUP_STEPS = 5
+"""Steps of each measured phase that do not count."""
+
+STALL_FRACTION = 0.05
+"""A pipeline whose fetch and prep stall for less of the step is not the bottleneck."""
+
+TRANSFER_FRACTION = 0.25
+"""Handing batches over always costs something; it is the bottleneck from this share of the step on."""
+
+NOISE = 0.01
+"""Phases may come out in the wrong order by this share of the step; more is flagged."""
+
+FIX_WORKERS = (1, 2, 3, 4, 6, 8, 12, 16)
+"""Numbers of workers that are tried as a fix."""
+
+FIX_CACHE = (0.25, 0.5, 0.75, 1.0)
+"""Cache fractions that are tried as a fix."""
+
+
+@dataclass(frozen=True, slots=True)
+class StallReport:
+    """Time of a step, split: compute + fetch + prep + transfer = the step."""
+
+    compute_s: float
+    """Step with an input that is always there (everything else of the step included)."""
+
+    fetch_s: float
+    """Stall that reading costs: storage, network."""
+
+    prep_s: float
+    """Stall that preprocessing costs."""
+
+    transfer_s: float
+    """Stall that handing batches over and copying them costs."""
+
+    steps_per_epoch: float
+    """Steps of one pass over the data; 0 = not known."""
+
+    bottleneck: str
+    """'fetch', 'prep', 'transfer' or 'compute'."""
+
+    fix: tuple[tuple[str, float], ...] = ()
+    """(edit, seconds per step won), best first."""
+
+    flags: tuple[str, ...] = ()
+    """What does not fit together: phases in the wrong order."""
+
+    note: str = ""
+    """What the replay had to assume."""
+
+    @property
+    def step_s(self) -> float:
+        """Return the whole step."""
+        return self.compute_s + self.fetch_s + self.prep_s + self.transfer_s
+
+    @property
+    def fractions(self) -> dict[str, float]:
+        """Return each part's share of the step; they sum to 1."""
+        parts = {name: getattr(self, f"{name}_s") for name in ("compute", "fetch", "prep", "transfer")}
+        return {name: value / self.step_s for name, value in parts.items()}
+
+    def per_epoch(self) -> dict[str, float]:
+        """Return seconds per epoch of each part, empty when the length of an epoch is not known."""
+        if not self.steps_per_epoch:
+            return {}
+        return {name: share * self.step_s * self.steps_per_epoch for name, share in self.fractions.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object of `headway data stalls --json`."""
+        return {
+            "schema": "headway.stalls/1",
+            "step_s": self.step_s,
+            "compute_s": self.compute_s,
+            "fetch_s": self.fetch_s,
+            "prep_s": self.prep_s,
+            "transfer_s": self.transfer_s,
+            "fractions": self.fractions,
+            "per_epoch_s": self.per_epoch(),
+            "bottleneck": self.bottleneck,
+            "fix": [list(pair) for pair in self.fix],
+            "flags": list(self.flags),
+            "note": self.note,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRates:
+    """Speeds of the parts of an input pipeline, in examples per second: the closed form of DS-Analyzer."""
+
+    compute: float
+    """G: what the accelerator consumes."""
+
+    prep_per_core: float
+    """P: what one core prepares."""
+
+    storage: float
+    """S: what storage delivers."""
+
+    cache: float
+    """C: what the cache delivers."""
+
+    def __post_init__(self) -> None:
+        """Check that each rate is positive."""
+        for name in ("compute", "prep_per_core", "storage", "cache"):
+            if not getattr(self, name) > 0:
+                raise InputError(f"the rate {name} is {getattr(self, name)}; give examples per second above 0.")
+
+    def fetch(self, cached: float) -> float:
+        """Return F(x) = 1 / (x / C + (1 - x) / S) for the cached fraction x."""
+        if not 0 <= cached <= 1:
+            raise InputError(f"the cached fraction is {cached}; give a number from 0 to 1.")
+        seconds = cached / self.cache + (1 - cached) / self.storage
+        return 1 / seconds if seconds else math.inf
+
+    def quick_bound(self, *, cached: float = 0.0, cores: float = 1) -> float:
+        """Return min(F(x), P(cores), G): no pipeline is faster, and one with deep queues comes near it."""
+        return min(self._parts(cached, cores).values())
+
+    def bottleneck(self, *, cached: float = 0.0, cores: float = 1) -> str:
+        """Return which of 'compute', 'prep', 'fetch' sets the quick bound; on a tie the first of these."""
+        parts = self._parts(cached, cores)
+        return min(("compute", "prep", "fetch"), key=lambda name: parts[name])
+
+    def smallest_cache(self, *, cores: float = 1) -> float:
+        """Return the smallest cached fraction that removes the fetch stall; inf when no cache is fast enough.
+
+        Solves F(x) >= min(P, G), which is linear in x.
+        """
+        wanted = 1 / min(self.prep_per_core * cores, self.compute)
+        if self.fetch(0.0) >= 1 / wanted:
+            return 0.0
+        if self.fetch(1.0) < (1 - 1e-12) / wanted:
+            return math.inf
+        return min(1.0, (1 / self.storage - wanted) / (1 / self.storage - 1 / self.cache))
+
+    def smallest_cores(self, *, cached: float = 1.0) -> int:
+        """Return the fewest cores with which prep is no bottleneck: P(cores) >= min(F, G)."""
+        return max(1, math.ceil(min(self.fetch(cached), self.compute) / self.prep_per_core - 1e-9))
+
+    def _parts(self, cached: float, cores: float) -> dict[str, float]:
+        if not cores > 0:
+            raise InputError(f"cores is {cores}; give a number above 0.")
+        return {"compute": self.compute, "prep": self.prep_per_core * cores, "fetch": self.fetch(cached)}
+
+
+def attribute(program: Program, edits: Sequence[str] = (), *, fixes: bool = True) -> StallReport:
+    """Split the step of a recorded run by replay, and predict what each knob would win.
+
+    With `edits` the report is of the run as they would have it. Raises
+    `InputError` when the run read no data or an edit is wrong,
+    `BarMissedError` when the replay does not match the run.
+    """
+    _check_loads(program)
+    base = program.predict(edits)
+    phases = (["input.fetch=none"], ["input.fetch=none", "input.prep=none"], ["input=none"])
+    step_s = [base.step_s, *(program.predict([*edits, *phase], interval=False).step_s for phase in phases)]
+    fix = _fixes(program, edits, base) if fixes else ()
+    return _report(step_s, _steps_per_epoch(program), fix=fix, note=base.note)
+
+
+def from_phases(
+    ingest_s: Sequence[float], cached_s: Sequence[float], cold_s: Sequence[float], *, warmup: int = WARMUP_STEPS
+) -> StallReport:
+    """Split a step from measured phases: step times with synthetic data (T1), cached data (T3) and cold data (T2).
+
+    The first `warmup` steps of each phase are dropped. Raises `InputError` on
+    a phase that is shorter than that, or that took no time.
+    """
+    means = []
+    for name, phase in (("ingest", ingest_s), ("cached", cached_s), ("cold", cold_s)):
+        times = np.asarray(phase, np.float64)
+        if times.size <= warmup:
+            raise InputError(
+                f"the {name} phase has {times.size} steps, of which {warmup} are warm-up. Measure more steps."
+            )
+        if not np.isfinite(times).all() or not times[warmup:].sum() > 0:
+            raise InputError(f"the {name} phase took no time, or its times are not finite. Measure it again.")
+        means.append(float(times[warmup:].mean()))
+    ingest, cached, cold = means
+    return _report([cold, cached, ingest, ingest], 0.0)
+
+
+def what_if(
+    program: Program,
+    *,
+    cache_fraction: float | None = None,
+    workers: int | None = None,
+    cores: int | None = None,
+    storage: float | None = None,
+    accelerator: float | None = None,
+    shared_storage: bool | None = None,
+) -> Prediction:
+    """Predict the step with another cache (fraction), workers, cores, or storage / accelerator x times as fast.
+
+    `shared_storage` overrides what the run shows: True = all readers share one pipe. Raises `InputError` on a value
+    that its knob cannot take, and as `Program.predict` does.
+    """
+    if storage is not None and not storage > 0:
+        raise InputError(f"storage is {storage}; give how many times as fast it is, above 0.")
+    edits = [] if cache_fraction is None else [f"cache_fraction={cache_fraction}"]
+    edits += [] if workers is None else [f"workers={workers}"]
+    edits += [] if cores is None else [f"cores={cores}"]
+    edits += [] if accelerator is None else [f"accelerator={accelerator}x"]
+    if storage is not None and shared_storage is not None and storage != 1:
+        # One edit per target: faster storage is the same as a shorter blocked part.
+        edits.append(f"input.fetch={1 / storage}x")
+    elif storage is not None:
+        edits.append(f"storage={storage}x")
+    if shared_storage is not None:
+        edits.append(f"storage={'shared' if shared_storage else 'parallel'}")
+    return program.predict(edits)
+
+
+def rates(program: Program) -> PipelineRates:
+    """Return the closed form's rates as the run shows them: per job, not per rank."""
+    _check_loads(program)
+    ranks = len(program.recording.batches)
+    loads = np.concatenate([batches.part_ns for batches in program.recording.batches]).astype(np.float64)
+    model = program.models[0]
+    size = float(np.mean(model.batch_size)) if model.batch_size.size else 1.0
+    num_bytes = float(np.mean(np.concatenate([batches.bytes for batches in program.recording.batches])))
+    mean = loads.mean(axis=0)
+    workers = ranks * max(1, max(int(batches.workers.max(initial=0)) for batches in program.recording.batches))
+    fetch_ns = mean[0] * (program.service if program.shared else 1 / workers)
+    copy_ns = program.costs.hit_ns * size + program.costs.hit_per_byte_ns * num_bytes
+    compute_s = program.predict(["input=none"], interval=False).step_s
+    return PipelineRates(
+        compute=ranks * size / max(compute_s, 1e-9),
+        prep_per_core=size * 1e9 / max(mean[2] + mean[3], 1.0),
+        storage=size * 1e9 / max(fetch_ns, 1.0),
+        cache=workers * size * 1e9 / max(copy_ns, 1.0),
+    )
+
+
+def _check_loads(program: Program) -> None:
+    loads = sum(batches.seq.size for batches in program.recording.batches)
+    if not loads or not any(batches.part_ns.any() for batches in program.recording.batches):
+        raise InputError("the run has no recorded load of a DataLoader. Record a run that reads its data through one.")
+    for batches, model in zip(program.recording.batches, program.models, strict=True):
+        for group, size in zip(batches.group, model.batch_size, strict=True):
+            length = program.facts.loaders.get(str(int(group)), LoaderFacts()).dataset_size
+            if length is not None and length < size:
+                raise InputError(
+                    f"the dataset of loader {group} has {length} examples, fewer than one batch of {size}. "
+                    "Use a smaller batch."
+                )
+
+
+def _steps_per_epoch(program: Program) -> float:
+    """Return the mean number of steps per completed pass, 0 when none was completed."""
+    batches = program.recording.batches[0]
+    passes = np.bincount(batches.iterator, minlength=batches.group.size)
+    followed = [bool((batches.group[index + 1 :] == group).any()) for index, group in enumerate(batches.group)]
+    done = (batches.end_segment >= 0) | np.array(followed, dtype=bool)
+    per_step = batches.seq.size / max(1, program.recording.num_steps)
+    return float(passes[done].mean() / per_step) if done.any() and per_step else 0.0
+
+
+def _report(
+    step_s: Sequence[float], steps_per_epoch: float, *, fix: tuple[tuple[str, float], ...] = (), note: str = ""
+) -> StallReport:
+    """Build the report from step times: all, without fetch, without prep either, without transfer either.
+
+    Times in the wrong order by more than noise are flagged, and never become a negative stall.
+    """
+    flags = []
+    names = ("cold data", "cached data", "no fetch and no prep", "no input at all")
+    ordered = [step_s[0]]
+    for before, after, name, other in zip(step_s, step_s[1:], names[1:], names, strict=False):
+        if after > before * (1 + NOISE):
+            flags.append(f"the step with {name} took longer than with {other} ({after:.4g} s against {before:.4g} s)")
+        ordered.append(min(after, ordered[-1]))
+    stalls = {
+        "fetch": ordered[0] - ordered[1],
+        "prep": ordered[1] - ordered[2],
+        "transfer": ordered[2] - ordered[3],
+    }
+    return StallReport(
+        compute_s=ordered[3],
+        fetch_s=stalls["fetch"],
+        prep_s=stalls["prep"],
+        transfer_s=stalls["transfer"],
+        steps_per_epoch=steps_per_epoch,
+        bottleneck=_bottleneck(stalls, ordered[0]),
+        fix=fix,
+        flags=tuple(flags),
+        note=note,
+    )
+
+
+def _bottleneck(stalls: Mapping[str, float], step_s: float) -> str:
+    """Name what holds the step up: fetch or prep if they matter, else transfer if it does, else compute."""
+    if stalls["fetch"] + stalls["prep"] > STALL_FRACTION * step_s:
+        return "fetch" if stalls["fetch"] >= stalls["prep"] else "prep"
+    return "transfer" if stalls["transfer"] > TRANSFER_FRACTION * step_s else "compute"
+
+
+def _fixes(program: Program, edits: Sequence[str], base: Prediction) -> tuple[tuple[str, float], ...]:
+    """Return the smallest setting of each knob that comes within 1 % of the knob's best, with what it wins."""
+    knobs = (
+        [f"workers={count}" for count in FIX_WORKERS],
+        [f"cache_fraction={fraction:g}" for fraction in FIX_CACHE],
+        [f"cores={2 * program.cores}"],
+        ["storage=2x"],
+    )
+    taken = {edit.partition("=")[0] for edit in edits}
+    fixes = []
+    for settings in knobs:
+        if settings[0].partition("=")[0] in taken:
+            continue
+        step_s = {edit: program.predict([*edits, edit], interval=False).step_s for edit in settings}
+        edit = next(edit for edit in settings if step_s[edit] <= 1.01 * min(step_s.values()))
+        gain_s = base.step_s - step_s[edit]
+        if gain_s > NOISE * base.step_s:
+            fixes.append((edit, gain_s))
+    return tuple(sorted(fixes, key=lambda pair: -pair[1]))

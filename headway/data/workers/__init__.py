@@ -1,0 +1,1 @@
+"""Remedies of slow loading: worker processes and threads (DS-Analyzer)."""

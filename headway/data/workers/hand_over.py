@@ -1,0 +1,288 @@
+"""How a worker hands a batch to the training process: packed where it is made, so that whatever fails fails there.
+
+torch packs a batch in the thread that feeds a queue, where a failure is printed, and the training process waits for
+ever. Small batches travel as bytes: that takes neither shared memory nor an open file, of which a loop that keeps its
+batches would need one per tensor. Larger ones travel through shared memory, as torch's own do.
+
+    worker                                                training process
+    fetch -> packed(batch): PickledBatch(bytes, shared) ── queue ──> PickledBatch.batch()
+         \\-> any failure:   Unmade(reason)              ── queue ──> the batch is read there
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import multiprocessing.process
+import os
+import pickle
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from torch.utils.data import DataLoader
+from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
+
+from headway.data.bytes import account
+from headway.data.bytes.torch_examples import encode_plain, lost_in_copy
+from headway.data.bytes.torch_keyed import set_generators
+from headway.data.guard.batch_entries import BatchEntries
+from headway.data.guard.files_read import FILE, FilesRead, FileStat, changed, written_since
+from headway.data.guard.outcome import OfDataset
+from headway.data.guard.process_state import data_of
+from headway.data.guard.watch import GeneratorWatch, listen_here, noting
+from headway.data.loader.read_ahead import pass_restorer
+from headway.data.loader.views import View
+
+SMALL_BYTES = 1 << 16
+"""A batch of no more bytes travels through the queue itself."""
+
+OPEN_FRACTION = 0.25
+"""Where more than this fraction of the files that may be open are, batches are copied out of shared memory."""
+
+
+CHANGES = "reading a batch changes what the dataset goes by"
+"""Why a batch is not handed over: the script would not find the change, and other workers not either."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unmade:
+    """What a worker hands over in place of a batch that it could not make, or may not."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedBatch:
+    """A batch in pinned memory."""
+
+    value: Any
+    files: Mapping[str, FileStat] = field(default_factory=dict)
+    entries: list[object] = field(default_factory=list)
+
+    def batch(self) -> Any:
+        """Return it."""
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class PickledBatch:
+    """A batch on its way."""
+
+    payload: bytes
+    shared: bool
+    """Whether its tensors are in shared memory."""
+    files: Mapping[str, FileStat] = field(default_factory=dict)
+    """What it was read from, as that was."""
+    entries: list[object] = field(default_factory=list)
+    """What stands for its entries in large containers of the dataset (`aligned`)."""
+
+    def batch(self) -> Any:
+        """Return the batch: once."""
+        batch = pickle.loads(self.payload)
+        return copy.deepcopy(batch) if self.shared and _is_crowded() else batch
+
+    def pin_memory(self) -> PinnedBatch:
+        """Return it in pinned memory; torch's thread for that asks."""
+        return PinnedBatch(pin_memory(pickle.loads(self.payload)), self.files, self.entries)  # type: ignore[no-untyped-call]  # torch has no types for it
+
+
+def outdated(batch: PickledBatch | PinnedBatch) -> str | None:
+    """Say which file the script has written since a batch was read from it, None when none was."""
+    path = changed(batch.files)
+    return path and OfDataset(FILE.format(path))
+
+
+def packed(batch: Any) -> PickledBatch:
+    """Pack a batch; raises whatever its parts raise when they cannot be handed to another process."""
+    small = encode_plain(batch, SMALL_BYTES)
+    if small is not None:
+        return PickledBatch(small, shared=False)
+    buffer = io.BytesIO()
+    ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(batch)
+    return PickledBatch(buffer.getvalue(), shared=True)
+
+
+def _is_crowded() -> bool:
+    """Tell whether this process has many files open, for what it may have."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return False
+    return len(os.listdir("/proc/self/fd")) > OPEN_FRACTION * limit
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerBegins:
+    """What a worker of a loader whose script has none does first, as its `worker_init_fn`.
+
+    From then on, code in it finds what it would find in the training process: no worker information, the same
+    generators. A batch that draws from them, prints, logs, changes files or what the dataset goes by, or fails, is not
+    made here.
+    """
+
+    states: tuple[Any, ...] | None
+    """Where the generators of the training process were; None where the worker may draw from its own."""
+    began_ns: int = field(default_factory=time.time_ns)
+    """When the workers were started: no file that they read may be newer."""
+    process_name: str = field(default_factory=lambda: multiprocessing.current_process().name)
+    """What multiprocessing calls the training process."""
+
+    def __call__(self, worker: int) -> None:
+        """Prepare this process, which is number `worker`."""
+        account.loads_as(worker)  # torch's own word for it is hidden from here on
+        information, torch_worker._worker_info = torch_worker._worker_info, None
+        multiprocessing.current_process().name = self.process_name
+        multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # its stub does not have it
+        if self.states is not None:
+            _drop_handlers()
+            set_generators(self.states)
+            output = os.memfd_create("headway-output")  # what is printed ahead of the loop is for nobody to see
+            os.dup2(output, 1)
+            os.close(output)
+        packing = _packing(_MapDatasetFetcher.fetch, self, getattr(information, "dataset", None))
+        _MapDatasetFetcher.fetch = packing  # type: ignore[method-assign]  # one of torch's own, in this process only
+
+
+def _drop_handlers() -> None:
+    """Take the script's signal handlers from this process: a signal to its group is the training process's to handle.
+
+    What would end a process still does.
+    """
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            is_default = number in (signal.SIGTERM, signal.SIGCHLD)
+            signal.signal(number, signal.SIG_DFL if is_default else signal.SIG_IGN)
+
+
+def _packing(
+    fetch: Callable[[Any, Any], Any], begins: WorkerBegins, dataset: Any
+) -> Callable[[Any, Any], PickledBatch | Unmade]:
+    """Wrap the function of a worker that makes batches: it returns one packed, or why there is none.
+
+    `dataset` is the script's: in front of the one that a fetcher reads may be a cache, whose entries are no change.
+    """
+    aligned = BatchEntries(dataset)
+    watch: GeneratorWatch | None = None
+    data: Any = None
+    files = FilesRead(looks=True)
+    listen_here()
+
+    def read(fetcher: Any, index: Any) -> list[Any] | Unmade:
+        """Return a list of one batch, to which nothing else refers, or why it may not be handed over."""
+        nonlocal watch, data
+        if begins.states is None:
+            return [fetch(fetcher, index)]
+        watch = watch or GeneratorWatch((dataset, fetcher.collate_fn))
+        printed = os.fstat(1).st_size
+        reading = watch.around(lambda: fetch(fetcher, index), alone=True)
+        sys.stdout.flush()
+        if os.fstat(1).st_size != printed:
+            return Unmade(OfDataset("reading a batch prints"))
+        # What the first reading of all opens, or computes once and for all, each worker has for itself.
+        data, before = data_of((dataset, fetcher.collate_fn)), data
+        if before is not None and data != before:
+            return Unmade(OfDataset(CHANGES))
+        return [reading.value] if reading.drew is False else Unmade(OfDataset("a batch draws random numbers"))
+
+    def packing(fetcher: Any, index: Any) -> PickledBatch | Unmade:
+        acts: list[str] = []
+        try:
+            unseen = nullcontext(acts) if begins.states is None else noting(ahead=True)
+            with files.noting() as noted, unseen as acts:  # not around packing: there torch opens files of its own
+                made = read(fetcher, index)
+            if isinstance(made, Unmade):
+                return made
+            if acts:
+                return Unmade(OfDataset(f"reading a batch {acts[0]}"))
+            if (path := written_since(noted, begins.began_ns)) is not None:
+                return Unmade(OfDataset(FILE.format(path)))
+            if begins.states is not None and (lost := lost_in_copy(made[0])) is not None:
+                return Unmade(f"a batch cannot be handed over by another process: {lost}")
+            entries = aligned.of(index if isinstance(index, list) else [index])
+            return replace(packed(made[0]), files=noted, entries=entries)
+        except BaseException as failure:  # whatever it is, the training process meets it where the script would
+            if acts:
+                return Unmade(OfDataset(f"reading a batch {acts[0]}"))
+            return Unmade(f"a batch raised {type(failure).__name__}")
+
+    return packing
+
+
+# The rest of a pass, read in the training process: what an iterator does that cannot read ahead any more.
+
+FORKED = "the script forks during a pass"
+"""Why a fork of the training process reads by itself: workers and threads are not there."""
+
+
+class InProcessTail:
+    """Reads batches as a loader without workers does, each when the loop asks for it."""
+
+    def __init__(self, iterator: Any, indices: Iterator[Any], *, pin: bool) -> None:
+        """Take over from an iterator of torch's kind: `indices` are those of the batches that are left."""
+        self._indices, self._pin = indices, pin
+        parts = iterator._dataset, iterator._auto_collation, iterator._collate_fn, iterator._drop_last
+        self._fetcher = _DatasetKind.create_fetcher(iterator._dataset_kind, *parts)  # type: ignore[no-untyped-call]  # torch has no types for it
+
+    def _next_data(self) -> Any:
+        batch = self._fetcher.fetch(next(self._indices))
+        return pin_memory(batch) if self._pin else batch  # type: ignore[no-untyped-call]  # nor for this
+
+
+class AsWritten:
+    """Reads the rest of a pass by torch's own iterator, as the script made the loader: by its workers, if it has any.
+
+    It draws from no generator of the script's.
+    """
+
+    def __init__(self, loader: DataLoader[Any], indices: Iterator[Any]) -> None:
+        """Begin; `indices` are those of the batches that are left."""
+        self._loader, self._indices = loader, indices  # the latter is replaced where batches are verified
+        self._iterator: Any = None
+
+    def _next_data(self) -> Any:
+        if self._iterator is None:
+            restore = pass_restorer(self._loader)
+            view: Any = View(self._loader, _index_sampler=_Rest(self, len(self._loader)), persistent_workers=False)
+            kind = _MultiProcessingDataLoaderIter if self._loader.num_workers else _SingleProcessDataLoaderIter
+            self._iterator = kind(view)
+            restore()
+        return self._iterator._next_data()
+
+
+class _Rest:
+    """The index sampler of such an iterator; torch asks it for its iterator more than once."""
+
+    def __init__(self, reader: AsWritten, length: int) -> None:
+        self._reader, self._length = reader, length
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._reader._indices)
+
+    def __len__(self) -> int:
+        return self._length
+
+
+def failure(error: BaseException) -> str:
+    """Return the reason that an error of a remedy's own is for leaving a pass."""
+    return f"failed in use: {type(error).__name__}: {error}"
+
+
+class UnmadeError(Exception):
+    """A batch that a worker or a thread did not make. Never seen by a script."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        """Why not, of the type that says what it is about (`outcome`)."""

@@ -1,0 +1,1 @@
+"""What follows a failure: who is to blame, how attempts are supervised, a process kept warm."""

@@ -1,1 +1,0 @@
-"""The part of the fault room that runs beside a job: supervision, warm restarts."""

@@ -1,0 +1,1 @@
+"""Integrity of non-volatile memory, simulated (Vilamb, TVARAK)."""

@@ -1,1 +1,0 @@
-"""Buckets, sub-lines, causes: what time is called."""

@@ -1,0 +1,162 @@
+"""Remedy 'parallel.schedule': another order of a pipeline's computations under the script's own stages.
+
+torch's `ScheduleGPipe` and `Schedule1F1B` have their order in their code.
+torch also has a runtime that executes any order which is given to it as text.
+After the first pass of a schedule one is made on the same stage, and from then
+on `step` goes to it: the stage, its module, the loss and the split into
+microbatches stay the script's own.
+
+Forwards of a stage keep the order of microbatches, so random draws and the
+list of losses stay as they were. So do the sums of weight gradients where a
+stage's last backwards keep that order too; else the plan needs the grant
+'result-equivalent'. Where backwards run in two parts, each rank tries them
+first, in a forked child (`trial`): the gradients have to be those of a whole
+backward, bit for bit. All ranks of a pipeline decide together: what one of
+them cannot do, none does.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch.distributed as dist
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, schedules
+from torch.nn.parallel import DistributedDataParallel
+
+from headway.parallel import torch_trial as trial
+from headway.parallel.advise import NAME, in_order
+from headway.parallel.remedies import ScheduleParameters
+from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
+from headway.runtime.recorder.probes import now
+from headway.sim.pipeline.actions import F, I, PipelineProgram
+from headway.sim.pipeline.lower import check, lower
+
+STEP = "torch.distributed.pipelining.schedules:PipelineScheduleSingle.step"
+RUNTIME = "_PipelineScheduleRuntime"
+SPECS = ("args_chunk_spec", "kwargs_chunk_spec", "output_merge_spec")
+"""Arguments of a schedule that say how batches are split; kept with a leading underscore."""
+
+FLAGS = {
+    "_stages_forward_initialized": "_stage_forward_initialized",
+    "_stages_backward_initialized": "_stage_backward_initialized",
+}
+"""Flag of torch's runtime -> the same of a schedule with one stage per rank: whether the stage knows its shapes."""
+
+
+def schedule(parameters: ScheduleParameters, context: Context) -> Applied | RefusedRemedy:
+    """Install the remedy. Raises `InputError` where the order is incomplete or would wait for itself."""
+    rows = parameters.order
+    program = PipelineProgram.from_torch_csv("\n".join(rows))
+    orders = program.orders()
+    check(lower(orders))
+    missing = _missing()
+    if missing:
+        return RefusedRemedy(NAME, f"this torch has no {missing}, which executes an order")
+    if not all(in_order(actions, (F,)) for actions in orders):
+        return RefusedRemedy(NAME, "forwards would leave the order of microbatches, by which torch lists losses")
+    if not all(in_order(actions) for actions in orders) and context.allow != "result-equivalent":
+        return RefusedRemedy(NAME, "a stage would add its gradients in another order: grant --allow result-equivalent")
+    text, splits = "".join(f"{row}\n" for row in rows), any(action.op == I for actions in orders for action in actions)
+    shape = (len(rows), program.num_microbatches)
+    facts: dict[str, Any] = {"schedules": 0, "splits_backward": splits}
+    begun: WeakSet[Any] = WeakSet()
+    made: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+    def make(own: Any, args: Any, kwargs: Any) -> Any:
+        """Return torch's runtime on the stage of a schedule, None where a rank of its pipeline cannot have one."""
+        start, runtime, reason = now(), None, ""
+        try:
+            reason = _unfit(own, shape, splits) or (trial.differs(own, args, kwargs) if splits else "")
+            runtime = None if reason else _runtime(own, text)
+        except Exception as cause:
+            reason = f"torch's runtime refuses the order: {type(cause).__name__}: {cause}"
+        context.probes.worked(start)
+        found: list[str] = [""] * own._stage.group_size
+        dist.all_gather_object(found, reason, group=own._stage.group)
+        reason = next((other for other in found if other), "")
+        if reason:
+            context.note(RefusedRemedy(NAME, reason))
+            return None
+        facts["schedules"] += 1
+        context.note(Applied(NAME, facts))
+        return runtime
+
+    def around(original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the step of a schedule with one stage per rank."""
+
+        @functools.wraps(original)
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            """Run the pass in the plan's order."""
+            if self not in made and self not in begun:
+                begun.add(self) if self._has_backward else None
+                return original(self, *args, **kwargs)
+            if self not in made:
+                made[self] = make(self, args, kwargs)
+            runtime = made[self]
+            if runtime is None:
+                return original(self, *args, **kwargs)
+            runtime._has_backward = self._has_backward  # eval() calls step without one
+            return runtime.step(*args, **kwargs)
+
+        return step
+
+    # A pass that fails half done cannot be done again: its error is the script's to see.
+    context.patch(STEP, around, passing=(Exception,))
+    return Applied(NAME, facts)
+
+
+def _missing() -> str:
+    """Return the private name of torch that an order needs and that is not there; '' where all are."""
+    runtime = getattr(schedules, RUNTIME, None)
+    if runtime is None:
+        return RUNTIME
+    if "format" not in inspect.signature(getattr(runtime, "_load_csv", len)).parameters:
+        return f"{RUNTIME}._load_csv(path, format)"
+    return ""
+
+
+def _runtime(own: Any, text: str) -> Any:
+    """Make torch's runtime on the stage of a schedule, with the order `text`."""
+    named = {name: getattr(own, f"_{name}") for name in SPECS}
+    runtime = getattr(schedules, RUNTIME)(
+        [own._stage], own._n_microbatches, loss_fn=own._loss_fn, scale_grads=own.scale_grads, **named
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "order.csv"
+        path.write_text(text)
+        runtime._load_csv(str(path), format="compute_only")
+    # The first pass has told the stage its shapes; finding them again would run its module once more.
+    for flag, known in FLAGS.items():
+        setattr(runtime, flag, getattr(own, known))
+    return runtime
+
+
+def _unfit(own: Any, shape: tuple[int, int], splits: bool) -> str:
+    """Return why a schedule of the script cannot take an order of `shape` (stages, microbatches); '' where it can."""
+    if type(own) not in (ScheduleGPipe, Schedule1F1B):
+        return f"the schedule is a {type(own).__name__}, neither ScheduleGPipe nor Schedule1F1B"
+    stage = own._stage
+    found = (int(stage.num_stages), int(own._n_microbatches))
+    if found != shape or stage.group_size != shape[0]:
+        return f"the schedule has (stages, microbatches) {found}, the plan is for {shape}"
+    if own._loss_fn is None:
+        return "the schedule has no loss: it does not train"
+    if not splits:
+        return ""
+    module = stage.submod
+    if stage.dw_builder is not None:
+        return f"stage {stage.stage_index} makes its weight gradients by a function of its own"
+    if isinstance(module, DistributedDataParallel) or hasattr(module, "set_requires_gradient_sync"):
+        return f"stage {stage.stage_index} is data parallel: a backward in two parts is not tried on it"
+    if any("forward" in vars(part) for part in module.modules()):
+        return f"stage {stage.stage_index} has a forward that was set on the module itself, which a copy would share"
+    hooked = any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in module.parameters())
+    if hooked or any(part._backward_hooks or part._backward_pre_hooks for part in module.modules()):
+        return f"stage {stage.stage_index} has hooks on its backward, which a backward in two parts calls otherwise"
+    return ""

@@ -1,0 +1,310 @@
+"""The answer of `headway why` as terminal text: the first screen anybody sees.
+
+`render_why` takes the `headway.why/2` object and returns a string: one
+sentence, the ledger as bars, the ranked causes with their fixes, the next
+command to type. The other verbs' screens are in `screens.py` and offered here
+too. Nothing is printed: the command prints. Times in seconds, shares in
+percent of devices x wall.
+
+>>> why = {"devices": 2, "steps": 9, "wall_s": 10.0, "goodput": 0.9, "coverage": 1.0,
+...        "ledger": {"useful": 18.0, "input": 2.0}, "causes": []}
+>>> print(render_why(why, width=88).splitlines()[2].strip())
+90.0 % of 2 devices x 10 s was useful work; no loss stands out.
+
+Lines of `headway why` about a job of many ranks: where it hung, machines that stand out, MFU, cost of its groups.
+
+Each function takes the `headway.why/2` object and returns sentences, [] when
+there is nothing to say.
+
+>>> job_lines(Why.of({"mfu": {"mfu": 0.412, "hfu": 0.55, "flops_per_s_per_device": 1.28e14, "recompute": "full",
+...                           "peak_flops_per_s": 3.12e14, "formula": "6 N", "device": "A100"}}))
+['MFU 41.2 %, HFU 55.0 % with full recomputation: 128 TFLOP/s of 312 per A100; FLOPs: 6 N']
+>>> job_lines(Why.of({"group_creation": {"groups": 3, "calls": 9, "seconds": 2.0}}))
+['3 process groups were created in 9 calls: 2 s on the slowest rank']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Unpack
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from headway.report.answers import CauseRow, Json, StragglerRow, Why
+from headway.report.figures import (
+    bucket_style,
+    clean,
+    count,
+    device_seconds,
+    finite,
+    gain_words,
+    goodput_of,
+    is_win,
+    named_causes,
+    percent,
+    plural,
+    seconds,
+    share,
+    speedup,
+    verdict,
+)
+from headway.report.paper import (
+    ScreenOptions,
+    add_row,
+    bar,
+    draw,
+    grid,
+    joined,
+    next_of,
+    paragraph,
+    screen_of,
+    thin_bar,
+    title,
+)
+from headway.report.screens import (
+    render_compare,
+    render_doctor,
+    render_plan,
+    render_run,
+    render_stalls,
+    render_trace_info,
+    render_whatif,
+)
+
+# Lines of `headway why` about a job of many ranks: where it hung, machines that stand out, MFU, cost of its groups.
+
+SLOW_CREATION_S = 1.0
+"""Creation of groups is told from here on, or when the job has several."""
+
+
+def job_lines(why: Why) -> list[str]:
+    """Return every line, in order: hang, machines, MFU, groups."""
+    told: list[str] = []
+    if why.hang:
+        from headway.report.page.hang import sentences
+
+        told += [f"Hung: {line}" for line in sentences(why.hang)]
+    if why.machines.slowdown:
+        from headway.report.page.machines import machine_lines
+
+        told += [f"Machines: {line}" for line in machine_lines(why.machines)]
+    return [*told, *mfu_lines(why), *_creation(why)]
+
+
+def mfu_lines(why: Why) -> list[str]:
+    """Return MFU with what it rests on, or the rate alone and why there is no MFU."""
+    entry = why.mfu
+    if entry is None:
+        return []
+    rate, formula = entry.flops_per_s_per_device / 1e12, f"FLOPs: {clean(entry.formula)}"
+    if entry.mfu is None:
+        return [f"MFU is not known: {clean(entry.reason)}. {rate:.3g} TFLOP/s per device; {formula}"]
+    again = clean(entry.recompute)
+    hfu = f", HFU {percent(entry.hfu)} with {again} recomputation" if again != "none" else ""
+    peak = f"{entry.peak_flops_per_s / 1e12:.4g} per {clean(entry.device)}"
+    return [f"MFU {percent(entry.mfu)}{hfu}: {rate:.3g} TFLOP/s of {peak}; {formula}"]
+
+
+def _creation(why: Why) -> list[str]:
+    """Return what creating process groups cost, where it is worth a line."""
+    entry = why.group_creation
+    if entry is None or (entry.calls < 2 and entry.seconds < SLOW_CREATION_S):
+        return []
+    what = f"{plural(entry.groups, 'process group')} {'was' if entry.groups == 1 else 'were'} created"
+    return [f"{what} in {plural(entry.calls, 'call')}: {seconds(entry.seconds)} on the slowest rank"]
+
+
+__all__ = [
+    "ScreenOptions",
+    "render_compare",
+    "render_doctor",
+    "render_hints",
+    "render_plan",
+    "render_run",
+    "render_stalls",
+    "render_trace_info",
+    "render_whatif",
+    "render_why",
+    "screen_of",
+]
+
+MOST_CAUSES = 6
+"""Causes told in full; the rest is named in one line."""
+
+MOST_WORKERS = 5
+"""Slowest workers named under an operation trace."""
+
+MINOR_BUCKET = 0.01
+"""Share of the device time below which a bucket's sub-lines are left to the report."""
+
+BASIS_PHRASES: dict[str, str] = {
+    "remainder": "time not otherwise explained",
+    "sampled": "from sampled windows",
+    "kernels": "from kernels",
+}
+"""How a bucket was obtained -> how that is said; anything else is said as it stands."""
+
+
+def render_why(answer: Json, *, source: str = "", **screen: Unpack[ScreenOptions]) -> str:
+    """Return the screen of a `headway.why/2` object; `source` is the run or trace as the user named it."""
+    why, width, unicode = Why.of(answer), screen.get("width", 88), screen.get("unicode", True)
+    parts: list[RenderableType] = [_head(why, source, width), "", *_verdict(why)]
+    if any(why.ledger.values()):
+        parts += ["", *_ledger(why, width, unicode)]
+    if why.straggler:
+        parts += ["", *_straggler(why.straggler)]
+    parts += _causes(why)
+    lines = job_lines(why)
+    if lines:
+        parts += ["", Text("  The job", style="bold"), *(paragraph(line) for line in lines)]
+    return draw([*parts, *next_of(why.verdict.command)], **screen)
+
+
+def render_hints(answer: Json, *, reason: str, source: str = "", **screen: Unpack[ScreenOptions]) -> str:
+    """Return the screen of `headway plan` where nothing can be predicted: why, and what to do about each cause."""
+    why = Why.of(answer)
+    parts: list[RenderableType] = [
+        title("headway plan", clean(source), width=screen.get("width", 88)), "",
+        paragraph(f"No predictions, and no plan: {clean(reason)}", style="bold"),
+        *_causes(why), *next_of(why.verdict.command),
+    ]  # fmt: skip
+    return draw(parts, **screen)
+
+
+def _head(why: Why, source: str, width: int) -> Table:
+    """Return the first line: the verb; source, devices, steps and wall at the right edge."""
+    steps = plural(why.steps, "step") if why.steps is not None else ""
+    aside = joined([clean(source), plural(why.devices, "device"), steps, seconds(why.wall_s)])
+    return title("headway why", aside, width=width)
+
+
+def _verdict(why: Why) -> list[RenderableType]:
+    """Return the sentence, and below it the fix with its predicted gain."""
+    answer = verdict(why)
+    parts: list[RenderableType] = [paragraph(answer.sentence, style="bold")]
+    if answer.fix:
+        gain = f" Predicted {answer.gain} the steps per second." if answer.gain else ""
+        parts.append(paragraph(Text.assemble(("Fix: ", "bold"), answer.fix.rstrip(".") + ".", gain)))
+    return parts
+
+
+def _ledger(why: Why, width: int, unicode: bool) -> list[RenderableType]:
+    """Return the bar table: buckets that hold anything, sub-lines below them, bars to the scale of the largest."""
+    total_s, ledger = why.total_device_s, why.ledger
+    largest = max(ledger.values()) or 1.0
+    bar_columns = max(8, width - 44)
+    table = grid("left", "right", "right", "fill", gap=2)
+
+    def line(name: str, amount: float, bucket: str, shape: Callable[..., str], dim: str = "") -> None:
+        drawn = Text(shape(amount / largest, bar_columns, unicode=unicode), f"color({bucket_style(bucket).ansi})")
+        part = percent(share(amount, total_s))
+        add_row(table, Text(name, dim), Text(device_seconds(amount, largest), dim), Text(part, dim), drawn)
+
+    for bucket, amount in ledger.items():
+        if amount <= 0 and bucket != "unknown":
+            continue
+        line(bucket, amount, bucket, bar)
+        for sub, part in _sub_lines(why, bucket).items():
+            line(f"  {sub}", part, bucket, thin_bar, "dim")
+    heading = Text.assemble(
+        "  ", ("Where ", "bold"), (f"{device_seconds(total_s)[:-2]} device-seconds", "bold"), (" went", "bold")
+    )
+    return [heading, table, *_footnotes(why)]
+
+
+def _sub_lines(why: Why, bucket: str) -> dict[str, float]:
+    """Return sub-line -> device-seconds of one bucket, largest first; {} where they say no more than it."""
+    prefix, total_s = f"{bucket}.", why.total_device_s
+    rows = {name.removeprefix(prefix): value for name, value in why.sub.items() if name.startswith(prefix)}
+    if sum(rows.values()) < MINOR_BUCKET * total_s:
+        return {}
+    kept = {name: value for name, value in rows.items() if value > 0.0005 * total_s}
+    if len(kept) < 2:
+        return {}
+    return dict(sorted(kept.items(), key=lambda row: -row[1]))
+
+
+def _footnotes(why: Why) -> list[RenderableType]:
+    """Return the line of ratios, and what is not measured directly."""
+    fidelity = finite(why.fidelity)
+    facts = [
+        goodput_of(why) or "goodput unknown",
+        f"covered {percent(why.coverage)}" if finite(why.coverage) is not None else "",
+        f"replay within {percent(abs(fidelity - 1))}" if fidelity is not None else "",
+    ]
+    basis: dict[str, list[str]] = {}
+    for bucket, how in why.basis.items():
+        if why.ledger.get(bucket) and how not in ("measured", "recorded", ""):
+            basis.setdefault(clean(how), []).append(bucket)
+    notes = [f"{_listed(buckets)} {BASIS_PHRASES.get(how, how)}" for how, buckets in basis.items()]
+    said = [paragraph(_sentence(clean(note)), style="dim") for note in why.notes]
+    return ["", paragraph(joined(facts + notes), style="dim"), *said]
+
+
+def _sentence(note: str) -> str:
+    """Return a note with a capital where it is a sentence of its own."""
+    return note[:1].upper() + note[1:] if note.endswith(".") else note
+
+
+def _listed(names: list[str]) -> str:
+    """Return names as a list in words: 'useful, comm and host'."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _causes(why: Why) -> list[RenderableType]:
+    """Return the ranked causes, each with where, evidence and fix."""
+    causes = named_causes(why)
+    if not causes:
+        return []
+    total_s = why.total_device_s
+    parts: list[RenderableType] = ["", Text("  What lost it, and what wins it back", style="bold")]
+    for place, cause in enumerate(causes[:MOST_CAUSES], 1):
+        parts += ["" if place > 1 else Group(), _cause_head(place, cause, total_s), *_cause_body(cause)]
+    rest = [clean(c.cause) for c in causes[MOST_CAUSES:]]
+    if rest:
+        parts += ["", paragraph(f"and {len(rest)} smaller: {', '.join(rest)}", style="dim")]
+    return parts
+
+
+def _cause_head(place: int, cause: CauseRow, total_s: float) -> Table:
+    """Return the line of a cause: place, name, device-seconds lost; predicted gain at the right."""
+    lost = joined([f"{device_seconds(cause.lost_device_s)} lost", percent(share(cause.lost_device_s, total_s))])
+    table = grid("left", "left", "fill", "right")
+    text, style = gain_words(cause), "bold green" if is_win(cause) else "dim"
+    add_row(table, f"{place}", Text(clean(cause.cause), style="bold"), lost, Text(text, style=style))
+    return table
+
+
+def _cause_body(cause: CauseRow) -> list[RenderableType]:
+    """Return where a cause was seen, the evidence and the fix, wrapped below one another."""
+    rows = [("where", cause.where), ("seen", cause.evidence), ("fix", cause.fix), ("edit", cause.script)]
+    table = grid("left", "fold", indent=5)
+    for label, text in rows:
+        if text:
+            add_row(table, Text(label.ljust(5), style="dim"), clean(text))
+    return [table]
+
+
+def _straggler(report: StragglerRow) -> list[RenderableType]:
+    """Return the figures of the what-if analysis of an operation trace.
+
+    One line of ratios, then the slowest workers, operations, DP ranks and
+    stages with their slowdowns (1.00x = costs nothing).
+    """
+    facts = [
+        f"{speedup(report.slowdown)} slower than without stragglers",
+        f"{percent(report.waste)} of the time wasted",
+        f"of it the slowest workers explain {percent(report.m_w)} (M_W)",
+        f"the last stage {percent(report.m_s)} (M_S)",
+    ]
+    table = grid("left", "fold")
+    for label, key in (("worker dp/pp", "worker"), ("operation", "optype"), ("dp rank", "dp"), ("stage", "pp")):
+        groups = {name: finite(value) for name, value in report.by.get(key, {}).items()}
+        ranked = sorted(((v, name) for name, v in groups.items() if v is not None), reverse=True)
+        if ranked:
+            most = ", ".join(f"{clean(name)} {speedup(v)}" for v, name in ranked[:MOST_WORKERS])
+            more = f" ({count(len(ranked) - MOST_WORKERS)} more)" if len(ranked) > MOST_WORKERS else ""
+            add_row(table, Text(label, style="dim"), most + more)
+    return [Text("  Stragglers", style="bold"), paragraph(joined(facts)), table]

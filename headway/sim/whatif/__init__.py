@@ -1,1 +1,0 @@
-"""Edits of a recorded step, and what a prediction says."""

@@ -1,1 +1,0 @@
-"""Memory controllers that verify what they read: a simulation."""

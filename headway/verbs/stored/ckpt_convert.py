@@ -1,0 +1,270 @@
+"""`headway ckpt export`, `import` and `reshard`: a checkpoint in another form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from headway.core.errors import InputError
+from headway.core.files.private import check_inside
+from headway.core.units import format_bytes, parse_bytes, plural
+from headway.report.paper import ScreenOptions, draw, paragraph
+from headway.storage.checks.repair import repair as repair_checkpoint
+from headway.storage.commits.commit import STEP, is_own
+from headway.storage.redundancy.parity import state, warnings
+from headway.storage.stored.manifest import COMMIT, CommitRecord
+from headway.storage.stored.objects import url_of
+from headway.verbs.shared.output import emit
+
+# `headway ckpt repair`: rebuild what is damaged of a checkpoint, or say what is lost.
+
+REPAIR_LINES = 20
+"""Files and losses named on a screen; the JSON has all."""
+
+VERDICTS = {
+    "good": "Nothing is damaged; nothing was written.",
+    "repaired": "Every file is again, bit for bit, what was saved.",
+    "repairable": "Dry run: nothing was written. Run it again without --dry-run.",
+    "lost": "Parity does not give this back; nothing was written. Restore an older checkpoint: headway ckpt ls",
+}
+"""Status -> what the screen says last."""
+
+
+def repair(path: Path, /, *, dry_run: bool = False, json: bool = False) -> int:
+    """Rebuild what is damaged of a checkpoint from parity and copies, bit for bit.
+
+    Every rebuilt file is held to the checksum of the commit before it takes
+    the damaged one's place; good files are not touched. A repair that is
+    interrupted can be run again. Parity that a rank has not made yet is
+    made. Exit code 0 when all is whole, 3 when something is lost: ranks,
+    tensors and rows are named, and nothing is written.
+
+    Example: `headway ckpt repair runs/llama/checkpoints/step-4000`
+
+    Parameters
+    ----------
+    path
+        A checkpoint; of the folder of a run, its newest one.
+    dry_run
+        Say what would be rebuilt, and write nothing; exit code 3 when there is anything.
+    json
+        Print one JSON object instead of text.
+    """
+    root, path = path, checkpoint_at(path)
+    check_inside(root, path / COMMIT)
+    done = repair_checkpoint(path, dry_run=dry_run)
+    kept = state(path)
+    answer = {
+        **done.to_json(), "redundancy": {"scheme": kept.scheme, "status": kept.status},
+        "warnings": [] if done.status == "lost" else warnings(path),
+    }  # fmt: skip
+    lost = [str(missing) for missing in done.missing]
+    emit(answer, lambda screen: _screen(answer, lost, screen), as_json=json)
+    return done.exit_code
+
+
+def checkpoint_at(path: Path) -> Path:
+    """Return the checkpoint that a path names: itself, or the newest one in it, also one whose commit record is lost.
+
+    Raises `InputError` for what is no folder.
+    """
+    url = url_of(path)
+    if url is not None:
+        raise InputError(f"{url} is a bucket; this works on folders. Copy the checkpoint into one, and name that.")
+    if not path.is_dir():
+        raise InputError(
+            f"{path} is no folder. Name the folder of a checkpoint, or the one that holds a run's step-<n>."
+        )
+    steps = {
+        int(match[1]): step for step in path.glob("step-*") if (match := STEP.fullmatch(step.name)) and is_own(step)
+    }
+    return steps[max(steps)] if steps and not is_own(path) else path
+
+
+def _screen(answer: Mapping[str, Any], lost: list[str], screen: ScreenOptions) -> str:
+    """Return what was rebuilt or is lost, the warnings, the verdict."""
+    parts: list[Any] = []
+    files = answer["files"]
+    if files:
+        size = format_bytes(answer["rebuilt_bytes"])
+        told = f"rebuilt; {size} came from parity" if answer["status"] == "repaired" else "to rebuild"
+        parts.append(paragraph(f"{plural(len(files), 'file')} {told}:"))
+        parts += [paragraph(name, indent=4) for name in files[:REPAIR_LINES]]
+    if lost:
+        ranks = sorted({entry["rank"] for entry in answer["missing"]})
+        told = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        parts.append(paragraph(f"lost of {told}:", style="bold red"))
+        parts += [paragraph(line, indent=4) for line in lost[:REPAIR_LINES]]
+    more = max(len(files), len(lost)) - REPAIR_LINES
+    if more > 0:
+        parts.append(paragraph(f"... and {more} more; --json names all", style="dim"))
+    parts += [paragraph(f"warning: {text}", style="yellow") for text in answer["warnings"]]
+    kept = answer["redundancy"]
+    parity = "no parity" if kept["scheme"] == "none" else f"parity {kept['scheme']}, {kept['status']}"
+    parts.append(paragraph(f"{answer['path']}: {parity}", style="dim"))
+    return draw([*parts, paragraph(VERDICTS[answer["status"]], style="bold")], **screen)
+
+
+LINES = 8
+"""Names that a screen shows; the JSON has all."""
+
+
+def export(
+    path: Path,
+    /,
+    *,
+    out: Annotated[Path, Parameter(alias="-o")],
+    prefix: str = "",
+    dtype: str | None = None,
+    file: str = "5GB",
+    json: bool = False,
+) -> int:
+    """Write a checkpoint as safetensors or as a torch.save file.
+
+    Blocks are verified as they are read. A safetensors export holds tensors
+    only, and becomes several files under an index where it is large.
+
+    Example: `headway ckpt export runs/llama/step-4000 -o model.safetensors --prefix model. --dtype bf16`
+
+    Parameters
+    ----------
+    path
+        A checkpoint, headway's or torch's; of the folder of a run, its newest one.
+    out
+        The file to write: .safetensors, or .pt, .pth, .bin, .ckpt. It must not exist.
+    prefix
+        Write only names that begin with it, without it.
+    dtype
+        Cast floating-point tensors: bf16, fp16, fp32, fp64.
+    file
+        Largest safetensors file.
+    json
+        Print one JSON object instead of text.
+    """
+    from headway.checkpoint.torch_dcp.convert import export as write
+
+    file_bytes = parse_bytes(file)
+    if file_bytes < 1:
+        raise InputError(f"--file is {file}; a file holds at least a byte. Pass 5GB.")
+    done = write(_source(path), out, prefix=prefix, dtype=dtype, file_bytes=file_bytes)
+    answer = {"schema": "headway.ckpt.export/1", "path": str(path), "out": str(out), **asdict(done)}
+    emit(answer, lambda screen: _exported(answer, screen), as_json=json)
+    return 0
+
+
+def import_(
+    path: Path,
+    /,
+    *,
+    out: Annotated[Path, Parameter(alias="-o")],
+    prefix: str = "",
+    world: int = 1,
+    redundancy: str = "none",
+    json: bool = False,
+) -> int:
+    """Make a checkpoint of safetensors files, a torch.save file, or another checkpoint.
+
+    It has digests and a commit record from then on, and is restored like a
+    saved one. A torch.save file is read by torch's restricted unpickler.
+
+    Example: `headway ckpt import llama/model.safetensors.index.json -o runs/llama/step-0 --prefix model.`
+
+    Parameters
+    ----------
+    path
+        A .safetensors file or index, a .pt, .pth, .bin or .ckpt file, or a checkpoint's folder.
+    out
+        The checkpoint to write, best called step-<n>. It must not exist.
+    prefix
+        Goes before every name.
+    world
+        Number of ranks whose files it consists of.
+    redundancy
+        Parity over them: none, xor, +m, k+m.
+    json
+        Print one JSON object instead of text.
+    """
+    from headway.checkpoint.torch_dcp.convert import rewrite
+
+    record = rewrite(_source(path), out, world_size=world, redundancy=redundancy, prefix=prefix)
+    return _told("import", path, out, record, as_json=json)
+
+
+def reshard(
+    path: Path,
+    /,
+    *,
+    world: int,
+    out: Annotated[Path, Parameter(alias="-o")],
+    without: Annotated[list[str], Parameter(negative=())] | None = None,
+    redundancy: str = "none",
+    json: bool = False,
+) -> int:
+    """Rewrite a checkpoint into the files of another number of ranks, bit for bit.
+
+    Nothing needs this to load on another world size: a restore cuts what it
+    reads as it wants. It is for whoever copies one rank's files to one host.
+
+    Example: `headway ckpt reshard runs/llama/step-4000 --world 8 -o runs/llama-8/step-4000`
+
+    Parameters
+    ----------
+    path
+        A checkpoint, headway's or torch's; of the folder of a run, its newest one.
+    world
+        Number of ranks.
+    out
+        The checkpoint to write, best called step-<n>. It must not exist.
+    without
+        An object or tensor to leave out, with all below it; may be given again.
+    redundancy
+        Parity over the new files: none, xor, +m, k+m.
+    json
+        Print one JSON object instead of text.
+    """
+    from headway.checkpoint.torch_dcp.convert import rewrite
+
+    record = rewrite(_source(path), out, world_size=world, redundancy=redundancy, without=without or ())
+    return _told("reshard", path, out, record, as_json=json)
+
+
+def _source(path: Path) -> Path:
+    """Return what a path names: a file, a checkpoint, or the newest checkpoint in it."""
+    return checkpoint_at(path) if path.is_dir() or url_of(path) else path
+
+
+def _told(verb: str, path: Path, out: Path, record: CommitRecord, *, as_json: bool) -> int:
+    """Print what was written."""
+    images = [entry.num_bytes for entry in record.files if entry.kind == "image"]
+    answer = {
+        "schema": f"headway.ckpt.{verb}/1", "path": str(path), "out": str(out), "step": record.step,
+        "world_size": record.world_size, "num_bytes": sum(images), "root": record.root,
+        "redundancy": record.redundancy,
+    }  # fmt: skip
+    emit(answer, lambda screen: _rewritten(answer, screen), as_json=as_json)
+    return 0
+
+
+def _exported(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
+    size = format_bytes(answer["num_bytes"])
+    told = f"{plural(answer['tensors'], 'tensor')}, {size}, in {plural(len(answer['files']), 'file')}:"
+    parts = [paragraph(told)]
+    parts += [paragraph(name, indent=4) for name in answer["files"][:LINES]]
+    if answer["left_out"]:
+        named = ", ".join(answer["left_out"][:LINES])
+        more = f" and {len(answer['left_out']) - LINES} more" if len(answer["left_out"]) > LINES else ""
+        parts.append(paragraph(f"left out: {named}{more}", style="dim"))
+    return draw(parts, **screen)
+
+
+def _rewritten(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
+    size, ranks = format_bytes(answer["num_bytes"]), plural(answer["world_size"], "rank")
+    parts = [
+        paragraph(f"{answer['out']}: {size} in the files of {ranks}, committed."),
+        paragraph(f"root {answer['root']}", style="dim"),
+    ]
+    return draw(parts, **screen)
