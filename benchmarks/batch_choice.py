@@ -27,7 +27,7 @@ from headway.cluster.adaptive.speed import BatchLimits, best_batch
 from headway.cluster.adaptive.torch_noise import noise
 from headway.cluster.remedies import BatchParameters, NoiseParameters
 from headway.runtime.in_rank.remedy import Context
-from headway.runtime.pool import RankPool
+from tests.made.pool import RankPool
 
 INITIAL, TRIED, SEEDS, DIM = 16, (1, 2, 4, 8, 16, 32), 3, 30
 FIXED_S, EXAMPLE_S = 0.012, 0.0009

@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from headway.runtime.pool import RankPool
+from tests.made.pool import RankPool
 
 LAYERS, WIDTH, VOCABULARY = 12, 384, 8192
 ROUNDS = 9

@@ -25,10 +25,10 @@ from headway.plan.optimiser import SAFE, optimise
 from headway.plan.step_search import Scorer
 from headway.sim.graph.hops import Network
 from headway.sim.graph.replay import replay
-from headway.sim.training.layer_profiles import PROFILES
 from headway.sim.training.moves import MOVES, default_buckets, with_buckets
 from headway.sim.training.step_dag import expand_step
 from headway.sim.training.training_step import BACKWARD, Block, StepProfile, TrainingStep
+from tests.made.layer_profiles import PROFILES
 
 RANKS, LATENCY_S, DEVICE = 32, 10e-6, "V100-SXM2-16GB"
 BATCH = {"mlp": 1024, "resnet18": 32, "resnet50": 32, "vgg16": 32, "bert_large": 8, "gpt_small": 4}

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from headway.core.files.planfile import Remedy
 from headway.fault.torch_guard import NAME
 from headway.runtime.in_rank.remedy import Context, apply_one
-from headway.runtime.pool import RankFailedError, RankPool
+from tests.made.pool import RankFailedError, RankPool
 
 STEPS, LIMIT_S = 40, 30.0
 

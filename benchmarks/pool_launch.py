@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from headway.runtime.pool import RankPool
+from tests.made.pool import RankPool
 
 ROUNDS = 3
 

@@ -15,7 +15,7 @@ import tempfile
 import zlib
 from typing import Any
 
-from headway.runtime.pool import RankPool
+from tests.made.pool import RankPool
 from tests.reshard_cases import LAYOUTS, run_matrix
 
 

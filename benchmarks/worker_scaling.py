@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from headway.core.rng import stream
 from headway.data.fleet.autoscale import Autoscaler
-from headway.data.fleet.model import History, simulate
+from tests.made.fleet_model import History, simulate
 
 MODELS = {"RM1": (11_600.0, 24), "RM2": (8_000.0, 9), "RM3": (36_900.0, 55)}
 """Model -> examples/s that one worker makes, and workers that one training job needs."""

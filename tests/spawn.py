@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from headway.runtime.pool import RankPool
+from tests.made.pool import RankPool
 
 MAX_RANKS = 4
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.data.fleet.autoscale import AGREEING, Autoscaler, Load
-from headway.data.fleet.model import simulate
+from tests.made.fleet_model import simulate
 
 PERIOD_S = 10.0
 

@@ -7,8 +7,8 @@ import pytest
 from headway.core.errors import InputError
 from headway.cost.specs import shipped
 from headway.cost.transformer import Transformer
-from headway.sim.training.layer_profiles import PROFILES, perceptron, transformer
 from headway.sim.training.training_step import BACKWARD, FORWARD
+from tests.made.layer_profiles import PROFILES, perceptron, transformer
 
 DEVICE = shipped().device("V100-SXM2-16GB")
 

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import DamageError, FormatError, InputError
-from headway.lab.nvm.contents import MemoryFault, NvmBytes
 from headway.lab.nvm.controller import simulate_nvm
 from headway.lab.nvm.design import ABLATION, DESIGNS, LINES_PER_PAGE, PAGE_BYTES, LineLayout, MemorySystem, NvmDesign
 from headway.lab.nvm.traces import END, READ, TRACES, WRITE, SetAssociativeCache, checked, read_trace
 from headway.storage.stored.digests import crc32
 from headway.verbs.stored.storage_sim import sim
+from tests.made.nvm_contents import MemoryFault, NvmBytes
 
 SMALL = MemorySystem(
     mapped_bytes=64 * PAGE_BYTES, num_cores=2, l1_bytes=512, l2_bytes=1024, llc_bytes=16 * 1024, controller_bytes=256

@@ -18,10 +18,10 @@ from headway.plan.optimiser import KINDS, QUIET_ROUNDS, SAFE, optimise
 from headway.plan.step_search import NEIGHBOURHOODS, Scorer, uniform
 from headway.sim.graph.hops import Network
 from headway.sim.graph.replay import replay
-from headway.sim.training.layer_profiles import resnet18
 from headway.sim.training.moves import MOVES, bucket_by_size, default_buckets, with_buckets
 from headway.sim.training.step_dag import expand_step
 from headway.sim.training.training_step import Block, StepProfile, TrainingStep
+from tests.made.layer_profiles import resnet18
 from tests.steps_made import few, steps
 
 SLOW = LinkSpec("slow", bytes_per_s=25e9 / 8, latency_s=10e-6, source="made up")

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from headway.core.errors import InputError
-from headway.runtime.pool import RankFailedError
+from tests.made.pool import RankFailedError
 from tests.spawn import on_ranks
 
 

@@ -21,7 +21,7 @@ from headway.model import Choice, Range, Tuner, summarise
 from headway.model.tuning.apply import ReplayedPasses
 from headway.model.tuning.search import MOST_CONFIRMED, Search
 from headway.model.tuning.space import SEARCHERS
-from headway.runtime.pool import RankFailedError
+from tests.made.pool import RankFailedError
 from tests.spawn import on_ranks
 
 LR = {"lr": Range(1e-4, 1.0, log=True)}

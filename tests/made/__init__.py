@@ -1,0 +1,1 @@
+"""What only tests and benchmarks use: made-up jobs and models, processes for tests."""
