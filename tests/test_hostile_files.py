@@ -24,6 +24,9 @@ from headway.core.files.bounds import number_of
 from headway.core.files.regular_file import read_table
 from tests.paths import ROOT
 
+SLOW_HOST = 4
+"""How many times slower a host may be than those on which the bound of CPU time was set."""
+
 VERIFY, SHOW, INFO = ("ckpt", "verify"), ("ckpt", "show"), ("trace", "info")
 
 
@@ -130,10 +133,11 @@ def reader(tmp_path_factory) -> Reader:
 
 
 def read(reader: Reader, command: tuple[str, ...], path: Path) -> dict[str, object]:
-    """Read a file in a child; hold what it cost to the bound."""
+    """Read a file in a child; hold what it cost to the bound. Without bounds such files cost minutes."""
     answer = reader.ask(command, path)
     for key, bound in bounds_of(size_of(path)).items():
-        assert answer[key] <= bound, f"{key}: {answer[key]} of {bound}; {answer['code']}"
+        slack = SLOW_HOST if key == "cpu_s" else 1
+        assert answer[key] <= slack * bound, f"{key}: {answer[key]} of {bound}; {answer['code']}"
     return answer
 
 
