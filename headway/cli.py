@@ -49,7 +49,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "cluster batch": ("headway.verbs.jobs.cluster_prices:batch", "Find the batch size that learns most per second."),
     "cluster compare": (
         "headway.verbs.jobs.cluster:compare",
-        "Say what a queue suffered, and what each policy would make of it.",
+        "Report waiting in a recorded queue, and compare policies on it.",
     ),
     "cluster prices": (
         "headway.verbs.jobs.cluster_prices:prices",
@@ -130,7 +130,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "headway.verbs.loading.data:stalls",
         "Split a run's input stalls into fetch, prep and transfer; what-if.",
     ),
-    "data status": ("headway.verbs.loading.data_serve:status", "Say how the data servers are: jobs, hits, bytes."),
+    "data status": ("headway.verbs.loading.data_plan:status", "Show the status of data servers: jobs, hits, bytes."),
     "data verify-resume": (
         "headway.verbs.loading.verify_resume:verify_resume",
         "Prove that a script's loaders go on exactly.",
@@ -422,12 +422,12 @@ def misuse(ours: Sequence[str], error: CycloptsError) -> str:
     if verb == "run" and scripts:
         cut = ours.index(scripts[0])
         return (
-            "the script and its arguments stand behind `--`. "
+            "put the script and its arguments after `--`. "
             f"Write: headway {shlex.join(ours[:cut])} -- {shlex.join(ours[cut:])}"
         )
     if unused:
         words = f"argument{'' if len(unused) == 1 else 's'} {' '.join(map(repr, unused))}"
-        return f"`{see}` has no use for the {words}. Drop {'it' if len(unused) == 1 else 'them'}; see: {see} --help"
+        return f"`{see}` does not take the {words}. Drop {'it' if len(unused) == 1 else 'them'}; see: {see} --help"
     text = " ".join(str(error).split()).removeprefix(f'Command "{verb}" ')
     return f"{text[:1].lower()}{text[1:].rstrip(' .,?')}{'?' if text.endswith('?') else '.'} See: {see} --help"
 

@@ -202,7 +202,7 @@ def test_what_is_no_message_is_one_clear_error_at_both_ends(ends, body):
 
     with pytest.raises(ChannelClosed, match="same release"):
         accepted.receive(1.0)
-    with pytest.raises(ChannelClosed, match="a message that is none"):
+    with pytest.raises(ChannelClosed, match="an undecodable message"):
         caller.receive(1.0)
     assert accepted.fileno() == -1
 

@@ -374,7 +374,7 @@ def test_rules_are_read_and_nonsense_is_refused():
     assert parse_keep("last=3,every=1000") == Keep(last=3, every=1000)
     assert parse_keep("every=5") == Keep(last=1, every=5)
     for text in ("", "first=1", "last=x", "last=1,last=2", "last=-1"):
-        with pytest.raises(InputError, match=r"is no rule. Write last=N"):
+        with pytest.raises(InputError, match=r"is not a rule. Write last=N"):
             parse_keep(text)
     with pytest.raises(InputError, match="last is 0"):
         parse_keep("last=0")

@@ -151,7 +151,7 @@ def test_pyeclib_undoes_the_same_erasures():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: RS(0, 2), r"0\+2 is no code; choose k >= 1"),
+        (lambda: RS(0, 2), r"0\+2 is not a valid code; choose k >= 1"),
         (lambda: RS(200, 100), "at most 256"),
         (lambda: RS(14, 4, 4), r"w is 4; a 14\+4 code needs"),
         (lambda: RS(4, 2, xp="nunpy"), "unknown array module 'nunpy'. Did you mean 'numpy'"),

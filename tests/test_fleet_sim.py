@@ -84,5 +84,5 @@ def test_models_that_cannot_be_are_refused():
         Dgroup("a", ((0, 5),), FLAT, capacity_bytes=0)
     with pytest.raises(InputError, match="two models of disk have one name"):
         DiskFleet().simulate([Dgroup("a", ((0, 5),), FLAT)] * 2, 5)
-    with pytest.raises(InputError, match="'a' is no Dgroup"):
+    with pytest.raises(InputError, match="'a' is not a Dgroup"):
         DiskFleet().simulate(["a"], 5)

@@ -171,7 +171,7 @@ def test_a_recorded_run_is_planned_and_compare_says_what_the_grown_one_took(tmp_
     changed(broken, bad_losses={"0": [{"step": 1, "what": "nan"}]})
     for command, words in [
         (("--plan", large, "--model", asked[-1]), "has no losses"),
-        (("--plan", broken, "--model", asked[-1]), "are not finite. Mend the training first"),
+        (("--plan", broken, "--model", asked[-1]), "are not finite. Fix the training first"),
         (("--plan", tuned, "--model", asked[-1]), "are those of tuning too"),
         (("--plan", small), "Add it: --model"),
         (("--large", "{}"), "MODULE:BUILD, --small, --checkpoint, -o is missing"),

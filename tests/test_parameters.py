@@ -63,7 +63,7 @@ def test_every_remedy_takes_what_its_record_says_and_nothing_else(name):
         for value in GOOD.get(kind, []):
             assert getattr(record.read({**required, parameter: value}), parameter) == value
         for value in BAD.get(kind, []):
-            with pytest.raises(InputError, match=f"{parameter} of {name} is .*; it must be .*Mend it"):
+            with pytest.raises(InputError, match=f"{parameter} of {name} is .*; it must be .*Fix it"):
                 record.read({**required, parameter: value})
     for parameter in required:
         with pytest.raises(InputError, match=f"of {name} is missing; it must be "):

@@ -99,7 +99,7 @@ def test_moments_are_exact_in_every_unit():
 
 @pytest.mark.parametrize("text", ["5", "1:2:3", "a:b", "-1:5", "1.5.5s:2s"])
 def test_what_is_no_stretch_says_how_to_write_one(text):
-    with pytest.raises(InputError, match=r"is no stretch of time. Write FROM:TO, as in 1.5s:1.6s"):
+    with pytest.raises(InputError, match=r"is not a time range. Write FROM:TO, as in 1.5s:1.6s"):
         moments(text)
 
 

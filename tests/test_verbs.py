@@ -66,14 +66,17 @@ def test_a_grant_that_nothing_needs_changes_no_plan(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "train.py", "--lr", "1"], "stand behind `--`. Write: headway run -- train.py --lr 1"),
+        (
+            ["run", "train.py", "--lr", "1"],
+            "arguments after `--`. Write: headway run -- train.py --lr 1",
+        ),
         (["run", "-m", "package", "x"], "Write: headway run -m -- package x"),
         (["run", "--", "-m", "package"], "For a module write: headway run --module -- package"),
         (["run", "--baseline", "nope", "--", "go.py"], "--baseline nope is not a run folder."),
         (["run", "--grace-s", "-1", "--", "go.py"], "--grace-s is -1.0; it must be at least 0."),
         (["run", "--window-at=1.5", "--", "go.py"], "value for --window-at: 1.5 is not a whole number. Pass 2."),
         (["compare", "a"], "AFTER requires an argument. See: headway compare --help"),
-        (["whatif", "a", "b"], "no use for the argument 'b'. Drop it"),
+        (["whatif", "a", "b"], "does not take the argument 'b'. Drop it"),
         (["whatif", BEFORE, "--set", "workers=-1"], "workers: '-1' is not a count."),
         (["plan", BEFORE, "--allow", "all"], "'all' is unknown: choose result-equivalent or lossy"),
         (["plan", BEFORE, "--allow", "lossy,"], "'' is unknown: choose result-equivalent or lossy"),
@@ -334,7 +337,7 @@ def test_an_ideal_without_a_timeline_is_refused(tmp_path):
     answer = headway_here("trace", "export", BEFORE, str(tmp_path / "w.parquet"), "--ideal")
 
     assert answer.returncode == 2
-    assert "End it with .json.gz" in answer.stderr
+    assert "must end in .json.gz" in answer.stderr
 
 
 def test_the_page_of_files_read_a_rank_at_a_time_is_that_of_the_trace_in_memory(tmp_path):

@@ -92,7 +92,7 @@ def test_a_finished_run_is_shown_as_its_report(tmp_path):
     assert source.state == "ended"
     assert "This file is complete: it loads nothing." in text
     assert "EventSource" not in text
-    assert "What lost it, and what wins it back" in text
+    assert "Causes and fixes" in text
 
 
 def test_a_run_that_left_nothing_says_why_there_is_no_report(tmp_path):

@@ -12,8 +12,8 @@ apply it. To add a remedy is to add a record, a function that proposes it
 Cache(bytes=4096)
 >>> record.read({"bytes": 0})
 Traceback (most recent call last):
-headway.core.errors.InputError: bytes of data.cache is 0; it must be a whole number from 1 upwards. Mend it in the \
-plan, or make it anew with `headway plan RUN`.
+headway.core.errors.InputError: bytes of data.cache is 0; it must be a whole number from 1 upwards. Fix it in the \
+plan, or regenerate it: headway plan RUN.
 """
 
 from __future__ import annotations
@@ -96,14 +96,14 @@ class RemedyRecord:
                 values[name] = msgspec.convert(value, kind)
             except msgspec.ValidationError as cause:
                 raise InputError(
-                    f"{name} of {self.name} is {value!r}; it must be {_rule(kind)}. Mend it in the plan, or make "
-                    "it anew with `headway plan RUN`."
+                    f"{name} of {self.name} is {value!r}; it must be {_rule(kind)}. Fix it in the plan, or "
+                    "regenerate it: headway plan RUN."
                 ) from cause
         for name, field in fields.items():
             if field.required and name not in given:
                 raise InputError(
                     f"{name} of {self.name} is missing; it must be {_rule(field.type)}. Write it into the plan, or "
-                    "make it anew with `headway plan RUN`."
+                    "regenerate it: headway plan RUN."
                 )
         return self.parameters(**values)
 

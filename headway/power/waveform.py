@@ -76,7 +76,7 @@ def of_run(
     """
     ranks = [rows for rows in rows_by_rank(source, clock_offset_ns).values() if len(rows.of("step"))]
     if not ranks:
-        raise InputError("no rank recorded a step: there is no power to show. Record a run that trains.")
+        raise InputError("no steps recorded. Record a run that trains.")
     if devices < len(ranks) or not overhead_fraction >= 0:
         raise InputError(f"{devices} devices for {len(ranks)} ranks, overhead {overhead_fraction}; pass one per rank.")
     bounds = [(rows.start_ns[rows.of("step")].min(), rows.end_ns[rows.of("step")].max()) for rows in ranks]

@@ -259,7 +259,7 @@ def _causes(why: Why) -> list[RenderableType]:
     if not causes:
         return []
     total_s = why.total_device_s
-    parts: list[RenderableType] = ["", Text("  What lost it, and what wins it back", style="bold")]
+    parts: list[RenderableType] = ["", Text("  Causes and fixes", style="bold")]
     for place, cause in enumerate(causes[:MOST_CAUSES], 1):
         parts += ["" if place > 1 else Group(), _cause_head(place, cause, total_s), *_cause_body(cause)]
     rest = [clean(c.cause) for c in causes[MOST_CAUSES:]]

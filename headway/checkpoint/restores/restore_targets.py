@@ -81,7 +81,7 @@ class RestoreTargets:
         folded = [shard.fqn for shard in self.local.shards if _is_folded(shard.tensor)]
         if folded:
             raise InputError(
-                f"several elements of {listed(folded)} lie in one place. Give it memory of its own: contiguous()."
+                f"several elements of {listed(folded)} share one place in memory. Call .contiguous() on it first."
             )
         differ = [
             text for fqn, (shape, dtype) in self.local.tensors.items() if (text := self._differs(fqn, shape, dtype))

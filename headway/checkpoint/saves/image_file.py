@@ -145,7 +145,7 @@ def _record(stream: _Stream, slot: Slot, tensor: torch.Tensor, name: str) -> Pie
     if tensor.dtype != kind or tuple(tensor.shape) != slot.lengths:
         raise InputError(
             f"'{slot.fqn}' was planned as {kind} {list(slot.lengths)} and is {tensor.dtype} {list(tensor.shape)} now. "
-            "Plan it anew: save with HeadwayPlanner, and leave the state as it is meanwhile."
+            "Plan it again: save with HeadwayPlanner, and leave the state as it is meanwhile."
         )
     assert stream.pad() == slot.record_offset, "a record is written where the plan has it"
     payload = host_bytes(tensor)

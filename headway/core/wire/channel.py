@@ -96,9 +96,9 @@ class Channel:
         except (msgspec.DecodeError, RecursionError) as error:
             for fd in fds:
                 os.close(fd)
-            self._wire.close(f"it sent a message that is none: {error}")
+            self._wire.close(f"it sent an undecodable message: {error}")
             raise ChannelClosed(
-                f"the other end sent a message that is none ({error}), so the channel is closed. "
+                f"the other end sent an undecodable message ({error}), so the channel is closed. "
                 "Run the same release of headway at both ends."
             ) from error
 

@@ -46,7 +46,7 @@ _FDS = struct.Struct("i")
 
 
 class ChannelClosed(HeadwayError):  # noqa: N818 - it names a state, like StopIteration
-    """The other end is gone, or sent what is no message; the channel is closed."""
+    """The other end is gone, or sent an invalid message; the channel is closed."""
 
 
 class Wire(ABC):
@@ -119,7 +119,7 @@ class Wire(ABC):
         if kind == _GOODBYE:
             raise self.broken(f"the other end closed the channel: {body.decode(errors='replace')}")
         if kind not in (_PLAIN, _PASSED):
-            raise self.broken("the other end sent what is no message. Use the same release of headway at both ends.")
+            raise self.broken("received an invalid message. Use the same release of headway at both ends.")
         return kind, body
 
 

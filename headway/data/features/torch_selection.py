@@ -253,8 +253,8 @@ def _rebuilt(batches: Sequence[Any], function: Callable[[list[Any]], Any]) -> An
         parts = [function(list(fields)) for fields in zip(*batches, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     raise InputError(
-        f"a batch holds a {type(first).__name__}, whose examples cannot be told apart. Use tensors, arrays, texts, and "
-        "lists, tuples or dicts of them."
+        f"a batch holds a {type(first).__name__}, whose examples are not distinguishable. Use tensors, arrays, texts, "
+        "and lists, tuples or dicts of them."
     )
 
 

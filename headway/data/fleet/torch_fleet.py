@@ -318,7 +318,7 @@ def check_first(make: Make, num_items: int) -> None:
     error, code = said(check)
     if error or code:
         raise InputError(
-            f"the first {work.batch_size} examples cannot be prepared, so no fleet was started. Mend this first:\n"
+            f"the first {work.batch_size} examples cannot be prepared, so no fleet was started. Fix this first:\n"
             + (error.decode() or f"the process that tried ended with {code}.")
         )
 

@@ -183,7 +183,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if self._streams and not has_state(self.dataset):
             raise InputError(
                 f"{type(self.dataset).__name__} is an IterableDataset without state_dict() and load_state_dict(), so "
-                "nobody knows where it is. Give it both, or use a map-style dataset."
+                "its position cannot be saved. Give it both, or use a map-style dataset."
             )
         if self._loaded is not None:
             where = self._loaded

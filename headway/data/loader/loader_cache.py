@@ -158,7 +158,7 @@ class ExampleCache:
         alike: Any = View(loader, num_workers=0) if loader._workers == "threads" else loader
         reason, example_bytes = uncacheable(alike, fresh=False)
         if reason is not None:
-            raise InputError(f"cache_bytes is {self.budget_bytes}, but {reason}. Mend that, or leave cache_bytes out.")
+            raise InputError(f"cache_bytes is {self.budget_bytes}, but {reason}. Fix that, or leave cache_bytes out.")
         wanted, free = min(self.budget_bytes, example_bytes * size), psutil.virtual_memory().available
         if wanted > free:
             raise InputError(

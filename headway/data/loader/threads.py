@@ -398,7 +398,7 @@ class InThreads(Walked):
             restore()
             raise InputError(
                 f"the dataset, an operator or the collate function draws from {_names(found)}, which all threads "
-                "share: what is drawn would depend on who comes first. Draw from headway.data.generator() or "
+                "share: the random numbers would depend on thread timing. Draw from headway.data.generator() or "
                 "torch_generator(); in a pipeline declare map(function, random=True), which hands it a generator of "
                 "its own; or pass workers='processes'."
             )

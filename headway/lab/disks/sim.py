@@ -192,7 +192,7 @@ def run(fleet: DiskFleet, clusters: Sequence[Dgroup], days: int, *, seed: int = 
         raise InputError(f"{len(clusters)} models of disk for {days} days; pass at least one model and one day.")
     strange = [each for each in clusters if not isinstance(each, Dgroup)]
     if strange:
-        raise InputError(f"{strange[0]!r} is no Dgroup. Pass headway.storage.Dgroup(name, arrivals=..., afr=...).")
+        raise InputError(f"{strange[0]!r} is not a Dgroup. Pass headway.storage.Dgroup(name, arrivals=..., afr=...).")
     if len({dgroup.name for dgroup in clusters}) < len(clusters):
         raise InputError("two models of disk have one name; give each its own, or join their arrivals.")
     for dgroup in clusters:

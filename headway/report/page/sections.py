@@ -244,7 +244,7 @@ def causes_part(why: Why) -> str:
     replayed = any(finite(cause.predicted_speedup) is not None for cause in causes)
     lost = "what a run without the cause would have won, found by replaying it" if replayed else "as booked"
     lead = f"Lost time is {lost}; causes may overlap and need not add up."
-    return section("causes", "What lost it, and what wins it back", lead, f'<ol class="causes">{rows}</ol>')
+    return section("causes", "Causes and fixes", lead, f'<ol class="causes">{rows}</ol>')
 
 
 def _cause(place: int, cause: CauseRow, total_s: float) -> str:

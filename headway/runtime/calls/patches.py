@@ -49,7 +49,7 @@ def same_face(wrapped: Any, original: Any) -> None:
     """Self-test of most wrappers: a function that presents itself as the original; raises `InputError` otherwise."""
     function = wrapped.__func__ if isinstance(wrapped, staticmethod) else wrapped
     if not callable(function) or getattr(function, "__wrapped__", None) is not original:
-        raise InputError(f"{original!r} was wrapped by {function!r}, which does not stand for it. Report this.")
+        raise InputError(f"{original!r} was wrapped by {function!r}, which does not replace it. Report this.")
 
 
 @dataclass(frozen=True, slots=True)

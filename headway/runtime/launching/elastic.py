@@ -301,7 +301,7 @@ def _spec_of(
         )  # fmt: skip
     except ValueError as cause:
         raise InputError(
-            f"the rendezvous at {endpoint!r} cannot be: {cause}. Mend --rdzv-endpoint or --rdzv-conf."
+            f"the rendezvous at {endpoint!r} cannot be: {cause}. Fix --rdzv-endpoint or --rdzv-conf."
         ) from cause
     master, _, _ = endpoint.rpartition(":")
     return WorkerSpec(

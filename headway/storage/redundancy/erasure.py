@@ -283,7 +283,7 @@ class _Work:
 def _width(k: int, m: int, w: int | None) -> int:
     """Return the bits per field element of a k+m code, the caller's or the least that will do."""
     if k < 1 or m < 1 or k + m > 256:
-        raise InputError(f"{k}+{m} is no code; choose k >= 1 data and m >= 1 parities, at most 256 in all.")
+        raise InputError(f"{k}+{m} is not a valid code; choose k >= 1 data and m >= 1 parities, at most 256 in all.")
     simple = k == 1 or m == 1  # copies or plain XOR: no field is needed
     if w is None:
         return 1 if simple else next(width for width in WIDTHS if k + m <= 1 << width)

@@ -248,7 +248,7 @@ def decode(data: bytes, kind: type[Record], name: str) -> Record:
         if data.startswith(b'{"step"'):
             raise DamageError(f"{name} is damaged: its last line, the checksum, is missing. Run: headway ckpt repair")
         raise FormatError(
-            f"{name} is no {kind.__name__} of headway's: its last line is no checksum. Name another file."
+            f"{name} is no {kind.__name__} of headway's: the checksum line is missing. Name another file."
         )
     if not is_whole(data):
         raise DamageError(f"{name} is damaged: its own checksum differs. Run: headway ckpt repair")

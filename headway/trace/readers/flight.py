@@ -237,7 +237,7 @@ def _bytes(shapes: Any, dtypes: Any) -> int:
     total = 0
     for shape, dtype in zip(shapes or [], dtypes or [], strict=False):
         if len(shape) > MOST_DIMS or not all(type(size) is int and size < 1 << 63 for size in shape):
-            raise ValueError("a tensor has a shape that cannot be")
+            raise ValueError("invalid tensor shape")
         total += math.prod(shape) * dtype_bytes(dtype)
     if len(shapes or []) > MOST_TENSORS or not 0 <= total < 1 << 63:
         raise ValueError(f"its tensors have {total} bytes")

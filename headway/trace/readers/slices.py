@@ -116,7 +116,7 @@ def moments(text: str) -> tuple[int, int]:
     """Parse FROM:TO, each a number in ns or with us, ms or s behind it. Raises `InputError` on anything else."""
     found = [re.fullmatch(r"(\d+(?:\.\d+)?)(ns|us|ms|s|)", part.strip()) for part in text.split(":")]
     if len(found) != 2 or not all(found):
-        raise InputError(f"{text!r} is no stretch of time. Write FROM:TO, as in 1.5s:1.6s or 2000:9000 (ns).")
+        raise InputError(f"{text!r} is not a time range. Write FROM:TO, as in 1.5s:1.6s or 2000:9000 (ns).")
     begin, end = (int(Decimal(match[1]) * UNITS[match[2]]) for match in found if match)
     if end <= begin:
         raise InputError(f"{text!r} is an empty stretch: its end must lie after its start. Write {begin}:{begin + 1}.")

@@ -180,7 +180,7 @@ def _waveform(
     try:
         model = PowerModel.of(name, idle_w=idle_w)
     except UnknownNameError as fault:
-        raise InputError(f"{fault} Pass --device: what the recorded ranks stand for.") from None
+        raise InputError(f"{fault} Pass --device: the device type that the recorded ranks represent.") from None
     count = devices or len([rank for rank in recorded.parts.numbers if rank >= 0])
     wave = of_run(
         recorded.parts, model, devices=count, step_s=step_s, overhead_fraction=overhead_fraction,

@@ -102,7 +102,7 @@ def growth_plan(path: Path, model: str, budget: float) -> GrowthPlan:
         )
     points = losses_of(run)
     if not points and any(run.facts.bad_losses.values()):
-        raise InputError(f"the losses of {path} are not finite. Mend the training first, then record it again.")
+        raise InputError(f"the losses of {path} are not finite. Fix the training first, then record it again.")
     if not points:
         raise InputError(
             f"{path} has no losses. They are recorded where backward() begins at a loss of one element on the CPU, one "

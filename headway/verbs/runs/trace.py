@@ -105,7 +105,7 @@ def export(
         )
     if whole is not None:
         if not target.name.endswith((".json", ".json.gz")):
-            raise InputError(f"--ideal needs a timeline to stand beside, and {target} is none. End it with .json.gz.")
+            raise InputError(f"--ideal is drawn beside a timeline, so {target} must end in .json.gz. Rename it.")
         ideally = on_common_clock(wanted.of(replayed(source, whole)))
         chrome.write(on_common_clock(wanted.of(whole)), target, ideal=ideally)
     elif isinstance(trace, Parts):

@@ -443,7 +443,7 @@ def parse_keep(text: str) -> Keep:
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
         if name not in ("last", "every") or not value.isdigit() or name in told:
-            raise InputError(f"--keep {text!r} is no rule. Write last=N, every=K, or both: last=3,every=1000.")
+            raise InputError(f"--keep {text!r} is not a rule. Write last=N, every=K, or both: last=3,every=1000.")
         told[name] = int(value)
     return Keep(last=told.get("last", 1), every=told.get("every"))
 
