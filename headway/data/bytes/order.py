@@ -97,6 +97,7 @@ class _Feistel:
     def walk(self, indices: Ints) -> Ints:
         """Return the items of [m] indices; each is re-encrypted until it lies inside, four times at most on average."""
         items = self._encrypted(indices.astype(np.uint64))
+        # Cycle walking: the power of two is at most four times n, and an item outside is encrypted until it is inside.
         outside = np.flatnonzero(items >= self._n)
         while outside.size:
             items[outside] = self._encrypted(items[outside])
@@ -104,6 +105,8 @@ class _Feistel:
         return items.astype(np.int64)
 
     def _encrypted(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        # One round of Feistel: the halves change places, one of them mixed with the other and the round's key.
+        #     (left, right) -> (right, left ^ F(right ^ key))      whatever F is, this can be undone: it is a bijection
         left, right = values >> self._half, values & self._mask
         for key in self._keys:
             left, right = right, left ^ (_mixed(right ^ key) & self._mask)
@@ -157,6 +160,7 @@ class Sequence:
     def num_batches(self, rank: int = 0) -> int:
         """Return how many of them have an item for `rank`."""
         left, batches = self.num_items - self.start, self.num_global_batches
+        # The items left over are dealt to ranks 0, 1, ...: ranks behind the last one have a batch less.
         short = self.tail == "short" and 0 < left % self.global_batch <= rank
         return batches - 1 if short else batches
 
@@ -169,6 +173,8 @@ class Sequence:
             raise InputError(f"rank is {rank}; a world of {self.world_size} has ranks 0 to {self.world_size - 1}.")
         if not 0 <= batch < self.num_global_batches:
             return np.zeros(0, np.int64)
+        # start                       first
+        #   |--- g * global batch ---|--- batch_size * W positions ---|    rank r: first + r, + r + W, + r + 2 W, ...
         first = self.start + batch * self.global_batch
         positions = np.arange(first + rank, first + self.global_batch, self.world_size, dtype=np.int64)
         return positions if self.tail == "pad" else positions[positions < self.num_items]

@@ -61,6 +61,8 @@ def bound_of(step_ns: Ints) -> tuple[str, float]:
     if not steps_ns:
         return "", 0.0
     share = total.pop("useful") / steps_ns
+    # The device may have worked through all of `unknown` or none of it:
+    #     0 ---- share ---- BUSY ---- share + unknown ---- 1     both answers are possible only in this case
     if share < BUSY <= share + total["unknown"] / steps_ns:
         return "unknown", share
     return "device" if share >= BUSY else max(total, key=lambda bucket: total[bucket]), share
@@ -142,6 +144,7 @@ class Account:
     def __post_init__(self) -> None:
         """Check that no nanosecond was lost or counted twice."""
         for rank, amounts in self.sub_ns.items():
+            # The ledger's law: sub-lines partition the wall of each device, to the nanosecond.
             booked = int(amounts.sum())
             assert booked == self.wall_ns, f"rank {rank}: {booked} ns booked of {self.wall_ns}"
             assert int(amounts.min()) >= 0, f"rank {rank}: {SUBS[int(amounts.argmin())]} is negative"

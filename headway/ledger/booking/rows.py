@@ -102,15 +102,19 @@ def rows_of(part: Trace, rank: int, clock_offset_ns: Mapping[int, int] | None = 
     name, worker = name_codes(part), worker_codes(part)
     start, duration = events["start_ns"], events["duration_ns"]
     keys = [events[key] for key in ("corr", "peer", "seq", "group", "bytes")]
+    # lexsort sorts by its last key first: start, then the longer row (it encloses the shorter), then the name; the
+    # other keys only make the order one of content, so that two files of one run give the same rows.
     order = np.lexsort((*keys, worker, name, -duration, start))
     shift, known = int((clock_offset_ns or {}).get(rank, 0)), part.ranks.get(rank, {})
     begin, end = (aligned_ns(known, raw[order]) + shift for raw in (start, start + duration))
+    # Every column is taken in the same order: row i of one is row i of all.
     columns = {key: events[key][order] for key in ("step", "depth", "group", "seq", "peer", "bytes", "corr")}
     return RankRows(rank, name[order], begin, end, worker[order], columns)
 
 
 def name_codes(part: Trace) -> Ints:
     """[n] Index into `NAMES` of each row of a recorded trace, -1 for other names."""
+    # A name is looked up once per name of the table, not once per row; the last entry answers for code -1.
     table = np.array([NAME_ID.get(name, -1) for name in part.names] + [-1], np.int64)
     codes: Ints = table[part.events["name"]]
     return codes
@@ -120,6 +124,7 @@ def worker_codes(part: Trace) -> Ints:
     """[n] `RankRows.worker` of each row of a recorded trace."""
     table = np.array([_worker(lane) for lane in part.lanes] + [-2], np.int64)
     lane = part.events["lane"].astype(np.int64)
+    # A lane outside of the table reads the last entry, which is "any other lane".
     codes: Ints = table[np.where((lane >= 0) & (lane < len(part.lanes)), lane, len(part.lanes))]
     return codes
 
@@ -184,10 +189,14 @@ def life_of(rows: RankRows, facts: RankRow, *, from_ns: int, until_ns: int | Non
     born = int(rows.start_ns[process[0]]) if len(process) else facts.start_ns or earliest
     end = int(rows.end_ns[process].max()) if len(process) else 0
     died = end if end > born else facts.end_ns or 0
+    # Somebody saw the end if it lies behind the last record, or if there is an exit code.
     seen = died > latest or (died > 0 and facts.exit_code is not None)
     died = max(died, latest)
     failed = failed or facts.exit_code != 0 or not seen
     until = died if until_ns is None else max(until_ns, from_ns)
+    # Each border is pressed between its neighbours, from outside inwards:
+    #     from <= born <= first <= last <= record <= died <= until
+    # so that differences of borders are never negative, whatever a torn file says.
     born = min(max(born, from_ns), until)
     died = min(max(died, born), until)
     step_start, step_end = rows.start_ns[steps], rows.end_ns[steps]
@@ -233,6 +242,7 @@ def saved_steps(saves: Sequence[RankSaves], *, restored: int | None = None) -> l
     """
     if restored is not None:
         return [one.copied[restored] for one in saves if restored in one.copied]
+    # One rank that knows of the commit is enough: it happened for all of them at once.
     committed = frozenset[int]().union(*(one.committed for one in saves))
     made = {number: steps for one in saves for number, steps in one.copied.items() if number in committed}
     newest = max(made, key=lambda number: made[number], default=-1)
@@ -249,6 +259,7 @@ def _steps_before(rows: RankRows, life: RankLifetime, picked: Ints) -> Ints:
     """[n] Complete steps before each row; one inside an update (a hook behind it) holds what the update made."""
     moment, updates = rows.start_ns[picked], rows.of("optimizer.step")
     if len(updates):
+        # at[i]: the last update that began before row i, -1 if none did. A row inside an update moves to its end.
         at = np.searchsorted(rows.start_ns[updates], moment, side="right") - 1
         end = np.where(at >= 0, rows.end_ns[updates[np.maximum(at, 0)]], 0)
         moment = np.maximum(moment, end)

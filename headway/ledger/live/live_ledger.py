@@ -214,6 +214,7 @@ class StepSeries:
 
     def put(self, window: BookingWindow, duration_ns: Ints, step_ns: Ints) -> None:
         """Add the steps of `window`: `duration_ns` [n] and their buckets `step_ns` [n, len(BUCKETS)]."""
+        # Columns hold the steps `first`, `first` + 1, ...; steps of the window that were given up already are skipped.
         rank, at = window.rank, window.first_step - self.first
         skip = max(-at, 0)
         duration_ns, step_ns, at = duration_ns[skip:], step_ns[skip:], max(at, 0)
@@ -225,8 +226,10 @@ class StepSeries:
         self.bucket_s = _grown(self.bucket_s, end, 0)
         self.step_s[rank][at:end] = duration_ns / 1e9
         self.useful_ns[rank][at:end] = step_ns[:, USEFUL]
+        # Times and useful time stand per rank; the buckets are summed over ranks as they come.
         self.bucket_s[:, at:end] += step_ns.T / 1e9
         self.used |= step_ns.any(axis=0)
+        # Half of the steps at once, so that forgetting costs a copy once in many steps.
         if end * len(self.step_s) > self.limit:
             self._forget(end // 2)
 
@@ -249,6 +252,7 @@ def _grown(array: NDArray[Any], size: int, blank: float) -> NDArray[Any]:
     held = array.shape[-1]
     if held >= size:
         return array
+    # Doubled: n steps cost about 2 n copies in all, whatever the size of a batch of them.
     more = np.full((*array.shape[:-1], max(size, 2 * held, 64) - held), blank, array.dtype)
     return np.concatenate([array, more], axis=-1)
 
@@ -385,6 +389,7 @@ class LiveLedger:
 
     def _moving(self) -> list[LiveRank]:
         """Return the ranks that the others are booked together with."""
+        # A rank far behind the front, or one that has ended, would hold up the booking of all others.
         begun = [rank for rank in self._ranks.values() if rank.first_ns >= 0]
         front = max((rank.steps for rank in begun), default=0)
         return [rank for rank in begun if front - rank.steps <= STRAY_STEPS and not rank.ended] or begun
@@ -400,6 +405,8 @@ class LiveLedger:
         if failed is None:
             return
         kept = failed.saved if rank.loaded else 0
+        # steps of the failed attempt   0 ....... kept ....... last
+        #                               |- useful -|- rework --|      what the next attempt had to do again
         for number in failed.series.useful_ns:
             lost_ns = failed.series.useful_from(number, kept)
             amounts = self._book_for(number)
@@ -419,6 +426,7 @@ class LiveLedger:
             self._book_for(window.rank)[:] += step_ns.sum(axis=0)
             self._series.put(window, duration_ns, step_ns)
             self._total_steps[window.rank] = self._total_steps.get(window.rank, 0) + len(duration_ns)
+            # A histogram of step lengths: bin i holds lengths up to STEP_BOUNDS_S[i], the last one all longer ones.
             place = np.searchsorted(STEP_BOUNDS_S, duration_ns / 1e9)
             self._counts += np.bincount(place, minlength=len(self._counts))
             self._sum_ns += int(duration_ns.sum())
@@ -450,6 +458,7 @@ class LiveLedger:
         elif rank.ended:
             amounts[IDLE] += max(now_ns - rank.booked_ns, 0)
         else:
+            # The time since the last record is a step that goes on, until it has lasted too long for one.
             patience = max(OVERDUE_STEPS * rank.usual_ns, OVERDUE_NS)
             amounts[UNKNOWN] += max(now_ns - max(rank.last_ns, rank.booked_ns) - patience, 0)
         return amounts

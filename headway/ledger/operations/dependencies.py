@@ -133,6 +133,7 @@ def blocks(table: OperationTable) -> bool:
     if not pairs:
         return False
     receive, compute = np.array(pairs).T
+    # [steps, dp, receives]: one posted only when the device was free was posted behind the compute before its own.
     posted = table.start_s[:, :, receive] >= table.end_s[:, :, compute] - BLOCKING_SLACK_S
     return bool(posted.mean() >= BLOCKING_FROM)
 
@@ -141,6 +142,7 @@ def _receives(table: OperationTable) -> list[tuple[int, int]]:
     """Return (receive, compute just before its own on the pipeline rank) for each receive that has one."""
     pairs = []
     for stage in range(table.num_stages):
+        # before[c]: the compute that ran just before c on this pipeline rank, of whatever direction.
         order = table.by_start(stage, COMPUTE)
         before = dict(zip(order[1:], order, strict=False))
         for direction, compute in zip(("forward", "backward"), COMPUTE, strict=True):
@@ -165,6 +167,7 @@ def _match_compute(builder: _Builder, stage: int) -> dict[str, list[int]]:
         by_seq = _numbered(builder.table, computes)
         for optype in (f"{direction}-send", f"{direction}-recv"):
             launched = _launched(builder.table, builder.of(stage, optype), computes, optype)
+            # The first stage may have no send or receive for its first microbatch: then they are numbered from 1.
             first = _first_seq(builder.table, stage, optype, len(launched), len(computes))
             real[optype] = []
             for seq, op in enumerate(launched, start=first):
@@ -173,6 +176,7 @@ def _match_compute(builder: _Builder, stage: int) -> dict[str, list[int]]:
                     builder.edges.add((own, op))
                 else:
                     builder.edges.add((op, own))
+                    # A receive buffer is free again when the compute before it has read it.
                     if seq - 1 in by_seq:
                         builder.edges.add((by_seq[seq - 1], op))
                 if _has_peer(builder.table, own, optype):
@@ -248,6 +252,7 @@ def _first_backward(builder: _Builder, stage: int) -> None:
     backward = next((i for i, op in enumerate(order) if builder.table.optype_of(op) == COMPUTE[1]), 0)
     if backward >= 2:
         for optype in ("backward-recv", "backward-send"):
+            # warm-up forwards:   F0 F1 F2 | B0 ...   B0's receive is posted while the last of them runs: behind F1.
             builder.chain(builder.one(stage, optype), after=[order[backward - 2]])
 
 
@@ -258,12 +263,14 @@ def _data_parallel(builder: _Builder, stage: int, overlapped: bool) -> None:
     gathers = table.by_seq(stage, "params-all-gather")
     for layer, gather in {int(table.layer[op]): op for op in gathers}.items():
         forward = [op for op in builder.of(stage, COMPUTE[0]) if table.layer[op] == layer]
+        # A layer's first forward waits for its parameters; later ones find them there.
         builder.chain(forward[:1], after=[gather])
     if not overlapped:
         return
     reductions = table.by_seq(stage, "grads-reduce-scatter")
     for layer, reduction in {int(table.layer[op]): op for op in reversed(reductions)}.items():
         backward = [op for op in builder.of(stage, COMPUTE[1]) if table.layer[op] == layer]
+        # Gradients of a layer are whole when its last backward has ended.
         if backward:
             builder.edges.add((max(backward, key=lambda op: table.end_s[0, 0, op]), reduction))
 
@@ -301,6 +308,7 @@ def _finished(builder: _Builder) -> Dependencies:
         group = tuple(op for stage in members for op in builder.one(stage, optype))
         if group:
             builder.groups.append(group)
+    # group_of is the inverse of groups: an operation stands in at most one.
     group_of = np.full(len(table.optype), -1, dtype=np.int64)
     for index, group in enumerate(builder.groups):
         group_of[list(group)] = index
@@ -343,6 +351,11 @@ def compile_dag(table: OperationTable, order: Dependencies, *, arrivals: bool = 
     joint = np.flatnonzero(order.synchronised)
     own = np.flatnonzero(~order.synchronised)
     talking = np.flatnonzero(order.group_of >= 0)
+    # Ops of one step, in blocks (D = DP ranks, K = operations, g = groups):
+    #
+    #     DP rank 0                              DP rank 1      ...    joint barriers, one for all DP ranks
+    #     [K ends | g own barriers | arrivals]   [ ... ]               [g joint]
+    #     `width` ops each                                             `per_step` ops in all
     width = num_ops + len(own) + (len(talking) if arrivals else 0)
     per_step = num_dp * width + len(joint)
     dp = np.arange(num_dp)[:, None] * width
@@ -350,6 +363,8 @@ def compile_dag(table: OperationTable, order: Dependencies, *, arrivals: bool = 
     barrier = np.empty((num_dp, len(order.groups)), dtype=np.int64)
     barrier[:, own] = dp + num_ops + np.arange(len(own))
     barrier[:, joint] = num_dp * width + np.arange(len(joint))
+    # An operation that talks enters its group's barrier and ends behind it:
+    #     what it waits for -> (arrival ->) barrier -> its end
     ends = dp + np.arange(num_ops)
     enter = ends.copy()
     enter[:, talking] = barrier[:, order.group_of[talking]]
@@ -364,6 +379,7 @@ def compile_dag(table: OperationTable, order: Dependencies, *, arrivals: bool = 
         dag = Dag.from_edges(per_step, source, target).tile(num_steps)
     except CycleError as cause:
         raise _named(cause, table, width) from cause
+    # Steps do not wait for each other: the Dag of one step is tiled, each copy a component of its own.
     step = np.arange(num_steps)[:, None, None] * per_step
     component = np.repeat(np.arange(num_steps, dtype=np.int32), per_step)
     return CompiledOperations(dag, step + ends, step + (enter if arrivals else ends), component)

@@ -118,10 +118,12 @@ def analyse(trace: Trace, *, sizes: Sizes | None = None, unknown_as_compute: boo
     sizes = _checked(sizes or sizes_of(trace), table)
     whatif = WhatIf.of(table, infer(table))
     groups = _GroupTimes.of(whatif)
+    # [dp, pp]: a slow worker slows its DP rank and its stage; the smaller of both slowdowns is what can be its own.
     heat = np.minimum(groups.slowdown("dp_rank")[:, None], groups.slowdown("stage")[None, :])
     mw = whatif.explained(_worst(table, heat))
     ms = whatif.explained(np.broadcast_to(table.stage == table.num_stages - 1, whatif.observed_s.shape))
     base = _observed_step_s(table)
+    # Observed over replayed: what the replay leaves out is the time in which nothing was launched.
     launch = float(base.mean() / groups.base.mean())
     uneven = correlation(whatif)
     detail = {
@@ -176,6 +178,7 @@ def ideal_trace(trace: Trace, report: StragglerReport) -> Trace:
     """
     table = report.whatif.table
     start_s, end_s = report.whatif.ideal_times()
+    # [S, 1, 1] The first start of each step, which ideal times are counted from.
     begin = clock_ns(trace)[table.row].min(axis=(1, 2), keepdims=True)
     start_ns, duration_ns = trace.events["start_ns"].copy(), trace.events["duration_ns"].copy()
     start_ns[table.row] = begin + np.rint(start_s * NS_PER_S).astype(np.int64)
@@ -206,10 +209,12 @@ def _observed_step_s(table: OperationTable) -> NDArray[np.floating[Any]]:
 
 def _worst(table: OperationTable, heat: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Return bool [S, D, K]: operations of the worst 3 % of the workers (at least one; ties: lowest rank)."""
+    # Rounded up: of 8 workers 3 percent are one.
     count = -(-heat.size * WORST_WORKERS_PERCENT // 100)
     worst = np.lexsort((table.rank.ravel(), -heat.ravel()))[:count]
     chosen = np.zeros(heat.size, dtype=bool)
     chosen[worst] = True
+    # [dp, pp] -> [dp, K] by the stage of each operation -> [S, dp, K] for all steps, without a copy.
     members = chosen.reshape(heat.shape)[:, table.stage]
     return np.broadcast_to(members, table.start_s.shape)
 
@@ -236,6 +241,7 @@ class _GroupTimes:
         for kind, (names, code) in _codes(whatif.table).items():
             times = whatif.by(code)
             alone[kind] = (names, times[:, :-2])
+        # `WhatIf.by` appends two columns: everything as observed, and everything ideal.
         return cls(times[:, -2], times[:, -1], alone, whatif)
 
     def slowdown(self, kind: str) -> NDArray[np.float64]:
@@ -248,6 +254,7 @@ def _codes(table: OperationTable) -> dict[str, tuple[tuple[str, ...], NDArray[np
     shape = table.start_s.shape
     used = np.unique(table.optype)
     optypes = sorted({merged(table.names[code]) for code in used})
+    # Code of a name -> its place among the merged types: sends and receives of one direction are one type.
     of_code = np.array([optypes.index(merged(name)) if merged(name) in optypes else -1 for name in table.names])
     return {
         "optype": (tuple(optypes), np.broadcast_to(of_code[table.optype], shape)),
@@ -303,6 +310,7 @@ def _launch_codes(table: OperationTable) -> dict[str, tuple[tuple[str, ...], NDA
     """Return `_codes` with the first forward (its receive, behind the first stage) as a type of its own."""
     codes = _codes(table)
     names, code = codes["optype"]
+    # Behind the first stage a step begins with a receive, which its launch delay is booked to.
     leads = np.where(table.stage == 0, table.of_type("forward-compute"), table.of_type("forward-recv"))
     first = leads & (table.seq == 0)
     return {**codes, "optype": ((*names, FIRST), np.where(first, len(names), code))}

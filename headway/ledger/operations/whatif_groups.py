@@ -55,6 +55,8 @@ def transfers(table: OperationTable, order: Dependencies) -> NDArray[np.floating
     result = np.zeros_like(table.duration_s)
     for group, joint in zip(order.groups, order.synchronised, strict=True):
         members = list(group)
+        #     start ....... start .......... end        Members wait for the last one to start (in a joint group, of
+        #     member 1      member 2 (arrival)          all DP ranks); only what follows is transfer.
         arrival = table.start_s[:, :, members].max(axis=2)
         if joint:
             arrival = np.broadcast_to(arrival.max(axis=1, keepdims=True), arrival.shape)
@@ -120,6 +122,7 @@ class WhatIf:
             )
         compiled = compile_dag(table, order)
         moved = transfers(table, order)
+        # A replay finds the waiting itself, so a communicating operation brings its transfer alone.
         observed = np.where(order.group_of >= 0, moved, table.duration_s).astype(np.float64)
         ideal = np.broadcast_to(_ideal(table, order, moved), observed.shape)
         return cls(table, order, compiled, moved, observed, ideal, compiled.index[:, :, ends].ravel())
@@ -151,6 +154,7 @@ class WhatIf:
         and `add` are the shares of the loss that removing, or adding, moves.
         """
         original, ideal = self.step_s(self.observed_s).mean(), self.step_s(self.ideal_s).mean()
+        # tideal ... tadd ......... trem ... tori      rem = (tori - trem) / loss, add = (tadd - tideal) / loss
         removed = self.step_s(np.where(members, self.ideal_s, self.observed_s)).mean()
         added = self.step_s(np.where(members, self.observed_s, self.ideal_s)).mean()
         loss = original - ideal
@@ -173,6 +177,8 @@ class WhatIf:
         ideal, codes = compiled.spread(self.observed_s * NS_PER_S), compiled.spread(code, -1)
         base = compiled.spread((self.observed_s + np.where(talks, 0.0, delay_s)) * NS_PER_S)
         arrivals = compiled.start_index[:, :, talks]
+        # A communicating operation is late before its barrier, where it keeps others waiting; one that computes is late
+        # at its own end.
         base[arrivals] = delay_s[:, :, talks] * float(NS_PER_S)
         codes[arrivals] = code[:, :, talks]
         finish = compiled.index[:, :, self.table.of_type("optimizer")].ravel()
@@ -185,6 +191,7 @@ class WhatIf:
         """Return (start, end) [S, D, K] in the ideal timeline, seconds from the start of the step."""
         compiled = compile_dag(self.table, self.order, arrivals=True)
         times = replay(compiled.dag, compiled.spread(self.ideal_s * NS_PER_S))
+        # With arrivals, an operation that talks has begun when its arrival op ends.
         start = np.where(self.order.group_of >= 0, times.end_ns[compiled.start_index], times.start_ns[compiled.index])
         return start / NS_PER_S, times.end_ns[compiled.index] / NS_PER_S
 
@@ -192,6 +199,7 @@ class WhatIf:
 def _step_s(
     compiled: CompiledOperations, durations_s: NDArray[np.float64], finish: NDArray[np.int64]
 ) -> NDArray[np.float64]:
+    # Each step is a component of the Dag: one replay, then the latest of each step's own ends.
     times = replay(compiled.dag, compiled.spread(durations_s * NS_PER_S))
     num_steps = len(durations_s)
     return np.asarray(times.end_ns[finish].reshape(num_steps, -1).max(axis=1) / NS_PER_S)

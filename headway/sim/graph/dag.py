@@ -124,9 +124,12 @@ class Dag:
         lags = _lags(lag_ns, sources.size)
         ranks = _priorities(priority, n)
         kernel = kernels()
+        # edges as given        src 0 2 0    dst 1 1 2
+        # CSR, by source        indptr 0 2 2 3    indices 1 2 1    (0 -> 1, 0 -> 2, 2 -> 1)
         indptr, indices, sorted_lag = kernel.csr(n, sources, targets, lags)
         num_chained = int(lanes.max(initial=-1)) + 1 if lane_order else 0
         done, *parts = kernel.compile_order(indptr, indices, sorted_lag, lanes, num_chained)
+        # Kahn's algorithm: what could not be put into order waits for itself; `parts[0][:done]` is what could.
         if done < n:
             raise _cycle(n, sources, targets, lanes if lane_order else np.full(n, -1, np.int32), parts[0][:done])
         return cls(
@@ -166,6 +169,7 @@ class Dag:
         if copies < 1:
             raise InputError(f"copies is {copies}; ask for at least 1.")
         own, num_edges, num_preds = self.compiled, self.indices.size, self.compiled.pred.size
+        # copy 0: ops 0..n-1, lanes 0..L-1    copy 1: ops n..2n-1, lanes L..2L-1    no edge leads from one to another
         lanes = _shifted(self.lane, copies, self.num_lanes)
         lanes[np.tile(self.lane < 0, copies)] = -1
         return Dag(
@@ -251,6 +255,7 @@ def _priorities(values: ArrayLike | None, n: int) -> NDArray[np.float64] | None:
 
 def _shifted(values: NDArray, copies: int, step: int) -> NDArray:  # type: ignore[type-arg]  # any integer type
     """Repeat an index array, adding `step` more in each copy."""
+    # [copies, 1] + [1, n] -> [copies, n] -> flat: copy after copy.
     shift = np.arange(copies, dtype=values.dtype)[:, None] * values.dtype.type(step)
     return np.asarray((values[None, :] + shift).reshape(-1))
 
@@ -268,10 +273,12 @@ def _cycle(
     ordered: NDArray[np.int32],
 ) -> CycleError:
     """Find one cycle among the operations that could not be ordered, and say which of its steps are lane order."""
+    # awaited[i]: one operation that i waits for, first by the order of its lane, then, in its place, by an edge.
     left = np.ones(n, bool)
     left[ordered] = False
     awaited = np.full(n, -1, np.int64)
     by_lane = np.argsort(lane, kind="stable")
+    # Neighbours in the stable order by lane are neighbours on the lane.
     same = (lane[by_lane[1:]] == lane[by_lane[:-1]]) & (lane[by_lane[1:]] >= 0)
     earlier, later = by_lane[:-1][same], by_lane[1:][same]
     inside = left[earlier] & left[later]

@@ -116,6 +116,7 @@ class Alignment:
         """[R] Mean drift over all windows without the steps, parts per million; 0 without windows."""
         if len(self.windows_ns) == 1:
             return np.zeros(len(self.ranks))
+        # What a rank's map rises by from its first to its last knot; a step is no drift, and is taken out again.
         rise = (self.theta_ns[:, -1] - self.theta_ns[:, 0]).astype(np.float64)
         for step in self.steps:
             same = self.hosts[int(np.searchsorted(self.ranks, step.rank))]
@@ -128,6 +129,7 @@ class Alignment:
         ranks = {rank: {k: v for k, v in known.items() if k not in MAPPED} for rank, known in trace.ranks.items()}
         for index, rank in enumerate(self.ranks.tolist()):
             ranks[rank] = {**ranks.get(rank, {}), "offset_ns": int(self.theta_ns[index, 0])}
+            # `offset_ns` holds the first knot, `drift_ns` what the others differ from it by: nothing, for most.
             more = self.theta_ns[index] - self.theta_ns[index, 0]
             if more.any():
                 ranks[rank]["drift_ns"] = np.stack([self.knot_ns[index], more], axis=1).tolist()
@@ -184,11 +186,13 @@ def align(
     ranks = np.unique(trace.events["rank"][trace.events["rank"] >= 0]).astype(np.int64)
     hosts = tuple(str(trace.ranks.get(rank, {}).get("host") or "") for rank in ranks.tolist())
     clock_of_rank = _clocks_of(hosts)
+    # met is call by call: [n] rank -> its place in `ranks` -> the clock that it reads.
     clock = clock_of_rank[np.searchsorted(ranks, met.rank)]
     num_clocks = int(clock_of_rank.max(initial=0)) + 1
     steps = () if window_s is None else find_steps(edges_of(met, clock, num_clocks), met, clock)
     # Ends that are late together may look like a step; then no clocks fulfil the order with it, and it is left out.
     for taken_out in (steps, ()) if steps else ((),):
+        # 1. set stepped clocks back   2. estimate smooth maps   3. put the steps in again   4. hold them to causality
         even = reduce(lambda rest, step: without_step(rest, clock, step), taken_out, met)
         first = estimate(even, clock, num_clocks, window_s=window_s)
         _check_reached(first.reached[clock_of_rank], ranks, met)
@@ -275,6 +279,7 @@ def _alignment(
 ) -> Alignment:
     """Gather the figures."""
     estimated, windows_ns = first
+    # [C, K] of clocks -> [R, K] of ranks: those of one host share a row.
     knots, theta = found.clocks.knot_ns[clock_of_rank], found.clocks.theta_ns[clock_of_rank]
     start, end = as_known(met, trace.ranks)
     aligned = found.clocks.aligned_ns(clock, met.end_ns)
@@ -314,6 +319,7 @@ def _residual_us(met: Meetings, ranks: Ints, end_ns: Ints) -> Floats:
     if not met.num_meetings:
         return result
     away = np.abs(end_ns - middle_end(met, end_ns)[met.meeting])
+    # The calls in order of rank, cut where the next rank begins: part r holds those of ranks[r].
     by_rank = np.argsort(met.rank, kind="stable")
     cuts = np.searchsorted(met.rank[by_rank], ranks)
     for index, part in enumerate(np.split(away[by_rank], cuts[1:])):

@@ -53,6 +53,7 @@ class ClockMap:
 
     def aligned_ns(self, clock: Ints, raw_ns: Ints) -> Ints:
         """[n] Times `raw_ns` [n] of clocks `clock` [n] on the common clock, in whole ns; order is kept per clock."""
+        # One pass per clock: cuts[c] : cuts[c + 1] are the places of clock c among the times in order of clock.
         order = np.argsort(clock, kind="stable")
         cuts = np.searchsorted(clock[order], np.arange(len(self.knot_ns) + 1))
         result = np.empty(len(raw_ns), np.int64)
@@ -70,6 +71,8 @@ def stretch_of(raw_ns: Ints, knot_ns: Ints) -> tuple[Ints, NDArray[np.float64]]:
     """
     if len(knot_ns) == 1:
         return np.zeros(len(raw_ns), np.int64), np.zeros(len(raw_ns))
+    # knot:      0         10        20        time 5: at 0, half of the way; 30: at 1, twice the way (the last line
+    #            at=0      at=1                goes on); the clip leaves the last stretch to whatever lies beyond.
     at = np.clip(np.searchsorted(knot_ns, raw_ns, side="right") - 1, 0, len(knot_ns) - 2)
     return at, (raw_ns - knot_ns[at]) / (knot_ns[at + 1] - knot_ns[at])
 
@@ -84,6 +87,7 @@ def offset_at(raw_ns: Ints, knot_ns: Ints, theta_ns: Ints) -> Ints:
 
 def aligned_ns(known: Mapping[str, Any], raw_ns: NDArray[np.int64]) -> Ints:
     """Return times [n] of one rank on the common clock; `known` is its entry in `trace.ranks`."""
+    # common = raw + offset + drift(raw): the drift is read at the raw time, not at the moved one.
     moved: Ints = np.asarray(raw_ns, np.int64) + int(known.get("offset_ns") or 0)
     drift = known.get("drift_ns")
     if drift:
@@ -137,6 +141,7 @@ def refined(offset_ns: int, reference: Trace, other: Trace) -> int:
 def offset_bounds(reference: Trace, other: Trace) -> tuple[int, int] | None:
     """Return (lower, upper) of the offset of `other`, None when no collective is matched."""
     ours, theirs = _numbered(reference), _numbered(other)
+    # The ranks of the other trace get numbers of their own, so that rank 0 of both may meet itself.
     above = int(ours.rank.max(initial=0)) + 1
     met = meet(CommunicationRows.join([ours, replace(theirs, rank=theirs.rank + above)]))
     return met.bounds_ns(met.rank >= above)
