@@ -130,7 +130,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "headway.verbs.loading.data:stalls",
         "Split a run's input stalls into fetch, prep and transfer; what-if.",
     ),
-    "data status": ("headway.verbs.loading.data_plan:status", "Show the status of data servers: jobs, hits, bytes."),
+    "data status": ("headway.verbs.loading.data_serve:status", "Show the status of data servers: jobs, hits, bytes."),
     "data verify-resume": (
         "headway.verbs.loading.verify_resume:verify_resume",
         "Prove that a script's loaders go on exactly.",

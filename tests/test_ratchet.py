@@ -38,7 +38,10 @@ def test_every_public_name_resolves_and_they_stay_few():
     assert len(headway.PUBLIC) <= 24
 
 
-@pytest.mark.parametrize("room", ["headway.cluster", "headway.data", "headway.model", "headway.parallel"])
+ROOMS = ["checkpoint", "cluster", "comm", "data", "fault", "model", "parallel", "power", "storage"]
+
+
+@pytest.mark.parametrize("room", [f"headway.{room}" for room in ROOMS])
 def test_no_public_name_is_that_of_a_module_beside_it(room):
     """Importing the module would put it in the place of what is public."""
     package = importlib.import_module(room)

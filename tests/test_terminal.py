@@ -152,7 +152,7 @@ def test_a_fix_that_answers_three_causes_stands_once_with_its_gain_and_a_gain_by
     named, screen = named_causes(why), render_why(why)
 
     assert [row.cause for row in named] == ["input.fetch", "input.prep", "input.transfer", "comm.exposed"]
-    assert screen.partition("What lost it")[2].count("1.50x") == 1
+    assert screen.partition("Causes and fixes")[2].count("1.50x") == 1
     assert screen.count("won with cause 1") == screen.count("as for cause 1") == 2
     assert screen.count("by hand, predicted 1.20x (1.10 to 1.60)") == 1
 

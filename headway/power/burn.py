@@ -1,4 +1,4 @@
-"""The filler's process: burns a core while a rank waits. Started by `filler.py`; the standard library only.
+"""The filler's process: burns a core while a rank waits. Started by `apply.py`; the standard library only.
 
 Arguments: ring, pid of the rank, on_after_s, off_within_s, level, then where the progress page is, the indices of its
 numbers, its size, and the codes of operations in which a rank waits. Writes its own id once it runs.

@@ -3,7 +3,8 @@
 A folder has `aws_spot` (region, zone, instance_type, usd_per_h, unix_s; a row per record, newest first, one log
 after another), and where known `azure_spot` (region, instance_type, device_type, num_devices, date, usd_per_h; a
 row per day, no price = not offered), `on_demand` (device_type, usd_per_h per device), `throughputs` (model,
-device_type, steps_per_s on one device) and `availability` (see `deadline.py`). A file has records of AWS alone:
+device_type, steps_per_s on one device) and `availability` (see `prices/strategies.py`). A file has records of AWS
+alone:
 
     aws ec2 describe-spot-price-history --instance-types p3.2xlarge p3.8xlarge --output json > prices.json
 """

@@ -38,6 +38,12 @@ def to_ns(texts: Sequence[Any]) -> NDArray[np.int64]:
     ends = np.flatnonzero(joined == _COMMA)
     if len(ends) != len(texts):
         raise FormatError("a time holds a comma. Times are plain JSON numbers; write it again.")
+    # All texts as one array of bytes, and where each begins, has its dot and ends (at its comma):
+    #
+    #     joined   1 2 . 5 , - 3 , 7 . 1 2 5 0 ,
+    #     starts   ^         ^     ^                the fast path takes [minus] digits [. up to 3 digits]; the last text
+    #     dots         ^         ^   ^              here has four decimals and goes through `_slow`
+    #     ends             ^     ^             ^
     starts = np.concatenate([[0], ends[:-1] + 1])
     dots, num_dots = _dots(joined, starts, ends)
     negative = joined[starts] == _MINUS
@@ -57,6 +63,7 @@ def _dots(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return where each text's first dot stands (its end when it has none), and how many it has."""
     where = np.flatnonzero(joined == _DOT)
+    # A dot belongs to the first text that ends behind it.
     owner = np.searchsorted(ends, where)
     first = ends.copy()
     first[owner[::-1]] = where[::-1]  # Of several dots the first one is written last, so it stays.
@@ -73,6 +80,7 @@ def _digits(
     power = 1
     for back in range(1, min(int(lengths.max(initial=0)), MAX_DIGITS) + 1):
         rows = lengths >= back
+        # All texts at once, from the last digit backwards: rows that are too short read a byte of their own and add 0.
         digit = joined[stops - np.minimum(back, np.maximum(lengths, 0))]
         plain &= ~rows | ((digit >= _ZERO) & (digit <= _NINE))
         value += np.where(rows, digit.astype(np.int64) - _ZERO, 0) * power
@@ -89,6 +97,7 @@ def _thousandths(
     value = np.zeros(len(dots), dtype=np.int64)
     for position, weight in ((1, 100), (2, 10), (3, 1)):
         rows = lengths >= position
+        # A text with fewer decimals reads its comma here, which `rows` leaves out.
         digit = joined[np.minimum(dots + position, ends)]
         plain &= ~rows | ((digit >= _ZERO) & (digit <= _NINE))
         value += np.where(rows, digit.astype(np.int64) - _ZERO, 0) * weight

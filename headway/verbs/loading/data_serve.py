@@ -75,7 +75,7 @@ def serve(
 
 
 def status(path: Path | None = None, /, *, json: bool = False) -> int:
-    """Say how the data servers of this user are: jobs, hits, bytes; and which ones died and left their sockets.
+    """Show the status of this user's data servers: jobs, hits, bytes; and which ones died and left their sockets.
 
     Example: `headway data status`
 
