@@ -111,6 +111,7 @@ class Jagged:
         index = np.asarray(rows, np.int64)
         if index.size and (index.min() < 0 or index.max() >= len(self)):
             raise InputError(f"a row outside 0 to {len(self) - 1} was asked for. Take rows that exist.")
+        # at: the places of all entries of the rows asked for, row after row; their offsets are lengths added up again.
         at = _entries(self.offsets, index)
         weights = None if self.weights is None else self.weights[at]
         return Jagged(self.values[at], _offsets(self.lengths[index]), weights)
@@ -171,6 +172,7 @@ class DedupJagged:
         asked = np.asarray(rows, np.int64)
         if asked.size and not 0 <= asked.min() <= asked.max() < len(self):
             raise InputError(f"a row outside 0 to {len(self) - 1} was asked for. Take rows that exist.")
+        # rows asked for -> unique rows, in the order in which they first appear -> numbered anew from 0.
         wanted = self.inverse[asked]
         first = _first_seen(wanted.tolist())
         kept = self.unique.take(np.fromiter(first, np.int64, len(first)))
@@ -187,6 +189,8 @@ class DedupJagged:
         batches compare a few sampled rows; a function found impure there is
         applied to all rows from that batch on, with one warning.
         """
+        # First batch: each sampled row alone must equal itself in company, else the function is refused. Later ones: a
+        # few rows; a function that fails there is applied to all rows from then on.
         known = _purity_of(function)
         if known.get(_name(function)) is False:
             return _dedup_group({"": _of_all(function, self)})[""]
@@ -289,6 +293,8 @@ def _dedup_group(features: Mapping[str, Jagged]) -> dict[str, DedupJagged]:
     """Deduplicate features by one inverse."""
     parts = [part for rows in features.values() for part in _parts(rows)]
     num_rows = len(next(iter(features.values())))
+    # rows      A B A C A        first   0 1 3      where each different row stands first
+    # inverse   0 1 0 2 0        rows == rows[first][inverse]
     inverse, first = _inverse(_digests(parts, num_rows))
     if not _all_equal(parts, first[inverse]):  # two rows of one hash: then their bytes themselves are the key
         inverse, first = _inverse(_contents(parts, num_rows))
@@ -312,6 +318,7 @@ class _RowBytes:
     def rows(self) -> list[memoryview]:
         """Return [B] the bytes of each row."""
         data = self.raw.reshape(-1).data
+        # Offsets count entries; the bytes of a row are `width` times as many.
         cuts = (self.offsets * self.raw.shape[1]).tolist()
         return [data[begin:end] for begin, end in itertools.pairwise(cuts)]
 

@@ -89,6 +89,7 @@ def _warn() -> None:
 def csr(num_rows: int, row: Ints, value: Ints, lag: Ints) -> tuple[Ints, Ints, Ints]:
     """Group `value` (and `lag`) by `row` with a stable counting sort; return (indptr, indices, lag)."""
     indptr = np.zeros(num_rows + 1, np.int64)
+    # Count, sum up, then fill: indptr[r] is where row r begins, fill[r] where its next entry goes.
     for r in row:
         indptr[r + 1] += 1
     for r in range(num_rows):
@@ -116,6 +117,7 @@ def compile_order(
     `pred_ptr` is by position in the order, `pred` holds op indices.
     """
     n = lane.size
+    # previous, following: neighbours on a lane. waits: predecessors that are not in the order yet.
     previous = np.full(n, -1, np.int32)
     following = np.full(n, -1, np.int32)
     last = np.full(num_chained, -1, np.int32)
@@ -162,6 +164,7 @@ def compile_order(
                 size += 1
     if done < n:
         return done, order, pred_ptr, stack[:0], lag[:0]
+    # The edges once more, turned round: pred[pred_ptr[i] : pred_ptr[i + 1]] are those of order[i], its lane's first.
     fill = np.empty(n, np.int64)
     pred = np.empty(pred_ptr[n], np.int32)
     pred_lag = np.zeros(pred_ptr[n] if lag.size > 0 else 0, np.int64)
@@ -189,6 +192,7 @@ def longest_path(
     """Fill start[n] and end[n]: an op starts when its last predecessor, plus lag, is over; at 0 without any."""
     for i in range(order.size):
         op = order[i]
+        # A zero of the type of the durations: numba has one type per variable.
         begin = duration[op] - duration[op]
         for e in range(pred_ptr[i], pred_ptr[i + 1]):
             ready = end[pred[e]]
@@ -253,6 +257,7 @@ def attribute_columns(
             row[op] = i
             ours = end[i]
             ours[:] = 0
+            # at: the place of op in the order of the whole Dag, which pred_ptr goes by; i: its row in this component.
             at = position[op]
             for e in range(pred_ptr[at], pred_ptr[at + 1]):
                 if component[pred[e]] != c:
@@ -283,6 +288,7 @@ def latest_end(order: Index, pred_ptr: Ints, pred: Index, pred_lag: Ints, durati
     """Lower latest[n], filled with the makespan, to the latest end of each op that delays nothing after it."""
     for i in range(order.size - 1, -1, -1):
         op = order[i]
+        # Backwards: an op may end as late as the earliest of its successors may begin, minus the lag between them.
         begin = latest[op] - duration[op]
         for e in range(pred_ptr[i], pred_ptr[i + 1]):
             bound = begin - pred_lag[e] if pred_lag.size > 0 else begin
@@ -308,6 +314,7 @@ def walk_back(order: Index, pred_ptr: Ints, pred: Index, pred_lag: Ints, start: 
             ready = end[pred[e]]
             if pred_lag.size > 0:
                 ready += pred_lag[e]
+            # Exact, also for floats: `longest_path` took the start from this very sum.
             if ready == start[op]:
                 found = pred[e]
                 break
@@ -350,6 +357,7 @@ def heap_pop(heap: Index, size: int, mode: int, priority: NDArray[np.float64], w
     op = heap[size - 1]
     at = 0
     while True:
+        # The hole at the top moves down along the smaller child until the last op fits.
         child = 2 * at + 1
         if child >= size - 1:
             break
@@ -384,6 +392,7 @@ def release(
     now = when[op]
     for e in range(indptr[op], indptr[op + 1]):
         succ = np.int32(indices[e])
+        # Of several predecessors the latest decides: `when` of the successor only rises.
         ready = now + lag[e] if lag.size > 0 else now
         when[succ] = max(when[succ], ready)
         waits[succ] -= 1
