@@ -408,7 +408,7 @@ class LiveRank:
 
 # Evaluation and the script's own time in the steps of a running job: by the rules of the finished run.
 
-FORWARD, SCRIPT = SPANS["forward"].code, SPANS["host.script"].code
+SCRIPT = SPANS["host.script"].code
 
 
 def phases(window: BookingWindow) -> tuple[Records, Intervals]:

@@ -159,8 +159,8 @@ def _outer_replays(main: RecordedRows) -> RecordedRows:
 
 Bools = NDArray[np.bool_]
 
-FORWARD, MODE, NEXT, ITER = (CODE[name] for name in ("forward", "mode", "input.next", "input.iter"))
-OPTIMIZER, EVAL, MARKED = (CODE[name] for name in ("optimizer.step", "eval", "eval.mark"))
+MODE, NEXT, ITER = (CODE[name] for name in ("mode", "input.next", "input.iter"))
+EVAL, MARKED = (CODE[name] for name in ("eval", "eval.mark"))
 
 ENABLED, TRAINING, LEARNS, SAMPLES = 1, 2, 4, 8
 """Bits of `seq` of a forward; the last two are set here."""
