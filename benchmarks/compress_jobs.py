@@ -20,9 +20,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from headway.comm.compress.torch_codecs import Codec
-
 from benchmarks.guard_jobs import LIMIT_S, TOGETHER, Run, applied, ddp, digits_of, sgd, simple
+from headway.comm.compression.torch_codecs import Codec
 from tests.made.pool import RankFailedError, RankPool
 
 CODECS = ("half", "sign", "topk:0.1", "randomk:0.2", "shared-randomk:0.2", "dither:4", "natural:4", "int8")

@@ -108,5 +108,5 @@ def test_a_target_that_does_not_exist_is_a_clear_error():
 
 
 def test_the_self_test_refuses_a_wrapper_that_does_not_stand_for_its_original():
-    with pytest.raises(InputError, match="does not stand for it"):
+    with pytest.raises(InputError, match="does not replace it"):
         same_face(lambda: None, torch.save)

@@ -275,7 +275,7 @@ def test_what_cannot_be_filled_is_refused_with_what_to_do(tmp_path):
 
     for memory, rule in (
         (torch.zeros(3, 2, device="meta"), r"'model\.w' is on the meta device.*to_empty\(\)"),
-        (torch.zeros(1, 2).expand(3, 2), r"several elements of model\.w lie in one place.*contiguous\(\)"),
+        (torch.zeros(1, 2).expand(3, 2), r"several elements of model\.w share one place.*contiguous\(\)"),
         (torch.zeros(3, 2, dtype=torch.bfloat16), r"was saved as float32 \[3, 2\] and is bfloat16 \[3, 2\] here"),
     ):
         with pytest.raises(InputError, match=rule):

@@ -26,6 +26,9 @@ ROOMS = (
 )  # fmt: skip
 """Rooms in the order in which a benchmark that imports from several of them is listed under one."""
 
+STUDIED = {"lab": "storage"}
+"""Room of studies -> the room whose subject they are about."""
+
 
 def bench(name: str | None = None, /, *, full: bool = False, keep: bool = False, json: bool = False) -> int:
     """Run the benchmark NAME; without a name, list them by room with the bar each one holds headway to.
@@ -77,6 +80,7 @@ def by_room(table: Mapping[str, Path]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {room: [] for room in (*ROOMS, "command")}
     for name, path in table.items():
         imported = set(re.findall(r"^\s*(?:from|import) headway\.(\w+)", path.read_text(), re.MULTILINE))
+        imported |= {STUDIED[room] for room in imported & STUDIED.keys()}
         found[next((room for room in ROOMS if room in imported), "command")].append(name)
     return {room: names for room, names in found.items() if names}
 

@@ -14,6 +14,7 @@ leaves them as they are.
 
 >>> import tempfile
 >>> files = FilesRead()
+>>> mapped_for_writing().clear()  # of examples before this one: their inodes are used again
 >>> with tempfile.NamedTemporaryFile("w") as file:
 ...     with files.noting() as noted, open(file.name) as copy:
 ...         _ = copy.read()
