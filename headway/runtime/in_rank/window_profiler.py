@@ -123,11 +123,15 @@ def low_level_start(*, host: bool = True, detach: bool = False) -> None:
 
 
 def low_level_stop(*, detach: bool = False) -> Any:
-    """Switch the profiler off; the result has `save(path)`, which writes Kineto's JSON."""
-    from torch._C._autograd import _disable_profiler
+    """Switch the profiler off; the result has `save(path)`, which writes Kineto's JSON.
+
+    None where it is not on, because a signal's handler raised between two calls of a start or a stop: what torch
+    returns then ends the process when it is saved.
+    """
+    from torch._C._autograd import _disable_profiler, _profiler_enabled
 
     tell_kineto(detach)
-    return _disable_profiler()
+    return _disable_profiler() if _profiler_enabled() else None
 
 
 @contextlib.contextmanager

@@ -351,6 +351,9 @@ class WindowRecorder:
         if window is None:
             return
         result = self._stop(detach=may_detach())
+        if result is None:
+            self.stopped = "a signal's handler raised while the profiler was switched"
+            return
         self._pace.closed()
         duration, self._held_ns = end - window.start_ns, now() - end
         number, rank = window.number, self.probes.recorder.rank
