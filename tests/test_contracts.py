@@ -54,7 +54,23 @@ def test_torch_is_imported_only_where_a_file_or_a_folder_says_so():
     importing = graph.find_modules_that_directly_import("torch") | graph.find_modules_that_directly_import("ray")
 
     assert "headway.comm.buckets.apply" in importing
+    assert not is_for_torch("headway.checkpoint.policy.policy")
     assert not sorted(name for name in importing if not is_for_torch(name))
+
+
+LEADING = (
+    "headway.verbs.", "headway.integrations.", "headway.demo.", "headway.data.fleet.", "headway.data.bytes.account",
+    "headway.data.features.jagged", "headway.data.pipeline.", "headway.fault.restart.",
+)  # fmt: skip
+"""What may lead to torch without importing it: it starts jobs, runs inside them, or is imported by them."""
+
+
+def test_what_leads_to_torch_works_on_it_or_starts_what_does():
+    graph = grimp.build_graph("headway", include_external_packages=True, exclude_type_checking_imports=True)
+    leading = graph.find_downstream_modules("torch") | graph.find_downstream_modules("ray")
+
+    assert "headway.data.loader.loader" in leading
+    assert not sorted(name for name in leading if not is_for_torch(name) and not name.startswith(LEADING))
 
 
 @pytest.mark.parametrize(

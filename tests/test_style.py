@@ -7,9 +7,11 @@ import re
 import statistics
 import subprocess
 import sys
+import tomllib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 from tests.paths import ROOT
@@ -160,3 +162,31 @@ def test_most_messages_of_errors_name_an_action():
     telling = [m for m in messages if re.search(actions, m, re.IGNORECASE)]
 
     assert len(telling) >= 0.6 * len(messages)
+
+
+BOUNDS = tomllib.loads((ROOT / "tests" / "lines.toml").read_text())
+
+
+def bindings() -> Counter[str]:
+    """Return how often each name is assigned to or a parameter."""
+    stored = (n.id for path in SOURCES for n in nodes(path) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    return Counter([*stored, *(n.arg for path in SOURCES for n in nodes(path) if isinstance(n, ast.arg))])
+
+
+def public_signatures() -> Iterator[str]:
+    """Yield the parameters and results of functions and methods without an underscore."""
+    for function in chain.from_iterable(map(functions, SOURCES)):
+        if not function.name.startswith("_"):
+            yield ast.unparse(function.args) + (" -> " + ast.unparse(function.returns) if function.returns else "")
+
+
+def test_what_has_no_type_becomes_no_more():
+    assert sum(isinstance(n, ast.Name) and n.id == "Any" for path in SOURCES for n in nodes(path)) <= BOUNDS["any"]
+    assert sum("dict[str, Any]" in signature for signature in public_signatures()) <= BOUNDS["untyped_dicts"]
+
+
+def test_words_that_name_nothing_are_bound_no_more_often():
+    """`found`, `place`: say `rows`, `index`. What is there may stay until its function is touched."""
+    counts = bindings()
+
+    assert {word: counts[word] for word, bound in BOUNDS["words"].items() if counts[word] > bound} == {}

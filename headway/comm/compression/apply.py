@@ -1,8 +1,8 @@
 """Gradients of data-parallel models travel compressed: `compress`, or the remedy 'comm.compress'.
 
 `compress(model, plan)` registers a communication hook, whose buckets a thread with a process group of its own reduces
-(`headway.runtime.lane`, `push_pull`). `plan` is the name of a codec, or a mapping from patterns over parameter names to
-names; a parameter that no pattern matches travels raw.
+(`headway.runtime.lane`, `torch_push_pull`). `plan` is the name of a codec, or a mapping from patterns over parameter
+names to names; a parameter that no pattern matches travels raw.
 
     compression = compress(model, {"*.weight": "topk:0.01"})
     checkpointer = Checkpointer(root, model=model, optimizer=optimizer, compression=compression)
@@ -57,7 +57,7 @@ def compress(
 ) -> GradientCompression | ShardedCompression:
     """Compress the gradients of `model` from its next backward on; every rank calls it.
 
-    It is a DistributedDataParallel, or has modules sharded by FSDP2 (`compress_fsdp`: codecs half, bfloat16 and int8,
+    It is a DistributedDataParallel, or has modules sharded by FSDP2 (`torch_fsdp`: codecs half, bfloat16 and int8,
     for all parameters, without residuals and sent one way, whatever `feedback` and `two_way` say).
 
     feedback

@@ -1,7 +1,7 @@
 """Codecs that send a few numbers and say which: the largest, or random ones.
 
-A packet holds the places (Elias-Fano, `bits`), then the values. Shared random places are drawn alike on every rank
-from a seed, so that the values are all that travels, and sums of values are values of the sum.
+A packet holds the places (Elias-Fano, `torch_dense`), then the values. Shared random places are drawn alike on every
+rank from a seed, so that the values are all that travels, and sums of values are values of the sum.
 
 >>> x = torch.tensor([0.0, -5.0, 1.0, 4.0])
 >>> places = topk_places(x, 2, exact=True)

@@ -257,9 +257,8 @@ def tree(task: TransferTask) -> Floats:
 
 def network(task: TransferTask) -> Floats:
     """Train the published network (CDMPP) on all sources and the device's own samples: a peer, about 35 s."""
-    trained = importlib.import_module("headway.cost.learned.torch_network").Trained(
-        task
-    )  # torch, which nothing else needs
+    module = importlib.import_module("headway.cost.learned.torch_network")  # torch, which nothing else needs
+    trained = module.Trained(task)
     seconds: Floats = trained.seconds(task)
     return seconds
 

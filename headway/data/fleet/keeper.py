@@ -5,7 +5,7 @@ master's checkpoint; readers come back by themselves, and nothing that a loop
 took comes again. A supervisor that ends by itself (its masters keep ending) is
 not started again, nor one that is killed `MAX_QUICK` times in a row as soon
 as it runs: then the fleet has ended. Readers of this process learn why from
-`Keeper.failure`, all others from a process that refuses them (`refusal`).
+`Keeper.failure`, all others from a process that refuses them (`hub`).
 """
 
 from __future__ import annotations

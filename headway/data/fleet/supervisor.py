@@ -5,7 +5,7 @@ and stays single-threaded: so workers may be forked at any time, and inherit
 what prepares the data without a pickle. It holds nothing that could be lost:
 when it is killed, the user's process starts another (`keeper`), and the master
 goes on from its checkpoint. When the user's process goes, all of them go. When
-masters keep ending it gives up, and says why (`refusal`).
+masters keep ending it gives up, and says why (`hub`).
 
 A `FleetSettings` says what a fleet is; `start` brings it up.
 """

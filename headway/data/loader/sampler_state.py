@@ -270,7 +270,7 @@ def taken(sampler: Any) -> State:
     """Return {"generators", "others", "epochs", "states", "hidden", "unsaved"}.
 
     They are of torch's generators, of others, of `epoch` numbers, and of samplers with `state_dict` and
-    `load_state_dict`; then what else has changed since the sampler's first pass (`hidden_state`), and the names of what
+    `load_state_dict`; then what else has changed since the sampler's first pass (below), and the names of what
     has changed and cannot be copied. What there is none of is left out.
     """
     try:

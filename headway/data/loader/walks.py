@@ -134,7 +134,7 @@ class SamplerWalk(Taken):
     seed: int
     skip: int = 0
     before: State = field(default_factory=dict)
-    """What the order rested on at the start of the pass, see `sampler_states`."""
+    """What the order rested on at the start of the pass, see `sampler_state`."""
     digest: int | None = None
     """Checksum of the batches before `skip`, as they were when the state was taken; None where it has none."""
     read: dict[int, int] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """Remedy: load batches in worker processes, more of them, further ahead, kept between epochs.
 
 The loader is the user's own, and keeps its settings; only the iterator that it
-is asked for is ours (`script_workers`), at each pass while that still pays. It
+is asked for is ours (`worker_iterators`), at each pass while that still pays. It
 is left alone where more workers could change what the script computes: each
 reason is named.
 """

@@ -4,7 +4,7 @@ Use it for what is shown while a job runs (status line, live page, metrics,
 experiment loggers); the finished run's `Ledger` decides. A step is booked once
 it is complete on every rank that keeps up, by the same table, the same sweep
 and the same meetings of ranks. Known differences: buckets only, start-up is
-one piece, and steps end as `live_ends` says. int64 ns on
+one piece, and steps end as `live_rank` says. int64 ns on
 CLOCK_MONOTONIC; one `LiveLedger` may be fed and read by different threads.
 
 >>> ledger = LiveLedger(start_ns=0, world_size=1)

@@ -107,7 +107,7 @@ def analyse(trace: Trace, *, sizes: Sizes | None = None, unknown_as_compute: boo
 
     `sizes` default to those of the trace or its rows; `unknown_as_compute`
     admits unknown operation types. Clocks that contradict the communication are
-    aligned first (`clock_offsets`). Raises `InputError` (its message says what
+    aligned first (`compute_factors`). Raises `InputError` (its message says what
     to do) on traces that are no steps of one job: fewer than 2 steps, a DP
     rank missing in a step, sends without receives, circular order, no optimizer.
     """

@@ -72,7 +72,7 @@ def join_updates(register: Callable[..., Any], probes: Probes) -> Callable[[], N
     return undo
 
 
-# Probes of what makes the host wait for a device: `.cpu()`, `synchronize`; `probe_copy` has other copies back.
+# Probes of what makes the host wait for a device: `.cpu()`, `synchronize`; other copies back are below.
 #
 # They go in only where the host has devices. What the host waits for is the device at work, no time of its own.
 # `item()` and the like are left alone: torch.compile traces them by identity, and a function around them would break

@@ -5,7 +5,7 @@ tenth of the cost of `torch.profiler`), its JSON and the Flight Recorder's
 entries are written by a thread. What windows cost (those calls, the writing,
 and how much longer the profiled steps took) is measured, and the next window
 waits until all of it together stays below `budget` x the time trained. Which
-steps those are, `window_schedule` says: the same for all ranks.
+steps those are, `window_profiler` says: the same for all ranks.
 
 On a device a step may be many thousand launches, and the first window starts
 the profiler's library. There the first window is one step
@@ -19,7 +19,7 @@ window opens whatever the budget says.
 
 The library slows launches as long as it is attached. It leaves behind a window
 where it may (`window_profiler`). How much longer steps take from then on is
-measured (`window_pace`) and counts as cost; from `STAYS` on there is no second
+measured there (`WindowPace`) and counts as cost; from `STAYS` on there is no second
 window. A job whose device keeps up with its host's launches gets none but the
 one that is asked for.
 

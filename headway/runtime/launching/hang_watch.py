@@ -200,7 +200,7 @@ class HangWatch:
     ) -> None:
         """`say` prints one line. After `timeout_s` seconds without progress `expired` becomes true; None = never.
 
-        It does so without a timeout, too, where it `acts_on_proof` and `hang_proof` finds one.
+        It does so without a timeout, too, where it `acts_on_proof` and `supervision` finds one.
         """
         self.run, self.world_size, self._say, self.timeout_s = run, world_size, say, timeout_s
         self._floors_s = {**FLOORS_S, **floors_s}

@@ -25,7 +25,7 @@ for the whole of it at most. (A kind of device that passes events late cannot be
 Two of the events only tell pauses. They are left out where there can be none: while the host is ahead of its device by
 more than it has taken since the last event, and between a model and a backward that follows it at once.
 
-Where the device's clock stands on the host's, and how late its events pass, `device_clock` learns from them.
+Where the device's clock stands on the host's, and how late its events pass, `device` learns from them.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def accelerated(step: DdpStep, speed: float) -> DdpStep:
 
 
 def paced(step: DdpStep, paces: Mapping[int, float]) -> DdpStep:
-    """Return `step` with the work of each rank times its pace (`ddp_pace`); a rank not listed keeps its own."""
+    """Return `step` with the work of each rank times its pace (`ddp_link`); a rank not listed keeps its own."""
     threads = [
         replace(
             thread,

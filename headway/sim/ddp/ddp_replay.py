@@ -116,7 +116,7 @@ class DdpReplay:
     ) -> DdpReplay:
         """Cut `windows`; `cores` usable ones of the host, 0 when not known. Raises as `from_run`.
 
-        `paces` is (number of a window, rank) -> pace, see `ddp_pace`; 1 where it says nothing.
+        `paces` is (number of a window, rank) -> pace, see `ddp_link`; 1 where it says nothing.
         """
         kept, steps, carried, reason = [], [], [], ""
         for window in windows:

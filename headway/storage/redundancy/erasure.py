@@ -10,7 +10,7 @@ One parity is plain XOR.
 Arrays are numpy's or torch's, on any device. All work on them is
 `xp.bitwise_xor(a, b, out=c)` and slicing, which both modules have; `xp` is
 imported by its name when a code is made, so that no torch is imported by this
-file. Host memory in quantity runs through machine code (`xor_native`).
+file. Host memory in quantity runs through machine code (`xor_program`).
 
 >>> code = RS(4, 2)
 >>> data = np.arange(40, dtype=np.uint8).reshape(4, 10)

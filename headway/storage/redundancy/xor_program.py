@@ -17,7 +17,7 @@ A bit matrix as a straight-line program of XORs, with what its rows share comput
 A program reads packets and makes others; values are numbered: inputs first,
 then one per XOR. `shared` finds common pairs greedily (Paar 1997), which takes
 a quarter to a half of a wide code's XORs away. `interpret` runs it on arrays of numpy or
-torch; `xor_native` turns it into machine code for long buffers.
+torch; for long buffers it becomes machine code, see below.
 
 >>> program = shared(np.array([[1, 1, 1], [1, 1, 0]], bool))
 >>> program

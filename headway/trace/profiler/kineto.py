@@ -11,7 +11,7 @@ a Dag uses the leaves. What the columns mean here:
                External id; + FORWARD for the two ends of a forward-backward arrow
     group seq bytes peer   collectives: from the record_param_comms arguments of the row, or of the op that launched it;
                seq is -1 where the profiler did not write it (before 2026). Copies: bytes.
-               Send/receive kernels: group = entry of `groups` that lists their messages (`kineto_messages`), where
+               Send/receive kernels: group = entry of `groups` that lists their messages (`kineto_names`), where
                they are known; seq = peer = -1, as torch numbers messages on each rank for itself.
                SYNC rows: seq = correlation of the awaited event record, peer = awaited stream. Host ops: seq = autograd
                sequence number.

@@ -27,7 +27,7 @@ TRANSPORTS = {
     "queue": "torch.multiprocessing.Queue",
     "pipe": "multiprocessing.Pipe, bytes",
 }
-"""Way of `transport_costs` -> its name on the screen."""
+"""Way of `torch_transport_costs` -> its name on the screen."""
 
 
 def bench(folder: Path | None = None, /, *, workers: int = 2, rounds: int = 5, json: bool = False) -> int:
