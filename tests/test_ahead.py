@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import functools
+import os
 import sqlite3
 from collections import deque
 
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from headway.data.guard import contents as module
 from headway.data.guard.contents import contents
-from headway.data.guard.files_read import FilesRead, changed, written_since
+from headway.data.guard.files_read import FilesRead, changed, noted, written_since
 from headway.data.guard.process_state import circumstances
 from headway.data.guard.trial import keeps, unfit
 from headway.data.workers.apply import workers
@@ -143,8 +144,31 @@ def test_what_only_the_first_reading_finds_is_not_read_by_workers_of_another_pas
         assert list(passes()) == plain
 
     assert context.outcomes[-1].facts["loaders"][0]["num_workers"] == 2
-    assert keeps(DataLoader(FromFile(path), 4)) is None
+    assert keeps(DataLoader(FromFile(path), 4)) == (None, {str(path): noted(str(path))})
     assert unfit(DataLoader(FromFileOnce(path), 4))[0] is None
+
+
+class ByReader(FromFileOnce):
+    """Its examples say which process has read them."""
+
+    def __getitem__(self, index):
+        super().__getitem__(index)
+        return os.getpid()
+
+
+def test_workers_that_have_opened_a_file_are_kept_until_it_changes(tmp_path):
+    path = tmp_path / "factor"
+    path.write_text("1")
+    loader = DataLoader(ByReader(path), 4, num_workers=2)
+
+    def readers():
+        return {int(pid) for batch in loader for pid in batch}
+
+    with applied(workers, {"num_workers": 2}):
+        first = readers()
+        assert readers() == first
+        path.write_text("2")
+        assert readers().isdisjoint(first)
 
 
 class Through(Squares):

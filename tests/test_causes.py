@@ -40,6 +40,12 @@ FAULTS: dict[str, RunMaker] = {
     "input.fetch": RunMaker(**QUIET, num_workers=0, fetch_ns=9 * MS),
     "input.prep": RunMaker(**QUIET, num_workers=1, prep_ns=20 * MS),
     "input.transfer": RunMaker(**{**QUIET, "transfer_ns": 9 * MS}),
+    "input.start": RunMaker(
+        **{**QUIET, "iter_ns": 60 * MS},
+        num_workers=1,
+        epoch_steps=8,
+        fetch_ns=lambda rank, step: 200 * MS * (step % 8 == 0),
+    ),
     "comm.exposed": RunMaker(**{**QUIET, "comm_ns": 12 * MS}),
     "straggler.rank": RunMaker(**QUIET, ranks=3, compute_ns=lambda rank, step: (5 + 6 * (rank == 2)) * MS),
     "host.gc": RunMaker(**QUIET, gc_ns=lambda rank, step: 40 * MS * (step % 8 == 0)),
@@ -89,6 +95,7 @@ def test_the_seconds_lost_are_those_of_the_truth(name):
         "input.fetch": sub.get("input.fetch", 0),
         "input.prep": sub.get("input.prep", 0),
         "input.transfer": sub.get("input.transfer", 0),
+        "input.start": sub.get("input.start", 0) + sub.get("input.fetch", 0),  # each new worker's first load
         "comm.exposed": truth.get("comm", 0),
         "straggler.rank": truth.get("straggler", 0),
         "host.gc": sub.get("host.gc", 0),

@@ -13,10 +13,10 @@ from headway.sim.whatif import parse_edit
 STATES = [
     LoaderState(
         workers=workers, cores=cores, refusal=refusal, is_served=served, on_host=on_host, is_persistent=persistent,
-        pins=pins, starts_lead=starts, waits_for_cores=waits,
+        pins=pins, waits_for_cores=waits,
     )
-    for workers, cores, refusal, served, on_host, persistent, pins, starts, waits in itertools.product(
-        (None, 0, 2, 10), (0, 4), ("", "it reads from a socket"), *[(False, True)] * 6
+    for workers, cores, refusal, served, on_host, persistent, pins, waits in itertools.product(
+        (None, 0, 2, 10), (0, 4), ("", "it reads from a socket"), *[(False, True)] * 5
     )
 ]  # fmt: skip
 

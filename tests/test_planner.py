@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -179,6 +180,7 @@ def test_each_proposal_that_is_not_chosen_has_the_reason_that_decided() -> None:
         proposal("noise", "gc=frozen:9", speedup=1.005),
         proposal("memory", "cache_cold=1", memory_bytes=free + 1),
         proposal("grant", "comm=none", speedup=1.75, allow="result-equivalent", risk="draws anew"),
+        proposal("short", "logging=buffered", speedup=1.5, start_s=1e6),
         proposal("excluded", "input.fetch=0.5x"),
         proposal("little", "input.prep=1x"),
         proposal("hand", "checkpoint=none", applies=False),
@@ -191,6 +193,20 @@ def test_each_proposal_that_is_not_chosen_has_the_reason_that_decided() -> None:
     assert reasons["taken"] is None
     assert "predicted 1.75x" in reasons["grant"]["reason"]
     assert "taken" in reasons["excluded"]["reason"]
+    assert "won back after about" in reasons["short"]["reason"]
+
+
+def test_what_a_job_is_too_short_to_win_back_is_planned_for_a_longer_one() -> None:
+    program, setup = PROGRAM
+    rows = [proposal("data.workers", "input.fetch=none", speedup=1.5, start_s=2.0)]
+    base_s = program.predict().base_step_s
+    pays_from = math.ceil(rows[0].pays_from(base_s))
+
+    def chosen(steps: int) -> tuple[str, ...]:
+        return compose(rows, program, replace(setup, limits=replace(setup.limits, steps=steps))).chosen
+
+    assert pays_from == math.ceil(2.0 / (base_s / 3))
+    assert (chosen(pays_from - 1), chosen(2 * pays_from)) == ((), ("data.workers",))
 
 
 def test_a_screen_without_a_plan_names_what_keeps_the_best_gain_out() -> None:

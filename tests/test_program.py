@@ -109,6 +109,26 @@ def test_headways_own_work_is_no_time_of_the_scripts(edit: str) -> None:
     assert predicted.step_s == pytest.approx(program_of(job(**costs).make()).measured_s, rel=0.02)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_kept_workers_open_what_new_ones_open_in_each_pass_once(workers: int) -> None:
+    """The first load of each worker takes 300 ms longer: 10 passes, or the first one alone."""
+
+    def opening(rank: int, step: int) -> int:
+        return 304 * MS if step % 20 < workers else 4 * MS
+
+    def opening_once(rank: int, step: int) -> int:
+        return 304 * MS if step < workers else 4 * MS
+
+    costs: dict[str, Any] = {"ranks": 1, "steps": 200, "epoch_steps": 20, "num_workers": workers, "iter_ns": 3 * MS}
+    program = program_of(RunMaker(**costs, fetch_ns=opening).make())
+    kept = program_of(RunMaker(**costs, fetch_ns=opening_once).make())
+
+    predicted = program.predict(["persistent=true"])
+    assert predicted.step_s == pytest.approx(kept.measured_s, rel=0.05)
+    assert predicted.speedup > 2
+    assert program.predict([f"workers={workers}"]).step_s == pytest.approx(program.measured_s, rel=0.01)
+
+
 @pytest.mark.parametrize("recorded", [0, 1, 3])
 @pytest.mark.parametrize(
     ("edits", "changes"),

@@ -101,8 +101,8 @@ def format_fraction(fraction: float, digits: int = 1, *, signed: bool = False) -
 def format_seconds(seconds: float) -> str:
     """Return a short human form with three significant digits.
 
-    >>> [format_seconds(x) for x in (0.0000123, 0.0456, 0.9999, 7.891, 754.0, 2_000_000.0)]
-    ['12.3 us', '45.6 ms', '1 s', '7.89 s', '12 min 34 s', '23 d 3 h']
+    >>> [format_seconds(x) for x in (0.0000123, 0.0456, 0.9999, 7.891, 754.0, 3000.0, 2_000_000.0)]
+    ['12.3 us', '45.6 ms', '1 s', '7.89 s', '12 min 34 s', '50 min', '23 d 3 h']
     """
     size = abs(seconds)
     if size < 999.5e-6:
@@ -115,8 +115,10 @@ def format_seconds(seconds: float) -> str:
     hours, minutes = divmod(minutes, 60)
     days, left = divmod(hours, 24)
     if days > 1:
-        return f"{days} d {left} h"
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+        return f"{days} d {left} h" if left else f"{days} d"
+    if hours:
+        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+    return f"{minutes} min {rest} s" if rest else f"{minutes} min"
 
 
 def format_rate(per_s: float) -> str:

@@ -10,13 +10,13 @@ there are cores and loads that compute do not. Sizes are bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from headway.core.files.bounded_json import read_json
-from headway.core.units import format_bytes, format_fraction, plural
+from headway.core.units import NS_PER_S, format_bytes, format_fraction, plural
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.runs.recorded import evaluation_loaders
 from headway.plan.proposal import Proposal, Refusal
@@ -157,7 +157,10 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) ->
     count = _fewest(program, setup, facts, *keep)
     if not count:
         return Refusal("data.workers", "data", "the limits allow no worker")
-    edits: tuple[str, ...] = (for_loaders(count, program, facts), *keep)
+    # Nobody asks for fewer workers than the script has where those win nothing: the edit is the other one.
+    same = keep and {fact.num_workers for fact in facts.values()} == {recorded} and count < recorded
+    edits: tuple[str, ...] = keep if same else (for_loaders(count, program, facts), *keep)
+    count = recorded if same else count
     prefetch = max(fact.prefetch_factor or 2 for fact in facts.values())
     deeper = (*edits, f"prefetch={2 * prefetch}")
     if program.predict(deeper, interval=False).step_s * CLOSE < program.predict(edits, interval=False).step_s:
@@ -165,7 +168,8 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) ->
     prediction = program.predict(edits)
     batch_bytes = _batch_bytes(program)
     memory = count * (WORKER_BYTES + prefetch * batch_bytes)
-    busiest = f"{count} workers per rank instead of {recorded}"
+    kind = "kept between passes" if same else f"instead of {recorded}"
+    busiest = f"{plural(count, 'worker')} per rank {kind}"
     draws = drawing(facts)
     return Proposal(
         name="data.workers",
@@ -185,6 +189,7 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) ->
         risk=f"{draws}, and workers would draw other ones, so augmentation differs" if draws else NO_DRAW,
         reason=" ".join(part for part in (f"{busiest}, for {_names(facts)}.", prediction.note) if part),
         memory_bytes=memory,
+        start_s=_trial_s(program, facts, _keeping_s if same else _processes_s),
         allow="result-equivalent" if draws else None,
         conflicts=("data.threads", "data.server"),
     )
@@ -239,6 +244,7 @@ def threads(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) ->
         reason=f"{count} threads per rank, for {_names(blocked)}, and no hand-off between processes. "
         f"{prediction.note}".strip(),
         memory_bytes=memory,
+        start_s=_trial_s(program, blocked, _threads_s),
         allow="data.threads",
         conflicts=("data.workers", "data.cache"),  # the cache stands before torch's fetchers, and threads have none
     )
@@ -279,6 +285,7 @@ def cache(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) -> P
         risk="applied only where reading an example twice in a test process gives equal results without side effects",
         reason=f"For {_names(facts)}. {note}{prediction.note}".strip(),
         memory_bytes=budget,
+        start_s=_trial_s(program, facts, _cache_s),
         conflicts=("data.threads", "data.server"),
     )
 
@@ -307,6 +314,36 @@ def server(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) -> 
         allow="result-equivalent",
         conflicts=("data.workers", "data.threads", "data.cache"),
     )
+
+
+def _trial_s(program: Program, facts: Mapping[int, LoaderFacts], of: Callable[[LoaderFacts], float | None]) -> float:
+    """Return the seconds that trying a remedy takes at the start: once for loaders with the same facts.
+
+    As the recording timed it, else as long as is usual: what a loader did not take is typical of small datasets.
+    """
+    alike = {(fact.dataset, fact.batch_size, fact.sampler): fact for fact in facts.values()}
+    usual_s = program.costs.trial_ns / NS_PER_S
+    return sum(usual_s if (took := of(fact)) is None else took for fact in alike.values())
+
+
+def _processes_s(fact: LoaderFacts) -> float | None:
+    """Two children read: whether others may make its batches; with workers of its own another, whether they stay."""
+    took = fact.rehearsal.processes_s
+    return took * 1.5 if took is not None and fact.num_workers else took
+
+
+def _keeping_s(fact: LoaderFacts) -> float | None:
+    """One child reads, where the rehearsal of worker processes took two."""
+    took = fact.rehearsal.processes_s
+    return None if took is None else took / 2
+
+
+def _threads_s(fact: LoaderFacts) -> float | None:
+    return fact.rehearsal.threads_s
+
+
+def _cache_s(fact: LoaderFacts) -> float | None:
+    return 0.0 if fact.own else fact.rehearsal.cache_s
 
 
 def neighbours(run: Run, facts: Mapping[int, LoaderFacts]) -> int:

@@ -47,6 +47,7 @@ SUB_LINES: dict[str, str] = {
     "input.prep": "the awaited batch's worker computed: dataset code and collate",
     "input.transfer": "the batch was ready: hand-off between processes, pinning, copy to the device",
     "input.start": "creation of the iterator, start and stop of its workers",
+    "input.open": "the first load of a new worker, beyond what later ones take: opening files and connections",
     "input.unsplit": "waiting for a batch whose load was not recorded",
     "comm.exposed": "gradients under way after the last rank had arrived, not hidden by compute",
     "comm.collective": "other blocking collectives after the last rank had arrived",

@@ -11,8 +11,10 @@ win over a run as long as the recorded one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -21,7 +23,7 @@ from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.core.lazy import resolved
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
-from headway.plan.reasons import LeftOut, excludes, reason_of, unless_excluded, unless_given_up, unless_in_force
+from headway.plan.reasons import LeftOut, excludes, job_s, reason_of, unless_excluded, unless_given_up, unless_in_force
 from headway.plan.setup import Setup
 from headway.sim.recorded.program import Program
 from headway.sim.whatif import Edit, Prediction
@@ -72,10 +74,18 @@ class Plan:
     note: str = ""
     """What the prediction had to assume."""
 
+    start_s: float = 0.0
+    """Seconds that the chosen set costs once, at the start of a job."""
+
     @property
     def predicted_speedup(self) -> float:
         """Return steps per second after / before, all chosen remedies together."""
         return self.base_step_s / self.step_s
+
+    @property
+    def pays_from_steps(self) -> int:
+        """Return after how many steps the start is won back; 0 where it costs nothing, or nothing is chosen."""
+        return math.ceil(self.start_s / (self.base_step_s - self.step_s)) if self.step_s < self.base_step_s else 0
 
     @classmethod
     def of(cls, ledger: Any, program: Program, setup: Setup, advisers: Mapping[str, str | Adviser]) -> Plan:
@@ -118,6 +128,8 @@ class Plan:
             "base_step_s": self.base_step_s,
             "step_s": self.step_s,
             "device_hours_won": self.device_hours_won,
+            "start_s": self.start_s,
+            "pays_from_steps": self.pays_from_steps,
             "refused": [row.to_json() for row in self.refused],
             "note": self.note,
         }
@@ -153,12 +165,14 @@ def compose(
     hours = _device_hours(program, setup)
     ranked = sorted(proposals, key=lambda row: (-hours * (1 - 1 / row.predicted_speedup), row.name))
     room_bytes = setup.limits.memory_per_rank_bytes(setup)
-    able = _able(ranked, room_bytes, setup)
-    best = _best_set([row for row in able if not row.protects], program, room_bytes)
-    best += tuple(row for row in able if row.protects and not any(excludes(row, other) for other in best))
-    left_out = tuple(
-        reason_of(row, best, room_bytes=room_bytes, allowed=setup.limits.allow) for row in ranked if row not in best
+    steps = setup.limits.steps or program.recording.recorded_steps
+    why = partial(
+        reason_of, room_bytes=room_bytes, allowed=setup.limits.allow, steps=steps, base_step_s=base.base_step_s
     )
+    able = [row for row in ranked if why(row, ()).kind == "little"][:MAX_EXHAUSTIVE]
+    best = _best_set([row for row in able if not row.protects], program, room_bytes, steps)
+    best += tuple(row for row in able if row.protects and not any(excludes(row, other) for other in best))
+    left_out = tuple(why(row, best) for row in ranked if row not in best)
     rooms = {row.name: row.room for row in ranked}
     barred = [Refusal(row.name, rooms[row.name], row.reason) for row in left_out if row.kind in ("memory", "grant")]
     final = program.predict(_edits(best)) if best else base
@@ -172,6 +186,7 @@ def compose(
         left_out=left_out,
         device_hours_won=hours * (1 - 1 / final.speedup),
         note=final.note,
+        start_s=sum(row.start_s for row in best),
     )
 
 
@@ -180,14 +195,8 @@ def _device_hours(program: Program, setup: Setup) -> float:
     return program.measured_s * program.recording.recorded_steps * setup.world_size / 3600
 
 
-def _able(ranked: Sequence[Proposal], room_bytes: int, setup: Setup) -> list[Proposal]:
-    """Return the proposals that nothing keeps out of a plan of their own, best first."""
-    reasons = ((row, reason_of(row, (), room_bytes=room_bytes, allowed=setup.limits.allow).kind) for row in ranked)
-    return [row for row, kind in reasons if kind == "little"][:MAX_EXHAUSTIVE]
-
-
-def _best_set(able: Sequence[Proposal], program: Program, room_bytes: int) -> tuple[Proposal, ...]:
-    """Return the combination with the shortest step, without members that add less than the least gain."""
+def _best_set(able: Sequence[Proposal], program: Program, room_bytes: int, steps: int) -> tuple[Proposal, ...]:
+    """Return the combination with which a job of `steps` steps is shortest, without members that add less than 2 %."""
     sets = [
         members
         for size in range(1, len(able) + 1)
@@ -197,12 +206,12 @@ def _best_set(able: Sequence[Proposal], program: Program, room_bytes: int) -> tu
     ]
     if not sets:
         return ()
-    step_s = {_names(members): _step_s(members, program) for members in sets}
-    best = min(sets, key=lambda members: (step_s[_names(members)], len(members)))
+    took_s = {_names(members): job_s(members, _step_s(members, program), steps) for members in sets}
+    best = min(sets, key=lambda members: (took_s[_names(members)], len(members)))
     while len(best) > 1:
         without = [tuple(row for row in best if row is not member) for member in best]
-        cheapest = min(without, key=lambda members: step_s[_names(members)])
-        if step_s[_names(cheapest)] >= MIN_SPEEDUP * step_s[_names(best)]:
+        cheapest = min(without, key=lambda members: took_s[_names(members)])
+        if took_s[_names(cheapest)] >= MIN_SPEEDUP * took_s[_names(best)]:
             break
         best = cheapest
     return best

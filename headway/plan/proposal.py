@@ -10,6 +10,7 @@ False
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ MIN_SPEEDUP = 1.02
 
 KEYS = (
     "name", "room", "predicted_speedup", "interval", "applies", "cost", "risk", "reason", "edits", "parameters",
-    "allow", "protects", "evaluation_share",
+    "allow", "protects", "evaluation_share", "start_s",
 )  # fmt: skip
 """Keys of a proposal in `headway plan --json`."""
 
@@ -81,6 +82,9 @@ class Proposal:
     evaluation_share: float = 0.0
     """Part of the time won that is won in evaluations, 0..1."""
 
+    start_s: float = 0.0
+    """Seconds that applying it costs once, at the start of a job: trials of loaders, as the recording timed them."""
+
     def __post_init__(self) -> None:
         """Check the interval."""
         if not self.interval[0] <= self.interval[1]:
@@ -90,6 +94,11 @@ class Proposal:
     def clear(self) -> bool:
         """Say whether the gain is worth having and is larger than the error of the prediction."""
         return self.predicted_speedup >= MIN_SPEEDUP and self.interval[0] > 1 + (MIN_SPEEDUP - 1) / 2
+
+    def pays_from(self, base_step_s: float) -> float:
+        """Return after how many steps, each of `base_step_s` before, what it costs at the start is won back."""
+        won_step_s = base_step_s * (1 - 1 / self.predicted_speedup)
+        return self.start_s / won_step_s if won_step_s > 0 else math.inf
 
     def to_json(self) -> dict[str, Any]:
         """Return the row of `headway plan --json`."""

@@ -7,18 +7,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headway.core.units import format_bytes
+from headway.core.units import format_bytes, format_seconds
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.sim.whatif import parse_edit
 from headway.trace.events.active_settings import GivenUp
 
-KINDS = ("hand", "noise", "memory", "grant", "excluded", "little")
+KINDS = ("hand", "noise", "memory", "grant", "short", "excluded", "little")
 """Values of `LeftOut.kind`: only the user can do it; its gain is inside the noise; it needs more memory than is free;
-it changes results without a grant; a remedy in the plan excludes it; it adds little to those in the plan."""
+it changes results without a grant; the job is too short to win back what it costs at the start; a remedy in the plan
+excludes it; it adds little to those in the plan."""
 
 
 IN_FORCE = "is in force already"
@@ -42,8 +44,14 @@ class LeftOut:
     """The same in words, with the numbers that decided."""
 
 
-def reason_of(row: Proposal, chosen: Sequence[Proposal], *, room_bytes: int, allowed: Sequence[str]) -> LeftOut:
-    """Return why `row` is not among `chosen`, where ranks may use `room_bytes` and the user granted `allowed`."""
+def reason_of(
+    row: Proposal, chosen: Sequence[Proposal], *, room_bytes: int, allowed: Sequence[str], steps: float = math.inf,
+    base_step_s: float = 1.0,
+) -> LeftOut:  # fmt: skip
+    """Return why `row` is not among `chosen`, where ranks may use `room_bytes` and the user granted `allowed`.
+
+    The job has `steps` steps, each of `base_step_s` before.
+    """
     gain = f"predicted {row.predicted_speedup:.2f}x ({row.interval[0]:.2f} to {row.interval[1]:.2f})"
     rivals = [member.name for member in chosen if excludes(row, member)]
     if not row.applies:
@@ -59,10 +67,25 @@ def reason_of(row: Proposal, chosen: Sequence[Proposal], *, room_bytes: int, all
         if row.protects:
             return LeftOut(row.name, "grant", f"{row.reason}; --allow {row.allow} admits it: {risk}")
         return LeftOut(row.name, "grant", f"{gain} with --allow {row.allow}: {risk}")
+    if (
+        not row.protects
+        and MIN_SPEEDUP * job_s([row], base_step_s / row.predicted_speedup, steps) > base_step_s * steps
+    ):
+        start = f"trying it costs {format_seconds(row.start_s)} at the start, won back after about"
+        start += f" {math.ceil(row.pays_from(base_step_s)):,} steps"
+        return LeftOut(row.name, "short", f"{start}; it is planned for {steps:,} steps (--steps)")
     if rivals:
         return LeftOut(row.name, "excluded", f"{gain}, but it cannot be applied with {' and '.join(rivals)}")
     least = f"{100 * (MIN_SPEEDUP - 1):.0f} %"
     return LeftOut(row.name, "little", f"{gain} alone, less than {least} more beside the rest of the plan")
+
+
+def job_s(members: Sequence[Proposal], step_s: float, steps: float) -> float:
+    """Return the seconds of a job of `steps` steps with `members` applied: what they cost at the start, and its steps.
+
+    Of endless jobs the start is nothing.
+    """
+    return step_s * steps + (sum(row.start_s for row in members) if math.isfinite(steps) else 0.0)
 
 
 def excludes(one: Proposal, other: Proposal) -> bool:

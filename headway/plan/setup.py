@@ -46,8 +46,13 @@ class PlanLimits:
     allow: tuple[str, ...] = ()
     """What the user has granted, entries of `headway.core.files.planfile.ALLOWANCES`: none of them implies another."""
 
+    steps: int | None = None
+    """Steps of the job that is planned for; None = as many as were recorded."""
+
     def __post_init__(self) -> None:
         """Check the values."""
+        if self.steps is not None and self.steps < 1:
+            raise InputError(f"the job to plan for has {self.steps} steps; give a number from 1 upwards.")
         if self.memory_bytes < 0 or self.max_workers < 0:
             raise InputError(
                 f"limits are {self.memory_bytes} bytes and {self.max_workers} workers; pass numbers from 0 upwards."
@@ -105,6 +110,7 @@ class Setup:
         memory_bytes: int | None = None,
         max_workers: int | None = None,
         allow: tuple[str, ...] = (),
+        steps: int | None = None,
     ) -> Setup:
         """Build it from run.json; what is left out is taken from the run, memory from this host as it is now."""
         facts = RunFacts.of(facts)
@@ -121,6 +127,7 @@ class Setup:
                 memory_bytes=int(psutil.virtual_memory().available) if free is None else free,
                 max_workers=max(LEAST_WORKERS, 2 * cores) if max_workers is None else max_workers,
                 allow=allow,
+                steps=steps,
             ),
             loaders=facts.effective_loaders,
             in_force=facts.in_force,

@@ -25,7 +25,7 @@ from typing import Any, Self
 import msgspec
 
 from headway.core.files.bounded_json import converted
-from headway.core.units import NS_PER_S, format_bytes
+from headway.core.units import NS_PER_S, format_bytes, format_seconds
 from headway.ledger.jobs.group_creation import Creation
 from headway.plan.loader_rows import LoaderRow
 from headway.trace.events.active_settings import AppliedRow
@@ -252,7 +252,25 @@ class PlanAnswer(Answer, frozen=True):
     refused: tuple[ProposalRow, ...] = ()
     hidden: int = 0
     note: str = ""
+    start_s: float = 0.0
+    pays_from_steps: int = 0
     in_script: tuple[str, ...] | None = None
+
+
+NOTED_START_S = 0.5
+"""What a plan costs at the start is said from so many seconds on."""
+
+
+def start_of(plan: PlanAnswer) -> str:
+    """Return the sentence on what a plan costs at the start, '' where that is little.
+
+    >>> start_of(PlanAnswer.of({"start_s": 2.25, "pays_from_steps": 40}))
+    ' Trying it costs about 2.25 s at the start, won back after 40 steps.'
+    """
+    if plan.start_s < NOTED_START_S:
+        return ""
+    cost = f"Trying it costs about {format_seconds(plan.start_s)} at the start"
+    return f" {cost}, won back after {plan.pays_from_steps:,} steps."
 
 
 # The facts of a run as a page shows them: what ran where, and when it began.

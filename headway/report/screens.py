@@ -27,6 +27,7 @@ from headway.report.answers import (
     PlanAnswer,
     RunAnswer,
     VerifiedRow,
+    start_of,
 )
 from headway.report.figures import (
     GAIN_WORTH_NAMING,
@@ -197,7 +198,7 @@ def _plan_sentence(plan: PlanAnswer) -> Text:
     if not number:
         return Text(f"{joined(guards, ', ')} protects the job; it makes no step faster.", style="bold")
     together = f"{number} remedies together" if number > 1 else "One remedy"
-    return Text(f"{together}: predicted {predicted(plan)} the steps per second.", style="bold")
+    return Text(f"{together}: predicted {predicted(plan)} the steps per second.{start_of(plan)}", style="bold")
 
 
 def nothing_to_apply(plan: PlanAnswer) -> str:
@@ -208,7 +209,7 @@ def nothing_to_apply(plan: PlanAnswer) -> str:
     >>> nothing_to_apply(PlanAnswer.of({"proposals": [row]}))
     'Nothing to apply: data.cache, predicted 1.75x, needs 2 GB.'
     """
-    barred = [row for row in plan.proposals if row.left_out.kind in ("grant", "memory")]
+    barred = [row for row in plan.proposals if row.left_out.kind in ("grant", "memory", "short")]
     best = max(barred, key=lambda row: row.predicted_speedup or 0.0, default=None)
     if best is not None and best.left_out.kind == "grant":
         what = f"{clean(best.name)}, predicted {predicted(best)}"

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import PurePath
 from time import perf_counter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeVar, cast
 from weakref import ref
 
 import numpy as np
@@ -30,6 +30,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from headway.core.machine.interruptions import pass_on
+from headway.data.guard.files_read import FileStat
 from headway.data.guard.trial import Limit, limited
 from headway.runtime.in_rank.remedy import Context
 from headway.runtime.script.object_graph import attributes, closure_of
@@ -57,6 +58,12 @@ DEPTH = 12
 
 FEW = 8
 """A longer container holds data: it counts by its type and by what its first entry is like."""
+
+MOST_LETTERS = 64
+"""A longer text holds data."""
+
+T = TypeVar("T")
+"""What is told beside a reason."""
 
 MOST_VALUES = 1024
 """Values that facts look into; of what lies beyond only the type counts."""
@@ -127,51 +134,55 @@ class Decisions:
 
     budget: Budget = field(default_factory=Budget)
     """Shared by the remedies of a rank."""
-    _known: dict[Hashable, tuple[str | None, int]] = field(default_factory=dict)
+    _known: dict[Hashable, tuple[str | None, object]] = field(default_factory=dict)
 
     def result(self, loader: DataLoader[Any], tried: Callable[[], str | None]) -> str | None:
         """Return why a loader would get other batches, None when it would not: `tried` where that is not known."""
-        return self._of("result", loader, lambda: (tried(), 0))[0]
+        return self._of("result", loader, lambda: (tried(), 0), 0)[0]
 
-    def keeping(self, loader: DataLoader[Any], tried: Callable[[], str | None]) -> str | None:
-        """Return why workers may not be kept for another pass, None when they may."""
-        return self._of("keeping", loader, lambda: (tried(), 0))[0]
+    def keeping(
+        self, loader: DataLoader[Any], tried: Callable[[], tuple[str | None, Mapping[str, FileStat]]]
+    ) -> tuple[str | None, Mapping[str, FileStat]]:
+        """Return why workers may not be kept for another pass, None when they may; and what a first reading goes by."""
+        return self._of("keeping", loader, tried, {}, whole_texts=True)
 
     def caching(self, loader: DataLoader[Any], tried: Callable[[], tuple[str | None, int]]) -> tuple[str | None, int]:
         """Return why examples may not be kept, None when they may; and the bytes of one."""
-        return self._of("caching", loader, tried)
+        return self._of("caching", loader, tried, 0)
 
     def speed(self, loader: DataLoader[Any], tried: Callable[[], str | None]) -> str | None:
         """Return why the remedy would not pay; settings of the dataset, such as a probability, do not count."""
-        return self._of("speed", loader, lambda: (tried(), 0), settings=False)[0]
+        return self._of("speed", loader, lambda: (tried(), 0), 0, settings=False)[0]
 
     def _of(
-        self, question: str, loader: DataLoader[Any], tried: Callable[[], tuple[str | None, int]], *,
-        settings: bool = True,
-    ) -> tuple[str | None, int]:  # fmt: skip
+        self, question: str, loader: DataLoader[Any], tried: Callable[[], tuple[str | None, T]], nothing: T, *,
+        settings: bool = True, whole_texts: bool = False,
+    ) -> tuple[str | None, T]:  # fmt: skip
         # By its hash: classes of the script that lived on would keep its files from being flushed at exit.
-        facts, budget = hash(facts_of(loader, settings=settings)), self.budget
+        facts, budget = hash(facts_of(loader, settings=settings, whole_texts=whole_texts)), self.budget
         if (question, facts) not in self._known:
             if facts in budget.hung:
-                return budget.hung[facts], 0
+                return budget.hung[facts], nothing
             if not budget.allows(loader, (id(self), question)):
-                return NOT_TRIED, 0
+                return NOT_TRIED, nothing
             with budget.trial(loader.num_workers) as limit:
                 answer = self._known[question, facts] = tried()
             if limit.reached and answer[0] is not None:
                 budget.hung[facts] = answer[0]
-        return self._known[question, facts]
+        return cast("tuple[str | None, T]", self._known[question, facts])
 
 
-def facts_of(loader: DataLoader[Any], *, settings: bool = True) -> Hashable:
+def facts_of(loader: DataLoader[Any], *, settings: bool = True, whole_texts: bool = False) -> Hashable:
     """Return what decides whether a remedy suits a loader; `settings`: with the values that its dataset is set to.
+
+    A text of more than 64 letters counts by its length, with `whole_texts` by all its letters.
 
     >>> from torch.utils.data import TensorDataset
     >>> small, large = (DataLoader(TensorDataset(torch.zeros(size))) for size in (8, 80))
     >>> facts_of(small) == facts_of(large), facts_of(small) == facts_of(DataLoader(small.dataset, 2))
     (True, False)
     """
-    shape = _Shape(settings=settings, size=_size(loader.dataset))
+    shape = _Shape(settings=settings, size=_size(loader.dataset), longest=None if whole_texts else MOST_LETTERS)
     own = (loader.batch_size, loader.num_workers, loader.drop_last, loader.pin_memory, loader.persistent_workers)
     samplers = type(loader.sampler), type(loader.batch_sampler)
     parts = (loader.dataset, loader.collate_fn, loader.worker_init_fn)
@@ -189,8 +200,8 @@ def _size(dataset: Any) -> int:
 class _Shape:
     """What values are like: types, code and settings, not contents."""
 
-    def __init__(self, *, settings: bool, size: int) -> None:
-        self._settings, self._size, self._left = settings, size, MOST_VALUES
+    def __init__(self, *, settings: bool, size: int, longest: int | None = MOST_LETTERS) -> None:
+        self._settings, self._size, self._left, self._longest = settings, size, MOST_VALUES, longest
 
     def of(self, value: Any, depth: int, *, settings: bool = True) -> Hashable:
         """Return something hashable that is equal for values alike."""
@@ -201,7 +212,8 @@ class _Shape:
         if isinstance(value, (bool, int, float, str, bytes, type(None))):
             if not (settings and self._settings) or (type(value) is int and value == self._size):
                 return kind  # how much data there is, is no setting
-            return kind, value if len(str(value)) <= 64 else len(value)  # type: ignore[arg-type]  # a long text
+            is_long = self._longest is not None and len(str(value)) > self._longest
+            return kind, len(value) if is_long else value  # type: ignore[arg-type]  # a long text
         if isinstance(value, (torch.Tensor, np.ndarray)):
             return kind, str(value.dtype), value.ndim
         if isinstance(value, (type, ModuleType, BuiltinFunctionType)):

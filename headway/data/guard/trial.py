@@ -26,7 +26,7 @@ import signal
 import stat
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
@@ -43,6 +43,7 @@ from headway.core.machine.child import said
 from headway.core.machine.interruptions import pass_on, suppress_own
 from headway.data.bytes.torch_examples import decode, encode, equal, lost_in_copy
 from headway.data.bytes.torch_keyed import generator_states, set_generators
+from headway.data.guard.files_read import FilesRead, FileStat, noted
 from headway.data.guard.outcome import OfDataset, OfReading
 from headway.data.guard.process_state import PLAIN, data_of, surroundings
 from headway.data.guard.purity import SEEDED, impurity
@@ -290,17 +291,48 @@ def _unfit_for_others(
     return (None if same else "what is read depends on the worker that reads it"), len(first)
 
 
-def keeps(loader: Any) -> str | None:
-    """Say that reading leaves something behind in a worker, which another pass would find there; None if not."""
+def keeps(loader: Any, *, may_draw: bool = False) -> tuple[str | None, Mapping[str, FileStat]]:
+    """Say that workers may not be kept for another pass, or None; and the files that a first reading goes by.
 
-    def left() -> tuple[str | None, int]:
+    What the first reading of a worker opens or computes stays for the next pass, where fresh workers would do it anew:
+    with the same result, as long as these files and what the training process holds (`outside`) are as they were.
+    A further reading may leave nothing, and the first one may ask no other process. Workers draw from generators that
+    torch seeds anew in each pass: with `may_draw` they need not.
+    """
+
+    def left() -> tuple[str | None, Mapping[str, FileStat]]:
         read, batches = (loader.dataset, loader.collate_fn), TriedBatch(loader)
-        before = left_by_readings(read)
-        batches[0]
-        same = before == left_by_readings(read)
-        return (None if same else "its workers keep what they read: each pass starts others"), 0
+        files, bare, before = FilesRead(looks=True), left_by_readings(read), _open_files()
+        listen_here()
+        if loader.num_workers:
+            be_worker(_worker.WorkerInfo(id=0, num_workers=loader.num_workers, seed=0, dataset=loader.dataset))
+        with files.noting() as noted_files, noting() as acts:
+            if loader.num_workers and loader.worker_init_fn is not None:
+                loader.worker_init_fn(0)
+            batches[0]
+        opened = {**{path: noted(path) for path in _open_files() - before}, **noted_files}
+        first = left_by_readings(read)
+        finding = impurity(batches, [0], order_generators(loader), may_draw=may_draw)
+        if finding is not None:
+            return finding, {}
+        with suppress_own():  # as it would raise in the script's own process
+            loader.dataset[len(loader.dataset) - 1]
+        if left_by_readings(read) != first:
+            return "its workers keep what they read: each pass starts others", {}
+        if acts and first != bare:
+            return f"its first reading {acts[0]}: each pass starts other workers", {}
+        return None, opened
 
-    return in_child(left)[0]
+    reason, files = in_child(left)
+    return reason, files or {}
+
+
+def _open_files() -> set[str]:
+    """Return the files that this process has open for reading, or maps: native readers open some that nobody noted."""
+    paths = {path for path, _ in positions().values()}
+    with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
+        paths |= {fields[5].rstrip("\n") for line in file if len(fields := line.split(maxsplit=5)) == 6}
+    return {path for path in paths if path.startswith("/")}
 
 
 def left_by_readings(read: Any) -> object:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter_ns
@@ -24,6 +24,7 @@ from torch.utils.data._utils import signal_handling
 
 from headway.core.machine.interruptions import pass_on
 from headway.data.guard.decisions import NOT_TRIED, Decisions, budget_of
+from headway.data.guard.files_read import FileStat
 from headway.data.guard.outcome import OutcomeWriter, impure, reporter
 from headway.data.guard.process_state import listens
 from headway.data.guard.trial import EXAMPLES, beside_seeding, keeps, open_handle, unfit
@@ -128,6 +129,8 @@ class _Tuning:
     """The iterator whose workers the next pass may have."""
     is_read: bool = False
     """Whether this process has read the first examples."""
+    opened: tuple[str, ...] = ()
+    """Files that the first reading of a worker goes by: with one of them changed, other workers start."""
 
 
 @dataclass(slots=True)
@@ -273,6 +276,7 @@ class LoaderTuner:
             keep=(self.persistent_workers and tuning.keeps) or loader.persistent_workers,
             pin_memory=loader.pin_memory or (self.pin_memory and in_use()),
             may_draw=self.may_draw,
+            opened=tuning.opened,
         )
         reads_first = not loader.num_workers and not tuning.is_read
         if not loader.num_workers and tuning.is_read and (found := open_handle(loader.dataset, loader.collate_fn)):
@@ -339,9 +343,17 @@ class LoaderTuner:
         """Apply the plan to a loader not seen before, or leave it alone and say why."""
         facts = {"dataset": type(loader.dataset).__name__, "before": loader.num_workers}
         ahead = self.max_workers * self.prefetch_factor
-        reason = bound_to_the_loop(loader) or self.decisions.result(
-            loader, lambda: untunable(loader, ahead, may_draw=self.may_draw)
-        )
+        torchs = loader.num_workers > 0 and loader.persistent_workers
+        fresh = loader.num_workers > 0 and not torchs  # the script's own workers begin each pass with nothing read
+        only_kept = fresh and self.persistent_workers and self.max_workers <= loader.num_workers
+        reason = bound_to_the_loop(loader)
+        if reason is None and not only_kept:
+            reason = self.decisions.result(loader, lambda: untunable(loader, ahead, may_draw=self.may_draw))
+        ended: str | None = None
+        opened: Mapping[str, FileStat] = {}
+        if reason is None and fresh and self.persistent_workers:
+            ended, opened = self.decisions.keeping(loader, lambda: keeps(loader, may_draw=self.may_draw))
+        reason = ended if only_kept else reason
         if reason != NOT_TRIED:  # else a later pass may try
             self.tunings[loader] = None
         if reason is not None:
@@ -349,11 +361,9 @@ class LoaderTuner:
             return
         # More workers than batches would start, and have nothing to do.
         count = max(loader.num_workers, min(self.num_workers, len(loader)))
-        torchs = loader.num_workers > 0 and loader.persistent_workers
-        fresh = loader.num_workers > 0 and not torchs  # the script's own workers begin each pass with nothing read
-        left = self.decisions.keeping(loader, lambda: keeps(loader)) if fresh and self.persistent_workers else None
-        self.tunings[loader] = _Tuning(count, left is None, settled=torchs or self.max_workers <= count)
-        self.report({**facts, "num_workers": count})
+        settled = torchs or self.max_workers <= count
+        self.tunings[loader] = _Tuning(count, ended is None, settled=settled, opened=tuple(opened))
+        self.report({**facts, "num_workers": count, **({"reason_not_kept": ended} if ended else {})})
 
     def _retune(self, loader: DataLoader[Any], tuning: _Tuning) -> None:
         """Between epochs: while training still waits, try twice the workers; keep them only if batches came faster."""

@@ -32,6 +32,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 from headway.core.machine.interruptions import pass_on
 from headway.data.bytes.torch_keyed import generator_states
 from headway.data.guard.batch_entries import BatchEntries
+from headway.data.guard.files_read import changed, noted
 from headway.data.guard.process_state import LISTENS, listens, outside
 from headway.data.guard.trial import read_here
 from headway.data.guard.verification import FOLLOWED
@@ -71,6 +72,8 @@ class IteratorSettings:
     pin_memory: bool
     may_draw: bool
     """Whether workers may draw random numbers of their own."""
+    opened: tuple[str, ...] = ()
+    """Files that what a worker keeps from its first reading goes by."""
 
 
 @dataclass(slots=True)
@@ -105,6 +108,7 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
         self.waited = Waited()
         self._loader, self._of_script = weakref.ref(loader), OfScript()
         self._num_in_vain = 0
+        self._opened = {path: noted(path) for path in settings.opened}  # before a worker reads them
         self._single: Any = None
         self._draws = None if self._own_workers else DeferredSeed(loader)
         self._seen, self._aligned = outside((loader.dataset, loader.collate_fn)), BatchEntries(loader.dataset)
@@ -137,7 +141,8 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
         """Tell whether these workers would make of another pass what fresh ones would."""
         alive = self._single is None and not self._shutdown and self._pid == os.getpid()
         alive = alive and all(worker.is_alive() for worker in self._workers)
-        return alive and self._seen == outside((loader.dataset, loader.collate_fn))
+        same = alive and changed(self._opened) is None
+        return same and self._seen == outside((loader.dataset, loader.collate_fn))
 
     def leave(self, reason: str) -> None:
         """End the workers and read the rest of the pass in this process."""

@@ -34,7 +34,7 @@ from headway.ledger.answers.evidence import (
     span_of,
     the_longest,
 )
-from headway.ledger.answers.input_causes import input_fetch, input_prep, input_transfer
+from headway.ledger.answers.input_causes import input_fetch, input_prep, input_start, input_transfer
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.answers.script_causes import bubble, evaluation, host_recording, host_script
 from headway.ledger.cause import Cause, ranked
@@ -191,6 +191,8 @@ def _predicted(cause: Cause, ledger: Ledger, predict: Predictor, part: float) ->
         return _booked(cause)
     won_step_s = part * max(0.0, forecast.base_step_s - forecast.step_s)
     won_s = won_step_s * ledger.steps * ledger.devices
+    if ledger.sub_ns.get("input.open", 0) and cause.cause.startswith("input."):
+        won_s = min(won_s, cause.lost_device_s)  # the replay also takes away what new workers open: another cause's
     evidence = cause.evidence
     if ledger.facts.attempt:  # what the earlier attempts and the first, cold steps lost besides is in the buckets
         evidence += (
@@ -400,6 +402,7 @@ RULES: dict[str, Callable[[Ledger], list[Cause]]] = {
     "input.fetch": input_fetch,
     "input.prep": input_prep,
     "input.transfer": input_transfer,
+    "input.start": input_start,
     "eval": evaluation,
     "host.script": host_script,
     "comm.exposed": _comm_exposed,

@@ -21,7 +21,8 @@ from headway.trace.events.loader_facts import EPOCH_SAMPLERS, LoaderFacts, facts
 
 FETCH = ("input.fetch", "input.unsplit")
 PREP = ("input.prep", "input.cpu_wait")
-TRANSFER = ("input.transfer", "input.start")
+TRANSFER = ("input.transfer",)
+START = ("input.start", "input.open")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,6 @@ def state_of(ledger: Ledger, loader: LoaderWaits) -> LoaderState:
         on_host=facts.device_type == "cpu",
         is_persistent=loader.facts.persistent,
         pins=loader.facts.pin_memory,
-        starts_lead=loader.seconds("input.start") > loader.seconds("input.transfer"),
         waits_for_cores=loader.seconds("input.cpu_wait") > loader.seconds(*PREP) / 2,
     )
 
@@ -170,13 +170,25 @@ def input_transfer(ledger: Ledger) -> list[Cause]:
 
 
 def _transfer_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
-    hand, start = loader.seconds("input.transfer"), loader.seconds("input.start")
-    waited = _waited_s(ledger, hand + start, *TRANSFER)
+    booked = loader.seconds(*TRANSFER)
+    waited = _waited_s(ledger, booked, *TRANSFER)
     copies = span_of(ledger, "kernel.copy")
-    evidence = f"the hand-off in {loader.called} of next(loader) took {mean_of(hand, loader.calls)}"
+    evidence = f"the hand-off in {loader.called} of next(loader) took {mean_of(booked, loader.calls)}"
     if copies.count:
-        evidence = f"{copies.count:,} copies; for {format_seconds(hand)} they kept the device from computing"
-    if start > 0:
-        evidence += f"; starting and ending its iterators took {format_seconds(start)} in all"
-    state = state_of(ledger, loader)
-    return _cause("input.transfer", loader, hand + start + waited, evidence + also_waited(waited), state)
+        evidence = f"{copies.count:,} copies; for {format_seconds(booked)} they kept the device from computing"
+    return _cause("input.transfer", loader, booked + waited, evidence + also_waited(waited), state_of(ledger, loader))
+
+
+def input_start(ledger: Ledger) -> list[Cause]:
+    """Starting and ending iterators and their workers, and what new workers open in their first load."""
+    return [_start_of(ledger, loader) for loader in loaders_of(ledger)]
+
+
+def _start_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
+    booked, opening = loader.seconds(*START), loader.seconds("input.open")
+    waited = _waited_s(ledger, booked, *START)
+    passes = span_of(ledger, "input.iter").count
+    evidence = f"starting and ending {counted(passes, 'iterator')} took {format_seconds(booked - opening)} in all"
+    if opening > 0:
+        evidence += f"; training waited {format_seconds(opening)} for what new workers open in their first load"
+    return _cause("input.start", loader, booked + waited, evidence + also_waited(waited), state_of(ledger, loader))

@@ -43,9 +43,6 @@ class LoaderState:
     pins: bool = False
     """Whether its batches are pinned."""
 
-    starts_lead: bool = False
-    """Whether making iterators took longer than handing batches over."""
-
     waits_for_cores: bool = False
     """Whether the batches that were awaited waited for a core most of the time."""
 
@@ -124,11 +121,11 @@ HINTS: tuple[Hint, ...] = (
          "more workers than {workers}{TRY}workers={twice}"),
     Hint("input.prep", "it has workers, and cores are free", _always,
          "more workers than {workers}{TRY}workers={twice}", MORE),
-    Hint("input.transfer", "iterators without workers are made often", lambda s: s.starts_lead and not s.workers,
+    Hint("input.start", "iterators without workers are made often", lambda s: not s.workers,
          "keep one iterator instead of making a loader for every few batches"),
-    Hint("input.transfer", "its workers are kept and start slowly", lambda s: s.starts_lead and s.is_persistent,
+    Hint("input.start", "its workers are kept and start slowly", lambda s: s.is_persistent,
          "its workers are kept between epochs already: fewer of them start sooner"),
-    Hint("input.transfer", "its workers start in each epoch", lambda s: s.starts_lead,
+    Hint("input.start", "its workers start in each epoch", _always,
          "keep the workers between epochs: one loader for all of them, and persistent_workers=True{TRY}persistent=true",
          KEEP),
     Hint("input.transfer", "it collates in the training process",

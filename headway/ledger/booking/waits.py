@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.core.units import NS_PER_MS
 from headway.ledger.booking.rows import NAME_ID, RankRows
 from headway.ledger.booking.sheet import RankAccount
 from headway.ledger.buckets import SUB_CODE
@@ -30,6 +31,9 @@ PART_SUBS = ("input.fetch", "input.cpu_wait", "input.prep", "input.transfer")
 
 PARTS = {"input.fetch": 0, "input.cpu_wait": 1, "input.prep": 2, "input.collate": 2}
 """Child of input.load -> its column."""
+
+OPENING_NS, OPENING_TIMES = 20 * NS_PER_MS, 1.0
+"""The first load of a worker opens something where it takes so much longer than later ones, in ns and in times."""
 
 DRAIN_GC = (2, 1, 0)
 """Order in which a collection inside a load is taken out of its parts: it is CPU time, so out of prep first."""
@@ -271,7 +275,29 @@ def _book_awaited(book: Book, loads: InputLoads, pieces: Pieces, found: Ints, lo
     early = np.where(loads.first[load] > 0, SUB_CODE["input.start"], SUB_CODE["input.transfer"])
     book(early, found, before)
     book(SUB_CODE["input.transfer"], found, after)
-    _book_parts(book, found, loading, loads.parts[load])
+    # What is awaited of a new worker's first load is opening in the share that the whole load spends on it.
+    took = np.maximum(loads.end_ns - loads.start_ns, 1)
+    opening = np.rint(loading * (opening_ns(loads) / took)[load]).astype(np.int64)
+    book(SUB_CODE["input.open"], found, opening)
+    _book_parts(book, found, loading - opening, loads.parts[load])
+
+
+def opening_ns(loads: InputLoads) -> Ints:
+    """Return [n] what the first load of each worker took beyond the median of its loader's later loads.
+
+    A new worker opens files and connections, and imports, in its first load. 0 for other loads, for those of the
+    training thread, and where it is less than `OPENING_TIMES` the median and `OPENING_NS`: that is a cold cache.
+    """
+    took, result = loads.end_ns - loads.start_ns, np.zeros(len(loads.row), np.int64)
+    by_worker, loader = loads.key[:, 1] >= 0, loads.key[:, 0]
+    for group in np.unique(loader[by_worker]).tolist():
+        of_loader = by_worker & (loader == group)
+        first, others = of_loader & (loads.first > 0), of_loader & (loads.first == 0)
+        if first.any() and others.any():
+            usual_ns = int(np.median(took[others]))
+            extra = took - usual_ns
+            result = np.where(first & (extra > max(OPENING_NS, OPENING_TIMES * usual_ns)), extra, result)
+    return result
 
 
 def _book_parts(book: Book, found: Ints, duration_ns: Ints, parts: Ints) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from headway.core.units import format_rate
 from headway.ledger.buckets import ONCE_PER_RUN, SUB_LINES
-from headway.report.answers import CauseRow, PlanAnswer, ProposalRow, RunAnswer, Why
+from headway.report.answers import CauseRow, PlanAnswer, ProposalRow, RunAnswer, Why, start_of
 from headway.report.figures import (
     BUCKET_STYLES,
     STARTS_SHOW,
@@ -342,7 +342,7 @@ def plan_part(plan: PlanAnswer) -> str:
     )
     lead = f"{nothing_to_apply(plan)}{by_hand(plan)}"
     if plan.chosen:
-        lead = f"The chosen ones (✓) together: predicted {predicted(plan)} the steps per second."
+        lead = f"The chosen ones (✓) together: predicted {predicted(plan)} the steps per second.{start_of(plan)}"
     return section("plan", "Plan", lead, f'<div class="scroll"><table class="proposals">{head}{rows}</table></div>')
 
 

@@ -186,3 +186,31 @@ def first_loads(batches: ConsumedBatches, lane: Lane, costs: Costs) -> NDArray[n
             made_ns = lane.start_ns[segment] + lane.duration_ns[segment]
             first[index] = max(0, int(batches.load_start_ns[mine].min() - made_ns))
     return first
+
+
+def loads_first(batches: ConsumedBatches, workers: NDArray[np.int64], reused: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return [b] whether a load is the first of its process: of each new worker, or of the training process in all.
+
+    `workers` [i] of each pass, 0 = the training process loads; `reused` [i] says that they are those of the pass before.
+    Workers take turns, so that the first W batches of a pass are the first ones of its W workers.
+    """
+    of_pass = batches.iterator
+    by_new = (batches.seq < workers[of_pass]) & ~reused[of_pass]
+    inline = (workers[of_pass] == 0) & (batches.epoch[of_pass] == 0) & (batches.seq == 0)
+    return np.asarray(by_new | inline)
+
+
+def opening_parts(batches: ConsumedBatches, first: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Return [b, 4] what a first load takes beyond a later one of its loader: the difference of the medians, by parts.
+
+    A new process opens files and connections, and imports, in its first load. Where a loader's first loads take no
+    longer than later ones, or it has loads of one kind alone, it is 0.
+    """
+    opening, group = np.zeros(batches.part_ns.shape), batches.group[batches.iterator]
+    for loader in np.unique(group).tolist():
+        of_loader = group == loader
+        new, old = of_loader & first, of_loader & ~first
+        if new.any() and old.any():
+            extra = np.median(batches.part_ns[new], axis=0) - np.median(batches.part_ns[old], axis=0)
+            opening[of_loader] = np.maximum(extra, 0.0)
+    return opening

@@ -18,7 +18,14 @@ from numpy.typing import NDArray
 
 from headway.core.units import NS_PER_S
 from headway.sim.recorded.lane import Lane
-from headway.sim.recorded.loader_costs import Costs, between_loads, first_loads, measure_handoff
+from headway.sim.recorded.loader_costs import (
+    Costs,
+    between_loads,
+    first_loads,
+    loads_first,
+    measure_handoff,
+    opening_parts,
+)
 from headway.sim.recorded.recording import ConsumedBatches, Recording
 from headway.sim.whatif import ResolvedEdits
 from headway.trace.events.loader_facts import LoaderFacts, bound, facts_of, uncacheable
@@ -129,6 +136,9 @@ class LoaderModel:
     first_ns: NDArray[np.float64]
     """[i] From the creation of the iterator to the first load of a worker."""
 
+    opening_ns: NDArray[np.float64]
+    """[b, 4] What the first load of a process takes beyond a later one of the same loader, split into `LOAD_PARTS`."""
+
     costs: Costs
     """What the run could not show."""
 
@@ -150,13 +160,14 @@ class LoaderModel:
         unknown = per_worker & (batches.load_start_ns < 0)
         take[unknown], handoff[unknown] = (batches.end_ns - batches.start_ns)[unknown], 0.0
         created = batches.iter_segment
+        persistent = np.array([fact.persistent for fact in told], dtype=bool) & (batches.epoch > 0)
         return cls(
             batches=batches,
             owned_ns=owned[rows],
             iter_ns=np.where(created >= 0, lane.duration_ns[np.maximum(created, 0)], 0),
             stop_ns=np.where(batches.end_segment >= 0, lane.duration_ns[np.maximum(batches.end_segment, 0)], 0),
             prefetch=prefetch,
-            persistent=np.array([fact.persistent for fact in told], dtype=bool) & (batches.epoch > 0),
+            persistent=persistent,
             tunable=np.array([not bound(fact) for fact in told], dtype=bool),
             tried=_first_of_each([(fact.dataset, fact.batch_size, fact.sampler) for fact in told]),
             trial_ns=_seconds([fact.rehearsal.processes_s for fact in told], costs.trial_ns),
@@ -170,6 +181,7 @@ class LoaderModel:
             handoff_ns=handoff,
             between_ns=between_loads(batches, prefetch),
             first_ns=first_loads(batches, lane, costs),
+            opening_ns=opening_parts(batches, loads_first(batches, batches.workers, persistent)),
             costs=costs,
         )
 
@@ -185,7 +197,7 @@ class LoaderModel:
         workers = recorded if scenario.workers is None else np.where(tuned, scenario.workers.count, recorded)
         ahead = self.prefetch if scenario.prefetch is None else scenario.prefetch
         prefetch = np.where(tuned, ahead, self.prefetch)
-        fetch, waiting, cpu = self._loads(scenario, seed, starved)
+        fetch, waiting, cpu = self._loads(scenario, workers, seed, starved)
         was_inline = recorded[batches.iterator] == 0
         now_inline = workers[batches.iterator] == 0
         inline_ns = np.maximum(self.owned_ns - batches.part_ns.sum(axis=1), 0) * was_inline
@@ -222,11 +234,21 @@ class LoaderModel:
             self, take_ns=self.take_ns * factor, handoff_ns=self.handoff_ns * factor, first_ns=self.first_ns * factor
         )
 
+    def _keeps(self, scenario: ResolvedEdits, workers: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return [i] whether the pass is read by the workers of the one before."""
+        edited = self._tuned(scenario) & (scenario.persistent is not None)
+        return np.where(edited, (self.batches.epoch > 0) & bool(scenario.persistent), self.persistent) & (workers > 0)
+
     def _loads(
-        self, scenario: ResolvedEdits, seed: int, starved: float
+        self, scenario: ResolvedEdits, workers: NDArray[np.int64], seed: int, starved: float
     ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
         """Return of each load what is blocked, waits for a core, and is CPU time, cache hits drawn one by one."""
-        fetch, starving, prep, collate = self.batches.part_ns.astype(np.float64).T
+        was = loads_first(self.batches, self.batches.workers, self.persistent)
+        processes = np.where(scenario.threads & self._tuned(scenario), 0, workers)
+        now = loads_first(self.batches, processes, self._keeps(scenario, workers))
+        change = (now.astype(np.float64) - was)[:, None]  # 1: it opens now, -1: no more
+        parts = np.maximum(self.batches.part_ns + change * self.opening_ns, 0.0)
+        fetch, starving, prep, collate = parts.T
         waiting = starved * starving * scenario.prep * scenario.factor("input.prep")
         if scenario.cache_fraction > 0:
             size = self.batch_size[self.batches.iterator]
@@ -251,10 +273,10 @@ class LoaderModel:
         self, scenario: ResolvedEdits, workers: NDArray[np.int64]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
         """Return, per pass, what making its iterator costs, when its workers begin, and what its end costs."""
-        had, again = self.batches.workers, self.batches.epoch > 0
+        had = self.batches.workers
         kept, tuned = self.persistent, self._tuned(scenario)
         free = tuned & (scenario.persistent is not None)
-        keeps = np.where(free, again & bool(scenario.persistent), kept) & (workers > 0)
+        keeps = self._keeps(scenario, workers)
         # Workers are made and ended one after the other. The end of the pass before is paid in the call that finds it.
         per_fork = np.where(had > 0, self.iter_ns / np.maximum(had, 1), self.costs.fork_ns)
         per_fork = np.where(kept, self.costs.fork_ns, per_fork)

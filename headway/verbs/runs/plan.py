@@ -31,6 +31,7 @@ def plan(
     *,
     out: Annotated[Path | None, Parameter(alias="-o")] = None,
     allow: str | None = None,
+    steps: int | None = None,
     all: bool = False,
     model: str | None = None,
     batch: int = 0,
@@ -51,6 +52,9 @@ def plan(
     allow
         What may change results: 'same-distribution' (other random draws of it), 'data.threads' (threads that share the
         dataset's objects with the loop), 'lossy' (approximations). Several are separated by commas.
+    steps
+        Length of the job to plan for, in optimizer steps: what costs more at the start than it wins in so many is left
+        out. As many as were recorded by default.
     all
         Show too what no cause of this run asks for, and what headway cannot apply.
     model
@@ -67,7 +71,7 @@ def plan(
     """
     grants = granted(allow)
     recorded = run_at(run)
-    explanation = explain_run(recorded, str(recorded.path), allow=grants)
+    explanation = explain_run(recorded, str(recorded.path), allow=grants, steps=steps)
     ledger, made, why = explanation.ledger, explanation.plan, explanation.to_json()
     if made is None:  # no prediction can be trusted; what the causes say to do stands all the same
         text = explanation.notes[0]

@@ -31,7 +31,7 @@ from headway.trace.readers.formats import open_parts
 from headway.trace.recording.incident import Incident
 from headway.trace.recording.run_facts import RunFacts, outcomes_of
 from headway.trace.recording.runs import Run, is_run, merge
-from headway.verbs.shared.script_terms import script_terms, withdrawn
+from headway.verbs.shared.script_terms import KEPT, script_terms, withdrawn
 
 if TYPE_CHECKING:
     from headway.ledger.operations.straggler import StragglerReport
@@ -182,12 +182,12 @@ def explain(paths: Sequence[Path], *, allow: tuple[str, ...] = ()) -> Explanatio
     return Explanation(source, parts, ledger, tuple(find_causes(ledger)), paths=tuple(paths))
 
 
-def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = ()) -> Explanation:
+def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = (), steps: int | None = None) -> Explanation:
     """Book a recorded run, replay it, and ask every room for remedies."""
     ledger = Ledger.of(run)
     try:
         program = Program.from_run(run)
-        plan = Plan.of(ledger, program, Setup.from_facts(run.facts, allow=allow), ADVISERS)
+        plan = Plan.of(ledger, program, Setup.from_facts(run.facts, allow=allow, steps=steps), ADVISERS)
     except (
         InputError,
         BarMissedError,
@@ -196,13 +196,12 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = ()) -> Explan
         return Explanation(source, run.parts, ledger, causes, run, notes=(str(reason),), paths=(run.path,))
     refused = {name: why for name, row in outcomes(run.path).items() if (why := row.reason_not_applied)}
     fixes = fixes_of(plan, refused, launched=run.facts.launched, allow=allow)
-    keeps = any(row.name == "data.workers" and PERSISTENT in row.edits for row in plan.proposals)
+    keeps = any(row.name == "data.workers" and KEPT in row.edits for row in plan.proposals)
     workers = next((fix for fix in fixes.values() if fix.remedy == "data.workers"), None)
-    starts = ledger.sub_ns.get("input.start", 0) > ledger.sub_ns.get("input.transfer", 0)
     loaders = run.facts.effective_loaders.values()
     collates = not any(loader.num_workers for loader in loaders)  # workers would do that too
-    if workers is not None and ((keeps and starts) or collates):
-        fixes["input.transfer"] = workers
+    fixes |= {"input.start": workers} if workers is not None and keeps else {}
+    fixes |= {"input.transfer": workers} if workers is not None and collates else {}
     found = find_causes(ledger, predict=program.predict, fixes=fixes)
     causes = tuple(with_reasons(refuted(cause, plan), program) for cause in found)
     notes = (
@@ -293,9 +292,6 @@ def fixes_of(
                 )
     return {**unsure, **fixes}
 
-
-PERSISTENT = "persistent=true"
-"""The edit that keeps a loader's workers: it wins back the starts of iterators, which `input.transfer` holds."""
 
 GRANTED = {
     "result-equivalent": "with other random draws of the same distribution",

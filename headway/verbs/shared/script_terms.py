@@ -17,6 +17,9 @@ from typing import Any
 from headway.plan.proposal import Proposal
 from headway.trace.recording.run_facts import outcomes_of
 
+KEPT = "persistent=true"
+"""The edit that keeps a loader's workers for the next pass."""
+
 OF_REMEDY: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "data.workers": lambda given: call(
         "DataLoader", given, "num_workers", "prefetch_factor", "persistent_workers", "pin_memory"
@@ -47,8 +50,10 @@ OF_REMEDY: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 def script_terms(row: Proposal) -> str:
     """Return what to write for a proposal; '' where the cause's own advice says it already."""
-    terms = OF_REMEDY.get(row.name)
-    return "" if terms is None else terms(row.parameters)
+    terms, given = OF_REMEDY.get(row.name), row.parameters
+    if row.edits == (KEPT,):  # the script has these workers already
+        given = {"persistent_workers": True}
+    return "" if terms is None else terms(given)
 
 
 def chosen_terms(proposals: Iterable[Proposal], chosen: Collection[str]) -> list[str]:
