@@ -87,6 +87,7 @@ SUB_LINES: dict[str, str] = {
     "restart.script": "the rest of a later attempt's start-up",
     "rework.steps": "compute of steps after the last save of a failed attempt: done again later",
     "rework.partial": "the step that a failed attempt did not finish",
+    "host.cpu_wait": "computing, the training thread or a thread of its pool was ready to run and had no core",
     "host.gc": "garbage collection",
     "host.logging": "logging handlers",
     "host.script": "code of the script between a backward or update and the next forward: batches made by hand, "

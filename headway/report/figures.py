@@ -203,8 +203,9 @@ def verdict(answer: Json | Why) -> Verdict:
     The largest loss that a remedy wins back, or may win back, leads where that is 5 % or more, else the largest loss
     that advice may mend, or one that is `FAR_LARGER` and that nothing known mends: its bucket gives the share. A run
     without a loss above the noise is told so, and what headway's recording took is never what to mend. How a run ended
-    that did not end well comes before everything else. What took more of the time than the headline's loss (useful
-    work, the start-up of a short run) is said behind it.
+    that did not end well comes before everything else. A host without free cores leads where that lost most: the rest
+    is said of a busy host. What took more of the time than the headline's loss (useful work, the start-up of a short
+    run) is said behind it.
     """
     why = Why.of(answer)
     devices, wall = plural(why.devices, "device"), seconds(why.wall_s)
@@ -223,6 +224,9 @@ def verdict(answer: Json | Why) -> Verdict:
     named = [c for c in why.causes if worth_naming(c, why)]
     known = [c for c in named if c.remedy or c.fix.startswith(NOT_RESOLVED)]
     first = next((c for c in known if _gain(c) >= GAIN_THAT_LEADS), None)
+    largest = max(named, key=_lost_s, default=None)
+    if largest is not None and largest.cause == "host.cpu_wait":  # what else the run shows is of a busy host
+        first = largest
     if first is None:
         first = next((c for c in named if headline(c, why)), None)
         most = max((c for c in named if c.cause != "host.recording"), key=_lost_s, default=None)
@@ -391,6 +395,7 @@ CAUSE_PHRASES: dict[str, str] = {
     "straggler.last_stage": "a slow last pipeline stage",
     "straggler.sequence": "sequence-length imbalance",
     "straggler.rank": "a slow rank",
+    "host.cpu_wait": "waiting for a CPU core",
     "host.gc": "garbage collection",
     "host.script": "the script's own code between steps",
     "host.logging": "logging",

@@ -103,9 +103,9 @@ def _applied(run: RunAnswer) -> list[RenderableType]:
     done = applied(run.applied)
     for row in done:
         error = prediction_error(row)
-        off = "-" if error is None else f"{100 * error:+.1f} %"
+        off = "-" if error is None or row.inconclusive else f"{100 * error:+.1f} %"
         style = "bold" if row.name == WHOLE_PLAN else ""
-        measured = "withdrawn" if row.withdrawn else speedup(row.measured_speedup)
+        measured = "withdrawn" if row.withdrawn else measured_words(row)
         add_row(table, clean(row.name), predicted(row), measured, off, style=style)
     aside = f"  against {clean(run.baseline)}" * bool(run.baseline)
     heading = Text.assemble("  ", ("Predicted and measured", "bold"), (aside, "dim"))
@@ -114,6 +114,9 @@ def _applied(run: RunAnswer) -> list[RenderableType]:
         steady, whole = finite(row.measured_speedup), finite(row.measured_with_start)
         if steady and whole and abs(whole / steady - 1) > UNLIKE_START and not row.reason_not_applied:
             parts.append(paragraph(f"Over as many steps of both, the first included: {speedup(whole)}.", style="dim"))
+        if row.inconclusive and row is done[-1]:
+            text = f"Measured {speedup(row.measured_speedup)}, which is inconclusive: {clean(row.inconclusive)}."
+            parts.append(paragraph(text, style="dim"))
         if reason := row.reason_not_applied or row.withdrawn:
             what = "not applied" if row.reason_not_applied else "withdrawn while the run went on"
             parts.append(paragraph(Text.assemble(clean(row.name), (f"  {what}: {clean(reason)}", "dim"))))
@@ -128,6 +131,15 @@ def applied(rows: Sequence[AppliedRow]) -> list[AppliedRow]:
     """
     done = sorted((row for row in rows if not row.reason_not_applied), key=lambda row: row.name == WHOLE_PLAN)
     return done if sum(row.name != WHOLE_PLAN for row in rows) > 1 else done[:1]
+
+
+def measured_words(row: AppliedRow) -> str:
+    """Return the measured gain of an applied remedy, or that nothing can be said of it.
+
+    >>> measured_words(AppliedRow(measured_speedup=2.0)), measured_words(AppliedRow(inconclusive="a busy host"))
+    ('2.00x', 'inconclusive')
+    """
+    return "inconclusive" if row.inconclusive else speedup(row.measured_speedup)
 
 
 def prediction_error(row: AppliedRow) -> float | None:

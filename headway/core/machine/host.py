@@ -38,7 +38,7 @@ import re
 import select
 import socket
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -277,3 +277,58 @@ def readable(fd: int, timeout_s: float) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(max(timeout_s, 0.0) * 1e3))
+
+
+# Which processes used the cores, by name: of an interpreter its script, as far as others may see it.
+
+MOST_NAMES = 3
+"""Processes that are named."""
+
+INTERPRETERS = ("python", "bash", "sh", "perl", "ruby", "node", "java")
+"""Beginnings of names that say nothing of what runs."""
+
+ENDINGS = (".py", ".sh", ".pl", ".rb", ".js", ".jar")
+"""Endings of the names of scripts."""
+
+
+class NamedUse:
+    """Adds up the CPU seconds that processes have used themselves, without their children.
+
+    >>> use = NamedUse(Path("/nowhere"))
+    >>> use.add({7: ("trainer", 1.0)}), use.add({7: ("trainer", 3.5), 8: ("new", 9.0)})
+    (None, None)
+    >>> use.largest()
+    [('trainer (pid 7)', 2.5)]
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._used_s: dict[int, float] = {}
+        self._before_s: dict[int, float] = {}
+        self._names: dict[int, str] = {}
+
+    def add(self, processes: Mapping[int, tuple[str, float]]) -> None:
+        """Note what each process (pid -> name, CPU seconds so far) has used since the call before."""
+        for pid, (name, spent_s) in processes.items():
+            used_s = spent_s - self._before_s.get(pid, spent_s)
+            if used_s > 0:
+                self._names.setdefault(pid, self._script(pid, name))
+                self._used_s[pid] = self._used_s.get(pid, 0.0) + used_s
+        self._before_s = {pid: spent_s for pid, (_, spent_s) in processes.items()}
+
+    def largest(self) -> list[tuple[str, float]]:
+        """Return name and CPU seconds of the processes that used most, at most `MOST_NAMES`."""
+        pids = sorted(self._used_s, key=lambda pid: -self._used_s[pid])[:MOST_NAMES]
+        return [(f"{self._names[pid]} (pid {pid})", self._used_s[pid]) for pid in pids]
+
+    def _script(self, pid: int, name: str) -> str:
+        if not name.startswith(INTERPRETERS):
+            return name
+        try:
+            arguments = (self._root / "proc" / str(pid) / "cmdline").read_bytes().split(b"\0")[1:]
+        except OSError:
+            return name
+        script = next(
+            (os.path.basename(os.fsdecode(part)) for part in arguments if part and not part.startswith(b"-")), ""
+        )
+        return f"{name} {script}" if script.endswith(ENDINGS) else name

@@ -32,6 +32,7 @@ import msgspec
 from headway.core.machine.apart import DETACHED
 from headway.core.machine.host import (
     ROOT,
+    NamedUse,
     affinity_cores,
     available_cores,
     cpu_quota,
@@ -91,6 +92,9 @@ class HostLoad(msgspec.Struct, frozen=True, kw_only=True):
     other_sessions: float = 0.0
     """Mean sessions of others that used a core, each counted by its weight: two that use as much as each other are 2,
     beside a large one a small one is little more than none."""
+
+    other_names: tuple[tuple[str, float], ...] = ()
+    """The processes of others that used most: (name and pid, mean cores over all readings), largest first."""
 
     own_cores: float = 0.0
     """Mean cores that the job itself kept busy."""
@@ -234,6 +238,7 @@ class LoadSampler:
         self._detached: dict[int, list[int]] = {}
         self._kernel: set[int] = set()
         self._next_s = 0.0
+        self._named_use = NamedUse(root)
         self.readings: list[HostCounters] = []
 
     def look(self, *, at_once: bool = False) -> None:
@@ -253,7 +258,10 @@ class LoadSampler:
     def between(self, begin_s: float = float("-inf"), end_s: float = float("inf")) -> HostLoad:
         """Return the load over the readings between two moments; over all of them where too few lie there."""
         chosen = [reading for reading in self.readings if begin_s <= reading.at_s <= end_s]
-        return host_load(chosen if len(chosen) > 1 else self.readings, whole_host=self._whole_host, root=self._root)
+        load = host_load(chosen if len(chosen) > 1 else self.readings, whole_host=self._whole_host, root=self._root)
+        whole_s = self.readings[-1].at_s - self.readings[0].at_s if self.readings else 0.0
+        names = tuple((name, round(used_s / whole_s, 3)) for name, used_s in self._named_use.largest() if whole_s > 0)
+        return msgspec.structs.replace(load, other_names=names)
 
     def _read(self, now_s: float) -> HostCounters:
         if len(self.readings) % 100 == 0:
@@ -275,6 +283,9 @@ class LoadSampler:
             passed_s = now_s - self.readings[-1].at_s
             self._runnable_s += max(0, others) * passed_s
             used = {pid: self._spent[pid] - before.get(pid, 0.0) for pid in processes if pid not in own}
+            self._named_use.add(
+                {pid: (process.name, process.self_s) for pid, process in processes.items() if pid not in own}
+            )
             self._sessions_s += passed_s * _effective(_by_session(used, processes))
         self._tree, self._detached = tree, detached
         return HostCounters(
@@ -341,6 +352,8 @@ class _Process:
     session: int
     name: str = ""
     memory_bytes: int = 0
+    self_s: float = 0.0
+    """Of `cpu_s`, its own."""
 
 
 def _processes(root: Path, kernel: set[int]) -> dict[int, _Process]:
@@ -365,7 +378,8 @@ def _process(text: str) -> _Process:
     cpu_s = sum(map(int, fields[11:15])) * TICK_S
     name = text[text.index("(") + 1 : text.rindex(")")]
     memory_bytes = int(fields[21]) * PAGE_BYTES if len(fields) > 21 else 0
-    return _Process(int(fields[1]), fields[0], cpu_s, int(fields[17]), int(fields[3]), name, memory_bytes)
+    self_s = sum(map(int, fields[11:13])) * TICK_S
+    return _Process(int(fields[1]), fields[0], cpu_s, int(fields[17]), int(fields[3]), name, memory_bytes, self_s)
 
 
 def _tree(pid: int, processes: Mapping[int, _Process]) -> list[int]:

@@ -36,7 +36,7 @@ from headway.ledger.answers.evidence import (
 )
 from headway.ledger.answers.input_causes import input_fetch, input_prep, input_start, input_transfer
 from headway.ledger.answers.ledger import Ledger
-from headway.ledger.answers.script_causes import bubble, evaluation, host_recording, host_script
+from headway.ledger.answers.script_causes import BUSY, bubble, evaluation, host_cpu_wait, host_recording, host_script
 from headway.ledger.cause import Cause, ranked
 
 LEAST_FRACTION = 0.005
@@ -58,6 +58,7 @@ EDIT_OF_CAUSE: dict[str, str] = {
     "comm.exposed": "comm=none",
     "straggler.rank": "straggler=none",
     "host.script": "script=none",
+    "host.cpu_wait": "other=0",
     "host.gc": "host.gc=none",
     "host.logging": "host.logging=none",
     "host.recording": "op:host.recording=none",
@@ -183,8 +184,9 @@ def _predicted(cause: Cause, ledger: Ledger, predict: Predictor, part: float) ->
     The replay takes the cause away wherever it is; `part` of what that wins is this cause's: one loader of several.
     """
     edit = EDIT_OF_CAUSE.get(cause.cause)
-    if edit is None:
-        return cause
+    load = ledger.facts.host_load
+    if edit is None or (cause.cause == "host.cpu_wait" and (load is None or load.demand < BUSY)):
+        return cause  # without others on the host, the job takes its cores from itself
     try:
         forecast = predict((edit,))
     except InputError:  # This run cannot be replayed so; the booked seconds stand, without a prediction.
@@ -405,6 +407,7 @@ RULES: dict[str, Callable[[Ledger], list[Cause]]] = {
     "input.start": input_start,
     "eval": evaluation,
     "host.script": host_script,
+    "host.cpu_wait": host_cpu_wait,
     "comm.exposed": _comm_exposed,
     "bubble.p2p": bubble,
     "straggler.rank": _straggler_rank,

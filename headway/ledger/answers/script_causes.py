@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headway.core.units import NS_PER_S, format_seconds, plural
+from headway.core.units import NS_PER_S, format_fraction, format_seconds, plural
 from headway.ledger.answers.evidence import (
     TRY,
     also_waited,
@@ -29,8 +29,12 @@ from headway.trace.events.loader_facts import unmovable_by_hand
 LEAST_SAMPLES = 8
 """Samples below which no line is named: the next one could turn the shares over."""
 
+BUSY = 0.1
+"""Cores that others want from which on they are named."""
+
 LARGE = 0.02
-"""Share of the device time from which headway's own work is a cause: twice what deep windows may cost by default."""
+"""Share of the device time from which headway's own work is a cause: twice what deep windows may cost by default. Less
+waiting for a core is what any host has."""
 
 MOST_LINES = 3
 """Lines of the script that are named in one piece of evidence."""
@@ -62,6 +66,34 @@ def host_script(ledger: Ledger) -> list[Cause]:
     else:
         fix = "move it to a thread or another process, or do it less often"
     return [Cause("host.script", where, own + waited, evidence + also_waited(waited), f"{fix}{TRY}script=none")]
+
+
+def host_cpu_wait(ledger: Ledger) -> list[Cause]:
+    """Time in which the training threads, or the pools that compute with them, were ready to run and had no core."""
+    facts, booked = ledger.facts, booked_s(ledger, "host.cpu_wait")
+    if ledger.fraction("host.cpu_wait") < LARGE:
+        return []
+    waited = blamed_s(ledger, "host", share_of(ledger, "host", "host.cpu_wait"))
+    share = format_fraction(booked * NS_PER_S / max(ledger.total_ns, 1))
+    evidence = f"for {share} of the time training was ready to compute and had no core"
+    load, ranks = facts.host_load, max(1, ledger.devices // max(1, len(facts.hosts)))
+    threads, cores = ranks * max(facts.threads.values(), default=1), facts.cores or 0
+    others = load.demand if load is not None else 0.0
+    if load is not None and others >= BUSY:
+        named = ", ".join(f"{name} {used:.2f}" for name, used in load.other_names)
+        evidence += f"; other processes wanted {others:.2f} of {plural(load.cores, 'core')}"
+        evidence += f" (cores used: {named})" if named else ""
+    fix, edit = "give the job cores of its own: end or move what else runs here", ""
+    if 0 < cores < threads:
+        fair = max(1, cores // ranks)
+        evidence += (
+            f"; {plural(ranks, 'rank')} with {plural(threads // ranks, 'thread')} each share {plural(cores, 'core')}"
+        )
+        fix, edit = f"no more threads than cores: OMP_NUM_THREADS={fair}", f"torch.set_num_threads({fair})"
+    elif others < BUSY:
+        fix = "fewer processes and threads of the job than cores: loader workers count as well"
+    cause = Cause("host.cpu_wait", "training thread", booked + waited, evidence + also_waited(waited), fix, script=edit)
+    return [cause if others >= BUSY else replace(cause, fix=fix)]
 
 
 def host_recording(ledger: Ledger) -> list[Cause]:

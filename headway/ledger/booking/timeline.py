@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headway.ledger.booking import core_waits
 from headway.ledger.booking.rows import NAME_ID, NAMES, RankLifetime, RankRows
 from headway.ledger.booking.sheet import RankAccount
 from headway.ledger.booking.waits import INPUT_IDS, book_evaluation, book_input
@@ -183,6 +184,7 @@ def _book_steps(sheet: RankAccount, rows: RankRows, life: RankLifetime, *, resta
     picked = by_host(rows, rows.of(*BUCKET_OF))
     evaluations, phases = evaluations_of(rows), device_phases(rows)
     gap_start, gap_end = checkpoint_gaps(rows)
+    marked_ns, waited_ns = core_waits.marks(rows)
     owner_of = np.concatenate([picked, np.full(len(gap_start), GAP, np.int64), np.array([-1])])
     pieces = sweep(
         np.concatenate([rows.start_ns[picked], gap_start]),
@@ -190,7 +192,7 @@ def _book_steps(sheet: RankAccount, rows: RankRows, life: RankLifetime, *, resta
         np.concatenate([_STEP_TABLE.precedence[rows.name[picked]], np.full(len(gap_start), GAP_PRECEDENCE, np.int64)]),
         window=(life.first_ns, life.record_ns),
         cuts=np.concatenate(
-            [life.step_start, life.step_end, *evaluations, *(bound for phase in phases for bound in phase)]
+            [life.step_start, life.step_end, marked_ns, *evaluations, *(bound for phase in phases for bound in phase)]
         ),
     )
     owner = owner_of[pieces.row]
@@ -221,7 +223,12 @@ def _book_steps(sheet: RankAccount, rows: RankRows, life: RankLifetime, *, resta
     book_evaluation(sheet, rows, pieces, np.where(evaluates, owner, -1))
     comm_piece = np.isin(name, [NAME_ID[known] for known in COMM_NAMES])
     plain = ~(input_piece | comm_piece)
-    sheet.book_all(sub[plain], column[plain], pieces.duration_ns[plain])
+    duration_ns = pieces.duration_ns
+    if not timed.any():  # the training thread is the device: it computes only while it has a core
+        no_core_ns = np.where(plain, core_waits.without_core(rows, marked_ns, waited_ns, pieces, sub), 0)
+        sheet.book_all(core_waits.CODE, column, no_core_ns)
+        duration_ns = duration_ns - no_core_ns
+    sheet.book_all(sub[plain], column[plain], duration_ns[plain])
     book_input(sheet, rows, pieces, np.where(evaluates, -1, owner), column)
     found = np.flatnonzero(comm_piece)
     return OpenWaits(owner[found], pieces.start_ns[found], pieces.end_ns[found], column[found])

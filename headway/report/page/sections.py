@@ -40,7 +40,7 @@ from headway.report.figures import (
     verdict,
 )
 from headway.report.page.charts import HeatMap
-from headway.report.screens import WHOLE_PLAN, applied, by_hand, nothing_to_apply, prediction_error
+from headway.report.screens import WHOLE_PLAN, applied, by_hand, measured_words, nothing_to_apply, prediction_error
 from headway.trace.events.active_settings import AppliedRow
 
 MILD_SLOWDOWN = 1.1
@@ -106,7 +106,7 @@ def key_figures(why: Why, run: RunAnswer) -> str:
         ("Wall time", seconds(why.wall_s)),
         ("Steps", count(why.steps)),
         ("Steps per second", format_rate(rate) if rate is not None else "-"),
-        ("Speedup", speedup(next((row.measured_speedup for row in run.applied if row.name == WHOLE_PLAN), None))),
+        ("Speedup", next((measured_words(row) for row in run.applied if row.name == WHOLE_PLAN), "-")),
         ("Goodput", percent(why.goodput)),
         ("Goodput in steps", percent(why.step_goodput)),
         ("MFU", percent(why.mfu and why.mfu.mfu)),
@@ -291,6 +291,8 @@ def applied_part(run: RunAnswer) -> str:
         for row in run.applied
         if row.reason_not_applied
     )
+    if done and done[-1].inconclusive:
+        notes += f'<p class="note">What was measured is inconclusive: {text(done[-1].inconclusive)}.</p>'
     lead = f"Steps per second against {clean(run.baseline) or 'the run before'}."
     return section("applied", "Predicted and measured", lead, table + notes)
 
@@ -298,11 +300,11 @@ def applied_part(run: RunAnswer) -> str:
 def _applied_row(row: AppliedRow, axis: tuple[float, float]) -> str:
     """Return the table row of one applied remedy; the row of the whole plan is set in bold."""
     error = prediction_error(row)
-    off = "-" if error is None else f"{100 * error:+.1f} %"
+    off = "-" if error is None or row.inconclusive else f"{100 * error:+.1f} %"
     total = ' class="total"' if row.name == WHOLE_PLAN else ""
     return (
         f'<tr{total}><td class="mono">{text(row.name)}</td><td class="n">{text(predicted(row))}</td>'
-        f'<td class="n">{speedup(row.measured_speedup)}</td><td class="n">{off}</td>'
+        f'<td class="n">{measured_words(row)}</td><td class="n">{off}</td>'
         f'<td class="bar">{_gain_picture(row, axis)}</td></tr>'
     )
 

@@ -26,7 +26,7 @@ from headway.runtime.recorder.garbage import Garbage
 from headway.runtime.script.gap_stacks import GapStacks
 from headway.runtime.script.gradients import GradientCounter
 from headway.runtime.script.loop_depth import loop_depth
-from headway.runtime.script.run_delay import open_schedstat, read_delay
+from headway.runtime.script.run_delay import PoolDelay, open_schedstat, read_delay
 from headway.runtime.script.saves import ProcessSaves
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.ring import CHILD, MAIN, PROGRESS_NS, SPAWNED, PageWriter, Recorder, warn
@@ -112,6 +112,9 @@ class Probes:
 
     models: Any = None
     """The models that were called (`probe_model.Models`); None before torch was imported."""
+
+    pool: PoolDelay = field(default_factory=PoolDelay)
+    """How long the training thread and the threads that compute with it had no core."""
 
     gap: GapStacks = field(default_factory=GapStacks)
     """What the script does between an update and the next forward."""
@@ -199,6 +202,8 @@ class Probes:
                 self.listeners.remove(listener)
         if steps == 1:
             self.page.train_here()
+            if (torch := sys.modules.get("torch")) is not None:
+                self.tables["threads"] = torch.get_num_threads()
             self.write_tables_beside()
             if self.gradients.watched[0]:
                 self.gap.follow(self.trainer, self._write_in_gap)
@@ -227,8 +232,9 @@ class Probes:
 
         They tell a replay how many cores of the host compute occupies, and how much of it was waiting for one.
         """
-        moment = now()
-        self.emit(CPU, moment, 0, time.thread_time_ns(), read_delay(open_schedstat()), time.process_time_ns())
+        moment, cpu_ns = now(), time.thread_time_ns()
+        delay_ns = self.pool.with_pool(cpu_ns, read_delay(open_schedstat()))
+        self.emit(CPU, moment, 0, cpu_ns, delay_ns, time.process_time_ns())
         return moment
 
     def index_of(self, optimizer: Any) -> int:

@@ -134,6 +134,7 @@ def doings(run: Path, *, ranks: set[int] | None = None) -> RankDoings:
         loaders=loaders(run),
         memory={rank: table.memory for rank, table in tables_of.items() if table.memory},
         bad_losses={rank: table.bad_losses for rank, table in tables_of.items() if table.bad_losses},
+        threads={rank: table.threads for rank, table in tables_of.items() if table.threads},
         device_type=device,
         dropped=dropped,
         bytes_per_step=round(size / steps, 1) if steps else None,

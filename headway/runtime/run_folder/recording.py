@@ -87,6 +87,7 @@ class RankDoings:
     loaders: dict[str, dict[str, Any]] = field(default_factory=dict)
     memory: dict[int, dict[str, Any]] = field(default_factory=dict)
     bad_losses: dict[int, list[Any]] = field(default_factory=dict)
+    threads: dict[int, int] = field(default_factory=dict)
     device_type: str = "cpu"
     dropped: int = 0
     bytes_per_step: float | None = None
@@ -303,6 +304,7 @@ class RunRecording:
             **self.memory,
             "memory": seen.memory,
             "bad_losses": seen.bad_losses,
+            "threads": seen.threads,
             "ranks": rows,
             "exit": exit_.json() if exit_ is not None else None,
             "baseline": self.baseline,

@@ -1,5 +1,11 @@
 """How long the calling thread was ready to run while no core was free: its run delay, as the scheduler counts it.
 
+Where a pool computes with it (OpenMP's, torch's), an operator ends when the slowest thread of the pool does: the
+thread that called it then waits for a core too, though it sleeps or spins itself.
+
+    calling thread   |--- part of the sum ---|. . sleeps at the barrier . .|
+    pool thread      |--- part ---|no core . . . . . . . .|--- the rest ---|
+
 Field 2 of /proc/thread-self/schedstat, in ns. A thread that a CPU quota holds
 back counts as ready, so throttling is in it too.
 
@@ -11,6 +17,7 @@ from __future__ import annotations
 
 import os
 import threading
+from time import monotonic_ns
 
 from headway.core.machine.arena import Descriptor
 from headway.core.machine.interruptions import pass_on
@@ -50,3 +57,68 @@ def read_delay(descriptor: int) -> int:
     except (OSError, ValueError, IndexError) as cause:
         pass_on(cause)  # a time-out is an OSError
         return -1
+
+
+LOOK_NS = 250_000_000
+"""The threads of the pool are looked at so often, at most: each costs some 10 us."""
+
+MOST_THREADS = 64
+"""Threads that are looked at."""
+
+COMPUTES = 0.2
+"""A thread belongs to the pool where it computes for this share of the calling thread's CPU time."""
+
+
+class PoolDelay:
+    """The run delay of a training thread and of the pool that computes with it, added up. One per process."""
+
+    def __init__(self) -> None:
+        self._pid, self._next_ns, self._extra_ns = os.getpid(), 0, 0
+        self._before: dict[int, tuple[int, int]] = {}
+        self._own = (0, 0)
+
+    def with_pool(self, cpu_ns: int, delay_ns: int) -> int:
+        """Return the delay of the calling thread so far, and by how much a thread of the pool waited longer, at most.
+
+        `cpu_ns` and `delay_ns` are the calling thread's own CPU time and run delay so far; a delay of -1 is returned
+        as it is. Costs 10 us and more for each thread of the process, up to four times a second.
+        """
+        if delay_ns < 0:
+            return delay_ns
+        if (moment_ns := monotonic_ns()) >= self._next_ns:
+            self._next_ns = moment_ns + LOOK_NS
+            self._look(cpu_ns, delay_ns)
+        return delay_ns + self._extra_ns
+
+    def _look(self, cpu_ns: int, delay_ns: int) -> None:
+        """Compare what each thread computed and waited since the look before."""
+        if self._pid != os.getpid():  # a fork has none of these threads
+            self.__init__()  # type: ignore[misc]  # it begins anew
+        of_python = {thread.native_id for thread in threading.enumerate()}
+        try:
+            threads = [int(name) for name in os.listdir("/proc/self/task")]
+        except OSError as cause:
+            pass_on(cause)
+            return
+        times = {tid: _times(tid) for tid in threads[:MOST_THREADS] if tid not in of_python}
+        spent_ns, waited_ns = cpu_ns - self._own[0], delay_ns - self._own[1]
+        longest = 0
+        for tid, (cpu, delay) in times.items():
+            if tid in self._before and cpu - self._before[tid][0] > COMPUTES * spent_ns:
+                longest = max(longest, delay - self._before[tid][1])
+        self._extra_ns += max(0, longest - waited_ns) if self._before else 0
+        self._before, self._own = times, (cpu_ns, delay_ns)
+
+
+def _times(tid: int) -> tuple[int, int]:
+    """Return the CPU time and the run delay of a thread of this process, ns; zeros where it has ended."""
+    try:
+        descriptor = os.open(f"/proc/self/task/{tid}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fields = os.read(descriptor, 96).split()
+        finally:
+            os.close(descriptor)
+        return int(fields[0]), int(fields[1])
+    except (OSError, ValueError, IndexError) as cause:
+        pass_on(cause)
+        return 0, 0

@@ -191,7 +191,7 @@ def first_loads(batches: ConsumedBatches, lane: Lane, costs: Costs) -> NDArray[n
 def loads_first(batches: ConsumedBatches, workers: NDArray[np.int64], reused: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Return [b] whether a load is the first of its process: of each new worker, or of the training process in all.
 
-    `workers` [i] of each pass, 0 = the training process loads; `reused` [i] says that they are those of the pass before.
+    `workers` [i] of each pass, 0 = the training process loads; `reused` [i]: they are those of the pass before.
     Workers take turns, so that the first W batches of a pass are the first ones of its W workers.
     """
     of_pass = batches.iterator

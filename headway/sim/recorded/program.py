@@ -333,8 +333,9 @@ class Program:
         """Unroll; `whole` as in `edited_segments`, other load competes until `horizon_ns`."""
         shared, recording = self.shares_storage(scenario), self.reordered(scenario)
         pace = self._load_pace(scenario.straggler)
+        starved = self.starved if scenario.other is None else 0.0  # waits that others caused go with them
         loading = tuple(
-            model.under(scenario, seed + index, self.starved).paced(factor * (self.service if shared else 1.0), factor)
+            model.under(scenario, seed + index, starved).paced(factor * (self.service if shared else 1.0), factor)
             for index, (model, factor) in enumerate(zip(models, pace, strict=True))
         )
         return unroll(
@@ -343,7 +344,7 @@ class Program:
             segment_ns=edited_segments(recording, scenario, self.costs, whole=whole),
             occupancy=Occupancy(
                 self.busy,
-                self.recording.waiting * (1 - self.starved),
+                self.recording.waiting * (1 - starved),
                 np.minimum(self.recording.beside, self.cores - 1) * (self.busy > 0),
             ),
             contention=self.contention(scenario),

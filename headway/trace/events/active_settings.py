@@ -66,6 +66,8 @@ class AppliedRow(msgspec.Struct, frozen=True, kw_only=True):
     """Of the steps after the first ones, against the baseline; None where several remedies were applied."""
     measured_with_start: float | None = None
     """Of as many steps, the first included."""
+    inconclusive: str | None = None
+    """Why what was measured says nothing of the remedy: other load on the host explains it."""
 
     def decisions(self, key: str) -> list[LoaderDecision]:
         """Return the decisions in a list among the facts that can be read."""

@@ -179,7 +179,8 @@ SPANS: dict[str, Span] = {
     "host.import": Span(83, "HOST", (), "import of torch"),
     "host.cpu": Span(84, "MARK", ("corr", "seq", "bytes"),
                       "instant, now and then at a step: corr = CPU ns of the training thread so far, seq = ns that it "
-                      "was ready to run but had no core (-1 when unknown), bytes = CPU ns of all threads of the rank"),
+                      "was ready to run but had no core, itself or its pool of threads (-1 when unknown), bytes = CPU "
+                      "ns of all threads of the rank"),
     "host.script": Span(85, "HOST", ("corr",),
                         "derived when the run is finalised: from the end of a step to the first forward of the next "
                         "one, evaluation left out; what has a name inside keeps its own time; corr = -1"),

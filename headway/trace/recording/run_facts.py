@@ -117,6 +117,8 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     memory_available_bytes: int | None = None
     memory: dict[str, RankMemory | None] = {}
     bad_losses: dict[int, tuple[BadLoss, ...]] = {}
+    threads: dict[int, int] = {}
+    """Rank -> threads of one operator."""
     ranks: tuple[RankRow, ...] = ()
     exit: RunExit | None = None
     launched: bool = True

@@ -41,6 +41,8 @@ class RankTables(msgspec.Struct, frozen=True, kw_only=True):
     loops: dict[int, int] = {}
     """Optimizer -> depth of the loop that steps it."""
     memory: dict[str, Any] = {}
+    threads: int = 0
+    """Threads of one operator (torch's intra-op pool) at the first step; 0 = not known."""
     bad_losses: list[Any] = []
     losses: list[tuple[int, float]] = []
     """(step, loss) as far as they were recorded."""

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import structs
 
 from headway.core.files.planfile import PlanFile
-from headway.ledger.answers.compare import steps_per_s, whole_speedup
+from headway.ledger.answers.compare import compare, steps_per_s, whole_speedup
 from headway.ledger.answers.ledger import Ledger
 from headway.report.figures import verdict
 from headway.report.screens import WHOLE_PLAN
@@ -36,7 +36,8 @@ def summarise(path: Path, plan: PlanFile | None, baseline: Path | None) -> tuple
         rows = active_settings.applied_rows(applied_rows(plan, found, None, taken_away))
         run = replace(run, facts=structs.replace(run.facts, applied=rows))
     explanation = explain_run(run, str(path))
-    before = Ledger.of(Run.open(baseline)) if baseline is not None and baseline.exists() else None
+    first = Run.open(baseline) if baseline is not None and baseline.exists() else None
+    before = Ledger.of(first) if first is not None else None
     rate = steps_per_s(explanation.ledger)
     account = explanation.ledger
     shares = (account.goodput, account.step_goodput) if account.tells_goodput else (None, None)
@@ -47,6 +48,12 @@ def summarise(path: Path, plan: PlanFile | None, baseline: Path | None) -> tuple
         facts["applied"] = applied_rows(plan, found, measured, taken_away)
         whole = before and whole_speedup(before, explanation.ledger)
         facts["applied"][-1]["measured_with_start"] = whole if facts["applied"][-1]["measured_speedup"] else None
+        if first is not None and before is not None and before.steps and account.steps:
+            loads = (first.facts.host_load, run.facts.host_load)
+            why = compare(before, account, loads=loads).inconclusive
+            facts["applied"] = [
+                row | {"inconclusive": why if row["measured_speedup"] else ""} for row in facts["applied"]
+            ]
         facts["verified"] = verified(path)
         meta = json.loads((path / "run.json").read_text())
         write_json(path / "run.json", {**meta, "applied": facts["applied"]})

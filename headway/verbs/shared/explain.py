@@ -256,8 +256,8 @@ def fixes_of(
     unsure: dict[str, Fix] = {}
     free = [row for row in plan.proposals if row.allow is None or row.allow in allow]
     rest = [row for row in plan.proposals if row not in free]
-    kept = {row.name for row in free if not row.applies or row.name in (*plan.chosen, *refused)}
-    free = [row for row in free if row.name in kept]
+    short = {row.name for row in plan.left_out if row.kind == "short"}  # by hand it costs no trial
+    free = [row for row in free if not row.applies or row.name in (*plan.chosen, *refused, *short)]
     won = {cause for row in free if row.clear for cause in causes_of(row.name)}
     for row in plan.proposals:
         if not row.applies or row.clear or row.allow is not None or row.predicted_speedup < GAIN_THAT_LEADS:
@@ -280,8 +280,8 @@ def fixes_of(
                 text = f"{row.name}: {', '.join(row.edits)} ({how})"
                 if not launched:
                     text = script_terms(row)
-                text = text if row.applies else ""
-                by_headway = row.applies and row.name not in refused
+                by_headway = row.applies and row.name not in (*refused, *short)
+                text = text if by_headway or row.name in refused else ""
                 fixes[cause] = Fix(
                     text,
                     row.predicted_speedup,

@@ -1,0 +1,68 @@
+"""How much of a training thread's computing on the host was waiting for a core: taken out of what it computed.
+
+Now and then at a step the recorder marks how long the training thread, and the pool of threads that computes with it,
+were ready to run while no core was free (`host.cpu`, run delay). Between two marks that time is spread over what the
+thread computed, in proportion to its duration:
+
+    marks          |d = 40                                             |d = 540 ms
+    thread         |- forward 600 -|- backward 1,200 -|- update 200 ms -|
+    no core             150              300                50
+
+Waiting inside a load of the training thread is known by itself (`input.cpu_wait`) and left out. Times in int64 ns.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.core.units import NS_PER_MS
+from headway.ledger.booking.rows import RankRows
+from headway.ledger.buckets import SUB_CODE, SUBS, bucket_of_sub
+from headway.trace.events.sweep import Ints, Pieces
+
+SPAN_NS = 500 * NS_PER_MS
+"""Marks so close together count as one: the threads of a pool are looked at four times a second."""
+
+MOST_WAITING = 0.95
+"""Of what a thread computed, at most this share was waiting: it did compute."""
+
+COMPUTES = np.array(
+    [bucket_of_sub(sub) == "useful" or sub in ("host.script", "host.gc", "eval.forward", "eval.other") for sub in SUBS]
+)
+"""[len(SUBS)] Whether the thread computes, and is not blocked, in a sub-line."""
+
+
+def marks(rows: RankRows) -> tuple[Ints, Ints]:
+    """Return [k] instants of marks at least `SPAN_NS` apart, and [k] the ns without a core so far; empty: not known."""
+    picked = rows.of("host.cpu")
+    waited = rows.column("seq", picked)
+    if len(picked) < 2 or bool((waited < 0).any()):
+        return picked[:0], picked[:0]
+    moment_ns, chosen = rows.start_ns[picked], [0]
+    for index in range(1, len(picked)):
+        if moment_ns[index] - moment_ns[chosen[-1]] >= SPAN_NS or index == len(picked) - 1:
+            chosen.append(index)
+    return moment_ns[chosen], waited[chosen]
+
+
+def without_core(rows: RankRows, marked_ns: Ints, waited: Ints, pieces: Pieces, sub: Ints) -> Ints:
+    """Return [n] the ns of each piece in which its thread had no core; pieces must not straddle a mark."""
+    nothing = np.zeros(len(sub), np.int64)
+    if len(marked_ns) < 2:
+        return nothing
+    computes = COMPUTES[sub]
+    loads = rows.of("input.cpu_wait")
+    span = np.searchsorted(marked_ns, pieces.start_ns, side="right") - 1
+    inside: NDArray[np.bool_] = computes & (span >= 0) & (span < len(marked_ns) - 1)
+    spans = len(marked_ns) - 1
+    of_load = np.searchsorted(marked_ns, rows.start_ns[loads], side="right") - 1
+    within = (of_load >= 0) & (of_load < spans)
+    loaded = np.bincount(of_load[within], weights=(rows.end_ns - rows.start_ns)[loads][within], minlength=spans)
+    computed = np.bincount(span[inside], weights=pieces.duration_ns[inside], minlength=spans)
+    share = np.clip((np.diff(waited) - loaded) / np.maximum(computed, 1.0), 0.0, MOST_WAITING)
+    return np.where(inside, np.rint(pieces.duration_ns * share[np.clip(span, 0, spans - 1)]), 0).astype(np.int64)
+
+
+CODE = SUB_CODE["host.cpu_wait"]
+"""Sub-line of that time."""

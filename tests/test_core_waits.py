@@ -1,0 +1,108 @@
+"""A starved host: time in which training was ready to compute and had no core is a line of its own, and a cause."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from headway.core.machine.host_load import HostLoad
+from headway.ledger.answers.causes import find_causes
+from headway.ledger.answers.compare import compare
+from headway.ledger.answers.ledger import Ledger
+from headway.report.figures import verdict
+from headway.sim.recorded.recording import Recording
+from headway.trace.events.trace import concat
+from tests.paths import ROOT
+from tests.runs_made import MS, Made, Rows, RunMaker
+
+STEPS = 200
+
+
+def starved(share: float, *, known: bool = True) -> Made:
+    """Make a run whose marks say that its thread had no core for `share` of its compute."""
+    made = RunMaker(ranks=1, steps=STEPS, prep_ns=2 * MS, cpu_wait_ns=MS, compute_ns=30 * MS, iter_ns=0).make()
+    lane = Recording.from_trace(made.trace, max_steps=STEPS).lanes[0]
+    rows = Rows(0)
+    for step in range(0, STEPS + 1, 8):
+        waited = int(share * 30.5 * MS * step) + step * MS
+        rows.add("host.cpu", int(lane.step_end_ns[step]), 0, corr=0, seq=waited if known else -1, bytes=0, step=step)
+    return replace(made, trace=concat([made.trace, rows.trace()]))
+
+
+@given(st.floats(0, 0.9))
+def test_waiting_for_a_core_is_taken_out_of_what_the_thread_computed(share):
+    made = starved(share)
+    ledger, quiet = Ledger.of(made), Ledger.of(starved(0.0, known=False))
+
+    assert ledger.sub_ns.get("host.cpu_wait", 0) == pytest.approx(share * 30.5 * MS * STEPS, rel=0.03, abs=2 * MS)
+    assert ledger.total_ns == quiet.total_ns == sum(ledger.sub_ns.values())
+    assert ledger.sub_ns["input.cpu_wait"] == quiet.sub_ns["input.cpu_wait"]  # known by itself
+    assert "host.cpu_wait" not in quiet.sub_ns or quiet.sub_ns["host.cpu_wait"] == 0
+
+
+def answer(ledger: Ledger) -> dict[str, object]:
+    return {**ledger.to_json(), "causes": [cause.to_json() for cause in find_causes(ledger)]}
+
+
+def test_it_leads_where_it_lost_most_and_names_who_had_the_cores():
+    ledger = Ledger.of(starved(0.6))
+    names = (("python3 other.py (pid 77)", 1.5),)
+    load = HostLoad(cores=2, cores_available=2, other_cores=1.5, other_runnable=2.0, other_names=names, readings=9)
+    busy = replace(ledger, facts=structs.replace(ledger.facts, host_load=load, cores=2))
+    crowded = replace(ledger, facts=structs.replace(ledger.facts, threads={0: 8}, cores=2))
+
+    assert "waiting for a CPU core" in verdict(answer(busy)).sentence
+    assert "python3 other.py (pid 77) 1.50" in find_causes(busy)[0].evidence
+    first = find_causes(crowded)[0]
+    assert "8 threads each share 2 cores" in first.evidence
+    assert first.script == "torch.set_num_threads(2)"
+
+
+def test_a_gain_on_an_unlike_host_is_inconclusive():
+    before, after = Ledger.of(starved(0.6)), Ledger.of(starved(0.0))
+    loads = (
+        HostLoad(cores=2, cores_available=2, other_cores=2.0, readings=9),
+        HostLoad(cores=2, cores_available=2, readings=9),
+    )
+    faster = replace(after, step_wall_ns=np.asarray(after.step_wall_ns) // 2)
+
+    assert compare(before, faster, loads=loads).verdict == "inconclusive"
+    assert compare(before, faster).verdict == "faster"
+
+
+POOL = """
+import os, time, torch
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+torch.set_num_threads(2)
+from headway.runtime.script import run_delay
+pool, x = run_delay.PoolDelay(), torch.randn(600, 600)
+def waited():
+    return pool.with_pool(time.thread_time_ns(), run_delay.read_delay(run_delay.open_schedstat()))
+first, began = waited(), time.monotonic()
+while time.monotonic() - began < 2:
+    for _ in range(8): x @ x
+    last = waited()
+took_ns = (time.monotonic() - began) * 1e9
+print((last - first) / took_ns)
+"""
+
+
+def test_threads_of_a_pool_that_share_one_core_are_waited_for():
+    done = subprocess.run(
+        [sys.executable, "-c", POOL],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"PYTHONPATH": str(ROOT)},
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert 0.2 < float(done.stdout) < 1.0
