@@ -329,6 +329,11 @@ class NamedUse:
         except OSError:
             return name
         script = next(
-            (os.path.basename(os.fsdecode(part)) for part in arguments if part and not part.startswith(b"-")), ""
+            (
+                os.path.basename(os.fsdecode(argument))
+                for argument in arguments
+                if argument and not argument.startswith(b"-")
+            ),
+            "",
         )
         return f"{name} {script}" if script.endswith(ENDINGS) else name

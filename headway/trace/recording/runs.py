@@ -190,7 +190,7 @@ def _merged_facts(runs: Sequence[Run], shifts: Sequence[int], offsets: dict[int,
         exit=_worst(runs).facts.exit,
         dropped=sum(one.dropped for one in facts),
         bad_losses={rank: found for one in facts for rank, found in one.bad_losses.items()},
-        threads={rank: count for part in facts for rank, count in part.threads.items()},
+        threads={rank: count for host in facts for rank, count in host.threads.items()},
         loaders={key: loader for one in reversed(facts) for key, loader in one.loaders.items()},
         clock_offset_ns=offsets,
     )
