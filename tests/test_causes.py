@@ -60,7 +60,7 @@ FAULTS: dict[str, RunMaker] = {
 
 
 def test_every_rule_but_the_devices_own_has_a_fault_that_shows_it():
-    assert set(RULES) == set(FAULTS) | {"host.launch", "bubble.p2p", "host.cpu_wait"}
+    assert set(RULES) == set(FAULTS) | {"host.launch", "bubble.p2p", "host.cpu_wait", "steps.grow"}
     assert set(EDIT_OF_CAUSE) <= set(RULES)
 
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.machine.apart import DETACHED
-from headway.core.machine.host_load import HostCounters, HostLoad, HostSeries, LoadSampler, host_load, load_beside
+from headway.core.machine.host_load import HostCounters, HostLoad, LoadSampler, host_load, load_beside
+from headway.trace.recording.host_series import HostSeries
 
 CPU = min(os.sched_getaffinity(0))
 TICKS = os.sysconf("SC_CLK_TCK")

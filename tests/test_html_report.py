@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.core.machine.host_load import HostSeries
 from headway.report.figures import BUCKET_STYLES
 from headway.report.page.charts import HeatMap, decode
 from headway.report.page.html import TITLES, ReportData, page, write_report
+from headway.trace.recording.host_series import HostSeries
 from tests.report_data import demo_report, demo_why, pipeline_report
 
 VOID = {"meta", "link", "br", "input", "img", "hr"}

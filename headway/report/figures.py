@@ -385,10 +385,29 @@ def is_win(cause: CauseRow) -> bool:
     return is_own and _gain(cause) >= GAIN_WORTH_NAMING
 
 
-def worth_naming(cause: CauseRow, why: Why) -> bool:
-    """Tell whether a cause lost at least 0.5 % of the device time or promises a gain."""
-    return (share(cause.lost_device_s, why.total_device_s) or 0.0) >= 0.005 or _gain(cause) >= GAIN_WORTH_NAMING
+def lost_words(cause: CauseRow, total_s: float | None = None) -> str:
+    """Return the device-seconds that a cause lost, and their share of `total_s`; of a warning, that it is one.
 
+    >>> lost_words(CauseRow(cause="memory.grow", lost_device_s=0.0), 9.0)
+    'loses no time'
+    """
+    if cause.cause in WARNINGS:
+        return "loses no time"
+    percentage = "" if total_s is None else f" · {percent(share(cause.lost_device_s, total_s))}"
+    return f"{device_seconds(cause.lost_device_s)} lost{percentage}"
+
+
+def worth_naming(cause: CauseRow, why: Why) -> bool:
+    """Tell whether a cause lost at least 0.5 % of the device time, promises a gain, or says what will go wrong."""
+    return (
+        cause.cause in WARNINGS
+        or (share(cause.lost_device_s, why.total_device_s) or 0.0) >= 0.005
+        or _gain(cause) >= GAIN_WORTH_NAMING
+    )
+
+
+WARNINGS = ("memory.grow", "input.repeats")
+"""Causes that lose no time: they end jobs, or train on the wrong examples."""
 
 CAUSE_PHRASES: dict[str, str] = {
     "straggler.worker": "slow workers",
@@ -402,6 +421,7 @@ CAUSE_PHRASES: dict[str, str] = {
     "host.recording": "headway's own work",
     "host.launch": "launch gaps",
     "startup.compile": "start-up and compilation",
+    "steps.grow": "steps that get slower",
 }
 """Cause -> what time was lost to, where the cause costs more or less than its bucket holds."""
 

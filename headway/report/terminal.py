@@ -42,6 +42,7 @@ from headway.report.figures import (
     gain_words,
     goodput_of,
     is_win,
+    lost_words,
     named_causes,
     percent,
     plural,
@@ -270,7 +271,7 @@ def _causes(why: Why) -> list[RenderableType]:
 
 def _cause_head(place: int, cause: CauseRow, total_s: float) -> Table:
     """Return the line of a cause: place, name, device-seconds lost; predicted gain at the right."""
-    lost = joined([f"{device_seconds(cause.lost_device_s)} lost", percent(share(cause.lost_device_s, total_s))])
+    lost = lost_words(cause, total_s)
     table = grid("left", "left", "fill", "right")
     text, style = gain_words(cause), "bold green" if is_win(cause) else "dim"
     add_row(table, f"{place}", Text(clean(cause.cause), style="bold"), lost, Text(text, style=style))

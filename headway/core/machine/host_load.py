@@ -19,10 +19,9 @@ on a full host is larger than the cores that it got. Times are seconds.
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +47,9 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 SAMPLE_S = 0.2
 """Seconds between two readings, at least."""
+
+SHARES_S = 1.0
+"""Seconds between two readings of what processes share, at least."""
 
 COST_FRACTION = 0.01
 """Readings may take this share of one core: with thousands of processes they come less often."""
@@ -170,59 +172,9 @@ class HostCounters:
     memory_bytes: int = 0
     """What the job's own processes hold of the memory then, added up: what they share counts for each of them."""
 
-
-class HostSeries(msgspec.Struct, frozen=True, kw_only=True):
-    """Load and memory over the time of a run, [n] spans without gaps; run.json holds it as `host_series`."""
-
-    start_ns: int = 0
-    """When the first span began, on the clock of the run."""
-
-    end_s: tuple[float, ...] = ()
-    """End of each span, seconds since then."""
-
-    own_cores: tuple[float, ...] = ()
-    """Mean cores that the job kept busy."""
-
-    other_cores: tuple[float, ...] = ()
-    """Mean cores that other processes kept busy."""
-
-    memory_bytes: tuple[int, ...] = ()
-    """Memory of the job's processes at the end of the span."""
-
-    cores: int = 0
-    """Cores of the affinity."""
-
-    @classmethod
-    def of(cls, readings: Sequence[HostCounters], most: int = 240) -> HostSeries:
-        """Return what readings say, in at most `most` spans of equal numbers of them."""
-        spans = _spans(readings) if len(readings) > 1 else []
-        width = -(-len(spans) // most) if spans else 1
-        groups = [(spans[at][0], spans[min(at + width, len(spans)) - 1][1]) for at in range(0, len(spans), width)]
-        start_s = readings[0].at_s if readings else 0.0
-        return cls(
-            start_ns=round(start_s * 1e9),
-            end_s=tuple(round(last.at_s - start_s, 3) for _, last in groups),
-            own_cores=tuple(
-                round((last.own_s - first.own_s) / max(last.at_s - first.at_s, 1e-9), 3) for first, last in groups
-            ),
-            other_cores=tuple(round(_other_cores(first, last), 3) for first, last in groups),
-            memory_bytes=tuple(last.memory_bytes for _, last in groups),
-            cores=affinity_cores(),
-        )
-
-    @classmethod
-    def from_facts(cls, facts: Mapping[str, Any]) -> HostSeries | None:
-        """Return what run.json says; None for a run recorded without it, or with something else there."""
-        try:
-            found = msgspec.convert(facts.get("host_series"), cls)
-        except msgspec.ValidationError:
-            return None
-        columns = (found.end_s, found.own_cores, found.other_cores, found.memory_bytes)
-        values = [value for column in columns for value in column]
-        ends = [0.0, *found.end_s]
-        fits = len({len(column) for column in columns}) == 1 and 0 < len(found.end_s) <= MOST_READINGS
-        fits = fits and all(0 <= value < 1e18 for value in values) and all(a < b for a, b in itertools.pairwise(ends))
-        return found if fits and found.cores >= 0 else None
+    shares_bytes: tuple[int, int] = (0, 0)
+    """What ranks and launcher hold, and what their children (loader workers) hold, shared pages split among who shares
+    them. (0, 0) where the kernel does not tell."""
 
 
 class LoadSampler:
@@ -239,6 +191,7 @@ class LoadSampler:
         self._kernel: set[int] = set()
         self._next_s = 0.0
         self._named_use = NamedUse(root)
+        self._shares_bytes, self._next_shares_s, self._shares_spent_s = (0, 0), 0.0, 0.0
         self.readings: list[HostCounters] = []
 
     def look(self, *, at_once: bool = False) -> None:
@@ -253,7 +206,8 @@ class LoadSampler:
             return
         if len(self.readings) > MOST_READINGS:
             del self.readings[1:-1:2]
-        self._next_s = begin + 0.9 * max(SAMPLE_S, (time.thread_time() - spent_s) / COST_FRACTION)
+        spent_s = time.thread_time() - spent_s - self._shares_spent_s
+        self._next_s = begin + 0.9 * max(SAMPLE_S, spent_s / COST_FRACTION)
 
     def between(self, begin_s: float = float("-inf"), end_s: float = float("inf")) -> HostLoad:
         """Return the load over the readings between two moments; over all of them where too few lie there."""
@@ -297,7 +251,30 @@ class LoadSampler:
             pressure_s=_pressure_s(self._root),
             throttled_s=throttled_s(self._root),
             memory_bytes=sum(processes[pid].memory_bytes for pid in own if pid in processes),
+            shares_bytes=self._shares(processes),
         )
+
+    def _shares(self, processes: Mapping[int, _Process]) -> tuple[int, int]:
+        """Return the last reading of `HostCounters.shares_bytes`, a new one where that is within the cost."""
+        begin, spent_s = time.perf_counter(), time.thread_time()
+        self._shares_spent_s = 0.0
+        if begin >= self._next_shares_s:
+            ranks = [pid for pid in self._tree if pid == self._pid or processes[pid].parent == self._pid]
+            children = self._tree.difference(ranks)
+            self._shares_bytes = (_held_bytes(self._root, ranks), _held_bytes(self._root, children))
+            self._shares_spent_s = time.thread_time() - spent_s
+            self._next_shares_s = begin + max(SHARES_S, self._shares_spent_s / COST_FRACTION)
+        return self._shares_bytes
+
+
+def _held_bytes(root: Path, pids: Iterable[int]) -> int:
+    """Return the memory of some processes, each page split among all that have it (PSS)."""
+    total = 0
+    for pid in pids:
+        for line in lines_of(root / "proc" / str(pid) / "smaps_rollup"):
+            if line.startswith("Pss:"):
+                total += 1024 * int(line.split()[1])
+    return total
 
 
 def host_load(readings: Sequence[HostCounters] = (), *, whole_host: bool = True, root: Path = ROOT) -> HostLoad:
@@ -316,10 +293,10 @@ def host_load(readings: Sequence[HostCounters] = (), *, whole_host: bool = True,
     seconds = last.at_s - first.at_s
     pressure = None if last.pressure_s is None or first.pressure_s is None else last.pressure_s - first.pressure_s
     held_s = None if last.throttled_s is None or first.throttled_s is None else last.throttled_s - first.throttled_s
-    means = [_other_cores(one, other) for one, other in _spans(readings)]
+    means = [other_cores(one, other) for one, other in spans(readings)]
     return msgspec.structs.replace(
         limits,
-        other_cores=_other_cores(first, last),
+        other_cores=other_cores(first, last),
         other_quantiles=tuple(_quantile(means, share) for share in (0.1, 0.5, 0.9)),
         other_sessions=(last.sessions_s - first.sessions_s) / seconds,
         other_runnable=(last.runnable_s - first.runnable_s) / seconds if whole_host else None,
@@ -457,12 +434,12 @@ def _cpus() -> frozenset[int]:
     return frozenset(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
-def _other_cores(first: HostCounters, last: HostCounters) -> float:
+def other_cores(first: HostCounters, last: HostCounters) -> float:
     """Return the mean cores that others kept busy between two readings."""
     return max(0.0, (last.busy_s - first.busy_s - last.own_s + first.own_s) / max(last.at_s - first.at_s, 1e-9))
 
 
-def _spans(readings: Sequence[HostCounters]) -> list[tuple[HostCounters, HostCounters]]:
+def spans(readings: Sequence[HostCounters]) -> list[tuple[HostCounters, HostCounters]]:
     """Return pairs of readings that lie `SPAN_S` apart, one after the other; the whole when it is shorter."""
     pairs, first = [], readings[0]
     for reading in readings[1:]:

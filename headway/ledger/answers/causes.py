@@ -34,7 +34,8 @@ from headway.ledger.answers.evidence import (
     span_of,
     the_longest,
 )
-from headway.ledger.answers.input_causes import input_fetch, input_prep, input_start, input_transfer
+from headway.ledger.answers.growth_causes import memory_grows, steps_grow
+from headway.ledger.answers.input_causes import input_fetch, input_prep, input_repeats, input_start, input_transfer
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.answers.script_causes import BUSY, bubble, evaluation, host_cpu_wait, host_recording, host_script
 from headway.ledger.cause import Cause, ranked
@@ -155,6 +156,7 @@ def find_causes(
     """
     least_s = least_fraction * ledger.total_ns / NS_PER_S
     found = [cause for rule in RULES.values() for cause in rule(ledger) if cause.lost_device_s > 0]
+    warnings = [*input_repeats(ledger), *memory_grows(ledger)]
     found = [cause for cause in found if cause.lost_device_s >= least_s]
     total_s: dict[str, float] = {}
     for cause in found:
@@ -170,7 +172,7 @@ def find_causes(
         else _predicted(cause, ledger, predict, cause.lost_device_s / total_s[cause.cause])
         for cause in found
     ]
-    return ranked(_fixed(cause, (fixes or {}).get(cause.cause)) for cause in found)
+    return [*ranked(_fixed(cause, (fixes or {}).get(cause.cause)) for cause in found), *warnings]
 
 
 def _booked(cause: Cause) -> Cause:
@@ -417,5 +419,6 @@ RULES: dict[str, Callable[[Ledger], list[Cause]]] = {
     "host.launch": _host_launch,
     "checkpoint.stall": _checkpoint_stall,
     "startup.compile": _startup_compile,
+    "steps.grow": steps_grow,
 }
 """Every cause that a recorded run can show. Adding one is adding a line here."""

@@ -24,6 +24,9 @@ PREP = ("input.prep", "input.cpu_wait")
 TRANSFER = ("input.transfer",)
 START = ("input.start", "input.open")
 
+SMALL_BYTES = 1 << 16
+"""Batches of fewer bytes cost their hand-over, not their copy."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoaderWaits:
@@ -127,15 +130,17 @@ def _fetch_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
 
 def state_of(ledger: Ledger, loader: LoaderWaits) -> LoaderState:
     """Return what decides between the hints for a loader."""
-    facts = ledger.facts
+    facts, loads = ledger.facts, span_of(ledger, "input.load")
     return LoaderState(
         workers=loader.workers,
         cores=max(1, facts.cores // _ranks_per_host(ledger)) if facts.cores else 0,
         refusal=loader.refusal,
         is_served=_is_served(ledger),
+        is_stream=loader.facts.streams,
         on_host=facts.device_type == "cpu",
         is_persistent=loader.facts.persistent,
         pins=loader.facts.pin_memory,
+        is_small=0 < loads.total_bytes < SMALL_BYTES * loads.count,
         waits_for_cores=loader.seconds("input.cpu_wait") > loader.seconds(*PREP) / 2,
     )
 
@@ -179,9 +184,28 @@ def _transfer_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
     return _cause("input.transfer", loader, booked + waited, evidence + also_waited(waited), state_of(ledger, loader))
 
 
+def input_repeats(ledger: Ledger) -> list[Cause]:
+    """Streams that each worker yields whole: every example is trained on as often as there are workers."""
+    causes = []
+    for facts in ledger.facts.effective_loaders.values():
+        if facts.repeats:
+            count = facts.num_workers or 2
+            evidence = f"its {count} workers begin with the same batches: each example comes {count} times"
+            fix = "let each worker yield its share: ask torch.utils.data.get_worker_info() in __iter__"
+            causes.append(Cause("input.repeats", where_of(facts), 0.0, evidence, fix, script=SHARE, line=facts.place))
+    return causes
+
+
+SHARE = "itertools.islice(examples, info.id, None, info.num_workers)  # info = torch.utils.data.get_worker_info()"
+"""The edit of a stream: in its __iter__."""
+
+
 def input_start(ledger: Ledger) -> list[Cause]:
     """Starting and ending iterators and their workers, and what new workers open in their first load."""
-    return [_start_of(ledger, loader) for loader in loaders_of(ledger)]
+    loaders = loaders_of(ledger)
+    if span_of(ledger, "input.iter").count <= len(loaders):  # once for each: nothing is started again
+        return []
+    return [_start_of(ledger, loader) for loader in loaders]
 
 
 def _start_of(ledger: Ledger, loader: LoaderWaits) -> Cause:

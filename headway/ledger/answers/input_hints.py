@@ -31,6 +31,9 @@ class LoaderState:
     refusal: str = ""
     """Why workers may not make its batches; '' = they may."""
 
+    is_stream: bool = False
+    """Whether its dataset is an IterableDataset, of which one worker reads all, and several all of it each."""
+
     is_served: bool = False
     """Whether a data server makes its batches."""
 
@@ -42,6 +45,9 @@ class LoaderState:
 
     pins: bool = False
     """Whether its batches are pinned."""
+
+    is_small: bool = False
+    """Whether its batches are of kilobytes."""
 
     waits_for_cores: bool = False
     """Whether the batches that were awaited waited for a core most of the time."""
@@ -98,10 +104,14 @@ def _always(_: LoaderState) -> bool:
 MORE_AT_SERVER = "more threads or a cache in the data server: DataServer(threads=..., cache_bytes=...)"
 MORE = "DataLoader(..., num_workers={more}, persistent_workers=True)"
 KEEP = "DataLoader(..., persistent_workers=True)"
+ONE = "DataLoader(..., num_workers=1, persistent_workers=True)"
 FEWER = "DataLoader(..., num_workers={each}, persistent_workers=True)"
 
 HINTS: tuple[Hint, ...] = (
     Hint("input.fetch", "a data server makes its batches", lambda s: s.is_served, MORE_AT_SERVER),
+    Hint("input.fetch", "it is a stream without a worker", lambda s: s.is_stream and s.workers == 0 and not s.is_served,
+         "read the stream in one worker process; several would each yield all of it, unless it asks get_worker_info()",
+         ONE),
     Hint("input.fetch", "workers are refused", lambda s: bool(s.refusal),
          "make the load itself faster: workers are refused ({refusal})"),
     Hint("input.fetch", "it has no workers", lambda s: s.workers == 0,
@@ -111,6 +121,9 @@ HINTS: tuple[Hint, ...] = (
     Hint("input.fetch", "it has workers", _always,
          "more workers than {workers}, or a cache{TRY}workers={twice}, or --set cache_fraction=1", MORE),
     Hint("input.prep", "a data server makes its batches", lambda s: s.is_served, MORE_AT_SERVER),
+    Hint("input.prep", "it is a stream without a worker", lambda s: s.is_stream and s.workers == 0 and not s.is_served,
+         "prepare it in one worker process; several would each yield all of it, unless it asks get_worker_info()",
+         ONE),
     Hint("input.prep", "workers are refused", lambda s: bool(s.refusal),
          "make the transforms themselves faster: workers are refused ({refusal})"),
     Hint("input.prep", "it has no workers", lambda s: s.workers == 0,
@@ -136,6 +149,8 @@ HINTS: tuple[Hint, ...] = (
     Hint("input.transfer", "its workers are more than twice the cores",  # fewer may wait for storage, not for a core
          lambda s: s.on_host and 0 < 2 * s.cores < (s.workers or 0),
          "fewer workers: {workers} of them take turns on {cores}", FEWER),
+    Hint("input.transfer", "batches are small", lambda s: s.is_small,
+         "larger batches: handing one over between processes costs about a millisecond, whatever its size"),
     Hint("input.transfer", "batches are large", lambda s: s.on_host,
          "hand over less: smaller dtypes, fewer and larger tensors per batch"),
     Hint("input.transfer", "batches are copied to a device from pageable memory", lambda s: not s.pins,

@@ -125,7 +125,7 @@ def evaluation(ledger: Ledger) -> list[Cause]:
     slowest = max(waits, key=lambda loader: waits[loader], default=None)
     facts = known.get(str(slowest)) if slowest is not None and waits[slowest] else None
     found = Cause("eval", "evaluation", own + waited, evidence + also_waited(waited), "")
-    if facts is None or seconds["waiting for its loader"] <= own / 2 or unmovable_by_hand(facts):
+    if facts is None or seconds["waiting for its loader"] <= own / 4 or unmovable_by_hand(facts):
         fix = "evaluate less often, on fewer examples, or in a process of its own from a checkpoint"
         return [replace(found, fix=fix)]
     state = LoaderState(workers=facts.num_workers, is_persistent=facts.persistent)

@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headway.core.machine.host_load import HostSeries
 from headway.core.units import format_bytes
 from headway.report.figures import count, plural, seconds
 from headway.report.page.charts import HeatMap
 from headway.report.page.sections import heat_table, legend, section, text
+from headway.trace.recording.host_series import HostSeries
 
 CHART_KEYS = "Drag to zoom, double-click for everything. Keys: arrows, + and -, Home."
 SELECTION_KEYS = (

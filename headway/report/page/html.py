@@ -41,9 +41,16 @@ from numpy.typing import NDArray
 import headway
 from headway.core.errors import InputError
 from headway.core.files.regular_file import whole_file
-from headway.core.machine.host_load import HostSeries
 from headway.report.answers import CauseRow, Json, PlanAnswer, RunAnswer, Why
-from headway.report.figures import BUCKET_STYLES, clean, device_seconds, finite, gain_words, named_causes, verdict
+from headway.report.figures import (
+    BUCKET_STYLES,
+    clean,
+    finite,
+    gain_words,
+    lost_words,
+    named_causes,
+    verdict,
+)
 from headway.report.page import frames, sections
 from headway.report.page.charts import HeatMap, heat_chart, share_chart, step_chart, worker_heat_map
 from headway.report.page.frames import host_part
@@ -51,6 +58,7 @@ from headway.report.page.hang import hang_part
 from headway.report.page.machines import machines_part
 from headway.report.page.sections import text
 from headway.report.page.timeline import Timeline
+from headway.trace.recording.host_series import HostSeries
 
 ASSETS = Path(__file__).parent.parent / "assets"
 """Template, style and script of the page; uPlot and its licence."""
@@ -310,7 +318,7 @@ def _causes(why: Why) -> str:
 
 
 def _cause(cause: CauseRow) -> str:
-    lost = f"{device_seconds(cause.lost_device_s)} lost"
+    lost = lost_words(cause)
     gain = f", {gain_words(cause)}" if finite(cause.predicted_speedup) is not None else ""
     said = (line for line in (cause.where, cause.evidence, cause.fix) if line)
     lines = "".join(f'<div class="dim">{text(line)}</div>' for line in said)

@@ -30,6 +30,7 @@ from headway.report.figures import (
     finite,
     gain_words,
     is_win,
+    lost_words,
     named_causes,
     percent,
     plural,
@@ -250,7 +251,7 @@ def causes_part(why: Why) -> str:
 def _cause(place: int, cause: CauseRow, total_s: float) -> str:
     """Return one ranked cause: name, seconds lost, predicted gain; below them what is known of it."""
     style = "gain" if is_win(cause) else "dim"
-    lost = f"{device_seconds(cause.lost_device_s)} lost, {percent(share(cause.lost_device_s, total_s))}"
+    lost = lost_words(cause, total_s)
     facts = "".join(
         f'<dt>{label}</dt><dd class="{label.lower()}">{text(said)}</dd>'
         for label, said in (("Where", cause.where), ("Evidence", cause.evidence), ("Fix", cause.fix))

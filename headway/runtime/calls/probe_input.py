@@ -22,7 +22,7 @@ from typing import Any
 from headway.core.machine.interruptions import pass_on, suppress_own
 from headway.runtime.recorder import rereading as rehearsals
 from headway.runtime.recorder.probes import Probes, now, write_json
-from headway.runtime.recorder.rereading import FirstLoad, Rereadings, checksum
+from headway.runtime.recorder.rereading import FirstLoad, Rereadings, batch_bytes, begin_alike, checksum
 from headway.runtime.script.draws import drawn, fingerprints, own_generators, prove_layout, sampler_of, steered
 from headway.runtime.script.gap_stacks import calling_library, calling_line
 from headway.runtime.script.run_delay import open_schedstat, read_delay
@@ -96,6 +96,8 @@ def loader_iter(original: Callable[..., Any], probes: Probes) -> Callable[..., A
             result.headway_ids = (group, corr)
             result.headway_worker = -1
             workers = getattr(result, "_workers", ())
+            streams = len(workers) > 1 and probes.loaders.get(group, {}).get("repeats", True) is None
+            result.headway_firsts = {} if streams else None
             emit(ITER, start, duration, group, corr, len(workers))
             for worker, process in enumerate(workers):
                 emit(WORKER, start + duration, 0, group, corr, worker, process.pid)
@@ -150,6 +152,11 @@ def loader_next(original: Callable[..., Any], probes: Probes) -> Callable[..., A
         try:
             group, corr = self.headway_ids
             emit(NEXT, start, duration, group, self._num_yielded - 1, self.headway_worker, corr)
+            if self.headway_firsts is not None:
+                repeats = begin_alike(self.headway_firsts, self.headway_worker, len(self._workers), batch)
+                if repeats is not None:
+                    self.headway_firsts, probes.loaders[group]["repeats"] = None, repeats
+                    probes.write_tables_beside()
         except Exception as cause:
             pass_on(cause)
             record(self, start, duration, ended=False)
@@ -361,27 +368,6 @@ class RngProbe:
         return probes.num_rng_probes[group] < MOST_RNG_PROBES
 
 
-def batch_bytes(batch: Any, depth: int = 0) -> int:
-    """Return the bytes of the tensors and arrays in a batch of nested lists, tuples and mappings.
-
-    What does not say how large it is, as a sparse tensor, counts as 0.
-    """
-    try:
-        nbytes = getattr(batch, "nbytes", None)
-    except Exception as cause:
-        pass_on(cause)
-        nbytes = 0
-    if isinstance(nbytes, int):
-        return nbytes
-    if depth > 4:
-        return 0
-    if isinstance(batch, dict):
-        return sum(batch_bytes(value, depth + 1) for value in batch.values())
-    if isinstance(batch, (list, tuple)):
-        return sum(batch_bytes(value, depth + 1) for value in batch)
-    return 0
-
-
 class LoaderGroups:
     """Gives each loader a small number, in order of first use: the same on all ranks that run the same script.
 
@@ -463,6 +449,8 @@ def loader_facts(loader: Any) -> dict[str, Any]:
         "dataset": type(loader.dataset).__name__,
         "datasets": 1,
         "loaders": 1,
+        "streams": streams,
+        "repeats": None if streams else False,
         "own": is_own(loader),
         "draws": None,
         "collate_draws": None,

@@ -14,9 +14,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.machine.host_load import HostLoad, HostSeries, LoadSampler
+from headway.core.machine.host_load import HostLoad, LoadSampler
 from headway.core.units import NS_PER_S
 from headway.trace.events.vocabulary import SPANS
+from headway.trace.recording.host_series import HostSeries
 from headway.trace.rings.records import RecordRingReader, RingHeader
 
 _LEARNING = [SPANS[name].code for name in ("optimizer.step", "segment.backward")]

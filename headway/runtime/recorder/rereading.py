@@ -64,6 +64,42 @@ DEEPEST = 16
 """Levels of a batch that are looked into; an object may hold itself."""
 
 
+def batch_bytes(batch: Any, depth: int = 0) -> int:
+    """Return the bytes of the tensors and arrays in a batch of nested lists, tuples and mappings.
+
+    What does not say how large it is, as a sparse tensor, counts as 0.
+    """
+    try:
+        nbytes = getattr(batch, "nbytes", None)
+    except Exception as cause:
+        pass_on(cause)
+        nbytes = 0
+    if isinstance(nbytes, int):
+        return nbytes
+    if depth > 4:
+        return 0
+    if isinstance(batch, dict):
+        return sum(batch_bytes(value, depth + 1) for value in batch.values())
+    if isinstance(batch, (list, tuple)):
+        return sum(batch_bytes(value, depth + 1) for value in batch)
+    return 0
+
+
+def begin_alike(firsts: dict[int, list[int]], worker: int, num_workers: int, batch: object) -> bool | None:
+    """Say whether workers of a stream begin with the same two batches; None until two of each were seen.
+
+    `firsts` keeps their checksums, by worker. A stream that does not ask which worker reads it yields all its examples
+    in each of them. Batches that do not change tell nothing.
+    """
+    sums = firsts.setdefault(worker, [])
+    if len(sums) < 2:
+        sums.append(checksum(batch))
+    if len(firsts) < num_workers or any(len(pair) < 2 for pair in firsts.values()):
+        return None
+    changing = all(pair[0] != pair[1] for pair in firsts.values())
+    return changing and len({tuple(pair) for pair in firsts.values()}) < num_workers
+
+
 def checksum(batch: Any, crc: int = 0, depth: int = 0) -> int:
     """Return a checksum of the content of a batch: of tensors, arrays and texts in containers and objects.
 

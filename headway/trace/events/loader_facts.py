@@ -92,6 +92,10 @@ class LoaderFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Datasets that it was made for, one after the other."""
     loaders: Count = 1
     """Loaders that the script made in its place, one after the other: one that is made anew keeps no workers."""
+    streams: bool = False
+    """Whether its dataset is an IterableDataset."""
+    repeats: bool | None = None
+    """Whether several workers of a stream begin with the same batches; None = nobody looked."""
     sampler: str | None = None
     own: bool = False
     """Whether it is headway's own loader."""

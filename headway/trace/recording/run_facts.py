@@ -25,7 +25,7 @@ import msgspec
 
 from headway.core.errors import FormatError
 from headway.core.files.bounded_json import converted
-from headway.core.machine.host_load import HostLoad, HostSeries
+from headway.core.machine.host_load import HostLoad
 from headway.trace.events.active_settings import (
     DATASET,
     AppliedRow,
@@ -36,6 +36,7 @@ from headway.trace.events.active_settings import (
     unfit,
 )
 from headway.trace.events.loader_facts import LoaderFacts
+from headway.trace.recording.host_series import HostSeries
 from headway.trace.recording.incident import Incident
 from headway.trace.rings.rank_tables import json_object
 

@@ -268,7 +268,8 @@ def fixes_of(
         found = Fix(text, row.predicted_speedup, row.interval, script_terms(row))
         unsure |= {cause: found for cause in causes_of(row.name) if cause not in won}
     for row in [*free, *rest]:
-        for cause in causes_of(row.name):
+        won_in_evaluations = row.evaluation_share > 1 / 2
+        for cause in ("eval",) if won_in_evaluations else causes_of(row.name):
             best = fixes.get(cause)
             if row in rest and (cause in won or cause in unsure):
                 continue
