@@ -116,8 +116,8 @@ class GraphPlan:
     objective_s: float
     """Simulated seconds of a step, under `graph_1f1b`."""
 
-    chain_objective_s: float
-    """The same of the best chain of stages."""
+    chain_objective_s: float | None
+    """The same of the best chain of stages; None where no chain fits the memory."""
 
     merged: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
     """Pairs (layers, layers that the search put behind them): what the graph lacks to be series-parallel."""
@@ -370,7 +370,7 @@ def plan_graph(graph: LayerGraph, cluster: GraphCluster, num_microbatches: int |
             f"no partition over {cluster.num_devices} devices fits {cluster.memory_bytes:g} bytes of memory. "
             "Give more devices, or smaller microbatches."
         )
-    chain_s = min((plan[0] for plan in plans[True]), default=math.inf)
+    chain_s = min((plan[0] for plan in plans[True]), default=None)
     # Of equal plans the one on fewer devices; a graph before a chain.
     best_s, _, best, preds, size = min([*plans[False], *plans[True]], key=lambda plan: plan[:2])
     return GraphPlan(
