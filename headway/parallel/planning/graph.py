@@ -158,6 +158,8 @@ class _StageSearch:
     cluster: GraphCluster
     num_microbatches: int
     limit_s: float = math.inf
+    apart: bool = False
+    """Whether every branch has devices of its own: shorter steps where there are devices to spare."""
     memo: dict[tuple[int, int], list[_Partial]] = field(default_factory=dict)
     distinct: dict[int, list[int]] = field(default_factory=dict)
 
@@ -216,7 +218,7 @@ class _StageSearch:
         """Add branches: the stage behind them takes in none, those that fit whole, or the end of one of them."""
         behind = plan.open
         yield from self._beside(tree.parts, _Partial(plan.devices, 0, None, (plan.closed, behind)), plan.depth)
-        if behind is None:
+        if behind is None or self.apart:
             return
         inside, apart = plan, []
         for branch in sorted(tree.parts, key=lambda branch: sum(map(self._layer_s, layers_of(branch)))):
@@ -266,7 +268,7 @@ class _StageSearch:
             ]
             rows = sorted(rows, key=lambda row: (row[0], row[2], max(head.depth for head in row[1])))[:MOST_PARTIAL]
         for devices, heads, below, closed in rows:
-            shared = self._shared(heads)
+            shared = list(heads) if self.apart else self._shared(heads)
             roomy = max(range(len(shared)), key=lambda k: self._room(shared[k]))
             others = shared[:roomy] + shared[roomy + 1 :]
             devices -= sum(head.replicas for head in heads) - sum(stage.replicas for stage in shared)
@@ -325,8 +327,8 @@ class _StageSearch:
                     lambda limit_s: self.at(limit_s, tree) is not None, low, high, tolerance=low * TOLERANCE + 1e-15
                 )
         keys = set()
-        for share in LOOSER if shortest_s is not None else ():
-            plan = self.at((shortest_s or 0.0) * share, tree)
+        for share, apart in itertools.product(LOOSER if shortest_s is not None else (), (False, True)):
+            plan = replace(self, apart=apart).at((shortest_s or 0.0) * share, tree)
             key = frozenset((stage.layers, stage.replicas) for stage in plan or ())
             if plan is not None and key not in keys:
                 keys.add(key)
