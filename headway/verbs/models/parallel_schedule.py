@@ -16,6 +16,7 @@ from headway.core.tables import pick
 from headway.core.units import format_fraction, format_seconds
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.sim.pipeline.actions import F, PipelineProgram, R, W
+from headway.sim.pipeline.graph_file import GraphFile
 from headway.sim.pipeline.lower import ProgramReport, lower
 from headway.sim.pipeline.lower import check as check_program
 from headway.sim.pipeline.orders import PipelineShape
@@ -173,20 +174,22 @@ def export(
 def simulate(
     *,
     schedule: str = "1f1b",
-    stages: int,
-    microbatches: int,
+    stages: int | None = None,
+    microbatches: int = 8,
     interleave: int = 1,
-    forward_ns: int,
+    forward_ns: int | None = None,
     backward_ns: int | None = None,
     input_ns: int | None = None,
     weight_ns: int | None = None,
     comm_ns: int = 0,
     cap: float | None = None,
+    graph: Path | None = None,
     json: bool = False,
 ) -> int:
     """Simulate one step of a pipeline: its length, its bubbles, the activations each rank holds.
 
-    Times are those of one rank and one microbatch: a stage takes 1/interleave of them.
+    Times are those of one rank and one microbatch: a stage takes 1/interleave of them. With --graph each stage has its
+    own, and stages that do not feed each other run at once.
 
     Example: `headway parallel simulate --stages 4 --microbatches 8 --forward-ns 10 --backward-ns 20`
 
@@ -212,11 +215,20 @@ def simulate(
         One message between stages.
     cap
         Activations that a rank may hold, in shares of a whole rank.
+    graph
+        A JSON file of stages, each with name, preds (names of those that feed it), forward_ns and backward_ns.
     json
         Print one JSON object instead of text.
     """
-    shape = shape_of(stages, microbatches, interleave, forward_ns, backward_ns, input_ns, weight_ns, comm_ns, cap)
-    program = lower(pick(SCHEDULES, schedule, "schedule")(shape))
+    if graph is not None:
+        if any(given is not None for given in (stages, forward_ns, backward_ns, input_ns, weight_ns)):
+            raise InputError("--graph has the stages and their times. Leave --stages and the times out.")
+        shape = GraphFile.read(graph).shape(microbatches, comm_ns=comm_ns, cap=cap)
+    elif stages is None or forward_ns is None:
+        raise InputError("the stages are not known. Give --stages and --forward-ns, or --graph.")
+    else:
+        shape = shape_of(stages, microbatches, interleave, forward_ns, backward_ns, input_ns, weight_ns, comm_ns, cap)
+    program = lower(pick(SCHEDULES, schedule, "schedule")(shape), shape.graph)
     found = score(program, shape)
     answer = {
         "schema": "headway.parallel.simulate/1",
