@@ -10,6 +10,7 @@ for, a user's dataset above all. What the child may still do is read.
     shared writable memory         read only, the first write ends the child with SIGSEGV; or a copy of it
     files by their names           opening for writing, creating, renaming and removing raises PermissionError:
                                    by Landlock where the kernel has it, and in Python's own calls everywhere
+    caches of libraries            a folder of its own, which is thrown away: compilers refuse to work without one
     other programs, own signals    starting one raises PermissionError; the script's signal handlers are gone
 
 Not taken: what a server does that is asked over a new connection; and, on a kernel without Landlock, what an
@@ -26,6 +27,7 @@ import os
 import resource
 import signal
 import stat
+import struct
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -46,8 +48,23 @@ FORBIDDEN = {
 }  # fmt: skip
 """Audit events of acts that others can see."""
 
-CREATE_RULESET, RESTRICT_SELF, VERSION_ONLY = 444, 446, 1
+CACHES = ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR", "MPLCONFIGDIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+"""Variables of the environment that say where libraries keep what they compile or download."""
+
+RUN_CACHES = "caches"
+"""Name of the folder of a recorded run in which children that read apart keep caches; it goes when the run ends."""
+
+own_caches: list[str] = []
+"""[0 or 1] The folder of caches of this process, where it has stepped apart: children of it have theirs inside."""
+
+MOST_WRITTEN = 1 << 28
+"""Bytes of a file in the child's folder of caches."""
+
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF, VERSION_ONLY = 444, 445, 446, 1
 """System calls of Landlock, the same on all processors, and the flag that asks for the version."""
+
+BENEATH = 1
+"""Kind of a Landlock rule: what is allowed beneath a folder."""
 
 RIGHTS = {1: 0b1_1111_1111_0011, 2: 1 << 13, 3: 1 << 14}
 """Version of Landlock -> the rights that came with it: to execute, write, remove and make; to link; to truncate."""
@@ -68,11 +85,12 @@ NO_NEW_PRIVILEGES = 38
 """Option of prctl(2) that Landlock wants set."""
 
 
-def step_apart(shared: str, keep: Iterable[int] = (), *, forks: bool = False) -> None:
+def step_apart(shared: str, keep: Iterable[int] = (), *, forks: bool = False, caches: str = "") -> None:
     """Give up, in a forked child, what is shared with its parent, but for the descriptors in `keep`.
 
     `shared` says what becomes of shared memory: see `SHARED`. With `forks` the child may fork, and keeps its shared
-    memory: it is to run nothing but headway's own code, and foreign code in children of its own that step apart.
+    memory: it is to run nothing but headway's own code, and foreign code in children of its own that step apart. Its
+    libraries may write to `caches`, a folder that the caller throws away.
     Raises `OSError` where the kernel does not let it; then nothing may be run.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGSEGV):
@@ -86,9 +104,46 @@ def step_apart(shared: str, keep: Iterable[int] = (), *, forks: bool = False) ->
             _replace(descriptor, os.fstat(descriptor).st_mode)
     if not forks:
         _part_with_shared_memory(copies=SHARED[shared])
-    _deny_changes_of_files()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-    sys.addaudithook(_refuse_but_forks if forks else _refuse)
+    if caches:
+        _keep_caches_in(caches)
+        own_caches[:] = [caches]
+    _deny_changes_of_files(caches)
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    most = MOST_WRITTEN if hard == resource.RLIM_INFINITY else min(hard, MOST_WRITTEN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most if caches else 0, hard))
+
+    def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+        if not (caches and event in (*IN_FOLDERS, "open") and _beneath(caches, arguments, event)):
+            (_refuse_but_forks if forks else _refuse)(event, arguments)
+
+    sys.addaudithook(refuse)
+
+
+def _keep_caches_in(folder: str) -> None:
+    """Have libraries keep their caches in a folder of this process; some have read the environment already."""
+    os.environ.update(dict.fromkeys(CACHES, folder))
+    if (config := sys.modules.get("numba.core.config")) is not None:
+        setattr(config, "CACHE_DIR", folder)  # noqa: B010 - a module of a library that we do not import
+
+
+IN_FOLDERS = {
+    "os.chmod": 1,
+    "os.mkdir": 1,
+    "os.remove": 1,
+    "os.rename": 2,
+    "os.rmdir": 1,
+    "os.truncate": 1,
+    "os.utime": 1,
+}
+"""Acts on files -> how many of their first arguments are paths."""
+
+
+def _beneath(folder: str, arguments: tuple[Any, ...], event: str) -> bool:
+    """Say whether all paths of an act lie in a folder."""
+    paths = arguments[: IN_FOLDERS.get(event, 1)]
+    if not all(isinstance(path, (str, bytes, os.PathLike)) for path in paths):
+        return False
+    return all(f"{os.path.realpath(os.fsdecode(path))}{os.sep}".startswith(f"{folder}{os.sep}") for path in paths)
 
 
 def name_process(name: str) -> None:
@@ -153,8 +208,8 @@ def _part_with_shared_memory(*, copies: bool) -> None:
             raise OSError(ctypes.get_errno(), f"the shared memory {line} cannot be parted with")
 
 
-def _deny_changes_of_files() -> None:
-    """Have the kernel refuse every change of the file system, and other programs; nothing where it cannot."""
+def _deny_changes_of_files(caches: str) -> None:
+    """Have the kernel refuse every change of the file system but in `caches`, and other programs, where it can."""
     libc = ctypes.CDLL(None, use_errno=True)
     version = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), VERSION_ONLY)
     rights = ctypes.c_uint64(sum(bits for since, bits in RIGHTS.items() if since <= version))
@@ -162,7 +217,13 @@ def _deny_changes_of_files() -> None:
         return
     ruleset = libc.syscall(CREATE_RULESET, ctypes.byref(rights), ctypes.c_size_t(8), 0)
     if ruleset >= 0:
-        libc.syscall(RESTRICT_SELF, ruleset, 0)  # rules that allow none of it
+        if caches:
+            folder = os.open(caches, os.O_PATH)
+            # struct landlock_path_beneath_attr, packed: the rights and the folder.
+            rule = ctypes.create_string_buffer(struct.pack("=Qi", rights.value, folder))
+            libc.syscall(ADD_RULE, ruleset, BENEATH, rule, 0)
+            os.close(folder)
+        libc.syscall(RESTRICT_SELF, ruleset, 0)  # rules that allow none of it elsewhere
         os.close(ruleset)
 
 

@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
+import tempfile
 import warnings
 from collections.abc import Callable
 
-from headway.core.machine.apart import die_with_parent, step_apart
+from headway.core.machine.apart import RUN_CACHES, die_with_parent, own_caches, step_apart
 from headway.core.machine.host import readable
 from headway.core.machine.interruptions import raised_behind
 from headway.core.machine.own_children import unheard
+from headway.core.units import NS_PER_S
+
+EXTENSION = 3.0
+"""How much longer than it may a child works that computes: times the time that it has."""
 
 LONGEST_S = 86400.0
 """A child that has worked for so long without an answer hangs, unless the caller says otherwise."""
@@ -28,13 +34,32 @@ def said(work: Callable[[], bytes], timeout_s: float = LONGEST_S, *, apart: str 
 
     One that raises, dies, or says nothing for `timeout_s` seconds and is ended, has said b"". Where the script has its
     children waited for by others, nobody knows how it ended: 0 then. With `apart`, a key of
-    `headway.core.machine.apart.SHARED`, `work` can only read.
+    `headway.core.machine.apart.SHARED`, `work` can only read, and its libraries write caches that are thrown away.
     """
-    with unheard():
-        return _said(work, timeout_s, apart)
+    with unheard(), contextlib.ExitStack() as stack:
+        caches = _folder_of_caches(stack) if apart else ""
+        return _said(work, timeout_s, apart, caches)
 
 
-def _said(work: Callable[[], bytes], timeout_s: float, apart: str) -> tuple[bytes, int]:
+def _folder_of_caches(stack: contextlib.ExitStack) -> str:
+    """Return a folder for the caches of libraries in children: one for all children of a recorded run.
+
+    What one of them has compiled, the others find. '' where there is no room for it: then the child has none.
+    """
+    run = os.environ.get("HEADWAY_RUN", "")
+    try:
+        if own_caches or os.path.isdir(run):
+            folder = own_caches[0] if own_caches else os.path.realpath(os.path.join(run, RUN_CACHES))
+            os.makedirs(folder, exist_ok=True)
+        else:
+            folder = os.path.realpath(tempfile.mkdtemp(prefix="headway-apart-"))
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    except OSError:
+        return ""
+    return folder
+
+
+def _said(work: Callable[[], bytes], timeout_s: float, apart: str, caches: str) -> tuple[bytes, int]:
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, as every loader does
@@ -46,7 +71,7 @@ def _said(work: Callable[[], bytes], timeout_s: float, apart: str) -> tuple[byte
             os.close(reading)
             if apart:
                 die_with_parent()
-                step_apart(apart, keep=(writing,))
+                step_apart(apart, keep=(writing,), caches=caches)
             answer = work()
             with os.fdopen(writing, "wb") as file:
                 file.write(answer)
@@ -56,7 +81,7 @@ def _said(work: Callable[[], bytes], timeout_s: float, apart: str) -> tuple[byte
     os.close(writing)
     parts = []
     with os.fdopen(reading, "rb", buffering=0) as file:
-        while readable(file.fileno(), timeout_s):
+        while _answers(file.fileno(), pid, timeout_s):
             parts.append(file.read(1 << 16))
             if not parts[-1]:
                 break
@@ -67,3 +92,18 @@ def _said(work: Callable[[], bytes], timeout_s: float, apart: str) -> tuple[byte
     with contextlib.suppress(ChildProcessError):  # a handler of the script may have waited for it already
         _, status = os.waitpid(pid, 0)
     return b"".join(parts), os.waitstatus_to_exitcode(status)
+
+
+def _answers(reading: int, pid: int, timeout_s: float) -> bool:
+    """Whether a child answers within `timeout_s`; one that computes, or wants to, has `EXTENSION` times as long more.
+
+    It compiles, on a busy host perhaps. One that hangs waits for a lock, or for another thread: it computes nothing.
+    """
+    if readable(reading, timeout_s):
+        return True
+    busy_ns = 0  # of all its threads: CPU time, and waiting for a core
+    with contextlib.suppress(OSError, ValueError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/schedstat", encoding="ascii") as file:
+                busy_ns += sum(map(int, file.read().split()[:2]))
+    return busy_ns / NS_PER_S > timeout_s / 2 and readable(reading, EXTENSION * timeout_s)

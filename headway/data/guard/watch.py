@@ -30,6 +30,7 @@ read
 from __future__ import annotations
 
 import functools
+import io
 import os
 import sys
 import threading
@@ -42,6 +43,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headway.core.machine.apart import CACHES
 from headway.core.machine.hidden_thread import running
 from headway.data.bytes.torch_keyed import current
 from headway.runtime.calls.patches import replace_attribute
@@ -203,10 +205,15 @@ def _for_writing(*arguments: Any, **named: Any) -> bool:
     return isinstance(mode, str) and bool(WRITING & set(mode))
 
 
+def _leaves_memory(*arguments: Any, **named: Any) -> bool:
+    """Whether `print` writes elsewhere than into a text in memory."""
+    return not isinstance(named.get("file"), io.StringIO)
+
+
 STDOUT = "sys:stdout.write"
 
 ACTS: dict[str, tuple[str, Callable[..., bool] | None]] = {
-    "builtins:print": (PRINTS, None),
+    "builtins:print": (PRINTS, _leaves_memory),
     "logging:Logger.handle": (LOGS, None),
     "builtins:open": (CHANGES, _for_writing),
     "io:open": (CHANGES, _for_writing),
@@ -298,12 +305,29 @@ def listen_here() -> None:
     listen(replace_attribute)
 
 
+COMPILED = "__pycache__"
+"""Folder of what Python, and compilers of Python (numba), have made of code."""
+
+
+def cache_folders() -> tuple[str, ...]:
+    """Return where libraries keep what they compile or download, each with a separator behind it.
+
+    >>> cache_folders()[0].endswith("/")
+    True
+    """
+    user = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    named = (os.environ.get(name) for name in CACHES)
+    return tuple(os.path.join(os.path.abspath(folder), "") for folder in (user, *named) if folder)
+
+
 def _noted(what: str, counts: Callable[..., bool] | None, run: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function that others see the effect of, but for what lies in the folder `run`: that is the recording."""
 
     def is_recording(arguments: tuple[Any, ...]) -> bool:
+        """Whether a file of the recording changes, or one of a library's cache, which says nothing of examples."""
         path = arguments[0] if what == CHANGES and arguments else None
-        return isinstance(path, (str, os.PathLike)) and os.path.abspath(os.fsdecode(path)).startswith(run)
+        name = os.path.abspath(os.fsdecode(path)) if isinstance(path, (str, os.PathLike)) else ""
+        return bool(name) and (name.startswith((run, *cache_folders())) or COMPILED in name.split(os.sep))
 
     @functools.wraps(original)
     def act(*arguments: Any, **named: Any) -> Any:

@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter_ns
+from time import perf_counter_ns, thread_time
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -23,10 +23,11 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
 from headway.core.machine.interruptions import pass_on
+from headway.core.units import format_seconds
 from headway.data.guard.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.guard.files_read import FileStat
 from headway.data.guard.outcome import OutcomeWriter, impure, reporter
-from headway.data.guard.process_state import listens
+from headway.data.guard.process_state import listens, outside
 from headway.data.guard.trial import EXAMPLES, beside_seeding, keeps, open_handle, unfit
 from headway.data.guard.verification import Verification, verification_of
 from headway.data.guard.withdrawal import Withdrawal, withdrawal_of
@@ -35,6 +36,9 @@ from headway.data.remedies import WorkersParameters
 from headway.data.workers.worker_iterators import IteratorSettings, ScriptWorkers, Waited
 from headway.runtime.host.device import in_use
 from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
+
+LOOK_S, LOOK_SHARE = 0.01, 0.1
+"""A look at what a dataset goes by may take so many seconds of CPU, or this share of a recorded step."""
 
 WAITS = "the script waits for any of its child processes, which workers would be"
 
@@ -346,7 +350,7 @@ class LoaderTuner:
         torchs = loader.num_workers > 0 and loader.persistent_workers
         fresh = loader.num_workers > 0 and not torchs  # the script's own workers begin each pass with nothing read
         only_kept = fresh and self.persistent_workers and self.max_workers <= loader.num_workers
-        reason = bound_to_the_loop(loader)
+        reason = bound_to_the_loop(loader) or self._too_dear(loader)
         if reason is None and not only_kept:
             reason = self.decisions.result(loader, lambda: untunable(loader, ahead, may_draw=self.may_draw))
         ended: str | None = None
@@ -364,6 +368,15 @@ class LoaderTuner:
         settled = torchs or self.max_workers <= count
         self.tunings[loader] = _Tuning(count, ended is None, settled=settled, opened=tuple(opened))
         self.report({**facts, "num_workers": count, **({"reason_not_kept": ended} if ended else {})})
+
+    def _too_dear(self, loader: DataLoader[Any]) -> str | None:
+        """Say that looking, before each batch, at what a loader goes by would cost more of a step than it may win."""
+        began = thread_time()
+        outside((loader.dataset, loader.collate_fn))
+        look_s, step_s = thread_time() - began, self.decisions.budget.step_s or 0.0
+        if look_s <= max(LOOK_S, LOOK_SHARE * step_s):
+            return None
+        return f"looking, before each batch, at what its dataset and their code reach takes {format_seconds(look_s)}"
 
     def _retune(self, loader: DataLoader[Any], tuning: _Tuning) -> None:
         """Between epochs: while training still waits, try twice the workers; keep them only if batches came faster."""

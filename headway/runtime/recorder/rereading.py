@@ -23,6 +23,7 @@ import os
 import random
 import resource
 import select
+import shutil
 import signal
 import sys
 import time
@@ -37,7 +38,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from headway.core.lazy import resolved
-from headway.core.machine.apart import DETACHED, name_process, step_apart
+from headway.core.machine.apart import DETACHED, RUN_CACHES, name_process, step_apart
 from headway.core.machine.interruptions import pass_on, raised_behind
 from headway.core.machine.own_children import unheard
 from headway.runtime.host.device import in_use
@@ -147,14 +148,14 @@ def collated(dataset: Any, collate_fn: Callable[[Any], Any], index: Any, *, batc
     return collate_fn(many(index) if many else [dataset[one] for one in index])
 
 
-def detached(work: Callable[[], bytes]) -> tuple[int, int]:
+def detached(work: Callable[[], bytes], run: str = "") -> tuple[int, int]:
     """Run `work` apart in a child of a child; return a pipe that will carry what it returns, and the child's pid.
 
     b"" comes through the pipe if it fails.
     """
     reading, writing = os.pipe()
     try:
-        return reading, start_detached(work, writing)
+        return reading, start_detached(work, writing, run=run)
     except OSError:
         os.close(reading)
         raise
@@ -162,17 +163,23 @@ def detached(work: Callable[[], bytes]) -> tuple[int, int]:
         os.close(writing)
 
 
-def start_detached(work: Callable[[], bytes], writing: int, *, forks: bool = False) -> int:
+def start_detached(work: Callable[[], bytes], writing: int, *, forks: bool = False, run: str = "") -> int:
     """Run `work` apart in a child of a child, which writes what it returns into `writing`; return its process id.
 
     The child between ends at once and is waited for here, so that no wait of the script's meets a process of ours.
-    With `forks`, `work` may fork children of its own that step apart themselves.
+    With `forks`, `work` may fork children of its own that step apart themselves. Libraries write their caches below
+    `run`, where `settle` removes them.
     """
+    caches = ""
+    if run:
+        with contextlib.suppress(OSError):  # the disk is full: then a library without a cache may refuse to work
+            os.makedirs(os.path.join(run, RUN_CACHES), exist_ok=True)
+            caches = os.path.realpath(os.path.join(run, RUN_CACHES))
     with unheard(), raised_behind():
-        return _start_detached(work, writing, forks=forks)
+        return _start_detached(work, writing, caches, forks=forks)
 
 
-def _start_detached(work: Callable[[], bytes], writing: int, *, forks: bool) -> int:
+def _start_detached(work: Callable[[], bytes], writing: int, caches: str, *, forks: bool) -> int:
     told, telling = os.pipe()
     try:
         with warnings.catch_warnings():
@@ -191,9 +198,9 @@ def _start_detached(work: Callable[[], bytes], writing: int, *, forks: bool) -> 
             else:
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-                signal.alarm(TIMEOUT_S)
+                signal.alarm(3 * TIMEOUT_S if forks else TIMEOUT_S)
                 os.nice(10 if forks else 5)  # one that forks takes half a second, beside steps that are recorded
-                step_apart("end at writes", keep=(writing,), forks=forks)
+                step_apart("end at writes", keep=(writing,), forks=forks, caches=caches)
                 answer = work()
                 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
                 os.write(writing, answer)
@@ -331,7 +338,7 @@ class Rereadings:
             kept.let_go()
             return NEVER
         start = now()
-        kept.pipe, kept.pid = detached(kept.read)
+        kept.pipe, kept.pid = detached(kept.read, self._probes.run)
         self._spent_ns += now() - start
         self._probes.emit(RECORDING, start, now() - start, READ_AGAIN)
         return 1
@@ -415,7 +422,7 @@ def begin(probes: Probes, group: int, loader: Any) -> None:
         def work() -> bytes:
             return json.dumps({group: {"rehearsal": resolved(function)(loader)}}).encode()
 
-        start_detached(work, descriptor, forks=True)
+        start_detached(work, descriptor, forks=True, run=probes.run)
     finally:
         os.close(descriptor)
 
@@ -427,6 +434,7 @@ def settle(run: Path, patience_s: float = PATIENCE_S) -> None:
         with path.open("rb") as file:
             while not _is_free(file.fileno()) and time.monotonic() < deadline:
                 time.sleep(0.01)
+    shutil.rmtree(run / RUN_CACHES, ignore_errors=True)
 
 
 def _is_free(descriptor: int) -> bool:

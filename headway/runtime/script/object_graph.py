@@ -152,6 +152,10 @@ def items_of(mapping: dict[Any, Any]) -> ItemsView[Any, Any]:
     return mapping.items() if type(mapping) is OrderedDict else dict.items(mapping)
 
 
+COMPILERS = ("numba.", "llvmlite.")
+"""Packages whose compiled functions hold their whole compiler; to them, what a function names is constant."""
+
+
 def attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object by name: those in slots too, and the columns of a pandas table.
 
@@ -164,9 +168,11 @@ def attributes(value: Any) -> dict[str, Any]:
     if isinstance(value, (logging.Logger, logging.Handler)):
         return {}
     found: dict[str, Any] = getattr(value, "__dict__", {})
+    kind: type = type(value)
+    if not isinstance(found, (dict, MappingProxyType)) or kind.__module__.startswith(COMPILERS):
+        return {}  # it answers to any name, as a handle of a library; or is a compiler's
     if isinstance(value, random.Random):
         found = {name: part for name, part in found.items() if name != "gauss_next"}
-    kind: type = type(value)
     if (names := slots_of(kind)) and not of_library(kind.__module__):
         found = {**found, **{name: getattr(value, name) for name in names if hasattr(value, name)}}
     if kind.__module__.startswith("pandas."):  # its table is a class in C, which has neither
