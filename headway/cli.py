@@ -169,6 +169,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "Change the parity scheme of what is stored.",
     ),
     "model grow": ("headway.verbs.models.model_grow:grow", "Start a larger model at a trained smaller one's outputs."),
+    "model serve": (
+        "headway.verbs.models.model_serve:serve",
+        "Plan which device serves which layers, in how many bits.",
+    ),
     "parallel schedule show": (
         "headway.verbs.models.parallel_schedule:show",
         "Show a pipeline's order on a time axis.",
