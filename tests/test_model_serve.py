@@ -19,7 +19,7 @@ from headway.cost.transformer import Transformer
 from headway.model import serve_plan
 from headway.model.serving.costs import BITS, ServingLoad, ServingRow, layer_omega, measured, roofline
 from headway.model.serving.heuristic import transferred
-from headway.model.serving.plan import Goal, ServeStage, serving_row
+from headway.model.serving.plan import ServeStage, ServingGoal, serving_row
 from headway.model.serving.times import RoundTimes, pipelines
 from headway.model.serving.torch_stage import chosen, drawn_stage, serve_on_ranks
 from tests.spawn import on_ranks
@@ -86,9 +86,9 @@ def test_the_program_finds_the_best_of_all_plans(seed):
 
     assert plan.objective == pytest.approx(min(values), rel=1e-6)
     assert plan.bound <= min(values) * (1 + 1e-6)
-    quick = transferred(list(pipelines(model, rows, load, bits, roofline(model))), Goal(omega, theta))
+    quick = transferred(list(pipelines(model, rows, load, bits, roofline(model))), ServingGoal(omega, theta))
     assert quick.fits
-    assert Goal(omega, theta).value(quick) >= min(values) * (1 - 1e-9)
+    assert ServingGoal(omega, theta).value(quick) >= min(values) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)

@@ -18,7 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from headway.core.errors import InputError
-from headway.model.serving.plan import Goal, ServeChoice
+from headway.model.serving.plan import ServeChoice, ServingGoal
 from headway.model.serving.program import LayerRuns, ServingProgram
 from headway.model.serving.times import PipelineCosts
 
@@ -29,7 +29,7 @@ MOST_TRANSFERS = 200
 """Transfers in an order."""
 
 
-def transferred(every: Sequence[PipelineCosts], goal: Goal) -> ServeChoice:
+def transferred(every: Sequence[PipelineCosts], goal: ServingGoal) -> ServeChoice:
     """Return the best choice that the heuristic makes; raises `InputError` where nothing fits."""
     runs = LayerRuns.of(goal.table)
     starts = []
@@ -44,7 +44,7 @@ def transferred(every: Sequence[PipelineCosts], goal: Goal) -> ServeChoice:
     return min((_improved(start, goal) for start in starts[:TRIED_ORDERS]), key=goal.value)
 
 
-def _improved(choice: ServeChoice, goal: Goal) -> ServeChoice:
+def _improved(choice: ServeChoice, goal: ServingGoal) -> ServeChoice:
     """Take the best transfer until none makes the objective smaller."""
     for _ in range(MOST_TRANSFERS):
         better = min(filter(goal.allows, _transfers(choice, goal)), key=goal.value, default=choice)
@@ -54,7 +54,7 @@ def _improved(choice: ServeChoice, goal: Goal) -> ServeChoice:
     return choice
 
 
-def _transfers(choice: ServeChoice, goal: Goal) -> Iterator[ServeChoice]:
+def _transfers(choice: ServeChoice, goal: ServingGoal) -> Iterator[ServeChoice]:
     """Yield what moving a layer from the slowest stage, converting one layer of a stage, and both would make of it."""
     table = choice.costs.decode_ns * choice.costs.num_microbatches[1] * max(choice.costs.rounds, 1)
     table = table + choice.costs.prefill_ns * choice.costs.num_microbatches[0]
@@ -75,7 +75,7 @@ def _transfers(choice: ServeChoice, goal: Goal) -> Iterator[ServeChoice]:
                 yield from _converted(variant, first, last, column, goal)
 
 
-def _converted(choice: ServeChoice, first: int, last: int, column: int, goal: Goal) -> Iterator[ServeChoice]:
+def _converted(choice: ServeChoice, first: int, last: int, column: int, goal: ServingGoal) -> Iterator[ServeChoice]:
     """Yield the choice with one layer of first..last - 1 in other bits: the one that loses least by it, or wins most.
 
     One for each precision that some of them has.

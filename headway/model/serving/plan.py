@@ -222,12 +222,12 @@ def serve_plan(
     reference = _reference(alone, table, widths, theta)
     start = None if reference is None else reference[1]
     limit = math.inf if theta is not None or start is None else start.omega(table)
-    goal = Goal(table, theta or 0.0, omega_most=limit)
+    goal = ServingGoal(table, theta or 0.0, omega_most=limit)
     best, bound = searched(every, runs, goal, gap, start)
     if theta is None:
         limit_s = best.makespan_s
         orders = every if runs.sizes.size <= FEW_RUNS else [best.costs]
-        goal = Goal(table, None, omega_most=best.omega(table), time_most=limit_s * (1 - 1e-7))
+        goal = ServingGoal(table, None, omega_most=best.omega(table), time_most=limit_s * (1 - 1e-7))
         best, _ = searched(orders, runs, goal, gap, best)
     makespan_s = best.makespan_s
     tokens = load.batch * load.new
@@ -301,7 +301,7 @@ def _uniforms(every: Sequence[PipelineCosts], table: Floats, gap: float) -> list
     for column in range(table.shape[1]):
         single = [_one_column(costs, column) for costs in every]
         try:
-            choice, _ = searched(single, run, Goal(lossless, 0.0), gap)
+            choice, _ = searched(single, run, ServingGoal(lossless, 0.0), gap)
         except InputError:
             continue
         costs = every[next(i for i, costs in enumerate(single) if costs is choice.costs)]
@@ -329,7 +329,7 @@ def _one_column(costs: PipelineCosts, column: int) -> PipelineCosts:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Goal:
+class ServingGoal:
     """What is smallest, and what bounds it."""
 
     table: Floats
@@ -356,7 +356,7 @@ class Goal:
 
 
 def searched(
-    every: Sequence[PipelineCosts], runs: LayerRuns, goal: Goal, gap: float, start: ServeChoice | None = None
+    every: Sequence[PipelineCosts], runs: LayerRuns, goal: ServingGoal, gap: float, start: ServeChoice | None = None
 ) -> tuple[ServeChoice, float]:
     """Return the best choice of all orders and the proven bound; raises `InputError` where none fits.
 

@@ -20,7 +20,7 @@ from headway.cost.specs import Specs, with_entries
 from headway.cost.transformer import Transformer
 from headway.model.serving.costs import BITS, LayerSeconds, ServingLoad, ServingRow, layer_omega, measured, roofline
 from headway.model.serving.heuristic import transferred
-from headway.model.serving.plan import BETWEEN_HOSTS, Goal, ServePlan, serve_plan, serving_row
+from headway.model.serving.plan import BETWEEN_HOSTS, ServePlan, ServingGoal, serve_plan, serving_row
 from headway.model.serving.times import pipelines
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.verbs.shared.output import emit
@@ -86,7 +86,8 @@ def serve(
         table = layer_omega(model, widths) if omega is None else omega
         limit = np.inf if theta is not None or plan.uniform is None else plan.uniform.omega
         quick = transferred(
-            list(pipelines(model, rows, load, widths, seconds or roofline(model))), Goal(table, theta or 0.0, limit)
+            list(pipelines(model, rows, load, widths, seconds or roofline(model))),
+            ServingGoal(table, theta or 0.0, limit),
         )
         result["heuristic"] = {
             "makespan_s": quick.makespan_s, "tokens_per_s": batch * new / quick.makespan_s, "omega": quick.omega(table)
