@@ -63,6 +63,9 @@ SUPERVISOR = "headway.fault.restart.supervise:supervisor"
 MEASUREMENTS: dict[str, str] = _applied(data, "MEASUREMENTS")
 """Measurement -> where its record lies: phases of `headway data stalls -- SCRIPT`, in order."""
 
+PRECISION_PHASES: dict[str, str] = _applied(model, "MEASUREMENTS")
+"""Measurement -> where its record lies: phases of `headway model precision -- SCRIPT`."""
+
 DRILL: dict[str, str] = _applied(fault, "DRILL")
 """What a drill does inside a rank -> where its record lies; no plan of a user's names it."""
 

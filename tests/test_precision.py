@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import warnings
 
@@ -24,10 +25,19 @@ from headway.model.precision.indicator import (
     omega_table,
     rounding_variance,
 )
-from headway.model.precision.step import CastLine, OperatorTimes, RankStep, operator_seconds, replayed_step_s
+from headway.model.precision.proposal import NO_LINK, PhaseOfRank, operator_times, planned, rest_of
+from headway.model.precision.step import (
+    KEPT_OUTPUT,
+    CastLine,
+    OperatorTimes,
+    RankStep,
+    operator_seconds,
+    replayed_step_s,
+)
 from headway.model.precision.torch_operators import int8_product, lower
 from headway.model.remedies import PRECISIONS
 from headway.sim.ddp.ddp_link import CollectiveLink
+from tests.launching import headway
 from tests.remedy_context import applied
 from tests.spawn import on_ranks
 
@@ -306,3 +316,82 @@ def test_ranks_of_unlike_precision_train_together_and_refuse_together():
     assert mixed[0][1] == mixed[1][1] != plain[0][1]
     assert all("rank 1: " in reason and "'nowhere'" in reason for reason, _ in refused)
     assert refused[0][1] == refused[1][1] == plain[0][1]
+
+
+def phases_of(speeds, slow_lowered=0.4):
+    """Return phases of ranks whose steps take `speeds` times as long, with six operators; fewer bits are faster."""
+    names = [f"layer{i}" for i in range(4)]
+    factors = {"float32": 1.0, "bf16": slow_lowered, "int8": slow_lowered / 2}
+    row = [(100, 50.0, 3.0)]
+    tables = {name: {"input": row, "weight": row, "gradient": row} for name in names}
+
+    def phase(precision, rank, slow):
+        forward, backward = (dict.fromkeys(names, slow * base_s * factors[precision]) for base_s in (1e-3, 2e-3))
+        step = [sum(forward.values()) + 1e-3 * slow, sum(backward.values()) + 1e-3 * slow, 1e-3 * slow]
+        of_float32 = precision == "float32"
+        return PhaseOfRank(
+            rank, names, {}, forward, backward, dict.fromkeys(names, 1000), tables if of_float32 else {}, step,
+            sum(step) if of_float32 else None, [(1 << 14, 1e-4), (1 << 22, 1e-3)],
+        )  # fmt: skip
+
+    return {p: {rank: phase(p, rank, slow) for rank, slow in enumerate(speeds)} for p in PRECISIONS}
+
+
+def test_only_the_slow_rank_is_lowered_and_in_fewer_operators_than_a_uniform_plan():
+    choice = planned(phases_of([1.0, 1.6]))
+    lowered = [(row["rank"], row["name"]) for row in choice.operators if row["precision"] != "float32"]
+    even = planned(phases_of([1.0, 1.0], slow_lowered=2.5))
+
+    assert lowered
+    assert {rank for rank, _ in lowered} == {1}
+    assert choice.step_s < choice.base_step_s
+    assert choice.interval[0] < choice.step_s < choice.interval[1]
+    assert choice.omega == choice.omega_bound > 0
+    assert len(lowered) < len(choice.operators) // 2 or {row["precision"] for row in choice.operators[4:]} != {"int8"}
+    assert all(row["precision"] == "float32" for row in even.operators)
+    assert (even.omega, even.step_s) == (0.0, even.base_step_s)
+
+
+@pytest.mark.parametrize("column", range(3))
+def test_operators_of_phases_add_up_to_each_ranks_uniform_step(column):
+    phases = phases_of([1.0, 1.6])
+    names = phases["float32"][1].names
+    times, rest = operator_times(phases, 1, names), rest_of(phases["float32"][1], names)
+
+    seconds = operator_seconds(times, [column] * len(names), {}, outputs=KEPT_OUTPUT)
+    step_s = replayed_step_s([rest], [seconds], [], [], NO_LINK)
+
+    assert step_s == pytest.approx(sum(phases[PRECISIONS[column]][1].step_s), rel=1e-6)
+
+
+SCRIPT = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(60):
+    optimizer.zero_grad()
+    model(torch.randn(32, 8)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_the_command_measures_a_script_and_its_plan_is_applied_by_a_run(tmp_path):
+    script, plan_path, lowered = tmp_path / "train.py", tmp_path / "plan.json", tmp_path / "lowered.json"
+    script.write_text(SCRIPT)
+    measured = ("--out", tmp_path / "phases", "-o", plan_path, "--json", "--", script)
+    done = headway("model", "precision", *measured)
+    answer = json.loads(done.stdout)
+    plan = json.loads(plan_path.read_text())
+    remedy = {"name": "model.precision", "parameters": {"operators": {"0": {"2": "bf16"}}}, "allow": "lossy"}
+    lowered.write_text(json.dumps(plan | {"remedies": [remedy]}))
+    run = headway("run", "--apply", lowered, "--out", tmp_path / "run", "--quiet", "--", script)
+
+    assert done.returncode == 0, done.stderr
+    assert answer["schema"] == "headway.model-precision/1"
+    assert [(row["rank"], row["name"]) for row in answer["operators"]] == [(0, "0"), (0, "2")]
+    assert answer["interval"][0] <= answer["step_s"] <= answer["interval"][1]
+    assert answer["omega_bound"] <= answer["omega"]
+    assert run.returncode == 0, run.stderr
+    applied_rows = json.loads((tmp_path / "run" / "applied" / "r0.json").read_text())
+    assert '"bf16": 1' in json.dumps(applied_rows)

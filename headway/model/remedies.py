@@ -42,6 +42,22 @@ class PrecisionParameters(Parameters, frozen=True):
                 pick(dict.fromkeys(PRECISIONS), precision, f"precision of operator {name!r}")
 
 
+class PrecisionPhase(Parameters, frozen=True):
+    """Parameters of a phase of `headway model precision`."""
+
+    precision: str
+    steps: Size
+    """Steps without sync between ranks."""
+    warmup: Count
+    """First steps, which do not count."""
+    in_sync: Count = 0
+    """Steps as they are, before those without sync."""
+
+    def __post_init__(self) -> None:
+        """Raise `UnknownNameError` on what is no precision."""
+        pick(dict.fromkeys(PRECISIONS), self.precision, "precision")
+
+
 REMEDIES = (
     RemedyRecord(
         "model.precision", PrecisionParameters, "headway.model.precision.apply:precision",
@@ -55,3 +71,6 @@ REMEDIES = (
     ),
 )  # fmt: skip
 """What a plan may hold of this room."""
+
+MEASUREMENTS = (RemedyRecord("measure.precision", PrecisionPhase, "headway.model.precision.apply:measure"),)
+"""Phase of `headway model precision -- SCRIPT`."""
