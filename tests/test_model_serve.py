@@ -104,6 +104,16 @@ def test_published_clusters_are_planned_within_the_gap_and_no_worse_than_the_bes
     assert plan.choice.fits
 
 
+def test_where_layers_differ_a_mixture_is_faster_than_the_best_uniform_precision_and_loses_less():
+    model, rows = published(6)
+    spread = np.exp(np.random.default_rng(6).uniform(np.log(0.3), np.log(3), model.layers))
+    plan = serve_plan(model, rows, ServingLoad(512, 100, 8), omega=layer_omega(model, BITS) * spread[:, None])
+
+    assert plan.tokens_per_s > plan.uniform.tokens_per_s
+    assert plan.omega < plan.uniform.omega
+    assert plan.bound <= plan.objective
+
+
 def test_without_a_price_the_plan_is_fastest_and_at_a_high_one_no_bit_more_fits():
     model, rows = published(3)
     load = ServingLoad(512, 100, 32)

@@ -9,8 +9,9 @@ that one, and of those no slower the one that loses least.
 The programs of all orders and micro-batch sizes are solved in the order of
 their lower bounds (all variables fractions), until no bound is below the best
 plan by more than `gap`: `bound` is proven for all of them. An indicator of
-more than `MOST_RUNS` different layers in a row is averaged over neighbours in
-the program; within a run the layers that lose most then get the most bits.
+more than `MOST_RUNS` different layers in a row is averaged over neighbours
+there; then, in the partitions found, each layer's bits are chosen by itself,
+and `bound` is that of divisible layers, each losing as its group's least one.
 
 Source: *LLM-PQ* (arXiv 2403.01136), algorithm 1; HiGHS instead of Gurobi.
 
@@ -26,7 +27,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -224,11 +225,16 @@ def serve_plan(
     limit = math.inf if theta is not None or start is None else start.omega(table)
     goal = ServingGoal(table, theta or 0.0, omega_most=limit)
     best, bound = searched(every, runs, goal, gap, start)
+    if runs.sizes.size > MOST_RUNS:  # what was averaged: the bits of each layer, in the partitions found so far
+        for partition in (best, *([start] if start else [])):
+            best = _rebitted(partition, goal, gap, best)
+        bound = _relaxed(every, goal)
     if theta is None:
         limit_s = best.makespan_s
         orders = every if runs.sizes.size <= FEW_RUNS else [best.costs]
         goal = ServingGoal(table, None, omega_most=best.omega(table), time_most=limit_s * (1 - 1e-7))
         best, _ = searched(orders, runs, goal, gap, best)
+        best = _rebitted(best, goal, gap, best) if runs.sizes.size > MOST_RUNS else best
     makespan_s = best.makespan_s
     tokens = load.batch * load.new
     compared = [
@@ -364,9 +370,7 @@ def searched(
     """
     table = goal.table
     if runs.sizes.size > MOST_RUNS:
-        group = np.arange(len(table)) * MOST_RUNS // len(table)
-        means = np.stack([table[group == g].mean(0) for g in range(MOST_RUNS)])
-        runs = LayerRuns(np.bincount(group), means)
+        runs = _grouped(table, np.mean)
 
     def solved_by(costs: PipelineCosts, value_most: float = math.inf, relaxed: bool = False) -> Solved:
         return ServingProgram(costs, runs).solved(
@@ -392,6 +396,35 @@ def searched(
     if best is None:
         raise InputError("nothing fits the devices. Add a device, or offer fewer bits.")
     return best, min(proven, value)
+
+
+def _grouped(table: Floats, function: Callable[..., Floats]) -> LayerRuns:
+    """Return `MOST_RUNS` runs of neighbours, each with `function` of its layers' indicators over axis 0."""
+    group = np.arange(len(table)) * MOST_RUNS // len(table)
+    return LayerRuns(np.bincount(group), np.stack([function(table[group == g], axis=0) for g in range(MOST_RUNS)]))
+
+
+def _relaxed(every: Sequence[PipelineCosts], goal: ServingGoal) -> float:
+    """Return a bound of all plans: layers lose what the one of their group does that loses least, and are divisible."""
+    least_runs = _grouped(goal.table, np.min)
+    solved = [
+        ServingProgram(costs, least_runs).solved(theta=goal.theta or 0.0, omega_most=goal.omega_most, relaxed=True)
+        for costs in every
+    ]
+    return min(optimum[1].bound for optimum in solved if optimum is not None)
+
+
+def _rebitted(partition: ServeChoice, goal: ServingGoal, gap: float, best: ServeChoice) -> ServeChoice:
+    """Return `best`, or what is better in the stages of `partition`: every layer's bits chosen anew, each by itself."""
+    layers = LayerRuns(np.ones(len(goal.table), np.int64), goal.table)
+    solved = ServingProgram(partition.costs, layers).solved(
+        theta=goal.theta or 0.0, timed=goal.theta is not None, omega_most=goal.omega_most, time_most=goal.time_most,
+        gap=gap / 2, stages=np.repeat(np.arange(len(partition.per_stage)), partition.per_stage),
+    )  # fmt: skip
+    if solved is None or not math.isfinite(solved[1].value):
+        return best
+    choice = ServeChoice.of(partition.costs, solved[0], goal.table)
+    return choice if goal.allows(choice) and goal.value(choice) < goal.value(best) else best
 
 
 def _fits_mixed(costs: PipelineCosts, runs: LayerRuns) -> bool:

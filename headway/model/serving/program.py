@@ -94,12 +94,13 @@ class ServingProgram:
 
     def solved(
         self, *, theta: float = 0.0, omega_most: float = np.inf, time_most: float = np.inf, timed: bool = True,
-        value_most: float = np.inf, relaxed: bool = False, gap: float = 0.0,
+        value_most: float = np.inf, relaxed: bool = False, gap: float = 0.0, stages: Ints | None = None,
     ) -> Solved:  # fmt: skip
         """Return layers [runs, stages, bits] and the optimum of makespan + theta omega; None where nothing fits.
 
         Seconds; `timed=False` leaves the makespan out of the objective. `omega_most`, `time_most` and `value_most`
         (of the objective) bound what is looked for. `relaxed` lets all variables be fractions: a lower bound.
+        `stages` [runs] fixes the stage of each run, so that only bits are chosen.
         """
         costs, runs = self.costs, self.runs
         num_runs, num_bits = runs.omega.shape
@@ -130,6 +131,8 @@ class ServingProgram:
             rows.add((everything, cost), high=value_most - offset)
         high = np.full(turn + 1, np.inf)
         high[x] = runs.sizes[:, None, None]
+        if stages is not None:
+            high[x[np.arange(num_stages)[None, :] != stages[:, None]]] = 0.0
         high[used] = high[done] = 1.0
         low = np.zeros(turn + 1)
         low[used] = ~costs.optional
