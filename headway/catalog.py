@@ -7,7 +7,7 @@ rooms' `remedies.py`, which need no torch.
 >>> sorted(REMEDIES)
 ['checkpoint.async', 'cluster.batch', 'cluster.noise', 'comm.bucket', 'comm.compress', 'comm.gradient_view', \
 'comm.order', 'comm.static_graph', 'data.cache', 'data.server', 'data.threads', 'data.workers', 'fault.guard', \
-'host.gc', 'host.logging', 'model.tune', 'parallel.schedule', 'power.filler']
+'host.gc', 'host.logging', 'model.precision', 'model.tune', 'parallel.schedule', 'power.filler']
 """
 
 from __future__ import annotations
@@ -62,6 +62,9 @@ SUPERVISOR = "headway.fault.restart.supervise:supervisor"
 
 MEASUREMENTS: dict[str, str] = _applied(data, "MEASUREMENTS")
 """Measurement -> where its record lies: phases of `headway data stalls -- SCRIPT`, in order."""
+
+PRECISION_PHASES: dict[str, str] = _applied(model, "MEASUREMENTS")
+"""Measurement -> where its record lies: phases of `headway model precision -- SCRIPT`."""
 
 DRILL: dict[str, str] = _applied(fault, "DRILL")
 """What a drill does inside a rank -> where its record lies; no plan of a user's names it."""

@@ -169,6 +169,14 @@ VERBS: dict[str, tuple[str, str]] = {
         "Change the parity scheme of what is stored.",
     ),
     "model grow": ("headway.verbs.models.model_grow:grow", "Start a larger model at a trained smaller one's outputs."),
+    "model precision": (
+        "headway.verbs.models.model_precision:precision",
+        "Choose operators of slow ranks that compute in fewer bits.",
+    ),
+    "model serve": (
+        "headway.verbs.models.model_serve:serve",
+        "Plan which device serves which layers, in how many bits.",
+    ),
     "parallel schedule show": (
         "headway.verbs.models.parallel_schedule:show",
         "Show a pipeline's order on a time axis.",
@@ -405,8 +413,8 @@ def dispatch(ours: list[str], script: list[str] | None) -> int:
         return int(command(*bound.args, **bound.kwargs, script=script) or 0)
     if script is not None:
         raise InputError(
-            "only `headway run`, `tune`, `data stalls`, `data verify-resume` take a script behind `--`. Drop the `--` "
-            "and what follows it."
+            "only `headway run`, `tune`, `data stalls`, `data verify-resume`, `model precision` take a script behind "
+            "`--`. Drop the `--` and what follows it."
         )
     return int(command(*bound.args, **bound.kwargs) or 0)
 

@@ -54,7 +54,10 @@ def test_every_verb_has_a_page_of_help_with_an_example(verb, capsys):
         (["why", "--jsn", "x"], "--json"),
         (["run", "--nproc-per-nod", "2", "--", "x.py"], "--nproc-per-node"),
         (["run"], "headway run -- train.py"),
-        (["why", "--", "x.py"], "only `headway run`, `tune`, `data stalls`, `data verify-resume` take"),
+        (
+            ["why", "--", "x.py"],
+            "only `headway run`, `tune`, `data stalls`, `data verify-resume`, `model precision` take",
+        ),
         (["why", "no-such-folder"], "no-such-folder"),
     ],
 )

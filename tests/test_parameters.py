@@ -34,7 +34,7 @@ BAD = {
 }
 REQUIRED = {
     "data.cache": {"bytes": 1}, "comm.bucket": {"bucket_mb": 1}, "comm.compress": {"codec": "sign"},
-    "parallel.schedule": {"order": ["0F0", "1F0"]},
+    "parallel.schedule": {"order": ["0F0", "1F0"]}, "model.precision": {"operators": {"0": {"fc": "bf16"}}},
     "cluster.batch": {"batch_size": 1, "own_batch_size": 1, "initial_batch": 1, "noise_scale": 1},
 }  # fmt: skip
 OTHERS = [
@@ -42,6 +42,7 @@ OTHERS = [
     ("fault.guard", "action", None, "rollback or skip or stop"),
     ("power.filler", "level", 1.5, "a number above 0, 1 at most"),
     ("parallel.schedule", "order", ["0F0"], "a row of torch's CSV for each of at least 2 ranks"),
+    ("model.precision", "operators", ["fc"], "rank -> operator -> int8, bf16 or float32"),
     ("comm.compress", "codec", 3, "a codec such as 'topk:0.01', or patterns"),
     ("comm.compress", "codec", {"*": 1}, "a codec such as 'topk:0.01', or patterns"),
 ]

@@ -215,7 +215,14 @@ def read_specs(path: str | os.PathLike[str]) -> Specs:
     Raises `InputError` when it cannot be read, `FormatError` naming file,
     table, entry and key when it is not what it should be.
     """
-    content = read_toml(path)
+    return with_entries(read_toml(path), path)
+
+
+def with_entries(content: Mapping[str, object], path: object) -> Specs:
+    """Return the shipped tables with the entries of `content`, read from `path`, added or replaced.
+
+    Raises `FormatError` naming table, entry and key.
+    """
     for kind in content:
         if kind not in KINDS:
             raise FormatError(f"{path}: unknown table {kind!r}. {suggestion(KINDS, kind)}")

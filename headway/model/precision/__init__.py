@@ -1,0 +1,1 @@
+"""QSync: precision per operator and per rank, where ranks are unlike."""
