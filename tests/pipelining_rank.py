@@ -1,0 +1,117 @@
+"""What tests of pipelines run on each rank, and the oracles: the same training in one process, written out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch import nn
+
+WIDTH = 6
+M = 4
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+}
+
+
+def chain(seed: int = 3) -> nn.Sequential:
+    """Return four stages of unequal widths: LayerNorm, Conv, BatchNorm, a plain end."""
+    torch.manual_seed(seed)
+    stages = [
+        nn.Sequential(nn.Linear(WIDTH, 8), nn.LayerNorm(8), nn.Tanh()),
+        nn.Sequential(nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 3, 3, padding=1), nn.Flatten()),
+        nn.Sequential(nn.BatchNorm1d(12), nn.Linear(12, 5), nn.Tanh()),
+        nn.Sequential(nn.Linear(5, 3), nn.LayerNorm(3), nn.Linear(3, 2)),
+    ]
+    return nn.Sequential(*stages).double()
+
+
+def batches(steps: int, m: int = M) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the same seeded batches everywhere: 3 examples a micro-batch."""
+    data = torch.Generator().manual_seed(7)
+    return [
+        (torch.randn(3 * m, WIDTH, generator=data).double(), torch.randn(3 * m, 2, generator=data).double())
+        for _ in range(steps)
+    ]
+
+
+def plain(state: dict[str, torch.Tensor]) -> dict[str, list[Any]]:
+    """Return a state as lists, which travel between processes."""
+    return {name: value.tolist() for name, value in state.items()}
+
+
+def trained(
+    name: str, optimizer: str, steps: int, options: dict[str, Any], flushes: tuple[int, ...] = ()
+) -> tuple[dict[str, Any], list[dict[int, float]], int]:
+    """Train the chain under a schedule; return this rank's state, its losses, and the versions that it held."""
+    from headway.parallel import pipeline
+
+    torch.set_num_threads(1)
+    m = options.get("num_microbatches", M)
+    settings = {"num_microbatches": m, "timeout_s": 20, **options}
+    runner = pipeline(
+        chain(), torch.zeros(3, WIDTH).double(), loss=functional.mse_loss, optimizer=OPTIMIZERS[optimizer],
+        schedule=name, **settings,
+    )  # fmt: skip
+    losses = []
+    for step, (x, y) in enumerate(batches(steps, m)):
+        losses.append({key: value.item() for key, value in runner.step(x, y).items()})
+        if step in flushes:
+            runner.flush()
+    return plain(runner.state_dict()), losses, runner.live_versions
+
+
+def merged(answers: list[Any]) -> dict[str, torch.Tensor]:
+    """Return the states of all ranks as one."""
+    return {name: torch.tensor(value, dtype=torch.float64) for state, *_ in answers for name, value in state.items()}
+
+
+def synchronous(optimizer: str, steps: int, m: int = M) -> dict[str, torch.Tensor]:
+    """Return the state of the whole model after mean gradients over micro-batches."""
+    model = chain()
+    made = OPTIMIZERS[optimizer](list(model.parameters()))
+    for x, y in batches(steps, m):
+        made.zero_grad()
+        for some, target in zip(x.chunk(m), y.chunk(m), strict=True):
+            (functional.mse_loss(model(some), target) / m).backward()
+        made.step()
+    return model.state_dict()
+
+
+def stale(
+    optimizer: str, steps: int, reads: Callable[[int, int], int], every: int, m: int = M, stages: int = 4
+) -> dict[str, torch.Tensor]:
+    """Return the state after training on old weights: stage s reads version `reads(s, micro-batch)` of its weights.
+
+    After `every` micro-batches each stage makes its next version, with the mean gradient.
+    """
+    model = chain()
+    bounds = [len(model) * stage // stages for stage in range(stages + 1)]
+    parts = [model[low:high] for low, high in itertools.pairwise(bounds)]
+    made = [OPTIMIZERS[optimizer](list(part.parameters())) for part in parts]
+    history = [[copied(part)] for part in parts]
+    microbatches = [pair for x, y in batches(steps, m) for pair in zip(x.chunk(m), y.chunk(m), strict=True)]
+    for number, (x, y) in enumerate(microbatches):
+        read = [history[s][max(0, reads(s, number))] for s in range(stages)]
+        for part, weights in zip(parts, read, strict=True):
+            x = torch.func.functional_call(part, weights, (x,))
+        wanted = [value for weights in read for value in weights.values()]
+        found = torch.autograd.grad(functional.mse_loss(x, y) / every, wanted)
+        for parameter, gradient in zip(model.parameters(), found, strict=True):
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        if (number + 1) % every == 0:
+            for part, step, past in zip(parts, made, history, strict=True):
+                step.step()
+                past.append(copied(part))
+            model.zero_grad()
+    return model.state_dict()
+
+
+def copied(part: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of the parameters, as leaves."""
+    return {name: value.detach().clone().requires_grad_() for name, value in part.named_parameters()}
