@@ -66,6 +66,84 @@ def trained(
     return plain(runner.state_dict()), losses, runner.live_versions
 
 
+def trained_often(name: str, cases: list[tuple[int, int]]) -> list[tuple[dict[str, Any], int]]:
+    """Train anew for each (micro-batches, steps); return this rank's states and versions."""
+    found = [trained(name, "sgd", steps, {"num_microbatches": m}) for m, steps in cases]
+    return [(state, versions) for state, _, versions in found]
+
+
+class Join(nn.Module):
+    """The last stage of a graph: it adds up what its branches make."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.out = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2))
+
+    def forward(self, *parts: torch.Tensor) -> torch.Tensor:
+        """Compute."""
+        return self.out(sum(parts[1:], parts[0]))
+
+
+GRAPHS: dict[str, tuple[tuple[int, ...], ...]] = {
+    "diamond": ((), (0,), (0,), (1, 2)),
+    "three branches": ((), (), (), (0, 1, 2)),
+    "skip": ((), (0,), (0, 1), (0, 2)),
+}
+
+
+def graph_model(name: str) -> list[tuple[nn.Module, tuple[int, ...]]]:
+    """Return the stages of a graph, which all pass 5 values on."""
+    torch.manual_seed(5)
+    preds = GRAPHS[name]
+    modules: list[nn.Module] = [
+        nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh()) if not before else Mixed(len(before)) for before in preds[:-1]
+    ]
+    return list(zip([one.double() for one in [*modules, Join(5)]], preds, strict=True))
+
+
+class Mixed(nn.Module):
+    """A stage in the middle."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5 * count, 5)
+
+    def forward(self, *parts: torch.Tensor) -> torch.Tensor:
+        """Compute."""
+        return torch.tanh(self.inner(torch.cat(parts, 1)))
+
+
+def trained_graph(name: str, schedule: str, steps: int) -> tuple[dict[str, Any], int]:
+    """Train a graph of stages; return this rank's state."""
+    from headway.parallel import pipeline
+
+    torch.set_num_threads(1)
+    runner = pipeline(
+        graph_model(name), torch.zeros(3, WIDTH).double(), loss=functional.mse_loss, optimizer=OPTIMIZERS["sgd"],
+        num_microbatches=M, schedule=schedule, timeout_s=20,
+    )  # fmt: skip
+    for x, y in batches(steps):
+        runner.step((x, 2 * x, 3 * x) if name == "three branches" else x, y)
+    return plain(runner.state_dict()), runner.live_versions
+
+
+def synchronous_graph(name: str, steps: int) -> dict[str, torch.Tensor]:
+    """Return the state of the whole graph after mean gradients over micro-batches."""
+    stages = graph_model(name)
+    model = nn.ModuleList(module for module, _ in stages)
+    made = OPTIMIZERS["sgd"](list(model.parameters()))
+    for x, y in batches(steps):
+        made.zero_grad()
+        for some, target in zip(x.chunk(M), y.chunk(M), strict=True):
+            values: list[torch.Tensor] = []
+            for stage, (module, before) in enumerate(stages):
+                scale = stage + 1 if name == "three branches" else 1
+                values.append(module(*[values[at] for at in before] or [scale * some]))
+            (functional.mse_loss(values[-1], target) / M).backward()
+        made.step()
+    return model.state_dict()
+
+
 def merged(answers: list[Any]) -> dict[str, torch.Tensor]:
     """Return the states of all ranks as one."""
     return {name: torch.tensor(value, dtype=torch.float64) for state, *_ in answers for name, value in state.items()}

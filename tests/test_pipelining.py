@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from headway.sim.pipeline.lower import check
+from headway.sim.pipeline.orders import PipelineShape
 from headway.sim.pipeline.schedules import SCHEDULES
-from tests.pipelining_rank import M, merged, stale, synchronous, trained
+from headway.sim.pipeline.simulate import evaluate
+from headway.sim.pipeline.weight_versions import FLUSH_FREE, rows_of, step_loop, versioned
+from tests.pipelining_rank import (
+    GRAPHS,
+    M,
+    merged,
+    stale,
+    synchronous,
+    synchronous_graph,
+    trained,
+    trained_graph,
+    trained_often,
+)  # fmt: skip
 from tests.spawn import on_ranks
 
 FLUSHED = [
@@ -55,3 +73,51 @@ def test_two_buffer_reads_the_weights_of_the_step_before_also_over_a_flush(optim
 
     assert agree(merged(answers), stale(optimizer, 4, lambda s, t: t // M - 1, every=M), 1e-12)
     assert [versions for *_, versions in answers] == [2] * 4
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_two_buffer_is_its_oracle_on_drawn_sizes(ranks):
+    draw = random.Random(ranks)
+    cases = [(draw.randint(ranks, 2 * ranks + 2), draw.randint(1, 5)) for _ in range(10)]
+    answers = on_ranks(trained_often, ranks, "two_buffer", cases)
+
+    for case, (m, steps) in enumerate(cases):
+        expected = stale("sgd", steps, lambda s, t, m=m: t // m - 1, every=m, m=m, stages=ranks)
+        assert agree(merged([answer[case] for answer in answers]), expected, 1e-12)
+        assert all(answer[case][1] == min(2, steps + 1) for answer in answers)
+
+
+@pytest.mark.parametrize("schedule", ["graph", "gpipe", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_gradients_on_a_graph_of_stages_are_those_of_the_whole_model(name, schedule):
+    answers = on_ranks(trained_graph, 4, name, schedule, 2)
+
+    assert agree(merged(answers), synchronous_graph(name, 2), 1e-10)
+
+
+@given(
+    ranks=st.integers(1, 5), m=st.integers(1, 7), steps=st.integers(1, 6), name=st.sampled_from(sorted(FLUSH_FREE)),
+    vertical_sync=st.booleans(),
+)  # fmt: skip
+def test_steps_and_what_is_left_of_a_stream_are_the_stream(ranks, m, steps, name, vertical_sync):
+    m = max(m, ranks) if name == "two_buffer" else m
+    program = versioned(name, PipelineShape(ranks, m, num_steps=steps), vertical_sync=vertical_sync)
+    check(program)
+
+    for rank in range(ranks):
+        loop = step_loop(name, PipelineShape(ranks, m), rank, vertical_sync=vertical_sync)
+        parts = [*map(loop.step, range(steps)), loop.drain(steps)]
+        whole = rows_of(program, rank)
+        assert [row for part in parts for row in part.computations] == whole.computations
+        assert sum(part.op.size for part in parts) == whole.op.size
+
+
+@pytest.mark.parametrize("name", sorted(FLUSH_FREE))
+def test_without_a_flush_a_step_of_the_steady_state_has_no_bubble(name):
+    shape = PipelineShape(16, 16, forward_ns=10, input_ns=10, weight_ns=10)
+    found = evaluate(SCHEDULES[name], shape)
+
+    assert found.makespan_ns == 16 * 30
+    assert found.bubble_fraction == 0
+    assert evaluate(SCHEDULES["gpipe"], shape).makespan_ns / found.makespan_ns >= 1.88
+    assert list(found.peak_activations) == list(range(16, 0, -1))

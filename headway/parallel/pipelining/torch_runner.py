@@ -38,7 +38,7 @@ from headway.parallel.pipelining.torch_messages import StageMessages
 from headway.parallel.pipelining.torch_weights import OptimizerFn, StageWeights, load_optimizer_state, optimizer_state
 from headway.runtime.in_rank import bootstrap
 from headway.runtime.lane import LONGEST_S
-from headway.sim.pipeline.actions import F, PipelineProgram
+from headway.sim.pipeline.actions import F, PipelineProgram, StageGraph
 from headway.sim.pipeline.lower import check, lower
 from headway.sim.pipeline.orders import PipelineShape
 from headway.sim.pipeline.schedules import SCHEDULES
@@ -74,7 +74,7 @@ def pipeline(
     num_microbatches
         Parts that each batch is cut into, along its first dimension.
     schedule
-        A name of `SCHEDULES`, or the program of one step.
+        A name of `SCHEDULES` ('graph' is 'graph_1f1b'), or the program of one step.
     interleave
         Stages per rank, for 'interleaved' and 'v'.
     vertical_sync
@@ -256,8 +256,13 @@ class PipelineRunner:
                 raise InputError(f"the program has {counts}. Make both alike.")
             check(schedule)
             return flushed_loop(schedule, self._rank)
-        order = pick(SCHEDULES, schedule, "schedule")
-        shape = PipelineShape(self._world_size, self._num_microbatches, self._interleave)
+        name = "graph_1f1b" if schedule == "graph" else schedule
+        order = pick(SCHEDULES, name, "schedule")
+        is_chain = graph == StageGraph.chain(len(graph.preds))
+        shape = PipelineShape(
+            self._world_size, self._num_microbatches, self._interleave,
+            graph=graph if self._interleave == 1 and not is_chain else None,
+        )  # fmt: skip
         if schedule not in FLUSH_FREE:
             return flushed_loop(lower(order(shape), graph), self._rank)
         if ties:
@@ -266,7 +271,7 @@ class PipelineRunner:
                 f"{names} are one parameter, and under {schedule} stages update at different times. Untie them, or "
                 "take a schedule with a flush, such as 1f1b."
             )
-        return step_loop(schedule, shape, self._rank, graph, vertical_sync=self._vertical_sync)
+        return step_loop(schedule, shape, self._rank, vertical_sync=self._vertical_sync)
 
     def _ranks_of(self) -> list[int]:
         """Return [stages] the rank of each stage; raises `InputError` where a stage is on several."""

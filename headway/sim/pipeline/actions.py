@@ -21,6 +21,7 @@ import io
 import itertools
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from numpy.typing import NDArray
 
 from headway.core.errors import CycleError, FormatError, InputError
 from headway.sim.graph.dag import Dag
+from headway.sim.graph.replay import replay
 
 F, B, I, W, R, SEND, RECV, OPT = range(8)  # noqa: E741 - the names of the papers and of torch
 """Codes: forward, whole backward, gradient of input, of weights, forward again, messages, optimizer."""
@@ -105,6 +107,20 @@ class StageGraph:
         for stage, sources in enumerate(self.preds):
             table[list(sources), stage] = True
         return table
+
+    def in_flight(self, sizes: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Return [stages] what each stage has in flight at once, by GraphPipe's rule: its size + its takers' most.
+
+        `sizes` [stages] is the examples of a stage's own turn, microbatch size times microbatches per turn (b and k in
+        in flight(S) = k b + max over successors). Without it each counts 1, so that the answer is in microbatches: the
+        number of stages on the longest path from a stage to the last one.
+
+        >>> StageGraph(((), (0,), (0,), (2,), (1, 3))).in_flight()
+        (4, 2, 3, 2, 1)
+        """
+        pairs = [(stage, source) for stage, sources in enumerate(self.preds) for source in sources]
+        back = Dag.from_edges(len(self.preds), [stage for stage, _ in pairs], [source for _, source in pairs])
+        return tuple(replay(back, sizes or [1] * len(self.preds)).end_ns.tolist())
 
 
 @dataclass(frozen=True, slots=True, eq=False)

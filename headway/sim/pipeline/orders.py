@@ -12,15 +12,24 @@ ranks and free transfers (Megatron-LM, SC'21, and PipeDream-2BW, ICML'21):
 
 >>> " ".join(map(str, one_f_one_b(PipelineShape(num_ranks=2, num_microbatches=3))[0]))
 '0F0 0F1 0B0 0F2 0B1 0B2'
+
+Stages may form a graph (`PipelineShape.of_graph`), one per rank. With D stages on its longest path, a stage from which
+d stages lead to the last one does what rank D - d of a chain of D does: in such a chain every stage that feeds it is
+earlier, so no order waits for itself, and (D - 1) takes the place of (p - 1) above.
+
+>>> diamond = PipelineShape.of_graph(StageGraph(((), (0,), (0,), (1, 2))), 2, [1] * 4, [1] * 4, [1] * 4)
+>>> [" ".join(map(str, actions)) for actions in one_f_one_b(diamond)[1:3]]
+['1F0 1F1 1B0 1B1', '2F0 2F1 2B0 2B1']
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from headway.core.errors import InputError
-from headway.sim.pipeline.actions import Action, B, F, Orders
+from headway.sim.pipeline.actions import Action, B, F, Orders, StageGraph
 
 MOST_ACTIONS = 1 << 18
 """Microbatches x stages of one step: each takes 40 us."""
@@ -57,6 +66,12 @@ class PipelineShape:
     cap: float | None = None
     """Activations that a rank may hold, in shares of a whole rank; None = no limit."""
 
+    graph: StageGraph | None = None
+    """Which stages feed which, stage s on rank s; None = each feeds the next one."""
+
+    stage_ns: tuple[tuple[int, int, int], ...] | None = None
+    """[stages] tF, tI, tW of each stage; None = they are equal. The times above are then the largest."""
+
     num_steps: int = 1
     """Steps that a schedule without a flush runs as one stream; all others make one."""
 
@@ -79,15 +94,50 @@ class PipelineShape:
             )
         if self.forward_ns + self.input_ns + self.weight_ns == 0:
             raise InputError("forward and backward both take 0 ns; give the time of at least one.")
+        if self.graph is not None and (self.interleave, self.num_ranks) != (1, len(self.graph.preds)):
+            raise InputError(
+                f"{len(self.graph.preds)} stages of a graph on {self.num_ranks} ranks, {self.interleave} on each; "
+                "give as many ranks as stages."
+            )
         if self.cap is not None and not self.cap >= 1:
             raise InputError(
                 f"infeasible: stage 0 needs 1 activation, cap {self.cap:g}. Raise the cap or make microbatches smaller."
             )
 
+    @classmethod
+    def of_graph(
+        cls,
+        graph: StageGraph,
+        num_microbatches: int,
+        forward_ns: Sequence[int],
+        input_ns: Sequence[int],
+        weight_ns: Sequence[int],
+        *,
+        comm_ns: int = 0,
+        cap: float | None = None,
+    ) -> PipelineShape:
+        """Return the shape of a graph of stages, one per rank; times are [stages].
+
+        Raises `InputError` as the class does, and on times of another number of stages.
+        """
+        times = {"forward_ns": forward_ns, "input_ns": input_ns, "weight_ns": weight_ns}
+        for name, values in times.items():
+            if len(values) != len(graph.preds) or min(values) < 0:
+                raise InputError(f"{name} is {list(values)}; give {len(graph.preds)} times >= 0, one for each stage.")
+        return cls(
+            len(graph.preds), num_microbatches, 1, max(forward_ns), max(input_ns), max(weight_ns), comm_ns, cap, graph,
+            tuple(zip(forward_ns, input_ns, weight_ns, strict=True)),
+        )  # fmt: skip
+
     @property
     def num_stages(self) -> int:
         """Stages of all ranks."""
         return self.num_ranks * self.interleave
+
+    @property
+    def stages(self) -> StageGraph:
+        """Which stages feed which."""
+        return self.graph or StageGraph.chain(self.num_stages)
 
 
 class OrderFn(Protocol):
@@ -100,18 +150,18 @@ class OrderFn(Protocol):
 
 def gpipe(shape: PipelineShape) -> Orders:
     """Run all forwards, then all backwards (GPipe), each in the order of microbatches, as torch does."""
-    _one_stage_per_rank(shape, "gpipe")
+    one_stage_per_rank(shape, "gpipe")
     all_of = range(shape.num_microbatches)
     return tuple(tuple(Action(op, rank, j) for op in (F, B) for j in all_of) for rank in range(shape.num_ranks))
 
 
 def one_f_one_b(shape: PipelineShape) -> Orders:
     """Alternate one backward, one forward after p - rank forwards (PipeDream-Flush)."""
-    _one_stage_per_rank(shape, "1f1b")
-    p, m = shape.num_ranks, shape.num_microbatches
+    one_stage_per_rank(shape, "1f1b")
+    m = shape.num_microbatches
     orders = []
-    for rank in range(p):
-        warm_up = min(m, p - rank)
+    for rank, in_flight in enumerate(shape.stages.in_flight()):
+        warm_up = min(m, in_flight)
         actions = [Action(F, rank, j) for j in range(warm_up)]
         for j in range(m):
             actions.append(Action(B, rank, j))
@@ -128,6 +178,8 @@ def interleaved(shape: PipelineShape) -> Orders:
     the other way round. Raises `InputError` where m is no multiple of p.
     """
     p, m, v = shape.num_ranks, shape.num_microbatches, shape.interleave
+    if shape.graph is not None:
+        raise InputError("interleaved needs stages that each feed the next one. Choose 'graph_1f1b' for a graph.")
     if m % p:
         near = max(p, round(m / p) * p)
         raise InputError(f"{m} microbatches are no multiple of {p} ranks; interleaving needs one. Give {near}.")
@@ -147,7 +199,7 @@ def interleaved(shape: PipelineShape) -> Orders:
     return tuple(orders)
 
 
-def _one_stage_per_rank(shape: PipelineShape, name: str) -> None:
+def one_stage_per_rank(shape: PipelineShape, name: str) -> None:
     """Refuse interleaving where the order has none."""
     if shape.interleave != 1:
         raise InputError(f"{name} has one stage per rank, not {shape.interleave}. Choose 'interleaved' for several.")

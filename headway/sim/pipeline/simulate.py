@@ -69,6 +69,9 @@ class StageCosts:
     comm_ns: int = 0
     """One message."""
 
+    between_ns: NDArray[np.int64] | None = None
+    """[stages, stages] A message from the row's stage to the column's; None = each takes `comm_ns`."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProgramTimes:
@@ -122,6 +125,8 @@ def simulate(program: PipelineProgram, costs: StageCosts) -> ProgramTimes:
         lane=lane,
     )
     duration = per_op[program.op, program.stage]
+    if costs.between_ns is not None:
+        duration[sends] = costs.between_ns[program.stage[sends], program.peer_stage[sends]]
     times = replay(dag, duration)
     start, end = times.start_ns.astype(np.int64), times.end_ns.astype(np.int64)
     rows = np.flatnonzero((program.op != SEND) & (program.op != RECV))
@@ -143,10 +148,10 @@ class PipelineScore:
     """The longest time from a rank's first start to its last end."""
 
     span_idle_ns: float
-    """Of it, the part without work."""
+    """Of it, the part without work of that rank."""
 
     bubble_fraction: float
-    """Share of the makespan in which a rank has no work."""
+    """Share of the makespan in which a rank has no work, the mean of ranks."""
 
     bubble_overhead: float
     """Time without work, of the makespan, in relation to the work of a rank."""
@@ -163,10 +168,11 @@ def evaluate(order: OrderFn, shape: PipelineShape) -> PipelineScore:
     `InputError` as the order does, and where a rank needs more activations than the cap allows.
     """
     shapes = steady_shapes(order, shape)
-    shorter, longer = (score(lower(order(streamed)), streamed) for streamed in shapes)
+    shorter, longer = (score(lower(order(streamed), streamed.graph), streamed) for streamed in shapes)
     if shapes[0] == shapes[1]:
         return longer
-    work = shape.num_microbatches * (shape.forward_ns + shape.input_ns + shape.weight_ns)
+    costs = costs_of(shape)
+    work = shape.num_microbatches * int((costs.forward_ns + costs.input_ns + costs.weight_ns).sum()) / shape.num_ranks
     makespan, span = longer.makespan_ns - shorter.makespan_ns, longer.span_ns - shorter.span_ns
     idle = makespan - work
     return replace(
@@ -189,25 +195,25 @@ def score(program: PipelineProgram, shape: PipelineShape) -> PipelineScore:
     if shape.cap is not None:
         check(program, caps=shape.cap * v)
     times = simulate(program, costs_of(shape))
-    work = v * shape.num_steps * shape.num_microbatches * (shape.forward_ns + shape.input_ns + shape.weight_ns)
-    span = int((times.last_ns - times.first_ns).max())
-    makespan = times.makespan_ns
+    spans = times.last_ns - times.first_ns
+    longest = int(np.argmax(spans))
+    span, makespan = int(spans[longest]), times.makespan_ns
+    work, all_ranks = int(times.busy_ns.sum()), makespan * program.num_ranks
     return PipelineScore(
         makespan_ns=_divided(makespan, v),
         span_ns=_divided(span, v),
-        span_idle_ns=_divided(span - work, v),
-        bubble_fraction=(makespan - work) / makespan,
-        bubble_overhead=(makespan - work) / work,
+        span_idle_ns=_divided(span - int(times.busy_ns[longest]), v),
+        bubble_fraction=(all_ranks - work) / all_ranks,
+        bubble_overhead=(all_ranks - work) / work,
         peak_activations=tuple((peak_activations(program) / v).tolist()),
     )
 
 
 def costs_of(shape: PipelineShape) -> StageCosts:
-    """Return the costs of equal stages, in units of 1/interleave ns."""
-    each = np.ones(shape.num_stages, np.int64)
-    return StageCosts(
-        each * shape.forward_ns, each * shape.input_ns, each * shape.weight_ns, shape.comm_ns * shape.interleave
-    )
+    """Return the costs of the stages, in units of 1/interleave ns."""
+    equal = ((shape.forward_ns, shape.input_ns, shape.weight_ns),) * shape.num_stages
+    forward, inputs, weights = np.array(shape.stage_ns or equal, np.int64).T
+    return StageCosts(forward, inputs, weights, shape.comm_ns * shape.interleave)
 
 
 def _divided(value: int, by: int) -> float:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,8 +28,8 @@ from numpy.typing import NDArray
 from headway.core.errors import InputError
 from headway.core.rng import stream
 from headway.sim.graph.dag import Dag
-from headway.sim.graph.replay import greedy
 from headway.sim.pipeline.actions import Action, F, I, Orders, W
+from headway.sim.pipeline.list_schedule import ListSchedule
 from headway.sim.pipeline.lower import lower, peak_activations
 from headway.sim.pipeline.orders import PipelineShape
 from headway.sim.pipeline.simulate import StageCosts, costs_of, simulate
@@ -84,7 +83,7 @@ def v_shape(shape: PipelineShape) -> Orders:
 def _figures(orders: Orders, shape: PipelineShape, cap: int, costs: StageCosts) -> tuple[int, int, int] | None:
     """Return (makespan + span, makespan, span); None where the order cannot run or exceeds the cap."""
     try:
-        program = lower(orders)
+        program = lower(orders, shape.graph)
     except InputError:
         return None
     if (peak_activations(program) > cap * shape.interleave).any():
@@ -96,11 +95,11 @@ def _figures(orders: Orders, shape: PipelineShape, cap: int, costs: StageCosts) 
 
 def _hand_made(shape: PipelineShape) -> Iterator[Orders]:
     """Yield H1 and H2: warm-up forwards, then I and F in turn, W so many microbatches behind I, the rest at the end."""
-    p, m = shape.num_ranks, shape.num_microbatches
+    m, in_flight = shape.num_microbatches, shape.stages.in_flight()
     for ahead in (1, 2):
         orders = []
-        for rank in range(p):
-            warm_up, behind = min(m, ahead * (p - rank) - (ahead - 1)), ahead * rank
+        for rank, depth in enumerate(in_flight):
+            warm_up, behind = min(m, ahead * depth - (ahead - 1)), ahead * (max(in_flight) - depth)
             actions = [Action(F, rank, j) for j in range(warm_up)]
             for j in range(m):
                 actions.append(Action(I, rank, j))
@@ -134,77 +133,19 @@ def _v_form(shape: PipelineShape) -> Orders:
     return tuple(orders)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _ListSchedule:
-    """List scheduling of one shape. Operation (kind k, stage s, microbatch j) has index (k S + s) m + j."""
+def _run(work: ListSchedule, dag: Dag, offset: Floats, period: float) -> tuple[float, Ints]:
+    """Schedule by priority offset(kind, stage) + j x period; return what the search lowers, and the starts.
 
-    shape: PipelineShape
-    """The shape."""
-
-    rank: Ints
-    """[S] Rank of each stage."""
-
-    duration_ns: Ints
-    """[3 S m] In 1/interleave ns."""
-
-    def dag(self, caps: Ints) -> Dag:
-        """Return the dependencies, with at most `caps` [S] activations of each stage.
-
-        F(s, j) -> F(s + 1, j)       F(s, j) -> I(s, j) -> W(s, j)       microbatches of a stage in order
-        I(s + 1, j) -> I(s, j)       W(s, j) -> F(s, j + cap)
-        """
-        num_stages, m = self.rank.size, self.shape.num_microbatches
-        index = np.arange(3 * num_stages * m).reshape(3, num_stages, m)
-        crossing = (self.rank[:-1] != self.rank[1:]) * self.shape.comm_ns * self.shape.interleave
-        delay = np.repeat(crossing, m)
-        parts = [
-            (index[0, :-1], index[0, 1:], delay),
-            (index[1, 1:], index[1, :-1], delay),
-            (index[:2], index[1:], None),
-            (index[:, :, :-1], index[:, :, 1:], None),
-        ]
-        parts += [(index[2, s, : m - cap], index[0, s, cap:], None) for s, cap in enumerate(caps.tolist()) if cap < m]
-        lags = [np.zeros(a.size, np.int64) if lag is None else lag for a, _, lag in parts]
-        return Dag.from_edges(
-            index.size,
-            np.concatenate([a.ravel() for a, _, _ in parts]),
-            np.concatenate([b.ravel() for _, b, _ in parts]),
-            lag_ns=np.concatenate(lags),
-            lane=np.tile(np.repeat(self.rank, m), 3),
-            lane_order=False,
-        )
-
-    def run(self, dag: Dag, offset: Floats) -> tuple[float, Ints]:
-        """Schedule by priority offset(kind, stage) + j x period; return what the search lowers, and the starts.
-
-        It is makespan + span + a fifth of the mean idle time of a rank: the mean tells apart what the maxima do not.
-        """
-        m = self.shape.num_microbatches
-        priority = (offset[:, :, None] + np.arange(m) * self.period).ravel()
-        times = greedy(replace(dag, priority=priority), self.duration_ns)
-        start, end = times.start_ns.astype(np.int64), times.end_ns.astype(np.int64)
-        first = np.full(self.shape.num_ranks, np.iinfo(np.int64).max)
-        last = np.zeros(self.shape.num_ranks, np.int64)
-        np.minimum.at(first, dag.lane, start)
-        np.maximum.at(last, dag.lane, end)
-        span = last - first
-        return float(last.max() + span.max() + 0.2 * span.mean()), start
-
-    @property
-    def period(self) -> float:
-        """Work of a rank per microbatch, in 1/interleave ns."""
-        return float(self.shape.interleave * (self.shape.forward_ns + self.shape.input_ns + self.shape.weight_ns))
-
-    def orders(self, start: Ints) -> Orders:
-        """Return each rank's computations by start; of two at once the one that feeds the other is first."""
-        num_stages, m = self.rank.size, self.shape.num_microbatches
-        kind, stage, microbatch = np.unravel_index(np.arange(start.size), (3, num_stages, m))
-        along = np.where(kind == 1, -stage, stage)
-        rows = np.lexsort((along, kind, start + self.duration_ns, start))
-        orders: list[list[Action]] = [[] for _ in range(self.shape.num_ranks)]
-        for k, s, j in zip(kind[rows].tolist(), stage[rows].tolist(), microbatch[rows].tolist(), strict=True):
-            orders[self.rank[s]].append(Action(KINDS[k], s, j))
-        return tuple(map(tuple, orders))
+    It is makespan + span + a fifth of the mean idle time of a rank: the mean tells apart what the maxima do not.
+    """
+    times = work.run(dag, offset[:, :, None] + np.arange(work.num_microbatches) * period)
+    start, end = times.start_ns.astype(np.int64), times.end_ns.astype(np.int64)
+    num_ranks = dag.num_lanes
+    first, last = np.full(num_ranks, np.iinfo(np.int64).max), np.zeros(num_ranks, np.int64)
+    np.minimum.at(first, dag.lane, start)
+    np.maximum.at(last, dag.lane, end)
+    span = last - first
+    return float(last.max() + span.max() + 0.2 * span.mean()), start
 
 
 def _searched(shape: PipelineShape, cap: int, costs: StageCosts) -> Iterator[Orders]:
@@ -216,21 +157,22 @@ def _searched(shape: PipelineShape, cap: int, costs: StageCosts) -> Iterator[Ord
     p, v, num_stages = shape.num_ranks, shape.interleave, shape.num_stages
     ranks = np.arange(p)
     rank = ranks if v == 1 else np.concatenate([ranks, ranks[::-1]])
-    each = np.repeat(np.concatenate([costs.forward_ns, costs.input_ns, costs.weight_ns]), shape.num_microbatches)
-    case = _ListSchedule(shape, rank, each.astype(np.int64))
+    each = np.array([costs.forward_ns, costs.input_ns, costs.weight_ns], np.int64)
+    case = ListSchedule(KINDS, shape.stages, rank, shape.num_microbatches, each, shape.comm_ns * v)
+    period = float(v * (shape.forward_ns + shape.input_ns + shape.weight_ns))
     # Activations of the second stage: one more for each rank nearer to the turn of the V, in shares of the cap.
     second = np.clip((ranks + 1) * cap // p, 1, 2 * cap - 1)
     dag = case.dag(_caps(second, cap, v))
     offsets = _starts(shape)
-    tried = [case.run(dag, offset) for offset in offsets]
+    tried = [_run(case, dag, offset, period) for offset in offsets]
     best = min(range(len(tried)), key=lambda k: tried[k][0])
     offset, (value, start) = offsets[best], tried[best]
     yield case.orders(start)
     generator = stream(0, "zero_bubble", p, shape.num_microbatches)
-    for _ in range(min(MOST_TRIALS, MOST_OPERATIONS // each.size)):
+    for _ in range(min(MOST_TRIALS, MOST_OPERATIONS // (each.size * shape.num_microbatches))):
         moved, shares, order = offset.copy(), second, dag
         kind, move = int(generator.integers(3)), generator.random()
-        step = generator.normal() * case.period
+        step = generator.normal() * period
         if move < 0.5:
             moved[kind, generator.integers(num_stages)] += step
         elif move < 0.65:
@@ -242,7 +184,7 @@ def _searched(shape: PipelineShape, cap: int, costs: StageCosts) -> Iterator[Ord
             shares[generator.integers(p)] += generator.choice([-1, 1])
             shares = np.clip(shares, 1, 2 * cap - 1)
             order = case.dag(_caps(shares, cap, v))
-        other, when = case.run(order, moved)
+        other, when = _run(case, order, moved, period)
         if other <= value:
             value, start, offset, second, dag = other, when, moved, shares, order
     yield case.orders(start)
@@ -258,9 +200,9 @@ def _caps(second: Ints, cap: int, stages_per_rank: int) -> Ints:
 def _starts(shape: PipelineShape) -> list[Floats]:
     """Return priorities [3, stages] to start from: by the time in an empty pipeline, and by kind in every order."""
     num_stages, far = shape.num_stages, 1e12
-    along = np.arange(num_stages)
-    forward = along * float(shape.forward_ns)
-    back = num_stages * float(shape.forward_ns) + along[::-1] * float(shape.input_ns)
+    depth = np.array(shape.stages.in_flight())
+    forward = (depth.max() - depth) * float(shape.forward_ns)
+    back = depth.max() * float(shape.forward_ns) + (depth - 1) * float(shape.input_ns)
     starts = [np.array([forward, back, back + shape.input_ns])]
     for turn in itertools.permutations(range(3)):
         for shift in (0.0, -0.3, 0.3) if shape.interleave == 2 else (0.0,):

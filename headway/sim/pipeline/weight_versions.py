@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
-from headway.sim.pipeline.actions import OPT, RECV, SEND, Action, B, F, Orders, PipelineProgram, StageGraph
+from headway.sim.pipeline.actions import OPT, RECV, SEND, Action, B, F, Orders, PipelineProgram
 from headway.sim.pipeline.lower import backward_rows, lower
 from headway.sim.pipeline.orders import PipelineShape, one_f_one_b
 
@@ -84,11 +84,9 @@ FLUSH_FREE = {"async_1f1b": async_1f1b, "two_buffer": two_buffer}
 # Which version each computation reads.
 
 
-def versioned(
-    name: str, shape: PipelineShape, graph: StageGraph | None = None, *, vertical_sync: bool = False
-) -> PipelineProgram:
+def versioned(name: str, shape: PipelineShape, *, vertical_sync: bool = False) -> PipelineProgram:
     """Return the lowered program of a schedule of `FLUSH_FREE`, with the version of the weights in every row."""
-    program = lower(FLUSH_FREE[name](shape), graph)
+    program = lower(FLUSH_FREE[name](shape), shape.graph)
     if name == "two_buffer":
         step = np.arange(shape.num_steps * shape.num_microbatches) // shape.num_microbatches
         return with_versions(program, lambda newest: np.broadcast_to(step - 1, newest.shape))
@@ -223,17 +221,14 @@ def flushed_loop(program: PipelineProgram, rank: int) -> StepLoop:
     )
 
 
-def step_loop(
-    name: str, shape: PipelineShape, rank: int, graph: StageGraph | None = None, *, vertical_sync: bool = False
-) -> StepLoop:
+def step_loop(name: str, shape: PipelineShape, rank: int, *, vertical_sync: bool = False) -> StepLoop:
     """Cut a schedule of `FLUSH_FREE` into the steps of one rank; raises `InputError` as the schedule does."""
     m = shape.num_microbatches
     # A rank's backwards lag up to p - 1 micro-batches, and so do the versions that its forwards read: from so many
     # steps on each one is like the next.
     settled = math.ceil(2 * (shape.num_ranks - 1) / m)
     programs = [
-        versioned(name, replace(shape, num_steps=count), graph, vertical_sync=vertical_sync)
-        for count in range(1, settled + 4)
+        versioned(name, replace(shape, num_steps=count), vertical_sync=vertical_sync) for count in range(1, settled + 4)
     ]
     steps = _cut(programs[-1], rank, m)[: settled + 2]
     assert steps[-1].computations == steps[-2].shifted(m, m if name == "async_1f1b" else 1).computations

@@ -16,6 +16,7 @@ from headway.core.tables import pick
 from headway.core.units import format_fraction, format_seconds
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.sim.pipeline.actions import F, PipelineProgram, R, W
+from headway.sim.pipeline.graph_file import GraphFile
 from headway.sim.pipeline.lower import ProgramReport, lower
 from headway.sim.pipeline.lower import check as check_program
 from headway.sim.pipeline.orders import OrderFn, PipelineShape
@@ -182,20 +183,22 @@ def export(
 def simulate(
     *,
     schedule: str = "1f1b",
-    stages: int,
-    microbatches: int,
+    stages: int | None = None,
+    microbatches: int = 8,
     interleave: int = 1,
-    forward_ns: int,
+    forward_ns: int | None = None,
     backward_ns: int | None = None,
     input_ns: int | None = None,
     weight_ns: int | None = None,
     comm_ns: int = 0,
     cap: float | None = None,
+    graph: Path | None = None,
     json: bool = False,
 ) -> int:
     """Simulate one step of a pipeline: its length, its bubbles, the activations each rank holds.
 
-    Times are those of one rank and one microbatch: a stage takes 1/interleave of them.
+    Times are those of one rank and one microbatch: a stage takes 1/interleave of them. With --graph each stage has its
+    own, and stages that do not feed each other run at once.
 
     Example: `headway parallel simulate --stages 4 --microbatches 8 --forward-ns 10 --backward-ns 20`
 
@@ -221,10 +224,19 @@ def simulate(
         One message between stages.
     cap
         Activations that a rank may hold, in shares of a whole rank.
+    graph
+        A JSON file of stages, each with name, preds (names of those that feed it), forward_ns and backward_ns.
     json
         Print one JSON object instead of text.
     """
-    shape = shape_of(stages, microbatches, interleave, forward_ns, backward_ns, input_ns, weight_ns, comm_ns, cap)
+    if graph is not None:
+        if any(given is not None for given in (stages, forward_ns, backward_ns, input_ns, weight_ns)):
+            raise InputError("--graph has the stages and their times. Leave --stages and the times out.")
+        shape = GraphFile.read(graph).shape(microbatches, comm_ns=comm_ns, cap=cap)
+    elif stages is None or forward_ns is None:
+        raise InputError("the stages are not known. Give --stages and --forward-ns, or --graph.")
+    else:
+        shape = shape_of(stages, microbatches, interleave, forward_ns, backward_ns, input_ns, weight_ns, comm_ns, cap)
     order = pick(SCHEDULES, schedule, "schedule")
     found, gaps = evaluate(order, shape), _steady_gaps(order, shape)
     answer = {
@@ -288,7 +300,7 @@ def _gaps(program: PipelineProgram, shape: PipelineShape) -> dict[str, list[floa
 def _steady_gaps(order: OrderFn, shape: PipelineShape) -> dict[str, list[float]]:
     """Return `_gaps` of a step: without a flush, those that one more step adds to a stream."""
     shapes = steady_shapes(order, shape)
-    shorter, longer = (_gaps(lower(order(streamed)), streamed) for streamed in shapes)
+    shorter, longer = (_gaps(lower(order(streamed), streamed.graph), streamed) for streamed in shapes)
     if shapes[0] == shapes[1]:
         return longer
     return {gap: [b - a for a, b in zip(shorter[gap], longer[gap], strict=True)] for gap in longer}
