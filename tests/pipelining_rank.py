@@ -193,3 +193,179 @@ def stale(
 def copied(part: nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of the parameters, as leaves."""
     return {name: value.detach().clone().requires_grad_() for name, value in part.named_parameters()}
+
+
+def saved_and_resumed(
+    root: str, schedule: str, steps: int, saves_at: int | None, before: int = 0
+) -> tuple[dict[str, Any], int | None]:
+    """Restore what is there, train from batch `before` on, save after `saves_at` steps; return this rank's state."""
+    import headway
+    from headway.parallel import pipeline
+
+    torch.set_num_threads(1)
+    runner = pipeline(
+        chain(), torch.zeros(3, WIDTH).double(), loss=functional.mse_loss, optimizer=OPTIMIZERS["adam"],
+        num_microbatches=M, schedule=schedule, timeout_s=20,
+    )  # fmt: skip
+    with headway.Checkpointer(root, model=runner, optimizer=runner.optimizer) as checkpointer:
+        step = checkpointer.restore().step
+        for number, (x, y) in enumerate(batches(steps)[before:], start=before + 1):
+            runner.step(x, y)
+            if number == saves_at:
+                checkpointer.save(number, block="durable")
+    return plain(runner.state_dict()), step
+
+
+class Ragged(nn.Module):
+    """A stage whose output has another shape for every micro-batch but the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.linear = 0, nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute."""
+        self.calls += 1
+        return self.linear(x)[: 3 if self.calls == 1 else 2]
+
+
+def refused(case: str) -> str:
+    """Make, or train, what cannot be; return what is said of it on this rank."""
+    from headway.core.errors import HeadwayError
+    from headway.parallel import pipeline
+
+    torch.manual_seed(0)
+    first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    model: Any = nn.Sequential(first, second)
+    options: dict[str, Any] = {"num_microbatches": M, "optimizer": OPTIMIZERS["sgd"], "schedule": "1f1b"}
+    x, y = torch.zeros(3 * M, WIDTH), torch.zeros(3 * M, WIDTH)
+    if case == "few":
+        options |= {"schedule": "two_buffer", "num_microbatches": 1}
+    elif case == "optimizer":
+        options |= {"schedule": "async_1f1b", "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    elif case == "other parameters":
+        options["optimizer"] = lambda _: torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    elif case == "in place":
+        options |= {"schedule": "async_1f1b"}
+    elif case == "sinks":
+        model = [(first, ()), (second, ())]
+    elif case == "tied":
+        second.weight = first.weight
+    elif case == "tied and traced":
+        model, options["schedule"] = Tied(), "two_buffer"
+        x = torch.zeros(3 * M, 2, dtype=torch.long)
+    elif case == "ragged":
+        model, y = nn.Sequential(Ragged(), nn.Linear(4, WIDTH)), y
+    elif case == "uneven":
+        x, y = x[:-1], y[:-1]
+    elif case == "listed":
+        model = nn.Sequential(Listed(), second)
+        options["schedule"] = "async_1f1b"
+    elif case == "name":
+        options["schedule"] = "two_bufer"
+    elif case == "modules":
+        model = nn.Sequential(nn.Sequential(first, second))
+    elif case == "no input":
+        x = None
+    try:
+        runner = pipeline(model, x[:3] if x is not None else y[:3], loss=functional.mse_loss, timeout_s=2, **options)
+        runner.step(x, y)
+        if case == "in place":
+            with torch.no_grad():
+                first.weight.add_(1)
+            runner.step(x, y)
+    except HeadwayError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class Listed(nn.Module):
+    """Reads its weights past its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.listed = [self.inner.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute."""
+        return x @ self.listed[0]
+
+
+class Tied(nn.Module):
+    """An embedding that is the output layer too, with blocks in between."""
+
+    def __init__(self, vocabulary: int = 8, width: int = 8, blocks: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Compute."""
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(self.norm(x))
+
+
+def trained_tied(steps: int) -> dict[str, Any]:
+    """Train a traced model whose embedding is tied over the stages; return this rank's state."""
+    from headway.parallel import pipeline
+
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    model = Tied().double()
+    runner = pipeline(
+        model, torch.zeros(2, 5, dtype=torch.long), loss=tied_loss, optimizer=OPTIMIZERS["adam"], num_microbatches=M,
+        schedule="1f1b", timeout_s=20,
+    )  # fmt: skip
+    for ids in tied_batches(steps):
+        runner.step(ids, ids)
+    return plain(runner.state_dict())
+
+
+def tied_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the loss of the next token."""
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def tied_batches(steps: int) -> list[torch.Tensor]:
+    """Return token ids [2 M, 5]."""
+    data = torch.Generator().manual_seed(7)
+    return [torch.randint(0, 8, (2 * M, 5), generator=data) for _ in range(steps)]
+
+
+def synchronous_tied(steps: int) -> dict[str, torch.Tensor]:
+    """Return the state of the whole model, whose names of one parameter are one."""
+    torch.manual_seed(1)
+    model = Tied().double()
+    made = OPTIMIZERS["adam"](list(model.parameters()))
+    for ids in tied_batches(steps):
+        made.zero_grad()
+        for some in ids.chunk(M):
+            (tied_loss(model(some), some) / M).backward()
+        made.step()
+    return model.state_dict()
+
+
+def with_a_peer_that(ends: str) -> None:
+    """Train on two ranks, of which the second dies, or stalls, in its second step."""
+    import os
+    import time
+
+    from headway.parallel import pipeline
+
+    runner = pipeline(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)).double(), torch.zeros(3, WIDTH).double(),
+        loss=functional.mse_loss, optimizer=OPTIMIZERS["sgd"], num_microbatches=M, timeout_s=2,
+    )  # fmt: skip
+    (x, y), _ = batches(2)
+    runner.step(x, y)
+    if torch.distributed.get_rank() == 1:
+        if ends == "dies":
+            os._exit(9)
+        time.sleep(4)
+        return
+    runner.step(x, y)

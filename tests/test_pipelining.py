@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 import torch
@@ -14,16 +15,22 @@ from headway.sim.pipeline.orders import PipelineShape
 from headway.sim.pipeline.schedules import SCHEDULES
 from headway.sim.pipeline.simulate import evaluate
 from headway.sim.pipeline.weight_versions import FLUSH_FREE, rows_of, step_loop, versioned
+from tests.made.pool import RankFailedError
 from tests.pipelining_rank import (
     GRAPHS,
     M,
     merged,
+    refused,
+    saved_and_resumed,
     stale,
     synchronous,
     synchronous_graph,
+    synchronous_tied,
     trained,
     trained_graph,
     trained_often,
+    trained_tied,
+    with_a_peer_that,
 )  # fmt: skip
 from tests.spawn import on_ranks
 
@@ -121,3 +128,53 @@ def test_without_a_flush_a_step_of_the_steady_state_has_no_bubble(name):
     assert found.bubble_fraction == 0
     assert evaluate(SCHEDULES["gpipe"], shape).makespan_ns / found.makespan_ns >= 1.88
     assert list(found.peak_activations) == list(range(16, 0, -1))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "two_buffer"])
+@pytest.mark.parametrize("ranks", [4, 2, 1])
+def test_a_checkpoint_of_four_stages_goes_on_as_if_nothing_had_been_on_any_number(tmp_path, ranks, schedule):
+    saved = on_ranks(saved_and_resumed, 4, str(tmp_path), schedule, 4, 2)
+    resumed = on_ranks(saved_and_resumed, ranks, str(tmp_path), schedule, 4, None, 2)
+
+    assert [step for _, step in resumed] == [2] * ranks
+    assert agree(merged(resumed), merged(saved), 1e-12)
+
+
+def test_a_parameter_that_two_stages_share_stays_one():
+    answers = on_ranks(trained_tied, 3, 3)
+
+    assert agree(merged([(state,) for state in answers]), synchronous_tied(3), 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("case", "messages"),
+    [
+        ("few", ["two_buffer has 1 micro-batches for 2 stages.*at least 2"] * 2),
+        ("optimizer", ["optimizer is a SGD.*in place while.*Give a function"] * 2),
+        ("other parameters", ["other parameters than it got.*Build it over its argument"] * 2),
+        ("in place", ["0.weight was changed in place while 2 versions.*after runner.flush"]),
+        ("sinks", ["stage 0 is not connected"] * 2),
+        ("tied", ["stages 0 and 1 share a parameter: 0.weight is tied to 1.weight"] * 2),
+        ("tied and traced", ["are one parameter, and under two_buffer.*such as 1f1b"] * 2),
+        ("ragged", [r"stage 0 makes float32 \[2, 4\] for micro-batch 1 and made float32 \[3, 4\] before.*Pad"]),
+        ("uneven", ["x has 11 examples, no multiple of 4 micro-batches.*Give 12"] * 2),
+        ("listed", ["reads 0.inner.weight past its attributes.*such as 1f1b"]),
+        ("name", ["Did you mean 'two_buffer'"] * 2),
+        ("modules", ["the Sequential has 1 modules for 2 stages"] * 2),
+        ("no input", ["stage 0 reads the input of the model. Pass x"]),
+    ],
+)
+def test_what_cannot_train_is_one_error(case, messages):
+    answers = on_ranks(refused, 2, case)
+
+    for answer, message in zip(answers, messages, strict=False):
+        assert answer.startswith(("InputError", "UnknownNameError"))
+        assert re.search(message, answer)
+
+
+@pytest.mark.parametrize(("ends", "said"), [("dies", "is gone"), ("stalls", "did not answer within 2 s")])
+def test_a_peer_that_dies_or_stalls_is_named_with_edge_and_micro_batch(ends, said):
+    edge = r"rank 0 receives the gradient of micro-batch \d from stage 1 to 0"
+
+    with pytest.raises(RankFailedError, match=f"{edge}, and rank 1 {said}"):
+        on_ranks(with_a_peer_that, 2, ends)
