@@ -149,7 +149,7 @@ class LayerGraph:
         Raises `InputError` where there are more than `MOST_CUTS`.
         """
         n = len(self.names)
-        before, after = _bits(n, self.edges), [[] for _ in range(n)]  # type: list[int], list[list[int]]
+        before, after = ancestors(n, self.edges), [[] for _ in range(n)]  # type: list[int], list[list[int]]
         for source, target in self.edges:
             after[source].append(target)
         first = next(layer for layer in range(n) if before[layer] == 1 << layer)
@@ -184,7 +184,7 @@ class LayerGraph:
         return Cuts(inside, part, leaves @ sizes, published @ sizes)
 
 
-def _bits(n: int, edges: Sequence[tuple[int, int]]) -> list[int]:
+def ancestors(n: int, edges: Sequence[tuple[int, int]]) -> list[int]:
     """Return for each layer the set of layers it needs, itself among them, as bits of a whole number."""
     preds: list[list[int]] = [[] for _ in range(n)]
     for source, target in edges:

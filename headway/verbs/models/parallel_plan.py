@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
 from rich.text import Text
 
 from headway.core.errors import InputError
 from headway.core.files.bounds import number_of
 from headway.core.files.settings_files import read_toml
 from headway.core.tables import pick
-from headway.core.units import format_bytes, format_seconds, parse_bytes
+from headway.core.units import NS_PER_S, format_bytes, format_seconds, parse_bytes
 from headway.cost.transformer import Transformer
+from headway.parallel.planning.graph import GraphCluster, GraphPlan, plan_graph
 from headway.parallel.planning.grid import GridCluster, plan_grid
 from headway.parallel.planning.hierarchical import PartitionPlan, Topology, search
 from headway.parallel.planning.layers import LayerGraph
 from headway.report.paper import add_row, draw, grid, paragraph, uncut
+from headway.sim.pipeline.graph_file import GraphFile
 from headway.verbs.shared.output import emit
 
 
@@ -31,16 +35,22 @@ def plan(
     allreduce: str = "sum",
     transfers: str = "published",
     shape: Path | None = None,
+    graph: Path | None = None,
+    microbatches: int | None = None,
+    overhead_ns: int = 0,
+    replicate: bool = False,
     devices: int | None = None,
     device: str | None = None,
     devices_per_host: int = 8,
     link: str = "infiniband-hdr",
     json: bool = False,
 ) -> int:
-    """Say which device runs what of a model: from a profile of its layers, or from a transformer's shape.
+    """Say which device runs what of a model: from a profile or a graph of its layers, or from a transformer's shape.
 
-    With --profile: stages and replicas of each, exact for PipeDream's model of time. With --shape: degrees of tensor,
-    pipeline and data parallelism, microbatch and recomputation of PTD-P. All times are predicted, none is measured.
+    With --profile: stages and replicas of each, exact for PipeDream's model of time. With --graph: stages that form a
+    graph, so that branches of the model run side by side (GraphPipe), beside the best chain of stages, both simulated.
+    With --shape: degrees of tensor, pipeline and data parallelism, microbatch and recomputation of PTD-P. All times are
+    predicted, none is measured.
 
     Example: `headway parallel plan --profile graph.txt --levels 4,4 --bandwidth 1e10,1.25e9`
 
@@ -51,7 +61,7 @@ def plan(
     levels
         Devices of a machine, machines of a rack, ...: sizes of the levels, the fastest links first.
     bandwidth
-        Bytes per second of the links of each level.
+        Bytes per second of the links of each level; with --graph one number, without it messages take no time.
     memory
         Memory of a device, for example 16GiB; no limit without it.
     allreduce
@@ -61,6 +71,15 @@ def plan(
     shape
         A TOML file: layers, hidden, heads, sequence, vocabulary, batch (sequences of a step), and what else
         `headway.cost.transformer.Transformer` has.
+    graph
+        A JSON file {"layers": [...]}: name, preds (names of those that feed it), forward_ns and backward_ns of a
+        microbatch, and where they matter output_bytes and parameter_bytes.
+    microbatches
+        Microbatches of a step, with --graph; as many as devices without it.
+    overhead_ns
+        What a forward or backward of a stage takes beside its layers, with --graph; it decides the microbatch's size.
+    replicate
+        With --graph, several devices may share a stage; needs --bandwidth.
     devices
         Devices of the job.
     device
@@ -72,12 +91,14 @@ def plan(
     json
         Print one JSON object instead of text.
     """
-    if (profile is None) == (shape is None):
-        raise InputError("nothing says what to plan, or two things do. Give --profile or --shape.")
+    if sum(given is not None for given in (profile, graph, shape)) != 1:
+        raise InputError("nothing says what to plan, or two things do. Give --profile, --graph or --shape.")
     if profile is not None:
         if levels is None or bandwidth is None:
             raise InputError("the links are not known. Give --levels and --bandwidth, for example 4,4 and 1e10,1.25e9.")
         return _partition(profile, _topology(levels, bandwidth, memory), allreduce, transfers, json)
+    if graph is not None:
+        return _graph(graph, _connected(devices, bandwidth, memory, overhead_ns, replicate), microbatches, json)
     if shape is None or devices is None or device is None:
         raise InputError("the devices are not known. Give --devices N and --device NAME.")
     cluster = GridCluster.of(device, devices, devices_per_host=devices_per_host, link=link)
@@ -98,6 +119,68 @@ def _partition(profile: Path, topology: Topology, allreduce: str, transfers: str
     answer = {"schema": "headway.parallel.plan/1", "simulated": True, "profile": str(profile), **asdict(found)}
     emit(answer, lambda screen: draw(_lines(found), **screen), as_json=as_json)
     return 0
+
+
+def _connected(
+    devices: int | None, bandwidth: str | None, memory: str | None, overhead_ns: int, replicate: bool
+) -> GraphCluster:
+    """Read devices that are all connected alike."""
+    if devices is None:
+        raise InputError("the devices are not known. Give --devices N.")
+    rates = (math.inf,) if bandwidth is None else _numbers("--bandwidth", bandwidth)
+    if len(rates) != 1:
+        raise InputError(f"--bandwidth is {bandwidth}; with --graph all links are alike. Give one number.")
+    room = math.inf if memory is None else parse_bytes(memory)
+    return GraphCluster(devices, rates[0], room, overhead_ns / NS_PER_S, replicate)
+
+
+def _graph(path: Path, cluster: GraphCluster, microbatches: int | None, as_json: bool) -> int:
+    """Print GraphPipe's partition beside the chain's."""
+    content = GraphFile.read(path)
+    layers = LayerGraph(
+        names=tuple(row.name for row in content.rows),
+        forward_s=tuple(row.forward_ns / NS_PER_S for row in content.rows),
+        backward_s=tuple(row.backward_ns / NS_PER_S for row in content.rows),
+        output_bytes=tuple(row.output_bytes for row in content.rows),
+        parameter_bytes=tuple(row.parameter_bytes for row in content.rows),
+        edges=tuple((source, layer) for layer, sources in enumerate(content.preds) for source in sources),
+    )
+    begin = time.perf_counter()
+    chosen = plan_graph(layers, cluster, microbatches)
+    search_s = time.perf_counter() - begin
+    facts = {"schema": "headway.parallel.plan/1", "simulated": True, "graph": str(path), "search_s": search_s}
+    emit(
+        facts | asdict(chosen),
+        lambda screen: draw([uncut(_stages(chosen)), "", paragraph(_said(chosen, search_s))], **screen),
+        as_json=as_json,
+    )
+    return 0
+
+
+def _stages(chosen: GraphPlan) -> Table:
+    """Return a row per stage."""
+    rows = grid("right", "left", "right", "right", "left")
+    add_row(rows, "stage", "after", "layers", "devices", "from .. to", style="dim")
+    for number, stage in enumerate(chosen.stages):
+        ends = f"{stage.layers[0][:40]} .. {stage.layers[-1][:40]}"
+        after = ", ".join(map(str, stage.preds))
+        add_row(rows, str(number), after, str(len(stage.layers)), str(stage.devices), ends)
+    return rows
+
+
+def _said(chosen: GraphPlan, search_s: float) -> str:
+    """Return what a step takes, and what the search assumed."""
+    size = chosen.stages[0].microbatch
+    sentences = [
+        f"{format_seconds(chosen.objective_s)} per step, simulated; the best chain of stages takes "
+        f"{format_seconds(chosen.chain_objective_s)}. Searched in {format_seconds(search_s)}.",
+        *([f"A microbatch is {size} of the file's."] if size > 1 else []),
+    ]
+    for before, behind in chosen.merged:
+        sentences.append(
+            f"The graph is not series-parallel: searched as if {', '.join(behind)} needed {', '.join(before)}."
+        )
+    return " ".join(sentences)
 
 
 def _model(path: Path) -> tuple[Transformer, int]:
