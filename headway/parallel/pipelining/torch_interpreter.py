@@ -117,6 +117,7 @@ class Interpreter:
     whole_backwards: set[int] = field(default_factory=set)
     """Stages whose backward in two parts gave other gradients than a whole one, or failed."""
 
+    _arrived: dict[MessageName, list[torch.Tensor]] = field(default_factory=dict)
     _tried: set[int] = field(default_factory=set)
 
     def run(self, rows: ProgramRows, following: ProgramRows) -> None:
@@ -136,6 +137,7 @@ class Interpreter:
                 in_use = [weights.version for (where, _), weights in self.contexts.items() if where == stage]
                 self.weights[stage].update(version, in_use, reads[index])
                 continue
+            self._await(op, stage, microbatch)
             start = now()
             COMPUTATIONS[op](self, stage, microbatch, version)
             if session is not None:
@@ -158,6 +160,18 @@ class Interpreter:
         else:
             name = MessageName(GRADIENT, stage, other_stage, microbatch)
             self.messages.send(name, peer, self.gradients.pop((stage, other_stage, microbatch)))
+
+    def _await(self, op: int, stage: int, microbatch: int) -> None:
+        """Wait for what a computation needs from other ranks: a wait is no part of it."""
+        names = []
+        if op == F:
+            names = [MessageName(ACTIVATION, source, stage, microbatch) for source in self.cut.graph.preds[stage]]
+        elif op in (B, I):
+            takers = [target for target, before in enumerate(self.cut.graph.preds) if stage in before]
+            names = [MessageName(GRADIENT, target, stage, microbatch) for target in takers]
+        for name in names:
+            if self.messages.has(name):
+                self._arrived[name] = self.messages.take(name)
 
     def _indices(self, source: int, target: int, count: int) -> list[int]:
         """Return which outputs of a stage another one takes, each once."""
@@ -210,8 +224,8 @@ class Interpreter:
     def _inputs(self, stage: int, source: int, microbatch: int) -> list[torch.Tensor]:
         """Return what a stage gets from another one, as leaves."""
         name = MessageName(ACTIVATION, source, stage, microbatch)
-        if self.messages.has(name):
-            tensors = self.messages.take(name)
+        tensors = self._arrived.pop(name, None)
+        if tensors is not None:
             forms = self.messages.forms[source, stage]
             return [
                 tensor.requires_grad_() if form.wants_gradient else tensor
@@ -238,7 +252,7 @@ class Interpreter:
                 continue
             name = MessageName(GRADIENT, target, stage, microbatch)
             local = self.gradients.pop((target, stage, microbatch), None)
-            gradients = local if local is not None else self.messages.take(name)
+            gradients = local if local is not None else self._arrived.pop(name)
             indices = self._indices(stage, target, len(context.outputs))
             requiring = [index for index in indices if context.outputs[index].requires_grad]
             for index, gradient in zip(requiring, gradients, strict=True):
