@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import re
 
@@ -9,7 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from headway.parallel import pipeline
+from headway.sim.pipeline.actions import PipelineProgram
 from headway.sim.pipeline.lower import check
 from headway.sim.pipeline.orders import PipelineShape
 from headway.sim.pipeline.schedules import SCHEDULES
@@ -18,7 +22,9 @@ from headway.sim.pipeline.weight_versions import FLUSH_FREE, rows_of, step_loop,
 from tests.made.pool import RankFailedError
 from tests.pipelining_rank import (
     GRAPHS,
+    OPTIMIZERS,
     M,
+    batches,
     merged,
     refused,
     saved_and_resumed,
@@ -178,3 +184,36 @@ def test_a_peer_that_dies_or_stalls_is_named_with_edge_and_micro_batch(ends, sai
 
     with pytest.raises(RankFailedError, match=f"{edge}, and rank 1 {said}"):
         on_ranks(with_a_peer_that, 2, ends)
+
+
+LAYERS = {"norm": lambda: nn.LayerNorm(6), "conv": lambda: nn.Conv1d(6, 6, 1)}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_why_versions_are_leaves_an_update_in_place_raises_and_other_data_is_silently_wrong(name):
+    module, x = LAYERS[name](), torch.randn(1, 6, 6, requires_grad=True)
+    expected = torch.autograd.grad(module(x).square().sum(), x)[0]
+
+    loss = module(x).square().sum()
+    module.weight.data = module.weight.data + 1
+    assert not torch.allclose(torch.autograd.grad(loss, x)[0], expected)
+    loss = module(x).square().sum()
+    with torch.no_grad():
+        module.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_runner_runs_a_program_of_the_users_and_is_switched_between_schedules():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+    data = batches(3)
+    program = PipelineProgram.from_orders(SCHEDULES["zero_bubble"](PipelineShape(1, M)))
+    settings = {"loss": nn.functional.mse_loss, "num_microbatches": M, "optimizer": OPTIMIZERS["adam"]}
+    runner = pipeline(copy.deepcopy(model).double(), data[0][0], schedule="graph", **settings)
+    plain = pipeline(model.double(), data[0][0], **settings)
+    for (x, y), schedule in zip(data, (program, "two_buffer", "gpipe"), strict=True):
+        runner.switch(schedule)
+        runner.step(x, y)
+        plain.step(x, y)
+
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in runner.state_dict().items())

@@ -190,6 +190,11 @@ class StepLoop:
     drains: tuple[ProgramRows, ...]
     """What is left to do after so many steps, from 0; the last entry repeats."""
 
+    @property
+    def flushes(self) -> bool:
+        """Whether nothing is left to do behind a step."""
+        return self.program.num_microbatches == self.num_microbatches
+
     def step(self, number: int) -> ProgramRows:
         """Return the rows of a step, from 0."""
         listed = min(number, len(self.steps) - 1)
