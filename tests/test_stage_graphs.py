@@ -146,7 +146,9 @@ def test_a_file_that_is_no_graph_of_stages_is_refused(text, message, tmp_path):
         GraphFile.read(file).shape(4)
 
 
-def test_shapes_that_do_not_fit_their_graph_are_refused():
+def test_shapes_that_do_not_fit_their_graph_are_refused(tmp_path):
+    with pytest.raises(InputError, match=r"nothing\.json"):
+        GraphFile.read(tmp_path / "nothing.json")
     with pytest.raises(InputError, match="4 stages of a graph on 3 ranks"):
         PipelineShape(3, 4, graph=DIAMOND)
     with pytest.raises(InputError, match="give 4 times"):

@@ -50,7 +50,7 @@ from headway.sim.pipeline.simulate import costs_of, simulate
 STATE_COPIES = 4
 """What a weight takes, in copies of itself: gradient and two moments of Adam beside it."""
 
-TOLERANCE = 1e-3
+TOLERANCE = 2e-3
 """The bisection ends this near to the least T, as a share of it."""
 
 LOOSER = (1.0, 1.1, 1.25, 1.5, 2.0)
@@ -116,8 +116,8 @@ class GraphPlan:
     objective_s: float
     """Simulated seconds of a step, under `graph_1f1b`."""
 
-    chain_objective_s: float
-    """The same of the best chain of stages."""
+    chain_objective_s: float | None
+    """The same of the best chain of stages; None where no chain fits the memory."""
 
     merged: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]
     """Pairs (layers, layers that the search put behind them): what the graph lacks to be series-parallel."""
@@ -158,12 +158,19 @@ class _StageSearch:
     cluster: GraphCluster
     num_microbatches: int
     limit_s: float = math.inf
+    apart: bool = False
+    """Whether every branch has devices of its own: shorter steps where there are devices to spare."""
     memo: dict[tuple[int, int], list[_Partial]] = field(default_factory=dict)
+    distinct: dict[int, list[int]] = field(default_factory=dict)
+
+    @property
+    def overhead_s(self) -> float:
+        """Return what forward and backward of a stage take beside its layers."""
+        return 2 * self.cluster.overhead_s
 
     def seconds(self, stage: _Stage) -> float:
         """Return the time of a stage per microbatch, its share of the sum of gradients included."""
-        times = self.times(stage)
-        return times[0] + times[1]
+        return sum(self.times(stage)) if stage.replicas > 1 else self.overhead_s + stage.forward_s + stage.backward_s
 
     def times(self, stage: _Stage) -> tuple[float, float]:
         """Return seconds of forward and backward per microbatch."""
@@ -211,7 +218,7 @@ class _StageSearch:
         """Add branches: the stage behind them takes in none, those that fit whole, or the end of one of them."""
         behind = plan.open
         yield from self._beside(tree.parts, _Partial(plan.devices, 0, None, (plan.closed, behind)), plan.depth)
-        if behind is None:
+        if behind is None or self.apart:
             return
         inside, apart = plan, []
         for branch in sorted(tree.parts, key=lambda branch: sum(map(self._layer_s, layers_of(branch)))):
@@ -224,11 +231,26 @@ class _StageSearch:
             # What is apart leads to that stage, so nothing before may join it any more.
             inner = _Partial(inside.devices, 0, None, (inside.closed, inside.open))
             yield from self._beside(apart, inner, max(inside.open.depth, plan.below))
-        for k, branch in enumerate(tree.parts):
-            for new in self.partials(branch, [plan]):
+        for k in self.different(tree):
+            for new in self.partials(tree.parts[k], [plan]):
                 if new.devices > plan.devices:
                     apart = [*tree.parts[:k], *tree.parts[k + 1 :]]
                     yield from self._beside(apart, new, max(behind.depth, plan.below + 1))
+
+    def different(self, tree: Parallel) -> list[int]:
+        """Return the branches that differ in their costs: of equal ones the first."""
+        if id(tree) not in self.distinct:
+            self.distinct[id(tree)] = list(
+                {self._signature(branch): k for k, branch in reversed([*enumerate(tree.parts)])}.values()
+            )
+        return self.distinct[id(tree)]
+
+    def _signature(self, tree: Tree) -> tuple[object, ...]:
+        graph = self.graph
+        if isinstance(tree, int):
+            columns = graph.forward_s, graph.backward_s, graph.parameter_bytes, graph.output_bytes
+            return tuple(column[tree] for column in columns)
+        return (type(tree), *map(self._signature, tree.parts))
 
     def _beside(self, branches: Iterable[Tree], plan: _Partial, depth: int) -> Iterator[_Partial]:
         """Add branches that each begin with a stage of their own before stages of this depth; `plan` has the others."""
@@ -246,7 +268,7 @@ class _StageSearch:
             ]
             rows = sorted(rows, key=lambda row: (row[0], row[2], max(head.depth for head in row[1])))[:MOST_PARTIAL]
         for devices, heads, below, closed in rows:
-            shared = self._shared(heads)
+            shared = list(heads) if self.apart else self._shared(heads)
             roomy = max(range(len(shared)), key=lambda k: self._room(shared[k]))
             others = shared[:roomy] + shared[roomy + 1 :]
             devices -= sum(head.replicas for head in heads) - sum(stage.replicas for stage in shared)
@@ -270,11 +292,12 @@ class _StageSearch:
     def _best(self, plans: list[_Partial]) -> list[_Partial]:
         """Return the plans that no other beats in devices, depth and room; of many, a few evenly."""
         if len(plans) > 1:
-            points = [(plan.devices, plan.depth, -self._room(plan.open)) for plan in plans]
-            plans = sorted((plans[k] for k in pareto(points)), key=lambda plan: plan.devices)
-        return [
-            plans[k] for k in sorted({k * (len(plans) - 1) // (MOST_PARTIAL - 1) for k in range(MOST_PARTIAL)}) if plans
-        ]
+            points = {(plan.devices, plan.depth, -self._room(plan.open)): plan for plan in reversed(plans)}
+            plans = list(points.values())
+            plans = sorted((plans[k] for k in pareto(list(points))), key=lambda plan: plan.devices)
+        if len(plans) > MOST_PARTIAL:
+            plans = [plans[k * (len(plans) - 1) // (MOST_PARTIAL - 1)] for k in range(MOST_PARTIAL)]
+        return plans
 
     def _room(self, stage: _Stage | None) -> float:
         """Return the seconds of layers that may still join a stage."""
@@ -292,19 +315,23 @@ class _StageSearch:
     def plans(self, tree: Tree) -> Iterator[list[_Stage]]:
         """Yield the plans of the least T and of some larger ones; none where none fits the memory."""
         times = [self._layer_s(layer) for layer in layers_of(tree)]
-        overhead_s = 2 * self.cluster.overhead_s
-        low = overhead_s + (0.0 if self.cluster.replicate else max(times))
-        low = max(low, overhead_s + sum(times) / self.cluster.num_devices)
-        high = (overhead_s + sum(times)) * (1 + 1e-9)
-        shortest_s = threshold(
-            lambda limit_s: self.at(limit_s, tree) is not None,
-            low * (1 + 1e-9),
-            high,
-            tolerance=low * TOLERANCE + 1e-15,
-        )
-        for share in LOOSER if shortest_s is not None else ():
-            plan = self.at((shortest_s or 0.0) * share, tree)
-            if plan is not None:
+        overhead_s, share = self.overhead_s, sum(times) / self.cluster.num_devices
+        low = overhead_s + (share if self.cluster.replicate else max(share, *times))
+        # Filled one after the other, stages of a chain that may take a share and one layer more are few enough.
+        bounds = [low * (1 + 1e-9), overhead_s + (share + max(times)) * (1 + 1e-9)]
+        bounds.append(max(bounds[1], overhead_s + sum(times) * (1 + 1e-9)))
+        shortest_s = None
+        for low, high in itertools.pairwise(bounds):
+            if shortest_s is None:
+                shortest_s = threshold(
+                    lambda limit_s: self.at(limit_s, tree) is not None, low, high, tolerance=low * TOLERANCE + 1e-15
+                )
+        keys = set()
+        for share, apart in itertools.product(LOOSER if shortest_s is not None else (), (False, True)):
+            plan = replace(self, apart=apart).at((shortest_s or 0.0) * share, tree)
+            key = frozenset((stage.layers, stage.replicas) for stage in plan or ())
+            if plan is not None and key not in keys:
+                keys.add(key)
                 yield plan
 
 
@@ -345,7 +372,7 @@ def plan_graph(graph: LayerGraph, cluster: GraphCluster, num_microbatches: int |
             f"no partition over {cluster.num_devices} devices fits {cluster.memory_bytes:g} bytes of memory. "
             "Give more devices, or smaller microbatches."
         )
-    chain_s = min((plan[0] for plan in plans[True]), default=math.inf)
+    chain_s = min((plan[0] for plan in plans[True]), default=None)
     # Of equal plans the one on fewer devices; a graph before a chain.
     best_s, _, best, preds, size = min([*plans[False], *plans[True]], key=lambda plan: plan[:2])
     return GraphPlan(

@@ -19,7 +19,8 @@ import msgspec
 from msgspec import Meta
 
 from headway.core.errors import InputError
-from headway.core.files.bounded_json import read_json
+from headway.core.files.bounded_json import decode_json
+from headway.core.files.regular_file import read_text
 from headway.core.tables import suggestion
 from headway.sim.pipeline.actions import StageGraph
 from headway.sim.pipeline.orders import PipelineShape
@@ -66,8 +67,9 @@ class GraphFile:
 
     @classmethod
     def read(cls, path: Path) -> GraphFile:
-        """Read a file; raises `FormatError` on another format, `InputError` on names that are unknown or doubled."""
-        content = read_json(path, _Rows, fix='Write {"stages": [{"name", "preds", "forward_ns", "backward_ns"}, ..]}.')
+        """Read a file; raises `FormatError` on another format, `InputError` on no file and on bad names."""
+        fix = 'Write {"stages": [{"name", "preds", "forward_ns", "backward_ns"}, ..]}.'
+        content = decode_json(read_text(path, "a graph of stages as JSON"), str(path), _Rows, fix=fix)
         rows = content.stages or content.layers
         if bool(content.stages) == bool(content.layers):
             raise InputError(f'{path} has {"both" if rows else "no"} stages and layers; give one list: "stages".')

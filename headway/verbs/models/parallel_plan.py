@@ -174,9 +174,11 @@ def _stages(chosen: GraphPlan) -> Table:
 def _said(chosen: GraphPlan, search_s: float) -> str:
     """Return what a step takes, and what the search assumed."""
     size = chosen.stages[0].microbatch
+    chain_s = chosen.chain_objective_s
     sentences = [
-        f"{format_seconds(chosen.objective_s)} per step, simulated; the best chain of stages takes "
-        f"{format_seconds(chosen.chain_objective_s)}. Searched in {format_seconds(search_s)}.",
+        f"{format_seconds(chosen.objective_s)} per step, simulated; the best chain of stages "
+        f"{'does not fit' if chain_s is None else f'takes {format_seconds(chain_s)}'}. "
+        f"Searched in {format_seconds(search_s)}.",
         *([f"A microbatch is {size} of the file's."] if size > 1 else []),
     ]
     for before, behind in chosen.merged:
