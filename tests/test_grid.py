@@ -9,6 +9,7 @@ import pytest
 
 from headway.cli import main
 from headway.core.errors import InputError
+from headway.cost.memory import Sharding, training_memory
 from headway.cost.transformer import Transformer
 from headway.parallel.planning.grid import (
     Efficiency,
@@ -71,6 +72,22 @@ def test_the_plan_is_within_3_percent_of_brute_force_by_a_twentieth_of_its_simul
     assert found.step_s <= 1.03 * min(every)
     assert found.num_simulated <= len(every) / 20
     assert found.memory_bytes <= cluster.device.memory_bytes
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_two_buffer_plans_hold_the_weights_twice_and_take_no_longer(seed):
+    model, batch, cluster = drawn(seed)
+    flushed = dict(candidates(model, batch, cluster))
+    both = [(one, needed) for one, needed in candidates(model, batch, cluster, "two_buffer") if one.pp > 1]
+
+    for choice, memory in both[:: max(1, len(both) // 20)]:
+        sharding = Sharding(tp=choice.tp, pp=choice.pp, dp=choice.dp, recompute=choice.recompute)
+        weights = training_memory(model, sharding, precision="mixed-fp32-gradients").parameters_bytes
+        step = simulated_step_s(model, choice, cluster, "two_buffer")
+        assert memory == pytest.approx(flushed[choice] + weights)
+        assert choice.num_microbatches >= choice.pp
+        assert step == pytest.approx(closed_step_s(model, choice, cluster, "two_buffer"), rel=0.01)
+        assert step <= simulated_step_s(model, choice, cluster) * (1 + 1e-9)
 
 
 def test_the_verb_answers_with_the_degrees_and_may_advise_against_a_pipeline(tmp_path, capsys):

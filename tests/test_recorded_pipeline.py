@@ -25,6 +25,8 @@ from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.pipeline.orders import PipelineShape, gpipe, one_f_one_b
 from headway.sim.pipeline.schedules import SCHEDULES
+from headway.sim.pipeline.simulate import simulate
+from headway.sim.pipeline.weight_versions import versioned
 from headway.sim.recorded.program import Program
 from headway.sim.recorded.stage_orders import RecordedPipeline
 from headway.sim.whatif import scenario_of
@@ -293,3 +295,34 @@ def test_an_unmodified_script_is_recorded_planned_and_run_in_another_order(tmp_p
         lines = [(folder / "logs" / f"r{rank}.out").read_text().splitlines()[-1] for folder in (first, second)]
         assert lines[0] == lines[1]
         assert (rank == 0) == (json.loads(lines[0])["losses"] == [])
+
+
+@settings(max_examples=10)
+@given(stage_times, stage_times, st.integers(3, 6))
+def test_a_stream_of_steps_is_predicted_as_its_simulation_takes(forward, backward, microbatches):
+    shape = PipelineShape(3, microbatches)
+    each = costs(forward, [0, *backward[1:]], [2 * backward[0], *backward[1:]])
+    program = program_of(one_f_one_b(shape), each)
+    ends = [simulate(versioned("two_buffer", replace(shape, num_steps=n)), each).makespan_ns for n in (20, 21)]
+
+    assert program.steps_ns(scenario_of(["schedule=two_buffer"]))[-3] == pytest.approx(ends[1] - ends[0], rel=1e-6)
+
+
+def test_a_runner_is_recorded_planned_and_switched_to_two_versions_of_the_weights(tmp_path):
+    job = ["--", ROOT / "benchmarks" / "jobs" / "pipeline_runner.py", "--microbatches", 2, "--steps", 7]
+    first, second, file = tmp_path / "first", tmp_path / "second", tmp_path / "plan.json"
+    command("run", "--nproc-per-node", 2, "--out", first, *job)
+    planned = command("plan", first, "--allow", "lossy", "-o", file)
+    ran = command("run", "--nproc-per-node", 2, "--apply", file, "--out", second, *job)
+    (row,) = [one for one in planned["proposals"] if one["name"] == "parallel.schedule"]
+
+    assert planned["chosen"] == ["parallel.schedule"]
+    assert (row["edits"], row["allow"]) == (["schedule=two_buffer"], "lossy")
+    assert ran["applied"][0]["reason_not_applied"] is None
+    assert ran["applied"][0]["measured_speedup"] > 1.1
+    versions = [
+        json.loads((folder / "logs" / f"r{rank}.out").read_text().splitlines()[-1])["versions"]
+        for folder in (first, second)
+        for rank in (0, 1)
+    ]
+    assert versions == [1, 1, 2, 2]

@@ -3,8 +3,8 @@
 Public names are loaded on first use.
 
 >>> sorted(PUBLIC)
-['LayerGraph', 'PipelineProgram', 'SCHEDULES', 'StageGraph', 'Topology', 'bubbles', 'check', 'lower', \
-'search']
+['LayerGraph', 'PipelineProgram', 'PipelineRunner', 'SCHEDULES', 'StageGraph', 'Topology', 'bubbles', 'check', \
+'lower', 'pipeline', 'search']
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from headway.core.lazy import lazily
 
 if TYPE_CHECKING:
+    from headway.parallel.pipelining.torch_runner import PipelineRunner as PipelineRunner
+    from headway.parallel.pipelining.torch_runner import pipeline as pipeline
     from headway.parallel.planning.hierarchical import Topology as Topology
     from headway.parallel.planning.hierarchical import search as search
     from headway.parallel.planning.layers import LayerGraph as LayerGraph
@@ -27,12 +29,14 @@ if TYPE_CHECKING:
 PUBLIC: dict[str, str] = {
     "LayerGraph": "headway.parallel.planning.layers:LayerGraph",
     "PipelineProgram": "headway.sim.pipeline.actions:PipelineProgram",
+    "PipelineRunner": "headway.parallel.pipelining.torch_runner:PipelineRunner",
     "SCHEDULES": "headway.sim.pipeline.schedules:SCHEDULES",
     "StageGraph": "headway.sim.pipeline.actions:StageGraph",
     "Topology": "headway.parallel.planning.hierarchical:Topology",
     "bubbles": "headway.sim.pipeline.simulate:bubbles",
     "check": "headway.sim.pipeline.lower:check",
     "lower": "headway.sim.pipeline.lower:lower",
+    "pipeline": "headway.parallel.pipelining.torch_runner:pipeline",
     "search": "headway.parallel.planning.hierarchical:search",
 }
 """Public name -> "module:attribute"."""

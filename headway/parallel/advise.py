@@ -35,16 +35,54 @@ NAME = "parallel.schedule"
 CANDIDATES = ("1f1b", "gpipe", "zero_bubble")
 """Orders with one stage per rank, the plainest first: of equal ones it is taken."""
 
-REPLACED = ("ScheduleGPipe", "Schedule1F1B")
-"""Classes of torch whose order can be replaced."""
+RUNNER = "PipelineRunner"
+"""Class of headway's own pipelines, which run without a flush too."""
+
+REPLACED = ("ScheduleGPipe", "Schedule1F1B", RUNNER)
+"""Classes whose order can be replaced."""
 
 
 def propose(ledger: object, program: Program, setup: Setup) -> Iterator[Proposal | Refusal]:
-    """Yield the order that wins most, or why there is none; nothing where the run is no pipeline."""
-    del ledger, setup
+    """Yield the order that wins most, or why there is none; nothing where the run is no pipeline.
+
+    On headway's own runner it is `two_buffer` where that is granted, or no other order wins.
+    """
+    del ledger
     if not any(work is not None for work in program.recording.stages):
         return
-    yield _schedule(program)
+    row, stream = _schedule(program), _without_flush(program)
+    preferred = isinstance(row, Refusal) or LOSSY in setup.limits.allow
+    yield stream if stream is not None and preferred else row
+
+
+LOSSY = "lossy"
+
+
+def _without_flush(program: Program) -> Proposal | None:
+    """Return the schedule with two versions of the weights; None where it cannot run or wins nothing."""
+    if _classes(program) != {RUNNER} or float(program.recording.waiting.mean()) > MOST_STARVED:
+        return None
+    try:
+        before = RecordedPipeline.of(program.recording).orders
+        predicted = program.predict(["schedule=two_buffer"])
+    except InputError:
+        return None
+    if predicted.speedup < MIN_SPEEDUP:
+        return None
+    activations = _listed(peak_activations(lower(before)).tolist())
+    return Proposal(
+        name=NAME,
+        room="parallel",
+        edits=("schedule=two_buffer",),
+        predicted_speedup=predicted.speedup,
+        interval=predicted.interval,
+        applies=True,
+        parameters={"schedule": "two_buffer"},
+        cost=f"the weights twice; activations of p - rank microbatches on ranks 0, 1, ..; the run held {activations}",
+        risk="each step's gradient is of the weights one step before",
+        allow=LOSSY,
+        reason=f"without a flush between steps the pipeline neither fills nor drains. {predicted.note}".strip(),
+    )
 
 
 def _schedule(program: Program) -> Proposal | Refusal:
@@ -90,11 +128,15 @@ def _schedule(program: Program) -> Proposal | Refusal:
     )
 
 
+def _classes(program: Program) -> set[str]:
+    """Return the classes of the recorded schedules; none where they are not known."""
+    facts = program.run.parts.ranks if program.run is not None else {}
+    return {row["pipeline"]["schedule"] for row in facts.values() if "pipeline" in row}
+
+
 def _made_by(program: Program) -> str:
     """Return the class of the recorded schedule where it cannot be replaced; '' where it can, or is not known."""
-    facts = program.run.parts.ranks if program.run is not None else {}
-    names = {row["pipeline"]["schedule"] for row in facts.values() if "pipeline" in row}
-    return next((name for name in sorted(names) if name not in REPLACED), "")
+    return next((name for name in sorted(_classes(program)) if name not in REPLACED), "")
 
 
 def _gradient_order(actions: Sequence[Action]) -> list[int]:

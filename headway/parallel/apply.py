@@ -13,6 +13,10 @@ stage's last backwards keep that order too; else the plan needs the grant
 first, in a forked child (`trial`): the gradients have to be those of a whole
 backward, bit for bit. All ranks of a pipeline decide together: what one of
 them cannot do, none does.
+
+A runner of headway's own (`headway.parallel.pipeline`) runs any order by
+itself: it is switched before its first step, also to a schedule without a
+flush, which trains on weights of one step before and needs the grant 'lossy'.
 """
 
 from __future__ import annotations
@@ -29,14 +33,17 @@ import torch.distributed as dist
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, schedules
 from torch.nn.parallel import DistributedDataParallel
 
+from headway.core.errors import InputError
 from headway.parallel import torch_trial as trial
 from headway.parallel.advise import NAME, in_order
+from headway.parallel.pipelining.torch_runner import PipelineRunner
 from headway.parallel.remedies import ScheduleParameters
 from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
 from headway.runtime.recorder.probes import now
 from headway.sim.pipeline.actions import F, I, PipelineProgram
 from headway.sim.pipeline.lower import check, lower
 
+RUNNER_STEP = "headway.parallel.pipelining.torch_runner:PipelineRunner.step"
 STEP = "torch.distributed.pipelining.schedules:PipelineScheduleSingle.step"
 RUNTIME = "_PipelineScheduleRuntime"
 SPECS = ("args_chunk_spec", "kwargs_chunk_spec", "output_merge_spec")
@@ -51,6 +58,13 @@ FLAGS = {
 
 def schedule(parameters: ScheduleParameters, context: Context) -> Applied | RefusedRemedy:
     """Install the remedy. Raises `InputError` where the order is incomplete or would wait for itself."""
+    facts: dict[str, Any]
+    if parameters.order is None:
+        if context.allow != "lossy":
+            return RefusedRemedy(NAME, "it trains on weights of one step before: grant --allow lossy")
+        facts = {"schedules": 0, "splits_backward": False, "schedule": parameters.schedule}
+        _switch_runners(context, facts, lambda runner: runner.switch(str(parameters.schedule)))
+        return Applied(NAME, facts)
     rows = parameters.order
     program = PipelineProgram.from_torch_csv("\n".join(rows))
     orders = program.orders()
@@ -64,7 +78,7 @@ def schedule(parameters: ScheduleParameters, context: Context) -> Applied | Refu
         return RefusedRemedy(NAME, "a stage would add its gradients in another order: grant --allow result-equivalent")
     text, splits = "".join(f"{row}\n" for row in rows), any(action.op == I for actions in orders for action in actions)
     shape = (len(rows), program.num_microbatches)
-    facts: dict[str, Any] = {"schedules": 0, "splits_backward": splits}
+    facts = {"schedules": 0, "splits_backward": splits}
     begun: WeakSet[Any] = WeakSet()
     made: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
@@ -108,7 +122,33 @@ def schedule(parameters: ScheduleParameters, context: Context) -> Applied | Refu
 
     # A pass that fails half done cannot be done again: its error is the script's to see.
     context.patch(STEP, around, passing=(Exception,))
+    _switch_runners(context, facts, lambda runner: runner.switch(lower(orders, runner.program.graph)))
     return Applied(NAME, facts)
+
+
+def _switch_runners(context: Context, facts: dict[str, Any], switch: Callable[[PipelineRunner], None]) -> None:
+    """Switch every runner before its first step; one that cannot keeps its schedule, on all ranks alike."""
+    switched: WeakSet[PipelineRunner] = WeakSet()
+
+    def around(original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the step of a runner."""
+
+        @functools.wraps(original)
+        def step(self: PipelineRunner, *args: Any, **kwargs: Any) -> Any:
+            """Switch once, then run the step."""
+            if self not in switched:
+                switched.add(self)
+                try:
+                    switch(self)
+                    facts["schedules"] += 1
+                    context.note(Applied(NAME, facts))
+                except InputError as cause:
+                    context.note(RefusedRemedy(NAME, str(cause)))
+            return original(self, *args, **kwargs)
+
+        return step
+
+    context.patch(RUNNER_STEP, around, passing=(Exception,))
 
 
 def _missing() -> str:

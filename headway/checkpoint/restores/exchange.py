@@ -195,6 +195,7 @@ def _device(group: dist.ProcessGroup) -> torch.device:
 class ReplicaHolders(Mapping[str, Sequence[int]]):
     """Name of a plain tensor -> the ranks that hold equal copies of it; a name that is not here: all ranks.
 
+    An object whose tensors only some ranks hold says which, as `holders` (a stage of a pipeline does).
     Of a module's buffers the first holder's are stored. Running statistics differ between ranks, and none are the
     right ones; data parallelism trains with the first rank's, which it sends to the others before each forward.
     """
@@ -203,6 +204,11 @@ class ReplicaHolders(Mapping[str, Sequence[int]]):
         self.first = min(holders or (0,))
         """The rank whose buffers are stored."""
         self._holders = holders
+        self._declared = {
+            name: tuple(thing.holders)
+            for name, thing in objects.items()
+            if hasattr(thing, "holders") and not isinstance(thing, torch.nn.Module)
+        }
         modules = {name: thing for name, thing in objects.items() if isinstance(thing, torch.nn.Module)}
         self._buffers = {
             f"{name}.{key}"
@@ -215,13 +221,18 @@ class ReplicaHolders(Mapping[str, Sequence[int]]):
         """Return the holders of a tensor; raises `KeyError` where they are all ranks."""
         if name in self._buffers:
             return (self.first,)
+        declared = self._declared.get(name.partition(".")[0])
+        if declared is not None:
+            return declared
         if self._holders is None:
             raise KeyError(name)
         return self._holders
 
     def __eq__(self, other: object) -> bool:
         """Whether every name has the same holders."""
-        return isinstance(other, ReplicaHolders) and (other._holders, other._buffers) == (self._holders, self._buffers)
+        if not isinstance(other, ReplicaHolders):
+            return False
+        return (other._holders, other._buffers, other._declared) == (self._holders, self._buffers, self._declared)
 
     def __iter__(self) -> Iterator[str]:
         """Go over the buffers: other names are not known beforehand."""

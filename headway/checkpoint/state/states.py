@@ -147,6 +147,8 @@ class States:
             return state
         held = {leaf.fqn: leaf for leaf in leaves({name: state})}
         lacking = {fqn: path for fqn, path in saved.items() if path and (fqn not in held or held[fqn].value is None)}
+        if hasattr(thing, "wants"):  # it holds a part of what all ranks saved under its name
+            lacking = {fqn: path for fqn, path in lacking.items() if thing.wants(path)}
         if isinstance(thing, torch.optim.Optimizer):
             return _optimizer_room(thing, state, lacking, _saved_ids(saved), stored)
         root = {"": state}

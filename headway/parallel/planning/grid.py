@@ -16,6 +16,15 @@ Matrix products run at the peak divided by (constant + per_hidden / h): two
 constants, fitted to two published rows of A100s. A microbatch's size does not
 change their rate here. Layers divide evenly over stages.
 
+Without a flush (PipeDream-2BW, ICML 2021, section 3.2: pipelines of equal
+width, v = 1, m >= p) nothing fills or drains, and the device holds the weights
+twice, with |W| their bytes, |A| all activations of a microbatch, |I| the input
+of a stage:
+
+    schedule      step                        memory, kept             memory, computed again
+    1f1b          as above                    |W| / p + p |A| / p      |W| / p + |A| / p + p |I|
+    two_buffer    m T + exposed all-reduce    2 |W| / p + p |A| / p    2 |W| / p + |A| / p + p |I|
+
 >>> from headway.cost.specs import shipped
 >>> model = Transformer(24, 2304, 24, sequence=2048, vocabulary=51200)
 >>> plan = plan_grid(model, 512, GridCluster.of("A100-SXM4-80GB", 32))
@@ -32,13 +41,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from headway.core.errors import InputError
+from headway.core.tables import pick
 from headway.cost.collectives import collective_seconds
 from headway.cost.memory import Sharding, training_memory
 from headway.cost.specs import DeviceSpec, LinkSpec, shipped
 from headway.cost.transformer import RECOMPUTE, Transformer
 from headway.sim.pipeline.lower import lower
 from headway.sim.pipeline.orders import PipelineShape, interleaved, one_f_one_b
-from headway.sim.pipeline.simulate import StageCosts, simulate
+from headway.sim.pipeline.simulate import StageCosts, simulate, steady_shapes
+from headway.sim.pipeline.weight_versions import two_buffer
 
 SIMULATED_SHARE = 20
 """One of so many candidates is simulated: those with the least closed form."""
@@ -46,6 +57,9 @@ SIMULATED_SHARE = 20
 MOST_INTERLEAVE, MOST_MICROBATCH = 4, 16
 """Stages per rank and sequences per microbatch that are tried at most."""
 
+
+SCHEDULES_OF_GRID = {"1f1b": one_f_one_b, "two_buffer": two_buffer}
+"""What pipelines of a grid run: 1F1B (interleaved where a rank has several stages), or PipeDream-2BW."""
 
 MOST_TRIED = 1_000_000
 """Devices, layers, sequences of a step."""
@@ -161,8 +175,11 @@ class GridPlan:
     """Closed form of the best choice with p = 1; None where none fits."""
 
 
-def candidates(model: Transformer, batch: int, cluster: GridCluster) -> Iterator[tuple[GridChoice, float]]:
+def candidates(
+    model: Transformer, batch: int, cluster: GridCluster, schedule: str = "1f1b"
+) -> Iterator[tuple[GridChoice, float]]:
     """Yield every choice that divides evenly and fits the memory, with its bytes on the fullest device."""
+    two = pick(SCHEDULES_OF_GRID, schedule, "schedule of a grid") is two_buffer
     n = cluster.num_devices
     for t, p in itertools.product(_divisors(cluster.devices_per_host), _divisors(model.layers)):
         if n % (t * p) or model.heads % t or batch % (n // (t * p)):
@@ -170,13 +187,14 @@ def candidates(model: Transformer, batch: int, cluster: GridCluster) -> Iterator
         d = n // (t * p)
         for b, v in itertools.product(_divisors(batch // d), range(1, MOST_INTERLEAVE + 1 if p > 1 else 2)):
             m = batch // (d * b)
-            if b > MOST_MICROBATCH or model.layers % (p * v) or (v > 1 and m % p):
+            if b > MOST_MICROBATCH or model.layers % (p * v) or (v > 1 and m % p) or (two and (v > 1 or m < p)):
                 continue
             for recompute in RECOMPUTE:
                 sharding = Sharding(tp=t, pp=p, dp=d, stages_per_rank=v, recompute=recompute)
-                memory = training_memory(
+                needed = training_memory(
                     model, sharding, microbatch_size=b, num_microbatches=m, precision="mixed-fp32-gradients"
-                ).peak_bytes
+                )
+                memory = needed.peak_bytes + (needed.parameters_bytes if two and p > 1 else 0.0)
                 if memory <= cluster.device.memory_bytes:
                     yield GridChoice(t, p, d, v, b, m, recompute), memory
 
@@ -212,49 +230,54 @@ def reduce_seconds(model: Transformer, choice: GridChoice, cluster: GridCluster)
     return cluster.efficiency.exposed_fraction * whole
 
 
-def closed_step_s(model: Transformer, choice: GridChoice, cluster: GridCluster) -> float:
+def closed_step_s(model: Transformer, choice: GridChoice, cluster: GridCluster, schedule: str = "1f1b") -> float:
     """Return the closed form of a step at the head of this module."""
     forward, backward, output, message = stage_seconds(model, choice, cluster)
     p, v, m = choice.pp, choice.interleave, choice.num_microbatches
     rank = v * (forward + backward)
     last = rank + 3 * output
     messages = 2 * (p * v - 1) * message
+    if schedule == "two_buffer" and p > 1:
+        return m * max(last, ((p - 1) * rank + last + messages) / p) + reduce_seconds(model, choice, cluster)
     in_flight = (v * p + p - 1) / v if v > 1 else p
     round_trip = max(((p - 1) * rank + last + messages) / in_flight, v * message)
     waiting = max(0, m - p) * max(0.0, round_trip - last)
     return m * last + (p - 1) * rank / v + messages + waiting + reduce_seconds(model, choice, cluster)
 
 
-def simulated_step_s(model: Transformer, choice: GridChoice, cluster: GridCluster) -> float:
-    """Return the step with its pipeline replayed: 1F1B, interleaved where a rank has several stages."""
+def simulated_step_s(model: Transformer, choice: GridChoice, cluster: GridCluster, schedule: str = "1f1b") -> float:
+    """Return the step with its pipeline replayed: 1F1B, interleaved where a rank has several stages, or two_buffer."""
     forward, backward, output, message = stage_seconds(model, choice, cluster)
     shape = PipelineShape(choice.pp, choice.num_microbatches, choice.interleave)
-    order = one_f_one_b if choice.interleave == 1 else interleaved
+    order = SCHEDULES_OF_GRID[schedule] if choice.interleave == 1 else interleaved
     costs = [np.full(shape.num_stages, round(seconds * 1e9), np.int64) for seconds in (forward, backward)]
     for cost, share in zip(costs, (1, 2), strict=True):
         cost[-1] += round(share * output * 1e9)
     nothing = np.zeros(shape.num_stages, np.int64)
-    times = simulate(lower(order(shape)), StageCosts(costs[0], costs[1], nothing, round(message * 1e9)))
-    return times.makespan_ns / 1e9 + reduce_seconds(model, choice, cluster)
+    stage_costs = StageCosts(costs[0], costs[1], nothing, round(message * 1e9))
+    shapes = steady_shapes(order, shape)
+    ends = [simulate(lower(order(streamed)), stage_costs).makespan_ns for streamed in shapes]
+    makespan_ns = ends[1] if shapes[0] == shapes[1] else ends[1] - ends[0]
+    return makespan_ns / 1e9 + reduce_seconds(model, choice, cluster)
 
 
-def plan_grid(model: Transformer, batch: int, cluster: GridCluster) -> GridPlan:
+def plan_grid(model: Transformer, batch: int, cluster: GridCluster, schedule: str = "1f1b") -> GridPlan:
     """Return the choice with the least step for `batch` sequences: one in 20 candidates is simulated, at least one.
 
-    Raises `InputError` where no choice divides evenly and fits.
+    `schedule` is an entry of `SCHEDULES_OF_GRID`. Raises `InputError` where no choice divides evenly and fits.
     """
     if batch < 1:
         raise InputError(f"the batch is {batch} sequences; give at least 1.")
-    found = list(candidates(model, batch, cluster))
+    found = list(candidates(model, batch, cluster, schedule))
     if not found:
         raise InputError(
             f"no layout of {model.layers} layers and {batch} sequences over {cluster.num_devices} devices divides "
             f"evenly and fits {cluster.device.memory_bytes:g} bytes. Give more devices, or another batch."
         )
-    closed = [closed_step_s(model, choice, cluster) for choice, _ in found]
+    closed = [closed_step_s(model, choice, cluster, schedule) for choice, _ in found]
     order = sorted(range(len(found)), key=lambda k: closed[k])
     chosen = order[: max(1, len(found) // SIMULATED_SHARE)]
-    steps = {k: simulated_step_s(model, found[k][0], cluster) for k in chosen}
+    steps = {k: simulated_step_s(model, found[k][0], cluster, schedule) for k in chosen}
     best = min(chosen, key=lambda k: (steps[k], found[k][1]))
     alone = [closed[k] for k in order if found[k][0].pp == 1]
     alone_s = alone[0] if alone else None

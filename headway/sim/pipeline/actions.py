@@ -145,7 +145,8 @@ class PipelineProgram:
     """[n] Microbatch; -1 for an optimizer step."""
 
     version: Ints
-    """[n] Version of the weights that the action reads; for OPT the one that it makes. 0 = those at the start."""
+    """[n] Version of the weights that the action reads; for OPT the one that it makes. 0 = those at the start,
+    -1 = those before them, which are the same unless the program goes on from an earlier one."""
 
     peer: Ints
     """[n] The other rank of a message; -1 for all else."""
@@ -273,12 +274,13 @@ class PipelineProgram:
         return cls(rank, op, stage, microbatch, version, peer, peer_stage, num_ranks, graph)
 
     def to_torch_csv(self) -> str:
-        """Return torch's compute-only CSV: a row per rank, cells like 1F0. Raises `InputError` on other operations."""
-        other = np.isin(self.op, (R, OPT))
-        if other.any():
-            row = int(np.argmax(other))
-            raise InputError(f"torch's CSV has no {OPS[self.op[row]]} ({self.name(row)}). Export a program without it.")
-        return "".join(",".join(map(str, actions)) + "\n" for actions in self.orders())
+        """Return torch's compute-only CSV: a row per rank, cells like 1F0. Updates, which are the script's there, are
+        not in it. Raises `InputError` on forwards that are computed again."""
+        again = self.op == R
+        if again.any():
+            raise InputError(f"torch's CSV has no R ({self.name(int(np.argmax(again)))}). Export a program without it.")
+        cells = ([str(action) for action in actions if action.op != OPT] for actions in self.orders())
+        return "".join(",".join(row) + "\n" for row in cells)
 
     @classmethod
     def from_torch_csv(cls, text: str) -> PipelineProgram:

@@ -72,15 +72,21 @@ class PipelineShape:
     stage_ns: tuple[tuple[int, int, int], ...] | None = None
     """[stages] tF, tI, tW of each stage; None = they are equal. The times above are then the largest."""
 
+    num_steps: int = 1
+    """Steps that a schedule without a flush runs as one stream; all others make one."""
+
     def __post_init__(self) -> None:
         """Raise `InputError` on counts below 1, negative times, and a cap below one activation."""
-        for name in ("num_ranks", "num_microbatches", "interleave"):
+        for name in ("num_ranks", "num_microbatches", "interleave", "num_steps"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}; give at least 1.")
         for name in ("forward_ns", "input_ns", "weight_ns", "comm_ns"):
             if getattr(self, name) < 0:
                 raise InputError(f"{name} is {getattr(self, name)}; give nanoseconds >= 0.")
-        actions, all_ns = self.num_stages * self.num_microbatches, self.forward_ns + self.input_ns + self.weight_ns
+        actions, all_ns = (
+            self.num_stages * self.num_microbatches * self.num_steps,
+            self.forward_ns + self.input_ns + self.weight_ns,
+        )
         if actions > MOST_ACTIONS or actions * self.interleave * (all_ns + self.comm_ns) > MOST_NS:
             raise InputError(
                 f"{actions:.3g} microbatches on all stages, {all_ns + self.comm_ns:.3g} ns each; at most "

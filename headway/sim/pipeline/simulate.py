@@ -37,8 +37,9 @@ enough to be used. scattered are all others. They add up to the idle time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +50,7 @@ from headway.sim.graph.replay import replay
 from headway.sim.pipeline.actions import RECV, SEND, B, F, I, PipelineProgram, R, W
 from headway.sim.pipeline.lower import check, lower, matched_messages, message_owners, peak_activations
 from headway.sim.pipeline.orders import OrderFn, PipelineShape
+from headway.sim.pipeline.weight_versions import FLUSH_FREE
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +163,30 @@ class PipelineScore:
 def evaluate(order: OrderFn, shape: PipelineShape) -> PipelineScore:
     """Make an order, lower it, replay it, check its memory against the cap of the shape.
 
-    Exact: the replay counts in 1/interleave ns, so that a stage's share of a rank's time is a whole number. Raises
+    Exact: the replay counts in 1/interleave ns, so that a stage's share of a rank's time is a whole number. Of a
+    schedule without a flush the step is one in the steady state: what a stream of one more step takes longer. Raises
     `InputError` as the order does, and where a rank needs more activations than the cap allows.
     """
-    return score(lower(order(shape), shape.graph), shape)
+    shapes = steady_shapes(order, shape)
+    shorter, longer = (score(lower(order(streamed), streamed.graph), streamed) for streamed in shapes)
+    if shapes[0] == shapes[1]:
+        return longer
+    costs = costs_of(shape)
+    work = shape.num_microbatches * int((costs.forward_ns + costs.input_ns + costs.weight_ns).sum()) / shape.num_ranks
+    makespan, span = longer.makespan_ns - shorter.makespan_ns, longer.span_ns - shorter.span_ns
+    idle = makespan - work
+    return replace(
+        longer, makespan_ns=makespan, span_ns=span, span_idle_ns=span - work, bubble_fraction=idle / makespan,
+        bubble_overhead=idle / work,
+    )  # fmt: skip
+
+
+def steady_shapes(order: OrderFn, shape: PipelineShape) -> tuple[PipelineShape, PipelineShape]:
+    """Return shapes whose replays differ by a step in the steady state; twice the same one where steps are flushed."""
+    if order not in FLUSH_FREE.values():
+        return shape, shape
+    settled = 2 + math.ceil(2 * shape.num_ranks / shape.num_microbatches)
+    return replace(shape, num_steps=settled), replace(shape, num_steps=settled + 1)
 
 
 def score(program: PipelineProgram, shape: PipelineShape) -> PipelineScore:

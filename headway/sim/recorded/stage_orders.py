@@ -24,12 +24,13 @@ from numpy.typing import NDArray
 
 from headway.core.errors import InputError
 from headway.core.tables import pick
-from headway.sim.pipeline.actions import Action, B, F, I, Orders, W
+from headway.sim.pipeline.actions import OPT, Action, B, F, I, Orders, W
 from headway.sim.pipeline.lower import lower, peak_activations
 from headway.sim.pipeline.orders import PipelineShape
 from headway.sim.pipeline.schedules import SCHEDULES
 from headway.sim.pipeline.simulate import StageCosts
 from headway.sim.pipeline.split_backward import zero_bubble
+from headway.sim.pipeline.weight_versions import FLUSH_FREE, step_loop
 from headway.sim.recorded.lane import LABEL, Lane
 from headway.sim.recorded.recording import Recording
 from headway.sim.recorded.stage_work import MessagePoints, StageWork
@@ -124,7 +125,28 @@ class RecordedPipeline:
                 self.shape, tuple(costs.forward_ns.tolist()), tuple(costs.input_ns.tolist()),
                 tuple(costs.weight_ns.tolist()), costs.comm_ns,
             )  # fmt: skip
-        return pick(SCHEDULES, name, "schedule")(self.shape)
+        order = pick(SCHEDULES, name, "schedule")
+        if name == "async_1f1b":
+            raise InputError("async_1f1b updates after every micro-batch, which was not recorded. Choose two_buffer.")
+        return order(self.shape)
+
+    def passes(self, name: str, count: int) -> list[list[list[tuple[int, Action]]]]:
+        """Return [stages, passes] what each pass runs under an order: (pass that it is of, computation).
+
+        Without a flush a pass begins with backwards of the one before it, and the last one ends with its own.
+        """
+        orders = self.reordered(name)
+        if name not in FLUSH_FREE:
+            return [[[(turn, action) for action in order] for turn in range(count)] for order in orders]
+        streams = []
+        for rank in range(len(orders)):
+            loop, m = step_loop(name, self.shape, rank), self.num_microbatches
+            rows = [loop.step(turn).computations for turn in range(count)]
+            rows[-1] = rows[-1] + loop.drain(count).computations
+            streams.append([
+                [(j // m, Action(op, stage, j % m)) for op, stage, j, _ in some if op != OPT] for some in rows
+            ])  # fmt: skip
+        return streams
 
 
 @functools.lru_cache(maxsize=8)
@@ -200,12 +222,12 @@ def rescheduled(recording: Recording, name: str, *, input_share: float = INPUT_S
     The order is made for `INPUT_SHARE` and replayed with `input_share`. Raises `InputError` as `RecordedPipeline` does.
     """
     known = RecordedPipeline.of(recording)
-    orders = known.reordered(name)
+    count = 1 + int(_work(recording, known.rank_index[0]).turn.max())
     lanes, batches, stages = list(recording.lanes), list(recording.batches), list(recording.stages)
     place = {index: np.arange(lane.label.size) for index, lane in enumerate(lanes)}
     built = [
         _Built.of(lanes[index], _work(recording, index), order, stage, known, input_share=input_share if stage else 0.0)
-        for stage, (index, order) in enumerate(zip(known.rank_index, orders, strict=True))
+        for stage, (index, order) in enumerate(zip(known.rank_index, known.passes(name, count), strict=True))
     ]
     for index, made in zip(known.rank_index, built, strict=True):
         old, lane = made.old, lanes[index]
@@ -253,46 +275,49 @@ class _Built:
 
     @classmethod
     def of(
-        cls, lane: Lane, work: StageWork, order: Sequence[Action], stage: int, known: RecordedPipeline, *,
-        input_share: float,
+        cls, lane: Lane, work: StageWork, passes: Sequence[Sequence[tuple[int, Action]]], stage: int,
+        known: RecordedPipeline, *, input_share: float,
     ) -> _Built:  # fmt: skip
-        """Put the passes of a rank into `order`; what lies between two passes stays where it is."""
+        """Put the work of a rank into the order of `passes`; what lies between two passes stays where it is."""
         kept = ~np.isin(lane.label, MESSAGES)
         blocks = _blocks(lane, work, kept)
         last = len(known.rank_index) - 1
-        pieces: list[tuple[Ints, float, int]] = []
+        pieces: list[tuple[Ints, float, int, int]] = []  # segments, scale, computation, step where it is another one
         posts: dict[tuple[int, bool, int], int] = {}
         waits: list[tuple[int, bool, int, int]] = []
         count = 0
 
-        def add(segments: Ints, scale: float, part: int) -> None:
+        def add(segments: Ints, scale: float, part: int, step: int = -1) -> None:
             nonlocal count
-            pieces.append((segments, scale, part))
+            pieces.append((segments, scale, part, step))
             count += segments.size
 
         done = 0
         for turn, by_action in enumerate(blocks):
             begin = min(int(block.body[0]) for block in by_action.values())
             add(done + np.flatnonzero(kept[done:begin]), 1.0, -1)
-            for action in order:
-                body, tail, scale, part = _taken(by_action, action, input_share)
+            step = int(lane.step[begin])
+            for owner, action in passes[turn]:
+                body, tail, scale, part = _taken(blocks[owner], action, input_share)
                 gradient = action.op != F
                 if action.op in (F, B, I) and (stage < last if gradient else stage > 0):
-                    waits.append((turn, gradient, action.microbatch, count))
-                    add(np.array([-1 - int(lane.step[body[0]])]), 1.0, -1)
-                add(body, scale, part)
+                    waits.append((owner, gradient, action.microbatch, count))
+                    add(np.array([-1 - step]), 1.0, -1)
+                add(body, scale, part, step)
                 if action.op in (F, B, I):
-                    posts[turn, gradient, action.microbatch] = count
-                add(tail, 1.0, -1)
+                    posts[owner, gradient, action.microbatch] = count
+                add(tail, 1.0, -1, step)
             done = 1 + max(int(block.end) for block in by_action.values())
         add(done + np.flatnonzero(kept[done:]), 1.0, -1)
-        old = np.concatenate([segments for segments, _, _ in pieces])
-        share_of = np.concatenate([np.full(segments.size, scale) for segments, scale, _ in pieces])
-        part_of = np.concatenate([np.full(segments.size, part) for segments, _, part in pieces])
+        old = np.concatenate([segments for segments, *_ in pieces])
+        share_of = np.concatenate([np.full(segments.size, scale) for segments, scale, _, _ in pieces])
+        part_of = np.concatenate([np.full(segments.size, part) for segments, _, part, _ in pieces])
+        moved_to = np.concatenate([np.full(segments.size, step) for segments, _, _, step in pieces])
         wait, source = old < 0, np.maximum(old, 0)
         duration = np.where(wait, known.costs.comm_ns, lane.duration_ns[source] * share_of)
         # The wait of a message is written as -1 - step until here.
-        return cls(np.maximum(old, -1), duration, np.where(wait, -1 - old, lane.step[source]), part_of, posts, waits)
+        steps = np.where(wait, -1 - old, np.where(moved_to >= 0, moved_to, lane.step[source]))
+        return cls(np.maximum(old, -1), duration, steps, part_of, posts, waits)
 
     def lane(self, lane: Lane) -> Lane:
         """Return the new lane."""

@@ -56,7 +56,9 @@ class StageWork:
         """Return the computations in the steps of the lane; None where no stage was recorded there."""
         table = np.array([OPS.get(name, -1) for name in rows.names] + [-1])
         start = rows.events["start_ns"]
-        inside = (start >= lane.start_ns[0]) & (start < lane.start_ns[-1] + lane.duration_ns[-1])
+        # The first step may begin with the module's own call, a moment behind the computation that it is in.
+        inside = start + rows.events["duration_ns"] > lane.start_ns[0]
+        inside &= start < lane.start_ns[-1] + lane.duration_ns[-1]
         found = np.flatnonzero((table[rows.events["name"]] >= 0) & inside)
         if not found.size:
             return None

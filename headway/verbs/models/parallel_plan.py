@@ -43,6 +43,7 @@ def plan(
     device: str | None = None,
     devices_per_host: int = 8,
     link: str = "infiniband-hdr",
+    schedule: str = "1f1b",
     json: bool = False,
 ) -> int:
     """Say which device runs what of a model: from a profile or a graph of its layers, or from a transformer's shape.
@@ -88,6 +89,8 @@ def plan(
         Devices of one host.
     link
         Name of the link of a device towards other hosts.
+    schedule
+        What the pipelines of --shape run: 1f1b, or two_buffer, which trains on weights of one step before.
     json
         Print one JSON object instead of text.
     """
@@ -102,7 +105,7 @@ def plan(
     if shape is None or devices is None or device is None:
         raise InputError("the devices are not known. Give --devices N and --device NAME.")
     cluster = GridCluster.of(device, devices, devices_per_host=devices_per_host, link=link)
-    return _grid(*_model(shape), cluster, json)
+    return _grid(*_model(shape), cluster, schedule, json)
 
 
 def _topology(levels: str, bandwidth: str, memory: str | None) -> Topology:
@@ -206,9 +209,9 @@ def _model(path: Path) -> tuple[Transformer, int]:
     return Transformer(**table), batch
 
 
-def _grid(model: Transformer, batch: int, cluster: GridCluster, as_json: bool) -> int:
+def _grid(model: Transformer, batch: int, cluster: GridCluster, schedule: str, as_json: bool) -> int:
     """Print the degrees."""
-    found = plan_grid(model, batch, cluster)
+    found = plan_grid(model, batch, cluster, schedule)
     choice, alone_s = found.choice, found.without_pipeline_s
     why = f"the shortest simulated step of {found.num_simulated} of {found.num_candidates} layouts that fit"
     if choice.pp == 1:

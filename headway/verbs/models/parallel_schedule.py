@@ -19,9 +19,18 @@ from headway.sim.pipeline.actions import F, PipelineProgram, R, W
 from headway.sim.pipeline.graph_file import GraphFile
 from headway.sim.pipeline.lower import ProgramReport, lower
 from headway.sim.pipeline.lower import check as check_program
-from headway.sim.pipeline.orders import PipelineShape
+from headway.sim.pipeline.orders import OrderFn, PipelineShape
 from headway.sim.pipeline.schedules import SCHEDULES
-from headway.sim.pipeline.simulate import PipelineScore, ProgramTimes, bubble_sums, bubbles, costs_of, score
+from headway.sim.pipeline.simulate import (
+    PipelineScore,
+    ProgramTimes,
+    bubble_sums,
+    bubbles,
+    costs_of,
+    evaluate,
+    score,
+    steady_shapes,
+)  # fmt: skip
 from headway.sim.pipeline.simulate import simulate as replay_program
 from headway.verbs.shared.output import emit
 
@@ -228,16 +237,16 @@ def simulate(
         raise InputError("the stages are not known. Give --stages and --forward-ns, or --graph.")
     else:
         shape = shape_of(stages, microbatches, interleave, forward_ns, backward_ns, input_ns, weight_ns, comm_ns, cap)
-    program = lower(pick(SCHEDULES, schedule, "schedule")(shape), shape.graph)
-    found = score(program, shape)
+    order = pick(SCHEDULES, schedule, "schedule")
+    found, gaps = evaluate(order, shape), _steady_gaps(order, shape)
     answer = {
         "schema": "headway.parallel.simulate/1",
         "simulated": True,
         "schedule": schedule,
         **asdict(found),
-        "bubbles_ns": _gaps(program, shape),
+        "bubbles_ns": gaps,
     }
-    emit(answer, lambda screen: draw(_figures(schedule, program, shape, found), **screen), as_json=json)
+    emit(answer, lambda screen: draw(_figures(schedule, gaps, found), **screen), as_json=json)
     return 0
 
 
@@ -288,7 +297,16 @@ def _gaps(program: PipelineProgram, shape: PipelineShape) -> dict[str, list[floa
     return {kind: [value / shape.interleave for value in values] for kind, values in sums.items()}
 
 
-def _figures(schedule: str, program: PipelineProgram, shape: PipelineShape, found: PipelineScore) -> list[Any]:
+def _steady_gaps(order: OrderFn, shape: PipelineShape) -> dict[str, list[float]]:
+    """Return `_gaps` of a step: without a flush, those that one more step adds to a stream."""
+    shapes = steady_shapes(order, shape)
+    shorter, longer = (_gaps(lower(order(streamed), streamed.graph), streamed) for streamed in shapes)
+    if shapes[0] == shapes[1]:
+        return longer
+    return {gap: [b - a for a, b in zip(shorter[gap], longer[gap], strict=True)] for gap in longer}
+
+
+def _figures(schedule: str, gaps: dict[str, list[float]], found: PipelineScore) -> list[Any]:
     """Return the figures of an order as rows."""
     rows = grid("left", "right")
     add_row(rows, "step", format_seconds(found.makespan_ns / 1e9))
@@ -296,7 +314,7 @@ def _figures(schedule: str, program: PipelineProgram, shape: PipelineShape, foun
     add_row(rows, "idle, of the work", format_fraction(found.bubble_overhead))
     add_row(rows, "idle between a rank's first and last computation", format_seconds(found.span_idle_ns / 1e9))
     add_row(rows, "activations per rank", " ".join(f"{peak:g}" for peak in found.peak_activations))
-    for kind, values in _gaps(program, shape).items():
+    for kind, values in gaps.items():
         add_row(rows, f"{WORDS[kind]}, mean of ranks", format_seconds(sum(values) / len(values) / 1e9))
     return [Text(f"  {schedule}, simulated"), "", uncut(rows)]
 
@@ -306,7 +324,8 @@ def _timeline(program: PipelineProgram, shape: PipelineShape, found: PipelineSco
     times = replay_program(program, costs_of(shape))
     rows = [f"  rank {rank:<3}{_line(program, times, rank)}" for rank in range(program.num_ranks)]
     return draw(
-        [*map(Text, rows), "", *_figures("", program, shape, found)[2:], "", paragraph(LEGEND, style="dim")], **screen
+        [*map(Text, rows), "", *_figures("", _gaps(program, shape), found)[2:], "", paragraph(LEGEND, style="dim")],
+        **screen,
     )
 
 

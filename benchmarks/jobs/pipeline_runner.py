@@ -1,0 +1,51 @@
+"""A pipeline of one stage per rank on headway's own runner: sleeps stand for kernels, the numbers are real.
+
+    headway run --nproc-per-node 4 -- benchmarks/jobs/pipeline_runner.py --schedule 1f1b --microbatches 8
+
+The stages are those of `pipeline_stages.py`. The last rank prints the last loss.
+"""
+
+import argparse
+import json
+
+import torch
+import torch.distributed as dist
+from pipeline_stages import WIDTH, Stage
+from torch import nn
+
+import headway.parallel
+
+
+def main() -> None:
+    """Train."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--forward-ms", type=float, default=40.0)
+    parser.add_argument("--input-ms", type=float, default=40.0)
+    parser.add_argument("--weight-ms", type=float, default=40.0)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    times = [asked.forward_ms / 1e3, asked.input_ms / 1e3, asked.weight_ms / 1e3]
+    # The first stage has no gradient of its input: all of its backward is that of the weights.
+    first = Stage(times[0], 0.0, times[1] + times[2])
+    model = nn.Sequential(first, *(Stage(*times) for _ in range(dist.get_world_size() - 1)))
+    runner = headway.parallel.pipeline(
+        model, torch.zeros(2, WIDTH), loss=nn.functional.mse_loss, num_microbatches=asked.microbatches,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9), schedule=asked.schedule,
+    )  # fmt: skip
+    data = torch.Generator().manual_seed(7)
+    losses: dict[int, torch.Tensor] = {}
+    for _ in range(asked.steps):
+        x, y = (torch.randn(2 * asked.microbatches, WIDTH, generator=data) for _ in range(2))
+        losses = runner.step(x, y)
+    runner.flush()
+    print(json.dumps({"losses": [loss.item() for loss in losses.values()], "versions": runner.live_versions}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
