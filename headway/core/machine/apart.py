@@ -109,8 +109,8 @@ def step_apart(shared: str, keep: Iterable[int] = (), *, forks: bool = False, ca
         own_caches[:] = [caches]
     _deny_changes_of_files(caches)
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    most = MOST_WRITTEN if hard == resource.RLIM_INFINITY else min(hard, MOST_WRITTEN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most if caches else 0, hard))
+    allowed = MOST_WRITTEN if hard == resource.RLIM_INFINITY else min(hard, MOST_WRITTEN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (allowed if caches else 0, hard))
 
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
         if not (caches and event in (*IN_FOLDERS, "open") and _beneath(caches, arguments, event)):

@@ -62,7 +62,7 @@ class LayerRuns:
 
 
 @dataclass(slots=True)
-class _Rows:
+class _ProgramRows:
     """Rows of a program, in triplets."""
 
     row: list[int] = field(default_factory=list)
@@ -111,7 +111,7 @@ class ServingProgram:
         done = count + num_stages + np.arange((num_runs - 1) * num_stages).reshape(num_runs - 1, num_stages)
         busiest = count + num_stages + done.size + np.arange(2)
         turn = int(busiest[-1]) + 1
-        rows = _Rows()
+        rows = _ProgramRows()
         self._contiguity(rows, x, used, done)
         for j in range(num_stages):
             rows.add((x[:, j], costs.layer_bytes / GB), high=costs.room_bytes[j] / GB)
@@ -153,7 +153,7 @@ class ServingProgram:
         moved = Optimum(best.x, best.value * scale + offset, best.bound * scale + offset, best.row_price)
         return np.round(best.x[:count]).astype(np.int64).reshape(x.shape), moved
 
-    def _contiguity(self, rows: _Rows, x: Ints, used: Ints, done: Ints) -> None:
+    def _contiguity(self, rows: _ProgramRows, x: Ints, used: Ints, done: Ints) -> None:
         """Add that each layer is on one stage, and that stages have layers that follow each other."""
         sizes, optional = self.runs.sizes, self.costs.optional
         num_runs, num_stages, _ = x.shape
@@ -172,7 +172,7 @@ class ServingProgram:
                 if sizes[r] > 1:
                     rows.add((x[r, : j + 1], 1.0), (complete[0], -float(sizes[r])), low=0.0)
 
-    def _time(self, rows: _Rows, x: Ints, used: Ints, busiest: Ints, turn: int) -> tuple[Floats, float]:
+    def _time(self, rows: _ProgramRows, x: Ints, used: Ints, busiest: Ints, turn: int) -> tuple[Floats, float]:
         """Add the rows of the busiest resources and of the round; return the makespan's coefficients and constant."""
         costs = self.costs
         optional = np.flatnonzero(costs.optional)

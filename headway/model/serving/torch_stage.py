@@ -39,7 +39,7 @@ Layer = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StageWeights:
+class QuantizedStage:
     """What one stage holds."""
 
     model: Transformer
@@ -55,7 +55,7 @@ class StageWeights:
     """[s, H]."""
 
 
-def drawn_stage(model: Transformer, stage: ServeStage, seed: int, dtype: torch.dtype = torch.float32) -> StageWeights:
+def drawn_stage(model: Transformer, stage: ServeStage, seed: int, dtype: torch.dtype = torch.float32) -> QuantizedStage:
     """Return a stage's weights: each layer's depend on the seed and its number alone, not on the partition.
 
     Raises `InputError` on bits that are not rounded to here, and on another shape than a GPT's.
@@ -79,7 +79,7 @@ def drawn_stage(model: Transformer, stage: ServeStage, seed: int, dtype: torch.d
         }
         layers.append(weights | biases)
     embedding = _normal((model.vocabulary, h), 1.0, seed, "embedding", 0).to(dtype)
-    return StageWeights(model, tuple(layers), embedding, _normal((model.sequence, h), 0.3, seed, "pos", 0).to(dtype))
+    return QuantizedStage(model, tuple(layers), embedding, _normal((model.sequence, h), 0.3, seed, "pos", 0).to(dtype))
 
 
 def _normal(shape: tuple[int, ...], std: float, seed: int, name: str, number: int) -> torch.Tensor:
@@ -96,7 +96,7 @@ def _rounded(weights: torch.Tensor, bits: int) -> torch.Tensor:
 class PastTokens:
     """Keys and values of one decode micro-batch, of each layer of a stage."""
 
-    def __init__(self, stage: StageWeights, batch: int, length: int) -> None:
+    def __init__(self, stage: QuantizedStage, batch: int, length: int) -> None:
         shape = (len(stage.layers), 2, batch, stage.model.heads, length, stage.model.hidden // stage.model.heads)
         self.values = torch.empty(shape, dtype=stage.embedding.dtype)
         """[layers, 2, B, heads, s + n, H / heads] Keys, then values."""
@@ -122,7 +122,7 @@ def layer_forward(model: Transformer, weights: Layer, x: torch.Tensor, past: tor
     return x + F.linear(hidden, weights["down"], weights["down_bias"])
 
 
-def chosen(stage: StageWeights, x: torch.Tensor) -> torch.Tensor:
+def chosen(stage: QuantizedStage, x: torch.Tensor) -> torch.Tensor:
     """Return [B] the likeliest next token behind the last one of `x` [B, T, H]."""
     last = F.layer_norm(x[:, -1], (stage.model.hidden,))
     return F.linear(last, stage.embedding).argmax(-1)
@@ -130,7 +130,7 @@ def chosen(stage: StageWeights, x: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def serve_on_ranks(
-    stage: StageWeights, load: ServingLoad, sizes: tuple[int, int], prompts: torch.Tensor
+    stage: QuantizedStage, load: ServingLoad, sizes: tuple[int, int], prompts: torch.Tensor
 ) -> tuple[torch.Tensor, float]:
     """Run this rank's stage; return on rank 0 the generated tokens [B, n] and the seconds, on others what they saw.
 
@@ -167,7 +167,7 @@ def serve_on_ranks(
 class _StageRing:
     """Messages between the stages, in the order of the plan; without a process group a queue."""
 
-    def __init__(self, stage: StageWeights) -> None:
+    def __init__(self, stage: QuantizedStage) -> None:
         on = dist.is_available() and dist.is_initialized()
         self.stage, self.queue = stage, list[torch.Tensor]()
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if on else (0, 1)
@@ -268,7 +268,7 @@ def measure_layers(
     return rows
 
 
-def _median_s(stage: StageWeights, x: torch.Tensor, past: PastTokens, start: int, repeats: int) -> float:
+def _median_s(stage: QuantizedStage, x: torch.Tensor, past: PastTokens, start: int, repeats: int) -> float:
     """Return the median seconds of the stage's one layer."""
     times = []
     for _ in range(repeats):
