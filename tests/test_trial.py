@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import atexit
 import functools
+import io
 import multiprocessing
 import os
 import random
 import socket
 import tempfile
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,12 +19,14 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from headway.data.guard.cache_trial import uncacheable
-from headway.data.guard.trial import limited, unfit
+from headway.data.guard.trial import in_child, limited, unfit
+from headway.data.guard.watch import listen_here, noting
 from headway.data.service.apply import followed
 from headway.data.service.server import DataServer
-from headway.data.workers.apply import untunable
+from headway.data.workers.apply import untunable, workers
 from headway.data.workers.torch_threads import unthreadable
 from tests.loaders_made import Squares
+from tests.remedy_context import applied
 
 COUNT = [0]
 SHARED = np.frombuffer(multiprocessing.RawArray("q", 1), np.int64)
@@ -257,3 +262,56 @@ def test_a_function_that_remembers_each_example_keeps_them():
 )
 def test_a_batch_that_its_copy_would_not_equal_is_refused(collate, why):
     assert why in unfit(DataLoader(Reading(int), 4, collate_fn=collate))[0]
+
+
+def test_libraries_write_their_caches_where_they_are_thrown_away(tmp_path, monkeypatch):
+    """Compilers refuse to work where they can keep nothing (numba: "no locator available")."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def writes(folder):
+        path = Path(folder) / "compiled"
+        path.mkdir()
+        (path / "part").write_text("code")
+        (path / "part").rename(path / "whole")
+        return None, (path / "whole").read_text()
+
+    found = in_child(lambda: (None, [writes(os.environ["XDG_CACHE_HOME"])[1], os.environ["XDG_CACHE_HOME"]]))
+    assert found[0] is None, found
+    assert found[1][0] == "code"
+    assert not Path(found[1][1]).exists()
+    assert "PermissionError" in in_child(lambda: writes(tmp_path))[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_child_that_computes_has_longer_than_one_that_hangs():
+    def computes():
+        end = time.process_time() + 0.7
+        while time.process_time() < end:
+            pass
+        return None, 7
+
+    with limited(0.6) as limit:
+        assert in_child(computes) == (None, 7)
+        assert not limit.reached
+        assert "hangs" in in_child(lambda: time.sleep(60))[0]
+
+
+def test_a_text_in_memory_is_nothing_that_others_see():
+    def reading(file):
+        listen_here()
+        with noting() as acts:
+            print("numba annotates what it compiles", file=file)
+        return None, acts
+
+    assert in_child(lambda: reading(io.StringIO()))[1] == []
+    with open(os.devnull, "w", encoding="utf-8") as file:
+        assert in_child(lambda: reading(file))[1] == ["prints"]
+
+
+def test_a_loader_that_is_dear_to_look_at_before_each_batch_is_left_alone(monkeypatch):
+    monkeypatch.setattr("headway.data.workers.apply.LOOK_S", -1.0)
+    monkeypatch.setattr("headway.data.workers.apply.LOOK_SHARE", 0.0)
+    with applied(workers, {"num_workers": 2}) as context:
+        assert len(list(DataLoader(Squares(8), 4))) == 2
+
+    assert "looking, before each batch" in str(context.outcomes[-1])
