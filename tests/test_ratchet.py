@@ -38,7 +38,7 @@ def test_every_public_name_resolves_and_they_stay_few():
     assert len(headway.PUBLIC) <= 24
 
 
-ROOMS = ["checkpoint", "cluster", "comm", "data", "fault", "model", "parallel", "power", "storage"]
+ROOMS = ["checkpoint", "cluster", "comm", "compute", "data", "fault", "model", "parallel", "power", "storage"]
 
 
 @pytest.mark.parametrize("room", [f"headway.{room}" for room in ROOMS])

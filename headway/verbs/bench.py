@@ -21,8 +21,8 @@ FOLDER = Path(headway.__file__).resolve().parent.parent / "benchmarks"
 """Benchmarks belong to the checkout, not to the installed package."""
 
 ROOMS = (
-    "checkpoint", "comm", "parallel", "model", "fault", "cluster", "power", "data", "host", "plan", "storage", "ledger",
-    "sim", "trace", "cost", "runtime",
+    "checkpoint", "comm", "compute", "parallel", "model", "fault", "cluster", "power", "data", "host", "plan",
+    "storage", "ledger", "sim", "trace", "cost", "runtime",
 )  # fmt: skip
 """Rooms in the order in which a benchmark that imports from several of them is listed under one."""
 

@@ -121,7 +121,7 @@ class Interpreter:
     _tried: set[int] = field(default_factory=set)
 
     def run(self, rows: ProgramRows, following: ProgramRows) -> None:
-        """Run rows; `later` are those that follow them, which may read versions too."""
+        """Run rows; `following` are those behind them, which may read versions too."""
         reads = _next_reads(rows, following)
         session = bootstrap.active()
         columns = (rows.op, rows.stage, rows.microbatch, rows.version, rows.peer, rows.peer_stage)

@@ -210,8 +210,9 @@ class AccountChanges:
         values = {
             "headway/step_s": step_s,
             "headway/steps_per_s": figures.steps_per_s,
-            "headway/goodput": figures.goodput,
         }
+        if figures.tells_goodput:
+            values["headway/goodput"] = figures.goodput
         amounts = figures.bucket_ns
         earlier = before.bucket_ns if before else dict.fromkeys(amounts, 0)
         spent = {name: max(amount - earlier[name], 0) for name, amount in amounts.items()}

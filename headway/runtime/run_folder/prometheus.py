@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
+import math
 import os
 import socket
 import socketserver
@@ -91,7 +92,8 @@ class LedgerCollector(Collector):
         total = self._never_less("device", sum(booked.values()) / NS_PER_S)
         yield _counter("headway_device_seconds", "Device-seconds accounted for so far.", total)
         goodput = "Useful device-time whose result was kept, over accounted device-time."
-        yield GaugeMetricFamily("headway_goodput_ratio", goodput, value=figures.goodput)
+        ratio = figures.goodput if figures.tells_goodput else math.nan  # Prometheus' word for a value that nobody knows
+        yield GaugeMetricFamily("headway_goodput_ratio", goodput, value=ratio)
 
     def _steps(self, figures: LiveFigures) -> Iterator[Metric]:
         steps = "Optimizer steps completed, those done again after a restart included."

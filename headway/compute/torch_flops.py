@@ -1,0 +1,160 @@
+"""Floating-point operations of a model, counted from shapes: once, on copies that hold no numbers.
+
+A multiply-add counts two; matrix products, convolutions, attention and recurrent layers count, elementwise work and
+look-ups do not (PaLM, appendix B). The formulas are torch's own (`torch.utils.flop_counter`); recurrent layers, which
+torch hides in one operator, are counted by their sizes:
+
+    LSTM, GRU, RNN     2 x gates x hidden x (input + hidden)   for each token, direction and layer
+    their backward     twice that: the gradients of inputs and of weights
+
+Recomputed forwards (checkpointing) are no work of the model's and are left out: HFU counts them, MFU does not.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from headway.core.errors import InputError
+
+GATES: dict[type[torch.nn.Module], int] = {torch.nn.LSTM: 4, torch.nn.GRU: 3, torch.nn.RNN: 1}
+"""Recurrent layer -> products of a cell."""
+
+Sizes = tuple[int, ...]
+"""Sizes of a tensor."""
+
+
+def count_flops(model: torch.nn.Module, *inputs: object) -> int:
+    """Return the floating-point operations of one forward and backward of `model` on `inputs`.
+
+    Neither the model nor the inputs are changed or computed with: a copy on the meta device, or under torch's fake
+    tensors where an operator does not know that device, goes through the shapes. What needs no gradient (frozen
+    parameters, inputs) costs no backward. Raises `InputError` where the model cannot run by shapes alone.
+    """
+    try:
+        return _counted(*_on_meta(model, inputs))
+    except Exception as cause:
+        first = f"{type(cause).__name__}: {cause}".splitlines()[0]
+    try:
+        return _counted(copy.deepcopy(model).cpu(), tuple(tree_map(_on_cpu, value) for value in inputs))
+    except Exception as cause:
+        raise InputError(
+            f"the operations of {type(model).__name__} cannot be counted: {first}; on the CPU {type(cause).__name__}: "
+            f"{cause}. Give the inputs that its forward takes, as tensors."
+        ) from None
+
+
+def _counted(model: torch.nn.Module, inputs: tuple[object, ...]) -> int:
+    recurrent: list[int] = []
+    counter: Any = FlopCounterMode(
+        display=False, custom_mapping={torch.ops.aten.convolution_backward: _convolution_backward}
+    )
+    with _watched(model, recurrent), counter, torch.enable_grad():
+        results, _ = tree_flatten(_plain(model(*inputs)))
+        sums = [value.sum() for value in results if isinstance(value, torch.Tensor) and value.requires_grad]
+        if sums:
+            torch.stack(sums).sum().backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+    return int(counter.get_total_flops()) + sum(recurrent)
+
+
+def _convolution_backward(
+    out_gradient: Sizes, x: Sizes, weight: Sizes, _bias: Any, _stride: Any, _padding: Any, _dilation: Any,
+    transposed: bool, _output_padding: Any, _groups: int, output_mask: list[bool], **_: Any,
+) -> int:  # fmt: skip
+    """Return what the gradients of input and weight cost: each as much as the forward; torch forgets the groups."""
+    positions = math.prod(x if transposed else out_gradient)
+    return 2 * positions * math.prod(weight[1:]) * sum(output_mask[:2])
+
+
+def _plain(result: object) -> object:
+    """Return what a model returned as containers that torch walks: a class with fields counts by its fields."""
+    if isinstance(result, (torch.Tensor, list, tuple, dict)):
+        return dict(result) if isinstance(result, dict) else result
+    return list(vars(result).values()) if hasattr(result, "__dict__") else result
+
+
+@contextmanager
+def _watched(model: torch.nn.Module, recurrent: list[int]) -> Iterator[None]:
+    """Count recurrent layers by their sizes while the model runs, and no recomputed forward twice."""
+    for layer in model.modules():
+        for layer_class, gates in GATES.items():
+            if type(layer) is layer_class:  # the model is a copy: nobody else calls it
+                object.__setattr__(layer, "forward", _stand_in(layer, gates, recurrent))
+    module: Any = importlib.import_module("torch.utils.checkpoint")
+    checkpointed = module.checkpoint
+    module.checkpoint = _called  # a forward that is computed again is counted once
+    try:
+        yield
+    finally:
+        module.checkpoint = checkpointed
+
+
+def _called(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    for option in ("use_reentrant", "context_fn", "determinism_check", "debug", "preserve_rng_state", "early_stop"):
+        named.pop(option, None)
+    return function(*arguments, **named)
+
+
+def _stand_in(layer: Any, gates: int, recurrent: list[int]) -> Callable[..., Any]:
+    """Return a forward of a recurrent layer that multiplies nothing: shapes and gradients of the layer's own.
+
+    torch computes it by one operator here and by many there; its operations are added to `recurrent` by their sizes.
+    """
+
+    def forward(given: Any, states: Any = None) -> Any:
+        packed = isinstance(given, PackedSequence)
+        x = given.data if packed else given
+        hidden, ways = layer.hidden_size, 2 if layer.bidirectional else 1
+        carried = getattr(layer, "proj_size", 0) or hidden  # what a cell hands to the next one
+        widths = [layer.input_size, *[ways * carried] * (layer.num_layers - 1)]
+        cell = sum(2 * gates * hidden * (width + carried) for width in widths)
+        cell += layer.num_layers * (2 * hidden * carried if carried != hidden else 0)
+        learns = any(weight.requires_grad for weight in layer.parameters())
+        # The gradient of the first layer's input costs nothing where nobody asks for it.
+        spared = 0 if x.requires_grad else 2 * gates * hidden * layer.input_size
+        tokens = x.numel() // max(1, x.shape[-1])
+        recurrent.append(tokens * ways * (cell + (2 * cell - spared if learns or x.requires_grad else 0)))
+        bound = sum(weight.sum() for weight in layer.parameters()) * 0
+        out = (x.sum(-1, keepdim=True) * 0 + bound).expand(*x.shape[:-1], ways * carried)
+        batch = [] if x.dim() == 2 and not packed else [given.batch_sizes[0]] if packed else [_batch(layer, x)]
+        state = (out.sum() * 0).expand(ways * layer.num_layers, *map(int, batch), carried)
+        last = (state, state.sum().expand(*state.shape[:-1], hidden)) if gates == GATES[torch.nn.LSTM] else state
+        return (given._replace(data=out) if packed else out), last
+
+    return forward
+
+
+def _batch(layer: Any, x: torch.Tensor) -> int:
+    return int(x.shape[0 if layer.batch_first else 1])
+
+
+def _on_meta(model: torch.nn.Module, inputs: tuple[object, ...]) -> tuple[torch.nn.Module, tuple[object, ...]]:
+    """Return copies without numbers: parameters keep whether they learn, and stay tied."""
+    names = {id(value): value for value in (*model.parameters(), *model.buffers())}
+    blank: dict[int, torch.Tensor] = {}
+    for key, value in names.items():
+        empty = torch.empty_like(value, device="meta")
+        blank[key] = (
+            torch.nn.Parameter(empty, requires_grad=value.requires_grad)
+            if isinstance(value, torch.nn.Parameter)
+            else empty
+        )
+    twin = copy.deepcopy(model, dict(blank))
+    return twin, tuple(tree_map(_to_meta, value) for value in inputs)
+
+
+def _to_meta(value: object) -> object:
+    return value.detach().to("meta").requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+
+
+def _on_cpu(value: object) -> object:
+    return value.detach().cpu().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
