@@ -225,8 +225,8 @@ def verdict(answer: Json | Why) -> Verdict:
     known = [c for c in named if c.remedy or c.fix.startswith(NOT_RESOLVED)]
     first = next((c for c in known if _gain(c) >= GAIN_THAT_LEADS), None)
     largest = max(named, key=_lost_s, default=None)
-    if largest is not None and largest.cause == "host.cpu_wait":  # what else the run shows is of a busy host
-        first = largest
+    if largest is not None and (largest.cause == "host.cpu_wait" or _outweighs(largest, first)):
+        first = largest  # what else the run shows is of a busy host, or small beside what one line wins
     if first is None:
         first = next((c for c in named if headline(c, why)), None)
         most = max((c for c in named if c.cause != "host.recording"), key=_lost_s, default=None)
@@ -243,6 +243,11 @@ def verdict(answer: Json | Why) -> Verdict:
         allow=first.allow,
         script=first.script,
     )
+
+
+def _outweighs(largest: CauseRow, first: CauseRow | None) -> bool:
+    """Whether a line of the script wins far more of the job than the remedy that would lead."""
+    return first is not None and bool(largest.script) and _lost_s(largest) > FAR_LARGER * _lost_s(first)
 
 
 def _gain(cause: CauseRow) -> float:

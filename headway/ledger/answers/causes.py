@@ -38,6 +38,7 @@ from headway.ledger.answers.growth_causes import memory_grows, steps_grow
 from headway.ledger.answers.input_causes import input_fetch, input_prep, input_repeats, input_start, input_transfer
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.answers.script_causes import BUSY, bubble, evaluation, host_cpu_wait, host_recording, host_script
+from headway.ledger.buckets import BUCKETS
 from headway.ledger.cause import Cause, ranked
 
 LEAST_FRACTION = 0.005
@@ -48,6 +49,9 @@ PERSISTENT = 2 / 3
 
 SIGNIFICANT = 0.01
 """A rank is named where chance makes it last so often in fewer cases than that."""
+
+WARM_STEPS, RECOMPILED = 5, 0.1
+"""Steps at the start in which any job compiles, and the share of the others from which on it compiles again and again."""
 
 MOST_RANKS = 8
 """Ranks named in one piece of evidence; the rest is counted."""
@@ -399,7 +403,16 @@ def _startup_compile(ledger: Ledger) -> list[Cause]:
     if 2 * cached.total_ns > span.total_ns:
         evidence += f"; the compile cache held {format_fraction(cached.count / span.count, 0)} of what it needed"
         fix = "compile fewer and larger graphs: mark dynamic shapes, remove graph breaks (TORCH_LOGS=graph_breaks)"
-    return [Cause("startup.compile", "training thread", own + waited, evidence + also_waited(waited), fix)]
+    compiling = int((ledger.step_ns[BUCKETS.index("startup")][WARM_STEPS:] > 0).sum())
+    script = ""
+    if compiling >= RECOMPILED * max(ledger.steps, 1) and compiling >= WARM_STEPS:
+        evidence += f"; it worked in {compiling:,} of {ledger.steps:,} steps: something that it compiled for changes"
+        fix = "compile once: dynamic shapes, or inputs padded to few sizes (TORCH_LOGS=recompiles says what changes)"
+        script = "torch.compile(..., dynamic=True)"
+    found = Cause(
+        "startup.compile", "training thread", own + waited, evidence + also_waited(waited), fix, script=script
+    )
+    return [found]
 
 
 RULES: dict[str, Callable[[Ledger], list[Cause]]] = {
