@@ -3,8 +3,8 @@
 Public names are loaded on first use.
 
 >>> sorted(PUBLIC)
-['LayerGraph', 'PipelineProgram', 'SCHEDULES', 'StageGraph', 'Topology', 'bubbles', 'check', 'lower', \
-'search']
+['LayerGraph', 'PipelineProgram', 'SCHEDULES', 'ShardMap', 'StageGraph', 'Topology', 'bubbles', 'check', \
+'lower', 'search']
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from headway.parallel.planning.hierarchical import Topology as Topology
     from headway.parallel.planning.hierarchical import search as search
     from headway.parallel.planning.layers import LayerGraph as LayerGraph
+    from headway.parallel.tensor.shards import ShardMap as ShardMap
     from headway.sim.pipeline.actions import PipelineProgram as PipelineProgram
     from headway.sim.pipeline.actions import StageGraph as StageGraph
     from headway.sim.pipeline.lower import check as check
@@ -28,6 +29,7 @@ PUBLIC: dict[str, str] = {
     "LayerGraph": "headway.parallel.planning.layers:LayerGraph",
     "PipelineProgram": "headway.sim.pipeline.actions:PipelineProgram",
     "SCHEDULES": "headway.sim.pipeline.schedules:SCHEDULES",
+    "ShardMap": "headway.parallel.tensor.shards:ShardMap",
     "StageGraph": "headway.sim.pipeline.actions:StageGraph",
     "Topology": "headway.parallel.planning.hierarchical:Topology",
     "bubbles": "headway.sim.pipeline.simulate:bubbles",
