@@ -23,8 +23,9 @@ layouts for any number of units.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -157,3 +158,56 @@ def attention_units(query_heads: int, kv_heads: int) -> int:
             f"size. Use one of: {', '.join(allowed)}."
         )
     return kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSplit:
+    """How a tensor is split: along which dimension, and how much of it is one unit of which map."""
+
+    shards: ShardMap
+    """Which rank has which units; tensors that are split together have the same map."""
+
+    dim: int
+    """The dimension that is split."""
+
+    unit_size: int
+    """Elements of it that belong to one unit."""
+
+
+def split_together(shards: ShardMap, tensors: Mapping[str, tuple[int, int]]) -> dict[str, TensorSplit]:
+    """Split tensors at the same units: name -> (dimension, its length), of the whole tensor, to name -> its split.
+
+    Tensors belong together where one's unit is used with the other's alone: query, key, value and output of one group
+    of heads; a column of the feed-forward layer, its bias and its row in the layer behind. Raises `InputError` where a
+    length is not a whole number of units, with the numbers of units that all lengths have in common.
+
+    >>> splits = split_together(ShardMap.build(8, 4, 3), {"query": (0, 2048), "key": (0, 512), "output": (1, 2048)})
+    >>> [split.unit_size for split in splits.values()]
+    [256, 64, 256]
+    """
+    for name, (dim, length) in tensors.items():
+        if dim < 0:
+            raise InputError(f"the dimension of {name} is {dim}; give it from the front, from 0 on.")
+        if length < shards.units or length % shards.units:
+            common = math.gcd(*(length for _, length in tensors.values()))
+            allowed = ", ".join(str(units) for units in range(1, min(common, 4096) + 1) if common % units == 0)
+            raise InputError(
+                f"{name} has {length} elements along its split dimension, which {shards.units} units do not divide. "
+                f"{', '.join(tensors)} are split together; use a number of units of: {allowed}."
+            )
+    return {name: TensorSplit(shards, dim, length // shards.units) for name, (dim, length) in tensors.items()}
+
+
+def batch_shares(examples: int, degrees: Sequence[int]) -> list[int]:
+    """[replicas] Split a batch in proportion to the replicas' tensor-parallel degrees, by largest remainders.
+
+    >>> batch_shares(64, [8, 8, 7])
+    [22, 22, 20]
+    """
+    if examples < 0 or not degrees or min(degrees) < 1:
+        raise InputError(f"{examples} examples for groups of {list(degrees)} devices; give at least one device each.")
+    shares = [examples * degree // sum(degrees) for degree in degrees]
+    by_remainder = sorted(range(len(degrees)), key=lambda replica: -(examples * degrees[replica] % sum(degrees)))
+    for replica in by_remainder[: examples - sum(shares)]:
+        shares[replica] += 1
+    return shares
