@@ -1,10 +1,10 @@
 """Floor 5, parallel training: pipeline schedules, partitions of a model, and what they win.
 
-Public names are loaded on first use.
+Public names are loaded on first use; only GradientReshard, ReplicaGroups and take_units need torch.
 
 >>> sorted(PUBLIC)
-['LayerGraph', 'PipelineProgram', 'SCHEDULES', 'ShardMap', 'StageGraph', 'Topology', 'bubbles', 'check', \
-'lower', 'search']
+['GradientReshard', 'LayerGraph', 'PipelineProgram', 'ReplicaGroups', 'SCHEDULES', 'ShardMap', 'StageGraph', \
+'Topology', 'bubbles', 'check', 'lower', 'search', 'split_together', 'take_units']
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from headway.parallel.planning.hierarchical import search as search
     from headway.parallel.planning.layers import LayerGraph as LayerGraph
     from headway.parallel.tensor.shards import ShardMap as ShardMap
+    from headway.parallel.tensor.shards import split_together as split_together
+    from headway.parallel.tensor.torch_reshard import GradientReshard as GradientReshard
+    from headway.parallel.tensor.torch_reshard import ReplicaGroups as ReplicaGroups
+    from headway.parallel.tensor.torch_reshard import take_units as take_units
     from headway.sim.pipeline.actions import PipelineProgram as PipelineProgram
     from headway.sim.pipeline.actions import StageGraph as StageGraph
     from headway.sim.pipeline.lower import check as check
@@ -26,8 +30,10 @@ if TYPE_CHECKING:
     from headway.sim.pipeline.simulate import bubbles as bubbles
 
 PUBLIC: dict[str, str] = {
+    "GradientReshard": "headway.parallel.tensor.torch_reshard:GradientReshard",
     "LayerGraph": "headway.parallel.planning.layers:LayerGraph",
     "PipelineProgram": "headway.sim.pipeline.actions:PipelineProgram",
+    "ReplicaGroups": "headway.parallel.tensor.torch_reshard:ReplicaGroups",
     "SCHEDULES": "headway.sim.pipeline.schedules:SCHEDULES",
     "ShardMap": "headway.parallel.tensor.shards:ShardMap",
     "StageGraph": "headway.sim.pipeline.actions:StageGraph",
@@ -36,6 +42,8 @@ PUBLIC: dict[str, str] = {
     "check": "headway.sim.pipeline.lower:check",
     "lower": "headway.sim.pipeline.lower:lower",
     "search": "headway.parallel.planning.hierarchical:search",
+    "split_together": "headway.parallel.tensor.shards:split_together",
+    "take_units": "headway.parallel.tensor.torch_reshard:take_units",
 }
 """Public name -> "module:attribute"."""
 
