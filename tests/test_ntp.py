@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from headway.cli import main
 from headway.core.errors import InputError
+from headway.core.mesh import Mesh
 from headway.parallel import ShardMap
 from headway.parallel.tensor.availability import PowerBoost, availability
+from headway.parallel.tensor.mesh_plan import plan_mesh
 from headway.parallel.tensor.shards import attention_units
 
 PUBLISHED = {
@@ -102,6 +104,33 @@ def test_the_table_is_the_mean_over_every_set_of_failed_devices(tp, pp, devices,
     assert (row.drop_packed, row.drop_unpacked, row.ntp_packed, row.ntp_unpacked) == pytest.approx(mean, abs=1e-9)
 
 
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.data())
+def test_no_other_choice_of_groups_and_degree_keeps_more_throughput(tp, dp, pp, data):
+    failed = data.draw(st.sets(st.integers(0, tp * dp * pp - 1)))
+    remaining = [
+        [sum(rank not in failed for rank in range((s * dp + r) * tp, (s * dp + r + 1) * tp)) for r in range(dp)]
+        for s in range(pp)
+    ]
+    assume(all(map(any, remaining)))
+    choices = itertools.product(*(itertools.permutations(stage) for stage in remaining))
+    smallest = [[min(replica) for replica in zip(*choice, strict=True)] for choice in choices]
+    best = max(
+        sum(1 if count == tp else reduced / tp if count >= reduced else 0 for count in replicas)
+        for replicas in smallest
+        for reduced in range(1, tp + 1)
+    )
+
+    plan = plan_mesh(Mesh({"tp": tp, "dp": dp, "pp": pp}), failed)
+
+    assert plan.throughput == pytest.approx(best / dp)
+    for stage in range(pp):
+        assert sorted(replica.groups[stage] for replica in plan.replicas) == list(range(dp))
+    for replica in plan.replicas:
+        assert replica.remaining == tuple(remaining[s][g] for s, g in enumerate(replica.groups))
+        assert replica.tp in (0, plan.reduced, tp)
+        assert replica.tp <= min(replica.remaining)
+
+
 def test_power_hides_a_loss_where_its_limit_allows():
     enough, little = PowerBoost(1.3), PowerBoost(1.02)
 
@@ -130,6 +159,9 @@ def test_power_hides_a_loss_where_its_limit_allows():
         (lambda: availability(100, 0.1, [8], 16), r"tp\(8\) \* pp\(16\) = 128 needs more than the 100 devices"),
         (lambda: availability(100, 0.1, [0]), r"tensor-parallel degree is 0"),
         (lambda: availability(10**7, 0.1, [8]), r"number of devices is 10000000; give a whole number from 1 to"),
+        (lambda: plan_mesh(Mesh({"tp": 2, "dp": 2}), [4]), r"rank 4 is not in tp\(2\) \* dp\(2\)"),
+        (lambda: plan_mesh(Mesh({"tp": 2, "cp": 2}), [1]), r"has cp; give a mesh of tp, dp and pp only"),
+        (lambda: plan_mesh(Mesh({"tp": 1, "dp": 2}), [0, 1]), r"no device left in any of the 2 replicas"),
         (lambda: PowerBoost(0.9), r"power boost is 0\.9; give a multiple from 1"),
         (lambda: PowerBoost(1.3, float("nan")), r"power exponent is nan"),
     ],
@@ -147,11 +179,13 @@ def answer_of(capsys: pytest.CaptureFixture[str], options: str) -> dict[str, obj
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_verb_prints_the_map_and_the_table(capsys):
+def test_the_verb_prints_the_mesh_the_map_and_the_table(capsys):
+    mesh = answer_of(capsys, "--tp 8 --dp 3 --pp 2 --lost 3,33")
     plan = answer_of(capsys, "--units 64 --tp 8 --reduced 7")
     table = answer_of(capsys, "--table --devices 32768 --failed 0.001 --tp 8,64 --pp 8 --power-boost 1.3")
 
     sizes = {"sizes_comp": [8] * 8, "sizes_sync": [10] + [9] * 6}
+    assert mesh["replicas"][0] == {"groups": [0, 1], "remaining": [7, 7], "tp": 7, "batch_share": 0.875}
     assert plan == {"schema": "headway.parallel.ntp/1", "moves": 8, "max_link_load": 2} | sizes
     assert list(table["rows"][0]) == ["tp", "drop_packed", "drop_unpacked", "ntp_packed", "ntp_unpacked"]
     assert table["rows"][1]["ntp_unpacked"] > 0.9999
@@ -169,6 +203,8 @@ def test_the_verb_prints_the_map_and_the_table(capsys):
         "--table --tp 8 --devices 64",
         "--table --tp 8 --devices 64 --failed 1 --units 64",
         "--units 64 --tp 8 --reduced 7 --devices 64",
+        "--tp 8 --lost 3",
+        "--tp 8 --dp 2 --lost third",
     ],
 )
 def test_options_that_contradict_each_other_end_with_exit_code_2(options):

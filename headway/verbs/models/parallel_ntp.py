@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from headway.core.errors import InputError
+from headway.core.mesh import Mesh
 from headway.core.units import format_fraction, plural
 from headway.parallel.tensor.availability import AvailabilityRow, PowerBoost, availability, failed_devices
+from headway.parallel.tensor.mesh_plan import MeshPlan, plan_mesh
 from headway.parallel.tensor.shards import ShardMap, attention_units
 from headway.report.paper import add_row, draw, grid, paragraph, uncut
 from headway.verbs.shared.output import emit
@@ -22,7 +24,9 @@ def ntp(
     table: bool = False,
     devices: int | None = None,
     failed: float | None = None,
+    dp: int | None = None,
     pp: int = 1,
+    lost: str | None = None,
     power_boost: float | None = None,
     power_exponent: float = 3.0,
     json: bool = False,
@@ -30,8 +34,9 @@ def ntp(
     """Plan a tensor-parallel group that lost devices and trains on with the others (nonuniform tensor parallelism).
 
     Without --table: how many units each rank computes with, and synchronises with the smaller replica, and what moves
-    between the ranks of a whole replica for that. With --table: the throughput that is left when devices failed, if
-    what lost one is dropped and if it goes on, simulated.
+    between the ranks of a whole replica for that. With --lost: which groups of a job's mesh form a replica after ranks
+    failed, the degree and the share of the batch of each. With --table: the throughput that is left when devices
+    failed, if what lost one is dropped and if it goes on.
 
     Example: `headway parallel ntp --units 64 --tp 8 --reduced 7`
 
@@ -53,8 +58,12 @@ def ntp(
         Devices of the job, with --table.
     failed
         How many of them have failed on average: a fraction below 1 (of whole devices), or a number from 1 on.
+    dp
+        Replicas of the job, with --lost.
     pp
-        Stages of a pipeline, each a group, with --table.
+        Stages of a pipeline, each a group, with --table and --lost.
+    lost
+        Ranks that failed, separated by commas; ranks are numbered along tp first, then dp, then pp.
     power_boost
         Power that the remaining devices of a group may take, as a multiple, for example 1.3; no boost without it.
     power_exponent
@@ -63,7 +72,12 @@ def ntp(
         Print one JSON object instead of text.
     """
     boost = PowerBoost(1.0 if power_boost is None else power_boost, power_exponent)
-    degrees = _degrees(tp)
+    degrees = _integers("--tp", tp, "8,64")
+    if lost is not None:
+        if dp is None or len(degrees) != 1 or table or any(v is not None for v in (units, heads, kv_heads, reduced)):
+            raise InputError("--lost is about a job's mesh. Give one --tp, --dp and --pp, and nothing of a layer.")
+        failures = _integers("--lost", lost, "3,17")
+        return _mesh(plan_mesh(Mesh({"tp": degrees[0], "dp": dp, "pp": pp}), failures, boost), degrees[0], json)
     if table:
         if devices is None or failed is None:
             raise InputError("the failures are not known. Give --devices N and --failed F.")
@@ -82,12 +96,29 @@ def ntp(
     return _plan(shards, boost, power_boost is not None, json)
 
 
-def _degrees(text: str) -> list[int]:
-    """Read tensor-parallel degrees."""
+def _integers(option: str, text: str, example: str) -> list[int]:
+    """Read whole numbers separated by commas."""
     try:
-        return [int(degree) for degree in text.split(",")]
+        return [int(number) for number in text.split(",")]
     except ValueError:
-        raise InputError(f"--tp is {text!r}; give whole numbers separated by commas, for example 8,64.") from None
+        raise InputError(f"{option} is {text!r}; give whole numbers separated by commas, as in {example}.") from None
+
+
+def _mesh(plan: MeshPlan, tp: int, as_json: bool) -> int:
+    """Print the replicas of a mesh."""
+    facts = {"schema": "headway.parallel.ntp-mesh/1", **asdict(plan)}
+    rows = grid("left", "left", "right", "right")
+    add_row(rows, "groups of replicas", "devices left", "tp", "batch", style="dim")
+    for replica in plan.replicas:
+        if replica.remaining != (tp,) * len(replica.remaining):
+            texts = (" ".join(map(str, numbers)) for numbers in (replica.groups, replica.remaining))
+            add_row(rows, *texts, str(replica.tp or "dropped"), format_fraction(replica.batch_share))
+    explanation = (
+        f"{format_fraction(plan.throughput)} of the throughput is left. One row per replica that lost devices: the "
+        f"replica of which each stage has the group; the others are whole."
+    )
+    emit(facts, lambda screen: draw([uncut(rows), "", paragraph(explanation)], **screen), as_json=as_json)
+    return 0
 
 
 def _plan(shards: ShardMap, boost: PowerBoost, boosted: bool, as_json: bool) -> int:
