@@ -193,6 +193,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "headway.verbs.models.parallel_bubbles:bubbles",
         "Show what a recorded pipeline's stages wait.",
     ),
+    "parallel ntp": (
+        "headway.verbs.models.parallel_ntp:ntp",
+        "Train on with tensor-parallel groups that lost devices.",
+    ),
     "parallel plan": (
         "headway.verbs.models.parallel_plan:plan",
         "Split a model over devices, from a profile of its layers.",

@@ -1,10 +1,11 @@
 """Floor 5, parallel training: pipeline schedules, partitions of a model, and what they win.
 
-Public names are loaded on first use.
+Public names are loaded on first use; only pipeline, PipelineRunner, GradientReshard, ReplicaGroups and take_units need torch.
 
 >>> sorted(PUBLIC)
-['LayerGraph', 'PipelineProgram', 'PipelineRunner', 'SCHEDULES', 'StageGraph', 'Topology', 'bubbles', 'check', \
-'lower', 'pipeline', 'search']
+['GradientReshard', 'LayerGraph', 'PipelineProgram', 'PipelineRunner', 'ReplicaGroups', 'SCHEDULES', \
+'ShardMap', 'StageGraph', 'Topology', 'bubbles', 'check', 'lower', 'pipeline', 'search', 'split_together', \
+'take_units']
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from headway.parallel.planning.hierarchical import Topology as Topology
     from headway.parallel.planning.hierarchical import search as search
     from headway.parallel.planning.layers import LayerGraph as LayerGraph
+    from headway.parallel.tensor.shards import ShardMap as ShardMap
+    from headway.parallel.tensor.shards import split_together as split_together
+    from headway.parallel.tensor.torch_reshard import GradientReshard as GradientReshard
+    from headway.parallel.tensor.torch_reshard import ReplicaGroups as ReplicaGroups
+    from headway.parallel.tensor.torch_reshard import take_units as take_units
     from headway.sim.pipeline.actions import PipelineProgram as PipelineProgram
     from headway.sim.pipeline.actions import StageGraph as StageGraph
     from headway.sim.pipeline.lower import check as check
@@ -27,10 +33,13 @@ if TYPE_CHECKING:
     from headway.sim.pipeline.simulate import bubbles as bubbles
 
 PUBLIC: dict[str, str] = {
+    "GradientReshard": "headway.parallel.tensor.torch_reshard:GradientReshard",
     "LayerGraph": "headway.parallel.planning.layers:LayerGraph",
     "PipelineProgram": "headway.sim.pipeline.actions:PipelineProgram",
     "PipelineRunner": "headway.parallel.pipelining.torch_runner:PipelineRunner",
+    "ReplicaGroups": "headway.parallel.tensor.torch_reshard:ReplicaGroups",
     "SCHEDULES": "headway.sim.pipeline.schedules:SCHEDULES",
+    "ShardMap": "headway.parallel.tensor.shards:ShardMap",
     "StageGraph": "headway.sim.pipeline.actions:StageGraph",
     "Topology": "headway.parallel.planning.hierarchical:Topology",
     "bubbles": "headway.sim.pipeline.simulate:bubbles",
@@ -38,6 +47,8 @@ PUBLIC: dict[str, str] = {
     "lower": "headway.sim.pipeline.lower:lower",
     "pipeline": "headway.parallel.pipelining.torch_runner:pipeline",
     "search": "headway.parallel.planning.hierarchical:search",
+    "split_together": "headway.parallel.tensor.shards:split_together",
+    "take_units": "headway.parallel.tensor.torch_reshard:take_units",
 }
 """Public name -> "module:attribute"."""
 

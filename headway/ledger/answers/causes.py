@@ -51,7 +51,7 @@ SIGNIFICANT = 0.01
 """A rank is named where chance makes it last so often in fewer cases than that."""
 
 WARM_STEPS, RECOMPILED = 5, 0.1
-"""Steps at the start in which any job compiles, and the share of the others from which on it compiles again and again."""
+"""Steps at the start in which any job compiles; share of the others from which on it compiles again and again."""
 
 MOST_RANKS = 8
 """Ranks named in one piece of evidence; the rest is counted."""
