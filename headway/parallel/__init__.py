@@ -1,6 +1,6 @@
 """Floor 5, parallel training: pipeline schedules, partitions of a model, and what they win.
 
-Public names are loaded on first use; only pipeline, PipelineRunner, GradientReshard, ReplicaGroups and take_units need torch.
+Public names are loaded on first use; what runs on ranks (pipeline, PipelineRunner, GradientReshard, ...) needs torch.
 
 >>> sorted(PUBLIC)
 ['GradientReshard', 'LayerGraph', 'PipelineProgram', 'PipelineRunner', 'ReplicaGroups', 'SCHEDULES', \

@@ -409,10 +409,8 @@ def _startup_compile(ledger: Ledger) -> list[Cause]:
         evidence += f"; it worked in {compiling:,} of {ledger.steps:,} steps: something that it compiled for changes"
         fix = "compile once: dynamic shapes, or inputs padded to few sizes (TORCH_LOGS=recompiles says what changes)"
         script = "torch.compile(..., dynamic=True)"
-    found = Cause(
-        "startup.compile", "training thread", own + waited, evidence + also_waited(waited), fix, script=script
-    )
-    return [found]
+    lost_s = own + waited
+    return [Cause("startup.compile", "training thread", lost_s, evidence + also_waited(waited), fix, script=script)]
 
 
 RULES: dict[str, Callable[[Ledger], list[Cause]]] = {
