@@ -64,6 +64,7 @@ class Recorder:
     def __init__(self):
         self.steps, self.due, self.listeners, self.wanted = [0], [1], [], {}
         self.loaders, self.remedied, self.written, self.spans = {0: {}}, False, 0, []
+        self.run = ""
 
     def write_tables(self):
         self.written += 1
