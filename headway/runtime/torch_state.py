@@ -400,7 +400,7 @@ def _average(values: list[Any], fractions: list[float], path: tuple[object, ...]
             if unlike:
                 lacks = index if any(str(key) == unlike[0] for key in first) else 0
                 _differ((*path, unlike[0]), lacks, f"is missing; copy {index - lacks} has it")
-        apart = copy.copy(first)  # an OrderedDict stays one, with its versions of modules
+        apart: Any = copy.copy(first)  # an OrderedDict stays one, with its versions of modules
         apart.update({key: _average([v[key] for v in values], fractions, (*path, key)) for key in first})
         return apart
     if isinstance(first, list | tuple):
@@ -409,11 +409,11 @@ def _average(values: list[Any], fractions: list[float], path: tuple[object, ...]
                 _differ(path, index, f"has {len(value)} entries, not {len(first)} as in copy 0")
         entries = [_average(list(column), fractions, (*path, i)) for i, column in enumerate(zip(*values, strict=True))]
         return entries if isinstance(first, list) else tuple(entries)
-    unlike = [index for index, value in enumerate(values[1:], 1) if value != first]
-    if not unlike:
+    index = next((index for index, value in enumerate(values[1:], 1) if value != first), 0)
+    if not index:
         return copy.deepcopy(first)
     if not _is_number(first):
-        _differ(path, unlike[0], f"is {str(values[unlike[0]])[:40]!r}, not {str(first)[:40]!r} as in copy 0")
+        _differ(path, index, f"is {str(values[index])[:40]!r}, not {str(first)[:40]!r} as in copy 0")
     mean = math.fsum(value * fraction for value, fraction in zip(values, fractions, strict=True))
     return round(mean) if all(isinstance(value, int) for value in values) else mean
 
