@@ -81,6 +81,7 @@ def test_a_job_that_is_done_before_forking_pays_stays_whole():
         ("0,0", '[{"name": "a", "steps": 1}]', {}, "no device does a step"),
         ("4,-1", '[{"name": "a", "steps": 1}]', {}, "has -1; give steps/s"),
         ("4,nan", '[{"name": "a", "steps": 1}]', {}, "has nan"),
+        ("4", "", {}, "jobs.json cannot be read: No such file"),
         ("4", "[]", {}, "has no job"),
         ("4", '{"name": "a"}', {}, "is not JSON that headway reads.*Write a list such as"),
         ("4", '[{"name": "a"}]', {}, "missing required field `steps`"),
@@ -98,7 +99,8 @@ def test_a_job_that_is_done_before_forking_pays_stays_whole():
     ],
 )
 def test_what_cannot_be_simulated_is_refused_with_the_value_and_the_rule(tmp_path, speeds, jobs, options, error):
-    (tmp_path / "jobs.json").write_text(jobs)
+    if jobs:
+        (tmp_path / "jobs.json").write_text(jobs)
 
     with pytest.raises(HeadwayError, match=error):
         fork_answer(read_jobs(tmp_path / "jobs.json"), read_speeds(speeds), **options)

@@ -89,9 +89,12 @@ def read_speeds(text: str) -> list[float]:
 
 
 def read_jobs(path: Path) -> list[tuple[str, int]]:
-    """Read a JSON list of `{"name", "steps"}`; raises `FormatError` that names the job."""
+    """Read a JSON list of `{"name", "steps"}`; raises `FormatError` that names the job, `InputError` without a file."""
     fix = 'Write a list such as [{"name": "a", "steps": 1000}].'
-    jobs: list[_Job] = read_json(path, list[_Job], fix=fix)
+    try:
+        jobs: list[_Job] = read_json(path, list[_Job], fix=fix)
+    except OSError as cause:
+        raise InputError(f"--jobs {path} cannot be read: {cause.strerror}. {fix}") from cause
     if not jobs:
         raise FormatError(f"{path} has no job. {fix}")
     for job in jobs:
