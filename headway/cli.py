@@ -51,6 +51,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "headway.verbs.jobs.cluster:compare",
         "Report waiting in a recorded queue, and compare policies on it.",
     ),
+    "cluster fork": (
+        "headway.verbs.jobs.cluster_fork:fork",
+        "Simulate jobs with a copy on each of several unlike devices.",
+    ),
     "cluster prices": (
         "headway.verbs.jobs.cluster_prices:prices",
         "Say what the rest of a job costs on each offer of instances, by recorded prices.",

@@ -1,7 +1,7 @@
 """Queues of training jobs: policies, simulated; what a recorded queue suffered, and what each would have made of it.
 
-Public names are resolved on first use, through one literal table; none of them needs torch. `fit_speed` needs scipy,
-the extra `cluster`.
+Public names are resolved on first use, through one literal table; `consolidate` alone needs torch.
+`fit_speed` needs scipy, the extra `cluster`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from headway.cluster.queue.compare import compare_policies as compare_policies
     from headway.cluster.queue.engine import simulate as simulate
     from headway.cluster.queue.recorded_rates import fit_rates as fit_rates
+    from headway.runtime.torch_state import consolidate as consolidate
 
 PUBLIC: dict[str, str] = {
     "Cluster": "headway.cluster.model:Cluster",
@@ -33,6 +34,7 @@ PUBLIC: dict[str, str] = {
     "Resize": "headway.cluster.model:Resize",
     "POLICIES": "headway.cluster.policies.table:POLICIES",
     "compare_policies": "headway.cluster.queue.compare:compare_policies",
+    "consolidate": "headway.runtime.torch_state:consolidate",
     "elastic": "headway.cluster.adaptive.decide:elastic",
     "fit_speed": "headway.cluster.adaptive.speed:fit_speed",
     "fit_rates": "headway.cluster.queue.recorded_rates:fit_rates",

@@ -288,6 +288,9 @@ def check_fits(jobs: Jobs, cluster: Cluster, alone: Values, *, mixed: bool = Fal
 class Adapting(Protocol):
     """Jobs whose speed depends on their devices, batch and progress: the engine and policies ask it, not the rates."""
 
+    aligned: bool
+    """Rounds begin at multiples of their length; otherwise each begins where the one before it ends."""
+
     def work(self, jobs: Indices, devices: Values, seconds: Values) -> tuple[Values, Values]:
         """Let jobs [k] run on devices [k, W] for a time [k]: steps done (infinity = all), seconds used."""
         ...

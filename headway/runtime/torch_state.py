@@ -38,16 +38,22 @@ The copy of a tensor into memory that is there already.
 >>> copy_into(slot, torch.ones(3))
 >>> slot.tolist()
 [1.0, 1.0, 1.0]
+
+One state from several copies of a job that trained apart, by the steps that each has done.
+
+>>> consolidate([{"w": torch.zeros(2)}, {"w": torch.ones(2)}], weights=[1, 3])["w"].tolist()
+[0.75, 0.75]
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import msgspec
 import torch
@@ -340,3 +346,105 @@ def _write(elements: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     with torch.no_grad():
         for tensor, kept in elements:
             tensor.copy_(kept)
+
+
+# One state from the states of copies that trained apart, as local SGD and HadarE (arXiv 2503.10918) need it.
+#
+#     copy 0   w0, 30 steps  --.
+#     copy 1   w1, 60 steps  ---+-->  w = (30 w0 + 60 w1 + 10 w2) / 100   -->  all copies go on from w
+#     copy 2   w2, 10 steps  --'
+
+COUNTERS = frozenset({"step"})
+"""Keys whose scalars count although they are floating-point: Adam's and Adagrad's number of updates."""
+
+AVERAGED_INTEGERS = frozenset({torch.int16, torch.int32, torch.int64})
+"""Types of counters. Bytes, int8 and bool are flags, generators or codes: an average of them has no meaning."""
+
+
+def consolidate(states: Sequence[Mapping[str, object]], weights: Sequence[float]) -> dict[str, object]:
+    """Return the average of the state dicts of copies of one job, by weights > 0 (the steps that each copy has done).
+
+    Mappings, lists and tuples are followed, so that a state may be a model's,
+    an optimizer's, or a mapping of both. Averaged element by element in
+    float64 and returned in the type and on the device of the first copy:
+    parameters, momenta, Adam's second moments, running statistics of
+    BatchNorm, learning rates. Counters (integers such as
+    `num_batches_tracked`, and `step`) become the weighted mean, rounded.
+    Whatever else there is must be equal in all copies. Elements that are equal in
+    all copies stay as they are, bit for bit; one copy is returned as it is,
+    in tensors of its own. A copy without steps is left out by the caller.
+    Raises `InputError` that names the key where copies differ in keys,
+    shapes, types or values without a mean, and for weights that are not above 0.
+    """
+    if not states or len(states) != len(weights):
+        raise InputError(f"there are {len(states)} states and {len(weights)} weights. Pass one weight per state.")
+    for index, weight in enumerate(weights):
+        if not 0 < weight < math.inf:
+            raise InputError(f"the weight of copy {index} is {weight:g}. Leave out copies that did no step.")
+    total = math.fsum(weights)
+    with torch.no_grad():
+        return cast("dict[str, object]", _average(list(states), [weight / total for weight in weights], ()))
+
+
+def _average(values: list[Any], fractions: list[float], path: tuple[object, ...]) -> object:
+    """Return the mean of what the copies have at `path`; fractions [copies] sum to 1."""
+    first = values[0]
+    for index, value in enumerate(values):
+        if type(value) is not type(first) and not (_is_number(value) and _is_number(first)):
+            _differ(path, index, f"is a {type(value).__name__}, not a {type(first).__name__} as in copy 0")
+    if isinstance(first, torch.Tensor):
+        return _average_tensor(values, fractions, path)
+    if isinstance(first, Mapping):
+        for index, value in enumerate(values):
+            unlike = sorted(map(str, first.keys() ^ value.keys()))
+            if unlike:
+                lacks = index if any(str(key) == unlike[0] for key in first) else 0
+                _differ((*path, unlike[0]), lacks, f"is missing; copy {index - lacks} has it")
+        apart: Any = copy.copy(first)  # an OrderedDict stays one, with its versions of modules
+        apart.update({key: _average([v[key] for v in values], fractions, (*path, key)) for key in first})
+        return apart
+    if isinstance(first, list | tuple):
+        for index, value in enumerate(values):
+            if len(value) != len(first):
+                _differ(path, index, f"has {len(value)} entries, not {len(first)} as in copy 0")
+        entries = [_average(list(column), fractions, (*path, i)) for i, column in enumerate(zip(*values, strict=True))]
+        return entries if isinstance(first, list) else tuple(entries)
+    index = next((index for index, value in enumerate(values[1:], 1) if value != first), 0)
+    if not index:
+        return copy.deepcopy(first)
+    if not _is_number(first):
+        _differ(path, index, f"is {str(values[index])[:40]!r}, not {str(first)[:40]!r} as in copy 0")
+    mean = math.fsum(value * fraction for value, fraction in zip(values, fractions, strict=True))
+    return round(mean) if all(isinstance(value, int) for value in values) else mean
+
+
+def _average_tensor(values: list[torch.Tensor], fractions: list[float], path: tuple[object, ...]) -> torch.Tensor:
+    first = values[0].detach()
+    for index, value in enumerate(values):
+        if value.shape != first.shape or value.dtype != first.dtype:
+            names = [f"{str(copied.dtype).removeprefix('torch.')} {list(copied.shape)}" for copied in (value, first)]
+            _differ(path, index, f"is {names[0]}, not {names[1]} as in copy 0")
+    # x0 + sum of f_i (x_i - x0): no rounding where copies agree, and what is infinite in all of them (a mask) stays.
+    wide = torch.complex128 if first.is_complex() else torch.float64
+    base, result, same = first.to(wide), first.to(wide, copy=True), torch.ones_like(first, dtype=torch.bool)
+    for index, (value, fraction) in enumerate(zip(values[1:], fractions[1:], strict=True), 1):
+        copied = value.detach().to(first.device)
+        equal = copied == first
+        if not (first.is_floating_point() or first.is_complex() or first.dtype in AVERAGED_INTEGERS or equal.all()):
+            _differ(path, index, f"holds other {str(first.dtype).removeprefix('torch.')} values than in copy 0")
+        same &= equal
+        result += fraction * (copied.to(wide) - base)
+    if first.dtype in AVERAGED_INTEGERS or (path[-1] in COUNTERS and not first.dim() and not first.is_complex()):
+        result.round_()
+    return torch.where(same, first, result.to(first.dtype)) if len(values) > 1 else first.clone()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _differ(path: tuple[object, ...], index: int, how: str) -> NoReturn:
+    key = ".".join(map(str, path)) or "state"
+    raise InputError(
+        f"'{key}' of copy {index} {how}. Consolidate copies of one model and one optimizer; leave out what differs."
+    )

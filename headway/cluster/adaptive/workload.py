@@ -51,6 +51,8 @@ class _TrainingJob:
 class MeasuredJobs:
     """A workload of measured applications; `simulate` asks it instead of a table of rates (model.Adapting)."""
 
+    aligned = True
+
     def __init__(
         self, submitted: Sequence[Submitted], applications: dict[str, Application], *, adaptive: bool,
         slowdown: float = 0.0,

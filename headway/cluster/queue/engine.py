@@ -97,7 +97,7 @@ def simulate(
     `window` (first, last) ends the simulation when jobs first..last-1 are
     done; figures are means over them. `rules` "gavel" is the published
     mechanism. With `adapting`, columns of the cluster are hosts, rounds begin
-    at multiples of `round_s`, each with a decision, and what a job does in one
+    where it says, each with a decision, and what a job does in one
     is asked of `adapting`; the policy must pick whole devices. `resizes` change pools
     while it runs: a round ends there, gangs on devices that leave are preempted,
     and a job that no pool can ever run again is left unfinished, and named in the
@@ -107,7 +107,7 @@ def simulate(
     pools = cluster if isinstance(cluster, Cluster) else Cluster.of(cluster)
     check_resizes(pools, resizes)
     decide = pick(POLICIES, policy, "policy") if isinstance(policy, str) else policy
-    if adapting is not None and decide not in MIXING:
+    if adapting is not None and isinstance(policy, str) and decide not in MIXING:
         raise InputError("this policy does not place jobs on hosts. Choose pollux, tiresias or optimus.")
     if adapting is not None and resizes:
         raise InputError(
@@ -247,8 +247,8 @@ class _Engine:
         )
 
     def wait_s(self, length_s: float) -> float:
-        """Time to the next round: with jobs that adapt, to the first multiple of its length, otherwise at once."""
-        if self.adapting is None:
+        """Time to the next round: with jobs that adapt and are aligned, to the first multiple of its length."""
+        if self.adapting is None or not self.adapting.aligned:
             return length_s
         now_s, round_s = self.process.now_s, self.timing.round_s
         later = math.floor(now_s / round_s + 1e-9) + 1
