@@ -143,7 +143,8 @@ def _beneath(folder: str, arguments: tuple[Any, ...], event: str) -> bool:
     paths = arguments[: IN_FOLDERS.get(event, 1)]
     if not all(isinstance(path, (str, bytes, os.PathLike)) for path in paths):
         return False
-    return all(f"{os.path.realpath(os.fsdecode(path))}{os.sep}".startswith(f"{folder}{os.sep}") for path in paths)
+    # Not `realpath`, which looks at files: a look at one is noted as read.
+    return all(f"{os.path.abspath(os.fsdecode(path))}{os.sep}".startswith(f"{folder}{os.sep}") for path in paths)
 
 
 def name_process(name: str) -> None:
