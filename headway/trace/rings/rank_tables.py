@@ -1,7 +1,7 @@
 """What a rank says of itself in RUN/tables/r<rank>.json, typed; what a damaged file says otherwise counts as missing.
 
 >>> RankTables.of({"loops": {"0": 1}, "groups": "none", "device_type": "cuda"})
-RankTables(device_type='cuda', groups={}, loops={0: 1}, memory={}, bad_losses=[], losses=[], ddp=())
+RankTables(device_type='cuda', groups={}, loops={0: 1}, memory={}, threads=0, bad_losses=[], losses=[], ddp=())
 """
 
 from __future__ import annotations
