@@ -17,8 +17,8 @@ from tests.recorded_device import recorded_loop
 MIXES = {
     # forward, backward and copy ms, launches in the queue, load ms, read every; what bounds it
     "the host two steps ahead": (4, 8, 0, 24, 3, 0, "device"),
-    "a read in each step": (4, 8, 0, 1000, 1, 1, "device"),
-    "a pageable copy in each step": (4, 8, 1, 1000, 2, 0, "device"),
+    "a read in each step": (8, 16, 0, 1000, 1, 1, "device"),
+    "a pageable copy in each step": (8, 16, 1, 1000, 1, 0, "device"),
     "a slow loader": (1, 2, 0, 1000, 14, 0, "input"),
 }
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from headway.data.bytes.torch_examples import equal
 from headway.data.workers.apply import WAITS, untunable, workers
@@ -392,6 +392,20 @@ def test_each_batch_of_workers_that_are_kept_is_matched_with_the_load_that_made_
 
 def last_reason(context):
     return context.outcomes[-1].json()["facts"]["loaders"][-1]["reason_not_applied"]
+
+
+def test_workers_of_a_stream_are_left_alone_where_they_only_would_be_kept():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield from torch.arange(10)
+
+    with applied(workers, PARAMETERS) as context:
+        loader = DataLoader(Stream(), 5, num_workers=2)
+        passes = [len(list(loader)) for _ in range(2)]
+
+    assert passes == [4, 4]
+    assert "IterableDataset" in last_reason(context)
+    assert loader._iterator is None
 
 
 @pytest.mark.parametrize("own_workers", [0, 1])

@@ -107,7 +107,7 @@ class Training:
 
     def __init__(self, mix, folder):
         self.mix, self.folder = mix, folder
-        self.spent = defaultdict(float)
+        self.spent, self.blocks = defaultdict(float), []
         self.model, self.teacher = Sleeper(mix.forward_s), Sleeper(mix.teacher_s).eval()
         parameters = self.model.parameters()
         self.optimizer = (
@@ -120,12 +120,14 @@ class Training:
 
     @contextlib.contextmanager
     def clock(self, line):
-        """Add the seconds of a block to a line."""
-        start = time.perf_counter()
+        """Add the seconds of a block to a line, and note when it ran."""
+        start = time.perf_counter_ns()
         try:
             yield
         finally:
-            self.spent[line] += time.perf_counter() - start
+            end = time.perf_counter_ns()
+            self.spent[line] += (end - start) / 1e9
+            self.blocks.append((line, start, end))
 
     def batches(self):
         """Yield training batches, from a loader or made by hand."""
@@ -242,7 +244,7 @@ def main():
         training.run()
     if options.truth:
         with open(options.truth, "w") as file:
-            json.dump({"steps": training.taken, "seconds": training.spent}, file)
+            json.dump({"steps": training.taken, "seconds": training.spent, "blocks": training.blocks}, file)
 
 
 if __name__ == "__main__":

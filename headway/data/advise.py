@@ -10,7 +10,7 @@ there are cores and loads that compute do not. Sizes are bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -158,7 +158,8 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) ->
     if not count:
         return Refusal("data.workers", "data", "the limits allow no worker")
     # Nobody asks for fewer workers than the script has where those win nothing: the edit is the other one.
-    same = keep and {fact.num_workers for fact in facts.values()} == {recorded} and count < recorded
+    had = {fact.num_workers for fact in facts.values()}
+    same = bool(keep) and had == {recorded} and count < recorded
     edits: tuple[str, ...] = keep if same else (for_loaders(count, program, facts), *keep)
     count = recorded if same else count
     prefetch = max(fact.prefetch_factor or 2 for fact in facts.values())
@@ -189,7 +190,7 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) ->
         risk=f"{draws}, and workers would draw other ones, so augmentation differs" if draws else NO_DRAW,
         reason=" ".join(part for part in (f"{busiest}, for {_names(facts)}.", prediction.note) if part),
         memory_bytes=memory,
-        start_s=_trial_s(program, facts, _keeping_s if same else _processes_s),
+        start_s=_trial_s(program, facts, "workers", 1 if same else 3 if any(had) else 2),
         allow="result-equivalent" if draws else None,
         conflicts=("data.threads", "data.server"),
     )
@@ -244,7 +245,7 @@ def threads(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) ->
         reason=f"{count} threads per rank, for {_names(blocked)}, and no hand-off between processes. "
         f"{prediction.note}".strip(),
         memory_bytes=memory,
-        start_s=_trial_s(program, blocked, _threads_s),
+        start_s=_trial_s(program, blocked, "threads"),
         allow="data.threads",
         conflicts=("data.workers", "data.cache"),  # the cache stands before torch's fetchers, and threads have none
     )
@@ -285,7 +286,7 @@ def cache(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) -> P
         risk="applied only where reading an example twice in a test process gives equal results without side effects",
         reason=f"For {_names(facts)}. {note}{prediction.note}".strip(),
         memory_bytes=budget,
-        start_s=_trial_s(program, facts, _cache_s),
+        start_s=_trial_s(program, facts, "cache"),
         conflicts=("data.threads", "data.server"),
     )
 
@@ -316,34 +317,16 @@ def server(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) -> 
     )
 
 
-def _trial_s(program: Program, facts: Mapping[int, LoaderFacts], of: Callable[[LoaderFacts], float | None]) -> float:
+def _trial_s(program: Program, facts: Mapping[int, LoaderFacts], remedy: str, children: int = 2) -> float:
     """Return the seconds that trying a remedy takes at the start: once for loaders with the same facts.
 
-    As the recording timed it, else as long as is usual: what a loader did not take is typical of small datasets.
+    As the recording timed it, else as long as is usual. It timed processes with two `children`, which read whether
+    others may make the batches; a loader with workers of its own has another, which reads whether they may stay.
     """
-    alike = {(fact.dataset, fact.batch_size, fact.sampler): fact for fact in facts.values()}
-    usual_s = program.costs.trial_ns / NS_PER_S
-    return sum(usual_s if (took := of(fact)) is None else took for fact in alike.values())
-
-
-def _processes_s(fact: LoaderFacts) -> float | None:
-    """Two children read: whether others may make its batches; with workers of its own another, whether they stay."""
-    took = fact.rehearsal.processes_s
-    return took * 1.5 if took is not None and fact.num_workers else took
-
-
-def _keeping_s(fact: LoaderFacts) -> float | None:
-    """One child reads, where the rehearsal of worker processes took two."""
-    took = fact.rehearsal.processes_s
-    return None if took is None else took / 2
-
-
-def _threads_s(fact: LoaderFacts) -> float | None:
-    return fact.rehearsal.threads_s
-
-
-def _cache_s(fact: LoaderFacts) -> float | None:
-    return 0.0 if fact.own else fact.rehearsal.cache_s
+    model = program.models[0]
+    took_ns = {"workers": model.trial_ns, "threads": model.thread_trial_ns, "cache": model.cache_trial_ns}[remedy]
+    counts = model.tried & np.isin(model.batches.group, list(facts))
+    return float(took_ns[counts].sum()) / NS_PER_S * children / 2
 
 
 def neighbours(run: Run, facts: Mapping[int, LoaderFacts]) -> int:

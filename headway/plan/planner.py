@@ -22,7 +22,7 @@ from typing import Any, Protocol, cast
 from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.core.lazy import resolved
-from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
+from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal, pays_from
 from headway.plan.reasons import LeftOut, excludes, job_s, reason_of, unless_excluded, unless_given_up, unless_in_force
 from headway.plan.setup import Setup
 from headway.sim.recorded.program import Program
@@ -74,8 +74,10 @@ class Plan:
     note: str = ""
     """What the prediction had to assume."""
 
-    start_s: float = 0.0
-    """Seconds that the chosen set costs once, at the start of a job."""
+    @property
+    def start_s(self) -> float:
+        """Return the seconds that the chosen set costs once, at the start of a job."""
+        return sum(row.start_s for row in self.proposals if row.name in self.chosen)
 
     @property
     def predicted_speedup(self) -> float:
@@ -85,7 +87,7 @@ class Plan:
     @property
     def pays_from_steps(self) -> int:
         """Return after how many steps the start is won back; 0 where it costs nothing, or nothing is chosen."""
-        return math.ceil(self.start_s / (self.base_step_s - self.step_s)) if self.step_s < self.base_step_s else 0
+        return math.ceil(pays_from(self.start_s, self.base_step_s, self.step_s)) if self.start_s else 0
 
     @classmethod
     def of(cls, ledger: Any, program: Program, setup: Setup, advisers: Mapping[str, str | Adviser]) -> Plan:
@@ -186,7 +188,6 @@ def compose(
         left_out=left_out,
         device_hours_won=hours * (1 - 1 / final.speedup),
         note=final.note,
-        start_s=sum(row.start_s for row in best),
     )
 
 

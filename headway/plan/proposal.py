@@ -27,6 +27,15 @@ KEYS = (
 """Keys of a proposal in `headway plan --json`."""
 
 
+def pays_from(start_s: float, base_step_s: float, step_s: float) -> float:
+    """Return after how many steps of `step_s` `start_s` is won back; infinite where they are no shorter than before.
+
+    >>> pays_from(3.0, 0.5, 0.2), pays_from(3.0, 0.5, 0.5)
+    (10.0, inf)
+    """
+    return start_s / (base_step_s - step_s) if step_s < base_step_s else math.inf
+
+
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """A remedy for this run."""
@@ -97,8 +106,7 @@ class Proposal:
 
     def pays_from(self, base_step_s: float) -> float:
         """Return after how many steps, each of `base_step_s` before, what it costs at the start is won back."""
-        won_step_s = base_step_s * (1 - 1 / self.predicted_speedup)
-        return self.start_s / won_step_s if won_step_s > 0 else math.inf
+        return pays_from(self.start_s, base_step_s, base_step_s / self.predicted_speedup)
 
     def to_json(self) -> dict[str, Any]:
         """Return the row of `headway plan --json`."""

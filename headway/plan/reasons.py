@@ -81,11 +81,8 @@ def reason_of(
 
 
 def job_s(members: Sequence[Proposal], step_s: float, steps: float) -> float:
-    """Return the seconds of a job of `steps` steps with `members` applied: what they cost at the start, and its steps.
-
-    Of endless jobs the start is nothing.
-    """
-    return step_s * steps + (sum(row.start_s for row in members) if math.isfinite(steps) else 0.0)
+    """Return the seconds of a job with `members` applied: what they cost at the start, and its steps."""
+    return step_s * steps + sum(row.start_s for row in members)
 
 
 def excludes(one: Proposal, other: Proposal) -> bool:

@@ -103,7 +103,7 @@ def _applied(run: RunAnswer) -> list[RenderableType]:
     done = applied(run.applied)
     for row in done:
         error = prediction_error(row)
-        off = "-" if error is None or row.inconclusive else f"{100 * error:+.1f} %"
+        off = "-" if error is None else f"{100 * error:+.1f} %"
         style = "bold" if row.name == WHOLE_PLAN else ""
         measured = "withdrawn" if row.withdrawn else measured_words(row)
         add_row(table, clean(row.name), predicted(row), measured, off, style=style)
@@ -143,13 +143,13 @@ def measured_words(row: AppliedRow) -> str:
 
 
 def prediction_error(row: AppliedRow) -> float | None:
-    """Return predicted / measured - 1 of one applied remedy, None when either is missing.
+    """Return predicted / measured - 1 of one applied remedy, None when either is missing or inconclusive.
 
     >>> round(prediction_error(AppliedRow(predicted_speedup=1.9, measured_speedup=2.0)), 3)
     -0.05
     """
     expected, measured = finite(row.predicted_speedup), finite(row.measured_speedup)
-    return None if expected is None or not measured else expected / measured - 1
+    return None if expected is None or not measured or row.inconclusive else expected / measured - 1
 
 
 def _traceback(run: RunAnswer) -> list[RenderableType]:

@@ -57,6 +57,17 @@ RUN_CACHES = "caches"
 own_caches: list[str] = []
 """[0 or 1] The folder of caches of this process, where it has stepped apart: children of it have theirs inside."""
 
+
+def caches_of(run: str) -> str:
+    """Return the folder for caches of children of the recorded run in a folder `run`, made; '' where it cannot be."""
+    try:
+        folder = os.path.realpath(os.path.join(run, RUN_CACHES))
+        os.makedirs(folder, exist_ok=True)
+    except OSError:
+        return ""
+    return folder
+
+
 MOST_WRITTEN = 1 << 28
 """Bytes of a file in the child's folder of caches."""
 
@@ -112,9 +123,11 @@ def step_apart(shared: str, keep: Iterable[int] = (), *, forks: bool = False, ca
     allowed = MOST_WRITTEN if hard == resource.RLIM_INFINITY else min(hard, MOST_WRITTEN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (allowed if caches else 0, hard))
 
+    allowed_events = ("os.fork", "os.kill") if forks else ()  # such a child ends its own children
+
     def refuse(event: str, arguments: tuple[Any, ...]) -> None:
-        if not (caches and event in (*IN_FOLDERS, "open") and _beneath(caches, arguments, event)):
-            (_refuse_but_forks if forks else _refuse)(event, arguments)
+        if event not in allowed_events:
+            _refuse(event, arguments, caches)
 
     sys.addaudithook(refuse)
 
@@ -228,18 +241,15 @@ def _deny_changes_of_files(caches: str) -> None:
         os.close(ruleset)
 
 
-def _refuse_but_forks(event: str, arguments: tuple[Any, ...]) -> None:
-    """Raise as `_refuse` does, but let the process fork, and end its children."""
-    if event not in ("os.fork", "os.kill"):
-        _refuse(event, arguments)
-
-
-def _refuse(event: str, arguments: tuple[Any, ...]) -> None:
-    """Raise `PermissionError` at an act that somebody else could see."""
+def _refuse(event: str, arguments: tuple[Any, ...], caches: str) -> None:
+    """Raise `PermissionError` at an act that somebody else could see: none is beneath the folder `caches`, or ''."""
+    refused = ""
     if event == "open":
         path, mode, flags = arguments
         writes = flags & WRITES if isinstance(flags, int) else {*(mode or "")} & {*"wax+"}
         if writes and not isinstance(path, int) and path != os.devnull:
-            raise PermissionError(f"it opens {path!r} for writing")
-    if event in FORBIDDEN:
-        raise PermissionError(f"it calls {event}")
+            refused = f"it opens {path!r} for writing"
+    elif event in FORBIDDEN:
+        refused = f"it calls {event}"
+    if refused and not (caches and (event in IN_FOLDERS or event == "open") and _beneath(caches, arguments, event)):
+        raise PermissionError(refused)

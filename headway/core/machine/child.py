@@ -16,9 +16,9 @@ import tempfile
 import warnings
 from collections.abc import Callable
 
-from headway.core.machine.apart import RUN_CACHES, die_with_parent, own_caches, step_apart
-from headway.core.machine.host import readable
-from headway.core.machine.interruptions import raised_behind
+from headway.core.machine.apart import caches_of, die_with_parent, own_caches, step_apart
+from headway.core.machine.host import readable, thread_times
+from headway.core.machine.interruptions import pass_on, raised_behind
 from headway.core.machine.own_children import unheard
 from headway.core.units import NS_PER_S
 
@@ -47,15 +47,15 @@ def _folder_of_caches(stack: contextlib.ExitStack) -> str:
     What one of them has compiled, the others find. '' where there is no room for it: then the child has none.
     """
     run = os.environ.get("HEADWAY_RUN", "")
+    if own_caches:
+        return own_caches[0]
+    if os.path.isdir(run):
+        return caches_of(run)
     try:
-        if own_caches or os.path.isdir(run):
-            folder = own_caches[0] if own_caches else os.path.realpath(os.path.join(run, RUN_CACHES))
-            os.makedirs(folder, exist_ok=True)
-        else:
-            folder = os.path.realpath(tempfile.mkdtemp(prefix="headway-apart-"))
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        folder = os.path.realpath(tempfile.mkdtemp(prefix="headway-apart-"))
     except OSError:
         return ""
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 
@@ -101,9 +101,10 @@ def _answers(reading: int, pid: int, timeout_s: float) -> bool:
     """
     if readable(reading, timeout_s):
         return True
-    busy_ns = 0  # of all its threads: CPU time, and waiting for a core
-    with contextlib.suppress(OSError, ValueError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/schedstat", encoding="ascii") as file:
-                busy_ns += sum(map(int, file.read().split()[:2]))
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError as cause:  # a handler of the script may have waited for it already
+        pass_on(cause)
+        return False
+    busy_ns = sum(sum(thread_times(int(tid), pid)) for tid in threads)  # CPU time, and waiting for a core
     return busy_ns / NS_PER_S > timeout_s / 2 and readable(reading, EXTENSION * timeout_s)

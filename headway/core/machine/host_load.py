@@ -174,14 +174,17 @@ class HostCounters:
 
     shares_bytes: tuple[int, int] = (0, 0)
     """What ranks and launcher hold, and what their children (loader workers) hold, shared pages split among who shares
-    them. (0, 0) where the kernel does not tell."""
+    them. (0, 0) where the kernel does not tell, or nobody asked."""
 
 
 class LoadSampler:
-    """Follows the load beside the process tree under `pid`. Call `look` a few times a second, from outside the job."""
+    """Follows the load beside the process tree under `pid`. Call `look` a few times a second, from outside the job.
 
-    def __init__(self, pid: int, *, root: Path = ROOT) -> None:
-        self._pid, self._root = pid, root
+    `detailed` readings also tell the memory that processes share, and the names of others: they cost more.
+    """
+
+    def __init__(self, pid: int, *, root: Path = ROOT, detailed: bool = False) -> None:
+        self._pid, self._root, self._detailed = pid, root, detailed
         self._cpus = _cpus()
         self._whole_host = len(self._cpus) >= (os.cpu_count() or 1)
         self._spent: dict[int, float] = {}
@@ -237,9 +240,9 @@ class LoadSampler:
             passed_s = now_s - self.readings[-1].at_s
             self._runnable_s += max(0, others) * passed_s
             used = {pid: self._spent[pid] - before.get(pid, 0.0) for pid in processes if pid not in own}
-            self._named_use.add(
-                {pid: (process.name, process.self_s) for pid, process in processes.items() if pid not in own}
-            )
+            if self._detailed:
+                named = {pid: (each.name, each.self_s) for pid, each in processes.items() if pid not in own}
+                self._named_use.add(named)
             self._sessions_s += passed_s * _effective(_by_session(used, processes))
         self._tree, self._detached = tree, detached
         return HostCounters(
@@ -251,7 +254,7 @@ class LoadSampler:
             pressure_s=_pressure_s(self._root),
             throttled_s=throttled_s(self._root),
             memory_bytes=sum(processes[pid].memory_bytes for pid in own if pid in processes),
-            shares_bytes=self._shares(processes),
+            shares_bytes=self._shares(processes) if self._detailed else (0, 0),
         )
 
     def _shares(self, processes: Mapping[int, _Process]) -> tuple[int, int]:

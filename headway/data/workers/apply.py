@@ -357,7 +357,8 @@ class LoaderTuner:
         opened: Mapping[str, FileStat] = {}
         if reason is None and fresh and self.persistent_workers:
             ended, opened = self.decisions.keeping(loader, lambda: keeps(loader, may_draw=self.may_draw))
-        reason = ended if only_kept else reason
+        if only_kept and reason is None:
+            reason = ended  # there is nothing to change but that they stay
         if reason != NOT_TRIED:  # else a later pass may try
             self.tunings[loader] = None
         if reason is not None:

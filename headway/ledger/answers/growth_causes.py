@@ -57,7 +57,7 @@ def rising(values: Sequence[float] | NDArray[np.generic], blocks: int = BLOCKS) 
 def steps_grow(ledger: Ledger) -> list[Cause]:
     """Steps that take longer and longer: something that is kept, searched or summed grows with them."""
     wall = np.asarray(ledger.step_wall_ns, np.float64)
-    calm = np.ones(len(wall), bool) if ledger.undisturbed is None else np.asarray(ledger.undisturbed)
+    calm = np.ones(len(wall), bool) if ledger.undisturbed is None else np.array(ledger.undisturbed)
     calm[:1] = False  # it compiles, and fills caches
     if calm.sum() < LEAST_STEPS or (ends := rising(wall[calm])) is None or ends[1] < GROWN * ends[0]:
         return []

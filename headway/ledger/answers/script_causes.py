@@ -92,8 +92,9 @@ def host_cpu_wait(ledger: Ledger) -> list[Cause]:
         fix, edit = f"no more threads than cores: OMP_NUM_THREADS={fair}", f"torch.set_num_threads({fair})"
     elif others < BUSY:
         fix = "fewer processes and threads of the job than cores: loader workers count as well"
-    cause = Cause("host.cpu_wait", "training thread", booked + waited, evidence + also_waited(waited), fix, script=edit)
-    return [cause if others >= BUSY else replace(cause, fix=fix)]
+    return [
+        Cause("host.cpu_wait", "training thread", booked + waited, evidence + also_waited(waited), fix, script=edit)
+    ]
 
 
 def host_recording(ledger: Ledger) -> list[Cause]:

@@ -134,8 +134,7 @@ class Interpreter:
                 continue
             if op == OPT:
                 shared = shared or self._share_ties()
-                in_use = [weights.version for (where, _), weights in self.contexts.items() if where == stage]
-                self.weights[stage].update(version, in_use, reads[index])
+                self.weights[stage].update(version, self._versions_in_use(stage), reads[index])
                 continue
             self._await(op, stage, microbatch)
             start = now()
@@ -143,8 +142,11 @@ class Interpreter:
             if session is not None:
                 session.probes.emit(PART_NAMES[op], start, now() - start, stage, microbatch % self.num_microbatches)
         for stage, weights in self.weights.items():
-            in_use = [context.version for (where, _), context in self.contexts.items() if where == stage]
-            weights.drop(in_use, min(_first_read(following, stage), weights.newest))
+            weights.drop(self._versions_in_use(stage), min(_first_read(following, stage), weights.newest))
+
+    def _versions_in_use(self, stage: int) -> list[int]:
+        """Return the versions of its weights that a stage's micro-batches in flight were computed with."""
+        return [context.version for (where, _), context in self.contexts.items() if where == stage]
 
     # Messages.
 
@@ -167,8 +169,7 @@ class Interpreter:
         if op == F:
             names = [MessageName(ACTIVATION, source, stage, microbatch) for source in self.cut.graph.preds[stage]]
         elif op in (B, I):
-            takers = [target for target, before in enumerate(self.cut.graph.preds) if stage in before]
-            names = [MessageName(GRADIENT, target, stage, microbatch) for target in takers]
+            names = [MessageName(GRADIENT, target, stage, microbatch) for target in self.cut.graph.takers(stage)]
         for name in names:
             if self.messages.has(name):
                 self._arrived[name] = self.messages.take(name)
@@ -195,7 +196,7 @@ class Interpreter:
             elif source.index is None:
                 arguments += inputs[source.stage]
             else:
-                indices = self._taken(source.stage, stage)
+                indices = self._indices(source.stage, stage, len(inputs[source.stage]))
                 arguments.append(inputs[source.stage][indices.index(source.index)])
         read = self.weights[stage].number(version)
         made = self.weights[stage].run(read, arguments)
@@ -206,20 +207,10 @@ class Interpreter:
             )
         context = StageContext(read, inputs, outputs)
         self.contexts[stage, microbatch] = context
-        if not any(stage in before for before in self.cut.graph.preds):
+        if not self.cut.graph.takers(stage):
             target = self._data(stage, microbatch).target
             context.loss = self.loss(outputs[0] if len(outputs) == 1 else outputs, target)
             self.losses[microbatch] = context.loss.detach()
-
-    def _taken(self, source: int, target: int) -> list[int]:
-        """Return which outputs of a stage another one takes by number."""
-        return sorted(
-            {
-                source_of.index
-                for source_of in self.cut.stages[target].sources
-                if source_of.stage == source and source_of.index is not None
-            }
-        )
 
     def _inputs(self, stage: int, source: int, microbatch: int) -> list[torch.Tensor]:
         """Return what a stage gets from another one, as leaves."""
@@ -247,9 +238,7 @@ class Interpreter:
         if context.loss is not None:
             return ([context.loss] if context.loss.requires_grad else []), None
         sums: dict[int, torch.Tensor] = {}
-        for target, before in enumerate(self.cut.graph.preds):
-            if stage not in before:
-                continue
+        for target in self.cut.graph.takers(stage):
             name = MessageName(GRADIENT, target, stage, microbatch)
             local = self.gradients.pop((target, stage, microbatch), None)
             gradients = local if local is not None else self._arrived.pop(name)
@@ -282,7 +271,6 @@ class Interpreter:
         context = self.contexts[stage, microbatch]
         outputs, grads = self._output_gradients(stage, microbatch, context)
         leaves = [tensor for tensors in context.inputs.values() for tensor in tensors if tensor.requires_grad]
-        tensor = self.weights[stage]
         if not outputs or not leaves:
             context.parts, context.outputs = [{"outputs": outputs, "grads": grads}], ()
         elif stage in self.whole_backwards or not SPLITS:
@@ -293,7 +281,7 @@ class Interpreter:
                 for leaf in leaves:
                     leaf.grad = None
             try:
-                with tensor.collecting(context.version, counts=False) as parameters:
+                with self.weights[stage].collecting(context.version, counts=False) as parameters:
                     _, context.parts = torch_backward.stage_backward_input(outputs, grads, leaves, iter(parameters))
             except RuntimeError:
                 for leaf in leaves:

@@ -146,8 +146,8 @@ class PipelineRunner:
         }
         interpreter, number = self._interpreter, self._steps
         if not number:
-            for chunk in interpreter.weights.values():
-                chunk.renew()
+            for weights in interpreter.weights.values():
+                weights.renew()
         interpreter.data, interpreter.losses = data, {}
         sent = interpreter.messages.num_unsettled
         self._run(self._loop.step(number), self._loop.step(number + 1))

@@ -301,7 +301,7 @@ def applied_part(run: RunAnswer) -> str:
 def _applied_row(row: AppliedRow, axis: tuple[float, float]) -> str:
     """Return the table row of one applied remedy; the row of the whole plan is set in bold."""
     error = prediction_error(row)
-    off = "-" if error is None or row.inconclusive else f"{100 * error:+.1f} %"
+    off = "-" if error is None else f"{100 * error:+.1f} %"
     total = ' class="total"' if row.name == WHOLE_PLAN else ""
     return (
         f'<tr{total}><td class="mono">{text(row.name)}</td><td class="n">{text(predicted(row))}</td>'

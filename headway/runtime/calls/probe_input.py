@@ -152,15 +152,23 @@ def loader_next(original: Callable[..., Any], probes: Probes) -> Callable[..., A
         try:
             group, corr = self.headway_ids
             emit(NEXT, start, duration, group, self._num_yielded - 1, self.headway_worker, corr)
-            if self.headway_firsts is not None:
-                repeats = begin_alike(self.headway_firsts, self.headway_worker, len(self._workers), batch)
-                if repeats is not None:
-                    self.headway_firsts, probes.loaders[group]["repeats"] = None, repeats
-                    probes.write_tables_beside()
         except Exception as cause:
             pass_on(cause)
             record(self, start, duration, ended=False)
+        if getattr(self, "headway_firsts", None) is not None:
+            compare_firsts(self, batch)
         return batch
+
+    def compare_firsts(self: Any, batch: object) -> None:
+        """Note, once it is known, whether the workers of this iterator begin with the same examples."""
+        try:
+            repeats = begin_alike(self.headway_firsts, self.headway_worker, len(self._workers), batch)
+            if repeats is not None:
+                self.headway_firsts, probes.loaders[self.headway_ids[0]]["repeats"] = None, repeats
+                probes.write_tables_beside()
+        except Exception as cause:
+            self.headway_firsts = None
+            probes.failed("the first batches of workers", cause)
 
     def record(self: Any, start: int, duration: int, *, ended: bool) -> None:
         """The same with what is known, for an iterator that did not come from `iter(loader)`, and at its end."""

@@ -28,7 +28,7 @@ class LoadWatch:
     """A listener and looker of `Drainer`; `pid` is the root of the job's process tree."""
 
     def __init__(self, pid: int) -> None:
-        self._sampler = LoadSampler(pid)
+        self._sampler = LoadSampler(pid, detailed=True)
         self._first_ns: int | None = None
         self._last_ns = 0
 

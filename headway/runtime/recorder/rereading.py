@@ -38,7 +38,7 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from headway.core.lazy import resolved
-from headway.core.machine.apart import DETACHED, RUN_CACHES, name_process, step_apart
+from headway.core.machine.apart import DETACHED, RUN_CACHES, caches_of, name_process, step_apart
 from headway.core.machine.interruptions import pass_on, raised_behind
 from headway.core.machine.own_children import unheard
 from headway.runtime.host.device import in_use
@@ -170,11 +170,7 @@ def start_detached(work: Callable[[], bytes], writing: int, *, forks: bool = Fal
     With `forks`, `work` may fork children of its own that step apart themselves. Libraries write their caches below
     `run`, where `settle` removes them.
     """
-    caches = ""
-    if run:
-        with contextlib.suppress(OSError):  # the disk is full: then a library without a cache may refuse to work
-            os.makedirs(os.path.join(run, RUN_CACHES), exist_ok=True)
-            caches = os.path.realpath(os.path.join(run, RUN_CACHES))
+    caches = caches_of(run) if run else ""
     with unheard(), raised_behind():
         return _start_detached(work, writing, caches, forks=forks)
 

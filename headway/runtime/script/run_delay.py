@@ -20,6 +20,7 @@ import threading
 from time import monotonic_ns
 
 from headway.core.machine.arena import Descriptor
+from headway.core.machine.host import thread_times
 from headway.core.machine.interruptions import pass_on
 
 
@@ -73,9 +74,13 @@ class PoolDelay:
     """The run delay of a training thread and of the pool that computes with it, added up. One per process."""
 
     def __init__(self) -> None:
-        self._pid, self._next_ns, self._extra_ns = os.getpid(), 0, 0
+        self._next_ns = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Know no thread of this process yet."""
+        self._pid, self._extra_ns, self._own = os.getpid(), 0, (0, 0)
         self._before: dict[int, tuple[int, int]] = {}
-        self._own = (0, 0)
 
     def with_pool(self, cpu_ns: int, delay_ns: int) -> int:
         """Return the delay of the calling thread so far, and by how much a thread of the pool waited longer, at most.
@@ -93,14 +98,14 @@ class PoolDelay:
     def _look(self, cpu_ns: int, delay_ns: int) -> None:
         """Compare what each thread computed and waited since the look before."""
         if self._pid != os.getpid():  # a fork has none of these threads
-            self.__init__()  # type: ignore[misc]  # it begins anew
+            self._begin()
         of_python = {thread.native_id for thread in threading.enumerate()}
         try:
             threads = [int(name) for name in os.listdir("/proc/self/task")]
         except OSError as cause:
             pass_on(cause)
             return
-        times = {tid: _times(tid) for tid in threads[:MOST_THREADS] if tid not in of_python}
+        times = {tid: thread_times(tid) for tid in threads[:MOST_THREADS] if tid not in of_python}
         spent_ns, waited_ns = cpu_ns - self._own[0], delay_ns - self._own[1]
         longest = 0
         for tid, (cpu, delay) in times.items():
@@ -108,17 +113,3 @@ class PoolDelay:
                 longest = max(longest, delay - self._before[tid][1])
         self._extra_ns += max(0, longest - waited_ns) if self._before else 0
         self._before, self._own = times, (cpu_ns, delay_ns)
-
-
-def _times(tid: int) -> tuple[int, int]:
-    """Return the CPU time and the run delay of a thread of this process, ns; zeros where it has ended."""
-    try:
-        descriptor = os.open(f"/proc/self/task/{tid}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            fields = os.read(descriptor, 96).split()
-        finally:
-            os.close(descriptor)
-        return int(fields[0]), int(fields[1])
-    except (OSError, ValueError, IndexError) as cause:
-        pass_on(cause)
-        return 0, 0

@@ -101,6 +101,14 @@ class StageGraph:
         """Return stages that each feed the next one."""
         return cls(tuple((stage - 1,) if stage else () for stage in range(num_stages)))
 
+    def takers(self, stage: int) -> list[int]:
+        """Return the stages that take an input from a stage, in order.
+
+        >>> StageGraph(((), (0,), (0, 1))).takers(0)
+        [1, 2]
+        """
+        return [target for target, sources in enumerate(self.preds) if stage in sources]
+
     def feeds(self) -> NDArray[np.bool_]:
         """Return [stages, stages] whether the row's stage feeds the column's."""
         table = np.zeros((len(self.preds), len(self.preds)), np.bool_)

@@ -269,7 +269,7 @@ def _rest(program: PipelineProgram, rank: int, done: set[tuple[int, int, int]]) 
 
 
 def _of_own_computation(program: PipelineProgram, rank_rows: Ints) -> Ints:
-    """Return [n] the place among `mine` of the computation that each row is of.
+    """Return [n] the place among `rank_rows` of the computation that each row is of.
 
     Of a message it is the one that makes its value, or uses it; of an update the backward before it.
     """
