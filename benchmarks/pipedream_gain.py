@@ -52,10 +52,11 @@ def pace_s(graph: LayerGraph, plan: PartitionPlan, rate: float, minibatches: int
     stages = StageGraph(tuple(tuple(np.flatnonzero(sent[:, stage]).tolist()) for stage in range(len(members))))
     nanoseconds = np.rint(np.array([forward, backward]) * 1e9).astype(np.int64)
     first = np.concatenate([[0], np.cumsum(replicas)[:-1]])
-    work = ListSchedule((F, B), stages, first, minibatches, nanoseconds, int(between.max()), replicas)
+    rank = first[:, None] + np.arange(minibatches) % replicas[:, None]
+    work = ListSchedule((F, B), stages, rank, minibatches, nanoseconds, int(between.max()))
     # NOAM of every replica of the first stage are under way.
     under_way = -(-DEVICES // int(replicas[0])) * int(replicas[0])
-    dag = work.dag(np.full(len(members), under_way))
+    dag = work.dag(-(-under_way // replicas))
     times = work.run(dag, np.array([minibatches, 0])[:, None, None] + np.arange(minibatches))
     program = lower(work.orders(times.start_ns.astype(np.int64)), stages)
     costs = StageCosts(nanoseconds[0], nanoseconds[1], np.zeros_like(first), between_ns=between)

@@ -205,6 +205,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "headway.verbs.models.parallel_plan:plan",
         "Split a model over devices, from a profile of its layers.",
     ),
+    "parallel replan": (
+        "headway.verbs.models.parallel_schedule:replan",
+        "Plan the steps of pipelines that lost workers.",
+    ),
     "parallel simulate": (
         "headway.verbs.models.parallel_schedule:simulate",
         "Simulate a pipeline: time, idle, memory.",

@@ -3,9 +3,9 @@
 Public names are loaded on first use; what runs on ranks (pipeline, PipelineRunner, GradientReshard, ...) needs torch.
 
 >>> sorted(PUBLIC)
-['GradientReshard', 'LayerGraph', 'PipelineProgram', 'PipelineRunner', 'ReplicaGroups', 'SCHEDULES', \
-'ShardMap', 'StageGraph', 'Topology', 'bubbles', 'check', 'lower', 'pipeline', 'search', 'split_together', \
-'take_units']
+['ElasticPlan', 'GradientReshard', 'LayerGraph', 'PipelineProgram', 'PipelineRunner', 'ReplicaGroups', 'SCHEDULES', \
+'ShardMap', 'StageGraph', 'Topology', 'bubbles', 'check', 'lower', 'pipeline', 'replan', 'replicate', 'reroute', \
+'search', 'split_together', 'take_units']
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from typing import TYPE_CHECKING
 from headway.core.lazy import lazily
 
 if TYPE_CHECKING:
+    from headway.parallel.elastic.replan import ElasticPlan as ElasticPlan
+    from headway.parallel.elastic.replan import replan as replan
+    from headway.parallel.elastic.reroute import replicate as replicate
+    from headway.parallel.elastic.reroute import reroute as reroute
     from headway.parallel.pipelining.torch_runner import PipelineRunner as PipelineRunner
     from headway.parallel.pipelining.torch_runner import pipeline as pipeline
     from headway.parallel.planning.hierarchical import Topology as Topology
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from headway.sim.pipeline.simulate import bubbles as bubbles
 
 PUBLIC: dict[str, str] = {
+    "ElasticPlan": "headway.parallel.elastic.replan:ElasticPlan",
     "GradientReshard": "headway.parallel.tensor.torch_reshard:GradientReshard",
     "LayerGraph": "headway.parallel.planning.layers:LayerGraph",
     "PipelineProgram": "headway.sim.pipeline.actions:PipelineProgram",
@@ -46,6 +51,9 @@ PUBLIC: dict[str, str] = {
     "check": "headway.sim.pipeline.lower:check",
     "lower": "headway.sim.pipeline.lower:lower",
     "pipeline": "headway.parallel.pipelining.torch_runner:pipeline",
+    "replan": "headway.parallel.elastic.replan:replan",
+    "replicate": "headway.parallel.elastic.reroute:replicate",
+    "reroute": "headway.parallel.elastic.reroute:reroute",
     "search": "headway.parallel.planning.hierarchical:search",
     "split_together": "headway.parallel.tensor.shards:split_together",
     "take_units": "headway.parallel.tensor.torch_reshard:take_units",

@@ -46,7 +46,7 @@ class ListSchedule:
     """Which of the S stages feed which."""
 
     rank: Ints
-    """[S] Rank of each stage, the first one where it has replicas."""
+    """[S] Rank of each stage; [S, m] of each stage and microbatch, where several ranks share a stage."""
 
     num_microbatches: int
     """m."""
@@ -57,35 +57,34 @@ class ListSchedule:
     comm_ns: int
     """One message between ranks."""
 
-    replicas: int | Ints = 1
-    """[S] Ranks of each stage: microbatch j is on rank + j mod replicas."""
-
     def dag(self, caps: Ints) -> Dag:
-        """Return the dependencies, with at most `caps` [S] activations of each stage.
+        """Return the dependencies, with at most `caps` [S] activations of each stage on a rank.
 
         F(s, j) -> F(taker of s, j)      F(s, j) -> I(s, j) -> W(s, j)      microbatches of a rank's stage in order
         I(taker of s, j) -> I(s, j)      W(s, j) -> F(s, j + cap)           with F B alone, B is I and W
+
+        (j + cap is the cap-th microbatch behind j of those on its rank.)
         """
-        num_stages, m = self.rank.size, self.num_microbatches
-        index = np.arange(len(self.kinds) * num_stages * m).reshape(len(self.kinds), num_stages, m)
+        rank = self._ranks
+        index = np.arange(len(self.kinds) * rank.size).reshape(len(self.kinds), *rank.shape)
         source, target = np.nonzero(self.graph.feeds())
-        delay = np.repeat((self.rank[source] != self.rank[target]) * self.comm_ns, m)
+        delay = (rank[source] != rank[target]) * self.comm_ns
         parts = [
             (index[0, source], index[0, target], delay),
             (index[1, target], index[1, source], delay),
             (index[:-1], index[1:], None),
         ]
-        for s, (cap, width) in enumerate(zip(caps.tolist(), self._replicas.tolist(), strict=True)):
-            parts.append((index[:, s, : max(0, m - width)], index[:, s, width:], None))
-            parts.append((index[-1, s, : max(0, m - cap)], index[0, s, cap:], None))
-        lags = [np.zeros(a.size, np.int64) if lag is None else lag for a, _, lag in parts]
-        lane = self.rank[:, None] + np.arange(m) % self._replicas[:, None]
+        for s, cap in enumerate(caps.tolist()):
+            for of_rank in (np.flatnonzero(rank[s] == r) for r in np.unique(rank[s])):
+                parts.append((index[:, s, of_rank[:-1]], index[:, s, of_rank[1:]], None))
+                parts.append((index[-1, s, of_rank[: max(0, of_rank.size - cap)]], index[0, s, of_rank[cap:]], None))
+        lags = [np.zeros(a.size, np.int64) if lag is None else lag.ravel() for a, _, lag in parts]
         return Dag.from_edges(
             index.size,
             np.concatenate([a.ravel() for a, _, _ in parts]),
             np.concatenate([b.ravel() for _, b, _ in parts]),
             lag_ns=np.concatenate(lags),
-            lane=np.tile(lane.ravel(), len(self.kinds)),
+            lane=np.tile(rank.ravel(), len(self.kinds)),
             lane_order=False,
         )
 
@@ -97,21 +96,22 @@ class ListSchedule:
 
     def orders(self, start: Ints) -> Orders:
         """Return each rank's computations by start [K S m]; of two at once the one that feeds the other is first."""
-        num_stages, m = self.rank.size, self.num_microbatches
-        kind, stage, microbatch = np.unravel_index(np.arange(start.size), (len(self.kinds), num_stages, m))
+        ranks = self._ranks
+        kind, stage, microbatch = np.unravel_index(np.arange(start.size), (len(self.kinds), *ranks.shape))
         depth = np.array(self.graph.in_flight())[stage]
         end = start + self.duration_ns[kind, stage]
         rows = np.lexsort((np.where(kind == 1, depth, -depth), kind, end, start))
-        orders: list[list[Action]] = [[] for _ in range(int((self.rank + self._replicas).max()))]
-        rank = self.rank[stage] + microbatch % self._replicas[stage]
-        columns = (column[rows].tolist() for column in (kind, stage, microbatch, rank))
+        orders: list[list[Action]] = [[] for _ in range(int(ranks.max()) + 1)]
+        columns = (column[rows].tolist() for column in (kind, stage, microbatch, ranks[stage, microbatch]))
         for k, s, j, r in zip(*columns, strict=True):
             orders[r].append(Action(self.kinds[k], s, j))
         return tuple(map(tuple, orders))
 
     @property
-    def _replicas(self) -> Ints:
-        return np.broadcast_to(np.asarray(self.replicas, np.int64), self.rank.shape)
+    def _ranks(self) -> Ints:
+        """[S, m] Rank of each stage and microbatch."""
+        rank = self.rank if self.rank.ndim == 2 else self.rank[:, None]
+        return np.broadcast_to(rank, (len(self.graph.preds), self.num_microbatches))
 
 
 def graph_1f1b(shape: PipelineShape) -> Orders:

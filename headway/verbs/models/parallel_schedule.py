@@ -1,4 +1,4 @@
-"""`headway parallel schedule show|check|export`, `headway parallel simulate`: orders of a pipeline step."""
+"""`headway parallel schedule show|check|export`, `headway parallel simulate|replan`: orders of a pipeline step."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from headway.core.errors import InputError
 from headway.core.files.regular_file import read_text, whole_file
 from headway.core.tables import pick
 from headway.core.units import format_fraction, format_seconds
+from headway.parallel.elastic.replan import ElasticPlan, Replanned
+from headway.parallel.elastic.replan import replan as replan_workers
+from headway.parallel.elastic.reroute import Worker, replicate, reroute
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
-from headway.sim.pipeline.actions import F, PipelineProgram, R, W
+from headway.sim.pipeline.actions import F, I, PipelineProgram, R, W
 from headway.sim.pipeline.graph_file import GraphFile
 from headway.sim.pipeline.lower import ProgramReport, lower
 from headway.sim.pipeline.lower import check as check_program
-from headway.sim.pipeline.orders import OrderFn, PipelineShape
+from headway.sim.pipeline.orders import OrderFn, PipelineShape, one_stage_per_rank
 from headway.sim.pipeline.schedules import SCHEDULES
 from headway.sim.pipeline.simulate import (
     PipelineScore,
@@ -193,12 +196,15 @@ def simulate(
     comm_ns: int = 0,
     cap: float | None = None,
     graph: Path | None = None,
+    replicas: int = 1,
+    fail: str | None = None,
     json: bool = False,
 ) -> int:
     """Simulate one step of a pipeline: its length, its bubbles, the activations each rank holds.
 
     Times are those of one rank and one microbatch: a stage takes 1/interleave of them. With --graph each stage has its
-    own, and stages that do not feed each other run at once.
+    own, and stages that do not feed each other run at once. With --fail, data-parallel peers take the microbatches of
+    failed workers: backwards stay whole in an order that has whole ones, and are split where that helps in the others.
 
     Example: `headway parallel simulate --stages 4 --microbatches 8 --forward-ns 10 --backward-ns 20`
 
@@ -226,6 +232,11 @@ def simulate(
         Activations that a rank may hold, in shares of a whole rank.
     graph
         A JSON file of stages, each with name, preds (names of those that feed it), forward_ns and backward_ns.
+    replicas
+        Pipelines side by side; stage s of replica d is on rank d x stages + s.
+    fail
+        Failed workers as replica:stage, from 0, separated by commas; --cap is then twice the number of stages if not
+        given.
     json
         Print one JSON object instead of text.
     """
@@ -238,7 +249,8 @@ def simulate(
     else:
         shape = shape_of(stages, microbatches, interleave, forward_ns, backward_ns, input_ns, weight_ns, comm_ns, cap)
     order = pick(SCHEDULES, schedule, "schedule")
-    found, gaps = evaluate(order, shape), _steady_gaps(order, shape)
+    side_by_side = replicas != 1 or fail is not None
+    found, gaps = _replicas(order, shape, replicas, fail) if side_by_side else _alone(order, shape)
     answer = {
         "schema": "headway.parallel.simulate/1",
         "simulated": True,
@@ -247,6 +259,66 @@ def simulate(
         "bubbles_ns": gaps,
     }
     emit(answer, lambda screen: draw(_figures(schedule, gaps, found), **screen), as_json=json)
+    return 0
+
+
+def replan(
+    *,
+    replicas: int,
+    stages: int,
+    microbatches: int,
+    fail: str,
+    forward_ns: int = 1,
+    input_ns: int = 1,
+    weight_ns: int = 1,
+    comm_ns: int = 0,
+    cap: int | None = None,
+    json: bool = False,
+) -> int:
+    """Plan the next steps of a job whose pipelines lost workers: data-parallel peers take their microbatches.
+
+    The step is given with an optimizer that each stage runs when its own gradients are summed (span), beside the step
+    without failures under 1F1B and the bound: the longer of that and an even share of the microbatches of the stage
+    with the fewest workers.
+
+    Example: `headway parallel replan --replicas 3 --stages 4 --microbatches 6 --fail 1:2`
+
+    Parameters
+    ----------
+    replicas
+        Pipelines side by side.
+    stages
+        Stages of each, one per rank.
+    microbatches
+        Microbatches of each in one step.
+    fail
+        Failed workers as replica:stage, from 0, separated by commas.
+    forward_ns
+        Forward of one microbatch on one stage.
+    input_ns
+        The part of its backward that makes the gradient of the input.
+    weight_ns
+        The part that makes the gradients of the weights.
+    comm_ns
+        One message between stages.
+    cap
+        Activations that a worker may hold; twice the number of stages without it.
+    json
+        Print one JSON object instead of text: with the program of the step, the messages among its actions.
+    """
+    shape = PipelineShape(stages, microbatches, 1, forward_ns, input_ns, weight_ns, comm_ns, cap)
+    step = replan_workers(ElasticPlan.build(shape, replicas, most_failures=0), _workers(fail))
+    facts = {
+        "schema": "headway.parallel.replan/1",
+        "simulated": True,
+        "span_ns": step.span_ns,
+        "makespan_ns": step.makespan_ns,
+        "fault_free_span_ns": step.fault_free_span_ns,
+        "bound_ns": step.bound_ns,
+        "roles": list(step.roles),
+        "schedule": step.program.to_json(),
+    }
+    emit(facts, lambda screen: _rerouted(step, stages, screen), as_json=json)
     return 0
 
 
@@ -272,6 +344,32 @@ def shape_of(
             f"--backward-ns is {backward_ns}, its parts add up to {input_ns + weight_ns}. Give the parts only."
         )
     return PipelineShape(stages, microbatches, interleave, forward_ns, input_ns, weight_ns, comm_ns, cap)
+
+
+def _workers(text: str) -> list[Worker]:
+    """Read workers as replica:stage, separated by commas; raises `InputError` on anything else."""
+    try:
+        pairs = [tuple(int(number) for number in worker.split(":")) for worker in text.split(",")]
+        return [Worker(replica, stage) for replica, stage in pairs]
+    except ValueError:
+        raise InputError(f"--fail is {text!r}; give workers as replica:stage, separated by commas: 1:2,0:3.") from None
+
+
+def _alone(order: OrderFn, shape: PipelineShape) -> tuple[PipelineScore, dict[str, list[float]]]:
+    """Return figures and gaps of one pipeline."""
+    return evaluate(order, shape), _steady_gaps(order, shape)
+
+
+def _replicas(
+    order: OrderFn, shape: PipelineShape, replicas: int, fail: str | None
+) -> tuple[PipelineScore, dict[str, list[float]]]:
+    """Return figures and gaps of pipelines side by side, without the workers that failed."""
+    one_stage_per_rank(shape, "a job with replicas")
+    program = replicate(lower(order(shape), shape.graph), replicas)
+    if fail is not None:
+        cap, split = None if shape.cap is None else int(shape.cap), bool((program.op == I).any())
+        program = reroute(program, _workers(fail), costs=costs_of(shape), cap=cap, split=split)
+    return score(program, shape), _gaps(program, shape)
 
 
 def _read(file: Path) -> PipelineProgram:
@@ -317,6 +415,24 @@ def _figures(schedule: str, gaps: dict[str, list[float]], found: PipelineScore) 
     for kind, values in gaps.items():
         add_row(rows, f"{WORDS[kind]}, mean of ranks", format_seconds(sum(values) / len(values) / 1e9))
     return [Text(f"  {schedule}, simulated"), "", uncut(rows)]
+
+
+def _rerouted(step: Replanned, stages: int, screen: ScreenOptions) -> str:
+    """Return the figures, and who computes how many microbatches."""
+    rows = grid("left", "right")
+    add_row(rows, "step, staggered optimizer", format_seconds(step.span_ns / 1e9))
+    add_row(rows, "step, one optimizer step for all", format_seconds(step.makespan_ns / 1e9))
+    add_row(rows, "step without failures, 1F1B", format_seconds(step.fault_free_span_ns / 1e9))
+    add_row(rows, "bound", format_seconds(step.bound_ns / 1e9))
+    table = grid("left", *["right"] * stages)
+    add_row(table, "microbatches", *(f"stage {stage}" for stage in range(stages)), style="dim")
+    program = step.program
+    for first in range(0, program.num_ranks, stages):
+        forwards = [int(((program.op == F) & (program.rank == first + stage)).sum()) for stage in range(stages)]
+        add_row(table, f"replica {first // stages}", *(str(number or "failed") for number in forwards))
+    return draw(
+        [uncut(rows), "", uncut(table), "", paragraph("Simulated from the given times.", style="dim")], **screen
+    )
 
 
 def _timeline(program: PipelineProgram, shape: PipelineShape, found: PipelineScore, screen: ScreenOptions) -> str:
