@@ -198,8 +198,7 @@ def score(program: PipelineProgram, shape: PipelineShape) -> PipelineScore:
     spans = times.last_ns - times.first_ns
     longest = int(np.argmax(spans))
     span, makespan = int(spans[longest]), times.makespan_ns
-    # A rank without an action failed: it is not idle.
-    work, all_ranks = int(times.busy_ns.sum()), makespan * np.unique(program.rank).size
+    work, all_ranks = int(times.busy_ns.sum()), makespan * program.num_ranks
     return PipelineScore(
         makespan_ns=_divided(makespan, v),
         span_ns=_divided(span, v),
@@ -246,12 +245,12 @@ class PipelineBubble:
 
 
 def bubbles(program: PipelineProgram, times: ProgramTimes) -> tuple[PipelineBubble, ...]:
-    """Return every gap of every rank with work, between the start of the step and the end of the last computation.
+    """Return every gap of every rank between the start of the step and the end of the last computation.
 
     `times` are those of `simulate`. By rank, then by start; their sum is makespan - work of each rank.
     """
     found = []
-    for rank in np.unique(program.rank).tolist():
+    for rank in range(program.num_ranks):
         rows = np.flatnonzero((program.rank == rank) & (program.op != SEND) & (program.op != RECV))
         # Gap k is before computation k; the last one is behind all. A rank's order is its order in time.
         starts = np.concatenate([times.start_ns[rows], [times.makespan_ns]])

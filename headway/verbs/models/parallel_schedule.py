@@ -235,8 +235,8 @@ def simulate(
     replicas
         Pipelines side by side; stage s of replica d is on rank d x stages + s.
     fail
-        Failed workers as replica:stage, from 0, separated by commas; --cap is then twice the number of stages if not
-        given.
+        Failed workers as replica:stage, from 0, separated by commas; they count as idle. --cap is then twice the
+        number of stages if not given.
     json
         Print one JSON object instead of text.
     """
