@@ -167,11 +167,9 @@ def reroute(
     times_ns = np.array([costs.forward_ns, costs.input_ns, costs.weight_ns], np.int64)
     comm_ns = costs.comm_ns if costs.between_ns is None else int(costs.between_ns.max())
     work = ListSchedule((F, I, W), program.graph, rank, order.size, times_ns, comm_ns)
-    orders = _scheduled(work, work.dag(np.full(num_stages, cap)), split=split, staggered=staggered)
-    named = [
-        tuple(action._replace(microbatch=int(order[action.microbatch])) for action in actions) for actions in orders
-    ]
-    return lower((*named, *((),) * (program.num_ranks - len(named))), program.graph)
+    orders, unsplit = _scheduled(work, work.dag(np.full(num_stages, cap)), split=split, staggered=staggered)
+    joined = [tuple(_joined(actions, unsplit.tolist(), order.tolist())) for actions in orders]
+    return lower((*joined, *((),) * (program.num_ranks - len(joined))), program.graph)
 
 
 def stage_span_ns(program: PipelineProgram, times: ProgramTimes) -> int:
@@ -220,10 +218,10 @@ class _ListTrial(NamedTuple):
     start_ns: Ints
 
 
-def _scheduled(work: ListSchedule, dag: Dag, *, split: bool, staggered: bool) -> Orders:
-    """Return the orders with the least span (or makespan): the best turn of kinds, then whole backwards again.
+def _scheduled(work: ListSchedule, dag: Dag, *, split: bool, staggered: bool) -> tuple[Orders, Flags]:
+    """Return the orders of I and W with the least span (or makespan), and [S] where I and W are a whole backward.
 
-    Backwards of a stage stay split where the step would be longer with whole ones.
+    The best turn of kinds is taken; then backwards are whole again on each stage where the step is no longer by it.
     """
     num_stages = work.duration_ns.shape[1]
     unsplit = np.full(num_stages, not split)
@@ -246,8 +244,7 @@ def _scheduled(work: ListSchedule, dag: Dag, *, split: bool, staggered: bool) ->
         trial = tried(best.turn, joined)
         if trial.figures_ns <= best.figures_ns:
             best, unsplit = trial, joined
-    orders = replace(work, duration_ns=_durations(work, unsplit)).orders(best.start_ns)
-    return tuple(tuple(_joined(actions, unsplit)) for actions in orders)
+    return replace(work, duration_ns=_durations(work, unsplit)).orders(best.start_ns), unsplit
 
 
 def _durations(work: ListSchedule, unsplit: Flags) -> Ints:
@@ -256,11 +253,13 @@ def _durations(work: ListSchedule, unsplit: Flags) -> Ints:
     return np.array([forward, np.where(unsplit, inputs + weights, inputs), np.where(unsplit, 0, weights)])
 
 
-def _joined(actions: Sequence[Action], unsplit: Flags) -> Iterable[Action]:
-    """Yield the actions of a worker, I W of a microbatch as one B on the stages of whole backwards."""
-    for k, action in enumerate(actions):
-        after = action._replace(op=W)
-        if action.op == I and unsplit[action.stage] and after in actions[k + 1 : k + 2]:
-            yield action._replace(op=B)
-        elif not (action.op == W and unsplit[action.stage] and actions[k - 1] == action._replace(op=I)):
-            yield action
+def _joined(actions: Sequence[Action], unsplit: Sequence[bool], order: Sequence[int]) -> list[Action]:
+    """Return the actions of a worker with the numbers of its microbatches, and I W as one B on `unsplit` stages."""
+    named: list[Action] = []
+    for op, stage, turn in actions:
+        action = Action(op, stage, order[turn])
+        if op == W and unsplit[stage] and named[-1] == (I, *action[1:]):
+            named[-1] = Action(B, *action[1:])
+        else:
+            named.append(action)
+    return named
