@@ -17,6 +17,7 @@ from headway.core.units import format_fraction, format_seconds
 from headway.parallel.elastic.replan import ElasticPlan, Replanned
 from headway.parallel.elastic.replan import replan as replan_workers
 from headway.parallel.elastic.reroute import Worker, replicate, reroute
+from headway.parallel.elastic.traces import HostTrace, SwitchCosts, TraceReport, replay_trace
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.sim.pipeline.actions import F, I, PipelineProgram, R, W
 from headway.sim.pipeline.graph_file import GraphFile
@@ -267,19 +268,24 @@ def replan(
     replicas: int,
     stages: int,
     microbatches: int,
-    fail: str,
+    fail: str | None = None,
+    trace: Path | None = None,
     forward_ns: int = 1,
     input_ns: int = 1,
     weight_ns: int = 1,
     comm_ns: int = 0,
     cap: int | None = None,
+    regroup_s: float = 5.0,
+    copy_s: float = 5.0,
+    restart_s: float = 120.0,
     json: bool = False,
 ) -> int:
     """Plan the next steps of a job whose pipelines lost workers: data-parallel peers take their microbatches.
 
     The step is given with an optimizer that each stage runs when its own gradients are summed (span), beside the step
     without failures under 1F1B and the bound: the longer of that and an even share of the microbatches of the stage
-    with the fewest workers.
+    with the fewest workers. With --trace: the steps of a job whose hosts leave and join, beside those of whole replicas
+    that are packed anew at no cost.
 
     Example: `headway parallel replan --replicas 3 --stages 4 --microbatches 6 --fail 1:2`
 
@@ -293,6 +299,8 @@ def replan(
         Microbatches of each in one step.
     fail
         Failed workers as replica:stage, from 0, separated by commas.
+    trace
+        A file of milliseconds,add|remove,host by time, one host per worker; the times of stages count in full then.
     forward_ns
         Forward of one microbatch on one stage.
     input_ns
@@ -303,11 +311,22 @@ def replan(
         One message between stages.
     cap
         Activations that a worker may hold; twice the number of stages without it.
+    regroup_s
+        Seconds of every switch, with --trace.
+    copy_s
+        More of them where a worker gets the weights of a stage.
+    restart_s
+        Seconds of a restart from a checkpoint, where a stage lost all its workers.
     json
         Print one JSON object instead of text: with the program of the step, the messages among its actions.
     """
     shape = PipelineShape(stages, microbatches, 1, forward_ns, input_ns, weight_ns, comm_ns, cap)
-    step = replan_workers(ElasticPlan.build(shape, replicas, most_failures=0), _workers(fail))
+    plan = ElasticPlan.build(shape, replicas, most_failures=0)
+    if trace is not None and fail is None:
+        return _traced(replay_trace(plan, HostTrace.read(trace), SwitchCosts(regroup_s, copy_s, restart_s)), json)
+    if fail is None or trace is not None:
+        raise InputError("the failures are not known, or twice. Give --fail or --trace.")
+    step = replan_workers(plan, _workers(fail))
     facts = {
         "schema": "headway.parallel.replan/1",
         "simulated": True,
@@ -415,6 +434,18 @@ def _figures(schedule: str, gaps: dict[str, list[float]], found: PipelineScore) 
     for kind, values in gaps.items():
         add_row(rows, f"{WORDS[kind]}, mean of ranks", format_seconds(sum(values) / len(values) / 1e9))
     return [Text(f"  {schedule}, simulated"), "", uncut(rows)]
+
+
+def _traced(report: TraceReport, as_json: bool) -> int:
+    """Print what was done over a trace."""
+    facts = {"schema": "headway.parallel.replan-trace/1", "simulated": True, **asdict(report), "gain": report.gain}
+    rows = grid("left", "right")
+    add_row(rows, "steps", f"{report.steps:,.0f}")
+    add_row(rows, "steps of whole replicas, packed anew at no cost", f"{report.repacked_steps:,.1f}")
+    add_row(rows, "switches, restarts among them", f"{report.switches}, {report.restarts}")
+    add_row(rows, "time in switches", format_seconds(report.paused_s))
+    emit(facts, lambda screen: draw([uncut(rows)], **screen), as_json=as_json)
+    return 0
 
 
 def _rerouted(step: Replanned, stages: int, screen: ScreenOptions) -> str:
