@@ -195,7 +195,7 @@ TWO = replicate(lower(one_f_one_b(PipelineShape(2, 3))), 2)
         (lambda: reroute(TWO, [(0, -1)]), "no worker 0:-1.*for example 0:0"),
         (lambda: reroute(TWO, [(0, 1)], cap=0), "cap 0. Raise"),
         (lambda: reroute(lower(interleaved(PipelineShape(2, 2, 2))), [(0, 0)]), "one stage per rank"),
-        (lambda: reroute(lower(SCHEDULES["async_1f1b"](PipelineShape(2, 4))), [(0, 0)]), "with a flush"),
+        (lambda: replicate(lower(SCHEDULES["async_1f1b"](PipelineShape(2, 4))), 2), "with a flush"),
         (lambda: replicate(TWO, 0), "0 replicas"),
         (lambda: SwitchCosts(copy_s=math.nan), "copy_s is nan"),
         (lambda: replicate(TWO, 10**9), "Give at most"),

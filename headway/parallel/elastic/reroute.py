@@ -74,7 +74,8 @@ class Worker(NamedTuple):
 def replicate(program: PipelineProgram, num_replicas: int) -> PipelineProgram:
     """Return so many pipelines side by side; replica d has ranks d R .. and microbatches d M .. of R and M in each.
 
-    Raises `InputError` for less than one replica, and more actions than a schedule may have.
+    Raises `InputError` for less than one replica, more computations than a schedule may have, and orders that go on
+    without a flush or compute forwards again.
 
     >>> orders = ((Action(F, 0, 0), Action(B, 0, 0)), (Action(F, 1, 0), Action(B, 1, 0)))
     >>> replicate(PipelineProgram.from_orders(orders), 2).orders()[2]
@@ -82,6 +83,7 @@ def replicate(program: PipelineProgram, num_replicas: int) -> PipelineProgram:
     """
     if num_replicas < 1:
         raise InputError(f"{num_replicas} replicas of a pipeline; give at least 1.")
+    _check_flush(program)
     m = program.num_microbatches
     limit = MOST_ACTIONS // max(1, m * program.num_stages)
     if num_replicas > limit:
@@ -138,18 +140,13 @@ def reroute(
     Raises `InputError` for a program that is not replicas of one stage per rank with a flush, an unknown worker, and
     where no worker of a stage is left.
     """
+    _check_flush(program)
     num_stages = program.num_stages
     num_replicas = program.num_ranks // num_stages
     if program.num_ranks % num_stages or (program.rank % num_stages != program.stage).any():
         raise InputError(
             "the program is not pipelines side by side with stage s of replica d on rank d x stages + s. Make it with "
             "`replicate`, from an order with one stage per rank."
-        )
-    again = np.isin(program.op, (R, OPT)) | (program.version != 0)
-    if again.any():
-        raise InputError(
-            f"the program has {program.name(int(np.argmax(again)))}; rerouting takes orders with a flush and without "
-            "forwards that are computed again. Choose '1f1b' or 'zero_bubble'."
         )
     cap = 2 * num_stages if cap is None else cap
     if cap < 1:
@@ -184,6 +181,16 @@ def stage_span_ns(program: PipelineProgram, times: ProgramTimes) -> int:
     np.minimum.at(first, stage, times.first_ns[ranks])
     np.maximum.at(last, stage, times.last_ns[ranks])
     return int((last - first).max())
+
+
+def _check_flush(program: PipelineProgram) -> None:
+    """Refuse steps that overlap, and forwards that are computed again."""
+    again = np.isin(program.op, (R, OPT)) | (program.version != 0)
+    if again.any():
+        raise InputError(
+            f"the program has {program.name(int(np.argmax(again)))}; replicas take orders with a flush and without "
+            "forwards that are computed again. Choose '1f1b' or 'zero_bubble'."
+        )
 
 
 def _turns(program: PipelineProgram, table: Ints) -> Ints:
