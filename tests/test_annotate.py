@@ -98,6 +98,7 @@ def test_an_exception_passes_and_the_folder_is_finalised_all_the_same(tmp_path):
     assert list((tmp_path / "run" / "events").glob("*.parquet"))
 
 
+@pytest.mark.slow
 def test_a_script_that_starts_it_after_importing_torch_covers_spawned_workers(tmp_path):
     run_script(
         """

@@ -179,6 +179,7 @@ def anything(draw):
     return Trace.from_columns(columns, names=NAMES, lanes=("main", "loader/0", "thread/x"))
 
 
+@pytest.mark.slow
 @given(
     st.lists(anything(), min_size=1, max_size=3),
     st.sampled_from([{}, {"start_ns": 1}, {"start_ns": 1, "end_ns": 150}, {"end_ns": 500}]),

@@ -210,6 +210,7 @@ if "fail" in sys.argv: sys.exit(7)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "code"), [([], 0), (["change"], 3), (["change", "fail"], 7)])
 def test_a_run_whose_batches_were_changed_exits_with_3_unless_the_script_failed(tmp_path, words, code):
     (tmp_path / "train.py").write_text(SCRIPT)

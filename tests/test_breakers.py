@@ -40,6 +40,7 @@ def came_of(script, remedy):
     return row.outcome, row.detail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", QUICK, ids=str)
 def test_a_script_that_attacks_a_remedy_keeps_its_digits(case):
     outcome, detail = came_of(*case)

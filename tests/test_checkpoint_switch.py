@@ -213,6 +213,7 @@ if joined:
 """
 
 
+@pytest.mark.slow
 def test_a_real_script_saves_behind_its_steps_with_the_same_losses_and_files(tmp_path):
     script, plan = tmp_path / "train.py", tmp_path / "plan.json"
     script.write_text(SCRIPT)

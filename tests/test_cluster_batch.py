@@ -79,6 +79,7 @@ def quadratic(world_size):
     return context.outcomes[-1].facts["samples"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_noise_scale_of_a_quadratic_is_measured_within_5_percent(tmp_path, world_size):
     found = on_ranks(quadratic, world_size, world_size)

@@ -124,6 +124,7 @@ def simulated(capsys, workload, policy, *options):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 @needs_scipy
 @pytest.mark.parametrize(("policy", "workload"), [("tiresias", 6), ("tiresias", 2), ("optimus", 6)])
 def test_policies_that_are_deterministic_give_the_published_completion_times(capsys, policy, workload):
@@ -134,6 +135,7 @@ def test_policies_that_are_deterministic_give_the_published_completion_times(cap
     assert found["mean_jct_s"] == pytest.approx(found["published_mean_jct_s"], rel=1e-6)
 
 
+@pytest.mark.slow
 @needs_scipy
 def test_pollux_completes_jobs_as_fast_as_published(capsys):
     found = simulated(capsys, 1, "pollux", "--load", "0.5")
@@ -143,6 +145,7 @@ def test_pollux_completes_jobs_as_fast_as_published(capsys):
     assert found["used_fraction"] <= 1
 
 
+@pytest.mark.slow
 @needs_scipy
 def test_placements_on_more_hosts_than_a_number_has_digits_are_told_apart(capsys):
     found = simulated(capsys, 6, "pollux", "--load", "0.5", "--devices", "t4=512")

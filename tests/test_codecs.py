@@ -87,6 +87,7 @@ def test_sampled_topk_keeps_exactly_k_and_nearly_all_of_the_mass(fraction: float
     assert float(decoded.abs().sum()) >= 0.95 * float(largest.sum())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dither:1", "dither:4", "dither:100", "natural:1", "natural:4"])
 def test_dithering_is_right_on_average(name: str) -> None:
     codec, x, rounds = codec_of(name), numbers(40), 4_000

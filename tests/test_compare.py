@@ -32,6 +32,7 @@ def ledger(maker: RunMaker) -> Ledger:
     return Ledger.of(maker.make())
 
 
+@pytest.mark.slow
 @given(st.integers(1, 30), st.integers(1, 30))
 def test_the_same_job_run_longer_is_no_regression(first, second):
     found = compare(ledger(replace(BASE, steps=first)), ledger(replace(BASE, steps=second)), 0.3)
@@ -191,6 +192,7 @@ def test_what_a_remedy_costs_in_the_first_step_counts_over_all_steps():
     assert whole_speedup(before, starts) < 1 < compare(before, starts).speedup
 
 
+@pytest.mark.slow
 @given(st.integers(20, 150), st.booleans())
 def test_a_run_with_a_window_is_as_fast_as_the_same_without(opened, stays):
     """The steps under the profiler take twice as long; where its library stays, those behind it a fifth longer."""

@@ -65,6 +65,7 @@ def _trained(names: tuple[str, ...], two_way: bool) -> dict[str, tuple[bool, flo
     return {name: (same, float((values - found["plain"][1]).norm())) for name, (same, values) in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "two_way"), [(3, True), (2, False)])
 def test_every_codec_leaves_all_ranks_with_the_same_bits(ranks: int, two_way: bool) -> None:
     for answer in on_ranks(_trained, ranks, ("plain", *NAMES), two_way):
@@ -91,6 +92,7 @@ def _mean_update(rounds: int, drop: str) -> float:
     return float((total / rounds - true / ranks).norm() / (true / ranks).norm())
 
 
+@pytest.mark.slow
 def test_the_mean_update_needs_the_residuals_of_senders_and_of_owners() -> None:
     # A tenth of the numbers travels: without residuals the others never would.
     whole, no_owner = (on_ranks(_mean_update, 4, 200, drop)[0] for drop in ("", "answered"))
@@ -146,6 +148,7 @@ def _resumed(name: str, steps: int) -> bool:
     return torch.equal(flat(whole), flat(again))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "steps"), [("topk:0.05", 200), ("dither:4", 10), ("shared-randomk:0.2", 10)])
 def test_a_job_that_resumes_with_its_residuals_ends_bit_identical(name: str, steps: int) -> None:
     assert on_ranks(_resumed, 2, name, steps) == [True, True]

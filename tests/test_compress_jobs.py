@@ -8,6 +8,7 @@ from benchmarks.compress_jobs import DEFAULT, trial
 from tests.spawn import pool
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DEFAULT)
 def test_a_compressed_job_is_equal_on_all_ranks_or_refused_and_as_plain(name):
     assert trial(pool(), name) == []

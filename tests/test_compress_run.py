@@ -74,6 +74,7 @@ def test_a_rank_that_is_killed_while_packets_travel_ends_the_job_with_its_class(
     assert "rank 1 failed first (killed by signal 9)" in said
 
 
+@pytest.mark.slow
 def test_the_plan_holds_the_codec_that_the_recorded_window_and_the_measured_codecs_give(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

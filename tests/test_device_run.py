@@ -33,6 +33,7 @@ def run(folder: Path, mix: tuple[int, int, int, int, int, int, str]) -> tuple[Ru
     return Run.open(folder / "run"), truth.work
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES)
 def test_the_ledger_and_predictions_know_the_device_from_its_host(tmp_path, mix):
     recorded, work = run(tmp_path, mix)
@@ -62,6 +63,7 @@ def test_the_ledger_and_predictions_know_the_device_from_its_host(tmp_path, mix)
         assert ledger.spans["input.transfer"].total_ns > 3 * ledger.sub_ns["input.transfer"]
 
 
+@pytest.mark.slow
 def test_a_copy_that_its_host_waits_for_waits_for_the_device_once_the_loader_is_faster(tmp_path):
     measured = []
     for load_ms in (14, 0):
@@ -77,6 +79,7 @@ def test_a_copy_that_its_host_waits_for_waits_for_the_device_once_the_loader_is_
     assert predicted.step_s == pytest.approx(after.measured_s, rel=0.15)
 
 
+@pytest.mark.slow
 def test_a_deep_window_leaves_the_ledger_as_true_as_it_was():
     """Kernels as short as their launches; the step under the profiler takes 1.5 times as long."""
     [row] = windows([mix for mix in window_mixes() if mix.launches > 4])
@@ -84,6 +87,7 @@ def test_a_deep_window_leaves_the_ledger_as_true_as_it_was():
     assert row["met"], row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("launches", "windows"), [(4, 1), (100, 0)])
 def test_no_second_window_opens_where_steps_stay_slower_and_none_where_launches_bound_them(launches, windows, tmp_path):
     device = {

@@ -54,6 +54,7 @@ def replayed(block: str, folder: Path) -> str:
     return "\n".join(f"$ {command}\n{answer(command, folder)}\n" for command in commands)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", ["README.md", "docs/tour.md"])
 def test_console_blocks_show_what_the_tool_prints(document, folder):
     text = (ROOT / document).read_text()

@@ -143,6 +143,7 @@ def test_the_host_of_the_store_that_is_lost_is_named_on_the_other(tmp_path):
     assert f"the rendezvous ended: the host of its store, {endpoint}, does not answer any more" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "options"),
     [

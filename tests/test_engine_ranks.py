@@ -70,6 +70,7 @@ def _draw(root, seeds):
         return torch.rand(1).item(), random.random(), np.random.rand()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [(1, 2), (3, 3)], ids=str)
 def test_new_ranks_draw_numbers_of_their_own_unless_all_ranks_were_in_step(tmp_path, seeds):
     saved = on_ranks(_draw, len(seeds), str(tmp_path / "root"), seeds)

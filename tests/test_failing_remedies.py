@@ -114,6 +114,7 @@ def test_a_remedy_that_fails_in_use_is_undone_and_says_why_whatever_it_notes_lat
     assert context.outcomes == [RefusedRemedy("test.failing", "failed while it was set up: OSError: no room")]
 
 
+@pytest.mark.slow
 def test_steps_of_each_remedy_that_fail_leave_the_script_its_results():
     """In a process of its own: each step fails in a fork, and what pytest makes of warnings would count as failures."""
     command = [sys.executable, str(ROOT / "benchmarks" / "failing_remedies.py"), "--sample", "1"]

@@ -15,6 +15,7 @@ from tests.launching import headway, script
 from tests.spawn import pool
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DEFAULT)
 def test_a_guarded_job_is_plain_where_losses_are_good_and_guarded_or_left_alone_where_one_is_not(name):
     assert trial(pool(), name) == []

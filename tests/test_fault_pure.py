@@ -75,6 +75,7 @@ def test_a_copy_is_in_no_group_and_on_no_host_of_its_owner_and_all_hold_one():
 HEALTHY = ["wait (/opt/torch/distributed.py:{line})", "backward (/opt/torch/autograd.py:{line})", "main (train.py:40)"]
 
 
+@pytest.mark.slow
 def test_a_planted_fault_is_among_the_suspects_of_any_grid_and_any_order_of_ranks():
     draws = np.random.default_rng(5)
     for case in range(200):

@@ -34,6 +34,7 @@ PURE_FOUND = {"99 %": 3 * 2, "10 %": 3 * (SIZE - 10), "1 %": 3 * (SIZE - 1)}
 """Examples found in three later epochs: all that never draw."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "case"), [(path, case) for path in PATHS for case in CASES[path]], ids=str)
 def test_an_example_that_draws_is_drawn_in_every_epoch_and_others_are_kept(path, case):
     kind, name = case
@@ -51,6 +52,7 @@ def test_the_bounds_for_hidden_changes_are_those_that_are_stated(share, finds):
     assert 0.85e-3 < unseen(finds, share) <= 1e-3
 
 
+@pytest.mark.slow
 def test_hidden_changes_are_found_within_their_bound():
     assert all(found_after(0.99, seed) <= 22 for seed in range(10))
     assert all(found_after(0.5, seed) <= 139 for seed in range(10))

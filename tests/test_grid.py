@@ -63,6 +63,7 @@ def test_the_closed_form_is_what_the_simulation_says_of_the_published_rows(row):
     assert predicted(row, Efficiency()) == pytest.approx(flops(row) / closed / cluster.num_devices / 1e12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_the_plan_is_within_3_percent_of_brute_force_by_a_twentieth_of_its_simulations(seed):
     model, batch, cluster = drawn(seed)

@@ -58,6 +58,7 @@ def drawn(kind: str, seed: int) -> tuple[nn.Module, nn.Module]:
     return makers[kind](**small), makers[kind](**large)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", BOUND, ids=str)
 @pytest.mark.parametrize("kind", ["gpt2", "gpt2 tied", "llama", "llama tied", "bert", "vit", "torch", "neox"])
 def test_a_grown_model_has_the_outputs_of_the_small_one(kind, dtype):

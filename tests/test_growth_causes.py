@@ -82,6 +82,7 @@ for batch in DataLoader(Stream(), 4, num_workers=2):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "repeats"), [("whole", True), ("shares", False), ("constant", False)])
 def test_a_stream_that_each_worker_yields_whole_is_named(tmp_path, kind, repeats):
     (tmp_path / "stream.py").write_text(STREAM)

@@ -102,6 +102,7 @@ def changed(folder: Path, **facts: object) -> None:
         file.write_text(json.dumps({**json.loads(file.read_text()), **facts}))
 
 
+@pytest.mark.slow
 def test_a_recorded_run_is_planned_and_compare_says_what_the_grown_one_took(tmp_path, capsys):
     job = """
         import torch

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 
+import pytest
+
 from headway.runtime.script.hang_place import add_places
 from headway.verbs.jobs.hang import verdict_of
 from tests.launching import run, script
@@ -43,6 +45,7 @@ def hung(tmp_path, *words):
     return ended.stderr, rows, verdict_of([tmp_path / "run"])
 
 
+@pytest.mark.slow
 def test_a_rank_whose_worker_hangs_is_named_with_the_loader_the_worker_and_the_line(tmp_path):
     stderr, rows, verdict = hung(tmp_path, "reads", "2")
     (origin,) = verdict.origins
@@ -66,6 +69,7 @@ def test_a_rank_that_reads_its_batches_itself_is_named_with_the_line_that_hangs(
     assert rows[0]["place"] == "next(loader) at train.py:14, for step 11: it reads at data.py:7 in __getitem__"
 
 
+@pytest.mark.slow
 def test_a_rank_with_fewer_batches_is_said_to_have_left_its_loop_and_after_how_many_steps(tmp_path):
     stderr, _, verdict = hung(tmp_path, "uneven", "0")
     (origin,) = verdict.origins

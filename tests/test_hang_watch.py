@@ -347,6 +347,7 @@ class Slow:
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_sleeps_before_the_all_reduce_is_named_and_its_line_shown(tmp_path):
     job = script(tmp_path, JOB)
     options = {"nproc_per_node": 2, "quiet": False, "hang_timeout_s": 3.0, "grace_s": 2.0, "windows": 0.0}
@@ -374,6 +375,7 @@ dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(2))"""
 
 
+@pytest.mark.slow
 def test_where_hosts_run_ahead_the_flight_recorders_tell_who_is_missing(tmp_path):
     """The place of the hosts says nothing there: rank 0, blocked first, has come no further than rank 1."""
     job = script(tmp_path, JOB.replace('\ndist.init_process_group("gloo")', PRETENDED))
@@ -408,6 +410,7 @@ def test_ranks_ahead_of_their_devices_that_cannot_be_asked_are_blamed_for_nothin
     assert "is silent" not in job.lines[0]
 
 
+@pytest.mark.slow
 def test_a_slow_checkpoint_of_a_real_job_gives_no_alarm_though_it_takes_longer_than_the_time_out(tmp_path):
     job = script(tmp_path, JOB.replace("dist.init", f"{SLOW}dist.init", 1))
     options = {"nproc_per_node": 2, "quiet": False, "hang_timeout_s": 3.0, "windows": 0.0}

@@ -141,6 +141,7 @@ def read(reader: Reader, command: tuple[str, ...], path: Path) -> dict[str, obje
     return answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_hostile_file_is_one_clear_error_within_its_bound(name, reader, tmp_path):
     data, code = ATTACKS[name]

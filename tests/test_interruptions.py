@@ -121,6 +121,7 @@ class At:
                 os.kill(os.getpid(), signal.SIGUSR1)
 
 
+@pytest.mark.slow
 def test_a_handlers_exception_at_any_moment_of_a_recorded_step_reaches_the_script(tmp_path):
     with recording(tmp_path) as session:
         model = torch.nn.Linear(2, 1)

@@ -57,6 +57,7 @@ def test_compiled_code_goes_where_numba_cache_dir_says(tmp_path) -> None:
     assert list(tmp_path.rglob("*csr*.nbc"))
 
 
+@pytest.mark.slow
 def test_compiled_code_is_loaded_without_what_only_compiling_needs_and_gives_the_same(tmp_path) -> None:
     code = (
         "import sys, numpy as np; from headway.sim.graph.replay import greedy; from headway.sim.graph.dag import Dag\n"

@@ -114,6 +114,7 @@ def test_a_taken_port_costs_a_line_and_another_port_is_used(tmp_path):
     assert f"port {port} is taken" in done.stderr
 
 
+@pytest.mark.slow
 def test_without_torchruns_flags_a_script_finds_the_environment_that_python_gives_it(tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
@@ -227,6 +228,7 @@ def test_numbers_of_ranks_and_hosts():
     check_host("localhost", "a host")
 
 
+@pytest.mark.slow
 def test_the_run_folder_keeps_its_bound_and_counts_what_it_gave_up(tmp_path):
     job = script(
         tmp_path,

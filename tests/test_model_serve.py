@@ -72,6 +72,7 @@ def every_value(model, rows, load, bits, omega, theta):
                     yield costs.times(counts).makespan_ns / 1e9 + theta * lost
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_the_program_finds_the_best_of_all_plans(seed):
     model, rows, load, omega, theta = small(seed)

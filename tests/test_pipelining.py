@@ -88,6 +88,7 @@ def test_two_buffer_reads_the_weights_of_the_step_before_also_over_a_flush(optim
     assert [versions for *_, versions in answers] == [2] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_two_buffer_is_its_oracle_on_drawn_sizes(ranks):
     draw = random.Random(ranks)
@@ -100,6 +101,7 @@ def test_two_buffer_is_its_oracle_on_drawn_sizes(ranks):
         assert all(answer[case][1] == min(2, steps + 1) for answer in answers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["graph", "gpipe", "1f1b", "zero_bubble"])
 @pytest.mark.parametrize("name", GRAPHS)
 def test_gradients_on_a_graph_of_stages_are_those_of_the_whole_model(name, schedule):
@@ -136,6 +138,7 @@ def test_without_a_flush_a_step_of_the_steady_state_has_no_bubble(name):
     assert list(found.peak_activations) == list(range(16, 0, -1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "two_buffer"])
 @pytest.mark.parametrize("ranks", [4, 2, 1])
 def test_a_checkpoint_of_four_stages_goes_on_as_if_nothing_had_been_on_any_number(tmp_path, ranks, schedule):
@@ -152,6 +155,7 @@ def test_a_parameter_that_two_stages_share_stays_one():
     assert agree(merged([(state,) for state in answers]), synchronous_tied(3), 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "messages"),
     [

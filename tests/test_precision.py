@@ -95,6 +95,7 @@ def instance(seed, operators=None):
     return omega.tolist(), step_s, max(low, low + float(rng.uniform(0, 1)) * (high - low))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["few", "many"])
 @pytest.mark.parametrize("seed", range(50))
 def test_what_is_chosen_holds_bound_and_memory_and_loses_hardly_more_than_the_optimum(seed, way, monkeypatch):
@@ -376,6 +377,7 @@ for _ in range(60):
 """
 
 
+@pytest.mark.slow
 def test_the_command_measures_a_script_and_its_plan_is_applied_by_a_run(tmp_path):
     script, plan_path, lowered = tmp_path / "train.py", tmp_path / "plan.json", tmp_path / "lowered.json"
     script.write_text(SCRIPT)

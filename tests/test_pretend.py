@@ -53,6 +53,7 @@ def run(tmp_path: Path, *arguments: str, environ: dict[str, str]) -> subprocess.
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env={**os.environ, **environ})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("applied", [False, True])
 def test_every_patch_goes_in_and_no_driver_is_asked(tmp_path, applied):
     plan = tmp_path / "plan.json"
@@ -98,6 +99,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_compiled_regions_have_the_graphs_and_breaks_that_they_have_without_headway(tmp_path):
     script = tmp_path / "compiled.py"
     script.write_text(COMPILED)

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from headway.trace.events.vocabulary import COLLECTIVES
 from tests.recorded import FSDP2, rows, run_script
 
@@ -42,6 +44,7 @@ CASES = {
 """Case -> arguments of DistributedDataParallel, backwards per step, steps of six whose wait is seen."""
 
 
+@pytest.mark.slow
 def test_ddp_gives_the_same_losses_and_one_exposed_wait_per_step_on_each_rank(tmp_path):
     source = TRAIN.replace("CASES", repr([(options, micro, 0) for options, micro, _ in CASES.values()]))
     recorded = run_script(source, tmp_path, ranks=2)
@@ -61,6 +64,7 @@ def test_ddp_gives_the_same_losses_and_one_exposed_wait_per_step_on_each_rank(tm
             assert all(row["c"] == 3 * (32 * 32 + 32) * 4 for row in seen)
 
 
+@pytest.mark.slow
 def test_the_exposed_wait_ends_after_ddps_own_finaliser(tmp_path):
     """A slow peer: the wait of the fast rank is as long as the peer is late, and the late one's is not."""
     run_script(TRAIN.replace("CASES", "[({}, 1, 0.05)]"), tmp_path, ranks=2)
@@ -120,6 +124,7 @@ def test_every_kind_of_call_is_recorded_once_with_group_number_and_size(tmp_path
     assert len(found[0]["comm.init"]) == 2
 
 
+@pytest.mark.slow
 def test_fsdp2_gives_the_same_losses_and_its_waits_are_seen(tmp_path):
     recorded = run_script(FSDP2, tmp_path, ranks=2)
     plain = run_script(FSDP2, tmp_path, ranks=2, recorded=False)

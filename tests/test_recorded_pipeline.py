@@ -271,6 +271,7 @@ def command(*words: object) -> dict:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_an_unmodified_script_is_recorded_planned_and_run_in_another_order(tmp_path, capsys):
     job = ["--", ROOT / "benchmarks" / "jobs" / "pipeline_stages.py", "--schedule", "gpipe", "--microbatches", 4]
     first, second, file = tmp_path / "first", tmp_path / "second", tmp_path / "plan.json"
@@ -308,6 +309,7 @@ def test_a_stream_of_steps_is_predicted_as_its_simulation_takes(forward, backwar
     assert program.steps_ns(scenario_of(["schedule=two_buffer"]))[-3] == pytest.approx(ends[1] - ends[0], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_runner_is_recorded_planned_and_switched_to_two_versions_of_the_weights(tmp_path):
     job = ["--", ROOT / "benchmarks" / "jobs" / "pipeline_runner.py", "--microbatches", 2, "--steps", 7]
     first, second, file = tmp_path / "first", tmp_path / "second", tmp_path / "plan.json"

@@ -104,6 +104,7 @@ def test_a_remedy_without_its_grant_is_refused_with_the_line_that_grants_it(cont
     assert outcome == RefusedRemedy("test.lossy", "it changes results: grant --allow lossy")
 
 
+@pytest.mark.slow
 def test_gc_is_frozen_after_the_first_step_and_runs_at_agreed_steps(tmp_path):
     source = """
         import gc, torch; torch.manual_seed(0)
@@ -334,6 +335,7 @@ def test_messages_and_extras_that_change_later_are_handled_as_they_were(logger, 
     assert seen == [("first", ""), ("{'loss': 1}", ""), ("extra", "{'loss': 1}")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "end", ["os._exit(0)", "log.removeHandler(handler)", "os.execv('/bin/true', ['true'])", "logging.shutdown()"]
 )

@@ -73,6 +73,7 @@ def loaders_of(kind):
     }[kind]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["torch", "in order", "ours", "distributed", "weighted", "tensors"])
 def test_a_loader_whose_examples_depend_on_index_and_randomness_goes_on_exactly(kind):
     facts = found(loaders_of(kind))
@@ -138,6 +139,7 @@ def verify(folder, *arguments, behind=()):
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_verb_proves_a_script_and_stops_it_at_its_first_step(tmp_path):
     done = verify(tmp_path, "--json", "--out", "run", behind=["--", "train.py", "pure"])
     assert done.returncode == 0, done.stderr
@@ -147,6 +149,7 @@ def test_the_verb_proves_a_script_and_stops_it_at_its_first_step(tmp_path):
     assert "stepped" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_verb_exits_with_3_where_resume_is_not_exact(tmp_path):
     done = verify(tmp_path, "--out", "run", behind=["--", "train.py"])
     assert done.returncode == 3

@@ -23,6 +23,7 @@ from tests.served_made import end, only, runtime  # noqa: F401 - servers of thes
 PASSES = 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*SAMPLED, *STREAMED])
 def test_a_loader_goes_on_from_every_place_as_if_it_had_not_been_interrupted(kind):
     make = {**SAMPLED, **STREAMED}[kind]
@@ -32,6 +33,7 @@ def test_a_loader_goes_on_from_every_place_as_if_it_had_not_been_interrupted(kin
         assert rest(make, place, PASSES) == after(whole, place), place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("kind", ["workers that end apart", "rests dropped", "no batches"])
 def test_workers_that_are_at_their_end_stay_there(kind, persistent):
@@ -58,6 +60,7 @@ def test_a_served_loader_gives_each_item_once_a_pass_from_every_place_with_the_s
         assert once_each(served, place, PASSES, between=between), place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["random, own generator", "numpy and Python"])
 @pytest.mark.parametrize("options", [{"num_workers": 2}, {"num_workers": 2, "workers": "threads"}])
 def test_samplers_that_were_read_ahead_go_on_where_the_loop_was(kind, options):

@@ -163,6 +163,7 @@ def can_make_namespaces() -> bool:
     return bool(shutil.which("unshare")) and subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_make_namespaces(), reason="process namespaces need the right to make them")
 def test_two_hosts_that_do_not_see_each_others_processes_share_a_run_folder(tmp_path):
     """Each of them takes the other's live rings for those of processes that are gone."""

@@ -306,6 +306,7 @@ def orders(seeds, patch, root, mode="host", acts=ACTS, most=14):
     return counts["good"], counts["refused"], counts["torn"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 1000, 100))
 def test_no_order_of_saves_updates_replays_captures_and_stray_writes_tears_a_checkpoint(monkeypatch, tmp_path, first):
     good, refused, torn = orders(range(first, first + 100), monkeypatch, tmp_path)
@@ -330,6 +331,7 @@ WITHOUT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left_out", WITHOUT)
 def test_each_of_the_means_is_needed(monkeypatch, tmp_path, left_out):
     """Without the sums as well, which refuse what the others would have prevented; they alone see hidden writes."""

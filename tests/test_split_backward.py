@@ -44,6 +44,7 @@ def test_more_memory_than_1f1b_needs_never_costs_time_against_1f1b(shape):
     assert evaluate(zero_bubble, one).makespan_ns <= evaluate(one_f_one_b, one).makespan_ns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("forward", "back", "weight"), DURATIONS)
 @pytest.mark.parametrize("p", [4, 8])
 def test_one_stage_per_rank_is_no_worse_than_the_closed_forms(p, forward, back, weight):
@@ -54,6 +55,7 @@ def test_one_stage_per_rank_is_no_worse_than_the_closed_forms(p, forward, back, 
         assert max(found.peak_activations) <= cap
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("durations", DURATIONS)
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 16)])
 def test_two_stages_per_rank_are_no_worse_than_torchs_orders_under_their_memory(p, m, durations):

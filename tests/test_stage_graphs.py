@@ -80,6 +80,7 @@ def test_every_order_on_any_graph_passes_the_checks_and_does_all_work(name, data
     assert simulate(program, costs_of(shape)).busy_ns.tolist() == [m * sum(each) for each in shape.stage_ns or ()]
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @pytest.mark.parametrize("name", ON_GRAPHS)
 @given(p=st.integers(1, 5), m=st.integers(1, 6), each=st.lists(st.integers(1, 40), min_size=3, max_size=3))

@@ -153,6 +153,7 @@ def test_a_restart_keeps_its_host_and_a_host_that_is_to_blame_again_leaves_its_p
     assert losses(tmp_path) == undisturbed(20)
 
 
+@pytest.mark.slow
 def test_a_host_in_reserve_ends_well_with_a_job_that_did_not_need_it(tmp_path):
     reserve, active = pair(tmp_path, [script(tmp_path, "print('done')")])
     ends = [host.communicate(timeout=90)[1] for host in (active, reserve)]

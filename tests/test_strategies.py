@@ -395,6 +395,7 @@ def drawn(order, job, count=None):
 SETS = [[0, 1], [1, 2], [0, 1, 2], [0, 2, 3], [0, 1, 2, 3]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leaves", [False, True])
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("late", SETS)

@@ -85,6 +85,7 @@ MADE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_after", [None, 2], ids=["whole", "early"])
 @pytest.mark.parametrize("name", MADE)
 def test_batches_and_later_random_numbers_are_the_same(name, stop_after):
@@ -229,6 +230,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_an_unmodified_script_gets_bit_equal_losses_in_less_time(tmp_path):
     """32 ms of sleep per batch, by four threads at once; the first epoch also holds the trial, and does not count."""
     script = tmp_path / "train.py"

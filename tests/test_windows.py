@@ -230,6 +230,7 @@ def test_the_profilers_file_has_kernels_or_not(tmp_path):
     assert has_kernels(str(path))
 
 
+@pytest.mark.slow
 def test_windows_stay_within_their_budget(tmp_path):
     source = (
         TRAIN.replace("OPTIMIZERS", "1")
@@ -318,6 +319,7 @@ ANNOTATE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "variable", "stopped"),
     [

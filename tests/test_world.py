@@ -60,6 +60,7 @@ def row(**more):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_clock_counts_what_a_script_does(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
