@@ -6,8 +6,9 @@ rooms' `remedies.py`, which need no torch.
 
 >>> sorted(REMEDIES)
 ['checkpoint.async', 'cluster.batch', 'cluster.noise', 'comm.bucket', 'comm.compress', 'comm.gradient_view', \
-'comm.order', 'comm.static_graph', 'data.cache', 'data.server', 'data.threads', 'data.workers', 'fault.guard', \
-'host.gc', 'host.logging', 'model.precision', 'model.tune', 'parallel.schedule', 'power.filler']
+'comm.order', 'comm.static_graph', 'compute.fused_optimizer', 'data.cache', 'data.server', 'data.threads', \
+'data.workers', 'fault.guard', 'host.gc', 'host.logging', 'model.precision', 'model.tune', 'parallel.schedule', \
+'power.filler']
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from types import ModuleType
 from headway.checkpoint import remedies as checkpoint
 from headway.cluster import remedies as cluster
 from headway.comm import remedies as comm
+from headway.compute import remedies as compute
 from headway.core.remedies import RemedyRecord
 from headway.data import remedies as data
 from headway.fault import remedies as fault
@@ -35,10 +37,11 @@ ADVISERS: dict[str, str] = {
     "power": "headway.power.advise:propose",
     "cluster": "headway.cluster.advise:propose",
     "model": "headway.model.advise:propose",
+    "compute": "headway.compute.advise:propose",
 }
 """Room -> the function that proposes its remedies from (ledger, program, setup)."""
 
-ROOMS = (data, comm, parallel, checkpoint, host, fault, power, cluster, model)
+ROOMS = (data, comm, parallel, checkpoint, host, fault, power, cluster, model, compute)
 """The rooms' records."""
 
 RECORDS: dict[str, RemedyRecord] = {record.name: record for room in ROOMS for record in room.REMEDIES}

@@ -28,8 +28,18 @@ class TestContext:
         # how busy the host of the tests is.
         self.shared = {"data.trials": Budget(clock=lambda: 0.0, longest_s=60.0)}
         self.probes = SimpleNamespace(
-            failed=lambda name, cause: self.failures.append((name, cause)), emit=lambda *record: None
+            failed=lambda name, cause: self.failures.append((name, cause)), emit=lambda *record: None, steps=[0]
         )
+        self.listeners = []
+
+    def listen(self, listener):
+        self.listeners.append(listener)
+
+    def after(self, steps):
+        """Call what listens to steps."""
+        self.probes.steps[0] = steps
+        for listener in self.listeners:
+            listener(0)
 
     def patch(self, target, wrapper, **_):
         undo = replace_attribute(target, wrapper)

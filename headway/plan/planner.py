@@ -181,7 +181,7 @@ def compose(
     return Plan(
         base_step_s=base.base_step_s,
         step_s=final.step_s,
-        interval=final.interval,
+        interval=best[0].interval if len(best) == 1 else final.interval,  # of one, its own may know more than replay
         proposals=tuple(ranked),
         chosen=tuple(row.name for row in best),
         refused=(*refused, *barred),

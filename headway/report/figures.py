@@ -427,6 +427,7 @@ CAUSE_PHRASES: dict[str, str] = {
     "host.launch": "launch gaps",
     "startup.compile": "start-up and compilation",
     "steps.grow": "steps that get slower",
+    "compute.optimizer": "an optimizer that loops over its tensors",
 }
 """Cause -> what time was lost to, where the cause costs more or less than its bucket holds."""
 

@@ -23,6 +23,7 @@ from typing import Protocol
 from headway.core.binomial import binomial
 from headway.core.errors import InputError
 from headway.core.units import NS_PER_S, format_bytes, format_fraction, format_seconds, plural
+from headway.ledger.answers.compute_causes import optimizer_loops
 from headway.ledger.answers.evidence import (
     TRY,
     also_waited,
@@ -431,5 +432,6 @@ RULES: dict[str, Callable[[Ledger], list[Cause]]] = {
     "checkpoint.stall": _checkpoint_stall,
     "startup.compile": _startup_compile,
     "steps.grow": steps_grow,
+    "compute.optimizer": optimizer_loops,
 }
 """Every cause that a recorded run can show. Adding one is adding a line here."""

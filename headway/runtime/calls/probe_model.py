@@ -16,6 +16,7 @@ from typing import Any
 
 from headway.runtime.recorder.probes import Probes, now
 from headway.runtime.recorder.timers import out_of_compiler
+from headway.runtime.script.compute_facts import model_facts, note
 from headway.runtime.script.gradients import FORWARD as BY_FORWARD
 from headway.trace.events.vocabulary import SPANS, WAIT_NS
 
@@ -122,6 +123,8 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
             model = numbers.get(id(self), -2)
             if model == -2:
                 model = models.add(self)
+                if model >= 0:
+                    note(probes.tables.setdefault("compute", {}), "models", lambda: model_facts(self, args))
             emit(FORWARD, start, duration, model, learns + 2 * self.training, between)
             if not opened and start - ended_ns[0] >= WAIT_NS and ended_ns[0]:
                 asks_cpu[0] = True

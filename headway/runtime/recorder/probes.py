@@ -23,6 +23,7 @@ from headway.core.machine.hidden_thread import HiddenThread
 from headway.core.machine.interruptions import pass_on
 from headway.runtime.host.device import device_type
 from headway.runtime.recorder.garbage import Garbage
+from headway.runtime.script.compute_facts import note, note_settings, optimizer_facts
 from headway.runtime.script.gap_stacks import GapStacks
 from headway.runtime.script.gradients import GradientCounter
 from headway.runtime.script.loop_depth import loop_depth
@@ -204,6 +205,7 @@ class Probes:
             self.page.train_here()
             if (torch := sys.modules.get("torch")) is not None:
                 self.tables["threads"] = torch.get_num_threads()
+                note_settings(self.tables.setdefault("compute", {}))
             self.write_tables_beside()
             if self.gradients.watched[0]:
                 self.gap.follow(self.trainer, self._write_in_gap)
@@ -245,6 +247,7 @@ class Probes:
             self.tables["optimizers"][str(index)] = type(optimizer).__name__
             self.tables.setdefault("parameters", {})[str(index)] = num_parameters(optimizer)
             self.tables.setdefault("loops", {})[str(index)] = loop_depth(sys._getframe(1))
+            note(self.tables.setdefault("compute", {}), "optimizers", lambda: optimizer_facts(optimizer))
             weakref.finalize(optimizer, self.indices.pop, id(optimizer), None).atexit = False
         return index
 

@@ -135,6 +135,7 @@ def doings(run: Path, *, ranks: set[int] | None = None) -> RankDoings:
         memory={rank: table.memory for rank, table in tables_of.items() if table.memory},
         bad_losses={rank: table.bad_losses for rank, table in tables_of.items() if table.bad_losses},
         threads={rank: table.threads for rank, table in tables_of.items() if table.threads},
+        compute=next((table.compute for _, table in sorted(tables_of.items()) if table.compute), None),
         device_type=device,
         dropped=dropped,
         bytes_per_step=round(size / steps, 1) if steps else None,

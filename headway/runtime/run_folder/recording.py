@@ -24,6 +24,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from headway import __version__
 from headway.core.errors import InputError
 from headway.core.files.bounded_json import read_json
@@ -34,6 +36,7 @@ from headway.runtime.host.host_memory import host_memory
 from headway.runtime.run_folder import redact
 from headway.runtime.run_folder.problems import Problems
 from headway.trace.rings import ring_folders
+from headway.trace.rings.compute_facts import ComputeFacts
 
 if TYPE_CHECKING:
     from headway.runtime.host.load_watch import LoadWatch
@@ -88,6 +91,7 @@ class RankDoings:
     memory: dict[int, dict[str, Any]] = field(default_factory=dict)
     bad_losses: dict[int, list[Any]] = field(default_factory=dict)
     threads: dict[int, int] = field(default_factory=dict)
+    compute: ComputeFacts | None = None
     device_type: str = "cpu"
     dropped: int = 0
     bytes_per_step: float | None = None
@@ -305,6 +309,7 @@ class RunRecording:
             "memory": seen.memory,
             "bad_losses": seen.bad_losses,
             "threads": seen.threads,
+            "compute": msgspec.to_builtins(seen.compute),
             "ranks": rows,
             "exit": exit_.json() if exit_ is not None else None,
             "baseline": self.baseline,

@@ -38,6 +38,7 @@ from headway.trace.events.active_settings import (
 from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.recording.host_series import HostSeries
 from headway.trace.recording.incident import Incident
+from headway.trace.rings.compute_facts import ComputeFacts
 from headway.trace.rings.rank_tables import json_object
 
 SCHEMA = "headway.run-folder/1"
@@ -137,6 +138,8 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     host_load: HostLoad | None = None
     host_series: HostSeries | None = None
     applied: tuple[AppliedRow, ...] = ()
+    compute: ComputeFacts | None = None
+    """How the script computes, as its lowest rank saw it; None in recordings that did not look."""
     loaders: dict[str, LoaderFacts] = {}
     """Group -> facts of the loader, as the script made it."""
 

@@ -1,7 +1,8 @@
 """What a rank says of itself in RUN/tables/r<rank>.json, typed; what a damaged file says otherwise counts as missing.
 
 >>> RankTables.of({"loops": {"0": 1}, "groups": "none", "device_type": "cuda"})
-RankTables(device_type='cuda', groups={}, loops={0: 1}, memory={}, threads=0, bad_losses=[], losses=[], ddp=())
+RankTables(device_type='cuda', groups={}, loops={0: 1}, memory={}, threads=0, bad_losses=[], losses=[], ddp=(), \
+compute=None)
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import msgspec
 
 from headway.core.errors import InputError
 from headway.core.files.bounded_json import converted, read_json
+from headway.trace.rings.compute_facts import ComputeFacts
 
 
 class DdpModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +49,7 @@ class RankTables(msgspec.Struct, frozen=True, kw_only=True):
     losses: list[tuple[int, float]] = []
     """(step, loss) as far as they were recorded."""
     ddp: tuple[DdpModel, ...] = ()
+    compute: ComputeFacts | None = None
 
     @classmethod
     def of(cls, tables: Mapping[str, Any]) -> RankTables:

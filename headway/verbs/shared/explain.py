@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from msgspec import structs
 
-from headway.catalog import ADVISERS, causes_of
+from headway.catalog import ADVISERS, RECORDS, causes_of
 from headway.core.errors import BarMissedError, InputError
 from headway.core.units import format_bytes, format_fraction
 from headway.ledger.answers.causes import Fix, find_causes
@@ -81,11 +82,14 @@ class Explanation:
         fidelity = self.program.fidelity if self.program else self.straggler.fidelity if self.straggler else None
         straggler = self.straggler.to_json() if self.straggler else None
         answer = self.ledger.to_json(causes=self.causes, straggler=straggler, fidelity=fidelity)
+        compute = self.run.facts.compute if self.run else None
+        answer["compute"] = {"facts": msgspec.to_builtins(compute)} if compute else None
+        computes = [f"the script computes with: {compute.words()}"] if compute else []
         memory = memory_headroom(self.run.facts) if self.run else {}
         answer["memory"] = memory
         answer["exit"] = self.run.meta.get("exit") if self.run else None
         attempts = attempt_notes(self.run.facts, self.source) if self.run else []
-        answer["notes"] = [*answer["notes"], *attempts, *self.notes, *memory_notes(memory)]
+        answer["notes"] = [*answer["notes"], *attempts, *self.notes, *computes, *memory_notes(memory)]
         found = verdict(answer)
         answer["verdict"] = {**structs.asdict(found), "command": self.next_command(found)}
         return answer
@@ -276,9 +280,11 @@ def fixes_of(
             if row.clear and (best is None or row.predicted_speedup > best.predicted_speedup):
                 grant = "" if row in free else f" --allow {row.allow}"
                 how = f"headway plan{grant}, then headway run --apply"
-                how = f"{GRANTED[row.allow]}: {how}" if grant and row.allow in GRANTED else how
+                changes = RECORDS[row.name].changes or GRANTED.get(row.allow or "", "")
+                how = f"{changes}: {how}" if grant and changes else how
                 how = "in the script itself: headway could not apply it" if row.name in refused else how
-                text = f"{row.name}: {', '.join(row.edits)} ({how})"
+                edits = ", ".join(edit for edit in row.edits if not edit.startswith("op:"))
+                text = f"{row.name}: {edits} ({how})" if edits else f"{row.name} ({how})"
                 if not launched:
                     text = script_terms(row)
                 by_headway = row.applies and row.name not in (*refused, *short)

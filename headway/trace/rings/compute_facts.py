@@ -1,0 +1,83 @@
+"""How a script computes: the settings that decide what a step could cost, as they were when training began.
+
+>>> facts = ComputeFacts(optimizers=(OptimizerFacts("AdamW", num_tensors=8, num_elements=4096, device_type="cpu"),))
+>>> facts.words()
+'AdamW, neither fused nor foreach'
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    """A model with trainable parameters, as it was after its first call."""
+
+    name: str = ""
+    """Its class."""
+    num_elements: int = 0
+    """Numbers in its parameters."""
+    parameter_dtypes: dict[str, int] = {}
+    """dtype -> numbers of it in the parameters."""
+    input_dtypes: tuple[str, ...] = ()
+    """dtypes of the tensors among the arguments of the call, in order."""
+    batch_size: int | None = None
+    """Length of the first of them; None without one."""
+    autocast: str | None = None
+    """dtype of autocast around the call; None without it."""
+    is_compiled: bool = False
+    num_convolution_weights: int = 0
+    """Parameters with four dimensions."""
+    num_channels_last: int = 0
+    """Those of them that lie in memory with their channels last."""
+
+
+class OptimizerFacts(msgspec.Struct, frozen=True):
+    """An optimizer, as it was at its first step."""
+
+    name: str = ""
+    """Its class; with its module where that is not torch's."""
+    num_tensors: int = 0
+    """Tensors that it updates."""
+    num_elements: int = 0
+    """Numbers in them."""
+    device_type: str = ""
+    """Where they lie; '' where they do not lie together."""
+    is_fused: bool | None = None
+    """What all its groups say of `fused`; None: it is left to torch."""
+    is_foreach: bool | None = None
+    """The same of `foreach`."""
+    has_momentum: bool = False
+    is_plain: bool = True
+    """Whether all it updates is dense and real, and nothing is differentiated through it: what fused forms can do."""
+
+
+class ComputeFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one rank; run.json holds them as `compute`, of the lowest rank that trained."""
+
+    models: tuple[ModelFacts, ...] = ()
+    """In the order of their first calls."""
+    optimizers: tuple[OptimizerFacts, ...] = ()
+    """In the order of their first steps."""
+    matmul_precision: str | None = None
+    """`torch.get_float32_matmul_precision()`; None where torch would not say."""
+    cudnn_benchmark: bool | None = None
+    """`torch.backends.cudnn.benchmark`."""
+
+    def words(self) -> str:
+        """Return the facts in a sentence without an end, '' without any."""
+        parts = []
+        for model in self.models[:1]:
+            dtypes = " and ".join(model.parameter_dtypes)
+            parts.append(f"{model.name} of {model.num_elements:,} {dtypes} parameters")
+            parts.append(f"autocast to {model.autocast}" if model.autocast else "no autocast")
+            parts.append("compiled" if model.is_compiled else "eager")
+            if model.num_convolution_weights:
+                last = model.num_channels_last == model.num_convolution_weights
+                parts.append("channels last" if last else "channels first")
+        for optimizer in self.optimizers[:1]:
+            form = "fused" if optimizer.is_fused else "foreach" if optimizer.is_foreach else "neither fused nor foreach"
+            if optimizer.device_type == "cuda" and optimizer.is_fused is optimizer.is_foreach is None:
+                form = "foreach by torch's default"
+            parts.append(f"{optimizer.name}, {form}")
+        return "; ".join(parts)

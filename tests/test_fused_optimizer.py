@@ -1,0 +1,168 @@
+"""The fused form of an optimizer as a remedy: found, predicted, applied; what the script holds and saves stays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from headway.compute.advise import share_of
+from headway.compute.apply import fuse_optimizer
+from headway.cost.fused import ADAPTIVE, OF_CALLS, fused_share
+from headway.runtime.script.compute_facts import model_facts, optimizer_facts
+from headway.trace.rings.compute_facts import ComputeFacts, OptimizerFacts
+from headway.verbs.shared.explain import explain
+from tests.launching import headway, script
+from tests.remedy_context import applied
+
+SCRIPT = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(60)])
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for _ in range(60):
+    loss = model(torch.randn(4, 16)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print(loss.item())
+"""
+
+OPTIMIZERS = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),
+    "Adam amsgrad": lambda params: torch.optim.Adam(params, lr=1e-3, amsgrad=True, weight_decay=0.1),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+}
+
+
+def trained(make, steps=6):
+    """Train a small model; return its parameters and the optimizer's state."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = make(model.parameters())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(5, 8)).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()], optimizer.state_dict()
+
+
+def dtypes(row):
+    return {name: value.dtype for name, value in row.items()}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_fused_updates_train_the_same_and_leave_what_the_script_saves_as_it_is(make):
+    plain, state = trained(make)
+    with applied(fuse_optimizer, {}, "result-equivalent") as context:
+        fused, fused_state = trained(make)
+        context.after(steps=6)
+
+    assert context.outcomes[-1].facts["updates"] == 6
+    torch.testing.assert_close(fused, plain)
+    assert fused_state["param_groups"] == state["param_groups"]
+    assert fused_state["state"].keys() == state["state"].keys()
+    for row, other in zip(fused_state["state"].values(), state["state"].values(), strict=True):
+        assert row.keys() == other.keys()
+        assert {name: value.dtype for name, value in row.items()} == {
+            name: value.dtype for name, value in other.items()
+        }
+    assert all(torch.equal(one, other) for one, other in zip(trained(make)[0], plain, strict=True))  # undone
+
+
+def chosen_by_the_script(params):
+    return torch.optim.AdamW(params, lr=1e-3, foreach=True)
+
+
+def without_a_fused_form(params):
+    return torch.optim.RMSprop(params, lr=1e-3)
+
+
+@pytest.mark.parametrize("make", [chosen_by_the_script, without_a_fused_form])
+def test_where_there_is_nothing_to_fuse_the_remedy_says_so_and_results_are_equal_bit_for_bit(make):
+    plain, _ = trained(make)
+    with applied(fuse_optimizer, {}, "result-equivalent") as context:
+        found, _ = trained(make)
+        context.after(steps=6)
+
+    assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
+    assert "leaves its form to torch" in context.outcomes[-1].json()["reason_not_applied"]
+
+
+def test_sparse_gradients_are_left_to_the_loop():
+    def make(params):
+        return torch.optim.SGD(params, lr=0.1)
+
+    def embedded():
+        torch.manual_seed(1)
+        table = nn.Embedding(9, 4, sparse=True)
+        optimizer = make(table.parameters())
+        for _ in range(5):
+            optimizer.zero_grad()
+            table(torch.tensor([1, 2])).sum().backward()
+            optimizer.step()
+        return table.weight.detach()
+
+    plain = embedded()
+    with applied(fuse_optimizer, {}, "result-equivalent"):
+        assert torch.equal(embedded(), plain)
+
+
+def test_facts_say_what_decides_the_cost_of_a_step():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 2)).to(memory_format=torch.channels_last)
+    images = torch.randn(5, 3, 6, 6)
+    model(images).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model_facts(model, (images,))
+    told = optimizer_facts(optimizer)
+
+    assert (found.num_elements, found.parameter_dtypes) == (4 * 27 + 4 + 2 * 64 + 2, {"float32": 242})
+    assert (found.input_dtypes, found.batch_size, found.autocast) == (("float32",), 5, "bfloat16")
+    assert (found.num_convolution_weights, found.num_channels_last, found.is_compiled) == (1, 1, False)
+    assert (told.name, told.num_tensors, told.num_elements, told.device_type) == ("SGD", 4, 242, "cpu")
+    assert (told.is_fused, told.is_foreach, told.has_momentum, told.is_plain) == (None, None, True, True)
+    words = ComputeFacts(models=(found,), optimizers=(told,)).words()
+    assert "autocast to bfloat16; eager; channels last; SGD, neither fused nor foreach" in words
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"name": "AdamW", "device_type": "cuda"}, "in a few kernels"),
+        ({"name": "AdamW", "device_type": "cpu", "is_fused": False}, "says itself"),
+        ({"name": "Adam", "device_type": "cpu", "is_plain": False}, "sparse or complex"),
+        ({"name": "SGD", "device_type": "cpu", "num_tensors": 1, "num_elements": 1 << 20}, "no fused form"),
+        ({"name": "lib.Lion", "device_type": "cpu"}, "lib.Lion has no fused form"),
+    ],
+)
+def test_what_is_not_proposed_has_a_reason(given, said):
+    assert said in share_of(OptimizerFacts(**given))
+
+
+def test_shares_are_ordered_and_below_one():
+    for share in (*ADAPTIVE.values(), *OF_CALLS.values()):
+        assert 0 < share.low < share.mid < share.high < 1
+    assert fused_share("SGD", mean_elements=64) == OF_CALLS[False]
+
+
+def test_a_run_names_the_optimizer_and_a_plan_predicts_applies_and_ends_the_cause(tmp_path):
+    job = script(tmp_path, SCRIPT)
+    assert headway("run", "--out", tmp_path / "plain", "--", job).returncode == 0
+    found = explain([tmp_path / "plain"], allow=("result-equivalent",))
+    [cause] = [cause for cause in found.causes if cause.cause == "compute.optimizer"]
+    [row] = [row for row in found.plan.proposals if row.name == "compute.fused_optimizer"]
+    plan = tmp_path / "plan.json"
+    found.plan.save(plan)
+    assert headway("run", "--out", tmp_path / "fused", "--apply", plan, "--", job).returncode == 0
+    after = explain([tmp_path / "fused"])
+
+    assert cause.script == "torch.optim.AdamW(..., fused=True)"
+    assert cause.predicted_speedup == row.predicted_speedup > 1.1
+    assert row.interval[0] < row.predicted_speedup < row.interval[1]
+    assert found.to_json()["compute"]["facts"]["optimizers"][0]["num_tensors"] == 120
+    assert found.plan.chosen == ("compute.fused_optimizer",)
+    assert after.run.facts.in_force["compute.fused_optimizer"]["updates"] == 60
+    assert not [cause for cause in after.causes if cause.cause == "compute.optimizer"]
