@@ -4,8 +4,8 @@ Public names are loaded on first use; what runs on ranks (pipeline, PipelineRunn
 
 >>> sorted(PUBLIC)
 ['GradientReshard', 'LayerGraph', 'PipelineProgram', 'PipelineRunner', 'ReplicaGroups', 'SCHEDULES', \
-'ShardMap', 'StageGraph', 'Topology', 'bubbles', 'check', 'lower', 'pipeline', 'search', 'split_together', \
-'take_units']
+'ShardMap', 'StageGraph', 'Topology', 'bubbles', 'check', 'fit_fill', 'lower', 'pipeline', 'search', \
+'split_together', 'take_units']
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from headway.core.lazy import lazily
 
 if TYPE_CHECKING:
+    from headway.parallel.fill.packing import fit_fill as fit_fill
     from headway.parallel.pipelining.torch_runner import PipelineRunner as PipelineRunner
     from headway.parallel.pipelining.torch_runner import pipeline as pipeline
     from headway.parallel.planning.hierarchical import Topology as Topology
@@ -44,6 +45,7 @@ PUBLIC: dict[str, str] = {
     "Topology": "headway.parallel.planning.hierarchical:Topology",
     "bubbles": "headway.sim.pipeline.simulate:bubbles",
     "check": "headway.sim.pipeline.lower:check",
+    "fit_fill": "headway.parallel.fill.packing:fit_fill",
     "lower": "headway.sim.pipeline.lower:lower",
     "pipeline": "headway.parallel.pipelining.torch_runner:pipeline",
     "search": "headway.parallel.planning.hierarchical:search",
