@@ -3,9 +3,9 @@
 Public names are loaded on first use; what runs on ranks (pipeline, PipelineRunner, GradientReshard, ...) needs torch.
 
 >>> sorted(PUBLIC)
-['ElasticPlan', 'GradientReshard', 'LayerGraph', 'PipelineProgram', 'PipelineRunner', 'ReplicaGroups', 'SCHEDULES', \
-'ShardMap', 'StageGraph', 'Topology', 'bubbles', 'check', 'lower', 'pipeline', 'replan', 'replicate', 'reroute', \
-'search', 'split_together', 'take_units']
+['ElasticPlan', 'GradientReshard', 'LayerGraph', 'PipelineProgram', 'PipelineRunner', 'ReplicaGroups', \
+'SCHEDULES', 'ShardMap', 'StageGraph', 'Topology', 'bubbles', 'check', 'fit_fill', 'lower', 'pipeline', \
+'replan', 'replicate', 'reroute', 'search', 'split_together', 'take_units']
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from headway.parallel.elastic.replan import replan as replan
     from headway.parallel.elastic.reroute import replicate as replicate
     from headway.parallel.elastic.reroute import reroute as reroute
+    from headway.parallel.fill.packing import fit_fill as fit_fill
     from headway.parallel.pipelining.torch_runner import PipelineRunner as PipelineRunner
     from headway.parallel.pipelining.torch_runner import pipeline as pipeline
     from headway.parallel.planning.hierarchical import Topology as Topology
@@ -49,6 +50,7 @@ PUBLIC: dict[str, str] = {
     "Topology": "headway.parallel.planning.hierarchical:Topology",
     "bubbles": "headway.sim.pipeline.simulate:bubbles",
     "check": "headway.sim.pipeline.lower:check",
+    "fit_fill": "headway.parallel.fill.packing:fit_fill",
     "lower": "headway.sim.pipeline.lower:lower",
     "pipeline": "headway.parallel.pipelining.torch_runner:pipeline",
     "replan": "headway.parallel.elastic.replan:replan",

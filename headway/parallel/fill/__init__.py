@@ -1,0 +1,1 @@
+"""Work of another job in the gaps of a pipeline (PipeFill)."""
