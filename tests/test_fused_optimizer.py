@@ -110,6 +110,29 @@ def test_sparse_gradients_are_left_to_the_loop():
         assert torch.equal(embedded(), plain)
 
 
+@pytest.mark.parametrize("unlike", ["gradient", "state", "sliced"])
+def test_what_lies_in_memory_unlike_its_parameter_is_left_to_the_loop(unlike):
+    """Torch's fused update on a CPU would mix up its numbers."""
+
+    def updated():
+        torch.manual_seed(2)
+        layout = torch.channels_last if unlike == "gradient" else torch.contiguous_format
+        weight = torch.randn(4, 3, 2, 4)[..., :: 2 if unlike == "sliced" else 1].detach().requires_grad_()
+        weight.grad = torch.randn(weight.shape).to(memory_format=layout)
+        optimizer = torch.optim.Adam([weight], lr=0.1)
+        optimizer.step()
+        if unlike == "state":
+            states = optimizer.state[weight]
+            states["exp_avg"] = states["exp_avg"].to(memory_format=torch.channels_last)
+        first = weight.detach().clone()
+        optimizer.step()
+        return first, weight.detach().clone()
+
+    plain = updated()
+    with applied(fuse_optimizer, {}, "result-equivalent"):
+        torch.testing.assert_close(updated(), plain)
+
+
 def test_facts_say_what_decides_the_cost_of_a_step():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 2)).to(memory_format=torch.channels_last)
     images = torch.randn(5, 3, 6, 6)
@@ -133,7 +156,7 @@ def test_facts_say_what_decides_the_cost_of_a_step():
     [
         ({"name": "AdamW", "device_type": "cuda"}, "in a few kernels"),
         ({"name": "AdamW", "device_type": "cpu", "is_fused": False}, "says itself"),
-        ({"name": "Adam", "device_type": "cpu", "is_plain": False}, "sparse or complex"),
+        ({"name": "Adam", "device_type": "cpu", "is_plain": False}, "unlike their gradients"),
         ({"name": "SGD", "device_type": "cpu", "num_tensors": 1, "num_elements": 1 << 20}, "no fused form"),
         ({"name": "lib.Lion", "device_type": "cpu"}, "lib.Lion has no fused form"),
     ],

@@ -65,7 +65,7 @@ def share_of(optimizer: OptimizerFacts) -> Share | str:
     if optimizer.device_type != "cpu":
         return "on a device torch updates all tensors in a few kernels as it is"
     if not optimizer.is_plain:
-        return f"{optimizer.name} updates sparse or complex numbers, or is differentiated through"
+        return f"{optimizer.name} updates sparse or complex numbers, or tensors that lie unlike their gradients"
     size = optimizer.num_elements / max(optimizer.num_tensors, 1)
     share = fused_share(optimizer.name, has_momentum=optimizer.has_momentum, mean_elements=size)
     return share or f"{optimizer.name} has no fused form that was seen to win"

@@ -1,14 +1,17 @@
 """Applies remedies of compute inside a rank.
 
-`compute.fused_optimizer`: torch asks one function which form an update gets where the script does not say (fused,
-foreach, or a loop over the tensors); on a CPU it answers with the loop. Another answer is all that changes: what the
-script's optimizer holds, and what it saves, stays as it is.
+`compute.fused_optimizer`: the update of torch's optimizers is one function each, which is told the form: fused,
+foreach, or neither, and then loops over the tensors on a CPU. Only this word changes: what the script's optimizer
+holds, and what it saves, stays as it is.
+
+Torch's fused updates on a CPU go through the memory of each tensor as it lies, so a gradient or a state that lies in
+another order than its parameter (channels last beside channels first) would be added to the wrong numbers: such
+updates are left to the loop.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,70 +22,78 @@ from headway.runtime.recorder.probes import NEVER
 
 NAME = "compute.fused_optimizer"
 
-CHOICE = "_default_to_fused_or_foreach"
-"""torch's function that chooses the form, as each module of an optimizer has imported it."""
-
-MODULES = ("torch.optim.adam", "torch.optim.adamw", "torch.optim.sgd", "torch.optim.adagrad")
-"""Modules of optimizers with a fused form on a CPU."""
+UPDATES = ("torch.optim.adam:adam", "torch.optim.adamw:adamw", "torch.optim.sgd:sgd", "torch.optim.adagrad:adagrad")
+"""Functions of updates with a fused form on a CPU; their first arguments are lists: parameters, gradients, states."""
 
 LOOKED_AT = 4
-"""Updates after which it is known whether the script has such an optimizer."""
+"""Steps after which it is known whether the script has such an optimizer."""
 
-Choice = Callable[..., tuple[bool, bool]]
+Update = Callable[..., None]
+Tensors = Sequence[torch.Tensor | None]
 
 
-def fuse_optimizer(parameters: NoParameters, context: Context) -> Applied | RefusedRemedy:
+def fuse_optimizer(parameters: NoParameters, context: Context) -> Applied:
     """Install 'compute.fused_optimizer'."""
     del parameters
     form = _FusedForm(context)
-    targets = [f"{name}:{CHOICE}" for name in MODULES if hasattr(importlib.import_module(name), CHOICE)]
-    if not targets:
-        return RefusedRemedy(NAME, f"torch {torch.__version__} chooses the form of an update in another place")
-    for target in targets:
+    for target in UPDATES:
         context.patch(target, form.around)
     context.listen(form.looked_at)
     return Applied(NAME, form.facts)
 
 
 class _FusedForm:
-    """Answers for torch which form an update gets."""
+    """Says for the script which form its updates have."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
         self.facts: dict[str, int] = {"updates": 0}
         """How many updates, of a group of parameters each, were fused."""
 
-    def around(self, original: Choice) -> Choice:
-        """Wrap torch's choice."""
+    def around(self, original: Update) -> Update:
+        """Wrap an update of torch's."""
 
         @functools.wraps(original)
-        def choose(params: Sequence[torch.Tensor], differentiable: bool, use_fused: bool = False) -> tuple[bool, bool]:
-            """Return (fused, foreach)."""
-            if torch.compiler.is_compiling() or differentiable or not all(map(_is_plain, params)):
-                return original(params, differentiable, use_fused)
+        def update(*lists: Tensors, **options: object) -> None:
+            """Update the parameters, fused where that can be."""
+            is_chosen = options.get("fused") is not None or options.get("foreach") is not None
+            if is_chosen or options.get("differentiable") or torch.compiler.is_compiling() or not _lie_alike(lists):
+                original(*lists, **options)
+                return
             self.facts["updates"] += 1
-            return True, False
+            original(*lists, **{**options, "fused": True, "foreach": False})
 
-        return choose
+        return update
 
     def looked_at(self, _: int) -> int:
         """Say after some steps that there is nothing to fuse, where that is so."""
         if self.context.probes.steps[0] < LOOKED_AT:
             return LOOKED_AT
         if not self.facts["updates"]:
-            reason = "no optimizer of the script leaves its form to torch, and updates dense real tensors of a CPU"
-            self.context.note(RefusedRemedy(NAME, reason))
+            reason = "no optimizer of the script leaves its form to torch and updates dense, real tensors of a CPU "
+            self.context.note(RefusedRemedy(NAME, f"{reason}that lie in memory as their gradients and states do"))
         else:
             self.context.note(Applied(NAME, self.facts))
         return NEVER
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Say whether the fused form on a CPU can update a tensor."""
-    grad = tensor.grad
-    return (
-        tensor.device.type == "cpu"
-        and tensor.is_floating_point()
-        and type(tensor.data) is torch.Tensor
-        and not (grad is not None and grad.is_sparse)
-    )
+def _lie_alike(lists: Sequence[Tensors]) -> bool:
+    """Say whether the parameters, the first list, are plain tensors of a CPU, and all that goes with each lies as it.
+
+    What has another shape is a count of steps; a list of what the update does without is empty.
+    """
+    for parameter, *others in zip(*filter(None, lists), strict=True):
+        if parameter is None or type(parameter.data) is not torch.Tensor or parameter.device.type != "cpu":
+            return False
+        dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
+        if not (dense and parameter.is_floating_point()):
+            return False
+        for other in others:
+            if other is None:
+                continue
+            if other.is_sparse or type(other.data) is not torch.Tensor:
+                return False
+            unlike = other.stride() != parameter.stride() or other.dtype != parameter.dtype
+            if unlike and other.shape == parameter.shape and parameter.dim():
+                return False
+    return bool(lists) and len(lists[0]) > 0

@@ -101,17 +101,19 @@ def _agreed(values: Iterable[bool | None]) -> bool | None:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Say whether a tensor and its gradient are dense, real, and no subclass of torch's tensors."""
+    """Say whether a tensor is dense, real, no subclass of torch's, and lies in memory as its gradient does."""
     import torch
 
     grad = tensor.grad
-    if grad is None or not type(tensor.data) is type(grad) is torch.Tensor:
+    if grad is None or grad.is_sparse or not type(tensor.data) is type(grad) is torch.Tensor:
         return False
-    return tensor.is_floating_point() and not grad.is_sparse
+    dense = tensor.is_contiguous() or _is_channels_last(tensor)
+    return dense and tensor.is_floating_point() and tensor.stride() == grad.stride() and tensor.dtype == grad.dtype
 
 
 def _is_channels_last(weight: Tensor) -> bool:
     """Say whether a weight lies with its channels last and not, as with one channel, both ways."""
     import torch
 
-    return weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+    last = weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last)
+    return last and not weight.is_contiguous()

@@ -49,7 +49,8 @@ class OptimizerFacts(msgspec.Struct, frozen=True):
     """The same of `foreach`."""
     has_momentum: bool = False
     is_plain: bool = True
-    """Whether all it updates is dense and real, and nothing is differentiated through it: what fused forms can do."""
+    """Whether all it updates is dense and real, lies as its gradient does, and nothing is differentiated through it:
+    what fused forms can do. Torch's on a CPU add a gradient that lies in another order to the wrong numbers."""
 
 
 class ComputeFacts(msgspec.Struct, frozen=True, kw_only=True):
