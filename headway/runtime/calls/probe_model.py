@@ -146,6 +146,7 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
 
     for function in (outermost, models.add, gap.note_forward, gap.note_loop, probes.advance, gradients.inferred):
         out_of_compiler(function)
+    out_of_compiler(note, callees=True)  # what it reads of tensors would be graphs of its own
     return out_of_compiler(_entry(original, outermost, forwarding))
 
 

@@ -94,18 +94,18 @@ def begin(probes: Probes, roots: Any) -> int:
     return fresh
 
 
-def out_of_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
+def out_of_compiler(function: Callable[..., Any], *, callees: bool = False) -> Callable[..., Any]:
     """Have torch.compile run the frame of `function` as it is: code that it cannot trace, where it breaks anyway.
 
     Without this a compiled region that calls `backward()`, which always breaks the graph, would have the compiler try
-    the clock and the stores as well. What `function` calls is compiled as ever.
+    the clock and the stores as well. What `function` calls is compiled as ever, but for headway's own `callees`.
     """
     import torch
 
     frames: Any = torch._C._dynamo.eval_frame
     if hasattr(frames, "set_code_exec_strategy"):
         action = frames._FrameAction
-        strategy = frames._FrameExecStrategy(action.SKIP, action.DEFAULT)
+        strategy = frames._FrameExecStrategy(action.SKIP, action.SKIP if callees else action.DEFAULT)
         frames.set_code_exec_strategy(function.__code__, strategy)
     elif hasattr(frames, "skip_code"):  # before torch 2.7
         frames.skip_code(function.__code__)

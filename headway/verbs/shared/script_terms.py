@@ -37,6 +37,7 @@ OF_REMEDY: dict[str, Callable[[Mapping[str, Any]], str]] = {
     ),
     "comm.compress": lambda given: f"headway.comm.compress(model, {given.get('codec', 'half')!r})",
     "comm.static_graph": lambda given: call("DistributedDataParallel", {"static_graph": True}, "static_graph"),
+    "compute.fused_optimizer": lambda given: "",  # the cause names the optimizer
     "host.gc": lambda given: f"gc.freeze() and gc.disable(), then gc.collect() every {given.get('every_steps')} steps",
     "host.logging": lambda given: (
         "q = queue.Queue(); logging.handlers.QueueListener(q, *log.handlers).start(); "
