@@ -29,7 +29,8 @@ def slower_since(step_wall_ns: Ints, first: int) -> float:
     >>> slower_since(np.repeat([100, 104], 200), 200), slower_since(np.repeat([100, 102], 200), 200)
     (0.04, 0.0)
     """
-    before, behind = step_wall_ns[WARM_STEPS:first], step_wall_ns[first + WARM_STEPS :]
+    warm = min(WARM_STEPS, max(first - LEAST_STEPS, 1))  # where steps are long, a window opens after few
+    before, behind = step_wall_ns[warm:first], step_wall_ns[first + WARM_STEPS :]
     if min(len(before), len(behind)) < LEAST_STEPS:
         return 0.0
     quarter, half = np.quantile(behind, [0.25, 0.5]) / np.median(before)
