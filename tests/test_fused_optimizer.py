@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from msgspec import convert
 from torch import nn
 
-from headway.compute.advise import share_of
 from headway.compute.apply import fuse_optimizer
 from headway.cost.fused import ADAPTIVE, OF_CALLS, fused_share
+from headway.ledger.answers.compute_causes import share_of
 from headway.runtime.script.compute_facts import model_facts, optimizer_facts
-from headway.trace.rings.compute_facts import ComputeFacts, OptimizerFacts
+from headway.trace.rings.compute_facts import ComputeFacts, ModelFacts, OptimizerFacts
 from headway.verbs.shared.explain import explain
 from tests.launching import headway, script
 from tests.remedy_context import applied
@@ -139,15 +140,15 @@ def test_facts_say_what_decides_the_cost_of_a_step():
     model(images).sum().backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with torch.autocast("cpu", torch.bfloat16):
-        found = model_facts(model, (images,))
-    told = optimizer_facts(optimizer)
+        facts = convert(model_facts(model, (images,)), ModelFacts)
+    update = convert(optimizer_facts(optimizer), OptimizerFacts)
 
-    assert (found.num_elements, found.parameter_dtypes) == (4 * 27 + 4 + 2 * 64 + 2, {"float32": 242})
-    assert (found.input_dtypes, found.batch_size, found.autocast) == (("float32",), 5, "bfloat16")
-    assert (found.num_convolution_weights, found.num_channels_last, found.is_compiled) == (1, 1, False)
-    assert (told.name, told.num_tensors, told.num_elements, told.device_type) == ("SGD", 4, 242, "cpu")
-    assert (told.is_fused, told.is_foreach, told.has_momentum, told.is_plain) == (None, None, True, True)
-    words = ComputeFacts(models=(found,), optimizers=(told,)).words()
+    assert (facts.num_elements, facts.parameter_dtypes) == (4 * 27 + 4 + 2 * 64 + 2, {"float32": 242})
+    assert (facts.input_dtypes, facts.batch_size, facts.autocast) == (("float32",), 5, "bfloat16")
+    assert (facts.num_convolution_weights, facts.num_channels_last, facts.is_compiled) == (1, 1, False)
+    assert (update.name, update.num_tensors, update.num_elements, update.device_type) == ("SGD", 4, 242, "cpu")
+    assert (update.is_fused, update.is_foreach, update.has_momentum, update.is_plain) == (None, None, True, True)
+    words = ComputeFacts(models=(facts,), optimizers=(update,)).words()
     assert "autocast to bfloat16; eager; channels last; SGD, neither fused nor foreach" in words
 
 

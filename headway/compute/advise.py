@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from headway.core.units import format_fraction
-from headway.cost.fused import Share, fused_share
+from headway.cost.fused import Share
+from headway.ledger.answers.compute_causes import share_of
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.recorded.program import Program
@@ -35,10 +36,12 @@ def fused_optimizer(program: Program, optimizers: tuple[OptimizerFacts, ...]) ->
             return Refusal(NAME, "compute", share_or_reason)
         shares.append(share_or_reason)
     share = Share(*(max(values) for values in zip(*shares, strict=True)))
-    slow, mid, fast = (program.predict([_edit(factor)]) for factor in (share.high, share.mid, share.low))
+    mid = program.predict([_edit(share.mid)])
     if mid.speedup < MIN_SPEEDUP:
-        won = format_fraction(max(0.0, 1 - fast.step_s / fast.base_step_s))
+        fastest = program.predict([_edit(share.low)], interval=False)
+        won = format_fraction(max(0.0, 1 - fastest.step_s / fastest.base_step_s))
         return Refusal(NAME, "compute", f"fused updates win at most {won} of a step: too little to pay for a change")
+    slow, fast = (program.predict([_edit(factor)]) for factor in (share.high, share.low))
     names = " and ".join(dict.fromkeys(optimizer.name for optimizer in optimizers))
     return Proposal(
         name=NAME,
@@ -52,23 +55,6 @@ def fused_optimizer(program: Program, optimizers: tuple[OptimizerFacts, ...]) ->
         f"{share.high:.2f} of that time. {mid.note}".strip(),
         allow="result-equivalent",
     )
-
-
-def share_of(optimizer: OptimizerFacts) -> Share | str:
-    """Return what the fused form takes of an optimizer's time, or why it is not proposed.
-
-    >>> share_of(OptimizerFacts("LBFGS", device_type="cpu"))
-    'LBFGS has no fused form that was seen to win'
-    """
-    if optimizer.is_fused is not None or optimizer.is_foreach is not None:
-        return f"the script says itself which form of {optimizer.name} it wants"
-    if optimizer.device_type != "cpu":
-        return "on a device torch updates all tensors in a few kernels as it is"
-    if not optimizer.is_plain:
-        return f"{optimizer.name} updates sparse or complex numbers, or tensors that lie unlike their gradients"
-    size = optimizer.num_elements / max(optimizer.num_tensors, 1)
-    share = fused_share(optimizer.name, has_momentum=optimizer.has_momentum, mean_elements=size)
-    return share or f"{optimizer.name} has no fused form that was seen to win"
 
 
 def _edit(factor: float) -> str:

@@ -19,6 +19,7 @@ import torch
 from headway.core.remedies import NoParameters
 from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
 from headway.runtime.recorder.probes import NEVER
+from headway.runtime.script.compute_facts import can_be_fused
 
 NAME = "compute.fused_optimizer"
 
@@ -57,7 +58,7 @@ class _FusedForm:
         def update(*lists: Tensors, **options: object) -> None:
             """Update the parameters, fused where that can be."""
             is_chosen = options.get("fused") is not None or options.get("foreach") is not None
-            if is_chosen or options.get("differentiable") or torch.compiler.is_compiling() or not _lie_alike(lists):
+            if is_chosen or options.get("differentiable") or torch.compiler.is_compiling() or not _all_fused(lists):
                 original(*lists, **options)
                 return
             self.facts["updates"] += 1
@@ -77,23 +78,9 @@ class _FusedForm:
         return NEVER
 
 
-def _lie_alike(lists: Sequence[Tensors]) -> bool:
-    """Say whether the parameters, the first list, are plain tensors of a CPU, and all that goes with each lies as it.
-
-    What has another shape is a count of steps; a list of what the update does without is empty.
-    """
+def _all_fused(lists: Sequence[Tensors]) -> bool:
+    """Say whether all parameters, the first list, can be fused on the CPU; a list of what is not used is empty."""
     for parameter, *others in zip(*filter(None, lists), strict=True):
-        if parameter is None or type(parameter.data) is not torch.Tensor or parameter.device.type != "cpu":
+        if parameter is None or parameter.device.type != "cpu" or not can_be_fused(parameter, others):
             return False
-        dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
-        if not (dense and parameter.is_floating_point()):
-            return False
-        for other in others:
-            if other is None:
-                continue
-            if other.is_sparse or type(other.data) is not torch.Tensor:
-                return False
-            unlike = other.stride() != parameter.stride() or other.dtype != parameter.dtype
-            if unlike and other.shape == parameter.shape and parameter.dim():
-                return False
     return bool(lists) and len(lists[0]) > 0

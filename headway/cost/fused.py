@@ -37,7 +37,7 @@ OF_CALLS = {True: Share(0.2, 0.33, 0.5), False: Share(0.4, 0.57, 0.85)}
 
 
 def fused_share(name: str, *, has_momentum: bool = False, mean_elements: float = 0.0) -> Share | None:
-    """Return what the fused form takes of the loop's time; None where there is none, or it was not seen to win.
+    """Return what the fused form takes of the loop's time; None where there is none, or none was measured to be faster.
 
     `name` is the class of torch.optim, `mean_elements` the mean numbers in a tensor that it updates.
     """

@@ -17,7 +17,8 @@ import warnings
 from collections.abc import Callable
 
 from headway.core.machine.apart import caches_of, die_with_parent, own_caches, step_apart
-from headway.core.machine.host import readable, thread_times
+from headway.core.machine.hidden_thread import thread_times
+from headway.core.machine.host import readable
 from headway.core.machine.interruptions import pass_on, raised_behind
 from headway.core.machine.own_children import unheard
 from headway.core.units import NS_PER_S

@@ -11,6 +11,11 @@ the interpreter from ending.
 >>> thread.join()
 >>> ran == [before], thread.is_alive()
 (True, False)
+
+And what the scheduler counts of any thread, here because every rank imports it: nothing heavy comes along.
+
+>>> min(thread_times(threading.get_native_id())) >= 0, thread_times(-1)
+(True, (0, 0))
 """
 
 from __future__ import annotations
@@ -19,6 +24,8 @@ import _thread
 import os
 import threading
 from collections.abc import Callable
+
+from headway.core.machine.interruptions import pass_on
 
 running: dict[int, str] = {}
 """Identifier -> name of each such thread that runs."""
@@ -74,3 +81,17 @@ def forget() -> None:
     ident = _thread.get_ident()
     if isinstance(threading._active.get(ident), threading._DummyThread):  # type: ignore[attr-defined]  # not in the stubs
         threading._active.pop(ident, None)  # type: ignore[attr-defined]  # nor this
+
+
+def thread_times(tid: int, pid: int | str = "self") -> tuple[int, int]:
+    """Return the CPU time and the run delay of a thread of a process, ns; zeros where it has ended, or is not told."""
+    try:
+        descriptor = os.open(f"/proc/{pid}/task/{tid}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fields = os.read(descriptor, 96).split()
+        finally:
+            os.close(descriptor)
+        return int(fields[0]), int(fields[1])
+    except (OSError, ValueError, IndexError) as cause:
+        pass_on(cause)  # a time-out is an OSError
+        return 0, 0

@@ -42,8 +42,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from headway.core.machine.interruptions import pass_on
-
 # The file systems that this process sees: what lies where, and whether its bytes lie on this host.
 
 REMOTE = frozenset(
@@ -176,20 +174,6 @@ def lines_of(path: Path) -> list[str]:
 def first_line(path: Path) -> str:
     """Return a file's first line without the blanks around it, '' when it cannot be read."""
     return (lines_of(path) or [""])[0].strip()
-
-
-def thread_times(tid: int, pid: int | str = "self") -> tuple[int, int]:
-    """Return the CPU time and the run delay of a thread of a process, ns; zeros where it has ended, or is not told."""
-    try:
-        descriptor = os.open(f"/proc/{pid}/task/{tid}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            fields = os.read(descriptor, 96).split()
-        finally:
-            os.close(descriptor)
-        return int(fields[0]), int(fields[1])
-    except (OSError, ValueError, IndexError) as cause:
-        pass_on(cause)  # a time-out is an OSError
-        return 0, 0
 
 
 def number_in(path: Path) -> int | None:

@@ -1,6 +1,7 @@
 """Reads how a script computes, once per model and optimizer: nothing here is called again in later steps.
 
-None of it starts a driver or waits for a device: flags and shapes only.
+None of it starts a driver or waits for a device: flags and shapes only. The answers are rows of JSON with the keys of
+`headway.trace.rings.compute_facts`, whose types are not imported here: every rank and loader worker would pay for them.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from headway.core.machine.interruptions import suppress_own
-from headway.trace.rings.compute_facts import ModelFacts, OptimizerFacts
+
+Row = dict[str, object]
+"""Facts by name."""
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,8 +24,8 @@ MOST = 8
 """Models and optimizers that are noted: a script that makes more of them in a loop has seen to it itself."""
 
 
-def model_facts(module: Module, arguments: Iterable[object]) -> ModelFacts:
-    """Return the facts of a model within, or right behind, a call of it with `arguments`."""
+def model_facts(module: Module, arguments: Iterable[object]) -> Row:
+    """Return `ModelFacts` of a model within, or right behind, a call of it with `arguments`."""
     import torch
 
     parameters = list(module.parameters())
@@ -35,44 +36,67 @@ def model_facts(module: Module, arguments: Iterable[object]) -> ModelFacts:
     device_type = parameters[0].device.type if parameters else "cpu"
     casts = torch.is_autocast_enabled(device_type)
     weights = [parameter for parameter in parameters if parameter.dim() == 4]
-    return ModelFacts(
-        type(getattr(module, "_orig_mod", module)).__name__,
-        dtypes.total(),
-        dict(dtypes),
-        tuple(_name(given.dtype) for given in inputs),
-        next((given.shape[0] for given in inputs if given.dim()), None),
-        _name(torch.get_autocast_dtype(device_type)) if casts else None,
-        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None,
-        len(weights),
-        sum(_is_channels_last(weight) for weight in weights),
-    )
+    return {
+        "name": type(getattr(module, "_orig_mod", module)).__name__,
+        "num_elements": dtypes.total(),
+        "parameter_dtypes": dict(dtypes),
+        "input_dtypes": [_name(given.dtype) for given in inputs],
+        "batch_size": next((given.shape[0] for given in inputs if given.dim()), None),
+        "autocast": _name(torch.get_autocast_dtype(device_type)) if casts else None,
+        "is_compiled": hasattr(module, "_orig_mod") or module._compiled_call_impl is not None,
+        "num_convolution_weights": len(weights),
+        "num_channels_last": sum(_is_channels_last(weight) for weight in weights),
+    }
 
 
-def optimizer_facts(optimizer: Optimizer) -> OptimizerFacts:
-    """Return the facts of an optimizer at its first step, with the gradients that it has then."""
+def optimizer_facts(optimizer: Optimizer) -> Row:
+    """Return `OptimizerFacts` of an optimizer at its first step, with the gradients that it has then."""
     groups = optimizer.param_groups
     tensors = [tensor for group in groups for tensor in group["params"] if tensor.grad is not None]
     devices = {tensor.device.type for tensor in tensors}
     optimizer_class = type(optimizer)
     is_torchs = optimizer_class.__module__.partition(".")[0] == "torch"
-    return OptimizerFacts(
-        optimizer_class.__name__ if is_torchs else f"{optimizer_class.__module__}.{optimizer_class.__name__}",
-        len(tensors),
-        sum(tensor.numel() for tensor in tensors),
-        devices.pop() if len(devices) == 1 else "",
-        _agreed(group.get("fused") for group in groups),
-        _agreed(group.get("foreach") for group in groups),
-        any(group.get("momentum") for group in groups),
-        all(_is_plain(tensor) for tensor in tensors) and not any(group.get("differentiable") for group in groups),
-    )
+    plain = all(can_be_fused(tensor, [tensor.grad]) for tensor in tensors)
+    return {
+        "name": optimizer_class.__name__ if is_torchs else f"{optimizer_class.__module__}.{optimizer_class.__name__}",
+        "num_tensors": len(tensors),
+        "num_elements": sum(tensor.numel() for tensor in tensors),
+        "device_type": devices.pop() if len(devices) == 1 else "",
+        "is_fused": _agreed(group.get("fused") for group in groups),
+        "is_foreach": _agreed(group.get("foreach") for group in groups),
+        "has_momentum": any(group.get("momentum") for group in groups),
+        "is_plain": plain and not any(group.get("differentiable") for group in groups),
+    }
 
 
-def note(compute: dict[str, object], name: str, facts: Callable[[], ModelFacts | OptimizerFacts]) -> None:
-    """Add what `facts` returns to the rank's table `compute`; what cannot be read is a fact less."""
+def can_be_fused(parameter: Tensor, others: Iterable[Tensor | None]) -> bool:
+    """Say whether a parameter, and the gradient and states that go with it, are what fused updates get right.
+
+    All are dense, real and no subclass of torch's tensors, and lie in memory alike. What has another shape is a count
+    of steps; None is what is not there yet.
+    """
+    import torch
+
+    dense = parameter.is_contiguous() or _is_channels_last(parameter)
+    if type(parameter.data) is not torch.Tensor or not (dense and parameter.is_floating_point()):
+        return False
+    for other in others:
+        if other is None:
+            continue
+        if other.is_sparse or type(other.data) is not torch.Tensor:
+            return False
+        unlike = other.stride() != parameter.stride() or other.dtype != parameter.dtype
+        if unlike and other.shape == parameter.shape and parameter.dim():
+            return False
+    return True
+
+
+def note(compute: dict[str, object], name: str, facts: Callable[[], Row]) -> None:
+    """Add what `facts` returns to the rank's table `compute`; what cannot be read is left out."""
     with suppress_own():
         rows = compute.setdefault(name, [])
         if isinstance(rows, list) and len(rows) < MOST:
-            rows.append(msgspec.to_builtins(facts()))
+            rows.append(facts())
 
 
 def note_settings(compute: dict[str, object]) -> None:
@@ -98,17 +122,6 @@ def _agreed(values: Iterable[bool | None]) -> bool | None:
     """Return what all say; None where they differ."""
     distinct = set(values)
     return distinct.pop() if len(distinct) == 1 else None
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Say whether a tensor is dense, real, no subclass of torch's, and lies in memory as its gradient does."""
-    import torch
-
-    grad = tensor.grad
-    if grad is None or grad.is_sparse or not type(tensor.data) is type(grad) is torch.Tensor:
-        return False
-    dense = tensor.is_contiguous() or _is_channels_last(tensor)
-    return dense and tensor.is_floating_point() and tensor.stride() == grad.stride() and tensor.dtype == grad.dtype
 
 
 def _is_channels_last(weight: Tensor) -> bool:

@@ -20,7 +20,7 @@ import threading
 from time import monotonic_ns
 
 from headway.core.machine.arena import Descriptor
-from headway.core.machine.host import thread_times
+from headway.core.machine.hidden_thread import thread_times
 from headway.core.machine.interruptions import pass_on
 
 

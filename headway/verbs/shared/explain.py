@@ -280,8 +280,7 @@ def fixes_of(
             if row.clear and (best is None or row.predicted_speedup > best.predicted_speedup):
                 grant = "" if row in free else f" --allow {row.allow}"
                 how = f"headway plan{grant}, then headway run --apply"
-                changes = RECORDS[row.name].changes or GRANTED.get(row.allow or "", "")
-                how = f"{changes}: {how}" if grant and changes else how
+                how = f"{RECORDS[row.name].changes or DRAWS}: {how}" if grant else how
                 how = "in the script itself: headway could not apply it" if row.name in refused else how
                 edits = ", ".join(edit for edit in row.edits if not edit.startswith("op:"))
                 text = f"{row.name}: {edits} ({how})" if edits else f"{row.name} ({how})"
@@ -300,12 +299,8 @@ def fixes_of(
     return {**unsure, **fixes}
 
 
-GRANTED = {
-    "result-equivalent": "with other random draws of the same distribution",
-    "lossy": "with an approximation",
-    "data.threads": "with threads that share the dataset's objects",
-}
-"""Grant -> what it admits, as a fix says it."""
+DRAWS = "with other random draws of the same distribution"
+"""What a grant admits, as a fix says it, of a remedy whose record does not say: it needs one for some scripts alone."""
 
 
 def refuted(cause: Cause, plan: Plan) -> Cause:
