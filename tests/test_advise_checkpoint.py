@@ -175,6 +175,7 @@ def saving_run(tmp_path_factory) -> Run:
     return Run.open(folder / "run")
 
 
+@pytest.mark.slow
 def test_a_real_run_that_saves_too_often_is_told_what_both_remedies_would_win(saving_run) -> None:
     ledger, program = Ledger.of(saving_run), Program.from_run(saving_run)
     saves = recorded_saves(program)

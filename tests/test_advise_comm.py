@@ -220,6 +220,7 @@ def graph_facts(changing: bool) -> list[bool]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changing", [False, True])
 def test_ddp_itself_says_whether_its_graph_is_static(changing: bool) -> None:
     found = on_ranks(graph_facts, 2, changing)[0]

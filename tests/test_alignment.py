@@ -142,6 +142,7 @@ UNSTEADY = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("unsteady", UNSTEADY)
 @pytest.mark.parametrize("make", [two_ranks, eight_ranks, pipeline])

@@ -145,6 +145,7 @@ def test_a_fault_on_another_rank_explains_why_this_one_was_stopped(tmp_path):
     assert "hf_AbCd" not in "".join(p.read_text() for p in (tmp_path / "run").glob("*/*.json"))
 
 
+@pytest.mark.slow
 def test_ranks_that_only_mpiexec_names_record_under_their_own_number(tmp_path):
     job = script(
         tmp_path,

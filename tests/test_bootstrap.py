@@ -163,6 +163,7 @@ def test_an_exception_in_the_script_shows_no_frame_of_headway(tmp_path):
     assert result.stderr.strip().endswith("KeyError: 'mine'")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", ["all", "run", "optimizer.step,input.load,DataLoader.__next__"])
 def test_a_headway_whose_patches_fail_on_purpose_lets_the_script_finish(broken, tmp_path, plain):
     recorded = run_script(LOOP.replace("START", "None"), tmp_path, HEADWAY_BREAK=broken)
@@ -174,6 +175,7 @@ def test_a_headway_whose_patches_fail_on_purpose_lets_the_script_finish(broken, 
     assert len(lines) == len(set(lines))
 
 
+@pytest.mark.slow
 def test_mp_spawn_children_are_ranks_of_their_own(tmp_path):
     run_script(
         """

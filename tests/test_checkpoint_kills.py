@@ -12,6 +12,7 @@ def expected():
     return kills.undisturbed(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "worlds"), [(2, (2,)), (3, (2, 1))], ids=["same ranks", "other ranks"])
 def test_what_is_restored_after_a_kill_is_what_was_saved_and_the_job_ends_as_if_undisturbed(
     monkeypatch, expected, seed, worlds

@@ -157,6 +157,7 @@ def last_fails(folder, end, *before):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_itself_keeps_the_only_traceback_and_the_lost_save_is_one_line(tmp_path):
     done = last_fails(tmp_path, "raise ValueError('its own')")
     *_, raised, line = done.stderr.splitlines()
@@ -166,6 +167,7 @@ def test_a_script_that_fails_itself_keeps_the_only_traceback_and_the_lost_save_i
     assert re.match(r"headway: the checkpoint .*/step-2 was not written: \[Errno 20\]", line)
 
 
+@pytest.mark.slow
 def test_a_last_save_that_fails_ends_the_job_as_the_raising_call_would_have(tmp_path):
     plan = tmp_path / "plan.json"
     write_plan(PlanFile((Remedy("checkpoint.async", {"every_steps": 4}, 1.1, allow=ALLOW),)), plan)

@@ -97,6 +97,7 @@ def test_a_place_that_takes_nothing_is_one_line_with_what_to_do(number, place, s
     assert capsys.readouterr().err.startswith(said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--quiet"], ["--json"]], ids=str)
 @pytest.mark.parametrize(("code", "stream"), [(3, "stderr"), (3, "stdout"), (0, "stderr")])
 def test_how_a_job_ended_stands_where_nothing_can_be_said(options, code, stream, tmp_path):

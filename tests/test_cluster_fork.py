@@ -40,6 +40,7 @@ def test_total_time_is_near_the_fluid_bound_and_never_above_las(num_jobs, steps)
         assert answer["total_s"] <= 0.35 * answer["las_s"]
 
 
+@pytest.mark.slow
 @given(
     speeds=speeds_of_devices, steps=st.lists(st.integers(1, 20_000), min_size=1, max_size=9),
     slot_cost_s=st.sampled_from([0.0, 1.0, 20.0]),
@@ -57,6 +58,7 @@ def test_each_step_is_done_once_and_costs_are_all_that_is_lost(speeds, steps, sl
     assert answer["total_s"] <= answer["bound_s"] + num_slots * lost_s + slot_cost_s * len(speeds)
 
 
+@pytest.mark.slow
 @given(steps=st.lists(st.integers(1, 20_000), min_size=1, max_size=5))
 def test_one_device_runs_jobs_as_they_are_and_pays_for_changes_alone(steps):
     answer = fork_answer([(f"{index}", count) for index, count in enumerate(steps)], [2.0], slot_cost_s=0.0)

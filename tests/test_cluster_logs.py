@@ -194,6 +194,7 @@ def test_runs_that_no_job_has_the_name_of_are_refused(tmp_path, capsys):
         assert message in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_a_part_of_philly_is_ranked_without_a_check_by_replay():
     queue = read_queue(shared("cluster/philly/jobs.parquet"), "11cb48")
     part = type(queue)(queue.jobs.take(slice(0, 300)), queue.start_s[:300], queue.device_type[:300])

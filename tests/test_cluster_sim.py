@@ -30,6 +30,7 @@ def some_jobs(rng, n, *, restart_s=0.0):
     )
 
 
+@pytest.mark.slow
 @given(st.integers(0, 1000), st.sampled_from(["headway", "gavel"]))
 @settings(max_examples=3)
 def test_every_job_ends_no_sooner_than_alone_and_one_seed_gives_one_history(seed, rules):

@@ -216,6 +216,7 @@ def _through_the_remedy(script: str) -> tuple[list[float], list[str], bool]:
     return [float((plain - changed).abs().max())], words, same_on_all(changed)
 
 
+@pytest.mark.slow
 def test_an_unmodified_script_is_compressed_and_one_with_a_hook_keeps_it() -> None:
     for script, words in (
         ("plain", ["applied"]),

@@ -99,6 +99,7 @@ def test_the_plan_holds_the_codec_that_the_recorded_window_and_the_measured_code
     assert json.loads(capsys.readouterr().out)["interval"][0] > 0
 
 
+@pytest.mark.slow
 def test_measured_rows_are_positive_and_hold_the_bytes_of_a_packet(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

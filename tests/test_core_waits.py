@@ -36,6 +36,7 @@ def starved(share: float, *, known: bool = True) -> Made:
     return replace(made, trace=concat([made.trace, rows.trace()]))
 
 
+@pytest.mark.slow
 @given(st.floats(0, 0.9))
 def test_waiting_for_a_core_is_taken_out_of_what_the_thread_computed(share):
     made = starved(share)

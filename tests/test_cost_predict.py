@@ -123,6 +123,7 @@ def verb(capsys, *words, room=("cost",)):
     return leaving.value.code, json.loads(printed.out) if printed.out else printed.err
 
 
+@pytest.mark.slow
 def test_a_calibration_goes_on_and_predicts_a_step(tmp_path, capsys, monkeypatch):
     path = str(tmp_path / "costs.jsonl")
     (tmp_path / "some_model.py").write_text(

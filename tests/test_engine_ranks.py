@@ -43,6 +43,7 @@ def _train(root, steps, options):
     return report.step, before, _bits(model, opt)
 
 
+@pytest.mark.slow
 def test_what_two_ranks_saved_any_number_of_ranks_restores_alike(tmp_path):
     saved = on_ranks(_train, 2, str(tmp_path), 2, {})
     sizes = [(tmp_path / "step-2" / f"rank-{rank}" / f"__{rank}_0.distcp").stat().st_size for rank in (0, 1)]
@@ -87,6 +88,7 @@ def test_new_ranks_draw_numbers_of_their_own_unless_all_ranks_were_in_step(tmp_p
             assert len(set(kind)) == (1 if seeds == (3, 3) else 4)
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_rank_directory_is_made_up_for_by_the_agents_parity(tmp_path):
     saved = on_ranks(_train, 3, str(tmp_path), 1, {"redundancy": "+1"})
     shutil.rmtree(tmp_path / "step-1" / "rank-1")
@@ -129,6 +131,7 @@ def test_tensors_that_are_taken_for_copies_and_differ_are_named_on_all_ranks(tmp
     assert not (tmp_path / "step-1").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2])
 def test_random_numbers_go_on_on_every_rank_by_itself(tmp_path, world):
     first, second = on_ranks(_draws, world, str(tmp_path)), on_ranks(_draws, world, str(tmp_path))

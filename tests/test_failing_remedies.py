@@ -133,6 +133,7 @@ IN_WORKERS = [
 """Functions that worker processes of a script without workers of its own call: module:name."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IN_WORKERS)
 def test_a_step_that_fails_in_worker_processes_leaves_the_loop_its_batches(name, monkeypatch):
     failed = os.memfd_create("failed")

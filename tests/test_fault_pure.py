@@ -58,6 +58,7 @@ def test_two_phases_leave_one_suspect_where_groups_are_not_larger_than_they_are_
                 assert len(found) <= most
 
 
+@pytest.mark.slow
 def test_a_copy_is_in_no_group_and_on_no_host_of_its_owner_and_all_hold_one():
     """Every mesh of tp, pp <= 8 and dp <= 16 on hosts of 1, 2, 4 or 8 ranks, more than one: each has a solution."""
     for tp, pp, dp in itertools.product(range(1, 9), range(1, 9), range(1, 17)):
@@ -112,6 +113,7 @@ def test_nobody_is_blamed_without_a_consensus_and_a_verdict_narrows_a_group():
     assert suspects({rank: ["main"] for rank in range(16) if rank != 9}, mesh).ranks == [9]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mtbf_s", "times"),
     [

@@ -277,6 +277,7 @@ def test_a_fleet_that_is_gone_is_one_clear_error_and_leaves_no_process(tmp_path)
     assert psutil.wait_procs(processes, timeout=10)[1] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", ["unix", "tcp"])
 @pytest.mark.parametrize("beside", [[], ["headway-master"]], ids=["alone", "with its master"])
 def test_a_killed_supervisor_is_started_again_and_no_batch_is_lost_or_comes_twice(beside, address):

@@ -92,6 +92,7 @@ def no_other_callbacks():
     gc.callbacks.extend(others)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_other_callbacks")
 def test_a_handlers_exception_is_not_lost_in_a_collection(tmp_path):
     """The handler runs as soon as Python code does: in the collector's callbacks nobody would get what it raises."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
@@ -92,6 +93,7 @@ def facts(state):
     return parts, state.objects, state.paths, state.tensors, replicas
 
 
+@pytest.mark.slow
 @given(changes=st.lists(st.sampled_from(range(len(CHANGES))), max_size=12))
 def test_it_is_the_cut_that_would_be_made_anew(changes):
     state = made()

@@ -31,6 +31,7 @@ def test_arguments_reach_the_script_unchanged(tmp_path):
     assert done.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_run_whose_usual_place_cannot_be_written_is_recorded_elsewhere(tmp_path):
     job = script(tmp_path, "print(7)")
     (tmp_path / "headway-runs").write_text("")
@@ -53,6 +54,7 @@ def test_a_module_and_a_program_are_run_as_such(tmp_path):
     assert program.stdout == "--of \n"
 
 
+@pytest.mark.slow
 def test_ranks_get_the_environment_that_torchrun_gives(tmp_path):
     job = script(
         tmp_path,
@@ -131,6 +133,7 @@ def test_without_torchruns_flags_a_script_finds_the_environment_that_python_give
     assert (one["RANK"], one["WORLD_SIZE"]) == ("0", "1")
 
 
+@pytest.mark.slow
 def test_a_process_alone_is_rank_0_whatever_the_shell_says(tmp_path):
     train = "import torch\no = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)\nfor _ in range(3): o.step()"
     run(tmp_path / "run", [script(tmp_path, train)], {"HEADWAY": "", "RANK": "3", "WORLD_SIZE": "8"})

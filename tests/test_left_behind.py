@@ -95,6 +95,7 @@ def held():
     return process.num_fds(), process.num_threads(), len(process.children(recursive=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_further_passes_whole_and_broken_off_leave_nothing_behind(kind):
     def passes(loader):
@@ -145,6 +146,7 @@ def in_fork(act):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_fork_that_drops_a_loader_or_reads_it_anew_takes_nothing_from_the_loop_it_left(kind):
     with made(kind) as kept:

@@ -69,6 +69,7 @@ def uninterrupted(n, global_batch, epochs, **options):
     return [[rows(batch) for batch in loader] for _ in range(epochs)]
 
 
+@pytest.mark.slow
 @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), n=st.integers(1, 120), global_batch=st.sampled_from([1, 2, 4, 6, 12]), seed=st.integers(0, 99))
 def test_interruptions_and_other_worlds_change_nothing_of_what_is_delivered(data, n, global_batch, seed):
@@ -99,6 +100,7 @@ def test_interruptions_and_other_worlds_change_nothing_of_what_is_delivered(data
     assert expected or tail == "drop"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"persistent_workers": False}, {}, {"multiprocessing_context": "spawn"}])
 def test_workers_change_nothing_and_read_ahead_counts_for_nothing(options):
     expected = uninterrupted(23, 4, 2, seed=5)

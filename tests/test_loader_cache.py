@@ -65,6 +65,7 @@ def epoch(loader):
     return items, sum(READS[:])
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(n=st.integers(1, 60), kept=st.integers(0, 70), slack=st.integers(0, SIZE - 1), seed=st.integers(0, 9))
 def test_each_later_epoch_hits_exactly_what_fits(n, kept, slack, seed):

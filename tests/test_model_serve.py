@@ -92,6 +92,7 @@ def test_the_program_finds_the_best_of_all_plans(seed):
     assert ServingGoal(omega, theta).value(quick) >= min(values) * (1 - 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_published_clusters_are_planned_within_the_gap_and_no_worse_than_the_best_uniform_precision(cluster):
     model, rows = published(cluster)
@@ -105,6 +106,7 @@ def test_published_clusters_are_planned_within_the_gap_and_no_worse_than_the_bes
     assert plan.choice.fits
 
 
+@pytest.mark.slow
 def test_where_layers_differ_a_mixture_is_faster_than_the_best_uniform_precision_and_loses_less():
     model, rows = published(6)
     spread = np.exp(np.random.default_rng(6).uniform(np.log(0.3), np.log(3), model.layers))

@@ -272,6 +272,7 @@ def test_a_file_that_cannot_be_checked_is_one_error(name, text, said, tmp_path, 
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @given(routed(), st.data())
 def test_a_program_with_a_changed_message_is_refused(case, data):
     program = lower(*case)
@@ -285,6 +286,7 @@ def test_a_program_with_a_changed_message_is_refused(case, data):
         check(replace(program, **{column: changed}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_verbs_export_check_and_simulate_every_order(name, tmp_path, capsys):
     v = {"interleaved": 2, "v": 2}.get(name, 1)

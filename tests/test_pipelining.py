@@ -53,6 +53,7 @@ def agree(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tol
     return all(torch.allclose(found[name], value.double(), rtol=0, atol=tolerance) for name, value in expected.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "ranks", "interleave"), FLUSHED)
 def test_every_flushed_schedule_trains_as_the_whole_model(name, ranks, interleave):
     answers = on_ranks(trained, ranks, name, "sgd", 3, {"interleave": interleave})
@@ -62,6 +63,7 @@ def test_every_flushed_schedule_trains_as_the_whole_model(name, ranks, interleav
     assert sorted(len(losses[0]) for _, losses, _ in answers) == [0] * (ranks - 1) + [M]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("vertical_sync", [False, True])
 def test_async_1f1b_is_the_oracle_of_stale_weights(optimizer, vertical_sync):
@@ -79,6 +81,7 @@ def test_async_1f1b_is_right_while_it_fills_and_drains(steps, m, flushes):
     assert agree(merged(answers), stale("sgd", steps, lambda s, t: t - 3 + s, every=1, m=m), 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flushes", [(), (0, 2)])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_two_buffer_reads_the_weights_of_the_step_before_also_over_a_flush(optimizer, flushes):

@@ -93,6 +93,7 @@ def near_best(seeds, jitter):
     return statistics.mean(near)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("jitter", "least"), [(0.05, 0.98), (0.1, 0.92)])
 def test_the_interval_is_near_the_best_one_however_much_steps_vary(jitter, least):
     assert near_best(range(40), jitter) >= least

@@ -36,6 +36,7 @@ def portraits(source, name):
     return [portrait(module["Images"](scale)) for scale in (2.0, 3.0)]
 
 
+@pytest.mark.slow
 def test_another_process_sees_the_same_and_a_change_of_code_or_data_is_seen():
     command = [sys.executable, "-c", "from tests.test_portrait import *; print(portraits(SOURCE, '__main__'))"]
     there = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, timeout=100).stdout

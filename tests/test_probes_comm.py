@@ -74,6 +74,7 @@ def test_the_exposed_wait_ends_after_ddps_own_finaliser(tmp_path):
     assert sorted(waits[1])[3] < sorted(waits[0])[3] / 2
 
 
+@pytest.mark.slow
 def test_every_kind_of_call_is_recorded_once_with_group_number_and_size(tmp_path):
     run_script(
         """
@@ -135,6 +136,7 @@ def test_fsdp2_gives_the_same_losses_and_its_waits_are_seen(tmp_path):
     assert sum("reduce_scatter" in name for name in names) >= 4 * 3
 
 
+@pytest.mark.slow
 def test_functions_that_a_script_imported_before_the_recording_or_in_it_make_operations_as_ever(tmp_path):
     """`P2POp` compares functions: those of before, of during and of after a recording are all `isend`."""
     code = f"""

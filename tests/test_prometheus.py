@@ -169,6 +169,7 @@ def test_silent_connections_and_strangers_keep_no_scrape_from_its_figures(tmp_pa
     assert let_go == b""
 
 
+@pytest.mark.slow
 def test_counters_of_a_real_job_go_on_over_its_restart(tmp_path):
     (tmp_path / "train.py").write_text(JOB)
     command = [sys.executable, "-m", "headway.cli", "run", "--nproc-per-node", "2", "--max-restarts", "1",

@@ -53,6 +53,7 @@ def mean_step_s(orders, each) -> float:
 # Predictions against the schedule's own simulation
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(stage_times, stage_times, st.integers(3, 6), st.sampled_from(("gpipe", "1f1b")))
 def test_another_order_is_predicted_as_the_simulated_schedule_takes(forward, backward, microbatches, name):

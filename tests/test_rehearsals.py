@@ -74,6 +74,7 @@ def rehearsed(loader, run, monkeypatch):
     return LoaderFacts.of(loaders(run)["0"]).rehearsal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

@@ -461,6 +461,7 @@ def returns_nothing(parameters, context):
     """Forget to return an outcome."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sparse", [False, True])
 def test_a_hook_that_fails_is_undone_and_the_script_goes_on(sparse, tmp_path):
     source = f"""

@@ -347,6 +347,7 @@ def _load_own(root: str) -> object:
     return state["rng"]["seed"], state["n"]
 
 
+@pytest.mark.slow
 def test_objects_that_differ_go_back_to_their_ranks_and_elsewhere_only_where_they_may(tmp_path):
     on_ranks(_save_own, 2, str(tmp_path / "own"), False)
     on_ranks(_save_own, 2, str(tmp_path / "any"), True)

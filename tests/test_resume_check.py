@@ -102,6 +102,7 @@ class Turning(torch.utils.data.Sampler):
         return 30
 
 
+@pytest.mark.slow
 def test_a_sampler_that_is_the_cause_of_a_difference_is_named():
     hints = [
         found(torch.utils.data.DataLoader(dataset(), 6, sampler=sampler))["hint"]

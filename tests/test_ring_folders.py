@@ -110,6 +110,7 @@ def far_folder(tmp_path, monkeypatch):
     return tmp_path / "run", memory
 
 
+@pytest.mark.slow
 def test_on_a_network_file_system_rings_are_mapped_in_memory_and_given_back(far_folder, tmp_path, capfd, monkeypatch):
     folder, memory = far_folder
     (tmp_path / "train.py").write_text(SCRIPT)

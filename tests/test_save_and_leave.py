@@ -154,6 +154,7 @@ def test_a_script_that_never_saved_ends_at_once(tmp_path):
     assert took_s < 15.0  # half of the grace
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_a_job_that_saves(tmp_path):
     cls, stderr, took_s = stopped(tmp_path, tmp_path / "run", 100_000, "stuck", twice=True, grace_s=60.0)
 

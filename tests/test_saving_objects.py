@@ -75,6 +75,7 @@ def _on_rank(root, environment, steps):
     return report.step, before, model.weight.tolist()
 
 
+@pytest.mark.slow
 def test_ranks_meet_in_the_bucket_and_another_number_of_them_goes_on(root, environment):
     saved = on_ranks(_on_rank, 2, root, environment, 2)
     parts = committed(open_store(root))[-1].record.files

@@ -122,6 +122,7 @@ class Story:
         assert (status["held_bytes"], status["flights"], status["jobs"]) == (0, 0, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 500, 50))
 def test_each_item_comes_once_per_job_and_epoch_over_joins_kills_crashes_and_other_worlds(first):
     for seed in range(first, first + 50):
@@ -236,6 +237,7 @@ def test_a_job_that_takes_nothing_delays_nobody_and_holds_its_window_only(order)
     assert slow.taken[0] == Counter(range(200))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forms", [("decoded",), ("augmented",)])
 @pytest.mark.parametrize("speeds", [None, (1.0, 1.0, 1.0, 1.0)])
 def test_opportunistic_jobs_read_storage_as_often_as_one(forms, speeds):

@@ -316,6 +316,7 @@ def test_no_order_of_saves_updates_replays_captures_and_stray_writes_tears_a_che
     assert 0 < refused < 100
 
 
+@pytest.mark.slow
 def test_a_copy_inside_of_the_device_is_torn_by_no_writer_and_never_refused(monkeypatch, tmp_path):
     good, refused, torn = orders(range(100), monkeypatch, tmp_path, "device")
 

@@ -14,6 +14,7 @@ from tests.paths import ROOT
 ENTRIES = [(kind, name) for kind in KINDS for name in getattr(shipped(), kind)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), ENTRIES)
 def test_every_entry_states_positive_figures_and_a_source(kind: str, name: str) -> None:
     entry = getattr(shipped(), kind)[name]

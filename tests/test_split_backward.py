@@ -25,6 +25,7 @@ def shapes(draw: st.DrawFn) -> PipelineShape:
     return PipelineShape(p, m, v, times[0] + 1, *times[1:], cap=cap)
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(shapes())
 def test_the_order_is_complete_within_the_cap_and_the_same_each_time(shape):
@@ -35,6 +36,7 @@ def test_the_order_is_complete_within_the_cap_and_the_same_each_time(shape):
     assert found.span_idle_ns >= 0
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(shapes())
 def test_more_memory_than_1f1b_needs_never_costs_time_against_1f1b(shape):

@@ -47,6 +47,7 @@ def test_each_rgroup_keeps_its_cap_nobody_is_under_protected_and_the_bound_is_no
     assert sum(result.disk_days_by_scheme.values()) == pytest.approx(result.disk_days)
 
 
+@pytest.mark.slow
 def test_a_made_up_fleet_keeps_the_published_bars():
     clusters = made("step", seed=1)[1:4]
     planned, instant, reactive = (

@@ -110,6 +110,7 @@ def test_an_object_that_holds_itself_is_told():
     assert StoredValue("x", holder).text == ""
 
 
+@pytest.mark.slow
 def test_containers_in_containers_without_end_are_refused():
     bomb: list = [None, {}]
     for _ in range(40):

@@ -283,6 +283,7 @@ def test_ranks_open_their_windows_at_the_same_steps_and_dump_the_flight_recorder
     assert "USDT" not in (tmp_path / "stderr").read_text()
 
 
+@pytest.mark.slow
 def test_a_script_with_its_own_profiler_gets_its_profile_and_no_window_afterwards(tmp_path):
     source = """
         import torch

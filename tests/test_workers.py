@@ -43,6 +43,7 @@ class OwnLoader(DataLoader):
         super().__init__(Squares(size), batch_size=4, shuffle=True, drop_last=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
