@@ -6,7 +6,8 @@ rooms' `remedies.py`, which need no torch.
 
 >>> sorted(REMEDIES)
 ['checkpoint.async', 'cluster.batch', 'cluster.noise', 'comm.bucket', 'comm.compress', 'comm.gradient_view', \
-'comm.order', 'comm.static_graph', 'compute.fused_optimizer', 'data.cache', 'data.server', 'data.threads', \
+'comm.order', 'comm.static_graph', 'compute.autocast', 'compute.channels_last', 'compute.compile', \
+'compute.cudnn_benchmark', 'compute.fused_optimizer', 'compute.tf32', 'data.cache', 'data.server', 'data.threads', \
 'data.workers', 'fault.guard', 'host.gc', 'host.logging', 'model.precision', 'model.tune', 'parallel.schedule', \
 'power.filler']
 """
@@ -68,6 +69,9 @@ MEASUREMENTS: dict[str, str] = _applied(data, "MEASUREMENTS")
 
 PRECISION_PHASES: dict[str, str] = _applied(model, "MEASUREMENTS")
 """Measurement -> where its record lies: phases of `headway model precision -- SCRIPT`."""
+
+TRIES: dict[str, str] = _applied(compute, "MEASUREMENTS")
+"""Measurement -> where its record lies: the trial of candidates of `headway try -- SCRIPT`."""
 
 DRILL: dict[str, str] = _applied(fault, "DRILL")
 """What a drill does inside a rank -> where its record lies; no plan of a user's names it."""

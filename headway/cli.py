@@ -36,6 +36,10 @@ VERBS: dict[str, tuple[str, str]] = {
     "watch": ("headway.verbs.runs.watch:watch", "Serve the page of a run live, while it goes on."),
     "doctor": ("headway.verbs.doctor:doctor", "Check this host before a run: memory, limits, threads, versions."),
     "demo": ("headway.verbs.demo:demo", "Show the whole loop on a small real job, in about two minutes."),
+    "try": (
+        "headway.verbs.runs.try_edits:try_edits",
+        "Try what a few lines would win in a script, side by side on the same batches.",
+    ),
     "tune": ("headway.verbs.models.tune:tune", "Tune a script's settings while it trains, by branches of its state."),
     "bench": ("headway.verbs.bench:bench", "Run a benchmark by name; each holds headway to a stated bar."),
     "drill": ("headway.verbs.jobs.drill:drill", "Play real faults on a job, and score which of them were noticed."),
@@ -254,7 +258,7 @@ LAB: tuple[str, ...] = (
 """Verbs for research: `headway lab cluster-sim` is `headway cluster sim`, which help leaves out."""
 
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "Start": ("run", "why", "plan", "report", "tune", "demo", "doctor"),
+    "Start": ("run", "why", "plan", "report", "try", "tune", "demo", "doctor"),
     "Analyse": ("compare", "hang", "watch", "whatif", "trace"),
     "Data and checkpoints": ("data", "ckpt", "storage"),
     "Plan jobs and clusters": ("comm", "parallel", "model", "fault", "drill", "cluster", "power", "cost"),
@@ -425,8 +429,8 @@ def dispatch(ours: list[str], script: list[str] | None) -> int:
         return int(command(*bound.args, **bound.kwargs, script=script) or 0)
     if script is not None:
         raise InputError(
-            "only `headway run`, `tune`, `data stalls`, `data verify-resume`, `model precision` take a script behind "
-            "`--`. Drop the `--` and what follows it."
+            "only `headway run`, `try`, `tune`, `data stalls`, `data verify-resume`, `model precision` take a script "
+            "behind `--`. Drop the `--` and what follows it."
         )
     return int(command(*bound.args, **bound.kwargs) or 0)
 

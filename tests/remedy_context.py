@@ -31,6 +31,27 @@ class TestContext:
             failed=lambda name, cause: self.failures.append((name, cause)), emit=lambda *record: None, steps=[0]
         )
         self.listeners = []
+        self.undoes = False
+        """Whether a remedy that fails is taken back, as it is in a rank."""
+
+    def around_forward(self, wrapper):
+        inside = [False]
+
+        def around(original):
+            inner = wrapper(lambda module, args, kwargs: original(module, *args, **kwargs))
+
+            def __call__(module, *args, **kwargs):  # noqa: N807 - the name it has in torch
+                if inside[0]:
+                    return original(module, *args, **kwargs)
+                inside[0] = True
+                try:
+                    return inner(module, args, kwargs)
+                finally:
+                    inside[0] = False
+
+            return __call__
+
+        return self.patch("torch.nn.modules.module:Module.__call__", around)
 
     def listen(self, listener):
         self.listeners.append(listener)
@@ -54,6 +75,8 @@ class TestContext:
 
     def fail(self, name, reason):
         self.outcomes.append(RefusedRemedy(name, reason))
+        while self.undoes and self.undos:
+            self.undos.pop()()
 
     def note(self, outcome):
         self.outcomes.append(outcome)

@@ -7,6 +7,9 @@ holds, and what it saves, stays as it is.
 Torch's fused updates on a CPU go through the memory of each tensor as it lies, so a gradient or a state that lies in
 another order than its parameter (channels last beside channels first) would be added to the wrong numbers: such
 updates are left to the loop.
+
+`compute.tf32` and `compute.cudnn_benchmark` are flags of torch's, set before the script computes and put back as they
+were; a script that sets them itself later has the last word. Reading or setting them starts no driver.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from headway.core.remedies import NoParameters
+from headway.runtime.host.device import kinds_in_use
 from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
 from headway.runtime.recorder.probes import NEVER
 from headway.runtime.script.compute_facts import can_be_fused
@@ -84,3 +88,39 @@ def _all_fused(lists: Sequence[Tensors]) -> bool:
         if parameter is None or parameter.device.type != "cpu" or not can_be_fused(parameter, others):
             return False
     return bool(lists) and len(lists[0]) > 0
+
+
+def tf32(parameters: NoParameters, context: Context) -> Applied | RefusedRemedy:
+    """Install 'compute.tf32': products of float32 numbers by the matrix units of a CUDA device. Lossy."""
+    del parameters
+    return _set_flag("compute.tf32", torch.backends.cuda.matmul, "allow_tf32", context)
+
+
+def cudnn_benchmark(parameters: NoParameters, context: Context) -> Applied | RefusedRemedy:
+    """Install 'compute.cudnn_benchmark': cuDNN times its kernels for each shape, and takes the fastest."""
+    del parameters
+    return _set_flag("compute.cudnn_benchmark", torch.backends.cudnn, "benchmark", context)
+
+
+def _set_flag(name: str, owner: object, flag: str, context: Context) -> Applied | RefusedRemedy:
+    """Set a flag of a CUDA device's libraries; refused where it is set, and later where no device computed."""
+    try:
+        before = getattr(owner, flag)
+    except RuntimeError as cause:  # where the newer of torch's two interfaces has set it, the older one refuses
+        return RefusedRemedy(name, f"the script sets its precisions itself ({str(cause).splitlines()[0]})")
+    if before:
+        return RefusedRemedy(name, "it is on already")
+    setattr(owner, flag, True)
+    context.undos.append(lambda: setattr(owner, flag, before))
+    facts = {"before": before}
+
+    def looked_at(_: int) -> int:
+        """Say after some steps whether there is a device that the flag is for."""
+        if context.probes.steps[0] < LOOKED_AT:
+            return LOOKED_AT
+        if "cuda" not in kinds_in_use():
+            context.fail(name, "the script computes on no CUDA device")
+        return NEVER
+
+    context.listen(looked_at)
+    return Applied(name, facts)

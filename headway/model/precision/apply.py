@@ -65,8 +65,8 @@ class _LoweredOperators:
     def __init__(self, plan: Mapping[str, Mapping[str, str]], context: Context) -> None:
         self.plan, self.context = plan, context
         self.facts: dict[str, Any] = {"operators": {}, "model": None}
-        self.removed: Any = None
-        self._undos: list[Any] = []
+        self.removed: Callable[[], None] = lambda: None
+        self._undos: list[Callable[[], None]] = []
         self._decided = False
 
     def before_forward(self, module: nn.Module, _: Any) -> None:

@@ -88,6 +88,7 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
     emit, forwarding, begun = probes.emit, probes.forwarding, probes.gradients.begun
     gradients, trainer, gap = probes.gradients, probes.trainer, probes.gap
     gap_open, gap_asks = gap.open, gap.asks_forward
+    changed = probes.outer_call.current
     # When the newest forward ended, and the CPU time of its thread then, -1 where that was not read. Between two
     # forwards of a step it tells waiting from computing; it is a system call, so it is read only once a script was
     # seen to have long times there.
@@ -95,6 +96,8 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
     numbers, parameters = models.numbers, models.parameters
     is_grad_enabled, ident = torch.is_grad_enabled, _thread.get_ident
     direct = calls_directly(original)
+    probes.outer_call.plain = lambda module, args, kwargs: original(module, *args, **kwargs)
+    probes.outer_call.compose()
 
     def outermost(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module and record how long that took."""
@@ -112,7 +115,9 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
         start = now()
         try:
             forwarding[0] = True
-            if direct:
+            if changed[0] is not None:
+                result = changed[0](self, args, kwargs)
+            elif direct:
                 result = (self._compiled_call_impl or self._call_impl)(*args, **kwargs)
             else:
                 result = original(self, *args, **kwargs)

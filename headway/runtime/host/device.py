@@ -341,6 +341,16 @@ def device_memory() -> dict[str, int]:
     return {}
 
 
+def take_peak_bytes() -> int | None:
+    """Return the most memory that tensors took since the last call, on the devices in use; None without one."""
+    peaks = []
+    for module in map(module_of, kinds_in_use()):
+        if hasattr(module, "max_memory_allocated") and hasattr(module, "reset_peak_memory_stats"):
+            peaks.append(int(module.max_memory_allocated()))
+            module.reset_peak_memory_stats()
+    return max(peaks, default=None)
+
+
 def activities() -> set[str]:
     """Return the names of the profiler's activities that show kernels of the devices in use."""
     return {BACKENDS.get(kind, OTHER).activity for kind in kinds_in_use()} - {""}

@@ -27,6 +27,7 @@ from headway.core.remedies import record_at
 from headway.core.tables import pick
 from headway.runtime.calls.patches import Undo, replace_attribute
 from headway.runtime.in_rank.guard import Passing, Restoring, guarded
+from headway.runtime.recorder.outer_call import CallFn
 from headway.runtime.recorder.probes import Probes, write_json
 
 
@@ -116,6 +117,15 @@ class Context:
         Where the replacement fails, the remedy is undone and the original called: see `guarded`, also for the rest.
         """
         undo = replace_attribute(target, self.guarded(wrapper, restoring, passing))
+        self.undos.append(undo)
+        return undo
+
+    def around_forward(self, wrapper: Callable[[CallFn], CallFn]) -> Undo:
+        """Make the outermost calls of modules by `wrapper(inner)`, on the thread that trains; undone with the remedy.
+
+        Where the replacement fails, the remedy is undone and `inner` is called.
+        """
+        undo = self.probes.outer_call.add(self.guarded(wrapper))
         self.undos.append(undo)
         return undo
 

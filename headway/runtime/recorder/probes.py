@@ -23,6 +23,7 @@ from headway.core.machine.hidden_thread import HiddenThread
 from headway.core.machine.interruptions import pass_on
 from headway.runtime.host.device import device_type
 from headway.runtime.recorder.garbage import Garbage
+from headway.runtime.recorder.outer_call import OuterCall
 from headway.runtime.script.compute_facts import note, note_settings, optimizer_facts
 from headway.runtime.script.gap_stacks import GapStacks
 from headway.runtime.script.gradients import GradientCounter
@@ -113,6 +114,9 @@ class Probes:
 
     models: Any = None
     """The models that were called (`probe_model.Models`); None before torch was imported."""
+
+    outer_call: OuterCall = field(default_factory=OuterCall)
+    """How the outermost call of a module is made."""
 
     pool: PoolDelay = field(default_factory=PoolDelay)
     """How long the training thread and the threads that compute with it had no core."""

@@ -38,6 +38,11 @@ OF_REMEDY: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "comm.compress": lambda given: f"headway.comm.compress(model, {given.get('codec', 'half')!r})",
     "comm.static_graph": lambda given: call("DistributedDataParallel", {"static_graph": True}, "static_graph"),
     "compute.fused_optimizer": lambda given: "",  # the cause names the optimizer
+    "compute.tf32": lambda given: "torch.set_float32_matmul_precision('high')",
+    "compute.autocast": lambda given: "with torch.autocast(device, torch.bfloat16): ...",
+    "compute.channels_last": lambda given: "model.to(memory_format=torch.channels_last)",
+    "compute.cudnn_benchmark": lambda given: "torch.backends.cudnn.benchmark = True",
+    "compute.compile": lambda given: "model.compile()",
     "host.gc": lambda given: f"gc.freeze() and gc.disable(), then gc.collect() every {given.get('every_steps')} steps",
     "host.logging": lambda given: (
         "q = queue.Queue(); logging.handlers.QueueListener(q, *log.handlers).start(); "

@@ -1,0 +1,406 @@
+"""Remedies around the outermost forward of a model that trains: autocast, channels last, torch.compile.
+
+    model(x)  ->  inputs as the remedy wants them  ->  torch's own call  ->  outputs as the script knows them
+
+A model is changed at its first call with gradients. That call is a trial: what could have changed (generators,
+buffers) is copied, and where the changed call raises, or computes with an autograd function of the script's own, of
+which nobody knows whether it takes other types and layouts, the model is put back and called as it was. Evaluation
+is never changed, and neither are names and values of the state dict.
+
+`compute.compile` judges itself: the first steps are the script's own; once no graph is made any more as many steps are
+compared with them, and a model that did not become faster is given back, as is one that is compiled again and again.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any, TypeGuard
+
+import torch
+from torch.utils._pytree import tree_map
+
+from headway.core.remedies import NoParameters
+from headway.core.units import format_seconds
+from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy, on_scaled_loss
+from headway.runtime.recorder.outer_call import Args, CallFn, Kwargs
+from headway.runtime.recorder.probes import NEVER
+from headway.runtime.torch_state import RngStates
+
+WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
+"""Classes that have taken note of how their parameters lie, or of the functions that they call."""
+
+LOOKED_AT = 4
+"""Steps after which it is known whether the script calls a model."""
+
+TRIAL = "compute.trial"
+"""Key of `Context.shared` under which `headway try` says that it judges itself."""
+
+
+class AroundForward:
+    """A remedy that changes models at their first call in training; a subclass says how."""
+
+    name = ""
+    asks_functions = True
+    """Whether autograd functions of the script's own may not bear the change."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.facts: dict[str, Any] = {"models": []}
+        self.changed: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        """The models that were changed."""
+
+    def install(self) -> Applied:
+        """Stand around the calls of models."""
+        self.context.around_forward(self.around)
+        self.context.undos.append(self.give_back)
+        self.context.listen(self.looked_at)
+        return Applied(self.name, self.facts)
+
+    def objection(self, module: torch.nn.Module) -> str:
+        """Return why a model cannot be changed; '' where it can."""
+        raise NotImplementedError
+
+    def change(self, module: torch.nn.Module) -> None:
+        """Change a model for good."""
+        raise NotImplementedError
+
+    def restore(self, module: torch.nn.Module) -> None:
+        """Make a model what it was before `change`."""
+
+    def call(self, original: CallFn, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> object:
+        """Call a model that was changed."""
+        return original(module, args, kwargs)
+
+    def around(self, original: CallFn) -> CallFn:
+        """Wrap the outermost call of a module."""
+
+        def forward(module: torch.nn.Module, args: Args, kwargs: Kwargs) -> object:
+            if not (module.training and torch.is_grad_enabled()):
+                return original(module, args, kwargs)
+            if module in self.changed:
+                return self.call(original, module, args, kwargs)
+            return self._first_call(original, module, args, kwargs)
+
+        return forward
+
+    def _first_call(self, original: CallFn, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> object:
+        """Change a model and call it; where it does not bear the change, call it as it was."""
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return original(module, args, kwargs)
+        reason = self.objection(module)
+        if reason:
+            self.context.fail(self.name, reason)
+            return original(module, args, kwargs)
+        generators = RngStates().state_dict()
+        buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        self.changed.add(module)
+        self.change(module)
+        try:
+            outputs = self.call(original, module, args, kwargs)
+            reason = _foreign_function(outputs) if self.asks_functions else ""
+        except Exception as error:  # the script's own errors come again in the plain call
+            reason = f"{type(module).__name__} does not take it: {type(error).__name__}: {error}".splitlines()[0]
+        if reason:
+            RngStates().load_state_dict(generators)
+            with torch.no_grad():
+                for buffer, values in buffers:
+                    buffer.copy_(values)
+            self.context.fail(self.name, reason)
+            return original(module, args, kwargs)
+        self.facts["models"].append(type(module).__name__)
+        self.context.note(Applied(self.name, self.facts))
+        return outputs
+
+    def looked_at(self, _: int) -> int:
+        """Say after some steps that no model was called, where that is so."""
+        if self.context.probes.steps[0] < LOOKED_AT:
+            return LOOKED_AT
+        if not self.facts["models"]:
+            self.context.note(RefusedRemedy(self.name, "the script calls no module with trainable parameters"))
+        return NEVER
+
+    def give_back(self) -> None:
+        """Give every model back as it was."""
+        for module in list(self.changed):
+            self.restore(module)
+        self.changed.clear()
+
+
+class Autocast(AroundForward):
+    """'compute.autocast': products in bf16, sums and norms in float32, outputs in float32 again. Lossy."""
+
+    name = "compute.autocast"
+
+    def objection(self, module: torch.nn.Module) -> str:
+        """Leave scripts alone that choose their precision themselves."""
+        parameters = list(module.parameters())
+        device_type = parameters[0].device.type
+        if any(parameter.device.type != device_type for parameter in parameters):
+            return "the model lies on devices of two types"
+        if torch.is_autocast_enabled(device_type):
+            return "the script uses autocast itself"
+        others = {str(parameter.dtype) for parameter in parameters} - {"torch.float32"}
+        return (
+            f"the model has parameters in {', '.join(sorted(others))}: it chooses precisions itself" if others else ""
+        )
+
+    def change(self, module: torch.nn.Module) -> None:
+        """Note where the model lies: nothing of it changes."""
+        self.facts |= {"device_type": next(module.parameters()).device.type, "dtype": "bfloat16"}
+
+    def call(self, original: CallFn, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> object:
+        """Call the model under autocast, and return its outputs in float32."""
+        with torch.autocast(self.facts["device_type"], torch.bfloat16):
+            outputs = original(module, args, kwargs)
+        return tree_map(_in_float32, outputs)
+
+
+class ChannelsLast(AroundForward):
+    """'compute.channels_last': weights and inputs of convolutions lie as their kernels read them."""
+
+    name = "compute.channels_last"
+
+    def objection(self, module: torch.nn.Module) -> str:
+        """Leave models alone without convolutions, and those whose wrappers know how the parameters lie."""
+        if type(module).__name__ in WRAPPERS:
+            return f"{type(module).__name__} has noted how the parameters lie in memory"
+        weights = _convolutions(module)
+        if not weights:
+            return f"{type(module).__name__} has no 2-D convolution"
+        return "" if all(weight.is_contiguous() for weight in weights) else "the script says how its convolutions lie"
+
+    def change(self, module: torch.nn.Module) -> None:
+        """Let the weights of convolutions lie with their channels last; values and names stay."""
+        weights = _convolutions(module)
+        for weight in weights:
+            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+        self.facts["weights"] = len(weights)
+
+    def restore(self, module: torch.nn.Module) -> None:
+        """Let them lie as they did."""
+        for weight in _convolutions(module):
+            weight.data = weight.data.contiguous()
+
+    def call(self, original: CallFn, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> object:
+        """Call the model with images that lie so; its outputs lie as the script knows them."""
+        args, kwargs = tree_map(_last, (args, kwargs))
+        return tree_map(_first, original(module, args, kwargs))
+
+
+class Compile(AroundForward):
+    """'compute.compile': `module.compile()`, taken back where it does not pay."""
+
+    name = "compute.compile"
+    asks_functions = False  # the compiler traces them, or leaves them as they are
+
+    PLAIN_STEPS = 8
+    """Steps of the script's own before a model is compiled, and those that are compared with them."""
+    MOST_RECOMPILES = 8
+    PATIENCE = 40
+    """Steps after which a model that is still being compiled is given back."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.facts |= {"graphs": 0, "graph_breaks": 0, "recompiles": 0, "compile_s": 0.0}
+        self._times: list[float] = []
+        self._compiled_at = -1  # entry of `_times` at which the model was compiled
+        self._warm_at = -1  # ... from which no graph was made any more
+        self._graphs = 0
+        self._first_graphs = 0
+        self._mark = perf_counter()
+
+    @property
+    def _judges(self) -> bool:
+        return TRIAL not in self.context.shared
+
+    def around(self, original: CallFn) -> CallFn:
+        """Wrap the outermost call; the first steps are the script's own."""
+        changed = super().around(original)
+
+        def forward(module: torch.nn.Module, args: Args, kwargs: Kwargs) -> object:
+            if self._judges and len(self._times) < self.PLAIN_STEPS:
+                return original(module, args, kwargs)
+            return changed(module, args, kwargs)
+
+        return forward
+
+    def objection(self, module: torch.nn.Module) -> str:
+        """Leave models alone that are compiled, or whose wrappers or hooks a compiler would meet."""
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            return "the script compiles the model itself"
+        if any(child._compiled_call_impl is not None or hasattr(child, "_orig_mod") for child in module.modules()):
+            return "the script compiles parts of the model itself"
+        if type(module).__name__ in WRAPPERS:
+            return f"{type(module).__name__} was made around a model that is not compiled"
+        hooked = [child for child in module.modules() if child._forward_hooks or child._forward_pre_hooks]
+        if hooked:
+            return f"{type(hooked[0]).__name__} has forward hooks of the script's, and each would be a graph break"
+        return no_compiler(next(module.parameters()).device.type)
+
+    def change(self, module: torch.nn.Module) -> None:
+        """Compile: names of the state dict stay, and what is drawn at random is drawn as before."""
+        self._compiled_at, self._graphs = len(self._times), _num_graphs()
+        call_module: Callable[..., object] = module._call_impl
+
+        def call(*args: object, **kwargs: object) -> object:
+            return call_module(*args, **kwargs)
+
+        # What `module.compile()` sets; that one compiles nothing of a model whose forward is torch's (Sequential).
+        module._compiled_call_impl = torch.compile(call)
+
+    def restore(self, module: torch.nn.Module) -> None:
+        """Let torch call it without a compiler."""
+        module._compiled_call_impl = None
+
+    def call(self, original: CallFn, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> object:
+        """Call the compiled model, with torch's own random numbers."""
+        with _own_draws():
+            return original(module, args, kwargs)
+
+    def looked_at(self, optimizer: int) -> int:
+        """Note the step, and judge once there are enough."""
+        moment = perf_counter()
+        self._times.append(moment - self._mark)
+        self._mark = moment
+        if self._compiled_at < 0:
+            return super().looked_at(optimizer) if len(self._times) > self.PLAIN_STEPS + LOOKED_AT else 1
+        return self._compiled_step()
+
+    def _compiled_step(self) -> int:
+        """Count graphs; return how many steps until the next look."""
+        graphs = _num_graphs()
+        made, self._graphs = graphs - self._graphs, graphs
+        num_steps = len(self._times) - self._compiled_at
+        if num_steps <= 1:
+            self._first_graphs = made
+        else:
+            self.facts["recompiles"] += made
+        self.facts["graphs"] += made
+        self.facts["graph_breaks"] = _num_breaks()
+        if made:
+            self.facts["compile_s"] += self._times[-1]
+            self._warm_at = -1
+        elif self._warm_at < 0:
+            self._warm_at = len(self._times)
+        if self.facts["recompiles"] > self.MOST_RECOMPILES:
+            self.context.fail(self.name, f"the model was compiled {self.facts['recompiles']} times again")
+            return NEVER
+        if not self._judges:
+            return 1
+        if self._warm_at < 0 and num_steps > self.PATIENCE:
+            self.context.fail(self.name, f"the model was still being compiled after {num_steps} steps")
+            return NEVER
+        warm = self._times[self._warm_at :] if self._warm_at >= 0 else []
+        if len(warm) < self.PLAIN_STEPS:
+            return 1
+        plain_s, warm_s = statistics.median(self._times[1 : self.PLAIN_STEPS]), statistics.median(warm)
+        self.facts |= {"plain_step_s": plain_s, "step_s": warm_s}
+        if warm_s >= plain_s:
+            slower = f"once warm a step took {format_seconds(warm_s)}, and {format_seconds(plain_s)} as it was"
+            self.context.fail(self.name, slower)
+        else:
+            self.context.note(Applied(self.name, self.facts))
+        return NEVER
+
+
+def autocast(parameters: NoParameters, context: Context) -> Applied:
+    """Install 'compute.autocast'; scripts that scale their loss choose their precision themselves."""
+    del parameters
+    on_scaled_loss(context, lambda: context.fail(Autocast.name, "the script scales its loss (GradScaler)"))
+    return Autocast(context).install()
+
+
+def channels_last(parameters: NoParameters, context: Context) -> Applied:
+    """Install 'compute.channels_last'."""
+    del parameters
+    return ChannelsLast(context).install()
+
+
+def compiled(parameters: NoParameters, context: Context) -> Applied | RefusedRemedy:
+    """Install 'compute.compile'."""
+    del parameters
+    return Compile(context).install()
+
+
+def no_compiler(device_type: str) -> str:
+    """Return why torch.compile cannot work on this machine; '' where it can."""
+    if device_type != "cpu":
+        import importlib.util
+
+        return "" if importlib.util.find_spec("triton") else "torch.compile needs triton, which is not installed"
+    from torch._inductor import config
+
+    names = [name for name in config.cpp.cxx if name] if isinstance(config.cpp.cxx, (list, tuple)) else []
+    return "" if any(map(shutil.which, [*names, "g++", "clang++"])) else "torch.compile needs a C++ compiler on a CPU"
+
+
+@contextmanager
+def _own_draws() -> Iterator[None]:
+    """Let compiled code draw random numbers as torch does without it, and leave what it cannot compile to torch."""
+    import torch._dynamo
+    import torch._inductor.config
+
+    dynamo, inductor = torch._dynamo.config, torch._inductor.config
+    before = dynamo.suppress_errors, inductor.fallback_random
+    dynamo.suppress_errors, inductor.fallback_random = True, True
+    try:
+        yield
+    finally:
+        dynamo.suppress_errors, inductor.fallback_random = before
+
+
+def _num_graphs() -> int:
+    """Return the frames that were compiled so far."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["frames"]["ok"])
+
+
+def _num_breaks() -> int:
+    from torch._dynamo.utils import counters
+
+    return sum(counters["graph_break"].values())
+
+
+def _convolutions(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the weights of 2-D convolutions."""
+    kinds = (torch.nn.Conv2d, torch.nn.ConvTranspose2d)
+    return [child.weight for child in module.modules() if isinstance(child, kinds)]
+
+
+def _is_image(value: object) -> TypeGuard[torch.Tensor]:
+    return type(value) is torch.Tensor and value.dim() == 4 and value.is_floating_point()
+
+
+def _last(value: object) -> object:
+    return value.contiguous(memory_format=torch.channels_last) if _is_image(value) else value
+
+
+def _first(value: object) -> object:
+    return value.contiguous() if _is_image(value) else value
+
+
+def _in_float32(value: object) -> object:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else value
+
+
+def _foreign_function(outputs: object) -> str:
+    """Name an autograd function that is not torch's behind the outputs of a model; '' without one."""
+    pending: list[torch.autograd.graph.Node | None] = []
+    tree_map(lambda value: pending.append(getattr(value, "grad_fn", None)), outputs)
+    visited = set()
+    while pending:
+        function = pending.pop()
+        if function is None or function in visited:
+            continue
+        visited.add(function)
+        written = getattr(function, "_forward_cls", None)
+        if written is not None and written.__module__.partition(".")[0] not in ("torch", "headway"):
+            return f"the model computes with {written.__qualname__}, an autograd function that is not torch's"
+        pending += [follower for follower, _ in function.next_functions]
+    return ""
