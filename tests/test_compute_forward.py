@@ -129,7 +129,7 @@ def test_autocast_computes_in_bfloat16_inside_and_gives_float32():
 def test_a_model_that_does_not_bear_the_change_trains_as_it_would_have(remedy, kind):
     _, losses = trained(kind)
     with applied(remedy, {}, GRANTS[remedy]) as context:
-        context.undoes, context.shared["compute.trial"] = True, True
+        context.undoes = True
         _, changed = trained(kind, context=context)
     assert changed == losses
     assert ("Doubling" if kind is OwnFunction else "Viewing does not take it") in reasons(context)
@@ -184,7 +184,8 @@ REFUSED = {
 def test_what_the_script_chose_itself_is_left_alone(call, answer):
     remedy, reason = answer
     with applied(remedy, {}, GRANTS[remedy]) as context:
-        context.shared["compute.trial"] = True
+        if remedy is compiled:
+            context.shared["compute.trial"] = True  # at the first call
         call(torch.randn(2, 3, 12, 12))
     assert reason in reasons(context)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.compute.tries import WORTH, Tries, TryBranch, best_of, chosen, rows_of, schedule, speedup
+from headway.compute.tries import WORTH, Tries, TryBranch, best_of, chosen, gain, quiet_s, rows_of, schedule
 from headway.core.errors import UnknownNameError
 from tests.launching import headway, script
 
@@ -73,13 +73,15 @@ def test_what_is_not_granted_is_measured_and_stays_out_of_the_plan():
     assert best_of(rows, []) is None
 
 
-@given(st.lists(st.floats(0.5, 2.0), min_size=3, max_size=9), st.floats(0.0, 3.0))
-def test_the_interval_holds_the_gain_and_waiting_makes_it_smaller(step_s, wait_s):
-    plain, fast = [TryBranch(step_s=step_s)], [TryBranch(step_s=[value / 2 for value in step_s])]
-    low, mid, high = speedup(plain, fast, wait_s)
-    assert low <= mid <= high
-    assert 1.0 < mid <= 2.0 + 1e-9
-    assert speedup(plain, [TryBranch()]) is None
+@given(st.lists(st.floats(0.5, 2.0), min_size=4, max_size=9), st.floats(0.0, 3.0), st.floats(0.5, 2.0))
+def test_the_interval_holds_the_gains_beside_both_neighbours_and_waiting_makes_them_smaller(step_s, wait_s, drift):
+    plain, fast = TryBranch(step_s=step_s), TryBranch(("x",), step_s=[value / 2 for value in step_s])
+    behind = TryBranch(step_s=[value * drift for value in step_s])
+    low, mid, high = gain([plain, fast, behind], ("x",), wait_s=wait_s)
+    beside = [(quiet_s(base.step_s) + wait_s) / (quiet_s(fast.step_s) + wait_s) for base in (plain, behind)]
+    assert low <= min(beside) <= mid + 1e-9 <= max(beside) + 2e-9 <= high + 3e-9
+    assert max(beside) <= 2 * max(1.0, drift) + 1e-9
+    assert gain([plain, TryBranch(("x",))], ("x",)) is None
 
 
 def test_candidates_are_known_by_name():

@@ -2,11 +2,12 @@
 
     warm-up | copy of the state | plain | candidate | candidate | ...      each: put the state back, change, k steps
 
-A branch begins behind an optimizer step, where gradients are no part of the state. The loader that trains yields from
-there on what it yielded in the first branch; where batches are drawn by the script itself, its generators are put back,
-and whether the model was given the same numbers is looked at. The time in which a step waits for its batch does not
-count: batches of later branches are in memory. What is measured is written behind each branch to RUN/try/r<rank>.json,
-so that a script that ends early, or is ended, loses nothing of it.
+A branch begins behind an optimizer step, where gradients are no part of the state. Its first step does not count, and
+the state is put back once more behind it: a script that fetches batches ahead has used up what it had by then. The
+loader that trains yields from there on what it yielded in the first branch; where the script draws its batches itself
+its generators are put back, and whether the model was given the same numbers is looked at. The time in which a step
+waits for its batch, or its thread for a core, does not count: batches of later branches are in memory. What is measured
+is written behind each branch to RUN/try/r<rank>.json, so that a script that ends early, or is ended, loses nothing.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from headway.runtime.host.device import in_use, synchronize, take_peak_bytes
 from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy, apply_one
 from headway.runtime.recorder.outer_call import Args, CallFn, Kwargs
 from headway.runtime.recorder.probes import NEVER, write_json
+from headway.runtime.script.run_delay import open_schedstat, read_delay
 from headway.runtime.torch_state import RngStates, TrainingState
 from headway.trace.rings.ring import warn
 
@@ -127,6 +129,8 @@ class _TryDriver:
         self._firsts: list[float] = []  # of the first branch: a number of what the model was given in each step
         self._given: list[float] = []
         self._waits: list[float] = []
+        self._is_flushing = False
+        self._delay_ns = 0
         self._over = False
 
     def iterate(self, original: Callable[[object], Iterator[object]]) -> Callable[[object], Iterator[object]]:
@@ -179,8 +183,12 @@ class _TryDriver:
             self._start_clock()
             return 1
         synchronize()
-        step_s = perf_counter() - self._mark - self._wait_s
+        delay_ns = max(0, read_delay(open_schedstat()) - self._delay_ns)
+        step_s = perf_counter() - self._mark - self._wait_s - delay_ns / 1e9
         self._num_steps += 1
+        if self._is_flushing:
+            self._flush()
+            return 1
         if self._state is None:
             if self._num_steps > self.parameters.warmup:
                 self._begin()
@@ -193,8 +201,17 @@ class _TryDriver:
         self._start_clock()
         return 1
 
+    def _flush(self) -> None:
+        """Put the state back behind the first step of a branch, with the generators where that step has left them."""
+        assert self._state is not None
+        generators = RngStates().state_dict()
+        self._state.put_back()
+        RngStates().load_state_dict(generators)
+        self._is_flushing, self._num_steps, self._given = False, 0, []
+        self._start_clock()
+
     def _start_clock(self) -> None:
-        self._wait_s, self._mark = 0.0, perf_counter()
+        self._wait_s, self._delay_ns, self._mark = 0.0, read_delay(open_schedstat()), perf_counter()
 
     def _begin(self) -> None:
         """Copy the state and begin the first branch, the script as it is."""
@@ -248,7 +265,7 @@ class _TryDriver:
     def _change(self, remedies: tuple[str, ...]) -> None:
         """Begin a branch: apply its remedies, and go back to the first batch."""
         self._branch, self._num_steps, self._loss = TryBranch(remedies), 0, None
-        self._given, self._waits = [], []
+        self._given, self._waits, self._is_flushing = [], [], True
         if self.latest is not None:
             self.latest.rewind()
         take_peak_bytes()

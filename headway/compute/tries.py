@@ -1,15 +1,16 @@
 """What was measured of each candidate on the same batches from the same state, and the best set of them.
 
     plain | channels_last | fused_optimizer | compile | ...     one after the other, each a few steps from one state
-    plain | channels_last | ...                                 and again: what drifts on the host meets all of them
-    plain | channels_last + compile | ...                       then sets: the fastest, with the next one added
+    plain | channels_last | ...                          plain  and again: what drifts on the host meets all of them
+    plain | channels_last + compile | ...                plain  then sets: the fastest, with the next one added
 
-A gain is a ratio of median steps in one round, so that it compares what ran beside each other. Times are seconds.
+A gain compares a branch with what ran just before and just behind it. Of each branch the lower quartile of its steps
+counts: what else runs on a host makes steps longer, never shorter. Times are seconds.
 
->>> plain, fast = TryBranch(step_s=[2.0, 2.2, 2.1]), TryBranch(("compute.compile",), step_s=[1.0, 1.1, 1.05])
->>> low, mid, high = speedup([plain, plain], [fast, fast])
->>> low < mid < high, mid
-(True, 2.0)
+>>> before, behind = TryBranch(step_s=[2.0] * 4), TryBranch(step_s=[2.2] * 4)
+>>> low, mid, high = gain([before, TryBranch(("compute.compile",), step_s=[1.0] * 4), behind], ("compute.compile",))
+>>> low < mid < high, round(mid, 3)
+(True, 2.1)
 """
 
 from __future__ import annotations
@@ -29,9 +30,8 @@ CANDIDATES: dict[str, str] = {record.name: record.allow or "" for record in REME
 WORTH = 1.02
 """A candidate whose gain is below it is not worth another line."""
 
-MAD_TO_SIGMA = 1.4826
-MEDIAN_ERROR = 1.2533
-"""Standard error of a median, in standard errors of the mean (normal numbers)."""
+QUARTILE_ERROR = 2.0
+"""Standard error of the lower quartile, in distances of the median from the fastest step / sqrt(steps)."""
 
 
 class TryBranch(msgspec.Struct):
@@ -72,7 +72,7 @@ class Tries(msgspec.Struct):
     def step_s(self) -> float:
         """A step of the script as it is; 0 where none was measured."""
         steps = [seconds for branch in self.branches if not branch.remedies for seconds in branch.step_s]
-        return statistics.median(steps) + self.wait_s if steps else 0.0
+        return quiet_s(steps) + self.wait_s if steps else 0.0
 
 
 class TryRow(msgspec.Struct, frozen=True):
@@ -90,27 +90,44 @@ class TryRow(msgspec.Struct, frozen=True):
     refused: str | None
 
 
-def speedup(
-    plain: Sequence[TryBranch], changed: Sequence[TryBranch], wait_s: float = 0.0
+def gain(
+    order: Sequence[TryBranch], remedies: tuple[str, ...], *, over: tuple[str, ...] = (), wait_s: float = 0.0
 ) -> tuple[float, float, float] | None:  # fmt: skip
-    """Return the gain (low, middle, high) of `changed` over `plain`, round by round; None without steps of both.
+    """Return the gain (low, middle, high) of a set over another one, the script as it is; None where one has no steps.
 
-    `wait_s` is what a step of either waits for its batch. The interval holds the gains of all rounds, and the error of
-    their medians.
+    `order` is how the branches ran, and `wait_s` what a step waits for its batch. The interval holds the gains beside
+    each branch of `over` that ran next to one of the set, and the error of their steps.
     """
-    pairs = [(a.step_s, b.step_s) for a, b in zip(plain, changed, strict=False) if a.step_s and b.step_s]
-    if not pairs:
-        return None
-    ratios = [(statistics.median(a) + wait_s) / (statistics.median(b) + wait_s) for a, b in pairs]
-    error = max(_relative_error(a) + _relative_error(b) for a, b in pairs)
-    return min(ratios) * (1 - error), statistics.median(ratios), max(ratios) * (1 + error)
+    mids, lows, highs = [], [], []
+    for index, branch in enumerate(order):
+        if branch.remedies != remedies or not branch.step_s:
+            continue
+        before = next((base for base in reversed(order[:index]) if base.remedies == over and base.step_s), None)
+        after = next((base for base in order[index:] if base.remedies == over and base.step_s), None)
+        neighbours = [base for base in (before, after) if base is not None]
+        if not neighbours:
+            continue
+        ratios = [(quiet_s(base.step_s) + wait_s) / (quiet_s(branch.step_s) + wait_s) for base in neighbours]
+        error = _relative_error(branch.step_s) + max(_relative_error(base.step_s) for base in neighbours)
+        mids.append(math.sqrt(ratios[0] * ratios[-1]))
+        lows.append(min(ratios) * (1 - error))
+        highs.append(max(ratios) * (1 + error))
+    return (min(lows), statistics.median(mids), max(highs)) if mids else None
+
+
+def quiet_s(step_s: Sequence[float]) -> float:
+    """Return the lower quartile of steps.
+
+    >>> quiet_s([1.0, 1.0, 3.0, 9.0, 1.2])
+    1.0
+    """
+    return sorted(step_s)[len(step_s) // 4]
 
 
 def _relative_error(step_s: Sequence[float]) -> float:
-    """Return the standard error of the median / the median."""
-    middle = statistics.median(step_s)
-    deviation = statistics.median(abs(value - middle) for value in step_s)
-    return MAD_TO_SIGMA * MEDIAN_ERROR * deviation / middle / math.sqrt(len(step_s))
+    """Return the standard error of the lower quartile / it, from the distance of the steps below the median."""
+    ordered = sorted(step_s)
+    return QUARTILE_ERROR * (statistics.median(ordered) - ordered[0]) / ordered[0] / math.sqrt(len(ordered))
 
 
 def schedule(names: Iterable[str], rounds: int) -> Generator[tuple[str, ...], TryBranch, None]:
@@ -118,62 +135,51 @@ def schedule(names: Iterable[str], rounds: int) -> Generator[tuple[str, ...], Tr
 
     A candidate that is refused is not tried again. A set is tried beside the script as it is, in as many rounds.
     """
-    singles: dict[tuple[str, ...], list[TryBranch]] = {(): []}
-    singles |= {(name,): [] for name in names}
-    yield from _measured(singles, rounds)
-    gains = {key: speedup(singles[()], branches) for key, branches in singles.items() if key}
-    winners = sorted((-gain[1], key) for key, gain in gains.items() if gain and gain[1] >= WORTH)
+    singles = [(name,) for name in names]
+    order = yield from _measured([(), *singles], rounds)
+    gains = {key: gain(order, key) for key in singles}
+    winners = sorted((-measured[1], key) for key, measured in gains.items() if measured and measured[1] >= WORTH)
     best: tuple[str, ...] = winners[0][1] if winners else ()
     for _, key in winners[1:]:
         more = (*best, *key)
-        sets: dict[tuple[str, ...], list[TryBranch]] = {(): [], best: [], more: []}
-        yield from _measured(sets, rounds)
-        gain = speedup(sets[best], sets[more])
-        best = more if gain and gain[1] >= WORTH else best
+        order = yield from _measured([(), best, more], rounds)
+        measured = gain(order, more, over=best)
+        best = more if measured and measured[1] >= WORTH else best
 
 
 def _measured(
-    sets: dict[tuple[str, ...], list[TryBranch]], rounds: int
-) -> Generator[tuple[str, ...], TryBranch, None]:  # fmt: skip
-    """Fill in a branch of each set per round; what is refused once gets no more."""
-    for _ in range(rounds):
-        for key, branches in sets.items():
-            if not any(branch.refused for branch in branches):
-                branches.append((yield key))
+    sets: Sequence[tuple[str, ...]], rounds: int
+) -> Generator[tuple[str, ...], TryBranch, list[TryBranch]]:  # fmt: skip
+    """Return a branch of each set per round, and one more of the first set; what is refused once gets no more."""
+    order: list[TryBranch] = []
+    refused: set[tuple[str, ...]] = set()
+    for key in [*list(sets) * rounds, sets[0]]:
+        if key not in refused:
+            order.append((yield key))
+            if order[-1].refused:
+                refused.add(key)
+    return order
 
 
 def rows_of(tries: Tries) -> list[TryRow]:
     """Return a row per set of remedies, in the order of their first branches."""
-    by_set: dict[tuple[str, ...], list[TryBranch]] = {}
-    for branch in tries.branches:
-        by_set.setdefault(branch.remedies, []).append(branch)
-    plain = by_set.pop((), [])
-    losses = [branch.loss for branch in plain if branch.loss is not None and branch.same_batches]
-    noise = max(losses) - min(losses) if len(losses) > 1 else None
+    order = tries.branches
+    plain = [branch.loss for branch in order if not branch.remedies and branch.same_batches and branch.loss is not None]
+    noise = max(plain) - min(plain) if len(plain) > 1 else None
     rows = []
-    for remedies, branches in by_set.items():
-        ran = [branch for branch in branches if branch.step_s]
-        changed = [branch.loss for branch in ran if branch.loss is not None and branch.same_batches]
+    for remedies in dict.fromkeys(branch.remedies for branch in order if branch.remedies):
+        branches = [branch for branch in order if branch.remedies == remedies]
+        losses = [branch.loss for branch in branches if branch.loss is not None and branch.same_batches]
         rows.append(TryRow(
             remedies,
             predicted=None,
-            measured=speedup(_beside(plain, tries.branches, ran), ran, tries.wait_s),
-            loss_difference=abs(changed[-1] - losses[-1]) if changed and losses else None,
+            measured=gain(order, remedies, wait_s=tries.wait_s),
+            loss_difference=abs(losses[-1] - plain[-1]) if losses and plain else None,
             noise=noise,
-            memory_bytes=max((branch.memory_bytes or 0 for branch in ran), default=0) or None,
+            memory_bytes=max((branch.memory_bytes or 0 for branch in branches), default=0) or None,
             refused=next((branch.refused for branch in branches if branch.refused), None),
         ))  # fmt: skip
     return rows
-
-
-def _beside(plain: Sequence[TryBranch], order: Sequence[TryBranch], ran: Sequence[TryBranch]) -> list[TryBranch]:
-    """Return for each branch the plain one that ran nearest to it."""
-    indices = {id(branch): index for index, branch in enumerate(order)}
-
-    def nearest(branch: TryBranch) -> TryBranch:
-        return min(plain, key=lambda candidate: abs(indices[id(candidate)] - indices[id(branch)]))
-
-    return list(map(nearest, ran)) if plain else []
 
 
 def best_of(rows: Iterable[TryRow], allowed: Iterable[str]) -> TryRow | None:
