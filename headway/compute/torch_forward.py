@@ -22,6 +22,7 @@ from time import perf_counter
 from typing import Any, TypeGuard
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map
 
 from headway.core.remedies import NoParameters
@@ -53,12 +54,13 @@ class AroundForward:
         self.facts: dict[str, Any] = {"models": []}
         self.changed: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         """The models that were changed."""
+        self._num_steps = 0
 
     def install(self) -> Applied:
         """Stand around the calls of models."""
         self.context.around_forward(self.around)
         self.context.undos.append(self.give_back)
-        self.context.listen(self.looked_at)
+        on_optimizer_steps(self.context, self.stepped)
         return Applied(self.name, self.facts)
 
     def objection(self, module: torch.nn.Module) -> str:
@@ -116,10 +118,12 @@ class AroundForward:
         self.context.note(Applied(self.name, self.facts))
         return outputs
 
-    def looked_at(self, _: int) -> int:
-        """Say after some steps that no model was called, where that is so."""
-        if self.context.probes.steps[0] < LOOKED_AT:
-            return LOOKED_AT
+    def stepped(self, optimizer: int) -> int:
+        """Say after some steps that no model was called, where that is so; return when to look again, in steps."""
+        del optimizer
+        self._num_steps += 1
+        if self._num_steps < LOOKED_AT:
+            return 1
         if not self.facts["models"]:
             self.context.note(RefusedRemedy(self.name, "the script calls no module with trainable parameters"))
         return NEVER
@@ -213,7 +217,6 @@ class Compile(AroundForward):
         self._compiled_at = -1  # entry of `_times` at which the model was compiled
         self._warm_at = -1  # ... from which no graph was made any more
         self._graphs = 0
-        self._first_graphs = 0
         self._mark = perf_counter()
 
     @property
@@ -264,24 +267,21 @@ class Compile(AroundForward):
         with _own_draws():
             return original(module, args, kwargs)
 
-    def looked_at(self, optimizer: int) -> int:
+    def stepped(self, optimizer: int) -> int:
         """Note the step, and judge once there are enough."""
         moment = perf_counter()
         self._times.append(moment - self._mark)
         self._mark = moment
-        if self._compiled_at < 0:
-            return super().looked_at(optimizer) if len(self._times) > self.PLAIN_STEPS + LOOKED_AT else 1
-        return self._compiled_step()
+        if self._compiled_at >= 0:
+            return self._compiled_step()
+        return super().stepped(optimizer) if len(self._times) > self.PLAIN_STEPS else 1
 
     def _compiled_step(self) -> int:
-        """Count graphs; return how many steps until the next look."""
+        """Count graphs, and judge; return when to look again."""
         graphs = _num_graphs()
         made, self._graphs = graphs - self._graphs, graphs
         num_steps = len(self._times) - self._compiled_at
-        if num_steps <= 1:
-            self._first_graphs = made
-        else:
-            self.facts["recompiles"] += made
+        self.facts["recompiles"] += made if num_steps > 1 else 0
         self.facts["graphs"] += made
         self.facts["graph_breaks"] = _num_breaks()
         if made:
@@ -308,6 +308,25 @@ class Compile(AroundForward):
         else:
             self.context.note(Applied(self.name, self.facts))
         return NEVER
+
+
+def on_optimizer_steps(context: Context, function: Callable[[int], int]) -> None:
+    """Call `function(id)` behind a step of the optimizer with that `id`; it returns the steps until its next call.
+
+    What else counts as a step is left out: before the first backward transforms that are modules do, for example.
+    """
+    latest = [0]
+
+    def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        latest[0] = id(optimizer)
+
+    def listener(_: int) -> int:
+        """Act out of torch's loop over hooks, which bears no change of them."""
+        optimizer, latest[0] = latest[0], 0
+        return function(optimizer) if optimizer else 1
+
+    context.undos.append(register_optimizer_step_post_hook(context.hook(note)).remove)
+    context.listen(listener)
 
 
 def autocast(parameters: NoParameters, context: Context) -> Applied:

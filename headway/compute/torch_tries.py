@@ -26,7 +26,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from headway.compute.remedies import TryParameters
-from headway.compute.torch_forward import TRIAL
+from headway.compute.torch_forward import TRIAL, on_optimizer_steps
 from headway.compute.tries import CANDIDATES, Tries, TryBranch, schedule
 from headway.core.files.planfile import Remedy
 from headway.core.machine.interruptions import pass_on
@@ -43,6 +43,9 @@ NAME = "measure.try"
 FOLDER = "try"
 """Folder of a run folder that receives the measurements."""
 
+MANY = 500
+"""Steps, of whatever is counted, after which an optimizer should have been seen."""
+
 PLACES = dict.fromkeys(CANDIDATES, "headway.compute.remedies:REMEDIES")
 """Candidate -> where its record lies."""
 
@@ -57,7 +60,8 @@ def tries(parameters: TryParameters, context: Context) -> Applied:
     context.patch("torch.utils.data.dataloader:DataLoader.__iter__", trial.iterate)
     context.patch("torch._tensor:Tensor.backward", trial.backward)
     context.around_forward(trial.around_forward)
-    context.listen(trial.stepped)
+    on_optimizer_steps(context, trial.stepped)
+    context.listen(trial.no_optimizer)
     return Applied(NAME, {"steps": parameters.steps})
 
 
@@ -75,7 +79,7 @@ class _Pass:
 
     def __next__(self) -> object:
         """Return the next batch: one that was kept, else the loader's; a pass that is tried on has no end."""
-        begin = perf_counter()
+        begin, delay_ns = perf_counter(), read_delay(open_schedstat())
         try:
             if self.batches is None:
                 batch = next(self.iterator)
@@ -91,7 +95,7 @@ class _Pass:
                 self.batches.append((batch, RngStates().state_dict()))  # what loading drew is drawn again
             self.position += 1
         finally:
-            self.trial.waited(perf_counter() - begin)
+            self.trial.waited(perf_counter() - begin, read_delay(open_schedstat()) - delay_ns)
         self.trial.latest = self
         return batch
 
@@ -120,7 +124,7 @@ class _TryDriver:
         self._pid = os.getpid()
         self._wait_s = 0.0
         self._mark = perf_counter()
-        self._leader = -1
+        self._leader = 0  # `id` of the optimizer whose steps are those of a branch
         self._num_steps = 0
         self._loss: torch.Tensor | None = None
         self._state: TrainingState | None = None
@@ -144,15 +148,16 @@ class _TryDriver:
 
         return __iter__
 
-    def waited(self, seconds: float) -> None:
-        """Note that the step waited for a batch."""
+    def waited(self, seconds: float, delay_ns: int) -> None:
+        """Note that the step waited for a batch, and how long it had no core meanwhile: that is not taken off twice."""
         self._wait_s += seconds
+        self._delay_ns += delay_ns
 
     def around_forward(self, original: CallFn) -> CallFn:
         """Note what the model is given: the sum of the first tensor."""
 
         def forward(module: torch.nn.Module, args: Args, kwargs: Kwargs) -> object:
-            if self._state is not None and len(self._given) <= self._num_steps and torch.is_grad_enabled():
+            if self._state is not None and len(self._given) <= self._num_steps and _learns(module):
                 tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
                 self._given.append(float(tensors[0].detach().double().sum()) if tensors else 0.0)
             return original(module, args, kwargs)
@@ -170,12 +175,19 @@ class _TryDriver:
 
         return backward
 
+    def no_optimizer(self, _: int) -> int:
+        """End a script that trains without an optimizer of torch's: behind which step to begin is not known."""
+        if self.context.probes.steps[0] < MANY:
+            return MANY
+        if not self._leader and os.getpid() == self._pid:
+            self._end("no optimizer of torch's steps")
+        return NEVER
+
     def stepped(self, optimizer: int) -> int:
         """Behind an optimizer step: note it, and begin the next branch where this one has its steps."""
         if os.getpid() != self._pid or self._over:
             return NEVER
-        if self._leader < 0:
-            self._leader = optimizer
+        self._leader = self._leader or optimizer
         if optimizer != self._leader:
             return 1
         if any(name in self.context.failed for name in self._branch.remedies):
@@ -279,9 +291,10 @@ class _TryDriver:
 
     def _take_back(self, name: str) -> None:
         """Undo a remedy; where it failed meanwhile, the branch says why."""
-        failed = self.context.failed.pop(name, None)
-        if failed is not None:
-            self._branch.refused, self._branch.step_s = failed.reason, []
+        outcome = next((outcome for outcome in self.context.outcomes if outcome.name == name), None)
+        outcome = self.context.failed.pop(name, outcome)
+        if isinstance(outcome, RefusedRemedy):
+            self._branch.refused, self._branch.step_s = outcome.reason, []
         for undo in reversed(self.context.in_force.pop(name, [])):
             undo()
         self.context.outcomes[:] = [outcome for outcome in self.context.outcomes if outcome.name != name]
@@ -294,6 +307,11 @@ class _TryDriver:
         self._over, self.found.ended = True, reason
         self._write()
         raise SystemExit(0)
+
+
+def _learns(module: torch.nn.Module) -> bool:
+    """Whether a model is called to train: transforms of a dataset may be modules too."""
+    return torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
 
 
 def _state_of_script() -> tuple[dict[str, object], int]:

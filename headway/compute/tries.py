@@ -110,7 +110,7 @@ def gain(
         ratios = [(quiet_s(base.step_s) + wait_s) / (quiet_s(branch.step_s) + wait_s) for base in neighbours]
         error = _relative_error(branch.step_s) + max(_relative_error(base.step_s) for base in neighbours)
         mids.append(math.sqrt(ratios[0] * ratios[-1]))
-        lows.append(min(ratios) * (1 - error))
+        lows.append(min(ratios) / (1 + error))
         highs.append(max(ratios) * (1 + error))
     return (min(lows), statistics.median(mids), max(highs)) if mids else None
 

@@ -26,6 +26,9 @@ from headway.verbs.shared.run_options import RunOptions
 REMEDY = "measure.try"
 DEFAULT = RunOptions()
 
+INTERRUPTED = 130
+"""Exit code of a script that was stopped by Ctrl-C."""
+
 
 def try_edits(
     *, options: Annotated[RunOptions, Parameter(name="*")] = DEFAULT,
@@ -76,6 +79,8 @@ def try_edits(
     )  # fmt: skip
     launched = replace(options, out=folder / "run", apply=path, windows=0.0, quiet=True, json=True)
     report = launch(launched.launch_options(TRIES, None), script)
+    if report.code == INTERRUPTED:
+        return report.code  # the launcher has said so
     files = sorted((folder / "run" / "try").glob("r*.json"))
     if not files:
         raise InputError(

@@ -37,6 +37,9 @@ from headway.verbs.shared.script_terms import KEPT, script_terms, withdrawn
 if TYPE_CHECKING:
     from headway.ledger.operations.straggler import StragglerReport
 
+TRY_FROM = 0.5
+"""Share of useful time from which on a run's notes say how to look inside it."""
+
 
 @dataclass(frozen=True)
 class Explanation:
@@ -84,7 +87,7 @@ class Explanation:
         answer = self.ledger.to_json(causes=self.causes, straggler=straggler, fidelity=fidelity)
         compute = self.run.facts.compute if self.run else None
         answer["compute"] = {"facts": msgspec.to_builtins(compute)} if compute else None
-        computes = [f"the script computes with: {compute.words()}"] if compute else []
+        computes = [f"the script computes with: {compute.words()}{self._try()}"] if compute else []
         memory = memory_headroom(self.run.facts) if self.run else {}
         answer["memory"] = memory
         answer["exit"] = self.run.meta.get("exit") if self.run else None
@@ -93,6 +96,14 @@ class Explanation:
         found = verdict(answer)
         answer["verdict"] = {**structs.asdict(found), "command": self.next_command(found)}
         return answer
+
+    def _try(self) -> str:
+        """Return how to measure what a few lines would win inside useful time, where that is large enough."""
+        script = self.run.meta.get("script") if self.run else None
+        several = self.run is not None and self.run.meta.get("world_size", 1) > 1
+        if not script or several or self.ledger.fraction("useful") < TRY_FROM:
+            return ""
+        return f"; what a few lines would win there: {shlex.join(['headway', 'try', '--', *map(str, script)])}"
 
     def next_command(self, found: Verdict) -> str:
         """Return what to type next after a verdict: the plan where it wins something (of one run), else the report.
