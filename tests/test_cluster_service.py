@@ -1,5 +1,9 @@
 """A service that shares devices: its decisions, what it survives, and what it refuses."""
 
+import json
+import os
+import sqlite3
+import sys
 import tempfile
 import time
 from functools import partial
@@ -10,14 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.cli import main
 from headway.cluster.model import Cluster, Jobs, Rates
 from headway.cluster.policies.table import SERVED
 from headway.cluster.queue.engine import RoundEngine
 from headway.cluster.queue.rounds import Timing
-from headway.cluster.service.server import ServiceServer, SharingOptions, SubmitJob, log_of
+from headway.cluster.service.server import EXECUTORS, ServiceServer, SharingOptions, SubmitJob, log_of
 from headway.cluster.service.state import ServiceState
-from headway.cluster.service.store import EventLog, RoundAdvanced
+from headway.cluster.service.store import EventLog, JobCancelled, RoundAdvanced
+from headway.core.errors import FormatError, InputError
+from tests.made import fake_schedulers
 from tests.made.service_jobs import ComputedJobs, through_kills
+from tests.paths import GOLDEN
 
 JOBS = [  # arrival_s, scale, steps: dyadic numbers, so that sums of times are exact
     (64.0, 1, 500.0), (64.0, 2, 300.0), (80.0, 1, 700.0), (100.0, 3, 256.0), (101.5, 1, 64.0), (400.0, 2, 300.0),
@@ -137,3 +145,213 @@ def test_scripts_share_a_slot_and_a_killed_server_loses_nothing_and_starts_nothi
     assert found.states == ["finished", "finished"]
     assert (found.twice, found.missing, found.repeated) == ([], 0, 0)
     assert found.restarts > 0
+
+
+STORY = {"job1": 256.0, "job2": 300.0, "job3": 200.0}
+"""Steps, at one per second, on two slots by rounds of 64 s: three jobs take turns until the second one ends."""
+
+
+def story(folder, make, end):
+    """The decisions of a service about three jobs, each of which `end` ends once it has run so long."""
+    now_s, had_s = [0.0], dict.fromkeys(STORY, 0.0)
+    pools = {"a100": 2}
+    executor = make(folder / "s", pools, now_s, lambda: server)
+    with ServiceServer(
+        folder / "s", SharingOptions(pools, "las", 64.0), executor, clock=lambda: now_s[0], boot="b", look_s=0.0
+    ) as server:
+        for name in STORY:
+            server.submit(SubmitJob(name, 1, ["train.py"], "/"))
+        while any(job.state != "finished" for job in server.state.jobs.values()):
+            server.turn(0.0)
+            left_s = {job.id: STORY[job.id] - had_s[job.id] for job in server.state.live()}
+            step_s = min(server.state.due_s() - now_s[0], *left_s.values()) if left_s else 64.0
+            now_s[0] += step_s
+            for name in left_s:
+                had_s[name] += step_s
+                if had_s[name] >= STORY[name]:
+                    end(server.state.jobs[name].as_attempt())
+        rows = server.state.rows()
+    with EventLog(log_of(folder / "s"), write=False) as log:
+        return [(e.at_s, e.runs) for e in log.read() if isinstance(e, RoundAdvanced)], rows
+
+
+def computed(folder, pools, now_s, server):
+    return ComputedJobs(pools, STORY, {"a100": 1.0}, lambda: server().state.now_s, lambda: now_s[0])
+
+
+@pytest.fixture
+def schedulers(tmp_path, monkeypatch):
+    """Fake commands of Slurm and Kubernetes, first on the path; returns the folder of their state."""
+    programs, state = tmp_path / "bin", tmp_path / "state"
+    programs.mkdir(), state.mkdir()
+    for name in ("sbatch", "squeue", "scancel", "kubectl"):
+        call = f'exec {sys.executable} -IS {Path(fake_schedulers.__file__)} {state} {name} "$@"'
+        (programs / name).write_text(f"#!/bin/sh\n{call}\n")
+        (programs / name).chmod(0o700)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    return state
+
+
+@pytest.mark.parametrize("name", ["slurm", "kueue"])
+def test_three_jobs_are_decided_on_alike_under_every_executor(tmp_path, schedulers, name):
+    (tmp_path / "one").mkdir()
+
+    def end(attempt):
+        fake_schedulers.end(schedulers, f"headway-s-{attempt.job}-{attempt.number}", 0)
+
+    decisions, rows = story(tmp_path, lambda folder, pools, *_: EXECUTORS[name](folder, pools), end)
+
+    expected, expected_rows = story(tmp_path / "one", computed, lambda attempt: None)
+    assert decisions == expected
+    assert [row["restarts"] for row in rows] == [row["restarts"] for row in expected_rows]
+    assert sum(row["restarts"] for row in rows) >= 3
+    if name == "slurm":
+        script = (
+            min(schedulers.glob("*.log")).read_text().replace(str(tmp_path), "FOLDER").replace(sys.executable, "PY")
+        )
+        golden("slurm_job.sh", script)
+    else:
+        applied = (schedulers / "applied").read_text().splitlines()[:2]
+        text = json.dumps([json.loads(line) for line in applied], indent=1)
+        golden("kueue.json", text.replace(str(tmp_path), "FOLDER") + "\n")
+
+
+def test_the_log_says_what_the_policy_promised_what_came_true_and_what_others_would_have_made(tmp_path, capsys):
+    story(tmp_path, computed, lambda attempt: None)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["cluster", "compare", "--log", str(tmp_path / "s"), "--json"])
+    answer = json.loads(capsys.readouterr().out)
+
+    assert answer["policy"] == "las"
+    assert [row["id"] for row in answer["jobs"]] == list(STORY)
+    assert [row["promised_s"] for row in answer["jobs"]] == [row["came_true_s"] for row in answer["jobs"]]
+    assert answer["replay_error_fraction"] == 0
+    assert [row["policy"] for row in answer["policies"]] == ["fifo", "las", "las_aware"]
+    assert answer["policies"][0]["moves"] == 0 < answer["observed"]["moves"]
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["cluster", "compare", "--log", str(tmp_path / "s")])
+    assert "promised, s" in capsys.readouterr().out
+
+
+def golden(name, text):
+    path = GOLDEN / "cluster" / name
+    if os.environ.get("HEADWAY_WRITE_GOLDEN"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+@pytest.fixture
+def quiet(tmp_path):
+    """A server on a clock that is set by hand, with one job that never saves and one that waits for its slot."""
+    now_s = [0.0]
+    executor = ComputedJobs(
+        {"slot": 1}, {"job1": 1e4, "job2": 10.0}, {"slot": 1.0}, lambda: server.state.now_s, lambda: now_s[0],
+        stubborn=frozenset({"job1"}),
+    )  # fmt: skip
+    options = SharingOptions({"slot": 1}, "las", 64.0)
+    with ServiceServer(tmp_path / "s", options, executor, clock=lambda: now_s[0], boot="b", look_s=0.0) as server:
+        for name in ("first", "second"):
+            server.submit(SubmitJob(name, 1, ["train.py"], "/"))
+        server.turn(0.0)
+        yield server, now_s
+
+
+def test_who_has_never_saved_keeps_its_slot_with_the_reason_and_others_wait(quiet):
+    server, now_s = quiet
+    for _ in range(20):
+        now_s[0] += 64.0
+        server.turn(0.0)
+    first, second = server.state.rows()
+
+    assert (first["state"], first["placement"], first["restarts"]) == ("running", ["slot:0"], 0)
+    assert second["state"] == "waiting"
+    assert "keeps slot:0: it has never saved with a Checkpointer" in first["reason"]
+    explained = server.state.explain(server.state.job("second"), price=True)
+    assert explained["owed_s"] > 64
+    assert (explained["binding"], explained["price"]) == ("devices of slot", pytest.approx(0.5))
+
+
+def test_a_clock_that_jumps_loses_nothing_and_time_never_goes_back(quiet):
+    server, now_s = quiet
+    for jump_s in (-5000.0, 3000.0, -1e6, 64.0, 9e5, 64.0, 64.0):
+        before_s = server.now_s()
+        now_s[0] += jump_s
+        for _ in range(3):
+            server.turn(0.0)
+        assert server.now_s() >= before_s
+    now_s[0] = 1e6
+    for _ in range(5):
+        now_s[0] += 64.0
+        server.turn(0.0)
+
+    assert [row["state"] for row in server.state.rows()] == ["finished", "finished"]
+
+
+def refused(capsys, *words):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["cluster", *words])
+    return capsys.readouterr().err
+
+
+def test_what_cannot_be_is_refused_with_the_value_and_the_fix(tmp_path, quiet, capsys, monkeypatch):
+    server, _ = quiet
+    folder = ["--dir", str(tmp_path / "s")]
+    script = tmp_path / "train.py"
+    script.touch()
+
+    assert "a server listens at" in refused(capsys, "serve", "--slots", "1", *folder)
+    assert "Choose one of: fifo, fifo_aware, hierarchical" in refused(
+        capsys, "serve", "--slots", "1", "--policy", "ftf"
+    )
+    assert "'v100' says no number of devices" in refused(capsys, "serve", "--slots", "v100")
+    assert "unknown executor 'slrum'. Did you mean 'slurm'?" in refused(capsys, "serve", "--executor", "slrum")
+    assert "pass seconds above 0" in refused(capsys, "serve", "--slots", "1", "--round-s", "0")
+    assert "does not exist" in refused(capsys, "submit", *folder, "--", "nothing.py")
+    assert "no script was given" in refused(capsys, "submit", *folder)
+    assert "Start the server first" in refused(capsys, "submit", "--dir", str(tmp_path), "--", str(script))
+    assert "holds no log of a service" in refused(capsys, "queue", "--dir", str(tmp_path / "none"))
+    assert "no job of this service has ended" in refused(capsys, "compare", "--log", str(tmp_path / "s"))
+    assert "Leave --jobs and --devices out" in refused(capsys, "compare", "--log", ".", "--devices", "a=1")
+    with pytest.raises(InputError, match=r"scale is 2; a job has 1 to 1 slots"):
+        server.submit(SubmitJob("", 2, ["train.py"], "/"))
+    with pytest.raises(InputError, match=r"unknown job 'secund'. Choose one of: job1, job2|unknown job 'secund'"):
+        server.state.job("secund")
+    server.cancel(server.state.job("second"))
+    with pytest.raises(InputError, match="job2 is cancelled already"):
+        server.cancel(server.state.job("job2"))
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert "is a socket of user" in refused(capsys, "explain", "job1", *folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ("PRAGMA user_version = 99", "version 99, this release reads version 1"),
+        ("PRAGMA application_id = 7", "another program's"),
+        ("UPDATE events SET body = '{}'", "event 1 is damaged"),
+        ("DROP TABLE events", "cannot be read"),
+    ],
+)
+def test_a_log_of_another_kind_or_version_is_one_error(tmp_path, change, error):
+    with EventLog(log_of(tmp_path)) as log:
+        log.append([JobCancelled(at_s=0.0, job="job1")])
+    database = sqlite3.connect(log_of(tmp_path))
+    database.execute(change)
+    database.commit()
+    database.close()
+
+    with pytest.raises(FormatError, match=error), EventLog(log_of(tmp_path), write=False) as log:
+        log.read()
+
+
+def test_the_devices_of_a_folder_keep_their_types_and_another_policy_may_go_on(tmp_path, quiet):
+    server, now_s = quiet
+    server.close()
+    make = partial(ServiceServer, tmp_path / "s", clock=lambda: now_s[0], boot="b")
+    executor = ComputedJobs({"v100": 1}, {}, {}, lambda: 0.0, lambda: 0.0)
+    with pytest.raises(InputError, match="the folder's devices are slot, not v100"):
+        make(SharingOptions({"v100": 1}), executor)
+    executor.pools = {"slot": 2}
+    with make(SharingOptions({"slot": 2}, "fifo"), executor) as other:
+        assert (other.state.policy, len(other.state.rows())) == ("fifo", 2)

@@ -1,4 +1,4 @@
-"""Queues of training jobs: policies, simulated; what a recorded queue suffered, and what each would have made of it.
+"""Queues of training jobs: policies, simulated, and a service that shares devices by them; recorded queues.
 
 Public names are resolved on first use, through one literal table; `consolidate` alone needs torch.
 `fit_speed` needs scipy, the extra `cluster`.

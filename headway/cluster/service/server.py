@@ -18,6 +18,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -106,6 +107,9 @@ class ExplainAnswer(msgspec.Struct, frozen=True, tag=True):
 Question = SubmitJob | AskQueue | CancelJob | ExplainJob
 """What a server is sent."""
 
+JobEnd = tuple[float, JobCondition]
+"""When an attempt ended, and how it was then."""
+
 Answer = QueueAnswer | JobAnswer | ExplainAnswer
 """What it replies; of what it refuses, it closes the channel with the reason."""
 
@@ -151,27 +155,23 @@ class ServiceServer:
         """
         private_folder(folder)
         self._options, self._executor, self._clock, self._look_s = options, executor, clock, look_s
-        self._listener = Listener(socket_of(folder), types=Question)
-        try:
-            self._log = EventLog(log_of(folder))
-            events = self._log.read()
-            self.state = ServiceState.replay(events)
-        except BaseException:
-            self._listener.close()
-            raise
-        self._boot, start_s = boot or host_id(), clock()
-        # The clock of the service goes on while no server runs; where the host started anew, from the last event.
-        last_s, served = max((event.at_s for event in events), default=0.0), self.state.served
-        same = served is not None and served.boot == self._boot and served.boot_s <= start_s
-        self._origin_s = served.boot_s - served.at_s if same and served is not None else start_s - last_s
-        self._last_s = last_s
-        self._conditions: dict[str, JobCondition] = {}
-        self._ends: dict[str, tuple[float, JobCondition]] = {}
+        self._boot, self._conditions, self._ends = boot or host_id(), dict[str, JobCondition](), dict[str, JobEnd]()
         self._watched: set[tuple[str, int]] = set()
         self._looked_s, self._stopped = -math.inf, False
-        self.loop = ServiceLoop()
-        self.loop.listen(self._listener, self._answer)
-        self._note(self._served(dict(executor.slots())))
+        with ExitStack() as opened:
+            self._listener = opened.enter_context(closing(Listener(socket_of(folder), types=Question)))
+            self._log = opened.enter_context(EventLog(log_of(folder)))
+            self.loop = opened.enter_context(ServiceLoop())
+            events = self._log.read()
+            self.state = ServiceState.replay(events)
+            # The service's clock goes on while no server runs; where the host started anew, from the last event.
+            self._last_s = max((event.at_s for event in events), default=0.0)
+            served, start_s = self.state.served, clock()
+            same = served is not None and served.boot == self._boot and served.boot_s <= start_s
+            self._origin_s = served.boot_s - served.at_s if same and served is not None else start_s - self._last_s
+            self._note(self._served(dict(executor.slots())))
+            self.loop.listen(self._listener, self._answer)
+            self._opened = opened.pop_all()
 
     def now_s(self) -> float:
         """Return the time of the service, which never goes back."""
@@ -234,9 +234,7 @@ class ServiceServer:
 
     def close(self) -> None:
         """Let callers go, and the folder; jobs that run go on."""
-        self.loop.close()
-        self._listener.close()
-        self._log.close()
+        self._opened.close()
 
     def __enter__(self) -> Self:
         """Return itself."""
@@ -263,10 +261,10 @@ class ServiceServer:
         return self.state.rows()[job.index]
 
     def _note(self, *events: Event) -> None:
-        """Write events, and change the state by them."""
-        self._log.append(events)
+        """Change the state by events, and write them; what follows from them is done afterwards."""
         for event in events:
             self.state.apply(event)
+        self._log.append(events)
 
     def _served(self, pools: dict[str, int]) -> ServerBegan:
         options, at_s = self._options, self.now_s()

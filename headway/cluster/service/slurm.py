@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,6 +25,10 @@ from headway.core.errors import FormatError, HeadwayError
 
 ANSWER_S = 60.0
 """A command that has not ended by then hangs."""
+
+
+SEEN_S = 60.0
+"""How long the exit code of a job that has left the queue may take to be seen on a shared file system."""
 
 
 class _SlurmJob(msgspec.Struct):
@@ -51,6 +56,7 @@ class SlurmExecutor:
     def __init__(self, root: Path, pools: Mapping[str, int]) -> None:
         """Use at most `pools` at once; raises `HeadwayError` where Slurm is not there."""
         self._folders, self._pools = AttemptFolders(root.resolve()), dict(pools)
+        self._gone_s: dict[str, float] = {}
         self._mark = re.sub(r"\W", "-", root.resolve().name)
         run_command(["squeue", "--version"], "Slurm")
 
@@ -81,7 +87,11 @@ class SlurmExecutor:
         for attempt in attempts:
             job = queued.get(self._name(attempt))
             states = [] if job is None else [job.job_state] if isinstance(job.job_state, str) else job.job_state
-            alive, code = any(word in ALIVE for word in states), self._folders.exit_code(attempt)
+            code = self._folders.exit_code(attempt)
+            alive = any(word in ALIVE for word in states)
+            if not alive and code is None:  # it has left the queue, and its exit code may be on its way here
+                since_s = self._gone_s.setdefault(self._name(attempt), time.monotonic())
+                alive = time.monotonic() - since_s < SEEN_S
             result[attempt.job] = self._folders.condition(attempt, alive=alive and code is None, code=code)
         return result
 

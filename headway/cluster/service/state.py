@@ -21,6 +21,7 @@ from headway.cluster.model import Cluster, Jobs, Rates, Resize, Values
 from headway.cluster.policies.table import SERVED
 from headway.cluster.queue.engine import RoundEngine
 from headway.cluster.queue.logs import relative_speed
+from headway.cluster.queue.outcome import Outcome
 from headway.cluster.queue.rounds import RoundReport, Timing, lag
 from headway.cluster.service.executors import JobAttempt
 from headway.cluster.service.store import (
@@ -79,8 +80,8 @@ class ServiceJob:
     """Steps of attempts that have ended."""
     credited: float = 0.0
     """Steps that the engine knows of."""
-    run_s: float = 0.0
-    """Time that ended attempts had devices."""
+    seconds_on: dict[str, float] = field(default_factory=dict)
+    """Device type -> time that ended attempts had such devices."""
     start_s: float = math.nan
     finish_s: float = math.nan
     lost: int = 0
@@ -144,6 +145,8 @@ class ServiceState:
         self.jobs: dict[str, ServiceJob] = {}
         self.runs: dict[str, list[str]] = {}
         """Job -> the slots that it is to run on."""
+        self.fixed: frozenset[str] = frozenset()
+        """Jobs that could not leave when the last round began."""
         self.served: ServerBegan | None = None
         self.now_s = self.next_s = 0.0
         self.round = 0
@@ -223,6 +226,7 @@ class ServiceState:
                 job.rates[device_type] = figures.rates[engine.cluster.names.index(device_type)]
         if (rates != engine.rates.alone).any():
             engine.set_rates(rates)
+        self.fixed = frozenset(fixed)
         reports = {
             self.jobs[name].index: RoundReport(figures.seconds, figures.steps, figures.ended, figures.done)
             for name, figures in did.items()
@@ -302,7 +306,7 @@ class ServiceState:
         total, owed_s = sum(share.values()), float(behind[row])
         gives = f"the policy {self.policy} gives it {total:.0%} of its time"
         owes = f"{'it is owed' if owed_s >= 0 else 'it has had more than that by'} {abs(owed_s):.0f} s"
-        if job.state == "running" and job.id in self.runs:
+        if job.state == "running" and job.id in self.runs and not (job.id in self.fixed and ahead):
             reason = f"runs on {', '.join(job.slots)}: {gives}, {owes}"
         elif job.state == "running":
             reason = f"keeps {', '.join(job.slots)}: it has never saved with a Checkpointer, so it cannot be moved"
@@ -311,7 +315,7 @@ class ServiceState:
         elif job.id in self.runs:
             reason = f"waits until {', '.join(self.runs[job.id])} is free"
         else:
-            reason = f"waits: {gives}, {owes}, {len(ahead)} of those that wait come before it"
+            reason = f"waits: {gives}, {owes}; jobs that wait and come before it: {len(ahead)}"
         if binding:
             reason += f"; {binding} are all given away, one more would give it {gain:.0%} more of its time"
         elif price:
@@ -393,7 +397,8 @@ class ServiceState:
             job.is_unwanted = True
         else:
             if job.is_alive:
-                job.run_s += event.at_s - job.began_s
+                device_type = job.as_attempt().device_type
+                job.seconds_on[device_type] = job.seconds_on.get(device_type, 0.0) + event.at_s - job.began_s
             job.steps += event.steps
             job.slots, job.reason = (), event.reason
             names = {"left": "waiting", "lost": "waiting", "done": "finished"}
@@ -444,3 +449,31 @@ def speeds_of(names: Sequence[str]) -> Values:
         except InputError:
             return np.ones(len(names))
     return np.array(result) / max(result)
+
+
+def outcome_of(state: ServiceState) -> tuple[Outcome, Values, list[ServiceJob]]:
+    """Return what came of the jobs that ran and have ended, their rates [n, W], and the jobs.
+
+    A step of `Outcome.jobs` is one of training where rates were measured, else a second. Raises `InputError`.
+    """
+    ended = [job for job in state.jobs.values() if job.state in ENDED and job.seconds_on]
+    if not ended:
+        raise InputError("no job of this service has ended yet. Ask again when one has: headway cluster queue.")
+    cluster = state.engine.cluster
+    rates = state.engine.rates.alone[[job.index for job in ended]]
+    on = np.array([[job.seconds_on.get(name, 0.0) for name in cluster.names] for job in ended])
+    first_s = ended[0].arrival_s
+    scale, arrival_s, start_s, finish_s = (
+        np.array([getattr(job, name) for job in ended]) for name in ("scale", "arrival_s", "start_s", "finish_s")
+    )
+    work = np.maximum((on * rates).sum(axis=1), 1e-6)
+    jobs = Jobs(
+        [job.id for job in ended], scale, work, arrival_s - first_s, [job.name for job in ended],
+        [job.owner for job in ended],
+    )  # fmt: skip
+    moves = np.array([job.attempt - 1 for job in ended])
+    outcome = Outcome(
+        jobs, cluster, (0, len(ended)), start_s - first_s, finish_s - first_s, np.zeros(len(ended)),
+        work / rates.max(axis=1), moves, (on * scale[:, None]).sum(axis=0), 0.0,
+    )  # fmt: skip
+    return outcome, rates, ended

@@ -23,7 +23,7 @@ from typing import Self
 
 import msgspec
 
-from headway.core.errors import FormatError
+from headway.core.errors import FormatError, HeadwayError
 
 APPLICATION, SCHEMA = 0x68777131, 1
 """What marks a SQLite file as a log of ours, and the version of its events."""
@@ -166,10 +166,13 @@ class EventLog:
             self._database.execute("PRAGMA synchronous = FULL")
 
     def append(self, events: Sequence[Event]) -> None:
-        """Write events, all or none; they are on disk when this returns."""
-        with self._database:
-            rows = [(event.at_s, type(event).__name__, msgspec.json.encode(event)) for event in events]
-            self._database.executemany("INSERT INTO events (at_s, kind, body) VALUES (?, ?, ?)", rows)
+        """Write events, all or none; they are on disk when this returns. Raises `HeadwayError` where that fails."""
+        rows = [(event.at_s, type(event).__name__, msgspec.json.encode(event)) for event in events]
+        try:
+            with self._database:
+                self._database.executemany("INSERT INTO events (at_s, kind, body) VALUES (?, ?, ?)", rows)
+        except sqlite3.Error as error:
+            raise HeadwayError(f"{self.path} cannot be written ({error}). Free some room, and serve again.") from error
 
     def read(self) -> list[Event]:
         """Return all events, the oldest first. Raises `FormatError` on one that is none."""
