@@ -22,7 +22,7 @@ from headway.cluster.queue.rounds import Timing
 from headway.cluster.service.server import EXECUTORS, ServiceServer, SharingOptions, SubmitJob, log_of
 from headway.cluster.service.state import ServiceState
 from headway.cluster.service.store import EventLog, JobCancelled, RoundAdvanced
-from headway.core.errors import FormatError, InputError
+from headway.core.errors import FormatError, HeadwayError, InputError
 from tests.made import fake_schedulers
 from tests.made.service_jobs import ComputedJobs, through_kills
 from tests.paths import GOLDEN
@@ -147,7 +147,7 @@ def test_scripts_share_a_slot_and_a_killed_server_loses_nothing_and_starts_nothi
     assert found.restarts > 0
 
 
-STORY = {"job1": 256.0, "job2": 300.0, "job3": 200.0}
+STORY = {"job1": 192.0, "job2": 150.0, "job3": 128.0}
 """Steps, at one per second, on two slots by rounds of 64 s: three jobs take turns until the second one ends."""
 
 
@@ -204,7 +204,7 @@ def test_three_jobs_are_decided_on_alike_under_every_executor(tmp_path, schedule
     expected, expected_rows = story(tmp_path / "one", computed, lambda attempt: None)
     assert decisions == expected
     assert [row["restarts"] for row in rows] == [row["restarts"] for row in expected_rows]
-    assert sum(row["restarts"] for row in rows) >= 3
+    assert sum(row["restarts"] for row in rows) >= 2
     if name == "slurm":
         script = (
             min(schedulers.glob("*.log")).read_text().replace(str(tmp_path), "FOLDER").replace(sys.executable, "PY")
@@ -355,3 +355,33 @@ def test_the_devices_of_a_folder_keep_their_types_and_another_policy_may_go_on(t
     executor.pools = {"slot": 2}
     with make(SharingOptions({"slot": 2}, "fifo"), executor) as other:
         assert (other.state.policy, len(other.state.rows())) == ("fifo", 2)
+
+
+def test_a_scheduler_that_fails_costs_no_job_but_one_that_never_starts_it_ends_it_with_the_reason(tmp_path):
+    now_s, answers = [0.0], [True]
+
+    class Failing(ComputedJobs):
+        def start(self, attempt):
+            if attempt.job == "job2":
+                raise HeadwayError("sbatch failed with code 1: no such partition.")
+            return super().start(attempt)
+
+        def alive(self, attempts):
+            if not answers[0]:
+                raise HeadwayError("squeue failed with code 1: cannot contact the controller.")
+            return super().alive(attempts)
+
+    executor = Failing({"slot": 2}, {"job1": 500.0}, {"slot": 1.0}, lambda: server.state.now_s, lambda: now_s[0])
+    options = SharingOptions({"slot": 2}, "las", 64.0)
+    with ServiceServer(tmp_path / "s", options, executor, clock=lambda: now_s[0], boot="b", look_s=0.0) as server:
+        for name in ("good", "bad"):
+            server.submit(SubmitJob(name, 1, ["train.py"], "/"))
+        for number in range(30):
+            answers[0] = number % 3 > 0
+            server.turn(0.0)
+            now_s[0] += 20.0
+        good, bad = server.state.rows()
+
+    assert (good["state"], good["restarts"]) == ("finished", 0)
+    assert (bad["state"], bad["restarts"]) == ("failed", 4)
+    assert "it cannot be started: sbatch failed with code 1: no such partition." in bad["reason"]

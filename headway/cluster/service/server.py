@@ -16,7 +16,9 @@ from __future__ import annotations
 import getpass
 import logging
 import math
+import os
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ from typing import Self
 
 import msgspec
 
-from headway.cluster.service.executors import GRACE_S, Executor, ExecutorMaker, JobCondition, LocalExecutor
+from headway.cluster.service.executors import GRACE_S, Executor, ExecutorMaker, JobAttempt, JobCondition, LocalExecutor
 from headway.cluster.service.kueue import KueueExecutor
 from headway.cluster.service.slurm import SlurmExecutor
 from headway.cluster.service.state import ENDED, MOST_LOST, JobExplanation, QueueRow, ServiceJob, ServiceState
@@ -43,9 +45,9 @@ from headway.cluster.service.store import (
     ServerBegan,
 )
 from headway.core.errors import HeadwayError, InputError
-from headway.core.files.private import private_folder
+from headway.core.files.private import private_folder, runtime_directory
 from headway.core.machine.host import host_id
-from headway.core.wire.channel import Channel, Listener
+from headway.core.wire.channel import MOST_PATH_BYTES, Channel, Listener
 from headway.core.wire.loop import ServiceLoop
 
 LOG = logging.getLogger(__name__)
@@ -55,6 +57,9 @@ EXECUTORS: Mapping[str, ExecutorMaker] = {"local": LocalExecutor, "slurm": Slurm
 
 LOOK_S = 1.0
 """How often jobs are looked at, besides when a process of this host ends."""
+
+RETRY_S = 30.0
+"""How long a job waits that could not be started."""
 
 LOST_CODES = (137, 143, -9, -15)
 """Exit codes of a job that somebody else ended: SIGKILL and SIGTERM."""
@@ -115,8 +120,11 @@ Answer = QueueAnswer | JobAnswer | ExplainAnswer
 
 
 def socket_of(folder: Path) -> Path:
-    """Return where the server of a folder listens."""
-    return folder / "server.sock"
+    """Return where the server of a folder listens: in it, or in the runtime folder where its path is too long."""
+    path = folder.absolute() / "server.sock"
+    if len(os.fsencode(path)) + len(".lock") <= MOST_PATH_BYTES:
+        return path
+    return runtime_directory() / f"cluster-{zlib.crc32(os.fsencode(folder.resolve())):08x}.sock"
 
 
 def log_of(folder: Path) -> Path:
@@ -156,6 +164,7 @@ class ServiceServer:
         private_folder(folder)
         self._options, self._executor, self._clock, self._look_s = options, executor, clock, look_s
         self._boot, self._conditions, self._ends = boot or host_id(), dict[str, JobCondition](), dict[str, JobEnd]()
+        self._not_before_s: dict[str, float] = {}
         self._watched: set[tuple[str, int]] = set()
         self._looked_s, self._stopped = -math.inf, False
         with ExitStack() as opened:
@@ -279,7 +288,11 @@ class ServiceServer:
         if not live or (not at_once and time.monotonic() - self._looked_s < self._look_s):
             return
         self._looked_s = time.monotonic()
-        states = self._executor.alive([job.as_attempt() for job in live])
+        try:
+            states = self._executor.alive([job.as_attempt() for job in live])
+        except HeadwayError as error:  # a scheduler that does not answer: its jobs are as they were
+            LOG.warning("jobs cannot be looked at: %s", error)
+            return
         for job in live:
             condition = self._conditions[job.id] = states[job.id]
             if not condition.alive:
@@ -356,10 +369,10 @@ class ServiceServer:
             if job.state == "running" and condition is not None and (condition.can_leave or gone):
                 gently = condition.can_leave and not job.is_unwanted
                 self._note(AttemptAsked(at_s=at_s, job=job.id, gently=gently))
-                (self._executor.ask_to_leave if gently else self._executor.end)(job.as_attempt())
+                self._tell(self._executor.ask_to_leave if gently else self._executor.end, job)
                 asked = True
             elif job.state == "leaving" and at_s - job.asked_s > GRACE_S + 10.0:
-                self._executor.end(job.as_attempt())
+                self._tell(self._executor.end, job)
         if asked:
             self._look(at_s, at_once=True)
             for name in [name for name, (end_s, _) in self._ends.items() if end_s <= at_s]:
@@ -368,19 +381,29 @@ class ServiceServer:
         taken = {slot for job in state.live() for slot in job.slots}
         for name, slots in state.runs.items():
             job = state.jobs[name]
-            if job.state == "waiting" and not job.is_unwanted and not taken.intersection(slots):
+            ready = job.state == "waiting" and not job.is_unwanted and at_s >= self._not_before_s.get(name, -math.inf)
+            if ready and not taken.intersection(slots):
                 self._start(job, slots, at_s)
                 taken.update(slots)
+
+    def _tell(self, what: Callable[[JobAttempt], None], job: ServiceJob) -> None:
+        """Tell the executor what becomes of a job; where that fails, it is ended after its grace."""
+        try:
+            what(job.as_attempt())
+        except (HeadwayError, OSError) as error:
+            LOG.warning("%s cannot be told: %s", job.id, error)
 
     def _start(self, job: ServiceJob, slots: list[str], at_s: float) -> None:
         """Start an attempt; the log has it before it is there."""
         self._conditions.pop(job.id, None)
         self._note(AttemptStarting(at_s=at_s, job=job.id, attempt=job.attempt + 1, slots=slots))
         try:
-            self._note(AttemptRunning(at_s=at_s, job=job.id, handle=self._executor.start(job.as_attempt())))
+            handle = self._executor.start(job.as_attempt())
         except (HeadwayError, OSError) as error:
             LOG.warning("%s cannot be started: %s", job.id, error)
-            self._note(
-                AttemptEnded(at_s=at_s, job=job.id, how="failed", steps=0.0, reason=f"it cannot be started: {error}")
-            )
+            self._not_before_s[job.id] = at_s + RETRY_S
+            how, reason = "lost" if job.lost + 1 < MOST_LOST else "failed", f"it cannot be started: {error}"
+            self._note(AttemptEnded(at_s=at_s, job=job.id, how=how, steps=0.0, reason=reason))
+            return
+        self._note(AttemptRunning(at_s=at_s, job=job.id, handle=handle))
         LOG.info("%s: attempt %d on %s", job.id, job.attempt, ", ".join(slots))

@@ -12,6 +12,7 @@ the server died is result by its name, or runs too late: its script then finds a
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import time
@@ -97,11 +98,16 @@ class SlurmExecutor:
 
     def ask_to_leave(self, attempt: JobAttempt) -> None:
         """Signal the batch shell, which hands it on."""
-        run_command(["scancel", "--signal=TERM", "--batch", attempt.handle], "Slurm")
+        run_command(["scancel", "--signal=TERM", "--batch", self._which(attempt)], "Slurm")
 
     def end(self, attempt: JobAttempt) -> None:
         """Have Slurm end it."""
-        run_command(["scancel", attempt.handle or f"--name={self._name(attempt)}"], "Slurm")
+        run_command(["scancel", self._which(attempt)], "Slurm")
+        self._gone_s[self._name(attempt)] = -math.inf  # it need not say how it ended
+
+    def _which(self, attempt: JobAttempt) -> str:
+        """Return how scancel is told of a job: by number, or by name where the server died before it heard that."""
+        return attempt.handle or f"--name={self._name(attempt)}"
 
     def _name(self, attempt: JobAttempt) -> str:
         return f"headway-{self._mark}-{attempt.job}-{attempt.number}"

@@ -387,7 +387,7 @@ class ServiceState:
         """Change one job by what happened to it."""
         if isinstance(event, AttemptStarting):
             job.state, job.attempt, job.slots, job.handle = "running", event.attempt, tuple(event.slots), ""
-            job.began_s, job.asked_s = event.at_s, math.nan
+            job.began_s, job.asked_s, job.reason = event.at_s, math.nan, ""
             job.start_s = event.at_s if math.isnan(job.start_s) else job.start_s
         elif isinstance(event, AttemptRunning):
             job.handle = event.handle
