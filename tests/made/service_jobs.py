@@ -68,6 +68,8 @@ class ComputedJobs:
     """Steps/s are reported."""
     stubborn: frozenset[str] = frozenset()
     """Jobs that never save."""
+    crash: Callable[[], object] = lambda: None
+    """Called before and after each act; it may raise, as a server ends that is killed."""
     done: dict[str, float] = field(default_factory=dict)
     """Job -> steps that are saved."""
     begins: dict[str, tuple[JobAttempt, float]] = field(default_factory=dict)
@@ -80,8 +82,10 @@ class ComputedJobs:
 
     def start(self, attempt: JobAttempt) -> str:
         assert attempt.job not in self.begins
+        self.crash()
         self.begins[attempt.job] = attempt, self.step_s()
         self.starts.append((self.step_s(), attempt.job, attempt.slots))
+        self.crash()
         return f"{attempt.job}/{attempt.number}"
 
     def end_s(self, job: str) -> float:
@@ -114,7 +118,9 @@ class ComputedJobs:
         return JobCondition(True, None, job not in self.stubborn, (now_s - since_s) * rate, speed)
 
     def ask_to_leave(self, attempt: JobAttempt) -> None:
-        self.left[attempt.job] = self.step_s()
+        self.crash()
+        self.left.setdefault(attempt.job, self.step_s())
+        self.crash()
 
     def end(self, attempt: JobAttempt) -> None:
         self.left[attempt.job] = self.step_s()

@@ -101,7 +101,7 @@ class Executor(Protocol):
         ...
 
     def ask_to_leave(self, attempt: JobAttempt) -> None:
-        """Have it save and end; it is told once, and may take `GRACE_S`."""
+        """Have it save and end; it may take `GRACE_S`. Asking again changes nothing."""
         ...
 
     def end(self, attempt: JobAttempt) -> None:
@@ -145,7 +145,7 @@ class AttemptFolders:
 {head}cd {shlex.quote(str(folder))} || exit 1
 [ "$(cat ../newest)" = {attempt.number} ] || exit 0
 export {SAVES}={shlex.quote(str(folder / "saves"))} HEADWAY_SLOTS={shlex.quote(slots)}
-trap '[ -n "$child" ] && kill -TERM $child' TERM
+trap '[ -z "$asked" ] && [ -n "$child" ] && asked=1 && kill -TERM $child' TERM
 trap : INT HUP
 (cd {shlex.quote(attempt.folder)} && exec {shlex.join(launcher or self.launcher(attempt))}) </dev/null &
 child=$!
@@ -237,11 +237,11 @@ class LocalExecutor:
         return result
 
     def ask_to_leave(self, attempt: JobAttempt) -> None:
-        """Send the launcher SIGTERM."""
-        _, launcher = self._folders.processes(attempt)
-        if launcher and _is_locked(self._folders.of(attempt)):
+        """Send the shell SIGTERM, which hands on the first one: a second would have the launcher kill at once."""
+        shell, _ = self._folders.processes(attempt)
+        if shell and _is_locked(self._folders.of(attempt)):
             with suppress(ProcessLookupError):
-                os.kill(launcher, signal.SIGTERM)
+                os.kill(shell, signal.SIGTERM)
 
     def end(self, attempt: JobAttempt) -> None:
         """Have the launcher end, and kill its ranks."""

@@ -166,6 +166,7 @@ class ServiceServer:
         self._boot, self._conditions, self._ends = boot or host_id(), dict[str, JobCondition](), dict[str, JobEnd]()
         self._not_before_s: dict[str, float] = {}
         self._watched: set[tuple[str, int]] = set()
+        self._told: set[tuple[str, int]] = set()
         self._looked_s, self._stopped = -math.inf, False
         with ExitStack() as opened:
             self._listener = opened.enter_context(closing(Listener(socket_of(folder), types=Question)))
@@ -371,6 +372,8 @@ class ServiceServer:
                 self._note(AttemptAsked(at_s=at_s, job=job.id, gently=gently))
                 self._tell(self._executor.ask_to_leave if gently else self._executor.end, job)
                 asked = True
+            elif job.state == "leaving" and (job.id, job.attempt) not in self._told:  # by a server that may have died
+                self._tell(self._executor.end if gone else self._executor.ask_to_leave, job)
             elif job.state == "leaving" and at_s - job.asked_s > GRACE_S + 10.0:
                 self._tell(self._executor.end, job)
         if asked:
@@ -388,6 +391,7 @@ class ServiceServer:
 
     def _tell(self, what: Callable[[JobAttempt], None], job: ServiceJob) -> None:
         """Tell the executor what becomes of a job; where that fails, it is ended after its grace."""
+        self._told.add((job.id, job.attempt))
         try:
             what(job.as_attempt())
         except (HeadwayError, OSError) as error:
