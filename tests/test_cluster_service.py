@@ -5,7 +5,9 @@ import os
 import sqlite3
 import sys
 import tempfile
+import threading
 import time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -19,10 +21,20 @@ from headway.cluster.model import Cluster, Jobs, Rates
 from headway.cluster.policies.table import SERVED
 from headway.cluster.queue.engine import RoundEngine
 from headway.cluster.queue.rounds import Timing
-from headway.cluster.service.server import EXECUTORS, ServiceServer, SharingOptions, SubmitJob, log_of
+from headway.cluster.service.server import (
+    EXECUTORS,
+    AskQueue,
+    ServiceServer,
+    SharingOptions,
+    SubmitJob,
+    called,
+    log_of,
+    socket_of,
+)  # fmt: skip
 from headway.cluster.service.state import ServiceState
 from headway.cluster.service.store import EventLog, JobCancelled, RoundAdvanced
 from headway.core.errors import FormatError, HeadwayError, InputError
+from headway.core.wire.channel import ChannelClosed
 from tests.made import fake_schedulers
 from tests.made.service_jobs import ComputedJobs
 from tests.paths import GOLDEN
@@ -381,3 +393,25 @@ def test_a_scheduler_that_fails_costs_no_job_but_one_that_never_starts_it_ends_i
     assert (good["state"], good["restarts"]) == ("finished", 0)
     assert (bad["state"], bad["restarts"]) == ("failed", 4)
     assert "it cannot be started: sbatch failed with code 1: no such partition." in bad["reason"]
+
+
+def test_another_host_that_sees_the_folder_asks_over_tcp_with_its_token(tmp_path):
+    executor = ComputedJobs({"slot": 1}, {}, {"slot": 1.0}, lambda: 0.0, lambda: 0.0)
+    with ServiceServer(tmp_path, SharingOptions({"slot": 1}, port=0), executor, look_s=0.05) as server:
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        try:
+            address, token = tmp_path / "address", tmp_path / "token"
+            address.write_text(f"127.0.0.1:{address.read_text().rsplit(':')[-1]}")
+            socket_of(tmp_path).rename(tmp_path / "elsewhere")  # another host cannot use it
+            with closing(called(tmp_path)) as channel:
+                channel.send(AskQueue())
+                assert channel.receive(5.0)[0].jobs == []
+            assert token.stat().st_mode & 0o777 == 0o600
+            token.chmod(0o600)
+            token.write_text("guessed")
+            with pytest.raises(ChannelClosed, match="token"):
+                called(tmp_path)
+        finally:
+            server.stop()
+            thread.join()

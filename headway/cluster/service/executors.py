@@ -128,7 +128,7 @@ class AttemptFolders:
         private_folder(folder)
         private_folder(folder / "saves")
         (folder / "job.sh").write_text(self.script(attempt))
-        _write_whole(folder.parent / "newest", f"{attempt.number}\n")
+        write_whole(folder.parent / "newest", f"{attempt.number}\n")
         return folder
 
     def launcher(self, attempt: JobAttempt) -> list[str]:
@@ -155,6 +155,7 @@ while :; do
     kill -0 $child 2>/dev/null || break
 done
 echo $code >exit.new && mv exit.new exit
+exit $code
 """
 
     def exit_code(self, attempt: JobAttempt) -> int | None:
@@ -183,7 +184,7 @@ echo $code >exit.new && mv exit.new exit
         return JobCondition(alive, code, saves >= attempt.scale, steps, rate, pid)
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write a file that appears whole."""
     draft = path.with_name(path.name + ".new")
     draft.write_text(text)

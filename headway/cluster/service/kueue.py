@@ -161,7 +161,7 @@ class KueueExecutor:
         self._delete(attempt, "--grace-period=0", "--force")
 
     def _delete(self, attempt: JobAttempt, *options: str) -> None:
-        gently = "--cascade=foreground", "--wait=false", "--ignore-not-result"
+        gently = "--cascade=foreground", "--wait=false", "--ignore-not-found"
         run_command(["kubectl", "delete", "job", self._name(attempt), *gently, *options], "Kubernetes")
 
     def _name(self, attempt: JobAttempt) -> str:

@@ -17,17 +17,28 @@ import getpass
 import logging
 import math
 import os
+import secrets
+import socket
 import time
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 import msgspec
 
-from headway.cluster.service.executors import GRACE_S, Executor, ExecutorMaker, JobAttempt, JobCondition, LocalExecutor
+from headway.cluster.service.executors import (
+    GRACE_S,
+    Executor,
+    ExecutorMaker,
+    JobAttempt,
+    JobCondition,
+    LocalExecutor,
+    write_whole,
+)  # fmt: skip
 from headway.cluster.service.kueue import KueueExecutor
 from headway.cluster.service.slurm import SlurmExecutor
 from headway.cluster.service.state import ENDED, MOST_LOST, JobExplanation, QueueRow, ServiceJob, ServiceState
@@ -47,7 +58,15 @@ from headway.cluster.service.store import (
 from headway.core.errors import HeadwayError, InputError
 from headway.core.files.private import private_folder, runtime_directory
 from headway.core.machine.host import host_id
-from headway.core.wire.channel import MOST_PATH_BYTES, Channel, Listener
+from headway.core.wire.channel import (
+    MOST_PATH_BYTES,
+    Channel,
+    ChannelClosed,
+    Listener,
+    TcpListener,
+    connect,
+    connect_tcp,
+)  # fmt: skip
 from headway.core.wire.loop import ServiceLoop
 
 LOG = logging.getLogger(__name__)
@@ -132,6 +151,26 @@ def log_of(folder: Path) -> Path:
     return folder / "log.sqlite"
 
 
+def token_of(folder: Path, *, make: bool = False) -> str:
+    """Return the secret that callers on other hosts prove, which only this user can read; empty where there is none."""
+    path = folder / "token"
+    if make:
+        with suppress(FileExistsError), open(path, "x", opener=partial(os.open, mode=0o600)) as file:
+            file.write(secrets.token_hex(32))
+    return path.read_text() if path.is_file() else ""
+
+
+def called(folder: Path) -> Channel:
+    """Return a channel to the server of a folder, here or on another host; raises `ChannelClosed` where none runs."""
+    try:
+        return connect(socket_of(folder), 0.5, types=Answer)
+    except ChannelClosed:
+        with suppress(OSError, ValueError):
+            host, port = (folder / "address").read_text().rsplit(":", 1)
+            return connect_tcp(host, int(port), token_of(folder), 0.5, types=Answer)
+        raise
+
+
 @dataclass(frozen=True, slots=True)
 class SharingOptions:
     """How a service shares its devices."""
@@ -147,6 +186,9 @@ class SharingOptions:
 
     executor: str = "local"
     """A name of `EXECUTORS`."""
+
+    port: int | None = None
+    """Port for callers on other hosts that see the folder, where its token lies; 0: a free one, None: none."""
 
 
 class ServiceServer:
@@ -181,6 +223,11 @@ class ServiceServer:
             self._origin_s = served.boot_s - served.at_s if same and served is not None else start_s - self._last_s
             self._note(self._served(dict(executor.slots())))
             self.loop.listen(self._listener, self._answer)
+            if options.port is not None:
+                tcp = TcpListener("", options.port, token_of(folder, make=True), types=Question)
+                self.loop.listen(opened.enter_context(closing(tcp)), self._answer)
+                opened.callback((folder / "address").unlink, missing_ok=True)
+                write_whole(folder / "address", f"{socket.gethostname()}:{tcp.port}")
             self._opened = opened.pop_all()
 
     def now_s(self) -> float:

@@ -1,19 +1,21 @@
 """A service on a Slurm cluster: each attempt is a batch job, beside the site's own.
 
     sbatch --parsable job.sh           -> number of the job, our handle
-    squeue --json --name NAME,...      -> who is pending, running, completing; also result by name after a crash
+    squeue --json --name NAME,...      -> who is pending, running, completing; also found by name after a crash
     scancel --signal=TERM --batch N    the batch shell hands it on to the launcher: ranks save and leave
     scancel N                          ends it, saved or not
 
-`--slots` says how much of the cluster the service may use at once; Slurm still decides when each job begins. Folders
-lie on a file system that all hosts share: exit codes, steps and saves are read there. A job that was submitted while
-the server died is result by its name, or runs too late: its script then finds a newer number and ends.
+`--slots` says how much of the cluster the service may use at once; Slurm still decides when each job begins, and its
+variables (SBATCH_PARTITION, SBATCH_ACCOUNT, SBATCH_TIMELIMIT) hold for all of them. Folders lie on a file system that
+all hosts share: exit codes, steps and saves are read there. A job that was submitted while the server died is found by
+its name, or runs too late: its script then finds a newer number and ends.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -50,6 +52,9 @@ class _SqueueAnswer(msgspec.Struct):
 ALIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "SIGNALING", "STAGE_OUT", "STOPPED")
 """States of a job that may still do something."""
 
+CODES = {"COMPLETED": 0, "FAILED": 1, "OUT_OF_MEMORY": 1}
+"""State -> exit code of a job whose own is not seen yet; after other states nobody knows."""
+
 
 class SlurmExecutor:
     """Batch jobs of one user, on a file system that this host and the cluster share."""
@@ -59,17 +64,15 @@ class SlurmExecutor:
         self._folders, self._pools = AttemptFolders(root.resolve()), dict(pools)
         self._gone_s: dict[str, float] = {}
         self._mark = re.sub(r"\W", "-", root.resolve().name)
-        run_command(["squeue", "--version"], "Slurm")
+        if shutil.which("sbatch") is None:
+            raise HeadwayError("there is no sbatch here. Serve on a host of the cluster, or with --executor local.")
 
     def slots(self) -> Mapping[str, int]:
         """Return the slots as they were given."""
         return self._pools
 
     def start(self, attempt: JobAttempt) -> str:
-        """SubmitJob a batch job with as many devices as ranks."""
-        known = self._queued([attempt]).get(self._name(attempt))
-        if known is not None:
-            return str(known.job_id)
+        """Submit a batch job with as many devices as ranks."""
         folder = self._folders.make(attempt)
         device_type = "" if attempt.device_type == "slot" else f"{attempt.device_type}:"
         head = "".join(
@@ -86,11 +89,13 @@ class SlurmExecutor:
         """Ask the queue; the exit code of a job that has left it lies in its folder, once that is seen here."""
         queued, result = self._queued(attempts), {}
         for attempt in attempts:
-            job = queued.get(self._name(attempt))
+            job = queued.get(attempt.handle or self._name(attempt))
             states = [] if job is None else [job.job_state] if isinstance(job.job_state, str) else job.job_state
             code = self._folders.exit_code(attempt)
-            alive = any(word in ALIVE for word in states)
-            if not alive and code is None:  # it has left the queue, and its exit code may be on its way here
+            alive = any(state in ALIVE for state in states)
+            if code is None:
+                code = next((CODES[state] for state in states if state in CODES), None)
+            if not states and code is None:  # it has left the queue, and its exit code may be on its way here
                 since_s = self._gone_s.setdefault(self._name(attempt), time.monotonic())
                 alive = time.monotonic() - since_s < SEEN_S
             result[attempt.job] = self._folders.condition(attempt, alive=alive and code is None, code=code)
@@ -113,7 +118,7 @@ class SlurmExecutor:
         return f"headway-{self._mark}-{attempt.job}-{attempt.number}"
 
     def _queued(self, attempts: Sequence[JobAttempt]) -> dict[str, _SlurmJob]:
-        """Return name -> the job that Slurm has of it."""
+        """Return number and name -> the job that Slurm has of it."""
         text = run_command(["squeue", "--json", "--name", ",".join(map(self._name, attempts))], "Slurm")
         try:
             jobs = msgspec.json.decode(text, type=_SqueueAnswer).jobs
@@ -121,7 +126,7 @@ class SlurmExecutor:
             raise FormatError(
                 f"squeue --json printed something else than Slurm 22.05 and later do ({error}). Check: squeue --json"
             ) from error
-        return {job.name: job for job in jobs}
+        return {key: job for job in jobs for key in (str(job.job_id), job.name)}
 
 
 def run_command(command: Sequence[str], what: str, *, text: str | None = None) -> str:
@@ -133,7 +138,7 @@ def run_command(command: Sequence[str], what: str, *, text: str | None = None) -
             f"there is no {command[0]} here. Serve on a host of {what}, or pass --executor local."
         ) from None
     except subprocess.TimeoutExpired:
-        raise HeadwayError(f"{command[0]} did not reply within {ANSWER_S:g} s. Check that {what} works.") from None
+        raise HeadwayError(f"{command[0]} did not answer within {ANSWER_S:g} s. Check that {what} works.") from None
     if result.returncode:
         why = (result.stderr or result.stdout).strip()[-500:]
         raise HeadwayError(

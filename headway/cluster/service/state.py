@@ -162,7 +162,7 @@ class ServiceState:
 
     @property
     def engine(self) -> RoundEngine:
-        """The rounds. Raises `FormatError` before a server has begins."""
+        """The rounds. Raises `FormatError` before a server has begun."""
         if self._engine is None:
             raise FormatError("the log does not begin with a server. Name another folder with --dir.")
         return self._engine

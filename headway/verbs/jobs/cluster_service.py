@@ -28,6 +28,7 @@ from headway.cluster.service.server import (
     ServiceServer,
     SharingOptions,
     SubmitJob,
+    called,
     log_of,
     socket_of,
 )
@@ -36,9 +37,10 @@ from headway.cluster.service.store import EventLog
 from headway.core.errors import InputError
 from headway.core.files.private import private_folder
 from headway.core.tables import pick
-from headway.core.wire.channel import ChannelClosed, connect
+from headway.core.wire.channel import ChannelClosed
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.verbs.shared.output import emit
+from headway.verbs.shared.run_options import whole_number
 
 FOLDER = Path("headway-cluster")
 """Where a service is, unless another folder is named."""
@@ -50,8 +52,9 @@ Reply = TypeVar("Reply", bound=Answer)
 
 
 def serve(
-    *, slots: str = "", executor: str = "local", policy: str = "las", dir: Path = FOLDER, round_s: float = 360.0
-) -> int:
+    *, slots: str = "", executor: str = "local", policy: str = "las", dir: Path = FOLDER, round_s: float = 360.0,
+    port: Annotated[int | None, Parameter(converter=whole_number)] = None,
+) -> int:  # fmt: skip
     """Share devices among submitted scripts, by rounds of a policy, until it is told to end.
 
     A script that saves with a headway.Checkpointer is moved: it saves, leaves, and is restored later, on other slots.
@@ -72,6 +75,8 @@ def serve(
         Folder of the service: its log, its socket, and all that jobs print.
     round_s
         Seconds of a round: how long a job keeps its slots at least.
+    port
+        Listen to other hosts that see the folder, too: it holds the token that they prove. 0 takes a free port.
     """
     make, _ = pick(EXECUTORS, executor, "executor"), pick(SERVED, policy, "policy of a service")
     if not 0 < round_s < 1e9:
@@ -79,7 +84,7 @@ def serve(
     pools = _pools(slots)
     private_folder(dir)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
-    options = SharingOptions(pools, policy, round_s, executor)
+    options = SharingOptions(pools, policy, round_s, executor, port)
     with ServiceServer(dir, options, make(dir.resolve(), pools)) as server:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: server.stop())
@@ -196,9 +201,8 @@ def _pools(slots: str) -> Mapping[str, int]:
 
 def _asked(folder: Path, question: Question, expected: type[Reply]) -> Reply:
     """Return what the server of a folder answers; raises `InputError` with the reason where it refuses."""
-    path = socket_of(folder)
     try:
-        channel = connect(path, 0.5, types=Answer)
+        channel = called(folder)
     except ChannelClosed as error:
         if isinstance(question, AskQueue):
             raise

@@ -19,3 +19,4 @@ while :; do
     kill -0 $child 2>/dev/null || break
 done
 echo $code >exit.new && mv exit.new exit
+exit $code
