@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from headway.cli import main
 from headway.cluster.model import Cluster, Jobs, Rates
 from headway.cluster.policies.table import SERVED
-from headway.cluster.queue.engine import RoundEngine
+from headway.cluster.queue.engine import RoundEngine, simulate
 from headway.cluster.queue.rounds import Timing
 from headway.cluster.service.server import (
     EXECUTORS,
@@ -102,6 +102,35 @@ def test_a_service_decides_as_the_simulation_does_event_for_event(tmp_path, poli
     expected, expected_finish_s = simulated(pools, policy, rates)
     assert decisions == expected
     assert finish_s == expected_finish_s
+
+
+@given(
+    jobs=st.lists(st.tuples(st.floats(0, 3000), st.floats(1, 2000)), min_size=1, max_size=12), count=st.integers(1, 4),
+    policy=st.sampled_from(["las", "las_aware", "hierarchical"]),
+)  # fmt: skip
+@settings(max_examples=40)
+def test_with_fills_no_device_stands_idle_while_a_job_waits_and_who_runs_stays_to_the_end_of_the_round(
+    jobs, count, policy
+):
+    arrival_s, steps = (np.array(column) for column in zip(*sorted(jobs), strict=True))
+    queue, cluster = (
+        Jobs([f"{k}" for k in range(len(jobs))], np.ones(len(jobs), int), steps, arrival_s),
+        {"a100": count},
+    )
+    table = Rates.of(np.ones((len(jobs), 1)), queue, Cluster.of(cluster))
+    timing = Timing("headway", 360.0, 1920.0, fills=True)
+    engine = RoundEngine(queue, Cluster.of(cluster), SERVED[policy], table, 0, (0, len(jobs)), timing)
+    now_s, before, border_s = float(arrival_s[0]), set(), -1.0
+    while (length_s := engine.advance(now_s)) is not None:
+        runs = set() if engine.running is None else set(engine.running.a.tolist())
+        assert not engine.num_free or runs == set(engine.active.tolist())
+        if engine.border_s == border_s:  # the same round: who had a device has it, unless it is done
+            assert {job for job in before if np.isnan(engine.finish_s[job])} <= runs
+        before, border_s, now_s = runs, engine.border_s, now_s + length_s
+
+    assert np.isfinite(engine.finish_s).all()
+    outcome = simulate(queue, cluster, policy, rates=table, fills=True)
+    assert outcome.finish_s == pytest.approx(engine.finish_s)
 
 
 class Killed(BaseException):
