@@ -292,7 +292,8 @@ class ServiceState:
                 id=job.id, name=job.name, state=job.state, share=share, owed_s=0.0, ahead=[], binding=None, price=0.0,
                 words=reason if job.state in ENDED else "it came after the last round began",
             )  # fmt: skip
-        behind = lag(engine.rows, self.now_s - max(engine.reset_at_s, 0.0), engine.timing.round_s / 2).sum(axis=1)
+        elapsed_s = self.now_s - engine.reset_at_s if math.isfinite(engine.reset_at_s) else 0.0
+        behind = lag(engine.rows, elapsed_s, engine.timing.round_s / 2).sum(axis=1)
         if engine.running is not None:  # what the round that goes on has given so far is not booked yet
             had_s = dict(zip(engine.running.a.tolist(), self.now_s - engine.running.since_s, strict=True))
             behind -= np.array([had_s.get(index, 0.0) for index in engine.rows.a.tolist()])
@@ -418,7 +419,8 @@ class ServiceState:
             return {}
         names, count = engine.cluster.names, engine.cluster.count.tolist()
         idle = {name: dict.fromkeys(f"{name}:{k}" for k in range(n)) for name, n in zip(names, count, strict=True)}
-        types = dict(zip(self.running_jobs_ids(), (names[k] for k in engine.running.kind.tolist()), strict=True))
+        kinds = zip(self.running_jobs(), engine.running.kind.tolist(), strict=True)
+        types = {job.id: names[k] for job, k in kinds}
         result: dict[str, list[str]] = {}
         for name, device_type in types.items():
             before = self.runs.get(name) or list(self.jobs[name].slots)
@@ -434,10 +436,6 @@ class ServiceState:
                 for slot in result[name]:
                     del idle[types[name]][slot]
         return result
-
-    def running_jobs_ids(self) -> list[str]:
-        """Return the ids of `running_jobs`."""
-        return [job.id for job in self.running_jobs()]
 
 
 def speeds_of(names: Sequence[str]) -> Values:
