@@ -51,10 +51,12 @@ VERBS: dict[str, tuple[str, str]] = {
         "Put the clocks of all ranks on one: offset, drift, causality.",
     ),
     "cluster batch": ("headway.verbs.jobs.cluster_prices:batch", "Find the batch size that learns most per second."),
+    "cluster cancel": ("headway.verbs.jobs.cluster_service:cancel", "End a job of a service, waiting or running."),
     "cluster compare": (
         "headway.verbs.jobs.cluster:compare",
         "Report waiting in a recorded queue, and compare policies on it.",
     ),
+    "cluster explain": ("headway.verbs.jobs.cluster_service:explain", "Say why a job of a service runs or waits."),
     "cluster fork": (
         "headway.verbs.jobs.cluster_fork:fork",
         "Simulate jobs with a copy on each of several unlike devices.",
@@ -63,7 +65,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "headway.verbs.jobs.cluster_prices:prices",
         "Say what the rest of a job costs on each offer of instances, by recorded prices.",
     ),
+    "cluster queue": ("headway.verbs.jobs.cluster_service:queue", "Show the jobs of a service, and where they run."),
+    "cluster serve": ("headway.verbs.jobs.cluster_service:serve", "Share devices among submitted training scripts."),
     "cluster sim": ("headway.verbs.jobs.cluster:sim", "Simulate a queue of jobs under one scheduling policy."),
+    "cluster submit": ("headway.verbs.jobs.cluster_service:submit", "Hand a training script to a service."),
     "comm bench": ("headway.verbs.models.comm_bench:bench", "Measure what codecs of gradients cost on this host."),
     "comm options": ("headway.verbs.models.comm_strategy:options", "List every way to compress and send a gradient."),
     "comm plan": (
@@ -235,7 +240,7 @@ VERBS: dict[str, tuple[str, str]] = {
 """Verb -> ("module:function", one line for `--help`)."""
 
 GROUPS: dict[str, str] = {
-    "cluster": "Queues of jobs and scheduling policies, simulated.",
+    "cluster": "Queues of jobs: policies, simulated, and a service that shares devices by them.",
     "comm": "Communication between ranks.",
     "fault": "Failures: incidents, what restarts cost, plans against them.",
     "cost": "Costs learned from measurements.",
@@ -429,8 +434,8 @@ def dispatch(ours: list[str], script: list[str] | None) -> int:
         return int(command(*bound.args, **bound.kwargs, script=script) or 0)
     if script is not None:
         raise InputError(
-            "only `headway run`, `try`, `tune`, `data stalls`, `data verify-resume`, `model precision` take a script "
-            "behind `--`. Drop the `--` and what follows it."
+            "only `headway run`, `try`, `tune`, `cluster submit`, `data stalls`, `data verify-resume` and "
+            "`model precision` take a script behind `--`. Drop the `--` and what follows it."
         )
     return int(command(*bound.args, **bound.kwargs) or 0)
 

@@ -56,7 +56,7 @@ def test_every_verb_has_a_page_of_help_with_an_example(verb, capsys):
         (["run"], "headway run -- train.py"),
         (
             ["why", "--", "x.py"],
-            "only `headway run`, `try`, `tune`, `data stalls`, `data verify-resume`, `model precision` take",
+            "only `headway run`, `try`, `tune`, `cluster submit`, `data stalls`, `data verify-resume` and",
         ),
         (["why", "no-such-folder"], "no-such-folder"),
     ],

@@ -1,4 +1,4 @@
-"""Queues of training jobs: policies, simulated; what a recorded queue suffered, and what each would have made of it.
+"""Queues of training jobs: policies, simulated, and a service that shares devices by them; recorded queues.
 
 Public names are resolved on first use, through one literal table; `consolidate` alone needs torch.
 `fit_speed` needs scipy, the extra `cluster`.
@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from headway.cluster.queue.compare import compare_policies as compare_policies
     from headway.cluster.queue.engine import simulate as simulate
     from headway.cluster.queue.recorded_rates import fit_rates as fit_rates
+    from headway.cluster.service.server import EXECUTORS as EXECUTORS
     from headway.runtime.torch_state import consolidate as consolidate
 
 PUBLIC: dict[str, str] = {
     "Cluster": "headway.cluster.model:Cluster",
+    "EXECUTORS": "headway.cluster.service.server:EXECUTORS",
     "NoiseScale": "headway.cluster.adaptive.noise:NoiseScale",
     "Jobs": "headway.cluster.model:Jobs",
     "Rates": "headway.cluster.model:Rates",

@@ -183,6 +183,13 @@ class Jobs:
         own = self.weight[at], self.deadline_s[at], self.restart_s[at]
         return Jobs(ids, self.scale[at], self.steps[at], self.arrival_s[at], model, entity, *own)
 
+    def with_more(self, other: Jobs) -> Jobs:
+        """Return these jobs and others that came later."""
+        ids, model, entity = ([*getattr(self, name), *getattr(other, name)] for name in ("ids", "model", "entity"))
+        numbers = ("scale", "steps", "arrival_s", "weight", "deadline_s", "restart_s")
+        columns = {name: np.concatenate((getattr(self, name), getattr(other, name))) for name in numbers}
+        return Jobs(ids, model=model, entity=entity, **columns)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rates:

@@ -47,5 +47,10 @@ POLICIES: Mapping[str, SchedulingPolicy] = {
 MIXING: frozenset[SchedulingPolicy] = frozenset({hadar, pollux, tiresias, optimus})
 """Those that run a gang on several types at once."""
 
+SERVED: Mapping[str, SchedulingPolicy] = {
+    name: POLICIES[name] for name in ("fifo", "fifo_aware", "las", "las_aware", "max_sum", "min_cost", "hierarchical")
+}
+"""Those that need to know of no job how long it is, and run each by itself: what a service can go by."""
+
 LENDING: frozenset[SchedulingPolicy] = frozenset({baselines.allox})
 """Those whose jobs without a share take free devices under the published rules; by our own rules they wait."""

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from headway.cluster.model import Cluster, Indices, Values, check_fits
+from headway.cluster.policies.table import SERVED
 from headway.cluster.queue.engine import simulate
 from headway.cluster.queue.logs import RecordedQueue
 from headway.cluster.queue.outcome import Outcome
@@ -140,6 +141,24 @@ def compare_policies(
             return found
     outcomes = {name: simulate(queue.jobs, cluster, name, rates=rates, seed=seed, round_s=round_s) for name in policies}
     return PolicyComparison(observed, replayed, outcomes)
+
+
+def compare_with_promise(
+    observed: Outcome, rates: Values, policy: str, policies: Sequence[str], *, round_s: float, reset_s: float
+) -> PolicyComparison:
+    """Beside what a service's jobs came to, what its policy promised, and what others would have made of them.
+
+    The promise is the simulation of the same rounds, with `rates` [n, W] as measured in the end and nothing lost to
+    moves: starts of attempts are part of the work of `observed.jobs`.
+    """
+    jobs, cluster = observed.jobs, observed.cluster
+
+    def played(name: str) -> Outcome:
+        return simulate(
+            jobs, cluster, name, rates=rates, round_s=round_s, reset_s=reset_s, fills=name in SERVED,
+        )  # fmt: skip
+
+    return PolicyComparison(observed, played(policy), {name: played(name) for name in policies})
 
 
 def device_hours_by_owner(outcome: Outcome) -> dict[str, float]:

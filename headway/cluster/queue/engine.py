@@ -16,8 +16,7 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -36,46 +35,24 @@ from headway.cluster.model import (
     check_resizes,
     pools_that_fit,
 )
-from headway.cluster.policies.table import LENDING, MIXING, POLICIES, SchedulingPolicy
+from headway.cluster.policies.table import LENDING, MIXING, POLICIES, SERVED, SchedulingPolicy
 from headway.cluster.queue.outcome import Outcome
-from headway.cluster.queue.rounds import ORDERS, CandidateRows, chosen_rows
+from headway.cluster.queue.rounds import MOMENT_S, ORDERS, CandidateRows, RoundReport, RunningRows, Timing, chosen_rows
 from headway.core.errors import HeadwayError, InputError
 from headway.core.tables import pick
 from headway.sim.graph.process import Process
 
-LATEST, GRACE_S = 1.6, 3600.0
-"""A gang that is this many times as late as jobs are on average is served first; an hour counts for nothing."""
-
-MOMENT_S = 1e-6
-"""Times that are no further apart are one: sums of round lengths are not exact."""
-
 MOST_ROUNDS = 100_000
 """Rounds that all jobs need at least: each takes half a millisecond."""
 
+PER_JOB = (
+    "left", "finish_s", "start_s", "isolated_s", "isolated_rate", "moves", "previous", "partner", "ran_on", "kind_of",
+    "debt_s", "served_s", "memory", "stranded",
+)  # fmt: skip
+"""What an engine keeps of each job, [n] or [n, W]."""
+
 MOST_IDLE_ROUNDS = 1000
 """Rounds in a row in which a policy may run nothing, with jobs waiting and none to come."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """When rounds end and decisions are made."""
-
-    rules: str = "headway"
-    """A name of `rounds.ORDERS`."""
-
-    round_s: float = 360.0
-    """Longest round."""
-
-    reset_s: float = 1920.0
-    """Least time between two decisions."""
-
-    def __post_init__(self) -> None:
-        """Raise `InputError` on an unknown rule or times that are not above 0."""
-        pick(ORDERS, self.rules, "rules")
-        if not (0 < self.round_s < math.inf and 0 <= self.reset_s < math.inf):
-            raise InputError(
-                f"round_s is {self.round_s:g}, reset_s {self.reset_s:g}; give finite seconds, rounds above 0."
-            )
 
 
 def simulate(
@@ -91,6 +68,7 @@ def simulate(
     rules: str = "headway",
     adapting: Adapting | None = None,
     resizes: Sequence[Resize] = (),
+    fills: bool = False,
 ) -> Outcome:
     """Play a queue through; `rates` [n, W] are steps/s of each whole job on each type of the cluster.
 
@@ -101,7 +79,8 @@ def simulate(
     is asked of `adapting`; the policy must pick whole devices. `resizes` change pools
     while it runs: a round ends there, gangs on devices that leave are preempted,
     and a job that no pool can ever run again is left unfinished, and named in the
-    notes. Raises `InputError` on jobs that fit no pool at the start, on NaN or
+    notes. With `fills`, devices that fall free within a round are given away at
+    once. Raises `InputError` on jobs that fit no pool at the start, on NaN or
     negative rates, and on an unknown policy.
     """
     pools = cluster if isinstance(cluster, Cluster) else Cluster.of(cluster)
@@ -113,12 +92,14 @@ def simulate(
         raise InputError(
             "jobs that adapt run on hosts that stay. Leave out the resizes, or simulate jobs of fixed size."
         )
+    if fills and decide not in SERVED.values():
+        raise InputError(f"with fills a policy gives each job its own devices. Choose one of: {', '.join(SERVED)}.")
     table = Rates.of(rates, jobs, pools)
     check_fits(jobs, pools, table.alone, mixed=decide in MIXING)
     first, last = window or (0, len(jobs))
     if not 0 <= first < last <= len(jobs):
         raise InputError(f"the window is {first}:{last}, there are {len(jobs)} jobs; choose 0 <= first < last <= that.")
-    timing = Timing(rules, round_s, reset_s)
+    timing = Timing(rules, round_s, reset_s, fills)
     alone_s = (jobs.steps / table.alone.max(axis=1, initial=0.0).clip(1e-300))[:last]
     least_s = max(alone_s.max(), (alone_s * jobs.scale[:last]).sum() / pools.count.sum()) if adapting is None else 0.0
     if least_s > MOST_ROUNDS * round_s:
@@ -127,15 +108,18 @@ def simulate(
             f"simulated. Correct the longest job ({jobs.ids[int(alone_s.argmax())]!r}), or pass --round-s "
             f"{math.ceil(least_s / MOST_ROUNDS)}."
         )
-    return _Engine(jobs, pools, decide, table, seed, (first, last), timing, adapting, resizes).run()
+    return RoundEngine(jobs, pools, decide, table, seed, (first, last), timing, adapting, resizes).run()
 
 
-class _Engine:
-    """The state of one simulation."""
+class RoundEngine:
+    """The state of one queue: `advance` ends a round, or a part of it, and begins the next one.
+
+    `simulate` runs it on a simulated clock. A service (`live`) calls `advance` itself, with what its jobs did.
+    """
 
     def __init__(
         self, jobs: Jobs, cluster: Cluster, decide: SchedulingPolicy, rates: Rates, seed: int, window: tuple[int, int],
-        timing: Timing, adapting: Adapting | None = None, resizes: Sequence[Resize] = (),
+        timing: Timing, adapting: Adapting | None = None, resizes: Sequence[Resize] = (), live: bool = False,
     ) -> None:  # fmt: skip
         n, num_types = rates.alone.shape
         self.jobs, self.cluster, self.decide, self.rates, self.timing = jobs, cluster, decide, rates, timing
@@ -151,7 +135,7 @@ class _Engine:
         self.left, self.finish_s, self.start_s = jobs.steps.copy(), np.full(n, math.nan), np.full(n, math.nan)
         self.isolated_s, self.isolated_rate = np.zeros(n), np.zeros(n)
         self.moves, self.previous = np.zeros(n, np.int64), np.zeros((n, num_types))
-        self.partner, self.ran_on = np.full(n, -1), np.full(n, -1)
+        self.partner, self.ran_on, self.kind_of = np.full(n, -1), np.full(n, -1), np.full(n, -1)
         # Jobs that adapt are built anew for each size: their first start costs as much as a later one.
         self.debt_s = jobs.restart_s.copy() if adapting else np.zeros(n)
         self.served_s, self.memory = np.zeros(n), np.zeros(n)
@@ -161,8 +145,9 @@ class _Engine:
         self.rows = CandidateRows.none(num_types)
         self.need, self.reset_at_s, self.idle_rounds = False, -math.inf, 0
         self.allocation = Allocation(np.zeros((0, num_types)))
-        self.running: tuple[Indices, Indices, Values, Values, Values] | None = None
-        self.started_s, self.decide_s, self.notes = 0.0, [0.0], dict[str, None]()
+        self.running: RunningRows | None = None
+        self.live, self.border_s = live, -math.inf
+        self.decide_s, self.notes = [0.0], dict[str, None]()
         self.prices: list[tuple[float, tuple[float, ...]]] = []
 
     def run(self) -> Outcome:
@@ -178,22 +163,38 @@ class _Engine:
 
     def round(self) -> None:
         """End a round and begin the next one."""
-        now_s = self.process.now_s
-        self.credit()
+        length_s = self.advance(self.process.now_s)
+        if length_s is not None:
+            self.process.after(self.wait_s(length_s), self.round)
+
+    def advance(
+        self, now_s: float, reports: Mapping[int, RoundReport] | None = None, fixed: Collection[int] = ()
+    ) -> float | None:
+        """Book what has ended by now, decide if it is time, give devices to jobs; return the seconds to the next call.
+
+        None: every job is done, or there is none. A live queue passes `reports`, job -> what it did, of all jobs that
+        ran; at the end of a round the jobs `fixed` keep their devices, whatever the policy says.
+        """
+        over = not self.timing.fills or now_s >= self.border_s - MOMENT_S
+        over = over or bool(self.resizes and self.resizes[0].at_s <= now_s + MOMENT_S)
+        self.credit(now_s, over, reports)
         self.resize(now_s)
         self.arrive(now_s)
+        over = over or self.running is None
         arrivals = self.next_job < len(self.jobs)
         if not self.waiting_window or not (arrivals or self.active.size):
-            return
+            return None
         self.need = self.need or self.adapting is not None  # what jobs report changes with every round
         due = now_s - self.reset_at_s >= self.timing.reset_s or self.allocation.devices is not None
         # Where jobs without a share wait, free devices wait too: by our own rules such policies decide each round.
         due = due or self.resized or (self.allocation.strict and self.timing.rules != "gavel")
         until_s = self.resizes[0].at_s - now_s if self.resizes else math.inf
-        self.round_s = min(self.timing.round_s, until_s)
+        if over:
+            self.border_s = now_s + min(self.timing.round_s, until_s)
+        self.round_s = self.border_s - now_s if self.timing.fills else min(self.timing.round_s, until_s)
         if self.active.size and self.need and due:
             self.solve(now_s)
-        length_s = self.start(now_s) if self.active.size else 0.0
+        length_s = self.start(now_s, over, fixed) if self.active.size else 0.0
         if length_s > 0:
             self.idle_rounds = 0
         elif arrivals:
@@ -204,11 +205,11 @@ class _Engine:
             self.idle_rounds += 1
             length_s = 0.0 if self.need else self.timing.round_s
             self.reset_at_s = -math.inf
-            if self.idle_rounds > MOST_IDLE_ROUNDS:
+            if self.idle_rounds > MOST_IDLE_ROUNDS and not self.live:
                 raise HeadwayError(
                     f"the policy leaves {self.active.size} jobs waiting for ever. Choose another policy."
                 )
-        self.process.after(self.wait_s(min(max(length_s, 0.0), until_s)), self.round)
+        return min(max(length_s, 0.0), until_s)
 
     def find_pools(self) -> None:
         """Note where jobs run now: not on a pool that is smaller than the gang."""
@@ -236,7 +237,7 @@ class _Engine:
         for resize in (None, *self.resizes):
             later = resize.of(later) if resize else later
             fits |= pools_that_fit(self.jobs, later, self.rates.alone, mixed=self.decide in MIXING)
-        lost = np.flatnonzero(~fits)
+        lost = np.flatnonzero(~fits & (not self.live))  # of a service's devices nobody knows whether they come back
         self.stranded[lost] = True
         self.waiting_window -= int(((lost >= self.window[0]) & (lost < self.window[1])).sum())
         self.active = self.active[~self.stranded[self.active]]
@@ -254,29 +255,60 @@ class _Engine:
         later = math.floor(now_s / round_s + 1e-9) + 1
         return max(math.ceil((now_s + length_s) / round_s - 1e-9), later) * round_s - now_s
 
-    def credit(self) -> None:
-        """Book the steps and the time of the round that ends now."""
+    def credit(self, now_s: float, over: bool, reports: Mapping[int, RoundReport] | None) -> None:
+        """Book the steps and the time of rows that end now: all at the end of a round, else those that are done."""
         if self.running is None:
             return
-        row, kind, seconds, steps_a, steps_b = self.running
-        self.running = None
-        rows = self.rows
-        rows.time_on[row, kind] += seconds
+        ended, rows = self.running, self.rows
+        ends = np.ones(ended.a.size, np.bool_)
+        if not over:
+            ends = ended.since_s + ended.seconds <= now_s + MOMENT_S
+            if reports is not None:
+                ends = np.array([reports[job].ended for job in ended.a.tolist()])
+        if self.timing.fills:  # the ledger may be another one by now
+            ended.row = rows.of(ended.a)
+        self.running = None if ends.all() else ended.take(~ends)
+        ended = ended.take(ends)
+        for row, job in enumerate(ended.a.tolist() if reports else ()):  # measured, not as predicted
+            report = (reports or {})[job]
+            ended.seconds[row], ended.steps_a[row] = report.seconds, self.left[job] if report.done else report.steps
+        rows.time_on[ended.row, ended.kind] += ended.seconds
         done: list[int] = []
-        for jobs, steps in ((rows.a[row], steps_a), (rows.b[row], steps_b)):
+        for jobs, steps in ((rows.a[ended.row], ended.steps_a), (rows.b[ended.row], ended.steps_b)):
             there = jobs >= 0
             who, amount = jobs[there], steps[there]
             self.left[who] -= amount
             self.isolated_s[who] += amount / self.isolated_rate[who]
-            over = self.left[who] <= 1e-9 * self.jobs.steps[who]
-            self.finish_s[who[over]] = (self.started_s + seconds[there])[over]
-            done.extend(who[over].tolist())
+            finished = self.left[who] <= 1e-9 * self.jobs.steps[who]
+            self.finish_s[who[finished]] = (ended.since_s + ended.seconds)[there][finished]
+            done.extend(who[finished].tolist())
         if done:
-            gone = np.isfinite(self.finish_s)
             self.waiting_window -= sum(self.window[0] <= job < self.window[1] for job in done)
-            self.active = self.active[~gone[self.active]]
-            rows.keep(~(gone[rows.a] | ((rows.b >= 0) & gone[rows.b])))
-            self.need = True
+            self.forget_finished()
+
+    def forget_finished(self) -> None:
+        """Let jobs that are done leave the queue."""
+        gone, rows = np.isfinite(self.finish_s), self.rows
+        self.active = self.active[~gone[self.active]]
+        rows.keep(~(gone[rows.a] | ((rows.b >= 0) & gone[rows.b])))
+        self.need = True
+
+    def add(self, jobs: Jobs, alone: Values) -> None:
+        """Let more jobs come, at `alone` [k, W] steps/s, no sooner than those that are here (a live queue)."""
+        table = Rates.of(alone, jobs, self.cluster)
+        fresh = RoundEngine(jobs, self.cluster, self.decide, table, 0, self.window, self.timing, live=True)
+        for name in PER_JOB:
+            setattr(self, name, np.concatenate((getattr(self, name), getattr(fresh, name))))
+        self.jobs = self.jobs.with_more(jobs)
+        self.entity = np.unique(np.array(self.jobs.entity), return_inverse=True)[1].reshape(-1)
+        self.set_rates(np.concatenate((self.rates.alone, alone)))
+
+    def set_rates(self, alone: Values) -> None:
+        """Go on with other rates [n, W] of single jobs, steps/s as measured."""
+        self.rates = Rates.of(alone, self.jobs, self.cluster)
+        self.find_pools()
+        self.fastest = self.able.max(axis=1, initial=0.0).clip(1e-300)
+        self.rows.rate_a = self.able[self.rows.a]
 
     def arrive(self, now_s: float) -> None:
         """Let in the jobs that have been submitted by now."""
@@ -347,16 +379,24 @@ class _Engine:
             self.rows.append(pairs)
         self.need, self.reset_at_s, self.picked_jobs, self.resized = False, now_s, at, False
 
-    def start(self, now_s: float) -> float:
-        """Give devices to rows, and return how long the round lasts (0: nothing runs)."""
-        rows, found, count = self.rows, self.allocation, self.cluster.count
+    def start(self, now_s: float, over: bool, fixed: Collection[int] = ()) -> float:
+        """Give devices to rows, and return how long until one ends, or the round does (0: nothing runs).
+
+        Who runs keeps its devices within a round (not `over`), and `fixed` jobs keep them at its end too.
+        """
+        rows, found, count, runs = self.rows, self.allocation, self.cluster.count, self.running
+        stays = np.array(sorted(fixed), np.int64) if over or runs is None else runs.a
+        stays = stays[self.fit[stays] & np.isnan(self.finish_s[stays])]
+        if stays.size:
+            taken = np.bincount(self.kind_of[stays], self.jobs.scale[stays], count.size).astype(np.int64)
+            count = np.maximum(count - taken, 0)
         # For each of r chosen rows: row [r] of the ledger, kind [r] its type, used [r, W] devices, rate [r] steps/s.
         if found.devices is not None:
             row, kind, used, rate = self.picked(found.devices)
         else:
             types = list(range(len(count)))
             if self.timing.rules == "headway":
-                rows.starving = self.starving(now_s)
+                rows.starving = rows.lateness(now_s, self.jobs, self.left, self.fastest)
             if self.timing.rules == "gavel" and not found.aware:
                 self.shuffler.shuffle(types)
             elif not found.aware:
@@ -364,15 +404,22 @@ class _Engine:
             strict = found.strict and not (self.timing.rules == "gavel" and self.decide in LENDING)
             row, kind = chosen_rows(
                 rows, types, count, len(self.jobs), ORDERS[self.timing.rules], strict,
-                now_s - self.reset_at_s, self.timing.round_s / 2,
+                now_s - self.reset_at_s, self.timing.round_s / 2, stays,
             )  # fmt: skip
+            if over and stays.size:
+                row, kind = np.append(row, rows.of(stays)), np.append(kind, self.kind_of[stays])
             used, rate = np.zeros((row.size, count.size)), rows.rate_a[row, kind]
             used[np.arange(row.size), kind] = rows.scale[row]
         if not row.size:
-            self.ran_on[:] = -1
-            return 0.0
+            if over or runs is None:
+                self.ran_on[:] = -1
+                return 0.0
+            return self.until_next_s(now_s)
         a, b = rows.a[row], rows.b[row]
+        before = self.ran_on
         lost_s = self.moved(a, b, kind, used)
+        if not over:
+            self.ran_on[stays] = before[stays]
         if self.adapting is None:
             steps_a, seconds_a = self.work(a, rate, lost_s)
         else:
@@ -392,26 +439,34 @@ class _Engine:
         self.start_s[first] = now_s
         self.used_s += (used * seconds[:, None]).sum(axis=0)
         self.served_s[a] += used.sum(axis=1) * seconds
-        self.running, self.started_s = (row, kind, seconds, steps_a, steps_b), now_s
-        return float(seconds.max())
+        self.kind_of[a] = kind
+        begins = RunningRows(row, kind, a, np.full(row.size, now_s), seconds, steps_a, steps_b)
+        self.running = begins if over or runs is None else runs.with_more(begins)
+        return self.until_next_s(now_s)
 
-    def starving(self, now_s: float) -> Values:
-        """[r] How late a gang is, where beyond the limit: (age + an hour) / (work done, in time alone, + an hour)."""
-        at = self.rows.a
-        done_s = (self.jobs.steps[at] - self.left[at]) / self.fastest[at]
-        late = (now_s - self.jobs.arrival_s[at] + GRACE_S) / (done_s + GRACE_S)
-        limit = LATEST * late[self.rows.b < 0].mean() if at.size else 1.0
-        return np.where((self.jobs.scale[at] > 1) & (late > limit), late, 0.0)
+    @property
+    def num_free(self) -> int:
+        """Devices that nobody has."""
+        used = 0 if self.running is None else int(self.jobs.scale[self.running.a].sum())
+        return int(self.cluster.count.sum()) - used
+
+    def until_next_s(self, now_s: float) -> float:
+        """Seconds until the round ends; with fills until somebody is done, or comes while devices are free."""
+        assert self.running is not None, "somebody runs"
+        if not self.timing.fills:
+            return float(self.running.seconds.max())
+        next_s = min(self.border_s, float((self.running.since_s + self.running.seconds).min()))
+        if self.next_job < len(self.jobs) and self.num_free:
+            next_s = min(next_s, float(self.jobs.arrival_s[self.next_job]))
+        return next_s - now_s
 
     def picked(self, devices: Indices) -> tuple[Indices, Indices, Values, Values]:
         """Return rows, their slowest types, devices and rates of whole picks."""
-        position = np.full(len(self.jobs), -1)
-        position[self.rows.a] = np.arange(len(self.rows.a))
         decided = self.picked_jobs
         alive = np.flatnonzero((devices.sum(axis=1) > 0) & np.isnan(self.finish_s[decided]))
         used = devices[alive]
         rates = np.where(used > 0, self.rates.alone[decided[alive]], math.inf)
-        return position[decided[alive]], rates.argmin(axis=1), used.astype(np.float64), rates.min(axis=1)
+        return self.rows.of(decided[alive]), rates.argmin(axis=1), used.astype(np.float64), rates.min(axis=1)
 
     def moved(self, a: Indices, b: Indices, kind: Indices, used: Values) -> Values:
         """Count the jobs that start again elsewhere or after a pause, and return the time that each row loses to it."""

@@ -17,6 +17,7 @@ section 5, and the released code). `deficit` serves what is owed, over resets.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,9 +25,19 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.cluster.model import Jobs
+from headway.core.errors import InputError
+from headway.core.tables import pick
+
 Values = NDArray[np.float64]
 Indices = NDArray[np.int64]
 Flags = NDArray[np.bool_]
+
+LATEST, GRACE_S = 1.6, 3600.0
+"""A gang that is this many times as late as jobs are on average is served first; an hour counts for nothing."""
+
+MOMENT_S = 1e-6
+"""Times that are no further apart are one: sums of round lengths are not exact."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +100,19 @@ class CandidateRows:
         """Add rows behind those that are here."""
         for name in ("a", "b", "scale", "x", "rate_a", "rate_b", "time_on", "owed", "decided", "starving"):
             setattr(self, name, np.concatenate((getattr(self, name), getattr(more, name))))
+
+    def of(self, jobs: Indices) -> Indices:
+        """[k] Rows of jobs that are here, alone."""
+        order = np.argsort(self.a, kind="stable")
+        return order[np.searchsorted(self.a, jobs, sorter=order)]
+
+    def lateness(self, now_s: float, jobs: Jobs, left: Values, fastest: Values) -> Values:
+        """[r] How late a gang is, where beyond the limit: (age + an hour) / (work done, in time alone, + an hour)."""
+        at = self.a
+        done_s = (jobs.steps[at] - left[at]) / fastest[at]
+        late = (now_s - jobs.arrival_s[at] + GRACE_S) / (done_s + GRACE_S)
+        limit = LATEST * late[self.b < 0].mean() if at.size else 1.0
+        return np.where((jobs.scale[at] > 1) & (late > limit), late, 0.0)
 
 
 def runnable(rows: CandidateRows) -> Flags:
@@ -169,9 +193,11 @@ ORDERS: Mapping[str, RowOrder] = {"headway": RowOrder(deficit_keys, lag), "gavel
 
 def chosen_rows(
     rows: CandidateRows, types: list[int], count: Indices, num_jobs: int, order: RowOrder, strict: bool,
-    elapsed_s: float, half_s: float,
+    elapsed_s: float, half_s: float, stays: Indices | None = None,
 ) -> tuple[Indices, Indices]:  # fmt: skip
     """Fill the types in the given order; return the rows that run [k] and the type of each [k].
+
+    Jobs that `stays` names have devices, beside `count`, and are not chosen.
 
     A row that no decision knew takes its devices and does not run: the
     published mechanism does that; our own rules give new rows a share.
@@ -180,6 +206,8 @@ def chosen_rows(
     may, taken = runnable(rows), np.zeros(num_jobs, np.bool_)
     if strict:
         may = may & (rows.x > 0)
+    if stays is not None:
+        taken[stays] = True
     found: list[int] = []
     kinds: list[int] = []
     for j in types:
@@ -191,3 +219,79 @@ def chosen_rows(
     row, kind = np.array(found, np.int64), np.array(kinds, np.int64)
     runs = rows.decided[row]
     return row[runs], kind[runs]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """When rounds end and decisions are made."""
+
+    rules: str = "headway"
+    """A name of `rounds.ORDERS`."""
+
+    round_s: float = 360.0
+    """Longest round."""
+
+    reset_s: float = 1920.0
+    """Least time between two decisions."""
+
+    fills: bool = False
+    """Devices that fall free within a round go to jobs that wait, to its end; who runs keeps its devices."""
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` on an unknown rule or times that are not above 0."""
+        pick(ORDERS, self.rules, "rules")
+        if not (0 < self.round_s < math.inf and 0 <= self.reset_s < math.inf):
+            raise InputError(
+                f"round_s is {self.round_s:g}, reset_s {self.reset_s:g}; give finite seconds, rounds above 0."
+            )
+
+
+@dataclass(slots=True, eq=False)
+class RunningRows:
+    """The `r` rows that have devices now, and what they will have done when they give them back."""
+
+    row: Indices
+    """[r] Rows of the ledger."""
+
+    kind: Indices
+    """[r] Device type of each."""
+
+    a: Indices
+    """[r] A job of each."""
+
+    since_s: Values
+    """[r] Since when."""
+
+    seconds: Values
+    """[r] How long."""
+
+    steps_a: Values
+    """[r] Steps of job a."""
+
+    steps_b: Values
+    """[r] Steps of the job that shares its devices."""
+
+    def take(self, rows: Flags) -> RunningRows:
+        """Return some of them."""
+        return RunningRows(*(getattr(self, name)[rows] for name in self.__slots__))
+
+    def with_more(self, other: RunningRows) -> RunningRows:
+        """Return these and others."""
+        return RunningRows(*(np.concatenate((getattr(self, n), getattr(other, n))) for n in self.__slots__))
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReport:
+    """What a job really did since it got its devices: what a service measures in place of what is predicted."""
+
+    seconds: float
+    """How long it had them."""
+
+    steps: float
+    """Steps that it did."""
+
+    ended: bool = False
+    """It has given them back."""
+
+    done: bool = False
+    """It has nothing left to do."""

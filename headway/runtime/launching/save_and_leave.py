@@ -21,6 +21,7 @@ that ranks inherit, and programs that a rank starts do not. A look costs less th
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import signal
@@ -32,6 +33,9 @@ from collections.abc import Callable, Mapping
 
 VARIABLE = "HEADWAY_LEAVE"
 """Variable of a rank's environment: descriptor of the board, index of the rank on it, number of ranks."""
+
+SAVES = "HEADWAY_SAVES"
+"""Variable with a folder: each rank puts a file there once it can be asked. A scheduler on any host sees them."""
 
 NAME = "headway-leave"
 """Name of the memory file; who inherits the variable without the descriptor does not find it there."""
@@ -109,6 +113,11 @@ class Leaving:
             if found is not None:
                 self._board, self._index = found
                 self._board.announce(self._index)
+                folder = self._environment.get(SAVES)
+                if folder:
+                    with contextlib.suppress(OSError):  # who is to see it does without
+                        rank = self._environment.get("RANK", self._index)
+                        os.close(os.open(f"{folder}/rank-{rank}", os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600))
 
     @property
     def is_asked(self) -> bool:

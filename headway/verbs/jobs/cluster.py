@@ -12,11 +12,14 @@ from headway.cluster.adaptive.measured import published_jct_s, read_applications
 from headway.cluster.adaptive.workload import MeasuredJobs
 from headway.cluster.model import Cluster, Jobs, Rates, Resize, Values, parse_numbers
 from headway.cluster.policies.table import POLICIES
-from headway.cluster.queue.compare import DEFAULT_POLICIES, FIDELITY, answer, compare_policies
+from headway.cluster.queue.compare import DEFAULT_POLICIES, FIDELITY, answer, compare_policies, compare_with_promise
 from headway.cluster.queue.engine import simulate
 from headway.cluster.queue.gavel_files import RateTable, generate, read_trace
 from headway.cluster.queue.logs import RecordedQueue, read_queue
 from headway.cluster.queue.recorded_rates import queue_rates, run_rate
+from headway.cluster.service.server import log_of
+from headway.cluster.service.state import ServiceState, outcome_of
+from headway.cluster.service.store import EventLog
 from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.core.units import format_fraction
@@ -114,14 +117,16 @@ def sim(
 
 
 def compare(
-    *, jobs: Path, devices: str, policies: str = ",".join(DEFAULT_POLICIES), usd_per_h: str = "", speed: str = "",
+    *, jobs: Path | None = None, devices: str = "", log: Path | None = None,
+    policies: str = ",".join(DEFAULT_POLICIES), usd_per_h: str = "", speed: str = "",
     virtual_cluster: str = "", runs: str = "", seed: int = 0, round_s: float = 360.0, json: bool = False,
 ) -> int:  # fmt: skip
     """Say what a recorded queue suffered, and what each policy would have made of it.
 
     The log is first played again as it was. Where that misses the observed
     mean completion time by more than 5 %, the named devices do not explain the
-    queue, and nothing is ranked (exit 3). Policies are simulated.
+    queue, and nothing is ranked (exit 3). Policies are simulated. Of a service's own log (`--log`) it says, job by job,
+    what the policy promised and what came true.
 
     Example: `headway cluster compare --jobs sacct.json --devices a100=16,v100=16`
 
@@ -131,6 +136,8 @@ def compare(
         What `sacct --json` (.json) or `sacct -P` printed, a CSV, or Philly's jobs (.parquet).
     devices
         Type=count, separated by commas: what the jobs ran on.
+    log
+        Folder of a service (`headway cluster serve`), in place of --jobs and --devices.
     policies
         Names, separated by commas.
     usd_per_h
@@ -153,6 +160,14 @@ def compare(
     names = [name.strip() for name in policies.split(",") if name.strip()]
     for name in names or [""]:
         pick(POLICIES, name, "policy")
+    if log is not None:
+        if jobs is not None or devices:
+            raise InputError("--log holds jobs and devices itself. Leave --jobs and --devices out.")
+        logged = _compare_log(log, names)
+        emit(logged, lambda screen: _compare_screen(logged, screen), as_json=json)
+        return 0
+    if jobs is None or not devices:
+        raise InputError("there is no queue to compare on. Pass --jobs FILE --devices type=count, or --log FOLDER.")
     cluster = Cluster.parse(devices, usd_per_h)
     queue = read_queue(jobs, virtual_cluster)
     rates, measured = _log_rates(queue, cluster, speed, runs)
@@ -162,6 +177,24 @@ def compare(
         result["rates"] = measured
     emit(result, lambda screen: _compare_screen(result, screen), as_json=json)
     return 3 if result["refused"] else 0
+
+
+def _compare_log(folder: Path, names: list[str]) -> Mapping[str, object]:
+    """Return the comparison of a service's log: observed, as its policy promised, and under other policies."""
+    with EventLog(log_of(folder), write=False) as log:
+        state = ServiceState.replay(log.read())
+    observed, rates, ended = outcome_of(state)
+    timing = state.engine.timing
+    compared = compare_with_promise(
+        observed, rates, state.policy, names, round_s=timing.round_s, reset_s=timing.reset_s
+    )
+    promised = compared.replayed
+    assert promised is not None, "it is always played again"
+    pairs = zip(ended, promised.jct_s.tolist(), observed.jct_s.tolist(), strict=True)
+    rows = [{"id": job.id, "name": job.name, "promised_s": first, "came_true_s": then} for job, first, then in pairs]
+    # The difference is shown, and ranks nothing out: what moves cost is part of the work that all policies are given.
+    more = {"refused": None, "policy": state.policy, "jobs": rows, "skipped": len(state.jobs) - len(ended)}
+    return {**answer(compared), **more}
 
 
 def _window(text: str) -> tuple[int, int] | None:
@@ -317,7 +350,8 @@ def _compare_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
     parts: list[Any] = []
     if result["observed"]:
         add_row(rows, *_row("observed", result["observed"]))
-        add_row(rows, *_row("replayed as it was", result["replayed"]))
+        title = "replayed as it was" if "policy" not in result else f"as {result['policy']} promised"
+        add_row(rows, *_row(title, result["replayed"]))
     for figures in result["policies"]:
         add_row(rows, *_row(figures["policy"], figures), style="bold" if figures["policy"] == result["best"] else "")
     if result["observed"]:
@@ -329,6 +363,12 @@ def _compare_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
     elif result["policies"]:
         parts = ["", _gangs("by gang", result["policies"][0])]
     parts += _measured(result.get("rates", []))
+    if "policy" in result:
+        promises = grid("left", "left", "right", "right")
+        add_row(promises, "job", "", "promised, s", "came true, s", style="dim")
+        for row in result["jobs"]:
+            add_row(promises, row["id"], row["name"], f"{row['promised_s']:,.1f}", f"{row['came_true_s']:,.1f}")
+        parts += ["", uncut(promises)]
     if result["refused"]:
         limit = format_fraction(FIDELITY)
         verdict = (

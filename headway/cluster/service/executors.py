@@ -1,0 +1,276 @@
+"""What starts, watches and ends the jobs of a service: the protocol, and processes of this host under `headway run`.
+
+An executor has five functions. It is told what to start, and asked how that is; it decides nothing. Each attempt of a
+job has a folder of its own, `jobs/JOB/ATTEMPT` in the folder of the service, that all executors fill alike:
+
+    pid      the shell that waits for the launcher, and the launcher     exit   its exit code, once it has one
+    run/     the run folder: steps are counted there                     out    what the job printed
+    saves/   a file of each rank that saves when it is asked (`HEADWAY_SAVES`)
+
+Nothing is started twice: the shell holds the lock `jobs/JOB/lock` as its standard input from before it is there until
+it ends. A server that is killed while it starts a job leaves either a locked file or no process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from headway.core.errors import HeadwayError
+from headway.core.files.private import private_folder
+from headway.runtime.launching.save_and_leave import SAVES
+from headway.runtime.run_folder.live_feed import LiveFeed
+
+GRACE_S = 30.0
+"""How long a job that was asked to leave may take to save."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobAttempt:
+    """One incarnation of a job, on its slots."""
+
+    job: str
+    number: int
+    scale: int
+    """Ranks, each on one slot."""
+
+    command: tuple[str, ...]
+    """The script and its arguments."""
+
+    folder: str
+    """Where it runs."""
+
+    slots: tuple[str, ...]
+    """[scale] Such as v100:0."""
+
+    handle: str = ""
+    """What the executor called it; empty where the server was killed before it could note that."""
+
+    @property
+    def device_type(self) -> str:
+        """Type of its slots."""
+        return self.slots[0].rpartition(":")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class JobCondition:
+    """How an attempt is."""
+
+    alive: bool
+    code: int | None = None
+    """Exit code once it is gone; None: nobody knows, as of a host that died."""
+
+    can_leave: bool = False
+    """Every rank saves when it is asked."""
+
+    steps: float = 0.0
+    """Steps that the attempt did."""
+
+    steps_per_s: float = 0.0
+    """Lately; 0 = not known."""
+
+    pid: int = 0
+    """Process of this host that ends with it, if there is one."""
+
+    end_s: float | None = None
+    """When it ended, on the clock of the service; None: just now."""
+
+
+class Executor(Protocol):
+    """What carries out what a service decides."""
+
+    def slots(self) -> Mapping[str, int]:
+        """Return device type -> slots, as of now; they are counted from 0, and the last ones leave first."""
+        ...
+
+    def start(self, attempt: JobAttempt) -> str:
+        """Start an attempt, unless one of its job is alive; return its handle. Raises `HeadwayError`."""
+        ...
+
+    def alive(self, attempts: Sequence[JobAttempt]) -> Mapping[str, JobCondition]:
+        """Return job -> how it is, also of attempts that a server started before this one."""
+        ...
+
+    def ask_to_leave(self, attempt: JobAttempt) -> None:
+        """Have it save and end; it may take `GRACE_S`. Asking again changes nothing."""
+        ...
+
+    def end(self, attempt: JobAttempt) -> None:
+        """End it, saved or not."""
+        ...
+
+
+class AttemptFolders:
+    """The folders of all attempts under the folder of a service, and how far their runs are."""
+
+    def __init__(self, root: Path) -> None:
+        """Make nothing yet."""
+        self.root = root
+        self._feeds: dict[Path, LiveFeed] = {}
+
+    def of(self, attempt: JobAttempt) -> Path:
+        """Return the folder of an attempt."""
+        return self.root / "jobs" / attempt.job / str(attempt.number)
+
+    def make(self, attempt: JobAttempt) -> Path:
+        """Make the folder of an attempt, with the shell script that runs it; and the newest number of its job."""
+        folder = self.of(attempt)
+        private_folder(folder.parent)
+        private_folder(folder)
+        private_folder(folder / "saves")
+        (folder / "job.sh").write_text(self.script(attempt))
+        write_whole(folder.parent / "newest", f"{attempt.number}\n")
+        return folder
+
+    def launcher(self, attempt: JobAttempt) -> list[str]:
+        """Return the command that runs the script, recorded, on so many ranks."""
+        ranks = [] if attempt.scale == 1 else ["--nproc-per-node", str(attempt.scale)]
+        options = ["--quiet", "--grace-s", f"{GRACE_S:g}", "--out", str(self.of(attempt) / "run"), *ranks]
+        return [sys.executable, "-m", "headway", "run", *options, "--", *attempt.command]
+
+    def script(self, attempt: JobAttempt, *, head: str = "", launcher: Sequence[str] = ()) -> str:
+        """Return what runs an attempt: it notes process and exit code, hands SIGTERM on, and never runs an old one."""
+        folder = self.of(attempt)
+        slots = ",".join(attempt.slots)
+        return f"""#!/bin/sh
+{head}cd {shlex.quote(str(folder))} || exit 1
+[ "$(cat ../newest)" = {attempt.number} ] || exit 0
+export {SAVES}={shlex.quote(str(folder / "saves"))} HEADWAY_SLOTS={shlex.quote(slots)}
+trap '[ -z "$asked" ] && [ -n "$child" ] && asked=1 && kill -TERM $child' TERM
+trap : INT HUP
+(cd {shlex.quote(attempt.folder)} && exec {shlex.join(launcher or self.launcher(attempt))}) </dev/null &
+child=$!
+echo $$ $child >pid.new && mv pid.new pid
+while :; do
+    wait $child; code=$?
+    kill -0 $child 2>/dev/null || break
+done
+echo $code >exit.new && mv exit.new exit
+exit $code
+"""
+
+    def exit_code(self, attempt: JobAttempt) -> int | None:
+        """Return the exit code that an attempt noted; None: it did not."""
+        with suppress(OSError, ValueError):
+            return int((self.of(attempt) / "exit").read_text())
+        return None
+
+    def processes(self, attempt: JobAttempt) -> tuple[int, int]:
+        """Return the shell and the launcher; zeros where they are not known."""
+        with suppress(OSError, ValueError):
+            shell, launcher = map(int, (self.of(attempt) / "pid").read_text().split())
+            return shell, launcher
+        return 0, 0
+
+    def condition(self, attempt: JobAttempt, *, alive: bool, code: int | None = None, pid: int = 0) -> JobCondition:
+        """Return how an attempt is, with its steps and whether it can leave."""
+        folder = self.of(attempt)
+        feed = self._feeds.setdefault(folder, LiveFeed(folder / "run"))
+        feed.poll()
+        figures = feed.figures()
+        steps, rate = (0.0, 0.0) if figures is None else (float(figures.total_steps), figures.steps_per_s)
+        saves = len(os.listdir(folder / "saves")) if (folder / "saves").is_dir() else 0
+        if not alive:
+            self._feeds.pop(folder).close()
+        return JobCondition(alive, code, saves >= attempt.scale, steps, rate, pid)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that appears whole."""
+    draft = path.with_name(path.name + ".new")
+    draft.write_text(text)
+    draft.replace(path)
+
+
+class LocalExecutor:
+    """Processes of this host, each under `headway run`; slots are devices of it."""
+
+    def __init__(self, root: Path, pools: Mapping[str, int]) -> None:
+        """Run jobs in `root`/jobs on the slots given."""
+        self._folders, self._pools = AttemptFolders(root), dict(pools)
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+
+    def slots(self) -> Mapping[str, int]:
+        """Return the slots as they were given."""
+        return self._pools
+
+    def start(self, attempt: JobAttempt) -> str:
+        """Start a shell that holds the job's lock, in a session of its own."""
+        folder = self._folders.make(attempt)
+        lock = _lock_of(folder)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            environment = dict(os.environ)
+            if Path("/dev/nvidiactl").exists():
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(slot.rpartition(":")[2] for slot in attempt.slots)
+            with (folder / "out").open("ab") as out:
+                child = subprocess.Popen(
+                    ["/bin/sh", str(folder / "job.sh")], stdin=lock, stdout=out, stderr=out, env=environment,
+                    start_new_session=True,
+                )  # fmt: skip
+        except BlockingIOError:
+            raise HeadwayError(f"an attempt of job {attempt.job} is alive; {attempt.number} is not started.") from None
+        finally:
+            os.close(lock)
+        self._children[attempt.job] = child
+        return str(child.pid)
+
+    def alive(self, attempts: Sequence[JobAttempt]) -> Mapping[str, JobCondition]:
+        """Ask the locks: who holds one is alive."""
+        result = {}
+        for attempt in attempts:
+            alive, code = _is_locked(self._folders.of(attempt)), None
+            shell, _ = self._folders.processes(attempt)
+            if not alive:
+                if attempt.job in self._children:
+                    self._children.pop(attempt.job).wait()
+                code = self._folders.exit_code(attempt)
+            result[attempt.job] = self._folders.condition(attempt, alive=alive, code=code, pid=shell)
+        return result
+
+    def ask_to_leave(self, attempt: JobAttempt) -> None:
+        """Send the shell SIGTERM, which hands on the first one: a second would have the launcher kill at once."""
+        shell, _ = self._folders.processes(attempt)
+        if shell and _is_locked(self._folders.of(attempt)):
+            with suppress(ProcessLookupError):
+                os.kill(shell, signal.SIGTERM)
+
+    def end(self, attempt: JobAttempt) -> None:
+        """Have the launcher end, and kill its ranks."""
+        self.ask_to_leave(attempt)
+        _, launcher = self._folders.processes(attempt)
+        with suppress(OSError, ValueError):
+            for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+                os.kill(int(child), signal.SIGKILL)
+
+
+def _lock_of(folder: Path) -> int:
+    """Return a descriptor of the lock of the job that an attempt's folder is of."""
+    return os.open(folder.parent / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+
+
+def _is_locked(folder: Path) -> bool:
+    """Say whether an attempt of the job is alive."""
+    if not folder.is_dir():  # the server ended before it made it
+        return False
+    lock = _lock_of(folder)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+ExecutorMaker = Callable[[Path, Mapping[str, int]], Executor]
+"""(folder of the service, device type -> slots) -> its executor."""

@@ -1,0 +1,236 @@
+"""`headway cluster serve|submit|queue|cancel|explain`: share devices among training scripts, and ask how that goes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from cyclopts import Parameter
+from rich.text import Text
+
+from headway.cluster.model import Cluster
+from headway.cluster.policies.table import SERVED
+from headway.cluster.service.server import (
+    EXECUTORS,
+    Answer,
+    AskQueue,
+    CancelJob,
+    ExplainAnswer,
+    ExplainJob,
+    JobAnswer,
+    Question,
+    QueueAnswer,
+    ServiceServer,
+    SharingOptions,
+    SubmitJob,
+    called,
+    log_of,
+    socket_of,
+)
+from headway.cluster.service.state import QueueRow, ServiceState
+from headway.cluster.service.store import EventLog
+from headway.core.errors import InputError
+from headway.core.files.private import private_folder
+from headway.core.tables import pick
+from headway.core.wire.channel import ChannelClosed
+from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.verbs.shared.output import emit
+from headway.verbs.shared.run_options import whole_number
+
+FOLDER = Path("headway-cluster")
+"""Where a service is, unless another folder is named."""
+
+ANSWER_S = 30.0
+"""A server that has not answered by then hangs."""
+
+Reply = TypeVar("Reply", bound=Answer)
+
+
+def serve(
+    *, slots: str = "", executor: str = "local", policy: str = "las", dir: Path = FOLDER, round_s: float = 360.0,
+    port: Annotated[int | None, Parameter(converter=whole_number)] = None,
+) -> int:  # fmt: skip
+    """Share devices among submitted scripts, by rounds of a policy, until it is told to end.
+
+    A script that saves with a headway.Checkpointer is moved: it saves, leaves, and is restored later, on other slots.
+    One that has never saved keeps its slots to its end. Jobs go on when the server ends or is killed; started again on
+    the same folder, it goes on where it was.
+
+    Example: `headway cluster serve --slots 2`
+
+    Parameters
+    ----------
+    slots
+        Slots of this host or of the cluster: a number, or type=count, separated by commas; by default its GPUs.
+    executor
+        local: processes of this host; slurm: batch jobs; kueue: Jobs of Kubernetes.
+    policy
+        Who gets how much time; a wrong name lists them all.
+    dir
+        Folder of the service: its log, its socket, and all that jobs print.
+    round_s
+        Seconds of a round: how long a job keeps its slots at least.
+    port
+        Listen to other hosts that see the folder, too: it holds the token that they prove. 0 takes a free port.
+    """
+    make, _ = pick(EXECUTORS, executor, "executor"), pick(SERVED, policy, "policy of a service")
+    if not 0 < round_s < 1e9:
+        raise InputError(f"--round-s is {round_s:g}; pass seconds above 0, such as 360.")
+    pools = _pools(slots)
+    private_folder(dir)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
+    options = SharingOptions(pools, policy, round_s, executor, port)
+    with ServiceServer(dir, options, make(dir.resolve(), pools)) as server:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: server.stop())
+        print(f"{socket_of(dir)}", flush=True)
+        server.run()
+    return 0
+
+
+def submit(
+    *, dir: Path = FOLDER, name: str = "", scale: int = 1, json: bool = False,
+    script: Annotated[list[str] | None, Parameter(parse=False)] = None,
+) -> int:  # fmt: skip
+    """Hand a training script to the server; it runs under `headway run`, in this folder.
+
+    Example: `headway cluster submit --scale 2 -- train.py --lr 1e-3`
+
+    Parameters
+    ----------
+    dir
+        Folder of the service.
+    name
+        What to call the job; the script's name and a number by default.
+    scale
+        Slots that it needs at once, all of one type: ranks of the script.
+    json
+        Print one JSON object instead of text.
+    """
+    if not script:
+        raise InputError("no script was given. Put it behind --, as in: headway cluster submit -- train.py --lr 1e-3")
+    if not Path(script[0]).is_file():
+        raise InputError(f"the script {script[0]!r} does not exist in {Path.cwd()}. Name a file of Python.")
+    result = _asked(dir, SubmitJob(name, scale, script, os.getcwd()), JobAnswer)
+    _emit_job("headway.cluster-submit/1", result.job, as_json=json)
+    return 0
+
+
+def queue(*, dir: Path = FOLDER, json: bool = False) -> int:
+    """Show all jobs of a service: what each is given, where it runs, what it did.
+
+    Without a server the log says how things were when it ended.
+
+    Example: `headway cluster queue`
+
+    Parameters
+    ----------
+    dir
+        Folder of the service.
+    json
+        Print one JSON object instead of text.
+    """
+    try:
+        result = _asked(dir, AskQueue(), QueueAnswer)
+    except ChannelClosed:
+        with EventLog(log_of(dir), write=False) as log:
+            state = ServiceState.replay(log.read())
+        result = QueueAnswer(state.round, state.rows())
+        print("headway: no server runs; this is how it was left. Go on with: headway cluster serve", file=sys.stderr)
+    reply = {"schema": "headway.cluster-queue/1", "round": result.round, "jobs": result.jobs}
+    emit(reply, lambda screen: _queue_screen(result, screen), as_json=json)
+    return 0
+
+
+def cancel(job: str, /, *, dir: Path = FOLDER, json: bool = False) -> int:
+    """End a job, whether it waits or runs.
+
+    Example: `headway cluster cancel job3`
+
+    Parameters
+    ----------
+    job
+        Its id or name.
+    dir
+        Folder of the service.
+    json
+        Print one JSON object instead of text.
+    """
+    _emit_job("headway.cluster-cancel/1", _asked(dir, CancelJob(job), JobAnswer).job, as_json=json)
+    return 0
+
+
+def explain(job: str, /, *, dir: Path = FOLDER, json: bool = False) -> int:
+    """Say why a job runs or waits: its share, what it is owed, what limits it, and what one more device would give.
+
+    Example: `headway cluster explain job3`
+
+    Parameters
+    ----------
+    job
+        Its id or name.
+    dir
+        Folder of the service.
+    json
+        Print one JSON object instead of text.
+    """
+    result = _asked(dir, ExplainJob(job), ExplainAnswer).job
+    emit(
+        {"schema": "headway.cluster-explain/1", **result},
+        lambda screen: draw([Text(f"  {result['id']} ({result['name']})"), paragraph(result["words"])], **screen),
+        as_json=json,
+    )
+    return 0
+
+
+def _pools(slots: str) -> Mapping[str, int]:
+    """Read --slots; raises `InputError`."""
+    if not slots:
+        gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+        if not gpus:
+            raise InputError("this host has no GPU that would be a slot. Pass --slots 2, or --slots v100=4,k80=4.")
+        return {"slot": gpus}
+    cluster = Cluster.parse(f"slot={slots}" if slots.strip().isdecimal() else slots)
+    return dict(zip(cluster.names, cluster.count.tolist(), strict=True))
+
+
+def _asked(folder: Path, question: Question, expected: type[Reply]) -> Reply:
+    """Return what the server of a folder answers; raises `InputError` with the reason where it refuses."""
+    try:
+        channel = called(folder)
+    except ChannelClosed as error:
+        if isinstance(question, AskQueue):
+            raise
+        raise InputError(f"{error} Type: headway cluster serve --slots 2 --dir {folder}") from None
+    try:
+        channel.send(question)
+        result, _ = channel.receive(ANSWER_S)
+    except ChannelClosed as error:
+        raise InputError(str(error).removeprefix("the other end closed the channel: ")) from None
+    finally:
+        channel.close()
+    assert isinstance(result, expected), "the server of one release answers what it is asked"
+    return result
+
+
+def _emit_job(schema: str, row: QueueRow, *, as_json: bool) -> None:
+    """Print one job."""
+    text = f"{row['id']} ({row['name']}): {row['state']}"
+    emit({"schema": schema, **row}, lambda screen: draw([Text(f"  {text}")], **screen), as_json=as_json)
+
+
+def _queue_screen(result: QueueAnswer, screen: ScreenOptions) -> str:
+    rows = grid("left", "left", "left", "right", "right", "left", "right", "right", "left")
+    add_row(rows, "id", "name", "state", "scale", "share", "slots", "steps", "restarts", "", style="dim")
+    for row in result.jobs:
+        share: Sequence[str] = [f"{value:.0%}" for value in row["allocation"].values()]
+        add_row(
+            rows, row["id"], row["name"], row["state"], f"{row['scale']}", " ".join(share), " ".join(row["placement"]),
+            f"{row['steps_done']:,}", f"{row['restarts']}", row["reason"],
+        )  # fmt: skip
+    return draw([Text(f"  round {result.round}, {len(result.jobs)} jobs"), "", uncut(rows)], **screen)

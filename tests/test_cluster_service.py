@@ -1,0 +1,446 @@
+"""A service that shares devices: its decisions, what it survives, and what it refuses."""
+
+import json
+import os
+import sqlite3
+import sys
+import tempfile
+import threading
+import time
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.cli import main
+from headway.cluster.model import Cluster, Jobs, Rates
+from headway.cluster.policies.table import SERVED
+from headway.cluster.queue.engine import RoundEngine, simulate
+from headway.cluster.queue.rounds import Timing
+from headway.cluster.service.server import (
+    EXECUTORS,
+    AskQueue,
+    ServiceServer,
+    SharingOptions,
+    SubmitJob,
+    called,
+    log_of,
+    socket_of,
+)  # fmt: skip
+from headway.cluster.service.state import ServiceState
+from headway.cluster.service.store import EventLog, JobCancelled, RoundAdvanced
+from headway.core.errors import FormatError, HeadwayError, InputError
+from headway.core.wire.channel import ChannelClosed
+from tests.made import fake_schedulers
+from tests.made.service_jobs import ComputedJobs
+from tests.paths import GOLDEN
+
+JOBS = [  # arrival_s, scale, steps: dyadic numbers, so that sums of times are exact
+    (64.0, 1, 500.0), (64.0, 2, 300.0), (80.0, 1, 700.0), (100.0, 3, 256.0), (101.5, 1, 64.0), (400.0, 2, 300.0),
+    (410.0, 1, 900.0), (1500.0, 1, 128.0),
+]  # fmt: skip
+ROUND_S = 64.0
+SHM = "/dev/shm" if Path("/dev/shm").is_dir() else None  # each event is synced to the disk
+
+
+def simulated(pools, policy, rates):
+    """(time, job -> type) of each decision of the simulation."""
+    ids = [f"job{number + 1}" for number in range(len(JOBS))]
+    arrival_s, scale, steps = (np.array(column) for column in zip(*JOBS, strict=True))
+    jobs, cluster = Jobs(ids, scale, steps, arrival_s), Cluster.of(pools)
+    table = Rates.of(np.tile([rates[name] for name in pools], (len(ids), 1)), jobs, cluster)
+    timing = Timing("headway", ROUND_S, ROUND_S * 16 / 3, fills=True)
+    engine, now_s, found = RoundEngine(jobs, cluster, SERVED[policy], table, 0, (0, len(ids)), timing), 64.0, []
+    while True:
+        length_s = engine.advance(now_s)
+        runs = engine.running
+        rows = {} if runs is None else {ids[a]: cluster.names[k] for a, k in zip(runs.a, runs.kind, strict=True)}
+        found.append((now_s, rows))
+        if length_s is None:
+            return found, engine.finish_s.tolist()
+        now_s += length_s
+
+
+def served(tmp_path, pools, policy, rates, speed=1000.0, **options):
+    """The decisions of a service with the same jobs, on a wall clock that is `speed` times as fast."""
+    began_s = time.monotonic()
+    steps = {f"job{number + 1}": row[2] for number, row in enumerate(JOBS)}
+    horizon_s = lambda: min(server.now_s(), server.state.due_s())  # noqa: E731 -- the server is made after it
+    executor = ComputedJobs(dict(pools), steps, rates, lambda: server.state.now_s, horizon_s, **options)
+    clock = lambda: (time.monotonic() - began_s) * speed  # noqa: E731 -- a clock is passed as a function
+    settings = SharingOptions(pools, policy, ROUND_S)
+    with ServiceServer(tmp_path / "service", settings, executor, clock=clock, boot="b", look_s=0.001) as server:
+        for arrival_s, scale, _ in JOBS:
+            server.submit(SubmitJob("", scale, ["train.py"], "/"), at_s=arrival_s)
+        while any(job.state != "finished" for job in server.state.jobs.values()):
+            server.turn(0.001)
+            assert server.now_s() < 20_000
+        finish_s = [job.finish_s for job in server.state.jobs.values()]
+    with EventLog(log_of(tmp_path / "service"), write=False) as log:
+        events = [event for event in log.read() if isinstance(event, RoundAdvanced)]
+    return [(e.at_s, {job: slots[0].split(":")[0] for job, slots in e.runs.items()}) for e in events], finish_s
+
+
+@pytest.mark.parametrize(
+    ("policy", "pools"),
+    [
+        ("las", {"slot": 3}),
+        ("las", {"fast": 3, "slow": 3}),
+        ("fifo", {"fast": 3, "slow": 3}),
+        ("hierarchical", {"slot": 3}),
+    ],
+)
+def test_a_service_decides_as_the_simulation_does_event_for_event(tmp_path, policy, pools):
+    rates = {"slot": 1.0, "fast": 2.0, "slow": 1.0}
+
+    decisions, finish_s = served(tmp_path, pools, policy, rates)
+
+    expected, expected_finish_s = simulated(pools, policy, rates)
+    assert decisions == expected
+    assert finish_s == expected_finish_s
+
+
+@given(
+    jobs=st.lists(st.tuples(st.floats(0, 3000), st.floats(1, 2000)), min_size=1, max_size=12), count=st.integers(1, 4),
+    policy=st.sampled_from(["las", "las_aware", "hierarchical"]),
+)  # fmt: skip
+@settings(max_examples=40)
+def test_with_fills_no_device_stands_idle_while_a_job_waits_and_who_runs_stays_to_the_end_of_the_round(
+    jobs, count, policy
+):
+    arrival_s, steps = (np.array(column) for column in zip(*sorted(jobs), strict=True))
+    queue, cluster = (
+        Jobs([f"{k}" for k in range(len(jobs))], np.ones(len(jobs), int), steps, arrival_s),
+        {"a100": count},
+    )
+    table = Rates.of(np.ones((len(jobs), 1)), queue, Cluster.of(cluster))
+    timing = Timing("headway", 360.0, 1920.0, fills=True)
+    engine = RoundEngine(queue, Cluster.of(cluster), SERVED[policy], table, 0, (0, len(jobs)), timing)
+    now_s, before, border_s = float(arrival_s[0]), set(), -1.0
+    while (length_s := engine.advance(now_s)) is not None:
+        runs = set() if engine.running is None else set(engine.running.a.tolist())
+        assert not engine.num_free or runs == set(engine.active.tolist())
+        if engine.border_s == border_s:  # the same round: who had a device has it, unless it is done
+            assert {job for job in before if np.isnan(engine.finish_s[job])} <= runs
+        before, border_s, now_s = runs, engine.border_s, now_s + length_s
+
+    assert np.isfinite(engine.finish_s).all()
+    outcome = simulate(queue, cluster, policy, rates=table, fills=True)
+    assert outcome.finish_s == pytest.approx(engine.finish_s)
+
+
+class Killed(BaseException):
+    """The server is no more."""
+
+
+@given(
+    jobs=st.lists(st.tuples(st.integers(1, 4), st.floats(10, 9_000), st.booleans()), min_size=1, max_size=7),
+    seed=st.integers(0, 1000), policy=st.sampled_from(list(SERVED)), kill_fraction=st.sampled_from([0.0, 0.02, 0.1]),
+)  # fmt: skip
+@settings(max_examples=12)
+def test_hosts_and_servers_that_die_all_the_time_lose_no_job_and_start_none_twice(jobs, seed, policy, kill_fraction):
+    rng, pools, now_s = np.random.default_rng(seed), {"v100": 4, "k80": 4}, [0.0]
+    steps = {f"job{index + 1}": job[1] for index, job in enumerate(jobs)}
+    stubborn = frozenset(f"job{index + 1}" for index, job in enumerate(jobs) if not job[2])
+
+    def crash():
+        if rng.uniform() < kill_fraction:
+            raise Killed
+
+    executor = ComputedJobs(
+        pools, steps, {"v100": 2.0, "k80": 1.0}, lambda: server.state.now_s, lambda: now_s[0], True, stubborn, crash
+    )
+    with tempfile.TemporaryDirectory(dir=SHM) as folder:
+        make = partial(
+            ServiceServer, Path(folder), SharingOptions(dict(pools), policy), executor, clock=lambda: now_s[0],
+            boot="b", look_s=0.0,
+        )  # fmt: skip
+        server, next_kill_s = make(), 3600.0
+        for scale, _, _ in jobs:
+            server.submit(SubmitJob("", scale, ["train.py"], "/"))
+        while any(job.state != "finished" for job in server.state.jobs.values()):
+            ends = [executor.end_s(job) for job in executor.begins]
+            now_s[0] = max(now_s[0], min(server.state.due_s(), *ends, next_kill_s))
+            if now_s[0] >= next_kill_s:  # every other half hour some hosts die, or all are there again
+                whole = sum(pools.values()) < 8 or now_s[0] > 100_000
+                pools.update({"v100": 4, "k80": 4} if whole else {"v100": int(rng.integers(4)), "k80": 4})
+                next_kill_s += 1800.0
+            try:
+                server.turn(0.0)
+                crash()
+            except Killed:
+                server.close()  # what it has written is all that is left of it
+                server = make()
+            assert now_s[0] < 1e7
+        rows = server.state.rows()
+        server.close()
+        with EventLog(log_of(Path(folder)), write=False) as log:
+            assert ServiceState.replay(log.read()).rows() == rows
+    assert not executor.begins
+    assert all(executor.done.get(job, 0.0) <= steps[job] for job in steps)
+
+
+STORY = {"job1": 192.0, "job2": 150.0, "job3": 128.0}
+"""Steps, at one per second, on two slots by rounds of 64 s: three jobs take turns until the second one ends."""
+
+
+def story(folder, make, end):
+    """The decisions of a service about three jobs, each of which `end` ends once it has run so long."""
+    now_s, had_s = [0.0], dict.fromkeys(STORY, 0.0)
+    pools = {"a100": 2}
+    executor = make(folder / "s", pools, now_s, lambda: server)
+    with ServiceServer(
+        folder / "s", SharingOptions(pools, "las", 64.0), executor, clock=lambda: now_s[0], boot="b", look_s=0.0
+    ) as server:
+        for name in STORY:
+            server.submit(SubmitJob(name, 1, ["train.py"], "/"))
+        while any(job.state != "finished" for job in server.state.jobs.values()):
+            server.turn(0.0)
+            left_s = {job.id: STORY[job.id] - had_s[job.id] for job in server.state.live()}
+            step_s = min(server.state.due_s() - now_s[0], *left_s.values()) if left_s else 64.0
+            now_s[0] += step_s
+            for name in left_s:
+                had_s[name] += step_s
+                if had_s[name] >= STORY[name]:
+                    end(server.state.jobs[name].as_attempt())
+        rows = server.state.rows()
+    with EventLog(log_of(folder / "s"), write=False) as log:
+        return [(e.at_s, e.runs) for e in log.read() if isinstance(e, RoundAdvanced)], rows
+
+
+def computed(folder, pools, now_s, server):
+    return ComputedJobs(pools, STORY, {"a100": 1.0}, lambda: server().state.now_s, lambda: now_s[0])
+
+
+@pytest.fixture
+def schedulers(tmp_path, monkeypatch):
+    """Fake commands of Slurm and Kubernetes, first on the path; returns the folder of their state."""
+    programs, state = tmp_path / "bin", tmp_path / "state"
+    programs.mkdir(), state.mkdir()
+    for name in ("sbatch", "squeue", "scancel", "kubectl"):
+        call = f'exec {sys.executable} -IS {Path(fake_schedulers.__file__)} {state} {name} "$@"'
+        (programs / name).write_text(f"#!/bin/sh\n{call}\n")
+        (programs / name).chmod(0o700)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    return state
+
+
+@pytest.mark.parametrize("name", ["slurm", "kueue"])
+def test_three_jobs_are_decided_on_alike_under_every_executor(tmp_path, schedulers, name):
+    (tmp_path / "one").mkdir()
+
+    def end(attempt):
+        fake_schedulers.end(schedulers, f"headway-s-{attempt.job}-{attempt.number}", 0)
+
+    decisions, rows = story(tmp_path, lambda folder, pools, *_: EXECUTORS[name](folder, pools), end)
+
+    expected, expected_rows = story(tmp_path / "one", computed, lambda attempt: None)
+    assert decisions == expected
+    assert [row["restarts"] for row in rows] == [row["restarts"] for row in expected_rows]
+    assert sum(row["restarts"] for row in rows) >= 2
+    if name == "slurm":
+        script = (
+            min(schedulers.glob("*.log")).read_text().replace(str(tmp_path), "FOLDER").replace(sys.executable, "PY")
+        )
+        golden("slurm_job.sh", script)
+    else:
+        applied = (schedulers / "applied").read_text().splitlines()[:2]
+        text = json.dumps([json.loads(line) for line in applied], indent=1)
+        golden("kueue.json", text.replace(str(tmp_path), "FOLDER") + "\n")
+
+
+def test_the_log_says_what_the_policy_promised_what_came_true_and_what_others_would_have_made(tmp_path, capsys):
+    story(tmp_path, computed, lambda attempt: None)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["cluster", "compare", "--log", str(tmp_path / "s"), "--json"])
+    answer = json.loads(capsys.readouterr().out)
+
+    assert answer["policy"] == "las"
+    assert [row["id"] for row in answer["jobs"]] == list(STORY)
+    assert [row["promised_s"] for row in answer["jobs"]] == [row["came_true_s"] for row in answer["jobs"]]
+    assert answer["replay_error_fraction"] == 0
+    assert [row["policy"] for row in answer["policies"]] == ["fifo", "las", "las_aware"]
+    assert answer["policies"][0]["moves"] == 0 < answer["observed"]["moves"]
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["cluster", "compare", "--log", str(tmp_path / "s")])
+    assert "promised, s" in capsys.readouterr().out
+
+
+def golden(name, text):
+    path = GOLDEN / "cluster" / name
+    if os.environ.get("HEADWAY_WRITE_GOLDEN"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+@pytest.fixture
+def quiet(tmp_path):
+    """A server on a clock that is set by hand, with one job that never saves and one that waits for its slot."""
+    now_s = [0.0]
+    executor = ComputedJobs(
+        {"slot": 1}, {"job1": 1e4, "job2": 10.0}, {"slot": 1.0}, lambda: server.state.now_s, lambda: now_s[0],
+        stubborn=frozenset({"job1"}),
+    )  # fmt: skip
+    options = SharingOptions({"slot": 1}, "las", 64.0)
+    with ServiceServer(tmp_path / "s", options, executor, clock=lambda: now_s[0], boot="b", look_s=0.0) as server:
+        for name in ("first", "second"):
+            server.submit(SubmitJob(name, 1, ["train.py"], "/"))
+        server.turn(0.0)
+        yield server, now_s
+
+
+def test_who_has_never_saved_keeps_its_slot_with_the_reason_and_others_wait(quiet):
+    server, now_s = quiet
+    for _ in range(20):
+        now_s[0] += 64.0
+        server.turn(0.0)
+    first, second = server.state.rows()
+
+    assert (first["state"], first["placement"], first["restarts"]) == ("running", ["slot:0"], 0)
+    assert second["state"] == "waiting"
+    assert "keeps slot:0: it has never saved with a Checkpointer" in first["reason"]
+    explained = server.state.explain(server.state.job("second"), price=True)
+    assert explained["owed_s"] > 64
+    assert (explained["binding"], explained["price"]) == ("devices of slot", pytest.approx(0.5))
+
+
+def test_a_clock_that_jumps_loses_nothing_and_time_never_goes_back(quiet):
+    server, now_s = quiet
+    for jump_s in (-5000.0, 3000.0, -1e6, 64.0, 9e5, 64.0, 64.0):
+        before_s = server.now_s()
+        now_s[0] += jump_s
+        for _ in range(3):
+            server.turn(0.0)
+        assert server.now_s() >= before_s
+    now_s[0] = 1e6
+    for _ in range(5):
+        now_s[0] += 64.0
+        server.turn(0.0)
+
+    assert [row["state"] for row in server.state.rows()] == ["finished", "finished"]
+
+
+def refused(capsys, *words):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["cluster", *words])
+    return capsys.readouterr().err
+
+
+def test_what_cannot_be_is_refused_with_the_value_and_the_fix(tmp_path, quiet, capsys, monkeypatch):
+    server, _ = quiet
+    folder = ["--dir", str(tmp_path / "s")]
+    script = tmp_path / "train.py"
+    script.touch()
+
+    assert "a server listens at" in refused(capsys, "serve", "--slots", "1", *folder)
+    assert "Choose one of: fifo, fifo_aware, hierarchical" in refused(
+        capsys, "serve", "--slots", "1", "--policy", "ftf"
+    )
+    assert "'v100' says no number of devices" in refused(capsys, "serve", "--slots", "v100")
+    assert "unknown executor 'slrum'. Did you mean 'slurm'?" in refused(capsys, "serve", "--executor", "slrum")
+    assert "pass seconds above 0" in refused(capsys, "serve", "--slots", "1", "--round-s", "0")
+    assert "does not exist" in refused(capsys, "submit", *folder, "--", "nothing.py")
+    assert "no script was given" in refused(capsys, "submit", *folder)
+    assert "Start the server first" in refused(capsys, "submit", "--dir", str(tmp_path), "--", str(script))
+    assert "holds no log of a service" in refused(capsys, "queue", "--dir", str(tmp_path / "none"))
+    assert "no job of this service has ended" in refused(capsys, "compare", "--log", str(tmp_path / "s"))
+    assert "Leave --jobs and --devices out" in refused(capsys, "compare", "--log", ".", "--devices", "a=1")
+    with pytest.raises(InputError, match=r"scale is 2; a job has 1 to 1 slots"):
+        server.submit(SubmitJob("", 2, ["train.py"], "/"))
+    with pytest.raises(InputError, match=r"unknown job 'secund'. Choose one of: job1, job2|unknown job 'secund'"):
+        server.state.job("secund")
+    server.cancel(server.state.job("second"))
+    with pytest.raises(InputError, match="job2 is cancelled already"):
+        server.cancel(server.state.job("job2"))
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert "is a socket of user" in refused(capsys, "explain", "job1", *folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ("PRAGMA user_version = 99", "version 99, this release reads version 1"),
+        ("PRAGMA application_id = 7", "another program's"),
+        ("UPDATE events SET body = '{}'", "event 1 is damaged"),
+        ("DROP TABLE events", "cannot be read"),
+    ],
+)
+def test_a_log_of_another_kind_or_version_is_one_error(tmp_path, change, error):
+    with EventLog(log_of(tmp_path)) as log:
+        log.append([JobCancelled(at_s=0.0, job="job1")])
+    database = sqlite3.connect(log_of(tmp_path))
+    database.execute(change)
+    database.commit()
+    database.close()
+
+    with pytest.raises(FormatError, match=error), EventLog(log_of(tmp_path), write=False) as log:
+        log.read()
+
+
+def test_the_devices_of_a_folder_keep_their_types_and_another_policy_may_go_on(tmp_path, quiet):
+    server, now_s = quiet
+    server.close()
+    make = partial(ServiceServer, tmp_path / "s", clock=lambda: now_s[0], boot="b")
+    executor = ComputedJobs({"v100": 1}, {}, {}, lambda: 0.0, lambda: 0.0)
+    with pytest.raises(InputError, match="the folder's devices are slot, not v100"):
+        make(SharingOptions({"v100": 1}), executor)
+    executor.pools = {"slot": 2}
+    with make(SharingOptions({"slot": 2}, "fifo"), executor) as other:
+        assert (other.state.policy, len(other.state.rows())) == ("fifo", 2)
+
+
+def test_a_scheduler_that_fails_costs_no_job_but_one_that_never_starts_it_ends_it_with_the_reason(tmp_path):
+    now_s, answers = [0.0], [True]
+
+    class Failing(ComputedJobs):
+        def start(self, attempt):
+            if attempt.job == "job2":
+                raise HeadwayError("sbatch failed with code 1: no such partition.")
+            return super().start(attempt)
+
+        def alive(self, attempts):
+            if not answers[0]:
+                raise HeadwayError("squeue failed with code 1: cannot contact the controller.")
+            return super().alive(attempts)
+
+    executor = Failing({"slot": 2}, {"job1": 500.0}, {"slot": 1.0}, lambda: server.state.now_s, lambda: now_s[0])
+    options = SharingOptions({"slot": 2}, "las", 64.0)
+    with ServiceServer(tmp_path / "s", options, executor, clock=lambda: now_s[0], boot="b", look_s=0.0) as server:
+        for name in ("good", "bad"):
+            server.submit(SubmitJob(name, 1, ["train.py"], "/"))
+        for number in range(30):
+            answers[0] = number % 3 > 0
+            server.turn(0.0)
+            now_s[0] += 20.0
+        good, bad = server.state.rows()
+
+    assert (good["state"], good["restarts"]) == ("finished", 0)
+    assert (bad["state"], bad["restarts"]) == ("failed", 4)
+    assert "it cannot be started: sbatch failed with code 1: no such partition." in bad["reason"]
+
+
+def test_another_host_that_sees_the_folder_asks_over_tcp_with_its_token(tmp_path):
+    executor = ComputedJobs({"slot": 1}, {}, {"slot": 1.0}, lambda: 0.0, lambda: 0.0)
+    with ServiceServer(tmp_path, SharingOptions({"slot": 1}, port=0), executor, look_s=0.05) as server:
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        try:
+            address, token = tmp_path / "address", tmp_path / "token"
+            address.write_text(f"127.0.0.1:{address.read_text().rsplit(':')[-1]}")
+            socket_of(tmp_path).rename(tmp_path / "elsewhere")  # another host cannot use it
+            with closing(called(tmp_path)) as channel:
+                channel.send(AskQueue())
+                assert channel.receive(5.0)[0].jobs == []
+            assert token.stat().st_mode & 0o777 == 0o600
+            token.chmod(0o600)
+            token.write_text("guessed")
+            with pytest.raises(ChannelClosed, match="token"):
+                called(tmp_path)
+        finally:
+            server.stop()
+            thread.join()
