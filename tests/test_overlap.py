@@ -5,18 +5,30 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from headway.cli import main
-from headway.comm.overlap.chooser import LEAST_GAIN, OVERLAPS, fastest
+from headway.comm.overlap.apply import overlap
+from headway.comm.overlap.chooser import LEAST_GAIN, fastest
 from headway.comm.overlap.torch_ring import ag_matmul, chunk_rows, matmul_rs
+from headway.comm.remedies import OverlapParameters
 from headway.core.errors import InputError
+from headway.core.files.planfile import PlanFile, Remedy, write_plan
+from headway.cost.overlaps import OVERLAPS
+from headway.trace.rings.rank_tables import rank_tables
+from tests.launching import headway
 from tests.paths import ROOT
+from tests.remedy_context import TestContext
 from tests.spawn import on_ranks
 
 FORMS = ("plain", "ring:W", "ring:2W")
@@ -187,3 +199,105 @@ def test_what_cannot_be_measured_is_one_message_and_exit_code_2(
     (tmp_path / "broken.json").write_text("{")
     assert code_of(["comm", "overlap", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+class Block(torch.nn.Module):
+    """The MLP of a transformer, sequence-parallel around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 12).double(), torch.nn.Linear(12, 8).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+def trained(shapes: dict[str, str] | None, dim: int) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Train a tensor-parallel block three steps; return losses and whole parameters, and what the remedy says."""
+    facts: dict[str, Any] = {}
+    context = TestContext(None)
+    if shapes is not None:
+        outcome = overlap(OverlapParameters(shapes), context)
+        facts = dict(outcome.facts)
+    try:
+        torch.manual_seed(0)
+        size = dist.get_world_size()
+        mesh = init_device_mesh("cpu", (size,))
+        styles = {"up": ColwiseParallel(input_layouts=Shard(dim)), "down": RowwiseParallel(output_layouts=Shard(dim))}
+        block = parallelize_module(Block(), mesh, styles)
+        optimizer, found = torch.optim.SGD(block.parameters(), lr=0.1), []
+        for step in range(3):
+            x = drawn(step, 6, 12, 8).chunk(size, dim)[dist.get_rank()].requires_grad_()
+            loss = block(x).square().mean()
+            loss.backward()
+            found += [loss.detach(), x.grad]
+            optimizer.step()
+            optimizer.zero_grad()
+        found += [parameter.full_tensor().detach() for parameter in block.parameters()]
+        return found, outcome.facts if shapes is not None else facts
+    finally:
+        for undo in reversed(context.undos):
+            undo()
+
+
+def both(dim: int) -> dict[str, Any]:
+    size = dist.get_world_size()
+    forms = {f"72x8x{12 // size}": "ring:W", f"72x{12 // size}x8": "ring:2W"}
+    forms |= {f"rs:72x{12 // size}x8": "ring:2W", f"rs:72x8x{12 // size}": "ring:W"}
+    before, _ = trained(None, dim)
+    after, facts = trained(forms, dim)
+    torch.testing.assert_close(after, before, rtol=1e-12, atol=1e-12)
+    again, _ = trained(None, dim)  # everything is put back
+    assert all(torch.equal(one, other) for one, other in zip(before, again, strict=True))
+    return facts
+
+
+@pytest.mark.parametrize(("size", "dim"), [(2, 0), (2, 1), (3, 1)])
+def test_an_unmodified_tensor_parallel_block_trains_the_same_with_overlapped_matmuls(size: int, dim: int) -> None:
+    for facts in on_ranks(both, size, dim):
+        assert facts["modules"] == 2
+        assert facts["in_use"] == [f"72x8x{12 // size}", f"rs:72x{12 // size}x8"]
+
+
+def gives(calls: list[str], seconds: float) -> dict[str, Any]:
+    """Return a table in which every shape is measured: plain takes 10 ms, and a ring `seconds`."""
+    forms = {"plain": [0.010] * 7, "ring:2W": [seconds] * 7}
+    rows = [{"shape": shape, "forms": forms, "matmul_s": 0.005, "collective_s": 0.005} for shape in calls]
+    return {"ranks": 2, "device": "cpu", "dtype": "float32", "rows": rows}
+
+
+@pytest.mark.slow
+def test_a_tensor_parallel_script_is_explained_planned_overlapped_and_compared(tmp_path: Path) -> None:
+    job = [ROOT / "benchmarks" / "jobs" / "tensor_parallel.py", 24, 2, 64]
+    before, after, plan = tmp_path / "before", tmp_path / "after", tmp_path / "plan.json"
+    recorded = headway("run", "--quiet", "--nproc-per-node", 2, "--out", before, "--", *job)
+    assert recorded.returncode == 0, recorded.stderr
+    seen = rank_tables(before)[0].matmuls
+    assert seen is not None
+    assert (seen.ranks, seen.shapes) == (2, {"512x64x64": 2, "rs:512x64x64": 2})
+
+    (refused,) = proposals(before, plan)
+    assert "grant --allow result-equivalent" in refused["reason"]
+    (before / "overlap.json").write_text(json.dumps(gives(["512x64x64", "rs:512x64x64"], 0.0098)))
+    (refused,) = proposals(before, plan, "--allow", "result-equivalent")
+    assert "plain is the fastest form of all 2 shapes" in refused["reason"]
+    (before / "overlap.json").write_text(json.dumps(gives(["512x64x64", "rs:512x64x64"], 0.006)))
+    (row,) = proposals(before, plan, "--allow", "result-equivalent")
+    assert row["parameters"] == {"shapes": {"512x64x64": "ring:2W", "rs:512x64x64": "ring:2W"}}
+    assert row["predicted_speedup"] > 1.02
+
+    write_plan(PlanFile((Remedy("comm.overlap", row["parameters"], allow="result-equivalent"),)), plan)
+    applied = headway("run", "--quiet", "--nproc-per-node", 2, "--apply", plan, "--out", after, "--", *job)
+    assert applied.returncode == 0, applied.stderr
+    (outcome,) = json.loads((after / "applied" / "r1.json").read_text())["remedies"]
+    assert outcome["applied"]
+    assert outcome["facts"]["in_use"] == ["512x64x64", "rs:512x64x64"]
+    losses = [[float(line.split()[1]) for line in done.stdout.splitlines()[:24]] for done in (recorded, applied)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert headway("compare", before, after, "--json").returncode in (0, 3)  # faster or not: this link is no slow one
+
+
+def proposals(recorded: Path, plan: Path, *options: object) -> list[dict[str, Any]]:
+    """Return what `headway plan` says of the remedy: proposed, or refused."""
+    answer = json.loads(headway("plan", recorded, "-o", plan, *options, "--json").stdout)
+    return [row for key in ("proposals", "refused") for row in answer[key] if row["name"] == "comm.overlap"]

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from headway.comm.compression.options import OPTIONS as OPTIONS
     from headway.comm.compression.torch_codecs import CODECS as CODECS
     from headway.comm.compression.torch_lans import Lans as Lans
-    from headway.comm.overlap.chooser import OVERLAPS as OVERLAPS
     from headway.comm.overlap.torch_ring import ag_matmul as ag_matmul
     from headway.comm.overlap.torch_ring import matmul_rs as matmul_rs
+    from headway.cost.overlaps import OVERLAPS as OVERLAPS
 
 EXACT_RANKS = 2
 """Of so many ranks the sum of gradients is the same in any order."""
@@ -26,7 +26,7 @@ PUBLIC: dict[str, str] = {
     "OPTIONS": "headway.comm.compression.options:OPTIONS",
     "Lans": "headway.comm.compression.torch_lans:Lans",
     "compress": "headway.comm.compression.apply:compress",
-    "OVERLAPS": "headway.comm.overlap.chooser:OVERLAPS",
+    "OVERLAPS": "headway.cost.overlaps:OVERLAPS",
     "ag_matmul": "headway.comm.overlap.torch_ring:ag_matmul",
     "matmul_rs": "headway.comm.overlap.torch_ring:matmul_rs",
 }

@@ -22,17 +22,9 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from headway.comm.overlap.chooser import (
-    GATHER,
-    OVERLAPS,
-    ROUNDS,
-    SYMM_MEM,
-    MatmulShape,
-    OverlapTable,
-    OverlapTimes,
-    read_shape,
-)
+from headway.comm.overlap.chooser import ROUNDS, OverlapTable, OverlapTimes
 from headway.comm.overlap.torch_ring import all_gathered, chunk_rows, gathered, has_symm_mem, scattered, sum_scattered
+from headway.cost.overlaps import GATHER, OVERLAPS, SYMM_MEM, MatmulShape, read_shape
 
 BUDGET_S = 8.0
 """No round of a shape begins after this, but the fewest."""

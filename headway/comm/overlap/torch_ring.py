@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from headway.comm.compression.torch_executor import GATHERED, SCATTERED
-from headway.comm.overlap.chooser import OVERLAPS, PLAIN, RING, SYMM_MEM, read_form
 from headway.core.errors import InputError
+from headway.cost.overlaps import OVERLAPS, PLAIN, RING, SYMM_MEM, read_form
 
 DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
 """Types by number, for ranks that compare theirs."""
@@ -39,8 +39,8 @@ TILE_ROWS = 16
 Forms = tuple[str, str]
 """Names of the forms of forward and backward."""
 
-Gradients = tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]
-"""Those of both matrices, and of what has none."""
+Gradients = tuple[torch.Tensor | None, ...]
+"""Those of both matrices, of a bias, and None of what has none."""
 
 BROKEN = -1
 """Rows that a rank announces whose own matrices do not fit."""
@@ -67,19 +67,20 @@ def ag_matmul(
 
 def matmul_rs(
     a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup | None = None, *, form: str = RING,
-    backward: str | None = None, rows: Sequence[int] | None = None,
+    backward: str | None = None, rows: Sequence[int] | None = None, bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return this rank's rows of the sum over ranks of a @ b: its chunk of `torch.chunk`, of a [m, k] and b [k, n].
 
     k may differ between ranks; a rank that `torch.chunk` leaves without rows gets [0, n]. `rows` are those that each
-    rank gets, where all know them. Else as `ag_matmul`.
+    rank gets, where all know them. `bias` [n], the same on all ranks, is added to the sum once; its gradient is over
+    the rows of all ranks. Else as `ag_matmul`.
     """
     forms, group = (read_form(form), read_form(backward or form)), _group(group)
     _check_form(a, forms)
     rows = _agreed("matmul_rs", a, b, group, rows)
     if len(rows) == 1:
-        return a @ b
-    rows_sum: torch.Tensor = _Scatter.apply(a, b, group, rows, forms)  # type: ignore[no-untyped-call]  # torch's has no types
+        return a @ b if bias is None else a @ b + bias
+    rows_sum: torch.Tensor = _Scatter.apply(a, b, group, rows, forms, bias)  # type: ignore[no-untyped-call]  # torch's has no types
     return rows_sum
 
 
@@ -130,18 +131,21 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup, rows: tuple[int, ...], forms: Forms
-    ) -> torch.Tensor:
+        ctx: Any, a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup, rows: tuple[int, ...], forms: Forms,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:  # fmt: skip
         ctx.save_for_backward(a, b)
         ctx.group, ctx.rows, ctx.form = group, rows, forms[1]
-        return scattered(a, b, group, rows, forms[0])
+        rows_sum = scattered(a, b, group, rows, forms[0])
+        return rows_sum if bias is None else rows_sum.add_(bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
         a, b = ctx.saved_tensors
-        of_a, x_all = gathered(grad.contiguous(), b.t(), ctx.group, ctx.rows, ctx.form)
-        return of_a, a.t() @ x_all if ctx.needs_input_grad[1] else None, None, None, None
+        of_a, grad_all = gathered(grad.contiguous(), b.t(), ctx.group, ctx.rows, ctx.form)
+        of_b = a.t() @ grad_all if ctx.needs_input_grad[1] else None
+        return of_a, of_b, None, None, None, grad_all.sum(0) if ctx.needs_input_grad[5] else None
 
 
 def gathered(

@@ -10,11 +10,12 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from headway.comm.compression.advise import MEASURED, measure
-from headway.comm.overlap.chooser import OVERLAP_FILE, SCHEMA, read_shape
+from headway.comm.overlap.chooser import OVERLAP_FILE, SCHEMA
 from headway.comm.overlap.chooser import measure as measure_forms
 from headway.core.files.bounded_json import read_json
 from headway.core.units import format_fraction, format_seconds
 from headway.cost.codecs import read_codec
+from headway.cost.overlaps import read_shape
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.verbs.shared.output import emit
 
