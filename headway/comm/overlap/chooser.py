@@ -29,7 +29,7 @@ from headway.cost.overlaps import PLAIN, MatmulShape
 LEAST_GAIN = 1.05
 """A form is taken where plain takes at least so many times as long (the median over rounds of measurement)."""
 
-BY_CHANCE = 0.01
+BY_CHANCE = 0.05
 """A form that wins no more rounds than a form as fast as plain does with this probability is not taken."""
 
 ROUNDS = 31
@@ -49,7 +49,7 @@ def fastest(times: Mapping[str, Sequence[float]]) -> str:
 
     Rounds are compared one by one: what slows the host down slows both down. A form's gain is the smaller of the median
     ratio and the ratio of the medians. It counts from `LEAST_GAIN` on, and only where so many rounds were won that a
-    form as fast as plain would win them once in a hundred times (a sign test: 7 of 7, 13 of 15, 23 of 31). The largest
+    form as fast as plain would win them once in twenty times (a sign test: 7 of 7, 12 of 15, 21 of 31). The largest
     gain decides.
     """
     if PLAIN not in times:
