@@ -28,6 +28,8 @@ class OrderParameters(Parameters, frozen=True):
 
     ahead: Size = 1
     """Modules gathered ahead: each one more needs its whole parameters in memory."""
+    early: Flag = False
+    """Whether the first ones of a step are gathered right after the update, while the next batch is loaded."""
 
 
 Codec = Annotated[
