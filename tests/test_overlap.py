@@ -18,13 +18,14 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from headway.cli import main
+from headway.comm.overlap.advise import overlapped_s
 from headway.comm.overlap.apply import overlap
 from headway.comm.overlap.chooser import LEAST_GAIN, fastest
 from headway.comm.overlap.torch_ring import ag_matmul, chunk_rows, matmul_rs
 from headway.comm.remedies import OverlapParameters
 from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
-from headway.cost.overlaps import OVERLAPS
+from headway.cost.overlaps import OVERLAPS, MatmulShape
 from headway.trace.rings.rank_tables import rank_tables
 from tests.launching import headway
 from tests.paths import ROOT
@@ -199,6 +200,20 @@ def test_what_cannot_be_measured_is_one_message_and_exit_code_2(
     (tmp_path / "broken.json").write_text("{")
     assert code_of(["comm", "overlap", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@given(
+    way=st.sampled_from(["ag", "rs"]),
+    ranks=st.integers(2, 8),
+    form=st.sampled_from(["ring:W", "ring:2W"]),
+    matmul_s=st.floats(1e-3, 1),
+    collective_s=st.floats(1e-3, 1),
+)
+def test_the_replay_of_a_ring_is_the_closed_form_of_equal_chunks(way, ranks, form, matmul_s, collective_s) -> None:
+    replayed = overlapped_s(MatmulShape(way, 64, 64, 64), form, ranks, matmul_s, collective_s)
+    # Matmuls one after the other, or all transfers beside all but one chunk's matmul.
+    longest_s = max(matmul_s, collective_s + matmul_s / (OVERLAPS[form] * ranks))
+    assert replayed == pytest.approx(longest_s, rel=1e-4)
 
 
 class Block(torch.nn.Module):

@@ -40,6 +40,8 @@ MATMUL, COLLECTIVE = "matmul alone", "collective alone"
 def measured(shape: MatmulShape, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype) -> OverlapTimes:
     """Return the times of all forms of a shape; all ranks of the group call it."""
     calls = _calls(shape, group, device, dtype)
+    if SYMM_MEM in calls and not _runs(calls[SYMM_MEM], group, device):
+        del calls[SYMM_MEM]
     times: dict[str, list[float]] = {name: [] for name in calls}
     began = time.monotonic()
     for number in range(ROUNDS + 1):
@@ -72,6 +74,17 @@ def _calls(
         return timed | {form: partial(gathered, x, right, group, rows, form) for form in forms}
     timed[COLLECTIVE] = partial(sum_scattered, left @ right, group, rows)
     return timed | {form: partial(scattered, left, right, group, rows, form) for form in forms}
+
+
+def _runs(call: Callable[[], object], group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Say whether all ranks can do it: devices that do not see each other's memory refuse."""
+    able = torch.ones(1, device=device)
+    try:
+        call()
+    except RuntimeError:
+        able.zero_()
+    dist.all_reduce(able, dist.ReduceOp.MIN, group=group)
+    return bool(able.item())
 
 
 def _slowest_s(call: Callable[[], object], group: dist.ProcessGroup, device: torch.device) -> float:

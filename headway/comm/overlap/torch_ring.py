@@ -57,8 +57,8 @@ def ag_matmul(
     does nothing else. Raises `InputError` for shapes that do not fit each other or the group, and for an unknown form.
     """
     forms, group = (read_form(form), read_form(backward or form)), _group(group)
-    _check_form(x, forms)
     rows = _agreed("ag_matmul", x, w, group, rows)
+    _check_form(x, forms, rows)
     if len(rows) == 1:
         return x @ w
     product: torch.Tensor = _Gather.apply(x, w, group, rows, forms)  # type: ignore[no-untyped-call]  # torch's has no types
@@ -76,8 +76,8 @@ def matmul_rs(
     the rows of all ranks. Else as `ag_matmul`.
     """
     forms, group = (read_form(form), read_form(backward or form)), _group(group)
-    _check_form(a, forms)
     rows = _agreed("matmul_rs", a, b, group, rows)
+    _check_form(a, forms, rows)
     if len(rows) == 1:
         return a @ b if bias is None else a @ b + bias
     rows_sum: torch.Tensor = _Scatter.apply(a, b, group, rows, forms, bias)  # type: ignore[no-untyped-call]  # torch's has no types
@@ -343,9 +343,12 @@ def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return member
 
 
-def _check_form(x: torch.Tensor, forms: Sequence[str]) -> None:
-    if SYMM_MEM in forms and not has_symm_mem(x.device):
-        raise InputError(f"symm_mem needs torch's fused operators on CUDA, and x is on {x.device}. Pass form='{RING}'.")
+def _check_form(x: torch.Tensor, forms: Sequence[str], rows: Sequence[int]) -> None:
+    if SYMM_MEM in forms and not (has_symm_mem(x.device) and min(rows) == max(rows)):
+        raise InputError(
+            f"symm_mem needs torch's fused operators on CUDA and equal rows; x is on {x.device}, rows {list(rows)}. "
+            f"Pass form='{RING}'."
+        )
 
 
 def _agreed(
