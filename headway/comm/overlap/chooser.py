@@ -88,8 +88,8 @@ class OverlapTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ideal_s(self) -> float:
-        """Seconds of the longer of both: all of the other hidden behind it."""
-        return max(self.matmul_s, self.collective_s)
+        """Seconds of the longer of both, all of the other hidden behind it; never more than a form was measured with."""
+        return min(max(self.matmul_s, self.collective_s), *(self.seconds(form) for form in self.forms))
 
 
 class OverlapTable(msgspec.Struct, frozen=True, kw_only=True):
