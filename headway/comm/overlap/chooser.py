@@ -88,7 +88,7 @@ class OverlapTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ideal_s(self) -> float:
-        """Seconds of the longer of both, all of the other hidden behind it; never more than a form was measured with."""
+        """Seconds of the longer of both, all of the other hidden; never more than a form was measured with."""
         return min(max(self.matmul_s, self.collective_s), *(self.seconds(form) for form in self.forms))
 
 
