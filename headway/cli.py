@@ -71,6 +71,10 @@ VERBS: dict[str, tuple[str, str]] = {
     "cluster submit": ("headway.verbs.jobs.cluster_service:submit", "Hand a training script to a service."),
     "comm bench": ("headway.verbs.models.comm_bench:bench", "Measure what codecs of gradients cost on this host."),
     "comm options": ("headway.verbs.models.comm_strategy:options", "List every way to compress and send a gradient."),
+    "comm overlap": (
+        "headway.verbs.models.comm_bench:overlap",
+        "Time matmuls beside their collective in every form, and choose.",
+    ),
     "comm plan": (
         "headway.verbs.models.comm:plan",
         "Search the gradient buckets under which a run's step is shortest.",

@@ -29,7 +29,7 @@ EXPECTED = {
 """Script, remedy -> what must come of it, besides equal digits."""
 
 APPROXIMATE = {
-    "cluster.batch", "comm.compress", "compute.autocast", "compute.channels_last", "compute.compile",
+    "cluster.batch", "comm.compress", "comm.overlap", "compute.autocast", "compute.channels_last", "compute.compile",
     "compute.cudnn_benchmark", "compute.fused_optimizer", "compute.tf32", "fault.guard",
     "model.precision", "model.tune",
 }  # fmt: skip

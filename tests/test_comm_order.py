@@ -73,12 +73,12 @@ def prefetches(model: Any) -> dict[str, int]:
     return {way: sum(f"FSDP::{way}_prefetch" in name for name in names) for way in ("forward", "backward")}
 
 
-def both(job: Callable[[Any], Any], ahead: int = 1, counted: bool = False) -> dict[str, Any]:
+def both(job: Callable[[Any], Any], ahead: int = 1, counted: bool = False, early: bool = False) -> dict[str, Any]:
     """Return what `job` gives with the remedy and without it, the outcomes, and how much was gathered ahead."""
     from headway.comm.buckets.torch_fsdp import order
 
     plain = job(network())
-    with applied(order, {"ahead": ahead}) as context:
+    with applied(order, {"ahead": ahead, "early": early}) as context:
         model = network()
         mine = job(model)
         outcomes, gathered = list(context.outcomes), prefetches(model) if counted else {}
@@ -182,6 +182,63 @@ def test_recomputed_layers_are_no_other_order() -> None:
     for found in on_ranks(both, 2, recomputed):
         assert found["mine"] == found["plain"]
         assert isinstance(found["outcomes"][-1], Applied)
+
+
+def edited_after_updates(model: Any) -> list[str]:
+    """Change the parameters of the first layers after an update, as an average of weights would."""
+    import torch
+
+    losses = losses_of(model, 2)
+    with torch.no_grad():
+        for parameter in [*model.layers[0].parameters(), *model.head.parameters()]:
+            parameter.mul_(0.5)
+    return losses + losses_of(model, 2)
+
+
+def one_layer_between(model: Any) -> list[str]:
+    """Run one layer alone after an update, then change all parameters."""
+    import torch
+
+    losses = losses_of(model, 2)
+    with torch.no_grad():
+        model.layers[1](torch.ones(2, 32))
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    return losses + losses_of(model, 2)
+
+
+def updated_twice(model: Any) -> list[str]:
+    """Update again without a forward between, then save."""
+    import torch
+
+    losses = losses_of(model, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    saved = sum(float(value.full_tensor().sum()) for value in model.state_dict().values())
+    return [*losses, saved.hex(), *losses_of(model, 2)]
+
+
+@pytest.mark.parametrize(
+    ("job", "ended"),
+    [
+        (losses_of, ""),
+        (edited_after_updates, "changes parameters between an update and the next forward"),
+        (one_layer_between, "its modules ran in another order later"),
+        (updated_twice, "updated twice without a forward"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_step_gathers_its_first_modules_after_the_update_and_never_uses_old_ones(job: Any, ended: str) -> None:
+    for found in on_ranks(both, 2, job, 1, False, True):
+        assert found["mine"] == found["plain"]
+        outcome = found["outcomes"][-1]
+        refused = isinstance(outcome, RefusedRemedy)
+        said = outcome.reason if refused else outcome.facts.get("early_ended", "")
+        assert ended in said
+        assert refused or outcome.facts["early"] == 2
+        assert bool(said) == bool(ended)
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ BAD = {
 }
 REQUIRED = {
     "data.cache": {"bytes": 1}, "comm.bucket": {"bucket_mb": 1}, "comm.compress": {"codec": "sign"},
+    "comm.overlap": {"shapes": {"8x8x8": "ring:W"}},
     "parallel.schedule": {"order": ["0F0", "1F0"]}, "model.precision": {"operators": {"0": {"fc": "bf16"}}},
     "cluster.batch": {"batch_size": 1, "own_batch_size": 1, "initial_batch": 1, "noise_scale": 1},
 }  # fmt: skip
@@ -45,6 +46,7 @@ OTHERS = [
     ("model.precision", "operators", ["fc"], "rank -> operator -> int8, bf16 or float32"),
     ("comm.compress", "codec", 3, "a codec such as 'topk:0.01', or patterns"),
     ("comm.compress", "codec", {"*": 1}, "a codec such as 'topk:0.01', or patterns"),
+    ("comm.overlap", "shapes", {"8x8x8": 2}, "shapes 'MxKxN' or 'rs:MxKxN' with a form each"),
 ]
 
 
@@ -75,6 +77,14 @@ def test_every_remedy_takes_what_its_record_says_and_nothing_else(name):
 def test_rules_of_one_remedy_are_said_in_words(name, parameter, value, rule):
     with pytest.raises(InputError, match=f"{parameter} of {name} is .*; it must be {rule}"):
         RECORDS[name].read({parameter: value})
+
+
+@pytest.mark.parametrize(
+    ("shapes", "said"), [({"8x8": "plain"}, "is not MxKxN"), ({"8x8x8": "ring"}, "Did you mean 'ring:W'")]
+)
+def test_forms_and_shapes_of_overlap_are_checked_before_anything_starts(shapes, said):
+    with pytest.raises(InputError, match=said):
+        RECORDS["comm.overlap"].read({"shapes": shapes})
 
 
 @pytest.mark.parametrize(

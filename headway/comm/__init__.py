@@ -1,6 +1,6 @@
-"""Floor 5, communication: DDP's buckets and flags, compressed gradients, the order of all-gathers, faster links.
+"""Floor 5, communication: DDP's buckets and flags, compressed gradients, matmuls that hide collectives, faster links.
 
-Public names are resolved on first use, through one literal table; all but `OPTIONS` need torch.
+Public names are resolved on first use, through one literal table; all but `OPTIONS` and `OVERLAPS` need torch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from headway.comm.compression.options import OPTIONS as OPTIONS
     from headway.comm.compression.torch_codecs import CODECS as CODECS
     from headway.comm.compression.torch_lans import Lans as Lans
+    from headway.comm.overlap.torch_ring import ag_matmul as ag_matmul
+    from headway.comm.overlap.torch_ring import matmul_rs as matmul_rs
+    from headway.cost.overlaps import OVERLAPS as OVERLAPS
 
 EXACT_RANKS = 2
 """Of so many ranks the sum of gradients is the same in any order."""
@@ -23,6 +26,9 @@ PUBLIC: dict[str, str] = {
     "OPTIONS": "headway.comm.compression.options:OPTIONS",
     "Lans": "headway.comm.compression.torch_lans:Lans",
     "compress": "headway.comm.compression.apply:compress",
+    "OVERLAPS": "headway.cost.overlaps:OVERLAPS",
+    "ag_matmul": "headway.comm.overlap.torch_ring:ag_matmul",
+    "matmul_rs": "headway.comm.overlap.torch_ring:matmul_rs",
 }
 """Public name -> "module:attribute"."""
 

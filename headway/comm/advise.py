@@ -20,6 +20,7 @@ import numpy as np
 
 from headway.comm import EXACT_RANKS
 from headway.comm.compression.advise import propose_compression
+from headway.comm.overlap.advise import matmuls_of, propose_overlap
 from headway.core.errors import BarMissedError, InputError
 from headway.core.units import NS_PER_S, format_fraction, format_seconds
 from headway.ledger.answers.ledger import Ledger
@@ -69,8 +70,12 @@ def propose(ledger: object, program: Program, setup: Setup) -> Iterator[Proposal
             raise
         yield _by_share(ledger, program, str(cause))
         return
-    gathers_s = _gathers_s(program, bound)
-    if gathers_s is not None:
+    gathers_s, matmuls = _gathers_s(program, bound), matmuls_of(program)
+    if matmuls is not None:
+        yield propose_overlap(program, setup, matmuls)
+    if matmuls is not None and matmuls.ranks == setup.world_size:
+        yield Refusal("comm.order", "comm", "the run gathers rows for matmuls, not parameters: no order hides them")
+    elif gathers_s is not None:
         yield _order(program, gathers_s)
     else:
         yield _gradient_view(program, setup)

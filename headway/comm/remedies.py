@@ -1,4 +1,4 @@
-"""The remedies of communication: DDP's buckets and flags, compressed gradients, all-gathers ahead."""
+"""The remedies of communication: DDP's buckets and flags, compressed gradients, all-gathers ahead or hidden."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from msgspec import Meta
 from headway.core.errors import InputError
 from headway.core.remedies import Count, Flag, Parameters, Positive, RemedyRecord, Size, Sizes
 from headway.cost.codecs import MIN_BYTES, read_codec
+from headway.cost.overlaps import read_form, read_shape
 
 
 class BucketParameters(Parameters, frozen=True):
@@ -27,6 +28,8 @@ class OrderParameters(Parameters, frozen=True):
 
     ahead: Size = 1
     """Modules gathered ahead: each one more needs its whole parameters in memory."""
+    early: Flag = False
+    """Whether the first ones of a step are gathered right after the update, while the next batch is loaded."""
 
 
 Codec = Annotated[
@@ -56,6 +59,19 @@ class CompressParameters(Parameters, frozen=True):
             read_codec(name)
 
 
+class OverlapParameters(Parameters, frozen=True):
+    """Parameters of `comm.overlap`."""
+
+    shapes: Annotated[dict[str, str], Meta(description="shapes 'MxKxN' or 'rs:MxKxN' with a form each")]
+    """Shape of a matmul beside its collective -> form (`OVERLAPS`); shapes that are not named stay plain."""
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` for what is no shape, `UnknownNameError` for a form that there is not."""
+        for shape, form in self.shapes.items():
+            read_shape(shape)
+            read_form(form)
+
+
 EXPOSED = ("comm.exposed",)
 
 REMEDIES = (
@@ -72,6 +88,10 @@ REMEDIES = (
     RemedyRecord(
         "comm.compress", CompressParameters, "headway.comm.compression.apply:compression", EXPOSED,
         allow="lossy", changes="compressed gradients change results",
+    ),
+    RemedyRecord(
+        "comm.overlap", OverlapParameters, "headway.comm.overlap.apply:overlap", EXPOSED,
+        allow="result-equivalent", changes="partial sums are added in another order",
     ),
     RemedyRecord("comm.links", causes=EXPOSED),
 )  # fmt: skip

@@ -12,6 +12,16 @@ other order is refused. So is a script that changes parameters of a module withi
 forward, before that module runs. A later forward that leaves the order gives
 back what was gathered in vain, before anybody could use it, and ends the
 prefetching.
+
+With `early` the first all-gathers of a step start right after the update
+(MegaScale: its first all-gather runs while the data is loaded):
+
+    without  | update | loader ... | gather 0 | forward 0 ...
+    early    | update | loader ... | forward 0 ...
+             link     | gather 0 |
+
+Parameters that have changed when the forward begins are gathered anew, and
+nothing is gathered early from then on.
 """
 
 from __future__ import annotations
@@ -19,12 +29,12 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from headway.comm.remedies import OrderParameters
 from headway.runtime.calls.patches import replace_attribute
-from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
+from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy, on_scaled_loss
 
 NAME = "comm.order"
 
@@ -37,13 +47,20 @@ SETTERS = ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"
 
 def order(parameters: OrderParameters, context: Context) -> Applied | RefusedRemedy:
     """Install the remedy."""
-    watch = _Watch(parameters.ahead, context.note, context.guarded)
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    watch = _Watch(parameters.ahead, context.note, context.guarded, early=parameters.early)
     context.undos.append(replace_attribute(f"{_HOME}:fully_shard", context.guarded(watch.shards), copies=_COPIES))
     registers = context.guarded(watch.registers)
     context.undos.append(replace_attribute(f"{_HOME}:register_fsdp_forward_method", registers, copies=_COPIES))
     for setter in SETTERS:
         context.patch(f"{_HOME}:FSDPModule.{setter}", watch.sets)
     context.undos.append(watch.undo)
+    if parameters.early:
+        updated = context.hook(lambda optimizer, args, kwargs: watch.updated())
+        context.undos.append(register_optimizer_step_post_hook(updated).remove)
+        # A rank alone may skip an update then: it would gather later than the others.
+        on_scaled_loss(context, lambda: watch.end_early("the script scales its loss: ranks may skip updates"))
     return watch.outcome()
 
 
@@ -55,6 +72,8 @@ class _Watch:
         ahead: int,
         note: Callable[[Applied | RefusedRemedy], None],
         guarded: Callable[[Any], Callable[[Any], Any]],
+        *,
+        early: bool = False,
     ) -> None:
         self.ahead, self.note, self.guarded = ahead, note, guarded
         self.chains: dict[int, _Chain | None] = {}
@@ -74,6 +93,10 @@ class _Watch:
         """Whether modules of the forward that runs are gathered ahead."""
         self._own = False
         """Whether a setter is called from here, not by the script."""
+        self._wants_early = early
+        self._gathering: dict[int, list[int]] = {}
+        """Module that is gathered for the next step -> how often its parameters had been written by then."""
+        self._early_facts: dict[str, Any] = {"early": 0} if early else {}
 
     def outcome(self) -> Applied | RefusedRemedy:
         """Return what is known so far: refused once every model that ran is."""
@@ -82,12 +105,13 @@ class _Watch:
             return RefusedRemedy(NAME, self.reasons[-1])
         facts: dict[str, Any] = {"ahead": self.ahead, "models": len(chains)}
         facts["modules"] = sum(len(chain.forward) for chain in chains)
-        return Applied(NAME, facts | ({"refused": list(self.reasons)} if self.reasons else {}))
+        return Applied(NAME, facts | self._early_facts | ({"refused": list(self.reasons)} if self.reasons else {}))
 
     def undo(self) -> None:
         """Watch no more, and prefetch as before."""
         for handle in self._handles:
             handle.remove()
+        self._drop_early(self._gathering)
         for root in list(self.chains):
             self._set(root, {}, {})
         self.chains.clear()
@@ -142,6 +166,7 @@ class _Watch:
             if not compiling() and id(module) in self._modules and not _in_backward():
                 if not self._running:
                     self._forward_begins()
+                    self._early_ends(module)
                 elif self._versions.get(id(module)) != _versions(module):
                     self._edited(module)
                 self._running.append(id(module))
@@ -166,6 +191,50 @@ class _Watch:
         alive = {key: module for key, ref in self._modules.items() if (module := ref()) is not None}
         self._versions = {key: _versions(module) for key, module in alive.items()}
         self._ahead_now = any(chain is not None for chain in self.chains.values())
+
+    def updated(self) -> None:
+        """Start the first all-gathers of the next step: the parameters have just been updated."""
+        if not self._wants_early or self._never:
+            return
+        if self._gathering:  # of an update that no forward followed
+            self._drop_early(self._gathering)
+            self.end_early("parameters are updated twice without a forward")
+            return
+        for chain in [chain for chain in self.chains.values() if chain is not None]:
+            for key in chain.forward[: 1 + self.ahead]:
+                if (module := self._modules[key]()) is not None:
+                    self._gathering[key] = _versions(module)
+                    module.unshard(async_op=True)  # what waits for it is the module's own forward
+        if self._early_facts["early"] < len(self._gathering):
+            self._early_facts["early"] = len(self._gathering)  # modules of a step
+            self.note(self.outcome())
+
+    def _early_ends(self, outermost: Any) -> None:
+        """Gather anew what has been written since it was gathered early; the forward of `outermost` has begun."""
+        stale = [key for key, before in self._gathering.items() if self._versions.get(key) != before]
+        if stale and self._gathering.pop(id(outermost), None) is not None:
+            for group in outermost._get_fsdp_state()._fsdp_param_groups:
+                group._to_sharded()
+            outermost.unshard()
+        # Of a forward of some modules alone the others are not used: nobody would look at them again.
+        self._drop_early(stale if self.chains.get(id(outermost)) else set(self._gathering) - {id(outermost)})
+        if stale:
+            self.end_early("the script changes parameters between an update and the next forward")
+        self._gathering.clear()
+
+    def _drop_early(self, keys: Iterable[int]) -> None:
+        """Free what was gathered for the next step of some modules."""
+        for key in list(keys):
+            if self._gathering.pop(key, None) is not None and (module := self._modules[key]()) is not None:
+                module.unshard()
+                module.reshard()
+
+    def end_early(self, reason: str) -> None:
+        """Gather nothing early any more; modules are gathered ahead as before."""
+        if self._wants_early:
+            self._wants_early = False
+            self._early_facts["early_ended"] = reason
+            self.note(self.outcome())
 
     def _edited(self, module: Any) -> None:
         """Gather the parameters of a module anew that the script has changed since this forward began, and end."""

@@ -148,6 +148,8 @@ PATCHES: dict[str, Patch] = {
        for name in probe_functional.LAUNCHES},
     "functional.launched": Patch(_FUNCTIONAL + "_maybe_wrap_tensor", probe_functional.launched, optional=True),
     "functional.wait": Patch(_FUNCTIONAL + "wait_tensor", probe_functional.wait_tensor, optional=True),
+    **{f"style.{name}": Patch(f"torch.distributed.tensor.parallel.style:{name}._apply", probe_functional.style_apply,
+                              optional=True) for name in probe_functional.STYLES},
     **{f"stage.{name}": Patch(_STAGE + name, wrapper, optional=True) for name, wrapper in probe_pipeline.PARTS.items()},
     "pipeline": Patch("torch.distributed.pipelining.schedules:PipelineScheduleSingle.__init__",
                       probe_pipeline.schedule_init, optional=True),

@@ -254,3 +254,47 @@ def schedule_init(original: Callable[..., Any], probes: Probes) -> Callable[...,
             probes.failed("pipeline", cause)
 
     return __init__
+
+
+# Probes of tensor parallelism: which matmuls stand beside a collective over their rows, for plans that overlap both.
+
+STYLES = {"ColwiseParallel": "ag", "RowwiseParallel": "rs"}
+"""Style -> what its collective does: gather the rows before the linear, or scatter them after it."""
+
+
+def style_apply(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
+    """Wrap `_apply` of a style: a linear of sharded rows notes the shape of its matmul at its first forward."""
+    import torch
+
+    way = STYLES[original.__qualname__.partition(".")[0]]
+
+    @functools.wraps(original)
+    def apply(style: Any, module: Any, mesh: Any) -> Any:
+        """Shard the module, and have its first forward noted."""
+        made = original(style, module, mesh)
+        try:
+            layouts = style.input_layouts if way == "ag" else style.output_layouts
+            if isinstance(made, torch.nn.Linear) and mesh.ndim == 1 and layouts[0].is_shard() and layouts[0].dim >= 0:
+                _note_matmul(made, way, int(mesh.size()), probes)
+        except Exception as cause:
+            probes.failed("tensor parallelism", cause)
+        return made
+
+    return apply
+
+
+def _note_matmul(linear: Any, way: str, ranks: int, probes: Probes) -> None:
+    """Add the linear's matmul to the tables at its first forward; its input then is whole in all its rows."""
+
+    def note(module: Any, args: tuple[Any, ...]) -> None:
+        handle.remove()
+        try:
+            columns, inner = module.weight.to_local().shape
+            rows = args[0].shape[:-1].numel()
+            table = probes.tables.setdefault("matmuls", {"ranks": ranks, "shapes": {}})
+            shape = f"{'' if way == 'ag' else 'rs:'}{rows}x{inner}x{columns}"
+            table["shapes"][shape] = table["shapes"].get(shape, 0) + 1
+        except Exception as cause:
+            probes.failed("tensor parallelism", cause)
+
+    handle = linear.register_forward_pre_hook(note)

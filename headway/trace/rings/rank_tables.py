@@ -2,7 +2,7 @@
 
 >>> RankTables.of({"loops": {"0": 1}, "groups": "none", "device_type": "cuda"})
 RankTables(device_type='cuda', groups={}, loops={0: 1}, memory={}, threads=0, bad_losses=[], losses=[], ddp=(), \
-compute=None)
+compute=None, matmuls=None)
 """
 
 from __future__ import annotations
@@ -34,6 +34,15 @@ class DdpModel(msgspec.Struct, frozen=True, kw_only=True):
     can_set_static_graph: bool = False
 
 
+class MatmulsSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """Linears whose rows are gathered before them or scattered after them (tensor parallelism)."""
+
+    ranks: int
+    """Ranks of their mesh."""
+    shapes: dict[str, int]
+    """Shape as `headway.cost.overlaps.read_shape` takes it -> linears that have it."""
+
+
 class RankTables(msgspec.Struct, frozen=True, kw_only=True):
     """The tables that headway computes with; others are copied into the trace as they are."""
 
@@ -50,6 +59,7 @@ class RankTables(msgspec.Struct, frozen=True, kw_only=True):
     """(step, loss) as far as they were recorded."""
     ddp: tuple[DdpModel, ...] = ()
     compute: ComputeFacts | None = None
+    matmuls: MatmulsSeen | None = None
 
     @classmethod
     def of(cls, tables: Mapping[str, Any]) -> RankTables:

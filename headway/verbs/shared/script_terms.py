@@ -35,6 +35,7 @@ OF_REMEDY: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "comm.gradient_view": lambda given: call(
         "DistributedDataParallel", {"gradient_as_bucket_view": True}, "gradient_as_bucket_view"
     ),
+    "comm.overlap": lambda given: "headway.comm.ag_matmul(x, w, group), headway.comm.matmul_rs(a, b, group)",
     "comm.compress": lambda given: f"headway.comm.compress(model, {given.get('codec', 'half')!r})",
     "comm.static_graph": lambda given: call("DistributedDataParallel", {"static_graph": True}, "static_graph"),
     "compute.fused_optimizer": lambda given: "",  # the cause names the optimizer

@@ -1,0 +1,1 @@
+"""Matmuls that hide their collective: Flux, with MegaScale's overlaps."""
