@@ -65,15 +65,15 @@ def _calls(
     rows = chunk_rows(shape.m, size)
     random = torch.Generator().manual_seed(rank)
     right = torch.randn(shape.k, shape.n, generator=random).to(device, dtype)
-    left = torch.randn(shape.m, shape.k, generator=random).to(device, dtype)
+    factor = torch.randn(shape.m, shape.k, generator=random).to(device, dtype)
     forms = [name for name in OVERLAPS if name != SYMM_MEM or (has_symm_mem(device) and min(rows) == max(rows))]
-    timed: dict[str, Callable[[], object]] = {MATMUL: lambda: left @ right}
+    timed: dict[str, Callable[[], object]] = {MATMUL: lambda: factor @ right}
     if shape.way == GATHER:
-        x = left[: rows[rank]].clone()
+        x = factor[: rows[rank]].clone()
         timed[COLLECTIVE] = partial(all_gathered, x, group, rows)
         return timed | {form: partial(gathered, x, right, group, rows, form) for form in forms}
-    timed[COLLECTIVE] = partial(sum_scattered, left @ right, group, rows)
-    return timed | {form: partial(scattered, left, right, group, rows, form) for form in forms}
+    timed[COLLECTIVE] = partial(sum_scattered, factor @ right, group, rows)
+    return timed | {form: partial(scattered, factor, right, group, rows, form) for form in forms}
 
 
 def _runs(call: Callable[[], object], group: dist.ProcessGroup, device: torch.device) -> bool:
