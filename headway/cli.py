@@ -462,6 +462,9 @@ def misuse(ours: Sequence[str], error: CycloptsError) -> str:
         words = f"argument{'' if len(unused) == 1 else 's'} {' '.join(map(repr, unused))}"
         return f"`{see}` does not take the {words}. Drop {'it' if len(unused) == 1 else 'them'}; see: {see} --help"
     text = " ".join(str(error).split()).removeprefix(f'Command "{verb}" ')
+    text = text.replace("requires an argument", "is missing, or its value is")
+    if verb == "run" and "unknown option" in text.lower() and "Did you mean" not in text:
+        return f"{text[:1].lower()}{text[1:].rstrip(' .')}. Put the script's own options behind it: {see} -- SCRIPT ..."
     return f"{text[:1].lower()}{text[1:].rstrip(' .,?')}{'?' if text.endswith('?') else '.'} See: {see} --help"
 
 

@@ -54,6 +54,8 @@ def test_every_verb_has_a_page_of_help_with_an_example(verb, capsys):
         (["why", "--jsn", "x"], "--json"),
         (["run", "--nproc-per-nod", "2", "--", "x.py"], "--nproc-per-node"),
         (["run"], "headway run -- train.py"),
+        (["run", "--epochs", "3", "--", "x.py"], "Put the script's own options behind it"),
+        (["run", "--windows", "five", "--", "x.py"], "Pass 5% or 0.05"),
         (
             ["why", "--", "x.py"],
             "only `headway run`, `try`, `tune`, `cluster submit`, `data stalls`, `data verify-resume` and",

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.runtime.run_folder.recording import (
+    RUNS,
     SCHEMA,
     Exit,
     LaunchedRank,
@@ -38,6 +39,12 @@ def test_folders_are_numbered_per_script_and_never_shared(names, tmp_path_factor
 
     assert len(set(made)) == len(made)
     assert all(path.is_dir() and path.parent == base for path in made)
+
+
+def test_a_folder_for_runs_is_no_part_of_the_repository_around_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    next_folder(RUNS, "train.py")
+    assert (RUNS / ".gitignore").read_text() == "*\n"
 
 
 def test_run_json_has_every_key_from_the_first_moment_to_the_last(tmp_path):

@@ -102,7 +102,10 @@ class RankDoings:
 def next_folder(base: Path, script: str, mode: int = PRIVATE) -> Path:
     """Make and return `base/<script>-<n>` with the first free n >= 1, and this mode."""
     stem = re.sub(r"[^\w.-]+", "_", Path(script).stem or "run")[:64]
-    base.mkdir(parents=True, exist_ok=True)
+    if not base.is_dir():
+        base.mkdir(parents=True, exist_ok=True)
+        if base == RUNS:  # recorded runs are no part of the repository that the script lies in
+            (base / ".gitignore").write_text("*\n")
     taken = [int(m[1]) for p in base.iterdir() if (m := re.fullmatch(re.escape(stem) + r"-(\d+)", p.name))]
     number = max(taken, default=0) + 1
     while True:

@@ -61,8 +61,8 @@ LEGEND = (
 
 
 def show(
-    *,
     schedule: str = "1f1b",
+    *,
     stages: int = 4,
     microbatches: int = 8,
     interleave: int = 1,

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from cyclopts import Parameter, Token
+from cyclopts import Parameter
 
 from headway.cluster.adaptive.recorded import learned
-from headway.core.errors import InputError
 from headway.ledger.answers.compare import SCHEMA, unlike_loads
 from headway.ledger.answers.compare import compare as compare_ledgers
 from headway.ledger.answers.ledger import Ledger
@@ -24,17 +22,9 @@ from headway.verbs.jobs.fault import ettr_beside, ettr_sentence
 from headway.verbs.models.growth_plan import growth_sentence, judged_growth, trained_parameters
 from headway.verbs.shared.learned_step import judged, sentence
 from headway.verbs.shared.output import emit
+from headway.verbs.shared.run_options import fraction
 from headway.verbs.shared.script_terms import withdrawn
 from headway.verbs.shared.source import run_at
-
-
-def fraction(_: object, tokens: Sequence[Token]) -> float:
-    """Return what `5%` or `0.05` says. Raises `InputError` for anything else."""
-    text = tokens[0].value.strip()
-    try:
-        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        raise InputError(f"threshold is {text!r}; it is a fraction. Pass 5% or 0.05.") from None
 
 
 def compare(

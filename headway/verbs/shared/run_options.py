@@ -33,6 +33,16 @@ def whole_number(kind: Any, tokens: Sequence[Token]) -> int:
     return int(convert(int, tokens))
 
 
+def fraction(_: object, tokens: Sequence[Token]) -> float:
+    """Return what `5%` or `0.05` says. Raises `InputError` for anything else."""
+    text = tokens[0].value.strip()
+    try:
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        name = tokens[0].keyword or "the threshold"
+        raise InputError(f"{name} is {text!r}; it is a fraction. Pass 5% or 0.05.") from None
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """What `headway run` takes before the `--`."""
@@ -86,7 +96,10 @@ class RunOptions:
     ] = None
     baseline: Annotated[Path | None, _help("Run to compare with; by default the plan's own.")] = None
     no_launch: Annotated[bool, _help("Under torchrun, srun or accelerate: record this process as one rank.")] = False
-    windows: Annotated[float, _help("Fraction of run time that deep windows may cost; 0 for none.")] = 0.01
+    windows: Annotated[
+        float,
+        Parameter(converter=fraction, help="Fraction of run time that deep windows may cost, 0.05 or 5%; 0 for none."),
+    ] = 0.01
     window_at: Annotated[
         int | None, _whole("Open a deep window at this step too, whatever it costs: on a device the first one is late.")
     ] = None
