@@ -6,9 +6,9 @@ rooms' `remedies.py`, which need no torch.
 
 >>> sorted(REMEDIES)
 ['checkpoint.async', 'cluster.batch', 'cluster.noise', 'comm.bucket', 'comm.compress', 'comm.gradient_view', \
-'comm.order', 'comm.static_graph', 'compute.fused_optimizer', 'data.cache', 'data.server', 'data.threads', \
-'data.workers', 'fault.guard', 'host.gc', 'host.logging', 'model.precision', 'model.tune', 'parallel.schedule', \
-'power.filler']
+'comm.loose', 'comm.order', 'comm.static_graph', 'compute.fused_optimizer', 'data.cache', 'data.server', \
+'data.threads', 'data.workers', 'fault.guard', 'host.gc', 'host.logging', 'model.precision', 'model.tune', \
+'parallel.schedule', 'power.filler']
 """
 
 from __future__ import annotations

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from headway.comm.compression.options import OPTIONS as OPTIONS
     from headway.comm.compression.torch_codecs import CODECS as CODECS
     from headway.comm.compression.torch_lans import Lans as Lans
+    from headway.comm.skew.controller import SkewController as SkewController
+    from headway.comm.skew.torch_replica import loose as loose
+    from headway.comm.skew.torch_replica import swap_norm as swap_norm
+    from headway.comm.skew.torch_rules import LOOSE as LOOSE
 
 EXACT_RANKS = 2
 """Of so many ranks the sum of gradients is the same in any order."""
@@ -23,6 +27,10 @@ PUBLIC: dict[str, str] = {
     "OPTIONS": "headway.comm.compression.options:OPTIONS",
     "Lans": "headway.comm.compression.torch_lans:Lans",
     "compress": "headway.comm.compression.apply:compress",
+    "LOOSE": "headway.comm.skew.torch_rules:LOOSE",
+    "SkewController": "headway.comm.skew.controller:SkewController",
+    "loose": "headway.comm.skew.torch_replica:loose",
+    "swap_norm": "headway.comm.skew.torch_replica:swap_norm",
 }
 """Public name -> "module:attribute"."""
 

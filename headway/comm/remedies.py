@@ -6,6 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from headway.comm.loose_rules import LADDERS, read_rule, rung_of
 from headway.core.errors import InputError
 from headway.core.remedies import Count, Flag, Parameters, Positive, RemedyRecord, Size, Sizes
 from headway.cost.codecs import MIN_BYTES, read_codec
@@ -35,6 +36,9 @@ Codec = Annotated[
 ]
 
 
+Rule = Annotated[str, Meta(description="a rule such as 'fedavg:20', 'gaia:0.1', 'dgc:0.001' or 'diloco:50'")]
+
+
 class CompressParameters(Parameters, frozen=True):
     """Parameters of `comm.compress`."""
 
@@ -56,6 +60,23 @@ class CompressParameters(Parameters, frozen=True):
             read_codec(name)
 
 
+class LooseParameters(Parameters, frozen=True):
+    """Parameters of `comm.loose`."""
+
+    rule: Rule
+    """How replicas are brought together: rule and setting."""
+    control: Flag = True
+    """Whether the setting follows what travelling models lose (SkewScout)."""
+    travel_steps: Size = 500
+    """Steps between two travels."""
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` for a rule that there is not, and under `control` for a setting that is no rung."""
+        rule = read_rule(self.rule)
+        if self.control:
+            rung_of(LADDERS[rule.method], rule.theta)
+
+
 EXPOSED = ("comm.exposed",)
 
 REMEDIES = (
@@ -72,6 +93,10 @@ REMEDIES = (
     RemedyRecord(
         "comm.compress", CompressParameters, "headway.comm.compression.apply:compression", EXPOSED,
         allow="lossy", changes="compressed gradients change results",
+    ),
+    RemedyRecord(
+        "comm.loose", LooseParameters, "headway.comm.skew.apply:loosening", EXPOSED,
+        allow="lossy", conflicts=("comm.compress",), changes="replicas that drift apart change results",
     ),
     RemedyRecord("comm.links", causes=EXPOSED),
 )  # fmt: skip

@@ -36,6 +36,7 @@ OF_REMEDY: dict[str, Callable[[Mapping[str, Any]], str]] = {
         "DistributedDataParallel", {"gradient_as_bucket_view": True}, "gradient_as_bucket_view"
     ),
     "comm.compress": lambda given: f"headway.comm.compress(model, {given.get('codec', 'half')!r})",
+    "comm.loose": lambda given: f"headway.comm.loose(model, {given.get('rule', 'fedavg:5')!r})",
     "comm.static_graph": lambda given: call("DistributedDataParallel", {"static_graph": True}, "static_graph"),
     "compute.fused_optimizer": lambda given: "",  # the cause names the optimizer
     "host.gc": lambda given: f"gc.freeze() and gc.disable(), then gc.collect() every {given.get('every_steps')} steps",
