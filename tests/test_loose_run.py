@@ -6,14 +6,24 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headway.comm.advise import propose
+from headway.plan.proposal import Proposal, Refusal
+from headway.plan.setup import Setup
+from headway.sim.ddp.ddp_replay import DdpReplay
+from headway.sim.recorded.program import Program
+from headway.trace.rings.rank_tables import DdpModel
+from headway.verbs.runs.compare import compare
+from tests.ddp_made import Job, play
 from tests.launching import script
 from tests.paths import ROOT, python_path
 from tests.remedy_context import applied
+from tests.runs_made import MS, RunMaker
 from tests.spawn import on_ranks
 
 JOB = """
@@ -54,7 +64,9 @@ def run(folder: Path, *arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.slow  # starts two ranks that import torch
-def test_an_unmodified_script_synchronises_loosely_and_says_what_each_travel_lost(tmp_path: Path) -> None:
+def test_an_unmodified_script_synchronises_loosely_and_says_what_each_travel_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, said = run(tmp_path)
 
     assert code == 0, said
@@ -65,6 +77,10 @@ def test_an_unmodified_script_synchronises_loosely_and_says_what_each_travel_los
         assert [row["step"] for row in facts["travels"]] == [10, 20, 30, 40]
         assert facts["travels"][1]["accuracy_loss"] > 0.2
         assert facts["travels"][1]["next"] < 5 == facts["travels"][0]["next"]
+    compare(tmp_path / "run", tmp_path / "run", json=True)
+    assert any(
+        "accuracy lost per travel, and setting: " in note for note in json.loads(capsys.readouterr().out)["notes"]
+    )
 
 
 @pytest.mark.slow  # the same
@@ -131,3 +147,34 @@ def test_the_tightest_rules_give_the_weights_of_ddp(rule: str) -> None:
     for plain, (loosely, reasons) in on_ranks(pair, 2, rule):
         assert loosely == pytest.approx(plain, rel=1e-5, abs=1e-6)
         assert not reasons
+
+
+def proposed(allow: tuple[str, ...], **facts: Any) -> Any:
+    """Return what is said of comm.loose for a made run whose windows show a slow link."""
+    job = Job(size=(400_000,) * 4, bytes_per_s=2e7)
+    made = RunMaker(ranks=2, steps=60, cores=8, comm_ns=80 * MS).make()
+    deep = DdpReplay.from_windows([play(job).window], models=[DdpModel(**{**job.model(), **facts})], cores=8)
+    program = replace(Program.from_trace(made.trace, made.meta), deep=[deep])
+    setup = Setup.from_facts(made.meta)
+    setup = replace(setup, limits=replace(setup.limits, allow=allow))
+    return {row.name: row for row in propose(None, program, setup)}["comm.loose"], program
+
+
+def test_rare_averages_are_proposed_with_their_bytes_and_the_step_that_the_replay_gives() -> None:
+    row, program = proposed(("lossy",))
+    bare_s = program.predict(["comm=instant"]).step_s
+    link = program.windows().links[0]
+
+    assert isinstance(row, Proposal)
+    assert (row.parameters, row.allow) == ({"rule": "fedavg:20", "control": True}, "lossy")
+    average_s = (link.latency_ns + link.duration_ns(1_600_000)) / 1e9
+    assert program.measured_s / row.predicted_speedup == pytest.approx(bare_s + average_s / 20)
+    assert program.predict(row.edits).speedup == pytest.approx(row.predicted_speedup, rel=0.05)
+    assert "sends 80.0 KB per step in place of 1.6 MB" in row.reason
+
+
+def test_without_the_grant_nothing_is_proposed() -> None:
+    row, _ = proposed(())
+
+    assert isinstance(row, Refusal)
+    assert "grant --allow lossy" in row.reason

@@ -14,8 +14,9 @@ on the ladder with a memory of costs: a rung that was measured within the last 3
                           *   <- stays           known is tried: the tighter one where AL is too high, or the looser one
         rungs      0  1  2  3  4
 
-A neighbour that was dearer is tried again once its memory is too old and the present rung's cost or AL has moved; else
-after 3 travels, and each time that it is dearer again after twice as many: a job that does not change hardly tries.
+A rung whose AL differs from its last one by more than half of sigma says that the job has changed: what is remembered
+of other rungs is forgotten. A neighbour that was dearer is tried again once its memory is too old and the present
+rung's cost or AL has moved; else after 3 travels, and each time that it is dearer again after twice as many.
 
 Source: Hsieh et al., "The non-IID data quagmire of decentralized machine learning", ICML 2020, section 7.2.
 
@@ -107,6 +108,10 @@ class SkewController:
             )
         lambda_al, lambda_c, sigma = self._weights
         cost = lambda_al * max(0.0, accuracy_loss - sigma) + lambda_c * bytes_share
+        before = self._memory.get(index)
+        if before is not None and abs(accuracy_loss - before.accuracy_loss) > sigma / 2:
+            self._memory.clear()
+            self._rejected.clear()
         now = self._memory[index] = RungMeasurement(cost, accuracy_loss, self.travels)
         self.travels += 1
         # Where AL is within its bound, a tighter rung can only send more: it is not worth a try.

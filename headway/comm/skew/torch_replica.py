@@ -43,21 +43,17 @@ from headway.core.errors import InputError
 TRAVEL_STEPS = 500
 """Steps between two travels (SkewScout, section 7.2)."""
 
+RUNNING = ("running_mean", "running_var")
+"""Buffers of normalisation that follow the batches."""
+
 Probe = tuple[Any, torch.Tensor]
 """Inputs (one tensor, or a tuple of arguments), and the class of each example [examples] int64."""
 
 
 def loose(
-    model: nn.Module,
-    rule: str,
-    *,
-    group: dist.ProcessGroup | None = None,
-    buffers: str | None = "average",
-    control: bool = False,
-    probe: Probe | None = None,
-    travel_steps: int = TRAVEL_STEPS,
-    update_scale: float = 1.0,
-) -> LooseModule:
+    model: nn.Module, rule: str, *, group: dist.ProcessGroup | None = None, buffers: str | None = "average",
+    control: bool = False, probe: Probe | None = None, travel_steps: int = TRAVEL_STEPS, update_scale: float = 1.0,
+) -> LooseModule:  # fmt: skip
     """Return a module that computes as `model`, and synchronises behind each step of the optimizer of its parameters.
 
     Every rank calls it; all begin with the weights of the first.
@@ -75,6 +71,8 @@ def loose(
     layers. Raises `InputError` for an invalid rule, one that is no rung of its ladder under `control`, running
     statistics that are neither averaged nor left alone, a probe without examples, and where ranks differ.
     """
+    if control and probe is None:
+        raise InputError("control needs examples of this rank's own. Pass probe=(inputs, labels), or control=False.")
     synchronising = LooseSynchronisation(
         model, read_rule(rule), group=group, buffers=buffers, control=control, probe=probe, travel_steps=travel_steps,
         update_scale=update_scale,
@@ -123,12 +121,12 @@ class LooseSynchronisation(Closing):
         self.travel_steps, self.travels = travel_steps, list[dict[str, float]]()
         self.controller = SkewController(LADDERS[rule.method]) if control else None
         self.probe: Callable[[], Probe | None] = lambda: probe
-        self._interval_bytes = 0
+        self._interval_start, self._last_travel = 0, 0
         self._hooks: list[Any] = []
         self.replica: Replica | None = None
         if self.controller is not None:
             rung_of(self.controller.ladder, rule.theta)
-        statistics = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+        statistics = self._statistics()
         if buffers not in ("average", "local") and (statistics or buffers is not None):
             raise InputError(
                 f"buffers is {buffers!r}: running statistics such as {next(iter(statistics), 'running_mean')} are "
@@ -175,6 +173,12 @@ class LooseSynchronisation(Closing):
             "model_bytes": self._model_bytes, "travels": list(self.travels),
         }  # fmt: skip
 
+    @property
+    def steps_to_travel(self) -> int:
+        """Steps before the one in which models may travel; 0 = it is the next one."""
+        steps = 0 if self.replica is None else self.replica.steps
+        return max(0, self._last_travel + self.travel_steps - steps - 1)
+
     def close(self) -> None:
         """Synchronise no more; replicas stay as they are."""
         _remove(self._hooks)
@@ -186,7 +190,7 @@ class LooseSynchronisation(Closing):
             return {}
         return {
             "rule": replica.rule.method, "theta": replica.rule.theta, "steps": replica.steps,
-            "sent_bytes": replica.sent_bytes, "interval_bytes": self._interval_bytes,
+            "sent_bytes": replica.sent_bytes, "interval_start": self._interval_start, "last_travel": self._last_travel,
             "first_rates": list(replica.first_rates), "travels": [dict(row) for row in self.travels],
             "vectors": {name: vector.clone() for name, vector in replica.vectors.items()},
             "controller": None if self.controller is None else self.controller.state_dict(),
@@ -208,7 +212,7 @@ class LooseSynchronisation(Closing):
         replica.steps, replica.sent_bytes = state["steps"], state["sent_bytes"]
         replica.first_rates, self.travels = list(state["first_rates"]), [dict(row) for row in state["travels"]]
         replica.vectors = {name: vector.clone().to(replica.device) for name, vector in state["vectors"].items()}
-        self._interval_bytes = state["interval_bytes"]
+        self._interval_start, self._last_travel = state["interval_start"], state["last_travel"]
         if self.controller is not None and state["controller"] is not None:
             self.controller.load_state_dict(state["controller"])
 
@@ -278,14 +282,14 @@ class LooseSynchronisation(Closing):
         if replica is None or self._optimizer() is not optimizer:
             return
         replica.steps += 1
-        # An average makes models equal, so they travel before it.
-        travels = self.controller is not None and replica.steps % self.travel_steps == 0
-        if travels and replica.rule.method in AVERAGING:
+        averaging = replica.rule.method in AVERAGING
+        due = replica.steps - self._last_travel >= self.travel_steps
+        # An average makes models equal: they travel just before one, when they have drifted as far as they may.
+        travels = self.controller is not None and due and not (averaging and replica.steps % int(replica.rule.theta))
+        if travels and averaging:
             self._travel(optimizer)
-        sent = replica.sent_bytes
         LOOSE[replica.rule.method].after(replica, optimizer)
-        self._interval_bytes += replica.sent_bytes - sent
-        if travels and replica.rule.method not in AVERAGING:
+        if travels and not averaging:
             self._travel(optimizer)
         if travels or replica.steps & (replica.steps - 1) == 0:
             self._report()
@@ -298,6 +302,7 @@ class LooseSynchronisation(Closing):
         ready = torch.tensor([0 if probe is None else len(probe[1])], device=replica.device)
         dist.all_reduce(ready, dist.ReduceOp.MIN, group=replica.group)
         if not int(ready) or probe is None:
+            self._last_travel, self._interval_start = replica.steps, replica.sent_bytes
             return
         statistics = [buffer.reshape(-1).float() for buffer in self._statistics().values()]
         model = torch.cat([replica.drifted(optimizer), *statistics])
@@ -307,20 +312,23 @@ class LooseSynchronisation(Closing):
         sends = dist.P2POp(dist.isend, model, to, replica.group), dist.P2POp(dist.irecv, visitor, of, replica.group)
         for request in dist.batch_isend_irecv(list(sends)):
             request.wait()
-        replica.sent_bytes += model.nbytes
+        sent_bytes = replica.sent_bytes - self._interval_start
         lost = self._accuracy(model, probe) - self._accuracy(visitor, probe)
-        means = torch.tensor([lost, float(self._interval_bytes)], dtype=torch.float64, device=replica.device)
+        means = torch.tensor([lost, float(sent_bytes)], dtype=torch.float64, device=replica.device)
         dist.all_reduce(means.div_(ranks), group=replica.group)
         accuracy_loss, sent = means.tolist()
-        share = sent / self.travel_steps / self._model_bytes
+        share = sent / (replica.steps - self._last_travel) / self._model_bytes
         row = {"step": replica.steps, "theta": replica.rule.theta, "accuracy_loss": accuracy_loss, "bytes_share": share}
         if self.travels:  # the first one measures how models begin, and says too much
             replica.rule = LooseRule(replica.rule.method, controller.next(replica.rule.theta, accuracy_loss, share))
         self.travels.append(row | {"next": replica.rule.theta})
-        self._interval_bytes = 0
+        replica.sent_bytes += model.nbytes
+        self._interval_start, self._last_travel = replica.sent_bytes, replica.steps
 
     def _statistics(self) -> dict[str, torch.Tensor]:
-        return {name: buffer for name, buffer in self.module.named_buffers() if buffer.is_floating_point()}
+        """Return the running statistics; other buffers are equal on all ranks, or the script's own matter."""
+        buffers = self.module.named_buffers()
+        return {name: buffer for name, buffer in buffers if name.rpartition(".")[2] in RUNNING}
 
     @torch.no_grad()
     def _accuracy(self, model: torch.Tensor, probe: Probe) -> float:

@@ -39,7 +39,7 @@ class Replica:
     """Name -> parameter; those that are trained."""
 
     buffers: list[torch.Tensor]
-    """Floating-point buffers that are averaged, such as running statistics."""
+    """Running statistics that are averaged."""
 
     rule: LooseRule
     """The rule, with its present setting."""
@@ -66,10 +66,10 @@ class Replica:
     """Settings of each group that are not the optimizer's business during a step (dgc)."""
 
     def drifted(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        """Return [n] this rank's own model: its weights, and under dgc with the updates that it has not sent."""
+        """Return [n] this rank's own model: its weights; under dgc, whose weights are equal, as if it had sent all."""
         weights = self.weights()
         if self.rule.method == "dgc":
-            weights.add_(self.vector("unsent"), alpha=-float(optimizer.param_groups[0]["lr"]))
+            weights.add_(self.vector("unsent"), alpha=-float(optimizer.param_groups[0]["lr"]) / self.num_ranks)
         return weights
 
     @property
@@ -113,40 +113,40 @@ class Replica:
             for tensor, mean in zip(alike, torch.split(flat, [tensor.numel() for tensor in alike]), strict=True):
                 tensor.copy_(mean.view(tensor.shape))
 
-    def exchange(self, values: torch.Tensor, indices: torch.Tensor, n: int) -> torch.Tensor:
-        """Return [n] the sum over ranks, in their order, of [k] `values` at rising `indices` below `n`; k may differ.
+    def exchange(self, values: torch.Tensor, indices: torch.Tensor, n: int, *, alike: bool = False) -> torch.Tensor:
+        """Return [n] the sum over ranks, in their order, of [k] `values` at rising `indices` below `n`.
 
-        Two all-gathers: sizes, then packets as long as the longest. A packet without indices holds all n values.
+        Ranks may have unlike k: then lengths are gathered first, and packets are as long as the longest. With `alike`
+        all have the same k. Where places cost more than they save, a packet holds all n values.
         """
         k = len(indices)
-        dense = 4 * n <= sum(place_bytes(n, k)) + 4 * k if k else False
         packet = values.new_empty(0, dtype=torch.uint8)
-        if k:
-            packet = as_bytes(spread_dense(values, indices, n)) if dense else packet_of(values, indices, n)
-        size = torch.tensor([n if dense else k, packet.numel()], device=packet.device)
-        sizes = size.new_empty(2 * self.num_ranks)
-        dist.all_gather(list(torch.split(sizes, 2)), size, group=self.group)
-        counts = sizes.view(-1, 2).tolist()
+        if 0 < 4 * n <= 4 * k + sum(place_bytes(n, k)):
+            packet = as_bytes(torch.zeros(n, device=values.device).index_copy_(0, indices, values))
+        elif k:
+            packet = packet_of(values, indices, n)
+        counts = [(k, packet.numel())] * self.num_ranks
+        if not alike:
+            rows = [torch.empty(2, dtype=torch.int64, device=packet.device) for _ in counts]
+            dist.all_gather(rows, torch.tensor(counts[0], device=packet.device), group=self.group)
+            counts = [(int(count), int(length)) for count, length in torch.stack(rows).tolist()]
+            self.sent_bytes += rows[0].nbytes
         longest = max(length for _, length in counts)
-        self.sent_bytes += size.nbytes + longest
+        self.sent_bytes += longest
         total = torch.zeros(n, device=packet.device)
         if not longest:
             return total
-        padded, packets = packet.new_zeros(longest), packet.new_empty(self.num_ranks * longest)
+        padded = packet.new_zeros(longest)
         padded[: packet.numel()] = packet
-        dist.all_gather(list(torch.split(packets, longest)), padded, group=self.group)
-        for row, (count, length) in zip(packets.view(-1, longest), counts, strict=True):
+        packets = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(packets, padded, group=self.group)
+        for row, (count, length) in zip(packets, counts, strict=True):
             if length == 4 * n:
-                total += as_values(row[:length].clone(), torch.float32)
+                total += as_values(row[:length], torch.float32)
             elif count:
-                received, where = parts(row[:length].clone(), n, count, torch.float32)
+                received, where = parts(row[:length], n, count, torch.float32)
                 total.index_add_(0, where, received)
         return total
-
-
-def spread_dense(values: torch.Tensor, indices: torch.Tensor, n: int) -> torch.Tensor:
-    """Return [n] with [k] `values` at `indices`, 0 elsewhere."""
-    return torch.zeros(n, device=values.device).index_copy_(0, indices, values)
 
 
 Phase = Callable[[Replica, torch.optim.Optimizer], None]
@@ -267,7 +267,7 @@ def send_largest(replica: Replica, optimizer: torch.optim.Optimizer) -> None:
         unsent[where] = 0
         if replica.rule.theta < 1:
             momentum[where] = 0
-        mean = replica.exchange(values, where, n).div_(replica.num_ranks)
+        mean = replica.exchange(values, where, n, alike=True).div_(replica.num_ranks)
         for parameter, section in replica.cut(mean):
             if id(parameter) in of and parameter.grad is not None:
                 parameter.grad.copy_(section)
