@@ -24,7 +24,7 @@ from headway.comm.loose_rules import LADDERS
 from tests.made.pool import RankPool
 
 PARTITIONS = 5
-STEPS = {"fedavg": 3000, "gaia": 1000, "dgc": 2500}
+STEPS = {"fedavg": 4000, "gaia": 1000, "dgc": 2000}
 """Steps of a controlled job, by rule."""
 
 TRAVEL_STEPS = {"fedavg": 50, "gaia": 100, "dgc": 100}
@@ -32,7 +32,7 @@ TRAVEL_STEPS = {"fedavg": 50, "gaia": 100, "dgc": 100}
 
 SAVINGS = {"fedavg": 5.0, "gaia": 3.5, "dgc": 20.0}
 NEAR, NEAR_EVEN, EVEN_SAVING, OF_BEST = 0.015, 0.01, 20.0, 1.5
-BATCH_NORM_MOST, SWAPPED_LEAST, BATCH_NORM_STEPS = 0.75, 0.965, 1000
+BATCH_NORM_MOST, SWAPPED_LEAST, BATCH_NORM_STEPS = 0.75, 0.965, 600
 FIXED = (5, 10, 20, 50)
 """Fixed settings of FedAvg that the controller is held against: 20 with every seed, the others with the first."""
 LONGEST_S = 600.0

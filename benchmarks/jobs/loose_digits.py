@@ -1,9 +1,9 @@
 """Digits on ranks with labels of their own: synchronous (DDP), or loosely synchronised, by setting.
 
-Run by `benchmarks/loose_skew.py` on every rank of a pool. A setting is {rule, control, travel_steps, skew, norm, seed, steps}; rule
-'ddp' is DistributedDataParallel; 'mean' averages the gradients of all partitions in the first rank, which is the same
-for a network without statistics of batches, and takes a tenth of the time. At skew 1 a partition has 10 / ranks labels;
-of a smaller skew the rest is dealt evenly.
+Run by `benchmarks/loose_skew.py` on every rank of a pool. A setting is {rule, control, travel_steps, skew, norm, seed,
+steps}; rule 'ddp' is DistributedDataParallel; 'mean' averages the gradients of all partitions in the first rank, which
+is the same for a network without statistics of batches, and takes a tenth of the time. At skew 1 a partition has
+10 / ranks labels; of a smaller skew the rest is dealt evenly.
 """
 
 import warnings

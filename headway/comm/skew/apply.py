@@ -80,11 +80,8 @@ class _LooseDdp:
         replica, (inputs, result) = self.synchronising.replica, self.last
         if replica is None or result() is not logits or not isinstance(labels, torch.Tensor):
             return
-        if (
-            self.synchronising.steps_to_travel * len(labels) > PROBE_EXAMPLES
-            or labels.is_floating_point()
-            or labels.dim() != logits.dim() - 1
-        ):
+        is_far = self.synchronising.steps_to_travel * len(labels) > PROBE_EXAMPLES
+        if is_far or labels.is_floating_point() or labels.dim() != logits.dim() - 1:
             return
         self.examples.append((tuple(tensor.detach().clone() for tensor in inputs), labels.clone()))
         while sum(len(labels) for _, labels in self.examples) - len(self.examples[0][1]) >= PROBE_EXAMPLES:

@@ -85,11 +85,6 @@ class SkewController:
         self.reused = 0
         """How often a remembered cost made a try unnecessary."""
 
-    @property
-    def start(self) -> float:
-        """Where a job begins: on the second-tightest rung."""
-        return self.ladder[min(1, len(self.ladder) - 1)]
-
     def next(self, theta: float, accuracy_loss: float, bytes_share: float) -> float:
         """Return the theta to go on with, after a travel that measured the present one.
 

@@ -152,7 +152,8 @@ class LooseSynchronisation(Closing):
         first = dist.get_global_rank(self.replica.group, 0)
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:
-                dist.broadcast(tensor.detach(), first, group=self.replica.group)
+                dist.broadcast(dense := tensor.detach().contiguous(), first, group=self.replica.group)
+                tensor.copy_(dense)
         before, after = weakref.WeakMethod(self._before), weakref.WeakMethod(self._after)
         self._hooks = [
             register_optimizer_step_pre_hook(

@@ -113,7 +113,10 @@ def unapplied(run: Run) -> list[str]:
 
 def drifts(run: Run) -> list[str]:
     """Return a note of loosely synchronised replicas: the setting at the end, and what models lost at each travel."""
-    facts = next((row.facts for row in run.facts.applied if row.name == "comm.loose" and row.applied), None) or {}
+    facts = (
+        next((row.facts for row in run.facts.applied if row.name == "comm.loose" and not row.reason_not_applied), None)
+        or {}
+    )
     if not facts:
         return []
     losses = ", ".join(f"{travel['accuracy_loss']:.2f} ({travel['theta']:g})" for travel in facts.get("travels", []))
