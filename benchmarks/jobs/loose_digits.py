@@ -79,7 +79,7 @@ def trained(path: str, setting: dict[str, Any]) -> dict[str, Any]:
     x, y, test_x, test_y = data
     rank, ranks, steps = dist.get_rank(), dist.get_world_size(), setting["steps"]
     if setting["rule"] == "mean":
-        return averaged(setting, data, ranks) if not rank else {}
+        return averaged(setting, data, setting["partitions"])
     rows = partition(y, rank, ranks, setting["skew"])
     torch.manual_seed(setting["seed"])
     net = network(setting.get("norm", "group"))

@@ -284,9 +284,10 @@ class LooseSynchronisation(Closing):
             return
         replica.steps += 1
         averaging = replica.rule.method in AVERAGING
-        due = replica.steps - self._last_travel >= self.travel_steps
+        overdue = replica.steps - self._last_travel >= self.travel_steps
         # An average makes models equal: they travel just before one, when they have drifted as far as they may.
-        travels = self.controller is not None and due and not (averaging and replica.steps % int(replica.rule.theta))
+        is_between = averaging and replica.steps % int(replica.rule.theta) != 0
+        travels = self.controller is not None and overdue and not is_between
         if travels and averaging:
             self._travel(optimizer)
         LOOSE[replica.rule.method].after(replica, optimizer)

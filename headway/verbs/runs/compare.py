@@ -113,15 +113,13 @@ def unapplied(run: Run) -> list[str]:
 
 def drifts(run: Run) -> list[str]:
     """Return a note of loosely synchronised replicas: the setting at the end, and what models lost at each travel."""
-    facts = (
-        next((row.facts for row in run.facts.applied if row.name == "comm.loose" and not row.reason_not_applied), None)
-        or {}
-    )
+    rows = [row.facts for row in run.facts.applied if row.name == "comm.loose" and not row.reason_not_applied]
+    facts = (rows[0] if rows else None) or {}
     if not facts:
         return []
     losses = ", ".join(f"{travel['accuracy_loss']:.2f} ({travel['theta']:g})" for travel in facts.get("travels", []))
-    said = f"accuracy lost per travel, and setting: {losses}" if losses else "no model has travelled"
-    return [f"replicas of the second run were loosely synchronised, {facts['rule']} at the end; {said}"]
+    travels = f"accuracy lost per travel, and setting: {losses}" if losses else "no model has travelled"
+    return [f"replicas of the second run were loosely synchronised, {facts['rule']} at the end; {travels}"]
 
 
 def unfinished(*runs: Run) -> list[str]:
