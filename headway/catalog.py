@@ -6,10 +6,10 @@ rooms' `remedies.py`, which need no torch.
 
 >>> sorted(REMEDIES)
 ['checkpoint.async', 'cluster.batch', 'cluster.noise', 'comm.bucket', 'comm.compress', 'comm.gradient_view', \
-'comm.order', 'comm.overlap', 'comm.static_graph', 'compute.autocast', 'compute.channels_last', 'compute.compile', \
-'compute.cudnn_benchmark', 'compute.fused_optimizer', 'compute.tf32', 'data.cache', 'data.server', 'data.threads', \
-'data.workers', 'fault.guard', 'host.gc', 'host.logging', 'model.precision', 'model.tune', 'parallel.schedule', \
-'power.filler']
+'comm.loose', 'comm.order', 'comm.overlap', 'comm.static_graph', 'compute.autocast', 'compute.channels_last', \
+'compute.compile', 'compute.cudnn_benchmark', 'compute.fused_optimizer', 'compute.tf32', 'data.cache', 'data.server', \
+'data.threads', 'data.workers', 'fault.guard', 'host.gc', 'host.logging', 'model.precision', 'model.tune', \
+'parallel.schedule', 'power.filler']
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ BAD = {
 REQUIRED = {
     "data.cache": {"bytes": 1}, "comm.bucket": {"bucket_mb": 1}, "comm.compress": {"codec": "sign"},
     "comm.overlap": {"shapes": {"8x8x8": "ring:W"}},
+    "comm.loose": {"rule": "fedavg:5"},
     "parallel.schedule": {"order": ["0F0", "1F0"]}, "model.precision": {"operators": {"0": {"fc": "bf16"}}},
     "cluster.batch": {"batch_size": 1, "own_batch_size": 1, "initial_batch": 1, "noise_scale": 1},
 }  # fmt: skip
@@ -45,6 +46,7 @@ OTHERS = [
     ("parallel.schedule", "order", ["0F0"], "a row of torch's CSV for each of at least 2 ranks"),
     ("model.precision", "operators", ["fc"], "rank -> operator -> int8, bf16 or float32"),
     ("comm.compress", "codec", 3, "a codec such as 'topk:0.01', or patterns"),
+    ("comm.loose", "rule", 5, "a rule such as 'fedavg:20'"),
     ("comm.compress", "codec", {"*": 1}, "a codec such as 'topk:0.01', or patterns"),
     ("comm.overlap", "shapes", {"8x8x8": 2}, "shapes 'MxKxN' or 'rs:MxKxN' with a form each"),
 ]

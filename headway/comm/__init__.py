@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from headway.comm.compression.torch_lans import Lans as Lans
     from headway.comm.overlap.torch_ring import ag_matmul as ag_matmul
     from headway.comm.overlap.torch_ring import matmul_rs as matmul_rs
+    from headway.comm.skew.controller import SkewController as SkewController
+    from headway.comm.skew.torch_replica import loose as loose
+    from headway.comm.skew.torch_replica import swap_norm as swap_norm
+    from headway.comm.skew.torch_rules import LOOSE as LOOSE
     from headway.cost.overlaps import OVERLAPS as OVERLAPS
 
 EXACT_RANKS = 2
@@ -29,6 +33,10 @@ PUBLIC: dict[str, str] = {
     "OVERLAPS": "headway.cost.overlaps:OVERLAPS",
     "ag_matmul": "headway.comm.overlap.torch_ring:ag_matmul",
     "matmul_rs": "headway.comm.overlap.torch_ring:matmul_rs",
+    "LOOSE": "headway.comm.skew.torch_rules:LOOSE",
+    "SkewController": "headway.comm.skew.controller:SkewController",
+    "loose": "headway.comm.skew.torch_replica:loose",
+    "swap_norm": "headway.comm.skew.torch_replica:swap_norm",
 }
 """Public name -> "module:attribute"."""
 

@@ -21,6 +21,7 @@ import numpy as np
 from headway.comm import EXACT_RANKS
 from headway.comm.compression.advise import propose_compression
 from headway.comm.overlap.advise import matmuls_of, propose_overlap
+from headway.comm.skew.advise import propose_loose
 from headway.core.errors import BarMissedError, InputError
 from headway.core.units import NS_PER_S, format_fraction, format_seconds
 from headway.ledger.answers.ledger import Ledger
@@ -91,7 +92,8 @@ def propose(ledger: object, program: Program, setup: Setup) -> Iterator[Proposal
         yield Refusal("comm.compress", "comm", "the run shards its parameters module by module: only DDP's are sent so")
     else:
         yield _bucket(program, bound)
-        yield propose_compression(program, setup)
+        yield (compressed := propose_compression(program, setup))
+        yield propose_loose(program, setup, _models(program), compressed)
     yield _links(program, bound)
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from headway.comm.loose_rules import LADDERS, read_rule, rung_of
 from headway.core.errors import InputError
 from headway.core.remedies import Count, Flag, Parameters, Positive, RemedyRecord, Size, Sizes
 from headway.cost.codecs import MIN_BYTES, read_codec
@@ -36,6 +37,9 @@ Codec = Annotated[
     str | dict[str, str],
     Meta(description="a codec such as 'topk:0.01', or patterns over parameter names with a codec each"),
 ]
+
+
+Rule = Annotated[str, Meta(description="a rule such as 'fedavg:20', 'gaia:0.1', 'dgc:0.001' or 'diloco:50'")]
 
 
 class CompressParameters(Parameters, frozen=True):
@@ -72,6 +76,23 @@ class OverlapParameters(Parameters, frozen=True):
             read_form(form)
 
 
+class LooseParameters(Parameters, frozen=True):
+    """Parameters of `comm.loose`."""
+
+    rule: Rule
+    """How replicas are brought together: rule and setting."""
+    control: Flag = True
+    """Whether the setting follows what travelling models lose (SkewScout)."""
+    travel_steps: Size = 500
+    """Steps between two travels."""
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` for a rule that there is not, and under `control` for a setting that is no rung."""
+        rule = read_rule(self.rule)
+        if self.control:
+            rung_of(LADDERS[rule.method], rule.theta)
+
+
 EXPOSED = ("comm.exposed",)
 
 REMEDIES = (
@@ -92,6 +113,10 @@ REMEDIES = (
     RemedyRecord(
         "comm.overlap", OverlapParameters, "headway.comm.overlap.apply:overlap", EXPOSED,
         allow="result-equivalent", changes="partial sums are added in another order",
+    ),
+    RemedyRecord(
+        "comm.loose", LooseParameters, "headway.comm.skew.apply:loosening", EXPOSED,
+        allow="lossy", conflicts=("comm.compress",), changes="replicas that drift apart change results",
     ),
     RemedyRecord("comm.links", causes=EXPOSED),
 )  # fmt: skip

@@ -74,7 +74,7 @@ def compare(
     comparison = compare_ledgers(*ledgers, threshold, whole=whole, loads=loads, parameters=sizes)
     unlike = "" if comparison.inconclusive else unlike_loads(*loads)[0]
     notes = (*unfinished(*runs), *taken_away(runs[1]), *unapplied(runs[1]), *comparison.notes)
-    notes = (*notes, *([unlike] if unlike else []))
+    notes = (*notes, *([unlike] if unlike else []), *drifts(runs[1]))
     other, ettr = learned(*runs), ettr_beside(*runs)
     notes = (*notes, *([other] if other else []), *([ettr_sentence(ettr)] if ettr is not None else []))
     notes = (*notes, *([sentence(predicted)] if predicted is not None else []))
@@ -99,6 +99,17 @@ def unapplied(run: Run) -> list[str]:
         return []
     names = ", ".join(row.name for row in rows)
     return [f"the second run applied nothing of its plan ({names}): a difference is no gain of that"]
+
+
+def drifts(run: Run) -> list[str]:
+    """Return a note of loosely synchronised replicas: the setting at the end, and what models lost at each travel."""
+    rows = [row.facts for row in run.facts.applied if row.name == "comm.loose" and not row.reason_not_applied]
+    facts = (rows[0] if rows else None) or {}
+    if not facts:
+        return []
+    losses = ", ".join(f"{travel['accuracy_loss']:.2f} ({travel['theta']:g})" for travel in facts.get("travels", []))
+    travels = f"accuracy lost per travel, and setting: {losses}" if losses else "no model has travelled"
+    return [f"replicas of the second run were loosely synchronised, {facts['rule']} at the end; {travels}"]
 
 
 def unfinished(*runs: Run) -> list[str]:

@@ -37,6 +37,7 @@ OF_REMEDY: dict[str, Callable[[Mapping[str, Any]], str]] = {
     ),
     "comm.overlap": lambda given: "headway.comm.ag_matmul(x, w, group), headway.comm.matmul_rs(a, b, group)",
     "comm.compress": lambda given: f"headway.comm.compress(model, {given.get('codec', 'half')!r})",
+    "comm.loose": lambda given: f"headway.comm.loose(model, {given.get('rule', 'fedavg:5')!r})",
     "comm.static_graph": lambda given: call("DistributedDataParallel", {"static_graph": True}, "static_graph"),
     "compute.fused_optimizer": lambda given: "",  # the cause names the optimizer
     "compute.tf32": lambda given: "torch.set_float32_matmul_precision('high')",

@@ -1,0 +1,219 @@
+"""'comm.loose': a model in DistributedDataParallel is loosely synchronised, in an unmodified script.
+
+Begun at a model's first forward, where the script has no communication hook. A hook gives every bucket back as it is,
+so that gradients stay on their rank, and `LooseSynchronisation` works behind the optimizer's step. Travelling models
+are tried on the batches that the script last gave to cross-entropy. Where an optimizer does not suit, a loss is
+scaled, or the script registers a hook of its own, replicas are averaged once and DDP reduces again.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.futures import Future
+
+from headway.comm.buckets.apply import DDP, HOOKS
+from headway.comm.compression.apply import successor_of
+from headway.comm.loose_rules import read_rule
+from headway.comm.remedies import LooseParameters
+from headway.comm.skew.torch_replica import LooseSynchronisation, Probe
+from headway.core.errors import InputError
+from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy, on_scaled_loss
+
+NAME = "comm.loose"
+
+PROBE_EXAMPLES = 512
+"""Examples on which a travelling model is tried."""
+
+
+def loosening(parameters: LooseParameters, context: Context) -> Applied | RefusedRemedy:
+    """Install the remedy: models in DistributedDataParallel are not all-reduced, but loosely synchronised."""
+    models = _LooseModels(parameters, context)
+    context.patch(f"{DDP}.forward", models.forward)
+    for name in HOOKS:
+        context.patch(f"{DDP}.{name}", models.registering)
+    if parameters.control:
+        context.patch("torch.nn.functional:cross_entropy", models.classifying)
+    on_scaled_loss(context, lambda: models.refuse("the loss is scaled (GradScaler): ranks would skip unlike steps"))
+    context.undos.append(models.end)
+    return Applied(NAME, models.facts)
+
+
+class _LooseDdp:
+    """A model in DistributedDataParallel whose gradients stay on their rank."""
+
+    def __init__(self, model: Any, parameters: LooseParameters, owner: _LooseModels) -> None:
+        self._model, ranks = weakref.ref(model), model.process_group.size()
+        self.successor: Callable[[Any], Future[torch.Tensor]] | None = None
+        """Who reduces buckets from now on."""
+        self._group, self._broadcasts = model.process_group, model.broadcast_buffers
+        self.examples: deque[tuple[tuple[torch.Tensor, ...], torch.Tensor]] = deque()
+        """Inputs and labels of the last batches, PROBE_EXAMPLES or somewhat more."""
+        self.last: tuple[tuple[Any, ...], Callable[[], Any]] = ((), lambda: None)
+        """Arguments of the last forward, and its result if that is alive."""
+        self.synchronising = LooseSynchronisation(
+            model.module, read_rule(parameters.rule), group=model.process_group, control=parameters.control,
+            travel_steps=parameters.travel_steps, update_scale=1 / ranks, refuse=owner.refuse, report=owner.report,
+        )  # fmt: skip
+        self.synchronising.probe = self._probe
+        # torch looks at the annotations of a hook, which it wants unquoted: this one has none.
+        model.register_comm_hook(None, lambda state, bucket: self._reduce(bucket))
+        model.broadcast_buffers = False
+
+    def _reduce(self, bucket: Any) -> Future[torch.Tensor]:
+        if self.successor is not None:
+            return self.successor(bucket)
+        local: Future[torch.Tensor] = Future()
+        local.set_result(bucket.buffer())
+        return local
+
+    def note(self, logits: Any, labels: Any) -> None:
+        """Keep a batch that the model has just classified, shortly before models travel."""
+        replica, (inputs, result) = self.synchronising.replica, self.last
+        if replica is None or result() is not logits or not isinstance(labels, torch.Tensor):
+            return
+        is_far = self.synchronising.steps_to_travel * len(labels) > PROBE_EXAMPLES
+        if is_far or labels.is_floating_point() or labels.dim() != logits.dim() - 1:
+            return
+        self.examples.append((tuple(tensor.detach().clone() for tensor in inputs), labels.clone()))
+        while sum(len(labels) for _, labels in self.examples) - len(self.examples[0][1]) >= PROBE_EXAMPLES:
+            self.examples.popleft()
+
+    def _probe(self) -> Probe | None:
+        if not self.examples:
+            return None
+        columns = zip(*(inputs for inputs, _ in self.examples), strict=True)
+        return tuple(torch.cat(column) for column in columns), torch.cat([labels for _, labels in self.examples])
+
+    def end(self, successor: Callable[[Any], Future[torch.Tensor]] | None = None) -> None:
+        """Make the replicas equal and reduce gradients from now on, those that are there too; on all ranks alike."""
+        model, replica = self._model(), self.synchronising.replica
+        if self.successor is not None:
+            return
+        group = self._group
+        self.successor = successor or (lambda bucket: default_hooks.allreduce_hook(group, bucket))
+        self.synchronising.close()
+        if model is None or replica is None or not dist.is_initialized():
+            return
+        model.broadcast_buffers = self._broadcasts
+        with torch.no_grad():
+            if replica.steps:
+                replica.average([*replica.parameters.values(), *replica.buffers])
+            have = torch.tensor([p.grad is not None for p in replica.parameters.values()], dtype=torch.int32)
+            dist.all_reduce(have := have.to(replica.device), group=group)
+            gradients = []
+            for parameter, ranks in zip(replica.parameters.values(), have.tolist(), strict=True):
+                if ranks and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                if ranks and parameter.grad is not None:
+                    gradients.append(parameter.grad)
+            replica.average(gradients)
+
+
+class _LooseModels:
+    """The models of a script: each is loosely synchronised from its first forward on."""
+
+    def __init__(self, parameters: LooseParameters, context: Context) -> None:
+        self.parameters, self.context = parameters, context
+        self.facts: dict[str, Any] = {**parameters.to_json(), "models": 0}
+        self._known: weakref.WeakKeyDictionary[Any, _LooseDdp | None] = weakref.WeakKeyDictionary()
+        self._own = False
+
+    def forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap DDP's forward: before the first one, the script has registered its hook if it has one."""
+
+        @functools.wraps(original)
+        def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+            """Synchronise the model loosely, from its first forward on."""
+            if model not in self._known:
+                self._known[model] = None
+                self._begin(model)
+            result = original(model, *args, **kwargs)
+            replica = self._known[model]
+            if replica is not None and self.parameters.control:
+                plain = not kwargs and model.training and all(isinstance(value, torch.Tensor) for value in args)
+                alive = plain and isinstance(result, torch.Tensor)
+                replica.last = (args, weakref.ref(result)) if alive else ((), lambda: None)
+            return result
+
+        return forward
+
+    def registering(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the registration of a hook: the script's own one gets the buckets."""
+
+        @functools.wraps(original)
+        def register(model: Any, *args: Any, **kwargs: Any) -> Any:
+            """Register, or hand over: DDP takes one hook and gives none back."""
+            replica = self._known.get(model)
+            if self._own or replica is None:
+                return original(model, *args, **kwargs)
+            replica.end(successor_of(model, original.__name__, *args, **kwargs))
+            self._known[model] = None
+            self.context.note(RefusedRemedy(NAME, "the script has registered a communication hook of its own"))
+            return None
+
+        return register
+
+    def classifying(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap cross-entropy: its labels are those of the examples that a model has just seen."""
+
+        @functools.wraps(original)
+        def cross_entropy(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+            """Note the labels, then compute."""
+            for replica in list(self._known.values()):
+                if replica is not None:
+                    replica.note(input, target)
+            return original(input, target, *args, **kwargs)
+
+        return cross_entropy
+
+    def _begin(self, model: Any) -> None:
+        reason = ""
+        if getattr(model, "_comm_hooks", None):
+            reason = "the script has a communication hook of its own"
+        elif model.process_group.size() < 2:
+            reason = "one rank has nobody to synchronise with"
+        self._own = True
+        try:
+            if not reason:
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    self._known[model] = _LooseDdp(model, self.parameters, self)
+                self.facts |= {"warning": str(caught[0].message)} if caught else {}
+        except InputError as cause:
+            reason = str(cause)
+        finally:
+            self._own = False
+        if reason:
+            self.context.note(RefusedRemedy(NAME, reason))
+            return
+        self.facts["models"] += 1
+        self.facts["state"] = "in memory only: a restart begins with the saved weights of one rank"
+        self.report()
+
+    def report(self) -> None:
+        """Write what is known: rule, bytes, and the accuracy lost at each travel."""
+        models = [replica.synchronising.facts for replica in self._known.values() if replica is not None]
+        if models:
+            self.context.note(Applied(NAME, self.facts | max(models, key=lambda facts: int(str(facts["model_bytes"])))))
+
+    def refuse(self, reason: str) -> None:
+        """Give up on all ranks alike, and say why."""
+        if any(replica is not None for replica in self._known.values()):
+            self.end()
+            self.context.fail(NAME, reason)
+
+    def end(self) -> None:
+        """Reduce gradients from now on."""
+        for replica in [replica for replica in self._known.values() if replica is not None]:
+            replica.end()
+        for model in list(self._known):
+            self._known[model] = None
