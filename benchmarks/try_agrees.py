@@ -45,7 +45,7 @@ def main() -> int:
         os.environ |= {"MODEL": model, "EDIT": "", "STEPS": "100000"}
         with tempfile.TemporaryDirectory() as folder:
             only = [word for edit in edits for word in ("--only", edit)]
-            out = ("--out", f"{folder}/try", "--plan", f"{folder}/plan.json", "--steps", 16)
+            out = ("--out", f"{folder}/try", "--plan", f"{folder}/plan.json")
             tried = headway("try", *out, *only, "--", JOB)
         by_edit = {row["remedies"][0]: row for row in tried["rows"] if len(row["remedies"]) == 1}
         runs = [{edit: whole_run(model, edit) for edit in ("", *edits)} for _ in range(ROUNDS)]

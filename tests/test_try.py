@@ -84,6 +84,18 @@ def test_the_interval_holds_the_gains_beside_both_neighbours_and_waiting_makes_t
     assert gain([plain, TryBranch(("x",))], ("x",)) is None
 
 
+def test_a_host_that_changes_its_pace_once_does_not_decide():
+    slow, order = 1.0, []
+    for number in range(5):
+        slow = 2.0 if number == 2 else slow  # from here on all takes twice as long
+        order += [TryBranch(step_s=[1.3] * 8 if slow == 1.0 else [2.6] * 8), TryBranch(("x",), step_s=[slow] * 8)]
+    order[4].step_s = [1.3] * 8  # the change comes between a branch and the one beside it
+    low, mid, high = gain([*order, TryBranch(step_s=[2.6] * 8)], ("x",))
+    assert low == pytest.approx(1.3)
+    assert mid == pytest.approx(1.3)
+    assert high == pytest.approx(1.3)
+
+
 def test_candidates_are_known_by_name():
     assert chosen(["fused_optimizer"]) == ["compute.fused_optimizer"]
     with pytest.raises(UnknownNameError, match="compile"):

@@ -32,7 +32,7 @@ INTERRUPTED = 130
 
 def try_edits(
     *, options: Annotated[RunOptions, Parameter(name="*")] = DEFAULT,
-    steps: int = 20, rounds: int = 2, warmup: int = 5,
+    steps: int = 10, rounds: int = 5, warmup: int = 5,
     only: list[str] | None = None,
     allow: str = "result-equivalent",
     plan: Annotated[Path, Parameter(name=("--plan", "-o"))] = Path("try-plan.json"),
