@@ -60,7 +60,7 @@ class Narrow(nn.Module):
 
 MODELS = {"conv": (Conv, (16, 3, 32, 32)), "transformer": (Transformer, (8, 64, 96)), "narrow": (Narrow, (32, 64))}
 
-kind, shape = MODELS[os.environ["MODEL"]]
+kind, shape = MODELS[os.environ.get("MODEL", "conv")]
 edit = os.environ.get("EDIT", "")
 model = kind()
 if edit == "channels_last":
@@ -72,7 +72,7 @@ if edit == "compile":
     torch._inductor.config.fallback_random = True
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True if edit == "fused_optimizer" else None)
 times = []
-for _ in range(int(os.environ["STEPS"])):
+for _ in range(int(os.environ.get("STEPS", "100"))):
     x, y = torch.randn(shape), torch.randint(0, 10, shape[:1])
     begin = time.perf_counter()
     if edit == "channels_last" and x.dim() == 4:
