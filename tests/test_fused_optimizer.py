@@ -38,15 +38,17 @@ OPTIMIZERS = {
 }
 
 
-def trained(make, steps=6):
+def trained(make, steps=6, context=None):
     """Train a small model; return its parameters and the optimizer's state."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     optimizer = make(model.parameters())
-    for _ in range(steps):
+    for step in range(steps):
         optimizer.zero_grad()
         model(torch.randn(5, 8)).square().mean().backward()
         optimizer.step()
+        if context is not None:
+            context.after(steps=step + 1)
     return [parameter.detach() for parameter in model.parameters()], optimizer.state_dict()
 
 
@@ -58,8 +60,7 @@ def dtypes(row):
 def test_fused_updates_train_the_same_and_leave_what_the_script_saves_as_it_is(make):
     plain, state = trained(make)
     with applied(fuse_optimizer, {}, "result-equivalent") as context:
-        fused, fused_state = trained(make)
-        context.after(steps=6)
+        fused, fused_state = trained(make, context=context)
 
     assert context.outcomes[-1].facts["updates"] == 6
     torch.testing.assert_close(fused, plain)
@@ -85,8 +86,7 @@ def without_a_fused_form(params):
 def test_where_there_is_nothing_to_fuse_the_remedy_says_so_and_results_are_equal_bit_for_bit(make):
     plain, _ = trained(make)
     with applied(fuse_optimizer, {}, "result-equivalent") as context:
-        found, _ = trained(make)
-        context.after(steps=6)
+        found, _ = trained(make, context=context)
 
     assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
     assert "leaves its form to torch" in context.outcomes[-1].json()["reason_not_applied"]

@@ -18,6 +18,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from headway.core.remedies import NoParameters
 from headway.runtime.host.device import kinds_in_use
@@ -43,7 +44,7 @@ def fuse_optimizer(parameters: NoParameters, context: Context) -> Applied:
     form = _FusedForm(context)
     for target in UPDATES:
         context.patch(target, form.around)
-    context.listen(form.looked_at)
+    on_optimizer_steps(context, form.stepped)
     return Applied(NAME, form.facts)
 
 
@@ -54,6 +55,7 @@ class _FusedForm:
         self.context = context
         self.facts: dict[str, int] = {"updates": 0}
         """How many updates, of a group of parameters each, were fused."""
+        self.num_steps = 0
 
     def around(self, original: Update) -> Update:
         """Wrap an update of torch's."""
@@ -70,10 +72,11 @@ class _FusedForm:
 
         return update
 
-    def looked_at(self, _: int) -> int:
+    def stepped(self, _: int) -> int:
         """Say after some steps that there is nothing to fuse, where that is so."""
-        if self.context.probes.steps[0] < LOOKED_AT:
-            return LOOKED_AT
+        self.num_steps += 1
+        if self.num_steps < LOOKED_AT and not self.facts["updates"]:
+            return 1
         if not self.facts["updates"]:
             reason = "no optimizer of the script leaves its form to torch and updates dense, real tensors of a CPU "
             self.context.note(RefusedRemedy(NAME, f"{reason}that lie in memory as their gradients and states do"))
@@ -114,13 +117,30 @@ def _set_flag(name: str, owner: object, flag: str, context: Context) -> Applied 
     context.undos.append(lambda: setattr(owner, flag, before))
     facts = {"before": before}
 
-    def looked_at(_: int) -> int:
-        """Say after some steps whether there is a device that the flag is for."""
-        if context.probes.steps[0] < LOOKED_AT:
-            return LOOKED_AT
+    def stepped(_: int) -> int:
+        """Say behind the first step whether there is a device that the flag is for."""
         if "cuda" not in kinds_in_use():
             context.fail(name, "the script computes on no CUDA device")
         return NEVER
 
-    context.listen(looked_at)
+    on_optimizer_steps(context, stepped)
     return Applied(name, facts)
+
+
+def on_optimizer_steps(context: Context, function: Callable[[int], int]) -> None:
+    """Call `function(id)` behind a step of the optimizer with that `id`; it returns the steps until its next call.
+
+    What else counts as a step is left out: before the first backward transforms that are modules do, for example.
+    """
+    latest = [0]
+
+    def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        latest[0] = id(optimizer)
+
+    def listener(_: int) -> int:
+        """Act out of torch's loop over hooks, which bears no change of them."""
+        optimizer, latest[0] = latest[0], 0
+        return function(optimizer) if optimizer else 1
+
+    context.undos.append(register_optimizer_step_post_hook(context.hook(note)).remove)
+    context.listen(listener)

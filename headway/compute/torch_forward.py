@@ -22,9 +22,9 @@ from time import perf_counter
 from typing import Any, TypeGuard
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map
 
+from headway.compute.apply import LOOKED_AT, on_optimizer_steps
 from headway.core.remedies import NoParameters
 from headway.core.units import format_seconds
 from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy, on_scaled_loss
@@ -34,9 +34,6 @@ from headway.runtime.torch_state import RngStates
 
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 """Classes that have taken note of how their parameters lie, or of the functions that they call."""
-
-LOOKED_AT = 4
-"""Steps after which it is known whether the script calls a model."""
 
 TRIAL = "compute.trial"
 """Key of `Context.shared` under which `headway try` says that it judges itself."""
@@ -308,25 +305,6 @@ class Compile(AroundForward):
         else:
             self.context.note(Applied(self.name, self.facts))
         return NEVER
-
-
-def on_optimizer_steps(context: Context, function: Callable[[int], int]) -> None:
-    """Call `function(id)` behind a step of the optimizer with that `id`; it returns the steps until its next call.
-
-    What else counts as a step is left out: before the first backward transforms that are modules do, for example.
-    """
-    latest = [0]
-
-    def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        latest[0] = id(optimizer)
-
-    def listener(_: int) -> int:
-        """Act out of torch's loop over hooks, which bears no change of them."""
-        optimizer, latest[0] = latest[0], 0
-        return function(optimizer) if optimizer else 1
-
-    context.undos.append(register_optimizer_step_post_hook(context.hook(note)).remove)
-    context.listen(listener)
 
 
 def autocast(parameters: NoParameters, context: Context) -> Applied:
