@@ -15,6 +15,16 @@ GRANTS = {channels_last: "result-equivalent", compiled: "result-equivalent", aut
 needs_compiler = pytest.mark.skipif(bool(no_compiler("cpu")), reason=no_compiler("cpu"))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_pool_of_compilers():
+    """Compile in this thread: a pool would stay for all later tests of this process."""
+    import torch._inductor.config
+
+    before, torch._inductor.config.compile_threads = torch._inductor.config.compile_threads, 1
+    yield
+    torch._inductor.config.compile_threads = before
+
+
 class Net(nn.Module):
     """Convolutions, a norm with buffers, and dropout."""
 
