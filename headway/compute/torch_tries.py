@@ -13,7 +13,6 @@ is written behind each branch to RUN/try/r<rank>.json, so that a script that end
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import statistics
 from collections.abc import Callable, Iterator, Sized
@@ -37,7 +36,7 @@ from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy, appl
 from headway.runtime.recorder.outer_call import Args, CallFn, Kwargs
 from headway.runtime.recorder.probes import NEVER, write_json
 from headway.runtime.script.run_delay import open_schedstat, read_delay
-from headway.runtime.torch_state import RngStates, TrainingState
+from headway.runtime.torch_state import RngStates, TrainingState, living
 from headway.trace.rings.ring import warn
 
 NAME = "measure.try"
@@ -296,8 +295,7 @@ class _TryDriver:
         outcome = self.context.failed.pop(name, outcome)
         if isinstance(outcome, RefusedRemedy):
             self._branch.refused, self._branch.step_s = outcome.reason, []
-        for undo in reversed(self.context.in_force.pop(name, [])):
-            undo()
+        self.context.take_back(name)
         self.context.outcomes[:] = [outcome for outcome in self.context.outcomes if outcome.name != name]
 
     def _write(self) -> None:
@@ -317,14 +315,7 @@ def _learns(module: torch.nn.Module) -> bool:
 
 def _state_of_script() -> tuple[dict[str, object], int]:
     """Return what holds the training state, by name, and the bytes of its tensors: roots, optimizers, schedulers."""
-    kinds = (torch.nn.Module, torch.optim.Optimizer, LRScheduler)
-    # By type: `isinstance` asks an object for its class, which wakes lazy ones.
-    alive = [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]
-    inner = {
-        id(child) for thing in alive if isinstance(thing, torch.nn.Module)
-        for child in thing.modules() if child is not thing
-    }  # fmt: skip
-    roots = [thing for thing in alive if id(thing) not in inner]
+    roots = living(torch.nn.Module, torch.optim.Optimizer, LRScheduler)
     tensors = {id(p): p.nbytes for thing in roots if isinstance(thing, torch.nn.Module) for p in thing.parameters()}
     moments = [
         value.nbytes for thing in roots if isinstance(thing, torch.optim.Optimizer)

@@ -48,6 +48,7 @@ One state from several copies of a job that trained apart, by the steps that eac
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import random
 import sys
@@ -215,6 +216,15 @@ class StateCopy:
         """Write the elements into the tensors again, and return the state with mappings and lists of its own."""
         _write(self.elements)
         return copy.deepcopy(self.state, {id(tensor): tensor for tensor, _ in self.elements})
+
+
+def living(*kinds: type) -> list[Any]:
+    """Return the objects of these kinds that are alive in this process, but for modules that are parts of others."""
+    # By type: `isinstance` asks an object for its class, which wakes lazy ones.
+    alive = [thing for thing in gc.get_objects() if issubclass(type(thing), kinds)]
+    modules = [thing for thing in alive if isinstance(thing, torch.nn.Module)]
+    inner = {id(child) for module in modules for child in module.modules() if child is not module}
+    return [thing for thing in alive if id(thing) not in inner]
 
 
 class TrainingState:

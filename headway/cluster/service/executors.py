@@ -27,6 +27,7 @@ from typing import Protocol
 
 from headway.core.errors import HeadwayError
 from headway.core.files.private import private_folder
+from headway.core.files.regular_file import whole_file
 from headway.runtime.launching.save_and_leave import SAVES
 from headway.runtime.run_folder.live_feed import LiveFeed
 
@@ -128,7 +129,8 @@ class AttemptFolders:
         private_folder(folder)
         private_folder(folder / "saves")
         (folder / "job.sh").write_text(self.script(attempt))
-        write_whole(folder.parent / "newest", f"{attempt.number}\n")
+        with whole_file(folder.parent / "newest") as draft:
+            draft.write_text(f"{attempt.number}\n")
         return folder
 
     def launcher(self, attempt: JobAttempt) -> list[str]:
@@ -182,13 +184,6 @@ exit $code
         if not alive:
             self._feeds.pop(folder).close()
         return JobCondition(alive, code, saves >= attempt.scale, steps, rate, pid)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that appears whole."""
-    draft = path.with_name(path.name + ".new")
-    draft.write_text(text)
-    draft.replace(path)
 
 
 class LocalExecutor:

@@ -37,7 +37,6 @@ from headway.cluster.service.executors import (
     JobAttempt,
     JobCondition,
     LocalExecutor,
-    write_whole,
 )  # fmt: skip
 from headway.cluster.service.kueue import KueueExecutor
 from headway.cluster.service.slurm import SlurmExecutor
@@ -57,6 +56,7 @@ from headway.cluster.service.store import (
 )
 from headway.core.errors import HeadwayError, InputError
 from headway.core.files.private import private_folder, runtime_directory
+from headway.core.files.regular_file import whole_file
 from headway.core.machine.host import host_id
 from headway.core.wire.channel import (
     MOST_PATH_BYTES,
@@ -227,7 +227,8 @@ class ServiceServer:
                 tcp = TcpListener("", options.port, token_of(folder, make=True), types=Question)
                 self.loop.listen(opened.enter_context(closing(tcp)), self._answer)
                 opened.callback((folder / "address").unlink, missing_ok=True)
-                write_whole(folder / "address", f"{socket.gethostname()}:{tcp.port}")
+                with whole_file(folder / "address") as draft:
+                    draft.write_text(f"{socket.gethostname()}:{tcp.port}")
             self._opened = opened.pop_all()
 
     def now_s(self) -> float:

@@ -10,8 +10,6 @@ the command's process. Nothing is measured without the grant.
 from __future__ import annotations
 
 import glob
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.comm.compression.strategy_search import Pricing, search
+from headway.comm.measuring_child import run_measurement
 from headway.core.errors import HeadwayError, InputError
 from headway.core.files.bounded_json import read_json
 from headway.core.units import NS_PER_S
@@ -202,14 +201,11 @@ LONGEST_S = 20.0
 
 def measure(codecs: Sequence[str], path: Path) -> CodecTimes:
     """Measure codecs in a child process, into the file `path`. Raises `InputError` where the child fails."""
-    command = [sys.executable, "-m", "headway.comm.compression.torch_measure", ",".join(codecs), str(path)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S * 3, check=False)
-    except subprocess.TimeoutExpired as cause:
-        raise InputError(f"codecs were not measured within {LONGEST_S * 3:g} s: the host is too busy.") from cause
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise InputError(f"codecs could not be measured: {last}")
+    longest_s = LONGEST_S * 3
+    run_measurement(
+        "headway.comm.compression.torch_measure", [",".join(codecs), str(path)], what="codecs", longest_s=longest_s,
+        too_late=f"codecs were not measured within {longest_s:g} s: the host is too busy.",
+    )  # fmt: skip
     return read_times(path)
 
 

@@ -34,7 +34,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from headway.comm.buckets.apply import DDP, HOOKS
+from headway.comm.buckets.torch_hooked import BucketFn, HookedModels
 from headway.comm.compression.torch_codecs import Codec, codec_of
 from headway.comm.compression.torch_fsdp import ShardedCompression, sharded_modules
 from headway.comm.compression.torch_push_pull import BucketLayout, PushPull, cut
@@ -249,56 +249,29 @@ def check_plan(plan: object, min_bytes: object = MIN_BYTES) -> None:
 def compression(parameters: CompressParameters, context: Context) -> Applied | RefusedRemedy:
     """Install the remedy."""
     watch = _Models(parameters, context)
-    context.patch(f"{DDP}.forward", watch.forward)
-    for name in HOOKS:
-        context.patch(f"{DDP}.{name}", watch.registering)
+    watch.install()
     context.undos.append(watch.end)
     return Applied(NAME, watch.facts)
 
 
-class _Models:
+class _Models(HookedModels[GradientCompression]):
     """The models of a script: each is compressed from its first forward on."""
 
     def __init__(self, parameters: CompressParameters, context: Context) -> None:
+        super().__init__(NAME, context)
         self.options = parameters.to_json()
-        self.plan, self.context = self.options.pop("codec"), context
+        self.plan = self.options.pop("codec")
         self.facts: dict[str, Any] = {"codec": self.plan, "models": 0, **self.options}
-        self._known: weakref.WeakKeyDictionary[Any, GradientCompression | None] = weakref.WeakKeyDictionary()
         self._lanes: list[tuple[Any, Any, CollectiveLane]] = []  # group and device of models, and what they share
-        self._own = False
 
-    def forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap DDP's forward: before the first one, the script has registered its hook if it has one."""
+    def hand_over(self, hook: GradientCompression, successor: BucketFn) -> None:
+        """Send no more of the model."""
+        hook.successor = successor
+        hook.close()
+        self.facts["models"] -= 1
 
-        @functools.wraps(original)
-        def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
-            """Compress the model first, once."""
-            if model not in self._known:
-                self._known[model] = None
-                self._begin(model)
-            return original(model, *args, **kwargs)
-
-        return forward
-
-    def registering(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the registration of a hook: the script's own one gets the buckets."""
-
-        @functools.wraps(original)
-        def register(model: Any, *args: Any, **kwargs: Any) -> Any:
-            """Register, or hand over: DDP takes one hook and gives none back."""
-            ours = self._known.get(model)
-            if self._own or ours is None:
-                return original(model, *args, **kwargs)
-            ours.successor = successor_of(model, original.__name__, *args, **kwargs)
-            ours.close()
-            self._known[model] = None
-            self.facts["models"] -= 1
-            self.context.note(RefusedRemedy(NAME, "the script has registered a communication hook of its own"))
-            return None
-
-        return register
-
-    def _begin(self, model: Any) -> None:
+    def begin(self, model: Any) -> None:
+        """Compress the model, or note why not."""
         if getattr(model, "_comm_hooks", None):
             self.context.note(RefusedRemedy(NAME, "the script has a communication hook of its own"))
             return
@@ -309,16 +282,14 @@ class _Models:
         if not isinstance(self.plan, str) and not any(fnmatch.filter(names, glob) for glob in self.plan):
             self.context.note(RefusedRemedy(NAME, f"no parameter has a name like {', '.join(self.plan)}"))
             return
-        self._own = True
         try:
             failed = functools.partial(self.context.fail, NAME)
-            lane = self._lane(model)
-            self._known[model] = GradientCompression(model, self.plan, **self.options, lane=lane, failed=failed)
+            with self.registering():
+                lane = self._lane(model)
+                self.known[model] = GradientCompression(model, self.plan, **self.options, lane=lane, failed=failed)
         except InputError as reason:
             self.context.note(RefusedRemedy(NAME, str(reason)))
             return
-        finally:
-            self._own = False
         self.facts["models"] += 1
         self.facts["residuals"] = "in memory only: a restart begins without them"
         self.context.note(Applied(NAME, self.facts))
@@ -333,8 +304,8 @@ class _Models:
 
     def end(self) -> None:
         """Send plain from now on."""
-        for ours in [one for one in self._known.values() if one is not None]:
-            ours.close()
+        for hook in self.hooks:
+            hook.close()
         for _, _, lane in self._lanes:
             lane.close()
 
@@ -344,14 +315,3 @@ def lane_of(model: Any) -> CollectiveLane:
     ranks, device = dist.get_process_group_ranks(model.process_group), next(iter(model.module.parameters())).device
     group = separate_group("headway-compression", ranks=None if len(ranks) == dist.get_world_size() else ranks)
     return CollectiveLane(group, device=None if device.type == "cpu" else device)
-
-
-def successor_of(model: Any, method: str, *args: Any, **kwargs: Any) -> Callable[[Any], Future[torch.Tensor]]:
-    """Return what reduces a bucket as the hook would that a script registers by `method` of DDP."""
-    if method == "register_comm_hook":
-        given = dict(zip(("state", "hook"), args, strict=False)) | kwargs
-        return lambda bucket: given["hook"](given["state"], bucket)
-    kind = args[0] if args else kwargs["comm_hook_type"]
-    halves = str(kind).endswith("FP16_COMPRESS")
-    hook, group = default_hooks.fp16_compress_hook if halves else default_hooks.allreduce_hook, model.process_group
-    return lambda bucket: hook(group, bucket)

@@ -14,13 +14,12 @@ from __future__ import annotations
 import math
 import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from headway.comm.measuring_child import run_measurement
 from headway.core.errors import InputError
 from headway.core.files.bounded_json import read_json
 from headway.core.tables import pick
@@ -135,15 +134,11 @@ def measure(shapes: Iterable[MatmulShape], path: Path, *, ranks: int = 2, again:
     if not missing:
         assert before is not None
         return before
-    command = [sys.executable, "-m", "headway.comm.overlap.torch_measure", str(ranks), ",".join(missing)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S, check=False)
-    except subprocess.TimeoutExpired as cause:
-        raise InputError(f"{len(missing)} shapes were not measured within {LONGEST_S:g} s. Pass fewer.") from cause
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise InputError(f"matmuls could not be measured: {last}")
-    made = msgspec.json.decode(done.stdout.strip().splitlines()[-1], type=OverlapTable)
+    printed = run_measurement(
+        "headway.comm.overlap.torch_measure", [str(ranks), ",".join(missing)], what="matmuls", longest_s=LONGEST_S,
+        too_late=f"{len(missing)} shapes were not measured within {LONGEST_S:g} s. Pass fewer.",
+    )  # fmt: skip
+    made = msgspec.json.decode(printed.strip().splitlines()[-1], type=OverlapTable)
     table = OverlapTable(
         ranks=ranks, device=made.device, dtype=made.dtype,
         rows=[*(row for row in kept if row.shape not in missing), *made.rows],

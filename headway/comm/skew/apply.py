@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
-from headway.comm.buckets.apply import DDP, HOOKS
-from headway.comm.compression.apply import successor_of
+from headway.comm.buckets.torch_hooked import BucketFn, HookedModels
 from headway.comm.loose_rules import read_rule
 from headway.comm.remedies import LooseParameters
 from headway.comm.skew.torch_replica import LooseSynchronisation, Probe
@@ -37,9 +36,7 @@ PROBE_EXAMPLES = 512
 def loosening(parameters: LooseParameters, context: Context) -> Applied | RefusedRemedy:
     """Install the remedy: models in DistributedDataParallel are not all-reduced, but loosely synchronised."""
     models = _LooseModels(parameters, context)
-    context.patch(f"{DDP}.forward", models.forward)
-    for name in HOOKS:
-        context.patch(f"{DDP}.{name}", models.registering)
+    models.install()
     if parameters.control:
         context.patch("torch.nn.functional:cross_entropy", models.classifying)
     on_scaled_loss(context, lambda: models.refuse("the loss is scaled (GradScaler): ranks would skip unlike steps"))
@@ -52,7 +49,7 @@ class _LooseDdp:
 
     def __init__(self, model: Any, parameters: LooseParameters, owner: _LooseModels) -> None:
         self._model, ranks = weakref.ref(model), model.process_group.size()
-        self.successor: Callable[[Any], Future[torch.Tensor]] | None = None
+        self.successor: BucketFn | None = None
         """Who reduces buckets from now on."""
         self._group, self._broadcasts = model.process_group, model.broadcast_buffers
         self.examples: deque[tuple[tuple[torch.Tensor, ...], torch.Tensor]] = deque()
@@ -93,7 +90,7 @@ class _LooseDdp:
         columns = zip(*(inputs for inputs, _ in self.examples), strict=True)
         return tuple(torch.cat(column) for column in columns), torch.cat([labels for _, labels in self.examples])
 
-    def end(self, successor: Callable[[Any], Future[torch.Tensor]] | None = None) -> None:
+    def end(self, successor: BucketFn | None = None) -> None:
         """Make the replicas equal and reduce gradients from now on, those that are there too; on all ranks alike."""
         model, replica = self._model(), self.synchronising.replica
         if self.successor is not None:
@@ -118,26 +115,23 @@ class _LooseDdp:
             replica.average(gradients)
 
 
-class _LooseModels:
+class _LooseModels(HookedModels[_LooseDdp]):
     """The models of a script: each is loosely synchronised from its first forward on."""
 
     def __init__(self, parameters: LooseParameters, context: Context) -> None:
-        self.parameters, self.context = parameters, context
+        super().__init__(NAME, context)
+        self.parameters = parameters
         self.facts: dict[str, Any] = {**parameters.to_json(), "models": 0}
-        self._known: weakref.WeakKeyDictionary[Any, _LooseDdp | None] = weakref.WeakKeyDictionary()
-        self._own = False
 
     def forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap DDP's forward: before the first one, the script has registered its hook if it has one."""
+        """Wrap DDP's forward: what the model was given and returned is known until the loss."""
+        hooked = super().forward(original)
 
         @functools.wraps(original)
         def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
             """Synchronise the model loosely, from its first forward on."""
-            if model not in self._known:
-                self._known[model] = None
-                self._begin(model)
-            result = original(model, *args, **kwargs)
-            replica = self._known[model]
+            result = hooked(model, *args, **kwargs)
+            replica = self.known[model]
             if replica is not None and self.parameters.control:
                 plain = not kwargs and model.training and all(isinstance(value, torch.Tensor) for value in args)
                 alive = plain and isinstance(result, torch.Tensor)
@@ -146,21 +140,9 @@ class _LooseModels:
 
         return forward
 
-    def registering(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the registration of a hook: the script's own one gets the buckets."""
-
-        @functools.wraps(original)
-        def register(model: Any, *args: Any, **kwargs: Any) -> Any:
-            """Register, or hand over: DDP takes one hook and gives none back."""
-            replica = self._known.get(model)
-            if self._own or replica is None:
-                return original(model, *args, **kwargs)
-            replica.end(successor_of(model, original.__name__, *args, **kwargs))
-            self._known[model] = None
-            self.context.note(RefusedRemedy(NAME, "the script has registered a communication hook of its own"))
-            return None
-
-        return register
+    def hand_over(self, hook: _LooseDdp, successor: BucketFn) -> None:
+        """Make the replicas equal; the script's hook reduces from now on."""
+        hook.end(successor)
 
     def classifying(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap cross-entropy: its labels are those of the examples that a model has just seen."""
@@ -168,30 +150,27 @@ class _LooseModels:
         @functools.wraps(original)
         def cross_entropy(input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
             """Note the labels, then compute."""
-            for replica in list(self._known.values()):
-                if replica is not None:
-                    replica.note(input, target)
+            for replica in self.hooks:
+                replica.note(input, target)
             return original(input, target, *args, **kwargs)
 
         return cross_entropy
 
-    def _begin(self, model: Any) -> None:
+    def begin(self, model: Any) -> None:
+        """Synchronise the model loosely from now on, or note why not."""
         reason = ""
         if getattr(model, "_comm_hooks", None):
             reason = "the script has a communication hook of its own"
         elif model.process_group.size() < 2:
             reason = "one rank has nobody to synchronise with"
-        self._own = True
         try:
             if not reason:
-                with warnings.catch_warnings(record=True) as caught:
+                with self.registering(), warnings.catch_warnings(record=True) as caught:
                     warnings.simplefilter("always")
-                    self._known[model] = _LooseDdp(model, self.parameters, self)
+                    self.known[model] = _LooseDdp(model, self.parameters, self)
                 self.facts |= {"warning": str(caught[0].message)} if caught else {}
         except InputError as cause:
             reason = str(cause)
-        finally:
-            self._own = False
         if reason:
             self.context.note(RefusedRemedy(NAME, reason))
             return
@@ -201,19 +180,19 @@ class _LooseModels:
 
     def report(self) -> None:
         """Write what is known: rule, bytes, and the accuracy lost at each travel."""
-        models = [replica.synchronising.facts for replica in self._known.values() if replica is not None]
+        models = [replica.synchronising.facts for replica in self.hooks]
         if models:
             self.context.note(Applied(NAME, self.facts | max(models, key=lambda facts: int(str(facts["model_bytes"])))))
 
     def refuse(self, reason: str) -> None:
         """Give up on all ranks alike, and say why."""
-        if any(replica is not None for replica in self._known.values()):
+        if self.hooks:
             self.end()
             self.context.fail(NAME, reason)
 
     def end(self) -> None:
         """Reduce gradients from now on."""
-        for replica in [replica for replica in self._known.values() if replica is not None]:
+        for replica in self.hooks:
             replica.end()
-        for model in list(self._known):
-            self._known[model] = None
+        for model in list(self.known):
+            self.known[model] = None

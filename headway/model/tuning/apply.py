@@ -19,7 +19,6 @@ torch's loader has no state. What the script does besides training in its loop
 from __future__ import annotations
 
 import functools
-import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -35,6 +34,7 @@ from headway.model.tuning.space import parsed
 from headway.model.tuning.torch_tuner import Tuner
 from headway.runtime.in_rank.guard import OfScript
 from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy, on_scaled_loss
+from headway.runtime.torch_state import living
 
 NAME = "model.tune"
 DEFAULT = ("lr=1e-5:1:log",)
@@ -195,11 +195,9 @@ class _Script:
         if self._optimizer is None or not self._losses:
             return False
         parameters = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
-        # By type: `isinstance` asks an object for its class, which wakes lazy ones.
-        alive = [each for each in gc.get_objects() if issubclass(type(each), (torch.nn.Module, LRScheduler))]
+        alive = living(torch.nn.Module, LRScheduler)
         modules = [each for each in alive if isinstance(each, torch.nn.Module)]
-        inner = {id(child) for module in modules for child in module.modules() if child is not module}
-        roots = [m for m in modules if id(m) not in inner and any(id(p) in parameters for p in m.parameters())]
+        roots = [module for module in modules if any(id(p) in parameters for p in module.parameters())]
         schedulers = [s for s in alive if isinstance(s, LRScheduler) and s.optimizer is self._optimizer]
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             self._refuse("branches of several ranks would have to decide together, which is not there yet")

@@ -151,12 +151,16 @@ class Context:
         if name in self.failed:
             return
         self.failed[name] = RefusedRemedy(name, reason)
+        self.take_back(name)
+        self.note(self.failed[name])
+
+    def take_back(self, name: str) -> None:
+        """Undo a remedy, the newest change first; does nothing where it is not in force. Raises nothing."""
         for undo in reversed(self.in_force.pop(name, [])):
             try:
                 undo()
             except Exception as cause:
                 self.probes.failed(f"undoing {name}", cause)
-        self.note(self.failed[name])
 
     def listen(self, listener: Callable[[int], int]) -> Undo:
         """Call `listener(optimizer)` at the next optimizer step; it returns the number of steps until its next call."""
