@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from msgspec import convert
@@ -38,17 +40,22 @@ OPTIMIZERS = {
 }
 
 
-def trained(make, steps=6, context=None):
-    """Train a small model; return its parameters and the optimizer's state."""
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"))
+
+
+def trained(make, steps=6, context=None, place="cpu"):
+    """Train a small model; in mid-run its state is loaded anew. Return its parameters and the optimizer's state."""
     torch.manual_seed(3)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).to(place)
     optimizer = make(model.parameters())
     for step in range(steps):
         optimizer.zero_grad()
-        model(torch.randn(5, 8)).square().mean().backward()
+        model(torch.randn(5, 8).to(place)).square().mean().backward()
         optimizer.step()
         if context is not None:
             context.after(steps=step + 1)
+        if step == 3:
+            optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
     return [parameter.detach() for parameter in model.parameters()], optimizer.state_dict()
 
 
@@ -56,11 +63,14 @@ def dtypes(row):
     return {name: value.dtype for name, value in row.items()}
 
 
+@pytest.mark.parametrize("place", ["cpu", CUDA])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_fused_updates_train_the_same_and_leave_what_the_script_saves_as_it_is(make):
-    plain, state = trained(make)
+def test_fused_updates_train_the_same_and_leave_what_the_script_saves_as_it_is(make, place):
+    if make is OPTIMIZERS["Adagrad"] and place == "cuda":
+        pytest.skip("torch has no fused Adagrad on a CUDA device")
+    plain, state = trained(make, place=place)
     with applied(fuse_optimizer, {}, "result-equivalent") as context:
-        fused, fused_state = trained(make, context=context)
+        fused, fused_state = trained(make, context=context, place=place)
 
     assert context.outcomes[-1].facts["updates"] == 6
     torch.testing.assert_close(fused, plain)
@@ -68,10 +78,12 @@ def test_fused_updates_train_the_same_and_leave_what_the_script_saves_as_it_is(m
     assert fused_state["state"].keys() == state["state"].keys()
     for row, other in zip(fused_state["state"].values(), state["state"].values(), strict=True):
         assert row.keys() == other.keys()
-        assert {name: value.dtype for name, value in row.items()} == {
-            name: value.dtype for name, value in other.items()
-        }
-    assert all(torch.equal(one, other) for one, other in zip(trained(make)[0], plain, strict=True))  # undone
+        kinds = [{name: (value.dtype, value.device) for name, value in one.items()} for one in (row, other)]
+        assert kinds[0] == kinds[1]
+        assert row.get("step") == other.get("step")
+    assert all(
+        torch.equal(one, other) for one, other in zip(trained(make, place=place)[0], plain, strict=True)
+    )  # undone
 
 
 def chosen_by_the_script(params):

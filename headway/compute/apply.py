@@ -1,8 +1,10 @@
 """Applies remedies of compute inside a rank.
 
 `compute.fused_optimizer`: the update of torch's optimizers is one function each, which is told the form: fused,
-foreach, or neither, and then loops over the tensors on a CPU. Only this word changes: what the script's optimizer
-holds, and what it saves, stays as it is.
+foreach, or neither, and then loops over the tensors on a CPU and takes foreach on a CUDA device. Only this word
+changes: what the script's optimizer holds, and what it saves, stays as it is. A fused update on a device wants its
+counts of steps there, and an optimizer that was not made for it holds them on the host: it is given copies, which are
+counted on beside the optimizer's own.
 
 Torch's fused updates on a CPU go through the memory of each tensor as it lies, so a gradient or a state that lies in
 another order than its parameter (channels last beside channels first) would be added to the wrong numbers: such
@@ -29,7 +31,13 @@ from headway.runtime.script.compute_facts import can_be_fused
 NAME = "compute.fused_optimizer"
 
 UPDATES = ("torch.optim.adam:adam", "torch.optim.adamw:adamw", "torch.optim.sgd:sgd", "torch.optim.adagrad:adagrad")
-"""Functions of updates with a fused form on a CPU; their first arguments are lists: parameters, gradients, states."""
+"""Functions of updates with a fused form; their first arguments are lists: parameters, gradients, states."""
+
+FUSED_ON = {"cpu": ("adam", "adamw", "sgd", "adagrad"), "cuda": ("adam", "adamw", "sgd")}
+"""Type of device -> the updates that torch 2.6 and later can fuse there."""
+
+STEP_LISTS = {"adam": 5, "adamw": 5}
+"""Update -> place of the list of counts of steps among its arguments."""
 
 LOOKED_AT = 4
 """Steps after which it is known whether the script has such an optimizer."""
@@ -56,6 +64,7 @@ class _FusedForm:
         self.facts: dict[str, int] = {"updates": 0}
         """How many updates, of a group of parameters each, were fused."""
         self.num_steps = 0
+        self._counts: dict[int, _DeviceCounts] = {}  # `id` of a group's first parameter -> its counts
 
     def around(self, original: Update) -> Update:
         """Wrap an update of torch's."""
@@ -64,10 +73,16 @@ class _FusedForm:
         def update(*lists: Tensors, **options: object) -> None:
             """Update the parameters, fused where that can be."""
             is_chosen = options.get("fused") is not None or options.get("foreach") is not None
-            if is_chosen or options.get("differentiable") or torch.compiler.is_compiling() or not _all_fused(lists):
+            is_bound = options.get("differentiable") or options.get("capturable") or torch.compiler.is_compiling()
+            device_type = "" if is_chosen or is_bound else _fused_on(original.__name__, lists)
+            if not device_type:
                 original(*lists, **options)
                 return
             self.facts["updates"] += 1
+            place = STEP_LISTS.get(original.__name__)
+            if device_type == "cuda" and place is not None:
+                counts = self._counts.setdefault(id(lists[0][0]), _DeviceCounts())
+                lists = (*lists[:place], counts.of(lists[place], lists[0]), *lists[place + 1 :])
             original(*lists, **{**options, "fused": True, "foreach": False})
 
         return update
@@ -78,19 +93,55 @@ class _FusedForm:
         if self.num_steps < LOOKED_AT and not self.facts["updates"]:
             return 1
         if not self.facts["updates"]:
-            reason = "no optimizer of the script leaves its form to torch and updates dense, real tensors of a CPU "
+            reason = (
+                "no optimizer of the script leaves its form to torch and updates dense, real tensors of one device "
+            )
             self.context.note(RefusedRemedy(NAME, f"{reason}that lie in memory as their gradients and states do"))
         else:
             self.context.note(Applied(NAME, self.facts))
         return NEVER
 
 
-def _all_fused(lists: Sequence[Tensors]) -> bool:
-    """Say whether all parameters, the first list, can be fused on the CPU; a list of what is not used is empty."""
+class _DeviceCounts:
+    """Counts of steps on the device beside those that an optimizer holds on the host; both are counted on.
+
+    The host's are the truth: where the script has put others there, or changed them, the device's are made anew. A
+    change shows in `_version`, which each operation in place counts on.
+    """
+
+    def __init__(self) -> None:
+        self._of: Sequence[torch.Tensor | None] = ()
+        self._versions: list[int] = []
+        self._on_device: list[torch.Tensor] = []
+
+    def of(self, counts: Tensors, parameters: Tensors) -> Tensors:
+        """Return the counts for a fused update, which adds one to them, and add one to the host's `counts`."""
+        held = [count for count in counts if count is not None]
+        if not held or any(count.device.type != "cpu" for count in held) or len(held) != len(counts):
+            return counts
+        same = len(held) == len(self._of) and all(one is other for one, other in zip(held, self._of, strict=True))
+        if not same or [count._version for count in held] != self._versions:
+            devices = [parameter.device for parameter in parameters if parameter is not None]
+            self._on_device = [count.to(device, copy=True) for count, device in zip(held, devices, strict=True)]
+            self._of = held
+        torch._foreach_add_(held, 1)
+        self._versions = [count._version for count in held]
+        return self._on_device
+
+
+def _fused_on(update: str, lists: Sequence[Tensors]) -> str:
+    """Return the type of the device on which all parameters, the first list, can be fused; '' where they cannot.
+
+    A list of what is not used is empty. On a device, states of other types (counts on the host) are looked at apart.
+    """
+    types = {parameter.device.type for parameter in lists[0] if parameter is not None} if lists else set()
+    device_type = types.pop() if len(types) == 1 else ""
+    if update not in FUSED_ON.get(device_type, ()):
+        return ""
     for parameter, *others in zip(*filter(None, lists), strict=True):
-        if parameter is None or parameter.device.type != "cpu" or not can_be_fused(parameter, others):
-            return False
-    return bool(lists) and len(lists[0]) > 0
+        if parameter is None or not can_be_fused(parameter, others):
+            return ""
+    return device_type
 
 
 def tf32(parameters: NoParameters, context: Context) -> Applied | RefusedRemedy:

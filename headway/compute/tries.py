@@ -30,6 +30,9 @@ CANDIDATES: dict[str, str] = {record.name: record.allow or "" for record in REME
 WORTH = 1.02
 """A candidate whose gain is below it is not worth another line."""
 
+NO_LOSS = 0.95
+"""A candidate whose gain alone is below it is not tried on top of others."""
+
 QUARTILE_ERROR = 2.0
 """Standard error of the lower quartile, in distances of the median from the fastest step / sqrt(steps)."""
 
@@ -135,14 +138,20 @@ def _relative_error(step_s: Sequence[float]) -> float:
 def schedule(names: Iterable[str], rounds: int) -> Generator[tuple[str, ...], TryBranch, None]:
     """Yield the set of the next branch, and take what was measured of it: singles first, then the greedy sets.
 
-    A candidate that is refused is not tried again. A set is tried beside the script as it is, in as many rounds.
+    What wins little alone may win much behind another: once precision has made the products short, what is left are
+    launches and passes through memory, which torch.compile and fused updates shorten. So each candidate that is not
+    refused and does not lose is tried on top of the best set, those that win most first. A set is tried beside the
+    script as it is, in as many rounds; a candidate that is refused is not tried again.
     """
     singles = [(name,) for name in names]
     order = yield from _measured([(), *singles], rounds)
     gains = {key: gain(order, key) for key in singles}
-    winners = sorted((-measured[1], key) for key, measured in gains.items() if measured and measured[1] >= WORTH)
-    best: tuple[str, ...] = winners[0][1] if winners else ()
-    for _, key in winners[1:]:
+    ranked = sorted((-measured[1], key) for key, measured in gains.items() if measured and measured[1] >= NO_LOSS)
+    best: tuple[str, ...] = ()
+    for negative, key in ranked:
+        if not best:
+            best = key if -negative >= WORTH else ()
+            continue
         more = (*best, *key)
         order = yield from _measured([(), best, more], rounds)
         measured = gain(order, more, over=best)

@@ -36,20 +36,27 @@ SETTLED = 0.4
 LEAST_BYTES, LEAST_SHARE = 64 << 20, 0.05
 """Memory grows where it grew by so much over the rest, and by this share of what it was."""
 
+MOST_AT_ONCE = 0.7
+"""Share of the growth between two neighbouring blocks above which it is one change, and no growth."""
+
 
 def rising(values: Sequence[float] | NDArray[np.generic], blocks: int = BLOCKS) -> tuple[float, float] | None:
     """Return the medians of the first and last of `blocks` equal parts of a series; None where it does not rise.
 
-    It does where all medians but one are above the one before.
+    It does where all medians but one are above the one before, and no two neighbours lie most of the growth apart:
+    that is a change that came once, a library that was loaded late for example.
 
     >>> rising(range(16), 4), rising([1.0] * 16, 4), rising([1, 2, 9, 9, 1, 2, 1, 1], 4)
     ((1.5, 13.5), None, None)
+    >>> rising([693, 700, 1416, 1417], 4)
     """
     medians = [
         float(np.median(block)) for block in np.array_split(np.asarray(values, np.float64), blocks) if len(block)
     ]
-    ups = sum(after > before for before, after in itertools.pairwise(medians))
-    if len(medians) < blocks or ups < blocks - 2 or medians[-1] <= medians[0]:
+    rises = [after - before for before, after in itertools.pairwise(medians)]
+    if len(medians) < blocks or sum(rise > 0 for rise in rises) < blocks - 2 or medians[-1] <= medians[0]:
+        return None
+    if max(rises) > MOST_AT_ONCE * (medians[-1] - medians[0]):
         return None
     return medians[0], medians[-1]
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from headway.ledger.operations.straggler import StragglerReport
 
 TRY_FROM = 0.5
-"""Share of useful time from which on a run's notes say how to look inside it."""
+"""Share of useful time in the steps from which on a run's notes say how to look inside it."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Explanation:
         """Return how to measure what a few lines would win inside useful time, where that is large enough."""
         script = self.run.meta.get("script") if self.run else None
         several = self.run is not None and self.run.meta.get("world_size", 1) > 1
-        if not script or several or self.ledger.fraction("useful") < TRY_FROM:
+        if not script or several or self.ledger.step_goodput < TRY_FROM:
             return ""
         return f"; what a few lines would win there: {shlex.join(['headway', 'try', '--', *map(str, script)])}"
 
