@@ -114,7 +114,7 @@ def shared(name: str) -> Callable[[Host], dict[str, Any]]:
         if host.pretend:
             from benchmarks._pretend_device import stand_in
 
-            if name in ("profiler", "sharing"):
+            if name in ("profiler", "sharing", "rates"):
                 raise NotAskedError("an emulated device has no driver")
             stand_in()
         if name == "start" and host.pretend:

@@ -1,4 +1,4 @@
-"""Train GPT-2 (124M, 8 x 1024 tokens) or ResNet-50 (64 images) on a device, with torch's defaults or edits of a few lines.
+"""Train GPT-2 (124M, 8 x 1024 tokens) or ResNet-50 (64 images) with torch's defaults, or with edits of a few lines.
 
 MODEL is gpt2 or resnet50, EDITS a comma list of tf32, autocast, channels_last, cudnn_benchmark, fused_optimizer and
 compile, STEPS how many; on a host without a device both are small. Prints one JSON line: seconds of a step, over the

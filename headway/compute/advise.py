@@ -1,30 +1,190 @@
-"""What the compute room would change: the form of an optimizer's update.
+"""What the compute room would change: precision, memory format, fused kernels, the form of an optimizer's update.
 
-Predicted by replay with the time of the updates scaled by what the fused form takes of torch's loop
-(`headway.cost.fused`); the interval holds both the range of that share and the error of the replay.
+On a CPU the fused update is predicted by replay with the time of the updates scaled by what the fused form takes of
+torch's loop (`headway.cost.fused`). On a device a profiler window shows the kernels of a step: `gains` says what an
+edit makes of them, and the replay with a device so many times as fast says what the host lets the job win of that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from headway.core.units import format_fraction
+from headway.compute.gains import (
+    PASSES,
+    PRODUCTS,
+    Scale,
+    StepKernels,
+    fused_update,
+    gains_of,
+    step_kernels,
+    update_bound_s,
+)
+from headway.compute.remedies import REMEDIES
+from headway.core.units import NS_PER_S, format_fraction
+from headway.cost.ceilings import Ceilings, ceilings_of
 from headway.cost.fused import Share
 from headway.ledger.answers.compute_causes import share_of
+from headway.ledger.answers.ledger import Ledger
+from headway.ledger.cause import Cause
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.recorded.program import Program
-from headway.trace.rings.compute_facts import OptimizerFacts
+from headway.trace.rings.compute_facts import ComputeFacts, OptimizerFacts
 
 NAME = "compute.fused_optimizer"
 
+LARGE = 0.03
+"""Share of the kernels' time from which on a class of them is a cause."""
 
-def propose(ledger: object, program: Program, setup: Setup) -> Iterator[Proposal | Refusal]:
-    """Yield the fused form of the optimizer, where torch loops over its tensors on a CPU, or why not."""
-    del ledger, setup
+WINDOW = (
+    "a profiler window tells which kernels its steps are made of, and this run has none: headway run --window-at 50"
+)
+
+RECORD = {record.name: record for record in REMEDIES}
+
+
+def propose(ledger: Ledger, program: Program, setup: Setup) -> Iterator[Proposal | Refusal]:
+    """Yield what a few lines would win of the run's kernels, or why not."""
     compute = program.facts.compute
-    if compute is not None and compute.optimizers:
-        yield fused_optimizer(program, compute.optimizers)
+    if compute is None:
+        return
+    if not setup.accelerated:
+        if compute.optimizers:
+            yield fused_optimizer(program, compute.optimizers)
+        return
+    step, ceilings = step_kernels(ledger.kernels), ceilings_of(setup.device_type)
+    if not compute.models:
+        return
+    if step is None or ceilings is None:
+        reason = WINDOW if step is None else f"what {setup.device_type} reaches is not known: headway doctor --device"
+        yield Refusal("compute.autocast", "compute", reason)
+        return
+    for name, found in gains_of(step, ceilings, compute):
+        yield _from_kernels(name, found, program, step)
+    if len(compute.optimizers) == 1 and step.share("optimizer"):
+        yield _from_kernels(NAME, _fused(step, ceilings, compute.optimizers[0]), program, step)
+
+
+def _fused(step: StepKernels, ceilings: Ceilings, optimizer: OptimizerFacts) -> Scale | str:
+    """Return what a fused update makes of a step, or why there is none."""
+    if optimizer.is_fused is not None or optimizer.is_foreach is not None:
+        return f"the script says itself which form of {optimizer.name} it wants"
+    if not optimizer.is_plain:
+        return f"{optimizer.name} updates sparse or complex numbers, or tensors that lie unlike their gradients"
+    return fused_update(step, ceilings, optimizer) or f"{optimizer.name} has no fused form that was measured"
+
+
+def _from_kernels(name: str, found: Scale | str, program: Program, step: StepKernels) -> Proposal | Refusal:
+    """Propose a remedy whose kernels take `found` times what they took: replayed with a device as much faster."""
+    if isinstance(found, str):
+        return Refusal(name, "compute", found)
+    edit = f"accelerator={1 / found.likely:.4g}x"
+    if 1 / found.likely < MIN_SPEEDUP:
+        won = format_fraction(max(0.0, 1 - found.fast))
+        return Refusal(name, "compute", f"it wins at most {won} of the kernels' time: too little to pay for a change")
+    mid = program.predict([edit])
+    low, high = (program.predict([f"accelerator={1 / factor:.4g}x"]) for factor in (found.slow, found.fast))
+    record = RECORD[name]
+    return Proposal(
+        name=name, room="compute", edits=(edit,), predicted_speedup=mid.speedup,
+        interval=(min(low.interval[0], mid.interval[0]), max(high.interval[1], mid.interval[1])),
+        applies=True, risk=record.changes, allow=record.allow,
+        conflicts=tuple(other for other in RECORD if other != name),
+        reason=f"its kernels would take {found.likely:.2f} ({found.fast:.2f} to {found.slow:.2f}) of "
+        f"{1000 * step.total_s:.3g} ms a step; what several of them win together: headway try. {mid.note}".strip(),
+    )  # fmt: skip
+
+
+def causes(ledger: Ledger) -> Iterator[Cause]:
+    """Yield what useful time is spent on that a few lines would shorten, with the seconds that they would win."""
+    compute, step = ledger.facts.compute, step_kernels(ledger.kernels)
+    if compute is None or step is None or len(compute.models) != 1:
+        return
+    useful_s = ledger.ledger_ns["useful"] / NS_PER_S
+    ceilings = ceilings_of(ledger.facts.device_type or "")
+    gains = dict(gains_of(step, ceilings, compute)) if ceilings else {}
+    if ceilings and len(compute.optimizers) == 1:
+        gains[NAME] = _fused(step, ceilings, compute.optimizers[0])
+    for cause, remedy, names, what, script in _LINES:
+        scale, share = gains.get(remedy), step.share(*names)
+        if not isinstance(scale, Scale) or share < LARGE or 1 / scale.likely < MIN_SPEEDUP:
+            continue
+        if cause == "compute.precision" and remedy == "compute.tf32" and step.share("float32 matrix") < LARGE:
+            continue
+        count = sum(step.count.get(name, 0) for name in names)
+        evidence = f"{what} take {format_fraction(share)} of the kernels' time ({count} launches a step); "
+        evidence += (
+            f"with the edit the kernels take {scale.likely:.2f} ({scale.fast:.2f} to {scale.slow:.2f}) of it all"
+        )
+        script = script.format(optimizer=compute.optimizers[0].name if compute.optimizers else "")
+        yield Cause(cause, what, useful_s * (1 - scale.likely), evidence, script, script=script)
+    if step.unaligned_s / step.total_s >= LARGE:
+        evidence = (
+            f"products whose sizes are no multiples of 8 take {format_fraction(step.unaligned_s / step.total_s)} "
+        )
+        evidence += "of the kernels' time: the library falls back to kernels that read single numbers"
+        fix = "pad the vocabulary, and other odd sizes of layers, to a multiple of 64: 50,257 to 50,304"
+        yield Cause(
+            "compute.alignment", "matrix products", useful_s * step.unaligned_s / step.total_s / 2, evidence, fix
+        )
+
+
+_LINES = (
+    ("compute.precision", "compute.autocast", PRODUCTS, "products in float32 or TF32",
+     "with torch.autocast('cuda', torch.bfloat16): outputs = model(inputs)"),
+    ("compute.unfused", "compute.compile", (*PASSES, "copy"), "passes over memory", "model.compile()"),
+    ("compute.layout", "compute.channels_last", ("layout",), "conversions of layout",
+     "model.to(memory_format=torch.channels_last)"),
+    ("compute.autotune", "compute.cudnn_benchmark", ("convolution",), "convolutions",
+     "torch.backends.cudnn.benchmark = True"),
+    ("compute.optimizer", NAME, ("optimizer",), "updates", "torch.optim.{optimizer}(..., fused=True)"),
+)  # fmt: skip
+"""Cause, remedy, classes of kernels, what they are in words, and the line to write."""
+
+
+def classes_json(ledger: Ledger, flops_per_step: float | None = None) -> list[dict[str, object]]:
+    """Return the classes of kernels of `headway why --json`; their device-seconds add up to those of `useful`.
+
+    `bound` says what limits a class at best; `fraction_of_bound` how much of that it reaches, where operations or bytes
+    are known: of products together, and of updates.
+    """
+    step, compute = step_kernels(ledger.kernels), ledger.facts.compute
+    if step is None:
+        return []
+    ceilings, useful_s = ceilings_of(ledger.facts.device_type or ""), ledger.ledger_ns["useful"] / NS_PER_S
+    products_s = sum(step.seconds.get(name, 0.0) for name in PRODUCTS)
+    rate = ceilings.flops_per_s.get(_dtype(step, compute), 0.0) if ceilings else 0.0
+    rows = list[dict[str, object]]()
+    for name, seconds in step.seconds.items():
+        fraction = None
+        if name in PRODUCTS and flops_per_step and rate:
+            fraction = flops_per_step / products_s / rate
+        if name == "optimizer" and ceilings and compute and len(compute.optimizers) == 1:
+            bound_s = update_bound_s(ceilings, compute.optimizers[0])
+            fraction = None if bound_s is None else min(1.0, bound_s / seconds)
+        share = seconds / step.total_s
+        rows.append({
+            "name": name, "device_s": share * useful_s, "share": share,
+            "bound": "compute" if name in PRODUCTS else "memory", "fraction_of_bound": fraction,
+        })  # fmt: skip
+    return rows
+
+
+def words(ledger: Ledger) -> str:
+    """Return the classes in a sentence without an end, those of a few per cent and more; '' without a window."""
+    step = step_kernels(ledger.kernels)
+    if step is None:
+        return ""
+    shares = [f"{name} {format_fraction(step.share(name), 0)}" for name in step.seconds if step.share(name) >= 0.02]
+    return f"the kernels of useful time: {', '.join(shares)} ({sum(step.count.values())} launches a step)"
+
+
+def _dtype(step: StepKernels, compute: ComputeFacts | None) -> str:
+    """Return the dtype in which most of the products are computed."""
+    model = compute.models[0] if compute is not None and compute.models else None
+    if model is not None and model.autocast:
+        return {"bfloat16": "bf16", "float16": "fp16"}.get(model.autocast, "fp32")
+    return "tf32" if step.tf32_share > 0.5 else "fp32"
 
 
 def fused_optimizer(program: Program, optimizers: tuple[OptimizerFacts, ...]) -> Proposal | Refusal:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -26,6 +26,9 @@ from headway.core.tables import pick
 
 CANDIDATES: dict[str, str] = {record.name: record.allow or "" for record in REMEDIES}
 """Remedy -> the grant without which it is not applied; the cheapest to try come first."""
+
+Interval = tuple[float, float, float]
+"""A gain: low end, middle, high end."""
 
 WORTH = 1.02
 """A candidate whose gain is below it is not worth another line."""
@@ -82,9 +85,9 @@ class TryRow(msgspec.Struct, frozen=True):
     """One set of remedies, as the command says it."""
 
     remedies: tuple[str, ...]
-    predicted: tuple[float, float, float] | None
+    predicted: Interval | None
     """Gain (low, middle, high); None where nothing predicts it."""
-    measured: tuple[float, float, float] | None
+    measured: Interval | None
     loss_difference: float | None
     """|loss - that of the script as it is| behind the same steps."""
     noise: float | None
@@ -95,7 +98,7 @@ class TryRow(msgspec.Struct, frozen=True):
 
 def gain(
     order: Sequence[TryBranch], remedies: tuple[str, ...], *, over: tuple[str, ...] = (), wait_s: float = 0.0
-) -> tuple[float, float, float] | None:  # fmt: skip
+) -> Interval | None:  # fmt: skip
     """Return the gain (low, middle, high) of a set over another one, the script as it is; None where one has no steps.
 
     `order` is how the branches ran, and `wait_s` what a step waits for its batch. Each branch of the set is compared
@@ -172,8 +175,11 @@ def _measured(
     return order
 
 
-def rows_of(tries: Tries) -> list[TryRow]:
-    """Return a row per set of remedies, in the order of their first branches."""
+def rows_of(tries: Tries, predicted: Mapping[str, Interval] | None = None) -> list[TryRow]:
+    """Return a row per set of remedies, in the order of their first branches.
+
+    `predicted` has what a plan says of single remedies, (low, likely, high).
+    """
     order = tries.branches
     plain = [branch.loss for branch in order if not branch.remedies and branch.same_batches and branch.loss is not None]
     noise = max(plain) - min(plain) if len(plain) > 1 else None
@@ -183,7 +189,7 @@ def rows_of(tries: Tries) -> list[TryRow]:
         losses = [branch.loss for branch in branches if branch.loss is not None and branch.same_batches]
         rows.append(TryRow(
             remedies,
-            predicted=None,
+            predicted=(predicted or {}).get(remedies[0]) if len(remedies) == 1 else None,
             measured=gain(order, remedies, wait_s=tries.wait_s),
             loss_difference=abs(losses[-1] - plain[-1]) if losses and plain else None,
             noise=noise,

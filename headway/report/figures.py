@@ -428,6 +428,11 @@ CAUSE_PHRASES: dict[str, str] = {
     "startup.compile": "start-up and compilation",
     "steps.grow": "steps that get slower",
     "compute.optimizer": "an optimizer that loops over its tensors",
+    "compute.precision": "products in more bits than the matrix units want",
+    "compute.unfused": "passes over memory that a compiler would fuse",
+    "compute.layout": "conversions of layout",
+    "compute.autotune": "convolutions that were not tuned",
+    "compute.alignment": "matrix products of odd sizes",
 }
 """Cause -> what time was lost to, where the cause costs more or less than its bucket holds."""
 

@@ -21,7 +21,8 @@ def doctor(*, device: bool = False, json: bool = False) -> int:
     ----------
     device
         Try this host's device too, in processes of their own (25 s): torch sees it, a recorded process starts in
-        silence, events, threads, the profiler, MPS and MIG. What cannot be asked here says why.
+        silence, events, threads, the profiler, MPS and MIG; its rates are measured and kept. What cannot be asked here
+        says why.
     json
         Print one JSON object instead of a table.
     """

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -152,15 +152,16 @@ def find_causes(
     predict: Predictor | None = None,
     fixes: Mapping[str, Fix] | None = None,
     least_fraction: float = LEAST_FRACTION,
+    more: Iterable[Cause] = (),
 ) -> list[Cause]:
     """Return the causes of a ledger, by device-seconds lost.
 
     Without `predict` the seconds are those booked; with it, those that a replay without the cause wins, and the
     speedup is that replay's: the most that a fix can win. `fixes` (cause -> Fix) puts predicted remedies in the place
-    of general advice.
+    of general advice. `more` are causes that other rooms have found.
     """
     least_s = least_fraction * ledger.total_ns / NS_PER_S
-    found = [cause for rule in RULES.values() for cause in rule(ledger) if cause.lost_device_s > 0]
+    found = [cause for rule in RULES.values() for cause in rule(ledger) if cause.lost_device_s > 0] + [*more]
     warnings = [*input_repeats(ledger), *memory_grows(ledger)]
     found = [cause for cause in found if cause.lost_device_s >= least_s]
     total_s: dict[str, float] = {}

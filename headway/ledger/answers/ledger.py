@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.core.units import NS_PER_S, format_fraction
-from headway.ledger.booking.account import Account, SpanFacts, blank_steps, blank_subs, bound_of, no_steps
+from headway.ledger.booking.account import Account, KernelTimes, SpanFacts, blank_steps, blank_subs, bound_of, no_steps
 from headway.ledger.booking.arrivals import RankLateness
 from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKETS, ONCE_PER_RUN, SUB_LINES, SUBS
 from headway.ledger.cause import Cause, SampledLine
@@ -109,6 +109,9 @@ class Ledger:
     hosts: Mapping[int, str] = field(default_factory=dict)
     """Rank -> host, where known."""
 
+    kernels: KernelTimes = field(default_factory=KernelTimes)
+    """What windows of a device showed of its kernels."""
+
     notes: tuple[str, ...] = ()
     """What a reader must know to judge the numbers, such as why `unknown` is large."""
 
@@ -162,6 +165,7 @@ class Ledger:
             script_lines=account.script_lines,
             facts=account.facts,
             hosts=account.hosts,
+            kernels=account.kernels,
             notes=tuple(notes),
         )
 

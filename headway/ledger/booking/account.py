@@ -9,6 +9,7 @@ traces (`operations.py`) build an `Account`; `ledger.py` sums it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -93,6 +94,25 @@ class SpanFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelTimes:
+    """What the kernels took that profiler windows showed inside `useful`, over whole steps of all ranks."""
+
+    ns: Mapping[str, int] = field(default_factory=dict)
+    """Name of a kernel -> the time in which it alone, or it first, had the device."""
+
+    count: Mapping[str, int] = field(default_factory=dict)
+    """Name of a kernel -> how often it was launched."""
+
+    num_steps: int = 0
+    """Steps, each of one device."""
+
+    def __add__(self, other: KernelTimes) -> KernelTimes:
+        """Return what both showed."""
+        ns, count = (dict(Counter(getattr(self, name)) + Counter(getattr(other, name))) for name in ("ns", "count"))
+        return KernelTimes(ns, count, self.num_steps + other.num_steps)
+
+
+@dataclass(frozen=True, slots=True)
 class Account:
     """Booked time of every rank; each adds up to `wall_ns`."""
 
@@ -137,6 +157,9 @@ class Account:
 
     hosts: Mapping[int, str] = field(default_factory=dict)
     """Rank -> host, where known."""
+
+    kernels: KernelTimes = field(default_factory=KernelTimes)
+    """What windows showed of kernels; empty without a window of a device."""
 
     notes: tuple[str, ...] = ()
     """What limits the account."""

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from headway.core.files.bounded_json import read_json
 from headway.core.units import format_fraction, plural
-from headway.ledger.booking.account import Account, SpanFacts, blank_subs, bound_of
+from headway.ledger.booking.account import Account, KernelTimes, SpanFacts, blank_subs, bound_of
 from headway.ledger.booking.arrivals import RankLateness
 from headway.ledger.booking.sheet import RankAccount
 from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKETS
@@ -229,6 +229,7 @@ def _summed(book: RunBook, traces: Sequence[Parts], facts: RunFacts, windows: Wi
         script_lines=joined(row.get("script", []) for trace in traces for row in trace.ranks.values()),
         facts=facts,
         hosts={rank: str(row["host"]) for trace in traces for rank, row in trace.ranks.items() if row.get("host")},
+        kernels=windows.kernels if windows is not None else KernelTimes(),
         notes=tuple(notes + list(windows.notes if windows is not None else ())),
     )
 

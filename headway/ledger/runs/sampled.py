@@ -34,12 +34,15 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headway.core.units import format_fraction
+from headway.ledger.booking.account import KernelTimes
 from headway.ledger.booking.arrivals import Booked
 from headway.ledger.booking.rows import NAMES, RankRows
 from headway.ledger.booking.timeline import by_host, evaluations_of
@@ -47,7 +50,7 @@ from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKET_OF, BUCKETS, SUB_C
 from headway.ledger.runs.attempts import RunBook
 from headway.ledger.runs.kernels import WAITED, DeviceBook, device_books, lateness_of
 from headway.trace.events.intervals import inside
-from headway.trace.events.sweep import Ints, share_out, sweep
+from headway.trace.events.sweep import Ints, Pieces, share_out, sweep
 from headway.trace.events.trace import Trace, concat
 from headway.trace.events.vocabulary import BY_EVENTS
 
@@ -92,9 +95,12 @@ class WindowShare:
     num_steps: int
     """Steps whose launches all show what they launched."""
 
+    kernels: KernelTimes = field(default_factory=KernelTimes)
+    """What each kernel took of them."""
+
     def __add__(self, other: WindowShare) -> WindowShare:
         """Return what both showed."""
-        return WindowShare(self.ns + other.ns, self.num_steps + other.num_steps)
+        return WindowShare(self.ns + other.ns, self.num_steps + other.num_steps, self.kernels + other.kernels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +127,9 @@ class WindowSamples:
 
     num_ranks: int = 1
     """Ranks of the run."""
+
+    kernels: KernelTimes = field(default_factory=KernelTimes)
+    """What their kernels took."""
 
     @property
     def basis(self) -> str:
@@ -157,7 +166,7 @@ def window_shares(book: RunBook, windows: Mapping[int, Sequence[Trace]]) -> Wind
     `windows` maps a window's number to the traces of its ranks, their times on the clock of the book.
     """
     ranks = {one.rank: one for one in book.attempts[-1].books}
-    seen: dict[int, list[tuple[DeviceBook, Ints]]] = {}
+    seen: dict[int, list[tuple[DeviceBook, Ints, Trace]]] = {}
     blind = 0
     for traces in windows.values():
         trace = concat(list(traces))
@@ -165,24 +174,27 @@ def window_shares(book: RunBook, windows: Mapping[int, Sequence[Trace]]) -> Wind
         late, _ = lateness_of(trace, found)
         for device, waited in zip(found, late, strict=True):
             if np.isin(device.sub, _AT_WORK).any():
-                seen.setdefault(device.rank, []).append((device, waited))
+                seen.setdefault(device.rank, []).append((device, waited, trace))
             else:
                 blind += 1
     shares: dict[int, WindowShare] = {}
     used = 0
     for rank in sorted(seen.keys() & ranks.keys()):  # rank by rank, because the host's labels are read again
         rows = book.rows(rank)
-        for table in [_cut(device, waited, ranks[rank], rows) for device, waited in seen[rank]]:
+        for table in [_cut(device, waited, ranks[rank], rows, trace) for device, waited, trace in seen[rank]]:
             if table is not None:
                 shares[rank] = shares[rank] + table if rank in shares else table
                 used += 1
     step_ns = sum(int(one.step_wall_ns.sum()) for one in ranks.values())
     window_ns = sum(int(share.ns.sum()) for share in shares.values())
     by_events = not book.attempts[-1].spans.keys().isdisjoint(BY_EVENTS)
-    return WindowSamples(shares, used, window_ns, step_ns, num_blind=blind, by_events=by_events, num_ranks=len(ranks))
+    kernels = functools.reduce(operator.add, (share.kernels for share in shares.values()), KernelTimes())
+    return WindowSamples(
+        shares, used, window_ns, step_ns, num_blind=blind, by_events=by_events, num_ranks=len(ranks), kernels=kernels
+    )
 
 
-def _cut(device: DeviceBook, waited: Ints, host: Booked, rows: RankRows) -> WindowShare | None:
+def _cut(device: DeviceBook, waited: Ints, host: Booked, rows: RankRows, trace: Trace) -> WindowShare | None:
     """Return what one window of one device shows of whole steps; None where it shows none.
 
     What lies in an evaluation is left out: it says nothing about training.
@@ -220,7 +232,23 @@ def _cut(device: DeviceBook, waited: Ints, host: Booked, rows: RankRows) -> Wind
     trained = ~inside(labels.start_ns, evaluations)
     np.add.at(table, (_CLASS_OF_NAME[name][trained], activity[trained]), labels.duration_ns[trained])
     first, last = int(step[np.isin(device.sub, _AT_WORK)].min()), int(step[step < len(ends)].max())
-    return WindowShare(table, last - first + 1) if table.any() else None
+    if not table.any():
+        return None
+    num_steps = last - first + 1
+    computes = (step < len(ends)) & (device.sub == SUB_CODE["useful.compute"])
+    return WindowShare(table, num_steps, _kernels(trace, pieces, computes, num_steps))
+
+
+def _kernels(trace: Trace, pieces: Pieces, picked: NDArray[np.bool_], num_steps: int) -> KernelTimes:
+    """Add up the `picked` pieces of a device's time by the kernels that own them."""
+    row, duration_ns = pieces.row[picked], (pieces.end_ns - pieces.start_ns)[picked]
+    name = trace.events["name"][row]
+    ns, count = Counter[str](), Counter[str]()
+    for code, amount in zip(name.tolist(), duration_ns.tolist(), strict=True):
+        ns[trace.names[code]] += amount
+    for code in trace.events["name"][np.unique(row)].tolist():
+        count[trace.names[code]] += 1
+    return KernelTimes(dict(ns), dict(count), num_steps)
 
 
 def apply_windows(book: RunBook, windows: WindowSamples) -> None:

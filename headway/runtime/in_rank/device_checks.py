@@ -27,6 +27,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from headway.cost.ceilings import keep
 from headway.runtime.host import device
 from headway.runtime.host.device import MOST_LATE_NS
 from headway.runtime.host.doctor import Finding
@@ -274,6 +275,20 @@ def sharing() -> Finding:
     return Finding("MPS and MIG", f"{'MPS' if served else 'no MPS'}, {mig}", None, True)
 
 
+def rates() -> Finding:
+    """What the device reaches: measured, and kept for the predictions of what precision and fused kernels would win."""
+    from headway.runtime.in_rank.device_rates import measure
+
+    one = started()
+    if one.kind != "cuda":
+        raise NotAskedError(f"the products of {one.kind} are not measured")
+    found = measure(one)
+    path = keep(one.name, found)
+    products = ", ".join(f"{name} {rate / 1e12:.0f}" for name, rate in found.flops_per_s.items())
+    value = f"{products} TFLOP/s; a copy inside the device {found.bytes_per_s / 1e12:.2f} TB/s; kept in {path}"
+    return Finding("rates of the device", value, None, True)
+
+
 CHECKS: Final[Mapping[str, tuple[str, Callable[[], Finding]]]] = {
     "device": ("device, as torch sees it", torch_device),
     "start": ("start of a recorded process", start),
@@ -281,6 +296,7 @@ CHECKS: Final[Mapping[str, tuple[str, Callable[[], Finding]]]] = {
     "lock": ("threads while a mark waits", lock),
     "profiler": ("profiler", profiler),
     "sharing": ("MPS and MIG", sharing),
+    "rates": ("rates of the device", rates),
 }
 """Name -> title and check, in the order of the report."""
 

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from rich.text import Text
 
 from headway.catalog import TRIES
-from headway.compute.tries import CANDIDATES, Tries, TryRow, best_of, chosen, rows_of
+from headway.compute.tries import CANDIDATES, Interval, Tries, TryRow, best_of, chosen, rows_of
 from headway.core.errors import InputError
 from headway.core.files.bounded_json import read_json
 from headway.core.files.planfile import ALLOWANCES, PlanFile, Remedy, granted, write_plan
@@ -20,6 +20,7 @@ from headway.core.units import format_seconds, plural
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.runtime.launching.launch import launch
 from headway.runtime.run_folder.recording import RUNS, claim_folder, next_folder
+from headway.verbs.shared.explain import explain
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.run_options import RunOptions
 
@@ -34,6 +35,7 @@ def try_edits(
     *, options: Annotated[RunOptions, Parameter(name="*")] = DEFAULT,
     steps: int = 10, rounds: int = 5, warmup: int = 5,
     only: list[str] | None = None,
+    recorded: Path | None = None,
     allow: str = "result-equivalent",
     plan: Annotated[Path, Parameter(name=("--plan", "-o"))] = Path("try-plan.json"),
     script: Annotated[list[str] | None, Parameter(parse=False)] = None,
@@ -57,6 +59,9 @@ def try_edits(
         Steps of the script's own before the first trial.
     only
         A candidate, such as compile or autocast; once for each. All by default.
+    recorded
+        A recorded run of the script, with a window where it trains on a device: what its plan predicts of each
+        candidate stands beside what is measured.
     allow
         What the plan may hold: result-equivalent, lossy, or both with a comma. All candidates are measured.
     plan
@@ -69,6 +74,7 @@ def try_edits(
     if steps < 4 or rounds < 1 or warmup < 1:
         raise InputError(f"--steps is {steps}, --rounds {rounds}, --warmup {warmup}; pass at least 4, 1 and 1.")
     grants, names = granted(allow), chosen(only or [])
+    predicted = _predicted(recorded) if recorded else {}
     folder = claim_folder(options.out) if options.out else next_folder(RUNS, f"{Path(script[0]).stem}-try")
     path = folder / "trial.json"
     settings = {"candidates": names, "steps": steps, "rounds": rounds, "warmup": warmup}
@@ -90,7 +96,7 @@ def try_edits(
     tries = read_json(files[0], Tries)
     if not tries.branches:
         raise InputError(f"nothing was tried: {tries.ended}.")
-    rows = rows_of(tries)
+    rows = rows_of(tries, predicted)
     best = best_of(rows, grants)
     write_plan(_plan(best, rows), plan)
     result = {
@@ -99,6 +105,15 @@ def try_edits(
     }  # fmt: skip
     emit(result, lambda screen: _screen(tries, rows, best, plan, screen), as_json=options.json)
     return 0
+
+
+def _predicted(recorded: Path) -> dict[str, Interval]:
+    """Return what the plan of a recorded run says of the candidates: low end, likely, high end."""
+    plan = explain([recorded], allow=tuple(ALLOWANCES)).plan
+    rows = () if plan is None else plan.proposals
+    return {
+        row.name: (row.interval[0], row.predicted_speedup, row.interval[1]) for row in rows if row.name in CANDIDATES
+    }
 
 
 def _plan(best: TryRow | None, rows: list[TryRow]) -> PlanFile:
@@ -117,15 +132,17 @@ def _plan(best: TryRow | None, rows: list[TryRow]) -> PlanFile:
 
 def _screen(tries: Tries, rows: list[TryRow], best: TryRow | None, plan: Path, screen: ScreenOptions) -> str:
     """Draw a row per set, and what comes next."""
-    table = grid("left", "right", "left", "left")
-    add_row(table, "what", "gain", "between", "loss", style="dim")
+    foretold = any(row.predicted for row in rows)
+    table = grid("left", *["right"] * foretold, "right", "left", "left")
+    add_row(table, "what", *["predicted"] * foretold, "gain", "between", "loss", style="dim")
     for row in rows:
         what = " + ".join(name.removeprefix("compute.") for name in row.remedies)
+        said = [f"{row.predicted[1]:.2f}x" if row.predicted else ""] * foretold
         if row.measured is None:
-            add_row(table, what, "-", "", row.refused or "its steps were too few")
+            add_row(table, what, *said, "-", "", row.refused or "its steps were too few")
             continue
         low, mid, high = row.measured
-        add_row(table, what, f"{mid:.2f}x", f"{low:.2f} to {high:.2f}", _loss(row))
+        add_row(table, what, *said, f"{mid:.2f}x", f"{low:.2f} to {high:.2f}", _loss(row))
     lines = []
     if best and best.measured:
         needs = ", ".join(dict.fromkeys(CANDIDATES[name] for name in best.remedies if CANDIDATES[name]))

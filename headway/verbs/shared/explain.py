@@ -13,6 +13,9 @@ import msgspec
 from msgspec import structs
 
 from headway.catalog import ADVISERS, RECORDS, causes_of
+from headway.compute.advise import causes as compute_causes
+from headway.compute.advise import classes_json
+from headway.compute.advise import words as kernels_in_words
 from headway.core.errors import BarMissedError, InputError
 from headway.core.units import format_bytes, format_fraction
 from headway.ledger.answers.causes import Fix, find_causes
@@ -86,8 +89,10 @@ class Explanation:
         straggler = self.straggler.to_json() if self.straggler else None
         answer = self.ledger.to_json(causes=self.causes, straggler=straggler, fidelity=fidelity)
         compute = self.run.facts.compute if self.run else None
-        answer["compute"] = {"facts": msgspec.to_builtins(compute)} if compute else None
+        facts = {"facts": msgspec.to_builtins(compute), "classes": classes_json(self.ledger)}
+        answer["compute"] = facts if compute else None
         computes = [f"the script computes with: {compute.words()}{self._try()}"] if compute else []
+        computes += [of_kernels] if (of_kernels := kernels_in_words(self.ledger)) else []
         memory = memory_headroom(self.run.facts) if self.run else {}
         answer["memory"] = memory
         answer["exit"] = self.run.meta.get("exit") if self.run else None
@@ -103,7 +108,12 @@ class Explanation:
         several = self.run is not None and self.run.meta.get("world_size", 1) > 1
         if not script or several or self.ledger.step_goodput < TRY_FROM:
             return ""
-        return f"; what a few lines would win there: {shlex.join(['headway', 'try', '--', *map(str, script)])}"
+        command = [
+            "headway",
+            "try",
+            *(["--recorded", str(self.run.path)] if self.run and self.ledger.kernels.ns else []),
+        ]
+        return f"; what a few lines would win there: {shlex.join([*command, '--', *map(str, script)])}"
 
     def next_command(self, found: Verdict) -> str:
         """Return what to type next after a verdict: the plan where it wins something (of one run), else the report.
@@ -207,7 +217,7 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = (), steps: in
         InputError,
         BarMissedError,
     ) as reason:  # too short, or not replayable: the ledger stands without predictions
-        causes = tuple(find_causes(ledger))
+        causes = tuple(find_causes(ledger, more=compute_causes(ledger)))
         return Explanation(source, run.parts, ledger, causes, run, notes=(str(reason),), paths=(run.path,))
     refused = {name: why for name, row in outcomes(run.path).items() if (why := row.reason_not_applied)}
     fixes = fixes_of(plan, refused, launched=run.facts.launched, allow=allow)
@@ -217,7 +227,7 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = (), steps: in
     collates = not any(loader.num_workers for loader in loaders)  # workers would do that too
     fixes |= {"input.start": workers} if workers is not None and keeps else {}
     fixes |= {"input.transfer": workers} if workers is not None and collates else {}
-    found = find_causes(ledger, predict=program.predict, fixes=fixes)
+    found = find_causes(ledger, predict=program.predict, fixes=fixes, more=compute_causes(ledger))
     causes = tuple(with_reasons(refuted(cause, plan), program) for cause in found)
     notes = (
         *(f"{name} was not applied to this run: {why}" for name, why in refused.items()),
@@ -293,7 +303,7 @@ def fixes_of(
                 how = f"headway plan{grant}, then headway run --apply"
                 how = f"{RECORDS[row.name].changes or DRAWS}: {how}" if grant else how
                 how = "in the script itself: headway could not apply it" if row.name in refused else how
-                edits = ", ".join(edit for edit in row.edits if not edit.startswith("op:"))
+                edits = ", ".join(edit for edit in row.edits if not edit.startswith(("op:", "accelerator=")))
                 text = f"{row.name}: {edits} ({how})" if edits else f"{row.name} ({how})"
                 if not launched:
                     text = script_terms(row)
