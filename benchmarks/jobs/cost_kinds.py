@@ -1,7 +1,9 @@
 """Steps of one kind of job, without and with recording by turns in one process; prints what each step cost.
 
-`python cost_kinds.py KIND TURNS` prints {"rows": [[CPU, wall, CPU, wall], ...], "losses": 1}: microseconds of the
-training thread per step, plain and recorded, the lowest quartile of chunks of steps; how many losses they ended with.
+`python cost_kinds.py KIND,KIND TURNS` prints {"kind": KIND, "rows": [[CPU, wall, CPU, wall], ...], "losses": 1} for
+each: microseconds of the training thread per step, plain and recorded, the lowest quartile of chunks of steps; how many
+losses they ended with. With the words `cuda SECONDS` behind it, plain loops, DDP and FSDP2 train a larger model on a
+CUDA device, on NCCL, whose chunks end when the device is done, and turns go on for so long.
 """
 
 import contextlib
@@ -20,6 +22,10 @@ from headway.runtime.in_rank import bootstrap
 
 WARM, CHUNKS, CHUNK = 24, 8, 8
 STEPS = WARM + CHUNKS * CHUNK + 1
+PLACE = sys.argv[3] if len(sys.argv) > 3 else "cpu"
+ON_DEVICE = PLACE != "cpu"
+WIDTH, LAYERS = (1024, 16) if ON_DEVICE else (64, 4)
+"""Of a small model; on a device its launches take some milliseconds a step."""
 
 
 class Marks:
@@ -31,6 +37,8 @@ class Marks:
     def stepped(self):
         self.step += 1
         if self.step >= WARM and not (self.step - WARM) % CHUNK:
+            if ON_DEVICE:
+                torch.cuda.synchronize()
             now = time.thread_time_ns(), time.perf_counter_ns()
             if self.step > WARM:
                 self.cpu.append((now[0] - self.last[0]) / CHUNK / 1000)
@@ -38,19 +46,22 @@ class Marks:
             self.last = now
 
 
-def layers(count=4, width=64):
-    return torch.nn.Sequential(
+def layers(count=LAYERS, width=WIDTH):
+    model = torch.nn.Sequential(
         *[torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU()) for _ in range(count)]
     )
+    return model.to(PLACE) if ON_DEVICE else model
 
 
-def data(width=64):
+def data(width=WIDTH):
     return TensorDataset(torch.randn(STEPS * 8, width, generator=torch.Generator().manual_seed(1)))
 
 
-def loop(model, marks, loader=None, width=64):
+def loop(model, marks, loader=None, width=WIDTH):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
     for (x,) in loader or DataLoader(data(width), batch_size=8):
+        if ON_DEVICE:
+            x = x.to(PLACE)
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
@@ -76,13 +87,13 @@ def compiled(marks):
 
 
 def ddp(marks):
-    return loop(torch.nn.parallel.DistributedDataParallel(layers()), marks)
+    return loop(torch.nn.parallel.DistributedDataParallel(layers(), [0] if ON_DEVICE else None), marks)
 
 
 def fsdp2(marks):
     from torch.distributed.fsdp import fully_shard
 
-    model = layers(8)
+    model = layers(max(LAYERS, 8))
     for layer in model:
         fully_shard(layer)
     return loop(fully_shard(model), marks)
@@ -155,20 +166,32 @@ def recorded(kind):
         session.stop()
 
 
-def main():
-    kind, turns = sys.argv[1], int(sys.argv[2])
-    torch.set_num_threads(1)
-    os.environ.setdefault("JOB_OUT", tempfile.mkdtemp())
-    if kind in ("ddp", "fsdp2"):
-        dist.init_process_group("gloo", init_method=f"file://{os.environ['JOB_OUT']}/store", rank=0, world_size=1)
-    rows, losses = [], set()
-    for turn in range(turns + 1):
+def turns(kind, count, limit_s):
+    """Take `count` turns and those that start within `limit_s`, a warm one before them; returns what they cost."""
+    rows, losses, turn, begin = [], set(), 0, time.monotonic()
+    while turn <= count or time.monotonic() - begin < limit_s:
         sides = (stretch, recorded) if turn % 2 else (recorded, stretch)
         found = {side: side(kind) for side in sides}
         losses |= {found[side][2] for side in sides}
         if turn:
             rows.append([*found[stretch][:2], *found[recorded][:2]])
-    print(json.dumps({"rows": rows, "losses": len(losses)}), file=sys.stdout)
+        turn += 1
+    return {"kind": kind, "rows": rows, "losses": len(losses)}
+
+
+def main():
+    kinds, count, limit_s = sys.argv[1].split(","), int(sys.argv[2]), float(sys.argv[4]) if len(sys.argv) > 4 else 0.0
+    torch.set_num_threads(1)
+    os.environ.setdefault("JOB_OUT", tempfile.mkdtemp())
+    if not {"ddp", "fsdp2"}.isdisjoint(kinds):
+        if ON_DEVICE:
+            torch.cuda.set_device(0)
+        store = f"file://{os.environ['JOB_OUT']}/store"
+        dist.init_process_group("nccl" if ON_DEVICE else "gloo", init_method=store, rank=0, world_size=1)
+    for kind in kinds:
+        print(json.dumps(turns(kind, count, limit_s)), flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
