@@ -214,6 +214,24 @@ def test_a_loader_that_is_asked_under_a_stream_of_its_own_changes_nothing(clock)
     assert abs(found / truth - 1) <= 0.05
 
 
+def test_a_step_that_is_replayed_is_work_of_the_device_though_it_was_warmed_up_in_another_stream(clock):
+    accelerator, written = Accelerator(depth=24), []
+    timing, side = DeviceTimers(lambda *r: written.append(r), accelerator.device), Stream(accelerator)
+    with accelerator.within(side):  # after torch's notes on CUDA graphs
+        step_on(timing, accelerator, work_ns=9_000_000)
+    for _ in range(40):
+        clock.sleep(0.002)
+        timing.ready()
+        timing.replaying()
+        accelerator.launch(9_000_000)
+        timing.updated()
+        accelerator.synchronize()  # `.item()`
+    timing.finish()
+    found = sum(r[2] for r in written if r[0] == WORK)
+
+    assert abs(found / (41 * 9_000_000) - 1) <= 0.05
+
+
 def step_on(timing: DeviceTimers, accelerator: Accelerator, *, work_ns: int) -> None:
     """Launch forward, backward and update in the default stream."""
     accelerator.launch(work_ns // 3)

@@ -75,6 +75,10 @@ LAUNCHES = ("useful",)
 BY_HOST = ("input.transfer", "host.copy")
 """Copies of which the host's records tell where it waited for them: of these only the rest is work beside it."""
 
+ALIKE = 0.2
+"""Distance of the quartiles of steps / their median up to which a few steps stand for all, and the share of the time
+at work up to which these may say that there was none."""
+
 CLASS_OF_BUCKET = {bucket: index for index, buckets in enumerate(CLASSES) for bucket in buckets}
 
 _CLASS_OF_NAME = np.array(
@@ -209,6 +213,8 @@ def _cut(device: DeviceBook, waited: Ints, host: Booked, rows: RankRows, trace: 
     works &= step < len(ends)
     if not works.any():
         return None
+    # Behind the last kernel of a window its device is idle, in a step that the window does not show.
+    num_steps = int(step[works].max() - step[works].min()) + 1
     # Every piece in two: before `middle` it waited for another rank, after it it worked. Empty halves are dropped.
     middle = pieces.start_ns + waited
     start = np.stack([pieces.start_ns, middle], axis=1).reshape(-1)
@@ -231,10 +237,8 @@ def _cut(device: DeviceBook, waited: Ints, host: Booked, rows: RankRows, trace: 
     table = np.zeros((len(CLASSES), OWN + 1), np.int64)
     trained = ~inside(labels.start_ns, evaluations)
     np.add.at(table, (_CLASS_OF_NAME[name][trained], activity[trained]), labels.duration_ns[trained])
-    first, last = int(step[np.isin(device.sub, _AT_WORK)].min()), int(step[step < len(ends)].max())
     if not table.any():
         return None
-    num_steps = last - first + 1
     computes = (step < len(ends)) & (device.sub == SUB_CODE["useful.compute"])
     return WindowShare(table, num_steps, _kernels(trace, pieces, computes, num_steps))
 
@@ -269,7 +273,9 @@ def apply_windows(book: RunBook, windows: WindowSamples) -> None:
 def _split_work(ns: Ints, share: WindowShare) -> None:
     """Split the time at work, and that of which events know nothing, by what a step's kernels take; in place.
 
-    In the first step, in which libraries are loaded, no more than in the others is taken for launch gaps.
+    In the first step, in which libraries are loaded, no more than in the others is taken for launch gaps. Pauses
+    between the kernels of one forward or backward are at work by events; where steps are alike, so that the steps of a
+    window stand for all, what the kernels leave of that time is launch gaps too.
     """
     useful, unknown = np.flatnonzero(_IN_USEFUL), SUB_CODE["unknown.device"]
     kernels = share.ns[:, :OWN].sum(axis=0) * ns.shape[1] // share.num_steps
@@ -280,13 +286,25 @@ def _split_work(ns: Ints, share: WindowShare) -> None:
         told[0] = min(told[0], int(told[1:].mean()))
     missing = min(max(int(kernels.sum() - known.sum()), 0), int(told.sum()))
     parts = share_out(told, np.broadcast_to([missing, told.sum() - missing], (len(told), 2)))
-    work = share_out(known + parts[:, 0], np.broadcast_to(kernels, (len(told), OWN)))
+    pauses = np.zeros_like(known)
+    if _are_alike(known + told):
+        pauses = np.maximum(known - kernels.sum() // len(told), 0)
+        pauses[0] = min(pauses[0], int(pauses[1:].mean())) if len(told) > 1 else 0
+        if pauses.sum() > ALIKE * known.sum():  # a step that shows so little stands for no other
+            pauses[:] = 0
+    work = share_out(known + parts[:, 0] - pauses, np.broadcast_to(kernels, (len(told), OWN)))
     if not kernels.any():
         return
     ns[useful] = 0
     ns[unknown] -= told
-    ns[SUB_CODE["host.launch"]] += parts[:, 1]
+    ns[SUB_CODE["host.launch"]] += parts[:, 1] + pauses
     ns[_AT_WORK] += work.T
+
+
+def _are_alike(step_ns: Ints) -> bool:
+    """Say whether the middle half of the steps lies within `ALIKE` of their median."""
+    low, middle, high = np.quantile(step_ns[1:] if len(step_ns) > 1 else step_ns, (0.25, 0.5, 0.75))
+    return bool(high - low <= ALIKE * middle)
 
 
 def _split_labels(ns: Ints, share: WindowShare, everyone: WindowShare) -> None:

@@ -246,7 +246,7 @@ def graph_replay(original: Callable[..., Any], probes: Probes) -> Callable[..., 
         """Replay the graph and record how long its launch took."""
         timers = None if inside[0] else probes.device_timers
         if timers:
-            timers.begun()
+            timers.replaying()
         start = now()
         result = original(self)
         try:

@@ -164,6 +164,11 @@ class DeviceTimers:
         if not self._is_ready:
             self.ready()
 
+    def replaying(self) -> None:
+        """Say that a whole step is replayed in the current stream: it was captured, and warmed up, in another one."""
+        self._follow(self._device.stream())
+        self.begun()
+
     def computed(self) -> None:
         """Say that a model is launched: what the script does before backward begins is no work of the device."""
         if self._is_ready and self._depth == 0:
@@ -390,6 +395,10 @@ class AllTimers:
     def begun(self) -> None:
         """Say so to all of them, see `DeviceTimers`."""
         self._each(DeviceTimers.begun)
+
+    def replaying(self) -> None:
+        """Say so to all of them, see `DeviceTimers`."""
+        self._each(DeviceTimers.replaying)
 
     def computed(self) -> None:
         """Say so to all of them, see `DeviceTimers`."""
