@@ -194,6 +194,7 @@ def verdict(folder, what, kind):
     return max(("fetch", "prep"), key=waits.__getitem__), waits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["fetch", "prep"])
 def test_a_job_loaded_by_threads_gets_the_verdict_of_its_twin_loaded_by_processes(tmp_path, what):
     found = {kind: verdict(tmp_path / kind, what, kind) for kind in ("threads", "processes")}

@@ -122,6 +122,7 @@ with link_to({folder!r}) as link:
 """
 
 
+@pytest.mark.slow
 def test_an_agent_outlives_its_trainer_finishes_and_hands_its_image_to_the_next_attempt(tmp_path, monkeypatch):
     monkeypatch.setenv("HEADWAY_CKPT_RATE_MB_S", "5")
     code = TRAINER.format(root=str(os.getcwd()), folder=str(tmp_path))

@@ -169,6 +169,7 @@ def test_large_steps_are_taken_out_where_the_calls_leave_pauses_for_them(seed):
     assert wrong.error_ns(align(spoiled).apply(spoiled), wrong.steady_ns(pause_ns=300 * MS)).max() <= 50 * US
 
 
+@pytest.mark.slow
 def test_steps_are_found_in_sparse_groups_too():
     trace, _ = three_axes(1)
     wrong = Unsteady.drawn(501, 64, step_ns=500 * US)

@@ -82,6 +82,7 @@ def facts_of(context):
     return context.outcomes[-1].json()["facts"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REMEDIES)
 def test_a_remedy_that_changes_nothing_is_found_equal_and_stays(name):
     expected = passes(DataLoader(Squares(40), 4, shuffle=True), count=4)

@@ -84,6 +84,7 @@ def test_losses_are_the_same_with_and_without_and_every_worker_is_seen(start, tm
         assert sorted(row["a"] for row in loads) == [0] * 6 + [1] * 6  # two lives: two epochs
 
 
+@pytest.mark.slow
 def test_headway_off_and_no_run_folder_record_nothing(tmp_path):
     code = "import sys, torch; print('headway.runtime.in_rank.bootstrap' in sys.modules)"
 

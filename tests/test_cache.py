@@ -76,6 +76,7 @@ def read(loader, num_epochs=3):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("dataset", [Counted, CountedMany])
 def test_batches_are_equal_and_each_example_is_read_once(dataset, num_workers, rarely):
@@ -248,6 +249,7 @@ OFFSET = [0.0]
 """Something that a dataset reads and nobody can see."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("change", ["epoch", "transform", "nested", "outside"])
 def test_a_dataset_that_the_script_changes_between_passes_is_read_as_it_is_now(change, num_workers):

@@ -117,6 +117,7 @@ def test_steps_that_are_saved_again_and_again_take_no_memory_and_are_each_a_chec
     assert len({count for count, _ in counts[3:]}) == 1
 
 
+@pytest.mark.slow
 def test_agents_that_are_killed_leave_nothing_behind_once_another_has_ended_well(tmp_path):
     found, model = [], torch.nn.Linear(8, 8)
     before = resources(psutil.Process()), left()

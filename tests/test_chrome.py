@@ -27,6 +27,7 @@ from tests.paths import shared
 from tests.traces_made import traces
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(trace=traces(), packed=st.booleans())
 def test_reading_gives_back_every_column(trace, packed, tmp_path_factory):

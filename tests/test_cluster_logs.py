@@ -56,6 +56,7 @@ def sacct(rows, *, newer):
     return {"jobs": [*jobs, never], "meta": {"slurm": {"release": "24.05.1"}}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("newer", [False, True])
 def test_an_export_of_sacct_is_replayed_as_it_was_and_policies_are_ranked(tmp_path, newer, capsys):
     rows = served_in_order()

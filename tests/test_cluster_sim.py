@@ -179,6 +179,7 @@ def test_the_published_makespan_of_500_jobs_is_reached(table):
     assert outcome.makespan_s / 3600 == pytest.approx(177.5, rel=0.02)  # 169.4 is the published mean of three seeds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["allox", "gandiva"])
 def test_jobs_that_hardly_meet_take_the_same_time_under_policies_with_the_same_published_figure(table, policy):
     """At 0.8 jobs/h all three are published with 17.64 h: whoever is there runs on the fastest type."""

@@ -150,6 +150,7 @@ def recomputed(model: Any) -> list[str]:
     return losses_of(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_modules_are_gathered_ahead_and_losses_stay_the_same(ahead: int) -> None:
     for found in on_ranks(both, 2, losses_of, ahead, True):
@@ -160,6 +161,7 @@ def test_modules_are_gathered_ahead_and_losses_stay_the_same(ahead: int) -> None
         assert found["after"]["forward"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "reason"),
     [

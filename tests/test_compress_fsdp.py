@@ -71,6 +71,7 @@ def _compared() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_shards_of_gradients_are_near_the_plain_ones(ranks: int) -> None:
     for answer in on_ranks(_compared, ranks):

@@ -122,6 +122,7 @@ def test_any_name_has_a_class(name):
     assert classify(name) in CLASSES
 
 
+@pytest.mark.slow
 def test_kernels_of_recorded_traces_are_nearly_all_known():
     folder = ROOT.parent / "shared" / "data" / "kineto"
     if not folder.is_dir():

@@ -95,6 +95,7 @@ print((last - first) / took_ns)
 """
 
 
+@pytest.mark.slow
 def test_threads_of_a_pool_that_share_one_core_are_waited_for():
     done = subprocess.run(
         [sys.executable, "-c", POOL],

@@ -72,6 +72,7 @@ def short_training(monkeypatch):
     monkeypatch.setattr("headway.cost.learned.torch_network.TARGET_STEPS", 30)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tree", "network"])
 def test_peers_predict_positive_times_of_the_right_size_and_repeat_with_their_seed(name, short_training):
     if name == "tree":
@@ -85,6 +86,7 @@ def test_peers_predict_positive_times_of_the_right_size_and_repeat_with_their_se
     np.testing.assert_array_equal(PREDICTORS[name](known), found)
 
 
+@pytest.mark.slow
 def test_padded_leaves_change_no_prediction_of_the_network(short_training):
     known = replace(task(made(n=40), np.arange(10)), num_leaves=4)
     padded = replace(known, one_hot=np.hstack([known.one_hot, np.zeros((40, 6))]), num_leaves=6)

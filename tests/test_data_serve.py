@@ -46,6 +46,7 @@ def folder(monkeypatch):
     shutil.rmtree(made)
 
 
+@pytest.mark.slow
 def test_what_is_named_is_served_until_it_is_told_to_end(folder, capsys):
     command = [sys.executable, "-m", "headway.cli", "data", "serve", "served_module:images", "--cache", "1MiB"]
     env = {**os.environ, "PYTHONPATH": python_path(ROOT)}

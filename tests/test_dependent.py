@@ -60,6 +60,7 @@ def test_the_oracle_itself_is_uniform_for_every_job(sets):
             assert sum(odds for outcome, odds in law.items() if (job, item) in outcome) == Fraction(1, len(items))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sets", SETS)
 def test_a_step_has_the_law_of_the_chain(sets):
     """Joint law of all jobs' items, at the first step and after others with a mask."""

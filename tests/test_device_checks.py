@@ -30,6 +30,7 @@ def test_without_a_device_every_check_says_why_it_was_not_asked(monkeypatch, cap
     assert {(row["value"], row["ok"]) for row in added} == {("not asked: the kernel knows no device", None)}
 
 
+@pytest.mark.slow
 def test_a_driver_that_torch_does_not_see_is_found_out_and_the_rest_not_asked(monkeypatch):
     monkeypatch.setenv(device.PRETEND, "device")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -64,6 +65,7 @@ def ended(pid: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("holds", [False, True])
 def test_a_thread_counts_on_while_a_mark_waits_unless_its_event_keeps_the_lock(holds):
     source = (

@@ -83,6 +83,7 @@ def test_a_rendezvous_without_an_endpoint_is_refused(tmp_path):
     assert backend_setup("static", "", "10.0.0.1", None, {"timeout": 5}) == ("10.0.0.1:29500", {"timeout": 5})
 
 
+@pytest.mark.slow
 def test_hosts_that_nobody_joins_give_up_after_their_time(tmp_path):
     done = run(
         tmp_path / "run", [script(tmp_path, "pass")], nnodes=2, rdzv_backend="c10d", rdzv_id="lonely",

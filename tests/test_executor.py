@@ -95,6 +95,7 @@ def _run(drawn: list[str], codecs: list[str], numel: int) -> list[tuple[float, b
     return found
 
 
+@pytest.mark.slow
 def test_drawn_options_sum_over_four_ranks() -> None:
     rng = np.random.default_rng(3)
     drawn = [str(option) for option in rng.choice(OPTIONS, 60, replace=False)]

@@ -71,6 +71,7 @@ def children(fleet):
     return {process.name(): process for process in psutil.Process(fleet._keeper.supervisor).children()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_every_item_is_delivered_once_under_random_kills(seed):
     """A few of the 200 schedules of `headway bench worker_kills --full`."""
@@ -201,6 +202,7 @@ def test_a_thousand_silent_connections_leave_a_job_at_its_pace():
     assert beside_them_s < 10 * undisturbed_s
 
 
+@pytest.mark.slow
 def test_demand_starts_workers_and_its_end_drains_them():
     class Slow(Drawn):
         def __getitem__(self, index):
@@ -315,6 +317,7 @@ def kill_until_given_up(keeper, victims):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", ["unix", "tcp"])
 @pytest.mark.parametrize("victims", ["masters", "supervisors"])
 def test_a_fleet_whose_processes_are_killed_as_soon_as_they_run_says_so_to_all_and_leaves_nothing(victims, address):

@@ -92,6 +92,7 @@ def test_the_straggler_operation_trace_is_recognised():
     assert recognise(Content(path)) == "straggler"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", sorted(set(WRITERS) - {".straggler.parquet", ".et", ".pftrace", ".perfetto-trace"}))
 @settings(max_examples=25)
 @given(trace=traces())

@@ -15,6 +15,7 @@ from tests.strategies import Case, cases
 capacities = st.lists(st.integers(1, 3), min_size=4, max_size=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 @given(case=cases(shuffled=True), capacity=capacities)
 def test_every_order_holds_edges_and_capacities_and_wastes_no_lane(order: str, case: Case, capacity: list[int]) -> None:
@@ -66,6 +67,7 @@ def test_with_index_as_priority_on_chained_lanes_greedy_is_replay(case: Case) ->
     assert greedy(dag, case.duration_ns).start_ns.tolist() == replay(dag, case.duration_ns).start_ns.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 @given(case=cases(shuffled=True, longest=5), capacity=capacities)
 def test_every_order_equals_the_pure_python_twin(order: str, case: Case, capacity: list[int]) -> None:

@@ -54,6 +54,7 @@ def test_the_shipped_constants_are_those_of_the_two_rows():
     assert Efficiency().per_hidden == pytest.approx(constants.per_hidden, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", range(10))
 def test_the_closed_form_is_what_the_simulation_says_of_the_published_rows(row):
     model, choice, cluster = case(row)

@@ -48,6 +48,7 @@ def stored(tensors: list[torch.Tensor], *, rendered: bool = False) -> tuple[byte
     return file.getvalue(), made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rendered", [False, True], ids=["laid out", "rendered"])
 @given(kinds=st.lists(st.tuples(st.sampled_from(DTYPES), shapes), min_size=1, max_size=5))
 def test_every_record_loads_bit_for_bit_and_its_checksums_hold(rendered, kinds):

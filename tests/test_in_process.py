@@ -104,6 +104,7 @@ def test_a_folder_that_cannot_be_made_costs_the_recording_and_not_the_training(t
     assert "headway:" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["raise SystemExit(0)", "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_a_kernel_that_goes_away_leaves_a_run_that_can_be_opened(tmp_path, end):
     code = """

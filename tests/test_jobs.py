@@ -84,7 +84,11 @@ def recorded(job: str, tmp_path, **more: str) -> tuple[list[str], dict]:
     return losses(answer.stderr), {**json.loads(answer.stdout), "stderr": answer.stderr}
 
 
-@pytest.mark.parametrize("job", JOBS)
+QUICK = ("image with workers", "language model", "amp", "ddp", "fsdp2")
+"""Jobs that stand for the others where there is little time."""
+
+
+@pytest.mark.parametrize("job", [pytest.param(job, marks=[] if job in QUICK else pytest.mark.slow) for job in JOBS])
 def test_losses_are_the_same_bit_for_bit(job, tmp_path, capsys):
     bare = plain(job)
 
@@ -99,7 +103,9 @@ def test_losses_are_the_same_bit_for_bit(job, tmp_path, capsys):
         assert json.loads(capsys.readouterr().out)["steps"] == STEPS[job]
 
 
-@pytest.mark.parametrize("job", ["iterable with workers", "ddp", "spawned"])
+@pytest.mark.parametrize(
+    "job", ["ddp", *(pytest.param(job, marks=pytest.mark.slow) for job in ("iterable with workers", "spawned"))]
+)
 def test_a_headway_whose_patches_all_fail_still_lets_the_job_finish(job, tmp_path):
     bare = plain(job)
 

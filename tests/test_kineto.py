@@ -153,6 +153,7 @@ def test_the_order_of_the_events_does_not_matter(events, seed):
 # Oracle: an independent parse.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_every_public_file_opens_with_every_span_and_exact_times(name):
     path = shared(f"kineto/{name}.json.gz")
@@ -172,6 +173,7 @@ def test_every_public_file_opens_with_every_span_and_exact_times(name):
     assert all(0 <= share <= 1 for share in coverage["by_device"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_kernels_and_copies_of_every_public_file_find_their_launch(name):
     path = shared(f"kineto/{name}.json.gz")

@@ -104,6 +104,7 @@ def test_a_held_port_is_given_to_nobody_else():
             other.__exit__()
 
 
+@pytest.mark.slow
 def test_a_taken_port_costs_a_line_and_another_port_is_used(tmp_path):
     job = script(tmp_path, "import os; print(os.environ['MASTER_PORT'])")
     with socket.socket() as taken:

@@ -68,6 +68,7 @@ def full(truth_ns: dict[str, int]) -> dict[str, int]:
     return {bucket: truth_ns.get(bucket, 0) for bucket in BUCKETS}
 
 
+@pytest.mark.slow
 @given(makers())
 @settings(max_examples=30)
 def test_every_bucket_of_a_made_run_is_its_truth_to_the_nanosecond(maker):

@@ -247,6 +247,7 @@ def test_a_set_epoch_sampler_is_put_back_into_its_epoch():
     assert [rows(b) for b in later] == [rows(b) for b in batches]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("taken", [0, 1, 4])
 def test_a_stream_that_knows_where_it_is_goes_on_from_there(workers, taken):

@@ -84,6 +84,7 @@ def test_each_later_epoch_hits_exactly_what_fits(n, kept, slack, seed):
     assert loader.cache.refused == 3 * (n - fits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", MODES, ids=str)
 @pytest.mark.parametrize("fraction", [0.2, 0.35, 0.65])
 def test_workers_share_what_is_kept_over_epochs(options, fraction):

@@ -217,6 +217,7 @@ def test_a_forked_child_neither_reports_nor_complains(tmp_path, capfd):
     assert "log_to" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_it_works_in_a_rank_of_headway_run(tmp_path):
     script = """
         import headway, torch, time

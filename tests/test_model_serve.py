@@ -117,6 +117,7 @@ def test_where_layers_differ_a_mixture_is_faster_than_the_best_uniform_precision
     assert plan.bound <= plan.objective
 
 
+@pytest.mark.slow
 def test_without_a_price_the_plan_is_fastest_and_at_a_high_one_no_bit_more_fits():
     model, rows = published(3)
     load = ServingLoad(512, 100, 32)

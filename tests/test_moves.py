@@ -45,6 +45,7 @@ def targets(name: str, step: TrainingStep) -> tuple[int, ...] | None:
 UNDO = {"cut_bucket": 1, "accumulate": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MOVES)
 @few
 @given(step=steps())

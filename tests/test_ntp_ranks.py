@@ -20,6 +20,7 @@ def as_arrays(degrees: tuple[int, ...], shape: BlockShape) -> dict[str, object]:
     return {name: tensor.numpy() for name, tensor in train(degrees, shape, examples=7, steps=5).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", [(2, 1), (1, 2, 1), (3, 1)])
 def test_unlike_replicas_have_the_weights_of_one_device_after_five_steps_of_adam(degrees):
     [alone] = on_ranks(as_arrays, 1, (1,), SHAPE)

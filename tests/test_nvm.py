@@ -167,6 +167,7 @@ def test_the_worst_read_takes_65_lines_with_page_checksums_and_2_with_line_check
     assert stats.data_reads == 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRACES)
 def test_in_every_made_trace_the_controller_costs_less_than_its_parts_and_the_trace_fits_its_mapping(name):
     trace = TRACES[name](480, 3)

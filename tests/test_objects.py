@@ -206,6 +206,7 @@ def test_garbage_of_dead_attempts_goes_and_what_is_committed_or_young_stays(root
     assert list(store.list()) == ["notes/step-9.txt"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(3))
 def test_of_two_writers_that_may_die_anywhere_one_commit_is_visible_and_it_is_whole(root, environment, number):
     dies_before = [(1 << 30, 1 << 30), (13, 1 << 30), points(random.Random(number))][number]

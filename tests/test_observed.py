@@ -84,6 +84,7 @@ def test_with_delays_the_replay_of_a_published_trace_is_exact(name: str) -> None
     assert seen.dag.fidelity == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_without_unexplained_delays_a_published_trace_still_replays_within_five_percent(name: str) -> None:
     dag = Dag.from_trace(Trace.open(shared(f"kineto/{name}.json.gz")))

@@ -111,6 +111,7 @@ def test_jobs_that_are_under_way_are_counted_from_now_on(used):
     assert choose_order(readers, cache_items=0, seed=1, before="shared").order == "shared"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_the_choice_holds_for_other_seeds_and_arrivals(seed):
     readers, spread_s = mix(seed, of=200)
@@ -140,6 +141,7 @@ def test_a_large_dataset_is_judged_by_a_sample_of_it():
     assert choice.order == "dependent"
 
 
+@pytest.mark.slow
 def test_equal_arguments_give_equal_choices():
     readers, spread_s = mix(3)
 

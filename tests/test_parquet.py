@@ -21,6 +21,7 @@ from headway.trace.events.trace import COLUMNS, Trace
 from tests.traces_made import traces
 
 
+@pytest.mark.slow
 @given(trace=traces())
 def test_reading_gives_back_what_was_written(trace, tmp_path_factory):
     path = tmp_path_factory.mktemp("parquet") / "a.parquet"

@@ -74,6 +74,7 @@ def test_async_1f1b_is_the_oracle_of_stale_weights(optimizer, vertical_sync):
     assert [versions for *_, versions in answers] == ([4] * 4 if vertical_sync else [4, 3, 2, 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "m", "flushes"), [(1, 1, ()), (7, 1, ()), (3, 3, ()), (5, 2, ())])
 def test_async_1f1b_is_right_while_it_fills_and_drains(steps, m, flushes):
     answers = on_ranks(trained, 4, "async_1f1b", "sgd", steps, {"num_microbatches": m}, flushes)
@@ -152,6 +153,7 @@ def test_a_checkpoint_of_four_stages_goes_on_as_if_nothing_had_been_on_any_numbe
     assert agree(merged(resumed), merged(saved), 1e-12)
 
 
+@pytest.mark.slow
 def test_a_parameter_that_two_stages_share_stays_one():
     answers = on_ranks(trained_tied, 3, 3)
 
@@ -185,6 +187,7 @@ def test_what_cannot_train_is_one_error(case, messages):
         assert re.search(message, answer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ends", "said"), [("dies", "is gone"), ("stalls", "did not answer within 2 s")])
 def test_a_peer_that_dies_or_stalls_is_named_with_edge_and_micro_batch(ends, said):
     edge = r"rank 0 receives the gradient of micro-batch \d from stage 1 to 0"

@@ -311,6 +311,7 @@ def _four_ranks(root):
     return good, found["unlike"].unique().tolist(), stock["unlike"].unique().tolist(), found["who"]
 
 
+@pytest.mark.slow
 def test_four_ranks_share_the_writing_by_rows_and_any_layout_loads_it(tmp_path):
     answers = on_ranks(_four_ranks, 4, tmp_path)
 

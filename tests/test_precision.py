@@ -308,6 +308,7 @@ def train_on_ranks(operators):
     return getattr(said_last, "reason", ""), torch.cat([p.detach().ravel() for p in model.parameters()]).tolist()
 
 
+@pytest.mark.slow
 def test_ranks_of_unlike_precision_train_together_and_refuse_together():
     mixed = on_ranks(train_on_ranks, 2, {"0": {"3": "float32"}, "1": {"3": "int8", "5": "bf16"}})
     refused = on_ranks(train_on_ranks, 2, {"0": {"3": "bf16"}, "1": {"nowhere": "int8"}})

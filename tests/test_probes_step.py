@@ -185,6 +185,7 @@ def test_an_exception_in_a_step_passes_and_the_next_step_is_recorded(tmp_path):
     assert len(rows(tmp_path)["optimizer.step"]) == 2
 
 
+@pytest.mark.slow
 def test_compiled_code_keeps_its_graphs_and_its_result(tmp_path):
     """A step inside a compiled function adds no graph break of ours, and a compiled model none at all."""
 

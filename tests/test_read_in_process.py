@@ -74,6 +74,7 @@ def seen(row):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remedy", [workers, threads])
 @pytest.mark.parametrize("row", [raises, exits, not_to_be_pickled, not_a_leaf, ends_a_worker])
 def test_a_loop_sees_batches_and_exceptions_of_its_own(row, remedy, monkeypatch):

@@ -94,6 +94,7 @@ def test_a_rehearsal_says_what_the_remedies_say(make, tmp_path, monkeypatch):
     assert getattr(loader.dataset, "count", 0) == 0
 
 
+@pytest.mark.slow
 def test_a_dataset_that_hangs_leaves_no_fact_and_no_process(tmp_path, monkeypatch):
     monkeypatch.setattr("headway.runtime.recorder.rereading.TIMEOUT_S", 1)
     before = {process.pid for process in psutil.process_iter()}

@@ -140,6 +140,7 @@ def unfrozen():
     gc.freeze()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unfrozen")
 def test_gc_comes_back_when_memory_grows(context, monkeypatch):
     from headway.host import apply as runtime
@@ -179,6 +180,7 @@ def test_gc_that_the_script_switched_off_is_left_alone(context):
     assert "switched, frozen or debugged automatic collection itself" in context.outcomes[-1].reason
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unfrozen")
 def test_a_script_that_switches_gc_itself_has_its_way_and_children_collect(context):
     from headway.host import apply as runtime
@@ -367,6 +369,7 @@ def test_a_full_disk_under_the_run_folder_does_not_reach_the_script(context, mon
     assert "No space left" in context.probes.tables["patches"]["applied file"]
 
 
+@pytest.mark.slow
 def test_logs_of_a_whole_job_are_complete_at_exit_and_in_forked_children(tmp_path):
     source = """
         import logging, os, sys, torch
@@ -439,6 +442,7 @@ def test_a_size_of_the_scripts_own_is_kept_when_the_plan_says_so(context, tmp_pa
     assert context.outcomes[-1].json()["facts"]["kept_explicit"] == 1
 
 
+@pytest.mark.slow
 def test_a_plan_that_cannot_be_read_is_one_warning_and_the_job_goes_on(tmp_path):
     (tmp_path / "plan.json").write_text("{}")
     (out,) = run_script("import torch; print('done')", tmp_path, HEADWAY_PLAN=str(tmp_path / "plan.json"))

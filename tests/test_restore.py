@@ -415,6 +415,7 @@ def _whole(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[objec
     return [(value.full_tensor() if isinstance(value, DTensor) else value).tolist() for value in held]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "loaded"), [((False, 1), (True, 2)), ((True, 4), (True, 2)), ((True, 2), (False, 1))]
 )

@@ -158,6 +158,7 @@ def test_the_verb_exits_with_3_where_resume_is_not_exact(tmp_path):
     assert "NOT proven exact" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "behind", "message"),
     [

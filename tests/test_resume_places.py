@@ -52,6 +52,7 @@ def test_a_loader_through_a_fleet_goes_on_from_every_place():
             assert rest(lambda: fleet.batches(4, True), place, PASSES) == after(whole, place), place
 
 
+@pytest.mark.slow
 def test_a_served_loader_gives_each_item_once_a_pass_from_every_place_with_the_same_server_or_another(runtime):  # noqa: F811 - the fixture
     whole = played(SAMPLED["own order"], PASSES)
     for number, place in enumerate(places(whole)):
@@ -70,6 +71,7 @@ def test_samplers_that_were_read_ahead_go_on_where_the_loop_was(kind, options):
         assert rest(SAMPLED[kind], place, PASSES, times=2, **options) == after(whole, place), place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", STREAMED)
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_streams_give_the_batches_that_torchs_own_loader_gives(kind, num_workers):

@@ -211,6 +211,21 @@ def test_what_events_do_not_tell_of_a_device_is_unknown_until_a_window_shows_it(
     assert by_window.bound == "host"
 
 
+@pytest.mark.parametrize(("kernel_ns", "gaps_ns"), [(9 * MS, MS), (10 * MS, 0), (7 * MS, 0)])
+def test_pauses_between_kernels_are_launch_gaps_where_a_window_shows_nearly_all_of_a_step(tmp_path, kernel_ns, gaps_ns):
+    """By events the device is at work all the time; a step that shows much less than that stands for no other."""
+    made = RunMaker(ranks=1, steps=12, fetch_ns=0, transfer_ns=0, iter_ns=0, compute_ns=10 * MS, optimizer_ns=0).make()
+    made = replace(made, trace=concat([made.trace, rows_of_device(made, "device.work", 0, 10 * MS)]))
+    # The file goes on behind the step: its last row is no kernel, and no step more is seen.
+    spans = [("kernel", "gemm", 0, kernel_ns), ("user_annotation", "behind", 12 * MS, 5 * MS)]
+    ledger = Ledger.of(on_device(made, (write_window(made, tmp_path, 0, 0, 5, spans),)))
+
+    assert ledger.sub_ns.get("host.launch", 0) == 12 * gaps_ns
+    assert ledger.sub_ns["useful.compute"] == 12 * (10 * MS - gaps_ns)
+    assert ledger.kernels.num_steps == 1
+    assert ledger.kernels.ns == {"gemm": kernel_ns}
+
+
 def test_before_its_first_event_nobody_knows_what_a_device_does(tmp_path):
     made = RunMaker(ranks=1, steps=3, fetch_ns=0, transfer_ns=0, iter_ns=0, compute_ns=10 * MS, optimizer_ns=0).make()
     work = rows_of_device(made, "device.work", 0, 10 * MS)

@@ -103,6 +103,7 @@ MADE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remedy", REMEDIES)
 @pytest.mark.parametrize("name", MADE)
 def test_samplers_of_torch_give_the_same_batches_read_ahead(name, remedy):
@@ -207,6 +208,7 @@ def steered_dataset(first):
     return seen, torch.rand(1).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remedy", REMEDIES)
 @pytest.mark.parametrize("first", [0, 3, 8])
 def test_a_dataset_that_the_loop_changes_during_a_pass_is_read_as_it_is_now(first, remedy):

@@ -138,6 +138,7 @@ def test_a_job_that_is_stopped_while_it_saves_leaves_behind_a_later_step_and_goe
     assert (tmp_path / "final-0").read_text() == (tmp_path / "plain" / "final-0").read_text()
 
 
+@pytest.mark.slow
 def test_the_scripts_own_handler_runs_after_the_save(tmp_path):
     cls, stderr, _ = stopped(tmp_path, tmp_path / "run", 100_000, "own")
 
@@ -146,6 +147,7 @@ def test_the_scripts_own_handler_runs_after_the_save(tmp_path):
     assert int((tmp_path / "own-0").read_text()) == step + 1  # the update that found the save finished its step
 
 
+@pytest.mark.slow
 def test_a_script_that_never_saved_ends_at_once(tmp_path):
     cls, stderr, took_s = stopped(tmp_path, tmp_path / "run", 100_000, "never")
 

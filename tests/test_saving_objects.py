@@ -129,6 +129,7 @@ def test_a_checkpointer_says_what_is_wrong_with_its_bucket(root):
     checkpointer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the checkpoint agent:RuntimeWarning")
 def test_a_save_whose_agent_is_killed_during_the_upload_is_committed_by_another_agent(root, monkeypatch):
     monkeypatch.setenv("HEADWAY_CKPT_RATE_MB_S", "20")

@@ -55,6 +55,7 @@ def test_every_epoch_is_each_item_once_in_another_order(runtime):
     assert loader.workers_used == "server"
 
 
+@pytest.mark.slow
 def test_jobs_of_other_processes_share_the_reading_also_of_overlapping_subsets(runtime, tmp_path):
     """The datasets are of one script, so of `__main__`; a lambda and a local class are in them."""
     script = tmp_path / "job.py"

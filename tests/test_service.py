@@ -294,6 +294,7 @@ def test_batches_are_those_of_the_global_sequence(tail, num, batch_size, world_s
         assert [batch.number for batch in given] == list(range(len(expected)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_order_of_a_job_is_equally_likely_beside_a_faster_one(order):
     """Also in the shared order, where the slower job catches up."""

@@ -81,6 +81,7 @@ def _layouts_on_this_rank() -> list[tuple[str, list[tuple[str, object]], list[tu
     return answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 4])
 def test_in_every_layout_all_ranks_write_each_element_once_and_hold_what_they_write(world):
     ranks = on_ranks(_layouts_on_this_rank, world)

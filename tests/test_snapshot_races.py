@@ -345,6 +345,7 @@ def test_each_of_the_means_is_needed(monkeypatch, tmp_path, left_out):
     assert orders(range(60), monkeypatch, tmp_path, acts=acts)[2] > 0
 
 
+@pytest.mark.slow
 def test_who_writes_in_every_step_is_found_before_saves_rely_on_nobody_doing_so(monkeypatch, tmp_path):
     """As a script that clips weights does; no save is refused, so that it goes on."""
     counts = Counter()

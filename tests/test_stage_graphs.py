@@ -68,6 +68,7 @@ def test_equal_stages_idle_for_the_longest_path_less_one_microbatches(name, grap
     assert list(found.peak_activations) == [m if name == "gpipe" else min(m, depth) for depth in depths]
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @pytest.mark.parametrize("name", ON_GRAPHS)
 @given(data=st.data(), m=st.integers(1, 6), comm_ns=st.integers(0, 20))

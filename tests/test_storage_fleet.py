@@ -34,6 +34,7 @@ def fleets(draw):
     return [trickle, step]
 
 
+@pytest.mark.slow
 @settings(max_examples=3)
 @given(clusters=fleets(), seed=st.integers(0, 99))
 def test_each_rgroup_keeps_its_cap_nobody_is_under_protected_and_the_bound_is_not_beaten(clusters, seed):

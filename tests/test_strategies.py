@@ -122,6 +122,7 @@ def test_equal_seeds_give_equal_orders_and_others_other_ones(name):
     assert drained(made(name, overlapping(1), 7)) != drained(made(name, overlapping(1), 8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ORDERS)
 def test_every_order_of_a_job_is_equally_likely_beside_two_others(name):
     jobs = {"small": [0, 5], "job": [0, 1, 2, 3], "large": [1, 2, 4, 5, 6, 7]}

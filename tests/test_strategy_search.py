@@ -46,6 +46,7 @@ def test_published_costs_are_reproduced_exactly(kind):
         assert found == facts["cost_us"][kind]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "least_gain"), [("gpu", 0.11), ("cpu", 0.20)])
 def test_plans_found_cost_no_more_than_the_published_ones(kind, least_gain):
     gains = []

@@ -98,6 +98,7 @@ def test_batches_and_later_random_numbers_are_the_same(name, stop_after):
     assert isinstance(context.outcomes[-1], Applied)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loader", "reason"),
     [

@@ -277,6 +277,7 @@ def test_auto_takes_threads_where_they_are_safe_and_scale(dataset, options, used
 # Ends.
 
 
+@pytest.mark.slow
 def test_a_broken_off_loop_and_a_failed_one_leave_no_thread():
     gc.collect()
     before = threading.active_count()

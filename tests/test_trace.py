@@ -39,6 +39,7 @@ def test_a_selection_keeps_the_tables_and_the_chosen_rows(trace, seed):
     assert (chosen.names, chosen.lanes, chosen.meta) == (trace.names, trace.lanes, trace.meta)
 
 
+@pytest.mark.slow
 @given(trace=traces())
 def test_a_trace_equals_its_copy_and_nothing_else(trace):
     copy = trace.where(np.arange(len(trace)))

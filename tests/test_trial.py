@@ -98,6 +98,7 @@ def state():
     return COUNT[0], int(SHARED[0]), os.lseek(MOVED.fileno(), 0, os.SEEK_CUR), GENERATOR.get_state().tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", READINGS, ids=lambda read: read.__name__)
 def test_no_remedy_reads_a_dataset_here_and_each_reason_is_named(read):
     before = state()

@@ -219,6 +219,7 @@ def saved_and_killed(root: str, stop: int) -> list:
     return [[each.setting, each.losses, each.live] for each in tuner.history] + [job.bits(), tuner.num_steps]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [30, 61, 160])
 def test_a_search_that_is_killed_in_a_trial_goes_on_with_the_same_decisions(tmp_path, stop):
     with pytest.raises(RankFailedError, match="-9"):

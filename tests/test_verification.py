@@ -262,6 +262,7 @@ def test_a_torch_save_file_names_the_tensor_that_is_damaged(tmp_path):
         assert verify(path).status == "lost"
 
 
+@pytest.mark.slow
 def test_any_flip_in_a_torch_save_file_is_found(tmp_path):
     path = tmp_path / "model.pt"
     torch.save({"w": torch.arange(20.0), "none": torch.zeros(0, 2)}, path)

@@ -265,6 +265,7 @@ def test_a_stream_is_read_by_processes_and_refused_to_threads():
         DataLoader(Stream(), 2, **KINDS["threads"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["processes", "threads"])
 def test_datasets_and_lambdas_of_the_script_itself_work_and_the_interpreter_ends(kind, tmp_path):
     script = tmp_path / "train.py"

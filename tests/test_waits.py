@@ -167,6 +167,7 @@ def message(late_by: int) -> Trace:
     )
 
 
+@pytest.mark.slow
 @given(st.integers(0, 90))
 def test_a_receive_is_bubble_until_the_sender_arrives_and_comm_after_it(late_by):
     ledger = Ledger.of(message(late_by))

@@ -171,6 +171,7 @@ def test_windows_of_a_device_begin_light_and_take_the_host_in_where_it_fits(
         assert found == shapes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizers", [1, 2])
 def test_a_window_holds_three_steps_and_joins_the_clock_of_the_recording(optimizers, tmp_path):
     source = TRAIN.replace("OPTIMIZERS", str(optimizers)).replace("STEPS", "400")
@@ -206,6 +207,7 @@ def test_a_budget_of_nothing_opens_no_window(tmp_path):
     assert "window" not in rows(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_window_opens_at_the_step_that_was_asked_for_whatever_the_budget(tmp_path):
     source = TRAIN.replace("OPTIMIZERS", "2").replace("STEPS", "60")
     run_script(source, tmp_path, HEADWAY_WINDOWS="0.0000001", HEADWAY_WINDOW_AT="20")

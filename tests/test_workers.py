@@ -96,6 +96,7 @@ def test_an_epoch_that_ends_early_does_not_shift_the_next():
     assert tuned == plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "options", "stop_after"),
     [
@@ -304,6 +305,7 @@ def sampled_from_a_generator():
     return [next(iter(loader)).tolist() for _ in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script", [side_by_side, drawing_in_between, asked_for_in_vain, one_generator_for_two, sampled_from_a_generator]
 )
@@ -316,6 +318,7 @@ def test_scripts_that_draw_while_a_loader_starts_get_the_same_numbers(script):
         assert (script(), torch.rand(1).item()) == plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replacement", [False, True])
 def test_two_loaders_side_by_side_keep_their_workers_and_their_orders(replacement):
     """The iterator of the second one draws its seed between that of the first one and its first batch."""

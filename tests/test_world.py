@@ -96,6 +96,7 @@ def test_the_pages_of_results_are_current():
     assert (ROOT / "docs" / "results-tables.md").read_text() == tables_page()
 
 
+@pytest.mark.slow
 def test_finished_rows_are_the_caches_or_the_kept_ones_and_nothing_runs(tmp_path):
     kept = json.loads((BENCHMARKS / "results" / "world.json").read_text())
     name, other = list(kept["rows"])[:2]

@@ -59,8 +59,8 @@ def propose(ledger: Ledger, program: Program, setup: Setup) -> Iterator[Proposal
         reason = WINDOW if step is None else f"what {setup.device_type} reaches is not known: headway doctor --device"
         yield Refusal("compute.autocast", "compute", reason)
         return
-    for name, found in gains_of(step, ceilings, compute):
-        yield _from_kernels(name, found, program, step)
+    for name, effect in gains_of(step, ceilings, compute):
+        yield _from_kernels(name, effect, program, step)
     if len(compute.optimizers) == 1 and step.share("optimizer"):
         yield _from_kernels(NAME, _fused(step, ceilings, compute.optimizers[0]), program, step)
 
@@ -74,23 +74,23 @@ def _fused(step: StepKernels, ceilings: Ceilings, optimizer: OptimizerFacts) -> 
     return fused_update(step, ceilings, optimizer) or f"{optimizer.name} has no fused form that was measured"
 
 
-def _from_kernels(name: str, found: Scale | str, program: Program, step: StepKernels) -> Proposal | Refusal:
-    """Propose a remedy whose kernels take `found` times what they took: replayed with a device as much faster."""
-    if isinstance(found, str):
-        return Refusal(name, "compute", found)
-    edit = f"accelerator={1 / found.likely:.4g}x"
-    if 1 / found.likely < MIN_SPEEDUP:
-        won = format_fraction(max(0.0, 1 - found.fast))
+def _from_kernels(name: str, effect: Scale | str, program: Program, step: StepKernels) -> Proposal | Refusal:
+    """Propose a remedy whose kernels take `effect` times what they took: replayed with a device as much faster."""
+    if isinstance(effect, str):
+        return Refusal(name, "compute", effect)
+    edit = f"accelerator={1 / effect.likely:.4g}x"
+    if 1 / effect.likely < MIN_SPEEDUP:
+        won = format_fraction(max(0.0, 1 - effect.fast))
         return Refusal(name, "compute", f"it wins at most {won} of the kernels' time: too little to pay for a change")
     mid = program.predict([edit])
-    low, high = (program.predict([f"accelerator={1 / factor:.4g}x"]) for factor in (found.slow, found.fast))
+    low, high = (program.predict([f"accelerator={1 / factor:.4g}x"]) for factor in (effect.slow, effect.fast))
     record = RECORD[name]
     return Proposal(
         name=name, room="compute", edits=(edit,), predicted_speedup=mid.speedup,
         interval=(min(low.interval[0], mid.interval[0]), max(high.interval[1], mid.interval[1])),
         applies=True, risk=record.changes, allow=record.allow,
-        conflicts=tuple(other for other in RECORD if other != name),
-        reason=f"its kernels would take {found.likely:.2f} ({found.fast:.2f} to {found.slow:.2f}) of "
+        conflicts=tuple(rival for rival in RECORD if rival != name),
+        reason=f"its kernels would take {effect.likely:.2f} ({effect.fast:.2f} to {effect.slow:.2f}) of "
         f"{1000 * step.total_s:.3g} ms a step; what several of them win together: headway try. {mid.note}".strip(),
     )  # fmt: skip
 

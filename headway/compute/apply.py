@@ -17,6 +17,7 @@ were; a script that sets them itself later has the last word. Reading or setting
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
@@ -79,10 +80,10 @@ class _FusedForm:
                 original(*lists, **options)
                 return
             self.facts["updates"] += 1
-            place = STEP_LISTS.get(original.__name__)
-            if device_type == "cuda" and place is not None:
+            index = STEP_LISTS.get(original.__name__)
+            if device_type == "cuda" and index is not None:
                 counts = self._counts.setdefault(id(lists[0][0]), _DeviceCounts())
-                lists = (*lists[:place], counts.of(lists[place], lists[0]), *lists[place + 1 :])
+                lists = (*lists[:index], counts.of(lists[index], lists[0]), *lists[index + 1 :])
             original(*lists, **{**options, "fused": True, "foreach": False})
 
         return update
@@ -116,16 +117,16 @@ class _DeviceCounts:
 
     def of(self, counts: Tensors, parameters: Tensors) -> Tensors:
         """Return the counts for a fused update, which adds one to them, and add one to the host's `counts`."""
-        held = [count for count in counts if count is not None]
-        if not held or any(count.device.type != "cpu" for count in held) or len(held) != len(counts):
+        on_host = [count for count in counts if count is not None]
+        if not on_host or any(count.device.type != "cpu" for count in on_host) or len(on_host) != len(counts):
             return counts
-        same = len(held) == len(self._of) and all(one is other for one, other in zip(held, self._of, strict=True))
-        if not same or [count._version for count in held] != self._versions:
+        same = len(on_host) == len(self._of) and all(map(operator.is_, on_host, self._of))
+        if not same or [count._version for count in on_host] != self._versions:
             devices = [parameter.device for parameter in parameters if parameter is not None]
-            self._on_device = [count.to(device, copy=True) for count, device in zip(held, devices, strict=True)]
-            self._of = held
-        torch._foreach_add_(held, 1)
-        self._versions = [count._version for count in held]
+            self._on_device = [count.to(device, copy=True) for count, device in zip(on_host, devices, strict=True)]
+            self._of = on_host
+        torch._foreach_add_(on_host, 1)
+        self._versions = [count._version for count in on_host]
         return self._on_device
 
 

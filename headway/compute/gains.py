@@ -46,8 +46,11 @@ class Scale(NamedTuple):
 
     def of(self, ratio: float) -> Scale:
         """Return the factor of a class whose units become faster by 1 / `ratio`, capped: no kernel becomes slower."""
-        return Scale(*(min(1.0, ratio * part) for part in self))
+        return Scale(*(min(1.0, ratio * factor) for factor in self))
 
+
+LEAST = 0.05
+"""Share of a step below which no edit is believed to bring it."""
 
 ON_FASTER_UNITS = Scale(1.1, 1.9, 3.0)
 """1 / efficiency that is left on units several times as fast."""
@@ -89,13 +92,15 @@ def step_kernels(kernels: KernelTimes) -> StepKernels | None:
     seconds, count = dict[str, float](), dict[str, int]()
     tf32_s = products_s = unaligned_s = 0.0
     for name, ns in kernels.ns.items():
-        kind, mean_s = classify(name), ns / kernels.num_steps / NS_PER_S
-        seconds[kind] = seconds.get(kind, 0.0) + mean_s
-        count[kind] = count.get(kind, 0) + kernels.count.get(name, 0)
-        if kind in ("matrix", "float32 matrix", "convolution"):
+        class_name, mean_s = classify(name), ns / kernels.num_steps / NS_PER_S
+        seconds[class_name] = seconds.get(class_name, 0.0) + mean_s
+        count[class_name] = count.get(class_name, 0) + kernels.count.get(name, 0)
+        if class_name in ("matrix", "float32 matrix", "convolution"):
             products_s += mean_s
             tf32_s += mean_s if TF32.search(name.lower()) else 0.0
-        if kind == "matrix" and ("align1>" in name or "align2>" in name or "align1_" in name or "align2_" in name):
+        if class_name == "matrix" and (
+            "align1>" in name or "align2>" in name or "align1_" in name or "align2_" in name
+        ):
             unaligned_s += mean_s
     ordered = dict(sorted(seconds.items(), key=lambda item: -item[1]))
     return StepKernels(
@@ -108,8 +113,8 @@ def behind(step: StepKernels, scales: Mapping[str, Scale], extra_s: float = 0.0)
     """Return the device's time behind an edit / before it; `extra_s` comes on top, half of it where all goes well."""
     parts = []
     for index, more in enumerate((0.5, 1.0, 2.0)):
-        rest = sum(value * (scales[name][index] if name in scales else 1.0) for name, value in step.seconds.items())
-        parts.append((rest + more * extra_s) / step.total_s)
+        seconds = sum(value * (scales[name][index] if name in scales else 1.0) for name, value in step.seconds.items())
+        parts.append(max((seconds + more * extra_s) / step.total_s, LEAST))
     return Scale(*parts)
 
 

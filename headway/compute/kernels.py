@@ -33,28 +33,32 @@ RULES: tuple[tuple[str, str], ...] = (
     ("communication", r"nccl|rccl|oneccl|multimem_|symm_?mem|(one|two)_shot_all_reduce|nvshmem|mscclpp|"
                       r"all_?(reduce|gather|to_?all)_kernel|reduce_?scatter_kernel"),
     ("copy", r"^\[?mem(cpy|set)|\bmem(cpy|set)(32|async|post)?\b|copybuffer|fillbuffer|__amd_rocclr_(copy|fill)|"
-             r"cat_?array_?batched_?copy|triton_poi_fused_cat_\d|recat_copy"),
+             r"cat_?array_?batched_?copy|roll_cuda|flip_kernel|triton_poi_fused_cat_\d|recat_copy"),
     ("optimizer", r"multi_?tensor_?apply|fused_?(adam|sgd|lamb|adagrad)|adamw?_?(kernel|math|update)|amp_non_finite|"
-                  r"amp_update_scale|lpnormfunctor|_foreach_"),
-    ("attention", r"flash|fmha|\bmha_|_mha|attention|attn|cutlass[fb]_|sdpa|paged_kv|mla_"),
+                  r"amp_update_scale|lpnorm|_foreach_"),
+    ("attention", r"flash|fmha|\bmha_|_mha|attention|attn|cutlass[fb]_|sdpa|paged_kv|mla_|compute_dot_do_o|"
+                  r"convert_dq_"),
+    ("matrix", r"rnn_blockpersist"),
+    ("elementwise", r"elementwise_[bf]p|elemwise_?rnn|persistrnn_addbias"),
     ("convolution", r"conv(?!ert)|implicit_?gemm|dgrad|wgrad|fprop|winograd|fft2d|[sh]cudnn_|cask_cudnn|igemm|"
                     r"depthwise|xdlops_(fwd|bwd|wrw)|cudnn_(infer|train)_\w+_(scudnn|hcudnn|int8)"),
+    ("reduction", r"triton_(red|per|spl)_(?!.*(norm|softmax|welford|loss|entropy))"),
     ("layout", r"nchw\w*to\w*nhwc|nhwc\w*to\w*nchw|nchwaddpadding|nhwcaddpadding|permute|transpose(?!params)|im2col|"
-               r"col2im|batched_?transpose"),
+               r"col2im|batched_?transpose|tensortransform|flip_filter"),
     ("cast", r"direct_copy|(?<!index_)copy_kernel|_to_copy_\d|float_?to_?|bfloat16_copy|cast_kernel|convert|"
              r"quantize|hfp8"),
     ("normalisation", r"(layer|batch|group|instance|rms)_?norm|rowwisemoments|bn_(fw|bw)|softmax|welford|"
-                      r"computefusedparams|gamma_?beta|local_response_norm|lrn_|nll_loss|cross_entropy"),
+                      r"compute(backward)?(fused)?(params|internalgradients)|gamma_?beta|local_response_norm|lrn_|nll_loss|cross_entropy"),
     ("reduction", r"embedding|triton_(red|per|spl)_|\breduce_kernel|cub::|rocprim|thrust|radix|topk|sort|scan_|cumsum|"
-                  r"histogram|pool|index(_|select|put|add|func)|gather|scatter|nonzero|masked_select|bincount|argm(ax|in)|"
-                  r"norm_?reduce|_segments|segment_(reduce|sum)|_sum_kernel|sum_functor"),
+                  r"histogram|pool|index(_|ing_|select|put|add|func)|gather|scatter|nonzero|masked_select|bincount|argm(ax|in)|"
+                  r"norm_?reduce|_segments|partial_segment|partials_per_segment|write_indices|segment_(reduce|sum)|_sum_kernel|sum_functor"),
     ("float32 matrix", r"sgemm|ffma|simt_(s|f32|d)|(gemm|cutlass)\w*_simt|sgemv|gemv\w*.*<.*\bfloat, float, float|"
                        r"gemmk1_kernel<float|splitk\w*kernel<.*\bfloat, float, float|cijk_.*_sb_(?!.*(xf32|mi\d))"),
     ("matrix", r"(?<!fb)gemm(?!_gpu)|gemv|cutlass|xmma|wgmma|nvjet|cijk_|s16816|s1688|s884|h884|cublas|hipblas|splitk|"
                r"triton_(mm|bmm|tem)|dot_kernel|matmul"),
     ("reduction", r"reduce|mean_kernel|accumulate|offsets_range|_sum"),
     ("elementwise", r"elementwise|vectorized|unrolled|triton_poi|fill_?(functor|kernel)|distribution|dropout|philox|"
-                    r"clamp|gelu|relu|silu|sigmoid|tanh|(add|mul|where)_kernel|arange|tri[lu]_|bernoulli|glu_kernel|"
+                    r"clamp|gelu|relu|silu|sigmoid|tanh|(add|mul|where)_kernel|arange|tri[lu]_|bernoulli|glu_(backward_)?kernel|"
                     r"rotary|rope_|op_?tensor|scalepackedtensor|activation"),
 )  # fmt: skip
 """Class and the names that are of it: the first one that holds. Adding a library is adding to a line."""

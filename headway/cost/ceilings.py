@@ -54,12 +54,12 @@ def measured() -> dict[str, Ceilings]:
         return {}
 
 
-def keep(device_name: str, found: Ceilings) -> Path:
+def keep(device_name: str, rates: Ceilings) -> Path:
     """Keep what was measured of a device; returns the file."""
     path = path_of_measured()
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as draft:
-        draft.write_bytes(msgspec.json.encode({**measured(), device_name: found}))
+        draft.write_bytes(msgspec.json.encode({**measured(), device_name: rates}))
     return path
 
 

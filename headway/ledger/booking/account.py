@@ -106,10 +106,10 @@ class KernelTimes:
     num_steps: int = 0
     """Steps, each of one device."""
 
-    def __add__(self, other: KernelTimes) -> KernelTimes:
+    def __add__(self, more: KernelTimes) -> KernelTimes:
         """Return what both showed."""
-        ns, count = (dict(Counter(getattr(self, name)) + Counter(getattr(other, name))) for name in ("ns", "count"))
-        return KernelTimes(ns, count, self.num_steps + other.num_steps)
+        ns, count = (dict(Counter(getattr(self, name)) + Counter(getattr(more, name))) for name in ("ns", "count"))
+        return KernelTimes(ns, count, self.num_steps + more.num_steps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -279,13 +279,13 @@ def rates() -> Finding:
     """What the device reaches: measured, and kept for the predictions of what precision and fused kernels would win."""
     from headway.runtime.in_rank.device_rates import measure
 
-    one = started()
-    if one.kind != "cuda":
-        raise NotAskedError(f"the products of {one.kind} are not measured")
-    found = measure(one)
-    path = keep(one.name, found)
-    products = ", ".join(f"{name} {rate / 1e12:.0f}" for name, rate in found.flops_per_s.items())
-    value = f"{products} TFLOP/s; a copy inside the device {found.bytes_per_s / 1e12:.2f} TB/s; kept in {path}"
+    device_here = started()
+    if device_here.kind != "cuda":
+        raise NotAskedError(f"the products of {device_here.kind} are not measured")
+    ceilings = measure(device_here)
+    path = keep(device_here.name, ceilings)
+    products = ", ".join(f"{name} {rate / 1e12:.0f}" for name, rate in ceilings.flops_per_s.items())
+    value = f"{products} TFLOP/s; a copy inside the device {ceilings.bytes_per_s / 1e12:.2f} TB/s; kept in {path}"
     return Finding("rates of the device", value, None, True)
 
 

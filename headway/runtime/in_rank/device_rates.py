@@ -11,10 +11,13 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from headway.cost.ceilings import Ceilings
 from headway.runtime.host.device import Device, module_of
+
+if TYPE_CHECKING:
+    import torch
 
 SIDE = 8192
 """Rows and columns of the matrices: large enough that every device is filled."""
@@ -26,22 +29,22 @@ def measure(device: Device) -> Ceilings:
     """Return the rates of a device; the flags of torch are put back as they were."""
     import torch
 
-    place = torch.device(device.kind, device.index)
-    free = device.free_memory()
-    side = SIDE if free is None or free[0] > 3 * 4 * SIDE * SIDE + (1 << 30) else SIDE // 4
+    on = torch.device(device.kind, device.index)
+    memory = device.free_memory()
+    side = SIDE if memory is None or memory[0] > 3 * 4 * SIDE * SIDE + (1 << 30) else SIDE // 4
     before = torch.get_float32_matmul_precision()
     rates = dict[str, float]()
     try:
         for name, dtype, precision in _dtypes():
             torch.set_float32_matmul_precision(precision)
-            left, right = (torch.randn(side, side, device=place, dtype=dtype) for _ in range(2))
-            rates[name] = 2 * side**3 / _seconds(device, functools.partial(torch.mm, left, right))
+            first, second = (torch.randn(side, side, device=on, dtype=dtype) for _ in range(2))
+            rates[name] = 2 * side**3 / _seconds(device, functools.partial(torch.mm, first, second))
     finally:
         torch.set_float32_matmul_precision(before)
-    source = torch.ones(side * side * 2, device=place)
+    source = torch.ones(side * side * 2, device=on)
     target = torch.empty_like(source)
     copy_s = _seconds(device, lambda: target.copy_(source))
-    small, module = torch.zeros(8, device=place), module_of(device.kind)
+    small, module = torch.zeros(8, device=on), module_of(device.kind)
     module.synchronize()
     begin = time.perf_counter()
     for _ in range(NUM_LAUNCHES):
@@ -51,7 +54,7 @@ def measure(device: Device) -> Ceilings:
     return Ceilings(flops_per_s=rates, bytes_per_s=2 * source.nbytes / copy_s, launch_s=launch_s, is_measured=True)
 
 
-def _dtypes() -> list[tuple[str, Any, str]]:
+def _dtypes() -> list[tuple[str, torch.dtype, str]]:
     """Return the name of each rate, the dtype of its operands, and torch's precision for float32."""
     import torch
 

@@ -137,12 +137,12 @@ def _screen(tries: Tries, rows: list[TryRow], best: TryRow | None, plan: Path, s
     add_row(table, "what", *["predicted"] * foretold, "gain", "between", "loss", style="dim")
     for row in rows:
         what = " + ".join(name.removeprefix("compute.") for name in row.remedies)
-        said = [f"{row.predicted[1]:.2f}x" if row.predicted else ""] * foretold
+        expected = [f"{row.predicted[1]:.2f}x" if row.predicted else ""] * foretold
         if row.measured is None:
-            add_row(table, what, *said, "-", "", row.refused or "its steps were too few")
+            add_row(table, what, *expected, "-", "", row.refused or "its steps were too few")
             continue
         low, mid, high = row.measured
-        add_row(table, what, *said, f"{mid:.2f}x", f"{low:.2f} to {high:.2f}", _loss(row))
+        add_row(table, what, *expected, f"{mid:.2f}x", f"{low:.2f} to {high:.2f}", _loss(row))
     lines = []
     if best and best.measured:
         needs = ", ".join(dict.fromkeys(CANDIDATES[name] for name in best.remedies if CANDIDATES[name]))
