@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import importlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,11 +41,11 @@ def count_flops(model: torch.nn.Module, *inputs: object) -> int:
     parameters, inputs) costs no backward. Raises `InputError` where the model cannot run by shapes alone.
     """
     try:
-        return _counted(*_on_meta(model, inputs))
+        return counted(*_on_meta(model, inputs), {})
     except Exception as cause:
         first = f"{type(cause).__name__}: {cause}".splitlines()[0]
     try:
-        return _counted(copy.deepcopy(model).cpu(), tuple(tree_map(_on_cpu, value) for value in inputs))
+        return counted(copy.deepcopy(model).cpu(), tuple(tree_map(_on_cpu, value) for value in inputs), {})
     except Exception as cause:
         raise InputError(
             f"the operations of {type(model).__name__} cannot be counted: {first}; on the CPU {type(cause).__name__}: "
@@ -53,17 +53,73 @@ def count_flops(model: torch.nn.Module, *inputs: object) -> int:
         ) from None
 
 
-def _counted(model: torch.nn.Module, inputs: tuple[object, ...]) -> int:
+def counted(model: torch.nn.Module, inputs: tuple[object, ...], named: Mapping[str, object]) -> int:
+    """Return the operations of one forward and backward of a model that nobody else uses, on these arguments."""
     recurrent: list[int] = []
     counter: Any = FlopCounterMode(
         display=False, custom_mapping={torch.ops.aten.convolution_backward: _convolution_backward}
     )
     with _watched(model, recurrent), counter, torch.enable_grad():
-        results, _ = tree_flatten(_plain(model(*inputs)))
-        sums = [value.sum() for value in results if isinstance(value, torch.Tensor) and value.requires_grad]
-        if sums:
-            torch.stack(sums).sum().backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+        results, _ = tree_flatten(_plain(model(*inputs, **named)))
+        _differentiate([value for value in results if isinstance(value, torch.Tensor) and value.requires_grad])
     return int(counter.get_total_flops()) + sum(recurrent)
+
+
+def _differentiate(results: list[torch.Tensor]) -> None:
+    """Call every function of the graph behind the results once, with gradients that have the right shapes.
+
+    Torch's engine would compute values as well, and its threads belong to one process: in a child that was forked
+    beside a device it refuses to work, or starts a thread for each device.
+
+        y = f(a, b)     f's gradient needs y's;  a's and b's functions follow once all that use them have been called
+    """
+    given: dict[Any, set[int]] = {}  # function -> those of its results that have a gradient
+    uses: dict[Any, int] = {}  # function -> functions still to be called whose gradient it waits for
+    for value in results:
+        if value.grad_fn is not None:
+            given.setdefault(value.grad_fn, set()).add(value.output_nr)
+    pending = list(given)
+    visited = set(pending)
+    while pending:
+        for follower, _ in pending.pop().next_functions:
+            if follower is not None:
+                uses[follower] = uses.get(follower, 0) + 1
+                if follower not in visited:
+                    visited.add(follower)
+                    pending.append(follower)
+    ready = [function for function in given if not uses.get(function)]
+    with torch.no_grad():
+        while ready:
+            function = ready.pop()
+            reached = _gradients(function, given.pop(function, set()))
+            for (follower, place), is_reached in zip(function.next_functions, reached, strict=True):
+                if follower is None:
+                    continue
+                if is_reached:
+                    given.setdefault(follower, set()).add(place)
+                uses[follower] -= 1
+                if not uses[follower]:
+                    ready.append(follower)
+
+
+def _gradients(function: Any, places: set[int]) -> list[bool]:
+    """Call a function of the graph; return which of the functions that follow get a gradient by it.
+
+    `places` are those of its results that have one.
+    """
+    followers = function.next_functions
+    if not places or not followers:  # nothing reaches it, or it is a parameter
+        return [False] * len(followers)
+    blanks = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in function._input_metadata]
+    written = getattr(function, "_forward_cls", None) is not None  # by the script: it knows no missing gradients
+    gradients = [blank if written or place in places else None for place, blank in enumerate(blanks)]
+    found = function.apply(*gradients) if written else function(*gradients)
+    found = found if isinstance(found, tuple) else (found,)
+    if written:  # it answers for what is no tensor, too
+        found = tuple(each for each, wanted in zip(found, function.needs_input_grad, strict=False) if wanted)
+        answers = iter(found)
+        return [follower is not None and next(answers, None) is not None for follower, _ in followers]
+    return [each is not None for each in found]
 
 
 def _convolution_backward(
@@ -90,18 +146,25 @@ def _watched(model: torch.nn.Module, recurrent: list[int]) -> Iterator[None]:
             if type(layer) is layer_class:  # the model is a copy: nobody else calls it
                 object.__setattr__(layer, "forward", _stand_in(layer, gates, recurrent))
     module: Any = importlib.import_module("torch.utils.checkpoint")
-    checkpointed = module.checkpoint
-    module.checkpoint = _called  # a forward that is computed again is counted once
+    before = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
+    # A forward that is computed again is counted once, by whatever name the script calls `checkpoint`.
+    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = _Straight, _nothing_saved
     try:
         yield
     finally:
-        module.checkpoint = checkpointed
+        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = before
 
 
-def _called(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    for option in ("use_reentrant", "context_fn", "determinism_check", "debug", "preserve_rng_state", "early_stop"):
-        named.pop(option, None)
-    return function(*arguments, **named)
+class _Straight:
+    """Stands for torch's reentrant recomputation: calls the function, and remembers nothing."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], _preserve: bool, *arguments: Any) -> Any:
+        return function(*arguments)
+
+
+def _nothing_saved(*_: Any, **__: Any) -> Iterator[None]:
+    yield
 
 
 def _stand_in(layer: Any, gates: int, recurrent: list[int]) -> Callable[..., Any]:
