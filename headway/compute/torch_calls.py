@@ -141,7 +141,9 @@ def _call_plainly(casts: list[str]) -> None:
         torch.compiler.set_stance("force_eager")
     autocast: Any = torch.autocast
 
-    def begin(_: object, device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, **__: object) -> None:
+    def begin(
+        _: object, device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, **__: object
+    ) -> None:
         if enabled:
             casts.append(str(dtype or torch.get_autocast_dtype(device_type)).rpartition(".")[2])
 

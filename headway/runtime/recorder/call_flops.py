@@ -1,8 +1,8 @@
 """Has the operations of a model's call counted while the script trains: by a forked child, at the cost of the fork.
 
 Which function counts is not known here: HEADWAY_REMEDIES names it under `NAME`, as it does for the loaders'
-rehearsals (`rereading.begin`), and the child lives as theirs do. What it finds stands in RUN/flops/r<rank>-m<model>.json,
-whose lock it holds until then.
+rehearsals (`rereading.begin`), and the child lives as theirs do. What it finds stands in
+RUN/flops/r<rank>-m<model>.json, whose lock it holds until then.
 
     rank       model(x) --fork--> backward, update, steps ...
     child               `-- empties the model, counts ------ writes, ends (lock released)
