@@ -83,11 +83,12 @@ def in_autocast(x: torch.Tensor) -> torch.Tensor:
 
 COST = linear(8, 64, 32, first=True) + linear(8, 32, 16)
 
+HELD = torch.ones(32)
 BETWEEN = {
     "nothing": lambda x: x,
     "an autograd function of the script's own": lambda x: Doubled.apply(x, 2),
     "a tensor made on a device": lambda x: x + torch.arange(32, device="cuda:0", dtype=torch.bfloat16),
-    "a tensor that the model does not own": lambda x, held=torch.ones(32): x * held,
+    "a tensor that the model does not own": lambda x: x * HELD,
     "a move and a cast": lambda x: x.to("cuda", torch.float16).cuda().half().to(torch.device("cuda", 0)).float(),
     "recomputation": lambda x: checkpoint(torch.relu, x, use_reentrant=False),
     "reentrant recomputation": lambda x: checkpoint(torch.relu, x, use_reentrant=True),
@@ -167,7 +168,7 @@ AUTOCAST = {"name": "compute.autocast", "applied": True, "facts": {"dtype": "bfl
 )
 def test_the_peak_is_that_of_the_dtype_in_use(call, facts, device, dtype):
     applied = facts.pop("applied", [])
-    run = RunFacts.of({"applied": applied, "compute": {key: value for key, value in facts.items()}})
+    run = RunFacts.of({"applied": applied, "compute": dict(facts)})
 
     assert run.compute == ComputeFacts(**facts)
     assert dtype_in_use(CallFlops(**call), run, device) == dtype

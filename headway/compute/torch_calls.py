@@ -36,8 +36,12 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 LONGEST_REASON = 200
 """Letters."""
 
+Function = Callable[..., object]
+Args = tuple[object, ...]
+Kwargs = dict[str, object] | None
 
-def count_call(module: torch.nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> dict[str, object]:
+
+def count_call(module: torch.nn.Module, args: Args, kwargs: Mapping[str, object]) -> dict[str, object]:
     """Return {'flops', 'reason', 'autocast'} of one forward and backward; for a process that ends behind it.
 
     `flops` is None where they cannot be counted, and `reason` says why. `autocast` is the dtype that the forward
@@ -52,33 +56,30 @@ def count_call(module: torch.nn.Module, args: tuple[object, ...], kwargs: Mappin
             blanks.empty(model)
             args, kwargs = tree_map(blanks.of, (args, dict(kwargs)))
             _call_plainly(casts)
-            with META, FollowsMeta(blanks), OffDevices():  # type: ignore[no-untyped-call]  # torch's
+            with META, FollowsMeta(blanks), OffDevices():  # type: ignore[no-untyped-call]  # torch says no types
                 flops = counted(model, args, kwargs)
     except Exception as cause:
         flops, reason = None, f"{type(cause).__name__}: {cause}".splitlines()[0][:LONGEST_REASON]
     return {"flops": flops, "reason": reason, "autocast": casts[0] if casts else None}
 
 
-def _unwrapped(module: Any) -> Any:
+def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     """Return the model inside torch.compile's wrapper and DistributedDataParallel."""
-    while True:
-        if hasattr(module, "_orig_mod"):
-            module = module._orig_mod
-        elif type(module).__name__ == "DistributedDataParallel":
-            module = module.module
-        else:
-            return module
+    inner = getattr(module, "_orig_mod", None)
+    if type(module).__name__ == "DistributedDataParallel":
+        inner = module.module
+    return _unwrapped(inner) if isinstance(inner, torch.nn.Module) else module
 
 
 def _objection(model: torch.nn.Module) -> str:
     """Return why shapes do not tell what this process computes; '' where they do."""
     name = type(model).__name__
-    if any(type(part).__name__ in ("DataParallel", "FullyShardedDataParallel") for part in model.modules()):
+    if any(type(child).__name__ in ("DataParallel", "FullyShardedDataParallel") for child in model.modules()):
         return f"{name} holds parts of parameters, or shares its work with other devices (DataParallel, FSDP1)"
-    if any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
+    if any(isinstance(child, torch.jit.ScriptModule) for child in model.modules()):
         return f"{name} is TorchScript"
     meshes = [mesh for value in model.parameters() if (mesh := getattr(value, "device_mesh", None)) is not None]
-    gathers = any("FSDPModule" in (base.__name__ for base in type(part).__mro__) for part in model.modules())
+    gathers = any("FSDPModule" in (base.__name__ for base in type(child).__mro__) for child in model.modules())
     if meshes and not (gathers and all(mesh.ndim == 1 for mesh in meshes)):
         return f"the parameters of {name} are split over ranks"
     devices = sorted({str(value.device) for value in model.parameters()})
@@ -93,7 +94,7 @@ class Blanks:
         self._kept: list[object] = []  # what is freed would be freed on its device
 
     def of(self, value: object) -> object:
-        """Return the blank of a tensor, in float32 where it is a floating-point one; other values as they are."""
+        """Return the blank of a tensor, in float32 where it has floating-point numbers; other values as they are."""
         if not isinstance(value, torch.Tensor) or value.device.type == "meta":
             return value
         if id(value) not in self._of:
@@ -110,20 +111,17 @@ class Blanks:
 
     def empty(self, model: torch.nn.Module) -> None:
         """Put blanks in the place of all tensors of a model; take compilers and hooks of wrappers out of it."""
-        for part in model.modules():
-            self._kept.append(dict(vars(part)))
-            tables: tuple[dict[str, Any], ...] = part._parameters, part._buffers
-            for table in tables:
-                table.update({name: self.of(value) for name, value in table.items()})
-            for name, child in part._modules.items():
-                part._modules[name] = getattr(child, "_orig_mod", child)
-            for hooks in (vars(part).get(name, {}) for name in HOOKS):
+        for child in model.modules():
+            self._kept.append(dict(vars(child)))
+            for name, inner in child._modules.items():
+                child._modules[name] = getattr(inner, "_orig_mod", inner)
+            for hooks in (vars(child).get(name, {}) for name in HOOKS):
                 for key in [key for key, hook in hooks.items() if _is_wrappers(hook)]:
                     del hooks[key]
-            vars(part).pop("_compiled_call_impl", None)
-            for name, value in list(vars(part).items()):
+            vars(child).pop("_compiled_call_impl", None)
+            for name, value in list(vars(child).items()):  # parameters and buffers are two dicts among them
                 if isinstance(value, (torch.Tensor, list, tuple, dict)) and name not in ("_modules", *HOOKS):
-                    vars(part)[name] = value if name in ("_parameters", "_buffers") else tree_map(self.of, value)
+                    vars(child)[name] = tree_map(self.of, value)
 
 
 def _is_wrappers(hook: Callable[..., object]) -> bool:
@@ -159,13 +157,13 @@ class FollowsMeta(TorchFunctionMode):
         super().__init__()
         self._blanks = blanks
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Function, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         """Call `func` of torch with other devices and dtypes."""
         name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
         if name in MOVES:
             return args[0]
         if name in CASTS:
-            return args[0].float()
+            func = torch.Tensor.float
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         if len({value.device for value in tensors} - {META}) and any(value.device.type != "cpu" for value in tensors):
             args, kwargs = tree_map(self._blanks.of, (args, kwargs))
@@ -186,13 +184,14 @@ def _followed(value: object) -> object:
     return _widened(value) if isinstance(value, torch.dtype) else value
 
 
-class OffDevices(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+class OffDevices(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch says no types
     """No operator reaches a device: one that would is an error."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Function, types: object, args: Args = (), kwargs: Kwargs = None) -> object:
         """Call an operator on meta, or on the host."""
         for value in tree_leaves((args, kwargs)):
-            device = value if isinstance(value, torch.device) else getattr(value, "device", META)
+            device = value if isinstance(value, torch.device) else META
+            device = value.device if isinstance(value, torch.Tensor) else device
             if device.type not in ("meta", "cpu") or "pin_memory" in str(func):
                 raise RuntimeError(f"{func} would be called on {device}")
         return func(*args, **(kwargs or {}))

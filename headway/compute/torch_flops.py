@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import FlopCounterMode
@@ -73,8 +74,8 @@ def _differentiate(results: list[torch.Tensor]) -> None:
 
         y = f(a, b)     f's gradient needs y's;  a's and b's functions follow once all that use them have been called
     """
-    given: dict[Any, set[int]] = {}  # function -> those of its results that have a gradient
-    uses: dict[Any, int] = {}  # function -> functions still to be called whose gradient it waits for
+    given: dict[Node, set[int]] = {}  # function -> indices of its outputs that have a gradient
+    uses: dict[Node, int] = {}  # function -> functions still to be called whose gradient it waits for
     for value in results:
         if value.grad_fn is not None:
             given.setdefault(value.grad_fn, set()).add(value.output_nr)
@@ -91,35 +92,35 @@ def _differentiate(results: list[torch.Tensor]) -> None:
     with torch.no_grad():
         while ready:
             function = ready.pop()
-            reached = _gradients(function, given.pop(function, set()))
-            for (follower, place), is_reached in zip(function.next_functions, reached, strict=True):
+            reached = _call(function, given.pop(function, set()))
+            for (follower, output), is_reached in zip(function.next_functions, reached, strict=True):
                 if follower is None:
                     continue
                 if is_reached:
-                    given.setdefault(follower, set()).add(place)
+                    given.setdefault(follower, set()).add(output)
                 uses[follower] -= 1
                 if not uses[follower]:
                     ready.append(follower)
 
 
-def _gradients(function: Any, places: set[int]) -> list[bool]:
+def _call(function: Node, outputs: set[int]) -> list[bool]:
     """Call a function of the graph; return which of the functions that follow get a gradient by it.
 
-    `places` are those of its results that have one.
+    `outputs` are those of its outputs that have one.
     """
     followers = function.next_functions
-    if not places or not followers:  # nothing reaches it, or it is a parameter
+    if not outputs or not followers:  # nothing reaches it, or it is a parameter
         return [False] * len(followers)
-    blanks = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in function._input_metadata]
-    written = getattr(function, "_forward_cls", None) is not None  # by the script: it knows no missing gradients
-    gradients = [blank if written or place in places else None for place, blank in enumerate(blanks)]
-    found = function.apply(*gradients) if written else function(*gradients)
-    found = found if isinstance(found, tuple) else (found,)
-    if written:  # it answers for what is no tensor, too
-        found = tuple(each for each, wanted in zip(found, function.needs_input_grad, strict=False) if wanted)
-        answers = iter(found)
-        return [follower is not None and next(answers, None) is not None for follower, _ in followers]
-    return [each is not None for each in found]
+    called: Any = function
+    blanks = [torch.empty(row.shape, dtype=row.dtype, device=row.device) for row in called._input_metadata]
+    if getattr(function, "_forward_cls", None) is None:
+        gradients = called(*(blank if index in outputs else None for index, blank in enumerate(blanks)))
+        return [gradient is not None for gradient in (gradients if isinstance(gradients, tuple) else (gradients,))]
+    # A function of the script's own knows no missing gradients, and answers for inputs that are no tensors, too.
+    gradients = called.apply(*blanks)
+    gradients = gradients if isinstance(gradients, tuple) else (gradients,)
+    of_inputs = (value for value, needed in zip(gradients, called.needs_input_grad, strict=False) if needed)
+    return [follower is not None and next(of_inputs, None) is not None for follower, _ in followers]
 
 
 def _convolution_backward(
@@ -159,11 +160,11 @@ class _Straight:
     """Stands for torch's reentrant recomputation: calls the function, and remembers nothing."""
 
     @staticmethod
-    def apply(function: Callable[..., Any], _preserve: bool, *arguments: Any) -> Any:
+    def apply(function: Callable[..., object], _preserve: bool, *arguments: object) -> object:
         return function(*arguments)
 
 
-def _nothing_saved(*_: Any, **__: Any) -> Iterator[None]:
+def _nothing_saved(*_: object, **__: object) -> Iterator[None]:
     yield
 
 

@@ -115,8 +115,8 @@ def operation_lines(why: Why) -> list[str]:
         return [f"Operations by shapes: {done}; no peak of {clean(row.dtype)} is listed for {clean(row.device)}"]
     best = ""
     if row.best_flops_per_s and row.best_dtype != row.dtype:
-        part = percent(row.flops_per_s / row.best_flops_per_s)
-        best = f"; {part} of the {magnitude(row.best_flops_per_s)}FLOP/s that it has in {clean(row.best_dtype)}"
+        of_best = percent(row.flops_per_s / row.best_flops_per_s)
+        best = f"; {of_best} of the {magnitude(row.best_flops_per_s)}FLOP/s that it has in {clean(row.best_dtype)}"
     peak = f"{magnitude(row.peak_flops_per_s)}FLOP/s in {clean(row.dtype)} of {clean(row.device)}"
     return [f"MFU {percent(row.mfu)} of the {peak}{best}; {done}, by shapes"]
 

@@ -95,7 +95,7 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
     # seen to have long times there.
     ended_ns, cpu_ended, asks_cpu = [0], [-1], [False]
     numbers, parameters = models.numbers, models.parameters
-    counted: dict[int, bool] = {}  # model -> whether its operations were counted by a call in training mode
+    counted: dict[int, bool] = {}  # model -> whether the call whose operations were counted was in training mode
     is_grad_enabled, ident = torch.is_grad_enabled, _thread.get_ident
     direct = calls_directly(original)
     probes.outer_call.plain = lambda module, args, kwargs: original(module, *args, **kwargs)
@@ -147,15 +147,11 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
                 if gap.asks[0]:
                     gap.note_loop()
                 probes.advance(BY_FORWARD)
+            if learns and model >= 0 and counted.get(model, -1) < self.training:
+                counted[model] = self.training
+                count(probes, model, self, args, kwargs)
         except Exception as cause:
             probes.failed("forward", cause)
-            return result
-        if learns and model >= 0 and counted.get(model, -1) < self.training:
-            counted[model] = self.training
-            try:
-                count(probes, model, self, args, kwargs)
-            except Exception as cause:
-                probes.failed("operations", cause)
         return result
 
     for function in (outermost, models.add, gap.note_forward, gap.note_loop, probes.advance, gradients.inferred):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from headway.core.lazy import resolved
 from headway.core.units import GIB, format_bytes
+from headway.runtime.recorder.outer_call import Args, Kwargs
 from headway.runtime.recorder.probes import OWN_NS, RECORDING, Probes, now, write_json
 from headway.runtime.recorder.rereading import start_detached
 from headway.runtime.script.compute_facts import call_facts
@@ -36,8 +37,15 @@ MOST_RESIDENT_BYTES = 8 * GIB
 """A fork copies the tables of the pages that a process has: 20 ms for so many bytes."""
 
 
-def count(probes: Probes, model: int, module: Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    """Start the child that counts a call which has just been made of the model of number `model`; the lead rank's."""
+def count(probes: Probes, model: int, module: Module, args: Args, kwargs: Kwargs) -> None:
+    """Start the child that counts a call which has just been made of the model of number `model`, on rank 0."""
+    try:
+        _count(probes, model, module, args, kwargs)
+    except Exception as cause:
+        probes.failed("operations", cause)
+
+
+def _count(probes: Probes, model: int, module: Module, args: Args, kwargs: Kwargs) -> None:
     function = json.loads(os.environ.get("HEADWAY_REMEDIES") or "{}").get(NAME)
     if not function or model >= MOST_MODELS or not probes.leads or probes.recorder.rank != 0:
         return

@@ -84,9 +84,9 @@ def rank_tables(run: Path) -> dict[int, RankTables]:
 
 def counted_calls(run: Path) -> tuple[CallFlops, ...]:
     """Return the operations of models' calls that children of the recording have counted, in the order of models."""
-    found = []
+    calls = []
     for path in sorted((run / "flops").glob("r*-m*.json")):
         model = path.stem.rpartition("-m")[2]
         if model.isdecimal():
-            found.append(converted({**json_object(path), "model": int(model)}, CallFlops)[0])
-    return tuple(found)
+            calls.append(converted({**json_object(path), "model": int(model)}, CallFlops)[0])
+    return tuple(calls)

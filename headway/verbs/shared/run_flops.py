@@ -34,9 +34,9 @@ def calls_per_step(parts: Parts, rank: int = RANK) -> dict[int, float]:
     """Return model -> its calls in training in a step of a rank, the mean over steps; {} without a step."""
     if not {"forward", "step"} <= set(parts.tables.names):
         return {}
-    part = parts.read({"rank": (rank, rank + 1)}, ("rank", "name", "corr", "seq", "step"))
-    num_steps = int(part.named("step").sum())
-    calls = part.where(part.named("forward")).events
+    trace = parts.read({"rank": (rank, rank + 1)}, ("rank", "name", "corr", "seq", "step"))
+    num_steps = int(trace.named("step").sum())
+    calls = trace.where(trace.named("forward")).events
     learns = (calls["seq"] & LEARNS > 0) & (calls["step"] >= 0) & (calls["corr"] >= 0)
     models, counts = np.unique(calls["corr"][learns], return_counts=True)
     if not num_steps:
