@@ -58,8 +58,14 @@ def _applied(room: ModuleType, attribute: str = "REMEDIES") -> dict[str, str]:
 REMEDIES: dict[str, str] = {name: place for room in ROOMS for name, place in _applied(room).items()}
 """Remedy -> the tuple that holds its record, for those that are applied inside a rank."""
 
-REHEARSALS: dict[str, str] = {"rehearsal.loader": "headway.data.workers.rehearsal:rehearse"}
-"""What is asked while a run is recorded -> the function that says which remedies a loader would not take."""
+REHEARSALS: dict[str, str] = {
+    "rehearsal.loader": "headway.data.workers.rehearsal:rehearse",
+    "rehearsal.flops": "headway.compute.torch_calls:count_call",
+}
+"""What children find out while a run is recorded: the remedies that a loader would not take, the operations of a model.
+
+Key -> the function that does.
+"""
 
 SUPERVISOR = "headway.fault.restart.supervise:supervisor"
 """What supervises the attempts of a run that may have several."""

@@ -15,11 +15,12 @@ from __future__ import annotations
 import copy
 import importlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import FlopCounterMode
@@ -41,11 +42,11 @@ def count_flops(model: torch.nn.Module, *inputs: object) -> int:
     parameters, inputs) costs no backward. Raises `InputError` where the model cannot run by shapes alone.
     """
     try:
-        return _counted(*_on_meta(model, inputs))
+        return counted(*_on_meta(model, inputs), {})
     except Exception as cause:
         first = f"{type(cause).__name__}: {cause}".splitlines()[0]
     try:
-        return _counted(copy.deepcopy(model).cpu(), tuple(tree_map(_on_cpu, value) for value in inputs))
+        return counted(copy.deepcopy(model).cpu(), tuple(tree_map(_on_cpu, value) for value in inputs), {})
     except Exception as cause:
         raise InputError(
             f"the operations of {type(model).__name__} cannot be counted: {first}; on the CPU {type(cause).__name__}: "
@@ -53,17 +54,73 @@ def count_flops(model: torch.nn.Module, *inputs: object) -> int:
         ) from None
 
 
-def _counted(model: torch.nn.Module, inputs: tuple[object, ...]) -> int:
+def counted(model: torch.nn.Module, inputs: tuple[object, ...], named: Mapping[str, object]) -> int:
+    """Return the operations of one forward and backward of a model that nobody else uses, on these arguments."""
     recurrent: list[int] = []
     counter: Any = FlopCounterMode(
         display=False, custom_mapping={torch.ops.aten.convolution_backward: _convolution_backward}
     )
     with _watched(model, recurrent), counter, torch.enable_grad():
-        results, _ = tree_flatten(_plain(model(*inputs)))
-        sums = [value.sum() for value in results if isinstance(value, torch.Tensor) and value.requires_grad]
-        if sums:
-            torch.stack(sums).sum().backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+        results, _ = tree_flatten(_plain(model(*inputs, **named)))
+        _differentiate([value for value in results if isinstance(value, torch.Tensor) and value.requires_grad])
     return int(counter.get_total_flops()) + sum(recurrent)
+
+
+def _differentiate(results: list[torch.Tensor]) -> None:
+    """Call every function of the graph behind the results once, with gradients that have the right shapes.
+
+    Torch's engine would compute values as well, and its threads belong to one process: in a child that was forked
+    beside a device it refuses to work, or starts a thread for each device.
+
+        y = f(a, b)     f's gradient needs y's;  a's and b's functions follow once all that use them have been called
+    """
+    given: dict[Node, set[int]] = {}  # function -> indices of its outputs that have a gradient
+    uses: dict[Node, int] = {}  # function -> functions still to be called whose gradient it waits for
+    for value in results:
+        if value.grad_fn is not None:
+            given.setdefault(value.grad_fn, set()).add(value.output_nr)
+    pending = list(given)
+    visited = set(pending)
+    while pending:
+        for follower, _ in pending.pop().next_functions:
+            if follower is not None:
+                uses[follower] = uses.get(follower, 0) + 1
+                if follower not in visited:
+                    visited.add(follower)
+                    pending.append(follower)
+    ready = [function for function in given if not uses.get(function)]
+    with torch.no_grad():
+        while ready:
+            function = ready.pop()
+            reached = _call(function, given.pop(function, set()))
+            for (follower, output), is_reached in zip(function.next_functions, reached, strict=True):
+                if follower is None:
+                    continue
+                if is_reached:
+                    given.setdefault(follower, set()).add(output)
+                uses[follower] -= 1
+                if not uses[follower]:
+                    ready.append(follower)
+
+
+def _call(function: Node, outputs: set[int]) -> list[bool]:
+    """Call a function of the graph; return which of the functions that follow get a gradient by it.
+
+    `outputs` are those of its outputs that have one.
+    """
+    followers = function.next_functions
+    if not outputs or not followers:  # nothing reaches it, or it is a parameter
+        return [False] * len(followers)
+    called: Any = function
+    blanks = [torch.empty(row.shape, dtype=row.dtype, device=row.device) for row in called._input_metadata]
+    if getattr(function, "_forward_cls", None) is None:
+        gradients = called(*(blank if index in outputs else None for index, blank in enumerate(blanks)))
+        return [gradient is not None for gradient in (gradients if isinstance(gradients, tuple) else (gradients,))]
+    # A function of the script's own knows no missing gradients, and answers for inputs that are no tensors, too.
+    gradients = called.apply(*blanks)
+    gradients = gradients if isinstance(gradients, tuple) else (gradients,)
+    of_inputs = (value for value, needed in zip(gradients, called.needs_input_grad, strict=False) if needed)
+    return [follower is not None and next(of_inputs, None) is not None for follower, _ in followers]
 
 
 def _convolution_backward(
@@ -90,18 +147,25 @@ def _watched(model: torch.nn.Module, recurrent: list[int]) -> Iterator[None]:
             if type(layer) is layer_class:  # the model is a copy: nobody else calls it
                 object.__setattr__(layer, "forward", _stand_in(layer, gates, recurrent))
     module: Any = importlib.import_module("torch.utils.checkpoint")
-    checkpointed = module.checkpoint
-    module.checkpoint = _called  # a forward that is computed again is counted once
+    before = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
+    # A forward that is computed again is counted once, by whatever name the script calls `checkpoint`.
+    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = _Straight, _nothing_saved
     try:
         yield
     finally:
-        module.checkpoint = checkpointed
+        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = before
 
 
-def _called(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    for option in ("use_reentrant", "context_fn", "determinism_check", "debug", "preserve_rng_state", "early_stop"):
-        named.pop(option, None)
-    return function(*arguments, **named)
+class _Straight:
+    """Stands for torch's reentrant recomputation: calls the function, and remembers nothing."""
+
+    @staticmethod
+    def apply(function: Callable[..., object], _preserve: bool, *arguments: object) -> object:
+        return function(*arguments)
+
+
+def _nothing_saved(*_: object, **__: object) -> Iterator[None]:
+    yield
 
 
 def _stand_in(layer: Any, gates: int, recurrent: list[int]) -> Callable[..., Any]:

@@ -146,6 +146,22 @@ class MfuRow(Answer, frozen=True):
     device: str = ""
 
 
+class ComputeRow(Answer, frozen=True):
+    """Operations of a recorded run, counted by shapes: see `headway.verbs.shared.run_flops`."""
+
+    mfu: float | None = None
+    flops_per_step: float | None = None
+    flops_per_s: float | None = None
+    """Of one rank."""
+    peak_flops_per_s: float | None = None
+    """Of `dtype`, which the products are computed in."""
+    dtype: str = ""
+    device: str = ""
+    best_dtype: str = ""
+    """The dtype in which the device is fastest."""
+    best_flops_per_s: float | None = None
+
+
 class OutlierRow(Answer, frozen=True):
     """A machine that computes slower than others: see `headway.ledger.jobs.machines.Outlier`."""
 
@@ -182,6 +198,7 @@ class Why(Answer, frozen=True):
     verdict: Verdict = Verdict()
     straggler: StragglerRow | None = None
     mfu: MfuRow | None = None
+    compute: ComputeRow = ComputeRow()
     group_creation: Creation | None = None
     machines: MachinesRow = MachinesRow()
     hang: dict[str, Any] = {}

@@ -105,6 +105,34 @@ def percent(fraction: object) -> str:
     return "< 0.1 %" if 0 < value < 0.0005 else f"{100 * value:.1f} %"
 
 
+def operation_lines(why: Why) -> list[str]:
+    """Return MFU by the operations that were counted, beside the peaks of the dtype in use and of the fastest one."""
+    row = why.compute
+    if row.flops_per_step is None or not row.flops_per_s:
+        return []
+    done = f"{magnitude(row.flops_per_s)}FLOP/s per rank, {magnitude(row.flops_per_step)}FLOP a step"
+    if row.mfu is None or not row.peak_flops_per_s:
+        return [f"Operations by shapes: {done}; no peak of {clean(row.dtype)} is listed for {clean(row.device)}"]
+    best = ""
+    if row.best_flops_per_s and row.best_dtype != row.dtype:
+        of_best = percent(row.flops_per_s / row.best_flops_per_s)
+        best = f"; {of_best} of the {magnitude(row.best_flops_per_s)}FLOP/s that it has in {clean(row.best_dtype)}"
+    peak = f"{magnitude(row.peak_flops_per_s)}FLOP/s in {clean(row.dtype)} of {clean(row.device)}"
+    return [f"MFU {percent(row.mfu)} of the {peak}{best}; {done}, by shapes"]
+
+
+def magnitude(value: float) -> str:
+    """Write a number with three digits and the prefix of its unit.
+
+    >>> magnitude(989.4e12), magnitude(35520512.0)
+    ('989 T', '35.5 M')
+    """
+    size, prefix = next(
+        ((size, name) for size, name in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if value >= size), (1, "")
+    )
+    return f"{value / size:.3g} {prefix}"
+
+
 def speedup(value: object) -> str:
     """Write a ratio of speeds: '1.90x', '12.4x'; '-' when it is missing."""
     ratio = finite(value)

@@ -44,6 +44,7 @@ from headway.report.figures import (
     is_win,
     lost_words,
     named_causes,
+    operation_lines,
     percent,
     plural,
     seconds,
@@ -91,7 +92,7 @@ def job_lines(why: Why) -> list[str]:
         from headway.report.page.machines import machine_lines
 
         told += [f"Machines: {line}" for line in machine_lines(why.machines)]
-    return [*told, *mfu_lines(why), *_creation(why)]
+    return [*told, *mfu_lines(why), *operation_lines(why), *_creation(why)]
 
 
 def mfu_lines(why: Why) -> list[str]:

@@ -32,6 +32,7 @@ from headway.report.figures import (
     is_win,
     lost_words,
     named_causes,
+    operation_lines,
     percent,
     plural,
     predicted,
@@ -110,13 +111,14 @@ def key_figures(why: Why, run: RunAnswer) -> str:
         ("Speedup", next((measured_words(row) for row in run.applied if row.name == WHOLE_PLAN), "-")),
         ("Goodput", percent(why.goodput)),
         ("Goodput in steps", percent(why.step_goodput)),
-        ("MFU", percent(why.mfu and why.mfu.mfu)),
+        ("MFU", percent(why.mfu.mfu if why.mfu else why.compute.mfu)),
         ("Straggler slowdown", speedup(why.straggler and why.straggler.slowdown)),
         ("Coverage", percent(why.coverage)),
         ("Replay error", percent(abs(fidelity - 1)) if fidelity is not None else "-"),
     ]
     known = "".join(f"<div><dt>{name}</dt><dd>{text(value)}</dd></div>" for name, value in rows if value != "-")
-    return f'<dl class="figures">{known}</dl>'
+    operations = "".join(f'<p class="note">{text(line)}</p>' for line in operation_lines(why))
+    return f'<dl class="figures">{known}</dl>{operations}'
 
 
 def ledger_part(why: Why, rank_ledger: Mapping[int, Mapping[str, float]]) -> str:

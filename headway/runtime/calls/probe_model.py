@@ -14,6 +14,7 @@ from collections.abc import Callable
 from time import thread_time_ns
 from typing import Any
 
+from headway.runtime.recorder.call_flops import count
 from headway.runtime.recorder.probes import Probes, now
 from headway.runtime.recorder.timers import out_of_compiler
 from headway.runtime.script.compute_facts import model_facts, note
@@ -94,6 +95,7 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
     # seen to have long times there.
     ended_ns, cpu_ended, asks_cpu = [0], [-1], [False]
     numbers, parameters = models.numbers, models.parameters
+    counted: dict[int, bool] = {}  # model -> whether the call whose operations were counted was in training mode
     is_grad_enabled, ident = torch.is_grad_enabled, _thread.get_ident
     direct = calls_directly(original)
     probes.outer_call.plain = lambda module, args, kwargs: original(module, *args, **kwargs)
@@ -145,12 +147,16 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
                 if gap.asks[0]:
                     gap.note_loop()
                 probes.advance(BY_FORWARD)
+            if learns and model >= 0 and counted.get(model, -1) < self.training:
+                counted[model] = self.training
+                count(probes, model, self, args, kwargs)
         except Exception as cause:
             probes.failed("forward", cause)
         return result
 
     for function in (outermost, models.add, gap.note_forward, gap.note_loop, probes.advance, gradients.inferred):
         out_of_compiler(function)
+    out_of_compiler(count, callees=True)
     out_of_compiler(note, callees=True)  # what it reads of tensors would be graphs of its own
     return out_of_compiler(_entry(original, outermost, forwarding))
 

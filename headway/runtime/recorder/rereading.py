@@ -426,7 +426,7 @@ def begin(probes: Probes, group: int, loader: Any) -> None:
 def settle(run: Path, patience_s: float = PATIENCE_S) -> None:
     """Wait until the children of the ranks in `run` have written, `patience_s` at most."""
     deadline = time.monotonic() + patience_s
-    for path in sorted((run / "loaders").glob("r*-t*.json")):
+    for path in sorted([*(run / "loaders").glob("r*-t*.json"), *(run / "flops").glob("r*-m*.json")]):
         with path.open("rb") as file:
             while not _is_free(file.fileno()) and time.monotonic() < deadline:
                 time.sleep(0.01)

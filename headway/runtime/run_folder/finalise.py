@@ -26,7 +26,7 @@ from headway.trace.events import parquet
 from headway.trace.recording.assemble import applied, build, loaders
 from headway.trace.recording.devices import by_rank
 from headway.trace.rings import spool
-from headway.trace.rings.rank_tables import rank_tables
+from headway.trace.rings.rank_tables import counted_calls, rank_tables
 from headway.trace.rings.ring_folders import ring_folders
 
 
@@ -129,13 +129,14 @@ def doings(run: Path, *, ranks: set[int] | None = None) -> RankDoings:
         device = meta.device_type or device
     tables_of = rank_tables(run)
     settle(run)
+    compute = next((table.compute for _, table in sorted(tables_of.items()) if table.compute), None)
     return RankDoings(
         applied=applied(run),
         loaders=loaders(run),
         memory={rank: table.memory for rank, table in tables_of.items() if table.memory},
         bad_losses={rank: table.bad_losses for rank, table in tables_of.items() if table.bad_losses},
         threads={rank: table.threads for rank, table in tables_of.items() if table.threads},
-        compute=next((table.compute for _, table in sorted(tables_of.items()) if table.compute), None),
+        compute=compute and msgspec.structs.replace(compute, calls=counted_calls(run)),
         device_type=device,
         dropped=dropped,
         bytes_per_step=round(size / steps, 1) if steps else None,

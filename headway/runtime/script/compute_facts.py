@@ -34,7 +34,6 @@ def model_facts(module: Module, arguments: Iterable[object]) -> Row:
         dtypes[_name(parameter.dtype)] += parameter.numel()
     inputs = [given for given in arguments if isinstance(given, torch.Tensor)]
     device_type = parameters[0].device.type if parameters else "cpu"
-    casts = torch.is_autocast_enabled(device_type)
     weights = [parameter for parameter in parameters if parameter.dim() == 4]
     return {
         "name": type(getattr(module, "_orig_mod", module)).__name__,
@@ -42,10 +41,23 @@ def model_facts(module: Module, arguments: Iterable[object]) -> Row:
         "parameter_dtypes": dict(dtypes),
         "input_dtypes": [_name(given.dtype) for given in inputs],
         "batch_size": next((given.shape[0] for given in inputs if given.dim()), None),
-        "autocast": _name(torch.get_autocast_dtype(device_type)) if casts else None,
+        "autocast": _autocast(device_type),
         "is_compiled": hasattr(module, "_orig_mod") or module._compiled_call_impl is not None,
         "num_convolution_weights": len(weights),
         "num_channels_last": sum(_is_channels_last(weight) for weight in weights),
+    }
+
+
+def call_facts(module: Module) -> Row:
+    """Return what `CallFlops` says of a call beside its operations, within or right behind it."""
+    dtypes, devices = Counter[str](), set[str]()
+    for parameter in module.parameters():
+        dtypes[_name(parameter.dtype)] += parameter.numel()
+        devices.add(parameter.device.type)
+    return {
+        "name": type(getattr(module, "_orig_mod", module)).__name__,
+        "dtype": next(filter(None, map(_autocast, devices)), None) or dtypes.most_common(1)[0][0],
+        "has_convolutions": any(parameter.dim() == 4 for parameter in module.parameters()),
     }
 
 
@@ -107,6 +119,14 @@ def note_settings(compute: dict[str, object]) -> None:
         compute["cudnn_benchmark"] = bool(torch.backends.cudnn.benchmark)
         # Where the newer of torch's two interfaces has set it, the older one refuses to answer.
         compute["matmul_precision"] = torch.get_float32_matmul_precision()
+        compute["cudnn_tf32"] = bool(torch.backends.cudnn.allow_tf32)
+
+
+def _autocast(device_type: str) -> str | None:
+    """Return the dtype of the autocast that is on, None without it."""
+    import torch
+
+    return _name(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else None
 
 
 def _name(dtype: object) -> str:

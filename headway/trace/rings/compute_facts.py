@@ -53,6 +53,24 @@ class OptimizerFacts(msgspec.Struct, frozen=True):
     what fused forms can do. Torch's on a CPU add a gradient that lies in another order to the wrong numbers."""
 
 
+class CallFlops(msgspec.Struct, frozen=True):
+    """The operations of a call of a model in training, counted once by shapes: RUN/flops/r<rank>-m<model>.json."""
+
+    model: int = -1
+    """Its number in the events: `corr` of rows named 'forward'."""
+    name: str = ""
+    """Its class."""
+    flops: int | None = None
+    """Floating-point operations of one forward and backward; None where they could not be counted."""
+    reason: str = "the child that counts them ended before it had"
+    """Why not; '' with a count."""
+    dtype: str = ""
+    """What products are computed in: the dtype of autocast around the call, or of most of the parameters."""
+    autocast: str | None = None
+    """dtype of autocast inside the forward; None without it."""
+    has_convolutions: bool = False
+
+
 class ComputeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one rank; run.json holds them as `compute`, of the lowest rank that trained."""
 
@@ -64,6 +82,10 @@ class ComputeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """`torch.get_float32_matmul_precision()`; None where torch would not say."""
     cudnn_benchmark: bool | None = None
     """`torch.backends.cudnn.benchmark`."""
+    cudnn_tf32: bool | None = None
+    """`torch.backends.cudnn.allow_tf32`: convolutions of float32 numbers in TF32."""
+    calls: tuple[CallFlops, ...] = ()
+    """One for each model that was called in training."""
 
     def words(self) -> str:
         """Return the facts in a sentence without an end, '' without any."""

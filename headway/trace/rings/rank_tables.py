@@ -15,7 +15,7 @@ import msgspec
 
 from headway.core.errors import InputError
 from headway.core.files.bounded_json import converted, read_json
-from headway.trace.rings.compute_facts import ComputeFacts
+from headway.trace.rings.compute_facts import CallFlops, ComputeFacts
 
 
 class DdpModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,3 +80,13 @@ def rank_tables(run: Path) -> dict[int, RankTables]:
     """Return rank -> its tables, in the order of the files."""
     files = sorted((run / "tables").glob("r*.json"))
     return {int(file.stem[1:]): RankTables.of(json_object(file)) for file in files if file.stem[1:].isdecimal()}
+
+
+def counted_calls(run: Path) -> tuple[CallFlops, ...]:
+    """Return the operations of models' calls that children of the recording have counted, in the order of models."""
+    calls = []
+    for path in sorted((run / "flops").glob("r*-m*.json")):
+        model = path.stem.rpartition("-m")[2]
+        if model.isdecimal():
+            calls.append(converted({**json_object(path), "model": int(model)}, CallFlops)[0])
+    return tuple(calls)

@@ -15,6 +15,7 @@ from headway.ledger.jobs.machines import machine_times
 from headway.trace.recording.run_facts import RunFacts
 from headway.verbs.shared.explain import Explanation
 from headway.verbs.shared.model_flops import ModelSpec, mfu_entry
+from headway.verbs.shared.run_flops import run_flops
 
 if TYPE_CHECKING:
     from headway.report.page.charts import HeatMap
@@ -31,6 +32,8 @@ def why_object(explanation: Explanation, model: ModelSpec | None = None) -> dict
     answer["group_creation"] = None if groups is None else groups.to_json()
     answer["mfu"] = None if model is None else mfu_of(explanation, model)
     answer["hang"] = hang_of(explanation)
+    if explanation.run is not None and answer["compute"] is not None:
+        answer["compute"] |= run_flops(explanation.parts, explanation.ledger, explanation.run.facts)
     return answer
 
 
