@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from headway.compute.advise import classes_json
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.jobs.group_creation import creation
 from headway.ledger.jobs.machines import machine_times
@@ -33,7 +34,10 @@ def why_object(explanation: Explanation, model: ModelSpec | None = None) -> dict
     answer["mfu"] = None if model is None else mfu_of(explanation, model)
     answer["hang"] = hang_of(explanation)
     if explanation.run is not None and answer["compute"] is not None:
-        answer["compute"] |= run_flops(explanation.parts, explanation.ledger, explanation.run.facts)
+        operations = run_flops(explanation.parts, explanation.ledger, explanation.run.facts)
+        flops = operations["flops_per_step"]
+        classes = classes_json(explanation.ledger, flops if isinstance(flops, int) else None)
+        answer["compute"] |= {**operations, "classes": classes}
     return answer
 
 

@@ -14,7 +14,6 @@ from msgspec import structs
 
 from headway.catalog import ADVISERS, RECORDS, causes_of
 from headway.compute.advise import causes as compute_causes
-from headway.compute.advise import classes_json
 from headway.compute.advise import words as kernels_in_words
 from headway.core.errors import BarMissedError, InputError
 from headway.core.units import format_bytes, format_fraction
@@ -89,8 +88,7 @@ class Explanation:
         straggler = self.straggler.to_json() if self.straggler else None
         answer = self.ledger.to_json(causes=self.causes, straggler=straggler, fidelity=fidelity)
         compute = self.run.facts.compute if self.run else None
-        facts = {"facts": msgspec.to_builtins(compute), "classes": classes_json(self.ledger)}
-        answer["compute"] = facts if compute else None
+        answer["compute"] = {"facts": msgspec.to_builtins(compute)} if compute else None
         computes = [f"the script computes with: {compute.words()}{self._try()}"] if compute else []
         computes += [of_kernels] if (of_kernels := kernels_in_words(self.ledger)) else []
         memory = memory_headroom(self.run.facts) if self.run else {}
