@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -120,9 +121,13 @@ def test_wrappers_cost_what_they_hold():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         replica = torch.nn.parallel.DistributedDataParallel(model)
-        wrapped = [torch.compile(model, backend="eager"), in_place, replica]
+        split = Scores()
+        fully_shard(split.leave)
+        fully_shard(split)
+        split(*given)  # its own layer stays gathered, the other is split again
+        wrapped = [torch.compile(model, backend="eager"), in_place, replica, split]
 
-        assert [counted(each, *given)["flops"] for each in wrapped] == [COST] * 3
+        assert [counted(each, *given)["flops"] for each in wrapped] == [COST] * 4
     finally:
         dist.destroy_process_group()
 
