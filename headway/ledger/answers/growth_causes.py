@@ -40,7 +40,9 @@ MOST_AT_ONCE = 0.7
 """Share of the growth between two neighbouring blocks above which it is one change, and no growth."""
 
 
-def rising(values: Sequence[float] | NDArray[np.generic], blocks: int = BLOCKS) -> tuple[float, float] | None:
+def rising(
+    values: Sequence[float] | NDArray[np.generic], blocks: int = BLOCKS, most_at_once: float = MOST_AT_ONCE
+) -> tuple[float, float] | None:
     """Return the medians of the first and last of `blocks` equal parts of a series; None where it does not rise.
 
     It does where all medians but one are above the one before, and no two neighbours lie most of the growth apart:
@@ -56,7 +58,7 @@ def rising(values: Sequence[float] | NDArray[np.generic], blocks: int = BLOCKS) 
     rises = [after - before for before, after in itertools.pairwise(medians)]
     if len(medians) < blocks or sum(rise > 0 for rise in rises) < blocks - 2 or medians[-1] <= medians[0]:
         return None
-    if max(rises) > MOST_AT_ONCE * (medians[-1] - medians[0]):
+    if max(rises) > most_at_once * (medians[-1] - medians[0]):
         return None
     return medians[0], medians[-1]
 
@@ -108,8 +110,10 @@ def memory_grows(ledger: Ledger) -> list[Cause]:
     last = len(series.end_s) - 2  # at the end processes go
     causes = []
     for who, size in (("the training process", series.rank_bytes), ("loader workers", series.worker_bytes)):
-        behind = size[settled:last]
-        if len(behind) < BLOCKS or (ends := rising(behind, BLOCKS // 2)) is None:
+        behind = [value for value in size[settled:last] if value]  # before they start, workers have none
+        of_workers = who == "loader workers"  # read so rarely that a few readings must do; they load no libraries late
+        ends = rising(behind, 2, 1.0) if of_workers else rising(behind, BLOCKS // 2)
+        if len(behind) < BLOCKS or ends is None:
             continue
         grown = ends[1] - ends[0]
         if grown < max(LEAST_BYTES, LEAST_SHARE * ends[0]):
