@@ -208,6 +208,7 @@ class HangVerdict:
             "deadlocks": [list(circle) for circle in self.deadlocks],
             "states": self.states(),
             "ongoing": {str(rank): _said(report) for rank, report in sorted(self.reports.items())},
+            "explained": {str(rank): row.doing for rank, row in sorted(self.reports.items()) if ": " in row.doing},
             "stacks": {str(rank): list(self.reports[rank].stack) for rank in self.ranks if self._stack_of(rank)},
             "next_rank": {str(rank): target for rank, target in sorted(self.next_rank.items())},
             "ignored_reports": self.num_ignored,

@@ -80,7 +80,10 @@ def sentences(hang: Json) -> list[str]:
         told.append(f"{_ranks(ranks)} wait for each other in a circle: {', '.join(steps)}.")
     ignored = hang.get("ignored_reports")
     told += [f"{plural(ignored, 'report')} of another attempt left out."] if ignored else []
-    return told or ["Nobody waits: no rank blocks another."]
+    alone = [
+        f"Rank {rank} is in {clean(doing)}." for rank, doing in list(hang.get("explained", {}).items())[:MOST_ORIGINS]
+    ]
+    return told or alone or ["Nobody waits: no rank blocks another."]
 
 
 def _origin(row: Json, mesh: Mesh) -> str:
