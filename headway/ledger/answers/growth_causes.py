@@ -74,7 +74,9 @@ def steps_grow(ledger: Ledger) -> list[Cause]:
     eighth = max(1, buckets.shape[1] // BLOCKS)
     more = np.median(buckets[:, -eighth:], axis=1) - np.median(buckets[:, :eighth], axis=1)
     bucket = BUCKETS[int(more.argmax())]
-    by_host = ledger.sub_ns.get("host.script", 0) > ledger.ledger_ns["host"] / 2
+    # Code that takes longer and longer also waits longer for a core, where others want it too.
+    waited_ns = ledger.sub_ns.get("host.cpu_wait", 0)
+    by_host = ledger.sub_ns.get("host.script", 0) > (ledger.ledger_ns["host"] - waited_ns) / 2
     if bucket == "host" and not by_host:
         return []  # other processes, or collections: causes of their own
     lost_s = float(np.maximum(wall - ends[0], 0).sum()) / NS_PER_S * ledger.devices
