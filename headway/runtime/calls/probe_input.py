@@ -5,8 +5,10 @@ recorded where the dataset runs: in the main process or in a loader worker,
 each in its own ring, per batch and never per example. Blocked time is wall -
 thread CPU - run delay; the run delay is field 2 of /proc/thread-self/schedstat.
 In the main process CPU time is read for every load that follows one longer
-than 0.2 ms, and for every 16th otherwise: reading costs 3 us. Around the first few loads of each loader the states of
-random number generators are compared: a plan has to know whether examples are drawn.
+than 1 ms, and for every 16th otherwise: reading takes 15 us, and 50 us where
+training has emptied the caches. Around the first few loads of each loader the
+states of random number generators are compared: a plan has to know whether
+examples are drawn.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ from headway.trace.rings.ring import LOADER
 NEXT, ITER, LOAD = SPANS["input.next"].code, SPANS["input.iter"].code, SPANS["input.load"].code
 PARTS, WORKER = SPANS["input.parts"].code, SPANS["input.worker"].code
 
-LONG_LOAD_NS = 200_000
-"""A load longer than this pays for reading CPU time at every batch."""
+LONG_LOAD_NS = 1_000_000
+"""A load longer than this pays for reading CPU time, some 0.05 ms between two steps of training, at every batch."""
 
 EVERY = 16
 """Among shorter loads of the main process one in this many is measured."""

@@ -82,19 +82,21 @@ def first_trainable(module: Any) -> Any:
 
 
 def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
-    """Wrap `Module.__call__`: how long the outermost call takes on the training thread, and what it is for."""
+    """Wrap `Module.__call__`: how long the outermost call takes on the training thread, and what it is for.
+
+    A call with gradients is written with the update that follows: two records in a row take half as long as two apart.
+    """
     import torch
 
     models = probes.models = probes.models or Models()
-    emit, forwarding, begun = probes.emit, probes.forwarding, probes.gradients.begun
+    emit, forwarding, changed = probes.emit, probes.forwarding, probes.outer_call.current
     gradients, trainer, gap = probes.gradients, probes.trainer, probes.gap
-    gap_open, gap_asks = gap.open, gap.asks_forward
-    changed = probes.outer_call.current
+    begun, gap_open, gap_asks = gradients.begun, gap.open, gap.asks_forward
     # When the newest forward ended, and the CPU time of its thread then, -1 where that was not read. Between two
     # forwards of a step it tells waiting from computing; it is a system call, so it is read only once a script was
     # seen to have long times there.
-    ended_ns, cpu_ended, asks_cpu = [0], [-1], [False]
-    numbers, parameters = models.numbers, models.parameters
+    ended_ns, cpu_ended, asks_cpu = 0, -1, False
+    numbers, parameters, last = models.numbers, models.parameters, probes.last_forward
     counted: dict[int, bool] = {}  # model -> whether the call whose operations were counted was in training mode
     is_grad_enabled, ident = torch.is_grad_enabled, _thread.get_ident
     direct = calls_directly(original)
@@ -103,6 +105,7 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
 
     def outermost(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module and record how long that took."""
+        nonlocal ended_ns, cpu_ended, asks_cpu
         if begun[0] and ident() != trainer[0]:
             return original(self, *args, **kwargs)
         opened, between = gap_open[0], -1
@@ -112,8 +115,8 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
                 gap.note_forward()
             if probes.device_timers:
                 probes.device_timers.begun()
-        elif cpu_ended[0] >= 0:
-            between = thread_time_ns() - cpu_ended[0]
+        elif cpu_ended >= 0:
+            between = thread_time_ns() - cpu_ended
         start = now()
         try:
             forwarding[0] = True
@@ -131,13 +134,16 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
             if model == -2:
                 model = models.add(self)
                 if model >= 0:
-                    note(probes.tables.setdefault("compute", {}), "models", lambda: model_facts(self, args))
-            emit(FORWARD, start, duration, model, learns + 2 * self.training, between)
-            if not opened and start - ended_ns[0] >= WAIT_NS and ended_ns[0]:
-                asks_cpu[0] = True
-            if asks_cpu[0]:
-                cpu_ended[0] = thread_time_ns()
-            ended_ns[0] = start + duration
+                    note(probes.tables.setdefault("compute", {}), "models", functools.partial(model_facts, self, args))
+            before = last[0]
+            last[0] = (start, duration, model, learns + 2 * self.training, between) if learns else None
+            if before is not None:
+                emit(FORWARD, *before)
+            if not learns:
+                emit(FORWARD, start, duration, model, 2 * self.training, between)
+            if asks_cpu or (not opened and ended_ns and start - ended_ns >= WAIT_NS):
+                asks_cpu, cpu_ended = True, thread_time_ns()
+            ended_ns = start + duration
             if learns and model >= 0:
                 gradients.parameter = parameters[model]
                 if probes.device_timers:

@@ -21,7 +21,7 @@ from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.ring import OP, PROGRESS_NS
 from headway.trace.rings.ring import STEP as STEPS
 
-STEP, CLOSURE = SPANS["optimizer.step"].code, SPANS["optimizer.closure"].code
+STEP, CLOSURE, FORWARD = (SPANS[name].code for name in ("optimizer.step", "optimizer.closure", "forward"))
 
 
 def profile_hook_step(original: Callable[..., Any], probes: Probes) -> staticmethod[..., Any]:
@@ -61,7 +61,7 @@ def recorded(inner: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
 
     emit, steps, due, wake, live = probes.emit, probes.steps, probes.due, probes.wake, probes.live
     is_compiling, index_of, indices = torch.compiler.is_dynamo_compiling, probes.index_of, probes.indices
-    stepping, cells, last = probes.stepping, probes.page.cells, probes.last_backward
+    stepping, cells, last, forward = probes.stepping, probes.page.cells, probes.last_backward, probes.last_forward
     gradients, gap, collections = probes.gradients, probes.gap, probes.garbage.stamps
     begun, counted, gap_open, gap_asks = gradients.begun, gradients.counted, gap.open, gap.asks
 
@@ -85,6 +85,9 @@ def recorded(inner: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
                 index = index_of(args[0])
             if collections:
                 probes.garbage.note()
+            if forward[0] is not None:
+                emit(FORWARD, *forward[0])
+                forward[0] = None
             emit(STEP, start, duration, index, 0, last[0], last[1])
             last[1] = 0
             page = cells[0]

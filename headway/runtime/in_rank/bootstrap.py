@@ -115,7 +115,7 @@ class Session:
 
     def _end_of_steps(self) -> None:
         self.probes.gap.stop()
-        timers.flush_backward(self.probes)
+        timers.flush_last(self.probes)
         for name, step in self.probes.open_timers.values():
             warn(f"timer {name!r} was begun in step {step} and never ended: that stretch is not recorded")
         if self.probes.device_timers:

@@ -9,6 +9,7 @@ headway does around it can fail only into `Probes.failed`.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -66,6 +67,9 @@ class Probes:
 
     last_backward: list[int] = field(default_factory=lambda: [0, 0, 0])
     """[3] Start and duration of a backward that is not recorded yet (duration 0 = none), 1 if it began a new cycle."""
+
+    last_forward: list[tuple[int, ...] | None] = field(default_factory=lambda: [None])
+    """[1] The numbers of a forward with gradients that is not recorded yet."""
 
     open_timers: dict[int, tuple[str, int]] = field(default_factory=dict)
     """`id` of a timer of the script's own that was begun -> its name and the step of its begin."""
@@ -170,6 +174,7 @@ class Probes:
         self.page = PageWriter() if timers_off() else self.recorder.page
         self.emit = _broken_emit if "run" in os.environ.get("HEADWAY_BREAK", "").split(",") else self.recorder.emit
         self.garbage = Garbage(self.emit, self.failed)
+        os.register_at_fork(after_in_child=functools.partial(self.last_forward.__setitem__, 0, None))
 
     def failed(self, name: str, cause: BaseException) -> None:
         """Warn once that a probe does not work, and note it for the coverage.

@@ -22,6 +22,7 @@ from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.ring import OP, SINCE_NS
 
 FORWARD, BACKWARD = SPANS["segment.forward"].code, SPANS["segment.backward"].code
+CALL = SPANS["forward"].code
 
 LOOK_EVERY = 8
 """A power of two: at every so many updates a loss on the CPU is read, for the progress page and for what is bad."""
@@ -129,8 +130,11 @@ def look_at(root: Any, probes: Probes) -> None:
         probes.tables["timers"] = {"clock": "host", "reason": reason}
 
 
-def flush_backward(probes: Probes) -> None:
-    """Write the backward that no update followed."""
+def flush_last(probes: Probes) -> None:
+    """Write the forward and the backward that no update followed."""
+    if (forward := probes.last_forward[0]) is not None:
+        probes.last_forward[0] = None
+        probes.emit(CALL, *forward)
     start, duration, fresh = probes.last_backward
     if duration:
         probes.last_backward[1] = 0

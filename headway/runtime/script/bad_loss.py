@@ -83,7 +83,9 @@ class LossLooks:
 
     def seen(self, loss: float, step: int) -> bool:
         """Take in the loss of `step`, counted from 1; says whether it is the first bad one."""
-        found = judge([loss], self._usual)
+        # The least of the usual ones is no larger than their median: most losses need no sorting.
+        usual = math.isfinite(loss) and bool(self._usual) and loss <= SPIKE * min(self._usual)
+        found = None if usual else judge([loss], self._usual)
         if found is None:
             self._usual.append(loss)
             if self._looks % self._every == 0:
