@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import threading
 import time
 
@@ -42,6 +43,21 @@ def test_only_outermost_calls_are_recorded_with_model_gradients_and_mode(tmp_pat
 
     assert numbers(tmp_path, "forward") == [(0, ENABLED + TRAINING), (-1, TRAINING), (0, TRAINING)]
     assert numbers(tmp_path, "mode") == [(0, 0), (0, 1)]
+
+
+def test_a_forked_child_writes_nothing_of_the_forward_that_its_parent_has_not_written_yet(tmp_path):
+    with recording(tmp_path):
+        model = model_of()
+        model(torch.ones(2, 4))
+        child = os.fork()
+        if not child:
+            with torch.no_grad():
+                model(torch.ones(2, 4))
+            os._exit(0)
+        os.waitpid(child, 0)
+    found = rows(tmp_path)["forward"]
+
+    assert sorted((row["pid"] == child, row["b"]) for row in found) == [(False, ENABLED + TRAINING), (True, TRAINING)]
 
 
 def test_what_a_backward_computes_again_is_no_forward(tmp_path):
