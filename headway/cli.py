@@ -59,7 +59,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "cluster explain": ("headway.verbs.jobs.cluster_service:explain", "Say why a job of a service runs or waits."),
     "cluster fork": (
         "headway.verbs.jobs.cluster_fork:fork",
-        "Simulate jobs with a copy on each of several unlike devices.",
+        "Train with a copy of a script on each of several unlike devices.",
     ),
     "cluster prices": (
         "headway.verbs.jobs.cluster_prices:prices",
@@ -438,8 +438,8 @@ def dispatch(ours: list[str], script: list[str] | None) -> int:
         return int(command(*bound.args, **bound.kwargs, script=script) or 0)
     if script is not None:
         raise InputError(
-            "only `headway run`, `try`, `tune`, `cluster submit`, `data stalls`, `data verify-resume` and "
-            "`model precision` take a script behind `--`. Drop the `--` and what follows it."
+            "only `headway run`, `try`, `tune`, `cluster fork`, `cluster submit`, `data stalls`, `data verify-resume` "
+            "and `model precision` take a script behind `--`. Drop the `--` and what follows it."
         )
     return int(command(*bound.args, **bound.kwargs) or 0)
 
