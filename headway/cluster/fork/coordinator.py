@@ -27,7 +27,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from headway.cluster.fork.slots import deal
+from headway.cluster.fork.slots import deal, slot_seconds
 from headway.core.errors import HeadwayError, InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.core.files.private import private_folder, runtime_directory
@@ -38,15 +38,6 @@ NAME = "cluster.fork"
 
 WHERE = "HEADWAY_FORK"
 """Variable of a copy's environment: its number, 1 for the first of all, and the coordinator's socket: "2:0:/path"."""
-
-COST_FRACTION = 0.05
-"""Share of a slot that saving, averaging and loading may take, unless its length is given."""
-
-FEWEST_STEPS = 20
-"""Steps of the slowest device in a slot, at least."""
-
-MOST_SLOT_S = 360.0
-"""Longest slot: copies that train apart for long cost accuracy (a round of Gavel)."""
 
 LAST_SHARE = 0.25
 """What would be left of an epoch for a slot shorter than this share of one is done in the slot before."""
@@ -354,8 +345,7 @@ class Fork:
             return
         speeds = np.array([copy.speed for copy in copies])
         undone = sum(last - first for first, last in self._undone)
-        fewest_s = FEWEST_STEPS / float(speeds.min())
-        slot_s = self._slot_s or min(max(self._slot_paid_s / COST_FRACTION, fewest_s), MOST_SLOT_S)
+        slot_s = self._slot_s or slot_seconds(self._slot_paid_s, float(speeds.min()))
         steps = max(math.floor(slot_s * float(speeds.sum())), 1)
         if undone <= steps * (1 + LAST_SHARE) or len(copies) == 1:
             steps = undone
