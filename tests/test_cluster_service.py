@@ -188,7 +188,7 @@ STORY = {"job1": 192.0, "job2": 150.0, "job3": 128.0}
 """Steps, at one per second, on two slots by rounds of 64 s: three jobs take turns until the second one ends."""
 
 
-def story(folder, make, end):
+def story(folder, make, end, script="train.py"):
     """The decisions of a service about three jobs, each of which `end` ends once it has run so long."""
     now_s, had_s = [0.0], dict.fromkeys(STORY, 0.0)
     pools = {"a100": 2}
@@ -197,7 +197,7 @@ def story(folder, make, end):
         folder / "s", SharingOptions(pools, "las", 64.0), executor, clock=lambda: now_s[0], boot="b", look_s=0.0
     ) as server:
         for name in STORY:
-            server.submit(SubmitJob(name, 1, ["train.py"], "/"))
+            server.submit(SubmitJob(name, 1, [script], "/"))
         while any(job.state != "finished" for job in server.state.jobs.values()):
             server.turn(0.0)
             left_s = {job.id: STORY[job.id] - had_s[job.id] for job in server.state.live()}

@@ -39,6 +39,7 @@ from headway.cluster.service.executors import (
     LocalExecutor,
 )  # fmt: skip
 from headway.cluster.service.kueue import KueueExecutor
+from headway.cluster.service.ray_actors import RayExecutor
 from headway.cluster.service.slurm import SlurmExecutor
 from headway.cluster.service.state import ENDED, MOST_LOST, JobExplanation, QueueRow, ServiceJob, ServiceState
 from headway.cluster.service.store import (
@@ -71,7 +72,12 @@ from headway.core.wire.loop import ServiceLoop
 
 LOG = logging.getLogger(__name__)
 
-EXECUTORS: Mapping[str, ExecutorMaker] = {"local": LocalExecutor, "slurm": SlurmExecutor, "kueue": KueueExecutor}
+EXECUTORS: Mapping[str, ExecutorMaker] = {
+    "local": LocalExecutor,
+    "ray": RayExecutor,
+    "slurm": SlurmExecutor,
+    "kueue": KueueExecutor,
+}
 """What carries out a service's decisions, by name."""
 
 LOOK_S = 1.0

@@ -68,7 +68,7 @@ def serve(
     slots
         Slots of this host or of the cluster: a number, or type=count, separated by commas; by default its GPUs.
     executor
-        local: processes of this host; slurm: batch jobs; kueue: Jobs of Kubernetes.
+        local: processes of this host; ray: actors of a Ray cluster; slurm: batch jobs; kueue: Jobs of Kubernetes.
     policy
         Who gets how much time; a wrong name lists them all.
     dir
