@@ -69,6 +69,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "cluster serve": ("headway.verbs.jobs.cluster_service:serve", "Share devices among submitted training scripts."),
     "cluster sim": ("headway.verbs.jobs.cluster:sim", "Simulate a queue of jobs under one scheduling policy."),
     "cluster submit": ("headway.verbs.jobs.cluster_service:submit", "Hand a training script to a service."),
+    "cluster watch": ("headway.verbs.jobs.cluster_watch:watch", "Serve the jobs of a service as a live page."),
     "comm bench": ("headway.verbs.models.comm_bench:bench", "Measure what codecs of gradients cost on this host."),
     "comm options": ("headway.verbs.models.comm_strategy:options", "List every way to compress and send a gradient."),
     "comm overlap": (

@@ -35,6 +35,7 @@ from headway.cluster.service.state import ServiceState
 from headway.cluster.service.store import EventLog, JobCancelled, RoundAdvanced
 from headway.core.errors import FormatError, HeadwayError, InputError
 from headway.core.wire.channel import ChannelClosed
+from headway.verbs.jobs.cluster_watch import ServicePage
 from tests.made import fake_schedulers
 from tests.made.service_jobs import ComputedJobs
 from tests.paths import GOLDEN
@@ -444,3 +445,26 @@ def test_another_host_that_sees_the_folder_asks_over_tcp_with_its_token(tmp_path
         finally:
             server.stop()
             thread.join()
+
+
+def test_the_live_page_shows_the_jobs_that_a_server_or_its_log_tells_of(tmp_path):
+    now_s = [0.0]
+    executor = computed(tmp_path, {"a100": 2}, now_s, lambda: server)
+    source = ServicePage(tmp_path / "s")
+    with ServiceServer(
+        tmp_path / "s", SharingOptions({"a100": 2}, "las", 64.0), executor, clock=lambda: now_s[0], boot="b", look_s=0.0
+    ) as server:
+        server.submit(SubmitJob("<b>one", 1, ["train.py"], "/"))
+        asking = threading.Thread(target=source.poll)
+        asking.start()
+        while asking.is_alive():
+            server.turn(0.05)
+        asked = source.page()
+    source.poll()
+
+    assert "<h1>In round " in asked
+    assert "<td>&lt;b&gt;one</td>" in asked
+    assert "No server runs; it was left in round 1: 1 job of 1 run, 0 wait." in source.parts()["head"]
+    assert "<td>running</td>" in source.parts()["jobs"]
+    assert source.key() == "service"
+    assert source.charts() == {}

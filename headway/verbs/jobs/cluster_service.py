@@ -135,16 +135,22 @@ def queue(*, dir: Path = FOLDER, json: bool = False) -> int:
     json
         Print one JSON object instead of text.
     """
-    try:
-        result = _asked(dir, AskQueue(), QueueAnswer)
-    except ChannelClosed:
-        with EventLog(log_of(dir), write=False) as log:
-            state = ServiceState.replay(log.read())
-        result = QueueAnswer(state.round, state.rows())
+    result, serves = queue_of(dir)
+    if not serves:
         print("headway: no server runs; this is how it was left. Go on with: headway cluster serve", file=sys.stderr)
     reply = {"schema": "headway.cluster-queue/1", "round": result.round, "jobs": result.jobs}
     emit(reply, lambda screen: _queue_screen(result, screen), as_json=json)
     return 0
+
+
+def queue_of(folder: Path) -> tuple[QueueAnswer, bool]:
+    """Return how everything is, and whether a server said so, or the log of one that has ended."""
+    try:
+        return _asked(folder, AskQueue(), QueueAnswer), True
+    except ChannelClosed:
+        with EventLog(log_of(folder), write=False) as log:
+            state = ServiceState.replay(log.read())
+        return QueueAnswer(state.round, state.rows()), False
 
 
 def cancel(job: str, /, *, dir: Path = FOLDER, json: bool = False) -> int:
