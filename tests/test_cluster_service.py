@@ -468,3 +468,35 @@ def test_the_live_page_shows_the_jobs_that_a_server_or_its_log_tells_of(tmp_path
     assert "<td>running</td>" in source.parts()["jobs"]
     assert source.key() == "service"
     assert source.charts() == {}
+
+
+def test_a_job_that_can_run_on_fewer_slots_does_while_devices_are_away_and_one_that_cannot_waits(tmp_path):
+    now_s, pools = [0.0], {"a100": 2}
+    executor = ComputedJobs(pools, {"job1": 600.0, "job2": 64.0}, {"a100": 1.0}, lambda: server.state.now_s,
+                            lambda: now_s[0])  # fmt: skip
+    options = SharingOptions({"a100": 2}, "las", 64.0)
+    make = partial(ServiceServer, tmp_path / "s", options, executor, clock=lambda: now_s[0], boot="b", look_s=0.0)
+    server, sizes = make(), []
+    server.submit(SubmitJob("", 2, ["train.py"], "/", 1))
+    while any(job.state != "finished" for job in server.state.jobs.values()):
+        server.turn(0.0)
+        (job, *_) = server.state.rows()
+        if job["placement"] and (not sizes or sizes[-1] != len(job["placement"])):
+            sizes.append(len(job["placement"]))
+        if now_s[0] == 128.0:
+            pools["a100"] = 1
+            server.close()  # killed at that moment: the log says how large each job is
+            server = make()
+        if now_s[0] == 320.0:
+            pools["a100"] = 2
+        if now_s[0] == 160.0:
+            with pytest.raises(InputError, match="1 to 1 slots"):
+                server.submit(SubmitJob("", 2, ["train.py"], "/"))
+            server.submit(SubmitJob("", 1, ["train.py"], "/"))
+        now_s[0] += 32.0
+        assert now_s[0] < 5000
+    server.close()
+    with EventLog(log_of(tmp_path / "s"), write=False) as log:
+        assert ServiceState.replay(log.read()).rows() == server.state.rows()
+    assert (sizes[:2], 2 in sizes[2:]) == ([2, 1], True)
+    assert [job["state"] for job in server.state.rows()] == ["finished", "finished"]

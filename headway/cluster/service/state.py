@@ -59,12 +59,15 @@ class ServiceJob:
     id: str
     name: str
     scale: int
+    """Slots that its next attempt has."""
     command: tuple[str, ...]
     folder: str
     owner: str
     index: int
     """Its row in the engine."""
     arrival_s: float
+    sizes: tuple[int, int]
+    """Fewest and most slots that it runs on; most, where a type has them."""
     state: str = "waiting"
     """waiting, running, leaving, finished, failed or cancelled."""
     attempt: int = 0
@@ -101,7 +104,8 @@ class ServiceJob:
 
     def as_attempt(self) -> JobAttempt:
         """Return its attempt as executors know it."""
-        return JobAttempt(self.id, self.attempt, self.scale, self.command, self.folder, self.slots, self.handle)
+        ranks = len(self.slots) or self.scale
+        return JobAttempt(self.id, self.attempt, ranks, self.command, self.folder, self.slots, self.handle)
 
 
 class QueueRow(TypedDict):
@@ -231,6 +235,8 @@ class ServiceState:
             self.jobs[name].index: RoundReport(figures.seconds, figures.steps, figures.ended, figures.done)
             for name, figures in did.items()
         }
+        if engine.resizes and engine.resizes[0].at_s <= at_s:
+            self._fit(fixed)
         length_s = engine.advance(at_s, reports, [self.jobs[name].index for name in fixed])
         self.next_s = math.inf if length_s is None else at_s + float(length_s)
         self.round += int(engine.border_s != border_s)
@@ -372,10 +378,29 @@ class ServiceState:
             if event.pools[name] != count:
                 engine.resizes.append(Resize(event.at_s, name, event.pools[name]))
 
+    def _fit(self, fixed: Sequence[str]) -> None:
+        """Have jobs that can run on fewer slots run on as many as a type has, once devices leave or come back.
+
+        The engine ends the round then: nobody runs in it, but for who cannot leave slots that stay.
+        """
+        cluster = self.engine.cluster
+        for resize in self.engine.resizes:
+            cluster = resize.of(cluster)
+        counts = dict(zip(cluster.names, cluster.count.tolist(), strict=True))
+        for job in self.jobs.values():
+            stays = job.id in fixed and all(
+                int(slot.rpartition(":")[2]) < counts[slot.rpartition(":")[0]] for slot in job.slots
+            )
+            if job.state not in ENDED and not stays:
+                job.scale = min(max(max(counts.values()), job.sizes[0]), job.sizes[1])
+                self.engine.jobs.scale[job.index] = job.scale
+
     def _submit(self, event: JobSubmitted) -> None:
+        sizes = event.least or event.scale, event.scale
+        scale = min(max(max(self.engine.cluster.count.tolist()), sizes[0]), sizes[1])
         job = ServiceJob(
-            event.job, event.name, event.scale, tuple(event.command), event.folder, event.owner, len(self.jobs),
-            event.at_s,
+            event.job, event.name, scale, tuple(event.command), event.folder, event.owner, len(self.jobs), event.at_s,
+            sizes,
         )  # fmt: skip
         self.jobs[job.id] = job
         names = self.engine.cluster.names
