@@ -97,7 +97,7 @@ class SubmitJob(msgspec.Struct, frozen=True, tag=True):
     scale: int
     command: list[str]
     folder: str
-    least: int = 0
+    fewest: int = 0
 
 
 class AskQueue(msgspec.Struct, frozen=True, tag=True):
@@ -273,11 +273,11 @@ class ServiceServer:
     def submit(self, request: SubmitJob, *, at_s: float | None = None) -> ServiceJob:
         """Let a job come, now or later; raises `InputError` on one that can never run."""
         most = max(self.state.engine.cluster.count.tolist())
-        if not 0 <= request.least <= request.scale:
+        if not 0 <= request.fewest <= request.scale:
             raise InputError(
-                f"--least is {request.least}; pass 1 to --scale, {request.scale}, or leave it out for exactly that."
+                f"--fewest is {request.fewest}; pass 1 to --scale, {request.scale}, or leave it out for exactly that."
             )
-        if not 1 <= (request.least or request.scale) <= most:
+        if not 1 <= (request.fewest or request.scale) <= most:
             raise InputError(f"scale is {request.scale}; a job has 1 to {most} slots of one type here. Pass --scale 1.")
         if not request.command:
             raise InputError("no script was given. Put it behind --, as in: headway cluster submit -- train.py")
@@ -288,7 +288,7 @@ class ServiceServer:
         self._note(
             JobSubmitted(
                 at_s=arrival_s, job=job, name=name, scale=request.scale, command=request.command,
-                folder=request.folder, owner=getpass.getuser(), least=request.least,
+                folder=request.folder, owner=getpass.getuser(), fewest=request.fewest,
             )
         )  # fmt: skip
         return self.state.jobs[job]

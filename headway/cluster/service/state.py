@@ -202,9 +202,10 @@ class ServiceState:
         by_index, running = list(self.jobs.values()), self.engine.running
         return [] if running is None else [by_index[index] for index in running.a.tolist()]
 
-    def exists(self, slots: Sequence[str]) -> bool:
+    def exists(self, slots: Sequence[str], cluster: Cluster | None = None) -> bool:
         """Say whether the cluster still has these slots."""
-        pools = dict(zip(self.engine.cluster.names, self.engine.cluster.count.tolist(), strict=True))
+        cluster = cluster or self.engine.cluster
+        pools = dict(zip(cluster.names, cluster.count.tolist(), strict=True))
         named = (slot.rpartition(":") for slot in slots)
         return all(int(number) < pools[device_type] for device_type, _, number in named)
 
@@ -386,17 +387,14 @@ class ServiceState:
         cluster = self.engine.cluster
         for resize in self.engine.resizes:
             cluster = resize.of(cluster)
-        counts = dict(zip(cluster.names, cluster.count.tolist(), strict=True))
+        largest = max(cluster.count.tolist())
         for job in self.jobs.values():
-            stays = job.id in fixed and all(
-                int(slot.rpartition(":")[2]) < counts[slot.rpartition(":")[0]] for slot in job.slots
-            )
-            if job.state not in ENDED and not stays:
-                job.scale = min(max(max(counts.values()), job.sizes[0]), job.sizes[1])
+            if job.state not in ENDED and not (job.id in fixed and self.exists(job.slots, cluster)):
+                job.scale = min(max(largest, job.sizes[0]), job.sizes[1])
                 self.engine.jobs.scale[job.index] = job.scale
 
     def _submit(self, event: JobSubmitted) -> None:
-        sizes = event.least or event.scale, event.scale
+        sizes = event.fewest or event.scale, event.scale
         scale = min(max(max(self.engine.cluster.count.tolist()), sizes[0]), sizes[1])
         job = ServiceJob(
             event.job, event.name, scale, tuple(event.command), event.folder, event.owner, len(self.jobs), event.at_s,

@@ -94,7 +94,7 @@ def serve(
 
 
 def submit(
-    *, dir: Path = FOLDER, name: str = "", scale: int = 1, least: int = 0, json: bool = False,
+    *, dir: Path = FOLDER, name: str = "", scale: int = 1, fewest: int = 0, json: bool = False,
     script: Annotated[list[str] | None, Parameter(parse=False)] = None,
 ) -> int:  # fmt: skip
     """Hand a training script to the server; it runs under `headway run`, in this folder.
@@ -109,9 +109,9 @@ def submit(
         What to call the job; the script's name and a number by default.
     scale
         Slots that it needs at once, all of one type: ranks of the script.
-    least
-        Fewest slots that it can train on, where devices have left and no type has --scale of them; it is restored at
-        that size, and at its own once they are back. 0: it needs exactly --scale.
+    fewest
+        Slots that it can still train on where devices have left and no type has --scale of them: it is restored on as
+        many as there are, and on --scale once they are back. 0: it needs exactly --scale.
     json
         Print one JSON object instead of text.
     """
@@ -119,7 +119,7 @@ def submit(
         raise InputError("no script was given. Put it behind --, as in: headway cluster submit -- train.py --lr 1e-3")
     if not Path(script[0]).is_file():
         raise InputError(f"the script {script[0]!r} does not exist in {Path.cwd()}. Name a file of Python.")
-    result = _asked(dir, SubmitJob(name, scale, script, os.getcwd(), least), JobAnswer)
+    result = _asked(dir, SubmitJob(name, scale, script, os.getcwd(), fewest), JobAnswer)
     _emit_job("headway.cluster-submit/1", result.job, as_json=json)
     return 0
 
