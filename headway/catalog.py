@@ -5,11 +5,11 @@ command, remedies inside ranks. The records of remedies are read from the
 rooms' `remedies.py`, which need no torch.
 
 >>> sorted(REMEDIES)
-['checkpoint.async', 'cluster.batch', 'cluster.noise', 'comm.bucket', 'comm.compress', 'comm.gradient_view', \
-'comm.loose', 'comm.order', 'comm.overlap', 'comm.static_graph', 'compute.autocast', 'compute.channels_last', \
-'compute.compile', 'compute.cudnn_benchmark', 'compute.fused_optimizer', 'compute.tf32', 'data.cache', 'data.server', \
-'data.threads', 'data.workers', 'fault.guard', 'host.gc', 'host.logging', 'model.precision', 'model.tune', \
-'parallel.schedule', 'power.filler']
+['checkpoint.async', 'cluster.batch', 'cluster.fork', 'cluster.noise', 'comm.bucket', 'comm.compress', \
+'comm.gradient_view', 'comm.loose', 'comm.order', 'comm.overlap', 'comm.static_graph', 'compute.autocast', \
+'compute.channels_last', 'compute.compile', 'compute.cudnn_benchmark', 'compute.fused_optimizer', 'compute.tf32', \
+'data.cache', 'data.server', 'data.threads', 'data.workers', 'fault.guard', 'host.gc', 'host.logging', \
+'model.precision', 'model.tune', 'parallel.schedule', 'power.filler']
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "cluster explain": ("headway.verbs.jobs.cluster_service:explain", "Say why a job of a service runs or waits."),
     "cluster fork": (
         "headway.verbs.jobs.cluster_fork:fork",
-        "Simulate jobs with a copy on each of several unlike devices.",
+        "Train with a copy of a script on each of several unlike devices.",
     ),
     "cluster prices": (
         "headway.verbs.jobs.cluster_prices:prices",
@@ -69,6 +69,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "cluster serve": ("headway.verbs.jobs.cluster_service:serve", "Share devices among submitted training scripts."),
     "cluster sim": ("headway.verbs.jobs.cluster:sim", "Simulate a queue of jobs under one scheduling policy."),
     "cluster submit": ("headway.verbs.jobs.cluster_service:submit", "Hand a training script to a service."),
+    "cluster watch": ("headway.verbs.jobs.cluster_watch:watch", "Serve the jobs of a service as a live page."),
     "comm bench": ("headway.verbs.models.comm_bench:bench", "Measure what codecs of gradients cost on this host."),
     "comm options": ("headway.verbs.models.comm_strategy:options", "List every way to compress and send a gradient."),
     "comm overlap": (
@@ -438,8 +439,8 @@ def dispatch(ours: list[str], script: list[str] | None) -> int:
         return int(command(*bound.args, **bound.kwargs, script=script) or 0)
     if script is not None:
         raise InputError(
-            "only `headway run`, `try`, `tune`, `cluster submit`, `data stalls`, `data verify-resume` and "
-            "`model precision` take a script behind `--`. Drop the `--` and what follows it."
+            "only `headway run`, `try`, `tune`, `cluster fork`, `cluster submit`, `data stalls`, `data verify-resume` "
+            "and `model precision` take a script behind `--`. Drop the `--` and what follows it."
         )
     return int(command(*bound.args, **bound.kwargs) or 0)
 

@@ -58,7 +58,7 @@ def test_every_verb_has_a_page_of_help_with_an_example(verb, capsys):
         (["run", "--windows", "five", "--", "x.py"], "Pass 5% or 0.05"),
         (
             ["why", "--", "x.py"],
-            "only `headway run`, `try`, `tune`, `cluster submit`, `data stalls`, `data verify-resume` and",
+            "only `headway run`, `try`, `tune`, `cluster fork`, `cluster submit`, `data stalls`, `data verify-resume`",
         ),
         (["why", "no-such-folder"], "no-such-folder"),
     ],

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,9 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.cli import main
+from headway.cluster.advise import propose
 from headway.cluster.fork.answer import fork_answer, read_jobs, read_speeds
 from headway.cluster.fork.slots import deal
 from headway.core.errors import HeadwayError
+from headway.ledger.answers.ledger import Ledger
+from headway.ledger.booking.arrivals import RankLateness
+from headway.plan.setup import PlanLimits, Setup
 
 SPEEDS = [4.0, 4.0, 2.0, 2.0, 1.0]
 
@@ -124,3 +129,23 @@ def test_the_verb_prints_the_four_keys_and_names_the_device_that_it_leaves_out(t
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["cluster", "fork", "--speeds", "4,2,1", "--jobs", str(path)])
     assert "no schedule sooner than" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("own_s", "times_last", "allow", "said"), [
+    ([0.1, 0.1, 0.4], 99, ("lossy",), (0.4 * (10 + 10 + 2.5) / 3, "--speeds 10,10,2.5 -- train.py")),
+    ([0.1, 0.1, 0.4], 99, (), (None, "grant --allow lossy")),
+    ([0.1, 0.1, 0.4], 30, ("lossy",), None),
+    ([0.1, 0.1, 0.11], 99, ("lossy",), None),
+    ([0.1], 0, ("lossy",), None),
+])  # fmt: skip
+def test_copies_are_proposed_where_a_rank_is_slower_all_along(own_s, times_last, allow, said):
+    rows = {rank: {"useful": int(seconds * 100e9), "straggler": 10**9} for rank, seconds in enumerate(own_s)}
+    late = RankLateness(num_collectives=100, times_last={len(own_s) - 1: times_last})
+    ledger = Ledger(len(own_s), 100, 10**11, {}, {}, {}, 1.0, by_rank_ns=rows, lateness=late)
+    setup = Setup(len(own_s), len(own_s), 4, "cpu", PlanLimits(10**9, 4, allow))
+    (answer,) = list(propose(ledger, SimpleNamespace(run=None, measured_s=0.4), setup)) or [None]
+
+    assert (answer is None) == (said is None)
+    if said:
+        assert getattr(answer, "predicted_speedup", None) == (said[0] and pytest.approx(said[0]))
+        assert said[1] in answer.reason

@@ -35,6 +35,7 @@ from headway.cluster.service.state import ServiceState
 from headway.cluster.service.store import EventLog, JobCancelled, RoundAdvanced
 from headway.core.errors import FormatError, HeadwayError, InputError
 from headway.core.wire.channel import ChannelClosed
+from headway.verbs.jobs.cluster_watch import ServicePage
 from tests.made import fake_schedulers
 from tests.made.service_jobs import ComputedJobs
 from tests.paths import GOLDEN
@@ -188,7 +189,7 @@ STORY = {"job1": 192.0, "job2": 150.0, "job3": 128.0}
 """Steps, at one per second, on two slots by rounds of 64 s: three jobs take turns until the second one ends."""
 
 
-def story(folder, make, end):
+def story(folder, make, end, script="train.py"):
     """The decisions of a service about three jobs, each of which `end` ends once it has run so long."""
     now_s, had_s = [0.0], dict.fromkeys(STORY, 0.0)
     pools = {"a100": 2}
@@ -197,7 +198,7 @@ def story(folder, make, end):
         folder / "s", SharingOptions(pools, "las", 64.0), executor, clock=lambda: now_s[0], boot="b", look_s=0.0
     ) as server:
         for name in STORY:
-            server.submit(SubmitJob(name, 1, ["train.py"], "/"))
+            server.submit(SubmitJob(name, 1, [script], "/"))
         while any(job.state != "finished" for job in server.state.jobs.values()):
             server.turn(0.0)
             left_s = {job.id: STORY[job.id] - had_s[job.id] for job in server.state.live()}
@@ -444,3 +445,58 @@ def test_another_host_that_sees_the_folder_asks_over_tcp_with_its_token(tmp_path
         finally:
             server.stop()
             thread.join()
+
+
+def test_the_live_page_shows_the_jobs_that_a_server_or_its_log_tells_of(tmp_path):
+    now_s = [0.0]
+    executor = computed(tmp_path, {"a100": 2}, now_s, lambda: server)
+    source = ServicePage(tmp_path / "s")
+    with ServiceServer(
+        tmp_path / "s", SharingOptions({"a100": 2}, "las", 64.0), executor, clock=lambda: now_s[0], boot="b", look_s=0.0
+    ) as server:
+        server.submit(SubmitJob("<b>one", 1, ["train.py"], "/"))
+        asking = threading.Thread(target=source.poll)
+        asking.start()
+        while asking.is_alive():
+            server.turn(0.05)
+        asked = source.page()
+    source.poll()
+
+    assert "<h1>In round " in asked
+    assert "<td>&lt;b&gt;one</td>" in asked
+    assert "No server runs; it was left in round 1: 1 job of 1 run, 0 wait." in source.parts()["head"]
+    assert "<td>running</td>" in source.parts()["jobs"]
+    assert source.key() == "service"
+    assert source.charts() == {}
+
+
+def test_a_job_that_can_run_on_fewer_slots_does_while_devices_are_away_and_one_that_cannot_waits(tmp_path):
+    now_s, pools = [0.0], {"a100": 2}
+    executor = ComputedJobs(pools, {"job1": 600.0, "job2": 64.0}, {"a100": 1.0}, lambda: server.state.now_s,
+                            lambda: now_s[0])  # fmt: skip
+    options = SharingOptions({"a100": 2}, "las", 64.0)
+    make = partial(ServiceServer, tmp_path / "s", options, executor, clock=lambda: now_s[0], boot="b", look_s=0.0)
+    server, sizes = make(), []
+    server.submit(SubmitJob("", 2, ["train.py"], "/", 1))
+    while any(job.state != "finished" for job in server.state.jobs.values()):
+        server.turn(0.0)
+        (job, *_) = server.state.rows()
+        if job["placement"] and (not sizes or sizes[-1] != len(job["placement"])):
+            sizes.append(len(job["placement"]))
+        if now_s[0] == 128.0:
+            pools["a100"] = 1
+            server.close()  # killed at that moment: the log says how large each job is
+            server = make()
+        if now_s[0] == 320.0:
+            pools["a100"] = 2
+        if now_s[0] == 160.0:
+            with pytest.raises(InputError, match="1 to 1 slots"):
+                server.submit(SubmitJob("", 2, ["train.py"], "/"))
+            server.submit(SubmitJob("", 1, ["train.py"], "/"))
+        now_s[0] += 32.0
+        assert now_s[0] < 5000
+    server.close()
+    with EventLog(log_of(tmp_path / "s"), write=False) as log:
+        assert ServiceState.replay(log.read()).rows() == server.state.rows()
+    assert (sizes[:2], 2 in sizes[2:]) == ([2, 1], True)
+    assert [job["state"] for job in server.state.rows()] == ["finished", "finished"]

@@ -1,8 +1,8 @@
-"""The remedies of a job in a queue: another batch size, and the measurement that it is chosen by."""
+"""The remedies of a job in a queue: another batch size, the measurement that it is chosen by, copies that share it."""
 
 from __future__ import annotations
 
-from headway.core.remedies import Count, Parameters, Positive, RemedyRecord, Size
+from headway.core.remedies import Count, NoParameters, Parameters, Positive, RemedyRecord, Size
 
 
 class BatchParameters(Parameters, frozen=True):
@@ -33,6 +33,10 @@ REMEDIES = (
     RemedyRecord(
         "cluster.batch", BatchParameters, "headway.cluster.adaptive.apply:batch",
         allow="lossy", changes="another batch size changes what is learned",
+    ),
+    RemedyRecord(
+        "cluster.fork", NoParameters, "headway.cluster.fork.apply:fork", ("straggler",),
+        allow="lossy", changes="copies that train apart between averages change what is learned",
     ),
     RemedyRecord("cluster.noise", NoiseParameters, "headway.cluster.adaptive.torch_noise:noise"),
 )  # fmt: skip

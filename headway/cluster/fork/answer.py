@@ -1,4 +1,4 @@
-"""How long some jobs take with a copy per device, beside the fluid bound and whole jobs under las, simulated.
+"""How long jobs take with a copy per device, beside the fluid bound and whole jobs under las: simulated, or one, run.
 
 With speeds v_j and W steps in all, no schedule ends before W / sum(v): all
 devices busy to the end, and nothing paid. Whole jobs on k devices, fewer than
@@ -19,6 +19,7 @@ from typing import TypedDict
 import msgspec
 import numpy as np
 
+from headway.cluster.fork.coordinator import ForkOutcome
 from headway.cluster.fork.slots import Copies
 from headway.cluster.model import Cluster, Jobs
 from headway.cluster.queue.engine import simulate
@@ -58,13 +59,22 @@ class ForkedJob(TypedDict):
     """[devices with a speed] Steps that it does on each."""
 
 
+class RunJob(ForkedJob):
+    """The job of an answer that was run: `steps` are batches, and `las_end_s` is the fastest device alone."""
+
+    steps_per_s: list[float]
+    """[devices with a speed] Measured, while each trained."""
+    lost: list[int]
+    """Devices whose copy was lost."""
+
+
 class ForkAnswer(TypedDict):
     """What `headway cluster fork --json` prints."""
 
     total_s: float
     bound_s: float
     las_s: float
-    rows: list[ForkedJob]
+    rows: Sequence[ForkedJob]
 
 
 class _Job(msgspec.Struct):
@@ -156,3 +166,16 @@ def fork_answer(
         for index, name in enumerate(names)
     ]  # fmt: skip
     return ForkAnswer(total_s=forked.makespan_s, bound_s=bound_s, las_s=las.makespan_s, rows=rows)
+
+
+def run_answer(name: str, outcome: ForkOutcome) -> ForkAnswer:
+    """Return what came of a script that ran in copies, beside its bounds by the speeds that were measured."""
+    speeds = list(outcome.speeds.values())
+    row = RunJob(
+        name=name, steps=outcome.steps, end_s=outcome.seconds, las_end_s=outcome.steps / max(speeds),
+        copies=len(speeds), slots=outcome.slots, cost_s=outcome.paid_s, steps_on=list(outcome.steps_on.values()),
+        steps_per_s=speeds, lost=list(outcome.lost),
+    )  # fmt: skip
+    return ForkAnswer(
+        total_s=outcome.seconds, bound_s=outcome.steps / math.fsum(speeds), las_s=row["las_end_s"], rows=[row]
+    )

@@ -27,6 +27,24 @@ from numpy.typing import NDArray
 
 from headway.cluster.model import Allocation, Cluster, Indices, QueueState, Values
 
+COST_FRACTION = 0.05
+"""Share of a slot that saving, averaging and loading may take, unless its length is given."""
+
+FEWEST_STEPS = 20
+"""Steps of the slowest device in a slot, at least."""
+
+MOST_SLOT_S = 360.0
+"""Longest slot: copies that train apart for long cost accuracy (a round of Gavel)."""
+
+
+def slot_seconds(cost_s: float, slowest: float) -> float:
+    """Return how long a slot should be that costs `cost_s`, where the slowest device does `slowest` steps/s.
+
+    >>> slot_seconds(0.5, 10.0), slot_seconds(0.5, 1.0), slot_seconds(60.0, 10.0)
+    (10.0, 20.0, 360.0)
+    """
+    return min(max(cost_s / COST_FRACTION, FEWEST_STEPS / slowest), MOST_SLOT_S)
+
 
 def deal(num_steps: int, speeds: Values) -> Indices:
     """[c] Whole steps of each copy, `num_steps` together, such that the last copy ends as early as it can.

@@ -189,9 +189,9 @@ exit $code
 class LocalExecutor:
     """Processes of this host, each under `headway run`; slots are devices of it."""
 
-    def __init__(self, root: Path, pools: Mapping[str, int]) -> None:
-        """Run jobs in `root`/jobs on the slots given."""
-        self._folders, self._pools = AttemptFolders(root), dict(pools)
+    def __init__(self, root: Path, pools: Mapping[str, int], *, numbered: bool = True) -> None:
+        """Run jobs in `root`/jobs on the slots given; `numbered`: the numbers of slots are those of CUDA devices."""
+        self._folders, self._pools, self._numbered = AttemptFolders(root), dict(pools), numbered
         self._children: dict[str, subprocess.Popen[bytes]] = {}
 
     def slots(self) -> Mapping[str, int]:
@@ -205,7 +205,7 @@ class LocalExecutor:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             environment = dict(os.environ)
-            if Path("/dev/nvidiactl").exists():
+            if self._numbered and Path("/dev/nvidiactl").exists():
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(slot.rpartition(":")[2] for slot in attempt.slots)
             with (folder / "out").open("ab") as out:
                 child = subprocess.Popen(

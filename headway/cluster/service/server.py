@@ -39,6 +39,7 @@ from headway.cluster.service.executors import (
     LocalExecutor,
 )  # fmt: skip
 from headway.cluster.service.kueue import KueueExecutor
+from headway.cluster.service.ray_actors import RayExecutor
 from headway.cluster.service.slurm import SlurmExecutor
 from headway.cluster.service.state import ENDED, MOST_LOST, JobExplanation, QueueRow, ServiceJob, ServiceState
 from headway.cluster.service.store import (
@@ -71,7 +72,12 @@ from headway.core.wire.loop import ServiceLoop
 
 LOG = logging.getLogger(__name__)
 
-EXECUTORS: Mapping[str, ExecutorMaker] = {"local": LocalExecutor, "slurm": SlurmExecutor, "kueue": KueueExecutor}
+EXECUTORS: Mapping[str, ExecutorMaker] = {
+    "local": LocalExecutor,
+    "ray": RayExecutor,
+    "slurm": SlurmExecutor,
+    "kueue": KueueExecutor,
+}
 """What carries out a service's decisions, by name."""
 
 LOOK_S = 1.0
@@ -91,6 +97,7 @@ class SubmitJob(msgspec.Struct, frozen=True, tag=True):
     scale: int
     command: list[str]
     folder: str
+    fewest: int = 0
 
 
 class AskQueue(msgspec.Struct, frozen=True, tag=True):
@@ -266,7 +273,11 @@ class ServiceServer:
     def submit(self, request: SubmitJob, *, at_s: float | None = None) -> ServiceJob:
         """Let a job come, now or later; raises `InputError` on one that can never run."""
         most = max(self.state.engine.cluster.count.tolist())
-        if not 1 <= request.scale <= most:
+        if not 0 <= request.fewest <= request.scale:
+            raise InputError(
+                f"--fewest is {request.fewest}; pass 1 to --scale, {request.scale}, or leave it out for exactly that."
+            )
+        if not 1 <= (request.fewest or request.scale) <= most:
             raise InputError(f"scale is {request.scale}; a job has 1 to {most} slots of one type here. Pass --scale 1.")
         if not request.command:
             raise InputError("no script was given. Put it behind --, as in: headway cluster submit -- train.py")
@@ -277,7 +288,7 @@ class ServiceServer:
         self._note(
             JobSubmitted(
                 at_s=arrival_s, job=job, name=name, scale=request.scale, command=request.command,
-                folder=request.folder, owner=getpass.getuser(),
+                folder=request.folder, owner=getpass.getuser(), fewest=request.fewest,
             )
         )  # fmt: skip
         return self.state.jobs[job]

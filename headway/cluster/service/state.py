@@ -59,12 +59,15 @@ class ServiceJob:
     id: str
     name: str
     scale: int
+    """Slots that its next attempt has."""
     command: tuple[str, ...]
     folder: str
     owner: str
     index: int
     """Its row in the engine."""
     arrival_s: float
+    sizes: tuple[int, int]
+    """Fewest and most slots that it runs on; most, where a type has them."""
     state: str = "waiting"
     """waiting, running, leaving, finished, failed or cancelled."""
     attempt: int = 0
@@ -101,7 +104,8 @@ class ServiceJob:
 
     def as_attempt(self) -> JobAttempt:
         """Return its attempt as executors know it."""
-        return JobAttempt(self.id, self.attempt, self.scale, self.command, self.folder, self.slots, self.handle)
+        ranks = len(self.slots) or self.scale
+        return JobAttempt(self.id, self.attempt, ranks, self.command, self.folder, self.slots, self.handle)
 
 
 class QueueRow(TypedDict):
@@ -198,9 +202,10 @@ class ServiceState:
         by_index, running = list(self.jobs.values()), self.engine.running
         return [] if running is None else [by_index[index] for index in running.a.tolist()]
 
-    def exists(self, slots: Sequence[str]) -> bool:
+    def exists(self, slots: Sequence[str], cluster: Cluster | None = None) -> bool:
         """Say whether the cluster still has these slots."""
-        pools = dict(zip(self.engine.cluster.names, self.engine.cluster.count.tolist(), strict=True))
+        cluster = cluster or self.engine.cluster
+        pools = dict(zip(cluster.names, cluster.count.tolist(), strict=True))
         named = (slot.rpartition(":") for slot in slots)
         return all(int(number) < pools[device_type] for device_type, _, number in named)
 
@@ -231,6 +236,8 @@ class ServiceState:
             self.jobs[name].index: RoundReport(figures.seconds, figures.steps, figures.ended, figures.done)
             for name, figures in did.items()
         }
+        if engine.resizes and engine.resizes[0].at_s <= at_s:
+            self._fit(fixed)
         length_s = engine.advance(at_s, reports, [self.jobs[name].index for name in fixed])
         self.next_s = math.inf if length_s is None else at_s + float(length_s)
         self.round += int(engine.border_s != border_s)
@@ -372,10 +379,26 @@ class ServiceState:
             if event.pools[name] != count:
                 engine.resizes.append(Resize(event.at_s, name, event.pools[name]))
 
+    def _fit(self, fixed: Sequence[str]) -> None:
+        """Have jobs that can run on fewer slots run on as many as a type has, once devices leave or come back.
+
+        The engine ends the round then: nobody runs in it, but for who cannot leave slots that stay.
+        """
+        cluster = self.engine.cluster
+        for resize in self.engine.resizes:
+            cluster = resize.of(cluster)
+        largest = max(cluster.count.tolist())
+        for job in self.jobs.values():
+            if job.state not in ENDED and not (job.id in fixed and self.exists(job.slots, cluster)):
+                job.scale = min(max(largest, job.sizes[0]), job.sizes[1])
+                self.engine.jobs.scale[job.index] = job.scale
+
     def _submit(self, event: JobSubmitted) -> None:
+        sizes = event.fewest or event.scale, event.scale
+        scale = min(max(max(self.engine.cluster.count.tolist()), sizes[0]), sizes[1])
         job = ServiceJob(
-            event.job, event.name, event.scale, tuple(event.command), event.folder, event.owner, len(self.jobs),
-            event.at_s,
+            event.job, event.name, scale, tuple(event.command), event.folder, event.owner, len(self.jobs), event.at_s,
+            sizes,
         )  # fmt: skip
         self.jobs[job.id] = job
         names = self.engine.cluster.names

@@ -61,6 +61,8 @@ class JobSubmitted(ServiceEvent, frozen=True, tag=True, kw_only=True):
     folder: str
     """Where it runs."""
     owner: str = ""
+    fewest: int = 0
+    """Fewest slots that it runs on where no type has `scale` of them; 0: exactly `scale`."""
 
 
 class JobFigures(msgspec.Struct, frozen=True):

@@ -1,53 +1,97 @@
-"""`headway cluster fork`: how long jobs take with a copy of each on unlike devices, simulated."""
+"""`headway cluster fork`: a script in copies on unlike devices, and how long jobs would take so, simulated."""
 
 from __future__ import annotations
 
-import sys
+import signal
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
+from typing import Annotated
 
+from cyclopts import Parameter
 from rich.text import Text
 
-from headway.cluster.fork.answer import ForkAnswer, fork_answer, read_jobs, read_speeds
+from headway.cluster.fork.answer import ForkAnswer, fork_answer, read_jobs, read_speeds, run_answer
+from headway.cluster.fork.coordinator import Fork
+from headway.core.errors import InputError
+from headway.core.files.bounds import MOST
+from headway.core.machine.beside import say_beside
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.verbs.shared.output import emit
 
 
-def fork(*, speeds: str, jobs: Path, slot_s: float = 0.0, slot_cost_s: float = 1.0, json: bool = False) -> int:
-    """Simulate jobs that have a copy on each of several unlike devices, beside whole jobs under las.
+def fork(
+    *, speeds: str, jobs: Path | None = None, slot_s: float = 0.0, slot_cost_s: float = 1.0, dir: Path | None = None,
+    json: bool = False, script: Annotated[list[str] | None, Parameter(parse=False)] = None,
+) -> int:  # fmt: skip
+    """Train with a copy of a script on each of several unlike devices, or simulate that for some jobs.
 
-    HadarE: in each slot the steps of a job are dealt to its copies by the speeds of their devices; at its end the
-    copies become one state again. The fluid bound is all steps over the sum of all speeds. Nothing is run.
+    HadarE: in each slot the batches of an epoch are dealt to the copies by the speeds of their devices; at its end the
+    copies become one state again. Each batch is done by one copy; one that is lost leaves its share to the others. With
+    --jobs nothing is run: jobs are simulated, beside whole jobs under las. The fluid bound is all steps over the sum of
+    all speeds.
 
-    Example: `headway cluster fork --speeds 4,2,1 --jobs jobs.json`
+    Example: `headway cluster fork --speeds 4,2,1 -- train.py --lr 1e-3`
 
     Parameters
     ----------
     speeds
-        Steps per second of each device, separated by commas; a device of 0 is left out.
+        Steps per second of each device, separated by commas, in the order of CUDA; a device of 0 is left out. For a
+        script a first guess, which what is measured replaces.
     jobs
-        JSON list of jobs, {"name": "a", "steps": 1000}, all there at the start.
+        JSON list of jobs, {"name": "a", "steps": 1000}, all there at the start: simulate them.
     slot_s
-        Longest time that copies train apart, in seconds; 0: 360, or 100 steps of the slowest device.
+        Longest time that copies train apart, in seconds; 0: 360, or 100 steps of the slowest device; of a script so
+        long that averages take 5 % of it.
     slot_cost_s
-        Seconds that a job pays in a slot in which it has several copies or starts again elsewhere.
+        Seconds that a simulated job pays in a slot in which it has several copies or starts again elsewhere.
+    dir
+        Folder for the output, the run and the states of each copy; headway-fork-N by default.
     json
         Print one JSON object instead of text.
     """
     rates = read_speeds(speeds)
     for index, rate in enumerate(rates):
         if not rate:
-            print(f"headway: device {index} does 0 steps/s and is left out", file=sys.stderr, flush=True)
-    result = fork_answer(read_jobs(jobs), rates, slot_s=slot_s, slot_cost_s=slot_cost_s)
-    emit(result, lambda screen: _screen(result, [rate for rate in rates if rate], screen), as_json=json)
+            say_beside(f"headway: device {index} does 0 steps/s and is left out\n")
+    if (jobs is None) == (not script):
+        raise InputError(
+            "give a script behind -- to train with copies of it, or --jobs FILE to simulate jobs; one of the two."
+        )
+    if jobs is not None:
+        result = fork_answer(read_jobs(jobs), rates, slot_s=slot_s, slot_cost_s=slot_cost_s)
+    else:
+        assert script, "checked above"
+        result = _train(script, rates, slot_s, dir)
+    used = [rate for rate in rates if rate]
+    emit(result, lambda screen: _screen(result, used, screen, ran=jobs is None), as_json=json)
     return 0
 
 
-def _screen(result: ForkAnswer, rates: Sequence[float], screen: ScreenOptions) -> str:
+def _train(script: list[str], rates: Sequence[float], slot_s: float, folder: Path | None) -> ForkAnswer:
+    """Run a script in copies; raises `InputError`, or `HeadwayError` where no copy did well."""
+    if not Path(script[0]).is_file():
+        raise InputError(f"the script {script[0]!r} does not exist in {Path.cwd()}. Name a file of Python.")
+    if not 0 <= slot_s < MOST:
+        raise InputError(f"--slot-s is {slot_s:g}; pass seconds above 0, or leave it out.")
+    if folder is None:
+        folder = next(path for n in count(1) if not (path := Path(f"headway-fork-{n}")).exists())
+    elif any(folder.glob("copy*")):
+        raise InputError(f"--dir {folder} holds copies of an earlier script. Name another folder, or remove it.")
+    say_beside(f"headway: copies run in {folder}/copy*: what they print is in their file out\n")
+    devices = {index: rate for index, rate in enumerate(rates) if rate}
+    with Fork(script, devices, folder, slot_s=slot_s, say=lambda line: say_beside(f"headway: {line}\n")) as copies:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda *_: copies.stop())
+        return run_answer(Path(script[0]).name, copies.run())
+
+
+def _screen(result: ForkAnswer, rates: Sequence[float], screen: ScreenOptions, *, ran: bool) -> str:
     """Draw the three times, and a row per job."""
     totals = grid("left", "right", "right")
     add_row(totals, "all jobs done after", "seconds", "of las", style="dim")
-    for name, key_s in (("copies", result["total_s"]), ("whole jobs, las", result["las_s"])):
+    alone = "the fastest device alone" if ran else "whole jobs, las"
+    for name, key_s in (("copies", result["total_s"]), (alone, result["las_s"])):
         add_row(totals, name, f"{key_s:,.1f}", f"{key_s / result['las_s']:.2f}")
     add_row(
         totals, "no schedule sooner than", f"{result['bound_s']:,.1f}", f"{result['bound_s'] / result['las_s']:.2f}"
@@ -65,6 +109,7 @@ def _screen(result: ForkAnswer, rates: Sequence[float], screen: ScreenOptions) -
             f"{row['slots']}",
             f"{row['cost_s']:,.1f}",
         )
-    note = "Simulated. Copies train apart between two averages of their states, which changes what is learned."
+    note = "Copies train apart between two averages of their states, which changes what is learned."
+    note = f"{'Measured' if ran else 'Simulated'}. {note}"
     head = Text(f"  {len(result['rows'])} jobs on {len(rates)} devices, {sum(rates):g} steps/s together")
     return draw([head, "", uncut(totals), "", uncut(rows), "", paragraph(note, style="dim")], **screen)

@@ -68,7 +68,7 @@ def serve(
     slots
         Slots of this host or of the cluster: a number, or type=count, separated by commas; by default its GPUs.
     executor
-        local: processes of this host; slurm: batch jobs; kueue: Jobs of Kubernetes.
+        local: processes of this host; ray: actors of a Ray cluster; slurm: batch jobs; kueue: Jobs of Kubernetes.
     policy
         Who gets how much time; a wrong name lists them all.
     dir
@@ -94,7 +94,7 @@ def serve(
 
 
 def submit(
-    *, dir: Path = FOLDER, name: str = "", scale: int = 1, json: bool = False,
+    *, dir: Path = FOLDER, name: str = "", scale: int = 1, fewest: int = 0, json: bool = False,
     script: Annotated[list[str] | None, Parameter(parse=False)] = None,
 ) -> int:  # fmt: skip
     """Hand a training script to the server; it runs under `headway run`, in this folder.
@@ -109,6 +109,9 @@ def submit(
         What to call the job; the script's name and a number by default.
     scale
         Slots that it needs at once, all of one type: ranks of the script.
+    fewest
+        Slots that it can still train on where devices have left and no type has --scale of them: it is restored on as
+        many as there are, and on --scale once they are back. 0: it needs exactly --scale.
     json
         Print one JSON object instead of text.
     """
@@ -116,7 +119,7 @@ def submit(
         raise InputError("no script was given. Put it behind --, as in: headway cluster submit -- train.py --lr 1e-3")
     if not Path(script[0]).is_file():
         raise InputError(f"the script {script[0]!r} does not exist in {Path.cwd()}. Name a file of Python.")
-    result = _asked(dir, SubmitJob(name, scale, script, os.getcwd()), JobAnswer)
+    result = _asked(dir, SubmitJob(name, scale, script, os.getcwd(), fewest), JobAnswer)
     _emit_job("headway.cluster-submit/1", result.job, as_json=json)
     return 0
 
@@ -135,16 +138,22 @@ def queue(*, dir: Path = FOLDER, json: bool = False) -> int:
     json
         Print one JSON object instead of text.
     """
-    try:
-        result = _asked(dir, AskQueue(), QueueAnswer)
-    except ChannelClosed:
-        with EventLog(log_of(dir), write=False) as log:
-            state = ServiceState.replay(log.read())
-        result = QueueAnswer(state.round, state.rows())
+    result, serves = queue_of(dir)
+    if not serves:
         print("headway: no server runs; this is how it was left. Go on with: headway cluster serve", file=sys.stderr)
     reply = {"schema": "headway.cluster-queue/1", "round": result.round, "jobs": result.jobs}
     emit(reply, lambda screen: _queue_screen(result, screen), as_json=json)
     return 0
+
+
+def queue_of(folder: Path) -> tuple[QueueAnswer, bool]:
+    """Return how everything is, and whether a server said so, or the log of one that has ended."""
+    try:
+        return _asked(folder, AskQueue(), QueueAnswer), True
+    except ChannelClosed:
+        with EventLog(log_of(folder), write=False) as log:
+            state = ServiceState.replay(log.read())
+        return QueueAnswer(state.round, state.rows()), False
 
 
 def cancel(job: str, /, *, dir: Path = FOLDER, json: bool = False) -> int:

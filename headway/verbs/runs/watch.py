@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,9 +12,8 @@ from headway.ledger.live.live_ledger import LiveSeries
 from headway.report.answers import created, facts_of
 from headway.report.page.html import page
 from headway.report.page.live import LiveView, live_charts, live_key, live_page, live_parts
-from headway.report.page.live_server import Allowed, LiveServer, listening, server_of
 from headway.runtime.run_folder.live_feed import LiveFeed
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.live_pages import serve_page
 from headway.verbs.shared.source import newest_run
 
 
@@ -53,22 +50,18 @@ def watch(
         raise InputError(
             f"{path} is a file; a run is a folder. Name the folder that headway run writes, or will write."
         )
-    allowed = Allowed.of(host, allow_origin)
-    with listening(host, port) as bound:
-        source = WatchedRun(path)
-        source.poll()
-        shown = f"[{host}]" if ":" in host else host
-        token = secrets.token_urlsafe(16)
-        url = f"http://{shown}:{bound.getsockname()[1]}/?token={token}"
-        answer = {"schema": "headway.watch/1", "run": str(path), "url": url, "state": source.state}
-        emit(answer, lambda _: f"{path} ({source.state}): {url}   Ctrl-C ends it", as_json=json)
-        sys.stdout.flush()
-        try:
-            server_of(LiveServer(source, allowed, token)).run(sockets=[bound])
-        except KeyboardInterrupt:
-            pass  # the usual way to end it
-        finally:
-            source.close()
+    source = WatchedRun(path)
+    try:
+        serve_page(
+            source,
+            lambda url: (
+                {"schema": "headway.watch/1", "run": str(path), "url": url, "state": source.state},
+                f"{path} ({source.state}): {url}",
+            ),
+            host=host, port=port, allow_origin=allow_origin, as_json=json,
+        )  # fmt: skip
+    finally:
+        source.close()
     return 0
 
 
