@@ -211,6 +211,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "headway.verbs.models.parallel_bubbles:bubbles",
         "Show what a recorded pipeline's stages wait.",
     ),
+    "parallel fill": (
+        "headway.verbs.models.parallel_bubbles:fill",
+        "Run other jobs in the gaps of a pipeline.",
+    ),
     "parallel ntp": (
         "headway.verbs.models.parallel_ntp:ntp",
         "Train on with tensor-parallel groups that lost devices.",

@@ -15,12 +15,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 from headway.power.remedies import FillerParameters
 from headway.runtime.host.device import device_type
+from headway.runtime.host.idle_process import START_S, is_able, start_idle
 from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
 from headway.trace.events.vocabulary import KIND, MOVING, SPANS
 from headway.trace.rings.ring import OP, PAGE, PAGE_OFFSET, SINCE_NS
@@ -33,9 +33,6 @@ GAPS = tuple(span.code for span in SPANS.values() if KIND[span.kind] in (*MOVING
 SCRIPT = Path(__file__).with_name("burn.py")
 """What the process runs: the standard library only, so that it starts in milliseconds."""
 
-START_S = 10.0
-"""Seconds after which a filler that has not come up is given up."""
-
 
 def fill_gaps(parameters: FillerParameters, context: Context) -> Applied | RefusedRemedy:
     """Install the remedy."""
@@ -45,13 +42,14 @@ def fill_gaps(parameters: FillerParameters, context: Context) -> Applied | Refus
         return RefusedRemedy(
             NAME, f"the rank computes on {device}; fillers are for cores. Set a floor: headway power export"
         )
-    if not hasattr(os, "SCHED_IDLE") or not hasattr(os, "pidfd_open"):
+    if not is_able():
         return RefusedRemedy(NAME, "this system has no scheduling class idle: a filler could take cores from training")
     recorder = context.probes.recorder
     if not recorder.open():
         return RefusedRemedy(NAME, f"nothing is recorded ({recorder.broken}): a filler cannot see when the rank waits")
     numbers = (os.getpid(), on_after_s, off_within_s, level, PAGE_OFFSET, OP, SINCE_NS, PAGE.size)
-    pid = _start([recorder.path, *map(str, numbers), ",".join(map(str, GAPS))])
+    arguments = [recorder.path, *map(str, numbers), ",".join(map(str, GAPS))]
+    pid = start_idle([sys.executable, "-I", "-S", str(SCRIPT), *arguments])
     if pid is None:
         return RefusedRemedy(NAME, f"its process did not start within {START_S:g} s")
 
@@ -71,17 +69,3 @@ def fill_gaps(parameters: FillerParameters, context: Context) -> Applied | Refus
 
     context.undos.append(stop)
     return Applied(NAME, {"pid": pid, "on_after_s": on_after_s, "off_within_s": off_within_s, "level": level})
-
-
-def _start(arguments: list[str]) -> int | None:
-    """Start the process as nobody's child, and return its id; None where it says nothing.
-
-    The one that is started forks and ends, so that the rank has no child that a script could meet.
-    """
-    command = [sys.executable, "-I", "-S", str(SCRIPT), *arguments]
-    environ = {"PATH": os.environ.get("PATH", os.defpath)}
-    try:
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=START_S, check=False)
-    except subprocess.TimeoutExpired:
-        return None
-    return int(done.stdout) if done.returncode == 0 and done.stdout.strip().isdigit() else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from functools import partial
 
 import numpy as np
@@ -13,6 +12,7 @@ from headway.cluster.model import Allocation, Cluster, QueueState, Values
 from headway.core.errors import InputError
 from headway.core.linear import minimise
 from headway.core.tables import pick
+from headway.plan.fill_scores import SCORES, ScoreFn, best_pair
 
 QUEUE_PER_DEVICE, LEAST_QUEUE = 4, 64
 """Jobs per free device, and at least, that AlloX looks at."""
@@ -128,29 +128,7 @@ def gandiva(state: QueueState, cluster: Cluster, now_s: float) -> Allocation:
 #
 # where switching in and out costs `switch_s` once per step; bubbles that a job
 # could not use, or that would take the switches above the budget, are closed.
-# A score decides which job goes to which stage; the main job is never touched.
-
-ScoreFn = Callable[[QueueState, Values], Values]
-"""(state, seconds until each stage is free if it took the job [m, W]) -> scores [m, W], larger = sooner."""
-
-
-def shortest(state: QueueState, end_s: Values) -> Values:
-    """The job that would be done first on its best stage (shortest job first)."""
-    return np.asarray(-end_s.min(axis=1, keepdims=True) - 1e-9 * end_s)
-
-
-def least_makespan(state: QueueState, end_s: Values) -> Values:
-    """The longest job, where it ends first: the last job of all ends early."""
-    return np.asarray(end_s.min(axis=1, keepdims=True) - 1e-9 * end_s)
-
-
-def earliest_deadline(state: QueueState, end_s: Values) -> Values:
-    """The job that has to be done first."""
-    return np.asarray(-state.deadline_s[:, None] - 1e-9 * end_s)
-
-
-SCORES: Mapping[str, ScoreFn] = {"shortest": shortest, "makespan": least_makespan, "deadline": earliest_deadline}
-"""Scores of jobs by name."""
+# A score decides which job goes to which stage (`plan.fill_scores`); the main job is never touched.
 
 
 def fill(state: QueueState, cluster: Cluster, now_s: float, score: str | ScoreFn = "shortest") -> Allocation:
@@ -165,9 +143,7 @@ def fill(state: QueueState, cluster: Cluster, now_s: float, score: str | ScoreFn
         may = np.isfinite(end_s) & (state.scale[:, None] <= free)
         if not may.any():
             return Allocation(x, strict=True)
-        with np.errstate(invalid="ignore"):  # inf - inf of stages that are not possible
-            values = np.where(may, np.nan_to_num(scored(state, end_s), nan=-1e300, neginf=-1e300), -np.inf)
-        row, j = (int(i) for i in np.unravel_index(int(values.argmax()), values.shape))
+        row, j = best_pair(scored, end_s, state.deadline_s, may)
         x[row, j] = 1.0
         free[j] -= state.scale[row]
         end_s[row] = np.inf

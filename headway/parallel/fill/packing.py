@@ -13,6 +13,7 @@ job; bubbles per stage are (p-1-s)(tF+tB) and s(tF+tB) in GPipe, (p-1-s)tB and s
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from headway.sim.pipeline.simulate import PipelineBubble
 
 LARGE = ("fill_drain", "forward_backward")
 """Kinds of gaps that are filled."""
+
+MARGIN, SLACK_NS = 0.05, 2_000_000
+"""Share of a gap, and ns, that are left free of a gap that is lent: gaps vary, and a process has to wake up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,15 @@ class FillJob:
     configurations: tuple[FillConfiguration, ...]
     """What can be chosen from."""
 
+    samples: int | None = None
+    """Samples after which it is done; None = it never is."""
+
+    deadline_s: float = math.inf
+    """Seconds from now until when it has to be."""
+
+    run: str = ""
+    """FILE:FUNCTION that runs a chunk, called with a configuration's name and the chunk's index; '' = a sleep."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankFill:
@@ -97,6 +110,27 @@ class RankFill:
 
     reason: str
     """Why nothing fits; empty where something does."""
+
+
+def lent(bubbles: Sequence[PipelineBubble]) -> list[PipelineBubble]:
+    """Return what is lent of the large gaps of one step where steps follow each other, by rank.
+
+    The drain of a step and the fill of the next one are one gap; of each gap the margin is left free.
+    """
+    sums: dict[tuple[int, str], int] = {}
+    starts: dict[tuple[int, str], int] = {}
+    for gap in bubbles:
+        if gap.kind in LARGE:
+            key = gap.rank, gap.kind
+            sums[key] = sums.get(key, 0) + gap.duration_ns
+            starts[key] = gap.start_ns  # the later one: behind the last computation of the step
+    joined = [PipelineBubble(key[0], starts[key], lent_ns(length_ns), key[1]) for key, length_ns in sums.items()]
+    return sorted((gap for gap in joined if gap.duration_ns > 0), key=lambda gap: (gap.rank, gap.start_ns))
+
+
+def lent_ns(gap_ns: float) -> int:
+    """Return how much of a gap is lent to a fill process."""
+    return max(0, int(gap_ns * (1 - MARGIN)) - SLACK_NS)
 
 
 def fit_fill(job: FillJob, bubbles: Sequence[PipelineBubble], free_bytes: Mapping[str, int]) -> tuple[RankFill, ...]:

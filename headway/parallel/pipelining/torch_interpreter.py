@@ -18,8 +18,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import _backward
@@ -80,6 +81,18 @@ class MicrobatchData:
     """What the loss compares with; None likewise."""
 
 
+class GapObserver(Protocol):
+    """What is told of the large gaps of a rank (PipeFill)."""
+
+    def begin(self, gap_kind: str) -> None:
+        """Nothing is left to compute: behind the last row of a step ('fill_drain'), or before the first backward."""
+        ...
+
+    def end(self) -> None:
+        """What was waited for is there, or nothing was waited for; called before the next computation."""
+        ...
+
+
 @dataclass(slots=True)
 class Interpreter:
     """Runs rows on the stages of one rank."""
@@ -114,6 +127,9 @@ class Interpreter:
     num_microbatches: int = 1
     """Of a step: numbers in a recording are those inside a step."""
 
+    gaps: GapObserver | None = None
+    """Told when the two large gaps of this rank begin and end; None: nobody is."""
+
     whole_backwards: set[int] = field(default_factory=set)
     """Stages whose backward in two parts gave other gradients than a whole one, or failed."""
 
@@ -126,6 +142,8 @@ class Interpreter:
         session = bootstrap.active()
         columns = (rows.op, rows.stage, rows.microbatch, rows.version, rows.peer, rows.peer_stage)
         shared = False
+        backward = np.flatnonzero(np.isin(rows.op, (B, I)))
+        turns = int(backward[0]) if backward.size else -1
         for index, (op, stage, microbatch, version, peer, other_stage) in enumerate(
             zip(*(column.tolist() for column in columns), strict=True)
         ):
@@ -136,13 +154,19 @@ class Interpreter:
                 shared = shared or self._share_ties()
                 self.weights[stage].update(version, self._versions_in_use(stage), reads[index])
                 continue
+            if index == turns and self.gaps is not None:
+                self.gaps.begin("forward_backward")
             self._await(op, stage, microbatch)
+            if self.gaps is not None:
+                self.gaps.end()
             start = now()
             COMPUTATIONS[op](self, stage, microbatch, version)
             if session is not None:
                 session.probes.emit(PART_NAMES[op], start, now() - start, stage, microbatch % self.num_microbatches)
         for stage, weights in self.weights.items():
             weights.drop(self._versions_in_use(stage), min(_first_read(following, stage), weights.newest))
+        if self.gaps is not None:
+            self.gaps.begin("fill_drain")
 
     def _versions_in_use(self, stage: int) -> list[int]:
         """Return the versions of its weights that a stage's micro-batches in flight were computed with."""

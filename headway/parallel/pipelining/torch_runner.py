@@ -33,7 +33,7 @@ import torch.distributed as dist
 from headway.core.errors import BackgroundError, InputError
 from headway.core.tables import pick
 from headway.parallel.pipelining.torch_cut import CutModel, ModelLike, Tensors, cut
-from headway.parallel.pipelining.torch_interpreter import Interpreter, LossFn, MicrobatchData
+from headway.parallel.pipelining.torch_interpreter import GapObserver, Interpreter, LossFn, MicrobatchData
 from headway.parallel.pipelining.torch_messages import StageMessages
 from headway.parallel.pipelining.torch_weights import OptimizerFn, StageWeights, load_optimizer_state, optimizer_state
 from headway.runtime.in_rank import bootstrap
@@ -191,6 +191,10 @@ class PipelineRunner:
         for stage, weights in self._interpreter.weights.items():
             weights.restart(stashes=stage in stashes)
         self._first_version = 0
+
+    def watch_gaps(self, observer: GapObserver | None) -> None:
+        """Tell an observer of this rank's two large gaps from now on. For schedules with a flush; no results change."""
+        self._interpreter.gaps = observer
 
     @property
     def program(self) -> PipelineProgram:

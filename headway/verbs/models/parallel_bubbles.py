@@ -1,17 +1,27 @@
-"""`headway parallel bubbles RUN`: what a recorded pipeline waits, by kind, by rank and by reason."""
+"""`headway parallel bubbles`, `headway parallel fill`: what a pipeline waits, and chunks of other jobs in its gaps."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.text import Text
 
-from headway.core.units import format_fraction, format_seconds
+from headway.core.errors import InputError
+from headway.core.tables import pick
+from headway.core.units import NS_PER_S, format_fraction, format_seconds, plural
 from headway.parallel.advise import RecordedBubbles
+from headway.parallel.fill.packing import LARGE, lent
+from headway.parallel.fill.queue import FillFile, PlacedFill, place_jobs
+from headway.plan.fill_scores import SCORES
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, title, uncut
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.source import run_at
+
+Facts = dict[str, Any]
+"""An answer, as it is printed as JSON."""
 
 WORDS = {
     "transfers": "messages between stages",
@@ -44,7 +54,7 @@ def bubbles(run: Path | None = None, /, *, json: bool = False) -> int:
     return 0
 
 
-def _screen(answer: dict[str, Any], source: str, screen: ScreenOptions) -> str:
+def _screen(answer: Facts, source: str, screen: ScreenOptions) -> str:
     """Return the answer as text."""
     step_s, kinds = answer["step_s"], answer["kinds_s"]
     waits = grid("left", *["right"] * (len(kinds) + 1))
@@ -73,3 +83,125 @@ def _screen(answer: dict[str, Any], source: str, screen: ScreenOptions) -> str:
         ],
         **screen,
     )
+
+
+# Chunks of other jobs in the large gaps.
+
+MOST_RANKS = 16
+"""Ranks that are started here at most."""
+
+
+def fill(
+    *, jobs: Path, schedule: str | None = None, score: str = "shortest", simulate: bool = False, blocks: int = 4,
+    json: bool = False,
+) -> int:  # fmt: skip
+    """Run other jobs in the two large gaps of each pipeline stage (PipeFill).
+
+    The file has the main job's stages, microbatches and times, and the fill jobs' chunks with their times and memory;
+    docs/systems/parallel.md says how. Jobs are placed by the score. Then a pipeline whose stages sleep for these times
+    runs here with a fill process beside each rank, steps with and without filling in turn: `used_fraction` is the share
+    of the large gaps in which chunks ran, `main_slowdown` what the pipeline lost. Chunks without code of their own
+    sleep too. With --simulate nothing runs: `used_fraction` is what was planned, and `main_slowdown` is 0, because what
+    is planned ends inside the gaps.
+
+    Example: `headway parallel fill --jobs jobs.json --simulate`
+
+    Parameters
+    ----------
+    jobs
+        A JSON file: the main job and the fill jobs.
+    schedule
+        The main job's schedule, instead of that in the file.
+    score
+        Which job goes first: shortest, makespan or deadline.
+    simulate
+        Plan only.
+    blocks
+        Blocks of 4 steps that are run with filling, and as many without.
+    json
+        Print one JSON object instead of text.
+    """
+    pick(SCORES, score, "score")
+    if blocks < 1:
+        raise InputError(f"--blocks is {blocks}; give at least 1.")
+    file = FillFile.read(jobs)
+    if schedule is not None:
+        file = file.under(schedule)
+    step_ns, gaps = file.main.gaps()
+    placed = place_jobs(file.jobs, lent(gaps), file.main.free(), step_ns, score=score)
+    large = [
+        sum(gap.duration_ns for gap in gaps if gap.rank == r and gap.kind in LARGE) for r in range(file.main.stages)
+    ]
+    idle_ns = sum(gap.duration_ns for gap in gaps)
+    rows = [_row(r, large[r], [entry for entry in placed if entry.rank == r]) for r in range(file.main.stages)]
+    used_ns = sum(row["planned_used_ns"] for row in rows)
+    # What is planned ends inside the gaps: the step is as long as before.
+    facts: Facts = {
+        "schema": "headway.parallel.fill/1",
+        "measured": not simulate,
+        "used_fraction": used_ns / sum(large) if sum(large) else 0.0,
+        "main_slowdown": 0.0,
+        "step_ns": step_ns,
+        "bubble_fraction": idle_ns / (step_ns * file.main.stages),
+        "extra_work_fraction": used_ns / (step_ns * file.main.stages - idle_ns),
+        "rows": rows,
+    }
+    if not simulate:
+        if file.main.stages > MOST_RANKS:
+            processes = f"{file.main.stages} stages would be as many processes here"
+            raise InputError(f"{processes}; give at most {MOST_RANKS}, or --simulate.")
+        from headway.parallel.fill.torch_rehearsal import measure  # torch
+
+        measured = measure(
+            file, [[entry.job for entry in placed if entry.rank == r] for r in range(file.main.stages)], blocks
+        )
+        facts |= {"used_fraction": measured.used_fraction, "main_slowdown": measured.main_slowdown}
+        for row, rank in zip(rows, measured.ranks, strict=True):
+            row |= {
+                "measured_large_ns": rank.large_ns, "measured_used_ns": rank.used_ns, "late_ns": rank.late_ns,
+                "chunks": rank.chunks, "ended": rank.ended,
+            }  # fmt: skip
+    emit(facts, lambda screen: _fill_screen(facts, screen), as_json=json)
+    return 0
+
+
+def _row(rank: int, large_ns: int, placed: Sequence[PlacedFill]) -> Facts:
+    """Return a rank's gaps of one step, what its first job uses of them, and its jobs."""
+    first = placed[0].fill if placed else None
+    return {
+        "rank": rank,
+        "large_ns": large_ns,
+        "planned_used_ns": first.used_ns if first else 0.0,
+        "samples_per_step": first.samples if first else 0.0,
+        "jobs": [
+            {
+                "name": entry.job,
+                "configuration": entry.fill.configuration,
+                "start_s": entry.start_s,
+                "end_s": None if math.isinf(entry.end_s) else entry.end_s,
+            }
+            for entry in placed
+        ],
+    }
+
+
+def _fill_screen(facts: Facts, screen: ScreenOptions) -> str:
+    """Return the answer as text."""
+    table = grid("right", "right", "right", "right", "left")
+    add_row(table, "rank", "large gaps", "planned", "measured", "jobs", style="dim")
+    for row in facts["rows"]:
+        gaps = row["large_ns"] / NS_PER_S
+        planned = format_fraction(row["planned_used_ns"] / row["large_ns"]) if row["large_ns"] else "-"
+        lent_large_ns = row.get("measured_large_ns")
+        used = format_fraction(row["measured_used_ns"] / lent_large_ns) if lent_large_ns else "-"
+        jobs = ", ".join(f"{job['name']} ({job['configuration']})" for job in row["jobs"]) or "none fits"
+        add_row(table, str(row["rank"]), format_seconds(gaps), planned, used, jobs)
+    verb = "Measured" if facts["measured"] else "Planned"
+    text = (
+        f"{verb}: {format_fraction(facts['used_fraction'])} of the large gaps are used, and the main job takes "
+        f"{format_fraction(facts['main_slowdown'])} longer. {format_fraction(facts['bubble_fraction'])} of its "
+        f"devices' time is bubble; the plan does {format_fraction(facts['extra_work_fraction'])} of its work in "
+        f"addition, on {plural(len(facts['rows']), 'rank')}."
+    )
+    ended = [f"Rank {row['rank']}: {row['ended']}." for row in facts["rows"] if row.get("ended")]
+    return draw([uncut(table), "", paragraph(" ".join([text, *ended]))], **screen)

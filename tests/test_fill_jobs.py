@@ -1,0 +1,189 @@
+"""Fill jobs from a file: where they are placed, what they do in the gaps of a pipeline that runs, and bad input."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from headway.cli import main
+from headway.core.errors import InputError
+from headway.parallel.fill.gaps import FillProcess, GapWatch
+from headway.parallel.fill.packing import LARGE, FillChunk, FillConfiguration, FillJob, fit_fill
+from headway.parallel.fill.queue import MainJob, place_jobs
+
+MS = 1_000_000
+
+
+def sleeper(milliseconds: float, *, run: str = "", samples: int | None = None, name: str = "sleeper") -> FillJob:
+    chunks = (FillChunk(int(milliseconds * MS), 0),)
+    return FillJob(name, (FillConfiguration("only", chunks, 1),), samples, run=run)
+
+
+def written(folder: Path, **content: object) -> Path:
+    path = folder / "jobs.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def asked(path: Path, *options: str) -> object:
+    """Return the exit code of the command."""
+    with pytest.raises(SystemExit) as ended:
+        main(["parallel", "fill", "--jobs", str(path), *options])
+    return ended.value.code
+
+
+def lend(watch: GapWatch, gap_s: float, times: int) -> None:
+    """Have gaps of a length."""
+    for _ in range(times):
+        watch.begin(LARGE[0])
+        time.sleep(gap_s)
+        watch.end()
+
+
+def test_chunks_end_inside_a_gap_and_use_most_of_it() -> None:
+    process = FillProcess([sleeper(10)], dict.fromkeys(LARGE, 0))
+    watch = GapWatch(process)
+    lend(watch, 0.12, 8)
+    process.stop()
+
+    assert os.sched_getscheduler(0) != os.SCHED_IDLE
+    assert watch.large_ns >= 8 * 0.12e9
+    assert 0.4 < watch.used_ns / (6 * 0.12e9) <= 1.05
+    assert watch.chunks >= 6 * 5
+
+
+def test_a_chunk_of_three_times_its_time_harms_one_step_then_fewer_fit(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\n\ndef chunk(name, index):\n    time.sleep(0.09)\n")
+    process = FillProcess([sleeper(30, run=f"{tmp_path}/slow.py:chunk")], dict.fromkeys(LARGE, 0))
+    watch = GapWatch(process)
+    lend(watch, 0.05, 3)
+    first_ns = watch.late_ns
+    lend(watch, 0.05, 5)
+    process.stop()
+
+    assert watch.chunks == 1
+    assert 0.02e9 < first_ns < 0.2e9
+    assert watch.late_ns - first_ns < 0.03e9
+
+
+def test_a_job_that_never_returns_is_ended_and_the_rank_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "stuck.py").write_text("import time\n\ndef chunk(name, index):\n    time.sleep(1000)\n")
+    process = FillProcess([sleeper(1, run=f"{tmp_path}/stuck.py:chunk")], dict.fromkeys(LARGE, 0))
+    watch = GapWatch(process)
+    lend(watch, 0.02, 5)
+
+    assert "did not return" in process.ended
+    assert not watch.used_ns
+
+
+def test_jobs_that_are_done_end_their_process() -> None:
+    process = FillProcess([sleeper(1, samples=2), sleeper(1, samples=1, name="other")], dict.fromkeys(LARGE, 0))
+    watch = GapWatch(process)
+    lend(watch, 0.03, 4)
+
+    assert (process.ended, watch.chunks) == ("all fill jobs are done", 3)
+
+
+@pytest.mark.parametrize(("score", "order"), [("shortest", "cba"), ("makespan", "abc"), ("deadline", "bac")])
+def test_the_score_decides_which_job_is_first(score: str, order: str) -> None:
+    step_ns, gaps = MainJob(stages=2, microbatches=2).gaps()
+    only = [gap for gap in gaps if gap.rank == 0]
+    choice = (FillConfiguration("only", (FillChunk(MS, 0),), 1),)
+    jobs = [
+        FillJob(name, choice, samples, deadline_s)
+        for name, samples, deadline_s in (("a", 9000, 6), ("b", 600, 5), ("c", 60, 9))
+    ]
+    placed = place_jobs(jobs, only, dict.fromkeys(LARGE, 0), step_ns, score=score)
+
+    assert "".join(one.job for one in placed) == order
+    assert [one.start_s for one in placed[1:]] == [one.end_s for one in placed[:-1]]
+
+
+def test_work_of_8192_devices_is_their_bubble_times_the_fit() -> None:
+    """p 16, and a fixed global batch that leaves 8 microbatches at 8K devices: 65 % bubble (paper: 63 % more work)."""
+    main = MainJob(stages=16, microbatches=8, forward_ns=20 * MS, backward_ns=40 * MS, schedule="gpipe")
+    step_ns, gaps = main.gaps()
+    choice = (FillConfiguration("only", tuple(FillChunk(ms * MS, 0) for ms in (70, 45, 110)), 32),)
+    jobs = [FillJob(f"job{n}", choice, 32 * 400 * (1 + n % 5)) for n in range(400)]
+    placed = place_jobs(jobs, gaps, dict.fromkeys(LARGE, 0), step_ns)
+    fits = [row.used_ns / row.large_ns for row in fit_fill(jobs[0], gaps, dict.fromkeys(LARGE, 0))]
+    share = sum(gap.duration_ns for gap in gaps) / (16 * step_ns)
+    last_s = min(max(one.end_s for one in placed if one.rank == rank) for rank in range(16))
+    per_sample_s = sum(chunk.duration_ns for chunk in choice[0].chunks) / 32e9
+    done = {job.name: job.samples or 0 for job in jobs}
+    work_s = sum(
+        done[one.job] * per_sample_s * min(1, (last_s - one.start_s) / (one.end_s - one.start_s))
+        for one in placed
+        if one.start_s < last_s
+    )
+
+    assert share == pytest.approx(15 / 23)
+    assert work_s / (16 * last_s) == pytest.approx(share * sum(fits) / 16, rel=0.1)
+
+
+def test_the_command_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    jobs = [{"name": "bert", "configurations": [{"chunks": [{"duration_ns": 9 * MS}]}]}]
+    path = written(tmp_path, main={"stages": 3, "microbatches": 4}, jobs=jobs)
+
+    assert asked(path, "--simulate", "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["main_slowdown"], [row["rank"] for row in answer["rows"]]) == (0, [0, 1, 2])
+    assert [row["large_ns"] for row in answer["rows"]] == [240 * MS] * 3
+    assert 0.8 < answer["used_fraction"] <= 0.95
+
+
+@pytest.mark.slow
+def test_a_pipeline_that_runs_loses_little_by_a_fill_job_beside_each_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = [{"name": "bert", "configurations": [{"chunks": [{"duration_ns": 9 * MS}]}]}]
+    path = written(tmp_path, main={"stages": 2, "microbatches": 2}, jobs=jobs)
+
+    assert asked(path, "--blocks", "1", "--json") == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["used_fraction"] >= 0.6
+    assert answer["main_slowdown"] < 0.2  # few steps on shared cores; four ranks: docs/systems/parallel.md
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({}, "jobs"),
+        ({"jobs": [{"name": "a", "configurations": []}]}, "configurations"),
+        ({"jobs": [{"name": "a", "configurations": [{"chunks": [{"duration_ns": 1}]}]}] * 2}, "two fill jobs"),
+        ({"jobs": [{"name": "a", "run": "x", "configurations": [{"chunks": [{"duration_ns": 1}]}]}]}, "FILE.py"),
+        (
+            {
+                "main": {"free_bytes": 5},
+                "jobs": [{"name": "a", "configurations": [{"chunks": [{"duration_ns": 1, "memory_bytes": 9}]}]}],
+            },
+            "needs 9 bytes",
+        ),
+        (
+            {
+                "main": {"schedule": "two_buffer"},
+                "jobs": [{"name": "a", "configurations": [{"chunks": [{"duration_ns": 1}]}]}],
+            },
+            "no flush",
+        ),
+        (
+            {
+                "main": {"free_bytes": {"fill": 5}},
+                "jobs": [{"name": "a", "configurations": [{"chunks": [{"duration_ns": 1}]}]}],
+            },
+            "fill_drain",
+        ),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: dict[str, object], words: str
+) -> None:
+    assert asked(written(tmp_path, **content), "--simulate") == 2
+    assert words in capsys.readouterr().err
+
+
+def test_an_unknown_score_is_named() -> None:
+    with pytest.raises(InputError, match="shortest"):
+        place_jobs([sleeper(1)], [], dict.fromkeys(LARGE, 0), 1, score="shortst")
