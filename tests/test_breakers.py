@@ -29,9 +29,9 @@ EXPECTED = {
 """Script, remedy -> what must come of it, besides equal digits."""
 
 APPROXIMATE = {
-    "cluster.batch", "comm.compress", "comm.loose", "comm.overlap", "compute.autocast", "compute.channels_last",
-    "compute.compile", "compute.cudnn_benchmark", "compute.fused_optimizer", "compute.tf32", "fault.guard",
-    "model.precision", "model.tune",
+    "cluster.batch", "cluster.fork", "comm.compress", "comm.loose", "comm.overlap", "compute.autocast",
+    "compute.channels_last", "compute.compile", "compute.cudnn_benchmark", "compute.fused_optimizer", "compute.tf32",
+    "fault.guard", "model.precision", "model.tune",
 }  # fmt: skip
 """Remedies that change digits where they are granted: no script's digits can be held against them."""
 

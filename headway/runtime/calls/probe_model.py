@@ -82,10 +82,7 @@ def first_trainable(module: Any) -> Any:
 
 
 def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
-    """Wrap `Module.__call__`: how long the outermost call takes on the training thread, and what it is for.
-
-    A call with gradients is written with the update that follows: two records in a row take half as long as two apart.
-    """
+    """Wrap `Module.__call__`: how long the outermost call takes on the training thread, and what it is for."""
     import torch
 
     models = probes.models = probes.models or Models()
@@ -131,10 +128,8 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
         try:
             duration, learns = now() - start, is_grad_enabled()
             model = numbers.get(id(self), -2)
-            if model == -2:
-                model = models.add(self)
-                if model >= 0:
-                    note(probes.tables.setdefault("compute", {}), "models", functools.partial(model_facts, self, args))
+            if model == -2 and (model := models.add(self)) >= 0:
+                note(probes.tables.setdefault("compute", {}), "models", functools.partial(model_facts, self, args))
             before = last[0]
             last[0] = (start, duration, model, learns + 2 * self.training, between) if learns else None
             if before is not None:

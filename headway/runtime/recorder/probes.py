@@ -69,7 +69,8 @@ class Probes:
     """[3] Start and duration of a backward that is not recorded yet (duration 0 = none), 1 if it began a new cycle."""
 
     last_forward: list[tuple[int, ...] | None] = field(default_factory=lambda: [None])
-    """[1] The numbers of a forward with gradients that is not recorded yet."""
+    """[1] The numbers of a forward with gradients that is not recorded yet: it is written with the update behind it,
+    because two records in a row take half as long as two apart."""
 
     open_timers: dict[int, tuple[str, int]] = field(default_factory=dict)
     """`id` of a timer of the script's own that was begun -> its name and the step of its begin."""
