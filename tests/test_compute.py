@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -312,6 +313,22 @@ def test_frozen_parameters_cost_no_gradient_and_recomputation_is_no_work_of_the_
 
     assert count_flops(frozen, x) == 2 * 8 * 64 * 64 * 3  # forward of both, and the second weight's gradient
     assert count_flops(Recomputed(), x) == linear(8, 64, 64, first=True) + linear(8, 64, 64)
+
+
+def test_what_a_model_returns_counts_wherever_it_lies():
+    @dataclass
+    class Answer:
+        scores: torch.Tensor
+
+    class Nested(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(64, 32)
+
+        def forward(self, x):
+            return {"answers": [Answer(self.layer(x))]}
+
+    assert count_flops(Nested(), torch.zeros(8, 64)) == linear(8, 64, 32, first=True)
 
 
 def test_what_cannot_run_is_one_error():

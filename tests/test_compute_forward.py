@@ -127,10 +127,60 @@ def test_autocast_computes_in_bfloat16_inside_and_gives_float32():
         out = model(torch.randn(2, 3, 12, 12))
         model.eval()
         model(torch.randn(2, 3, 12, 12))
-    assert seen == [torch.bfloat16] * 4 + [torch.float32]  # evaluation stays as it is
+    assert seen == [torch.float32, *[torch.bfloat16] * 3, torch.float32]  # the first call and evaluation stay
     assert out.dtype == torch.float32
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     torch.testing.assert_close(losses, trained(steps=3)[1], rtol=0.1, atol=0.01)
+
+
+def test_channels_last_leaves_parameters_gradients_and_evaluation_as_they_lie():
+    with applied(channels_last, {}, "result-equivalent") as context:
+        model, _ = trained(steps=5, context=context)
+        flat = torch.cat([parameter.grad.view(-1) for parameter in model.parameters()])
+        assert len(flat) == len(nn.utils.parameters_to_vector(model.parameters()))
+        model.eval()
+        images = model.features(torch.randn(2, 3, 12, 12))
+    assert last(context).facts["convolutions"] == 2
+    assert images.is_contiguous()
+    assert all(value.is_contiguous() for value in model.state_dict().values())
+
+
+@needs_compiler
+def test_evaluation_of_a_compiled_model_is_the_scripts_own():
+    calls = []
+
+    class Counting(Net):
+        def forward(self, x):
+            calls.append(torch.compiler.is_compiling() or self._compiled_call_impl is not None)
+            return super().forward(x)
+
+    with applied(compiled, {}, "result-equivalent") as context:
+        context.shared["compute.trial"] = True
+        model, _ = trained(Counting, steps=2, context=context)
+        assert model._compiled_call_impl is not None
+        calls.clear()
+        model.eval()
+        model(torch.randn(4, 3, 12, 12))
+        assert calls == [False]
+        assert model._compiled_call_impl is not None
+
+
+class Nth(OwnFunction):
+    """Counts its calls, as scripts do."""
+
+    calls = 0
+
+    def forward(self, x):
+        """Return scores; one call more."""
+        self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("remedy", [channels_last, autocast])
+def test_a_model_with_functions_of_its_own_is_called_no_more_often(remedy):
+    with applied(remedy, {}, GRANTS[remedy]) as context:
+        model, _ = trained(Nth, steps=3, context=context)
+    assert model.calls == 3
 
 
 @pytest.mark.parametrize(

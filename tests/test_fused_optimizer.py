@@ -104,6 +104,24 @@ def test_where_there_is_nothing_to_fuse_the_remedy_says_so_and_results_are_equal
     assert "leaves its form to torch" in context.outcomes[-1].json()["reason_not_applied"]
 
 
+def test_a_parameter_that_learns_later_has_no_momentum_yet_and_its_update_is_left_to_the_loop():
+    def unfrozen():
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(6):
+            model[0].requires_grad_(step >= 3)
+            optimizer.zero_grad()
+            model(torch.ones(3, 4)).square().mean().backward()
+            optimizer.step()
+        return [parameter.detach() for parameter in model.parameters()]
+
+    plain = unfrozen()
+    with applied(fuse_optimizer, {}, "result-equivalent"):
+        torch.testing.assert_close(unfrozen(), plain)
+
+
 def test_sparse_gradients_are_left_to_the_loop():
     def make(params):
         return torch.optim.SGD(params, lr=0.1)

@@ -109,6 +109,8 @@ def causes(ledger: Ledger) -> Iterator[Cause]:
         scale, share = gains.get(remedy), step.share(*names)
         if not isinstance(scale, Scale) or share < LARGE or 1 / scale.likely < MIN_SPEEDUP:
             continue
+        if remedy in ledger.facts.in_force:
+            continue
         if cause == "compute.precision" and remedy == "compute.tf32" and step.share("float32 matrix") < LARGE:
             continue
         count = sum(step.count.get(name, 0) for name in names)

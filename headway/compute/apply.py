@@ -139,6 +139,9 @@ def _fused_on(update: str, lists: Sequence[Tensors]) -> str:
     device_type = types.pop() if len(types) == 1 else ""
     if update not in FUSED_ON.get(device_type, ()):
         return ""
+    for states in lists:  # torch begins a state for all its parameters, or for none
+        if 0 < sum(state is None for state in states) < len(states):
+            return ""
     for parameter, *others in zip(*filter(None, lists), strict=True):
         if parameter is None or not can_be_fused(parameter, others):
             return ""

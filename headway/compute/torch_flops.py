@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from headway.core.errors import InputError
@@ -61,7 +61,7 @@ def counted(model: torch.nn.Module, inputs: tuple[object, ...], named: Mapping[s
         display=False, custom_mapping={torch.ops.aten.convolution_backward: _convolution_backward}
     )
     with _watched(model, recurrent), counter, torch.enable_grad():
-        results, _ = tree_flatten(_plain(model(*inputs, **named)))
+        results = list(_leaves(model(*inputs, **named)))
         _differentiate([value for value in results if isinstance(value, torch.Tensor) and value.requires_grad])
     return int(counter.get_total_flops()) + sum(recurrent)
 
@@ -132,11 +132,17 @@ def _convolution_backward(
     return 2 * positions * math.prod(weight[1:]) * sum(output_mask[:2])
 
 
-def _plain(result: object) -> object:
-    """Return what a model returned as containers that torch walks: a class with fields counts by its fields."""
-    if isinstance(result, (torch.Tensor, list, tuple, dict)):
-        return dict(result) if isinstance(result, dict) else result
-    return list(vars(result).values()) if hasattr(result, "__dict__") else result
+def _leaves(result: object, depth: int = 4) -> Iterator[object]:
+    """Yield what a model returned: what containers hold, and the fields of classes, each in the other."""
+    if isinstance(result, torch.Tensor) or not depth:
+        yield result
+    elif isinstance(result, (list, tuple, dict)):
+        for value in result.values() if isinstance(result, dict) else result:
+            yield from _leaves(value, depth - 1)
+    else:
+        slots = [name for name in getattr(type(result), "__slots__", ()) if hasattr(result, name)]
+        for value in [*getattr(result, "__dict__", {}).values(), *(getattr(result, name) for name in slots)]:
+            yield from _leaves(value, depth - 1)
 
 
 @contextmanager

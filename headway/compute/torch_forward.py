@@ -2,10 +2,10 @@
 
     model(x)  ->  inputs as the remedy wants them  ->  torch's own call  ->  outputs as the script knows them
 
-A model is changed at its first call with gradients. That call is a trial: what could have changed (generators,
-buffers) is copied, and where the changed call raises, or computes with an autograd function of the script's own, of
-which nobody knows whether it takes other types and layouts, the model is put back and called as it was. Evaluation
-is never changed, and neither are names and values of the state dict.
+A model's first call with gradients is the script's own: where it computes with an autograd function of the script's, of
+which nobody knows whether it takes other types and layouts, nothing is changed. The call behind it is a trial: what
+could have changed (generators, buffers) is copied, and where the changed call raises, the model is put back and called
+as it was. Evaluation is never changed, and neither are parameters: their names, values, and how they lie in memory.
 
 `compute.compile` judges itself: the first steps are the script's own; once no graph is made any more as many steps are
 compared with them, and a model that did not become faster is given back, as is one that is compiled again and again.
@@ -13,6 +13,8 @@ compared with them, and a model that did not become faster is given back, as is 
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import shutil
 import statistics
 import weakref
@@ -51,6 +53,7 @@ class AroundForward:
         self.facts: dict[str, Any] = {"models": []}
         self.changed: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         """The models that were changed."""
+        self._known: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # no function of the script's own in them
         self._num_steps = 0
 
     def install(self) -> Applied:
@@ -95,13 +98,18 @@ class AroundForward:
         if reason:
             self.context.fail(self.name, reason)
             return original(module, args, kwargs)
+        if self.asks_functions and module not in self._known:
+            outputs = original(module, args, kwargs)
+            if reason := _foreign_function(outputs):
+                self.context.fail(self.name, reason)
+            self._known.add(module)
+            return outputs
         generators = RngStates().state_dict()
         buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
         self.changed.add(module)
         self.change(module)
         try:
             outputs = self.call(original, module, args, kwargs)
-            reason = _foreign_function(outputs) if self.asks_functions else ""
         except Exception as error:  # the script's own errors come again in the plain call
             reason = f"{type(module).__name__} does not take it: {type(error).__name__}: {error}".splitlines()[0]
         if reason:
@@ -160,39 +168,33 @@ class Autocast(AroundForward):
         """Call the model under autocast, and return its outputs in float32."""
         with torch.autocast(self.facts["device_type"], torch.bfloat16):
             outputs = original(module, args, kwargs)
-        return tree_map(_in_float32, outputs)
+        return _mapped(_in_float32, outputs)
 
 
 class ChannelsLast(AroundForward):
-    """'compute.channels_last': weights and inputs of convolutions lie as their kernels read them."""
+    """'compute.channels_last': images come with their channels last, as the kernels of convolutions read them.
+
+    A convolution takes the layout of its input, and hands it on. Its weights stay as they lie: it reads a copy of them,
+    small beside images, because scripts make views of parameters and gradients, and save them as they lie.
+    """
 
     name = "compute.channels_last"
 
     def objection(self, module: torch.nn.Module) -> str:
-        """Leave models alone without convolutions, and those whose wrappers know how the parameters lie."""
-        if type(module).__name__ in WRAPPERS:
-            return f"{type(module).__name__} has noted how the parameters lie in memory"
+        """Leave models alone without convolutions, and those that lie so already."""
         weights = _convolutions(module)
         if not weights:
             return f"{type(module).__name__} has no 2-D convolution"
         return "" if all(weight.is_contiguous() for weight in weights) else "the script says how its convolutions lie"
 
     def change(self, module: torch.nn.Module) -> None:
-        """Let the weights of convolutions lie with their channels last; values and names stay."""
-        weights = _convolutions(module)
-        for weight in weights:
-            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
-        self.facts["weights"] = len(weights)
-
-    def restore(self, module: torch.nn.Module) -> None:
-        """Let them lie as they did."""
-        for weight in _convolutions(module):
-            weight.data = weight.data.contiguous()
+        """Note how many convolutions there are: nothing of the model changes."""
+        self.facts["convolutions"] = len(_convolutions(module))
 
     def call(self, original: CallFn, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> object:
         """Call the model with images that lie so; its outputs lie as the script knows them."""
         args, kwargs = tree_map(_last, (args, kwargs))
-        return tree_map(_first, original(module, args, kwargs))
+        return _mapped(_first, original(module, args, kwargs))
 
 
 class Compile(AroundForward):
@@ -227,6 +229,8 @@ class Compile(AroundForward):
         def forward(module: torch.nn.Module, args: Args, kwargs: Kwargs) -> object:
             if self._judges and len(self._times) < self.PLAIN_STEPS:
                 return original(module, args, kwargs)
+            if module in self.changed and not (module.training and torch.is_grad_enabled()):
+                return _uncompiled(original, module, args, kwargs)
             return changed(module, args, kwargs)
 
         return forward
@@ -252,8 +256,11 @@ class Compile(AroundForward):
         def call(*args: object, **kwargs: object) -> object:
             return call_module(*args, **kwargs)
 
+        # The compiler knows functions by their names: one of two models would look like the other with other shapes.
+        call.__code__ = call.__code__.replace(co_name=f"call_{type(module).__name__}_{next(_NUMBERS)}")
         # What `module.compile()` sets; that one compiles nothing of a model whose forward is torch's (Sequential).
-        module._compiled_call_impl = torch.compile(call)
+        # Not for any shape at once: such a backward is compiled when it is called, and may fail there.
+        module._compiled_call_impl = torch.compile(call, dynamic=False)
 
     def restore(self, module: torch.nn.Module) -> None:
         """Let torch call it without a compiler."""
@@ -359,6 +366,18 @@ def _own_draws() -> Iterator[None]:
         dynamo.suppress_errors, inductor.fallback_random = before
 
 
+_NUMBERS = itertools.count()
+
+
+def _uncompiled(original: CallFn, module: torch.nn.Module, args: Args, kwargs: Kwargs) -> object:
+    """Call a compiled model as it was: what it draws at random in evaluation, too, is the script's own."""
+    compiled_call, module._compiled_call_impl = module._compiled_call_impl, None
+    try:
+        return original(module, args, kwargs)
+    finally:
+        module._compiled_call_impl = compiled_call
+
+
 def _num_graphs() -> int:
     """Return the frames that were compiled so far."""
     from torch._dynamo.utils import counters
@@ -388,6 +407,15 @@ def _last(value: object) -> object:
 
 def _first(value: object) -> object:
     return value.contiguous() if _is_image(value) else value
+
+
+def _mapped(function: Callable[[object], object], outputs: object) -> object:
+    """Return what a model returned with `function` of each tensor in it, also in classes with fields."""
+    if dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
+        for field in dataclasses.fields(outputs):
+            object.__setattr__(outputs, field.name, _mapped(function, getattr(outputs, field.name)))
+        return outputs
+    return tree_map(function, outputs)
 
 
 def _in_float32(value: object) -> object:

@@ -73,6 +73,8 @@ def try_edits(
         raise InputError("--apply would try the script under a plan. Drop it.")
     if steps < 4 or rounds < 1 or warmup < 1:
         raise InputError(f"--steps is {steps}, --rounds {rounds}, --warmup {warmup}; pass at least 4, 1 and 1.")
+    if not plan.absolute().parent.is_dir():
+        raise InputError(f"--plan {plan} lies in a folder that does not exist. Create {plan.parent} first.")
     grants, names = granted(allow), chosen(only or [])
     predicted = _predicted(recorded) if recorded else {}
     folder = claim_folder(options.out) if options.out else next_folder(RUNS, f"{Path(script[0]).stem}-try")
@@ -81,7 +83,8 @@ def try_edits(
     write_plan(PlanFile((Remedy(REMEDY, settings),)), path)
     print(
         f"headway: {script[0]} trains {plural(warmup, 'step')}, then {plural(len(names) + 1, 'trial')} of {steps} "
-        f"steps, {rounds} times; then it is ended. What it writes itself stays.", file=sys.stderr, flush=True,
+        f"steps, {rounds} times; then it is ended. What it writes itself stays: checkpoints that it saves meanwhile "
+        "take the place of yours, so give it a folder of its own.", file=sys.stderr, flush=True,
     )  # fmt: skip
     launched = replace(options, out=folder / "run", apply=path, windows=0.0, quiet=True, json=True)
     report = launch(launched.launch_options(TRIES, None), script)
