@@ -95,6 +95,7 @@ def test_ranks_of_one_host_read_one_clock(seed):
     assert wrong.error_ns(found.apply(replace(trace, ranks=ranks)), np.array([S])).max() < 50 * US
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("make", [one_group, three_axes, pipeline])
 def test_50_ms_and_20_ppm_over_60_s_are_recovered_within_50_us(make, seed):

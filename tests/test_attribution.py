@@ -27,6 +27,7 @@ def test_the_last_columns_are_the_plain_replays(case: Case, data: st.DataObject)
         assert table[0, -1] == replay(dag, ideal).makespan_ns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @given(case=cases(most=8), copies=st.integers(1, 3), data=st.data())
 def test_every_column_and_component_equals_the_pure_python_twin(

@@ -102,6 +102,7 @@ def histories(draw):
     return [*legs, job.leg(start, batch_size, world, [10**6] * world)[0]]
 
 
+@pytest.mark.slow
 @given(histories())
 @settings(max_examples=150)
 def test_any_history_of_interruptions_and_worlds_is_exact(legs):
@@ -111,6 +112,7 @@ def test_any_history_of_interruptions_and_worlds_is_exact(legs):
     assert epoch.again == sum(leg.count for leg in legs) - epoch.expected.count
 
 
+@pytest.mark.slow
 @given(histories(), st.data())
 @settings(max_examples=100)
 def test_a_history_in_which_one_rank_got_another_example_is_not(legs, data):

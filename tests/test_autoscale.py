@@ -82,6 +82,7 @@ def test_readers_that_wait_for_their_first_batch_keep_the_workers_that_make_it()
     assert [scaler.decide(waiting) for _ in range(2 * AGREEING)] == [5] * 2 * AGREEING
 
 
+@pytest.mark.slow
 @given(
     steps=st.lists(
         st.tuples(st.sampled_from([0.0, 6.6, 14.8, 29.2, 57.0]), st.sampled_from([1.6, 2.0, 4.0, 8.0])),

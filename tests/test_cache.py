@@ -281,6 +281,7 @@ def test_a_dataset_that_the_script_changes_between_passes_is_read_as_it_is_now(c
         assert "it was changed" in str(context.outcomes[-1].facts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remedies", [(cache,), (cache, workers)])
 @pytest.mark.parametrize("at", [7, 10, 12])
 def test_a_dataset_that_the_script_changes_during_a_pass_is_read_as_it_is_now(remedies, at, rarely):

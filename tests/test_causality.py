@@ -85,6 +85,7 @@ def least_moves(met: Meetings, margin: int, most: int) -> int:
     return min(sums)
 
 
+@pytest.mark.slow
 @given(met=cases())
 def test_offsets_without_violation_are_found_exactly_when_they_exist(met):
     found = project(met, met.rank, constant())

@@ -102,6 +102,7 @@ def test_nothing_grows_with_the_number_of_saves_of_a_state_that_grows(tmp_path, 
     assert fds[2] - fds[0] < 5  # it may be removing an old checkpoint meanwhile; 24 saves went by
 
 
+@pytest.mark.slow
 def test_steps_that_are_saved_again_and_again_take_no_memory_and_are_each_a_checkpoint(tmp_path):
     model = torch.nn.Linear(2, 2)
     with headway.Checkpointer(tmp_path, model=model) as ckpt:
@@ -132,6 +133,7 @@ def test_agents_that_are_killed_leave_nothing_behind_once_another_has_ended_well
     assert (resources(psutil.Process()), left()) == before
 
 
+@pytest.mark.slow
 def test_checkpointers_that_are_closed_give_everything_back(tmp_path):
     model, found = torch.nn.Linear(8, 8), []
     opt, before = torch.optim.AdamW(model.parameters()), num_checkpointers()

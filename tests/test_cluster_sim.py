@@ -171,6 +171,7 @@ def test_the_generator_gives_the_published_jobs_bit_for_bit(table, name):
     assert (jobs.arrival_s / 3600).tolist() == stored["arrival_unit"]
 
 
+@pytest.mark.slow
 def test_the_published_makespan_of_500_jobs_is_reached(table):
     cluster = Cluster.parse("v100=36,p100=36,k80=36")
     jobs = generate(500, 1, table.alone["v100"], jobs_per_hour=0, multi=True)

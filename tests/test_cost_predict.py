@@ -157,6 +157,7 @@ def test_a_calibration_goes_on_and_predicts_a_step(tmp_path, capsys, monkeypatch
         assert message in error
 
 
+@pytest.mark.slow
 def test_a_run_without_steps_is_planned_by_learned_times_and_the_next_run_judges_them(tmp_path, capsys, monkeypatch):
     (tmp_path / "learned_model.py").write_text(
         "import torch\ndef build(batch):\n    return torch.nn.Linear(64, 64), torch.randn(batch, 64)\n"

@@ -140,6 +140,7 @@ def test_a_selection_names_different_samples_and_repeats_with_its_seed(name):
     assert set(first) <= set(range(60))
 
 
+@pytest.mark.slow
 def test_ridge_reaches_the_published_tables_error_and_the_kernel_is_better():
     table = LatencyTable.read(shared("latency/fbnet.npz"))
     source_s, one_hot = table.rows([name for name in table.settings if name not in TARGETS]), table.one_hot()

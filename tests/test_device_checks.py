@@ -79,6 +79,7 @@ def test_a_thread_counts_on_while_a_mark_waits_unless_its_event_keeps_the_lock(h
     assert done.stdout.strip() == str(not holds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "limit_s", "code"), [("events", 60, 0), ("graph", 0.2, 3), ("profiler", 60, 0)])
 def test_the_benchmark_says_what_held_fell_and_was_not_asked(monkeypatch, capsys, tmp_path, name, limit_s, code):
     monkeypatch.setitem(on_device.CHECKS, name, (limit_s, on_device.CHECKS[name][1]))

@@ -38,6 +38,7 @@ def _load_together(folder: str, bucket_bytes: int) -> tuple[int, int]:
     return report.read_bytes, sum(tensor.nbytes for tensor in want["model"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bucket_bytes", [10 * KIB, 16 * 1024 * KIB])
 def test_each_of_four_ranks_reads_a_quarter_and_holds_all(tmp_path, bucket_bytes):
     folder = write({**state(1), "model": {n: t.contiguous() for n, t in state(1)["model"].items()}}, tmp_path)

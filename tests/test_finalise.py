@@ -6,6 +6,7 @@ import json
 import time
 
 import numpy as np
+import pytest
 
 from headway.runtime.run_folder.finalise import doings, finalise, finalise_attempt
 from headway.trace.events import parquet
@@ -53,6 +54,7 @@ def test_the_facts_of_a_run_come_from_what_the_ranks_wrote(tmp_path):
     assert found.bytes_per_step == round((tmp_path / "events/a0-r0.parquet").stat().st_size / 10, 1)
 
 
+@pytest.mark.slow
 def test_the_work_of_finalising_grows_with_the_records_not_with_their_square(tmp_path):
     spent = []
     for n in (50_000, 200_000):

@@ -346,6 +346,7 @@ def test_a_fleet_whose_processes_are_killed_as_soon_as_they_run_says_so_to_all_a
         dial(fleet.address, settings.token, 0.0, FromMaster)
 
 
+@pytest.mark.slow
 def test_a_master_that_cannot_start_is_one_error_that_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr("headway.data.fleet.supervisor.TAKEN_S", 0.1)
     (tmp_path / "master.json").write_text("not a checkpoint")

@@ -123,6 +123,7 @@ def test_a_plan_is_near_the_best_of_all_partitions(graph, num_devices):
     assert plan_graph(graph, GraphCluster(num_devices), 16).objective_s <= 1.25 * best
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(layer_graphs(), st.integers(1, 8), st.sampled_from([1, 4, 12]), st.booleans(), st.data())
 def test_a_plan_uses_each_layer_once_within_devices_and_memory_and_beats_the_chain(graph, devices, m, replicate, data):
@@ -143,6 +144,7 @@ def test_a_plan_uses_each_layer_once_within_devices_and_memory_and_beats_the_cha
         assert plan.objective_s <= plan_graph(graph, replace(cluster, replicate=False), m).objective_s
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 6))
 def test_the_slowest_stage_of_a_chain_is_that_of_the_exact_partitioner(times, num_devices):

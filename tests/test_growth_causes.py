@@ -36,6 +36,7 @@ def test_steps_that_get_slower_are_named_with_what_grew(cost):
     assert where in named(grows)["steps.grow"]
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 40), min_size=80, max_size=80))
 def test_steps_that_wobble_do_not_grow(cost):
     made = RunMaker(ranks=1, steps=80, compute_ns=lambda rank, step: (20 + cost[step] % 9) * MS).make()

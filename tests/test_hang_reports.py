@@ -259,6 +259,7 @@ def _state(process: int) -> str:
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "faulty", "stops"), [(2, 1, False), (3, 0, False), (4, 2, True)])
 def test_the_dumps_of_a_real_hung_job_name_the_rank_that_stayed_away(tmp_path, world, faulty, stops):
     pytest.importorskip("torch")

@@ -112,6 +112,7 @@ def test_a_limit_is_never_below_its_floor_nor_five_usual_durations(durations, se
     assert not durations or limit >= 5 * np.percentile(durations, 99) * (1 - 1e-12)
 
 
+@pytest.mark.slow
 def test_in_ten_minutes_of_uneven_steps_and_pauses_for_checkpoints_nobody_is_suspected(tmp_path, sleepers):
     rng = np.random.default_rng(0)
     job, now = Job(tmp_path, sleepers), BEGIN

@@ -49,6 +49,7 @@ def test_the_heap_returns_ops_in_order_whatever_the_order_is(mode: int) -> None:
     assert out == sorted(range(300), key=keys[mode])
 
 
+@pytest.mark.slow
 def test_compiled_code_goes_where_numba_cache_dir_says(tmp_path) -> None:
     code = "import numpy as np; from headway.sim.graph.kernels import csr; x = np.zeros(1, np.int64); csr(1, x, x, x)"
     done = run(code, NUMBA_CACHE_DIR=str(tmp_path))

@@ -53,6 +53,7 @@ def of(*events: dict[str, Any], **facts: Any) -> Trace:
 decimals = st.decimals(min_value=-(10**15), max_value=10**15, allow_nan=False, allow_infinity=False)
 
 
+@pytest.mark.slow
 @given(values=st.lists(decimals, min_size=1, max_size=20))
 def test_times_are_the_nearest_nanosecond_of_their_decimal_text(values):
     found = to_ns([str(value).encode() for value in values]).tolist()

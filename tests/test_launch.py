@@ -46,6 +46,7 @@ def test_a_run_whose_usual_place_cannot_be_written_is_recorded_elsewhere(tmp_pat
     shutil.rmtree(elsewhere)
 
 
+@pytest.mark.slow
 def test_a_module_and_a_program_are_run_as_such(tmp_path):
     module = run(tmp_path / "a", ["json.tool", "--help"], module=True)
     program = run(tmp_path / "b", ["/bin/echo", "--of", ""], no_python=True)
@@ -78,6 +79,7 @@ def test_ranks_get_the_environment_that_torchrun_gives(tmp_path):
         assert {key for key in peer if key in mine and mine[key] != peer[key]} <= own | {"PYTHONPATH", "HEADWAY"}
 
 
+@pytest.mark.slow
 def test_a_rank_has_a_free_port_for_its_store_even_though_the_launcher_holds_it(tmp_path):
     job = script(
         tmp_path,
@@ -153,6 +155,7 @@ def test_with_json_the_ranks_stdout_goes_to_stderr_and_the_log(tmp_path):
     assert (tmp_path / "run" / "logs" / "r0.out").read_text() == "from the rank\n"
 
 
+@pytest.mark.slow
 def test_stdout_in_a_file_is_the_script_s_and_stderr_names_the_rank(tmp_path):
     source = "import os, sys; r = os.environ['RANK']; print('hello\\n\\nfrom', r); print('err', r, file=sys.stderr)"
     job = script(tmp_path, source)
@@ -162,6 +165,7 @@ def test_stdout_in_a_file_is_the_script_s_and_stderr_names_the_rank(tmp_path):
     assert {"err 0", "[default1]:err 1"} <= {*done.stderr.splitlines()}
 
 
+@pytest.mark.slow
 def test_a_command_whose_output_is_redirected_writes_what_python_writes(tmp_path):
     job = script(tmp_path, "import sys; sys.stdout.buffer.write(b'a\\r\\xff\\n' * 20_000 + b'no end')")
     command = [sys.executable, "-m", "headway.cli", "run", "--out", str(tmp_path / "run"), "--", job]

@@ -81,6 +81,7 @@ def test_every_bucket_of_a_made_run_is_its_truth_to_the_nanosecond(maker):
     assert (ledger.devices, ledger.steps) == (maker.ranks, maker.steps)
 
 
+@pytest.mark.slow
 @given(makers())
 @settings(max_examples=30)
 def test_sub_lines_partition_their_bucket_and_are_the_truth_to_a_nanosecond_per_wait(maker):
@@ -134,6 +135,7 @@ def test_permuting_rows_and_merging_ranks_in_any_order_change_nothing(maker, ran
         assert other.lateness == whole.lateness
 
 
+@pytest.mark.slow
 @given(makers(), st.integers(-(10**9), 10**9))
 @settings(max_examples=15)
 def test_shifting_every_clock_changes_nothing_and_a_known_offset_undoes_the_shift_of_one(maker, shift):
@@ -172,6 +174,7 @@ def test_shifting_one_rank_by_an_unknown_offset_moves_only_waits_between_ranks(m
         assert waits[0] == waits[1]
 
 
+@pytest.mark.slow
 @given(makers(), st.floats(0.0, 1.0))
 @settings(max_examples=20)
 def test_a_failure_and_a_restart_never_raise_goodput(maker, where):

@@ -81,6 +81,7 @@ def test_the_bound_is_within_the_gap(gap: float) -> None:
     assert best.bound <= minimise(-worth, **asked).value + 1e-6
 
 
+@pytest.mark.slow
 def test_triplets_of_2048_jobs_and_their_pairs_are_solved_without_the_matrix() -> None:
     """Each job shares itself over its pairs: 2,048 rows by 20,480 variables, a dense matrix of 335 MB."""
     jobs, pairs = 2048, 20480

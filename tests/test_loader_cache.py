@@ -104,6 +104,7 @@ def test_workers_share_what_is_kept_over_epochs(options, fraction):
     assert loader.cache.hits == 2 * fits
 
 
+@pytest.mark.slow
 def test_choosing_between_threads_and_processes_leaves_the_cache_alone():
     loader = DataLoader(Counted(), 4, cache_bytes=10 * SIZE, num_workers=2, workers="auto")
 

@@ -52,6 +52,7 @@ def members(trace: Trace) -> list[list[int]]:
     return sorted(sorted(met.row[a:b].tolist()) for a, b in itertools.pairwise(met.first.tolist()))
 
 
+@pytest.mark.slow
 @given(
     ranks=st.integers(2, 5),
     count=st.integers(1, 6),

@@ -20,6 +20,7 @@ shardings = st.builds(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 @given(sharding=shardings, microbatch_size=st.integers(1, 8))
 def test_memory_grows_with_the_micro_batch_and_shrinks_with_sharing(

@@ -56,6 +56,7 @@ def train(num_workers):
     return items, storage, found.peer_hits + found.copies, found.peer_losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_ranks_read_each_byte_from_storage_once_per_job(num_workers):
     ranks = on_ranks(train, 2, num_workers)

@@ -100,6 +100,7 @@ def brute(graph: LayerGraph, topology: Topology) -> float:
     return from_cut(-1, size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_the_published_objectives_to_every_printed_digit(model):
     graph = LayerGraph.from_pipedream(shared(f"pipedream/{model}.txt"))

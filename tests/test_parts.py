@@ -164,6 +164,7 @@ def calls(draw: st.DrawFn) -> Trace:
     return Trace.from_columns({**columns, "name": [names.index(name) for name in columns["name"]]}, names=names)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(trace=calls(), together=st.integers(1, 4))
 def test_matching_calls_a_few_at_a_time_changes_nothing(trace, together):

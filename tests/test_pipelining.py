@@ -114,6 +114,7 @@ def test_gradients_on_a_graph_of_stages_are_those_of_the_whole_model(name, sched
     assert agree(merged(answers), synchronous_graph(name, 2), 1e-10)
 
 
+@pytest.mark.slow
 @given(
     ranks=st.integers(1, 5), m=st.integers(1, 7), steps=st.integers(1, 6), name=st.sampled_from(sorted(FLUSH_FREE)),
     vertical_sync=st.booleans(),

@@ -65,6 +65,7 @@ subsets = st.sets(
 )
 
 
+@pytest.mark.slow
 @given(subsets)
 def test_the_chosen_set_is_at_least_as_fast_as_each_of_its_members(edits: set[str]) -> None:
     program, setup = PROGRAM
@@ -76,6 +77,7 @@ def test_the_chosen_set_is_at_least_as_fast_as_each_of_its_members(edits: set[st
     assert set(plan.chosen) <= {row.name for row in rows if row.clear}
 
 
+@pytest.mark.slow
 @given(subsets, st.booleans())
 def test_what_protects_a_job_is_chosen_without_a_gain_but_not_without_its_grant(edits: set[str], granted: bool) -> None:
     program, setup = PROGRAM
@@ -228,6 +230,7 @@ def test_every_remedy_that_is_said_to_apply_is_in_the_catalogue() -> None:
         assert (row.name in REMEDIES) == row.applies
 
 
+@pytest.mark.slow
 def test_the_numbers_of_the_ranks_decide_nothing() -> None:
     made = RunMaker(**{**JOB, "ranks": 3, "compute_ns": lambda rank, step: (6 + 4 * (rank == 0)) * MS}).make()
     numbers = np.array([2, 0, 1])

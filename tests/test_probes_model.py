@@ -156,6 +156,7 @@ def test_copies_pickles_scripts_traces_and_transforms_of_modules_work_as_before(
     assert recorded == plain
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_one_graph_and_its_calls_are_seen(tmp_path):
     def run():
         torch._dynamo.reset()

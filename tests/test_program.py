@@ -52,6 +52,7 @@ def job(**changes: Any) -> RunMaker:
 # Laws
 
 
+@pytest.mark.slow
 @given(
     workers=st.integers(0, 4),
     prefetch=st.integers(1, 3),

@@ -299,6 +299,7 @@ def test_an_unmodified_script_is_recorded_planned_and_run_in_another_order(tmp_p
         assert (rank == 0) == (json.loads(lines[0])["losses"] == [])
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(stage_times, stage_times, st.integers(3, 6))
 def test_a_stream_of_steps_is_predicted_as_its_simulation_takes(forward, backward, microbatches):

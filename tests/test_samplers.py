@@ -126,6 +126,7 @@ def steered(change):
     return seen, torch.rand(1).item(), torch.rand(1, generator=generator).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remedy", REMEDIES)
 @pytest.mark.parametrize(
     "change",

@@ -124,6 +124,7 @@ def test_a_timeout_counts_while_the_server_looks_at_an_example_that_hangs(runtim
     os.kill(server_of(only(runtime)), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_server_whose_starter_did_not_wait_serves_the_next_caller(runtime):
     data = Rows(4, nap_s=0.2)
     with pytest.raises(RuntimeError, match="timed out"):

@@ -149,6 +149,7 @@ def in_step(service, clients, epochs, speeds=None, seed=0):
     return np.diff([0, *loads]).tolist(), most_held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forms", [("decoded",), ("augmented",)])
 @pytest.mark.parametrize("num_jobs", [1, 2, 5])
 @pytest.mark.parametrize("order", ["auto", "shared"])

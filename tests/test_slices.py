@@ -47,12 +47,14 @@ def twin(part: TraceSlice, trace: Trace) -> Trace:
     return trace.where(np.array(kept, bool))
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(part=SLICES, trace=traces(wide=False))
 def test_a_slice_equals_the_obvious_twin(part, trace):
     assert rows(part.of(trace)) == rows(twin(part, trace))
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(part=SLICES, trace=traces(wide=False))
 def test_reading_a_slice_from_a_file_equals_cutting_it_in_memory(part, trace, tmp_path_factory, monkeypatch_groups):

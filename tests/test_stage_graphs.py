@@ -56,6 +56,7 @@ def test_the_rule_of_examples_in_flight_gives_the_published_tables(model):
     assert graph.in_flight(sizes) == in_flight
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "graph_1f1b"])
 @given(graph=stage_graphs(), m=st.integers(1, 12), each=st.lists(st.integers(1, 40), min_size=3, max_size=3))

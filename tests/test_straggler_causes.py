@@ -26,6 +26,7 @@ def found(made: Generated) -> dict[str, float]:
     return {cause.cause: cause.lost_device_s for cause in root_causes(analyse(made.trace))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_drawn_jobs_are_diagnosed_and_their_losses_known_to_a_tenth(seed):
     job, faults = scenario(seed)

@@ -91,6 +91,7 @@ def test_a_file_in_several_row_groups_is_read_whole(coded, made, tmp_path):
     assert [back.name_of(i) for i in range(len(back))] == [made.name_of(i) for i in range(len(made))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["AR", "SE"])
 def test_a_published_file_survives_reading_and_writing(name, tmp_path):
     source = shared(f"straggler/trace-{name}.parquet")

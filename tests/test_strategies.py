@@ -60,6 +60,7 @@ calls = st.lists(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ORDERS)
 @settings(max_examples=60)
 @given(calls=calls, seed=st.integers(0, 99))

@@ -169,6 +169,7 @@ def test_what_the_script_changes_between_epochs_is_seen_and_tried_again():
     assert "draws random numbers" in found["dataset"]
 
 
+@pytest.mark.slow
 def test_scripts_that_draw_between_the_iterator_and_its_first_batch_get_the_same_numbers():
     def script():
         torch.manual_seed(7)

@@ -24,11 +24,13 @@ def rows(trace: Trace) -> list[tuple]:
     ]
 
 
+@pytest.mark.slow
 @given(parts=st.lists(traces(wide=False), min_size=1, max_size=4))
 def test_joining_keeps_every_event_and_its_words(parts):
     assert rows(concat(parts)) == [row for part in parts for row in rows(part)]
 
 
+@pytest.mark.slow
 @given(trace=traces(), seed=st.integers(0, 9))
 def test_a_selection_keeps_the_tables_and_the_chosen_rows(trace, seed):
     mask = np.random.default_rng(seed).random(len(trace)) < 0.5

@@ -279,6 +279,7 @@ def script_tuned(tmp_path, capsys, *, optimizer="SGD(model.parameters(), lr=1e-5
     return left.value.code, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_an_unmodified_script_is_tuned(tmp_path, capsys):
     code, answer = script_tuned(tmp_path, capsys)
 
@@ -290,6 +291,7 @@ def test_an_unmodified_script_is_tuned(tmp_path, capsys):
     assert answer["steps"] > 3 * 40
 
 
+@pytest.mark.slow
 def test_a_script_whose_loss_is_not_found_trains_as_it_would_have_and_says_why(tmp_path, capsys):
     by_hand = "model.weight.grad, model.bias.grad = torch.autograd.grad(loss, [model.weight, model.bias])"
     code, answer = script_tuned(tmp_path, capsys, backward=by_hand)

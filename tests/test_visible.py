@@ -77,6 +77,7 @@ class Storing(Squares):
         return super().__getitem__(index)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remedy", REMEDIES)
 @pytest.mark.parametrize("dataset", [Logging, Printing])
 def test_lines_of_examples_come_as_often_and_between_the_same_batches(remedy, dataset, capsys):
@@ -275,6 +276,7 @@ class Standardised(Squares):
         return (image - image.mean())[:4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remedy", [workers, threads])
 def test_sums_that_several_threads_of_torch_compute_are_left_to_them(remedy):
     count = torch.get_num_threads()

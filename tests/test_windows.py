@@ -201,6 +201,7 @@ def test_a_window_holds_three_steps_and_joins_the_clock_of_the_recording(optimiz
         assert abs(start_ns - step["start_ns"]) < 2_000_000
 
 
+@pytest.mark.slow
 def test_a_budget_of_nothing_opens_no_window(tmp_path):
     run_script(TRAIN.replace("OPTIMIZERS", "1").replace("STEPS", "300"), tmp_path, HEADWAY_WINDOWS="0")
 
@@ -217,6 +218,7 @@ def test_a_window_opens_at_the_step_that_was_asked_for_whatever_the_budget(tmp_p
     assert len(before) == 20 * 2
 
 
+@pytest.mark.slow
 def test_a_step_that_is_never_reached_is_said(tmp_path):
     source = TRAIN.replace("OPTIMIZERS", "1").replace("STEPS", "30")
     run_script(source, tmp_path, HEADWAY_WINDOW_AT="1000")

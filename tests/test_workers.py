@@ -412,6 +412,7 @@ def test_workers_of_a_stream_are_left_alone_where_they_only_would_be_kept():
     assert loader._iterator is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own_workers", [0, 1])
 def test_where_workers_cannot_be_started_the_loop_gets_the_scripts_own_batches(own_workers, monkeypatch):
     def make():
