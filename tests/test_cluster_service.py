@@ -310,6 +310,34 @@ def test_who_has_never_saved_keeps_its_slot_with_the_reason_and_others_wait(quie
     assert (explained["binding"], explained["price"]) == ("devices of slot", pytest.approx(0.5))
 
 
+@pytest.mark.parametrize("end", [1, 2])
+def test_a_server_that_comes_back_with_fewer_slots_goes_on_though_jobs_cannot_leave_theirs(tmp_path, end):
+    """And with as many as it had once more, where the shrunk one has done nothing."""
+    now_s, pools = [0.0], {"slot": 2}
+    jobs = {"job1": 600.0, "job2": 600.0, "job3": 32.0}
+    executor = ComputedJobs(pools, jobs, {"slot": 1.0}, lambda: server.state.now_s, lambda: now_s[0],
+                            stubborn=frozenset({"job1", "job2"}))  # fmt: skip
+
+    def served(slots):
+        options = SharingOptions({"slot": slots}, "las", 64.0)
+        return ServiceServer(tmp_path / "s", options, executor, clock=lambda: now_s[0], boot="b", look_s=0.0)
+
+    server = served(2)
+    for name in jobs:
+        server.submit(SubmitJob(name, 1, ["train.py"], "/"))
+    server.turn(0.0)
+    server.close()
+    for slots in (1, end):
+        pools["slot"] = slots
+        server = served(slots)
+        if slots == end:
+            for _ in range(60):
+                now_s[0] += 64.0
+                server.turn(0.0)
+        server.close()
+    assert [job["state"] for job in server.state.rows()] == ["finished"] * 3
+
+
 def test_a_clock_that_jumps_loses_nothing_and_time_never_goes_back(quiet):
     server, now_s = quiet
     for jump_s in (-5000.0, 3000.0, -1e6, 64.0, 9e5, 64.0, 64.0):

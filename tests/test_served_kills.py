@@ -36,7 +36,7 @@ def test_it_outlives_its_server_killed_in_mid_epoch_up_to_three_times(runtime):
         warnings.simplefilter("always")
         for batch in loader:
             taken += batch["id"].tolist()
-            if len(taken) in (6, 18, 30):
+            if len(taken) in (6, 14, 22):  # 20 batches, 8 at most ahead: behind each of them one is missing
                 end(only(runtime), signal.SIGKILL)
                 kills += 1
 
@@ -46,7 +46,7 @@ def test_it_outlives_its_server_killed_in_mid_epoch_up_to_three_times(runtime):
     found = [re.search(r"behind the (\d+) batches .* none is lost", str(one.message)) for one in told]
     behind = [int(match[1]) for match in found if match]
     # What had come before the kill is taken first: up to the slots that there are.
-    assert all(killed <= at <= killed + 8 for at, killed in zip(behind, (3, 9, 15), strict=True))
+    assert all(killed <= at <= killed + 8 for at, killed in zip(behind, (3, 7, 11), strict=True))
     assert loader._links[0].restarts == 3
     iterator = iter(loader)
     next(iterator)

@@ -285,6 +285,13 @@ class _DealtOrder:
     def __len__(self) -> int:
         return sum(last - first for first, last in self.spans)
 
+    def exhaust(self) -> None:
+        """Ask the sampler until it has no more, as a plain loader does: some draw once more then."""
+        if self._source is None:
+            self._source = iter(self._sampler)
+        for _ in self._source:
+            pass
+
     def _bring(self, source: Batches) -> Batches:
         for first, last in list(self.spans):
             for position in range(first, last):
@@ -323,7 +330,9 @@ class _DealtBatches:
             except StopIteration:
                 slot = self._copy.end_slot(self._batches, self._order.digest)
                 self._is_over, self._batches, self._order.spans = slot.is_over, 0, slot.spans
-                if not self._is_over:
+                if self._is_over:
+                    self._order.exhaust()
+                else:
                     self._inner = self._again(slot.slot)
             else:
                 self._batches += 1

@@ -264,6 +264,7 @@ class Fork:
         code = copy.process.wait() if copy.process.poll() is None else copy.process.returncode
         if copy.lost or self._failure or (code == 0 and self._num_batches < 0):
             copy.report = None
+            self._go_on()  # the others may wait for its part in the next epoch
             return
         copy.lost = f"it ended with code {code} in slot {self._slot}: see {self._folder}/copy{copy.number}/out"
         self._say(f"copy {copy.number} is lost, the others do its share: {copy.lost}")

@@ -12,6 +12,7 @@ and `reset_s` has passed, the policy decides anew. Deterministic in the seed.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import time
@@ -328,6 +329,10 @@ class RoundEngine:
         self.rows.append(
             CandidateRows.singles(new, self.jobs.scale[new], share, self.able[new], self.timing.round_s / 2, decided)
         )
+
+    def following_cluster(self) -> Cluster:
+        """Return the cluster behind the changes that are still to come."""
+        return functools.reduce(lambda cluster, resize: resize.of(cluster), self.resizes, self.cluster)
 
     def equal(self, jobs: Indices) -> Values:
         """[k, W] An equal share of the cluster for each job, where it runs, at most its whole time."""

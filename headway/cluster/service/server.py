@@ -396,7 +396,7 @@ class ServiceServer:
 
     def _advance(self, at_s: float) -> None:
         """Let the engine go on, with what jobs did; what it decides is written before it is done."""
-        did, fixed = {}, []
+        did, fixed, cluster = {}, [], self.state.engine.following_cluster()
         for job in self.state.running_jobs():
             condition = self._conditions.get(job.id)
             alive = job.is_alive and condition is not None and condition.alive
@@ -410,7 +410,7 @@ class ServiceServer:
                 max(runs_s, 0.0), max(steps, 0.0), job.is_lost or job.state in ENDED, job.state in ENDED, rates
             )
             stays = condition is None or not condition.can_leave
-            if job.state == "running" and stays and self.state.exists(job.slots):
+            if job.state == "running" and stays and self.state.exists(job.slots, cluster):
                 fixed.append(job.id)
         runs = self.state.advance(at_s, did, fixed)
         event = RoundAdvanced(at_s=at_s, did=did, fixed=fixed, runs=runs)

@@ -375,7 +375,8 @@ class ServiceState:
                 "types that it began with, or serve another folder."
             )
         engine.decide, engine.timing, self.served = decide, timing, event
-        for name, count in zip(engine.cluster.names, engine.cluster.count.tolist(), strict=True):
+        cluster = engine.following_cluster()
+        for name, count in zip(cluster.names, cluster.count.tolist(), strict=True):
             if event.pools[name] != count:
                 engine.resizes.append(Resize(event.at_s, name, event.pools[name]))
 
@@ -384,9 +385,7 @@ class ServiceState:
 
         The engine ends the round then: nobody runs in it, but for who cannot leave slots that stay.
         """
-        cluster = self.engine.cluster
-        for resize in self.engine.resizes:
-            cluster = resize.of(cluster)
+        cluster = self.engine.following_cluster()
         largest = max(cluster.count.tolist())
         for job in self.jobs.values():
             if job.state not in ENDED and not (job.id in fixed and self.exists(job.slots, cluster)):
