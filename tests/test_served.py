@@ -92,6 +92,7 @@ def test_jobs_of_other_processes_share_the_reading_also_of_overlapping_subsets(r
     assert len(list(runtime.glob("*.sock"))) == 1
 
 
+@pytest.mark.slow  # its loaders have 30 s, which a busy host takes
 def test_ranks_of_a_job_share_its_global_batches(monkeypatch):
     options = {"batch_size": 3, "shuffle": True, "world_size": 2, "server": DataServer(job="mine")}
     ranks = [DataLoader(Rows(), rank=rank, **options) for rank in (0, 1)]
