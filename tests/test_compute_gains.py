@@ -146,7 +146,7 @@ def test_precision_is_the_first_cause_of_a_float32_transformer_and_its_proposal_
 
 def test_the_classes_of_a_run_add_up_to_its_useful_time():
     ledger, _, _ = run_with(RESNET_MS, facts_of(RESNET))
-    rows = classes_json(ledger, flops_per_step=1e12)
+    rows = classes_json(ledger, flops_per_step=1e12, dtype="tf32")
 
     assert sum(row["device_s"] for row in rows) == pytest.approx(ledger.ledger_ns["useful"] / 1e9)
     assert sum(row["share"] for row in rows) == pytest.approx(1)

@@ -59,10 +59,15 @@ def propose(ledger: Ledger, program: Program, setup: Setup) -> Iterator[Proposal
         reason = WINDOW if step is None else f"what {setup.device_type} reaches is not known: headway doctor --device"
         yield Refusal("compute.autocast", "compute", reason)
         return
-    for name, effect in gains_of(step, ceilings, compute):
+    for name, effect in _effects(step, ceilings, compute):
         yield _from_kernels(name, effect, program, step)
+
+
+def _effects(step: StepKernels, ceilings: Ceilings, compute: ComputeFacts) -> Iterator[tuple[str, Scale | str]]:
+    """Yield each remedy with what it makes of a step, those of the model and that of the optimizer, or why nothing."""
+    yield from gains_of(step, ceilings, compute)
     if len(compute.optimizers) == 1 and step.share("optimizer"):
-        yield _from_kernels(NAME, _fused(step, ceilings, compute.optimizers[0]), program, step)
+        yield NAME, _fused(step, ceilings, compute.optimizers[0])
 
 
 def _fused(step: StepKernels, ceilings: Ceilings, optimizer: OptimizerFacts) -> Scale | str:
@@ -78,12 +83,11 @@ def _from_kernels(name: str, effect: Scale | str, program: Program, step: StepKe
     """Propose a remedy whose kernels take `effect` times what they took: replayed with a device as much faster."""
     if isinstance(effect, str):
         return Refusal(name, "compute", effect)
-    edit = f"accelerator={1 / effect.likely:.4g}x"
     if 1 / effect.likely < MIN_SPEEDUP:
         won = format_fraction(max(0.0, 1 - effect.fast))
         return Refusal(name, "compute", f"it wins at most {won} of the kernels' time: too little to pay for a change")
-    mid = program.predict([edit])
-    low, high = (program.predict([f"accelerator={1 / factor:.4g}x"]) for factor in (effect.slow, effect.fast))
+    fast_edit, edit, slow_edit = (f"accelerator={1 / factor:.4g}x" for factor in effect)
+    low, mid, high = (program.predict([row]) for row in (slow_edit, edit, fast_edit))
     record = RECORD[name]
     return Proposal(
         name=name, room="compute", edits=(edit,), predicted_speedup=mid.speedup,
@@ -102,16 +106,12 @@ def causes(ledger: Ledger) -> Iterator[Cause]:
         return
     useful_s = ledger.ledger_ns["useful"] / NS_PER_S
     ceilings = ceilings_of(ledger.facts.device_type or "")
-    gains = dict(gains_of(step, ceilings, compute)) if ceilings else {}
-    if ceilings and len(compute.optimizers) == 1:
-        gains[NAME] = _fused(step, ceilings, compute.optimizers[0])
+    effects = dict(_effects(step, ceilings, compute)) if ceilings else {}
     for cause, remedy, names, what, script in _LINES:
-        scale, share = gains.get(remedy), step.share(*names)
+        scale, share = effects.get(remedy), step.share(*names)
         if not isinstance(scale, Scale) or share < LARGE or 1 / scale.likely < MIN_SPEEDUP:
             continue
         if remedy in ledger.facts.in_force:
-            continue
-        if cause == "compute.precision" and remedy == "compute.tf32" and step.share("float32 matrix") < LARGE:
             continue
         count = sum(step.count.get(name, 0) for name in names)
         evidence = f"{what} take {format_fraction(share)} of the kernels' time ({count} launches a step); "
@@ -144,18 +144,18 @@ _LINES = (
 """Cause, remedy, classes of kernels, what they are in words, and the line to write."""
 
 
-def classes_json(ledger: Ledger, flops_per_step: float | None = None) -> list[dict[str, object]]:
+def classes_json(ledger: Ledger, flops_per_step: float | None = None, dtype: str = "") -> list[dict[str, object]]:
     """Return the classes of kernels of `headway why --json`; their device-seconds add up to those of `useful`.
 
     `bound` says what limits a class at best; `fraction_of_bound` how much of that it reaches, where operations or bytes
-    are known: of products together, and of updates.
+    are known: of products together (`flops_per_step` in `dtype`), and of updates.
     """
     step, compute = step_kernels(ledger.kernels), ledger.facts.compute
     if step is None:
         return []
     ceilings, useful_s = ceilings_of(ledger.facts.device_type or ""), ledger.ledger_ns["useful"] / NS_PER_S
     products_s = sum(step.seconds.get(name, 0.0) for name in PRODUCTS)
-    rate = ceilings.flops_per_s.get(_dtype(step, compute), 0.0) if ceilings else 0.0
+    rate = ceilings.flops_per_s.get(dtype, 0.0) if ceilings else 0.0
     rows = list[dict[str, object]]()
     for name, seconds in step.seconds.items():
         fraction = None
@@ -179,14 +179,6 @@ def words(ledger: Ledger) -> str:
         return ""
     shares = [f"{name} {format_fraction(step.share(name), 0)}" for name in step.seconds if step.share(name) >= 0.02]
     return f"the kernels of useful time: {', '.join(shares)} ({sum(step.count.values())} launches a step)"
-
-
-def _dtype(step: StepKernels, compute: ComputeFacts | None) -> str:
-    """Return the dtype in which most of the products are computed."""
-    model = compute.models[0] if compute is not None and compute.models else None
-    if model is not None and model.autocast:
-        return {"bfloat16": "bf16", "float16": "fp16"}.get(model.autocast, "fp32")
-    return "tf32" if step.tf32_share > 0.5 else "fp32"
 
 
 def fused_optimizer(program: Program, optimizers: tuple[OptimizerFacts, ...]) -> Proposal | Refusal:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from headway.compute.kernels import TF32, classify
+from headway.compute.kernels import classify
 from headway.core.units import NS_PER_S
 from headway.cost.ceilings import Ceilings
 from headway.ledger.booking.account import KernelTimes
@@ -69,9 +69,6 @@ class StepKernels:
     count: Mapping[str, int]
     """Class -> launches."""
 
-    tf32_share: float
-    """Share of the products, matrix and convolution, that TF32 computes."""
-
     unaligned_s: float
     """s of matrix products whose sizes are odd, or not multiples of 8 bytes: 'align1' and 'align2' in their names."""
 
@@ -90,14 +87,11 @@ def step_kernels(kernels: KernelTimes) -> StepKernels | None:
     if not kernels.num_steps or not kernels.ns:
         return None
     seconds, count = dict[str, float](), dict[str, int]()
-    tf32_s = products_s = unaligned_s = 0.0
+    unaligned_s = 0.0
     for name, ns in kernels.ns.items():
         class_name, mean_s = classify(name), ns / kernels.num_steps / NS_PER_S
         seconds[class_name] = seconds.get(class_name, 0.0) + mean_s
         count[class_name] = count.get(class_name, 0) + kernels.count.get(name, 0)
-        if class_name in ("matrix", "float32 matrix", "convolution"):
-            products_s += mean_s
-            tf32_s += mean_s if TF32.search(name.lower()) else 0.0
         if class_name == "matrix" and (
             "align1>" in name or "align2>" in name or "align1_" in name or "align2_" in name
         ):
@@ -105,7 +99,7 @@ def step_kernels(kernels: KernelTimes) -> StepKernels | None:
     ordered = dict(sorted(seconds.items(), key=lambda item: -item[1]))
     return StepKernels(
         ordered, {name: round(value / kernels.num_steps) for name, value in count.items()},
-        tf32_s / products_s if products_s else 0.0, unaligned_s,
+        unaligned_s,
     )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ from headway.runtime.recorder.probes import NEVER
 from headway.runtime.torch_state import RngStates
 
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
-"""Classes that have taken note of how their parameters lie, or of the functions that they call."""
+"""Classes that have taken note of the functions that they call."""
 
 TRIAL = "compute.trial"
 """Key of `Context.shared` under which `headway try` says that it judges itself."""

@@ -278,18 +278,20 @@ class _DealtOrder:
         self._sampler, self._source, self._drawn, self.digest = sampler, None, [], 0
 
     def __iter__(self) -> Batches:
-        if self._source is None:
-            self._source = iter(self._sampler)
-        return self._bring(self._source)
+        return self._bring(self._begun())
 
     def __len__(self) -> int:
         return sum(last - first for first, last in self.spans)
 
-    def exhaust(self) -> None:
-        """Ask the sampler until it has no more, as a plain loader does: some draw once more then."""
+    def _begun(self) -> Batches:
+        """Return the sampler's iterator, asked for where a plain loader would."""
         if self._source is None:
             self._source = iter(self._sampler)
-        for _ in self._source:
+        return self._source
+
+    def exhaust(self) -> None:
+        """Ask the sampler until it has no more, as a plain loader does: some draw once more then."""
+        for _ in self._begun():
             pass
 
     def _bring(self, source: Batches) -> Batches:

@@ -35,8 +35,8 @@ def why_object(explanation: Explanation, model: ModelSpec | None = None) -> dict
     answer["hang"] = hang_of(explanation)
     if explanation.run is not None and answer["compute"] is not None:
         operations = run_flops(explanation.parts, explanation.ledger, explanation.run.facts)
-        flops = operations["flops_per_step"]
-        classes = classes_json(explanation.ledger, flops if isinstance(flops, int) else None)
+        flops, dtype = operations["flops_per_step"], str(operations["dtype"])
+        classes = classes_json(explanation.ledger, flops if isinstance(flops, int) else None, dtype)
         answer["compute"] |= {**operations, "classes": classes}
     return answer
 
