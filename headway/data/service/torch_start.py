@@ -74,7 +74,7 @@ def start(path: Path, dataset: Any, options: DataServer, *, timeout_s: float | N
             os.close(writes)
         said = _said(reads, deadline)
         if not said:
-            raise ChannelClosed(f"it was killed while it started; see {log}")
+            raise ChannelClosed(f"it was killed while it started; see {log}{_last_line(log)}")
         if said != b"ready":
             raise HeadwayError(f"the data server did not start: {said.decode(errors='replace')}")
     finally:
@@ -155,6 +155,15 @@ def _said(reads: int, deadline: float) -> bytes:
         return f"it did not within {START_S:.0f} s".encode()
     finally:
         os.close(reads)
+
+
+def _last_line(log: Path) -> str:
+    """Return the last line of a log as an error adds it; empty where there is none."""
+    try:
+        lines = log.read_text(errors="replace").split("\n")
+    except OSError:
+        return ""
+    return next((f" ({line.strip()})" for line in reversed(lines) if line.strip()), "")
 
 
 def _fork(act: Callable[[], None], log: Path, *, keep: int) -> None:
