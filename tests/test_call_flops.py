@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -22,6 +21,7 @@ from headway.trace.recording.run_facts import RunFacts
 from headway.trace.rings.compute_facts import CallFlops, ComputeFacts
 from headway.verbs.shared.run_flops import dtype_in_use
 from tests.launching import headway_here
+from tests.spawn import on_ranks
 from tests.test_compute import MODELS, linear
 
 
@@ -113,23 +113,23 @@ def test_a_forward_that_casts_says_to_what_and_costs_as_much():
     assert found == {"flops": COST, "reason": "", "autocast": "bfloat16"}
 
 
-def test_wrappers_cost_what_they_hold():
+def costs_of_wrappers() -> list[object]:
+    """Count a model in its wrappers; on a rank: torch keeps a group of DTensors for as long as the thread lives."""
     model = Scores()
     given = torch.zeros(8, 64), torch.zeros(8, dtype=torch.long)
     in_place = Scores()
     in_place.compile(backend="eager")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        replica = torch.nn.parallel.DistributedDataParallel(model)
-        split = Scores()
-        fully_shard(split.leave)
-        fully_shard(split)
-        split(*given)  # its own layer stays gathered, the other is split again
-        wrapped = [torch.compile(model, backend="eager"), in_place, replica, split]
+    replica = torch.nn.parallel.DistributedDataParallel(model)
+    split = Scores()
+    fully_shard(split.leave)
+    fully_shard(split)
+    split(*given)  # its own layer stays gathered, the other is split again
+    wrapped = [torch.compile(model, backend="eager"), in_place, replica, split]
+    return [counted(each, *given)["flops"] for each in wrapped]
 
-        assert [counted(each, *given)["flops"] for each in wrapped] == [COST] * 4
-    finally:
-        dist.destroy_process_group()
+
+def test_wrappers_cost_what_they_hold():
+    assert on_ranks(costs_of_wrappers, 1) == [[COST] * 4]
 
 
 def two_places() -> torch.nn.Module:
