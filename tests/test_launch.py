@@ -174,7 +174,7 @@ def test_a_command_whose_output_is_redirected_writes_what_python_writes(tmp_path
     )
 
     assert recorded.stdout == plain.stdout
-    assert b"headway why" in recorded.stderr or b"nothing to account for" in recorded.stderr
+    assert b"headway why" in recorded.stderr or b"Nothing to account for" in recorded.stderr
 
 
 def test_the_launcher_starts_ranks_without_numpy_or_torch():

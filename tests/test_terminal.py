@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headway.data.stalls.model import StallReport
 from headway.ledger.answers.compare import BucketChange, RunComparison
-from headway.report.figures import BUCKET_STYLES, named_causes, verdict
+from headway.report.figures import BUCKET_STYLES, named_causes
 from headway.report.paper import bar, screen_of, thin_bar, to_ascii
 from headway.report.terminal import (
     render_compare,
@@ -130,11 +130,11 @@ def test_the_screen_is_the_one_on_record(name: str) -> None:
 
 
 def test_the_sentence_names_the_share_the_loss_the_fix_and_the_gain() -> None:
-    line = verdict(demo_why()).line()
+    text = " ".join(render_run(demo_run(), why=demo_why(), command="headway plan RUN").split())
 
-    assert line == (
-        "60 % of 2 devices x 41.3 s went to waiting for input. "
-        "Fix: load with 4 workers: num_workers=4, prefetch_factor=4, predicted 1.90x (1.75 to 2.02)."
+    assert text.endswith(
+        "60 % of 2 devices x 41.3 s went to waiting for input. Fix: load with 4 workers: num_workers=4, "
+        "prefetch_factor=4. Predicted 1.90x (1.75 to 2.02) the steps per second. Next headway plan RUN"
     )
 
 
@@ -205,7 +205,7 @@ def test_a_failed_run_ends_with_the_first_rank_and_its_traceback() -> None:
 
     text = render_run(demo_run() | {"exit": ending, "applied": []})
 
-    assert "Rank 1 failed (exit code 1): ValueError: bad [0m batch." in text
+    assert "Rank 1 failed (exit code 1): ValueError: bad [0m batch (train.py, line 3)." in text
     assert text.splitlines()[-1].strip() == "ValueError: bad [0m batch"
 
 

@@ -41,7 +41,7 @@ from headway.verbs.runs.plan import plan as plan_verb
 from headway.verbs.runs.report import heat_maps, known_steps, step_durations, timelines, window_of
 from headway.verbs.runs.run import tell
 from headway.verbs.runs.trace import interval
-from headway.verbs.runs.verdict import applied_rows, verdict_line
+from headway.verbs.runs.verdict import applied_rows, next_command
 from headway.verbs.runs.why import why as why_verb
 from headway.verbs.shared.explain import explain, fixes_of, refuted
 from headway.verbs.shared.script_terms import OF_REMEDY, chosen_terms
@@ -289,7 +289,7 @@ def test_run_why_and_plan_name_one_next_command_where_nothing_applies(predicts, 
         answers.append(json.loads(capsys.readouterr().out.splitlines()[-1])["verdict"]["command"])
 
     assert explained.plan is None or not explained.plan.chosen
-    assert {*answers, verdict_line(explained).rpartition(" Next: ")[2]} == {f"headway report {run} -o report.html"}
+    assert {*answers, next_command(explained)} == {f"headway report {run} -o report.html"}
 
 
 def test_a_plan_with_an_unknown_remedy_is_refused_before_the_run(tmp_path):

@@ -12,7 +12,7 @@ from headway.core.files.planfile import PlanFile, Remedy
 from headway.report.figures import NOT_RESOLVED, NOTHING_PAYS, verdict
 from headway.runtime.run_folder.exit_class import HEADER, RankEnd, failure_text
 from headway.runtime.run_folder.recording import Exit
-from headway.verbs.runs.verdict import summarise, verdict_line
+from headway.verbs.runs.verdict import next_command, summarise
 from headway.verbs.shared.explain import explain
 from tests.paths import ROOT
 
@@ -46,7 +46,7 @@ def test_a_run_that_a_hang_ended_is_told_so_before_anything_else():
 @pytest.mark.parametrize(
     ("end", "said"),
     [
-        ((1, "user", 0, FAILED), "Rank 0 failed after 7 steps (exit code 1): ValueError: x. "),
+        ((1, "user", 0, FAILED), "Rank 0 failed after 7 steps (exit code 1): ValueError: x (train.py, line 3). "),
         ((137, "oom", 3, None), "Rank 3 ran out of memory after 7 steps (exit code 137). "),
         ((143, "preempted", 0, None), "The run was stopped from outside after 7 steps (exit code 143). "),
         ((130, "user", 0, FAILED), "The run was stopped by Ctrl-C after 7 steps. "),
@@ -65,8 +65,8 @@ def test_a_run_that_did_not_end_well_says_so_before_anything_else(end, said):
 def test_after_a_plan_was_applied_the_next_question_is_what_changed():
     explained = explain([Path(BEFORE)])
 
-    assert verdict_line(explained).endswith(f" Next: headway plan {BEFORE}")
-    assert verdict_line(explained, Path("my runs/a")).endswith(f" Next: headway compare 'my runs/a' {BEFORE}")
+    assert next_command(explained) == f"headway plan {BEFORE}"
+    assert next_command(explained, Path("my runs/a")) == f"headway compare 'my runs/a' {BEFORE}"
 
 
 def test_the_verdict_of_a_run_advises_no_remedy_that_the_run_found_unfit(tmp_path):
@@ -92,7 +92,9 @@ def test_the_last_words_repeat_no_traceback_and_blame_nobody_for_ctrl_c(tmp_path
     traceback = HEADER + "\nValueError: x"
     first, end = RankEnd(0, 1, stderr=f"before\n{traceback}\n"), Exit(1, "user", 0, traceback)
 
-    assert "ValueError" not in failure_text(first, end, tmp_path, interrupted=False, alone=True)
+    last = failure_text(first, end, tmp_path, interrupted=False, alone=True)
+    assert last.startswith("headway: ValueError: x. Rank 0 failed first (exit code 1): ")
+    assert HEADER not in last
     assert failure_text(first, end, tmp_path, interrupted=False, alone=False).endswith("ValueError: x\n")
     (tmp_path / "applied").mkdir()
     rows = [{"name": name, "facts": {}, "applied": name == "data.workers"} for name in ("data.workers", "host.gc")]

@@ -109,12 +109,6 @@ class Verdict(Answer, frozen=True):
             return "predicted"
         return "upper bound" if self.gain else "no prediction"
 
-    def line(self) -> str:
-        """Return everything as one line, for the end of a run and for logs."""
-        fix = f" Fix: {self.fix.rstrip('.')}" if self.fix else ""
-        gain = f", predicted {self.gain}" if fix and self.gain else ""
-        return f"{self.sentence}{fix}{gain}{'.' if fix else ''}"
-
 
 NOT_RESOLVED = "not resolved"
 """What a fix says whose gain this run is too short or too disturbed to tell."""

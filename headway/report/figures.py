@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import msgspec
 
 from headway.core import units
+from headway.core.tracebacks import raised
 from headway.core.units import format_seconds
 from headway.report.answers import NOT_RESOLVED, CauseRow, Json, PlanAnswer, ProposalRow, RunAnswer, Verdict, Why
 from headway.trace.events.active_settings import AppliedRow
@@ -303,9 +304,9 @@ STARTS_SHOW = 0.05
 def ending(end: RunExit | None, steps: object = None) -> str:
     """Say how a run ended; '' when well, or when it is not known.
 
-    >>> raised = TRACEBACK + '\\n  File "a.py"\\nKeyError: 7'
-    >>> ending(RunExit(code=1, cls="user", first_rank=0, traceback=raised), 3)
-    'Rank 0 failed after 3 steps (exit code 1): KeyError: 7.'
+    >>> text = 'Traceback (most recent call last):\\n  File "/jobs/a.py", line 5, in main\\nKeyError: 7'
+    >>> ending(RunExit(code=1, cls="user", first_rank=0, traceback=text), 3)
+    'Rank 0 failed after 3 steps (exit code 1): KeyError: 7 (a.py, line 5).'
     >>> ending(RunExit(code=143, cls="preempted")), ending(RunExit(code=0))
     ('The run was stopped from outside (exit code 143).', '')
     """
@@ -316,23 +317,9 @@ def ending(end: RunExit | None, steps: object = None) -> str:
         return f"The run was stopped by Ctrl-C{after}."
     what = ENDINGS.get(end.cls, "failed")
     is_one = end.first_rank is not None and what != ENDINGS["preempted"]
-    who, raised = f"Rank {end.first_rank}" if is_one else "The run", _raised(end.traceback or "")
-    return f"{who} {what}{after} (exit code {end.code}){': ' * bool(raised)}{raised}."
+    who, why = f"Rank {end.first_rank}" if is_one else "The run", clean(raised(end.traceback or ""))
+    return f"{who} {what}{after} (exit code {end.code}){': ' * bool(why)}{why}."
 
-
-def _raised(traceback: str) -> str:
-    """Return what the last exception of a traceback said, in one short line; '' without a traceback."""
-    _, found, last = traceback.rpartition(TRACEBACK)
-    said = next((line for line in last.splitlines() if line[:1].strip()), "") if found else ""
-    line = clean(said).rstrip(".")
-    return line if len(line) <= LONGEST_MESSAGE else line[: LONGEST_MESSAGE - 3] + "..."
-
-
-TRACEBACK = "Traceback (most recent call last):"
-"""The line above the frames; the first line below them that is not indented names the exception."""
-
-LONGEST_MESSAGE = 120
-"""Characters of an exception that the verdict repeats."""
 
 CTRL_C = 130
 """Exit code of a run that was interrupted: nobody failed."""

@@ -15,6 +15,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
+from msgspec import structs
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -27,6 +28,7 @@ from headway.report.answers import (
     PlanAnswer,
     RunAnswer,
     VerifiedRow,
+    Why,
     start_of,
 )
 from headway.report.figures import (
@@ -42,6 +44,7 @@ from headway.report.figures import (
     predicted,
     seconds,
     speedup,
+    verdict,
 )
 from headway.report.paper import ScreenOptions, add_row, command_line, draw, grid, joined, next_of, paragraph, title
 from headway.trace.events.active_settings import AppliedRow
@@ -59,11 +62,15 @@ LONGEST_KEY = 40
 """Characters of a name in `headway trace info`: kernels have names of several lines."""
 
 
-def render_run(answer: Json, **screen: Unpack[ScreenOptions]) -> str:
+def render_run(
+    answer: Json, *, why: Json | None = None, command: str = "", notes: Sequence[str] = (),
+    **screen: Unpack[ScreenOptions],
+) -> str:  # fmt: skip
     """Return the last screen of a `headway.run/1` object: how it ended, how fast it was, predicted beside measured.
 
     The row named 'plan' stands last and in bold; a remedy that was not applied, or was withdrawn, is told below the
-    table, then what verification counted. A traceback ends the screen.
+    table, then what verification counted and a traceback. Below stand `notes`, what took the time and what to do about
+    it, from a `headway.why/2` object, and the `command` to type next.
     """
     run = RunAnswer.of(answer)
     parts: list[RenderableType] = [title("headway run", run.run, width=screen.get("width", 88)), ""]
@@ -72,7 +79,22 @@ def render_run(answer: Json, **screen: Unpack[ScreenOptions]) -> str:
         parts += ["", *_applied(run)]
     if run.verified and (run.verified.compared or run.verified.not_compared):
         parts.append(paragraph(_verified(run.verified)))
-    return draw([*parts, *_traceback(run)], **screen)
+    parts += _traceback(run)
+    if notes:
+        parts += ["", *(paragraph(note) for note in notes)]
+    if why is not None:
+        parts += ["", *verdict_lines(structs.replace(Why.of(why), exit=None))]  # how it ended is said above
+    return draw([*parts, *next_of(command)], **screen)
+
+
+def verdict_lines(why: Why) -> list[RenderableType]:
+    """Return the sentence on where the time went, and below it the fix with its predicted gain."""
+    answer = verdict(why)
+    parts: list[RenderableType] = [paragraph(answer.sentence, style="bold")]
+    if answer.fix:
+        gain = f" Predicted {answer.gain} the steps per second." if answer.gain else ""
+        parts.append(paragraph(Text.assemble(("Fix: ", "bold"), answer.fix.rstrip(".") + ".", gain)))
+    return parts
 
 
 UNLIKE_START = 0.05

@@ -50,7 +50,6 @@ from headway.report.figures import (
     seconds,
     share,
     speedup,
-    verdict,
 )
 from headway.report.paper import (
     ScreenOptions,
@@ -73,6 +72,7 @@ from headway.report.screens import (
     render_stalls,
     render_trace_info,
     render_whatif,
+    verdict_lines,
 )
 
 # Lines of `headway why` about a job of many ranks: where it hung, machines that stand out, MFU, cost of its groups.
@@ -152,7 +152,7 @@ BASIS_PHRASES: dict[str, str] = {
 def render_why(answer: Json, *, source: str = "", **screen: Unpack[ScreenOptions]) -> str:
     """Return the screen of a `headway.why/2` object; `source` is the run or trace as the user named it."""
     why, width, unicode = Why.of(answer), screen.get("width", 88), screen.get("unicode", True)
-    parts: list[RenderableType] = [_head(why, source, width), "", *_verdict(why)]
+    parts: list[RenderableType] = [_head(why, source, width), "", *verdict_lines(why)]
     if any(why.ledger.values()):
         parts += ["", *_ledger(why, width, unicode)]
     if why.straggler:
@@ -180,16 +180,6 @@ def _head(why: Why, source: str, width: int) -> Table:
     steps = plural(why.steps, "step") if why.steps is not None else ""
     aside = joined([clean(source), plural(why.devices, "device"), steps, seconds(why.wall_s)])
     return title("headway why", aside, width=width)
-
-
-def _verdict(why: Why) -> list[RenderableType]:
-    """Return the sentence, and below it the fix with its predicted gain."""
-    answer = verdict(why)
-    parts: list[RenderableType] = [paragraph(answer.sentence, style="bold")]
-    if answer.fix:
-        gain = f" Predicted {answer.gain} the steps per second." if answer.gain else ""
-        parts.append(paragraph(Text.assemble(("Fix: ", "bold"), answer.fix.rstrip(".") + ".", gain)))
-    return parts
 
 
 def _ledger(why: Why, width: int, unicode: bool) -> list[RenderableType]:

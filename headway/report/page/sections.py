@@ -89,7 +89,8 @@ def verdict_part(why: Why) -> str:
     gain = f' <span class="gain">Predicted {text(answer.gain)} the steps per second.</span>' if answer.gain else ""
     gain += f' <span class="badge {answer.confidence.replace(" ", "-")}">{answer.confidence}</span>'
     remedy = f'<p class="remedy"><b>Fix:</b> {text(answer.fix.rstrip("."))}.{gain}</p>' if answer.fix else ""
-    copies = [("In the script", answer.script), ("Next", why.verdict.command)]
+    command = "" if why.verdict.command.startswith("headway report ") else why.verdict.command  # it is this page
+    copies = [("In the script", answer.script), ("Next", command)]
     blocks = "".join(
         f'<div class="copy"><span>{label}</span><code>{text(line)}</code></div>' for label, line in copies if line
     )

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from headway.core.tracebacks import raised
+
 if TYPE_CHECKING:
     from headway.runtime.run_folder.recording import Exit
     from headway.trace.events.active_settings import AppliedRow
@@ -244,7 +246,9 @@ def failure_text(first: RankEnd, end: Exit, run: Path, *, interrupted: bool, alo
         do = f"an error while {', '.join(names)} changed how the script runs: run it once more without --apply, and "
         do += "report it if that succeeds"
     begin = "\n" if first.rank == 0 and first.stderr and not first.stderr.endswith("\n") else ""
-    head = f"{begin}headway: rank {first.rank} failed first ({how}): {do}. The run is in {run}\n"
+    what = raised(end.traceback or "")
+    who = f"{what}. Rank" if what else "rank"
+    head = f"{begin}headway: {who} {first.rank} failed first ({how}): {do}. The run is in {run}\n"
     if end.traceback:
         told = alone and first.stderr.rstrip().endswith(end.traceback.rstrip())
         return head if told else head + end.traceback + "\n"

@@ -1,4 +1,4 @@
-"""`headway run`: record a script and supervise it; the last line on stderr is the verdict."""
+"""`headway run`: record a script and supervise it; the last lines on stderr are the verdict."""
 
 from __future__ import annotations
 
@@ -98,9 +98,10 @@ def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as
         "ettr_closed_form": None,
         "ettr_predicted": None,
     }
+    why, command, notes = None, "", list[str]()
     try:
         from headway.verbs.jobs.fault import account_of, ettr_sentence
-        from headway.verbs.runs.verdict import summarise, verdict_line
+        from headway.verbs.runs.verdict import next_command, summarise
 
         if report.run is None:
             raise InputError("no rank was started. Start it on every host.")
@@ -111,21 +112,20 @@ def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as
         before = baseline if baseline is not None and is_run(baseline) else None
         beside = _beside(before, report.run)
         answer["ettr_predicted"] = beside and beside["predicted"]
-        line = f"{ettr_sentence(beside)}\n" if beside else ""
+        notes += [ettr_sentence(beside)] if beside else []
         if before is None and baseline is not None:
-            line += f"Nothing is measured: {baseline}, of which the plan was made, is no run any more. --baseline RUN "
-            line += "names another.\n"
-        line += verdict_line(explanation, before)
+            notes.append(f"Nothing is measured: {baseline}, of which the plan was made, is no run any more. "
+                         "--baseline RUN names another.")  # fmt: skip
+        why, command = explanation.to_json(), next_command(explanation, before)
     except HeadwayError as reason:
-        line = f"nothing to account for: {reason if not report.problems else report.problems[0]}"
+        notes.append(f"Nothing to account for: {reason if not report.problems else report.problems[0]}")
     except Exception as fault:  # our fault, and the job is done: its exit code stands
-        line = (
-            f"headway could not account for this run ({type(fault).__name__}: {fault}). Try: headway why {report.run}"
-        )
+        notes.append(f"headway could not account for this run ({type(fault).__name__}: {fault}).")
+        command = f"headway why {report.run}"
     if as_json:
         emit(answer, lambda _: "", as_json=True)
         return
-    emit_beside(lambda screen: f"{render_run(answer, **screen)}\n{line}")
+    emit_beside(lambda screen: render_run(answer, why=why, command=command, notes=notes, **screen))
 
 
 def _beside(baseline: Path | None, run: Path) -> dict[str, float | None] | None:

@@ -1,4 +1,4 @@
-"""The end of `headway run`: its rate, its goodput, predicted beside measured, and one line of verdict."""
+"""The end of `headway run`: its rate, its goodput, predicted beside measured, and what to type next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from msgspec import structs
 from headway.core.files.planfile import PlanFile
 from headway.ledger.answers.compare import compare, steps_per_s, whole_speedup
 from headway.ledger.answers.ledger import Ledger
-from headway.report.figures import verdict
 from headway.report.screens import WHOLE_PLAN
 from headway.runtime.run_folder.recording import write_json
 from headway.trace.events import active_settings
@@ -98,13 +97,8 @@ def applied_rows(
     return rows
 
 
-def verdict_line(explanation: Explanation, baseline: Path | None = None) -> str:
-    """Return the last line of a run: the verdict in one sentence, and what to type next.
-
-    After a run that has a `baseline` the question is what changed; else it is what `why` and `plan` say.
-    """
-    why = explanation.to_json()
-    command: str = why["verdict"]["command"]
+def next_command(explanation: Explanation, baseline: Path | None = None) -> str:
+    """Return what to type after a run: with a `baseline` what compares the two; else what `why` and `plan` say."""
     if baseline is not None:
-        command = shlex.join(["headway", "compare", str(baseline), explanation.source])
-    return f"{verdict(why).line()} Next: {command}"
+        return shlex.join(["headway", "compare", str(baseline), explanation.source])
+    return str(explanation.to_json()["verdict"]["command"])
