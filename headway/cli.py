@@ -432,7 +432,8 @@ def dispatch(ours: list[str], script: list[str] | None) -> int:
     ours = spelt_out(ours)
     if ours and not ours[0].startswith("-"):
         pick(words, ours[0], "verb")
-    app = build(next((verb for verb in VERBS if ours[: len(verb.split())] == verb.split()), ""))
+    verb = next((verb for verb in VERBS if ours[: len(verb.split())] == verb.split()), "")
+    app = build(verb)
     try:
         command, bound, ignored = app.parse_args(ours, print_error=False, exit_on_error=False, help_on_error=False)
     except CycloptsError as error:
@@ -446,7 +447,10 @@ def dispatch(ours: list[str], script: list[str] | None) -> int:
             "only `headway run`, `try`, `tune`, `cluster fork`, `cluster submit`, `data stalls`, `data verify-resume` "
             "and `model precision` take a script behind `--`. Drop the `--` and what follows it."
         )
-    return int(command(*bound.args, **bound.kwargs) or 0)
+    from headway.verbs.shared.at_work import at_work
+
+    with at_work(verb):
+        return int(command(*bound.args, **bound.kwargs) or 0)
 
 
 def misuse(ours: Sequence[str], error: CycloptsError) -> str:

@@ -64,9 +64,9 @@ def headway(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=env)
 
 
-def headway_here(*arguments: object) -> subprocess.CompletedProcess:
-    """Run a command of headway's that starts no script in this process, its output kept."""
-    with contextlib.chdir(ROOT), redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as error:
+def headway_here(*arguments: object, folder: Path = ROOT) -> subprocess.CompletedProcess:
+    """Run a command of headway's that starts no script in this process, in `folder`, its output kept."""
+    with contextlib.chdir(folder), redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as error:
         try:
             main([*map(str, arguments)])
         except SystemExit as left:

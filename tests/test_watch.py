@@ -44,7 +44,7 @@ def writers(run: Path, *, ranks: int = 8, rate: int = 50, seconds: float = 60) -
 @contextmanager
 def watching(run: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Run `headway watch RUN --json`; yields the address and the process."""
-    command = [sys.executable, "-m", "headway.cli", "watch", str(run), "--json", *options]
+    command = [sys.executable, "-m", "headway.cli", "watch", str(run), "--json", "--wait", *options]
     with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None

@@ -14,7 +14,7 @@ from headway.report.page.html import page
 from headway.report.page.live import LiveView, live_charts, live_key, live_page, live_parts
 from headway.runtime.run_folder.live_feed import LiveFeed
 from headway.verbs.shared.live_pages import serve_page
-from headway.verbs.shared.source import newest_run
+from headway.verbs.shared.source import newest_run, recorded
 
 
 def watch(
@@ -23,6 +23,7 @@ def watch(
     port: int = 0,
     host: str = "127.0.0.1",
     allow_origin: Annotated[tuple[str, ...], Parameter(negative=())] = (),
+    wait: Annotated[bool, Parameter(negative=())] = False,
     json: bool = False,
 ) -> int:
     """Serve the page of a run while it goes on: steps, step times, ledger so far, every rank. Ctrl-C ends it.
@@ -35,13 +36,15 @@ def watch(
     Parameters
     ----------
     run
-        A run folder, also one that a run is about to make; the newest one by default.
+        A run folder; the newest one by default.
     port
         Port to serve on; 0 takes a free one.
     host
         Address to serve on; only this machine can connect by default.
     allow_origin
         Origin of another page that may read the events, as in http://dashboard:3000.
+    wait
+        The run folder need not exist yet: wait until a run makes it.
     json
         Print one JSON object with the address instead of text.
     """
@@ -50,6 +53,8 @@ def watch(
         raise InputError(
             f"{path} is a file; a run is a folder. Name the folder that headway run writes, or will write."
         )
+    if not path.exists() and not wait:
+        raise InputError(f"{path} does not exist. {recorded()} For one that a run will make, add --wait.")
     source = WatchedRun(path)
     try:
         serve_page(

@@ -13,10 +13,12 @@ from typing import Any
 from headway.core.errors import InputError
 from headway.core.machine.beside import say_beside
 from headway.report.paper import ScreenOptions, screen_of
+from headway.verbs.shared import at_work
 
 
 def emit(answer: Mapping[str, Any], render: Callable[[ScreenOptions], str], *, as_json: bool) -> None:
     """Print `answer` as exactly one JSON object, or the text that `render` makes for this screen."""
+    at_work.stop()
     if as_json:
         print(json.dumps(finite(answer), allow_nan=False))
     else:
@@ -25,6 +27,7 @@ def emit(answer: Mapping[str, Any], render: Callable[[ScreenOptions], str], *, a
 
 def emit_beside(render: Callable[[ScreenOptions], str]) -> None:
     """Print the text that `render` makes on stderr: stdout belongs to the script that was run."""
+    at_work.stop()
     say_beside(render(screen_of(sys.stderr)).rstrip("\n") + "\n")
 
 

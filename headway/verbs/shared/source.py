@@ -20,6 +20,20 @@ def newest_run() -> Path:
     return max(runs, key=started_ns)
 
 
+def recorded() -> str:
+    """Say which runs this directory has, the newest first: 'There are headway-runs/train-2, headway-runs/train-1.'"""
+    runs = [path for path in RUNS.iterdir() if is_run(path)] if RUNS.is_dir() else []
+    names = [str(path) for path in sorted(runs, key=started_ns, reverse=True)]
+    if not names:
+        return f"There is none in {RUNS}: record one with headway run -- train.py."
+    more = f" and {len(names) - MOST_NAMED} older ones" if len(names) > MOST_NAMED else ""
+    return f"There {'are' if len(names) > 1 else 'is'} {', '.join(names[:MOST_NAMED])}{more}."
+
+
+MOST_NAMED = 5
+"""Runs that an error names."""
+
+
 def started_ns(path: Path) -> int:
     """Return when the run at `path` began, in ns of the realtime clock.
 
@@ -37,7 +51,7 @@ def run_at(path: Path | None) -> Run:
     """Open the run folder at `path` (None = the newest). Raises `InputError` when it is not one."""
     path = path or newest_run()
     if not path.exists():
-        raise InputError(f"{path} does not exist. Name a run folder; `ls {RUNS}` lists the recorded ones.")
+        raise InputError(f"{path} does not exist. Name a run folder. {recorded()}")
     if not is_run(path):
         raise InputError(f"{path} is not a run folder (it has no run.json). Name one that headway run made.")
     return Run.open(path)
