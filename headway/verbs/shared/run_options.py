@@ -8,20 +8,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import Parameter, Token, convert
+from cyclopts import Group, Parameter, Token, convert
 
 from headway.catalog import SUPERVISOR
 from headway.core.errors import InputError
 from headway.core.units import parse_bytes
 from headway.runtime.launching.options import LaunchOptions
 
+JOB, PLAN = Group("The run", sort_key=1), Group("A plan", sort_key=2)
+RECORD, FAIL = Group("What is recorded", sort_key=3), Group("Failures and restarts", sort_key=4)
+RANKS = Group("Ranks and hosts, as torchrun has them", sort_key=5)
+"""The groups of `headway run --help`."""
 
-def _help(text: str) -> Parameter:
-    return Parameter(help=text)
+
+def _help(group: Group, text: str) -> Parameter:
+    return Parameter(help=text, group=group)
 
 
-def _whole(text: str) -> Parameter:
-    return Parameter(help=text, converter=whole_number)
+def _whole(group: Group, text: str) -> Parameter:
+    return Parameter(help=text, group=group, converter=whole_number)
 
 
 def whole_number(kind: Any, tokens: Sequence[Token]) -> int:
@@ -48,74 +53,90 @@ class RunOptions:
     """What `headway run` takes before the `--`."""
 
     nproc_per_node: Annotated[
-        str | None, _help("Ranks on this host: a number, auto, cpu or gpu. Without it, one, started as python does.")
+        str | None,
+        _help(RANKS, "Ranks on this host: a number, auto, cpu or gpu. Without it, one, started as python does."),
     ] = None
-    nnodes: Annotated[str, _help("Hosts: a number or MIN:MAX.")] = "1"
-    node_rank: Annotated[int, _whole("Index of this host, for the static rendezvous.")] = 0
-    rdzv_backend: Annotated[str, _help("Rendezvous of several hosts, as torchrun's.")] = "static"
-    rdzv_endpoint: Annotated[str, _help("HOST:PORT of the rendezvous.")] = ""
-    rdzv_id: Annotated[str, _help("Name of the job at the rendezvous.")] = "none"
-    rdzv_conf: Annotated[str, _help("KEY=VALUE pairs with commas between them.")] = ""
-    standalone: Annotated[bool, _help("Accepted for torchrun's sake: one host needs no rendezvous.")] = False
-    max_restarts: Annotated[int, _whole("Attempts after the first one.")] = 0
+    nnodes: Annotated[str, _help(RANKS, "Hosts: a number or MIN:MAX.")] = "1"
+    node_rank: Annotated[int, _whole(RANKS, "Index of this host, for the static rendezvous.")] = 0
+    rdzv_backend: Annotated[str, _help(RANKS, "Rendezvous of several hosts, as torchrun's.")] = "static"
+    rdzv_endpoint: Annotated[str, _help(RANKS, "HOST:PORT of the rendezvous.")] = ""
+    rdzv_id: Annotated[str, _help(RANKS, "Name of the job at the rendezvous.")] = "none"
+    rdzv_conf: Annotated[str, _help(RANKS, "KEY=VALUE pairs with commas between them.")] = ""
+    standalone: Annotated[bool, _help(RANKS, "Accepted for torchrun's sake: one host needs no rendezvous.")] = False
+    max_restarts: Annotated[int, _whole(FAIL, "Attempts after the first one.")] = 0
     standby: Annotated[
         int,
-        _whole("Hosts beyond --nnodes that wait in reserve at the c10d rendezvous, and take the place of one gone."),
+        _whole(
+            FAIL, "Hosts beyond --nnodes that wait in reserve at the c10d rendezvous, and take the place of one gone."
+        ),
     ] = 0
     warm: Annotated[
         str,
         _help(
+            FAIL,
             "auto: later attempts start from a process that has imported what the script imports, where that is the "
-            "same; off: each one starts cold."
+            "same; off: each one starts cold.",
         ),
     ] = "auto"
     update_from: Annotated[
-        Path | None, _help("Folder with newer code: later attempts run a copy of it, and go back if it fails twice.")
+        Path | None,
+        _help(FAIL, "Folder with newer code: later attempts run a copy of it, and go back if it fails twice."),
     ] = None
-    monitor_interval: Annotated[float, _help("Seconds between looks at the ranks of several hosts.")] = 0.1
-    master_addr: Annotated[str, _help("Address of rank 0's store.")] = "127.0.0.1"
-    master_port: Annotated[int | None, _whole("Its port; a free one by default.")] = None
-    local_addr: Annotated[str | None, _help("Address of this host.")] = None
-    role: Annotated[str, _help("Role of the ranks.")] = "default"
-    log_dir: Annotated[Path | None, _help("Where the ranks' output is kept; RUN/logs by default.")] = None
-    module: Annotated[bool, Parameter(alias="-m", help="The script is a module, as in python -m.")] = False
-    no_python: Annotated[bool, _help("The script is a program of its own.")] = False
-    out: Annotated[Path | None, _help("The run folder; headway-runs/SCRIPT-N by default.")] = None
+    monitor_interval: Annotated[float, _help(RANKS, "Seconds between looks at the ranks of several hosts.")] = 0.1
+    master_addr: Annotated[str, _help(RANKS, "Address of rank 0's store.")] = "127.0.0.1"
+    master_port: Annotated[int | None, _whole(RANKS, "Its port; a free one by default.")] = None
+    local_addr: Annotated[str | None, _help(RANKS, "Address of this host.")] = None
+    role: Annotated[str, _help(RANKS, "Role of the ranks.")] = "default"
+    log_dir: Annotated[Path | None, _help(JOB, "Where the ranks' output is kept; RUN/logs by default.")] = None
+    module: Annotated[bool, Parameter(group=JOB, alias="-m", help="The script is a module, as in python -m.")] = False
+    no_python: Annotated[bool, _help(JOB, "The script is a program of its own.")] = False
+    out: Annotated[Path | None, _help(JOB, "The run folder; headway-runs/SCRIPT-N by default.")] = None
     mode: Annotated[
-        str, _help("Who else may read the run folder and its logs, as chmod's number; 750 for your group.")
+        str, _help(JOB, "Who else may read the run folder and its logs, as chmod's number; 750 for your group.")
     ] = "700"
-    apply: Annotated[Path | None, _help("A plan file, or the run folder whose plan to apply.")] = None
+    apply: Annotated[Path | None, _help(PLAN, "A plan file, or the run folder whose plan to apply.")] = None
     verify: Annotated[
         bool | None,
         Parameter(
+            group=PLAN,
             negative="--no-verify",
             help="With --apply: compare the first batch of each pass, every 100th, and the next one after a change of "
             "its data with the script's own, and exit with 3 if one differs. By default as many as 1 % of the time "
             "allows are compared, and a remedy that changed one is taken away; --no-verify compares none.",
         ),
     ] = None
-    baseline: Annotated[Path | None, _help("Run to compare with; by default the plan's own.")] = None
-    no_launch: Annotated[bool, _help("Under torchrun, srun or accelerate: record this process as one rank.")] = False
+    baseline: Annotated[Path | None, _help(PLAN, "Run to compare with; by default the plan's own.")] = None
+    no_launch: Annotated[
+        bool, _help(RECORD, "Under torchrun, srun or accelerate: record this process as one rank.")
+    ] = False
     windows: Annotated[
         float,
-        Parameter(converter=fraction, help="Fraction of run time that deep windows may cost, 0.05 or 5%; 0 for none."),
+        Parameter(
+            group=RECORD,
+            converter=fraction,
+            help="Fraction of run time that deep windows may cost, 0.05 or 5%; 0 for none.",
+        ),
     ] = 0.01
     window_at: Annotated[
-        int | None, _whole("Open a deep window at this step too, whatever it costs: on a device the first one is late.")
+        int | None,
+        _whole(RECORD, "Open a deep window at this step too, whatever it costs: on a device the first one is late."),
     ] = None
     hang_timeout: Annotated[
-        float | None, _help("End the run after so many seconds without progress; by default a hang is only reported.")
+        float | None,
+        _help(FAIL, "End the run after so many seconds without progress; by default a hang is only reported."),
     ] = None
-    grace_s: Annotated[float, _help("Seconds between SIGTERM and SIGKILL.")] = 30.0
-    max_run_bytes: Annotated[str, _help("Most bytes the run folder may take.")] = "512MB"
+    grace_s: Annotated[float, _help(FAIL, "Seconds between SIGTERM and SIGKILL.")] = 30.0
+    max_run_bytes: Annotated[str, _help(JOB, "Most bytes the run folder may take.")] = "512MB"
     metrics_port: Annotated[
-        int | None, _whole("Serve Prometheus metrics of this host's ranks; 0 takes a free port.")
+        int | None, _whole(RECORD, "Serve Prometheus metrics of this host's ranks; 0 takes a free port.")
     ] = None
-    metrics_host: Annotated[str, _help("Address of the metrics; only this host can read them by default.")] = (
+    metrics_host: Annotated[str, _help(RECORD, "Address of the metrics; only this host can read them by default.")] = (
         "127.0.0.1"
     )
-    quiet: Annotated[bool, _help("No status line, no verdict; a failure's traceback still comes.")] = False
-    json: Annotated[bool, _help("Print one JSON object (headway.run/1); the script's stdout goes to stderr.")] = False
+    quiet: Annotated[bool, _help(JOB, "No status line, no verdict; a failure's traceback still comes.")] = False
+    json: Annotated[bool, _help(JOB, "Print one JSON object (headway.run/1); the script's stdout goes to stderr.")] = (
+        False
+    )
 
     @property
     def plan_path(self) -> Path | None:
