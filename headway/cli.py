@@ -34,6 +34,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "hang": ("headway.verbs.jobs.hang:hang", "Find the ranks that block a job which makes no progress."),
     "report": ("headway.verbs.runs.report:report", "Write one self-contained HTML page of a run."),
     "watch": ("headway.verbs.runs.watch:watch", "Serve the page of a run live, while it goes on."),
+    "mcp": ("headway.verbs.runs.assistants:mcp", "Serve recorded runs to coding assistants (MCP)."),
     "doctor": ("headway.verbs.doctor:doctor", "Check this host before a run: memory, limits, threads, versions."),
     "demo": ("headway.verbs.demo:demo", "Show the whole loop on a small real job, in about two minutes."),
     "try": (
