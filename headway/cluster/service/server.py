@@ -153,6 +153,15 @@ def socket_of(folder: Path) -> Path:
     return runtime_directory() / f"cluster-{zlib.crc32(os.fsencode(folder.resolve())):08x}.sock"
 
 
+def folder_of(path: Path) -> Path:
+    """Return the folder of a service; raises `InputError` where something else is there."""
+    if path.exists() and not path.is_dir():
+        raise InputError(
+            f"--dir {path} is a file, a service has a folder. Name a folder, such as {path.parent / 'jobs'}."
+        )
+    return path
+
+
 def log_of(folder: Path) -> Path:
     """Return the log of a folder's service."""
     return folder / "log.sqlite"
@@ -168,9 +177,9 @@ def token_of(folder: Path, *, make: bool = False) -> str:
 
 
 def called(folder: Path) -> Channel:
-    """Return a channel to the server of a folder, here or on another host; raises `ChannelClosed` where none runs."""
+    """Return a channel to the server of a folder, here or on another host; raises `ChannelClosed`, where none runs."""
     try:
-        return connect(socket_of(folder), 0.5, types=Answer)
+        return connect(socket_of(folder_of(folder)), 0.5, types=Answer)
     except ChannelClosed:
         with suppress(OSError, ValueError):
             host, port = (folder / "address").read_text().rsplit(":", 1)
@@ -321,6 +330,7 @@ class ServiceServer:
         if isinstance(message, CancelJob):
             job = state.job(message.job)
             self.cancel(job)
+            self._reconcile(self.now_s())
             return JobAnswer(self._row(job))
         if isinstance(message, ExplainJob):
             return ExplainAnswer(state.explain(state.job(message.job), price=True))
