@@ -375,6 +375,9 @@ def test_what_cannot_be_is_refused_with_the_value_and_the_fix(tmp_path, quiet, c
     assert "'v100' says no number of devices" in refused(capsys, "serve", "--slots", "v100")
     assert "unknown executor 'slrum'. Did you mean 'slurm'?" in refused(capsys, "serve", "--executor", "slrum")
     assert "pass seconds above 0" in refused(capsys, "serve", "--slots", "1", "--round-s", "0")
+    assert "--port 65536 cannot be had" in refused(
+        capsys, "serve", "--slots", "1", "--port", "65536", "--dir", str(tmp_path / "p")
+    )
     assert "does not exist" in refused(capsys, "submit", *folder, "--", "nothing.py")
     assert "no script was given" in refused(capsys, "submit", *folder)
     assert "Start the server first" in refused(capsys, "submit", "--dir", str(tmp_path), "--", str(script))

@@ -240,7 +240,10 @@ class ServiceServer:
             self._note(self._served(dict(executor.slots())))
             self.loop.listen(self._listener, self._answer)
             if options.port is not None:
-                tcp = TcpListener("", options.port, token_of(folder, make=True), types=Question)
+                try:
+                    tcp = TcpListener("", options.port, token_of(folder, make=True), types=Question)
+                except (OSError, OverflowError) as error:
+                    raise InputError(f"--port {options.port} cannot be had ({error}). Pass 0 for a free one.") from None
                 self.loop.listen(opened.enter_context(closing(tcp)), self._answer)
                 opened.callback((folder / "address").unlink, missing_ok=True)
                 with whole_file(folder / "address") as draft:
