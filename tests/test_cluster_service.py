@@ -437,19 +437,30 @@ def test_the_devices_of_a_folder_keep_their_types_and_another_policy_may_go_on(t
         assert (other.state.policy, len(other.state.rows())) == ("fifo", 2)
 
 
-def test_who_cancels_a_job_that_runs_is_not_told_that_it_goes_on(tmp_path, quiet, capsys):
-    server, _ = quiet
+def answered(server, capsys, *words):
+    """What a verb prints as JSON that asks this server."""
 
     def ask():
         with pytest.raises(SystemExit, match=r"^0$"):
-            main(["cluster", "cancel", "first", "--dir", str(tmp_path / "s"), "--json"])
+            main(["cluster", *words, "--json"])
 
     asking = threading.Thread(target=ask)
     asking.start()
     while asking.is_alive():
         server.turn(0.05)
-    answer = json.loads(capsys.readouterr().out)
+    return json.loads(capsys.readouterr().out)
 
+
+def test_the_queue_says_the_steps_of_a_job_within_a_round_and_who_cancels_it_is_not_told_that_it_runs(
+    tmp_path, quiet, capsys
+):
+    server, now_s = quiet
+    folder = ["--dir", str(tmp_path / "s")]
+    now_s[0] = 30.0
+    server.turn(0.0)
+
+    assert [job["steps_done"] for job in answered(server, capsys, "queue", *folder)["jobs"]] == [30, 0]
+    answer = answered(server, capsys, "cancel", "first", *folder)
     assert (answer["id"], answer["state"], answer["placement"]) == ("job1", "cancelled", [])
 
 

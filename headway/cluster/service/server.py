@@ -337,10 +337,18 @@ class ServiceServer:
             return JobAnswer(self._row(job))
         if isinstance(message, ExplainJob):
             return ExplainAnswer(state.explain(state.job(message.job), price=True))
-        return QueueAnswer(state.round, state.rows())
+        return QueueAnswer(state.round, self._rows())
+
+    def _rows(self) -> list[QueueRow]:
+        """Return a row per job, with the steps that those that run have done by now."""
+        rows = self.state.rows()
+        for row, job in zip(rows, self.state.jobs.values(), strict=True):
+            if job.is_alive and job.id in self._conditions:
+                row["steps_done"] = int(max(job.steps + self._conditions[job.id].steps, row["steps_done"]))
+        return rows
 
     def _row(self, job: ServiceJob) -> QueueRow:
-        return self.state.rows()[job.index]
+        return self._rows()[job.index]
 
     def _note(self, *events: Event) -> None:
         """Change the state by events, and write them; what follows from them is done afterwards."""
