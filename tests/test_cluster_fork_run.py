@@ -66,6 +66,34 @@ def test_copies_do_each_batch_once_and_of_one_that_is_killed_in_a_slot_the_other
     assert [fact["lr"] for fact in facts] == pytest.approx([0, 0], abs=1e-9)
 
 
+SAVES = """
+import os, sys, time, torch
+first = os.environ.get("HEADWAY_FORK", "0:").startswith("0:")
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for epoch in range(2):
+    for batch in torch.utils.data.DataLoader(torch.ones(160, 2), batch_size=8, shuffle=True):
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+    time.sleep(first)  # the others are there before the copy that writes the file
+    torch.save([epoch, model.state_dict()], "best.pt")
+    number, state = torch.load("best.pt")
+    assert number == epoch and all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+"""
+
+
+@pytest.mark.slow
+def test_each_copy_loads_what_it_has_saved_though_one_alone_writes_the_file(tmp_path):
+    (tmp_path / "saves.py").write_text(SAVES)
+    answer = forked(tmp_path, "2,1,1", "saves.py")
+
+    assert (answer["rows"][0]["steps"], answer["rows"][0]["lost"]) == (40, [])
+    assert torch.load(tmp_path / "best.pt", weights_only=True)[0] == 1
+    assert not list((tmp_path / "fork").rglob("saved-*"))
+
+
 SMALL = """
 import os, sys, torch
 kind, first = sys.argv[1], os.environ["HEADWAY_FORK"].startswith("0")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sqlite3
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from headway.cluster.model import Cluster, Jobs, Rates
 from headway.cluster.policies.table import SERVED
 from headway.cluster.queue.engine import RoundEngine, simulate
 from headway.cluster.queue.rounds import Timing
+from headway.cluster.service.executors import LocalExecutor
 from headway.cluster.service.server import (
     EXECUTORS,
     AskQueue,
@@ -31,13 +33,13 @@ from headway.cluster.service.server import (
     log_of,
     socket_of,
 )  # fmt: skip
-from headway.cluster.service.state import ServiceState
+from headway.cluster.service.state import ENDED, ServiceState
 from headway.cluster.service.store import EventLog, JobCancelled, RoundAdvanced
 from headway.core.errors import FormatError, HeadwayError, InputError
 from headway.core.wire.channel import ChannelClosed
 from headway.verbs.jobs.cluster_watch import ServicePage
 from tests.made import fake_schedulers
-from tests.made.service_jobs import ComputedJobs
+from tests.made.service_jobs import SCRIPT, ComputedJobs
 from tests.paths import GOLDEN
 
 JOBS = [  # arrival_s, scale, steps: dyadic numbers, so that sums of times are exact
@@ -373,17 +375,28 @@ def test_what_cannot_be_is_refused_with_the_value_and_the_fix(tmp_path, quiet, c
     assert "'v100' says no number of devices" in refused(capsys, "serve", "--slots", "v100")
     assert "unknown executor 'slrum'. Did you mean 'slurm'?" in refused(capsys, "serve", "--executor", "slrum")
     assert "pass seconds above 0" in refused(capsys, "serve", "--slots", "1", "--round-s", "0")
+    assert "--port 65536 cannot be had" in refused(
+        capsys, "serve", "--slots", "1", "--port", "65536", "--dir", str(tmp_path / "p")
+    )
     assert "does not exist" in refused(capsys, "submit", *folder, "--", "nothing.py")
     assert "no script was given" in refused(capsys, "submit", *folder)
     assert "Start the server first" in refused(capsys, "submit", "--dir", str(tmp_path), "--", str(script))
     assert "holds no log of a service" in refused(capsys, "queue", "--dir", str(tmp_path / "none"))
+    monkeypatch.chdir(tmp_path)
+    assert "Name the folder of one with --dir" in refused(capsys, "queue")
+    for words in (["serve", "--slots", "1"], ["queue"], ["cancel", "job1"]):
+        assert "is a file, a service has a folder" in refused(capsys, *words, "--dir", str(script))
+    assert f"cannot be made ({script}: File exists)" in refused(capsys, "serve", "--slots", "1", "--dir", f"{script}/s")
     assert "no job of this service has ended" in refused(capsys, "compare", "--log", str(tmp_path / "s"))
     assert "Leave --jobs and --devices out" in refused(capsys, "compare", "--log", ".", "--devices", "a=1")
     with pytest.raises(InputError, match=r"scale is 2; a job has 1 to 1 slots"):
         server.submit(SubmitJob("", 2, ["train.py"], "/"))
     with pytest.raises(InputError, match=r"unknown job 'secund'. Choose one of: job1, job2|unknown job 'secund'"):
         server.state.job("secund")
-    server.cancel(server.state.job("second"))
+    server.submit(SubmitJob("second", 1, ["train.py"], "/"))
+    with pytest.raises(InputError, match="2 jobs are called 'second': job2, job3"):
+        server.state.job("second")
+    server.cancel(server.state.job("job2"))
     with pytest.raises(InputError, match="job2 is cancelled already"):
         server.cancel(server.state.job("job2"))
     monkeypatch.setattr(os, "getuid", lambda: 12345)
@@ -393,7 +406,8 @@ def test_what_cannot_be_is_refused_with_the_value_and_the_fix(tmp_path, quiet, c
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ("PRAGMA user_version = 99", "version 99, this release reads version 1"),
+        ("PRAGMA user_version = 99", "version 99, this release reads version 2"),
+        ("PRAGMA user_version = 1", "version 1, this release reads version 2"),
         ("PRAGMA application_id = 7", "another program's"),
         ("UPDATE events SET body = '{}'", "event 1 is damaged"),
         ("DROP TABLE events", "cannot be read"),
@@ -421,6 +435,33 @@ def test_the_devices_of_a_folder_keep_their_types_and_another_policy_may_go_on(t
     executor.pools = {"slot": 2}
     with make(SharingOptions({"slot": 2}, "fifo"), executor) as other:
         assert (other.state.policy, len(other.state.rows())) == ("fifo", 2)
+
+
+def answered(server, capsys, *words):
+    """What a verb prints as JSON that asks this server."""
+
+    def ask():
+        with pytest.raises(SystemExit, match=r"^0$"):
+            main(["cluster", *words, "--json"])
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    while asking.is_alive():
+        server.turn(0.05)
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_queue_says_the_steps_of_a_job_within_a_round_and_who_cancels_it_is_not_told_that_it_runs(
+    tmp_path, quiet, capsys
+):
+    server, now_s = quiet
+    folder = ["--dir", str(tmp_path / "s")]
+    now_s[0] = 30.0
+    server.turn(0.0)
+
+    assert [job["steps_done"] for job in answered(server, capsys, "queue", *folder)["jobs"]] == [30, 0]
+    answer = answered(server, capsys, "cancel", "first", *folder)
+    assert (answer["id"], answer["state"], answer["placement"]) == ("job1", "cancelled", [])
 
 
 def test_a_scheduler_that_fails_costs_no_job_but_one_that_never_starts_it_ends_it_with_the_reason(tmp_path):
@@ -528,3 +569,93 @@ def test_a_job_that_can_run_on_fewer_slots_does_while_devices_are_away_and_one_t
         assert ServiceState.replay(log.read()).rows() == server.state.rows()
     assert (sizes[:2], 2 in sizes[2:]) == ([2, 1], True)
     assert [job["state"] for job in server.state.rows()] == ["finished", "finished"]
+
+
+@pytest.fixture
+def local(tmp_path):
+    """Makes servers of one folder whose jobs are processes of this host, on two slots; returns what makes one."""
+    pools = {"slot": 2}
+    options = SharingOptions(pools, "las", 3600.0)
+    servers = []
+
+    def make():
+        servers.append(ServiceServer(tmp_path / "s", options, LocalExecutor(tmp_path / "s", pools), look_s=0.05))
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        for job in server.state.live():
+            LocalExecutor(tmp_path / "s", pools).end(job.as_attempt())
+        server.close()
+
+
+def turned(server, until, limit_s=60.0):
+    began_s = time.monotonic()
+    while not until():
+        server.turn(0.05)
+        assert time.monotonic() - began_s < limit_s, server.state.rows()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("then", ["ends", "is cancelled", "is asked to leave"])
+def test_a_job_whose_shell_is_killed_goes_on_is_not_started_twice_and_its_end_is_seen(tmp_path, local, then):
+    (tmp_path / "job.py").write_text(SCRIPT)
+    server, steps = local(), 40 if then == "ends" else 10_000
+    server.submit(SubmitJob("", 1, [str(tmp_path / "job.py"), str(tmp_path / "j"), str(steps), "0.05"], str(tmp_path)))
+    job = server.state.job("job1")
+    folder, done = tmp_path / "s" / "jobs" / "job1" / "1", tmp_path / "j" / "done"
+    turned(server, done.exists)
+    os.kill(int((folder / "pid").read_text().split()[0]), signal.SIGKILL)
+    seen = len(done.read_text().split())
+    turned(server, lambda: len(done.read_text().split()) > seen + 10)  # more than a second look at it
+
+    assert (job.state, job.attempt) == ("running", 1)
+    if then == "is asked to leave":
+        executor = LocalExecutor(tmp_path / "s", {"slot": 2})
+        for _ in range(2):  # a server that was killed behind its question asks once more
+            executor.ask_to_leave(job.as_attempt())
+        turned(server, lambda: job.attempt == 2)
+        count = len(done.read_text().split())
+        turned(server, lambda: len(done.read_text().split()) > count)
+    if then != "ends":
+        server.cancel(job)
+    turned(server, lambda: job.state in ENDED)
+    numbers = done.read_text().split()
+    assert job.state == ("finished" if then == "ends" else "cancelled")
+    assert job.attempt == (2 if then == "is asked to leave" else 1)
+    assert numbers == [f"{number + 1}" for number in range(len(numbers))]
+    assert not (tmp_path / "j" / "twice").exists()
+
+
+@pytest.mark.slow
+def test_steps_of_a_job_that_ends_while_no_server_runs_are_counted(tmp_path, local):
+    (tmp_path / "train.py").write_text(
+        "import torch\nmodel = torch.nn.Linear(2, 2)\noptimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for _ in range(23):\n"
+        "    optimizer.zero_grad(), model(torch.ones(1, 2)).sum().backward(), optimizer.step()\n"
+    )
+    server = local()
+    server.submit(SubmitJob("", 1, [str(tmp_path / "train.py")], str(tmp_path)))
+    server.turn(0.0)
+    server.close()
+    noted = tmp_path / "s" / "jobs" / "job1" / "1" / "exit"
+    began_s = time.monotonic()
+    while not noted.exists():
+        time.sleep(0.1)
+        assert time.monotonic() - began_s < 90
+    server = local()
+    turned(server, lambda: server.state.job("job1").state in ENDED)
+    (row,) = server.state.rows()
+
+    assert (row["state"], row["steps_done"], row["restarts"]) == ("finished", 23, 0)
+
+
+@pytest.mark.parametrize("fills", [False, True])
+def test_time_before_a_job_came_is_owed_to_nobody(fills):
+    arrival_s = np.array([0.0, 50_000.0, 50_064.0])  # the second one comes to a cluster that has been idle for long
+    jobs = Jobs(["a", "b", "c"], np.ones(3, int), np.array([64.0, 6400.0, 6400.0]), arrival_s)
+
+    outcome = simulate(jobs, {"slot": 1}, "las", rates=np.ones((3, 1)), round_s=64.0, reset_s=341.0, fills=fills)
+
+    assert outcome.start_s[2] <= 50_064 + 2 * 64
+    assert abs(outcome.finish_s[2] - outcome.finish_s[1]) <= 4 * 64  # from then on they took turns

@@ -8,11 +8,13 @@ before it brings the next batch, what ends a slot:
                     on to the steps of all copies -> the first batch of the next share
 
 There every update is complete. Averaged are models, with their running statistics, and the moments of optimizers;
-learning rates are not, they follow from the scheduler's steps. `torch.save` to a path writes in one copy only.
+learning rates are not, they follow from the scheduler's steps. `torch.save` to a path writes there in one copy only;
+each other one keeps a file of its own, and `torch.load` of that path reads it: nobody waits for another's file.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import time
@@ -59,6 +61,8 @@ def fork(parameters: NoParameters, context: Context) -> Applied | RefusedRemedy:
     context.patch("torch.optim.lr_scheduler:LRScheduler.__init__", copy.made)
     context.patch(ITERATE, copy.iterating)
     context.patch("torch:save", copy.saving)
+    context.patch("torch:load", copy.loading)
+    atexit.register(copy.forget)
     context.undos.append(register_optimizer_step_post_hook(copy.count).remove)
     return Applied(NAME, copy.facts)
 
@@ -74,6 +78,8 @@ class _Copy:
         self._made: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         """Optimizer or scheduler -> how many were made before."""
         self._orders: weakref.WeakKeyDictionary[object, _DealtOrder] = weakref.WeakKeyDictionary()
+        self._saved: dict[str, Path] = {}
+        """What the script saved to -> where this copy's own file of it is."""
         self._slot: SlotBegins | None = None
         self._has_begun = False
         self._updates, self._began_s, self._loading_s = 0, 0.0, 0.0
@@ -104,15 +110,45 @@ class _Copy:
         return __iter__
 
     def saving(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Wrap `torch.save`: all copies would write the same file, with the same state."""
+        """Wrap `torch.save`: all copies would write the same file, and none knows when another has."""
 
         @functools.wraps(original)
         def save(obj: object, f: object, *args: object, **kwargs: object) -> None:
-            """Save, if this is the copy that does."""
-            if self.is_first or not isinstance(f, (str, os.PathLike)):
+            """Save: to the path that the script names, if this is the copy that does."""
+            if not isinstance(f, (str, os.PathLike)):
                 original(obj, f, *args, **kwargs)
+                return
+            path = os.path.abspath(os.fsdecode(f))
+            if self.is_first:
+                original(obj, f, *args, **kwargs)
+                if path in self._saved:
+                    self._saved.pop(path).unlink(missing_ok=True)
+            elif not Path(path).parent.is_dir():
+                original(obj, f, *args, **kwargs)  # it fails as it does by itself
+            else:
+                private_folder(self._folder)
+                file = self._folder / f"saved-{self.number}-{zlib.crc32(os.fsencode(path)):08x}"
+                original(obj, file, *args, **kwargs)
+                self._saved[path] = file
 
         return save
+
+    def loading(self, original: Callable[..., object]) -> Callable[..., object]:
+        """Wrap `torch.load`: what this copy has saved is read from its own file."""
+
+        @functools.wraps(original)
+        def load(f: object, *args: object, **kwargs: object) -> object:
+            """Load what the script saved to a path, or what is there."""
+            if isinstance(f, (str, os.PathLike)):
+                f = self._saved.get(os.path.abspath(os.fsdecode(f)), f)
+            return original(f, *args, **kwargs)
+
+        return load
+
+    def forget(self) -> None:
+        """Delete this copy's own files."""
+        for file in self._saved.values():
+            file.unlink(missing_ok=True)
 
     def count(self, optimizer: object, args: object, kwargs: object) -> None:
         """Count an update."""

@@ -326,9 +326,10 @@ class RoundEngine:
         decided = self.timing.rules != "gavel"
         if decided and not self.allocation.strict:  # an equal share until the next decision
             share = self.equal(new)
-        self.rows.append(
-            CandidateRows.singles(new, self.jobs.scale[new], share, self.able[new], self.timing.round_s / 2, decided)
-        )
+        half_s = self.timing.round_s / 2
+        fresh = CandidateRows.singles(new, self.jobs.scale[new], share, self.able[new], half_s, decided)
+        fresh.owed = -share * min(now_s - self.reset_at_s, now_s)  # of the time before it came it is owed nothing
+        self.rows.append(fresh)
 
     def following_cluster(self) -> Cluster:
         """Return the cluster behind the changes that are still to come."""

@@ -5,10 +5,11 @@ job has a folder of its own, `jobs/JOB/ATTEMPT` in the folder of the service, th
 
     pid      the shell that waits for the launcher, and the launcher     exit   its exit code, once it has one
     run/     the run folder: steps are counted there                     out    what the job printed
-    saves/   a file of each rank that saves when it is asked (`HEADWAY_SAVES`)
+    saves/   a file of each rank that saves when it is asked (`HEADWAY_SAVES`)   asked  it was asked to leave
 
-Nothing is started twice: the shell holds the lock `jobs/JOB/lock` as its standard input from before it is there until
-it ends. A server that is killed while it starts a job leaves either a locked file or no process.
+Nothing is started twice: shell, launcher and ranks inherit a lock of `lock` in that folder, and the attempt is alive
+until the last of them has ended, whichever of them somebody kills. A server that is killed while it starts a job leaves
+either a locked file or no process.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -30,6 +32,7 @@ from headway.core.files.private import private_folder
 from headway.core.files.regular_file import whole_file
 from headway.runtime.launching.save_and_leave import SAVES
 from headway.runtime.run_folder.live_feed import LiveFeed
+from headway.trace.events.parquet import StoredTrace
 
 GRACE_S = 30.0
 """How long a job that was asked to leave may take to save."""
@@ -147,7 +150,7 @@ class AttemptFolders:
 {head}cd {shlex.quote(str(folder))} || exit 1
 [ "$(cat ../newest)" = {attempt.number} ] || exit 0
 export {SAVES}={shlex.quote(str(folder / "saves"))} HEADWAY_SLOTS={shlex.quote(slots)}
-trap '[ -z "$asked" ] && [ -n "$child" ] && asked=1 && kill -TERM $child' TERM
+trap '[ -z "$asked" ] && [ -n "$child" ] && asked=1 && : >asked && kill -TERM $child' TERM
 trap : INT HUP
 (cd {shlex.quote(attempt.folder)} && exec {shlex.join(launcher or self.launcher(attempt))}) </dev/null &
 child=$!
@@ -183,7 +186,25 @@ exit $code
         saves = len(os.listdir(folder / "saves")) if (folder / "saves").is_dir() else 0
         if not alive:
             self._feeds.pop(folder).close()
+            steps = max(steps, float(recorded_steps(folder / "run")))
+            if code is None and feed.facts.exit is not None:  # its shell was killed: the launcher noted it, too
+                code = feed.facts.exit.code
         return JobCondition(alive, code, saves >= attempt.scale, steps, rate, pid)
+
+
+def recorded_steps(run: Path) -> int:
+    """Return the steps that the record of a finished run has, of the rank that made most; attempts summed."""
+    steps: dict[str, int] = {}
+    for path in (run / "events").glob("a*-r*.parquet"):
+        with suppress(HeadwayError, OSError):
+            trace = StoredTrace(path).read(columns=["name"])
+            if "step" in trace.names:
+                attempt, count = (
+                    path.name.partition("-")[0],
+                    int((trace.events["name"] == trace.names.index("step")).sum()),
+                )
+                steps[attempt] = max(steps.get(attempt, 0), count)
+    return sum(steps.values())
 
 
 class LocalExecutor:
@@ -199,7 +220,10 @@ class LocalExecutor:
         return self._pools
 
     def start(self, attempt: JobAttempt) -> str:
-        """Start a shell that holds the job's lock, in a session of its own."""
+        """Start a shell that holds the attempt's lock, and hands it down, in a session of its own."""
+        before = replace(attempt, number=attempt.number - 1)
+        if _is_locked(self._folders.of(before)) and self._folders.exit_code(before) != 0:
+            raise HeadwayError(f"attempt {before.number} of job {attempt.job} is alive; the next one is not started.")
         folder = self._folders.make(attempt)
         lock = _lock_of(folder)
         try:
@@ -209,52 +233,68 @@ class LocalExecutor:
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(slot.rpartition(":")[2] for slot in attempt.slots)
             with (folder / "out").open("ab") as out:
                 child = subprocess.Popen(
-                    ["/bin/sh", str(folder / "job.sh")], stdin=lock, stdout=out, stderr=out, env=environment,
-                    start_new_session=True,
+                    ["/bin/sh", str(folder / "job.sh")], stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                    env=environment, start_new_session=True, pass_fds=[lock],
                 )  # fmt: skip
         except BlockingIOError:
-            raise HeadwayError(f"an attempt of job {attempt.job} is alive; {attempt.number} is not started.") from None
+            raise HeadwayError(f"attempt {attempt.number} of job {attempt.job} is alive already.") from None
         finally:
             os.close(lock)
         self._children[attempt.job] = child
         return str(child.pid)
 
     def alive(self, attempts: Sequence[JobAttempt]) -> Mapping[str, JobCondition]:
-        """Ask the locks: who holds one is alive."""
+        """Ask the locks: who holds one is alive. What a script leaves running that ended well is left alone."""
         result = {}
         for attempt in attempts:
-            alive, code = _is_locked(self._folders.of(attempt)), None
-            shell, _ = self._folders.processes(attempt)
-            if not alive:
-                if attempt.job in self._children:
-                    self._children.pop(attempt.job).wait()
-                code = self._folders.exit_code(attempt)
-            result[attempt.job] = self._folders.condition(attempt, alive=alive, code=code, pid=shell)
+            folder = self._folders.of(attempt)
+            code = self._folders.exit_code(attempt)
+            alive = code != 0 and _is_locked(folder)
+            if alive and code is not None and time.time() - (folder / "exit").stat().st_mtime > GRACE_S:
+                self.end(attempt)  # its launcher was killed: ranks were asked to end by that, and have had their time
+            elif not alive and attempt.job in self._children:
+                self._children.pop(attempt.job).wait()
+            pid = next((pid for pid in self._folders.processes(attempt) if _runs(pid)), 0)
+            result[attempt.job] = self._folders.condition(attempt, alive=alive, code=code, pid=pid)
         return result
 
     def ask_to_leave(self, attempt: JobAttempt) -> None:
         """Send the shell SIGTERM, which hands on the first one: a second would have the launcher kill at once."""
-        shell, _ = self._folders.processes(attempt)
-        if shell and _is_locked(self._folders.of(attempt)):
-            with suppress(ProcessLookupError):
+        shell, launcher = self._folders.processes(attempt)
+        if not _is_locked(self._folders.of(attempt)):
+            return
+        with suppress(ProcessLookupError, FileExistsError):
+            if _runs(shell):
                 os.kill(shell, signal.SIGTERM)
+            elif _runs(launcher):  # somebody has killed the shell
+                (self._folders.of(attempt) / "asked").touch(exist_ok=False)
+                os.kill(launcher, signal.SIGTERM)
 
     def end(self, attempt: JobAttempt) -> None:
-        """Have the launcher end, and kill its ranks."""
+        """Have the launcher end, and kill its ranks: whoever else holds the lock."""
         self.ask_to_leave(attempt)
-        _, launcher = self._folders.processes(attempt)
-        with suppress(OSError, ValueError):
-            for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
-                os.kill(int(child), signal.SIGKILL)
+        lock = (self._folders.of(attempt) / "lock").resolve()
+        for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+            with suppress(OSError):
+                pid = int(descriptor.parts[2])
+                if descriptor.readlink() == lock and pid not in self._folders.processes(attempt):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def _runs(pid: int) -> bool:
+    """Say whether a process is there, and has not ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
 
 
 def _lock_of(folder: Path) -> int:
-    """Return a descriptor of the lock of the job that an attempt's folder is of."""
-    return os.open(folder.parent / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    """Return a descriptor of the lock of an attempt."""
+    return os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
 
 
 def _is_locked(folder: Path) -> bool:
-    """Say whether an attempt of the job is alive."""
+    """Say whether a process of an attempt is alive."""
     if not folder.is_dir():  # the server ended before it made it
         return False
     lock = _lock_of(folder)

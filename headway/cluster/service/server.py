@@ -153,6 +153,15 @@ def socket_of(folder: Path) -> Path:
     return runtime_directory() / f"cluster-{zlib.crc32(os.fsencode(folder.resolve())):08x}.sock"
 
 
+def folder_of(path: Path) -> Path:
+    """Return the folder of a service; raises `InputError` where something else is there."""
+    if path.exists() and not path.is_dir():
+        raise InputError(
+            f"--dir {path} is a file, a service has a folder. Name a folder, such as {path.parent / 'jobs'}."
+        )
+    return path
+
+
 def log_of(folder: Path) -> Path:
     """Return the log of a folder's service."""
     return folder / "log.sqlite"
@@ -168,9 +177,9 @@ def token_of(folder: Path, *, make: bool = False) -> str:
 
 
 def called(folder: Path) -> Channel:
-    """Return a channel to the server of a folder, here or on another host; raises `ChannelClosed` where none runs."""
+    """Return a channel to the server of a folder, here or on another host; raises `ChannelClosed`, where none runs."""
     try:
-        return connect(socket_of(folder), 0.5, types=Answer)
+        return connect(socket_of(folder_of(folder)), 0.5, types=Answer)
     except ChannelClosed:
         with suppress(OSError, ValueError):
             host, port = (folder / "address").read_text().rsplit(":", 1)
@@ -231,7 +240,10 @@ class ServiceServer:
             self._note(self._served(dict(executor.slots())))
             self.loop.listen(self._listener, self._answer)
             if options.port is not None:
-                tcp = TcpListener("", options.port, token_of(folder, make=True), types=Question)
+                try:
+                    tcp = TcpListener("", options.port, token_of(folder, make=True), types=Question)
+                except (OSError, OverflowError) as error:
+                    raise InputError(f"--port {options.port} cannot be had ({error}). Pass 0 for a free one.") from None
                 self.loop.listen(opened.enter_context(closing(tcp)), self._answer)
                 opened.callback((folder / "address").unlink, missing_ok=True)
                 with whole_file(folder / "address") as draft:
@@ -321,13 +333,22 @@ class ServiceServer:
         if isinstance(message, CancelJob):
             job = state.job(message.job)
             self.cancel(job)
+            self._reconcile(self.now_s())
             return JobAnswer(self._row(job))
         if isinstance(message, ExplainJob):
             return ExplainAnswer(state.explain(state.job(message.job), price=True))
-        return QueueAnswer(state.round, state.rows())
+        return QueueAnswer(state.round, self._rows())
+
+    def _rows(self) -> list[QueueRow]:
+        """Return a row per job, with the steps that those that run have done by now."""
+        rows = self.state.rows()
+        for row, job in zip(rows, self.state.jobs.values(), strict=True):
+            if job.is_alive and job.id in self._conditions:
+                row["steps_done"] = int(max(job.steps + self._conditions[job.id].steps, row["steps_done"]))
+        return rows
 
     def _row(self, job: ServiceJob) -> QueueRow:
-        return self.state.rows()[job.index]
+        return self._rows()[job.index]
 
     def _note(self, *events: Event) -> None:
         """Change the state by events, and write them; what follows from them is done afterwards."""

@@ -189,8 +189,10 @@ class ServiceState:
             self.now_s = max(self.now_s, event.at_s)
 
     def job(self, name: str) -> ServiceJob:
-        """Return a job by id, or by a name that one job has; raises `UnknownNameError`."""
+        """Return a job by id, or by a name that one job has; raises `InputError`."""
         named = [job.id for job in self.jobs.values() if job.name == name]
+        if len(named) > 1 and name not in self.jobs:
+            raise InputError(f"{len(named)} jobs are called {name!r}: {', '.join(named)}. Name one of them by its id.")
         return pick(self.jobs, named[0] if len(named) == 1 and name not in self.jobs else name, "job")
 
     def live(self) -> list[ServiceJob]:
@@ -294,10 +296,9 @@ class ServiceState:
         """Say in words why a job runs or waits; with `price`, the policy is asked what one more device would give."""
         engine, row, share = self.engine, self._row(job), self.share(job)
         if job.state in ENDED or row is None:
-            reason = job.reason or f"it is {job.state}"
             return JobExplanation(
                 id=job.id, name=job.name, state=job.state, share=share, owed_s=0.0, ahead=[], binding=None, price=0.0,
-                words=reason if job.state in ENDED else "it came after the last round began",
+                words="it came after the last round began" if job.state not in ENDED else job.reason or job.state,
             )  # fmt: skip
         elapsed_s = self.now_s - engine.reset_at_s if math.isfinite(engine.reset_at_s) else 0.0
         behind = lag(engine.rows, elapsed_s, engine.timing.round_s / 2).sum(axis=1)
@@ -314,7 +315,9 @@ class ServiceState:
         total, owed_s = sum(share.values()), float(behind[row])
         gives = f"the policy {self.policy} gives it {total:.0%} of its time"
         owes = f"{'it is owed' if owed_s >= 0 else 'it has had more than that by'} {abs(owed_s):.0f} s"
-        if job.state == "running" and job.id in self.runs and not (job.id in self.fixed and ahead):
+        if job.is_unwanted:
+            reason = f"was cancelled, and leaves {', '.join(job.slots)} as soon as it has ended"
+        elif job.state == "running" and job.id in self.runs and not (job.id in self.fixed and ahead):
             reason = f"runs on {', '.join(job.slots)}: {gives}, {owes}"
         elif job.state == "running":
             reason = f"keeps {', '.join(job.slots)}: it has never saved with a Checkpointer, so it cannot be moved"
@@ -462,13 +465,11 @@ class ServiceState:
 
 def speeds_of(names: Sequence[str]) -> Values:
     """[W] Peak speeds of device types, relative to each other; 1 for a type that nobody knows."""
-    result = []
-    for name in names:
-        try:
-            result.append(relative_speed(name, {}))
-        except InputError:
-            return np.ones(len(names))
-    return np.array(result) / max(result)
+    try:
+        result = np.array([relative_speed(name, {}) for name in names])
+    except InputError:
+        return np.ones(len(names))
+    return np.asarray(result / result.max())
 
 
 def outcome_of(state: ServiceState) -> tuple[Outcome, Values, list[ServiceJob]]:

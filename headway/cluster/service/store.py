@@ -25,8 +25,11 @@ import msgspec
 
 from headway.core.errors import FormatError, HeadwayError
 
-APPLICATION, SCHEMA = 0x68777131, 1
-"""What marks a SQLite file as a log of ours, and the version of its events."""
+APPLICATION, SCHEMA = 0x68777131, 2
+"""What marks a SQLite file as a log of ours, and the version of its events and of the rules that they follow.
+
+By version 1 a job that came was owed a share of the time since the last decision, before it came.
+"""
 
 
 class ServiceEvent(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -146,7 +149,10 @@ class EventLog:
         """Open or, to `write`, make it; raises `FormatError` on a file of another kind or version."""
         self.path = path
         if not write and not path.is_file():
-            raise FormatError(f"{path.parent} holds no log of a service. Start one: headway cluster serve --dir ...")
+            raise FormatError(
+                f"{path.parent} holds no log of a service. Name the folder of one with --dir, or start one there: "
+                f"headway cluster serve --slots 2 --dir {path.parent}"
+            )
         try:
             if write:
                 os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))

@@ -29,6 +29,7 @@ from headway.cluster.service.server import (
     SharingOptions,
     SubmitJob,
     called,
+    folder_of,
     log_of,
     socket_of,
 )
@@ -82,7 +83,11 @@ def serve(
     if not 0 < round_s < 1e9:
         raise InputError(f"--round-s is {round_s:g}; pass seconds above 0, such as 360.")
     pools = _pools(slots)
-    private_folder(dir)
+    try:
+        private_folder(folder_of(dir))
+    except OSError as error:
+        reason = f"{error.filename}: {error.strerror}"
+        raise InputError(f"--dir {dir} cannot be made ({reason}). Name a folder that you can write.") from None
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
     options = SharingOptions(pools, policy, round_s, executor, port)
     with ServiceServer(dir, options, make(dir.resolve(), pools)) as server:
@@ -230,6 +235,7 @@ def _asked(folder: Path, question: Question, expected: type[Reply]) -> Reply:
 def _emit_job(schema: str, row: QueueRow, *, as_json: bool) -> None:
     """Print one job."""
     text = f"{row['id']} ({row['name']}): {row['state']}"
+    text += f", {row['reason']}" if row["reason"] not in ("", row["state"]) else ""
     emit({"schema": schema, **row}, lambda screen: draw([Text(f"  {text}")], **screen), as_json=as_json)
 
 

@@ -9,7 +9,7 @@
 cd FOLDER/s/jobs/job1/1 || exit 1
 [ "$(cat ../newest)" = 1 ] || exit 0
 export HEADWAY_SAVES=FOLDER/s/jobs/job1/1/saves HEADWAY_SLOTS=a100:0
-trap '[ -z "$asked" ] && [ -n "$child" ] && asked=1 && kill -TERM $child' TERM
+trap '[ -z "$asked" ] && [ -n "$child" ] && asked=1 && : >asked && kill -TERM $child' TERM
 trap : INT HUP
 (cd / && exec PY -m headway run --quiet --grace-s 30 --out FOLDER/s/jobs/job1/1/run -- train.py) </dev/null &
 child=$!
