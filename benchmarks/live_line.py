@@ -125,7 +125,7 @@ def on_terminal(command: list[object], folder: Path, env: dict[str, str]) -> tup
 
 def counted(name: str, folder: Path) -> dict[str, object] | None:
     """Return what the line, `why` and the script said; None where a library is missing."""
-    script, run = folder / "job.py", folder / name.replace(" ", "-")
+    script, run = folder / "job.py", folder / "runs" / name.replace(" ", "-")
     script.write_text(HEAD + SCRIPTS[name] + "print('updates', n, flush=True)\n")
     command = [sys.executable, "-m", "headway.cli", "run", "--windows", "0", "--out", run, "--", script]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -137,7 +137,9 @@ def counted(name: str, folder: Path) -> dict[str, object] | None:
     if code or not updates or not lines:
         raise RuntimeError(f"{name} ended with {code}: {told[-1500:]}")
     line, steps = int(lines[-1].replace(",", "")), int(headway("why", run)["steps"])
-    return {"script": name, "line": line, "why": steps, "updates": int(updates[-1]), "met": abs(line - steps) <= 1}
+    row = {"script": name, "line": line, "why": steps, "updates": int(updates[-1]), "met": abs(line - steps) <= 1}
+    print(json.dumps(row), file=sys.stderr, flush=True)
+    return row
 
 
 def main() -> int:

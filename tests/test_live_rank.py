@@ -84,6 +84,21 @@ def test_the_update_that_a_restore_makes_before_the_first_gradient_is_no_step(cu
     assert rank.window(5).ends_ns.tolist() == [10 * MS * step for step in range(2, 7)]
 
 
+@pytest.mark.parametrize("cut", [10, 30, 34])
+def test_forwards_before_the_first_update_were_an_evaluation(cut):
+    forwards = np.concatenate([row("forward", step * MS, MS // 2) for step in range(30)])
+    trained = updates([0] * 6, first_ns=40 * MS)
+    trained["d"] = MS
+    rank = LiveRank(0, 1, 0)
+    parts = np.split(np.concatenate([forwards, trained]), [cut])
+    rank.take(parts[0])
+    before = rank.steps_made
+    rank.take(parts[1])
+
+    assert before == {10: 0, 30: 10, 34: 4}[cut]
+    assert rank.steps_made == 6
+
+
 def test_when_the_first_optimizer_is_done_for_good_another_ends_the_steps():
     rank = LiveRank(0, 1, 0)
     rank.take(updates([0] * 5))

@@ -321,7 +321,7 @@ class LiveLedger:
                 now_ns=now_ns,
                 start_ns=self._start_ns,
                 attempt=self._attempt,
-                steps=min((rank.steps for rank in moving), default=0),
+                steps=min((rank.steps_made for rank in moving), default=0),
                 total_steps=max(self._total_steps.values(), default=0),
                 steps_per_s=slowest.steps_per_s(now_ns) if slowest else 0.0,
                 steps_per_s_then=slowest.steps_per_s(slowest.last_step_ns) if slowest else 0.0,
@@ -466,6 +466,6 @@ class LiveLedger:
     @staticmethod
     def _state(rank: LiveRank) -> RankState:
         return RankState(
-            rank.rank, rank.pid, rank.steps, rank.newest_ns, rank.first_ns >= 0, rank.last_ns, rank.last_step_ns,
+            rank.rank, rank.pid, rank.steps_made, rank.newest_ns, rank.first_ns >= 0, rank.last_ns, rank.last_step_ns,
             rank.ended,
         )  # fmt: skip

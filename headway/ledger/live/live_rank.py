@@ -15,7 +15,8 @@ Where the steps of a running rank end: by the rule of `trace.recording.basis`, a
 Updates of the optimizer met first end steps, once gradients were seen only those that a gradient led to. A first
 update without any gradient is held back until the next one: a restore makes one to fill in the state. While no
 optimizer has stepped, a backward with fresh gradients ends the step before it; where none is computed either, every
-forward is an iteration, after the first twenty. Differences from the finished run: of several updates before the
+forward is an iteration, after the first twenty; once there are gradients they were an evaluation, and do not count
+any more. Differences from the finished run: of several updates before the
 first gradient all stay counted, and several optimizers in loops of different depth are not told apart. Times in ns.
 
 >>> from headway.trace.rings.records import RECORD_DTYPE
@@ -80,6 +81,8 @@ class LiveEnds:
     """End of the only update so far, where no gradient led to it; -1 where there is none, or it was decided on."""
     _backward_end_ns: int = -1
     """End of the newest backward; -1 before the first."""
+    evaluated: int = 0
+    """Forwards that counted before the first gradient or update came: they were an evaluation, no steps."""
     _forwards: int = 0
     _updated: bool = False
     """Whether an update was looked at."""
@@ -96,6 +99,8 @@ class LiveEnds:
             if not len(ends) and not seen[-1:].any():
                 ends = self._by_forward(records)
         self._gradients = int(seen[-1]) if len(seen) else self._gradients
+        if self._forwards > FORWARDS and (self._lead >= 0 or self._gradients):
+            self.evaluated, self._forwards = self.evaluated + self._forwards - FORWARDS, FORWARDS
         return ends
 
     def _by_update(self, records: NDArray[np.void], seen: Ints) -> Ints:
@@ -317,6 +322,11 @@ class LiveRank:
         self._open += int((records["start_ns"] >= self.last_step_ns).sum())
         if self._open > OPEN_RECORDS:
             self._give_up()
+
+    @property
+    def steps_made(self) -> int:
+        """Its steps, but for forwards that counted as such and proved to be an evaluation."""
+        return self.steps - self._step_ends.evaluated
 
     def _give_up(self) -> None:
         """Let go of the older half of what was recorded since the newest complete step."""
