@@ -8,8 +8,8 @@ rooms' `remedies.py`, which need no torch.
 ['checkpoint.async', 'cluster.batch', 'cluster.fork', 'cluster.noise', 'comm.bucket', 'comm.compress', \
 'comm.gradient_view', 'comm.loose', 'comm.order', 'comm.overlap', 'comm.static_graph', 'compute.autocast', \
 'compute.channels_last', 'compute.compile', 'compute.cudnn_benchmark', 'compute.fused_optimizer', 'compute.tf32', \
-'data.cache', 'data.server', 'data.threads', 'data.workers', 'fault.guard', 'host.gc', 'host.logging', \
-'model.precision', 'model.tune', 'parallel.schedule', 'power.filler']
+'data.cache', 'data.server', 'data.threads', 'data.workers', 'fault.guard', 'fault.interval', 'fault.warm', \
+'host.gc', 'host.logging', 'model.precision', 'model.tune', 'parallel.schedule', 'power.filler']
 """
 
 from __future__ import annotations

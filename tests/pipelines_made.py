@@ -42,12 +42,14 @@ def step_ends(orders: Orders, each: StageCosts, passes: int) -> np.ndarray:
     return ends
 
 
-def played(orders: Orders, each: StageCosts, passes: int) -> tuple[Trace, dict[str, Any]]:
-    """Return trace and facts of a run of `passes` steps, one stage per rank, messages of `each.comm_ns`."""
+def played(orders: Orders, each: StageCosts, passes: int, *, late_ns: int = 0) -> tuple[Trace, dict[str, Any]]:
+    """Return trace and facts of a run of `passes` steps, one stage per rank, messages of `each.comm_ns`.
+
+    Step 0 is recorded from `late_ns` behind its first computation: a step opens with the first call of a module.
+    """
     program, count = repeated(orders, passes)
     times, ends = simulate(program, each), step_ends(orders, each, passes)
-    at = program.positions()
-    traces = [_rank(program, times, at, rank, count, ends[rank]) for rank in range(program.num_ranks)]
+    traces = [_rank(program, times, rank, count, ends[rank], late_ns) for rank in range(program.num_ranks)]
     facts = {
         "world_size": program.num_ranks, "nproc": program.num_ranks, "cores": 64, "device_type": "cpu",
         "compute_cpu_fraction": 0.0,
@@ -56,7 +58,7 @@ def played(orders: Orders, each: StageCosts, passes: int) -> tuple[Trace, dict[s
 
 
 def _rank(
-    program: PipelineProgram, times: ProgramTimes, at: np.ndarray, rank: int, count: int, ends: np.ndarray
+    program: PipelineProgram, times: ProgramTimes, rank: int, count: int, ends: np.ndarray, late_ns: int
 ) -> Trace:
     """Write one rank down. A receive is posted when the computation before it has ended, and waited for at once."""
     rows, mine = Rows(rank), np.flatnonzero((program.rank == rank) & (program.op <= W))
@@ -80,7 +82,7 @@ def _rank(
             rows.add("comm.post", end, 0, group=0, seq=microbatch, corr=0, peer=target)
             rows.add("comm.send", end, 0, group=0, seq=microbatch, peer=target)
         now = end - START_NS
-    begins = [first_ns, *ends[:-1].tolist()]
+    begins = [first_ns + late_ns, *ends[:-1].tolist()]
     for step, (begin, end) in enumerate(zip(begins, ends.tolist(), strict=True)):
         rows.add("step", begin + START_NS, end - begin, step=step)
     return rows.trace()

@@ -119,6 +119,23 @@ def test_the_piped_form_and_a_csv_hold_the_same_queue(tmp_path):
     assert first.start_s.tolist() == second.start_s.tolist()
 
 
+def test_a_policy_that_cannot_take_a_job_is_one_line_beside_the_others_and_an_error_alone(tmp_path, capsys):
+    table = tmp_path / "queue.csv"
+    table.write_text("id,arrival_s,run_s,num_devices,device_type\na,0,100,2,\nb,0,100,1,\n")
+    command = ["cluster", "compare", "--jobs", str(table), "--devices", "v100=2", "--policies"]
+    for more in (["--json"], []):
+        with pytest.raises(SystemExit) as leaving:
+            main([*command, "allox,fifo", *more])
+        assert not leaving.value.code
+    answer, _, screen = capsys.readouterr().out.partition("\n")
+
+    assert [row["policy"] for row in json.loads(answer)["policies"]] == ["fifo"]
+    assert "allox is left out: allox takes jobs of one device" in screen
+    with pytest.raises(SystemExit) as leaving:
+        main([*command, "allox"])
+    assert leaving.value.code == InputError.exit_code
+
+
 def test_speeds_of_types_come_from_the_makers_or_from_the_caller(tmp_path):
     table = tmp_path / "queue.csv"
     table.write_text("id,arrival_s,run_s,num_devices,device_type\na,0,100,1,v100\nb,0,100,1,\n")

@@ -6,14 +6,18 @@ import json
 import re
 
 import pytest
+import torch
 
+from headway.checkpoint.engine import Checkpointer
 from headway.core.errors import FormatError, InputError
+from headway.fault.restart.apply import follow_failures
 from headway.ledger.answers.ledger import Ledger
 from headway.runtime.launching.options import LaunchOptions, check
 from headway.trace.recording.incident import FILE, Blamed, Incident, read_incidents, write_incidents
 from headway.trace.recording.runs import Run
 from headway.verbs.jobs.fault import incidents
 from tests.launching import headway, run, script
+from tests.remedy_context import applied
 
 pytestmark = pytest.mark.usefixtures("whole_start")
 
@@ -157,3 +161,62 @@ def test_a_source_of_newer_code_that_cannot_be_is_one_error(tmp_path):
     ):
         with pytest.raises(InputError, match=error):
             check(LaunchOptions(update_from=source, max_restarts=restarts), [job])
+
+
+STOCK = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+rank, path, step = dist.get_rank(), sys.argv[1], 0
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+if os.path.exists(path):
+    step = torch.load(path)["step"]
+while step < 40:
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).square().mean().backward()
+    time.sleep(0.05)
+    optimizer.step()
+    step += 1
+    if step % 15 == 0:
+        if rank == 0:
+            torch.save({"step": step}, path)
+        dist.barrier()
+    if step == 25 and rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_cold_restarts_are_the_cause_that_a_plan_makes_warm_and_the_ettr_comes_out_as_predicted(tmp_path):
+    job, first, again = script(tmp_path, STOCK), tmp_path / "first", tmp_path / "again"
+    ranks = ("--nproc-per-node", 2, "--max-restarts", 2)
+    cold = headway("run", *ranks, "--warm", "off", "--json", "--out", first, "--", job, tmp_path / "a")
+    why = json.loads(headway("why", first, "--json").stdout)
+    text = headway("plan", first).stdout
+    command = re.search(r"headway run (--apply \S+) -- ", text.replace("\n", " "))
+    plan = command[1].split()
+    warm = headway("run", *ranks, *plan, "--json", "--out", again, "--", job, tmp_path / "b")
+    before, after = (json.loads(done.stdout) for done in (cold, warm))
+    names = [row["cause"] for row in why["causes"]]
+    refused = headway("run", *ranks, "--warm", "off", *plan, "--", job, tmp_path / "c")
+
+    assert "restart" in names
+    assert "rework" in names
+    assert (why["verdict"]["cause"], why["verdict"]["remedy"]) == ("restart", "fault.warm")
+    assert [row["reason_not_applied"] for row in after["applied"] if row["name"] == "fault.warm"] == [None]
+    assert [row["warm"] for row in before["incidents"] + after["incidents"]] == [False, True]
+    assert before["ettr"] < after["ettr"]
+    assert after["ettr"] == pytest.approx(after["ettr_predicted"], rel=0.5)
+    assert after["ettr_predicted"] < 2 * before["ettr"]
+    assert "--warm off" in refused.stderr
+
+
+def test_a_plan_lets_the_policy_of_a_checkpointer_follow_the_failure_rate_until_it_is_undone(tmp_path):
+    with applied(follow_failures, {"mtbf_s": 50.0}):
+        followed = Checkpointer(tmp_path, model=torch.nn.Linear(1, 1))
+
+    assert (followed._policy.mode, followed._policy.mtbf_s) == ("goodput", 50.0)
+    assert Checkpointer(tmp_path, model=torch.nn.Linear(1, 1))._policy.mode == "budget"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -17,11 +18,11 @@ from headway.core.errors import FormatError, InputError
 from headway.core.mesh import Mesh
 from headway.fault import Scenario, backup_peers, dual_phase, simulate, standby_size, suspects
 from headway.fault.advise import propose
+from headway.fault.attempts import AttemptTimes
 from headway.fault.fleet import PARTS, FleetTimes
 from headway.fault.plan import prepare
 from headway.ledger.answers.metrics import ettr
 from headway.ledger.jobs.hang import HangVerdict, WaitOrigin
-from headway.plan.proposal import Proposal, Refusal
 from headway.trace.recording.run_facts import RunFacts
 from headway.verbs.jobs.fault import plan, sim
 
@@ -177,7 +178,7 @@ def test_verbs_print_one_object_and_name_what_is_wrong(tmp_path, capsys):
 
 def advice(**meta):
     """Return what this room proposes to a run with these facts, by name."""
-    program = SimpleNamespace(facts=RunFacts.of(meta), measured_s=0.1)
+    program = SimpleNamespace(facts=RunFacts.of(meta), measured_s=0.1, run=None)
     ledger = SimpleNamespace(wall_ns=100 * 10**9, ledger_ns={"checkpoint": 10**9}, devices=2)
     return {row.name: row for row in propose(ledger, program, None)}
 
@@ -201,15 +202,20 @@ def test_a_guard_is_proposed_where_a_loss_broke_and_only_with_a_grant(meta, foun
     assert guard is None or (found in guard.reason and guard.allow == "lossy" and guard.protects and guard.applies)
 
 
-def test_a_run_with_cold_restarts_is_advised_to_start_warm_and_one_without_failures_to_do_nothing():
-    def made(incidents):
-        return advice(incidents=incidents)
+TIMES = AttemptTimes(100.0, 40.0, lost_s=(10.0, 10.0), down_s=(15.0, 15.0), cold=2, import_s=5.0, script_s=4.0)
 
-    one = {"first_step_ns": 8 * 10**9, "detected_ns": 0, "lost_steps": 5, "warm": False, "cold_reason": "--warm off"}
-    cold, warm = made([one]), made([{**one, "warm": True}])
 
-    assert made([]) == {}
-    assert isinstance(cold["fault.warm"], Proposal)
-    assert cold["fault.warm"].parameters["ettr"] > cold["fault.warm"].parameters["ettr_before"]
-    assert "headway run --warm auto" in cold["fault.warm"].reason
-    assert isinstance(warm["fault.warm"], Refusal)
+def test_the_predicted_ettr_is_the_measured_one_where_nothing_changes_and_never_above_that_of_no_loss():
+    assert TIMES.ettr == TIMES.ettr_with() == 0.4
+    assert replace(TIMES, cold=0).ettr_with(warm=True) == 0.4
+    assert TIMES.ettr_with(warm=True, script_share=0.0) == 40 / (100 - 2 * 5)
+    assert TIMES.ettr_with(warm=True, script_share=1.0) == 40 / (100 - 2 * (5 + 4))
+    assert replace(TIMES, save_s=0.0).ettr_with(interval_s=1e-9) == pytest.approx(40 / (100 - 20))
+    # Saves that come every second cost 60 x 1 s, and save two failures 9.5 s each.
+    assert replace(TIMES, save_s=1.0).ettr_with(interval_s=1.0) == pytest.approx(40 / (100 - 19 + 60))
+
+
+def test_the_interval_between_saves_is_what_the_run_had_and_the_best_one_falls_with_the_cost_of_a_save():
+    assert TIMES.interval_s is None
+    assert replace(TIMES, saves=6).interval_s == 10.0
+    assert replace(TIMES, save_s=0.01).best_interval_s < TIMES.best_interval_s < TIMES.mtbf_s

@@ -137,6 +137,35 @@ def test_the_adviser_proposes_the_order_that_wins_most_and_keeps_gradient_order(
     assert len(row.parameters["order"]) == 3
 
 
+@pytest.mark.parametrize(("ranks", "steps"), [(2, 7), (2, 12), (3, 12), (4, 12), (3, 40)])
+def test_an_order_is_proposed_for_long_runs_whose_first_step_opens_inside_the_first_forward(ranks, steps):
+    each = costs([MS] * ranks, [0] + [MS] * (ranks - 1), [2 * MS] + [MS] * (ranks - 1))
+    program = Program.from_trace(*played(gpipe(PipelineShape(ranks, 4)), each, steps, late_ns=60_000))
+    (row,) = propose(None, program, Setup.from_facts(program.facts, memory_bytes=0))
+
+    assert isinstance(row, Proposal), row.reason
+    assert row.edits == ("schedule=zero_bubble",)
+
+
+def test_a_refused_pipeline_is_told_which_pass_differs_and_in_what():
+    program = program_of(gpipe(PipelineShape(2, 4)), costs([MS] * 2, [0, MS], [2 * MS, MS]))
+    works = list(program.recording.stages)
+
+    def refusal(**columns):
+        stages = (works[0], replace(works[1], **columns))
+        other = replace(program, recording=replace(program.recording, stages=stages), orders={}, replays={})
+        return next(iter(propose(None, other, Setup.from_facts(program.facts, memory_bytes=0)))).reason
+
+    third = np.flatnonzero(works[1].turn == 3)
+    microbatch = works[1].microbatch.copy()
+    microbatch[third[1:3]] = microbatch[third[2:0:-1]]
+    short = {name: np.delete(getattr(works[1], name), third[-1]) for name in ("op", "stage", "microbatch", "turn")}
+
+    assert "stage 1, computation 1 of pass 3 is 1F2, that of the last one 1F1" in refusal(microbatch=microbatch)
+    assert "stage 1, pass 3 has 7 computations, the last one 8" in refusal(**short)
+    assert "stage 1, pass 0 begins with 1F0" in refusal(turn=works[1].turn - 1)
+
+
 def test_the_adviser_says_nothing_of_other_runs_and_why_it_refuses_a_pipeline():
     program = program_of(gpipe(PipelineShape(3, 4)), costs([MS] * 3, [0, MS, MS], [2 * MS, MS, MS]))
     stages = program.recording.stages

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.sim.pipeline.lower import lower
+from headway.sim.pipeline.lower import lower, peak_activations
 from headway.sim.pipeline.orders import PipelineShape, one_f_one_b
 from headway.sim.pipeline.schedules import SCHEDULES
-from headway.sim.pipeline.simulate import evaluate, score
+from headway.sim.pipeline.simulate import StageCosts, evaluate, score, simulate
 from headway.sim.pipeline.split_backward import zero_bubble
+from headway.sim.pipeline.zero_bubble_rules import rule_orders
 from tests import torch_orders
 
 DURATIONS = [(1, 1, 1), (3, 4, 2), (18, 18, 9)]
@@ -75,3 +77,34 @@ def test_more_stages_per_rank_than_two_are_refused():
         zero_bubble(PipelineShape(2, 4, 3))
     with pytest.raises(InputError, match="v has 2 stages per rank, not 1"):
         SCHEDULES["v"](PipelineShape(2, 4))
+
+
+@st.composite
+def unequal(draw: st.DrawFn) -> tuple[PipelineShape, StageCosts]:
+    p = draw(st.integers(2, 6))
+    m, cap = draw(st.integers(p, 3 * p)), draw(st.integers(p, 2 * p))
+    stages = draw(st.sampled_from((1, p)))
+    times = [np.resize(draw(st.lists(st.integers(5, 15), min_size=stages, max_size=stages)), p) for _ in range(3)]
+    comm_ns = draw(st.integers(0, 2))
+    means = [int(each.mean()) for each in times]
+    return PipelineShape(p, m, 1, *means, comm_ns, cap), StageCosts(*times, comm_ns)
+
+
+@settings(max_examples=5)
+@given(unequal())
+def test_the_papers_rules_give_whole_orders_under_the_cap_and_the_search_never_has_a_longer_span(case):
+    shape, costs = case
+    m, cap = shape.num_microbatches, int(shape.cap)
+    times = [each.tolist() for each in (costs.forward_ns, costs.input_ns, costs.weight_ns)]
+    rules = list(rule_orders(*times, num_microbatches=m, cap=cap, comm_ns=shape.comm_ns))
+    whole = sorted(f"{stage}{op}{j}" for stage in range(shape.num_ranks) for op in "FIW" for j in range(m))
+    spans = []
+    for orders in (zero_bubble(shape, costs), *rules):
+        program = lower(orders)
+        simulated = simulate(program, costs)
+        spans.append(int((simulated.last_ns - simulated.first_ns).max()))
+
+        assert sorted(map(str, sum(orders, ()))) == whole
+        assert peak_activations(program).max() <= cap
+    assert len(rules) == 8
+    assert spans[0] <= min(spans)

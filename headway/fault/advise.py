@@ -1,68 +1,42 @@
 """What would have made the failures of a run cheaper: how often it saves, how later attempts start, a guard of losses.
 
-The gain of the first two is a ratio of ETTR, not of step times: both are done
-by hand, with a flag of `headway run` or the policy of `headway.Checkpointer`.
-A run without failures gets no such advice. The guard is proposed where a loss
-was NaN, infinite or a spike; it makes no step faster, and changes results.
-Seconds; `dt` between saves follows from the steps that were lost, which are
-half of it on average.
+The first two are judged by the ETTR that is measured (`headway.fault.attempts`): no step is faster for them, so a plan
+holds them as what protects the job, and a run that applies it says the ETTR before, predicted, and now. A run without
+failures gets no such advice. The guard is proposed where a loss was NaN, infinite or a spike; it changes results.
 
->>> print(rates_of([Incident(first_step_ns=4_000_000_000, lost_steps=50)], wall_s=600.0, step_s=0.1))
-FailureRates(mtbf_s=600.0, restart_s=4.0, lost_s=5.0)
+>>> bool(BROKEN.search("rank 0: exit code 1, ValueError: loss is NaN")), BROKEN.search("NameError: finance")
+(True, None)
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
-from headway.core.units import format_fraction, format_seconds
+from headway.core.units import NS_PER_S, format_fraction, format_seconds, plural
+from headway.fault.attempts import SCRIPT_SHARE, AttemptTimes
+from headway.fault.remedies import INTERVAL, WARM
 from headway.ledger.answers.ledger import Ledger
-from headway.ledger.answers.metrics import ettr, optimal_interval_s
+from headway.ledger.cause import Cause
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.recorded.program import Program
 from headway.trace.recording.incident import Incident
 from headway.trace.recording.run_facts import BadLoss
-
-WARM_S = 0.5
-"""From a failure to the first step of a warm attempt, where this run had none: without loading a large state."""
+from headway.trace.recording.runs import Run
 
 GUARD = "fault.guard"
 
+COLD_BY_FLAG = "--warm off"
+"""Why attempts were cold where nothing but the command asked for it."""
+
+APPLIED = "headway plan, then headway run --apply"
+
+PHASES = ("detect", "locate", "decide", "down", "launch", "import", "init", "compile", "load", "script")
+"""What the time between two attempts is made of."""
+
 BROKEN = re.compile(r"\b(nan|inf|infinite|non-?finite)\b", re.IGNORECASE)
 """What an error says that a broken loss raised."""
-
-SPREAD = 2.0
-"""Factor either way by which a gain from so few failures may be wrong."""
-
-
-@dataclass(frozen=True, slots=True)
-class FailureRates:
-    """What the failures of a run were like."""
-
-    mtbf_s: float
-    """Wall time per failure."""
-
-    restart_s: float
-    """Mean time from a failure's detection to the first step of all ranks."""
-
-    lost_s: float
-    """Mean time of the steps that a failure lost."""
-
-
-def rates_of(incidents: Sequence[Incident], *, wall_s: float, step_s: float) -> FailureRates | None:
-    """Return the rates, None where no attempt came back after a failure."""
-    back = [
-        (row.downtime_s, row.lost_steps)
-        for row in incidents
-        if row.downtime_s is not None and row.lost_steps is not None
-    ]
-    if not back or wall_s <= 0:
-        return None
-    restart_s, lost_steps = (sum(values) / len(back) for values in zip(*back, strict=True))
-    return FailureRates(wall_s / len(incidents), restart_s, lost_steps * step_s)
 
 
 def propose(ledger: Ledger, program: Program, setup: Setup) -> Iterator[Proposal | Refusal]:
@@ -70,14 +44,10 @@ def propose(ledger: Ledger, program: Program, setup: Setup) -> Iterator[Proposal
     facts = program.facts
     incidents = facts.incidents
     yield from _guard(facts.bad_losses, incidents)
-    rates = rates_of(incidents, wall_s=ledger.wall_ns / 1e9, step_s=program.measured_s) if incidents else None
-    if rates is None:
-        return
-    # A job that lost nothing saves at every step, about.
-    now_s = max(2 * rates.lost_s, program.measured_s)
-    save_s = _save_s(ledger, now_s)
-    yield _warm(incidents, rates, now_s, save_s)
-    yield _interval(rates, now_s, save_s)
+    times = AttemptTimes.of(program.run, ledger) if program.run is not None else None
+    if times is not None:
+        yield _warm(times, incidents)
+        yield _interval(times)
 
 
 def _guard(bad_losses: Mapping[int, Sequence[BadLoss]], incidents: Sequence[Incident]) -> Iterator[Proposal]:
@@ -98,62 +68,97 @@ def _guard(bad_losses: Mapping[int, Sequence[BadLoss]], incidents: Sequence[Inci
     )  # fmt: skip
 
 
-def _save_s(ledger: Ledger, interval_s: float) -> float:
-    """Return how long a save held training up: the ledger's checkpoint time, over the saves that fit the wall."""
-    spent_s = ledger.ledger_ns.get("checkpoint", 0) / 1e9 / max(ledger.devices, 1)
-    return max(spent_s * interval_s / (ledger.wall_ns / 1e9), 1e-4)
+def _warm(times: AttemptTimes, incidents: Sequence[Incident]) -> Proposal | Refusal:
+    """Propose warm attempts where some were cold: by the plan where the run was asked to, else by the user."""
+    if not times.cold:
+        return Refusal(WARM, "fault", "all later attempts were warm", known="is in force already")
+    reason = _cold_reason(incidents)
+    applies = reason == COLD_BY_FLAG
+    do = "leave out --warm off" if applies else f"undo what kept {times.cold} attempts cold: {reason}"
+    return _proposal(WARM, times, times.ettr_with(warm=True), do, applies=applies)
 
 
-def _warm(incidents: Sequence[Incident], rates: FailureRates, now_s: float, save_s: float) -> Proposal | Refusal:
-    """Propose warm attempts where some were cold."""
-    cold = [row for row in incidents if row.first_step_ns is not None and not row.warm]
-    if not cold:
-        return Refusal("fault.warm", "fault", "all later attempts were warm", known="is in force already")
-    warm_s = _warm_s(incidents, rates)
-    reason = cold[0].cold_reason or "no warm process"
-    do = "headway run --warm auto" if reason == "--warm off" else f"undo what kept {len(cold)} attempts cold: {reason}"
-    return _proposal("fault.warm", rates, now_s, save_s, (warm_s, now_s, save_s), do)
+def _cold_reason(incidents: Sequence[Incident]) -> str:
+    """Return why the first cold attempt was cold."""
+    cold = next(row for row in incidents if row.first_step_ns is not None and not row.warm)
+    return cold.cold_reason or "no warm process"
 
 
-def _warm_s(incidents: Sequence[Incident], rates: FailureRates) -> float:
-    """Return how long a warm restart takes: as in this run, where it had one."""
-    warm = [row.downtime_s for row in incidents if row.warm and row.downtime_s is not None]
-    return min(sum(warm) / len(warm) if warm else WARM_S, rates.restart_s)
+def _interval(times: AttemptTimes) -> Proposal | Refusal:
+    """Propose the interval between saves that loses least: by the plan where headway's Checkpointer saves."""
+    every_s, best_s = times.interval_s, times.best_interval_s
+    now = "never" if every_s is None else f"every {format_seconds(every_s)}"
+    do = f"save every {format_seconds(best_s)}, not {now}"
+    more = {"mtbf_s": times.mtbf_s} if times.own_saves else {}
+    after = times.ettr_with(interval_s=best_s)
+    return _proposal(INTERVAL, times, after, f"{do}: {saving_edit(times)}", applies=times.own_saves, **more)
 
 
-def predicted_ettr(ledger: Ledger, incidents: Sequence[Incident], *, step_s: float) -> float | None:
-    """Return the ETTR of a run as frequently failing that does all that is proposed; None without a failure."""
-    rates = rates_of(incidents, wall_s=ledger.wall_ns / 1e9, step_s=step_s)
-    if rates is None:
-        return None
-    save_s = _save_s(ledger, max(2 * rates.lost_s, step_s))
-    best_s = optimal_interval_s(rates.mtbf_s, save_s=save_s)
-    return ettr(rates.mtbf_s, restart_s=_warm_s(incidents, rates), interval_s=best_s, save_s=save_s)
-
-
-def _interval(rates: FailureRates, now_s: float, save_s: float) -> Proposal | Refusal:
-    """Propose the interval between saves that loses least."""
-    best_s = optimal_interval_s(rates.mtbf_s, save_s=save_s)
-    do = (
-        f"save every {format_seconds(best_s)}, not every {format_seconds(now_s)}: "
-        'headway.Checkpointer(policy=CheckpointPolicy(mode="goodput")) follows the measured failure rate'
+def saving_edit(times: AttemptTimes) -> str:
+    """Return what to write in the script so that a failure loses less."""
+    if times.own_saves:
+        return 'headway.Checkpointer(..., policy=headway.CheckpointPolicy(mode="goodput"))'
+    return (
+        'checkpoint = headway.Checkpointer("checkpoints", model=model, optimizer=optimizer); '
+        "step = checkpoint.restore().step or 0; checkpoint.attach(optimizer)"
     )
-    return _proposal("fault.interval", rates, now_s, save_s, (rates.restart_s, best_s, save_s), do)
 
 
 def _proposal(
-    name: str, rates: FailureRates, now_s: float, save_s: float, then: tuple[float, float, float], do: str
+    name: str, times: AttemptTimes, after: float, do: str, *, applies: bool, **more: float
 ) -> Proposal | Refusal:
-    """Return a proposal with the ETTR before and after, or why it is none; `then` is (restart, interval, save)."""
-    before = ettr(rates.mtbf_s, restart_s=rates.restart_s, interval_s=now_s, save_s=save_s)
-    after = ettr(rates.mtbf_s, restart_s=then[0], interval_s=then[1], save_s=then[2])
-    gain = after / before if before else 1.0
-    shares = f"ETTR {format_fraction(before)} -> {format_fraction(after)} at a failure every "
-    shares += format_seconds(rates.mtbf_s)
-    if gain < MIN_SPEEDUP:
+    """Return a proposal with the ETTR before and after, or why it is none."""
+    shares = f"ETTR {format_fraction(times.ettr)} -> {format_fraction(after)} with a failure every "
+    shares += format_seconds(times.mtbf_s)
+    if after < MIN_SPEEDUP * times.ettr:
         return Refusal(name, "fault", f"{shares}: nothing to win")
-    low, high = 1 + (gain - 1) / SPREAD, 1 + (gain - 1) * SPREAD
+    # What a plan applies is measured as steps per second too, and no step is faster for it; by hand the gain is ETTR's.
+    gain = 1.0 if applies else after / times.ettr
     return Proposal(
-        name, "fault", (), gain, (low, high), applies=False, cost=shares, reason=f"{do}. Predicted {shares}",
-        parameters={"ettr": after, "ettr_before": before},
+        name, "fault", (), gain, (1 + (gain - 1) / 2, 1 + 2 * (gain - 1)), applies=applies, cost=shares,
+        reason=f"{do}. Predicted {shares}", parameters={"ettr": after, "ettr_before": times.ettr, **more},
+        protects=applies,
     )  # fmt: skip
+
+
+def causes(ledger: Ledger, run: Run) -> Iterator[Cause]:
+    """Yield what failures cost: starts of later attempts, and steps that they did again. The gain is that of ETTR."""
+    times = AttemptTimes.of(run, ledger)
+    if times is None:
+        return
+    count = plural(len(times.lost_s), "failure")
+    rows = [(phase, ledger.sub_ns.get(f"restart.{phase}", 0) / NS_PER_S) for phase in PHASES]
+    phases = ", ".join(f"{what} {format_seconds(s)}" for what, s in sorted(rows, key=lambda row: -row[1])[:3] if s)
+    warm, interval = _warm(times, run.facts.incidents), _interval(times)
+    wins = isinstance(warm, Proposal)
+    by_plan = isinstance(warm, Proposal) and warm.applies
+    text = _of(warm) if wins else "the script's own start-up is left: load less before the first step"
+    text = f"{WARM}: {text} ({APPLIED})" if by_plan else text
+    gains = [times.ettr_with(warm=True, script_share=share) / times.ettr for share in (0.0, SCRIPT_SHARE, 1.0)]
+    yield Cause(
+        "restart", "all ranks", ledger.ledger_ns["restart"] / NS_PER_S,
+        f"{count}, {times.cold} cold starts; {format_seconds(sum(times.down_s))} until all ranks trained again; "
+        f"device time: {phases}",
+        text, gains[1] if wins else None, (gains[0], gains[2]) if wins else None, remedy=WARM if by_plan else "",
+    )  # fmt: skip
+    again_s = sum(times.lost_s)
+    if again_s <= 0:
+        return
+    wins, gain, applies = isinstance(interval, Proposal), None, False
+    if isinstance(interval, Proposal):
+        gain, applies = interval.parameters["ettr"] / times.ettr, interval.applies
+    every_s = times.interval_s
+    saved = "nothing was saved" if every_s is None else f"it saved every {format_seconds(every_s)}"
+    best = format_seconds(times.best_interval_s)
+    how = f" ({APPLIED})" if applies else ""
+    yield Cause(
+        "rework", "all ranks", again_s * ledger.devices,
+        f"{count} lost {format_seconds(again_s)} of steps that were done again; {saved}",
+        f"save every {best}{how}" if wins else "fail less often: saves are as frequent as pays",
+        gain, None if gain is None else (1 + (gain - 1) / 2, 1 + 2 * (gain - 1)),
+        script=saving_edit(times) if wins else "", remedy=INTERVAL if applies else "",
+    )  # fmt: skip
+
+
+def _of(row: Proposal | Refusal) -> str:
+    return row.reason.partition(". Predicted")[0]

@@ -6,7 +6,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from headway.core.remedies import Parameters, RemedyRecord
+from headway.core.remedies import Parameters, Positive, RemedyRecord
+
+WARM, INTERVAL = "fault.warm", "fault.interval"
 
 
 class GuardParameters(Parameters, frozen=True):
@@ -14,6 +16,23 @@ class GuardParameters(Parameters, frozen=True):
 
     action: Literal["rollback", "skip", "stop"] = "rollback"
     """What a loss that breaks is answered with."""
+
+
+class WarmParameters(Parameters, frozen=True):
+    """Parameters of `fault.warm`: what was predicted of it; they change nothing."""
+
+    ettr: float | None = None
+    """ETTR with warm attempts, with the failures of the run that the plan was made of."""
+
+    ettr_before: float | None = None
+    """ETTR of that run."""
+
+
+class IntervalParameters(WarmParameters, frozen=True):
+    """Parameters of `fault.interval`."""
+
+    mtbf_s: Positive = 3600.0
+    """Mean time between failures that policies of checkpointers begin with."""
 
 
 class InjectParameters(Parameters, frozen=True):
@@ -28,6 +47,8 @@ REMEDIES = (
         "fault.guard", GuardParameters, "headway.fault.torch_guard:guard",
         allow="lossy", changes="it changes the results of a job whose loss breaks", conflicts=("model.tune",),
     ),
+    RemedyRecord(WARM, WarmParameters, "headway.fault.restart.apply:warm", ("restart",)),
+    RemedyRecord(INTERVAL, IntervalParameters, "headway.fault.restart.apply:follow_failures", ("rework",)),
 )  # fmt: skip
 """What a plan may hold of this room."""
 

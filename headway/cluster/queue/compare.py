@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from headway.cluster.model import Cluster, Indices, Values, check_fits
-from headway.cluster.policies.table import SERVED
+from headway.cluster.policies.table import POLICIES, SERVED
 from headway.cluster.queue.engine import simulate
 from headway.cluster.queue.logs import RecordedQueue
 from headway.cluster.queue.outcome import Outcome
 from headway.core.errors import InputError
+from headway.core.tables import pick
 from headway.sim.graph.process import Process
 
 FIDELITY = 0.05
@@ -41,6 +42,9 @@ class PolicyComparison:
 
     policies: dict[str, Outcome]
     """What each would have made of it; empty where the replay is off."""
+
+    unfit: dict[str, str] = field(default_factory=dict)
+    """Policies that cannot take one of the jobs -> why."""
 
     @property
     def error_fraction(self) -> float | None:
@@ -122,7 +126,7 @@ def compare_policies(
     queue: RecordedQueue, cluster: Cluster, rates: Values, policies: Sequence[str] = DEFAULT_POLICIES, *, seed: int = 0,
     round_s: float = 360.0,
 ) -> PolicyComparison:  # fmt: skip
-    """Play a recorded queue again as it was, then under each policy; raises `InputError` as `simulate` does."""
+    """Play a recorded queue again as it was, then under each policy; raises `InputError` where none takes its jobs."""
     check_fits(queue.jobs, cluster, rates, mixed="hadar" in policies)
     observed = replayed = None
     pool = pools_of(queue, cluster)
@@ -139,8 +143,16 @@ def compare_policies(
         found = PolicyComparison(observed, replayed, {})
         if abs(found.error_fraction or 0.0) > FIDELITY:
             return found
-    outcomes = {name: simulate(queue.jobs, cluster, name, rates=rates, seed=seed, round_s=round_s) for name in policies}
-    return PolicyComparison(observed, replayed, outcomes)
+    outcomes, unfit = dict[str, Outcome](), dict[str, str]()
+    for name in policies:
+        decide = pick(POLICIES, name, "policy")
+        try:
+            outcomes[name] = simulate(queue.jobs, cluster, decide, rates=rates, seed=seed, round_s=round_s)
+        except InputError as cause:
+            unfit[name] = str(cause)
+            if len(unfit) == len(policies):
+                raise
+    return PolicyComparison(observed, replayed, outcomes, unfit)
 
 
 def compare_with_promise(
@@ -184,5 +196,6 @@ def answer(found: PolicyComparison) -> dict[str, Any]:
         "replay_error_fraction": error,
         "refused": f"the replay misses the observed mean completion time by {error:+.1%}" if off and error else None,
         "policies": [{"policy": name, **outcome.figures()} for name, outcome in found.policies.items()],
+        "unfit": [{"policy": name, "reason": reason} for name, reason in found.unfit.items()],
         "best": found.best,
     }

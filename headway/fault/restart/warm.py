@@ -24,7 +24,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headway.core.files.planfile import read_plan
 from headway.core.wire.wires import ChannelClosed, Packets
+from headway.fault.remedies import WARM
 from headway.fault.restart.zygote import SOCKET, VARYING
 from headway.runtime.host.host_memory import host_memory
 from headway.runtime.host.warm_note import VARIABLE as NOTE
@@ -60,6 +62,10 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 def _free_bytes() -> int:
     """Return the free memory; where the system does not say, there is none."""
     return host_memory()["memory_available_bytes"] or 0
+
+
+READY_S = 20.0
+"""How long a rank that is to be forked waits for the imports of the warm process, at most."""
 
 
 class _Cold(Exception):  # noqa: N818 - it is no error: ranks start cold, for this reason
@@ -141,10 +147,9 @@ class Warm:
             raise _Cold("the ranks import torch from another place")
         self._forget_notes()
         # No other library: what one sees when it is imported, the script may have changed just before.
-        alike = (
-            all((note["parts"], note["sets"]) == (first["parts"], first["sets"]) for note in notes)
-            and "HEADWAY_PLAN" not in self._specs[0].env
-        )
+        alike = all(
+            (note["parts"], note["sets"]) == (first["parts"], first["sets"]) for note in notes
+        ) and _patches_nothing(self._specs[0].env.get("HEADWAY_PLAN"))
         parts = {name: file for name, file in first["parts"].items() if alike and _is_installed(file)}
         return {"torch": torch, "path": first["path"], "parts": parts, "sets": first["sets"]}
 
@@ -180,12 +185,14 @@ class Warm:
         self.reason = "the warm process was not ready"
         self._channel.send(json.dumps(wanted).encode(), (), 5.0)
 
-    def _hear(self) -> None:
-        """Take in the answer, if it has come."""
+    def _hear(self, wait_s: float = 0.0) -> None:
+        """Take in the answer, if it comes within `wait_s`."""
         assert self._channel is not None
         try:
-            body, _ = self._channel.receive(0.0)
+            body, _ = self._channel.receive(wait_s)
         except TimeoutError:
+            if wait_s:
+                self._died(f"the warm process was not ready after {wait_s:g} s")
             return
         except ChannelClosed:
             self._died("the warm process died")
@@ -202,7 +209,8 @@ class Warm:
     def spawn(self, spec: RankSpec, stdout_fd: int, stderr_fd: int) -> int | None:
         """Fork a rank; returns its process id, None where it is to be started cold, for `reason`."""
         if self._channel is not None and self.reason is not None:
-            self._hear()
+            # It has begun with what a cold start would begin with now, so that waiting is the shorter way.
+            self._hear(READY_S)
         if self._channel is None or self.reason is not None:
             return None
         why = self._unlike(spec)
@@ -253,6 +261,11 @@ class Warm:
             self._process.wait()
             self._process = None
         self.reason = self.reason or "the warm process has ended"
+
+
+def _patches_nothing(plan: str | None) -> bool:
+    """Say whether a plan leaves alone what ranks import: there is none, or it only asks for warm attempts."""
+    return plan is None or {remedy.name for remedy in read_plan(plan).remedies} == {WARM}
 
 
 def _is_installed(file: str | None) -> bool:

@@ -8,8 +8,8 @@ Source: *Zero Bubble Pipeline Parallelism* (ICLR 2024) and *Pipeline Parallelism
     H2     (p - 1)(tF + tI - 2 tW)   2p - 1
 
 They are upper bounds, not optima. So the order is searched: hand-made forms
-where they fit the cap, list scheduling (`sim.greedy`) under several
-priorities, then a local search over the priorities. A cap is a set of edges:
+where they fit the cap, the paper's rules (`zero_bubble_rules`), list scheduling
+(`sim.greedy`) under several priorities, then a local search over the priorities. A cap is a set of edges:
 a stage's forward of microbatch j waits for its weight gradient of j - cap.
 
 >>> from headway.sim.pipeline.simulate import evaluate
@@ -20,7 +20,7 @@ a stage's forward of microbatch j waits for its weight gradient of j - cap.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ from headway.sim.pipeline.list_schedule import ListSchedule
 from headway.sim.pipeline.lower import lower, peak_activations
 from headway.sim.pipeline.orders import PipelineShape
 from headway.sim.pipeline.simulate import StageCosts, costs_of, simulate
+from headway.sim.pipeline.zero_bubble_rules import rule_orders
 
 MOST_TRIALS, MOST_OPERATIONS = 1500, 3_000_000
 """The local search ends after so many trials, or operations scheduled: about a second."""
@@ -50,21 +51,24 @@ def zero_bubble(shape: PipelineShape, costs: StageCosts | None = None) -> Orders
     `costs` are the times of unequal stages, in 1/interleave ns; without them all stages take those of the shape.
 
     In a V a rank has stage r and stage 2p - 1 - r, so that the first and the last stage are on one rank. The answer is
-    deterministic, and never worse than a hand-made form that fits, in makespan and in span. Raises `InputError` for
+    deterministic; its span is never above that of a hand-made form or of the paper's rules where they fit the cap, and
+    its makespan never above that of the one of these with the least span. Raises `InputError` for
     more than two stages per rank.
     """
     if shape.interleave > 2:
         raise InputError(f"zero_bubble has 1 or 2 stages per rank, not {shape.interleave}. Give 2.")
     costs = costs or costs_of(shape)
     cap = shape.num_microbatches if shape.cap is None else min(shape.num_microbatches, int(shape.cap))
-    made = [
+    rules = list(_by_rules(shape, cap, costs))
+    made: list[tuple[tuple[int, int, int], Orders]] = [
         (figures, orders)
-        for orders in (_hand_made(shape) if shape.interleave == 1 else [_v_form(shape)])
+        for orders in (*(_hand_made(shape) if shape.interleave == 1 else [_v_form(shape)]), *rules)
         if (figures := _figures(orders, shape, cap, costs)) is not None
     ]
-    limit = min((figures for figures, _ in made), default=None)
-    found = [*made]
-    for orders in _searched(shape, cap, costs):
+    least_span_ns = min((figures[2] for figures, _ in made), default=None)
+    found = [pair for pair in made if pair[0][2] == least_span_ns]
+    limit = min((figures for figures, _ in found), default=None)
+    for orders in _searched(shape, cap, costs, [_starts_of(orders, shape, costs) for orders in rules]):
         figures = _figures(orders, shape, cap, costs)
         if figures is not None and (limit is None or (figures[1] <= limit[1] and figures[2] <= limit[2])):
             found.append((figures, orders))
@@ -91,6 +95,22 @@ def _figures(orders: Orders, shape: PipelineShape, cap: int, costs: StageCosts) 
     times = simulate(program, costs)
     span = int((times.last_ns - times.first_ns).max())
     return times.makespan_ns + span, times.makespan_ns, span
+
+
+def _by_rules(shape: PipelineShape, cap: int, costs: StageCosts) -> Iterator[Orders]:
+    """Yield the orders of the paper's rules: for a chain with one stage per rank."""
+    if shape.interleave == 1 and shape.graph is None:
+        times = (costs.forward_ns.tolist(), costs.input_ns.tolist(), costs.weight_ns.tolist())
+        yield from rule_orders(*times, num_microbatches=shape.num_microbatches, cap=cap, comm_ns=shape.comm_ns)
+
+
+def _starts_of(orders: Orders, shape: PipelineShape, costs: StageCosts) -> Floats:
+    """Return [3, stages, m] when an order starts its computations: a priority that leads back to it."""
+    program = lower(orders, shape.graph)
+    starts, rows = simulate(program, costs).start_ns, np.flatnonzero(program.op <= W)
+    found = np.zeros((3, shape.num_stages, shape.num_microbatches))
+    found[np.searchsorted(KINDS, program.op[rows]), program.stage[rows], program.microbatch[rows]] = starts[rows]
+    return found
 
 
 def _hand_made(shape: PipelineShape) -> Iterator[Orders]:
@@ -133,12 +153,12 @@ def _v_form(shape: PipelineShape) -> Orders:
     return tuple(orders)
 
 
-def _run(work: ListSchedule, dag: Dag, offset: Floats, period: float) -> tuple[float, Ints]:
-    """Schedule by priority offset(kind, stage) + j x period; return what the search lowers, and the starts.
+def _run(work: ListSchedule, dag: Dag, offset: Floats, base: Floats) -> tuple[float, Ints]:
+    """Schedule by priority offset(kind, stage) + base; return what the search lowers, and the starts.
 
     It is makespan + span + a fifth of the mean idle time of a rank: the mean tells apart what the maxima do not.
     """
-    times = work.run(dag, offset[:, :, None] + np.arange(work.num_microbatches) * period)
+    times = work.run(dag, offset[:, :, None] + base)
     start, end = times.start_ns.astype(np.int64), times.end_ns.astype(np.int64)
     num_ranks = dag.num_lanes
     first, last = np.full(num_ranks, np.iinfo(np.int64).max), np.zeros(num_ranks, np.int64)
@@ -148,8 +168,10 @@ def _run(work: ListSchedule, dag: Dag, offset: Floats, period: float) -> tuple[f
     return float(last.max() + span.max() + 0.2 * span.mean()), start
 
 
-def _searched(shape: PipelineShape, cap: int, costs: StageCosts) -> Iterator[Orders]:
+def _searched(shape: PipelineShape, cap: int, costs: StageCosts, more: Sequence[Floats]) -> Iterator[Orders]:
     """Yield the best order of plain list scheduling, then that of the local search from there.
+
+    A start is an offset for each kind and stage on top of j x period, or on top of one of `more` [3, stages, m].
 
     A trial moves the priority of one kind of operation (of one stage, of all first or all second stages), or gives one
     activation of a rank from one of its stages to the other. It is kept where it is no worse.
@@ -163,10 +185,15 @@ def _searched(shape: PipelineShape, cap: int, costs: StageCosts) -> Iterator[Ord
     # Activations of the second stage: one more for each rank nearer to the turn of the V, in shares of the cap.
     second = np.clip((ranks + 1) * cap // p, 1, 2 * cap - 1)
     dag = case.dag(_caps(second, cap, v))
-    offsets = _starts(shape)
-    tried = [_run(case, dag, offset, period) for offset in offsets]
+    line = np.asarray(np.arange(shape.num_microbatches) * period, np.float64)
+    none = np.zeros((3, num_stages))
+    pairs: list[tuple[Floats, Floats]] = [
+        *((offset, line) for offset in _starts(shape)),
+        *((none, base) for base in more),
+    ]
+    tried = [_run(case, dag, offset, base) for offset, base in pairs]
     best = min(range(len(tried)), key=lambda k: tried[k][0])
-    offset, (value, start) = offsets[best], tried[best]
+    (offset, base), (value, start) = pairs[best], tried[best]
     yield case.orders(start)
     generator = stream(0, "zero_bubble", p, shape.num_microbatches)
     for _ in range(min(MOST_TRIALS, MOST_OPERATIONS // (each.size * shape.num_microbatches))):
@@ -184,7 +211,7 @@ def _searched(shape: PipelineShape, cap: int, costs: StageCosts) -> Iterator[Ord
             shares[generator.integers(p)] += generator.choice([-1, 1])
             shares = np.clip(shares, 1, 2 * cap - 1)
             order = case.dag(_caps(shares, cap, v))
-        other, when = _run(case, order, moved, period)
+        other, when = _run(case, order, moved, base)
         if other <= value:
             value, start, offset, second, dag = other, when, moved, shares, order
     yield case.orders(start)

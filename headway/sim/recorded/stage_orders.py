@@ -176,11 +176,28 @@ def _order(work: StageWork) -> tuple[Action, ...]:
     begins = 0 if len(first) == len(last) and (first == last).all() else 1
     rest, repeats = columns[work.turn >= begins], num_passes - begins
     if work.turn.min() < 0 or len(rest) != len(last) * repeats or (rest != np.tile(last, (repeats, 1))).any():
-        raise InputError("passes of the pipeline differ from each other. Record a run that repeats one order.")
+        passes = [columns[work.turn == turn] for turn in range(begins, num_passes - 1)]
+        raise InputError(
+            f"passes of the pipeline differ from each other: stage {work.stage[0]}, {_difference(work, passes, last)}. "
+            "Record a run that repeats one order."
+        )
     whole = np.arange((last[:, 0] == F).sum())
     if not all(np.array_equal(np.sort(one[one[:, 0] == F, 2]), whole) for one in (first, last)):
         raise InputError("a pass of the pipeline lacks a microbatch. Record a run of whole passes.")
     return tuple(Action(*row) for row in last.tolist())
+
+
+def _difference(work: StageWork, passes: Sequence[Ints], last: Ints) -> str:
+    """Say which pass is the first that differs from the last one, and in what; `passes` end with the one before it."""
+    if work.turn.min() < 0:
+        return f"pass 0 begins with {Action(work.op[0], work.stage[0], work.microbatch[0])}, not with microbatch 0"
+    index = next(index for index, rows in enumerate(passes) if not np.array_equal(rows, last))
+    rows, number = passes[index], int(work.turn.max()) - len(passes) + index
+    if len(rows) != len(last):
+        return f"pass {number} has {len(rows)} computations, the last one {len(last)}"
+    first = int((rows != last).any(axis=1).argmax())
+    then, now = Action(*rows[first].tolist()), Action(*last[first].tolist())
+    return f"computation {first} of pass {number} is {then}, that of the last one {now}"
 
 
 def _times(recording: Recording, index: int) -> Ints:

@@ -363,6 +363,7 @@ def _compare_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
     elif result["policies"]:
         parts = ["", _gangs("by gang", result["policies"][0])]
     parts += _measured(result.get("rates", []))
+    parts += [paragraph(f"{row['policy']} is left out: {row['reason']}") for row in result["unfit"]]
     if "policy" in result:
         promises = grid("left", "left", "right", "right")
         add_row(promises, "job", "", "promised, s", "came true, s", style="dim")

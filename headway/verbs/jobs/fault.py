@@ -12,16 +12,17 @@ from rich.text import Text
 
 from headway.core.errors import HeadwayError
 from headway.core.units import format_fraction, format_seconds
-from headway.fault.advise import predicted_ettr
+from headway.fault.attempts import AttemptTimes, saves_of, stepped_s
 from headway.fault.fleet import Scenario, simulate
 from headway.fault.plan import Preparation, prepare
+from headway.fault.remedies import INTERVAL, WARM
 from headway.fault.restart.incidents import expected
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.answers.metrics import ettr_of_steps
-from headway.ledger.booking.account import SpanFacts
 from headway.ledger.runs.attempts import book_run
 from headway.report.paper import ScreenOptions, add_row, draw, grid
 from headway.trace.recording.incident import SCHEMA, Incident, read_incidents
+from headway.trace.recording.run_facts import outcomes_of
 from headway.trace.recording.runs import Run
 from headway.verbs.jobs.hang import mesh_of
 from headway.verbs.shared.output import emit
@@ -76,13 +77,11 @@ def ettr_of(run: Run, rows: Sequence[Incident]) -> dict[str, float | None]:
     none: dict[str, float | None] = dict.fromkeys(ETTRS)
     try:
         booked = book_run(run.attempts(), run.facts)
-        steps_s = [one.step_wall_ns / 1e9 for one in booked.attempts]
-        kept_s = sum(float(walls[: one.kept_steps].sum()) for walls, one in zip(steps_s, booked.attempts, strict=True))
-        wall_s, stepped_s = (booked.wall[1] - booked.wall[0]) / 1e9, sum(float(walls.sum()) for walls in steps_s)
+        (kept_s, stepped), saves = stepped_s(booked), saves_of(booked)
+        wall_s = (booked.wall[1] - booked.wall[0]) / 1e9
         if not wall_s or not kept_s:
             return none
-        saves = sum(_saves(one.spans) for one in booked.attempts) / len(booked.ranks)
-        found = expected(rows, wall_s=wall_s, stepped_s=stepped_s, interval_s=stepped_s / saves if saves else None)
+        found = expected(rows, wall_s=wall_s, stepped_s=stepped, interval_s=stepped / saves if saves else None)
     except HeadwayError:
         return none
     measured = ettr_of_steps(kept_s, wall_s=wall_s)
@@ -92,16 +91,18 @@ def ettr_of(run: Run, rows: Sequence[Incident]) -> dict[str, float | None]:
 
 
 def ettr_beside(before: Run, after: Run) -> dict[str, float | None] | None:
-    """Return the measured ETTR of two runs, and what the failures of the first let predict; None where none failed."""
+    """Return the measured ETTR of two runs, and what the first one's failures let predict; None where none failed."""
     rows = read_incidents(before.path)
     if not rows:
         return None
-    ledger = Ledger.of(before)
-    steps_s = [wall for one in book_run(before.attempts(), before.facts).attempts for wall in one.step_wall_ns / 1e9]
-    step_s = float(sum(steps_s) / len(steps_s)) if steps_s else 0.0
     answer = {"before": ettr_of(before, rows)["ettr"], "after": ettr_of(after, read_incidents(after.path))["ettr"]}
-    found = predicted_ettr(ledger, rows, step_s=step_s) if step_s else None
-    return {**answer, "predicted": found}
+    times = AttemptTimes.of(before, Ledger.of(before))
+    given = {row.name for row in outcomes_of(after.path) if not row.reason_not_applied} & {WARM, INTERVAL}
+    given = given or {WARM, INTERVAL}  # of a run without such a plan: with all that was proposed
+    if times is None:
+        return {**answer, "predicted": None}
+    interval_s = times.best_interval_s if INTERVAL in given else None
+    return {**answer, "predicted": times.ettr_with(warm=WARM in given, interval_s=interval_s)}
 
 
 def ettr_sentence(found: Mapping[str, float | None]) -> str:
@@ -110,12 +111,7 @@ def ettr_sentence(found: Mapping[str, float | None]) -> str:
         "not known" if found[key] is None else format_fraction(found[key] or 0.0)
         for key in ("before", "after", "predicted")
     )
-    return f"ETTR {before} before, {after} now; predicted with all that was proposed, as often failing: {wanted}"
-
-
-def _saves(spans: Mapping[str, SpanFacts]) -> int:
-    """Return how many saves all ranks began."""
-    return max((spans[name].count for name in ("checkpoint.snapshot", "checkpoint.save") if name in spans), default=0)
+    return f"ETTR {before} before, {after} now; predicted {wanted} with the same failures"
 
 
 def _screen(answer: dict[str, Any], source: str, screen: ScreenOptions) -> str:

@@ -11,6 +11,7 @@ from headway.catalog import RECORDS, REHEARSALS, REMEDIES
 from headway.core.errors import HeadwayError, InputError
 from headway.core.files.planfile import PlanFile, read_plan
 from headway.core.tables import pick
+from headway.fault.remedies import WARM
 from headway.runtime.launching.launch import launch
 from headway.runtime.launching.run_of_ranks import ExitReport
 from headway.trace.recording.runs import is_run
@@ -54,6 +55,8 @@ def run(
             record.read(remedy.parameters)
         except InputError as cause:
             raise InputError(f"{options.plan_path}: {cause}") from cause
+    if options.warm == "off" and plan is not None and any(remedy.name == WARM for remedy in plan.remedies):
+        raise InputError(f"--warm off starts later attempts cold, and {WARM} of the plan warm. Leave out --warm off.")
     baseline = options.baseline or (Path(plan.baseline) if plan and plan.baseline else None)
     report = launch(options.launch_options({**REHEARSALS, **(REMEDIES if plan else {})}, baseline), script)
     if options.json or (report.code == 0 and not options.quiet):  # of a failure, the launcher's traceback stands last

@@ -17,6 +17,7 @@ from headway.compute.advise import causes as compute_causes
 from headway.compute.advise import words as kernels_in_words
 from headway.core.errors import BarMissedError, InputError
 from headway.core.units import format_bytes, format_fraction
+from headway.fault.advise import causes as failure_causes
 from headway.ledger.answers.causes import Fix, find_causes
 from headway.ledger.answers.evidence import TRY
 from headway.ledger.answers.ledger import Ledger
@@ -208,6 +209,7 @@ def explain(paths: Sequence[Path], *, allow: tuple[str, ...] = ()) -> Explanatio
 def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = (), steps: int | None = None) -> Explanation:
     """Book a recorded run, replay it, and ask every room for remedies."""
     ledger = Ledger.of(run)
+    more = (*compute_causes(ledger), *failure_causes(ledger, run))
     try:
         program = Program.from_run(run)
         plan = Plan.of(ledger, program, Setup.from_facts(run.facts, allow=allow, steps=steps), ADVISERS)
@@ -215,7 +217,7 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = (), steps: in
         InputError,
         BarMissedError,
     ) as reason:  # too short, or not replayable: the ledger stands without predictions
-        causes = tuple(find_causes(ledger, more=compute_causes(ledger)))
+        causes = tuple(find_causes(ledger, more=more))
         return Explanation(source, run.parts, ledger, causes, run, notes=(str(reason),), paths=(run.path,))
     refused = {name: why for name, row in outcomes(run.path).items() if (why := row.reason_not_applied)}
     fixes = fixes_of(plan, refused, launched=run.facts.launched, allow=allow)
@@ -225,7 +227,7 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = (), steps: in
     collates = not any(loader.num_workers for loader in loaders)  # workers would do that too
     fixes |= {"input.start": workers} if workers is not None and keeps else {}
     fixes |= {"input.transfer": workers} if workers is not None and collates else {}
-    found = find_causes(ledger, predict=program.predict, fixes=fixes, more=compute_causes(ledger))
+    found = find_causes(ledger, predict=program.predict, fixes=fixes, more=more)
     causes = tuple(with_reasons(refuted(cause, plan), program) for cause in found)
     notes = (
         *(f"{name} was not applied to this run: {why}" for name, why in refused.items()),
@@ -233,7 +235,7 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = (), steps: in
         *(
             f"{row.reason}: {row.name} guards against that, with headway plan --allow {row.allow}"
             for row in plan.proposals
-            if row.protects
+            if row.protects and row.allow
         ),
     )
     return Explanation(source, run.parts, ledger, causes, run, program, plan, notes=notes, paths=(run.path,))
