@@ -37,14 +37,17 @@ INTS = tuple(
 Sample = tuple[Path, tuple[tuple[str, ...], ...]]
 """A file or folder, and the commands that read it."""
 
+Samples = dict[str, Sample]
+"""Name -> sample."""
+
 CKPT = (("ckpt", "verify"), ("ckpt", "show"))
 TRACE = (("trace", "info"),)
 
 
-def samples(folder: Path) -> dict[str, Sample]:
+def samples(folder: Path) -> Samples:
     """Write one good file or folder of each format into `folder`; return name -> where, and what reads it."""
     warnings.simplefilter("ignore")
-    made: dict[str, Sample] = {}
+    made: Samples = {}
 
     def path(name: str, *commands: tuple[str, ...]) -> Path:
         made[name] = (folder / name, commands)
@@ -106,91 +109,6 @@ def traces(path) -> None:
         for n, side in enumerate(("start", "end") * 10)
     ]
     path("titan.jsonl", *TRACE).write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-ACCOUNTED = (
-    ("7", "ada", "2026-01-01T00:00:00", "2026-01-01T00:00:30", "2026-01-01T01:00:30", "COMPLETED", "gres/gpu:a100=1"),
-    ("8", "bo", "2026-01-01T00:00:10", "2026-01-01T00:00:40", "2026-01-01T02:00:30", "COMPLETED", "gres/gpu:a100=4"),
-)
-"""Jobs as `sacct -P` prints them."""
-
-CALLS = (
-    "parallel simulate --stages 4 --microbatches 8 --forward-ns 10 --backward-ns 20",
-    "parallel schedule export --schedule interleaved --stages 4 --microbatches 8 --interleave 2 --comm-ns 3",
-    "parallel schedule show --schedule gpipe --stages 4 --microbatches 8 --cap 9",
-    "fault plan --mtbf-s 11124 --restart-s 600 --save-s 10 --hosts 512 --p-daily 0.0012",
-    "fault plan --mtbf-s 11124 --restart-s 600 --save-s 10 --mesh tp=8,pp=4,dp=16 --ranks-per-host 8",
-    "parallel plan --shape shape.toml --devices 16 --device A100-SXM4-80GB --devices-per-host 8",
-    "parallel plan --profile profile.txt --levels 4,4 --bandwidth 1e10,1.25e9 --memory 16GiB",
-    "cluster sim --trace queue.csv --policy las --devices a100=4,v100=4 --round-s 60 --resize 36000:v100=4",
-    "cluster prices --data market --model A3C --days 3",
-)
-"""Calls whose own words are changed; the files that they name are good, and lie beside."""
-
-
-def calls(folder: Path) -> dict[str, Sample]:
-    """Write one good file for each verb that reads one of a user's, or takes numbers; return as `samples` does."""
-    made: dict[str, Sample] = {}
-
-    def path(name: str, *commands: str) -> Path:
-        made[name] = (folder / name, tuple(tuple(command.split()) for command in commands))
-        return folder / name
-
-    compare, sim = "cluster compare --devices a100=8 --jobs", "cluster sim --policy las --devices a100=8 --trace"
-    head = ("JobID", "User", "Submit", "Start", "End", "State", "AllocTRES")
-    path("sacct.txt", compare, sim).write_text("".join("|".join(row) + "\n" for row in (head, *ACCOUNTED)))
-    jobs = [
-        {"job_id": 7 + n, "user": "ada", "name": "vit", "time": {"submission": 5 * n, "start": 30, "end": 90 + n},
-         "tres": {"allocated": [{"type": "gres", "name": "gpu:a100", "count": 1 + n}]}} for n in range(3)
-    ]  # fmt: skip
-    path("sacct.json", compare).write_text(json.dumps({"meta": {"slurm": {"release": "24"}}, "jobs": jobs}))
-    rows = ["id,arrival_s,run_s,num_devices,start_s,device_type", "a,0,600,1,0,a100", "b,5,1000,2,5,a100"]
-    path("queue.csv", sim, compare).write_text("\n".join(rows) + "\n")
-    market = path("market", "cluster prices --model A3C --days 3 --data")
-    market.mkdir()
-    days = [f"us-east-1a,p3.{size}xlarge,{0.9 * size},{1583000000 - n * 86400}" for size in (2, 8) for n in range(9)]
-    for name, rows in {
-        "aws_spot": ["zone,instance_type,usd_per_h,unix_s", *days], "on_demand": ["device_type,usd_per_h", "v100,2.5"],
-        "throughputs": ["model,device_type,steps_per_s", "A3C,v100,3.5", "A3C,k80,1.5"],
-    }.items():  # fmt: skip
-        (market / f"{name}.csv").write_text("\n".join(rows) + "\n")
-    layer = "node{0} -- Conv2d(3) -- forward_compute_time={0}.5, backward_compute_time=2.5, "
-    layer += "activation_size=[100.0; 50.0], parameter_size=7000.000"
-    edges = [f"\tnode{n} -- node{n + 1}" for n in range(1, 4)]
-    profile = "\n".join([layer.format(n) for n in range(1, 5)] + edges) + "\n"
-    path("profile.txt", "parallel plan --levels 2,2 --bandwidth 1e10,1.25e9 --profile").write_text(profile)
-    shape = {"layers": 8, "hidden": 1024, "heads": 16, "sequence": 1024, "vocabulary": 51200, "batch": 16}
-    shape_plan = "parallel plan --devices 16 --device A100-SXM4-80GB --shape"
-    path("shape.toml", shape_plan).write_text("".join(f"{key} = {value}\n" for key, value in shape.items()))
-    path("order.csv", "parallel schedule check").write_text("0F0,0F1,0B0,0B1\n,1F0,1B0,1F1,1B1\n")
-    fleet = {"hosts": 64, "devices_per_host": 8, "days": 20, "per_1000_host_days": 3.5}
-    path("fleet.toml", "fault sim").write_text("".join(f"{key} = {value}\n" for key, value in fleet.items()))
-    spec = {"ramp_w_per_s": 1e4, "range_w": 1e4, "window_s": 60.0, "band_hz": [0.1, 20.0], "band_rms_w": 1e4}
-    power = "power check --spec moderate", f"power plan --spec moderate --out {folder / 'plan.json'}"
-    np.savez(path("power.npz", *power), power_w=5e4 + 4e4 * (np.arange(500) % 50 < 25), step_s=0.02)
-    path("spec.toml", f"power check {folder / 'power.npz'} --spec").write_text(
-        "".join(f"{key} = {value}\n" for key, value in spec.items())
-    )
-    table = path("latency.npz", "cost transfer --target b --samples 4 --data")
-    np.savez(table, ops=np.arange(24).reshape(12, 2) % 3, op_names=["conv", "skip", "pool"], settings=["a", "b"],
-             latency_ms=1.0 + np.arange(24).reshape(2, 12))  # fmt: skip
-    gradients = {"vgg": {"tensors": [["w", 4096], ["b", 64]], "gap_us": [5.0, 7.0]}}
-    setup = {"model": "vgg", "codec": "dgc", "hosts": 4, "ranks_per_host": 8, "inside": "pcie", "wire_fraction": 0.01,
-             "two_level": True}  # fmt: skip
-    strategy = "comm strategy --model vgg --cost published-gpu"
-    (folder / "kept").mkdir()
-    for name, content in (("models", gradients), ("setups", [setup])):
-        text = json.dumps(content)
-        (folder / "kept" / f"{name}.json").write_text(text)
-        other = {"models": "setups", "setups": "models"}[name]
-        path(f"{name}.json", f"{strategy} --{other} {folder / 'kept' / other}.json --{name}").write_text(text)
-    for number, call in enumerate(CALLS):
-        for name in set(call.split()) & set(made):
-            copy = shutil.copytree if (folder / name).is_dir() else shutil.copy
-            copy(folder / name, folder / "kept" / name)
-            call = call.replace(name, str(folder / "kept" / name))
-        path(f"call {number}.txt", "ARGUMENTS").write_text(call)
-    return made
 
 
 def mutate(path: Path, draw: random.Random) -> None:

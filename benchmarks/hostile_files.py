@@ -57,7 +57,9 @@ def read(command: tuple[str, ...], path: Path) -> int:
             except HeadwayError as error:
                 return error.exit_code
             return 0
-        words = [*command, str(path), "--json"]
+        new = path.with_name(f"new-{time.monotonic_ns()}")
+        words = [word.replace("NEW", str(new)).replace("FILE", str(path)) for word in command]
+        words += [*([] if "FILE" in command else [str(path)]), "--json"]
         if command == ("ARGUMENTS",):  # what the file holds is the call
             words = path.read_text(errors="replace").replace("\0", "").split()
         try:
@@ -178,7 +180,7 @@ def attack_call(reader: Reader, sample: Any, count: int, folder: Path, seed: int
 
 def attack_calls(count: int, folder: Path) -> tuple[int, list[dict[str, Any]]]:
     """Attack each call `count` times; return their number, and the failures."""
-    from _hostile_samples import calls
+    from _hostile_calls import calls
 
     (folder / "good").mkdir()
     (folder / "changed").mkdir()

@@ -62,6 +62,8 @@ def test_a_fleet_is_read_from_toml(tmp_path):
         ('[[dgroup]]\nname = "a"\n', "dgroup 0.*arrivals"),
         ('[[dgroup]]\nname = "a"\narrivals = [[3, 5], [3, 5]]\nafr = [[0, 0.1]]\n', "rising days"),
         ('[[dgroup]]\nname = "a"\narrivals = [[0, 5]]\nafr = [[9, 0.1], [3, 0.1]]\n', "ages of its AFR do not rise"),
+        (f'[[dgroup]]\nname = "a"\narrivals = [[0, {10**18}]]\nafr = [[0, 0.1]]\n', "1,000,000,000 at most"),
+        ('[[dgroup]]\nname = "a"\narrivals = [[0, 5]]\nafr = [[0, 1e300]]\n', "an AFR is negative or above 1000"),
     ],
 )
 def test_a_file_that_is_no_fleet_is_refused_with_its_place(tmp_path, text, says):

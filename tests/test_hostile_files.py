@@ -13,12 +13,15 @@ import sys
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.hostile_files import Reader, bounds_of, size_of
+from headway.checkpoint.torch_dcp.sources import open_source
 from headway.cli import main
+from headway.cluster.queue.logs import PHILLY
 from headway.core.errors import FormatError
 from headway.core.files.bounds import number_of
 from headway.core.files.regular_file import read_table
@@ -181,11 +184,13 @@ def test_an_integer_of_ten_thousand_digits_is_shown(reader, tmp_path):
         ("parallel plan --shape {} --devices 16 --device A100-SXM4-80GB --devices-per-host 4294967296", "1,000,000"),
         ("cluster sim --trace {} --policy las --devices a100=4 --round-s 60", "pass --round-s 42950"),
         ("fault sim {}", "at most 100,000"),
+        ("storage fleet --synthetic step --days 100000000000000000000", "1 to 36,500 days"),
+        ("storage sim --made tree --requests 100000000000000", "at most 5000000"),
     ],
 )
 def test_a_size_that_nobody_can_wait_for_is_refused_with_its_bound(call, says, tmp_path, capsys):
     names = {"parallel": "shape.toml", "cluster": "queue.csv", "fault": "fleet.toml"}
-    path = tmp_path / names[call.split()[0]]
+    path = tmp_path / names.get(call.split()[0], "fleet.toml")
     path.write_text({
         "shape.toml": "layers = 8\nhidden = 1024\nheads = 16\nsequence = 1024\nvocabulary = 51200\nbatch = 16\n",
         "queue.csv": "id,arrival_s,run_s,num_devices\n1,0,4294967296,1\n",
@@ -207,6 +212,31 @@ def test_a_table_of_another_program_is_read_in_its_encoding_and_a_cut_line_is_na
     for value in ("2020-03-01", "inf", "nan", 10**400, True, None):
         with pytest.raises(FormatError, match=r"p\.csv:2 has .* where a number from 0 to 1e\+15 belongs"):
             number_of(value, "p.csv:2")
+
+
+@pytest.mark.parametrize(
+    ("names", "call"),
+    [(PHILLY, "cluster compare --devices a=1 --jobs FILE"), (("session", "time"), "data cluster FILE NEW.parquet")],
+)
+def test_a_page_of_parquet_that_is_broken_is_one_error_wherever_it_is_read(names, call, reader, tmp_path):
+    path = tmp_path / "jobs.parquet"
+    pq.write_table(pa.table({name: np.arange(3000) * 7919 % 1000 for name in names}), path, use_dictionary=False)
+    data = bytearray(path.read_bytes())
+    data[60:400] = b"\xff" * 340  # the first page; the footer is good
+    path.write_bytes(data)
+
+    assert reader.ask(tuple(call.split()), path)["code"] == 2
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_arguments_and_indexes_that_are_nested_without_end_are_one_error(tmp_path, capsys):
+    (tmp_path / "m.safetensors.index.json").write_text("[" * 200_000)
+    with pytest.raises(FormatError, match="is nested too deep"):
+        open_source(tmp_path / "m.safetensors.index.json")
+    sizes = ["--small", "{}", "--large", '{"a":' + "[" * 200_000, "--checkpoint", str(tmp_path), "-o", "x.pt"]
+    with pytest.raises(SystemExit) as leaving:
+        main(["model", "grow", "tests.growth_models:GPT2", *sizes])
+    assert (leaving.value.code, "is nested too deep" in capsys.readouterr().err) == (2, True)
 
 
 @pytest.mark.slow

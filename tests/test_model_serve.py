@@ -226,6 +226,7 @@ def test_the_command_says_the_plan_and_exports_it(files, capsys):
     ("options", "message"),
     [
         (["--new", "0"], "new is 0"),
+        (["--new", "10000000000000"], "at most 10,000,000"),
         (["--new", "9", "--theta", "-1"], "theta is -1.0"),
         (["--new", "9", "--bits", "4,5"], "bits 5 are not offered"),
         (["--new", "9", "--layers", "few.json"], "2 layers for 3 devices"),

@@ -212,9 +212,10 @@ def test_a_size_other_than_a_line_is_named_with_its_line(tmp_path):
     path.write_text("# op address size\n\nR 0x40\nW 128 64\nE 10\nW 192 8\n")
     with pytest.raises(InputError, match=r"line 6 of .*8 is the size"):
         read_trace(path, PAGE_BYTES)
-    path.write_text("R 0x40\nfetch 3\n")
-    with pytest.raises(FormatError, match=r"line 2: 'fetch 3' is no access"):
-        read_trace(path, PAGE_BYTES)
+    for line in ("fetch 3", "R 9223372036854775808"):
+        path.write_text(f"R 0x40\n{line}\n")
+        with pytest.raises(FormatError, match=rf"line 2: '{line}' is no access"):
+            read_trace(path, PAGE_BYTES)
 
 
 def test_unknown_designs_and_impossible_memories_are_refused():

@@ -17,7 +17,6 @@ unpickler; nested keys are joined by dots, as DCP does.
 from __future__ import annotations
 
 import io
-import json
 import mmap
 import pickle
 from abc import ABC, abstractmethod
@@ -35,6 +34,7 @@ from headway.checkpoint.restores.restore_targets import unpack
 from headway.checkpoint.saves.image import pickled
 from headway.checkpoint.state.shards import LocalShard, local_shards
 from headway.core.errors import DamageError, FormatError, InputError
+from headway.core.files.bounded_json import read_json
 from headway.core.files.regular_file import open_regular
 from headway.runtime.torch_state import RNG_STATE, branched
 from headway.storage.formats.dtypes import FROM_SAFETENSORS
@@ -294,7 +294,7 @@ def open_source(path: Path | SavedState) -> SavedState:
 def _named_by(index: Path) -> list[Path]:
     """Return the files that an index names."""
     try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError) as cause:
+        names = set(read_json(index)["weight_map"].values())
+    except (ValueError, TypeError, KeyError, AttributeError) as cause:
         raise FormatError(f"{index} is no index of safetensors files ({cause}). Name the file itself.") from cause
     return [index.parent / Path(name).name for name in sorted(names)]

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from headway.cluster.adaptive.speed import NEEDS_SCIPY, BatchLimits
 from headway.core.errors import InputError
+from headway.core.files.regular_file import parquet_faults
 from headway.core.tables import pick
 
 Values = NDArray[np.float64]
@@ -112,7 +113,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     """Read a table; raises `InputError` where there is none."""
     if not path.exists():
         raise InputError(f"there is no {path}. Pass --data FOLDER with cluster/pollux/{path.name} in it.")
-    return list(pq.read_table(path).to_pylist())
+    with parquet_faults(path):
+        return list(pq.read_table(path).to_pylist())
 
 
 @cache

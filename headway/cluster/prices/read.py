@@ -27,7 +27,7 @@ from headway.cluster.prices.market import Market, Offer
 from headway.core.errors import FormatError, InputError
 from headway.core.files.bounded_json import read_json
 from headway.core.files.bounds import number_of
-from headway.core.files.regular_file import read_lines
+from headway.core.files.regular_file import parquet_faults, read_lines
 from headway.core.tables import pick, suggestion
 
 LAST_S = 253402300799.0
@@ -238,7 +238,8 @@ def _read(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
     """Return the rows of a table; raises `FormatError` where it has not these columns."""
     try:
         if path.suffix == ".parquet":
-            table = pyarrow.parquet.read_table(path)
+            with parquet_faults(path):
+                table = pyarrow.parquet.read_table(path)
         else:
             table = pyarrow.csv.read_csv(io.BytesIO("".join(read_lines(path)).encode()))
     except (OSError, pyarrow.ArrowException) as fault:

@@ -21,7 +21,7 @@ import pyarrow.parquet
 from headway.cluster.model import Cluster, Jobs, Rates
 from headway.core.errors import FormatError, InputError
 from headway.core.files.bounds import MOST, number_of
-from headway.core.files.regular_file import read_lines
+from headway.core.files.regular_file import parquet_faults, read_lines
 from headway.core.tables import suggestion
 
 Kind = tuple[str, int]
@@ -44,12 +44,8 @@ class RateTable:
     @classmethod
     def read(cls, path: Path) -> RateTable:
         """Read `throughputs.parquet`; raises `FormatError` when it is not such a file."""
-        try:
+        with parquet_faults(path, fix="Pass the folder with throughputs.parquet, Gavel's table of rates."):
             table = pyarrow.parquet.read_table(path, columns=list(COLUMNS))
-        except (OSError, pyarrow.ArrowException) as fault:
-            raise FormatError(
-                f"{path} is no table of rates ({fault}). Pass the folder with throughputs.parquet."
-            ) from None
         alone: dict[str, dict[Kind, float]] = {}
         shared: dict[str, dict[tuple[Kind, Kind], tuple[float, float]]] = {}
         for device, model, scale, other, other_scale, rate, other_rate in zip(

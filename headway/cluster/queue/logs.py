@@ -18,7 +18,7 @@ from headway.cluster.model import MOST_DEVICES, Cluster, Jobs, Values
 from headway.core.errors import FormatError, InputError
 from headway.core.files.bounded_json import read_json
 from headway.core.files.bounds import MOST, number_of
-from headway.core.files.regular_file import read_table
+from headway.core.files.regular_file import parquet_faults, read_table
 from headway.core.tables import suggestion
 from headway.cost.specs import shipped
 
@@ -248,10 +248,8 @@ NEEDED = ("id", "arrival_s", "run_s", "num_devices")
 
 def read_philly(path: Path, virtual_cluster: str = "") -> RecordedQueue:
     """Read the Philly trace, all of it or one virtual cluster; raises `FormatError`."""
-    try:
+    with parquet_faults(path, fix="Pass jobs.parquet of Philly's queue."):
         table = pyarrow.parquet.read_table(path, columns=list(PHILLY))
-    except (OSError, pyarrow.ArrowException) as fault:
-        raise FormatError(f"{path} is no queue of Philly's ({fault}). Pass its jobs.parquet.") from None
     rows = zip(*(table.column(name).to_pylist() for name in PHILLY), strict=True)
     records = [
         JobRecord(str(number), int(count), float(submit), float(run_s), owner=owner)

@@ -140,6 +140,21 @@ def read_text(path: str | os.PathLike[str], what: str) -> str:
         raise InputError(f"{path} is not text in UTF-8. Give the path of {what}.") from cause
 
 
+@contextmanager
+def parquet_faults(path: str | os.PathLike[str], *, fix: str = "Fetch or write the file again.") -> Iterator[None]:
+    """Have whatever pyarrow raises while it reads `path` end as one `FormatError`, whose last sentence is `fix`.
+
+    What is broken only shows where it is read: in the footer when the file is opened, in a page with its column.
+    """
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError, MemoryError) as cause:
+        reason = " ".join(str(cause).split()).rstrip(".")
+        raise FormatError(f"{path} cannot be read as Parquet: {reason}. {fix}") from cause
+
+
 # A file that appears whole or not at all.
 
 

@@ -27,6 +27,7 @@ import numpy as np
 from pyarrow import parquet
 
 from headway.core.errors import FormatError, InputError
+from headway.core.files.regular_file import parquet_faults
 from headway.core.rng import stream
 
 NOTHING: dict[str, Any] = {}
@@ -251,10 +252,8 @@ class ParquetSource:
     def __init__(self, path: str | Path, column: str, labels: Sequence[str] = (), *, groups: int = 4) -> None:
         """Read the footer. Raises `FormatError` on what is no Parquet file, `InputError` on an unknown column."""
         self._path = Path(path)
-        try:
+        with parquet_faults(path, fix="Pass a Parquet file."):
             file = parquet.ParquetFile(self._path)
-        except (OSError, ValueError) as error:
-            raise FormatError(f"{path} cannot be read as Parquet: {error}. Pass a Parquet file.") from error
         with file:
             names = file.schema_arrow.names
             rows = [file.metadata.row_group(k).num_rows for k in range(file.metadata.num_row_groups)]
@@ -305,7 +304,7 @@ class ParquetSource:
             if group in self._kept:
                 self._kept.move_to_end(group)
                 return self._kept[group]
-            with parquet.ParquetFile(self._path) as file:
+            with parquet_faults(self._path), parquet.ParquetFile(self._path) as file:
                 table = file.read_row_group(group, columns=[self._column, *self._labels])
             self._kept[group] = table.to_pydict()
             while len(self._kept) > self._num_kept:

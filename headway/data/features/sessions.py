@@ -29,8 +29,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 
-from headway.core.errors import FormatError, InputError
-from headway.core.files.regular_file import whole_file
+from headway.core.errors import InputError
+from headway.core.files.regular_file import check_regular, parquet_faults, whole_file
 from headway.data.bytes.order import permute
 
 Ints = NDArray[np.int64]
@@ -113,19 +113,19 @@ def cluster_parquet(
     source, target = Path(source), Path(target)
     if target.exists() and source.exists() and target.samefile(source):
         raise InputError(f"{target} is the file that is read. Choose another target.")
-    try:
+    if not source.exists():
+        raise InputError(f"there is no file {source}. Pass a Parquet file.")
+    check_regular(source)
+    with parquet_faults(source):
         table = pq.ParquetFile(source, memory_map=True)
-    except FileNotFoundError:
-        raise InputError(f"there is no file {source}. Pass a Parquet file.") from None
-    except pa.ArrowInvalid as error:
-        raise FormatError(f"{source} cannot be read as Parquet: {error}. Pass a Parquet file.") from None
     with table:
-        number, count = _numbers(_key(table, by))
-        place = permute(count, shuffle, 0)(number) if shuffle is not None else number
-        keys = [place] if time is None else [_key(table, time), place]
+        with parquet_faults(source):
+            number, count = _numbers(_key(table, by))
+            place = permute(count, shuffle, 0)(number) if shuffle is not None else number
+            keys = [place] if time is None else [_key(table, time), place]
         order = np.lexsort(keys)  # the last key decides first, and equal rows stay as they were
         before, after = (sessions_per_batch(rows, batch_size) for rows in (number, number[order]))
-        _write(table, target, order, memory_bytes)
+        _write(table, source, target, order, memory_bytes)
     return Clustered(len(order), count, batch_size, before, after, source.stat().st_size, target.stat().st_size)
 
 
@@ -154,7 +154,7 @@ def _key(table: pq.ParquetFile, name: str) -> NDArray[Any]:
     return key
 
 
-def _write(table: pq.ParquetFile, target: Path, order: Ints, memory_bytes: int) -> None:
+def _write(table: pq.ParquetFile, source: Path, target: Path, order: Ints, memory_bytes: int) -> None:
     """Write the rows of `table` in `order`, part by part."""
     schema = table.schema_arrow
     plain = [column.name for column in schema if not _is_list(column.type)]
@@ -166,7 +166,7 @@ def _write(table: pq.ParquetFile, target: Path, order: Ints, memory_bytes: int) 
         tempfile.TemporaryDirectory(dir=target.parent, prefix=".cluster-") as folder,
         pq.ParquetWriter(draft, schema, compression="zstd", use_dictionary=plain) as writer,
     ):
-        for part in _parts(table, order, num_parts, Path(folder)):
+        for part in _parts(table, source, order, num_parts, Path(folder)):
             writer.write_table(part, row_group_size=ROW_GROUP)
 
 
@@ -174,10 +174,23 @@ def _is_list(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
-def _parts(table: pq.ParquetFile, order: Ints, num_parts: int, folder: Path) -> Iterator[pa.Table]:
+def _batches(table: pq.ParquetFile, source: Path) -> Iterator[pa.RecordBatch]:
+    """Yield the rows in their order; what fails between two batches is not the source's."""
+    batches = table.iter_batches(ROW_GROUP)
+    while True:
+        with parquet_faults(source):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
+
+
+def _parts(table: pq.ParquetFile, source: Path, order: Ints, num_parts: int, folder: Path) -> Iterator[pa.Table]:
     """Yield the rows in `order`, a part at a time; with several, each row is first routed to its part's file."""
     if num_parts == 1:
-        yield table.read().take(order)
+        with parquet_faults(source):
+            rows = table.read()
+        yield rows.take(order)
         return
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
@@ -186,7 +199,7 @@ def _parts(table: pq.ParquetFile, order: Ints, num_parts: int, folder: Path) -> 
     with ExitStack() as stack:
         writers = [stack.enter_context(pa.ipc.new_stream(str(file), table.schema_arrow)) for file in files]
         seen = 0
-        for batch in table.iter_batches(ROW_GROUP):
+        for batch in _batches(table, source):
             part = place[seen : seen + len(batch)] // width
             seen += len(batch)
             for index in np.unique(part).tolist():

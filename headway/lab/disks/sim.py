@@ -37,6 +37,13 @@ if TYPE_CHECKING:
     from headway.lab.disks.fleet import DiskFleet
 
 
+MOST_DAYS = 36_500
+"""That are simulated: a century."""
+
+MOST_AFR, MOST_DISKS, NEVER = 1000.0, 10**9, 1 << 30
+"""The highest failure rate (all disks in nine hours), the most disks of a model, and the day on which none retires."""
+
+
 @dataclass(frozen=True, slots=True)
 class Dgroup:
     """One model of disk: how many come when, and the AFR that its disks truly have."""
@@ -69,10 +76,16 @@ class Dgroup:
         ages, rates = zip(*self.afr, strict=True) if self.afr else ((), ())
         if not ages or any(b <= a for a, b in itertools.pairwise(ages)) or ages[0] < 0:
             raise InputError(f"{self.name}: the ages of its AFR do not rise; write (age in days, AFR) in order of age.")
-        if not all(0 <= rate < math.inf for rate in rates):
-            raise InputError(f"{self.name}: an AFR is negative or not finite; write fractions per year, 0.02 = 2 %.")
-        if not (self.capacity_bytes > 0 and self.disk_bytes_per_s > 0):
+        if not all(0 <= rate <= MOST_AFR for rate in rates):
+            raise InputError(
+                f"{self.name}: an AFR is negative or above {MOST_AFR:.0f}; write fractions per year, 0.02 = 2 %."
+            )
+        if self.num_disks > MOST_DISKS:
+            raise InputError(f"{self.name}: {self.num_disks:.3g} disks; write {MOST_DISKS:,} at most.")
+        if not all(0 < each < math.inf for each in (self.capacity_bytes, self.disk_bytes_per_s)):
             raise InputError(f"{self.name}: capacity_bytes and disk_bytes_per_s must be positive; write numbers > 0.")
+        if self.retire_days is not None and not 0 <= self.retire_days <= NEVER:
+            raise InputError(f"{self.name}: retire_days is {self.retire_days}; write days from 0 to {NEVER}.")
 
     @property
     def num_disks(self) -> int:
@@ -99,7 +112,7 @@ def step_days(
     """
     found: set[int] = set()
     together: list[int] = []
-    for day in [*arrivals, 1 << 30]:
+    for day in [*arrivals, NEVER]:
         if together and day - together[-1] > max_gap:
             short = together[-1] - together[0] < max_days
             if short and sum(arrivals[d] for d in together) >= min_disks:
@@ -188,8 +201,10 @@ class _Account:
 
 def run(fleet: DiskFleet, clusters: Sequence[Dgroup], days: int, *, seed: int = 0) -> SimResult:
     """Let `fleet`, still empty, live for `days` days with these models of disk. Raises `InputError`."""
-    if days < 1 or not clusters:
-        raise InputError(f"{len(clusters)} models of disk for {days} days; pass at least one model and one day.")
+    if not 1 <= days <= MOST_DAYS or not clusters:
+        raise InputError(
+            f"{len(clusters)} models of disk for {days} days; pass at least one model and 1 to {MOST_DAYS:,} days."
+        )
     strange = [each for each in clusters if not isinstance(each, Dgroup)]
     if strange:
         raise InputError(f"{strange[0]!r} is not a Dgroup. Pass headway.storage.Dgroup(name, arrivals=..., afr=...).")
@@ -233,7 +248,7 @@ def _open(fleet: DiskFleet, clusters: Sequence[Dgroup], days: int) -> _Account:
     enough = afr[:, :, None] <= fleet.state.tolerated
     enough[:, :, 0] = True
     best = np.max(np.where(enough, fleet.state.savings, 0.0), axis=2)
-    retire = np.array([1 << 30 if dgroup.retire_days is None else dgroup.retire_days for dgroup in clusters])
+    retire = np.array([NEVER if dgroup.retire_days is None else dgroup.retire_days for dgroup in clusters])
     return _Account(afr, best, retire, [], [])
 
 

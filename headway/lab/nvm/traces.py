@@ -125,9 +125,12 @@ def _row(words: list[str], where: str) -> tuple[int, int, int]:
         op = OPS[words[0].upper()]
         operand = int(words[1], 0)
         size = int(words[2], 0) if len(words) > 2 else LINE_BYTES
+        if max(abs(operand), abs(size)) >= 1 << 63:
+            raise ValueError("no number of 64 bits")
     except (KeyError, IndexError, ValueError):
         raise FormatError(
-            f"{where}: {' '.join(words)!r} is no access. Write 'R ADDRESS', 'W ADDRESS' or 'E NANOSECONDS'."
+            f"{where}: {' '.join(words)!r} is no access. Write 'R ADDRESS', 'W ADDRESS' or 'E NANOSECONDS', all "
+            "below 2**63."
         ) from None
     return op, operand, size
 

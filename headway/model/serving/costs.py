@@ -51,6 +51,10 @@ BITS = (3, 4, 8, 16)
 Floats = NDArray[np.float64]
 
 
+MOST_TOKENS = 10_000_000
+"""Of a prompt, of an answer, and most sequences of a batch."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServingLoad:
     """One batch of requests, served together."""
@@ -65,10 +69,10 @@ class ServingLoad:
     """B: sequences."""
 
     def __post_init__(self) -> None:
-        """Raise `InputError` on a count below 1."""
+        """Raise `InputError` on a count below 1 or above `MOST_TOKENS`."""
         for name in ("prompt", "new", "batch"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}; give a whole number >= 1.")
+            if not 1 <= getattr(self, name) <= MOST_TOKENS:
+                raise InputError(f"{name} is {getattr(self, name)}; give a whole number >= 1, at most {MOST_TOKENS:,}.")
 
     @property
     def past(self) -> int:

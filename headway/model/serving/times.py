@@ -213,9 +213,17 @@ def pipelines(
             head = tuple(seconds_to_ns(seconds(last, 16, "head", size, 1)) for size in (prefill, decode))
             yield PipelineCosts(
                 stages, optional, prefill, decode, load.microbatches(prefill, decode), load.new - 1,
-                np.array(layers["prefill"], np.int64)[list(stages)], np.array(layers["decode"], np.int64)[list(stages)],
+                _times(layers["prefill"])[list(stages)], _times(layers["decode"])[list(stages)],
                 (head[0], head[1]), _links(model, rows, stages, load.prompt, (prefill, decode)), bytes_of, room,
             )  # fmt: skip
+
+
+def _times(rows_ns: list[list[int]]) -> Ints:
+    """Return [rows, widths] nanoseconds of a layer. Raises `InputError` where they do not fit."""
+    try:
+        return np.array(rows_ns, np.int64)
+    except OverflowError:
+        raise InputError("a layer would take more than 292 years. Give fewer tokens, or a smaller model.") from None
 
 
 def _links(

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from headway.core.errors import FormatError
 from headway.core.files.bounded_json import decode_json
-from headway.core.files.regular_file import check_regular, whole_file
+from headway.core.files.regular_file import check_regular, parquet_faults, whole_file
 from headway.trace.events.tables import numbered, plain_tables
 from headway.trace.events.trace import COLUMNS, Trace
 
@@ -171,18 +171,12 @@ class StoredTrace:
     @contextmanager
     def _opened(self) -> Iterator[Any]:
         """Open the file; what pyarrow says of damage becomes a `FormatError`."""
-        import pyarrow as pa
         import pyarrow.parquet as pq
 
         check_regular(self.path)
-        try:
-            with pq.ParquetFile(self.path, page_checksum_verification=True) as file:
-                yield file
-        except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError, MemoryError) as cause:
-            reason = str(cause).rstrip(".")
-            raise FormatError(
-                f"{self.path} cannot be read as Parquet: {reason}. Record or convert the trace again."
-            ) from cause
+        faults = parquet_faults(self.path, fix="Record or convert the trace again.")
+        with faults, pq.ParquetFile(self.path, page_checksum_verification=True) as file:
+            yield file
 
 
 def _edges(table: Any) -> NDArray[np.int64] | None:

@@ -37,7 +37,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from headway.core.errors import FormatError, InputError
 from headway.core.files.bounded_json import decode_json
-from headway.core.files.regular_file import read_regular, whole_file
+from headway.core.files.regular_file import parquet_faults, read_regular, whole_file
 from headway.core.files.settings_files import parse_yaml
 from headway.core.integers import narrowed
 from headway.core.tables import suggestion
@@ -211,12 +211,9 @@ def read(path: str | Path) -> Trace:
     Raises `FormatError` naming a missing column, a null, a duration that is
     negative or not a number, or a rank that stands in two places.
     """
-    try:
+    with parquet_faults(path):
         check_rows(pq.read_metadata(path).num_rows, path)
         table = pq.read_table(path, use_threads=False)
-    except (pa.ArrowException, OSError, UnicodeDecodeError, OverflowError, MemoryError) as cause:
-        reason = str(cause).rstrip(".")
-        raise FormatError(f"{path} cannot be read as Parquet: {reason}. Fetch or write the file again.") from cause
     for column in REQUIRED:
         if column not in table.column_names:
             raise FormatError(

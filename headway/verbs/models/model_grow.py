@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json as jsons
 import math
 import os
 import sys
@@ -15,6 +14,7 @@ import msgspec
 from cyclopts import Parameter
 
 from headway.core.errors import InputError
+from headway.core.files.bounded_json import decode_json, read_json
 from headway.core.units import plural
 from headway.report.paper import ScreenOptions, draw, paragraph
 from headway.verbs.models.growth_plan import growth_plan, screen_of_plan
@@ -169,12 +169,13 @@ def _imported(target: str) -> Any:
 
 def _sizes(option: str, text: str) -> dict[str, Any]:
     """Return the arguments of one model."""
+    fix = 'Pass a JSON object, such as {"width": 768}.'
     try:
-        found = jsons.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
+        found = decode_json(text, option, fix=fix) if text.lstrip().startswith("{") else read_json(text, fix=fix)
     except (ValueError, OSError) as error:
-        raise InputError(f'{option} is {text!r}: {error}. Pass a JSON object, such as {{"width": 768}}.') from error
+        raise InputError(f"{option} is {text!r}: {error}. {fix}") from error
     if not isinstance(found, dict):
-        raise InputError(f'{option} holds a {type(found).__name__}. Pass a JSON object, such as {{"width": 768}}.')
+        raise InputError(f"{option} holds a {type(found).__name__}. {fix}")
     return found
 
 

@@ -62,6 +62,8 @@ def sim(
     make = pick(TRACES, made, "trace")
     if seed < 0:
         raise InputError(f"the seed is {seed}; pass a whole number >= 0.")
+    if requests > MOST_ROWS:
+        raise InputError(f"{requests} requests; at most {MOST_ROWS} are simulated. Pass fewer.")
     rows = make(requests, seed) if trace is None else read_trace(trace, memory.mapped_bytes)
     if len(rows) > MOST_ROWS:
         raise InputError(f"the trace has {len(rows)} rows; at most {MOST_ROWS} are simulated. Take a part of it.")
