@@ -42,6 +42,8 @@ FORCED: dict[str, dict[str, object]] = {
     "comm.static_graph": {},
     "comm.order": {"ahead": 2},
     "checkpoint.async": {"every_steps": 1},
+    "fault.interval": {"mtbf_s": 60.0},
+    "fault.warm": {},
     "parallel.schedule": {"order": ["0F0,0F1,0F2,0F3,0I0,0W0,0I1,0W1,0I2,0W2,0I3,0W3",
                                     "1F0,1I0,1F1,1I1,1F2,1I2,1W0,1F3,1I3,1W1,1W2,1W3"]},
     "host.gc": {"every_steps": 5},

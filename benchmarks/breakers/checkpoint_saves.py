@@ -1,6 +1,6 @@
 """Saves that are looked at, loaded, repeated or taken up elsewhere at once; states that change after the call.
 
-Remedies: checkpoint.async
+Remedies: checkpoint.async fault.interval fault.warm
 """
 
 import os
@@ -12,6 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from _training import Training, chosen
 
+import headway
+
 
 def save_then_exists():
     """The loop asks right after a save whether the checkpoint is there."""
@@ -22,6 +24,24 @@ def save_then_exists():
         dcp.save({"model": training.model.state_dict()}, checkpoint_id=place)
         there = os.path.exists(place) + os.path.isfile(f"{place}/.metadata")
         training.step(torch.full((4, 8), 1.0 + there))
+    training.finish()
+
+
+def checkpointer_of_its_own():
+    """A Checkpointer saves by a policy that the script has made, and keeps a hand on; its last step is restored."""
+    folder = tempfile.mkdtemp()
+    training = Training()
+    policy = headway.CheckpointPolicy(budget=0.5)
+    checkpoint = headway.Checkpointer(folder, model=training.model, optimizer=training.optimizer, policy=policy)
+    checkpoint.attach(training.optimizer)
+    for step in range(12):
+        training.step(torch.full((4, 8), 1.0 + step / 10))
+    checkpoint.save(block="durable")
+    with torch.no_grad():
+        for value in training.model.parameters():
+            value.zero_()
+    checkpoint.restore()
+    checkpoint.close()
     training.finish()
 
 

@@ -29,6 +29,10 @@ OF_REMEDY: dict[str, Callable[[Mapping[str, Any]], str]] = {
     ),
     "data.cache": lambda given: call("headway.data.DataLoader", {"cache_bytes": given.get("bytes")}, "cache_bytes"),
     "data.server": lambda given: call("headway.data.DataLoader", {"server": "auto"}, "server"),
+    "fault.warm": lambda given: "",  # a launcher's
+    "fault.interval": lambda given: (
+        'headway.Checkpointer(..., policy=headway.CheckpointPolicy(mode="goodput"))'
+    ),
     "cluster.fork": lambda given: "",  # a launch, not a line of the script: headway cluster fork -- SCRIPT
     "comm.bucket": lambda given: call(
         "DistributedDataParallel", {"bucket_cap_mb": given.get("bucket_mb")}, "bucket_cap_mb"
