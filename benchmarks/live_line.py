@@ -130,7 +130,7 @@ def counted(name: str, folder: Path) -> dict[str, object] | None:
     command = [sys.executable, "-m", "headway.cli", "run", "--windows", "0", "--out", run, "--", script]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     code, printed, told = on_terminal(command, folder, env)
-    if "ModuleNotFoundError" in told:
+    if re.search(r"No module named .(lightning|transformers)", told):
         return None
     updates = re.findall(r"^updates (\d+)", printed, re.MULTILINE)
     lines = re.findall(r"step ([\d,]+) \|", told)
