@@ -659,3 +659,45 @@ def test_time_before_a_job_came_is_owed_to_nobody(fills):
 
     assert outcome.start_s[2] <= 50_064 + 2 * 64
     assert abs(outcome.finish_s[2] - outcome.finish_s[1]) <= 4 * 64  # from then on they took turns
+
+
+@pytest.mark.slow
+def test_a_lock_that_is_deleted_holds_up_nobody_and_a_log_that_is_gone_ends_the_server(tmp_path, local):
+    (tmp_path / "job.py").write_text(SCRIPT)
+    server = local()
+    for name, steps in (("a", 10_000), ("b", 5)):
+        arguments = [str(tmp_path / "job.py"), str(tmp_path / name), str(steps), "0.05"]
+        server.submit(SubmitJob(name, 1, arguments, str(tmp_path)))
+    turned(server, (tmp_path / "a" / "done").exists)
+    (tmp_path / "s" / "jobs" / "job1" / "1" / "lock").unlink()
+    turned(server, lambda: server.state.job("b").state == "finished")
+
+    assert (server.state.job("a").state, server.state.job("a").attempt) == ("running", 1)
+    server.cancel(server.state.job("a"))
+    turned(server, lambda: server.state.job("a").state in ENDED)
+    log_of(tmp_path / "s").unlink()
+    with pytest.raises(HeadwayError, match=r"log.sqlite was deleted or replaced. This server ends"):
+        server.turn(0.0)
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_stopped_is_killed_in_the_end(tmp_path, local, monkeypatch):
+    monkeypatch.setattr("headway.cluster.service.executors.LAST_S", 0.5)
+    (tmp_path / "job.py").write_text(SCRIPT)
+    server = local()
+    server.submit(SubmitJob("", 1, [str(tmp_path / "job.py"), str(tmp_path / "j"), "10000", "0.05"], str(tmp_path)))
+    job = server.state.job("job1")
+    turned(server, (tmp_path / "j" / "done").exists)
+    folder, executor = tmp_path / "s" / "jobs" / "job1" / "1", LocalExecutor(tmp_path / "s", {"slot": 2})
+    launcher = int((folder / "pid").read_text().split()[1])
+    os.kill(launcher, signal.SIGSTOP)
+    attempt = job.as_attempt()
+    executor.end(attempt)
+    time.sleep(1.0)
+    alive = executor.alive([attempt])["job1"].alive
+    executor.end(attempt)
+    turned(server, lambda: not executor.alive([attempt])["job1"].alive)
+
+    assert alive
+    server.cancel(job)
+    turned(server, lambda: job.state in ENDED)

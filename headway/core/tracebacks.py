@@ -8,6 +8,8 @@
 ... ValueError: a shape'''
 >>> raised(text), raised("Killed")
 ('ValueError: a shape (train.py, line 5)', '')
+>>> raised('  File "/jobs/train.py", line 2\\n    def f(:\\n          ^\\nSyntaxError: invalid syntax')
+'SyntaxError: invalid syntax (train.py, line 2)'
 """
 
 from __future__ import annotations
@@ -21,6 +23,12 @@ TRACEBACK = "Traceback (most recent call last):"
 LONGEST_MESSAGE = 120
 """Characters of an exception that are repeated."""
 
+_GROUP = re.compile(r"^ *[+|] ?", re.MULTILINE)
+"""What draws the frame of a group of exceptions."""
+
+_STEERING = re.compile(r"[^\S\n ]|[^\s\x20-\x7e\u00a0-\U0010ffff]")
+"""What would steer a terminal."""
+
 _FRAME = re.compile(r'^  File "([^"\n]+)", line (\d+)', re.MULTILINE)
 _ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|^" + re.escape(_ROOT + os.sep))
@@ -29,8 +37,9 @@ _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|^" + re.escape(_R
 
 def raised(traceback: str) -> str:
     """Return the last exception of a traceback in one short line, with the script's line; '' where there is none."""
-    _, found, last = traceback.rpartition(TRACEBACK)
-    said = next((line for line in last.splitlines() if line[:1].strip()), "").rstrip(". ") if found else ""
+    _, _, last = _GROUP.sub("", _STEERING.sub(" ", traceback)).rpartition(TRACEBACK)
+    lines = last.split("\n") if _FRAME.search(last) or TRACEBACK in traceback else []
+    said = next((line for line in lines if line[:1].strip()), "").rstrip(". ")
     if not said:
         return ""
     frames = [(file, line) for file, line in _FRAME.findall(last) if not _LIBRARY.search(file)]

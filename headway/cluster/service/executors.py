@@ -37,6 +37,9 @@ from headway.trace.events.parquet import StoredTrace
 GRACE_S = 30.0
 """How long a job that was asked to leave may take to save."""
 
+LAST_S = 10.0
+"""How long its launcher and its shell may then take to end."""
+
 
 @dataclass(frozen=True, slots=True)
 class JobAttempt:
@@ -248,12 +251,13 @@ class LocalExecutor:
         result = {}
         for attempt in attempts:
             folder = self._folders.of(attempt)
-            code = self._folders.exit_code(attempt)
-            alive = code != 0 and _is_locked(folder)
+            code, child = self._folders.exit_code(attempt), self._children.get(attempt.job)
+            # Where somebody has deleted the lock, the shell that we started says so too, and is never waited for.
+            alive = code != 0 and (_is_locked(folder) or (child is not None and child.poll() is None))
             if alive and code is not None and time.time() - (folder / "exit").stat().st_mtime > GRACE_S:
                 self.end(attempt)  # its launcher was killed: ranks were asked to end by that, and have had their time
-            elif not alive and attempt.job in self._children:
-                self._children.pop(attempt.job).wait()
+            elif not alive and child is not None and child.poll() is not None:
+                del self._children[attempt.job]
             pid = next((pid for pid in self._folders.processes(attempt) if _runs(pid)), 0)
             result[attempt.job] = self._folders.condition(attempt, alive=alive, code=code, pid=pid)
         return result
@@ -271,13 +275,18 @@ class LocalExecutor:
                 os.kill(launcher, signal.SIGTERM)
 
     def end(self, attempt: JobAttempt) -> None:
-        """Have the launcher end, and kill its ranks: whoever else holds the lock."""
+        """Have the launcher end, and kill its ranks: whoever else holds the lock; later calls kill all who are left."""
+        first = self._folders.of(attempt) / "ending"
+        again = first.exists() and time.time() - first.stat().st_mtime > LAST_S
+        with suppress(OSError):
+            first.touch(exist_ok=False)
         self.ask_to_leave(attempt)
-        lock = (self._folders.of(attempt) / "lock").resolve()
+        lock = str((self._folders.of(attempt) / "lock").resolve())
+        spared = () if again else self._folders.processes(attempt)  # one that is stopped would never end by itself
         for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
             with suppress(OSError):
                 pid = int(descriptor.parts[2])
-                if descriptor.readlink() == lock and pid not in self._folders.processes(attempt):
+                if os.readlink(descriptor).removesuffix(" (deleted)") == lock and pid not in spared:
                     os.kill(pid, signal.SIGKILL)
 
 

@@ -269,6 +269,7 @@ class ServiceServer:
         """Wait for what happens next, at most so long, and do what follows from it."""
         wait_s = self.state.due_s() - self.now_s()
         self.loop.turn(min(timeout_s, max(wait_s, 0.0)))
+        self._log.check()
         now_s = self.now_s()
         pools = dict(self._executor.slots())
         if self.state.served is not None and pools != self.state.served.pools:

@@ -172,9 +172,23 @@ class EventLog:
             )
         if write:
             self._database.execute("PRAGMA synchronous = FULL")
+        self._file = os.stat(path)
+
+    def check(self) -> None:
+        """Raise `HeadwayError` where the log is not in its place any more: what is written then, nobody would read."""
+        try:
+            same = os.path.samestat(os.stat(self.path), self._file)
+        except OSError:
+            same = False
+        if not same:
+            raise HeadwayError(
+                f"{self.path} was deleted or replaced. This server ends; jobs that run go on to their end. Serve again "
+                "to begin a new log."
+            )
 
     def append(self, events: Sequence[Event]) -> None:
         """Write events, all or none; they are on disk when this returns. Raises `HeadwayError` where that fails."""
+        self.check()
         rows = [(event.at_s, type(event).__name__, msgspec.json.encode(event)) for event in events]
         try:
             with self._database:

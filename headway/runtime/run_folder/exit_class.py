@@ -134,7 +134,7 @@ def traceback_of(stderr: str) -> str | None:
     lines = [_RANK.sub("", line) for line in stderr.replace("\r\n", "\n").split("\n")]
     heads = [index for index, line in enumerate(lines) if line.endswith(HEADER) and "Original" not in line]
     if not heads:
-        return None
+        return _syntax_error(lines)
     first = heads[-1]
     for earlier in reversed(heads[:-1]):
         if any(line in _CHAIN for line in lines[earlier:first]):
@@ -142,6 +142,16 @@ def traceback_of(stderr: str) -> str | None:
         else:
             break
     return "\n".join(lines[first : _end_of_exception(lines, heads[-1])]).strip("\n")
+
+
+def _syntax_error(lines: Sequence[str]) -> str | None:
+    """Return what Python says of a script that it cannot parse: that has no header; None without it."""
+    last = max((index for index, line in enumerate(lines) if _SYNTAX.match(line)), default=-1)
+    head = max((index for index in range(last) if lines[index].startswith('  File "')), default=-1)
+    return "\n".join(lines[head : last + 1]) if head >= 0 and last - head <= _SYNTAX_LINES else None
+
+
+_SYNTAX, _SYNTAX_LINES = re.compile(r"(SyntaxError|IndentationError|TabError): "), 4
 
 
 def _end_of_exception(lines: Sequence[str], head: int) -> int:

@@ -330,4 +330,8 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write `value` to `path` by way of a draft beside it; who may not list the folder may not read it."""
     with whole_file(path) as draft:
         draft.touch(file_mode(draft.parent))
-        draft.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+        try:
+            draft.write_text(text, encoding="utf-8")
+        except UnicodeEncodeError:  # an argument, or the name of a file, may be any bytes: as JSON escapes them
+            draft.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

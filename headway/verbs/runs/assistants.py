@@ -11,7 +11,8 @@ import json
 import subprocess
 import sys
 
-from headway.core.errors import InputError
+from headway.core.errors import HeadwayError, InputError
+from headway.core.files.bounded_json import read_json
 from headway.runtime.run_folder.recording import RUNS
 from headway.trace.recording.runs import is_run
 from headway.verbs.shared.source import started_ns
@@ -45,11 +46,14 @@ def mcp() -> int:
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LONGEST_S, check=False
             )
+            printed: dict[str, object] = json.loads(done.stdout)
         except subprocess.TimeoutExpired:
             raise ToolError(f"headway {arguments[0]} took longer than {LONGEST_S:.0f} s and was ended.") from None
-        if not done.stdout.strip():
-            raise ToolError((done.stderr.strip().splitlines() or ["it ended without an answer"])[-1])
-        printed: dict[str, object] = json.loads(done.stdout)
+        except json.JSONDecodeError:
+            _, _, reason = done.stderr.strip().rpartition("headway: ")
+            raise ToolError(reason or f"headway {arguments[0]} ended without an answer") from None
+        except (OSError, ValueError) as cause:  # no argument of a command: too long, or with a null byte
+            raise ToolError(f"headway {arguments[0]} could not be asked: {cause}") from None
         return printed
 
     @server.tool(structured_output=False)
@@ -65,7 +69,7 @@ def mcp() -> int:
     @server.tool(structured_output=False)
     def plan(run: str = "", allow: str = "") -> str:
         """Predict what each remedy wins for a run. `allow`: result-equivalent, lossy; consents beyond equal results."""
-        return json.dumps(answer("plan", *_named(run), *(["--allow", allow] if allow else [])))
+        return json.dumps(answer("plan", *_named(run), *([f"--allow={allow}"] if allow else [])))
 
     @server.tool(structured_output=False)
     def compare(before: str, after: str) -> str:
@@ -82,8 +86,13 @@ def recorded_runs() -> list[dict[str, str]]:
     rows = []
     for path in sorted(paths, key=started_ns, reverse=True):
         try:
-            script = json.loads((path / "run.json").read_text()).get("script") or []
-        except (OSError, ValueError, AttributeError):  # of several hosts, or damaged: its path is told all the same
+            script = read_json(path / "run.json").get("script") or []
+        except (
+            HeadwayError,
+            OSError,
+            ValueError,
+            AttributeError,
+        ):  # of several hosts, or damaged: its path is told all the same
             script = []
         rows.append({"path": str(path), "script": " ".join(map(str, script))})
     return rows
