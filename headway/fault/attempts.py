@@ -70,12 +70,17 @@ class AttemptTimes:
 
     @classmethod
     def of(cls, run: Run, ledger: Ledger) -> AttemptTimes | None:
-        """Return the times of a run; None without a failure that it came back from. Raises as `book_run` does."""
+        """Return the times of a run; None without a failure that it came back from, or a step that it kept.
+
+        Raises as `book_run` does.
+        """
         rows = run.facts.incidents
         if not any(row.downtime_s is not None for row in rows):
             return None
         book = book_run(run.attempts(), run.facts)
         kept_s, _ = stepped_s(book)
+        if not kept_s:
+            return None
         cold = sum(row.first_step_ns is not None and not row.warm for row in rows)
         saves, spent_s = saves_of(book), ledger.ledger_ns["checkpoint"] / NS_PER_S / max(ledger.devices, 1)
         each_ns = NS_PER_S * max(ledger.devices, 1) * max(cold, 1)

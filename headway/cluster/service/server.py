@@ -286,12 +286,16 @@ class ServiceServer:
     def submit(self, request: SubmitJob, *, at_s: float | None = None) -> ServiceJob:
         """Let a job come, now or later; raises `InputError` on one that can never run."""
         most = max(self.state.engine.cluster.count.tolist())
+        if request.scale < 1:
+            raise InputError(f"--scale is {request.scale}; a job has at least one slot. Pass 1 to {most}.")
         if not 0 <= request.fewest <= request.scale:
             raise InputError(
                 f"--fewest is {request.fewest}; pass 1 to --scale, {request.scale}, or leave it out for exactly that."
             )
-        if not 1 <= (request.fewest or request.scale) <= most:
+        if (request.fewest or request.scale) > most:
             raise InputError(f"scale is {request.scale}; a job has 1 to {most} slots of one type here. Pass --scale 1.")
+        if not request.name.isprintable():
+            raise InputError(f"--name is {request.name!r}; a name is one line of printable text. Pass such a name.")
         if not request.command:
             raise InputError("no script was given. Put it behind --, as in: headway cluster submit -- train.py")
         number = len(self.state.jobs) + 1

@@ -118,7 +118,9 @@ class DeviceTimers:
         self._previous: Any = None  # the last event that was written
         self._last_ns: int | None = None  # its moment by the device; None where what followed it was given up
         self._open_ns = 0  # what lies between its moment and the end of the work that was written
-        self._depth, self._is_ready, self._in_forward = 0, False, False
+        self._depth, self._in_forward = 0, False
+        self.is_ready = False
+        """Whether forward may begin, since a batch came."""
         self.is_reducing = False
         """Whether the end of the backward under way is marked: its host waits for gradients to be reduced."""
         self._reduced: tuple[int, ...] | None = None  # the record of that wait, which is the training thread's
@@ -149,19 +151,19 @@ class DeviceTimers:
 
     def ready(self) -> None:
         """Say that forward may begin: the batch is there."""
-        self._is_ready = True
+        self.is_ready = True
         if not self._must_be_busy():
             # One that comes between a model and a backward was fetched ahead: the forward goes on behind it.
             self._note(FETCHED, self._computed_ns) if self._in_forward else self._note(READY)
 
     def copied(self) -> None:
         """Say that the host waited for a copy to the device: it may have waited until all work before was done."""
-        if self._is_ready:
+        if self.is_ready:
             self._note(COPIED)
 
     def begun(self) -> None:
         """Say that a forward begins: where no batch was seen to come, it may begin now."""
-        if not self._is_ready:
+        if not self.is_ready:
             self.ready()
 
     def replaying(self) -> None:
@@ -171,7 +173,7 @@ class DeviceTimers:
 
     def computed(self) -> None:
         """Say that a model is launched: what the script does before backward begins is no work of the device."""
-        if self._is_ready and self._depth == 0:
+        if self.is_ready and self._depth == 0:
             self._in_forward, self._computed_ns = True, now()
             if self._paused and not self._must_be_busy(self._pause_ns):
                 self._note(COMPUTED)
@@ -213,7 +215,7 @@ class DeviceTimers:
 
     def updated(self) -> None:
         """Say that an update is launched, and write what has passed."""
-        self._is_ready = self._in_forward = False
+        self.is_ready = self._in_forward = False
         self._note(UPDATED)
 
     def add(self, code: int, number: int, begin: Any, end: Any, host_ns: int) -> None:
@@ -393,8 +395,10 @@ class AllTimers:
         self._each(DeviceTimers.copied)
 
     def begun(self) -> None:
-        """Say so to all of them, see `DeviceTimers`."""
-        self._each(DeviceTimers.begun)
+        """Say so to those that no batch has made ready, see `DeviceTimers`."""
+        for timers in self._timers.values():
+            if not timers.is_ready:
+                self.act(timers, DeviceTimers.begun)
 
     def replaying(self) -> None:
         """Say so to all of them, see `DeviceTimers`."""
