@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.core.tracebacks import HEADER
 from headway.runtime.run_folder.exit_class import (
     ADVICE,
     CLASSES,
-    HEADER,
     OomWatch,
     RankEnd,
     advice,

@@ -18,6 +18,7 @@ import pytest
 from headway.catalog import REMEDIES, causes_of
 from headway.core.errors import BarMissedError, InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
+from headway.core.tracebacks import HEADER
 from headway.ledger.answers.causes import Fix, find_causes
 from headway.ledger.answers.compare import RunComparison
 from headway.ledger.answers.evidence import TRY
@@ -30,7 +31,6 @@ from headway.report.figures import verdict
 from headway.report.page.timeline import timeline
 from headway.report.screens import render_compare, render_plan
 from headway.runtime.launching.run_of_ranks import ExitReport
-from headway.runtime.run_folder.exit_class import HEADER
 from headway.sim.whatif import EDITS
 from headway.trace.events.active_settings import AppliedRow
 from headway.trace.events.parts import Parts
@@ -289,7 +289,8 @@ def test_run_why_and_plan_name_one_next_command_where_nothing_applies(predicts, 
         answers.append(json.loads(capsys.readouterr().out.splitlines()[-1])["verdict"]["command"])
 
     assert explained.plan is None or not explained.plan.chosen
-    assert {*answers, next_command(explained)} == {f"headway report {run} -o report.html"}
+    last = next_command(explained.to_json()["verdict"]["command"], explained.source)
+    assert {*answers, last} == {f"headway report {run} -o report.html"}
 
 
 def test_a_plan_with_an_unknown_remedy_is_refused_before_the_run(tmp_path):

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from headway.core.files.planfile import PlanFile, Remedy
+from headway.core.tracebacks import HEADER
 from headway.report.figures import NOT_RESOLVED, NOTHING_PAYS, verdict
-from headway.runtime.run_folder.exit_class import HEADER, RankEnd, failure_text
+from headway.runtime.run_folder.exit_class import RankEnd, failure_text
 from headway.runtime.run_folder.recording import Exit
 from headway.verbs.runs.verdict import next_command, summarise
 from headway.verbs.shared.explain import explain
@@ -64,9 +65,10 @@ def test_a_run_that_did_not_end_well_says_so_before_anything_else(end, said):
 
 def test_after_a_plan_was_applied_the_next_question_is_what_changed():
     explained = explain([Path(BEFORE)])
+    command = explained.to_json()["verdict"]["command"]
 
-    assert next_command(explained) == f"headway plan {BEFORE}"
-    assert next_command(explained, Path("my runs/a")) == f"headway compare 'my runs/a' {BEFORE}"
+    assert next_command(command, explained.source) == f"headway plan {BEFORE}"
+    assert next_command(command, explained.source, Path("my runs/a")) == f"headway compare 'my runs/a' {BEFORE}"
 
 
 def test_the_verdict_of_a_run_advises_no_remedy_that_the_run_found_unfit(tmp_path):

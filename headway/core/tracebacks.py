@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import re
 
-TRACEBACK = "Traceback (most recent call last):"
+HEADER = "Traceback (most recent call last):"
 """The line above the frames; the first line below them that is not indented names the exception."""
 
 LONGEST_MESSAGE = 120
@@ -37,8 +37,8 @@ _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib/python3|^<|^" + re.escape(_R
 
 def raised(traceback: str) -> str:
     """Return the last exception of a traceback in one short line, with the script's line; '' where there is none."""
-    _, _, last = _GROUP.sub("", _STEERING.sub(" ", traceback)).rpartition(TRACEBACK)
-    lines = last.split("\n") if _FRAME.search(last) or TRACEBACK in traceback else []
+    _, _, last = _GROUP.sub("", _STEERING.sub(" ", traceback)).rpartition(HEADER)
+    lines = last.split("\n") if _FRAME.search(last) or HEADER in traceback else []
     said = next((line for line in lines if line[:1].strip()), "").rstrip(". ")
     if not said:
         return ""

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from headway.core.units import NS_PER_S, format_fraction, format_seconds, plural
 from headway.fault.attempts import SCRIPT_SHARE, AttemptTimes
-from headway.fault.remedies import INTERVAL, WARM
+from headway.fault.remedies import FOLLOWS_FAILURES, INTERVAL, WARM
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.cause import Cause
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
@@ -97,7 +97,7 @@ def _interval(times: AttemptTimes) -> Proposal | Refusal:
 def saving_edit(times: AttemptTimes) -> str:
     """Return what to write in the script so that a failure loses less."""
     if times.own_saves:
-        return 'headway.Checkpointer(..., policy=headway.CheckpointPolicy(mode="goodput"))'
+        return FOLLOWS_FAILURES
     return (
         'checkpoint = headway.Checkpointer("checkpoints", model=model, optimizer=optimizer); '
         "step = checkpoint.restore().step or 0; checkpoint.attach(optimizer)"

@@ -10,6 +10,9 @@ from headway.core.remedies import Parameters, Positive, RemedyRecord
 
 WARM, INTERVAL = "fault.warm", "fault.interval"
 
+FOLLOWS_FAILURES = 'headway.Checkpointer(..., policy=headway.CheckpointPolicy(mode="goodput"))'
+"""What a script writes in place of 'fault.interval'."""
+
 
 class GuardParameters(Parameters, frozen=True):
     """Parameters of `fault.guard`."""

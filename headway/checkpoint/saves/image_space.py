@@ -27,7 +27,7 @@ from pathlib import Path
 
 from headway.core.errors import HeadwayError, InputError
 from headway.core.files.private import runtime_directory
-from headway.core.machine.host import host_id
+from headway.core.machine.host import host_id, process_stat
 from headway.core.units import format_bytes
 from headway.core.wire.channel import hold_lock
 from headway.runtime.host.host_memory import host_memory, meminfo, tightest_group
@@ -149,7 +149,7 @@ def _entry(line: str, started: Callable[[int], int | None]) -> _Entry | None:
 def _started_ticks(pid: int) -> int | None:
     """Return when a process was started; None where it has ended."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = process_stat(pid)
     except OSError:
         return None
     return None if fields[0] in "ZX" else int(fields[19])

@@ -31,6 +31,7 @@ from headway.cluster.fork.slots import deal, slot_seconds
 from headway.core.errors import HeadwayError, InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.core.files.private import private_folder, runtime_directory
+from headway.core.machine.host import process_stat
 from headway.core.wire.channel import Channel, Listener
 from headway.core.wire.loop import ServiceLoop
 
@@ -254,7 +255,7 @@ class Fork:
             if pid in by_pid:
                 return by_pid[pid]
             try:
-                pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+                pid = int(process_stat(pid)[1])
             except (OSError, ValueError):
                 break
         raise InputError("no copy of this fork runs in that process. Start copies by: headway cluster fork.")

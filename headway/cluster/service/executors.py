@@ -30,6 +30,7 @@ from typing import Protocol
 from headway.core.errors import HeadwayError
 from headway.core.files.private import private_folder
 from headway.core.files.regular_file import whole_file
+from headway.core.machine.host import process_stat
 from headway.runtime.launching.save_and_leave import SAVES
 from headway.runtime.run_folder.live_feed import LiveFeed
 from headway.trace.events.parquet import StoredTrace
@@ -201,12 +202,8 @@ def recorded_steps(run: Path) -> int:
     for path in (run / "events").glob("a*-r*.parquet"):
         with suppress(HeadwayError, OSError):
             trace = StoredTrace(path).read(columns=["name"])
-            if "step" in trace.names:
-                attempt, count = (
-                    path.name.partition("-")[0],
-                    int((trace.events["name"] == trace.names.index("step")).sum()),
-                )
-                steps[attempt] = max(steps.get(attempt, 0), count)
+            attempt = path.name.partition("-")[0]
+            steps[attempt] = max(steps.get(attempt, 0), int(trace.named("step").sum()))
     return sum(steps.values())
 
 
@@ -293,7 +290,7 @@ class LocalExecutor:
 def _runs(pid: int) -> bool:
     """Say whether a process is there, and has not ended."""
     with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return process_stat(pid)[0] not in "ZX"
     return False
 
 

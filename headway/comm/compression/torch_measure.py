@@ -197,7 +197,7 @@ def main() -> None:
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as beside:
             try:
                 answer = {"collective_s": collective_s(0, store), "rows": measured(names)}
-                write_json(str(Path(path).absolute()), {"schema": SCHEMA, **answer, "path": path})
+                write_json(path, {"schema": SCHEMA, **answer, "path": path})
             finally:
                 beside.kill()
 

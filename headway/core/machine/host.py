@@ -269,6 +269,17 @@ def host_id() -> str:
     return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', socket.gethostname())}-{zlib.crc32(place.encode()):08x}"
 
 
+def process_stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat behind the name: [0] state, [1] parent, [19] start in kernel ticks.
+
+    Raises `OSError` where there is no such process. Its name may be any bytes, brackets and line ends among them.
+
+    >>> int(process_stat(os.getpid())[1]) == os.getppid()
+    True
+    """
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
+
+
 def readable(fd: int, timeout_s: float) -> bool:
     """Whether `fd` has something to read, or its end, within `timeout_s` seconds.
 

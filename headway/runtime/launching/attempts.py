@@ -15,10 +15,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from headway.core.machine.beside import say_beside
+from headway.core.tracebacks import HEADER
 from headway.runtime.launching.agent import Group, RankProcess, RankSpec, Signals
 from headway.runtime.launching.supervision import Failure, RunSupervisor, supervisor_of
 from headway.runtime.run_folder.exit_class import (
-    HEADER,
     OomWatch,
     RankEnd,
     classify,

@@ -343,7 +343,7 @@ def write_json(path: str, content: object) -> None:
 
 def write_whole(path: str, text: str) -> None:
     """Do so with a text."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     half = f"{path}.{os.getpid()}"
     with open(half, "w", encoding="utf-8") as file:
         file.write(text)

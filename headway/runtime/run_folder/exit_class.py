@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from headway.core.tracebacks import raised
+from headway.core.tracebacks import HEADER, raised
 
 if TYPE_CHECKING:
     from headway.runtime.run_folder.recording import Exit
@@ -62,8 +62,6 @@ BLAME: Final = ("user", "oom", "hang", "infra", "preempted", "ok")
 FAILED_AT_EXIT: Final = "failed_at_exit"
 """Fact that a remedy notes in RUN/applied when work of the script's failed after its last line: a rank that left with
 0 has failed all the same."""
-
-HEADER = "Traceback (most recent call last):"
 
 _RANK = re.compile(r"^\[rank\d+\]:(?: |$)")
 """What torch's excepthook puts before each line once a process group exists."""

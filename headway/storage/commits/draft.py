@@ -29,7 +29,7 @@ import msgspec
 from headway.core.errors import DamageError, HeadwayError, InputError
 from headway.core.files.bounded_json import read_json
 from headway.core.files.private import check_inside, remove_tree
-from headway.core.machine.host import host_id
+from headway.core.machine.host import host_id, process_stat
 from headway.storage.stored.digests import Digested, pack_digests
 from headway.storage.stored.durable import make_folder, sync_folder, write_durably
 from headway.storage.stored.manifest import DIGESTS_FILE, MANIFEST, TWIN, RankManifest, encode, rank_folder, read_record
@@ -163,7 +163,7 @@ def _birth(pid: int) -> str | None:
     Not the time of day, which a correction of the clock moves.
     """
     try:
-        facts = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
+        facts = process_stat(pid)
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return None

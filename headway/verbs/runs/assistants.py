@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 from headway.core.errors import HeadwayError, InputError
 from headway.core.files.bounded_json import read_json
-from headway.runtime.run_folder.recording import RUNS
-from headway.trace.recording.runs import is_run
-from headway.verbs.shared.source import started_ns
+from headway.verbs.shared.source import recorded_runs
 
 LONGEST_S = 600.0
 """How long a tool may take."""
@@ -59,7 +58,7 @@ def mcp() -> int:
     @server.tool(structured_output=False)
     def runs() -> str:
         """List the recorded runs of this folder, the newest first: path and script of each."""
-        return json.dumps({"schema": "headway.runs/1", "runs": recorded_runs()})
+        return json.dumps({"schema": "headway.runs/1", "runs": [_row(run) for run in recorded_runs()]})
 
     @server.tool(structured_output=False)
     def why(run: str = "") -> str:
@@ -80,22 +79,13 @@ def mcp() -> int:
     return 0
 
 
-def recorded_runs() -> list[dict[str, str]]:
-    """Return `path` and `script` of the runs of this folder, the newest first."""
-    paths = [path for path in RUNS.iterdir() if is_run(path)] if RUNS.is_dir() else []
-    rows = []
-    for path in sorted(paths, key=started_ns, reverse=True):
-        try:
-            script = read_json(path / "run.json").get("script") or []
-        except (
-            HeadwayError,
-            OSError,
-            ValueError,
-            AttributeError,
-        ):  # of several hosts, or damaged: its path is told all the same
-            script = []
-        rows.append({"path": str(path), "script": " ".join(map(str, script))})
-    return rows
+def _row(run: Path) -> dict[str, str]:
+    """Return `path` and `script` of a run; without its script where it is of several hosts, or damaged."""
+    try:
+        script = read_json(run / "run.json").get("script") or []
+    except (HeadwayError, OSError, ValueError, AttributeError):
+        script = []
+    return {"path": str(run), "script": " ".join(map(str, script))}
 
 
 def _named(run: str) -> list[str]:

@@ -119,7 +119,8 @@ def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as
         if before is None and baseline is not None:
             notes.append(f"Nothing is measured: {baseline}, of which the plan was made, is no run any more. "
                          "--baseline RUN names another.")  # fmt: skip
-        why, command = explanation.to_json(), next_command(explanation, before)
+        why = explanation.to_json()
+        command = next_command(why["verdict"]["command"], explanation.source, before)
     except HeadwayError as reason:
         notes.append(f"Nothing to account for: {reason if not report.problems else report.problems[0]}")
     except Exception as fault:  # our fault, and the job is done: its exit code stands

@@ -97,8 +97,6 @@ def applied_rows(
     return rows
 
 
-def next_command(explanation: Explanation, baseline: Path | None = None) -> str:
-    """Return what to type after a run: with a `baseline` what compares the two; else what `why` and `plan` say."""
-    if baseline is not None:
-        return shlex.join(["headway", "compare", str(baseline), explanation.source])
-    return str(explanation.to_json()["verdict"]["command"])
+def next_command(command: str, source: str, baseline: Path | None = None) -> str:
+    """Return what to type after the run `source`: what compares it with a `baseline`; else the verdict's `command`."""
+    return command if baseline is None else shlex.join(["headway", "compare", str(baseline), source])

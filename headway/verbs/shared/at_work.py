@@ -13,7 +13,9 @@ import threading
 import time
 from collections.abc import Iterator
 
+from headway.core.machine.beside import say_beside
 from headway.core.machine.hidden_thread import HiddenThread
+from headway.report.paper import screen_of
 
 LONG = frozenset({
     "plan", "why", "report", "whatif", "compare", "doctor", "comm bench", "comm options", "comm strategy",
@@ -26,7 +28,8 @@ LONG = frozenset({
 FIRST_S, TURN_S, LINE_S = 1.0, 0.25, 10.0
 """When a terminal is told first, how often its line moves, and how often a line is written elsewhere."""
 
-FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+FRAMES, ASCII_FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\"
+"""What turns before the line."""
 
 
 class _Line:
@@ -43,25 +46,20 @@ class _Line:
 
     def _tell(self) -> None:
         begin, terminal, turn = time.monotonic(), self._terminal, 0
+        frames = FRAMES if screen_of(sys.stderr)["unicode"] else ASCII_FRAMES
         if self.ended.wait(FIRST_S if terminal else LINE_S):
             return
         while True:
             spent_s = time.monotonic() - begin
             if terminal:
-                _write(f"{CLEAR}{FRAMES[turn % len(FRAMES)]} headway {self.verb}  {spent_s:.0f} s")
+                say_beside(f"{CLEAR}{frames[turn % len(frames)]} headway {self.verb}  {spent_s:.0f} s")
             else:
-                _write(f"headway: {self.verb} has worked for {spent_s:.0f} s\n")
+                say_beside(f"headway: {self.verb} has worked for {spent_s:.0f} s\n")
             turn += 1
             if self.ended.wait(TURN_S if terminal else LINE_S):
                 break
         if terminal:
-            _write(CLEAR)
-
-
-def _write(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-        sys.stderr.write(text)
-        sys.stderr.flush()
+            say_beside(CLEAR)
 
 
 CLEAR = "\r\033[2K"

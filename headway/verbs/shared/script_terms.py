@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from headway.fault.remedies import FOLLOWS_FAILURES
 from headway.plan.proposal import Proposal
 from headway.trace.recording.run_facts import outcomes_of
 
@@ -30,9 +31,7 @@ OF_REMEDY: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "data.cache": lambda given: call("headway.data.DataLoader", {"cache_bytes": given.get("bytes")}, "cache_bytes"),
     "data.server": lambda given: call("headway.data.DataLoader", {"server": "auto"}, "server"),
     "fault.warm": lambda given: "",  # a launcher's
-    "fault.interval": lambda given: (
-        'headway.Checkpointer(..., policy=headway.CheckpointPolicy(mode="goodput"))'
-    ),
+    "fault.interval": lambda given: FOLLOWS_FAILURES,
     "cluster.fork": lambda given: "",  # a launch, not a line of the script: headway cluster fork -- SCRIPT
     "comm.bucket": lambda given: call(
         "DistributedDataParallel", {"bucket_cap_mb": given.get("bucket_mb")}, "bucket_cap_mb"

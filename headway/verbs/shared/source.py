@@ -12,18 +12,23 @@ from headway.trace.recording.runs import Run, is_run
 
 def newest_run() -> Path:
     """Return the newest run folder of this directory. Raises `InputError` when there is none."""
-    runs = [path for path in RUNS.iterdir() if is_run(path)] if RUNS.is_dir() else []
+    runs = recorded_runs()
     if not runs:
         raise InputError(
             f"there is no run in {RUNS.resolve()}. Record one with: headway run -- train.py, or name a run."
         )
-    return max(runs, key=started_ns)
+    return runs[0]
+
+
+def recorded_runs() -> list[Path]:
+    """Return the run folders of this directory, the newest first."""
+    runs = [path for path in RUNS.iterdir() if is_run(path)] if RUNS.is_dir() else []
+    return sorted(runs, key=started_ns, reverse=True)
 
 
 def recorded() -> str:
     """Say which runs this directory has, the newest first: 'There are headway-runs/train-2, headway-runs/train-1.'"""
-    runs = [path for path in RUNS.iterdir() if is_run(path)] if RUNS.is_dir() else []
-    names = [str(path) for path in sorted(runs, key=started_ns, reverse=True)]
+    names = list(map(str, recorded_runs()))
     if not names:
         return f"There is none in {RUNS}: record one with headway run -- train.py."
     more = f" and {len(names) - MOST_NAMED} older ones" if len(names) > MOST_NAMED else ""
