@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from headway.ledger.answers.causes import find_causes
-from headway.ledger.answers.growth_causes import BLOCKS, rising
 from headway.ledger.answers.ledger import Ledger
+from headway.ledger.growth import BLOCKS, rising
 from headway.trace.recording.host_series import HostSeries
 from tests.paths import ROOT
 from tests.runs_made import MS, RunMaker

@@ -80,6 +80,27 @@ def test_from_its_first_work_on_a_device_is_useful_only_while_it_is_at_work():
     assert named(step_ns[0]) == {"unknown": 20, "useful": 30 + 20, "input": 15, "host": 5 + 10}
 
 
+def test_the_share_of_computing_without_a_core_is_no_useful_time():
+    def marks(*rows):
+        return np.concatenate(
+            [record("host.cpu", when * MS, 0, a=cpu * MS, b=waited * MS) for when, cpu, waited in rows]
+        )
+
+    rows = [record("forward", 0, 3000 * MS), record("input.next", 2000 * MS, 400 * MS)]
+    one = window(0, [1000 * MS, 3000 * MS], rows)
+    # A quarter without a core up to 1,000 ms, half of it from there on, and behind the last mark as in front of it.
+    marked = replace(one, marks=marks((0, 0, 0), (1000, 600, 200), (2000, 1000, 600)))
+    ((_, _, step_ns),) = book_windows([marked])
+
+    assert named(step_ns[0]) == {"useful": 750 * MS, "host": 250 * MS}
+    assert named(step_ns[1]) == {"useful": 800 * MS, "input": 400 * MS, "host": 800 * MS}
+    for nothing in (marks((0, 0, 0)), marks((0, 0, 0), (1000, 600, -1))):
+        ((_, _, step_ns),) = book_windows([replace(one, marks=nothing)])
+        assert named(step_ns[1]) == {"useful": 1600 * MS, "input": 400 * MS}
+    ((_, _, step_ns),) = book_windows([replace(marked, device_ns=0)])  # a device computes without a core of the host
+    assert "useful" not in named(step_ns[1])
+
+
 def test_a_wait_is_the_stragglers_until_it_arrives_and_communication_after():
     waits = [record("comm.wait", start, 90 - start, a=0, b=5) for start in (20, 50, 70)]
     booked = book_windows([window(rank, [100], [wait]) for rank, wait in enumerate(waits)])

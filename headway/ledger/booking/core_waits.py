@@ -9,6 +9,8 @@ thread computed, in proportion to its duration:
     no core             150              300                50
 
 Waiting inside a load of the training thread is known by itself (`input.cpu_wait`) and left out. Times in int64 ns.
+
+While the run goes on, nothing is known behind the last mark: `shares_from` gives it the share of the last span.
 """
 
 from __future__ import annotations
@@ -39,11 +41,31 @@ def marks(rows: RankRows) -> tuple[Ints, Ints]:
     waited = rows.column("seq", picked)
     if len(picked) < 2 or bool((waited < 0).any()):
         return picked[:0], picked[:0]
-    moment_ns, chosen = rows.start_ns[picked], [0]
-    for index in range(1, len(picked)):
-        if moment_ns[index] - moment_ns[chosen[-1]] >= SPAN_NS or index == len(picked) - 1:
-            chosen.append(index)
+    moment_ns = rows.start_ns[picked]
+    chosen = _spaced(moment_ns)
     return moment_ns[chosen], waited[chosen]
+
+
+def _spaced(moment_ns: Ints) -> list[int]:
+    """Return which of the sorted instants are at least `SPAN_NS` apart; the first and the last one always are."""
+    chosen = [0]
+    for index in range(1, len(moment_ns)):
+        if moment_ns[index] - moment_ns[chosen[-1]] >= SPAN_NS or index == len(moment_ns) - 1:
+            chosen.append(index)
+    return chosen
+
+
+def shares_from(moment_ns: Ints, cpu_ns: Ints, waited: Ints) -> tuple[Ints, NDArray[np.float64]]:
+    """Return [k] instants, and [k] for how much of its computing from each on the thread had no core (none: unknown).
+
+    `moment_ns`, `cpu_ns` and `waited` [n] are marks in order: when, the thread's CPU time so far, and what it waited.
+    """
+    if len(moment_ns) < 2 or bool((waited < 0).any()):
+        return moment_ns[:0], np.zeros(0)
+    chosen = _spaced(moment_ns)
+    spent, delayed = np.diff(cpu_ns[chosen]), np.diff(waited[chosen])
+    share = np.clip(delayed / np.maximum(spent + delayed, 1), 0.0, MOST_WAITING)
+    return moment_ns[chosen], np.append(share, share[-1])
 
 
 def without_core(rows: RankRows, marked_ns: Ints, waited: Ints, pieces: Pieces, sub: Ints) -> Ints:

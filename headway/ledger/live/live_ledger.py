@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.ledger.buckets import BUCKETS
+from headway.ledger.growth import slower
 from headway.ledger.live.live_rank import LEARNING, BookingWindow, LiveRank, Records, RingFacts
 from headway.ledger.live.live_sweep import book_windows
 from headway.trace.events.sweep import Ints
@@ -138,6 +139,9 @@ class LiveFigures:
     charted: tuple[str, ...] = ()
     """Buckets with time in the booked steps of this attempt; empty before the first of them."""
 
+    slower: float = 1.0
+    """How many times as long steps take now as at the start of this attempt; 1 where they do not get slower."""
+
     @property
     def devices(self) -> int:
         """Devices that the account is about."""
@@ -232,6 +236,10 @@ class StepSeries:
         # Half of the steps at once, so that forgetting costs a copy once in many steps.
         if end * len(self.step_s) > self.limit:
             self._forget(end // 2)
+
+    def lengths(self, rank: int) -> NDArray[np.float32]:
+        """Return the seconds of a rank's steps behind the first one; NaN where nothing was booked."""
+        return self.step_s.get(rank, np.zeros(0, np.float32))[0 if self.first else 1 :]
 
     def _forget(self, count: int) -> None:
         self.first += count
@@ -333,6 +341,7 @@ class LiveLedger:
                 step_sum_s=self._sum_ns / 1e9,
                 by_device=any(rank.device_ns >= 0 for rank in ranks),
                 charted=tuple(name for name, used in zip(BUCKETS, self._series.used.tolist(), strict=True) if used),
+                slower=slower(self._series.lengths(slowest.rank)) if slowest else 1.0,
             )
 
     def series(self) -> LiveSeries:

@@ -155,7 +155,7 @@ STEP, WAIT, SAVE, LOAD = (
     SPANS[name].code for name in ("optimizer.step", "comm.wait", "checkpoint.save", "checkpoint.load")
 )
 SNAPSHOT, COMMIT, RESTORE = (SPANS[f"checkpoint.{name}"].code for name in ("snapshot", "commit", "restore"))
-DEVICE_WORK = SPANS["device.work"].code
+DEVICE_WORK, CPU_MARK = SPANS["device.work"].code, SPANS["host.cpu"].code
 TIMED = tuple(SPANS[name].code for name in BY_EVENTS)
 LEARNING = tuple(SPANS[name].code for name in ("optimizer.step", "segment.backward", "segment.grad"))
 """Codes that only a thread that trains writes."""
@@ -231,6 +231,9 @@ class BookingWindow:
     device_ns: int = -1
     """From when on records tell when the rank's device was at work; -1 = none did."""
 
+    marks: Records = field(default_factory=lambda: np.zeros(0, RECORD_DTYPE))
+    """[k] Marks of CPU time and of waiting for a core: the two before the window, and all later ones so far."""
+
 
 @dataclass(slots=True)
 class LiveRank:
@@ -291,6 +294,8 @@ class LiveRank:
     _given_up: dict[int, int] = field(default_factory=dict)
     _ends: list[Ints] = field(default_factory=list)
     _recent: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    _marks: Records = field(default_factory=lambda: np.zeros(0, RECORD_DTYPE))
+    """The last two marks of CPU time before `booked_ns`."""
 
     def __post_init__(self) -> None:
         self.last_ns = self.from_ns
@@ -368,6 +373,8 @@ class LiveRank:
         high, low, first = int(ends[-1]), self.booked_ns, self.booked_steps
         held = np.concatenate(self._held)
         end_ns = held["start_ns"] + held["duration_ns"]
+        marks = np.concatenate([self._marks, held[held["code"] == CPU_MARK]])
+        self._marks = marks[marks["start_ns"] <= high][-2:]
         self._held = [held[end_ns > high]]
         records = held[(held["start_ns"] < high) & (end_ns > low)]
         lengths = np.diff(ends, prepend=low)
@@ -378,7 +385,7 @@ class LiveRank:
         self._note_saves(records[(records["start_ns"] >= low) | (first == 0)], first, ends)
         self.booked_ns, self.booked_steps = high, first + count
         given_up = sum(self._given_up.pop(step) for step in list(self._given_up) if step < self.booked_steps)
-        return BookingWindow(self.rank, first, low, ends, records, given_up, self.device_ns)
+        return BookingWindow(self.rank, first, low, ends, records, given_up, self.device_ns, marks)
 
     def _note_saves(self, records: Records, first: int, ends: Ints) -> None:
         """See what was saved in a window that begins with step `first` and whose steps end at `ends`."""

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.ledger.booking import core_waits
 from headway.ledger.booking.arrivals import COLLECTIVES, MESSAGES, last_arrivals, meetings
 from headway.ledger.booking.rows import NAME_ID, RankRows
 from headway.ledger.booking.timeline import GAP_PRECEDENCE, checkpoint_gaps
@@ -86,9 +87,10 @@ def book_windows(
         for (_, own_spans), lower, upper, moved in zip(found, low, high, shift, strict=True)
         for edges in own_spans
     ]
+    without_from, without_share = _core_shares(windows, base)
     pieces = sweep(
         start + shift[which], end + shift[which], _PRECEDENCE[code], window=(0, int(base[-1])),
-        cuts=np.concatenate([cuts, *spans]),
+        cuts=np.concatenate([cuts, without_from, *spans]),
     )  # fmt: skip
     step = np.searchsorted(cuts, pieces.start_ns, side="right")
     owner, duration = pieces.row, pieces.duration_ns
@@ -109,14 +111,35 @@ def book_windows(
     late = _late_ns(pieces.start_ns, duration, owner, code, arrival_ns + shift[which])
     waits = np.flatnonzero(late)
     messages = _IS_MESSAGE[code[owner[waits]]]
+    # Where the training thread is the device, it computes only while it has a core.
+    share = without_share[np.searchsorted(without_from, pieces.start_ns, side="right") - 1]
+    no_core = np.rint(np.where((bucket == _USEFUL) | (bucket == _EVAL), duration * share, 0)).astype(np.int64)
     steps_ns = np.zeros((len(cuts), len(BUCKETS)), np.int64)
-    np.add.at(steps_ns, (step, bucket), duration - late)
+    np.add.at(steps_ns, (step, bucket), duration - late - no_core)
+    np.add.at(steps_ns, (step, np.full(len(step), _HOST)), no_core)
     np.add.at(steps_ns, (step[waits], np.where(messages, _BUBBLE, _STRAGGLER)), late[waits])
     place = 0
     for window, lower in zip(windows, low.tolist(), strict=True):
         count = len(window.ends_ns)
         yield window, np.diff(window.ends_ns, prepend=lower), steps_ns[place : place + count]
         place += count
+
+
+def _core_shares(windows: Sequence[BookingWindow], base: Ints) -> tuple[Ints, NDArray[np.float64]]:
+    """Return instants on the common axis, and the share of computing without a core from each on.
+
+    `base` [windows + 1] is where each window begins there, and the end. 0 before a window's first mark, and where a
+    device tells when it was at work.
+    """
+    instants: list[NDArray[np.int64]] = []
+    shares: list[NDArray[np.float64]] = []
+    for window, begin, end in zip(windows, base[:-1].tolist(), base[1:].tolist(), strict=True):
+        marks = window.marks if window.device_ns < 0 else window.marks[:0]
+        columns = [marks[name].astype(np.int64) for name in ("start_ns", "a", "b")]
+        moment_ns, share = core_waits.shares_from(*columns)
+        instants += [np.array([begin]), np.clip(moment_ns - window.low_ns + begin, begin, end)]
+        shares += [np.zeros(1), share]
+    return np.concatenate(instants), np.concatenate(shares)
 
 
 def _late_ns(start: Ints, duration: Ints, owner: Ints, code: NDArray[np.uint16], arrival: Ints) -> Ints:

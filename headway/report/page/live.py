@@ -180,6 +180,7 @@ def _now(view: LiveView) -> str:
     if figures is not None:
         parts = [f"step {count(figures.steps)}"] if figures.steps else []
         parts += [f"{format_rate(figures.steps_per_s)} steps/s"] if figures.steps_per_s else []
+        parts += [f"steps take {figures.slower:g}x as long as at first"] if figures.slower > 1 else []
         training = sum(rank.begun and not rank.ended for rank in figures.ranks)
         parts += [f"{training} of {plural(figures.devices, 'rank')} training"]
         parts += [f"attempt {figures.attempt + 1}"] if figures.attempt else []
