@@ -133,6 +133,7 @@ class RunMaker:
     """Whether loads hold the interpreter's lock: a worker hands a batch over only when its next load ends."""
     fetch_ns: Cost = 0
     cpu_wait_ns: Cost = 0
+    acts: bool = False
     prep_ns: Cost = 0
     collate_ns: Cost = 0
     transfer_ns: Cost = MS // 10
@@ -263,10 +264,11 @@ class RunMaker:
         """Run the model on examples that it does not learn from."""
         duration_ns = self._cost(self.evaluation_ns, state, step)
         if duration_ns:
-            state.rows.add("eval", state.now_ns, duration_ns, corr=0, seq=0)
+            state.rows.add("eval", state.now_ns, duration_ns, corr=0, seq=2 * self.acts)
             state.now_ns += duration_ns - duration_ns // 2
-            self._book("eval.other", duration_ns - duration_ns // 2)
-            self._spend(state, "forward", duration_ns // 2, step, "eval.forward", corr=0, seq=0)
+            of_forward, other = ("eval.rollout",) * 2 if self.acts else ("eval.forward", "eval.other")
+            self._book(other, duration_ns - duration_ns // 2)
+            self._spend(state, "forward", duration_ns // 2, step, of_forward, corr=0, seq=0)
 
     def _finish_step(self, state: _Rank, step: int, last_ns: int) -> None:
         """Wait for the last rank, reduce, update."""

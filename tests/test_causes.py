@@ -55,6 +55,7 @@ FAULTS: dict[str, RunMaker] = {
     "host.script": RunMaker(**QUIET, script_ns=9 * MS),
     "host.recording": RunMaker(**QUIET, recording_ns=lambda rank, step: 90 * MS * (step % 20 == 9)),
     "eval": RunMaker(**QUIET, evaluation_ns=lambda rank, step: 120 * MS * (step % 10 == 9)),
+    "rollout": RunMaker(**QUIET, acts=True, evaluation_ns=lambda rank, step: 120 * MS * (step % 10 == 9)),
 }
 """Cause -> a job that has it and nothing else worth naming."""
 
@@ -106,6 +107,7 @@ def test_the_seconds_lost_are_those_of_the_truth(name):
         "host.script": sub.get("host.script", 0),
         "host.recording": sub.get("host.recording", 0) + truth.get("straggler", 0),
         "eval": truth.get("eval", 0) + truth.get("straggler", 0),
+        "rollout": sub.get("eval.rollout", 0) + truth.get("straggler", 0),
     }[name]
 
     first = find_causes(Ledger.of(made))[0]

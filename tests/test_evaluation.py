@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.runtime.script.compute_facts import model_facts
 from headway.trace.events.intervals import inside, merged, without
 from headway.trace.recording import gaps as gap_rows
-from headway.trace.recording.basis import LEARNS, basis_of, evaluations, gradients_of, mark_learning
+from headway.trace.recording.basis import LEARNS, ROLLOUT, basis_of, evaluations, gradients_of, mark_learning
 from tests.training_rows import Thread
 
 
@@ -150,6 +152,30 @@ def test_rollouts_of_the_trained_model_are_evaluation():
         thread.train(2)
 
     assert spans(thread) == (expected, 6)
+    rows = thread.rows()
+    gradients = gradients_of(rows)
+    mark_learning(rows, gradients, basis_of(rows))
+    assert evaluations(rows, gradients, acts=True).seq.tolist() == [ROLLOUT] * 3
+
+
+def test_a_policy_that_is_tested_on_a_loader_or_in_eval_mode_does_not_act():
+    thread = Thread()
+    for step in range(4):
+        thread.train(2)
+        if step % 2:
+            thread.mode(training=False)
+            thread.forward(grad=False, training=False)
+            thread.mode(training=True)
+        else:
+            thread.batch(1)
+            thread.forward(grad=False)
+            thread.batch(1, seq=-1)
+    thread.train(1)
+    rows = thread.rows()
+    gradients = gradients_of(rows)
+    mark_learning(rows, gradients, basis_of(rows))
+
+    assert evaluations(rows, gradients, acts=True).seq.tolist() == [0] * 4
 
 
 def test_micro_batches_that_wait_for_their_backward_learn():
@@ -268,3 +294,18 @@ def test_sets_of_time_agree_with_moments_counted_one_by_one(one, other):
     assert moments(a) == {m for begin, length in one for m in range(begin, begin + length)}
     assert moments(without(a, b)) == moments(a) - moments(b)
     assert [m for m in range(40) if inside(np.array([m]), a)[0]] == sorted(moments(a))
+
+
+def test_a_model_whose_caller_draws_actions_and_takes_their_log_prob_acts():
+    model, states = torch.nn.Linear(4, 2), torch.randn(3, 4)
+
+    def policy():
+        actions = torch.distributions.Categorical(logits=model(states))
+        facts = model_facts(model, (states,))
+        return facts["acts"], actions.log_prob(actions.sample())
+
+    def classifier():
+        return model_facts(model, (states,))["acts"], model(states)
+
+    assert policy()[0]
+    assert not classifier()[0]

@@ -42,6 +42,7 @@ SUB_LINES: dict[str, str] = {
     "eval.forward": "forward passes of evaluation",
     "eval.input": "evaluation waited for its loader",
     "eval.other": "the rest of evaluation: metrics, generation, copies",
+    "eval.rollout": "a policy acted in its environment: forwards without gradients, and the environment's steps",
     "input.fetch": "the awaited batch was blocked on storage, network or sleep",
     "input.cpu_wait": "the awaited batch's worker was runnable but had no core",
     "input.prep": "the awaited batch's worker computed: dataset code and collate",

@@ -435,6 +435,7 @@ CAUSE_PHRASES: dict[str, str] = {
     "straggler.sequence": "sequence-length imbalance",
     "straggler.rank": "a slow rank",
     "host.cpu_wait": "waiting for a CPU core",
+    "rollout": "a policy that acts in its environment",
     "host.gc": "garbage collection",
     "host.script": "the script's own code between steps",
     "host.logging": "logging",

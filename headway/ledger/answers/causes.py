@@ -38,7 +38,15 @@ from headway.ledger.answers.evidence import (
 from headway.ledger.answers.growth_causes import memory_grows, steps_grow
 from headway.ledger.answers.input_causes import input_fetch, input_prep, input_repeats, input_start, input_transfer
 from headway.ledger.answers.ledger import Ledger
-from headway.ledger.answers.script_causes import BUSY, bubble, evaluation, host_cpu_wait, host_recording, host_script
+from headway.ledger.answers.script_causes import (
+    BUSY,
+    bubble,
+    evaluation,
+    host_cpu_wait,
+    host_recording,
+    host_script,
+    rollout,
+)
 from headway.ledger.buckets import BUCKETS
 from headway.ledger.cause import Cause, ranked
 
@@ -421,6 +429,7 @@ RULES: dict[str, Callable[[Ledger], list[Cause]]] = {
     "input.transfer": input_transfer,
     "input.start": input_start,
     "eval": evaluation,
+    "rollout": rollout,
     "host.script": host_script,
     "host.cpu_wait": host_cpu_wait,
     "comm.exposed": _comm_exposed,

@@ -114,10 +114,11 @@ def host_recording(ledger: Ledger) -> list[Cause]:
 
 def evaluation(ledger: Ledger) -> list[Cause]:
     """Evaluation of the model: its forwards, its loaders, its metrics."""
-    own, waited = ledger.ledger_ns["eval"] / NS_PER_S, blamed_s(ledger, "eval")
+    acted = share_of(ledger, "eval", "eval.rollout")
+    own, waited = ledger.ledger_ns["eval"] / NS_PER_S * (1 - acted), blamed_s(ledger, "eval", 1 - acted)
     parts = {"forward": "forward passes", "input": "waiting for its loader", "other": "the rest"}
     seconds = {text: booked_s(ledger, f"eval.{part}") for part, text in parts.items()}
-    count = span_of(ledger, "eval").count
+    count = 0 if acted else span_of(ledger, "eval").count  # spans of both kinds are counted together
     split = ", ".join(f"{text} {format_seconds(took)}" for text, took in seconds.items() if took)
     mean = f"{mean_of(own, count)}, {format_seconds(own)} in all" if count > 1 else format_seconds(own)
     evidence = f"{counted(count, 'evaluation')} took {mean} ({split})"
@@ -133,6 +134,16 @@ def evaluation(ledger: Ledger) -> list[Cause]:
     hint = hint_of("eval", state)
     found = replace(found, where=where_of(facts), fix=hint.fix(state), script=hint.edit(state))
     return [replace(found, line=facts.place, library=facts.library)]
+
+
+def rollout(ledger: Ledger) -> list[Cause]:
+    """A policy that acts in its environment while nothing is learned."""
+    acted = booked_s(ledger, "eval.rollout")
+    waited = blamed_s(ledger, "eval", share_of(ledger, "eval", "eval.rollout"))
+    steps = max(ledger.steps * ledger.devices, 1)
+    evidence = f"the policy acted in its environment for {mean_of(acted, steps)} update, without learning"
+    fix = "step several environments at once (a vectorised one, or processes), or act in a process of its acted"
+    return [Cause("rollout", "training loop", acted + waited, evidence + also_waited(waited), fix)] if acted else []
 
 
 def bubble(ledger: Ledger) -> list[Cause]:

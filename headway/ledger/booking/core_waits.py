@@ -30,7 +30,11 @@ MOST_WAITING = 0.95
 """Of what a thread computed, at most this share was waiting: it did compute."""
 
 COMPUTES = np.array(
-    [bucket_of_sub(sub) == "useful" or sub in ("host.script", "host.gc", "eval.forward", "eval.other") for sub in SUBS]
+    [
+        bucket_of_sub(sub) == "useful"
+        or sub in ("host.script", "host.gc", "eval.forward", "eval.other", "eval.rollout")
+        for sub in SUBS
+    ]
 )
 """[len(SUBS)] Whether the thread computes, and is not blocked, in a sub-line."""
 

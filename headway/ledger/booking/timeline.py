@@ -33,6 +33,7 @@ from headway.ledger.buckets import (
 from headway.trace.events.intervals import Intervals, inside, merged
 from headway.trace.events.sweep import Ints, Pieces, sweep
 from headway.trace.events.vocabulary import BY_EVENTS
+from headway.trace.recording.basis import ROLLOUT
 from headway.trace.recording.segments import ON_DEVICE
 
 # What the training thread was doing where no recorded name says so: evaluation, and the phases of a step.
@@ -46,9 +47,11 @@ from headway.trace.recording.segments import ON_DEVICE
 # `host.recording` takes that out of the script's time. Times are int64 ns.
 
 
-def evaluations_of(rows: RankRows) -> Intervals:
-    """Return when the training thread evaluated, as sorted disjoint intervals."""
+def evaluations_of(rows: RankRows, *, of_rollouts: bool = False) -> Intervals:
+    """Return when the training thread evaluated, as sorted disjoint intervals; or only when a policy acted."""
     picked = rows.of("eval")
+    if of_rollouts:
+        picked = picked[rows.column("seq", picked) == ROLLOUT]
     return merged(rows.start_ns[picked], rows.end_ns[picked])
 
 
@@ -174,7 +177,7 @@ def _book_startup(sheet: RankAccount, rows: RankRows, life: RankLifetime, bucket
     name = np.append(rows.name[picked], -1)[pieces.row]
     sub = _swap("startup", bucket)[_STARTUP_TABLE.sub[name]]
     evaluates = inside(pieces.start_ns, evaluations) & ~np.isin(name, [NAME_ID[known] for known in STARTUP_OF])
-    sub = np.where(evaluates, _EVALUATION_SUB[name], sub)
+    sub = np.where(evaluates, _evaluation_sub(rows, name, pieces), sub)
     book_evaluation(sheet, rows, pieces, np.where(evaluates, np.append(picked, -1)[pieces.row], -1))
     sheet.book_all(sub, np.zeros(len(sub), np.int64), pieces.duration_ns)
 
@@ -215,7 +218,7 @@ def _book_steps(sheet: RankAccount, rows: RankRows, life: RankLifetime, *, resta
         sub = np.where(_IS_COMPUTE[sub], np.where(since, SUB_CODE["host.launch"], SUB_CODE["unknown.device"]), sub)
         sub = np.where(by_device, phase_of(pieces.start_ns, phases), sub)
     evaluates = inside(pieces.start_ns, evaluations) & (_IN_EVALUATION[name] | over | (owner == -1) | _IS_USEFUL[sub])
-    sub = np.where(evaluates, _EVALUATION_SUB[name], sub)
+    sub = np.where(evaluates, _evaluation_sub(rows, name, pieces), sub)
     sub = np.where(owner == GAP, SUB_CODE["checkpoint.persist"], sub)
     if restarted:
         sub = _swap("startup", "restart")[sub]
@@ -280,6 +283,12 @@ class _Table:
 
     sub: Ints
     precedence: Ints
+
+
+def _evaluation_sub(rows: RankRows, name: Ints, pieces: Pieces) -> Ints:
+    """Return [n] the sub-line of each piece, of what bears a name, if it lies inside an evaluation."""
+    acting = inside(pieces.start_ns, evaluations_of(rows, of_rollouts=True))
+    return np.where(acting, SUB_CODE["eval.rollout"], _EVALUATION_SUB[name])
 
 
 def _as_table(bookings: Mapping[str, Booking], otherwise: str) -> _Table:

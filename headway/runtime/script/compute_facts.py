@@ -6,8 +6,10 @@ None of it starts a driver or waits for a device: flags and shapes only. The ans
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from headway.core.machine.interruptions import suppress_own
@@ -19,6 +21,12 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
     from torch.optim import Optimizer
+
+ENVIRONMENTS = frozenset({"gymnasium", "gym", "envpool", "pettingzoo", "ale_py", "procgen", "vizdoom", "dm_control"})
+"""Modules of environments that policies act in."""
+
+FRAMES = 16
+"""Callers of a model that are looked at."""
 
 MOST = 8
 """Models and optimizers that are noted: a script that makes more of them in a loop has seen to it itself."""
@@ -45,7 +53,22 @@ def model_facts(module: Module, arguments: Iterable[object]) -> Row:
         "is_compiled": hasattr(module, "_orig_mod") or module._compiled_call_impl is not None,
         "num_convolution_weights": len(weights),
         "num_channels_last": sum(_is_channels_last(weight) for weight in weights),
+        "acts": _acts(sys._getframe(1)),
     }
+
+
+def _acts(frame: FrameType | None) -> bool:
+    """Return whether the script trains a policy: it knows environments, or draws actions of which it takes log_prob."""
+    if not ENVIRONMENTS.isdisjoint(sys.modules):
+        return True
+    for _ in range(FRAMES):
+        if frame is None:
+            return False
+        # Names of attributes that the code of a caller reads: dist.sample() ... dist.log_prob(action).
+        if {"sample", "log_prob"} <= set(frame.f_code.co_names):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def call_facts(module: Module) -> Row:

@@ -105,7 +105,8 @@ SPANS: dict[str, Span] = {
                               "one call of the closure that an optimizer's step was given; corr = optimizer"),
     "eval": Span(15, "MARK", ("corr", "seq"),
                  "derived when the run is finalised: a span of evaluation on the training thread, that is, of forwards "
-                 "of a trained model that do not learn; corr = model, seq = 1 if the script marked it"),
+                 "of a trained model that do not learn; corr = model, seq = 1 if the script marked it, 2 where a "
+                 "policy acted in an environment"),
     # Stages of a pipeline: which stage and microbatch a forward or backward is of, never who owns its time.
     **{f"stage.{part}": Span(32 + index, "MARK", ("corr", "seq"), f"{words} of one microbatch; corr = stage, seq = "
                              "microbatch")

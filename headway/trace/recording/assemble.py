@@ -75,7 +75,8 @@ def build(
     gradients = basis.gradients_of(main)
     evaluation.mark_learning(main, gradients, found)
     columns.seq[training] = main.seq
-    evaluations = evaluation.evaluations(main, gradients)
+    acts = known.compute is not None and any(model.acts for model in known.compute.models)
+    evaluations = evaluation.evaluations(main, gradients, acts=acts)
     bounds = _bounds(main, found, evaluations)
     marks = [
         _process_row(lead, main, row),

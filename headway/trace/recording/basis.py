@@ -233,12 +233,23 @@ class _Moments:
     """[m] Learning forwards, gradients and updates; ends accumulated, so that they never fall."""
 
 
-def evaluations(main: RecordedRows, gradients: GradientCalls) -> RecordedRows:
-    """Return the spans of evaluation, disjoint and in order; `main` has its learning forwards marked."""
+ROLLOUT = 2
+"""`seq` of a row of evaluation in which a policy acted."""
+
+
+def evaluations(main: RecordedRows, gradients: GradientCalls, *, acts: bool = False) -> RecordedRows:
+    """Return the spans of evaluation, disjoint and in order; `main` has its learning forwards marked.
+
+    Where models are policies that act (`acts`), spans in training mode that take no batch of a loader are rollouts.
+    """
     moments = _moments(main, gradients)
     own = _own_input(main, moments)
-    spans, model = _spans(main, moments, own)
-    return _with_marks(main, spans, model)
+    spans, model, plain = _spans(main, moments, own)
+    rows = _with_marks(main, spans, model)
+    if acts and len(spans[0]):
+        of_rollout = np.searchsorted(rows.start_ns, spans[0][plain], side="right") - 1
+        rows.seq[of_rollout] = np.where(rows.seq[of_rollout] == 0, ROLLOUT, rows.seq[of_rollout])
+    return rows
 
 
 def _moments(main: RecordedRows, gradients: GradientCalls) -> _Moments:
@@ -275,14 +286,15 @@ def _own_input(main: RecordedRows, moments: _Moments) -> RecordedRows:
     return rows.where(~np.isin(rows.corr, iterators[used]))
 
 
-def _spans(main: RecordedRows, moments: _Moments, own: RecordedRows) -> tuple[Intervals, Ints]:
-    """Return the spans that forwards which do not learn make, and the model of each.
+def _spans(main: RecordedRows, moments: _Moments, own: RecordedRows) -> tuple[Intervals, Ints, NDArray[np.bool_]]:
+    """Return the spans that forwards which do not learn make, the model of each, and where it stayed in training mode.
 
+    The last one also says that no batch of a loader was taken there.
     These forwards are taken together between two moments of learning, `low` and `high`.
     """
     idle = moments.forward.where(moments.idle)
     if not len(idle):
-        return (idle.start_ns, idle.start_ns), idle.corr
+        return (idle.start_ns, idle.start_ns), idle.corr, np.zeros(0, np.bool_)
     at = np.searchsorted(moments.work_start, idle.start_ns, side="right")
     head = np.flatnonzero(np.concatenate([[True], at[1:] != at[:-1]]))
     tail = np.concatenate([head[1:], [len(at)]]) - 1
@@ -307,7 +319,8 @@ def _spans(main: RecordedRows, moments: _Moments, own: RecordedRows) -> tuple[In
     # One forward without gradients, in training mode and on the step's own batch, is part of the step.
     quiet = np.bitwise_or.reduceat(np.where(idle.seq & TRAINING == 0, 1, 0), head) > 0
     real = quiet | (tail > head) | (fed < first)
-    return (begin[real], end[real]), idle.corr[head[real]]
+    plain = ~quiet & (fed >= until)
+    return (begin[real], end[real]), idle.corr[head[real]], plain[real]
 
 
 def _next(moments: Ints, after: Ints) -> Ints:

@@ -30,6 +30,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
     """Parameters with four dimensions."""
     num_channels_last: int = 0
     """Those of them that lie in memory with their channels last."""
+    acts: bool = False
+    """Whether it acts in an environment, as policies do: reinforcement learning."""
 
 
 class OptimizerFacts(msgspec.Struct, frozen=True):
