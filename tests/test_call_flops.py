@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from msgspec import structs
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from headway.compute import count_flops
+from headway.compute.by_hand import causes as causes_by_hand
 from headway.compute.torch_calls import count_call
 from headway.core.machine.child import said
 from headway.cost.specs import shipped
-from headway.trace.recording.run_facts import RunFacts
+from headway.ledger.answers.ledger import Ledger
+from headway.trace.recording.run_facts import RankMemory, RunFacts
 from headway.trace.rings.compute_facts import CallFlops, ComputeFacts
 from headway.verbs.shared.run_flops import dtype_in_use
-from tests.launching import headway_here
+from tests.launching import headway, headway_here, script
+from tests.runs_made import MS, RunMaker
 from tests.spawn import on_ranks
 from tests.test_compute import MODELS, linear
 
@@ -40,7 +44,96 @@ def test_a_child_counts_what_a_copy_of_the_model_does(name):
     make, inputs, _ = MODELS[name]
     model = make()
 
-    assert counted(model, *inputs) == {"flops": count_flops(model, *inputs), "reason": "", "autocast": None}
+    found = counted(model, *inputs)
+
+    assert (found["flops"], found["reason"], found["autocast"]) == (count_flops(model, *inputs), "", None)
+
+
+class Attends(torch.nn.Module):
+    """A layer of attention, written out or by torch's call, that may be recomputed."""
+
+    def __init__(self, *, by_hand: bool, again: bool) -> None:
+        super().__init__()
+        self.layer, self.by_hand, self.again = torch.nn.Linear(32, 32), by_hand, again
+
+    def forward(self, x):
+        x = checkpoint(self.layer, x, use_reentrant=False) if self.again else self.layer(x)
+        if not self.by_hand:
+            return functional.scaled_dot_product_attention(x, x, x)
+        scores = x @ x.transpose(-2, -1)
+        late = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        return scores.masked_fill(late, -1e9).softmax(-1) @ x
+
+
+def test_forwards_that_run_again_and_scores_that_lie_in_memory_are_counted_apart():
+    x = torch.randn(2, 3, 64, 32)
+    plain, again = (counted(Attends(by_hand=True, again=row), x) for row in (False, True))
+    fused = counted(Attends(by_hand=False, again=False), x)
+
+    assert plain["flops"] == again["flops"]
+    assert (plain["recomputed_flops"], again["recomputed_flops"]) == (0, 2 * 2 * 3 * 64 * 32 * 32)
+    assert again["recomputed_bytes"] == x.nbytes
+    assert (plain["scores"], plain["masked"], plain["longest"]) == (2 * 3 * 64 * 64, 2 * 3 * 64 * 64, 64)
+    assert fused["scores"] == 0
+
+
+def run_of(call: CallFlops, *, free_gib: int = 64, steps: int = 40) -> Ledger:
+    """Return the account of a run whose steps compute 100 ms, with a model of which that is known."""
+    ledger = Ledger.of(RunMaker(ranks=1, steps=steps, compute_ns=100 * MS).make())
+    facts = structs.replace(
+        ledger.facts, compute=ComputeFacts(calls=(call,)), memory_available_bytes=free_gib << 30,
+        memory={"0": RankMemory(peak_rss_bytes=1 << 30)}, threads={0: 2},
+    )  # fmt: skip
+    return replace(ledger, facts=facts)
+
+
+def test_a_quarter_of_the_operations_done_twice_is_a_cause_where_memory_has_room():
+    call = CallFlops(name="Net", flops=3000, recomputed_flops=1000, recomputed_bytes=8 << 30)
+    ledger = run_of(call)
+    [cause] = causes_by_hand(ledger)
+
+    assert cause.cause == "compute.recompute"
+    inside_ns = ledger.ledger_ns["useful"] - ledger.sub_ns["useful.optimizer"]
+    assert cause.lost_device_s == pytest.approx(inside_ns / 4 / 1e9)
+    assert list(causes_by_hand(run_of(call, free_gib=9))) == []
+    assert list(causes_by_hand(run_of(structs.replace(call, recomputed_flops=0)))) == []
+
+
+def test_attention_by_hand_is_a_cause_on_a_cpu_where_its_rows_are_long():
+    call = CallFlops(name="Net", flops=3000, scores=4_000_000, masked=4_000_000, longest=1024)
+    found = list(causes_by_hand(run_of(call)))
+
+    assert [cause.cause for cause in found] == ["compute.attention"]
+    assert "scaled_dot_product_attention" in found[0].script
+    assert list(causes_by_hand(run_of(structs.replace(call, longest=256)))) == []
+
+
+def test_a_checkpointed_script_is_told_what_leaving_that_out_wins(tmp_path):
+    code = """
+        import torch
+        from torch.utils.checkpoint import checkpoint
+        layers = torch.nn.ModuleList(torch.nn.Linear(512, 512) for _ in range(8))
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = layers
+            def forward(self, x):
+                for layer in self.layers:
+                    x = checkpoint(layer, x, use_reentrant=False)
+                return x
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for step in range(30):
+            model(torch.randn(256, 512)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    headway("run", "--quiet", "--out", tmp_path / "run", "--", script(tmp_path, code))
+    why = json.loads(headway_here("why", "--json", tmp_path / "run").stdout)
+    cause = next(row for row in why["causes"] if row["cause"] == "compute.recompute")
+
+    assert cause["interval"][0] < cause["predicted_speedup"] < cause["interval"][1]
+    assert 1.1 < cause["predicted_speedup"] < 1.4  # a quarter of the operations, less the update's time
 
 
 class Doubled(torch.autograd.Function):
@@ -110,7 +203,7 @@ def test_keyword_arguments_and_answers_with_fields_are_counted_with(name):
 def test_a_forward_that_casts_says_to_what_and_costs_as_much():
     found = counted(Scores(in_autocast), torch.zeros(8, 64), labels=torch.zeros(8, dtype=torch.long))
 
-    assert found == {"flops": COST, "reason": "", "autocast": "bfloat16"}
+    assert (found["flops"], found["reason"], found["autocast"]) == (COST, "", "bfloat16")
 
 
 def costs_of_wrappers() -> list[object]:

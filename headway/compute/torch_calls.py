@@ -42,25 +42,27 @@ Kwargs = dict[str, object] | None
 
 
 def count_call(module: torch.nn.Module, args: Args, kwargs: Mapping[str, object]) -> dict[str, object]:
-    """Return {'flops', 'reason', 'autocast'} of one forward and backward; for a process that ends behind it.
+    """Return fields of `CallFlops` of one forward and backward; for a process that ends behind it.
 
     `flops` is None where they cannot be counted, and `reason` says why. `autocast` is the dtype that the forward
     itself casts to, None without.
     """
     casts: list[str] = []
+    count = None
     try:
         model = _unwrapped(module)
-        reason, flops = _objection(model), None
+        reason = _objection(model)
         if not reason:
             blanks = Blanks()
             blanks.empty(model)
             args, kwargs = tree_map(blanks.of, (args, dict(kwargs)))
             _call_plainly(casts)
             with META, FollowsMeta(blanks), OffDevices():  # type: ignore[no-untyped-call]  # torch says no types
-                flops = counted(model, args, kwargs)
+                count = counted(model, args, kwargs)
     except Exception as cause:
-        flops, reason = None, f"{type(cause).__name__}: {cause}".splitlines()[0][:LONGEST_REASON]
-    return {"flops": flops, "reason": reason, "autocast": casts[0] if casts else None}
+        reason = f"{type(cause).__name__}: {cause}".splitlines()[0][:LONGEST_REASON]
+    counts: dict[str, object] = dict(count.row()) if count is not None else {"flops": None}
+    return {**counts, "reason": reason, "autocast": casts[0] if casts else None}
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:

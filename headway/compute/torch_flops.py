@@ -7,7 +7,8 @@ torch hides in one operator, are counted by their sizes:
     LSTM, GRU, RNN     2 x gates x hidden x (input + hidden)   for each token, direction and layer
     their backward     twice that: the gradients of inputs and of weights
 
-Recomputed forwards (checkpointing) are no work of the model's and are left out: HFU counts them, MFU does not.
+Recomputed forwards (checkpointing) are no work of the model's and are left out: HFU counts them, MFU does not. They
+are counted apart, as are the scores of attention that a script writes by hand: `CallCount`.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.autograd.graph import Node
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from headway.core.errors import InputError
@@ -33,6 +36,73 @@ GATES: dict[type[torch.nn.Module], int] = {torch.nn.LSTM: 4, torch.nn.GRU: 3, to
 Sizes = tuple[int, ...]
 """Sizes of a tensor."""
 
+SHORTEST = 16
+"""Softmaxes over fewer numbers are those of classes or small windows."""
+
+
+@dataclass(slots=True)
+class CallCount:
+    """What one forward and backward of a model is made of, by shapes."""
+
+    flops: int = 0
+    """Floating-point operations."""
+
+    recomputed_flops: int = 0
+    """Those of forwards that the backward calls again: checkpointing. Not part of `flops`."""
+
+    recomputed_bytes: int = 0
+    """Bytes of all that these forwards make: what leaving checkpointing out takes at most, in the counted dtypes."""
+
+    scores: int = 0
+    """Elements of softmaxes over matrices of scores, which `scaled_dot_product_attention` would not write."""
+
+    longest: int = 0
+    """Longest row of them."""
+
+    masked: int = 0
+    """Those of `scores` of which some were masked."""
+
+    _filled: set[Sizes] = field(default_factory=set)
+
+    def note_mask(self, x: Sizes, *_: object, **__: object) -> int:
+        """Note that some of [..., queries, keys] were masked; it counts as no operation."""
+        self._filled.add(tuple(x))
+        return 0
+
+    def note_softmax(self, x: Sizes, *_: object, **__: object) -> int:
+        """Note a softmax of scores [..., queries, keys]; it counts as no operation."""
+        if len(x) > 2 and min(x[-2:]) >= SHORTEST:
+            self.scores += math.prod(x)
+            self.masked += math.prod(x) if tuple(x) in self._filled else 0
+            self.longest = max(self.longest, x[-1])
+        return 0
+
+    def row(self) -> dict[str, int]:
+        """Return the counts by name."""
+        return {name: getattr(self, name) for name in self.__slots__ if not name.startswith("_")}
+
+
+class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch says no types
+    """Adds up the bytes of what operators make while it is on; views make nothing."""
+
+    def __init__(self, count: CallCount) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # nor here
+        self._count = count
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        made = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self._count.recomputed_bytes += sum(
+                value.nbytes for value in tree_leaves(made) if isinstance(value, torch.Tensor)
+            )
+        return made
+
 
 def count_flops(model: torch.nn.Module, *inputs: object) -> int:
     """Return the floating-point operations of one forward and backward of `model` on `inputs`.
@@ -42,11 +112,11 @@ def count_flops(model: torch.nn.Module, *inputs: object) -> int:
     parameters, inputs) costs no backward. Raises `InputError` where the model cannot run by shapes alone.
     """
     try:
-        return counted(*_on_meta(model, inputs), {})
+        return counted(*_on_meta(model, inputs), {}).flops
     except Exception as cause:
         first = f"{type(cause).__name__}: {cause}".splitlines()[0]
     try:
-        return counted(copy.deepcopy(model).cpu(), tuple(tree_map(_on_cpu, value) for value in inputs), {})
+        return counted(copy.deepcopy(model).cpu(), tuple(tree_map(_on_cpu, value) for value in inputs), {}).flops
     except Exception as cause:
         raise InputError(
             f"the operations of {type(model).__name__} cannot be counted: {first}; on the CPU {type(cause).__name__}: "
@@ -54,16 +124,23 @@ def count_flops(model: torch.nn.Module, *inputs: object) -> int:
         ) from None
 
 
-def counted(model: torch.nn.Module, inputs: tuple[object, ...], named: Mapping[str, object]) -> int:
-    """Return the operations of one forward and backward of a model that nobody else uses, on these arguments."""
-    recurrent: list[int] = []
+def counted(model: torch.nn.Module, inputs: tuple[object, ...], named: Mapping[str, object]) -> CallCount:
+    """Count one forward and backward of a model that nobody else uses, on these arguments."""
+    recurrent, count = list[int](), CallCount()
+    aten = torch.ops.aten
     counter: Any = FlopCounterMode(
-        display=False, custom_mapping={torch.ops.aten.convolution_backward: _convolution_backward}
+        display=False,
+        custom_mapping={
+            aten.convolution_backward: _convolution_backward,
+            aten._softmax: count.note_softmax,
+            aten.masked_fill: count.note_mask,
+        },
     )
-    with _watched(model, recurrent), counter, torch.enable_grad():
+    with _watched(model, recurrent, counter, count), counter, torch.enable_grad():
         results = list(_leaves(model(*inputs, **named)))
         _differentiate([value for value in results if isinstance(value, torch.Tensor) and value.requires_grad])
-    return int(counter.get_total_flops()) + sum(recurrent)
+    count.flops = int(counter.get_total_flops()) + sum(recurrent)
+    return count
 
 
 def _differentiate(results: list[torch.Tensor]) -> None:
@@ -146,32 +223,42 @@ def _leaves(result: object, depth: int = 4) -> Iterator[object]:
 
 
 @contextmanager
-def _watched(model: torch.nn.Module, recurrent: list[int]) -> Iterator[None]:
+def _watched(
+    model: torch.nn.Module, recurrent: list[int], counter: FlopCounterMode, count: CallCount
+) -> Iterator[None]:
     """Count recurrent layers by their sizes while the model runs, and no recomputed forward twice."""
     for layer in model.modules():
         for layer_class, gates in GATES.items():
             if type(layer) is layer_class:  # the model is a copy: nobody else calls it
                 object.__setattr__(layer, "forward", _stand_in(layer, gates, recurrent))
+
+    @contextmanager
+    def recomputed() -> Iterator[None]:
+        before, made = counter.get_total_flops() + sum(recurrent), _Made(count)
+        with made:
+            yield
+        count.recomputed_flops += int(counter.get_total_flops()) + sum(recurrent) - int(before)
+
+    class Straight:
+        """Stands for torch's reentrant recomputation: calls the function, and remembers nothing."""
+
+        @staticmethod
+        def apply(function: Callable[..., object], _preserve: bool, *arguments: object) -> object:
+            with recomputed():
+                return function(*arguments)
+
+    def nothing_saved(*_: object, **__: object) -> Iterator[None]:
+        with recomputed():
+            yield
+
     module: Any = importlib.import_module("torch.utils.checkpoint")
     before = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
     # A forward that is computed again is counted once, by whatever name the script calls `checkpoint`.
-    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = _Straight, _nothing_saved
+    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = Straight, nothing_saved
     try:
         yield
     finally:
         module.CheckpointFunction, module._checkpoint_without_reentrant_generator = before
-
-
-class _Straight:
-    """Stands for torch's reentrant recomputation: calls the function, and remembers nothing."""
-
-    @staticmethod
-    def apply(function: Callable[..., object], _preserve: bool, *arguments: object) -> object:
-        return function(*arguments)
-
-
-def _nothing_saved(*_: object, **__: object) -> Iterator[None]:
-    yield
 
 
 def _stand_in(layer: Any, gates: int, recurrent: list[int]) -> Callable[..., Any]:

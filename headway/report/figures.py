@@ -449,6 +449,8 @@ CAUSE_PHRASES: dict[str, str] = {
     "compute.layout": "conversions of layout",
     "compute.autotune": "convolutions that were not tuned",
     "compute.alignment": "matrix products of odd sizes",
+    "compute.recompute": "forwards that are computed twice",
+    "compute.attention": "attention that writes its scores to memory",
 }
 """Cause -> what time was lost to, where the cause costs more or less than its bucket holds."""
 

@@ -236,3 +236,21 @@ def _with_workers(facts: LoaderFacts, given: AppliedRow) -> LoaderFacts:
         persistent=facts.persistent or loaders.persistent_workers,
         pin_memory=facts.pin_memory or loaders.pin_memory,
     )
+
+
+def memory_headroom(facts: RunFacts) -> dict[str, int]:
+    """Return peak and headroom of host memory, and of the fullest device; empty where the run recorded none. Bytes."""
+    ranks = [row for row in facts.memory.values() if row is not None and row.peak_rss_bytes is not None]
+    peak, free = sum(row.peak_rss_bytes or 0 for row in ranks), facts.memory_available_bytes
+    if not ranks or free is None:
+        return {}
+    memory = {"host_peak_bytes": peak, "host_free_bytes": free, "host_headroom_bytes": free - peak}
+    devices = [
+        (row.device_total_bytes - row.device_peak_bytes, row.device_peak_bytes)
+        for row in ranks
+        if row.device_total_bytes is not None and row.device_peak_bytes is not None
+    ]
+    if devices:
+        headroom, peak = min(devices, key=lambda pair: pair[0])
+        memory |= {"device_peak_bytes": peak, "device_headroom_bytes": headroom}
+    return memory

@@ -71,6 +71,16 @@ class CallFlops(msgspec.Struct, frozen=True):
     autocast: str | None = None
     """dtype of autocast inside the forward; None without it."""
     has_convolutions: bool = False
+    recomputed_flops: int = 0
+    """Operations of forwards that the backward calls again (checkpointing); no part of `flops`."""
+    recomputed_bytes: int = 0
+    """Bytes of all that these forwards make, in float32."""
+    scores: int = 0
+    """Elements of the scores of attention that is written by hand: of softmaxes over matrices."""
+    masked: int = 0
+    """Those of them that lie in matrices of which a part was masked."""
+    longest: int = 0
+    """Longest row of scores."""
 
 
 class ComputeFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ from msgspec import structs
 from headway.catalog import ADVISERS, RECORDS, causes_of
 from headway.compute.advise import causes as compute_causes
 from headway.compute.advise import words as kernels_in_words
+from headway.compute.by_hand import causes as causes_by_hand
 from headway.core.errors import BarMissedError, InputError
 from headway.core.units import format_bytes, format_fraction
 from headway.fault.advise import causes as failure_causes
@@ -33,7 +34,7 @@ from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
 from headway.trace.readers.formats import open_parts
 from headway.trace.recording.incident import Incident
-from headway.trace.recording.run_facts import RunFacts, outcomes_of
+from headway.trace.recording.run_facts import RunFacts, memory_headroom, outcomes_of
 from headway.trace.recording.runs import Run, is_run, merge
 from headway.verbs.shared.script_terms import KEPT, script_terms, withdrawn
 
@@ -139,24 +140,6 @@ def ideal_of(trace: Trace, straggler: StragglerReport | None, program: Program |
     return replayed_trace(program) if program is not None else None
 
 
-def memory_headroom(facts: RunFacts) -> dict[str, int]:
-    """Return peak and headroom of host memory, and of the fullest device; empty where the run recorded none. Bytes."""
-    ranks = [row for row in facts.memory.values() if row is not None and row.peak_rss_bytes is not None]
-    peak, free = sum(row.peak_rss_bytes or 0 for row in ranks), facts.memory_available_bytes
-    if not ranks or free is None:
-        return {}
-    memory = {"host_peak_bytes": peak, "host_free_bytes": free, "host_headroom_bytes": free - peak}
-    devices = [
-        (row.device_total_bytes - row.device_peak_bytes, row.device_peak_bytes)
-        for row in ranks
-        if row.device_total_bytes is not None and row.device_peak_bytes is not None
-    ]
-    if devices:
-        headroom, peak = min(devices, key=lambda pair: pair[0])
-        memory |= {"device_peak_bytes": peak, "device_headroom_bytes": headroom}
-    return memory
-
-
 def memory_notes(memory: Mapping[str, int]) -> list[str]:
     """Say the headroom in words."""
     if not memory:
@@ -217,7 +200,7 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = (), steps: in
         InputError,
         BarMissedError,
     ) as reason:  # too short, or not replayable: the ledger stands without predictions
-        causes = tuple(find_causes(ledger, more=more))
+        causes = tuple(find_causes(ledger, more=(*more, *causes_by_hand(ledger))))
         return Explanation(source, run.parts, ledger, causes, run, notes=(str(reason),), paths=(run.path,))
     refused = {name: why for name, row in outcomes(run.path).items() if (why := row.reason_not_applied)}
     fixes = fixes_of(plan, refused, launched=run.facts.launched, allow=allow)
@@ -227,6 +210,7 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = (), steps: in
     collates = not any(loader.num_workers for loader in loaders)  # workers would do that too
     fixes |= {"input.start": workers} if workers is not None and keeps else {}
     fixes |= {"input.transfer": workers} if workers is not None and collates else {}
+    more = (*more, *causes_by_hand(ledger, program.predict))
     found = find_causes(ledger, predict=program.predict, fixes=fixes, more=more)
     causes = tuple(with_reasons(refuted(cause, plan), program) for cause in found)
     notes = (

@@ -1,0 +1,116 @@
+"""Twelve small scripts with real compute: is none slower with its plan, and is what was promised won?
+
+Claim: of scripts whose examples sleep, compute, or both, in plain, tiny and few batches and beside a busy process, none
+takes longer with the plan of its recorded run than plainly, by more than 2 % of its training part (median of three
+interleaved runs); where a gain is promised it lies in its interval in four of five; and at least 1.1x is promised
+wherever two workers by hand win 1.2x. Losses are equal to the digit. Peer: the script without headway, and with
+`num_workers=2` by hand. Usage: `python benchmarks/small_scripts.py [NAME ...]`.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from _command import ROOT, headway
+from _other_load import spinning
+
+JOB = ROOT / "benchmarks" / "jobs" / "small_scripts.py"
+ROUNDS = 3
+KINDS = {"sleeps": (2.0, 0.0), "computes": (0.0, 1.0), "both": (1.0, 0.5)}
+"""Kind -> ms that an example sleeps, and computes."""
+
+SHAPES = {
+    "plain": {"batch": 16, "examples": 640},
+    "tiny": {"batch": 2, "examples": 480, "width": 256},
+    "few": {"batch": 16, "examples": 320, "epochs": 1},
+    "busy": {"batch": 16, "examples": 480},
+}
+"""How the batches are; 'busy': beside a process that takes a core."""
+
+SCRIPTS = {f"{kind}, {shape}": (kind, shape) for kind in KINDS for shape in SHAPES}
+
+
+def arguments(kind: str, shape: str) -> list[str]:
+    """Return the script's arguments."""
+    sleep_ms, work_ms = KINDS[kind]
+    given = {"sleep-ms": sleep_ms, "work-ms": work_ms, **SHAPES[shape]}
+    return [text for name, value in given.items() for text in (f"--{name}", str(value))]
+
+
+def plain(*more: str) -> dict[str, float]:
+    """Run the script without headway; return what it prints."""
+    done = subprocess.run([sys.executable, JOB, *more], capture_output=True, text=True, check=True, timeout=300)
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def under_headway(*more: object) -> dict[str, float]:
+    """Run it under `headway run` on as many threads as torch takes by itself; return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "headway.cli", "run", "--quiet", *map(str, more)],
+        cwd=ROOT, env={key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"},
+        capture_output=True, text=True, check=True, timeout=300,
+    )  # fmt: skip
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def measured(kind: str, shape: str, folder: Path) -> dict[str, Any]:
+    """Record, plan, and run plainly, by hand and with the plan in turn; return the figures of one script."""
+    given = arguments(kind, shape)
+    with spinning(1.0 if shape == "busy" else 0.0):
+        seen = under_headway("--out", folder / "seen", "--", JOB, *given)
+        plan = headway("plan", folder / "seen")
+        rows: dict[str, list[float]] = {"plain": [], "hand": [], "applied": []}
+        losses = {seen["loss"]}
+        for number in range(ROUNDS):
+            answers = {"plain": plain(*given), "hand": plain(*given, "--workers", "2")}
+            if plan["chosen"]:
+                apply = ("--out", folder / f"applied-{number}", "--apply", folder / "seen")
+                answers["applied"] = under_headway(*apply, "--", JOB, *given)
+            for name, answer in answers.items():
+                rows[name].append(answer["training_s"])
+            losses |= {answer["loss"] for name, answer in answers.items() if name != "hand"}  # kept workers draw less
+    medians = {name: statistics.median(times) for name, times in rows.items() if times}
+    by_hand = medians["plain"] / medians["hand"]
+    gain = medians["plain"] / medians["applied"] if plan["chosen"] else None
+    low, high = plan["interval"] if plan["chosen"] else (None, None)
+    return {
+        "planned": plan["chosen"], "by_hand": round(by_hand, 2), "equal": len(losses) == 1,
+        "predicted": round(plan["predicted_speedup"], 2) if plan["chosen"] else None,
+        "interval": [round(low, 2), round(high, 2)] if plan["chosen"] else None,
+        "measured": round(gain, 2) if gain else None,
+        "inside": bool(gain and low <= gain <= high) if plan["chosen"] else None,
+        "plain_s": round(medians["plain"], 2), "range_s": [round(min(rows["plain"]), 2), round(max(rows["plain"]), 2)],
+    }  # fmt: skip
+
+
+def main() -> int:
+    """Run the scripts; print one JSON line."""
+    chosen = [name for name in sys.argv[1:] if name != "--full"] or list(SCRIPTS)
+    rows: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="headway-small-") as temporary:
+        for name in chosen:
+            rows[name] = measured(*SCRIPTS[name], Path(temporary) / name.replace(", ", "-"))
+            print(name, json.dumps(rows[name]), file=sys.stderr, flush=True)
+    applied = [row for row in rows.values() if row["planned"]]
+    slower = [name for name, row in rows.items() if row["planned"] and row["measured"] < 0.98]
+    inside = sum(row["inside"] for row in applied)
+    missed = [name for name, row in rows.items() if row["by_hand"] >= 1.2 and (row["predicted"] or 1) < 1.1]
+    unequal = [name for name, row in rows.items() if not row["equal"]]
+    met = not slower and not missed and not unequal and inside >= 0.8 * len(applied)
+    print(json.dumps({
+        "bench": "small_scripts", "scripts": len(rows), "applied": len(applied), "inside_interval": inside,
+        "slower": slower, "missed": missed, "unequal": unequal, "rows": rows, "peer": "without headway, and by hand",
+        "claim": "none slower than .98x, >= 80 % inside, >= 1.1x promised where it waits", "met": met,
+    }))  # fmt: skip
+    return 0 if met else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())
