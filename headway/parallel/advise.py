@@ -35,6 +35,9 @@ NAME = "parallel.schedule"
 CANDIDATES = ("1f1b", "gpipe", "zero_bubble")
 """Orders with one stage per rank, the plainest first: of equal ones it is taken."""
 
+GRAPH_CANDIDATES = ("graph_1f1b", "gpipe", "zero_bubble")
+"""The same where stages form a graph, which only headway's own runner has."""
+
 RUNNER = "PipelineRunner"
 """Class of headway's own pipelines, which run without a flush too."""
 
@@ -63,13 +66,13 @@ def _without_flush(program: Program) -> Proposal | None:
     if _classes(program) != {RUNNER} or float(program.recording.waiting.mean()) > MOST_STARVED:
         return None
     try:
-        before = RecordedPipeline.of(program.recording).orders
+        recorded = RecordedPipeline.of(program.recording)
         predicted = program.predict(["schedule=two_buffer"])
     except InputError:
         return None
     if predicted.speedup < MIN_SPEEDUP:
         return None
-    activations = _listed(peak_activations(lower(before)).tolist())
+    activations = _listed(peak_activations(lower(recorded.orders, recorded.graph)).tolist())
     return Proposal(
         name=NAME,
         room="parallel",
@@ -89,7 +92,8 @@ def _schedule(program: Program) -> Proposal | Refusal:
     try:
         known = RecordedPipeline.of(program.recording)
         bound = program.predict(["bubble=none"], interval=False).speedup
-        others = [name for name in CANDIDATES if known.reordered(name) != known.orders]
+        candidates = CANDIDATES if known.graph is None else GRAPH_CANDIDATES
+        others = [name for name in candidates if known.reordered(name) != known.orders]
         tried = {name: program.predict([f"schedule={name}"], interval=False).speedup for name in others}
     except InputError as cause:
         return Refusal(NAME, "parallel", str(cause))
@@ -98,7 +102,12 @@ def _schedule(program: Program) -> Proposal | Refusal:
         share = format_fraction(starved, 0)
         reason = f"ranks had no core for {share} of their compute: with less bubble they would wait more for cores"
         return Refusal(NAME, "parallel", reason)
-    name = max(others, key=lambda one: (round(tried[one], 2), -CANDIDATES.index(one)))
+    name = max(others, key=lambda one: (round(tried[one], 2), -candidates.index(one)))
+    plain = max((one for one in others if one != "zero_bubble"), key=lambda one: round(tried[one], 2), default=name)
+    if name == "zero_bubble" and tried[plain] >= MIN_SPEEDUP:
+        # The two parts of a backward were not measured apart: split, it has to win more at the worst share.
+        worst, _ = program.predict(["schedule=zero_bubble"]).interval
+        name = name if worst >= MIN_SPEEDUP * tried[plain] else plain
     if tried[name] < MIN_SPEEDUP:
         reason = f"of {', '.join(others)}, {name} is predicted best: {tried[name]:.3f}x"
         if bound >= MIN_SPEEDUP:
@@ -106,11 +115,11 @@ def _schedule(program: Program) -> Proposal | Refusal:
             reason += f"; the bubble costs {lost} of a step: take more microbatches, or stages of equal time"
         return Refusal(NAME, "parallel", reason)
     found, orders = program.predict([f"schedule={name}"]), known.reordered(name)
-    rows = PipelineProgram.from_orders(orders).to_torch_csv().splitlines()
+    rows = PipelineProgram.from_orders(orders, known.graph).to_torch_csv().splitlines()
     other = _made_by(program)
     if other:
         return Refusal(NAME, "parallel", f"{name} is predicted {found.speedup:.3f}x, but the schedule is a {other}")
-    before, after = (peak_activations(lower(one)).tolist() for one in (known.orders, orders))
+    before, after = (peak_activations(lower(one, known.graph)).tolist() for one in (known.orders, orders))
     keeps = all(_gradient_order(a) == _gradient_order(b) for a, b in zip(known.orders, orders, strict=True))
     splits = any(action.op == I for actions in orders for action in actions)
     return Proposal(
@@ -120,9 +129,11 @@ def _schedule(program: Program) -> Proposal | Refusal:
         predicted_speedup=found.speedup,
         interval=found.interval,
         applies=True,
-        parameters={"order": rows},
+        parameters={"order": rows, **({} if known.graph is None else {"preds": list(map(list, known.graph.preds))})},
         cost=f"activations of at most {_listed(after)} microbatches on ranks 0, 1, ..; the run held {_listed(before)}",
-        risk="a private interface of torch executes the order" + ("; backwards run in two parts" if splits else ""),
+        risk=("the runner" if _classes(program) == {RUNNER} else "a private interface of torch")
+        + " executes the order"
+        + ("; backwards run in two parts" if splits else ""),
         allow=None if keeps else "result-equivalent",
         reason=f"{name} has less bubble; without any a step would be {bound:.2f}x as fast. {found.note}".strip(),
     )
