@@ -39,6 +39,7 @@ def plan(
     microbatches: int | None = None,
     overhead_ns: int = 0,
     replicate: bool = False,
+    split_dense: str | None = None,
     devices: int | None = None,
     device: str | None = None,
     devices_per_host: int = 8,
@@ -81,6 +82,8 @@ def plan(
         What a forward or backward of a stage takes beside its layers, with --graph; it decides the microbatch's size.
     replicate
         With --graph, several devices may share a stage; needs --bandwidth.
+    split_dense
+        With --graph, dense layers on concatenated inputs, with commas: planned as a product per input, and their sum.
     devices
         Devices of the job.
     device
@@ -101,7 +104,9 @@ def plan(
             raise InputError("the links are not known. Give --levels and --bandwidth, for example 4,4 and 1e10,1.25e9.")
         return _partition(profile, _topology(levels, bandwidth, memory), allreduce, transfers, json)
     if graph is not None:
-        return _graph(graph, _connected(devices, bandwidth, memory, overhead_ns, replicate), microbatches, json)
+        return _graph(
+            graph, _connected(devices, bandwidth, memory, overhead_ns, replicate), microbatches, split_dense, json
+        )
     if shape is None or devices is None or device is None:
         raise InputError("the devices are not known. Give --devices N and --device NAME.")
     cluster = GridCluster.of(device, devices, devices_per_host=devices_per_host, link=link)
@@ -137,7 +142,7 @@ def _connected(
     return GraphCluster(devices, rates[0], room, overhead_ns / NS_PER_S, replicate)
 
 
-def _graph(path: Path, cluster: GraphCluster, microbatches: int | None, as_json: bool) -> int:
+def _graph(path: Path, cluster: GraphCluster, microbatches: int | None, split_dense: str | None, as_json: bool) -> int:
     """Print GraphPipe's partition beside the chain's."""
     content = GraphFile.read(path)
     layers = LayerGraph(
@@ -148,6 +153,8 @@ def _graph(path: Path, cluster: GraphCluster, microbatches: int | None, as_json:
         parameter_bytes=tuple(row.parameter_bytes for row in content.rows),
         edges=tuple((source, layer) for layer, sources in enumerate(content.preds) for source in sources),
     )
+    for name in split_dense.split(",") if split_dense else ():
+        layers = layers.split_by_inputs(name)
     begin = time.perf_counter()
     chosen = plan_graph(layers, cluster, microbatches)
     search_s = time.perf_counter() - begin
