@@ -44,6 +44,8 @@ def main() -> None:
     parser.add_argument("--input-ms", type=float, default=40.0)
     parser.add_argument("--weight-ms", type=float, default=40.0)
     parser.add_argument("--branches", action="store_true")
+    parser.add_argument("--fill", help="a file of jobs whose chunks run in the large gaps")
+    parser.add_argument("--gaps-of", help="an earlier recorded run, whose gaps place them")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -57,6 +59,7 @@ def main() -> None:
         model, torch.zeros(2, WIDTH), loss=nn.functional.mse_loss, num_microbatches=asked.microbatches,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9), schedule=asked.schedule,
     )  # fmt: skip
+    watch = headway.parallel.fill_gaps(runner, asked.fill, run=asked.gaps_of) if asked.fill else None
     data = torch.Generator().manual_seed(7)
     losses: dict[int, torch.Tensor] = {}
     for _ in range(asked.steps):
@@ -64,6 +67,8 @@ def main() -> None:
         losses = runner.step(x, y)
     runner.flush()
     print(json.dumps({"losses": [loss.item() for loss in losses.values()], "versions": runner.live_versions}))
+    if watch is not None and watch.process is not None:
+        watch.process.stop()
     dist.destroy_process_group()
 
 

@@ -19,8 +19,8 @@ import numpy as np
 from headway.core.errors import InputError
 from headway.core.units import NS_PER_S, format_fraction
 from headway.ledger.booking.waits import KINDS
-from headway.ledger.buckets import SUB_CODE
-from headway.ledger.runs.attempts import book_run
+from headway.parallel.fill.packing import lent
+from headway.parallel.fill.recorded import FILLED, RecordedGaps, booked_waits
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.pipeline.actions import Action, B, I, PipelineProgram, W
@@ -56,6 +56,37 @@ def propose(ledger: object, program: Program, setup: Setup) -> Iterator[Proposal
     row, stream = _schedule(program), _without_flush(program)
     preferred = isinstance(row, Refusal) or LOSSY in setup.limits.allow
     yield stream if stream is not None and preferred else row
+    yield from _filled(program)
+
+
+FILL, LEAST_LENT = "parallel.fill", 0.05
+"""The proposal of chunks of another job in the gaps, and the share of a step that ranks have to lend for it."""
+
+
+def _filled(program: Program) -> Iterator[Proposal]:
+    """Say what the large gaps would lend to another job, which the script starts: the plan has no job to run there."""
+    if program.run is None or _classes(program) != {RUNNER}:
+        return
+    try:
+        recorded = RecordedGaps.of(program.run, program)
+    except InputError:
+        return
+    lent_s = sum(gap.duration_ns for gap in lent(recorded.gaps)) / NS_PER_S
+    share = lent_s / (program.measured_s * len(program.recording.lanes))
+    if share < LEAST_LENT:
+        return
+    large_s, path = sum(gap.duration_ns for gap in recorded.gaps) / NS_PER_S, program.run.path
+    gains = (
+        f"this job 1.00x; another one up to {lent_s:.2f} device seconds of each step, {format_fraction(share)} of the "
+        f"devices' time ({format_fraction(lent_s / large_s)} of the large gaps)"
+    )
+    yield Proposal(
+        FILL, "parallel", (), 1.0, (1.0, 1.0), applies=False,
+        cost=f"{gains}; an idle process beside each rank. headway parallel fill --jobs JOBS.json --run {path}",
+        risk="a chunk that takes longer than its gap makes one step late, then fewer are run",
+        reason=f"{gains}: what is lent ends inside the gaps. headway parallel fill --jobs JOBS.json --run {path} says "
+        f'what fits. In the script: headway.parallel.fill_gaps(runner, "JOBS.json", run="{path}")',
+    )  # fmt: skip
 
 
 LOSSY = "lossy"
@@ -187,7 +218,10 @@ class RecordedBubbles:
     """Measured mean step."""
 
     kinds_s: dict[str, tuple[float, ...]]
-    """Kind -> [stages] what the rank of each stage waits in a step, the mean over all steps but the first."""
+    """Kind -> [stages] what the rank of each stage waits in a step, the mean over all steps but the first.
+
+    'filled' is what of the large gaps ran chunks of another job, where any did.
+    """
 
     reasons_s: dict[str, float]
     """Entry of `REASONS` -> its seconds; they add up to `step_s`."""
@@ -200,18 +234,11 @@ class RecordedBubbles:
         """Find it; raises `InputError` where no pipeline was recorded, `BarMissedError` where the replay misses it."""
         program = program or Program.from_run(run)
         known = RecordedPipeline.of(program.recording)
-        book = book_run([run.parts], run.facts).attempts[-1]
-        if book.num_steps < 2:
-            raise InputError("the run has one step; record at least two, because a pipeline fills before the first.")
-        kinds: dict[str, tuple[float, ...]] = {}
-        for kind in KINDS:
-            rows = [
-                book.sheets[program.recording.lanes[at].rank].ns[SUB_CODE[f"bubble.{kind}"]] for at in known.rank_index
-            ]
-            # Column 0 is before the first step, the last one behind all.
-            kinds[kind] = tuple(float(np.mean(row[2:-1])) / NS_PER_S for row in rows)
+        waits = booked_waits(run, program, known)
+        subs = [f"bubble.{name}" for name in KINDS] + [FILLED] * bool(waits[FILLED].any())
+        seconds = {sub.partition(".")[2]: tuple((waits[sub].mean(axis=1) / NS_PER_S).tolist()) for sub in subs}
         orders = tuple(" ".join(map(str, actions)) for actions in known.orders)
-        return cls(program.measured_s, kinds, reasons_of(program), orders)
+        return cls(program.measured_s, seconds, reasons_of(program), orders)
 
 
 def reasons_of(program: Program) -> dict[str, float]:
