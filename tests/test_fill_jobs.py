@@ -4,6 +4,7 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,16 @@ from headway.core.errors import InputError
 from headway.parallel.fill.gaps import FillProcess, GapWatch
 from headway.parallel.fill.packing import LARGE, FillChunk, FillConfiguration, FillJob, fit_fill
 from headway.parallel.fill.queue import MainJob, place_jobs
+from headway.parallel.fill.recorded import RecordedGaps, bubbles
+from headway.sim.pipeline.lower import lower
+from headway.sim.pipeline.orders import PipelineShape
+from headway.sim.pipeline.schedules import SCHEDULES
+from headway.sim.recorded.program import Program
+from headway.trace.events.parts import Parts
+from headway.trace.recording.run_facts import RunFacts
+from tests.paths import ROOT
+from tests.pipelines_made import costs, played
+from tests.test_recorded_pipeline import command
 
 MS = 1_000_000
 
@@ -187,3 +198,43 @@ def test_a_mistake_in_the_file_is_one_error(
 def test_an_unknown_score_is_named() -> None:
     with pytest.raises(InputError, match="shortest"):
         place_jobs([sleeper(1)], [], dict.fromkeys(LARGE, 0), 1, score="shortst")
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_gaps_of_a_recorded_run_are_their_closed_forms(name: str) -> None:
+    p, m, forward, backward = 4, 6, 3 * MS, 5 * MS
+    rows, facts = played(SCHEDULES[name](PipelineShape(p, m)), costs([forward] * p, [0] * p, [backward] * p), 5)
+    run = SimpleNamespace(parts=Parts.of(rows), facts=RunFacts.of(facts))
+    recorded = RecordedGaps.of(run, Program.from_trace(rows, facts))  # type: ignore[arg-type]
+
+    turn = backward if name == "1f1b" else forward + backward
+    lengths = {(gap.rank, gap.kind): gap.duration_ns for gap in recorded.gaps}
+    assert lengths == {(r, LARGE[0]): r * (forward + backward) for r in range(1, p)} | {
+        (r, LARGE[1]): (p - 1 - r) * turn for r in range(p - 1)
+    }
+    assert recorded.gaps == tuple(sorted(recorded.gaps, key=lambda gap: (gap.rank, gap.start_ns)))
+    assert fit_fill(sleeper(2), recorded.gaps, dict.fromkeys(LARGE, 0))[0].used_ns > 0
+    with pytest.raises(InputError, match=r"Give those of simulate"):
+        bubbles(lower(SCHEDULES[name](PipelineShape(p, m))))
+
+
+@pytest.mark.slow
+def test_a_recorded_runner_is_told_what_its_gaps_lend_and_books_what_another_job_used(tmp_path: Path) -> None:
+    chunks = [{"duration_ns": 7 * MS}]
+    jobs = written(tmp_path, jobs=[{"name": "bert", "configurations": [{"chunks": chunks}]}])
+    job = ["--", ROOT / "benchmarks" / "jobs" / "pipeline_runner.py", "--schedule", "gpipe", "--microbatches", 2]
+    first, second = tmp_path / "first", tmp_path / "second"
+    command("run", "--nproc-per-node", 2, "--out", first, *job, "--steps", 6)
+    proposals = command("plan", first, "-o", tmp_path / "plan.json")["proposals"]
+    planned = command("parallel", "fill", "--jobs", jobs, "--run", first)
+    command("run", "--nproc-per-node", 2, "--out", second, *job, "--steps", 8, "--fill", jobs, "--gaps-of", first)
+    sub_s = command("why", second)["sub"]
+
+    (row,) = [row for row in proposals if row["name"] == "parallel.fill"]
+    assert (row["predicted_speedup"], row["applies"]) == (1.0, False)
+    assert f"--run {first}" in row["reason"]
+    assert [row["rank"] for row in planned["rows"]] == [0, 1]
+    assert 0.5 < planned["used_fraction"] < 1
+    assert sub_s["bubble.filled"] > sub_s["bubble.fill_drain"] / 4
+    with pytest.raises(InputError, match="Record it without"):
+        bubbles(second)

@@ -159,9 +159,12 @@ def test_the_slowest_stage_of_a_chain_is_that_of_the_exact_partitioner(times, nu
 
 
 @pytest.mark.parametrize("devices", [16, 32])
-@pytest.mark.parametrize("model", ["CANDLE-Uno, branches summed", "multi-modal transformer"])
-def test_branched_models_gain_a_third_over_the_chain_with_as_many_microbatches_as_devices(model, devices):
-    graph = multi_modal(8) if model.startswith("multi") else candle_uno(64, joined_width=4192)
+@pytest.mark.parametrize(
+    "graph",
+    [candle_uno(64, joined_width=4192), candle_uno(64).split_by_inputs("top.0"), multi_modal(8)],
+    ids=["CANDLE-Uno, branches summed", "CANDLE-Uno, concatenated, split", "multi-modal transformer"],
+)
+def test_branched_models_gain_a_third_over_the_chain_with_as_many_microbatches_as_devices(graph, devices):
     plan = plan_graph(graph, GraphCluster(devices))
 
     assert plan.chain_objective_s >= 1.3 * plan.objective_s
@@ -181,6 +184,21 @@ def test_a_join_shares_the_device_of_a_branch_or_of_small_branches():
                          {("image0",), ("image1",), ("text0",), ("text1", "join")})  # fmt: skip
 
 
+@given(layer_graphs(), st.data())
+def test_a_layer_split_by_its_inputs_keeps_all_costs_and_what_needs_what(graph, data):
+    joins = [layer for layer in range(len(graph.names)) if sum(layer == target for _, target in graph.edges) > 1]
+    if not joins:
+        return
+    name = graph.names[data.draw(st.sampled_from(joins))]
+    parts = graph.split_by_inputs(name)
+    number = {parts.names.index(old): new for new, old in enumerate(graph.names)}
+
+    for column in ("forward_s", "backward_s", "parameter_bytes"):
+        assert sum(getattr(parts, column)) == pytest.approx(sum(getattr(graph, column)))
+    pairs = {(number[a], number[b]) for a, b in ordered_in(parts) if {a, b} <= number.keys()}
+    assert pairs == ordered_in(graph)
+
+
 def test_a_fixed_cost_per_action_makes_microbatches_larger():
     chain = LayerGraph.chain(forward_s=[US] * 4, backward_s=[US] * 4, output_bytes=[0.0] * 4, parameter_bytes=[0.0] * 4)
     sizes = [plan_graph(chain, GraphCluster(4, overhead_s=s), 32).stages[0].microbatch for s in (0.0, US, 50 * US)]
@@ -190,7 +208,10 @@ def test_a_fixed_cost_per_action_makes_microbatches_larger():
 
 def test_the_verb_prints_the_contract_and_what_was_merged(tmp_path, capsys):
     edges = {"a": [], "b": ["a"], "c": ["a"], "d": ["b"], "e": ["b", "c"], "f": ["d", "e"]}
-    rows = [{"name": name, "preds": preds, "forward_ns": 1000, "backward_ns": 2000} for name, preds in edges.items()]
+    rows = [
+        {"name": name, "preds": preds, "forward_ns": 1000, "backward_ns": 2000, "output_bytes": 1}
+        for name, preds in edges.items()
+    ]
     file = tmp_path / "graph.json"
     file.write_text(json.dumps({"layers": rows}))
     for words in (["--json"], []):
@@ -205,6 +226,10 @@ def test_the_verb_prints_the_contract_and_what_was_merged(tmp_path, capsys):
     assert answer["objective_s"] == pytest.approx((6 + 4 - 1) * 3e-6)
     assert answer["chain_objective_s"] == pytest.approx((6 + 6 - 1) * 3e-6)
     assert "not series-parallel" in " ".join(text.split())
+    with pytest.raises(SystemExit):
+        main(["parallel", "plan", "--graph", str(file), "--devices", "6", "--split-dense", "e,f", "--json"])
+    parts = json.loads(capsys.readouterr().out)
+    assert {"e of b", "e of c", "f of d", "f of e"} < {name for stage in parts["stages"] for name in stage["layers"]}
 
 
 @pytest.mark.parametrize(
@@ -214,6 +239,8 @@ def test_the_verb_prints_the_contract_and_what_was_merged(tmp_path, capsys):
         (lambda: GraphCluster(2, bytes_per_s=0), "0 bytes/s"),
         (lambda: GraphCluster(2, replicate=True), "link's rate is not known"),
         (lambda: plan_graph(candle_uno(1), GraphCluster(2), 0), "0 microbatches"),
+        (lambda: candle_uno(1).split_by_inputs("top.1"), "top.1 takes 1 inputs"),
+        (lambda: candle_uno(1).split_by_inputs("top"), "unknown layer 'top'. Did you mean"),
         (lambda: plan_graph(candle_uno(1), GraphCluster(2, memory_bytes=1e6)), "no partition over 2 devices fits 1e"),
         (
             lambda: plan_graph(LayerGraph(tuple("abc"), *((1.0,) * 3,) * 4, edges=((0, 1), (0, 2))), GraphCluster(2)),

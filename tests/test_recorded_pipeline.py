@@ -23,6 +23,7 @@ from headway.parallel.advise import propose, reasons_of
 from headway.parallel.apply import schedule
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
+from headway.sim.pipeline.actions import StageGraph
 from headway.sim.pipeline.orders import PipelineShape, gpipe, one_f_one_b
 from headway.sim.pipeline.schedules import SCHEDULES
 from headway.sim.pipeline.simulate import simulate
@@ -199,6 +200,45 @@ def test_edits_that_the_run_cannot_answer_are_refused(edit, message):
         program.predict([edit])
 
 
+# Stages that form a graph
+
+DIAMOND = StageGraph(((), (0,), (0,), (1, 2)))
+
+
+def diamond_program(name, forward, backward, microbatches):
+    each = costs(
+        forward, [0, *(time // 2 for time in backward[1:])], [backward[0], *(t - t // 2 for t in backward[1:])]
+    )
+    shape = PipelineShape.of_graph(DIAMOND, microbatches, *(each.forward_ns, each.input_ns, each.weight_ns))
+    program = Program.from_trace(*played(SCHEDULES[name](shape), each, PASSES, graph=DIAMOND))
+    known = replace(program.recording, stage_graph=DIAMOND)
+    return shape, each, replace(program, recording=known, orders={}, replays={})
+
+
+@pytest.mark.slow
+@settings(max_examples=10)
+@given(*[st.lists(st.integers(1, 9), min_size=4, max_size=4).map(lambda times: [2 * t * MS for t in times])] * 2)
+def test_an_order_of_a_stage_graph_is_predicted_as_the_simulated_schedule_takes(forward, backward):
+    shape, each, program = diamond_program("gpipe", forward, backward, 4)
+
+    for name in ("graph_1f1b", "gpipe"):
+        ends = step_ends(SCHEDULES[name](shape), each, PASSES, DIAMOND)
+        mean_s = float(np.diff(ends, axis=1).mean()) / 1e9
+        assert program.predict([f"schedule={name}"], interval=False).step_s == pytest.approx(mean_s, rel=1e-6)
+
+
+@pytest.mark.parametrize(("microbatches", "order"), [(4, "zero_bubble"), (24, "graph_1f1b")])
+def test_a_runner_whose_branches_are_heavy_in_other_directions_is_proposed_an_order_of_its_graph(microbatches, order):
+    forward, backward = [40 * MS, 120 * MS, 40 * MS, 40 * MS], [40 * MS, 40 * MS, 120 * MS, 40 * MS]
+    _, _, program = diamond_program("gpipe", forward, backward, microbatches)
+    (row,) = propose(None, program, Setup.from_facts(program.facts, memory_bytes=0))
+
+    assert isinstance(row, Proposal), row.reason
+    assert (row.edits, row.allow) == ((f"schedule={order}",), None)
+    assert row.parameters["preds"] == [[], [0], [0], [1, 2]]
+    assert 1.3 < row.predicted_speedup < 240 / 160 + 0.2
+
+
 # The remedy
 
 
@@ -224,6 +264,17 @@ def test_an_order_that_would_change_results_is_refused_or_needs_a_grant():
 def test_an_order_that_cannot_run_is_one_error(order, message):
     with pytest.raises(InputError, match=message):
         apply(schedule, {"order": order}, TestContext())
+
+
+def test_an_order_of_a_stage_graph_is_checked_on_its_graph():
+    # As a chain stage 2 would wait for what stage 1 computes behind the backward that it waits for.
+    order = ["0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1", "2F0,2F1,2B0,2B1", "3F0,3B0,3F1,3B1"]
+    with applied(schedule, {"order": order, "preds": [[], [0], [0], [1, 2]]}) as context:
+        assert context.undos
+    with pytest.raises(InputError, match="wait for each other"):
+        apply(schedule, {"order": order}, TestContext())
+    with pytest.raises(InputError, match="stage 3 takes its input from stage 7"):
+        apply(schedule, {"order": order, "preds": [[], [0], [0], [1, 7]]}, TestContext())
 
 
 def test_a_torch_without_the_runtime_is_a_refusal(monkeypatch):
@@ -359,3 +410,20 @@ def test_a_runner_is_recorded_planned_and_switched_to_two_versions_of_the_weight
         for rank in (0, 1)
     ]
     assert versions == [1, 1, 2, 2]
+
+
+@pytest.mark.slow
+def test_a_runner_with_branches_is_recorded_planned_and_switched_to_another_order_of_its_graph(tmp_path):
+    words = ["--branches", "--schedule", "gpipe", "--microbatches", 4, "--steps", 6]
+    job = ["--", ROOT / "benchmarks" / "jobs" / "pipeline_runner.py", *words]
+    first, second, file = tmp_path / "first", tmp_path / "second", tmp_path / "plan.json"
+    command("run", "--nproc-per-node", 4, "--out", first, *job)
+    planned = command("plan", first, "-o", file)
+    ran = command("run", "--nproc-per-node", 4, "--apply", file, "--out", second, *job)
+    losses = [json.loads((run / "logs" / "r3.out").read_text().splitlines()[-1])["losses"] for run in (first, second)]
+
+    assert planned["chosen"] == ["parallel.schedule"]
+    assert planned["predicted_speedup"] > 1.2
+    assert ran["applied"][0]["reason_not_applied"] is None
+    assert ran["applied"][0]["measured_speedup"] > 1.1
+    assert losses[0] == losses[1]

@@ -4,7 +4,7 @@ Public names are loaded on first use; what runs on ranks (pipeline, PipelineRunn
 
 >>> sorted(PUBLIC)
 ['ElasticPlan', 'GradientReshard', 'LayerGraph', 'PipelineProgram', 'PipelineRunner', 'ReplicaGroups', \
-'SCHEDULES', 'ShardMap', 'StageGraph', 'Topology', 'bubbles', 'check', 'fit_fill', 'lower', 'pipeline', \
+'SCHEDULES', 'ShardMap', 'StageGraph', 'Topology', 'bubbles', 'check', 'fill_gaps', 'fit_fill', 'lower', 'pipeline', \
 'replan', 'replicate', 'reroute', 'search', 'split_together', 'take_units']
 """
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from headway.parallel.elastic.reroute import replicate as replicate
     from headway.parallel.elastic.reroute import reroute as reroute
     from headway.parallel.fill.packing import fit_fill as fit_fill
+    from headway.parallel.fill.recorded import bubbles as bubbles
+    from headway.parallel.fill.torch_rehearsal import fill_gaps as fill_gaps
     from headway.parallel.pipelining.torch_runner import PipelineRunner as PipelineRunner
     from headway.parallel.pipelining.torch_runner import pipeline as pipeline
     from headway.parallel.planning.hierarchical import Topology as Topology
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
     from headway.sim.pipeline.lower import check as check
     from headway.sim.pipeline.lower import lower as lower
     from headway.sim.pipeline.schedules import SCHEDULES as SCHEDULES
-    from headway.sim.pipeline.simulate import bubbles as bubbles
 
 PUBLIC: dict[str, str] = {
     "ElasticPlan": "headway.parallel.elastic.replan:ElasticPlan",
@@ -48,7 +49,8 @@ PUBLIC: dict[str, str] = {
     "ShardMap": "headway.parallel.tensor.shards:ShardMap",
     "StageGraph": "headway.sim.pipeline.actions:StageGraph",
     "Topology": "headway.parallel.planning.hierarchical:Topology",
-    "bubbles": "headway.sim.pipeline.simulate:bubbles",
+    "bubbles": "headway.parallel.fill.recorded:bubbles",
+    "fill_gaps": "headway.parallel.fill.torch_rehearsal:fill_gaps",
     "check": "headway.sim.pipeline.lower:check",
     "fit_fill": "headway.parallel.fill.packing:fit_fill",
     "lower": "headway.sim.pipeline.lower:lower",

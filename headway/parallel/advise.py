@@ -19,8 +19,8 @@ import numpy as np
 from headway.core.errors import InputError
 from headway.core.units import NS_PER_S, format_fraction
 from headway.ledger.booking.waits import KINDS
-from headway.ledger.buckets import SUB_CODE
-from headway.ledger.runs.attempts import book_run
+from headway.parallel.fill.packing import lent
+from headway.parallel.fill.recorded import FILLED, RecordedGaps, booked_waits
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.pipeline.actions import Action, B, I, PipelineProgram, W
@@ -34,6 +34,9 @@ NAME = "parallel.schedule"
 
 CANDIDATES = ("1f1b", "gpipe", "zero_bubble")
 """Orders with one stage per rank, the plainest first: of equal ones it is taken."""
+
+GRAPH_CANDIDATES = ("graph_1f1b", "gpipe", "zero_bubble")
+"""The same where stages form a graph, which only headway's own runner has."""
 
 RUNNER = "PipelineRunner"
 """Class of headway's own pipelines, which run without a flush too."""
@@ -53,6 +56,37 @@ def propose(ledger: object, program: Program, setup: Setup) -> Iterator[Proposal
     row, stream = _schedule(program), _without_flush(program)
     preferred = isinstance(row, Refusal) or LOSSY in setup.limits.allow
     yield stream if stream is not None and preferred else row
+    yield from _filled(program)
+
+
+FILL, LEAST_LENT = "parallel.fill", 0.05
+"""The proposal of chunks of another job in the gaps, and the share of a step that ranks have to lend for it."""
+
+
+def _filled(program: Program) -> Iterator[Proposal]:
+    """Say what the large gaps would lend to another job, which the script starts: the plan has no job to run there."""
+    if program.run is None or _classes(program) != {RUNNER}:
+        return
+    try:
+        recorded = RecordedGaps.of(program.run, program)
+    except InputError:
+        return
+    lent_s = sum(gap.duration_ns for gap in lent(recorded.gaps)) / NS_PER_S
+    share = lent_s / (program.measured_s * len(program.recording.lanes))
+    if share < LEAST_LENT:
+        return
+    large_s, path = sum(gap.duration_ns for gap in recorded.gaps) / NS_PER_S, program.run.path
+    gains = (
+        f"this job 1.00x; another one up to {lent_s:.2f} device seconds of each step, {format_fraction(share)} of the "
+        f"devices' time ({format_fraction(lent_s / large_s)} of the large gaps)"
+    )
+    yield Proposal(
+        FILL, "parallel", (), 1.0, (1.0, 1.0), applies=False,
+        cost=f"{gains}; an idle process beside each rank. headway parallel fill --jobs JOBS.json --run {path}",
+        risk="a chunk that takes longer than its gap makes one step late, then fewer are run",
+        reason=f"{gains}: what is lent ends inside the gaps. headway parallel fill --jobs JOBS.json --run {path} says "
+        f'what fits. In the script: headway.parallel.fill_gaps(runner, "JOBS.json", run="{path}")',
+    )  # fmt: skip
 
 
 LOSSY = "lossy"
@@ -63,13 +97,13 @@ def _without_flush(program: Program) -> Proposal | None:
     if _classes(program) != {RUNNER} or float(program.recording.waiting.mean()) > MOST_STARVED:
         return None
     try:
-        before = RecordedPipeline.of(program.recording).orders
+        recorded = RecordedPipeline.of(program.recording)
         predicted = program.predict(["schedule=two_buffer"])
     except InputError:
         return None
     if predicted.speedup < MIN_SPEEDUP:
         return None
-    activations = _listed(peak_activations(lower(before)).tolist())
+    activations = _listed(peak_activations(lower(recorded.orders, recorded.graph)).tolist())
     return Proposal(
         name=NAME,
         room="parallel",
@@ -89,7 +123,8 @@ def _schedule(program: Program) -> Proposal | Refusal:
     try:
         known = RecordedPipeline.of(program.recording)
         bound = program.predict(["bubble=none"], interval=False).speedup
-        others = [name for name in CANDIDATES if known.reordered(name) != known.orders]
+        candidates = CANDIDATES if known.graph is None else GRAPH_CANDIDATES
+        others = [name for name in candidates if known.reordered(name) != known.orders]
         tried = {name: program.predict([f"schedule={name}"], interval=False).speedup for name in others}
     except InputError as cause:
         return Refusal(NAME, "parallel", str(cause))
@@ -98,7 +133,12 @@ def _schedule(program: Program) -> Proposal | Refusal:
         share = format_fraction(starved, 0)
         reason = f"ranks had no core for {share} of their compute: with less bubble they would wait more for cores"
         return Refusal(NAME, "parallel", reason)
-    name = max(others, key=lambda one: (round(tried[one], 2), -CANDIDATES.index(one)))
+    name = max(others, key=lambda one: (round(tried[one], 2), -candidates.index(one)))
+    plain = max((one for one in others if one != "zero_bubble"), key=lambda one: round(tried[one], 2), default=name)
+    if name == "zero_bubble" and tried[plain] >= MIN_SPEEDUP:
+        # The two parts of a backward were not measured apart: split, it has to win more at the worst share.
+        worst, _ = program.predict(["schedule=zero_bubble"]).interval
+        name = name if worst >= MIN_SPEEDUP * tried[plain] else plain
     if tried[name] < MIN_SPEEDUP:
         reason = f"of {', '.join(others)}, {name} is predicted best: {tried[name]:.3f}x"
         if bound >= MIN_SPEEDUP:
@@ -106,11 +146,11 @@ def _schedule(program: Program) -> Proposal | Refusal:
             reason += f"; the bubble costs {lost} of a step: take more microbatches, or stages of equal time"
         return Refusal(NAME, "parallel", reason)
     found, orders = program.predict([f"schedule={name}"]), known.reordered(name)
-    rows = PipelineProgram.from_orders(orders).to_torch_csv().splitlines()
+    rows = PipelineProgram.from_orders(orders, known.graph).to_torch_csv().splitlines()
     other = _made_by(program)
     if other:
         return Refusal(NAME, "parallel", f"{name} is predicted {found.speedup:.3f}x, but the schedule is a {other}")
-    before, after = (peak_activations(lower(one)).tolist() for one in (known.orders, orders))
+    before, after = (peak_activations(lower(one, known.graph)).tolist() for one in (known.orders, orders))
     keeps = all(_gradient_order(a) == _gradient_order(b) for a, b in zip(known.orders, orders, strict=True))
     splits = any(action.op == I for actions in orders for action in actions)
     return Proposal(
@@ -120,9 +160,11 @@ def _schedule(program: Program) -> Proposal | Refusal:
         predicted_speedup=found.speedup,
         interval=found.interval,
         applies=True,
-        parameters={"order": rows},
+        parameters={"order": rows, **({} if known.graph is None else {"preds": list(map(list, known.graph.preds))})},
         cost=f"activations of at most {_listed(after)} microbatches on ranks 0, 1, ..; the run held {_listed(before)}",
-        risk="a private interface of torch executes the order" + ("; backwards run in two parts" if splits else ""),
+        risk=("the runner" if _classes(program) == {RUNNER} else "a private interface of torch")
+        + " executes the order"
+        + ("; backwards run in two parts" if splits else ""),
         allow=None if keeps else "result-equivalent",
         reason=f"{name} has less bubble; without any a step would be {bound:.2f}x as fast. {found.note}".strip(),
     )
@@ -176,7 +218,10 @@ class RecordedBubbles:
     """Measured mean step."""
 
     kinds_s: dict[str, tuple[float, ...]]
-    """Kind -> [stages] what the rank of each stage waits in a step, the mean over all steps but the first."""
+    """Kind -> [stages] what the rank of each stage waits in a step, the mean over all steps but the first.
+
+    'filled' is what of the large gaps ran chunks of another job, where any did.
+    """
 
     reasons_s: dict[str, float]
     """Entry of `REASONS` -> its seconds; they add up to `step_s`."""
@@ -189,18 +234,11 @@ class RecordedBubbles:
         """Find it; raises `InputError` where no pipeline was recorded, `BarMissedError` where the replay misses it."""
         program = program or Program.from_run(run)
         known = RecordedPipeline.of(program.recording)
-        book = book_run([run.parts], run.facts).attempts[-1]
-        if book.num_steps < 2:
-            raise InputError("the run has one step; record at least two, because a pipeline fills before the first.")
-        kinds: dict[str, tuple[float, ...]] = {}
-        for kind in KINDS:
-            rows = [
-                book.sheets[program.recording.lanes[at].rank].ns[SUB_CODE[f"bubble.{kind}"]] for at in known.rank_index
-            ]
-            # Column 0 is before the first step, the last one behind all.
-            kinds[kind] = tuple(float(np.mean(row[2:-1])) / NS_PER_S for row in rows)
+        waits = booked_waits(run, program, known)
+        subs = [f"bubble.{name}" for name in KINDS] + [FILLED] * bool(waits[FILLED].any())
+        seconds = {sub.partition(".")[2]: tuple((waits[sub].mean(axis=1) / NS_PER_S).tolist()) for sub in subs}
         orders = tuple(" ".join(map(str, actions)) for actions in known.orders)
-        return cls(program.measured_s, kinds, reasons_of(program), orders)
+        return cls(program.measured_s, seconds, reasons_of(program), orders)
 
 
 def reasons_of(program: Program) -> dict[str, float]:

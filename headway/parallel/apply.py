@@ -40,7 +40,7 @@ from headway.parallel.pipelining.torch_runner import PipelineRunner
 from headway.parallel.remedies import ScheduleParameters
 from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
 from headway.runtime.recorder.probes import now
-from headway.sim.pipeline.actions import F, I, PipelineProgram
+from headway.sim.pipeline.actions import F, I, PipelineProgram, StageGraph
 from headway.sim.pipeline.lower import check, lower
 
 RUNNER_STEP = "headway.parallel.pipelining.torch_runner:PipelineRunner.step"
@@ -68,8 +68,10 @@ def schedule(parameters: ScheduleParameters, context: Context) -> Applied | Refu
     rows = parameters.order
     program = PipelineProgram.from_torch_csv("\n".join(rows))
     orders = program.orders()
-    check(lower(orders))
-    missing = _missing()
+    graph = None if parameters.preds is None else StageGraph(tuple(map(tuple, parameters.preds)))
+    lowered = lower(orders, graph)
+    check(lowered)
+    missing = _missing() if graph is None else ""
     if missing:
         return RefusedRemedy(NAME, f"this torch has no {missing}, which executes an order")
     if not all(in_order(actions, (F,)) for actions in orders):
@@ -121,8 +123,9 @@ def schedule(parameters: ScheduleParameters, context: Context) -> Applied | Refu
         return step
 
     # A pass that fails half done cannot be done again: its error is the script's to see.
-    context.patch(STEP, around, passing=(Exception,))
-    _switch_runners(context, facts, lambda runner: runner.switch(lower(orders, runner.program.graph)))
+    if graph is None:
+        context.patch(STEP, around, passing=(Exception,))
+    _switch_runners(context, facts, lambda runner: runner.switch(lowered))
     return Applied(NAME, facts)
 
 

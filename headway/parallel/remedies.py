@@ -18,6 +18,9 @@ class ScheduleParameters(Parameters, frozen=True):
     ) = None
     """A row of torch's compute-only CSV per rank of the pipeline, such as '0F0,0F1,0I0,0W0'."""
 
+    preds: Annotated[list[list[int]], Meta(description="the stages before each stage")] | None = None
+    """Beside `order`, on a runner of headway's: the stages that each stage takes its inputs from; None = a chain."""
+
     schedule: Annotated[Literal["two_buffer"], Meta(description="two_buffer")] | None = None
     """Instead, on a runner of headway's: a schedule without a flush."""
 

@@ -147,8 +147,9 @@ def rollout(ledger: Ledger) -> list[Cause]:
 
 
 def bubble(ledger: Ledger) -> list[Cause]:
-    """Stages of a pipeline that waited for their neighbours."""
-    own = ledger.ledger_ns["bubble"] / NS_PER_S
+    """Stages of a pipeline that waited for their neighbours, and what of it another job used."""
+    filled = ledger.sub_ns.get("bubble.filled", 0)
+    own = (ledger.ledger_ns["bubble"] - filled) / NS_PER_S
     spans = [span_of(ledger, name) for name in ("comm.recv", "comm.send")]
     count = sum(span.count for span in spans)
     evidence = f"{count:,} sends and receives waited {mean_of(own, count)} for the stage at the other end"
@@ -163,5 +164,10 @@ def bubble(ledger: Ledger) -> list[Cause]:
         said = {kind: share_words(ns, total) for kind, ns in kinds.items()}
         shares = [f"{share} {kind.replace('_', ' and ')}" for kind, share in said.items() if share]
         evidence += f": {', '.join(shares)}" if shares else ""
+    if filled:
+        of = share_words(filled, ledger.ledger_ns["bubble"])
+        evidence += (
+            f"; {format_seconds(filled / NS_PER_S)} more, {of} of all, ran chunks of another job: its useful time"
+        )
     fix = "more micro-batches per step, stages of equal time, an interleaved or zero-bubble schedule"
     return [Cause("bubble.p2p", plural(ledger.devices, "stage"), own, evidence, fix)]

@@ -22,7 +22,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from headway.core.errors import InputError
@@ -30,6 +30,7 @@ from headway.core.units import NS_PER_S
 from headway.parallel.fill.packing import LARGE, FillJob, lent_ns
 from headway.parallel.fill.worker import ANSWER, INSTRUCTION
 from headway.runtime.host.idle_process import START_S, is_able, start_idle
+from headway.trace.events.vocabulary import SPANS
 
 SCRIPT = Path(__file__).with_name("worker.py")
 
@@ -38,6 +39,9 @@ PROFILES, WINDOW = 2, 8
 
 PATIENCE = 5.0
 """Budgets after which a fill process that has not answered is ended; at least a second."""
+
+
+CHUNKS, LATE = SPANS["fill.chunks"].code, SPANS["fill.late"].code
 
 
 class FillProcess:
@@ -115,8 +119,9 @@ class FillProcess:
 class GapWatch:
     """The large gaps of this rank; `pipelining` calls `begin` and `end` around them."""
 
-    def __init__(self, process: FillProcess | None = None) -> None:
-        self.process = process
+    def __init__(self, process: FillProcess | None = None, emit: Callable[..., None] | None = None) -> None:
+        """Lend gaps to `process`; `emit` writes what ran in them into a recording, as `Probes.emit` does."""
+        self.process, self._emit = process, emit
         self.lends = True
         """Whether gaps are lent; measuring goes on without."""
         self.large_ns = self.used_ns = self.late_ns = self.chunks = 0
@@ -149,5 +154,10 @@ class GapWatch:
         if self._budget_ns and self.process is not None:
             chunks, used_ns = self.process.returned(self._budget_ns)
             self.used_ns, self.chunks = self.used_ns + used_ns, self.chunks + chunks
-            self.late_ns += max(0, time.perf_counter_ns() - self._start_ns - gap_ns)
+            late_ns = max(0, time.perf_counter_ns() - self._start_ns - gap_ns)
+            self.late_ns += late_ns
+            if self._emit is not None and chunks:
+                # Chunks run from the start of the gap on, one after the other.
+                self._emit(CHUNKS, self._start_ns, min(used_ns, gap_ns), LARGE.index(self._kind), chunks)
+                self._emit(LATE, self._start_ns + gap_ns, late_ns)
         self._kind = ""

@@ -30,12 +30,14 @@ from headway.core.files.regular_file import read_text
 from headway.core.tables import pick
 from headway.core.units import NS_PER_S
 from headway.parallel.fill.packing import LARGE, FillChunk, FillConfiguration, FillJob, RankFill, fit_fill
+from headway.parallel.fill.recorded import RecordedGaps
 from headway.plan.fill_scores import SCORES, best_pair
 from headway.sim.pipeline.lower import lower
 from headway.sim.pipeline.orders import PipelineShape
 from headway.sim.pipeline.schedules import SCHEDULES
 from headway.sim.pipeline.simulate import PipelineBubble, bubbles, costs_of, simulate
 from headway.sim.pipeline.weight_versions import FLUSH_FREE
+from headway.trace.recording.runs import Run
 
 Nanoseconds = Annotated[int, Meta(ge=1, le=1 << 50)]
 Bytes = Annotated[float, Meta(ge=0, le=1e18)]
@@ -130,6 +132,16 @@ class FillFile:
         if twice := [name for name in names if names.count(name) > 1]:
             raise InputError(f"{path} has two fill jobs called {twice[0]!r}. Rename one.")
         return cls(content.main, tuple(_job(job, path.parent) for job in content.jobs))
+
+    def gaps(self, run: Run | str | Path | None = None) -> tuple[int, tuple[PipelineBubble, ...]]:
+        """Return the ns of a step and its gaps: those of a recorded run, or those of `main`, simulated.
+
+        Raises `InputError` as `RecordedGaps.of` and `MainJob.gaps` do.
+        """
+        if run is None:
+            return self.main.gaps()
+        recorded = RecordedGaps.of(run if isinstance(run, Run) else Run.open(run))
+        return recorded.step_ns, recorded.gaps
 
     def under(self, schedule: str) -> FillFile:
         """Return it with another schedule of the main job."""

@@ -23,12 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from headway.core.errors import BackgroundError
+from headway.core.errors import BackgroundError, InputError
 from headway.core.units import NS_PER_S
 from headway.parallel.fill.gaps import PROFILES, FillProcess, GapWatch
-from headway.parallel.fill.packing import FillJob
-from headway.parallel.fill.queue import FillFile
-from headway.parallel.pipelining.torch_runner import pipeline
+from headway.parallel.fill.packing import FillJob, lent
+from headway.parallel.fill.queue import FillFile, place_jobs
+from headway.parallel.pipelining.torch_runner import PipelineRunner, pipeline
+from headway.runtime.in_rank import bootstrap
+from headway.trace.recording.runs import Run
 
 WIDTH, BLOCK = 8, 4
 """Features of a stage, and steps of a block."""
@@ -162,10 +164,8 @@ def rehearse(file: FillFile, rank: int, names: Sequence[str], blocks: int) -> Fi
         model, torch.zeros(1, WIDTH), loss=nn.functional.mse_loss, num_microbatches=main.microbatches,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01), schedule=main.schedule, timeout_s=START_S,
     )  # fmt: skip
-    jobs: list[FillJob] = [next(job for job in file.jobs if job.name == name) for name in names]
-    process = FillProcess(jobs, main.free()) if jobs else None
-    watch = GapWatch(process)
-    runner.watch_gaps(watch)
+    watch = _watched(runner, file, names)
+    process = watch.process
     x, y = torch.ones(main.microbatches, WIDTH), torch.ones(main.microbatches, WIDTH)
     steps: list[tuple[bool, float]] = []
     before = 0.0
@@ -182,6 +182,36 @@ def rehearse(file: FillFile, rank: int, names: Sequence[str], blocks: int) -> Fi
         process.stop("")
     ended = process.ended if process is not None else ""
     return FilledRank(rank, watch.large_ns, watch.used_ns, watch.late_ns, watch.chunks, ended, tuple(steps))
+
+
+def fill_gaps(
+    runner: PipelineRunner, jobs: str | Path, *, run: Run | str | Path | None = None, score: str = "shortest"
+) -> GapWatch:
+    """Run the jobs of a file in the large gaps of this rank's stage from now on (PipeFill); every rank calls it.
+
+    The runner's schedule is one with a flush. Which job is on which rank is decided by the gaps of `run`, an earlier
+    recording of this job, or by the times of `main` in the file. No result of the runner changes; the two first gaps of
+    a kind are measured and not lent. Raises `InputError` as `FillFile.read` does, on another number of ranks, and where
+    the system has no scheduling class idle.
+    """
+    file = FillFile.read(Path(jobs))
+    step_ns, gaps = file.gaps(run)
+    ranks = max(gap.rank for gap in gaps) + 1 if gaps else 0
+    if ranks != runner.program.num_ranks:
+        where = f"the gaps are those of {ranks} ranks, the runner has {runner.program.num_ranks}"
+        raise InputError(f"{where}. Give a run of this job, or its stages in the file's main.")
+    placed = place_jobs(file.jobs, lent(gaps), file.main.free(), step_ns, score=score)
+    return _watched(runner, file, [entry.job for entry in placed if entry.rank in runner.holders])
+
+
+def _watched(runner: PipelineRunner, file: FillFile, names: Sequence[str]) -> GapWatch:
+    """Start a fill process with these jobs, in their order, and lend it the gaps of a runner; none without jobs."""
+    jobs: list[FillJob] = [next(job for job in file.jobs if job.name == name) for name in names]
+    session = bootstrap.active()
+    emit = None if session is None else session.probes.emit
+    watch = GapWatch(FillProcess(jobs, file.main.free()) if jobs else None, emit)
+    runner.watch_gaps(watch)
+    return watch
 
 
 def main(path: str, rank: str, world_size: str, blocks: str, store: str) -> None:

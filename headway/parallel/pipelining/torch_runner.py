@@ -306,6 +306,7 @@ class PipelineRunner:
                 "schedule": type(self).__name__, "order": schedule if isinstance(schedule, str) else "program",
                 "stage": min(self._interpreter.weights), "num_stages": len(self._cut.stages),
                 "num_microbatches": self._num_microbatches, "schedules": 1,
+                "preds": [list(stages) for stages in self._cut.graph.preds],
             }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from headway.core.errors import CycleError, FormatError, InputError
 from headway.core.files.regular_file import read_text
+from headway.core.tables import pick
 from headway.sim.graph.dag import Dag
 
 LAYER = re.compile(
@@ -142,6 +143,39 @@ class LayerGraph:
         names = tuple(f"{key} {rows[key][0]}" for key in index)
         forward, backward, outputs, parameters = (tuple(rows[key][1][column] for key in index) for column in range(4))
         return cls(names, forward, backward, outputs, parameters, edges)
+
+    def split_by_inputs(self, name: str) -> LayerGraph:
+        """Return the graph with a dense layer on concatenated inputs as one product per input, and their sum.
+
+        W [x0, x1, ..] = W0 x0 + W1 x1 + ..: each product has the share of its input's bytes in the layer's time and
+        weights, and an output as large as the layer's; the sum keeps the layer's name and takes no time. So each
+        product can be in the stage of its branch. Gradients are equal but for the order of the sum. Raises `InputError`
+        for an unknown name, and a layer that takes fewer than two inputs, or inputs without bytes.
+        """
+        layer = self.names.index(pick(dict(zip(self.names, self.names, strict=True)), name, "layer"))
+        sources = [source for source, target in self.edges if target == layer]
+        sizes = [self.output_bytes[source] for source in sources]
+        if len(sources) < 2 or not sum(sizes):
+            raise InputError(
+                f"layer {name} takes {len(sources)} inputs of {sum(sizes):g} bytes; only a dense layer on at least "
+                "two, concatenated, can be split. Name another layer, or give output_bytes."
+            )
+        shares = [size / sum(sizes) for size in sizes]
+
+        def column(values: Sequence[float], behind: float, factors: Sequence[float]) -> tuple[float, ...]:
+            return (*values[:layer], *(values[layer] * factor for factor in factors), behind, *values[layer + 1 :])
+
+        # The products stand before the sum: layers from it on move back by their number.
+        moved = [k if k < layer else k + len(sources) for k in range(len(self.names))]
+        edges = [(moved[a], moved[b]) for a, b in self.edges if b != layer]
+        edges += [(moved[source], layer + k) for k, source in enumerate(sources)]
+        edges += [(layer + k, moved[layer]) for k in range(len(sources))]
+        return LayerGraph(
+            (*self.names[:layer], *(f"{name} of {self.names[source]}" for source in sources), *self.names[layer:]),
+            column(self.forward_s, 0.0, shares), column(self.backward_s, 0.0, shares),
+            column(self.output_bytes, self.output_bytes[layer], [1.0] * len(sources)),
+            column(self.parameter_bytes, 0.0, shares), tuple(sorted(edges)),
+        )  # fmt: skip
 
     def cuts(self) -> Cuts:
         """Return every cut that grows from the first layer by one layer and what it needs at a time.

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
+from headway.sim.pipeline.actions import StageGraph
 from headway.sim.recorded.core_use import cores_used
 from headway.sim.recorded.device_work import DeviceWork
 from headway.sim.recorded.lane import COMPUTE, GARBAGE, LABEL, LABELS, ON_THREAD, PRIORITY, Lane
@@ -145,6 +146,9 @@ class Recording:
     stages: tuple[StageWork | None, ...]
     """[ranks] What the pipeline stages of each computed; None where none was recorded."""
 
+    stage_graph: StageGraph | None
+    """Which stages feed which, where they are no chain; None: each feeds the next one."""
+
     @classmethod
     def from_trace(cls, source: Trace | Parts, *, max_steps: int) -> Recording:
         """Cut a finalised run into segments; keep the first `max_steps` steps.
@@ -195,7 +199,17 @@ class Recording:
             tuple(devices),
             MessagePoints.of(own, lanes),
             tuple(stages),
+            _stage_graph(parts),
         )
+
+
+def _stage_graph(parts: Parts) -> StageGraph | None:
+    """Return the graph of the stages of a runner; None where it is a chain, or the ranks do not agree on one."""
+    tables = [row["pipeline"].get("preds") for row in parts.ranks.values() if "pipeline" in row]
+    if not tables or tables[0] is None or any(preds != tables[0] for preds in tables):
+        return None
+    graph = StageGraph(tuple(map(tuple, tables[0])))
+    return None if graph == StageGraph.chain(len(graph.preds)) else graph
 
 
 def _count_steps(parts: Parts) -> dict[int, int]:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from headway.core.errors import InputError
 from headway.core.tables import pick
-from headway.sim.pipeline.actions import OPT, Action, B, F, I, Orders, W
+from headway.sim.pipeline.actions import OPT, Action, B, F, I, Orders, StageGraph, W
 from headway.sim.pipeline.lower import lower, peak_activations
 from headway.sim.pipeline.orders import PipelineShape
 from headway.sim.pipeline.schedules import SCHEDULES
@@ -73,6 +73,9 @@ class RecordedPipeline:
     split: bool
     """Whether backwards were recorded in two parts; else `costs` splits them by the rule."""
 
+    graph: StageGraph | None = None
+    """Which stages feed which, where they are no chain; None: each feeds the next one."""
+
     @classmethod
     def of(cls, recording: Recording) -> RecordedPipeline:
         """Find it; raises `InputError` with the reason where the run has none, or one that cannot be reordered."""
@@ -101,13 +104,21 @@ class RecordedPipeline:
             np.where(backward > 0, backward - np.rint(backward * shares), times[:, W]).astype(np.int64),
             _message_ns(recording),
         )  # fmt: skip
-        cap = int(peak_activations(lower(orders)).max())
-        return cls(orders, tuple(stages), costs, count, cap, split)
+        graph = recording.stage_graph
+        if graph is not None and len(graph.preds) != len(stages):
+            raise InputError(f"the graph has {len(graph.preds)} stages, {len(stages)} were recorded. Record all ranks.")
+        cap = int(peak_activations(lower(orders, graph)).max())
+        return cls(orders, tuple(stages), costs, count, cap, split, graph)
 
     @property
     def shape(self) -> PipelineShape:
-        """The shape, with the mean times of the stages; its cap is what the run held."""
+        """The shape; its cap is what the run held. A chain's has the mean times of the stages, a graph's each one's."""
         costs = self.costs
+        if self.graph is not None:
+            times = (costs.forward_ns.tolist(), costs.input_ns.tolist(), costs.weight_ns.tolist())
+            return PipelineShape.of_graph(
+                self.graph, self.num_microbatches, *times, comm_ns=costs.comm_ns, cap=self.cap
+            )  # fmt: skip
         forward, inputs, weights = (int(one.mean()) for one in (costs.forward_ns, costs.input_ns, costs.weight_ns))
         return PipelineShape(
             len(self.rank_index), self.num_microbatches, 1, forward, inputs, weights, costs.comm_ns, self.cap
@@ -287,8 +298,8 @@ class _Built:
     posts: dict[tuple[int, bool, int], int]
     """(pass, whether a gradient, microbatch) -> the segment before which the rank posts it."""
 
-    waits: list[tuple[int, bool, int, int]]
-    """(pass, whether a gradient, microbatch, segment that waits for it)."""
+    waits: list[tuple[int, bool, int, int, int]]
+    """(pass, whether a gradient, microbatch, stage that sends it, segment that waits for it)."""
 
     @classmethod
     def of(
@@ -298,10 +309,11 @@ class _Built:
         """Put the work of a rank into the order of `passes`; what lies between two passes stays where it is."""
         kept = ~np.isin(lane.label, MESSAGES)
         blocks = _blocks(lane, work, kept)
-        last = len(known.rank_index) - 1
+        graph = known.graph or StageGraph.chain(len(known.rank_index))
+        before, after = graph.preds[stage], graph.takers(stage)
         pieces: list[tuple[Ints, float, int, int]] = []  # segments, scale, computation, step where it is another one
         posts: dict[tuple[int, bool, int], int] = {}
-        waits: list[tuple[int, bool, int, int]] = []
+        waits: list[tuple[int, bool, int, int, int]] = []
         count = 0
 
         def add(segments: Ints, scale: float, part: int, step: int = -1) -> None:
@@ -317,8 +329,8 @@ class _Built:
             for owner, action in passes[turn]:
                 body, tail, scale, part = _taken(blocks[owner], action, input_share)
                 gradient = action.op != F
-                if action.op in (F, B, I) and (stage < last if gradient else stage > 0):
-                    waits.append((owner, gradient, action.microbatch, count))
+                for source in (after if gradient else before) if action.op in (F, B, I) else ():
+                    waits.append((owner, gradient, action.microbatch, source, count))
                     add(np.array([-1 - step]), 1.0, -1)
                 add(body, scale, part, step)
                 if action.op in (F, B, I):
@@ -408,11 +420,10 @@ def _taken(blocks: dict[Action, _Block], action: Action, share: float) -> tuple[
 
 
 def _messages(known: RecordedPipeline, built: list[_Built]) -> MessagePoints:
-    """Return the messages between neighbouring stages: posted behind the computation that makes them."""
+    """Return the messages between stages that feed each other: posted behind the computation that makes them."""
     entries = []
     for stage, made in enumerate(built):
-        for turn, gradient, microbatch, segment in made.waits:
-            source = stage + 1 if gradient else stage - 1
+        for turn, gradient, microbatch, source, segment in made.waits:
             post = built[source].posts[turn, gradient, microbatch]
             # The receive is posted ahead, so that only the sender's post counts.
             entries.append((known.rank_index[source], post, 0, False, -1))

@@ -111,6 +111,11 @@ SPANS: dict[str, Span] = {
     **{f"stage.{part}": Span(32 + index, "MARK", ("corr", "seq"), f"{words} of one microbatch; corr = stage, seq = "
                              "microbatch")
        for index, (part, words) in enumerate(STAGE_PARTS.items())},
+    # Chunks of a fill job (PipeFill) in the gaps of such a stage, on its training thread.
+    "fill.chunks": Span(36, "HOST", ("corr", "seq"),
+                        "a fill process ran chunks of another job in a large gap; corr = 0 before the first "
+                        "computation of a step, 1 before its first backward; seq = chunks"),
+    "fill.late": Span(37, "HOST", (), "the gap was over, and the rank waited for the fill process to return"),
     # The optimizer.
     "optimizer.step": Span(10, "OPTIM", ("corr", "seq"),
                            "one optimizer.step(); corr = optimizer, seq = 1 if AMP skipped it. Raw: c, d = start and "

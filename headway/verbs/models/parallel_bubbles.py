@@ -92,8 +92,8 @@ MOST_RANKS = 16
 
 
 def fill(
-    *, jobs: Path, schedule: str | None = None, score: str = "shortest", simulate: bool = False, blocks: int = 4,
-    json: bool = False,
+    *, jobs: Path, run: Path | None = None, schedule: str | None = None, score: str = "shortest",
+    simulate: bool = False, blocks: int = 4, json: bool = False,
 ) -> int:  # fmt: skip
     """Run other jobs in the two large gaps of each pipeline stage (PipeFill).
 
@@ -110,6 +110,8 @@ def fill(
     ----------
     jobs
         A JSON file: the main job and the fill jobs.
+    run
+        A recorded run of a pipeline: its gaps are planned for, instead of those of the file's main job. Nothing runs.
     schedule
         The main job's schedule, instead of that in the file.
     score
@@ -127,13 +129,13 @@ def fill(
     file = FillFile.read(jobs)
     if schedule is not None:
         file = file.under(schedule)
-    step_ns, gaps = file.main.gaps()
+    step_ns, gaps = file.gaps(None if run is None else run_at(run))
+    stages = file.main.stages if run is None else max((gap.rank for gap in gaps), default=-1) + 1
+    simulate = simulate or run is not None
     placed = place_jobs(file.jobs, lent(gaps), file.main.free(), step_ns, score=score)
-    large = [
-        sum(gap.duration_ns for gap in gaps if gap.rank == r and gap.kind in LARGE) for r in range(file.main.stages)
-    ]
+    large = [sum(gap.duration_ns for gap in gaps if gap.rank == r and gap.kind in LARGE) for r in range(stages)]
     idle_ns = sum(gap.duration_ns for gap in gaps)
-    rows = [_row(r, large[r], [entry for entry in placed if entry.rank == r]) for r in range(file.main.stages)]
+    rows = [_row(r, large[r], [entry for entry in placed if entry.rank == r]) for r in range(stages)]
     used_ns = sum(row["planned_used_ns"] for row in rows)
     # What is planned ends inside the gaps: the step is as long as before.
     facts: Facts = {
@@ -142,8 +144,8 @@ def fill(
         "used_fraction": used_ns / sum(large) if sum(large) else 0.0,
         "main_slowdown": 0.0,
         "step_ns": step_ns,
-        "bubble_fraction": idle_ns / (step_ns * file.main.stages),
-        "extra_work_fraction": used_ns / (step_ns * file.main.stages - idle_ns),
+        "bubble_fraction": idle_ns / (step_ns * stages),
+        "extra_work_fraction": used_ns / (step_ns * stages - idle_ns),
         "rows": rows,
     }
     if not simulate:

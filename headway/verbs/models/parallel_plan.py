@@ -39,6 +39,7 @@ def plan(
     microbatches: int | None = None,
     overhead_ns: int = 0,
     replicate: bool = False,
+    split_dense: str | None = None,
     devices: int | None = None,
     device: str | None = None,
     devices_per_host: int = 8,
@@ -46,12 +47,11 @@ def plan(
     schedule: str = "1f1b",
     json: bool = False,
 ) -> int:
-    """Say which device runs what of a model: from a profile or a graph of its layers, or from a transformer's shape.
+    """Predict which device runs what of a model best: from a profile or a graph of its layers, or its shape.
 
     With --profile: stages and replicas of each, exact for PipeDream's model of time. With --graph: stages that form a
     graph, so that branches of the model run side by side (GraphPipe), beside the best chain of stages, both simulated.
-    With --shape: degrees of tensor, pipeline and data parallelism, microbatch and recomputation of PTD-P. All times are
-    predicted, none is measured.
+    With --shape: degrees of tensor, pipeline and data parallelism, microbatch and recomputation of PTD-P.
 
     Example: `headway parallel plan --profile graph.txt --levels 4,4 --bandwidth 1e10,1.25e9`
 
@@ -70,8 +70,7 @@ def plan(
     transfers
         What passes between stages: published (as PipeDream's code counts it), exact, or none.
     shape
-        A TOML file: layers, hidden, heads, sequence, vocabulary, batch (sequences of a step), and what else
-        `headway.cost.transformer.Transformer` has.
+        A TOML file: layers, hidden, heads, sequence, vocabulary, batch (sequences), and what `Transformer` has.
     graph
         A JSON file {"layers": [...]}: name, preds (names of those that feed it), forward_ns and backward_ns of a
         microbatch, and where they matter output_bytes and parameter_bytes.
@@ -81,6 +80,8 @@ def plan(
         What a forward or backward of a stage takes beside its layers, with --graph; it decides the microbatch's size.
     replicate
         With --graph, several devices may share a stage; needs --bandwidth.
+    split_dense
+        With --graph, dense layers on concatenated inputs, with commas: planned as a product per input, and their sum.
     devices
         Devices of the job.
     device
@@ -97,19 +98,20 @@ def plan(
     if sum(given is not None for given in (profile, graph, shape)) != 1:
         raise InputError("nothing says what to plan, or two things do. Give --profile, --graph or --shape.")
     if profile is not None:
-        if levels is None or bandwidth is None:
-            raise InputError("the links are not known. Give --levels and --bandwidth, for example 4,4 and 1e10,1.25e9.")
         return _partition(profile, _topology(levels, bandwidth, memory), allreduce, transfers, json)
     if graph is not None:
-        return _graph(graph, _connected(devices, bandwidth, memory, overhead_ns, replicate), microbatches, json)
+        links = _connected(devices, bandwidth, memory, overhead_ns, replicate)
+        return _graph(graph, links, microbatches, split_dense, json)
     if shape is None or devices is None or device is None:
         raise InputError("the devices are not known. Give --devices N and --device NAME.")
     cluster = GridCluster.of(device, devices, devices_per_host=devices_per_host, link=link)
     return _grid(*_model(shape), cluster, schedule, json)
 
 
-def _topology(levels: str, bandwidth: str, memory: str | None) -> Topology:
+def _topology(levels: str | None, bandwidth: str | None, memory: str | None) -> Topology:
     """Read the levels of links."""
+    if levels is None or bandwidth is None:
+        raise InputError("the links are not known. Give --levels and --bandwidth, for example 4,4 and 1e10,1.25e9.")
     sizes, rates = _numbers("--levels", levels), _numbers("--bandwidth", bandwidth)
     if any(size != int(size) for size in sizes):
         raise InputError(f"--levels is {levels}; give whole numbers.")
@@ -137,7 +139,7 @@ def _connected(
     return GraphCluster(devices, rates[0], room, overhead_ns / NS_PER_S, replicate)
 
 
-def _graph(path: Path, cluster: GraphCluster, microbatches: int | None, as_json: bool) -> int:
+def _graph(path: Path, cluster: GraphCluster, microbatches: int | None, split_dense: str | None, as_json: bool) -> int:
     """Print GraphPipe's partition beside the chain's."""
     content = GraphFile.read(path)
     layers = LayerGraph(
@@ -148,6 +150,8 @@ def _graph(path: Path, cluster: GraphCluster, microbatches: int | None, as_json:
         parameter_bytes=tuple(row.parameter_bytes for row in content.rows),
         edges=tuple((source, layer) for layer, sources in enumerate(content.preds) for source in sources),
     )
+    for name in split_dense.split(",") if split_dense else ():
+        layers = layers.split_by_inputs(name)
     begin = time.perf_counter()
     chosen = plan_graph(layers, cluster, microbatches)
     search_s = time.perf_counter() - begin
