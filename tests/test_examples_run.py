@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 
@@ -21,3 +23,16 @@ def test_an_example_prints_what_it_promises(example):
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout == expected.read_text()
     assert len(example.read_text().splitlines()) < 40
+
+
+def test_the_notebook_runs_and_its_workers_wait_less(tmp_path):
+    cells = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    (tmp_path / "cells.py").write_text(code)
+    done = subprocess.run([sys.executable, "cells.py"], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("input.fetch")
+    before, after = (float(number) for number in re.findall(r"([\d.]+) s (?:before|with)", done.stdout))
+    assert after < before
+    assert "<html" in (tmp_path / "page.html").read_text()[:200]
