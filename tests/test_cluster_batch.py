@@ -193,7 +193,8 @@ def test_a_run_under_the_plan_is_judged_by_its_new_batch_beside_what_was_promise
     now = json.loads(answer(capsys, run, "--json")[1].out)
     with pytest.raises(SystemExit):
         main(["compare", str(RUN), str(run), "--json"])
-    notes = json.loads(capsys.readouterr().out)["notes"]
+    compared = json.loads(capsys.readouterr().out)
+    notes = compared["notes"]
     refused, shown = answer(capsys, run, "--out", tmp_path / "plan.json")
     answer(capsys, run, "--out", tmp_path / "plan.json", "--allow", "lossy")
     (remedy, _) = json.loads((tmp_path / "plan.json").read_text())["remedies"]
@@ -202,6 +203,10 @@ def test_a_run_under_the_plan_is_judged_by_its_new_batch_beside_what_was_promise
     # Four gradients of 32: sqr = (4 x 2 - 3) / 3, Sigma = (3 - 2) / 3 x 128.
     assert now["noise_scale"] == pytest.approx(128 / 5)
     assert any(note.startswith("batch 32 -> 128: useful examples per second") for note in notes)
+    before, after = compared["useful_examples_per_s"]
+    assert compared["verdict"] in ("faster", "inconclusive")
+    assert after > before > 0
+    assert compared["regressions"] == []
     assert refused == 2
     assert "--allow lossy" in shown.err
     assert (remedy["name"], remedy["allow"]) == ("cluster.batch", "lossy")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from benchmarks import cluster_backfill
 from headway.cli import main
-from headway.cluster import Cluster, compare_policies
+from headway.cluster import Cluster, Jobs, compare_policies, simulate
 from headway.cluster.queue.compare import FIDELITY
-from headway.cluster.queue.logs import read_queue
+from headway.cluster.queue.logs import RecordedQueue, read_queue
 from headway.cluster.queue.recorded_rates import RunRate, queue_rates
 from headway.core.errors import FormatError, InputError
 from headway.ledger.answers.compare import steps_per_s
@@ -56,6 +58,36 @@ def sacct(rows, *, newer):
     return {"jobs": [*jobs, never], "meta": {"slurm": {"release": "24.05.1"}}}
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_backfill_starts_each_job_when_a_scheduler_that_plans_all_of_them_each_second_does(seed):
+    """The oracle shares no code with the policy; times are whole seconds, so its seconds miss no event."""
+    drawn = cluster_backfill.drawn(seed, 60)
+    short = [
+        replace(job, run_s=job.run_s // 60, limit_s=job.limit_s / 60, arrival_s=job.arrival_s // 60) for job in drawn
+    ]
+    queue = RecordedQueue.of(cluster_backfill.served(short, 1), "oracle")
+    found = compare_policies(queue, Cluster.parse("a100=64"), np.ones((60, 1)), ("backfill", "fifo"))
+
+    assert found.policies["backfill"].start_s.tolist() == pytest.approx(queue.start_s.tolist())
+    assert (queue.start_s > queue.jobs.arrival_s).any()
+    assert found.explained("backfill") == pytest.approx(0.0)
+
+
+def test_a_job_behind_the_first_starts_where_it_delays_no_reservation():
+    """Four devices: a uses 3 for 10 s, b needs 4; c and d want 1 each, for longer and for shorter than a lasts."""
+    jobs = Jobs(list("abcd"), [3, 4, 1, 1], [10.0, 5.0, 11.0, 8.0], [0.0, 1.0, 2.0, 2.0])
+    start_s = {
+        name: simulate(jobs, {"a100": 4}, name, rates=np.ones((4, 1)), fills=True).start_s.tolist()
+        for name in ("easy", "backfill")
+    }
+
+    assert start_s["backfill"] == start_s["easy"] == [0.0, 10.0, 15.0, 2.0]
+    # By a time limit of 8 s c would end in time; it does not, and b waits for it.
+    limited = replace(jobs, limit_s=np.array([10.0, 5.0, 8.0, 9.0]))
+    late = simulate(limited, {"a100": 4}, "easy", rates=np.ones((4, 1)), fills=True)
+    assert late.start_s.tolist() == [0.0, 13.0, 2.0, 18.0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("newer", [False, True])
 def test_an_export_of_sacct_is_replayed_as_it_was_and_policies_are_ranked(tmp_path, newer, capsys):
@@ -75,6 +107,25 @@ def test_an_export_of_sacct_is_replayed_as_it_was_and_policies_are_ranked(tmp_pa
     assert answer["skipped"] == 1
     hours = answer["observed"]["device_hours_by_owner"]
     assert sum(hours.values()) == pytest.approx(sum(run * scale for _, run, scale, _ in rows) / 3600)
+    assert (answer["restart_s"], answer["restart_source"]) == (60.0, "assumed; see --restart-s")
+
+
+def test_moves_cost_what_is_given_or_what_runs_measured_and_the_page_shows_each_queue(tmp_path, capsys):
+    table, out = tmp_path / "queue.csv", tmp_path / "page.html"
+    lines = [f"{i},{when},{run},{scale},{at}" for i, (when, run, scale, at) in enumerate(served_in_order())]
+    table.write_text("\n".join(["id,arrival_s,run_s,num_devices,start_s", *lines]))
+    answers = []
+    for words in (["0"], ["300"], ["300", "-o", str(out)]):
+        with pytest.raises(SystemExit) as leaving:
+            main(["cluster", "compare", "--jobs", str(table), "--devices", "a100=8", "--json", "--restart-s", *words])
+        assert leaving.value.code == 0
+        answers.append({row["policy"]: row for row in json.loads(capsys.readouterr().out)["policies"]})
+    free, paid, _ = answers
+
+    assert free["las"]["moves"] > 0
+    assert paid["las"]["mean_jct_s"] > free["las"]["mean_jct_s"]
+    assert paid["backfill"] == {**free["backfill"], "decide_s": paid["backfill"]["decide_s"]}  # moves nobody
+    assert [out.read_text().count(f"<figcaption>{name}:") for name in ("observed", *free)] == [1] * 5
 
 
 def test_devices_that_do_not_explain_the_queue_give_no_ranking(tmp_path, capsys):
@@ -106,6 +157,7 @@ def test_the_piped_form_and_a_csv_hold_the_same_queue(tmp_path):
         text += [f"{number}|ada|{times}|COMPLETED|cpu=8,gres/gpu:a100={scale},gres/gpu={scale},node=1",
                  f"{number}.batch||{times}|COMPLETED|cpu=8"]  # fmt: skip
     text.append(f"77|ada|{clock(5)}|Unknown|Unknown|PENDING|")
+    text = [f"{line}|{'30' if number else 'TimelimitRaw'}" for number, line in enumerate(text)]
     piped, table = tmp_path / "sacct.txt", tmp_path / "queue.csv"
     piped.write_text("\n".join(text))
     lines = [f"{i},{when},{run},{scale},{at},a100" for i, (when, run, scale, at) in enumerate(rows)]
@@ -117,6 +169,7 @@ def test_the_piped_form_and_a_csv_hold_the_same_queue(tmp_path):
     for name in ("steps", "arrival_s", "scale"):
         assert getattr(first.jobs, name).tolist() == getattr(second.jobs, name).tolist()
     assert first.start_s.tolist() == second.start_s.tolist()
+    assert first.jobs.limit_s.tolist() == [1800.0] * 5
 
 
 def test_a_policy_that_cannot_take_a_job_is_one_line_beside_the_others_and_an_error_alone(tmp_path, capsys):

@@ -264,7 +264,7 @@ def test_the_log_says_what_the_policy_promised_what_came_true_and_what_others_wo
     assert [row["id"] for row in answer["jobs"]] == list(STORY)
     assert [row["promised_s"] for row in answer["jobs"]] == [row["came_true_s"] for row in answer["jobs"]]
     assert answer["replay_error_fraction"] == 0
-    assert [row["policy"] for row in answer["policies"]] == ["fifo", "las", "las_aware"]
+    assert [row["policy"] for row in answer["policies"]] == ["fifo", "backfill", "las", "las_aware"]
     assert answer["policies"][0]["moves"] == 0 < answer["observed"]["moves"]
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["cluster", "compare", "--log", str(tmp_path / "s")])

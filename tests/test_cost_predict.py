@@ -25,7 +25,7 @@ from headway.cost.learned.cost_table import (
     step_costs,
 )
 from headway.cost.learned.operators import Operator, OperatorModel
-from headway.cost.learned.torch_calibration import graph_of, here, made_model, measure, quiet_s
+from headway.cost.learned.torch_calibration import graph_of, here, made_model, measure, measured_now, quiet_s
 from tests.runs_made import MS, RunMaker, write_folder
 
 PRODUCT = Operator("mm", "", 2e6, 8e4, 4e4, (100, 100, 1, 1, 100, 100))
@@ -115,6 +115,40 @@ def test_a_traced_step_has_the_products_of_forward_and_backward():
         graph_of(nn.ReLU(), (torch.randn(2),))
 
 
+RECURRENT = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.drop = torch.nn.LSTM(16, 16, batch_first=True), torch.nn.Dropout(0.1)
+    def forward(self, x):
+        return self.drop(self.lstm(x[:, 1:])[0])
+def build(batch):
+    return Net(), torch.randn(batch, 9, 16)
+"""
+
+
+def test_what_a_table_lacks_is_timed_in_the_models_own_step_or_estimated_by_its_bytes():
+    module, inputs = nn.Sequential(nn.Linear(32, 32), nn.AvgPool1d(2), nn.Dropout(0.5)), (torch.randn(64, 32),)
+    graph = graph_of(module, inputs)
+    relu = replace(PRODUCT, name="relu", kind="pointwise")
+    learned = OperatorModel([relu, replace(relu, read_bytes=8e5, written_bytes=4e5)], np.array([1e-5, 1e-4]))
+    lacking = learned.unmeasured(graph.operators)
+    names = {op.name for op in lacking}
+
+    assert {"addmm", "avg_pool2d"} <= names  # and not mul, which relu stands in for
+    assert "mul" not in names
+    measured = measured_now(module, inputs, graph, lacking)
+    assert {op.name for op in measured} >= {"addmm", "avg_pool2d"}
+    assert all(seconds > 0 for seconds in measured.values())
+    assert measured_now(module, inputs, graph, lacking, 0.0) == {}
+    whole = learned.with_more(lacking, learned.by_bytes(lacking))
+    assert whole.unmeasured(graph.operators) == []
+    assert (whole.seconds(graph.operators) > 0).all()
+    small, large = learned.by_bytes([PRODUCT, replace(PRODUCT, read_bytes=8e5, written_bytes=4e5)])
+    assert large > 3 * small
+
+
 def verb(capsys, *words, room=("cost",)):
     """Return the exit code of the command, and its answer or error."""
     with pytest.raises(SystemExit) as leaving:
@@ -147,6 +181,14 @@ def test_a_calibration_goes_on_and_predicts_a_step(tmp_path, capsys, monkeypatch
     assert small["interval"][0] <= small["step_s"] <= small["interval"][1]
     assert 0 < small["step_s"] < large["step_s"]
     assert {"addmm", "gelu_backward"} <= {row["name"] for row in small["operators"]}
+    (tmp_path / "recurrent.py").write_text(RECURRENT)
+    code, found = verb(
+        capsys, "predict", "recurrent:build", "--costs", path, "--threads", threads, "--batch", "4", "--json"
+    )
+    assert code == 0
+    assert "measured now, since the table lacks them: " in found["basis"]
+    assert "slice" in found["basis"]
+    assert found["interval"][0] <= found["step_s"] <= found["interval"][1]
     for more, message in [
         (["--batch", "0"], "--batch is 0"),
         (["--batch", "1", "--device", "cuda"], "unknown device 'cuda'"),

@@ -140,10 +140,14 @@ class Jobs:
     restart_s: Values = field(default_factory=lambda: np.zeros(0))
     """[n] Time lost each time it is moved or resumed."""
 
+    limit_s: Values = field(default_factory=lambda: np.zeros(0))
+    """[n] Time limit that its submitter gave it; infinity = none, or not known."""
+
     def __post_init__(self) -> None:
         """Fill in defaults and check; raises `InputError` that names the job and the field."""
         n = len(self.ids)
-        columns = {"scale": 1, "steps": 0, "arrival_s": 0, "weight": 1.0, "deadline_s": math.inf, "restart_s": 0.0}
+        columns = {"scale": 1, "steps": 0, "arrival_s": 0, "weight": 1.0, "deadline_s": math.inf, "restart_s": 0.0,
+            "limit_s": math.inf}  # fmt: skip
         for name, default in columns.items():
             value = np.asarray(getattr(self, name), np.int64 if name == "scale" else np.float64)
             value = value if value.size or not n else np.full(n, default)
@@ -157,6 +161,7 @@ class Jobs:
         self._check("arrival_s", ~np.isfinite(self.arrival_s), "give seconds")
         self._check("weight", ~(self.weight > 0), "give a number above 0")
         self._check("restart_s", ~(self.restart_s >= 0), "give seconds >= 0")
+        self._check("limit_s", ~(self.limit_s > 0), "give seconds above 0")
         late = ~(self.deadline_s > self.arrival_s)
         self._check("deadline_s", late, "it has passed when the job arrives; give a later one")
         unsorted = np.diff(self.arrival_s, prepend=-math.inf) < 0
@@ -180,13 +185,13 @@ class Jobs:
         """Return some of the jobs, in the given order."""
         at = np.arange(len(self))[rows]
         ids, model, entity = ([column[i] for i in at] for column in (self.ids, self.model, self.entity))
-        own = self.weight[at], self.deadline_s[at], self.restart_s[at]
+        own = self.weight[at], self.deadline_s[at], self.restart_s[at], self.limit_s[at]
         return Jobs(ids, self.scale[at], self.steps[at], self.arrival_s[at], model, entity, *own)
 
     def with_more(self, other: Jobs) -> Jobs:
         """Return these jobs and others that came later."""
         ids, model, entity = ([*getattr(self, name), *getattr(other, name)] for name in ("ids", "model", "entity"))
-        numbers = ("scale", "steps", "arrival_s", "weight", "deadline_s", "restart_s")
+        numbers = ("scale", "steps", "arrival_s", "weight", "deadline_s", "restart_s", "limit_s")
         columns = {name: np.concatenate((getattr(self, name), getattr(other, name))) for name in numbers}
         return Jobs(ids, model=model, entity=entity, **columns)
 
@@ -375,6 +380,9 @@ class QueueState:
 
     adapting: Adapting | None = None
     """Jobs that may change their size; None = each runs on `scale` devices or not at all."""
+
+    limit_s: Values = field(default_factory=lambda: np.full(1, math.inf))
+    """[m] Time limit of each; infinity = none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

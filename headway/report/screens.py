@@ -352,6 +352,12 @@ def _pace(found: RunComparison) -> str:
     ratio, ends = found.speedup, found.interval or ()
     if found.verdict == "inconclusive":
         return f"Inconclusive: {clean(found.inconclusive)}"
+    if found.useful_examples_per_s is not None:
+        before, after = found.useful_examples_per_s
+        rates = f"useful examples per second {before:,.0f} -> {after:,.0f}, {after / before:.2f}x"
+        return (
+            f"The second run learns {'less' if after < before else 'more'} per second: {rates}; steps of another batch"
+        )
     if found.verdict == "not resolved":
         if not ends:
             return "Not resolved: fewer than four steps; record more of them"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -130,27 +130,46 @@ def now_of(measured: Measured, noise: NoiseScale) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def learned(before: Run, after: Run) -> str:
-    """Say what another batch made of the useful examples per second; '' where the second run had no other batch.
+class BatchesCompared(NamedTuple):
+    """Two runs of one job with unlike batches."""
 
-    Both are judged by the noise scale of the second run, or the first one's where it has none.
+    sentence: str
+    """What the other batch made of the useful examples per second."""
+
+    useful_examples_per_s: tuple[float, float]
+    """Of both; (0, 0) where they are not known."""
+
+    batch_size: tuple[int, int]
+    """Examples of all ranks in one update, of both; (0, 0) where they are not known."""
+
+
+def learned(before: Run, after: Run) -> BatchesCompared | None:
+    """Say what another batch made of the useful examples per second; None where the second run had no other batch.
+
+    Both are judged by the noise scale of the second run, or the first one's where it has none; without any, every
+    example counts the same.
     """
-    if BATCH not in after.facts.in_force:
-        return ""
+    planned = BATCH in after.facts.in_force
     try:
         pair = [measured_of(run) for run in (before, after)]
+        noise = noise_of(after, pair[1])
+        noise = noise if noise.noise_scale is not None else noise_of(before, pair[0])
     except InputError as cause:
-        return f"useful examples per second are unknown: {cause}"
-    noise = noise_of(after, pair[1])
-    noise = noise if noise.noise_scale is not None else noise_of(before, pair[0])
+        return BatchesCompared(f"useful examples per second are unknown: {cause}", (0, 0), (0, 0)) if planned else None
+    if not planned and pair[0].batch_size == pair[1].batch_size:
+        return None
+    # What a script's other batch is worth is said against the first run's, as a plan says it against its own.
+    pair[1] = pair[1] if planned else replace(pair[1], initial_batch=pair[0].initial_batch)
     first, second = (now_of(each, noise) for each in pair)
-    rates = [float(each["useful_examples_per_s"]) for each in (first, second)]
+    rates = float(first["useful_examples_per_s"]), float(second["useful_examples_per_s"])
     promised = second["predicted_useful_examples_per_s"]
-    return (
+    text = (
         f"batch {first['batch_size']} -> {second['batch_size']}: useful examples per second {rates[0]:,.0f} -> "
         f"{rates[1]:,.0f} ({rates[1] / rates[0]:.2f}x)" + (f", promised {promised:,.0f}" if promised else "")
+        + ("" if noise.noise_scale is not None else ", each counted in full: no noise scale was measured")
         + "; steps per second do not judge another batch"
     )  # fmt: skip
+    return BatchesCompared(text, rates, (first["batch_size"], second["batch_size"]))
 
 
 def batch_answer(

@@ -1,14 +1,15 @@
-"""Policies to compare with: first in first out, AlloX, Gandiva. The filling of bubbles is in `fill`."""
+"""Policies to compare with: first in first out, backfill, AlloX, Gandiva. The filling of bubbles is in `fill`."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
-from headway.cluster.model import Allocation, Cluster, QueueState, Values
+from headway.cluster.model import Allocation, Cluster, Indices, QueueState, Values
 from headway.core.errors import InputError
 from headway.core.linear import minimise
 from headway.core.tables import pick
@@ -42,6 +43,96 @@ def fifo(state: QueueState, cluster: Cluster, now_s: float) -> Allocation:
 def fifo_aware(state: QueueState, cluster: Cluster, now_s: float) -> Allocation:
     """First in, first out, each on its fastest type with room, chosen again at each decision."""
     return _in_order(state, cluster, aware=True)
+
+
+RESERVATIONS = 100
+"""Waiting jobs that backfill plans ahead: what Slurm tests in a pass by default (bf_max_job_test) in older versions."""
+
+
+def backfill(state: QueueState, cluster: Cluster, now_s: float, reservations: int = RESERVATIONS) -> Allocation:
+    """First in, first out, with backfill as Slurm does it: a job starts sooner if it delays no reservation.
+
+    Jobs run to their end. The first `reservations` jobs that cannot start now
+    each get the earliest time and pool at which they fit beside the running
+    jobs and the reservations before theirs; later jobs start if they fit
+    beside all of these. One reservation is EASY backfill (Lifka, JSSPP 1995).
+    A job is taken to end at its time limit; without one, when its work is done.
+    """
+    x = np.where(state.previous > 0.5, 1.0, 0.0)
+    end_s = np.maximum(state.memory, now_s + 1.0) + np.zeros(len(x))  # who runs longer than expected ends next
+    with np.errstate(divide="ignore"):
+        takes_s = np.where(
+            np.isfinite(state.limit_s)[:, None], state.limit_s[:, None], state.left[:, None] / state.rates
+        )
+    takes_s = np.where(state.rates > 0, takes_s, np.inf)  # [m, W]
+    running = [np.flatnonzero(x[:, j]) for j in range(len(cluster.count))]
+    plans = [
+        _FreeDevices.of(now_s, int(count), end_s[rows], state.scale[rows])
+        for count, rows in zip(cluster.count, running, strict=True)
+    ]
+    waiting = np.flatnonzero(~x.any(axis=1))
+    while waiting.size and any(plan.idle[0] for plan in plans):
+        if reservations > 0:
+            row, waiting = int(waiting[0]), waiting[1:]
+        else:
+            may = np.any([plan.now(state.scale[waiting], takes_s[waiting, j]) for j, plan in enumerate(plans)], axis=0)
+            if not may.any():
+                break
+            row, waiting = int(waiting[may.argmax()]), waiting[may.argmax() + 1 :]
+        # Per pool where it runs: when it starts there, when it ends, the pool.
+        starts = [
+            (plan.earliest(int(state.scale[row]), takes_s[row, j]), takes_s[row, j], j)
+            for j, plan in enumerate(plans)
+            if np.isfinite(takes_s[row, j]) and state.scale[row] <= cluster.count[j]
+        ]
+        if not starts:
+            continue
+        start_s, length_s, j = min(starts)
+        plans[j].take(start_s, start_s + length_s, int(state.scale[row]))
+        if start_s <= now_s:
+            x[row, j], end_s[row] = 1.0, start_s + length_s
+        else:
+            reservations -= 1
+    return Allocation(x, strict=True, memory=np.where(x.any(axis=1), end_s, 0.0))
+
+
+@dataclass(slots=True)
+class _FreeDevices:
+    """Devices of a pool that are free over time: `idle[k]` from `since_s[k]` until the next, the last for ever."""
+
+    since_s: Values
+    idle: Indices
+
+    @classmethod
+    def of(cls, now_s: float, count: int, end_s: Values, scale: Indices) -> _FreeDevices:
+        """Start from the jobs that run: when each ends [r], and its devices [r]."""
+        order = np.argsort(end_s, kind="stable")
+        idle = count - scale.sum() + np.concatenate(([0], np.cumsum(scale[order])))
+        return cls(np.concatenate(([now_s], end_s[order])), idle.astype(np.int64))
+
+    def now(self, scale: Indices, takes_s: Values) -> NDArray[np.bool_]:
+        """[k] Which jobs could start now and run to their end."""
+        until = np.searchsorted(self.since_s, self.since_s[0] + takes_s, "left")
+        return np.asarray(np.isfinite(takes_s) & (np.minimum.accumulate(self.idle)[until - 1] >= scale))
+
+    def earliest(self, scale: int, takes_s: float) -> float:
+        """Return when so many devices are free for so long, at the latest when all jobs have ended."""
+        short = np.where(self.idle < scale, self.since_s, np.inf)
+        # The next moment from each one on at which too few are free.
+        next_short = np.minimum.accumulate(short[::-1])[::-1]
+        return float(self.since_s[(next_short >= self.since_s + takes_s).argmax()])
+
+    def take(self, start_s: float, end_s: float, scale: int) -> None:
+        """Use devices from one moment to another."""
+        for moment in (start_s, end_s):
+            k = int(np.searchsorted(self.since_s, moment, "left"))
+            if k == self.since_s.size or self.since_s[k] != moment:
+                self.since_s = np.insert(self.since_s, k, moment)
+                self.idle = np.insert(self.idle, k, self.idle[k - 1])
+        self.idle[(self.since_s >= start_s) & (self.since_s < end_s)] -= scale
+
+
+easy = partial(backfill, reservations=1)
 
 
 def allox(state: QueueState, cluster: Cluster, now_s: float) -> Allocation:

@@ -23,6 +23,8 @@ class SchedulingPolicy(Protocol):
 POLICIES: Mapping[str, SchedulingPolicy] = {
     "fifo": baselines.fifo,
     "fifo_aware": baselines.fifo_aware,
+    "backfill": baselines.backfill,
+    "easy": baselines.easy,
     "las": fairness.las,
     "las_aware": fairness.las_aware,
     "las_packed": fairness.las_packed,
@@ -54,3 +56,6 @@ SERVED: Mapping[str, SchedulingPolicy] = {
 
 LENDING: frozenset[SchedulingPolicy] = frozenset({baselines.allox})
 """Those whose jobs without a share take free devices under the published rules; by our own rules they wait."""
+
+AT_ONCE: frozenset[SchedulingPolicy] = frozenset({baselines.backfill, baselines.easy})
+"""Those that give devices away the moment they fall free, not at the end of a round."""

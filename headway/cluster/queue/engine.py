@@ -36,7 +36,7 @@ from headway.cluster.model import (
     check_resizes,
     pools_that_fit,
 )
-from headway.cluster.policies.table import LENDING, MIXING, POLICIES, SERVED, SchedulingPolicy
+from headway.cluster.policies.table import AT_ONCE, LENDING, MIXING, POLICIES, SERVED, SchedulingPolicy
 from headway.cluster.queue.outcome import Outcome
 from headway.cluster.queue.rounds import MOMENT_S, ORDERS, CandidateRows, RoundReport, RunningRows, Timing, chosen_rows
 from headway.core.errors import HeadwayError, InputError
@@ -93,7 +93,7 @@ def simulate(
         raise InputError(
             "jobs that adapt run on hosts that stay. Leave out the resizes, or simulate jobs of fixed size."
         )
-    if fills and decide not in SERVED.values():
+    if fills and decide not in (*SERVED.values(), *AT_ONCE):
         raise InputError(f"with fills a policy gives each job its own devices. Choose one of: {', '.join(SERVED)}.")
     table = Rates.of(rates, jobs, pools)
     check_fits(jobs, pools, table.alone, mixed=decide in MIXING)
@@ -356,7 +356,7 @@ class RoundEngine:
             at, self.allowed[at], rates.kind[at], rates.shared, self.left[at], jobs.scale[at], jobs.weight[at],
             self.entity[at], jobs.arrival_s[at], jobs.deadline_s[at], self.isolated_s[at], jobs.restart_s[at],
             self.previous[at], partner, self.process.rng("policy"), self.moves[at], self.served_s[at], self.memory[at],
-            self.adapting,
+            self.adapting, jobs.limit_s[at],
         )  # fmt: skip
         clock = time.perf_counter()
         found = self.allocation = self.decide(state, self.cluster, now_s) if at.size else Allocation(state.rates)

@@ -51,6 +51,9 @@ class JobRecord:
     model: str = ""
     """What it was, for people."""
 
+    limit_s: float = math.inf
+    """Time limit that its submitter gave it; infinity = none, or the log does not say."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedQueue:
@@ -89,7 +92,7 @@ class RecordedQueue:
         jobs = Jobs(
             [row.id for row in rows], np.array([row.scale for row in rows]), np.array([row.run_s for row in rows]),
             np.array([row.arrival_s - first_s for row in rows]), [row.model for row in rows],
-            [row.owner for row in rows],
+            [row.owner for row in rows], limit_s=np.array([row.limit_s for row in rows]),
         )  # fmt: skip
         start_s = np.array([row.start_s - first_s for row in rows])
         early = start_s < jobs.arrival_s - 1
@@ -135,8 +138,9 @@ def relative_speed(name: str, given: Mapping[str, float]) -> float:
 # Slurm's accounting: `sacct --json`, and `sacct -P` with a header line.
 #
 #     sacct -a -S 2026-01-01 --json > sacct.json
-#     sacct -a -S 2026-01-01 -P -o JobID,JobName,User,Submit,Start,End,State,AllocTRES > sacct.txt
+#     sacct -a -S 2026-01-01 -P -o JobID,JobName,User,Submit,Start,End,State,AllocTRES,TimelimitRaw > sacct.txt
 #
+# Time limits are minutes, by which backfill reserves devices; a log may lack them.
 # Numbers in JSON are plain in older versions and {"set", "infinite", "number"}
 # in newer ones; a state is a word or a list of words. Devices are the TRES
 # gres/gpu, with a type where the site has one: gres/gpu:a100=4.
@@ -196,7 +200,13 @@ def _record(job: Mapping[str, Any]) -> JobRecord | None:
     )
     name = name if math.isnan(array) else f"{name}_{int(array)}"
     owner = str(job.get("user") or (job.get("association") or {}).get("user") or "")
-    return JobRecord(name, count, submit, end - start, start, kind, owner, str(job.get("name") or ""))
+    limit_s = 60 * _number(when["limit"]) if when.get("limit") else math.nan
+    return JobRecord(name, count, submit, end - start, start, kind, owner, str(job.get("name") or ""), _limit(limit_s))
+
+
+def _limit(seconds: float) -> float:
+    """Return a time limit; infinity where the log has none."""
+    return seconds if seconds > 0 else math.inf
 
 
 def _devices(entries: Iterable[str]) -> tuple[int, str]:
@@ -221,7 +231,9 @@ def read_piped(path: Path) -> RecordedQueue:
         count, kind = _devices([row["AllocTRES"]])
         if count and end > start:
             owner, name = row.get("User", ""), row.get("JobName", "")
-            records.append(JobRecord(row["JobID"], count, submit, end - start, start, kind, owner, name))
+            minutes = row.get("TimelimitRaw") or ""
+            limit_s = _limit(60.0 * int(minutes) if minutes.isdecimal() else math.nan)
+            records.append(JobRecord(row["JobID"], count, submit, end - start, start, kind, owner, name, limit_s))
         else:
             skipped += 1
     return RecordedQueue.of(records, path, skipped)
@@ -239,7 +251,7 @@ def _time(text: str) -> float:
 # Philly (Jeon et al., ATC 2019), as a Parquet file with the columns
 # submitted_unix_s, duration_s, num_devices, virtual_cluster: when jobs started
 # is not part of it. A CSV has a header; columns id, arrival_s, run_s and
-# num_devices, and, where known, start_s, device_type, owner, model. Jobs that
+# num_devices, and, where known, start_s, device_type, owner, model, limit_s. Jobs that
 # have not run have num_steps in place of run_s, and a model that runs measured.
 
 PHILLY = ("submitted_unix_s", "duration_s", "num_devices", "virtual_cluster")
@@ -273,10 +285,11 @@ def read_csv(path: Path) -> RecordedQueue:
                 float(row["num_steps" if in_steps else "run_s"]),
             )
             start_s = math.nan if in_steps else float(row.get("start_s") or math.nan)
+            limit_s = _limit(float(row.get("limit_s") or math.nan))
         except ValueError as fault:
             raise FormatError(f"{path}:{number}: {fault}. Write num_devices and seconds as numbers.") from None
         words = (row.get("device_type", ""), row.get("owner", ""), row.get("model", ""))
-        records.append(JobRecord(row["id"], *numbers, start_s, *words))
+        records.append(JobRecord(row["id"], *numbers, start_s, *words, limit_s))
     return RecordedQueue.of(records, path, in_steps=in_steps)
 
 

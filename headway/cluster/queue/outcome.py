@@ -92,6 +92,14 @@ class Outcome:
         names = self.cluster.names
         return [{"time_s": at_s, **dict(zip(names, prices, strict=True))} for at_s, prices in self.prices]
 
+    def over_time(self, end_s: Values) -> tuple[Values, Values]:
+        """Return how many jobs are submitted and not done at each moment [b], and how many have not started."""
+        arrived, began, ended = (
+            np.searchsorted(np.sort(times), end_s, "right")  # NaN is sorted to the end
+            for times in (self.jobs.arrival_s, self.start_s, self.finish_s)
+        )
+        return (arrived - ended).astype(np.float64), (arrived - began).astype(np.float64)
+
     def by_scale(self) -> dict[str, dict[str, float]]:
         """Gang size -> jobs, mean completion time, mean slowdown against alone on the fastest type."""
         part, done = slice(*self.window), self.done

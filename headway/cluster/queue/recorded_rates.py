@@ -34,6 +34,7 @@ from headway.cluster.queue.logs import RecordedQueue, relative_speed
 from headway.core.errors import InputError
 from headway.core.rng import stream
 from headway.core.tables import suggestion
+from headway.core.units import NS_PER_S
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.answers.ledger import Ledger
 from headway.trace.recording.runs import Run
@@ -103,6 +104,9 @@ class RunRate:
     steps_per_s: float
     """Of the whole job, start-up left out."""
 
+    start_s: float = math.nan
+    """What one of its starts took before its first step, the mean over attempts: what each move costs it."""
+
 
 def device_name(reported: str) -> str:
     """Return a device type as clusters and price lists name it.
@@ -121,7 +125,9 @@ def run_rate(run: Run, name: str = "") -> RunRate:
     if not rate > 0:
         raise InputError(f"{run.path} has no step: its speed is unknown. Record a run that trains.")
     own = next((Path(word).stem for word in script if word.endswith(".py")), script[0] if script else run.path.name)
-    return RunRate(name or own, ledger.devices, device_name(run.facts.device_type), rate)
+    lost_s = (ledger.ledger_ns["startup"] + ledger.ledger_ns["restart"]) / NS_PER_S / ledger.devices
+    own_device = device_name(run.facts.device_type)
+    return RunRate(name or own, ledger.devices, own_device, rate, lost_s / len(run.attempts()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

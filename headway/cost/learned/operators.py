@@ -9,7 +9,7 @@ True
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,17 +87,32 @@ class OperatorModel:
         for place, op in enumerate(wanted):
             groups.setdefault((op.name, op.dtype), []).append(place)
         for (name, dtype), places in groups.items():
-            kind = wanted[places[0]].kind
-            rows = [row for row, op in enumerate(self.operators) if (op.name, op.dtype) == (name, dtype)]
-            rows = rows or [
-                row for row, op in enumerate(self.operators) if kind and (op.kind, op.dtype) == (kind, dtype)
-            ]
+            rows = self._rows(wanted[places[0]])
             if not rows:
                 raise InputError(f"operator {name!r} in {dtype} was never measured. {self._instead(name, dtype)}")
             measured = np.array([self.operators[row].features() for row in rows])
             new = np.array([wanted[place].features() for place in places])
             found[places] = np.exp(_regress(measured, np.log(self.measured_s[rows]), new))
         return found
+
+    def _rows(self, asked: Operator) -> list[int]:
+        """Return the measurements that an operator is predicted from: of its name, else of its kind."""
+        near = [(row, op) for row, op in enumerate(self.operators) if op.dtype == asked.dtype]
+        rows = [row for row, op in near if op.name == asked.name]
+        return rows or [row for row, op in near if asked.kind and op.kind == asked.kind]
+
+    def unmeasured(self, needed: Sequence[Operator]) -> list[Operator]:
+        """Return the operators, each once, with neither name nor kind measured, in a precision that was."""
+        dtypes = {op.dtype for op in self.operators}
+        return [op for op in dict.fromkeys(needed) if op.dtype in dtypes and not self._rows(op)]
+
+    def by_bytes(self, needed: Sequence[Operator]) -> Floats:
+        """Return [len(needed)] seconds of operators as if they were pointwise: views, copies, allocations, indexing."""
+        return self.seconds([replace(op, name="", kind="pointwise") for op in needed])
+
+    def with_more(self, operators: Sequence[Operator], measured_s: Floats) -> OperatorModel:
+        """Return a model that knows further operators."""
+        return OperatorModel([*self.operators, *operators], np.concatenate((self.measured_s, measured_s)))
 
     def _instead(self, name: str, dtype: str) -> str:
         """Say what was measured in its place."""

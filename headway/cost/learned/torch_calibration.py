@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 import platform
 import statistics
@@ -17,12 +18,15 @@ import numpy as np
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from headway.core.errors import InputError
 from headway.core.rng import stream
 from headway.cost.learned.cost_table import MeasuredHost, MeasuredModel
 from headway.cost.learned.operators import Operator
+
+logger = logging.getLogger(__name__)
 
 # The operators of a training step, traced without computing it.
 #
@@ -247,6 +251,57 @@ def measure(number: int, module: nn.Module, inputs: tuple[Any, ...], *, dtype: s
         len(samples) - len(kept),
         dtype,
     )
+
+
+NOW_S = 2.0
+"""Seconds that a prediction may take to measure what its table lacks."""
+
+
+class _CallTimes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no type for it
+    """Seconds of each call of some operators, in the order of their calls; ends the step where time is up."""
+
+    def __init__(self, names: set[str], end: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no type for it
+        self.names, self.end, self.seconds = names, end, dict[str, list[float]]()
+
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: object, args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:  # fmt: skip
+        cpu, begin = time.thread_time(), time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        wall_s, cpu_s = time.perf_counter() - begin, time.thread_time() - cpu
+        if (name := func.overloadpacket.__name__) in self.names:
+            self.seconds.setdefault(name, []).append(min(wall_s, cpu_s) if torch.get_num_threads() == 1 else wall_s)
+        if begin + wall_s > self.end:
+            raise TimeoutError
+        return result
+
+
+def measured_now(
+    module: nn.Module, inputs: tuple[object, ...], graph: StepGraph, lacking: list[Operator], budget_s: float = NOW_S
+) -> dict[Operator, float]:
+    """Return seconds of the operators that a table lacks, timed in steps of the model itself; those that time allows.
+
+    Not repeated alone, as calibrations do it: some read buffers that only their forward operator can fill. The first
+    step warms up; of the others each call counts with its shortest time. Nothing is returned where a step fails.
+    """
+    names, steps, end = {op.name for op in lacking}, list[dict[str, list[float]]](), time.perf_counter() + budget_s
+    step = step_of(module, inputs)
+    try:
+        while lacking and (len(steps) < 2 or time.perf_counter() < end) and len(steps) < 10:
+            with _CallTimes(names, end) as times:
+                step()
+            steps.append(times.seconds)
+    except Exception as error:  # the script's own code, or TimeoutError
+        logger.debug("the step ended early: %r", error)
+    measured: dict[Operator, list[float]] = {}
+    for name in names & set(steps[-1] if steps else ()):
+        traced = [op for op in graph.operators if op.name == name]
+        rounds = [calls[name] for calls in steps[1:] or steps if len(calls.get(name, ())) == len(traced)]
+        for op, *seconds in zip(traced, *rounds, strict=True) if rounds else ():
+            measured.setdefault(op, []).append(min(seconds))
+    return {op: statistics.median(measured[op]) for op in lacking if op in measured}
 
 
 def quiet_s(call: Callable[[], Any], budget_s: float, *, limit: float = SPREAD) -> float | None:

@@ -130,9 +130,17 @@ class RunComparison:
     notes: tuple[str, ...] = ()
     """What grew and was not judged."""
 
+    useful_examples_per_s: tuple[float, float] | None = None
+    """Of both runs, where their batches differ: they are judged instead of the steps; None otherwise."""
+
     @property
     def verdict(self) -> str:
         """Return 'faster', 'slower', 'inconclusive' (other load explains it) or 'not resolved' (the noise does)."""
+        if self.useful_examples_per_s is not None and not self.inconclusive:
+            before, after = self.useful_examples_per_s
+            # Steps of unlike batches have no common spread: as much as the gate lets pass is not told apart.
+            small = abs(after / before - 1) <= self.threshold
+            return "not resolved" if small else "faster" if after > before else "slower"
         if self.inconclusive:
             return "inconclusive"
         if self.whole or self.interval is None:
@@ -144,6 +152,10 @@ class RunComparison:
     def regressions(self) -> list[str]:
         """Say in words what got worse; empty when nothing did."""
         found = []
+        if self.useful_examples_per_s is not None and self.verdict == "slower":
+            before, after = self.useful_examples_per_s
+            change = format_fraction(after / before - 1, signed=True)
+            found.append(f"useful examples/s fell from {before:,.0f} to {after:,.0f} ({change})")
         if self.slower:
             before, after = self.steps_per_s
             change = format_fraction(self.speedup - 1, signed=True)
@@ -167,6 +179,7 @@ class RunComparison:
             "schema": SCHEMA,
             "steps_per_s": list(self.steps_per_s),
             "speedup": self.speedup,
+            "useful_examples_per_s": self.useful_examples_per_s and list(self.useful_examples_per_s),
             "interval": list(self.interval) if self.interval else None,
             "verdict": self.verdict,
             "inconclusive": self.inconclusive,
@@ -229,6 +242,15 @@ def compare(
         notes=() if whole else tuple(_note(change) for change in unjudged),
     )
     return _of_like_models(_beside_loads(found, loads), parameters)
+
+
+def by_useful_examples(found: RunComparison, useful_examples_per_s: tuple[float, float]) -> RunComparison:
+    """Judge runs of unlike batches by their useful examples per second: a step of one is other work than the other's.
+
+    What was inconclusive stays so.
+    """
+    unjudged = tuple(replace(change, regressed=change.regressed and change.per == "run") for change in found.changes)
+    return replace(found, changes=unjudged, slower=False, useful_examples_per_s=useful_examples_per_s)
 
 
 def _of_like_models(found: RunComparison, parameters: tuple[int, int]) -> RunComparison:

@@ -224,6 +224,13 @@ def host_part(series: HostSeries | None) -> str:
     return section("host", "Host over time", "", load + (memory if most_bytes else ""))
 
 
+def queue_chart(
+    title: str, end_s: Sequence[float], submitted: Sequence[float], waiting: Sequence[float], top: float
+) -> str:
+    """Return a chart of a queue: jobs that are submitted and not done, and those of them that have not started."""
+    return _chart(title, _area(end_s, submitted, top, "others") + _area(end_s, waiting, top, "job"), end_s[-1])
+
+
 def _area(end_s: Sequence[float], values: Sequence[float], most: float, kind: str) -> str:
     """Return the area below steps of `values`, each up to its `end_s`, at most `most` high.
 

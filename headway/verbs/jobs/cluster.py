@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Annotated, Any
 
+import numpy as np
+from cyclopts import Parameter
 from rich.text import Text
 
 from headway.cluster.adaptive.measured import published_jct_s, read_applications, read_workload
 from headway.cluster.adaptive.workload import MeasuredJobs
 from headway.cluster.model import Cluster, Jobs, Rates, Resize, Values, parse_numbers
 from headway.cluster.policies.table import POLICIES
-from headway.cluster.queue.compare import DEFAULT_POLICIES, FIDELITY, answer, compare_policies, compare_with_promise
+from headway.cluster.queue.compare import (
+    DEFAULT_POLICIES,
+    FIDELITY,
+    PolicyComparison,
+    answer,
+    compare_policies,
+    compare_with_promise,
+)
 from headway.cluster.queue.engine import simulate
 from headway.cluster.queue.gavel_files import RateTable, generate, read_trace
 from headway.cluster.queue.logs import RecordedQueue, read_queue
@@ -21,14 +32,22 @@ from headway.cluster.service.server import log_of
 from headway.cluster.service.state import ServiceState, outcome_of
 from headway.cluster.service.store import EventLog
 from headway.core.errors import InputError
+from headway.core.files.bounds import MOST
+from headway.core.files.regular_file import whole_file
 from headway.core.tables import pick
 from headway.core.units import format_fraction
+from headway.report.page.frames import queue_chart
+from headway.report.page.html import ReportData, head_part, page
+from headway.report.page.sections import section, text
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.source import run_at
 
 GENERATED = {"gavel:single": (False, False), "gavel:multi": (True, False), "gavel:static": (True, True)}
 """Generated trace -> gangs of several devices, all jobs at time 0."""
+
+RESTART_S = 60.0
+"""What a move costs a job where nothing measured it: start a process, import torch, restore."""
 
 SPARE_JOBS = 3000
 """Jobs generated behind the window: the queue goes on while its last jobs are served."""
@@ -119,7 +138,8 @@ def sim(
 def compare(
     *, jobs: Path | None = None, devices: str = "", log: Path | None = None,
     policies: str = ",".join(DEFAULT_POLICIES), usd_per_h: str = "", speed: str = "",
-    virtual_cluster: str = "", runs: str = "", seed: int = 0, round_s: float = 360.0, json: bool = False,
+    virtual_cluster: str = "", runs: str = "", seed: int = 0, round_s: float = 360.0,
+    restart_s: float | None = None, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False,
 ) -> int:  # fmt: skip
     """Say what a recorded queue suffered, and what each policy would have made of it.
 
@@ -154,6 +174,10 @@ def compare(
         Seed of random choices.
     round_s
         Seconds of a round.
+    restart_s
+        Seconds that a job loses each time it is moved or resumed; without it, what the starts of --runs took, else 60.
+    out
+        Also write a page of the queue over time, as observed and under each policy: -o page.html.
     json
         Print one JSON object instead of text.
     """
@@ -163,6 +187,8 @@ def compare(
     if log is not None:
         if jobs is not None or devices:
             raise InputError("--log holds jobs and devices itself. Leave --jobs and --devices out.")
+        if out is not None or restart_s is not None:
+            raise InputError("--restart-s and --out are for a queue of --jobs. Leave them out with --log.")
         logged = _compare_log(log, names)
         emit(logged, lambda screen: _compare_screen(logged, screen), as_json=json)
         return 0
@@ -170,13 +196,48 @@ def compare(
         raise InputError("there is no queue to compare on. Pass --jobs FILE --devices type=count, or --log FOLDER.")
     cluster = Cluster.parse(devices, usd_per_h)
     queue = read_queue(jobs, virtual_cluster)
-    rates, measured = _log_rates(queue, cluster, speed, runs)
-    result = answer(compare_policies(queue, cluster, rates, names, seed=seed, round_s=round_s))
-    result["skipped"] = queue.skipped
+    rates, measured, starts_s = _log_rates(queue, cluster, speed, runs)
+    source = (
+        "as given" if restart_s is not None else "median start of --runs" if starts_s else "assumed; see --restart-s"
+    )
+    lost_s = restart_s if restart_s is not None else median(starts_s) if starts_s else RESTART_S
+    if not 0 <= lost_s < MOST:
+        raise InputError(f"--restart-s is {lost_s:g}; give seconds >= 0.")
+    queue = replace(queue, jobs=replace(queue.jobs, restart_s=np.full(len(queue.jobs), lost_s)))
+    compared = compare_policies(queue, cluster, rates, names, seed=seed, round_s=round_s)
+    result = {**answer(compared), "skipped": queue.skipped, "restart_s": lost_s, "restart_source": source}
     if measured:
         result["rates"] = measured
+    if out is not None:
+        result["page"] = str(out)
+        with whole_file(out) as draft:
+            draft.write_text(_queue_page(jobs.name, compared), encoding="utf-8")
     emit(result, lambda screen: _compare_screen(result, screen), as_json=json)
     return 3 if result["refused"] else 0
+
+
+BINS = 500
+"""Moments in the picture of a queue."""
+
+
+def _queue_page(name: str, compared: PolicyComparison) -> str:
+    """Return a page with a chart over time for each way in which a queue went, all to one scale."""
+    ways = {"observed": compared.observed} if compared.observed else {}
+    ways |= compared.policies
+    end_s = np.linspace(0, max(np.nanmax(way.finish_s) for way in ways.values()), BINS + 1)[1:]
+    counts = {title: way.over_time(end_s) for title, way in ways.items()}
+    top = max(float(submitted.max()) for submitted, _ in counts.values())
+    charts = "".join(
+        queue_chart(
+            f"{title}: jobs not started, and running ones above; up to {top:,.0f}. "
+            f"Mean completion time {_hours(float(np.nanmean(ways[title].jct_s)))} h",
+            end_s.tolist(), submitted.tolist(), waiting.tolist(), top,
+        )
+        for title, (submitted, waiting) in counts.items()
+    )  # fmt: skip
+    data = ReportData(name, {"devices": 0, "steps": 0, "wall_s": 0.0})
+    head = f'<div id="head"><h1>{text(name)}: the queue over time</h1></div>'
+    return page(data).replace(head_part(data), head + section("queue", "Queue over time", "", charts))
 
 
 def _compare_log(folder: Path, names: list[str]) -> Mapping[str, object]:
@@ -217,7 +278,7 @@ def _queue(
         pick(GENERATED, trace, "trace")
     if not measured:
         queue = read_queue(Path(trace))
-        given, rows = _log_rates(queue, cluster, speed, runs)
+        given, rows, _ = _log_rates(queue, cluster, speed, runs)
         return queue.jobs, Rates.of(given, queue.jobs, cluster), rows
     if runs:
         raise InputError(f"--runs gives rates to jobs of a log; {trace} has a table of its own. Leave --runs out.")
@@ -237,11 +298,13 @@ def _queue(
     return jobs, table.of(jobs, cluster), []
 
 
-def _log_rates(queue: RecordedQueue, cluster: Cluster, speed: str, runs: str) -> tuple[Values, list[dict[str, Any]]]:
-    """Return the rates of a log's jobs, and a row per kind of job and type that runs measured."""
+def _log_rates(
+    queue: RecordedQueue, cluster: Cluster, speed: str, runs: str
+) -> tuple[Values, list[dict[str, Any]], list[float]]:
+    """Return the rates of a log's jobs, a row per kind of job and type that runs measured, and seconds of a start."""
     speeds = parse_numbers(speed, "speeds")
     if not runs:
-        return queue.rates(cluster, speeds), []
+        return queue.rates(cluster, speeds), [], []
     named = (part.strip().rpartition("=") for part in runs.split(",") if part.strip())
     found = [run_rate(run_at(Path(path)), name) for name, _, path in named]
     rates, measured = queue_rates(queue, cluster, speeds, found)
@@ -251,7 +314,7 @@ def _log_rates(queue: RecordedQueue, cluster: Cluster, speed: str, runs: str) ->
             f"no job of the log has the name of a run ({', '.join(names)}); its jobs are "
             f"{', '.join(map(repr, models[:5]))}. Write --runs NAME=FOLDER with one of these names."
         )
-    return rates, measured.rows()
+    return rates, measured.rows(), [run.start_s for run in found]
 
 
 HOST_DEVICES = 4
@@ -370,6 +433,9 @@ def _compare_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
         for row in result["jobs"]:
             add_row(promises, row["id"], row["name"], f"{row['promised_s']:,.1f}", f"{row['came_true_s']:,.1f}")
         parts += ["", uncut(promises)]
+    if "restart_s" in result:
+        lost = f"A job that is moved or resumed loses {result['restart_s']:,.1f} s ({result['restart_source']})."
+        parts.append(paragraph(lost))
     if result["refused"]:
         limit = format_fraction(FIDELITY)
         verdict = (
@@ -377,7 +443,12 @@ def _compare_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
         )
     elif result["observed"]:
         error = format_fraction(result["replay_error_fraction"], signed=True)
-        verdict = f"Replay error {error}. Least mean JCT: {result['best']}."
+        nearest = min(result["policies"], key=lambda figures: abs(figures["against_observed_fraction"]))
+        off = format_fraction(nearest["against_observed_fraction"], signed=True)
+        verdict = (
+            f"Replay error {error}. The queue ran most like {nearest['policy']} (mean JCT {off}). "
+            f"Least mean JCT: {result['best']}."
+        )
     else:
         verdict = (
             f"The log does not say when or where jobs started: no check by replay. Least mean JCT: {result['best']}."

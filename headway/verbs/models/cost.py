@@ -154,7 +154,9 @@ def calibrate(
 def predict(
     target: str, /, *, batch: int, costs: Path = TABLE, device: str = "cpu", threads: int = 1, json: bool = False
 ) -> int:
-    """Predict the seconds of a model's training step (forward, backward, SGD) without running it.
+    """Predict the seconds of a model's training step (forward, backward, SGD) without measuring it.
+
+    Operators that the table lacks are timed in steps of the model, for at most 2 s, or estimated by their bytes.
 
     Example: `headway cost predict my_project.model:build --batch 32`
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Annotated
 
 import msgspec
+import numpy as np
 from cyclopts import Parameter
 
-from headway.cluster.adaptive.recorded import learned
-from headway.ledger.answers.compare import SCHEMA, unlike_loads
+from headway.cluster.adaptive.recorded import BatchesCompared, learned
+from headway.ledger.answers.compare import SCHEMA, by_useful_examples, unlike_loads
 from headway.ledger.answers.compare import compare as compare_ledgers
 from headway.ledger.answers.ledger import Ledger
 from headway.report.figures import ending
@@ -19,12 +20,15 @@ from headway.report.screens import WHOLE_PLAN
 from headway.report.terminal import render_compare
 from headway.trace.recording.runs import Run
 from headway.verbs.jobs.fault import ettr_beside, ettr_sentence
-from headway.verbs.models.growth_plan import growth_sentence, judged_growth, trained_parameters
+from headway.verbs.models.growth_plan import growth_sentence, judged_growth, losses_of, trained_parameters
 from headway.verbs.shared.learned_step import judged, sentence
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.run_options import fraction
 from headway.verbs.shared.script_terms import withdrawn
 from headway.verbs.shared.source import run_at
+
+SENT_LOSSY = ("comm.compress", "comm.loose")
+"""Remedies that change what is learned: the loss of their runs is shown beside the speed."""
 
 
 def compare(
@@ -76,7 +80,14 @@ def compare(
     notes = (*unfinished(*runs), *taken_away(runs[1]), *unapplied(runs[1]), *comparison.notes)
     notes = (*notes, *([unlike] if unlike else []), *drifts(runs[1]))
     other, ettr = learned(*runs), ettr_beside(*runs)
-    notes = (*notes, *([other] if other else []), *([ettr_sentence(ettr)] if ettr is not None else []))
+    if other is not None and other.useful_examples_per_s[0] > 0:
+        comparison = by_useful_examples(comparison, other.useful_examples_per_s)
+    notes = (
+        *notes,
+        *([other.sentence] if other is not None else []),
+        *losses_beside(*runs, other),
+        *([ettr_sentence(ettr)] if ettr is not None else []),
+    )
     notes = (*notes, *([sentence(predicted)] if predicted is not None else []))
     grown = judged_growth(*runs, int(ledgers[1].steps))
     notes = (*notes, *([growth_sentence(grown)] if grown is not None else []))
@@ -85,6 +96,28 @@ def compare(
     answer["predicted"], answer["growth"] = predicted, grown
     emit(answer, lambda screen: render_compare(comparison, names=(str(before), str(after)), **screen), as_json=json)
     return comparison.exit_code
+
+
+def losses_beside(before: Run, after: Run, batches: BatchesCompared | None) -> list[str]:
+    """Return a note of both runs' losses at equal progress, where batches differ or gradients were sent with a loss.
+
+    Progress is examples where the batches are known, else steps; the median of a tenth of the shorter run's losses.
+    """
+    lossy = not after.facts.in_force.keys().isdisjoint(SENT_LOSSY)
+    points = losses_of(before), losses_of(after)
+    if not (batches is not None or lossy) or not all(points):
+        return []
+    sizes = batches.batch_size if batches is not None and batches.batch_size[0] else (1, 1)
+    end = min(rows[-1][0] * size for rows, size in zip(points, sizes, strict=True))
+    ends = [
+        [loss for step, loss in rows if 0.9 * end <= step * size <= end]
+        for rows, size in zip(points, sizes, strict=True)
+    ]
+    if not all(ends):
+        return []
+    first, second = (float(np.median(losses)) for losses in ends)
+    what = f"{end:,} examples" if batches is not None and batches.batch_size[0] else f"{end:,} steps"
+    return [f"loss after {what}: {first:.4g} -> {second:.4g} (median of the last tenth)"]
 
 
 def taken_away(run: Run) -> list[str]:

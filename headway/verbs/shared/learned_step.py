@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ from headway.core.files.bounded_json import read_json
 from headway.core.files.regular_file import whole_file
 from headway.core.units import NS_PER_S, format_seconds
 from headway.cost.learned.cost_table import ObservedStep, add_line, check_host, read_table, step_costs
+from headway.cost.learned.operators import Operator
 from headway.ledger.answers.compare import is_full
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.buckets import BUCKETS
@@ -29,6 +31,9 @@ TABLE = Path("headway-costs.jsonl")
 
 FILE = "learned-step.json"
 """A prediction, in the run folder that it was made for."""
+
+GUESS = 3.0
+"""An operator that is estimated by its bytes may take this many times as long, or as short."""
 
 QUIET = 0.1
 """Share of the steps that the measured time is not below: calibrations measure operators so."""
@@ -81,16 +86,26 @@ def learned_step(target: str, batch: int, costs: Path, threads: int) -> LearnedS
         raise InputError(f"--batch is {batch}; pass at least 1.")
     if not costs.exists():
         raise InputError(f"there is no table {costs}. Write it: headway cost calibrate -o {costs}")
-    from headway.cost.learned.torch_calibration import graph_of, here
+    from headway.cost.learned.torch_calibration import graph_of, here, measured_now
 
     table = read_table(costs)
     check_host(table.host, here(check_threads(threads)), costs)
-    graph = graph_of(*_built(target, batch))
+    module, inputs = _built(target, batch)
+    graph = graph_of(module, inputs)
     learned = step_costs(table)
-    seconds = learned.operators.seconds(graph.operators)
+    lacking = learned.operators.unmeasured(graph.operators)
+    # In a step operators take `factor` times as long as alone.
+    in_step = measured_now(module, inputs, graph, lacking)
+    now = {op: max(seconds / learned.factor, 1e-9) for op, seconds in in_step.items()}
+    guessed = [op for op in lacking if op not in now]
+    costs_of = learned.operators.with_more(list(now), np.array(list(now.values())))
+    costs_of = costs_of.with_more(guessed, learned.operators.by_bytes(guessed) if guessed else np.zeros(0))
+    seconds = costs_of.seconds(graph.operators)
     dag = Dag.from_edges(len(seconds), graph.src, graph.dst, lane=np.zeros(len(seconds), np.int32))
     operators_s = replay(dag, np.rint(NS_PER_S * seconds).astype(np.int64)).makespan_ns / NS_PER_S
-    step_s, interval = learned.step(float(operators_s), len(seconds))
+    step_s, (low_s, high_s) = learned.step(float(operators_s), len(seconds))
+    guessed_s = learned.factor * float(seconds[[op in guessed for op in graph.operators]].sum())
+    interval = (low_s - guessed_s * (1 - 1 / GUESS), high_s + guessed_s * (GUESS - 1))
     rows: dict[str, list[float]] = {}
     for leaf, each in zip(graph.operators, seconds, strict=True):
         rows.setdefault(leaf.name, []).append(float(each))
@@ -98,9 +113,15 @@ def learned_step(target: str, batch: int, costs: Path, threads: int) -> LearnedS
         f"{len(table.models)} models measured on {table.host.host}, {table.host.threads} thread(s); the interval "
         "holds the steps of 80 % of them, each predicted from the others"
         + (f", and of {len(table.observed)} run(s) observed later" if table.observed else "")
+        + (f"; measured now, since the table lacks them: {_names(now)}" if now else "")
+        + (f"; estimated by their bytes, which widens the interval: {_names(guessed)}" if guessed else "")
     )
     operators = [OperatorRow(name, len(row), sum(row)) for name, row in sorted(rows.items(), key=lambda r: -sum(r[1]))]
     return LearnedStep(target, batch, str(costs.resolve()), step_s, interval, operators, basis)
+
+
+def _names(operators: Iterable[Operator]) -> str:
+    return ", ".join(sorted({op.name for op in operators}))
 
 
 def check_threads(threads: int) -> int:
