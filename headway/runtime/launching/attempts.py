@@ -105,6 +105,7 @@ class RankSupervisor:
         with self.recording.problems.kept("reports of hangs"):
             group.overdue = self._watch_for_hangs(drainer)
         self._supervisor.began(attempt, group, drainer)
+        group.on_covered = self._note_covered
         due_s = time.monotonic() + OWED_S
         group.look = lambda: self._look(due_s)
         return group
@@ -116,6 +117,11 @@ class RankSupervisor:
             owed, self._owed = self._owed, None
             self._writer = threading.Thread(target=owed, name="headway-events", daemon=True)
             self._writer.start()
+
+    def _note_covered(self, rank: RankProcess) -> None:
+        """Say that a rank was killed, and that the job goes on without it."""
+        how = f"signal {-(rank.code or 0)}"
+        say(self.options, f"rank {rank.spec.rank} was killed by {how}; the other ranks do its work")
 
     def _settle(self) -> None:
         """Write the events of ended attempts, and wait until they are written."""
@@ -205,6 +211,7 @@ class RankSupervisor:
             tail.arrival_ns(HEADER.encode()),
             rank.told,
             killed,
+            covered=rank.covered,
         )
 
 

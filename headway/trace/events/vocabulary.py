@@ -110,6 +110,9 @@ SPANS: dict[str, Span] = {
     **{f"stage.{part}": Span(32 + index, "MARK", ("corr", "seq"), f"{words} of one microbatch; corr = stage, seq = "
                              "microbatch")
        for index, (part, words) in enumerate(STAGE_PARTS.items())},
+    "step.reroute": Span(39, "HOST", ("corr", "seq"),
+                         "a step of replicas of a pipeline that a killed rank interrupted, from its start until the "
+                         "others go on without that rank; corr = stage, seq = how often so far"),
     # The optimizer.
     "optimizer.step": Span(10, "OPTIM", ("corr", "seq"),
                            "one optimizer.step(); corr = optimizer, seq = 1 if AMP skipped it. Raw: c, d = start and "
