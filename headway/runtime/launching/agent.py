@@ -210,8 +210,8 @@ class Group:
         """Whether ranks that can are asked to save and leave before SIGTERM is forwarded to them."""
         self._board: LeaveBoard | None = None
         self._peers: PeerBoard | None = None
-        self.on_covered: Callable[[RankProcess], None] = lambda rank: None
-        """Called with a rank that was killed and that the others do without."""
+        self.on_killed: Callable[[RankProcess], None] = lambda rank: None
+        """Called with a killed rank of a job that goes on without ranks, where it can: then the rank is `covered`."""
 
     def start(self, attach: Callable[[RankSpec], tuple[int, int]]) -> None:
         """Start every rank; `attach` gives the (stdout, stderr) descriptors it writes to, which are closed here."""
@@ -293,12 +293,11 @@ class Group:
         ended = [self.ranks[index] for index in lost]
         if self._peers is None or any(rank.told or (rank.code or 0) > 0 for rank in ended):
             return False
-        if not self._peers.cover(lost):
-            return False
-        for rank in ended:
-            rank.covered = True
-            self.on_covered(rank)
-        return True
+        covered = self._peers.cover(lost)
+        for rank in ended if self._peers.all_announced() else ():
+            rank.covered = covered
+            self.on_killed(rank)
+        return covered
 
     def _first_end_ns(self) -> int | None:
         return min(

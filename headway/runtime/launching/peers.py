@@ -49,6 +49,10 @@ class PeerBoard:
         """Whether a rank has."""
         return self._slot(index)[1] > 0
 
+    def all_announced(self) -> bool:
+        """Whether all ranks have."""
+        return all(map(self.has_announced, range(self.num_ranks)))
+
     def note_steps(self, index: int, steps: int) -> None:
         """Say how many steps a rank has completed."""
         _STEPS.pack_into(self._memory, self._at(index), steps)
@@ -74,7 +78,7 @@ class PeerBoard:
         gone = {*lost} | self.killed()
         stages = [self._slot(index)[1] for index in range(self.num_ranks)]
         live = {stage for index, stage in enumerate(stages) if index not in gone}
-        if not all(stages) or any(stages[index] not in live for index in gone):
+        if not self.all_announced() or any(stages[index] not in live for index in gone):
             return False
         for index in gone:
             _BYTE.pack_into(self._memory, self._at(index) + _STATE_AT, KILLED)
