@@ -80,7 +80,7 @@ def main() -> int:
             raise RuntimeError(f"the job without kills ended with {code}:\n{text[-3000:]}")
         for number in range(12 if "--full" in sys.argv else 4):
             rank = int(draws.integers(4))
-            kills: list[list[object]] = [[rank, int(draws.integers(1, STEPS - 1)), float(draws.uniform(0, 60))]]
+            kills: list[list[object]] = [[rank, int(draws.integers(STEPS - 1)), float(draws.uniform(0, 60))]]
             if number % 4 == 3:
                 other = int(draws.choice([one for one in range(4) if one % 2 != rank % 2]))
                 kills.append([other, "switch", float(draws.uniform(0, 50))])

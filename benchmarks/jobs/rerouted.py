@@ -78,6 +78,7 @@ def main():
             with open(folder / f"log-{rank}", "ab", buffering=0) as log:
                 log.write(json.dumps(row).encode() + b"\n")
     torch.save(runner.state_dict(), folder / f"weights-{rank}.pt")
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

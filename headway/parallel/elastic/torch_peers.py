@@ -36,8 +36,9 @@ from headway.runtime.launching.peers import PeerBoard, peers_of
 NOTICE_S = 20.0
 """How long the launcher's word is awaited after a connection has failed, before it counts as another failure."""
 
-CONNECT_S = 20.0
-"""How long ranks that have all asked for a group may take to connect."""
+CONNECT_S = 10.0
+"""How long ranks may take to connect that have all said how far they are: so long does a switch wait for a rank that is
+killed in it."""
 
 
 class LostPeerError(BackgroundError):
@@ -70,7 +71,13 @@ class PeerGroups:
             raise InputError(f"replicas run on gloo, and the process group is {dist.get_backend()}. Initialize gloo.")
         if elastic:
             self._board = _board(self._world_size, self.rank)
-        self._connect(self._store())
+        self.everybody: dist.ProcessGroup | None = None
+        """The group of all ranks that run."""
+        self._of_stage: dist.ProcessGroup | None = None
+        self._connect(self._store(), timeout_s)
+
+    def announce(self) -> None:
+        """Tell the launcher that this rank goes on without ranks that are killed; a failure before ends the job."""
         if self._board is not None:
             self._board.announce(self.rank, self.stage_of(self.rank))
 
@@ -95,7 +102,7 @@ class PeerGroups:
 
     def sum_over_stage(self, value: torch.Tensor) -> None:
         """Sum a tensor in place over the ranks of this stage; all of them call this. Raises `LostPeerError`."""
-        if self._of_stage is not None:
+        if len(self.holders) > 1:
             with _losing("the sum over its stage", self.rank):
                 dist.all_reduce(value, group=self._of_stage)
 
@@ -130,10 +137,10 @@ class PeerGroups:
         board = self._board
         if board is None:
             raise cause
-        self._close()
         until = time.monotonic() + NOTICE_S
         before = self.gone
         while True:
+            self._close()
             killed, gone = board.killed(), board.killed() | board.ended()
             if not killed - before:
                 if time.monotonic() > until:
@@ -174,7 +181,7 @@ class PeerGroups:
                 time.sleep(POLL_S)
             steps = [int(store.get(f"steps/{rank}")) for rank in self.live]
             committed = max(*steps, *(board.steps(rank) for rank in self.gone))
-            self._connect(store)
+            self._connect(store, CONNECT_S)
         except BaseException:
             self.gone = before
             raise
@@ -199,20 +206,20 @@ class PeerGroups:
         path = str(Path(os.environ["HEADWAY_RINGS"]) / name)
         return FileStore(path, -1)
 
-    def _connect(self, store: Store | None) -> None:
-        """Make the groups of all ranks that run and of those of this stage."""
-        holders = self.holders
+    def _connect(self, store: Store | None, seconds: float) -> None:
+        """Make the groups of all ranks that run and of those of this stage, each within so many seconds."""
         with _meeting_at(store):
-            self.everybody = self._group("headway-peers", self.live)
-            self._of_stage = self._group("headway-stage", holders) if len(holders) > 1 else None
+            self.everybody = self._group("headway-peers", self.live, seconds)
+            if len(self.holders) > 1:
+                self._of_stage = self._group("headway-stage", self.holders, seconds)
 
-    def _group(self, name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
-        made = separate_group(name, ranks=ranks, timeout_s=CONNECT_S)
+    def _group(self, name: str, ranks: Sequence[int], seconds: float) -> dist.ProcessGroup:
+        made = separate_group(name, ranks=ranks, timeout_s=seconds, connect_s=seconds)
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self._timeout_s), made)
         return made
 
     def _close(self) -> None:
-        """Close all connections, so that ranks that wait for this one learn of the failure.
+        """Close all connections, so that ranks that wait for this one learn of the failure, and forget the groups.
 
         gloo closes those of a group when a wait for one of them runs out, and in no other way while works exist.
         """
@@ -221,6 +228,10 @@ class PeerGroups:
                 if group is not None and peer != group.rank():
                     with contextlib.suppress(RuntimeError):
                         group.recv([torch.zeros(1)], peer, 0).wait(timedelta(milliseconds=1))
+            if group is not None:
+                with contextlib.suppress(RuntimeError):
+                    dist.destroy_process_group(group)
+        self.everybody = self._of_stage = None
 
 
 @contextlib.contextmanager

@@ -54,6 +54,7 @@ class PipelineReplicas:
         """Let forwards draw by micro-batch, and steps end together."""
         interpreter.seed = self.peers.first_of(torch.initial_seed() % (1 << 62))
         interpreter.before_update = lambda stage: self._sum_and_commit(interpreter, stage)
+        self.peers.announce()
 
     def run_step(
         self, interpreter: Interpreter, run: Callable[[], None], recovered: Callable[[], StageMessages]
