@@ -37,8 +37,8 @@ NOTICE_S = 20.0
 """How long the launcher's word is awaited after a connection has failed, before it counts as another failure."""
 
 CONNECT_S = 10.0
-"""How long ranks may take to connect that have all said how far they are: so long does a switch wait for a rank that is
-killed in it."""
+"""How long ranks that have all said how far they are may take for each part of connecting: a rank that is killed
+meanwhile delays a switch by some of them."""
 
 
 class LostPeerError(BackgroundError):

@@ -122,7 +122,7 @@ class RankSupervisor:
         """Say that a rank was killed, and whether the job goes on without it."""
         then = "the other ranks do its work" if rank.covered else "no other rank has its stage: the job ends"
         if rank.covered and self._hang_watch is not None:
-            self._hang_watch.forget(rank.pid)
+            self._hang_watch.forgotten.add(rank.pid)
         say(self.options, f"rank {rank.spec.rank} was killed by signal {-(rank.code or 0)}; {then}")
 
     def _settle(self) -> None:

@@ -216,7 +216,8 @@ class HangWatch:
         self.failure: Exception | None = None
         """What stopped the watch."""
         self._ranks: dict[int, WatchedRank] = {}
-        self._forgotten: set[int] = set()
+        self.forgotten: set[int] = set()
+        """Processes that are gone, and that the others do without."""
         self._looked_ns = self._resumed_ns = self._patient_ns = 0
         self._told: tuple[int, ...] | None = None
         self._collector: threading.Thread | None = None
@@ -227,10 +228,6 @@ class HangWatch:
         self._ranks.clear()
         self.expired, self._told, self.report = False, None, None
         self._looked_ns = self._resumed_ns = self._patient_ns = 0
-
-    def forget(self, pid: int) -> None:
-        """Watch a process no longer: it is gone, and the others do without it."""
-        self._forgotten.add(pid)
 
     def finish(self) -> None:
         """Wait until what is being collected is written."""
@@ -267,7 +264,7 @@ class HangWatch:
 
     def ranks(self) -> dict[int, WatchedRank]:
         """Return the process that stands for each rank: one that the script spawned for it before the main one."""
-        watched = [followed for pid, followed in self._ranks.items() if pid not in self._forgotten]
+        watched = [followed for pid, followed in self._ranks.items() if pid not in self.forgotten]
         order = sorted(watched, key=lambda followed: followed.header.role == "spawned")
         return {followed.header.rank: followed for followed in order}
 
