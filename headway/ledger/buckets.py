@@ -87,6 +87,7 @@ SUB_LINES: dict[str, str] = {
     "restart.compile": "torch.compile in a later attempt",
     "restart.load": "loading or restoring state before the first step of a later attempt",
     "restart.script": "the rest of a later attempt's start-up",
+    "restart.reroute": "a step dropped because a rank was killed, and the change to a schedule without that rank",
     "rework.steps": "compute of steps after the last save of a failed attempt: done again later",
     "rework.partial": "the step that a failed attempt did not finish",
     "host.cpu_wait": "computing, the training thread or a thread of its pool was ready to run and had no core",
@@ -143,6 +144,7 @@ BUCKET_OF: dict[str, Booking] = {
     "device.work": Booking("useful.compute", 95),
     # gc > checkpoint > logging > recording > input > comm > startup > the rest of a step; a child is above its parent.
     "host.gc": Booking("host.gc", 90),
+    "step.reroute": Booking("restart.reroute", 88),
     "checkpoint.restore": Booking("checkpoint.load", 86),
     "checkpoint.snapshot": Booking("checkpoint.snapshot", 85),
     "checkpoint.wait": Booking("checkpoint.wait", 84),

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -128,13 +129,15 @@ class CollectiveLane(Closing):
 
 
 def separate_group(
-    name: str, *, ranks: Sequence[int] | None = None, backend: str | None = None, timeout_s: float = LONGEST_S
-) -> dist.ProcessGroup:
+    name: str, *, ranks: Sequence[int] | None = None, backend: str | None = None, timeout_s: float = LONGEST_S,
+    connect_s: float | None = None,
+) -> dist.ProcessGroup:  # fmt: skip
     """Return a new group over `ranks` (all by default), which nothing else uses; each of them calls this.
 
     A rank's n-th call for the same ranks meets the n-th calls of the others: they must ask for the same `name`, or
     all get an `InputError`. Raises `BackgroundError` with the missing ranks where not all ask within `timeout_s`,
-    `InputError` without a process group, or where this rank is not one of `ranks`.
+    `InputError` without a process group, or where this rank is not one of `ranks`. Ranks that have asked may take
+    `connect_s` to connect, else torch's `RuntimeError`; that is the timeout of the group, torch's own if not given.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise InputError(f"there is no process group to make {name!r} from. Call init_process_group() first.")
@@ -160,6 +163,7 @@ def separate_group(
     made: dist.ProcessGroup = dist.new_group(
         None if ranks is None else members,
         backend=backend,
+        timeout=None if connect_s is None else timedelta(seconds=connect_s),
         group_desc=name,
         use_local_synchronization=ranks is not None,
     )

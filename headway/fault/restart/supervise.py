@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 # What to do after a failure: the cheapest remedy first, a dearer one when the same thing happens again.
 
 ACTIONS: dict[str, str] = {
+    "reroute": "go on without the killed rank, whose peers do its work (the launcher does it: no attempt fails)",
     "restart": "start all ranks again where they were",
     "standby": "a standby host takes the place of the blamed one",
     "exclude": "go on without the blamed host",

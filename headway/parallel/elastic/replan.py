@@ -74,14 +74,18 @@ class ElasticPlan:
     """D: replicas."""
 
     fault_free_span_ns: int
-    """A step without failures under 1F1B."""
+    """A step without failures, under 1F1B or the order that was given."""
 
     schedules: dict[Counts, PipelineProgram]
     """Failed workers per stage -> the program without those roles of the last replicas. (0, ..., 0) is 1F1B."""
 
     @classmethod
-    def build(cls, shape: PipelineShape, num_replicas: int, *, most_failures: int = 1) -> ElasticPlan:
+    def build(
+        cls, shape: PipelineShape, num_replicas: int, *, most_failures: int = 1, order: PipelineProgram | None = None
+    ) -> ElasticPlan:
         """Make the schedules for up to so many failures; a cap that is not given is twice the number of stages.
+
+        `order` is what a replica does without failures, 1F1B if not given.
 
         Raises `InputError` for several stages per rank, less than one replica, and more schedules than
         `MOST_SCHEDULES`.
@@ -95,7 +99,7 @@ class ElasticPlan:
                 f"{most_failures} failures on {shape.num_stages} stages would be {ways} schedules; give 0 or more "
                 f"failures with at most {MOST_SCHEDULES} schedules. Others are made when they are needed."
             )
-        order = lower(graph_1f1b(shape), shape.graph)
+        order = order or lower(graph_1f1b(shape), shape.graph)
         times = simulate(order, costs_of(shape))
         none = (0,) * shape.num_stages
         plan = cls(shape, num_replicas, stage_span_ns(order, times), {none: replicate(order, num_replicas)})

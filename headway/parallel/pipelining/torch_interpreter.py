@@ -16,7 +16,8 @@ when none of them has read it and no later row will.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -133,6 +134,12 @@ class Interpreter:
     whole_backwards: set[int] = field(default_factory=set)
     """Stages whose backward in two parts gave other gradients than a whole one, or failed."""
 
+    seed: int | None = None
+    """What a forward draws follows from this, its stage and its micro-batch, on whichever rank; None: from the rank."""
+
+    before_update: Callable[[int], None] | None = None
+    """Called with a stage before its update, once its gradients are complete."""
+
     _arrived: dict[MessageName, list[torch.Tensor]] = field(default_factory=dict)
     _tried: set[int] = field(default_factory=set)
 
@@ -152,6 +159,8 @@ class Interpreter:
                 continue
             if op == OPT:
                 shared = shared or self._share_ties()
+                if self.before_update is not None:
+                    self.before_update(stage)
                 self.weights[stage].update(version, self._versions_in_use(stage), reads[index])
                 continue
             if index == turns and self.gaps is not None:
@@ -223,7 +232,8 @@ class Interpreter:
                 indices = self._indices(source.stage, stage, len(inputs[source.stage]))
                 arguments.append(inputs[source.stage][indices.index(source.index)])
         read = self.weights[stage].number(version)
-        made = self.weights[stage].run(read, arguments)
+        with self._drawing(stage, microbatch):
+            made = self.weights[stage].run(read, arguments)
         outputs = tuple(made) if isinstance(made, tuple | list) else (made,)
         if not all(isinstance(source, torch.Tensor) for source in outputs):
             raise InputError(
@@ -235,6 +245,28 @@ class Interpreter:
             target = self._data(stage, microbatch).target
             context.loss = self.loss(outputs[0] if len(outputs) == 1 else outputs, target)
             self.losses[microbatch] = context.loss.detach()
+
+    @contextmanager
+    def _drawing(self, stage: int, microbatch: int) -> Iterator[None]:
+        """Let torch's generator on the host draw what belongs to the micro-batch, and go on behind as it would have."""
+        if self.seed is None:
+            yield
+            return
+        before = torch.get_rng_state()
+        torch.default_generator.manual_seed((self.seed + microbatch * len(self.cut.stages) + stage) % (1 << 63))
+        try:
+            yield
+        finally:
+            torch.set_rng_state(before)
+
+    def drop_step(self, messages: StageMessages) -> None:
+        """Forget what was computed since the last update, and go on with other messages."""
+        self.messages = messages
+        self.contexts.clear()
+        self.gradients.clear()
+        self._arrived.clear()
+        for weights in self.weights.values():
+            weights.discard()
 
     def _inputs(self, stage: int, source: int, microbatch: int) -> list[torch.Tensor]:
         """Return what a stage gets from another one, as leaves."""

@@ -5,7 +5,7 @@ for them. On gloo a tag tells messages apart, so that the order of posts does
 not matter. NCCL has no tags: each direction of each kind has a communicator of
 its own there, in which both ends post in one order (`headway.sim.pipeline.lower`).
 
-The first message of an edge is led by a header: types, shapes, and which of
+The first message of an edge from each rank is led by a header: types, shapes, and which of
 its tensors want a gradient. Later ones must be like it. A gradient is like the
 activation that it belongs to.
 
@@ -14,6 +14,7 @@ activation that it belongs to.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from headway.core.errors import BackgroundError, InputError
+from headway.core.errors import InputError
+from headway.parallel.elastic.torch_peers import LostPeerError
 from headway.runtime.lane import separate_group
 
 TYPES = (
@@ -86,19 +88,24 @@ class _Posted:
 class StageMessages:
     """The ends of all messages on one rank."""
 
-    def __init__(self, num_stages: int, *, device: torch.device, timeout_s: float) -> None:
-        """Make the communicators; every rank of a job of several does."""
+    def __init__(
+        self, num_stages: int, *, device: torch.device, timeout_s: float, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Make the communicators, or take a `group`; every rank of a job of several does."""
         self._num_stages, self._device = num_stages, device
         self._timeout = timedelta(seconds=timeout_s)
         self.forms: dict[tuple[int, int], tuple[TensorForm, ...]] = {}
         """Edge -> the tensors of its activations, once the first has been there."""
-        self._headed: set[tuple[int, int]] = set()
+        self._headed: set[tuple[int, int, int]] = set()  # (source, target, peer) whose header was sent
+        self._heard: set[tuple[int, int, int]] = set()  # the same, received
         self._received: dict[MessageName, _Posted] = {}
         self._unknown: dict[MessageName, int] = {}
         self._sent: deque[tuple[MessageName, _Posted]] = deque()
         self._groups: dict[tuple[int, bool], dist.ProcessGroup] = {}
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            lanes = [(channel, up) for channel in (ACTIVATION, GRADIENT) for up in (False, True)]
+        if group is not None:
+            self._groups = dict.fromkeys(itertools.product((ACTIVATION, GRADIENT), (False, True)), group)
+        elif dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            lanes = list(itertools.product((ACTIVATION, GRADIENT), (False, True)))
             if dist.get_backend() == "nccl":
                 self._groups = {lane: separate_group(f"headway-pipeline-{lane}") for lane in lanes}
             else:
@@ -113,8 +120,8 @@ class StageMessages:
         if name.channel == ACTIVATION:
             self.check_form(name, tensors)
             edge = name.source, name.target
-            if edge not in self._headed:
-                self._headed.add(edge)
+            if (*edge, peer) not in self._headed:
+                self._headed.add((*edge, peer))
                 header = _header(name, self.forms[edge]).to(self._device)
                 works.append(self._start(True, header, name._replace(microbatch=-1), peer))
                 self._sent.append((name, _Posted(peer, [header], works)))
@@ -136,7 +143,7 @@ class StageMessages:
     def post(self, name: MessageName, peer: int) -> None:
         """Post the receive of a message; of an edge's first one the header is awaited when it is taken."""
         forms = self._forms_of(name)
-        if forms is None:
+        if forms is None or self._lacks_header(name, peer):
             self._unknown[name] = peer
             return
         buffers = [torch.empty(form.shape, dtype=form.dtype, device=self._device) for form in forms]
@@ -146,14 +153,15 @@ class StageMessages:
     def take(self, name: MessageName) -> list[torch.Tensor]:
         """Return the tensors of a message that was posted, once they are there.
 
-        Raises `BackgroundError` naming edge, micro-batch and peer where they do not come in time, or the peer is gone.
+        Raises `LostPeerError` naming edge, micro-batch and peer where they do not come in time, or the peer is gone.
         """
         if name in self._unknown:
             peer = self._unknown.pop(name)
-            if self._forms_of(name) is None:
+            if self._forms_of(name) is None or self._lacks_header(name, peer):
                 header = torch.zeros(HEADER_SIZE, dtype=torch.int64, device=self._device)
                 head = name._replace(microbatch=-1)
                 self._wait(name, _Posted(peer, [header], [self._start(False, header, head, peer)]), "receives")
+                self._heard.add((name.source, name.target, peer))
                 self.forms[name.source, name.target] = _read_header(header)
             self.post(name, peer)
         pending = self._received.pop(name)
@@ -175,6 +183,10 @@ class StageMessages:
         """Messages that were sent and may be under way."""
         return len(self._sent)
 
+    def _lacks_header(self, name: MessageName, peer: int) -> bool:
+        """Say whether the header of an activation's edge has not come from this peer; an edge may have several."""
+        return name.channel == ACTIVATION and (name.source, name.target, peer) not in self._heard
+
     def _forms_of(self, name: MessageName) -> tuple[TensorForm, ...] | None:
         """Return what a message holds: of a gradient, the tensors of its activation that want one."""
         if name.channel == ACTIVATION:
@@ -189,7 +201,10 @@ class StageMessages:
         edges = 2 * self._num_stages**2
         # Tag 0 of an edge is its header's; micro-batches far apart may share one, never two that are in flight.
         tag = edge + edges * (1 + name.microbatch % (MOST_TAG // edges - 1) if name.microbatch >= 0 else 0)
-        work = (dist.isend if sends else dist.irecv)(tensor, peer, group=group, tag=tag)
+        try:
+            work = (dist.isend if sends else dist.irecv)(tensor, peer, group=group, tag=tag)
+        except RuntimeError as cause:
+            raise self._lost(name, peer, "sends" if sends else "receives", cause) from cause
         assert work is not None
         return work
 
@@ -198,13 +213,16 @@ class StageMessages:
             for work in pending.works:
                 work.wait(self._timeout)
         except Exception as cause:
-            reason = str(cause).splitlines()[0][:200] if str(cause) else type(cause).__name__
-            late = "imed out" in reason or "timeout" in reason.lower()
-            what = f"did not answer within {self._timeout.total_seconds():g} s" if late else "is gone"
-            raise BackgroundError(
-                f"rank {dist.get_rank()} {verb} the {name}, and rank {pending.peer} {what} ({reason}). Look at that "
-                "rank's error, and start the job again from its last checkpoint."
-            ) from cause
+            raise self._lost(name, pending.peer, verb, cause) from cause
+
+    def _lost(self, name: MessageName, peer: int, verb: str, cause: Exception) -> LostPeerError:
+        reason = str(cause).splitlines()[0][:200] if str(cause) else type(cause).__name__
+        late = "imed out" in reason or "timeout" in reason.lower()
+        what = f"did not answer within {self._timeout.total_seconds():g} s" if late else "is gone"
+        return LostPeerError(
+            f"rank {dist.get_rank()} {verb} the {name}, and rank {peer} {what} ({reason}). Look at that "
+            "rank's error, and start the job again from its last checkpoint."
+        )
 
 
 def _header(name: MessageName, forms: Sequence[TensorForm]) -> torch.Tensor:

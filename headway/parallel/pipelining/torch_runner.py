@@ -24,7 +24,7 @@ runs them, or `flush`, which `state_dict`, `load_state_dict` and `switch` call.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from headway.core.tables import pick
 from headway.parallel.pipelining.torch_cut import CutModel, ModelLike, Tensors, cut
 from headway.parallel.pipelining.torch_interpreter import GapObserver, Interpreter, LossFn, MicrobatchData
 from headway.parallel.pipelining.torch_messages import StageMessages
+from headway.parallel.pipelining.torch_replicas import PipelineReplicas, check_replicas
 from headway.parallel.pipelining.torch_weights import OptimizerFn, StageWeights, load_optimizer_state, optimizer_state
 from headway.runtime.in_rank import bootstrap
 from headway.runtime.lane import LONGEST_S
@@ -58,6 +59,8 @@ def pipeline(
     schedule: Schedule = "1f1b",
     interleave: int = 1,
     vertical_sync: bool = False,
+    replicas: int = 1,
+    elastic: bool = False,
     timeout_s: float = LONGEST_S,
 ) -> PipelineRunner:
     """Cut a model into stages, one or `interleave` per rank, and return what trains it; every rank calls this.
@@ -79,20 +82,37 @@ def pipeline(
         Stages per rank, for 'interleaved' and 'v'.
     vertical_sync
         Under 'async_1f1b': every stage reads the version that the first one read.
+    replicas
+        Pipelines side by side, with one stage per rank: of S stages rank d S + s has stage s of replica d. Each takes
+        its share of the micro-batches of a batch, and every rank is given the whole batch. What a forward draws from
+        torch's generator on the host follows from the micro-batch, not from the rank.
+    elastic
+        With replicas, under `headway run` on one host: a rank that is killed by a signal is done without as long as
+        another one has its stage (SlipStream). Steps, batches and losses stay what they would have been.
     timeout_s
         How long a message may be waited for.
 
     Raises `InputError` where the model, the schedule or the optimizer cannot be.
     """
     rank, world_size = _rank_and_size()
-    stages = cut(model, example, world_size * interleave)
+    check_replicas(replicas, world_size, num_microbatches, interleave, elastic=elastic)
+    stages = cut(model, example, world_size // replicas * interleave)
     device = next(
         (weights.device for stage in stages.stages for weights in stage.module.parameters()), torch.device("cpu")
     )
-    messages = StageMessages(len(stages.stages), device=device, timeout_s=timeout_s)
+    side_by_side = None
+    if replicas > 1:
+        if stages.ties:
+            raise InputError(f"{_tied(stages)} are one parameter, which replicas do not sum. Untie them.")
+        side_by_side = PipelineReplicas(replicas, stages.graph, elastic=elastic, timeout_s=timeout_s)
+
+    def connected() -> StageMessages:
+        group = None if side_by_side is None else side_by_side.peers.everybody
+        return StageMessages(len(stages.stages), device=device, timeout_s=timeout_s, group=group)
+
     return PipelineRunner(
-        stages, messages, loss, optimizer, num_microbatches, schedule,
-        interleave=interleave, vertical_sync=vertical_sync, rank=rank, world_size=world_size,
+        stages, connected, loss, optimizer, num_microbatches, schedule, interleave=interleave,
+        vertical_sync=vertical_sync, rank=rank, world_size=world_size, replicas=side_by_side,
     )  # fmt: skip
 
 
@@ -100,10 +120,13 @@ class PipelineRunner:
     """Trains the stages of this rank; made by `pipeline`."""
 
     def __init__(
-        self, stages: CutModel, messages: StageMessages, loss: LossFn, optimizer: OptimizerFn, num_microbatches: int,
-        schedule: Schedule, *, interleave: int, vertical_sync: bool, rank: int, world_size: int,
+        self, stages: CutModel, connected: Callable[[], StageMessages], loss: LossFn, optimizer: OptimizerFn,
+        num_microbatches: int, schedule: Schedule, *, interleave: int, vertical_sync: bool, rank: int, world_size: int,
+        replicas: PipelineReplicas | None,
     ) -> None:  # fmt: skip
-        self._cut, self._rank, self._world_size = stages, rank, world_size
+        self._cut, self._rank, self._replicas, self._connected = stages, rank, replicas, connected
+        count = 1 if replicas is None else replicas.count
+        self._world_size, self._share = world_size // count, num_microbatches // count  # of one replica
         self._num_microbatches, self._interleave, self._vertical_sync = num_microbatches, interleave, vertical_sync
         self._loop = self._looped(schedule)
         ranks = self._ranks_of()
@@ -119,7 +142,9 @@ class PipelineRunner:
             group = dist.new_group(ranks) if len(ranks) > 1 else None  # by all ranks, in one order
             if rank in ranks:
                 groups[index] = group
-        self._interpreter = Interpreter(stages, weights, messages, loss, groups, num_microbatches=num_microbatches)
+        self._interpreter = Interpreter(stages, weights, connected(), loss, groups, num_microbatches=num_microbatches)
+        if replicas is not None:
+            replicas.prepare(self._interpreter)
         self.optimizer = StageOptimizers(self)
         """State of the optimizers of this rank, by names of the whole model: to be saved beside the runner."""
         self._steps = self._first_microbatch = self._first_version = 0
@@ -148,16 +173,30 @@ class PipelineRunner:
         if not number:
             for weights in interpreter.weights.values():
                 weights.renew()
-        interpreter.data, interpreter.losses = data, {}
+        interpreter.data = data
+        if self._replicas is None:
+            self._run_step(number)
+        else:
+            self._replicas.run_step(interpreter, lambda: self._run_step(number), self._recovered)
+        interpreter.data = {}
+        self._steps += 1
+        return {microbatch - first: value for microbatch, value in sorted(interpreter.losses.items())}
+
+    def _run_step(self, number: int) -> None:
+        interpreter = self._interpreter
+        interpreter.losses = {}
         sent = interpreter.messages.num_unsettled
         self._run(self._loop.step(number), self._loop.step(number + 1))
         # A rank may end behind a flushed step. Without a flush its peers take some messages in the next step only.
         kept_back = 0 if self._loop.flushes else interpreter.messages.num_unsettled - sent
         with _failing(self):
             interpreter.messages.settle(kept_back)
-        interpreter.data = {}
-        self._steps += 1
-        return {microbatch - first: value for microbatch, value in sorted(interpreter.losses.items())}
+
+    def _recovered(self) -> StageMessages:
+        """Take the program of the ranks that are left; return their messages."""
+        self._loop = flushed_loop(self._side_by_side(None), self._rank)
+        self._failed = ""
+        return self._connected()
 
     def flush(self) -> None:
         """Run what is in flight: every micro-batch is in the weights then. Every rank calls it."""
@@ -210,8 +249,8 @@ class PipelineRunner:
 
     @property
     def holders(self) -> tuple[int, ...]:
-        """Ranks that hold the tensors of `state_dict`: this one (read by `headway.Checkpointer`)."""
-        return (self._rank,)
+        """Ranks that have the tensors of `state_dict`: those of this stage (read by `headway.Checkpointer`)."""
+        return (self._rank,) if self._replicas is None else self._replicas.peers.holders
 
     def wants(self, path: tuple[str | int, ...]) -> bool:
         """Say whether a saved value, by its keys below the runner, is of this rank (read by `headway.Checkpointer`)."""
@@ -257,31 +296,42 @@ class PipelineRunner:
                     f"the program is for {schedule.num_ranks} ranks and stages after {schedule.graph.preds}, the model "
                     f"has {self._world_size} ranks and stages after {graph.preds}. Lower its orders with this graph."
                 )
-            if schedule.num_microbatches != self._num_microbatches:
-                counts = f"{schedule.num_microbatches} micro-batches, the runner {self._num_microbatches}"
+            if schedule.num_microbatches != self._share:
+                counts = f"{schedule.num_microbatches} micro-batches, the runner {self._share}"
                 raise InputError(f"the program has {counts}. Make both alike.")
             check(schedule)
-            return flushed_loop(schedule, self._rank)
+            return flushed_loop(self._side_by_side(schedule), self._rank)
         name = "graph_1f1b" if schedule == "graph" else schedule
         order = pick(SCHEDULES, name, "schedule")
         is_chain = graph == StageGraph.chain(len(graph.preds))
         shape = PipelineShape(
-            self._world_size, self._num_microbatches, self._interleave,
+            self._world_size, self._share, self._interleave,
             graph=graph if self._interleave == 1 and not is_chain else None,
         )  # fmt: skip
         if schedule not in FLUSH_FREE:
-            return flushed_loop(lower(order(shape), graph), self._rank)
+            return flushed_loop(self._side_by_side(lower(order(shape), graph)), self._rank)
+        if self._replicas is not None:
+            raise InputError(f"replicas sum their gradients once a step, and {schedule} has no flush. Choose '1f1b'.")
         if ties:
-            names = " and ".join(f"{name} of stage {stage}" for stage, name in ties[0][:2])
             raise InputError(
-                f"{names} are one parameter, and under {schedule} stages update at different times. Untie them, or "
-                "take a schedule with a flush, such as 1f1b."
+                f"{_tied(self._cut)} are one parameter, and under {schedule} stages update at different times. Untie "
+                "them, or take a schedule with a flush, such as 1f1b."
             )
         return step_loop(schedule, shape, self._rank, vertical_sync=self._vertical_sync)
+
+    def _side_by_side(self, program: PipelineProgram | None) -> PipelineProgram:
+        """Return the program of all replicas from that of one; None: the one before."""
+        if self._replicas is not None:
+            return self._replicas.program(program)
+        assert program is not None, "only replicas have one before"
+        return program
 
     def _ranks_of(self) -> list[int]:
         """Return [stages] the rank of each stage; raises `InputError` where a stage is on several."""
         program = self._loop.program
+        if self._replicas is not None:
+            this_stage = self._replicas.peers.stage_of(self._rank)
+            return [self._rank if stage == this_stage else -1 for stage in range(program.num_stages)]
         ranks_of: list[int] = []
         for stage in range(program.num_stages):
             ranks = sorted(set(program.rank[(program.op == F) & (program.stage == stage)].tolist()))
@@ -348,6 +398,10 @@ class _failing:  # noqa: N801  # a context manager, used as a function
     def __exit__(self, error_type: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not self._runner._failed:
             self._runner._failed = str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _tied(stages: CutModel) -> str:
+    return " and ".join(f"{name} of stage {stage}" for stage, name in stages.ties[0][:2])
 
 
 def _rank_and_size() -> tuple[int, int]:

@@ -26,7 +26,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from headway.core.errors import InputError
+from headway.core.errors import BackgroundError, InputError
 from headway.parallel.pipelining.torch_cut import ModelStage
 
 OptimizerFn = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
@@ -130,6 +130,37 @@ class StageWeights:
     def set_gradient(self, name: str, value: torch.Tensor) -> None:
         """Replace it."""
         self._gradients[name] = value
+
+    def sum_gradients(self, add_up: Callable[[torch.Tensor], None], num_microbatches: int) -> None:
+        """Sum the gradients since the last update over the ranks of this stage, by `add_up` in place.
+
+        Raises `BackgroundError` where all of them together have not computed each micro-batch of a step once.
+        """
+        count = torch.tensor([self._added], dtype=torch.int64)
+        add_up(count)
+        if int(count) != num_microbatches:
+            raise BackgroundError(
+                f"the ranks of {self.stage.prefix or 'a stage'} have computed {int(count)} micro-batches of a step of "
+                f"{num_microbatches}; each must be computed once. Report this schedule."
+            )
+        # One message per type. A parameter that no micro-batch of this rank has reached may have a gradient elsewhere.
+        by_type: dict[torch.dtype, list[str]] = {}
+        for name, parameter in self.parameters.items():
+            by_type.setdefault(parameter.dtype, []).append(name)
+        for names in by_type.values():
+            used = torch.tensor([name in self._gradients for name in names], dtype=torch.int64)
+            flat = torch.cat([self.gradient(name).flatten() for name in names])
+            add_up(used)
+            add_up(flat)
+            sums = torch.split(flat, [self.parameters[name].numel() for name in names])
+            for name, times, gradient in zip(names, used.tolist(), sums, strict=True):
+                if times:
+                    self._gradients[name] = gradient.view_as(self.parameters[name])
+        self._added = int(count)
+
+    def discard(self) -> None:
+        """Drop the gradients since the last update."""
+        self._gradients, self._added = {}, 0
 
     def update(self, version: int, keep: Iterable[int], at_least: int) -> None:
         """Step the optimizer with the mean gradient; make `version`, drop what is neither in `keep` nor `at_least`."""

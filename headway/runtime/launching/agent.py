@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 
 from headway.core.wire.wake import Waker
+from headway.runtime.launching.peers import PeerBoard
 from headway.runtime.launching.save_and_leave import ASK_FRACTION, LeaveBoard
 
 PR_SET_PDEATHSIG = 1
@@ -66,6 +67,8 @@ class RankProcess:
         """Whether it was sent a signal before it ended."""
         self.code: int | None = None
         """Exit code, minus the signal when one killed it; None while it runs."""
+        self.covered = False
+        """Whether it was killed, and the other ranks do its work."""
         self.end_ns: int | None = None
         parent = os.getpid()
         self.start_ns = time.perf_counter_ns()
@@ -206,10 +209,14 @@ class Group:
         self.saves_first = True
         """Whether ranks that can are asked to save and leave before SIGTERM is forwarded to them."""
         self._board: LeaveBoard | None = None
+        self._peers: PeerBoard | None = None
+        self.on_killed: Callable[[RankProcess], None] = lambda rank: None
+        """Called with a killed rank of a job that goes on without ranks, where it can: then the rank is `covered`."""
 
     def start(self, attach: Callable[[RankSpec], tuple[int, int]]) -> None:
         """Start every rank; `attach` gives the (stdout, stderr) descriptors it writes to, which are closed here."""
         self._board = LeaveBoard.make(len(self._specs))
+        self._peers = PeerBoard(self._board.descriptor, len(self._specs))
         try:
             for index, spec in enumerate(self._specs):
                 ends = attach(spec)
@@ -231,16 +238,16 @@ class Group:
 
     @property
     def failed(self) -> bool:
-        """Whether a rank has ended with another code than 0."""
-        return any(rank.poll() not in (None, 0) for rank in self.ranks)
+        """Whether a rank has ended with another code than 0, and the others cannot do without it."""
+        return any(rank.poll() not in (None, 0) and not rank.covered for rank in self.ranks)
 
     def wait(
         self, signals: Signals, *, grace_s: float, is_secondary: Callable[[RankProcess], bool] | None = None
     ) -> None:
         """Return when every rank is gone: by itself, after a peer's failure, or after a stop signal.
 
-        After a failure the others get SIGTERM, and SIGKILL after `grace_s`;
-        a stop signal is forwarded as it came, a second one kills at once.
+        A rank that was killed is done without where the others can (`peers`). After another failure they get SIGTERM,
+        and SIGKILL after `grace_s`; a stop signal is forwarded as it came, a second one kills at once.
         Before a first SIGTERM ranks that can save have `ASK_FRACTION` of the grace to do so and leave.
         """
         while self.running:
@@ -258,14 +265,17 @@ class Group:
         """Watch for at most `timeout_s`; returns False once no rank runs any more."""
         self._sleep(signals, timeout_s)
         self.look()
+        for index, rank in enumerate(self.ranks):
+            if rank.poll() == 0 and self._peers is not None:
+                self._peers.note_end(index)
         for number in signals.passing:
             self.tell(number)
         signals.passing.clear()
         if signals.stop:
             self._obey(signals, grace_s)
-        elif self.failed and self.running:
+        elif self.failed and self.running and not self._do_without():
             self.detected_ns = self._first_end_ns()
-            first = [rank for rank in self.ranks if rank.code not in (None, 0)]
+            first = [rank for rank in self.ranks if rank.code not in (None, 0) and not rank.covered]
             if is_secondary is not None and all(is_secondary(rank) for rank in first):
                 self._wait_for(
                     lambda: any(r.code not in (None, 0) and not is_secondary(r) for r in self.ranks), SETTLE_S
@@ -277,8 +287,23 @@ class Group:
             self.stop(grace_s=grace_s, signals=signals)
         return bool(self.running)
 
+    def _do_without(self) -> bool:
+        """Let the others run after ranks were killed, where they said that they can; returns whether they do."""
+        lost = [index for index, rank in enumerate(self.ranks) if rank.code not in (None, 0) and not rank.covered]
+        ended = [self.ranks[index] for index in lost]
+        if self._peers is None or any(rank.told or (rank.code or 0) > 0 for rank in ended):
+            return False
+        covered = self._peers.cover(lost)
+        for rank in ended if self._peers.all_announced() else ():
+            rank.covered = covered
+            self.on_killed(rank)
+        return covered
+
     def _first_end_ns(self) -> int | None:
-        return min((rank.end_ns for rank in self.ranks if rank.code not in (None, 0) and rank.end_ns), default=None)
+        return min(
+            (rank.end_ns for rank in self.ranks if rank.code not in (None, 0) and rank.end_ns and not rank.covered),
+            default=None,
+        )
 
     def tell(self, number: int, *, whole_group: bool = False) -> None:
         """Send `number` to every rank that runs."""

@@ -105,6 +105,7 @@ class RankSupervisor:
         with self.recording.problems.kept("reports of hangs"):
             group.overdue = self._watch_for_hangs(drainer)
         self._supervisor.began(attempt, group, drainer)
+        group.on_killed = self._note_killed
         due_s = time.monotonic() + OWED_S
         group.look = lambda: self._look(due_s)
         return group
@@ -116,6 +117,13 @@ class RankSupervisor:
             owed, self._owed = self._owed, None
             self._writer = threading.Thread(target=owed, name="headway-events", daemon=True)
             self._writer.start()
+
+    def _note_killed(self, rank: RankProcess) -> None:
+        """Say that a rank was killed, and whether the job goes on without it."""
+        then = "the other ranks do its work" if rank.covered else "no other rank has its stage: the job ends"
+        if rank.covered and self._hang_watch is not None:
+            self._hang_watch.forgotten.add(rank.pid)
+        say(self.options, f"rank {rank.spec.rank} was killed by signal {-(rank.code or 0)}; {then}")
 
     def _settle(self) -> None:
         """Write the events of ended attempts, and wait until they are written."""
@@ -205,6 +213,7 @@ class RankSupervisor:
             tail.arrival_ns(HEADER.encode()),
             rank.told,
             killed,
+            covered=rank.covered,
         )
 
 

@@ -216,6 +216,8 @@ class HangWatch:
         self.failure: Exception | None = None
         """What stopped the watch."""
         self._ranks: dict[int, WatchedRank] = {}
+        self.forgotten: set[int] = set()
+        """Processes that are gone, and that the others do without."""
         self._looked_ns = self._resumed_ns = self._patient_ns = 0
         self._told: tuple[int, ...] | None = None
         self._collector: threading.Thread | None = None
@@ -262,7 +264,8 @@ class HangWatch:
 
     def ranks(self) -> dict[int, WatchedRank]:
         """Return the process that stands for each rank: one that the script spawned for it before the main one."""
-        order = sorted(self._ranks.values(), key=lambda followed: followed.header.role == "spawned")
+        watched = [followed for pid, followed in self._ranks.items() if pid not in self.forgotten]
+        order = sorted(watched, key=lambda followed: followed.header.role == "spawned")
         return {followed.header.rank: followed for followed in order}
 
     def _judge(self, now_ns: int) -> None:

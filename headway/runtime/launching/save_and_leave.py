@@ -45,26 +45,29 @@ ASK_FRACTION = 0.8
 
 _DEADLINE = struct.Struct("=d")
 
+PEER_BYTES = 16
+"""Bytes of each rank behind the board, which `peers` uses."""
+
 
 class LeaveBoard:
     """What the launcher and the ranks of a host tell each other."""
 
     def __init__(self, descriptor: int, num_ranks: int) -> None:
-        self.descriptor, self._num_ranks = descriptor, num_ranks
+        self.descriptor, self.num_ranks = descriptor, num_ranks
         self._memory = mmap.mmap(descriptor, _DEADLINE.size + num_ranks)
 
     @classmethod
     def make(cls, num_ranks: int) -> LeaveBoard:
         """Make the board of a group of ranks, with a descriptor that they inherit."""
         descriptor = os.memfd_create(NAME, 0)
-        os.truncate(descriptor, _DEADLINE.size + num_ranks)
+        os.truncate(descriptor, peers_offset(num_ranks) + PEER_BYTES * num_ranks)
         board = cls(descriptor, num_ranks)
         weakref.finalize(board, os.close, descriptor)
         return board
 
     def variable(self, index: int) -> dict[str, str]:
         """Return what the environment of a rank says of the board."""
-        return {VARIABLE: f"{self.descriptor}:{index}:{self._num_ranks}"}
+        return {VARIABLE: f"{self.descriptor}:{index}:{self.num_ranks}"}
 
     def announce(self, index: int) -> None:
         """Say that a rank saves, and will when it is asked."""
@@ -81,6 +84,11 @@ class LeaveBoard:
         """Return the seconds until the deadline; None where nothing was asked."""
         (until_s,) = _DEADLINE.unpack_from(self._memory)
         return max(until_s - time.monotonic(), 0.0) if until_s else None
+
+
+def peers_offset(num_ranks: int) -> int:
+    """Return where in the memory file the slots of `peers` begin: a multiple of 8 bytes."""
+    return -(-(_DEADLINE.size + num_ranks) // 8) * 8
 
 
 def board_of(environment: Mapping[str, str]) -> tuple[LeaveBoard, int] | None:

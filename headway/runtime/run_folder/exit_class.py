@@ -126,6 +126,9 @@ class RankEnd:
     hung: bool = False
     """Whether the launcher ended the run because this rank, or nobody in particular, made no progress."""
 
+    covered: bool = False
+    """Whether it was killed, and the other ranks did its work."""
+
 
 def traceback_of(stderr: str) -> str | None:
     """Return the last traceback in `stderr`, with the exceptions it was chained from; None without one."""
@@ -202,7 +205,7 @@ def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
     Order: the rank that a run was ended for; a fault of its own before one caused by a peer; then the moment of
     the traceback; then the moment of the exit.
     """
-    failed = [end for end in ends if end.code != 0 or end.hung]
+    failed = [end for end in ends if (end.code != 0 and not end.covered) or end.hung]
     if not failed:
         return None
     return min(

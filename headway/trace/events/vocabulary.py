@@ -116,6 +116,9 @@ SPANS: dict[str, Span] = {
                         "a fill process ran chunks of another job in a large gap; corr = 0 before the first "
                         "computation of a step, 1 before its first backward; seq = chunks"),
     "fill.late": Span(37, "HOST", (), "the gap was over, and the rank waited for the fill process to return"),
+    "step.reroute": Span(39, "HOST", ("corr", "seq"),
+                         "a step of replicas of a pipeline that a killed rank interrupted, from its start until the "
+                         "others go on without that rank; corr = stage, seq = how often so far"),
     # The optimizer.
     "optimizer.step": Span(10, "OPTIM", ("corr", "seq"),
                            "one optimizer.step(); corr = optimizer, seq = 1 if AMP skipped it. Raw: c, d = start and "

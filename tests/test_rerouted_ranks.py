@@ -1,0 +1,128 @@
+"""Replicas of a pipeline on processes: what a rank does that is killed, the others do, and nothing else changes."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as functional
+
+from headway.core.errors import InputError
+from headway.parallel import pipeline
+from headway.runtime.launching.peers import PeerBoard
+from headway.runtime.launching.save_and_leave import LeaveBoard
+from tests.launching import run
+from tests.paths import ROOT
+from tests.pipelining_rank import merged, synchronous, trained
+from tests.spawn import on_ranks
+from tests.test_pipelining import agree
+
+JOB = str(ROOT / "benchmarks" / "jobs" / "rerouted.py")
+
+
+def killed(tmp_path, kills, *, ranks=4, steps=10, **options):
+    """Run the job of two replicas; return how it ended, and step -> the losses that ranks of the last stage logged."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    plan = json.dumps({"steps": steps, "stages": ranks // 2, "kills": kills})
+    done = run(tmp_path / "recorded", [JOB, str(folder), plan], nproc_per_node=ranks, **{"quiet": False, **options})
+    rows: dict[int, list[list[float]]] = {}
+    for file in folder.glob("log-*"):
+        for step, _, losses in map(json.loads, file.read_text().splitlines()):
+            rows.setdefault(step, []).append(losses)
+    return done, rows
+
+
+def differ(ours, theirs) -> float:
+    """Return the largest difference of a loss, inf where a step or a micro-batch lacks."""
+    if ours.keys() != theirs.keys():
+        return math.inf
+    pairs = [(row, theirs[step][0]) for step, rows in ours.items() for row in rows]
+    return max(abs(a - b) for row, other in pairs for a, b in zip(row, other, strict=True))
+
+
+def test_a_killed_replica_is_done_without(tmp_path):
+    """One stage on two ranks, the fast case: the survivor computes the whole batch alone."""
+    done, ours = killed(tmp_path, [[0, 3, 8.0]], ranks=2, steps=6)
+
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 was killed by signal 9; the other ranks do its work" in done.stderr
+    assert sorted(ours) == list(range(6))
+    assert all(len(row) == 8 for rows in ours.values() for row in rows)
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory):
+    """Step -> losses of a run without failures."""
+    done, losses = killed(tmp_path_factory.mktemp("calm"), [])
+    assert done.returncode == 0, done.stderr
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [[[0, 4, 21.0]], [[3, 2, 30.0]], [[1, 5, 2.0], [2, "switch", 12.0]]])
+def test_losses_are_those_of_a_run_without_failures(tmp_path, calm, kills):
+    done, ours = killed(tmp_path, kills)
+
+    assert done.returncode == 0, done.stderr
+    assert differ(ours, calm) < 1e-5
+
+
+@pytest.mark.slow
+def test_without_a_peer_the_job_ends_and_may_be_restarted(tmp_path):
+    done, ours = killed(tmp_path, [[1, 3, 5.0], [3, "switch", 20.0]], max_restarts=1)
+
+    assert done.returncode == 0, done.stderr
+    assert "rank 3 was killed by signal 9; no other rank has its stage: the job ends" in done.stderr
+    assert "attempt 0 failed; starting attempt 1 of 1" in done.stderr
+    assert sorted(ours) == list(range(10))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "gpipe"])
+def test_two_replicas_train_as_the_whole_model(schedule):
+    answers = on_ranks(trained, 4, schedule, "sgd", 3, {"replicas": 2})
+    states = [parameters(merged([answer])) for answer in answers]
+
+    assert agree({**states[0], **states[1]}, parameters(synchronous("sgd", 3)), 1e-10)
+    assert all(torch.equal(states[rank][name], states[rank + 2][name]) for rank in (0, 1) for name in states[rank])
+    assert [len(losses[0]) for _, losses, _ in answers] == [0, 4, 0, 4]
+
+
+def parameters(state):
+    """Return a state without what BatchNorm has seen, which is that of a replica."""
+    return {name: value for name, value in state.items() if "running" not in name and "tracked" not in name}
+
+
+def test_the_board_covers_a_rank_as_long_as_another_has_its_stage():
+    leave = LeaveBoard.make(num_ranks=4)
+    board = PeerBoard(leave.descriptor, 4)
+    assert not board.cover([2])
+    for rank in range(4):
+        board.announce(rank, rank % 2)
+    board.note_steps(2, 1 << 40)
+
+    assert not board.cover([0, 2])
+    assert not board.killed()
+    assert board.cover([2])
+    assert not board.cover([0])
+    assert board.cover([3])
+    assert (board.killed(), board.steps(2), leave.left_s()) == ({2, 3}, 1 << 40, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"replicas": 2}, "with 1 ranks and 4 micro-batches; it is at least 1 and divides both"),
+        ({"replicas": 0}, "replicas is 0"),
+        ({"elastic": True}, "needs another rank with each stage. Pass replicas=2"),
+    ],
+)
+def test_replicas_that_cannot_be_are_refused(options, words):
+    with pytest.raises(InputError, match=words):
+        pipeline(
+            torch.nn.Linear(2, 2), torch.zeros(1, 2), loss=functional.mse_loss, num_microbatches=4,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), **options,
+        )  # fmt: skip
