@@ -2,9 +2,9 @@
 
 Claim: of scripts whose examples sleep, compute, or both, in plain, tiny and few batches and beside a busy process, none
 takes longer with the plan of its recorded run than plainly, by more than 2 % of its training part (median of three
-interleaved runs); where a gain is promised it lies in its interval in four of five; and at least 1.1x is promised
-wherever two workers by hand win 1.2x. Losses are equal to the digit. Peer: the script without headway, and with
-`num_workers=2` by hand. Usage: `python benchmarks/small_scripts.py [NAME ...]`.
+interleaved runs); where a gain of the whole job is promised it lies in its interval in four of five; and at least 1.1x
+is promised wherever two workers by hand win 1.2x. Losses are equal to the digit. Peer: the script without headway, and
+with `num_workers=2` by hand. Usage: `python benchmarks/small_scripts.py [NAME ...]`.
 """
 
 import json
@@ -79,10 +79,11 @@ def measured(kind: str, shape: str, folder: Path) -> dict[str, Any]:
     medians = {name: statistics.median(times) for name, times in rows.items() if times}
     by_hand = medians["plain"] / medians["hand"]
     gain = medians["plain"] / medians["applied"] if plan["chosen"] else None
-    low, high = plan["interval"] if plan["chosen"] else (None, None)
+    low, high = plan["job"]["interval"] if plan["chosen"] else (None, None)
     return {
         "planned": plan["chosen"], "by_hand": round(by_hand, 2), "equal": len(losses) == 1,
-        "predicted": round(plan["predicted_speedup"], 2) if plan["chosen"] else None,
+        "steps_per_s": round(plan["predicted_speedup"], 2) if plan["chosen"] else None,
+        "predicted": round(plan["job"]["predicted_speedup"], 2) if plan["chosen"] else None,
         "interval": [round(low, 2), round(high, 2)] if plan["chosen"] else None,
         "measured": round(gain, 2) if gain else None,
         "inside": bool(gain and low <= gain <= high) if plan["chosen"] else None,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -22,9 +22,11 @@ from typing import Any, Protocol, cast
 from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.core.lazy import resolved
+from headway.core.units import NS_PER_S
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal, pays_from
 from headway.plan.reasons import LeftOut, excludes, job_s, reason_of, unless_excluded, unless_given_up, unless_in_force
 from headway.plan.setup import Setup
+from headway.sim.recorded.lane import LABEL
 from headway.sim.recorded.program import Program
 from headway.sim.whatif import Edit, Prediction
 
@@ -74,6 +76,12 @@ class Plan:
     note: str = ""
     """What the prediction had to assume."""
 
+    steps: int = 0
+    """Steps of the job that is planned for."""
+
+    recording_s: float = 0.0
+    """Seconds of headway's own work on the training thread in the recorded run: a run with the plan has them, too."""
+
     @property
     def start_s(self) -> float:
         """Return the seconds that the chosen set costs once, at the start of a job."""
@@ -83,6 +91,14 @@ class Plan:
     def predicted_speedup(self) -> float:
         """Return steps per second after / before, all chosen remedies together."""
         return self.base_step_s / self.step_s
+
+    def of_job(self, speedup: float) -> float:
+        """Return how many times as fast as plainly the planned job is, if its steps are `speedup` times as fast.
+
+        With what headway costs: the start of the chosen remedies, and its own work.
+        """
+        job_s = self.base_step_s * self.steps
+        return job_s / (job_s / speedup + self.start_s + self.recording_s) if job_s and self.chosen else speedup
 
     @property
     def pays_from_steps(self) -> int:
@@ -102,7 +118,10 @@ class Plan:
         found = [unless_excluded(row, setup.in_force) for row in found]
         found = [unless_given_up(row, setup.given_up.get(row.name)) for row in found]
         proposals = [row for row in found if isinstance(row, Proposal)]
-        return compose(proposals, program, setup, base=base, refused=[row for row in found if isinstance(row, Refusal)])
+        plan = compose(proposals, program, setup, base=base, refused=[row for row in found if isinstance(row, Refusal)])
+        lanes = program.recording.lanes
+        recording_ns = sum(int(lane.duration_ns[lane.label == LABEL["host.recording"]].sum()) for lane in lanes)
+        return replace(plan, recording_s=recording_ns / NS_PER_S / max(len(lanes), 1))
 
     def plan_file(self, baseline: str | None = None, step_s: float | None = None) -> PlanFile:
         """Return what `headway run --apply` reads: the chosen remedies, the run they were made from, and its pace."""
@@ -132,6 +151,11 @@ class Plan:
             "device_hours_won": self.device_hours_won,
             "start_s": self.start_s,
             "pays_from_steps": self.pays_from_steps,
+            "job": {
+                "steps": self.steps,
+                "predicted_speedup": self.of_job(self.predicted_speedup),
+                "interval": [self.of_job(end) for end in self.interval],
+            },
             "refused": [row.to_json() for row in self.refused],
             "note": self.note,
         }
@@ -188,6 +212,7 @@ def compose(
         left_out=left_out,
         device_hours_won=hours * (1 - 1 / final.speedup),
         note=final.note,
+        steps=steps,
     )
 
 

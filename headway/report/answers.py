@@ -251,6 +251,14 @@ class ProposalRow(Answer, frozen=True):
     left_out: LeftOutRow = LeftOutRow()
 
 
+class JobGain(Answer, frozen=True):
+    """What a plan makes of a whole job, its start included."""
+
+    steps: int = 0
+    predicted_speedup: float = 1.0
+    interval: Interval = (1.0, 1.0)
+
+
 class PlanAnswer(Answer, frozen=True):
     """The `headway.plan/1` object."""
 
@@ -265,23 +273,37 @@ class PlanAnswer(Answer, frozen=True):
     note: str = ""
     start_s: float = 0.0
     pays_from_steps: int = 0
+    job: JobGain = JobGain()
     in_script: tuple[str, ...] | None = None
 
 
 NOTED_START_S = 0.5
-"""What a plan costs at the start is said from so many seconds on."""
+"""What a plan costs at the start is said from so many seconds on..."""
+
+NOTED_SHARE = 0.03
+"""...or where it makes the gain of the whole job smaller by this share."""
 
 
 def start_of(plan: PlanAnswer) -> str:
-    """Return the sentence on what a plan costs at the start, '' where that is little.
+    """Return the sentence on what a plan costs at the start, and what is left of the gain; '' where that is little.
 
     >>> start_of(PlanAnswer.of({"start_s": 2.25, "pays_from_steps": 40}))
     ' Trying it costs about 2.25 s at the start, won back after 40 steps.'
+    >>> job = {"steps": 120, "predicted_speedup": 4.2, "interval": [3.5, 5.0]}
+    >>> start_of(PlanAnswer.of({"start_s": 0.3, "pays_from_steps": 9, "predicted_speedup": 6.9, "job": job}))[-67:]
+    '9 steps: a job of 120 steps is 4.20x as fast in all (3.50 to 5.00).'
     """
-    if plan.start_s < NOTED_START_S:
+    job = plan.job
+    shrinks = job.steps > 0 and job.predicted_speedup < (1 - NOTED_SHARE) * (plan.predicted_speedup or 1.0)
+    if plan.start_s < NOTED_START_S and not shrinks:
         return ""
-    cost = f"Trying it costs about {format_seconds(plan.start_s)} at the start"
-    return f" {cost}, won back after {plan.pays_from_steps:,} steps."
+    sentence = f" Trying it costs about {format_seconds(plan.start_s)} at the start, won back after "
+    sentence += f"{plan.pays_from_steps:,} steps"
+    if not shrinks:
+        return f"{sentence}."
+    low, high = job.interval
+    of_job = f"a job of {job.steps:,} steps is {job.predicted_speedup:.2f}x as fast in all ({low:.2f} to {high:.2f})"
+    return f"{sentence}: {of_job}."
 
 
 # The facts of a run as a page shows them: what ran where, and when it began.
