@@ -211,6 +211,18 @@ def test_what_a_job_is_too_short_to_win_back_is_planned_for_a_longer_one() -> No
     assert (chosen(pays_from - 1), chosen(2 * pays_from)) == ((), ("data.workers",))
 
 
+def test_of_a_whole_job_a_plan_wins_less_by_what_headway_costs() -> None:
+    program, setup = PROGRAM
+    long = replace(setup, limits=replace(setup.limits, steps=100_000))
+    plan = compose([proposal("data.workers", "input.fetch=none", start_s=0.5)], program, long)
+    gain, plain_s = plan.predicted_speedup, plan.base_step_s * 100_000
+
+    assert plan.of_job(gain) == pytest.approx(plain_s / (plain_s / gain + 0.5))
+    assert plan.of_job(gain) > replace(plan, recording_s=1.0).of_job(gain)
+    assert plan.to_json()["job"]["steps"] == 100_000
+    assert replace(plan, chosen=()).of_job(1.0) == 1.0
+
+
 def test_a_screen_without_a_plan_names_what_keeps_the_best_gain_out() -> None:
     program, setup = PROGRAM
     rows = [proposal("data.workers", "input.fetch=none", speedup=1.75, allow="result-equivalent")]
