@@ -4,11 +4,13 @@ Claim: four gloo ranks under `headway run`, `pipeline(..., replicas=2, elastic=T
 rank killed at a drawn moment of a drawn step the others take over the work: every loss of every micro-batch is that of
 a run without failures to 1e-5, no step is lost, weights agree to 1e-5, nothing is restarted. A second rank, of the
 other stage, is killed within 50 ms of the first in every fourth run, while the others switch; where both ranks of a
-stage are killed, the job ends within 30 s and says which rank was lost. Four kills by default; `--full`: twelve.
+stage are killed, the job ends within 30 s and says which rank was lost. Four kills by default; `--full`: twelve, and
+one kill of the same job under torchft (`jobs/torchft_pipeline.py`), which goes on without the whole replica.
 """
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +20,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from peers.env import layered
 
 from headway.core.rng import stream
 
@@ -69,6 +73,55 @@ def compared(folder: Path, calm: Path) -> tuple[float, float, int]:
     return off, weights, STEPS - len(ours)
 
 
+LIGHTHOUSE = """
+import sys
+from torchft.coordination import LighthouseServer
+server = LighthouseServer(bind="[::]:0", min_replicas=1)
+print(server.address(), flush=True)
+sys.stdin.read()
+"""
+
+
+def free_port() -> int:
+    """Return a port of loopback that nobody has."""
+    with socket.socket() as chosen:
+        chosen.bind(("127.0.0.1", 0))
+        return int(chosen.getsockname()[1])
+
+
+def under_torchft(folder: Path, steps: int, kill: list[int]) -> dict[str, object]:
+    """Kill a rank of the job under torchft; return what its other replica did, and the ranks that went on."""
+    python, job = layered("torchft"), JOB.with_name("torchft_pipeline.py")
+    ports = [free_port(), free_port()]
+    server = subprocess.Popen([python, "-c", LIGHTHOUSE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    plan = json.dumps({"steps": steps, "kill": kill})
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2",
+           "TORCHFT_LIGHTHOUSE": server.stdout.readline().strip()}  # fmt: skip
+    ranks = [
+        subprocess.Popen(
+            [python, str(job), str(folder), plan], stderr=subprocess.DEVNULL,
+            env=env | {"REPLICA_GROUP_ID": str(replica), "RANK": str(rank), "MASTER_PORT": str(ports[replica])},
+        )
+        for replica in range(2)
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        codes = [rank.wait(timeout=150) for rank in ranks]
+    finally:
+        for process in (*ranks, server):
+            process.kill()
+            process.wait()
+    rows = [json.loads(line) for line in (folder / f"torchft-{1 - kill[0]}").read_text().splitlines()]
+    seconds = sorted(row[1] for row in rows[1:])
+    return {
+        "ranks_that_go_on": codes.count(0), "steps": sum(row[2] > 0 for row in rows),
+        "steps_of_half_a_batch": sum(row[2] == 1 for row in rows[1:]),
+        "steps_not_committed": sum(not row[2] for row in rows),
+        "switch_s": round(seconds[-1] - seconds[len(seconds) // 2], 3),
+    }  # fmt: skip
+
+
 def main() -> int:
     """Train undisturbed and disturbed, compare, and print one JSON line."""
     draws, rows = stream(int(os.environ.get("SEED", "0")), "reroute_kill"), []
@@ -94,6 +147,7 @@ def main() -> int:
         last = Path(top, "last")
         last.mkdir()
         code, text, ended_s = train(last, [[1, 4, 5.0], [3, "switch", float(draws.uniform(0, 50))]])
+        peer = under_torchft(Path(top), STEPS, [1, 0, 6, 5]) if "--full" in sys.argv else None
     switches = sorted(row["s"] for row in rows)
     clear = "rank 3 was killed by signal 9; no other rank has its stage" in text
     result = {
@@ -102,6 +156,7 @@ def main() -> int:
         "largest_weight_difference": max(row["weights"] for row in rows),
         "steps_lost": sum(row["lacking"] for row in rows), "restarts": 0,
         "switch_s": {"median": round(switches[len(switches) // 2], 3), "longest": round(switches[-1], 3)},
+        "torchft": peer,
         "last_peer": {"code": code, "says_why": clear, "s": round(ended_s, 1)},
         "claim": "both differences <= 1e-5, steps_lost == 0, a clear end without a peer",
     }  # fmt: skip
