@@ -248,7 +248,7 @@ def test_devices_and_prices_are_read_or_refused(devices, prices, message):
 def test_unknown_names_list_the_valid_ones(tmp_path, table):
     jobs = Jobs(["a"], [1], [1.0], [0.0])
     with pytest.raises(
-        UnknownNameError, match=r"unknown policy 'last'. Did you mean 'las'\? Choose one of: allox, fifo"
+        UnknownNameError, match=r"unknown policy 'last'. Did you mean 'las'\? Choose one of: allox, backfill"
     ):
         simulate(jobs, {"v100": 1}, "last", rates=[[1.0]])
     with pytest.raises(InputError, match=r"no rates of device type 'v10'"):
