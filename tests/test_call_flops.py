@@ -75,6 +75,8 @@ def test_forwards_that_run_again_and_scores_that_lie_in_memory_are_counted_apart
     assert again["recomputed_bytes"] == x.nbytes
     assert (plain["scores"], plain["masked"], plain["longest"]) == (2 * 3 * 64 * 64, 2 * 3 * 64 * 64, 64)
     assert fused["scores"] == 0
+    classes = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Softmax(-1))
+    assert counted(classes, torch.randn(2, 64, 32))["scores"] == 0
 
 
 def run_of(call: CallFlops, *, free_gib: int = 64, steps: int = 40) -> Ledger:

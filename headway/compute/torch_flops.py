@@ -64,6 +64,15 @@ class CallCount:
 
     _filled: set[Sizes] = field(default_factory=set)
 
+    _products: set[tuple[int, int]] = field(default_factory=set)
+    """Elements and row lengths of products of two batches of matrices: what scores are; logits are one with weights."""
+
+    def note_product(self, a: Sizes, b: Sizes, *_: object, **__: object) -> int:
+        """Return the operations of a product of batches [n, i, k] and [n, k, j]; note its output."""
+        n, i, k = a
+        self._products.add((n * i * b[2], b[2]))
+        return 2 * n * i * k * b[2]
+
     def note_mask(self, x: Sizes, *_: object, **__: object) -> int:
         """Note that some of [..., queries, keys] were masked; it counts as no operation."""
         self._filled.add(tuple(x))
@@ -71,7 +80,7 @@ class CallCount:
 
     def note_softmax(self, x: Sizes, *_: object, **__: object) -> int:
         """Note a softmax of scores [..., queries, keys]; it counts as no operation."""
-        if len(x) > 2 and min(x[-2:]) >= SHORTEST:
+        if len(x) > 2 and min(x[-2:]) >= SHORTEST and (math.prod(x), x[-1]) in self._products:
             self.scores += math.prod(x)
             self.masked += math.prod(x) if tuple(x) in self._filled else 0
             self.longest = max(self.longest, x[-1])
@@ -132,6 +141,7 @@ def counted(model: torch.nn.Module, inputs: tuple[object, ...], named: Mapping[s
         display=False,
         custom_mapping={
             aten.convolution_backward: _convolution_backward,
+            aten.bmm: count.note_product,
             aten._softmax: count.note_softmax,
             aten.masked_fill: count.note_mask,
         },
