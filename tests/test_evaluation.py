@@ -299,13 +299,18 @@ def test_sets_of_time_agree_with_moments_counted_one_by_one(one, other):
 def test_a_model_whose_caller_draws_actions_and_takes_their_log_prob_acts():
     model, states = torch.nn.Linear(4, 2), torch.randn(3, 4)
 
-    def policy():
+    def policy(rewards=1.0):
         actions = torch.distributions.Categorical(logits=model(states))
         facts = model_facts(model, (states,))
-        return facts["acts"], actions.log_prob(actions.sample())
+        return facts["acts"], rewards * actions.log_prob(actions.sample())
+
+    def generator():
+        words = torch.distributions.Categorical(logits=model(states))
+        return model_facts(model, (states,))["acts"], words.log_prob(words.sample())
 
     def classifier():
         return model_facts(model, (states,))["acts"], model(states)
 
     assert policy()[0]
+    assert not generator()[0]
     assert not classifier()[0]

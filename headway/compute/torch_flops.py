@@ -78,9 +78,14 @@ class CallCount:
         self._filled.add(tuple(x))
         return 0
 
-    def note_softmax(self, x: Sizes, *_: object, **__: object) -> int:
+    def note_softmax(self, x: Sizes, dim: int, *_: object, **__: object) -> int:
         """Note a softmax of scores [..., queries, keys]; it counts as no operation."""
-        if len(x) > 2 and min(x[-2:]) >= SHORTEST and (math.prod(x), x[-1]) in self._products:
+        if (
+            len(x) > 2
+            and min(x[-2:]) >= SHORTEST
+            and (math.prod(x), x[-1]) in self._products
+            and dim in (-1, len(x) - 1)
+        ):
             self.scores += math.prod(x)
             self.masked += math.prod(x) if tuple(x) in self._filled else 0
             self.longest = max(self.longest, x[-1])

@@ -142,7 +142,7 @@ def rollout(ledger: Ledger) -> list[Cause]:
     waited = blamed_s(ledger, "eval", share_of(ledger, "eval", "eval.rollout"))
     steps = max(ledger.steps * ledger.devices, 1)
     evidence = f"the policy acted in its environment for {mean_of(acted, steps)} update, without learning"
-    fix = "step several environments at once (a vectorised one, or processes), or act in a process of its acted"
+    fix = "step several environments at once (a vectorised one, or processes), or act in a process of its own"
     return [Cause("rollout", "training loop", acted + waited, evidence + also_waited(waited), fix)] if acted else []
 
 

@@ -351,6 +351,9 @@ class PipelineRunner:
     def _note(self, schedule: Schedule) -> None:
         """Write down for a recording what the pipeline is."""
         session = bootstrap.active()
+        if session is not None and session.windows is not None:
+            # Receives of the next step are posted before this one ends; a profiler that is stopped meanwhile crashes.
+            session.windows.abort("messages of a pipeline are under way between its steps")
         if session is not None and len(self._interpreter.weights) == 1:
             session.probes.tables["pipeline"] = {
                 "schedule": type(self).__name__, "order": schedule if isinstance(schedule, str) else "program",

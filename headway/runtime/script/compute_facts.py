@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 ENVIRONMENTS = frozenset({"gymnasium", "gym", "envpool", "pettingzoo", "ale_py", "procgen", "vizdoom", "dm_control"})
 """Modules of environments that policies act in."""
 
+OF_POLICIES = ("env", "reward", "advantage", "episode", "rollout")
+"""How names begin that scripts with a policy have, and those that only draw from a distribution have not."""
+
 FRAMES = 16
 """Callers of a model that are looked at."""
 
@@ -64,8 +67,9 @@ def _acts(frame: FrameType | None) -> bool:
     for _ in range(FRAMES):
         if frame is None:
             return False
-        # Names of attributes that the code of a caller reads: dist.sample() ... dist.log_prob(action).
-        if {"sample", "log_prob"} <= set(frame.f_code.co_names):
+        # Names that the code of a caller uses: dist.sample() ... dist.log_prob(action), and what only policies have.
+        names = {*frame.f_code.co_names, *frame.f_code.co_varnames}
+        if {"sample", "log_prob"} <= names and any(name.lower().startswith(OF_POLICIES) for name in names):
             return True
         frame = frame.f_back
     return False
