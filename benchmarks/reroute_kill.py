@@ -97,7 +97,7 @@ def under_torchft(folder: Path, steps: int, kill: list[int]) -> dict[str, object
     assert server.stdout is not None
     plan = json.dumps({"steps": steps, "kill": kill})
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2",
-           "TORCHFT_LIGHTHOUSE": server.stdout.readline().strip()}  # fmt: skip
+           "PYTHONPATH": str(JOB.parents[2]), "TORCHFT_LIGHTHOUSE": server.stdout.readline().strip()}  # fmt: skip
     ranks = [
         subprocess.Popen(
             [python, str(job), str(folder), plan], stderr=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""Twelve small scripts with real compute: is none slower with its plan, and is what was promised won?
+"""Twelve small scripts with real compute: is none slower with its plan, and does the predicted gain come true?
 
 Claim: of scripts whose examples sleep, compute, or both, in plain, tiny and few batches and beside a busy process, none
 takes longer with the plan of its recorded run than plainly, by more than 2 % of its training part (median of three

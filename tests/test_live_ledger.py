@@ -205,9 +205,9 @@ def test_step_times_and_shares_are_kept_for_the_charts():
 @pytest.mark.parametrize("grows", [True, False])
 def test_steps_that_take_longer_and_longer_are_told_while_the_run_goes_on(grows):
     made = RunMaker(ranks=1, steps=160, compute_ns=lambda rank, step: (5 + grows * step // 10) * MS).make()
-    told = fed(made, 1).figures(0).slower
+    ratio = fed(made, 1).figures(0).slower
 
-    assert 2.5 < told < 4 if grows else told == 1  # from 6 to 21 ms, by blocks of 20 steps
+    assert 2.5 < ratio < 4 if grows else ratio == 1  # from 6 to 21 ms, by blocks of 20 steps
 
 
 def test_of_very_many_steps_the_oldest_are_given_up():

@@ -17,28 +17,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rerouted import BATCH, MICROBATCHES, WIDTH, model
 from torch import nn
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroupGloo
 
-WIDTH, BATCH, MICROBATCHES, REPLICAS = 6, 24, 8, 2
-
-
-class Work(nn.Module):
-    """Computes for 3 ms, and nothing."""
-
-    def forward(self, x):
-        """Return what came."""
-        time.sleep(0.003)
-        return x
-
-
-def stage_of(rank):
-    """Return a stage of `rerouted.py`'s model."""
-    torch.manual_seed(1)
-    first = nn.Sequential(nn.Linear(WIDTH, 16, bias=False), nn.BatchNorm1d(16), nn.Dropout(0.3), Work(), nn.Tanh())
-    last = nn.Sequential(Work(), nn.Linear(16, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 2))
-    return last if rank else first
+REPLICAS = 2
 
 
 def run_stage(stage, rank, inputs, targets):
@@ -72,7 +56,7 @@ def main():
     folder, plan = Path(sys.argv[1]), json.loads(sys.argv[2])
     rank, replica = int(os.environ["RANK"]), int(os.environ["REPLICA_GROUP_ID"])
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    stage = stage_of(rank)
+    stage = model(2)[rank]
     optimizer = torch.optim.Adam(stage.parameters(), lr=0.01)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=10)), min_replica_size=1, rank=rank, world_size=2,

@@ -57,12 +57,12 @@ def causes(ledger: Ledger, predict: Predictor | None = None) -> Iterator[Cause]:
     if not counted or not useful_s:
         return
     call = max(counted, key=lambda row: row.flops or 0)
-    for cause, shares in (_recomputed(ledger, call), _by_hand(ledger, call)):
-        if cause is not None and shares.likely >= LARGE:
-            yield _forecast(cause, shares, useful_s, predict)
+    for pair in (_recomputed(ledger, call), _by_hand(ledger, call)):
+        if pair is not None and pair[1].likely >= LARGE:
+            yield _forecast(*pair, useful_s, predict)
 
 
-def _recomputed(ledger: Ledger, call: CallFlops) -> tuple[Cause | None, Scale]:
+def _recomputed(ledger: Ledger, call: CallFlops) -> tuple[Cause, Scale] | None:
     """Return the cause of forwards that run twice, if memory has room, and the share of useful time that it is."""
     again, useful_ns = call.recomputed_flops, ledger.ledger_ns["useful"]
     outside = 1 - ledger.sub_ns.get("useful.optimizer", 0) / max(useful_ns, 1)
@@ -72,7 +72,7 @@ def _recomputed(ledger: Ledger, call: CallFlops) -> tuple[Cause | None, Scale]:
     narrow = call.autocast is not None or call.dtype in ("bfloat16", "float16")
     needed = call.recomputed_bytes // (2 if narrow else 1)
     if room is None or needed > ROOM * room:
-        return None, SHARE
+        return None
     evidence = f"checkpointing in {call.name} has its backward compute {format_fraction(share, 0)} of the operations a "
     evidence += f"second time; without it activations take up to {format_bytes(needed)}, and {format_bytes(room)} "
     evidence += "of memory stayed free"
@@ -81,16 +81,12 @@ def _recomputed(ledger: Ledger, call: CallFlops) -> tuple[Cause | None, Scale]:
     return Cause("compute.recompute", call.name, 0.0, evidence, fix, script=script), _at_most(SHARE, share)
 
 
-def _by_hand(ledger: Ledger, call: CallFlops) -> tuple[Cause | None, Scale]:
+def _by_hand(ledger: Ledger, call: CallFlops) -> tuple[Cause, Scale] | None:
     """Return the cause of attention that writes its scores to memory, and the share of useful time that it takes."""
-    if not call.scores:
-        return None, SHARE
     rates = ceilings_of(ledger.facts.device_type or "")
     threads = max(ledger.facts.threads.values(), default=0) or 1
-    if ledger.facts.device_type != "cpu" and rates is None:
-        return None, SHARE
-    if rates is None and call.longest < LONG:
-        return None, SHARE
+    if rates is None and (ledger.facts.device_type != "cpu" or call.longest < LONG):
+        return None
     per_score = SCORE_BYTES if rates else SCORE_NS[2 * call.masked > call.scores]
     unit_s = 1 / rates.bytes_per_s if rates else 1 / NS_PER_S / threads
     scores = call.scores * (span_of(ledger, "forward").count or ledger.steps * ledger.devices)

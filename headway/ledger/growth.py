@@ -1,7 +1,9 @@
 """Whether a series rises over a whole run: told from medians of blocks of it, which a few odd steps do not move.
 
-step, ms    |  9  10   9 | 14  13  15 | 21  19  90 | 27  26  28 |
-medians            9           14           21           27        rising, 3.0 times
+    step, ms    |  9  10   9 | 14  13  15 | 21  19  90 | 27  26  28 |
+    medians            9           14           21           27        rising, 3.0 times
+
+The ledger of a finished run and the live one tell steps that get slower by the same rule.
 """
 
 from __future__ import annotations
@@ -48,15 +50,13 @@ def rising(
     return medians[0], medians[-1]
 
 
-def slower(step_s: NDArray[np.floating], limit: int = 4096) -> float:
-    """Return how many times as long steps take at the end of a run as at its start; 1 where they do not get slower.
+def slowed(steps: NDArray[np.floating]) -> tuple[float, float] | None:
+    """Return what a step took at the start of a run and at its end, where steps get slower; None elsewhere.
 
-    `step_s` [n] are the lengths of steps behind the first one; at most about `limit` of them are looked at.
+    `steps` [n] are the lengths of steps behind the first one.
 
-    >>> slower(np.linspace(1.0, 3.0, 80)), slower(np.ones(80)), slower(np.linspace(1.0, 3.0, 8))
-    (2.6, 1.0, 1.0)
+    >>> slowed(np.linspace(1.0, 3.0, 81)), slowed(np.ones(80)), slowed(np.linspace(1.0, 3.0, 8))
+    ((1.125, 2.8875), None, None)
     """
-    picked = step_s[:: 1 + len(step_s) // limit]
-    picked = picked[np.isfinite(picked)]
-    ends = rising(picked) if len(picked) >= LEAST_STEPS else None
-    return 1.0 if ends is None or ends[1] < GROWN * ends[0] else round(ends[1] / ends[0], 1)
+    ends = rising(steps) if len(steps) >= LEAST_STEPS else None
+    return None if ends is None or ends[1] < GROWN * ends[0] else ends

@@ -12,7 +12,7 @@ from headway.core.units import NS_PER_S, format_bytes, format_fraction, format_s
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.buckets import BUCKETS
 from headway.ledger.cause import Cause
-from headway.ledger.growth import BLOCKS, GROWN, LEAST_STEPS, rising
+from headway.ledger.growth import BLOCKS, LEAST_STEPS, rising, slowed
 
 SETTLED = 0.4
 """Share of a run in which memory is filled for good: libraries, the state of optimizers, first batches."""
@@ -26,7 +26,7 @@ def steps_grow(ledger: Ledger) -> list[Cause]:
     wall = np.asarray(ledger.step_wall_ns, np.float64)
     calm = np.ones(len(wall), bool) if ledger.undisturbed is None else np.array(ledger.undisturbed)
     calm[:1] = False  # it compiles, and fills caches
-    if calm.sum() < LEAST_STEPS or (ends := rising(wall[calm])) is None or ends[1] < GROWN * ends[0]:
+    if (ends := slowed(wall[calm])) is None:
         return []
     buckets = np.asarray(ledger.step_ns, np.float64)[:, calm]
     eighth = max(1, buckets.shape[1] // BLOCKS)

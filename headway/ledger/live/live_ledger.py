@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.ledger.buckets import BUCKETS
-from headway.ledger.growth import slower
+from headway.ledger.growth import slowed
 from headway.ledger.live.live_rank import LEARNING, BookingWindow, LiveRank, Records, RingFacts
 from headway.ledger.live.live_sweep import book_windows
 from headway.trace.events.sweep import Ints
@@ -37,6 +37,9 @@ STRAY_STEPS = 64
 
 OVERDUE_STEPS, OVERDUE_NS = 3, 2_000_000_000
 """A step under way counts as unknown from so many usual steps, and at least so long, after its start."""
+
+LOOKED_AT = 4096
+"""Steps that are looked at, about so many at most, to tell whether they get slower."""
 
 STEP_BOUNDS_S = (
     0.001,
@@ -237,9 +240,12 @@ class StepSeries:
         if end * len(self.step_s) > self.limit:
             self._forget(end // 2)
 
-    def lengths(self, rank: int) -> NDArray[np.float32]:
-        """Return the seconds of a rank's steps behind the first one; NaN where nothing was booked."""
-        return self.step_s.get(rank, np.zeros(0, np.float32))[0 if self.first else 1 :]
+    def slower(self, rank: int) -> float:
+        """Return how many times as long a rank's steps take now as at first; 1 where they do not get slower."""
+        steps = self.step_s.get(rank, np.zeros(0, np.float32))[0 if self.first else 1 :]
+        steps = steps[:: 1 + len(steps) // LOOKED_AT]
+        ends = slowed(steps[np.isfinite(steps)])
+        return 1.0 if ends is None else round(ends[1] / ends[0], 1)
 
     def _forget(self, count: int) -> None:
         self.first += count
@@ -341,7 +347,7 @@ class LiveLedger:
                 step_sum_s=self._sum_ns / 1e9,
                 by_device=any(rank.device_ns >= 0 for rank in ranks),
                 charted=tuple(name for name, used in zip(BUCKETS, self._series.used.tolist(), strict=True) if used),
-                slower=slower(self._series.lengths(slowest.rank)) if slowest else 1.0,
+                slower=self._series.slower(slowest.rank) if slowest else 1.0,
             )
 
     def series(self) -> LiveSeries:

@@ -4,7 +4,7 @@ Rank d S + s has stage s of replica d, of S stages. A step ends in two phases, s
 moment without a copy of the weights:
 
     sum       the ranks of each stage sum their gradients        a rank that has summed can step alone
-    commit    all ranks sum one number                           whoever has the sum knows that all ranks have summed
+    commit    all ranks sum one number                           a rank that has the sum knows that all have summed
     update    each rank steps its optimizer, without a message
 
 Killed before anybody has committed the step: all ranks drop what they computed of it, weights are as they were, and
@@ -161,7 +161,7 @@ class PeerGroups:
     def _joined(self, board: PeerBoard, killed: frozenset[int], gone: frozenset[int], before: frozenset[int]) -> bool:
         """Agree with the other ranks on the steps that are committed, and connect to them."""
         store = self._store("-".join(map(str, sorted(killed))))
-        assert store is not None, "whoever has a board meets in a file"
+        assert store is not None, "ranks with a board meet in a file"
         self.gone = gone
         try:
             store.set(f"steps/{self.rank}", str(self.steps))
@@ -176,7 +176,7 @@ class PeerGroups:
                         f"ranks {missing} did not say within {self._timeout_s:g} s how far they are, after ranks "
                         f"{sorted(killed)} were killed. Look at what they do, or give a longer timeout_s."
                     )
-                self.gone |= ended  # whoever left after its last step has it on the board
+                self.gone |= ended  # a rank that ended after its last step has noted it on the board
                 missing = [rank for rank in missing if rank not in ended]
                 time.sleep(POLL_S)
             steps = [int(store.get(f"steps/{rank}")) for rank in self.live]
