@@ -13,7 +13,9 @@ from headway.core.errors import InputError
 from headway.parallel import pipeline
 from headway.runtime.launching.peers import PeerBoard
 from headway.runtime.launching.save_and_leave import LeaveBoard
-from tests.launching import run
+from headway.trace.recording.incident import read_incidents
+from headway.trace.recording.runs import Run
+from tests.launching import headway_here, run
 from tests.paths import ROOT
 from tests.pipelining_rank import merged, synchronous, trained
 from tests.spawn import on_ranks
@@ -45,12 +47,20 @@ def differ(ours, theirs) -> float:
 
 def test_a_killed_replica_is_done_without(tmp_path):
     """One stage on two ranks, the fast case: the survivor computes the whole batch alone."""
-    done, ours = killed(tmp_path, [[0, 3, 8.0]], ranks=2, steps=6)
+    done, ours = killed(tmp_path, [[0, 3, 8.0]], ranks=2, steps=6, env={"HEADWAY": ""})
 
     assert done.returncode == 0, done.stderr
     assert "rank 0 was killed by signal 9; the other ranks do its work" in done.stderr
     assert sorted(ours) == list(range(6))
     assert all(len(row) == 8 for rows in ours.values() for row in rows)
+    (row,) = read_incidents(tmp_path / "recorded")
+    assert (row.action, row.cls, row.suspects.ranks, row.step) == ("reroute", "infra", [0], 3)
+    assert (row.evidence, row.reason) == ("rank 0: signal 9", "its stage of the model is on rank 1 too")
+    assert row.downtime_s is not None
+    assert row.downtime_s > 0
+    shown = headway_here("fault", "incidents", tmp_path / "recorded").stdout
+    assert "from detection until the other ranks went on" in shown
+    assert Run.open(tmp_path / "recorded").facts.incidents == ()  # no attempt ended by it
 
 
 @pytest.fixture(scope="module")

@@ -117,6 +117,13 @@ def test_ascii_keeps_the_number_of_characters(text: str) -> None:
     assert to_ascii(text).isascii()
 
 
+def test_a_sub_line_alone_in_its_bucket_is_shown_where_its_name_says_more() -> None:
+    why = {"devices": 2, "steps": 9, "wall_s": 10.0, "ledger": {"useful": 15.0, "restart": 5.0}}
+    lines = render_why({**why, "sub": {"useful.compute": 15.0, "restart.reroute": 5.0}}, width=88).split("\n")
+
+    assert [line.split()[0] for line in lines if " s " in line and line.startswith("    ")] == ["reroute"]
+
+
 @pytest.mark.parametrize("name", SCREENS)
 def test_the_screen_is_the_one_on_record(name: str) -> None:
     """Set HEADWAY_WRITE_GOLDEN=1 to record the screens anew, then read the difference."""

@@ -34,6 +34,15 @@ def test_a_start_up_that_dwarfs_the_first_cause_is_said_beside_it():
     assert blind.sentence == "10.0 % of 1 device x 10 s was useful work; time nobody recorded took 90 %."
 
 
+def test_time_that_another_job_used_is_not_said_to_be_lost_to_bubbles():
+    cause = {"cause": "bubble.p2p", "lost_device_s": 2.0, "fix": "more micro-batches", "predicted_speedup": 1.2}
+    why = {"devices": 1, "steps": 12, "wall_s": 10.0, "goodput": 0.4, "sub": {"bubble.filled": 4.0}}
+    why["ledger"] = {"useful": 4.0, "bubble": 6.0}
+
+    assert verdict({**why, "causes": [cause]}).sentence.startswith("20 % of 1 device x 10 s went to pipeline bubbles")
+    assert verdict({**why, "causes": []}).sentence.endswith("useful work; pipeline bubbles took 20 %.")
+
+
 def test_a_run_that_a_hang_ended_is_told_so_before_anything_else():
     why = {"devices": 2, "wall_s": 10.0, "steps": 30, "goodput": 0.25, "ledger": {"useful": 5.0, "comm": 15.0}}
     why["causes"] = [{"cause": "comm.exposed", "lost_device_s": 15.0, "fix": "faster links", "predicted_speedup": 2.0}]

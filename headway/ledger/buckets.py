@@ -112,6 +112,9 @@ SUB_LINES: dict[str, str] = {
 }
 """Every sub-line -> what it means."""
 
+UNSPLIT = frozenset({"useful.compute", "eval.other", "input.unsplit", "bubble.p2p", "rework.steps", "unknown.model"})
+"""Sub-lines that, where a bucket has no other one, say no more than the bucket."""
+
 SUBS: tuple[str, ...] = tuple(SUB_LINES)
 """Sub-lines by code."""
 

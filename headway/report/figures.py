@@ -340,8 +340,9 @@ OVERSHADOWED = 0.2
 
 def _larger_loss(why: Why, bucket: str) -> str:
     """Return '; start-up took 43 %, useful work 36 %' of the buckets that took more than `bucket` and much; else ''."""
-    total_s, least = why.total_device_s, why.ledger.get(bucket, 0.0)
-    others = sorted(((amount, name) for name, amount in why.ledger.items() if name != bucket), reverse=True)
+    total_s, amounts = why.total_device_s, _not_lent(why)
+    least = amounts.get(bucket, 0.0)
+    others = sorted(((amount, name) for name, amount in amounts.items() if name != bucket), reverse=True)
     if not bucket:  # the sentence is about useful work then
         others = [row for row in others if row[1] != "useful"]
     larger = [row for row in others if row[0] > least and (share(row[0], total_s) or 0.0) >= OVERSHADOWED][:2]
@@ -349,6 +350,15 @@ def _larger_loss(why: Why, bucket: str) -> str:
     said = [f"{bucket_style(name).short or bucket_style(name).losing} {'' if at else 'took '}{part}"
             for at, ((_, name), part) in enumerate(zip(larger, said, strict=True))]  # fmt: skip
     return f"; {', '.join(said)}" if said else ""
+
+
+def _not_lent(why: Why) -> dict[str, float]:
+    """Return bucket -> device-seconds without what another job used: time in a bubble that was filled is not lost.
+
+    >>> _not_lent(Why(ledger={"bubble": 5.0}, sub={"bubble.filled": 3.0}))
+    {'bubble': 2.0}
+    """
+    return {name: amount - why.sub.get(f"{name}.filled", 0.0) for name, amount in why.ledger.items()}
 
 
 FAR_LARGER = 3.0
@@ -462,6 +472,6 @@ def _losing(cause: CauseRow) -> str:
 
 def _lost_share(cause: CauseRow, why: Why) -> str:
     """Return the share of the cause's whole bucket, or of the cause itself where the bucket holds others too."""
-    booked = None if cause.cause in CAUSE_PHRASES else why.ledger.get(cause.cause.partition(".")[0])
+    booked = None if cause.cause in CAUSE_PHRASES else _not_lent(why).get(cause.cause.partition(".")[0])
     fraction = share(booked or cause.lost_device_s, why.total_device_s)
     return "-" if fraction is None else f"{100 * fraction:.0f} %" if fraction >= 0.1 else percent(fraction)

@@ -32,6 +32,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from headway.ledger.buckets import UNSPLIT
 from headway.report.answers import CauseRow, Json, StragglerRow, Why
 from headway.report.figures import (
     bucket_style,
@@ -139,7 +140,7 @@ MOST_WORKERS = 5
 """Slowest workers named under an operation trace."""
 
 MINOR_BUCKET = 0.01
-"""Share of the device time below which a bucket's sub-lines are left to the report."""
+"""Share of the device time below which a bucket's sub-lines are left to the report; failures are always told apart."""
 
 BASIS_PHRASES: dict[str, str] = {
     "remainder": "time not otherwise explained",
@@ -210,10 +211,10 @@ def _sub_lines(why: Why, bucket: str) -> dict[str, float]:
     """Return sub-line -> device-seconds of one bucket, largest first; {} where they say no more than it."""
     prefix, total_s = f"{bucket}.", why.total_device_s
     rows = {name.removeprefix(prefix): value for name, value in why.sub.items() if name.startswith(prefix)}
-    if sum(rows.values()) < MINOR_BUCKET * total_s:
+    if sum(rows.values()) < MINOR_BUCKET * total_s and bucket != "restart":
         return {}
     kept = {name: value for name, value in rows.items() if value > 0.0005 * total_s}
-    if len(kept) < 2:
+    if len(kept) < 2 and not {f"{prefix}{name}" for name in kept} - UNSPLIT:
         return {}
     return dict(sorted(kept.items(), key=lambda row: -row[1]))
 

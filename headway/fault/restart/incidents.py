@@ -166,6 +166,7 @@ def expected(
     `stepped_s` is the wall time of all steps, those done again included; `interval_s` that of the steps between two
     saves, None where nothing is saved. Raises `InputError` on times that contradict each other.
     """
+    incidents = [one for one in incidents if one.ended_attempt]
     back = [one.downtime_s for one in incidents if one.downtime_s is not None]
     if not back or incidents[0].trained_from_ns is None:
         return None

@@ -210,7 +210,7 @@ class Group:
         """Whether ranks that can are asked to save and leave before SIGTERM is forwarded to them."""
         self._board: LeaveBoard | None = None
         self._peers: PeerBoard | None = None
-        self.on_killed: Callable[[RankProcess], None] = lambda rank: None
+        self.on_killed: Callable[[RankProcess, PeerBoard], None] = lambda rank, board: None
         """Called with a killed rank of a job that goes on without ranks, where it can: then the rank is `covered`."""
 
     def start(self, attach: Callable[[RankSpec], tuple[int, int]]) -> None:
@@ -296,7 +296,7 @@ class Group:
         covered = self._peers.cover(lost)
         for rank in ended if self._peers.all_announced() else ():
             rank.covered = covered
-            self.on_killed(rank)
+            self.on_killed(rank, self._peers)
         return covered
 
     def _first_end_ns(self) -> int | None:

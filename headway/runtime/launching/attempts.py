@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from headway.core.machine.beside import say_beside
 from headway.core.tracebacks import HEADER
 from headway.runtime.launching.agent import Group, RankProcess, RankSpec, Signals
+from headway.runtime.launching.peers import PeerBoard, RerouteAccount
 from headway.runtime.launching.supervision import Failure, RunSupervisor, supervisor_of
 from headway.runtime.run_folder.exit_class import (
     OomWatch,
@@ -55,6 +56,7 @@ class RankSupervisor:
         """What the supervisor decided last."""
         self._secondary: dict[int, bool] = {}
         self._supervisor: RunSupervisor = supervisor_of(options, recording, lambda text: say(options, text))
+        self._reroutes = RerouteAccount(recording.path)
         self._owed: Callable[[], None] | None = None
         self._writer: threading.Thread | None = None
 
@@ -105,6 +107,8 @@ class RankSupervisor:
         with self.recording.problems.kept("reports of hangs"):
             group.overdue = self._watch_for_hangs(drainer)
         self._supervisor.began(attempt, group, drainer)
+        if self._reroutes.add not in drainer.listeners:  # a later attempt's drainer carries them over
+            drainer.listeners.append(self._reroutes.add)
         group.on_killed = self._note_killed
         due_s = time.monotonic() + OWED_S
         group.look = lambda: self._look(due_s)
@@ -113,16 +117,24 @@ class RankSupervisor:
     def _look(self, due_s: float) -> None:
         """Let the supervisor do its work; once the ranks train, have a thread write what the attempt before left."""
         trains = self._supervisor.look()
+        self._complete_reroutes()
         if self._owed is not None and (trains or time.monotonic() > due_s):
             owed, self._owed = self._owed, None
             self._writer = threading.Thread(target=owed, name="headway-events", daemon=True)
             self._writer.start()
 
-    def _note_killed(self, rank: RankProcess) -> None:
+    def _complete_reroutes(self) -> None:
+        with self.recording.problems.kept("the list of incidents"):
+            self._reroutes.look()
+
+    def _note_killed(self, rank: RankProcess, board: PeerBoard) -> None:
         """Say that a rank was killed, and whether the job goes on without it."""
         then = "the other ranks do its work" if rank.covered else "no other rank has its stage: the job ends"
         if rank.covered and self._hang_watch is not None:
             self._hang_watch.forgotten.add(rank.pid)
+        if rank.covered:
+            with self.recording.problems.kept("the list of incidents"):
+                self._reroutes.note_killed(self._end_of(rank, None), self._attempt, board)
         say(self.options, f"rank {rank.spec.rank} was killed by signal {-(rank.code or 0)}; {then}")
 
     def _settle(self) -> None:
@@ -171,6 +183,7 @@ class RankSupervisor:
         ]
         self._settle()  # those of the attempt before, should they be owed still
         self._owed = self.recording.close_attempt(rows)
+        self._complete_reroutes()
         return ends
 
     def again(

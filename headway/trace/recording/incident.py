@@ -27,6 +27,10 @@ FILE = "incidents.json"
 """Name of the file in a run folder; host k > 0 of several writes incidents-host<k>.json."""
 
 
+REROUTE = "reroute"
+"""Action of an incident in which no attempt ended: the other ranks went on without the one that was killed."""
+
+
 class Blamed(msgspec.Struct, frozen=True):
     """Who is suspected of a failure."""
 
@@ -61,7 +65,8 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, rename={"cls": "class"
     decided_ns: int = 0
     down_ns: int = 0
     first_step_ns: int | None = None
-    """None: the next attempt has not made a step, or there was none."""
+    """None: the next attempt has not made a step, or there was none. Of a reroute: when all other ranks had changed to
+    the schedule without the killed one."""
 
     action: str = ""
     """One of `headway.fault.restart.supervise.ACTIONS`."""
@@ -109,6 +114,11 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, rename={"cls": "class"
         return phases
 
     @property
+    def ended_attempt(self) -> bool:
+        """Whether the attempt ended by it."""
+        return self.action != REROUTE
+
+    @property
     def downtime_s(self) -> float | None:
         """Seconds from the detection to the first step of all ranks."""
         return None if self.first_step_ns is None else (self.first_step_ns - self.detected_ns) / 1e9
@@ -122,21 +132,33 @@ class IncidentFile(msgspec.Struct, frozen=True):
 
 
 def write_incidents(run: Path, incidents: Sequence[Incident], *, group_rank: int = 0) -> None:
-    """Write the file of a host whole, as open as its folder."""
-    with whole_file(run / (FILE if group_rank == 0 else f"incidents-host{group_rank}.json")) as draft:
+    """Write the file of a host whole, as open as its folder.
+
+    Failures and reroutes are written by two parts of the launcher: rows of the kind that `incidents` are not stay.
+    """
+    path = run / (FILE if group_rank == 0 else f"incidents-host{group_rank}.json")
+    kinds = {row.ended_attempt for row in incidents}
+    rows = [row for row in _read(path) if row.ended_attempt not in kinds]
+    rows = sorted([*rows, *incidents], key=lambda row: row.detected_ns)
+    rows = [msgspec.structs.replace(row, number=number) for number, row in enumerate(rows)]
+    with whole_file(path) as draft:
         draft.touch(run.stat().st_mode & 0o666)
-        draft.write_bytes(msgspec.json.format(msgspec.json.encode(IncidentFile(SCHEMA, list(incidents))), indent=1))
+        draft.write_bytes(msgspec.json.format(msgspec.json.encode(IncidentFile(SCHEMA, rows)), indent=1))
 
 
 def read_incidents(run: Path) -> list[Incident]:
     """Return the incidents of a run, oldest first; [] where nothing failed. Raises `FormatError`, `InputError`."""
+    return _read(run / FILE)
+
+
+def _read(path: Path) -> list[Incident]:
     try:
-        content = (run / FILE).read_bytes()
+        content = path.read_bytes()
     except FileNotFoundError:
         return []
     except OSError as cause:
-        raise InputError(f"{run / FILE} cannot be read: {cause}. Name a run folder that you may read.") from cause
+        raise InputError(f"{path} cannot be read: {cause}. Name a run folder that you may read.") from cause
     try:
         return msgspec.json.decode(content, type=IncidentFile).incidents
     except (msgspec.DecodeError, RecursionError) as cause:
-        raise FormatError(f"{run / FILE} is not a list of incidents ({cause}). Copy the run folder again.") from cause
+        raise FormatError(f"{path} is not a list of incidents ({cause}). Copy the run folder again.") from cause

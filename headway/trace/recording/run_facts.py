@@ -134,7 +134,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     input: dict[str, dict[str, int | float]] = {}
     """What caches and orders of the last attempt counted, ranks summed."""
     incidents: tuple[Incident, ...] = ()
-    """The failures that the supervisor of the run noted, oldest first."""
+    """The failures that ended an attempt, as the supervisor of the run noted them, oldest first."""
     host_load: HostLoad | None = None
     host_series: HostSeries | None = None
     applied: tuple[AppliedRow, ...] = ()

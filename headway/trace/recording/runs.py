@@ -83,7 +83,8 @@ class Run:
         if len(hosts) == 1:
             ((meta, facts),) = hosts
             # A launcher that was killed has not noted which attempt is the last.
-            more = {"attempt": max(numbers[-1], facts.attempt), "incidents": tuple(read_incidents(path))}
+            failures = tuple(row for row in read_incidents(path) if row.ended_attempt)
+            more = {"attempt": max(numbers[-1], facts.attempt), "incidents": failures}
             facts = structs.replace(facts, **more, input=counts_of(parts.ranks.values()))
             return cls(path, meta, facts, _with_facts(parts, facts))
         own = [parts.select([row.rank for row in facts.ranks]) for _, facts in hosts]

@@ -21,7 +21,7 @@ from headway.ledger.answers.ledger import Ledger
 from headway.ledger.answers.metrics import ettr_of_steps
 from headway.ledger.runs.attempts import book_run
 from headway.report.paper import ScreenOptions, add_row, draw, grid
-from headway.trace.recording.incident import SCHEMA, Incident, read_incidents
+from headway.trace.recording.incident import REROUTE, SCHEMA, Incident, read_incidents
 from headway.trace.recording.run_facts import outcomes_of
 from headway.trace.recording.runs import Run
 from headway.verbs.jobs.hang import mesh_of
@@ -135,7 +135,9 @@ def _facts(row: dict[str, Any]) -> list[tuple[str, str]]:
     phases = " · ".join(f"{name} {format_seconds(seconds)}" for name, seconds in row["phases_s"].items())
     start = "warm" if row["warm"] else f"cold: {row['cold_reason']}" if row["cold_reason"] else "cold"
     facts = [("seen", row["evidence"]), ("action", f"{row['action']}: {row['reason']}"), ("phases", phases)]
-    if row["first_step_ns"] is not None:
+    if row["action"] == REROUTE and row["first_step_ns"] is not None:
+        facts.append(("cost", f"{format_seconds(row['downtime_s'])} from detection until the other ranks went on"))
+    elif row["first_step_ns"] is not None:
         lost = "" if row["lost_steps"] is None else f", {row['lost_steps']} steps done again"
         facts += [("start", start), ("state", f"from {row['restored']}{lost}")]
         facts.append(("cost", f"{format_seconds(row['downtime_s'])} from detection to the first step of all ranks"))
