@@ -21,6 +21,7 @@ from headway.ledger.answers.ledger import Ledger
 from headway.parallel import torch_trial as trial
 from headway.parallel.advise import propose, reasons_of
 from headway.parallel.apply import schedule
+from headway.parallel.elastic.replan import ElasticPlan, replan
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.pipeline.actions import StageGraph
@@ -31,8 +32,10 @@ from headway.sim.pipeline.weight_versions import versioned
 from headway.sim.recorded.program import Program
 from headway.sim.recorded.stage_orders import RecordedPipeline
 from headway.sim.whatif import scenario_of
+from headway.trace.recording.runs import Run
 from headway.verbs.models.parallel_bubbles import bubbles
 from headway.verbs.runs.why import why
+from tests.launching import headway_here
 from tests.paths import ROOT
 from tests.pipelines_made import costs, played, step_ends
 from tests.remedy_context import TestContext, applied, apply
@@ -427,3 +430,30 @@ def test_a_runner_with_branches_is_recorded_planned_and_switched_to_another_orde
     assert ran["applied"][0]["reason_not_applied"] is None
     assert ran["applied"][0]["measured_speedup"] > 1.1
     assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+def test_a_plan_says_what_lost_ranks_cost_as_replan_does_and_a_killed_one_costs_that(tmp_path):
+    """Reason for its length: two jobs of four ranks."""
+    words = ["--replicas", 2, "--microbatches", 8, "--steps", 9, *(f"--{name}-ms=20" for name in ("forward", "input"))]
+    job = ["--", ROOT / "benchmarks" / "jobs" / "pipeline_runner.py", *words, "--weight-ms=20"]
+    first, second = tmp_path / "first", tmp_path / "second"
+    command("run", "--nproc-per-node", 4, "--out", first, *job)
+    costs = command("plan", first)["failures"]
+    command("run", "--nproc-per-node", 4, "--out", second, *job, "--elastic", "--kill", "3:4")
+    recording = Program.from_run(Run.open(first)).recording
+    pipeline = RecordedPipeline.of(replace(recording, stages=(*recording.stages[:2], None, None)))
+    times = (getattr(pipeline.costs, f"{name}_ns").tolist() for name in ("forward", "input", "weight"))
+    shape = PipelineShape.of_graph(StageGraph.chain(2), 4, *times, comm_ns=pipeline.costs.comm_ns)
+    plan = ElasticPlan.build(shape, 2, most_failures=0)
+    cases = {tuple(row["lost"]): (row["span_ns"], row["makespan_ns"]) for row in costs["cases"]}
+
+    for lost in ([(1, 0)], [(1, 1)], [(1, 0), (1, 1)]):
+        case = replan(plan, lost)
+        assert cases[tuple(f"{d}:{s}" for d, s in lost)] == (case.span_ns, case.makespan_ns)
+    assert (costs["fault_free_span_ns"], len(cases), costs["elastic"]) == (plan.fault_free_span_ns, 3, False)
+    assert "elastic=True" in costs["note"]
+    assert costs["note"][:60] in " ".join(headway_here("plan", first).stdout.split())
+    seconds = json.loads((second / "logs" / "r2.out").read_text().splitlines()[-1])["seconds"]
+    slower = np.median(seconds[5:]) / np.median(seconds[1:4])
+    assert slower == pytest.approx(cases["1:1",][1] / costs["fault_free_makespan_ns"], rel=0.15)

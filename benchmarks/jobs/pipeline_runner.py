@@ -9,6 +9,9 @@ whose backward does (as with activations that are computed again), and the last 
 
 import argparse
 import json
+import os
+import signal
+import time
 
 import torch
 import torch.distributed as dist
@@ -44,6 +47,9 @@ def main() -> None:
     parser.add_argument("--input-ms", type=float, default=40.0)
     parser.add_argument("--weight-ms", type=float, default=40.0)
     parser.add_argument("--branches", action="store_true")
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--elastic", action="store_true")
+    parser.add_argument("--kill", default="", help="RANK:STEP, a rank that is killed when the step begins")
     parser.add_argument("--fill", help="a file of jobs whose chunks run in the large gaps")
     parser.add_argument("--gaps-of", help="an earlier recorded run, whose gaps place them")
     asked = parser.parse_args()
@@ -53,20 +59,27 @@ def main() -> None:
     times = [asked.forward_ms / 1e3, asked.input_ms / 1e3, asked.weight_ms / 1e3]
     # The first stage has no gradient of its input: all of its backward is that of the weights.
     first = Stage(times[0], 0.0, times[1] + times[2])
-    chain = nn.Sequential(first, *(Stage(*times) for _ in range(dist.get_world_size() - 1)))
+    chain = nn.Sequential(first, *(Stage(*times) for _ in range(dist.get_world_size() // asked.replicas - 1)))
     model = branches(*times) if asked.branches else chain
     runner = headway.parallel.pipeline(
         model, torch.zeros(2, WIDTH), loss=nn.functional.mse_loss, num_microbatches=asked.microbatches,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9), schedule=asked.schedule,
+        replicas=asked.replicas, elastic=asked.elastic,
     )  # fmt: skip
     watch = headway.parallel.fill_gaps(runner, asked.fill, run=asked.gaps_of) if asked.fill else None
     data = torch.Generator().manual_seed(7)
     losses: dict[int, torch.Tensor] = {}
-    for _ in range(asked.steps):
+    seconds = []
+    for step in range(asked.steps):
+        if asked.kill == f"{dist.get_rank()}:{step}":
+            os.kill(os.getpid(), signal.SIGKILL)
+        start = time.perf_counter()
         x, y = (torch.randn(2 * asked.microbatches, WIDTH, generator=data) for _ in range(2))
         losses = runner.step(x, y)
+        seconds.append(round(time.perf_counter() - start, 4))
     runner.flush()
-    print(json.dumps({"losses": [loss.item() for loss in losses.values()], "versions": runner.live_versions}))
+    facts = {"losses": [loss.item() for loss in losses.values()], "versions": runner.live_versions}
+    print(json.dumps({**facts, "seconds": seconds}))
     if watch is not None and watch.process is not None:
         watch.process.stop()
     dist.destroy_process_group()

@@ -259,6 +259,12 @@ class JobGain(Answer, frozen=True):
     interval: Interval = (1.0, 1.0)
 
 
+class FailuresRow(Answer, frozen=True):
+    """What lost ranks would cost a pipeline with replicas."""
+
+    note: str = ""
+
+
 class PlanAnswer(Answer, frozen=True):
     """The `headway.plan/1` object."""
 
@@ -274,6 +280,7 @@ class PlanAnswer(Answer, frozen=True):
     start_s: float = 0.0
     pays_from_steps: int = 0
     job: JobGain = JobGain()
+    failures: FailuresRow = FailuresRow()
     in_script: tuple[str, ...] | None = None
 
 

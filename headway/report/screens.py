@@ -210,6 +210,8 @@ def render_plan(answer: Json, *, source: str = "", plan_path: str = "", **screen
     if plan.hidden:
         more = f"{count(plan.hidden)} more for losses that this run does not have, or for you to apply"
         parts += ["", paragraph(f"{more}: headway plan --all", style="dim")]
+    if plan.failures.note:
+        parts += ["", Text("  Lost ranks", style="bold"), paragraph(clean(plan.failures.note))]
     if plan.note:
         parts += ["", paragraph(clean(plan.note), style="dim")]
     if plan.in_script:  # recorded without a launcher: there may be no script to run under the plan

@@ -360,6 +360,8 @@ class PipelineRunner:
                 "stage": min(self._interpreter.weights), "num_stages": len(self._cut.stages),
                 "num_microbatches": self._num_microbatches, "schedules": 1,
                 "preds": [list(stages) for stages in self._cut.graph.preds],
+                "replicas": self._replicas.count if self._replicas is not None else 1,
+                "elastic": self._replicas is not None and self._replicas.peers.is_elastic,
             }  # fmt: skip
 
 

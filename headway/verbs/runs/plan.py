@@ -14,6 +14,7 @@ from headway.core.errors import BarMissedError
 from headway.core.files.planfile import granted
 from headway.ledger.cause import Cause
 from headway.ledger.runs.recorded import evaluation_loaders
+from headway.parallel.elastic.recorded import loss_costs
 from headway.plan.loader_rows import loader_rows
 from headway.plan.planner import SCHEMA
 from headway.plan.setup import Setup, step_seconds
@@ -93,7 +94,7 @@ def plan(
     made.save(path, baseline=str(recorded.path.resolve()), step_s=step_seconds(recorded.parts))
     by_hand = None if recorded.facts.launched else chosen_terms(made.proposals, made.chosen)
     answer = {**made.to_json(), "verdict": why["verdict"], "loaders": msgspec.to_builtins(rows)}
-    answer |= {"path": str(path), "in_script": by_hand}
+    answer |= {"path": str(path), "in_script": by_hand, "failures": loss_costs(explanation.program)}
     if model is not None:  # a recording knows better than a table
         answer["note"] = " ".join(
             filter(None, (answer["note"], f"Step times are those recorded; {costs} is not used."))
