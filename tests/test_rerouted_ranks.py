@@ -15,7 +15,7 @@ from headway.runtime.launching.peers import PeerBoard
 from headway.runtime.launching.save_and_leave import LeaveBoard
 from headway.trace.recording.incident import read_incidents
 from headway.trace.recording.runs import Run
-from tests.launching import headway_here, run
+from tests.launching import headway_here, run, script
 from tests.paths import ROOT
 from tests.pipelining_rank import merged, synchronous, trained
 from tests.spawn import on_ranks
@@ -88,6 +88,39 @@ def test_without_a_peer_the_job_ends_and_may_be_restarted(tmp_path):
     assert "rank 3 was killed by signal 9; no other rank has its stage: the job ends" in done.stderr
     assert "attempt 0 failed; starting attempt 1 of 1" in done.stderr
     assert sorted(ours) == list(range(10))
+
+
+SAVES = """
+import os, signal, sys, torch, torch.distributed as dist
+import headway
+from headway.parallel import pipeline
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+runner = pipeline(
+    torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.zeros(1, 2), loss=torch.nn.functional.mse_loss,
+    optimizer=lambda p: torch.optim.SGD(p, lr=0.1), num_microbatches=2, replicas=2, elastic=True,
+)
+checkpoint = headway.Checkpointer(sys.argv[1], model=runner)
+for step in range(1, 7):
+    if step == 4 and dist.get_rank() == 0:  # the rank that all others meet at
+        os.kill(os.getpid(), signal.SIGKILL)
+    runner.step(torch.ones(4, 2), torch.ones(4, 2))
+    if step in (2, 5):
+        print("failure", checkpoint.save(step, block="durable" if step == 2 else "snapshot").failure)
+checkpoint.close()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_save_after_a_switch_is_refused_and_the_job_goes_on(tmp_path):
+    done = run(tmp_path / "recorded", [script(tmp_path, SAVES), str(tmp_path / "saved")], nproc_per_node=2)
+
+    assert done.returncode == 0, done.stderr
+    last = (tmp_path / "recorded" / "logs" / "r1.out").read_text().splitlines()[-1]
+    assert last.startswith("failure rank 0 was killed and others do its work: no checkpoint can be saved")
+    assert "RuntimeWarning: rank 0 was killed" in done.stderr
+    assert [path.name for path in (tmp_path / "saved").glob("step-*")] == ["step-2"]
 
 
 @pytest.mark.slow

@@ -48,10 +48,10 @@ from headway.checkpoint.policy.policy import CheckpointPolicy
 from headway.checkpoint.restores.restore import RestoreReport, Verify
 from headway.checkpoint.restores.restoring import restore
 from headway.checkpoint.saves.saver import Options, Saver
-from headway.checkpoint.saves.tickets import SaveSchedule, SaveTicket, StepMeter
+from headway.checkpoint.saves.tickets import SaveSchedule, SaveTicket, StepMeter, why_refused
 from headway.checkpoint.state.writers import CAPTURES, REPLAYS, Writers, before
 from headway.core.closing import Closing
-from headway.core.errors import HeadwayError, InputError
+from headway.core.errors import BackgroundError, HeadwayError, InputError
 from headway.core.files.private import runtime_directory
 from headway.core.tables import pick
 from headway.runtime.host.device import capturing, host_has_devices
@@ -355,6 +355,10 @@ class Checkpointer(Closing):
         return ticket
 
     def _begin(self, saver: Saver, step: int, late: Mapping[str, Any] | None = None) -> SaveTicket:
+        if why := why_refused():
+            saver.failures.append(BackgroundError(why))
+            saver.tell_failures()
+            return SaveTicket.refused(step, why)
         if saver.is_torn:
             self._writers.distrust()
         self._leaving.announce()

@@ -130,7 +130,7 @@ class CollectiveLane(Closing):
 
 def separate_group(
     name: str, *, ranks: Sequence[int] | None = None, backend: str | None = None, timeout_s: float = LONGEST_S,
-    connect_s: float | None = None,
+    connect_s: float | None = None, watch: Callable[[], None] = lambda: None,
 ) -> dist.ProcessGroup:  # fmt: skip
     """Return a new group over `ranks` (all by default), which nothing else uses; each of them calls this.
 
@@ -138,6 +138,7 @@ def separate_group(
     all get an `InputError`. Raises `BackgroundError` with the missing ranks where not all ask within `timeout_s`,
     `InputError` without a process group, or where this rank is not one of `ranks`. Ranks that have asked may take
     `connect_s` to connect, else torch's `RuntimeError`; that is the timeout of the group, torch's own if not given.
+    `watch` is called while ranks are awaited, and may raise: then this rank does not ask any more.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise InputError(f"there is no process group to make {name!r} from. Call init_process_group() first.")
@@ -149,14 +150,18 @@ def separate_group(
     prefix += f"/{store.add(f'{prefix}/calls-{rank}', 1)}"
     store.set(f"{prefix}/{rank}", name)
     until, missing = time.monotonic() + timeout_s, members
-    while missing := [other for other in missing if not store.check([f"{prefix}/{other}"])]:
-        if time.monotonic() > until:
-            store.delete_key(f"{prefix}/{rank}")  # a rank that comes later must not take this one for present
-            raise BackgroundError(
-                f"ranks {missing} did not ask for group {name!r} within {timeout_s:g} s, rank {rank} did. "
-                "Ask on all ranks, in one order; see whether those ranks are alive."
-            )
-        time.sleep(POLL_S)
+    try:
+        while missing := [other for other in missing if not store.check([f"{prefix}/{other}"])]:
+            watch()
+            if time.monotonic() > until:
+                raise BackgroundError(
+                    f"ranks {missing} did not ask for group {name!r} within {timeout_s:g} s, rank {rank} did. "
+                    "Ask on all ranks, in one order; see whether those ranks are alive."
+                )
+            time.sleep(POLL_S)
+    except Exception:
+        store.delete_key(f"{prefix}/{rank}")  # a rank that comes later must not take this one for present
+        raise
     names = {other: store.get(f"{prefix}/{other}").decode() for other in members}
     if len(set(names.values())) > 1:
         raise InputError(f"ranks ask for unlike groups: {names} (rank: name). Ask for them in one order on all ranks.")

@@ -22,6 +22,8 @@ StepTiming(step_s=0.5, stall_s=0.1, saved=False, in_flight=False, durable_s=None
 
 from __future__ import annotations
 
+import functools
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +31,8 @@ from dataclasses import dataclass
 from headway.checkpoint.policy.policy import CheckpointPolicy, StepTiming
 from headway.checkpoint.restores.agreement import Agreement
 from headway.core.errors import BackgroundError
+from headway.runtime.launching.peers import PeerBoard, peers_of
+from headway.runtime.launching.save_and_leave import VARIABLE
 
 MOST_FAILED, FAILING_S = 3, 600.0
 """After so many failed saves in a row, over so many seconds, the training loop gets an error and no more warnings: a
@@ -104,6 +108,14 @@ class SaveTicket:
         self.is_told = False
         """Whether the caller knows of the failure already."""
 
+    @classmethod
+    def refused(cls, step: int, why: str) -> SaveTicket:
+        """Return the ticket of a save that was not begun; its caller knows why."""
+        ticket = cls(step, listen=lambda timeout_s: None)
+        ticket.settle(why.rstrip("."))
+        ticket.is_told = True
+        return ticket
+
     def __repr__(self) -> str:
         state = "committed" if self._commit else f"failed: {self._failure}" if self._failure else "under way"
         return f"SaveTicket(step={self.step}, blocked_s={self.blocked_s:.4f}, {state})"
@@ -157,6 +169,25 @@ class SaveTicket:
         return self._commit is not None or self._failure is not None
 
 
+def why_refused() -> str:
+    """Return why no save can begin: a rank was killed, and others do its work (`headway.parallel.elastic`); else ''."""
+    board = _peers(os.environ.get(VARIABLE, ""))
+    killed = sorted(board.killed()) if board is not None else []
+    if board is None or not killed:
+        return ""
+    return (
+        f"rank {', '.join(map(str, killed))} was killed and others do its work: no checkpoint can be saved, since each "
+        f"of the {board.num_ranks} ranks writes a part. The job goes on; start it again to save, it then continues "
+        "from the last checkpoint."
+    )
+
+
+@functools.cache
+def _peers(board: str) -> PeerBoard | None:
+    slot = peers_of({VARIABLE: board})
+    return None if slot is None else slot[0]
+
+
 # At which steps a job saves, the same on all its ranks, and what its steps take.
 
 
@@ -167,9 +198,16 @@ class SaveSchedule:
         self._policy, self._agreement = policy, agreement
         self._last: int | None = None
         self._next: int | None = None
+        self._was_refused = False
 
     def is_due(self, step: int) -> bool:
-        """Whether to save after `step`. Ranks other than 0 may wait here for rank 0 to reach its last save."""
+        """Whether to save after `step`. Ranks other than 0 may wait here for rank 0 to reach its last save.
+
+        Where no save can begin, one is due once, which says so.
+        """
+        if why_refused():
+            before, self._was_refused = self._was_refused, True
+            return not before
         if self._last is None:
             self.saved(step - 1)  # nothing is saved yet: the first interval begins where we are
         assert self._last is not None

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -37,8 +37,11 @@ NOTICE_S = 20.0
 """How long the launcher's word is awaited after a connection has failed, before it counts as another failure."""
 
 CONNECT_S = 10.0
-"""How long ranks that have all said how far they are may take for each part of connecting: a rank that is killed
-meanwhile delays a switch by some of them."""
+"""How long ranks that have all said how far they are may take for each part of connecting."""
+
+CONNECT_TRIES = 5
+"""So often gloo tries to reach a rank that does not answer, each time for the whole timeout of the group: one that is
+killed while groups connect delays a switch by `CONNECT_S`."""
 
 
 class LostPeerError(BackgroundError):
@@ -74,7 +77,7 @@ class PeerGroups:
         self.everybody: dist.ProcessGroup | None = None
         """The group of all ranks that run."""
         self._of_stage: dist.ProcessGroup | None = None
-        self._connect(self._store(), timeout_s)
+        self._connect(self._store(), timeout_s, self.gone)
 
     def announce(self) -> None:
         """Tell the launcher that this rank goes on without ranks that are killed; a failure before ends the job."""
@@ -181,7 +184,7 @@ class PeerGroups:
                 time.sleep(POLL_S)
             steps = [int(store.get(f"steps/{rank}")) for rank in self.live]
             committed = max(*steps, *(board.steps(rank) for rank in self.gone))
-            self._connect(store, CONNECT_S)
+            self._connect(store, CONNECT_S, killed)
         except BaseException:
             self.gone = before
             raise
@@ -206,15 +209,23 @@ class PeerGroups:
         path = str(Path(os.environ["HEADWAY_RINGS"]) / name)
         return FileStore(path, -1)
 
-    def _connect(self, store: Store | None, seconds: float) -> None:
+    def _connect(self, store: Store | None, seconds: float, killed: frozenset[int]) -> None:
         """Make the groups of all ranks that run and of those of this stage, each within so many seconds."""
-        with _meeting_at(store):
-            self.everybody = self._group("headway-peers", self.live, seconds)
-            if len(self.holders) > 1:
-                self._of_stage = self._group("headway-stage", self.holders, seconds)
 
-    def _group(self, name: str, ranks: Sequence[int], seconds: float) -> dist.ProcessGroup:
-        made = separate_group(name, ranks=ranks, timeout_s=seconds, connect_s=seconds)
+        def watch() -> None:
+            if self._board is not None and self._board.killed() != killed:
+                raise _MoreKilledError
+
+        with _meeting_at(store):
+            self.everybody = self._group("headway-peers", self.live, seconds, watch)
+            if len(self.holders) > 1:
+                self._of_stage = self._group("headway-stage", self.holders, seconds, watch)
+
+    def _group(
+        self, name: str, ranks: Sequence[int], seconds: float, watch: Callable[[], None]
+    ) -> dist.ProcessGroup:  # fmt: skip
+        connect_s = seconds / CONNECT_TRIES if self.gone else seconds
+        made = separate_group(name, ranks=ranks, timeout_s=seconds, connect_s=connect_s, watch=watch)
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self._timeout_s), made)
         return made
 
