@@ -240,6 +240,14 @@ def test_the_controller_stays_on_its_ladder_and_ends_at_the_cheapest_rung(valley
     assert sum(theta in best for theta in seen[-12:]) >= 10
 
 
+def test_a_looser_rung_that_seemed_better_than_a_tighter_one_is_forgotten():
+    """AL grows along the ladder: where a tighter rung loses more, what the looser one lost is of another time."""
+    controller = SkewController((1, 5, 20, 100))
+
+    assert controller.next(20, 0.27, 0.05) == 5
+    assert controller.next(5, 0.99, 0.2) == 1
+
+
 def test_the_controller_follows_a_job_whose_accuracy_loss_changes():
     ladder, shares = LADDERS["fedavg"], [1 / steps for steps in LADDERS["fedavg"]]
     controller, theta = SkewController(ladder), 5.0

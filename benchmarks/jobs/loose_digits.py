@@ -1,9 +1,10 @@
 """Digits on ranks with labels of their own: synchronous (DDP), or loosely synchronised, by setting.
 
-Run by `benchmarks/loose_skew.py` on every rank of a pool. A setting is {rule, control, travel_steps, skew, norm, seed,
-steps}; rule 'ddp' is DistributedDataParallel; 'mean' averages the gradients of all partitions in the first rank, which
-is the same for a network without statistics of batches, and takes a tenth of the time. At skew 1 a partition has
-10 / ranks labels; of a smaller skew the rest is dealt evenly.
+Run by `benchmarks/loose_skew.py` on every rank of a pool. A setting is {rule, control, observe, travel_steps, skew,
+norm, seed, steps}; with `observe` models travel, and the rule stays as it is. Rule 'ddp' is DistributedDataParallel;
+'mean' averages the gradients of all partitions in the first rank, which is the same for a network without statistics of
+batches, and takes a tenth of the time. At skew 1 a partition has 10 / ranks labels; of a smaller skew the rest is dealt
+evenly.
 """
 
 import warnings
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from headway.comm import loose, swap_norm
+from headway.comm import SkewController, loose, swap_norm
 from headway.core.rng import stream
 
 BATCH, RATE, MOMENTUM, PROBE = 20, 0.05, 0.9, 200
@@ -88,9 +89,12 @@ def trained(path: str, setting: dict[str, Any]) -> dict[str, Any]:
         model: Any = DistributedDataParallel(net)  # with the running statistics of the first rank, as it comes
     else:
         model = loose(
-            net, setting["rule"], control=setting["control"], probe=(x[rows[:PROBE]], y[rows[:PROBE]]),
-            travel_steps=setting["travel_steps"], update_scale=1 / ranks if setting["rule"].startswith("gaia") else 1.0,
+            net, setting["rule"], control=setting["control"] or setting["observe"],
+            probe=(x[rows[:PROBE]], y[rows[:PROBE]]), travel_steps=setting["travel_steps"],
+            update_scale=1 / ranks if setting["rule"].startswith("gaia") else 1.0,
         )  # fmt: skip
+    if setting["observe"]:
+        model.synchronising.controller = SkewController((float(setting["rule"].partition(":")[2]),))
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
     draws = torch.Generator().manual_seed(1000 * setting["seed"] + rank)
     for _ in range(steps):
@@ -107,7 +111,7 @@ def trained(path: str, setting: dict[str, Any]) -> dict[str, Any]:
             dist.all_reduce(parameter.div_(ranks))
     sent = torch.tensor(float(facts["sent_bytes"]), dtype=torch.float64)
     dist.all_reduce(sent.div_(ranks))
-    travels = [[row["theta"], round(row["accuracy_loss"], 3)] for row in facts["travels"]]
+    travels = [[row[key] for key in ("theta", "accuracy_loss", "bytes_share", "step")] for row in facts["travels"]]
     return {
         "accuracy": accuracy_of(net, test_x, test_y), "saving": 4 * size * steps / float(sent), "travels": travels,
     }  # fmt: skip

@@ -15,7 +15,8 @@ on the ladder with a memory of costs: a rung that was measured within the last 3
         rungs      0  1  2  3  4
 
 A rung whose AL differs from its last one by more than half of sigma says that the job has changed: what is remembered
-of other rungs is forgotten. A neighbour that was dearer is tried again once its memory is too old and the present
+of other rungs is forgotten. So does one that loses by as much more than a looser one did: of that one alone, since
+looser rungs lose more. A neighbour that was dearer is tried again once its memory is too old and the present
 rung's cost or AL has moved; else after 3 travels, and each time that it is dearer again after twice as many.
 
 Source: Hsieh et al., "The non-IID data quagmire of decentralized machine learning", ICML 2020, section 7.2.
@@ -101,12 +102,14 @@ class SkewController:
                 f"accuracy_loss is {accuracy_loss} and bytes_share {bytes_share}; pass finite numbers, and a share "
                 "from 0 upwards."
             )
-        lambda_al, lambda_c, sigma = self._weights
-        cost = lambda_al * max(0.0, accuracy_loss - sigma) + lambda_c * bytes_share
+        sigma, cost = self._weights[2], self.cost(accuracy_loss, bytes_share)
         before = self._memory.get(index)
         if before is not None and abs(accuracy_loss - before.accuracy_loss) > sigma / 2:
             self._memory.clear()
             self._rejected.clear()
+        for rung in [rung for rung in self._memory if rung > index]:
+            if self._memory[rung].accuracy_loss < accuracy_loss - sigma / 2:
+                del self._memory[rung]
         now = self._memory[index] = RungMeasurement(cost, accuracy_loss, self.travels)
         self.travels += 1
         # Where AL is within its bound, a tighter rung can only send more: it is not worth a try.
@@ -124,6 +127,11 @@ class SkewController:
         if better:
             self._rejected.pop(choice, None)
         return self.ladder[choice]
+
+    def cost(self, accuracy_loss: float, bytes_share: float) -> float:
+        """Return the objective of a measurement, as `next` takes it."""
+        lambda_al, lambda_c, sigma = self._weights
+        return lambda_al * max(0.0, accuracy_loss - sigma) + lambda_c * bytes_share
 
     def _recent(self, rung: int) -> RungMeasurement | None:
         measured = self._memory.get(rung)
