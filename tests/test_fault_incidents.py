@@ -64,6 +64,17 @@ def test_a_list_of_incidents_is_read_as_it_was_written_and_damage_is_an_error(tm
         read_incidents(tmp_path)
 
 
+def test_failures_and_reroutes_are_written_apart_and_listed_by_time(tmp_path):
+    lost = [Incident(detected_ns=ns, action="reroute") for ns in (1, 5)]
+    write_incidents(tmp_path, lost[:1])
+    write_incidents(tmp_path, [Incident(detected_ns=3, action="restart")])
+    write_incidents(tmp_path, lost)
+
+    assert [(row.number, row.detected_ns, row.ended_attempt) for row in read_incidents(tmp_path)] == [
+        (0, 1, False), (1, 3, True), (2, 5, False),
+    ]  # fmt: skip
+
+
 @pytest.mark.slow
 def test_a_killed_rank_is_named_and_its_job_goes_on_from_memory(tmp_path, capsys):
     job, out = script(tmp_path, DIES), tmp_path / "run"

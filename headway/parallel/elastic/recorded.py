@@ -49,10 +49,11 @@ class LossCosts:
     def of(cls, program: Program) -> LossCosts | None:
         """Return them; None for another job than replicas on headway's runner, and one whose order is not known."""
         facts = program.run.parts.ranks.values() if program.run is not None else ()
-        row = next((row["pipeline"] for row in facts if row.get("pipeline", {}).get("replicas", 1) > 1), None)
-        if row is None:
+        rows = (row["pipeline"] for row in facts if isinstance(row.get("pipeline"), dict))
+        row: dict[str, object] = next(rows, {})
+        recording, count, num_stages = program.recording, row.get("replicas"), row.get("num_stages")
+        if not (isinstance(count, int) and isinstance(num_stages, int) and count > 1):
             return None
-        recording, num_stages, count = program.recording, int(row["num_stages"]), int(row["replicas"])
         pairs = zip(recording.lanes, recording.stages, strict=True)
         first = tuple(work if lane.rank < num_stages else None for lane, work in pairs)
         try:

@@ -93,7 +93,7 @@ def ettr_of(run: Run, rows: Sequence[Incident]) -> dict[str, float | None]:
 def ettr_beside(before: Run, after: Run) -> dict[str, float | None] | None:
     """Return the measured ETTR of two runs, and what the first one's failures let predict; None where none failed."""
     rows = read_incidents(before.path)
-    if not rows:
+    if not any(row.ended_attempt for row in rows):
         return None
     answer = {"before": ettr_of(before, rows)["ettr"], "after": ettr_of(after, read_incidents(after.path))["ettr"]}
     times = AttemptTimes.of(before, Ledger.of(before))
