@@ -98,10 +98,10 @@ def operator_settings(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def other_parts(answer: Mapping[str, Any], path: Path) -> list[str]:
+def other_parts(content: Mapping[str, Any], path: Path) -> list[str]:
     """Return what is done about the parts of a plan that no device's setting holds: a filler, and a battery to buy."""
     lines = []
-    for row in answer["mitigations"]:
+    for row in content["mitigations"]:
         if row["kind"] == "filler":
             command = f"headway run --apply {shlex.quote(str(path))} -- <your script and its arguments>"
             lines.append(f"A filler of {row['level']:.0%} of the devices' power in gaps, applied to the job: {command}")
@@ -110,7 +110,7 @@ def other_parts(answer: Mapping[str, Any], path: Path) -> list[str]:
                 f"A battery of {row['capacity_j'] / J_PER_KWH:,.4g} kWh that takes and gives "
                 f"{row['power_limit_w']:,.4g} W, behind a low-pass filter of {row['tau_s']:.4g} s."
             )
-    return lines or ([] if answer["mitigations"] else ["The site keeps its limits as it is: the plan needs nothing."])
+    return lines or ([] if content["mitigations"] else ["The site keeps its limits as it is: the plan needs nothing."])
 
 
 def operator_script(settings: Sequence[Mapping[str, object]], *, profile: int = 0) -> str:

@@ -122,8 +122,8 @@ def _screen(answer: dict[str, Any], screen: ScreenOptions) -> str:
     seen = sum(row["ok"] for row in played)
     share = f" · ETTR {format_fraction(answer['ettr'])}" if answer["ettr"] is not None else ""
     parts: list[Any] = [Text(f"headway drill   {answer['run']}")]
-    other = sum(not row["ok"] and row["detected_ns"] is not None for row in played)
-    otherwise = f", {other} more seen as another class or rank" if other else ""
+    mistaken = sum(not row["ok"] and row["detected_ns"] is not None for row in played)
+    otherwise = f", {mistaken} more seen as another class or rank" if mistaken else ""
     noticed = f"{seen} of {len(played)} faults noticed{otherwise}, {answer['false_alarms']} false alarms{share}\n"
     parts.append(Text(noticed))
     return draw([*parts, *(Text(_line(row)) for row in rows)], **screen)

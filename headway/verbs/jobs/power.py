@@ -156,8 +156,8 @@ def export(plan: Path, /, *, json: bool = False) -> int:
     json
         Print one JSON object instead of text.
     """
-    answer = read_power_plan(plan)
-    settings, others = operator_settings(answer), other_parts(answer, plan)
+    content = read_power_plan(plan)
+    settings, others = operator_settings(content), other_parts(content, plan)
     script = operator_script(settings) if settings else ""
     result = {"schema": "headway.power-export/1", "settings": settings, "script": script, "others": others}
     text = "\n".join([*(f"# {line}" for line in others), *([script] if script else [])])
