@@ -270,7 +270,15 @@ LAB: tuple[str, ...] = (
     "cluster sim", "comm options", "comm strategy", "cost transfer", "data cluster", "fault sim", "parallel simulate",
     "storage fleet", "storage sim",
 )  # fmt: skip
-"""Verbs for research: `headway lab cluster-sim` is `headway cluster sim`, which help leaves out."""
+"""Verbs for research, under a heading of their own in their group's help: `headway lab cluster-sim` is `headway cluster
+sim`."""
+
+SIMULATING: tuple[str, ...] = ("cluster compare", "cluster prices", "fault plan", "power check", "power plan")
+"""Verbs beside those of `LAB` that simulate."""
+
+BLAS_THREADS: tuple[str, ...] = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+"""What caps a BLAS library, set to 1 where the user has not set it: matrices of a simulation are so small that waiting
+threads take many times the processor time of the work."""
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Start": ("run", "why", "plan", "report", "try", "tune", "demo", "doctor"),
@@ -303,6 +311,7 @@ def build(explained: str = "") -> App:
 
     sections = [(Group(title, sort_key=place), words) for place, (title, words) in enumerate(SECTIONS.items())]
     section_of = {word: section for section, words in sections for word in words}
+    simulations = Group("Simulations and research", sort_key=1)
 
     app = App(
         name="headway",
@@ -326,9 +335,10 @@ def build(explained: str = "") -> App:
         group_name, _, name = verb.rpartition(" ")
         page: dict[str, Any] = {} if verb == explained else {"help": text}
         page |= {"group": section_of[verb]} if verb in section_of else {}
-        groups.get(group_name, app).command(target, name=name, help_epilogue="", show=verb not in LAB, **page)
         if verb in LAB:
             groups["lab"].command(target, name=verb.replace(" ", "-"), help_epilogue="", **page)
+            page["group"] = simulations
+        groups.get(group_name, app).command(target, name=name, help_epilogue="", **page)
     return app
 
 
@@ -434,6 +444,9 @@ def dispatch(ours: list[str], script: list[str] | None) -> int:
     if ours and not ours[0].startswith("-"):
         pick(words, ours[0], "verb")
     verb = next((verb for verb in VERBS if ours[: len(verb.split())] == verb.split()), "")
+    if verb in LAB or verb in SIMULATING:
+        for name in BLAS_THREADS:
+            os.environ.setdefault(name, "1")
     app = build(verb)
     try:
         command, bound, ignored = app.parse_args(ours, print_error=False, exit_on_error=False, help_on_error=False)

@@ -191,8 +191,12 @@ def test_a_run_under_the_plan_is_judged_by_its_new_batch_beside_what_was_promise
     for rank in (0, 1):
         (run / f"applied/r{rank}.json").write_text(json.dumps({"rank": rank, "remedies": rows}))
     now = json.loads(answer(capsys, run, "--json")[1].out)
+    shutil.copytree(RUN, tmp_path / "first")
+    for folder, losses in (tmp_path / "first", [[n, 1 / n] for n in range(1, 101)]), (run, [[n, n] for n in range(11)]):
+        table = folder / "tables" / "r0.json"
+        table.write_text(json.dumps({**json.loads(table.read_text()), "losses": losses}))
     with pytest.raises(SystemExit):
-        main(["compare", str(RUN), str(run), "--json"])
+        main(["compare", str(tmp_path / "first"), str(run), "--json"])
     compared = json.loads(capsys.readouterr().out)
     notes = compared["notes"]
     refused, shown = answer(capsys, run, "--out", tmp_path / "plan.json")
@@ -203,6 +207,8 @@ def test_a_run_under_the_plan_is_judged_by_its_new_batch_beside_what_was_promise
     # Four gradients of 32: sqr = (4 x 2 - 3) / 3, Sigma = (3 - 2) / 3 x 128.
     assert now["noise_scale"] == pytest.approx(128 / 5)
     assert any(note.startswith("batch 32 -> 128: useful examples per second") for note in notes)
+    # 1,280 examples are 10 updates of 128 and 40 of 32: steps 9 and 10 beside 36 to 40.
+    assert f"loss after 1,280 examples: {1 / 38:.4g} -> 9.5 (median of the last tenth)" in notes
     before, after = compared["useful_examples_per_s"]
     assert compared["verdict"] in ("faster", "inconclusive")
     assert after > before > 0

@@ -85,11 +85,12 @@ def test_a_fault_counts_as_noticed_with_its_class_and_where_it_has_one_its_rank(
 def test_a_fault_that_was_not_played_is_no_missed_one_and_says_why(named):
     mark = {"name": "kill", "rank": 2, "attempt": 0, "injected_ns": 5}
     rows, _ = score(
-        ["kill", "stop", "nan"], [mark, {**mark, "injected_ns": None}], [incident(0, "infra", [2])], steps=9
+        ["kill", "hanging_loader", "nan"], [mark, {**mark, "injected_ns": None}], [incident(0, "infra", [2])], steps=9
     )
 
     assert [row["ok"] for row in rows] == [True, None, None]
-    assert [row["not_played"] for row in rows][1:] == [NOTHING_TO_STRIKE, "the run ended at step 9 before it"]
+    needs = f"{NOTHING_TO_STRIKE}: it needs batches that a DataLoader reads"
+    assert [row["not_played"] for row in rows][1:] == [needs, "the run ended at step 9 before it"]
     assert exit_code(rows, 0, named=named) == (2 if named else 0)
     assert exit_code(rows[1:], 0, named=named) == 2
     assert exit_code([*rows, {"ok": False}], 0, named=named) == 3

@@ -397,6 +397,9 @@ def test_a_file_is_checked_planned_and_exported(tmp_path, capsys):
     assert {row["kind"] for row in planned["mitigations"]} <= {"floor", "ramps", "battery"}
     assert exported["settings"][0]["parameter"] in ("PERCENT_TMP_FLOOR", "RAMP_UP_RATE")
     assert exported["script"].startswith("import pynvml")
+    battery = next(row for row in planned["mitigations"] if row["kind"] == "battery")
+    _, others = verb(capsys, "export", tmp_path / "plan.json")
+    assert f"A battery of {battery['capacity_j'] / 3.6e6:,.4g} kWh" in others["others"][-1]
     (tmp_path / "coarse.toml").write_text("ramp_w_per_s = 100\nrange_w = 300\nwindow_s = 30\nband_hz = [0.2, 500]\n")
     with pytest.raises(SystemExit) as leaving:
         main(["power", "check", str(tmp_path / "site.npz"), "--spec", str(tmp_path / "coarse.toml")])

@@ -11,10 +11,11 @@ average per slot:
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 from headway.cluster.fork.slots import slot_seconds
-from headway.core.units import NS_PER_S, format_seconds
+from headway.core.units import NS_PER_S, format_fraction, format_seconds
 from headway.ledger.answers.causes import by_chance
 from headway.ledger.answers.ledger import Ledger
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
@@ -22,7 +23,10 @@ from headway.plan.setup import Setup
 from headway.sim.ddp.ddp_window import models_of
 from headway.sim.recorded.program import Program
 
-FORK = "cluster.fork"
+FORK, BATCH = "cluster.fork", "cluster.batch"
+
+LEAST_FIXED = 0.2
+"""Share of a step that does not grow with the batch, from which on measuring what a larger one learns is advised."""
 
 OWN = ("useful", "input", "host")
 """Buckets of a rank's own work: what it would do without the others."""
@@ -46,7 +50,24 @@ def propose(ledger: object, program: Program, setup: Setup) -> Iterator[Proposal
         yield from _fork(ledger, program, setup)
     if "cluster.noise" in setup.in_force:
         reason = "steps per second do not judge it: `headway cluster batch RUN` says what a batch learns per second"
-        yield Refusal("cluster.batch", "cluster", reason)
+        yield Refusal(BATCH, "cluster", reason)
+    elif isinstance(ledger, Ledger) and program.run is not None and BATCH not in setup.in_force:
+        fixed = _fixed_fraction(ledger)
+        sized = any(loader.batch_size for loader in setup.loaders.values())
+        if sized and fixed >= LEAST_FIXED and not ledger.ledger_ns["bubble"]:
+            command = shlex.join(["headway", "cluster", "batch", str(program.run.path), "--out", "batch.json"])
+            reason = (
+                f"{format_fraction(fixed)} of the steps are communication and calls, which do not grow with the batch: "
+                f"a larger one may learn more per second. The noise of the gradients, which decides it, was not "
+                f"measured: {command} writes the plan that measures it"
+            )
+            yield Refusal(BATCH, "cluster", reason)
+
+
+def _fixed_fraction(ledger: Ledger) -> float:
+    """Return the share of the steps' device time that a larger batch does not lengthen: exposed collectives, calls."""
+    in_steps_ns = sum(ledger.ledger_ns[bucket] for bucket in (*OWN, "comm", "straggler"))
+    return (ledger.ledger_ns["comm"] + ledger.ledger_ns["host"]) / in_steps_ns if in_steps_ns else 0.0
 
 
 def _fork(ledger: Ledger, program: Program, setup: Setup) -> Iterator[Proposal | Refusal]:

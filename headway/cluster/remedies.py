@@ -31,7 +31,7 @@ class NoiseParameters(Parameters, frozen=True):
 
 REMEDIES = (
     RemedyRecord(
-        "cluster.batch", BatchParameters, "headway.cluster.adaptive.apply:batch",
+        "cluster.batch", BatchParameters, "headway.cluster.adaptive.apply:batch", ("comm.exposed",),
         allow="lossy", changes="another batch size changes what is learned",
     ),
     RemedyRecord(

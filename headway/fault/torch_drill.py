@@ -80,6 +80,9 @@ class InjectedFault:
     everywhere: bool = False
     """Whether all ranks play it: none in particular has it."""
 
+    needs: str = ""
+    """What of the job it strikes, where not every job has that."""
+
 
 def kill(struck: Struck) -> None:
     """SIGKILL, as the kernel ends a process for memory."""
@@ -176,12 +179,14 @@ def new_code(struck: Struck) -> None:
 FAULTS: dict[str, InjectedFault] = {
     "kill": InjectedFault(kill, "infra", True),
     "stop": InjectedFault(stop, "hang", True),
-    "skipped_collective": InjectedFault(skipped_collective, "hang", True),
+    "skipped_collective": InjectedFault(skipped_collective, "hang", True, needs="a collective of several ranks"),
     "endless_loop": InjectedFault(endless_loop, "hang", True),
     "segfault": InjectedFault(segfault, "infra", True),
-    "nan": InjectedFault(nan, "user", True),
-    "hanging_loader": InjectedFault(hanging_loader, "hang", True),
-    "disk_full": InjectedFault(disk_full, "infra", False, everywhere=True),
+    "nan": InjectedFault(nan, "user", True, needs="an optimizer with parameters"),
+    "hanging_loader": InjectedFault(hanging_loader, "hang", True, needs="batches that a DataLoader reads"),
+    "disk_full": InjectedFault(
+        disk_full, "infra", False, everywhere=True, needs="checkpoints by torch.save or headway.Checkpointer"
+    ),
     "new_code": InjectedFault(new_code, "user", False, everywhere=True),
 }
 """Fault -> how it is played, and what it must be taken for. Adding one is adding a line here."""
@@ -309,6 +314,12 @@ def schedule(faults: Sequence[str], *, world: int, seed: int) -> list[tuple[str,
     ]
 
 
+def not_struck(name: str) -> str:
+    """Return why the fault `name` found nothing in its time, and what it needs."""
+    needs = FAULTS[name].needs
+    return f"{NOTHING_TO_STRIKE}: it needs {needs}" if needs else NOTHING_TO_STRIKE
+
+
 def score(
     faults: Sequence[str], marks: Sequence[Mapping[str, Any]], incidents: Sequence[Incident], *, steps: int
 ) -> tuple[list[dict[str, Any]], int]:
@@ -321,7 +332,7 @@ def score(
     rows = []
     for index, name in enumerate(faults):
         mark = marks[index] if index < len(marks) else None
-        why = f"the run ended at step {steps} before it" if mark is None else NOTHING_TO_STRIKE
+        why = f"the run ended at step {steps} before it" if mark is None else not_struck(name)
         rows.append(_row(name, mark, incidents, why))
     played = {mark["attempt"] for mark in marks}
     return rows, sum(one.attempt not in played for one in incidents)

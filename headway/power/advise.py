@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from headway.core.files.bounded_json import read_json
 from headway.core.files.planfile import PlanFile, Remedy
 from headway.core.files.regular_file import whole_file
 from headway.plan.proposal import Proposal, Refusal
-from headway.power.search import HOLD_S, MITIGATIONS, PowerPlan
+from headway.power.search import HOLD_S, J_PER_KWH, MITIGATIONS, PowerPlan
 
 SCHEMA = "headway.power-plan/1"
 
@@ -97,7 +98,22 @@ def operator_settings(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def operator_script(settings: Sequence[Mapping[str, Any]], *, profile: int = 0) -> str:
+def other_parts(content: Mapping[str, Any], path: Path) -> list[str]:
+    """Return what is done about the parts of a plan that no device's setting holds: a filler, and a battery to buy."""
+    lines = []
+    for row in content["mitigations"]:
+        if row["kind"] == "filler":
+            command = f"headway run --apply {shlex.quote(str(path))} -- <your script and its arguments>"
+            lines.append(f"A filler of {row['level']:.0%} of the devices' power in gaps, applied to the job: {command}")
+        if row["kind"] == "battery":
+            lines.append(
+                f"A battery of {row['capacity_j'] / J_PER_KWH:,.4g} kWh that takes and gives "
+                f"{row['power_limit_w']:,.4g} W, behind a low-pass filter of {row['tau_s']:.4g} s."
+            )
+    return lines or ([] if content["mitigations"] else ["The site keeps its limits as it is: the plan needs nothing."])
+
+
+def operator_script(settings: Sequence[Mapping[str, object]], *, profile: int = 0) -> str:
     """Return the Python script (nvidia-ml-py) that an operator runs as root on each host, for every device of it."""
     lines = [
         "import pynvml as nvml", "nvml.nvmlInit()", "for index in range(nvml.nvmlDeviceGetCount()):",

@@ -177,6 +177,12 @@ def gaps_ns(thread: Thread, buckets: int) -> list[int]:
 
 NAME, GRANT = "comm.compress", "lossy"
 
+NOT_GRANTED = "compressed gradients change results: grant --allow lossy to have it predicted"
+"""Why nothing is measured or predicted without the grant."""
+
+UNKNOWN = "what compressed gradients would win is not known"
+"""How the reason begins where the recorded windows cannot tell."""
+
 CANDIDATES = ("half", "int8", "dither:4", "sign", "topk:0.01:bf16")
 """Codecs that are tried, nearest to the plain gradient first. Others are for those who know their model:
 `headway whatif compress=NAME` predicts them, a plan file names them."""
@@ -217,7 +223,7 @@ def read_times(path: Path) -> CodecTimes:
 def propose_compression(program: Program, setup: Setup) -> Proposal | Refusal:
     """Return the codec under which the recorded steps are shortest, or why none is proposed."""
     if GRANT not in setup.limits.allow:
-        return Refusal(NAME, "comm", "compressed gradients change results: grant --allow lossy to have it predicted")
+        return Refusal(NAME, "comm", NOT_GRANTED)
     try:
         deep = program.windows()
         if deep.busy:
@@ -232,7 +238,7 @@ def propose_compression(program: Program, setup: Setup) -> Proposal | Refusal:
         program.deep[:] = [deep]
         found = {codec: program.predict([f"compress={codec}"]) for codec in CANDIDATES}
     except HeadwayError as cause:
-        return Refusal(NAME, "comm", f"what compressed gradients would win is not known: {cause}")
+        return Refusal(NAME, "comm", f"{UNKNOWN}: {cause}")
     fastest = min(prediction.step_s for prediction in found.values())
     codec = next(name for name in CANDIDATES if found[name].step_s <= fastest * (1 + EQUAL))
     best = found[codec]

@@ -229,7 +229,7 @@ def _queue_page(name: str, compared: PolicyComparison) -> str:
     top = max(float(submitted.max()) for submitted, _ in counts.values())
     charts = "".join(
         queue_chart(
-            f"{title}: jobs not started, and running ones above; up to {top:,.0f}. "
+            f"{title}: jobs not yet started (blue), started and not done (grey); up to {top:,.0f}. "
             f"Mean completion time {_hours(float(np.nanmean(ways[title].jct_s)))} h",
             end_s.tolist(), submitted.tolist(), waiting.tolist(), top,
         )

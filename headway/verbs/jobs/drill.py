@@ -122,7 +122,10 @@ def _screen(answer: dict[str, Any], screen: ScreenOptions) -> str:
     seen = sum(row["ok"] for row in played)
     share = f" · ETTR {format_fraction(answer['ettr'])}" if answer["ettr"] is not None else ""
     parts: list[Any] = [Text(f"headway drill   {answer['run']}")]
-    parts.append(Text(f"{seen} of {len(played)} faults noticed, {answer['false_alarms']} false alarms{share}\n"))
+    mistaken = sum(not row["ok"] and row["detected_ns"] is not None for row in played)
+    otherwise = f", {mistaken} more seen as another class or rank" if mistaken else ""
+    noticed = f"{seen} of {len(played)} faults noticed{otherwise}, {answer['false_alarms']} false alarms{share}\n"
+    parts.append(Text(noticed))
     return draw([*parts, *(Text(_line(row)) for row in rows)], **screen)
 
 
@@ -137,5 +140,6 @@ def _line(row: dict[str, Any]) -> str:
     after = format_seconds((row["detected_ns"] - row["injected_ns"]) / 1e9)
     blamed = ", ".join(map(str, row["ranks"])) or "nobody"
     back = "" if row["recover_s"] is None else f", back after {format_seconds(row['recover_s'])}"
-    verdict = "" if row["ok"] else f"   WRONG: it is of class {FAULTS[row['name']].cls}"
-    return f"{where}seen after {after} as {row['class']}, blames {blamed}, {row['action']}{back}{verdict}"
+    of_rank = "" if row["rank"] is None else f", rank {row['rank']}"
+    verdict = "" if row["ok"] else f"   WRONG: it is of class {FAULTS[row['name']].cls}{of_rank}"
+    return f"{where}seen as {row['class']} after {after}, blames {blamed}, {row['action']}{back}{verdict}"

@@ -51,9 +51,13 @@ def incidents(run: Path | None = None, /, *, json: bool = False) -> int:
 
 
 def incidents_of(run: Run) -> dict[str, Any]:
-    """Return the object that `--json` prints; `ettr` is None where the run's steps are not known."""
+    """Return the object that `--json` prints; `ettr` is None where the run's steps are not known, or nothing failed.
+
+    Of a run without failures the value would be the share of its start-up, which says nothing of failures.
+    """
     rows = read_incidents(run.path)
-    return {"schema": SCHEMA, "incidents": [row_of(row) for row in rows], **ettr_of(run, rows)}
+    shares = ettr_of(run, rows) if rows else dict.fromkeys(ETTRS)
+    return {"schema": SCHEMA, "incidents": [row_of(row) for row in rows], **shares}
 
 
 def account_of(path: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from headway.power.advise import (
     mitigations,
     operator_script,
     operator_settings,
+    other_parts,
     read_power_plan,
     write_power_plan,
 )
@@ -155,11 +156,12 @@ def export(plan: Path, /, *, json: bool = False) -> int:
     json
         Print one JSON object instead of text.
     """
-    settings = operator_settings(read_power_plan(plan))
+    content = read_power_plan(plan)
+    settings, others = operator_settings(content), other_parts(content, plan)
     script = operator_script(settings) if settings else ""
-    result = {"schema": "headway.power-export/1", "settings": settings, "script": script}
-    note = script or "# The plan sets no floor and no ramps: there is nothing for an operator to do on the devices."
-    emit(result, lambda _: note, as_json=json)
+    result = {"schema": "headway.power-export/1", "settings": settings, "script": script, "others": others}
+    text = "\n".join([*(f"# {line}" for line in others), *([script] if script else [])])
+    emit(result, lambda _: text, as_json=json)
     return 0
 
 

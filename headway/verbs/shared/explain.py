@@ -13,6 +13,9 @@ import msgspec
 from msgspec import structs
 
 from headway.catalog import ADVISERS, RECORDS, causes_of
+from headway.cluster.advise import BATCH
+from headway.comm.compression.advise import GRANT, NOT_GRANTED, UNKNOWN
+from headway.comm.compression.advise import NAME as COMPRESS
 from headway.compute.advise import causes as compute_causes
 from headway.compute.advise import words as kernels_in_words
 from headway.compute.by_hand import causes as causes_by_hand
@@ -27,6 +30,7 @@ from headway.plan.planner import Plan
 from headway.plan.setup import Setup
 from headway.report.answers import NOT_RESOLVED, Verdict
 from headway.report.figures import GAIN_THAT_LEADS, NOTHING_PAYS, verdict
+from headway.sim.ddp.ddp_window import windows_of
 from headway.sim.recorded.ideal import replayed_trace
 from headway.sim.recorded.program import Program
 from headway.trace.events.active_settings import AppliedRow
@@ -43,6 +47,9 @@ if TYPE_CHECKING:
 
 TRY_FROM = 0.5
 """Share of useful time in the steps from which on a run's notes say how to look inside it."""
+
+WINDOW_AT = 20
+"""Step at which a deep window is opened for a replay: the start-up of the first steps is over."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +135,37 @@ class Explanation:
                 return shlex.join(["headway", "plan", *paths, *consent])
             if found.cause == "checkpoint.stall":
                 return shlex.join(["headway", "ckpt", "advise", *paths])
+            if self.program is not None and found.cause == "comm.exposed":
+                command = towards_compression(self.plan, self.program)
+                return command or shlex.join(["headway", "report", *paths, "-o", "report.html"])
         return shlex.join(["headway", "report", *paths, "-o", "report.html"])
+
+
+def towards_compression(plan: Plan, program: Program) -> str:
+    """Return the command that lets compressed gradients be predicted, '' where none does.
+
+    DDP starts its all-reduces in C++, where always-on records see a wait, but no size and no start. A run without a
+    deep window is recorded once more with one; a window that can be replayed needs the grant alone.
+    """
+    refused = any(row.name == COMPRESS and row.reason == NOT_GRANTED for row in plan.refused)
+    run = program.run
+    if run is None:
+        return ""
+    if windows_of(run):
+        try:
+            busy = program.windows().busy
+        except InputError:
+            return ""
+        granting = refused and not busy
+        return shlex.join(["headway", "plan", str(run.path), "--allow", GRANT]) if granting else ""
+    unknown = any(row.name == COMPRESS and row.reason.startswith(UNKNOWN) for row in plan.refused)
+    facts = run.facts
+    if not (refused or unknown) or not facts.launched or facts.nproc != facts.world_size:
+        return ""
+    step = min(WINDOW_AT, program.recording.recorded_steps // 2)
+    script = facts.script if facts.script and facts.script[0].endswith(".py") else ()
+    command = ["headway", "run", "--nproc-per-node", f"{facts.nproc}", "--windows", "0.05", "--window-at", f"{step}"]
+    return f"{shlex.join(command)} -- {shlex.join(script) if script else '<your script and its arguments>'}"
 
 
 def ideal_of(trace: Trace, straggler: StragglerReport | None, program: Program | None) -> Trace | None:
@@ -221,6 +258,7 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = (), steps: in
             for row in plan.proposals
             if row.protects and row.allow
         ),
+        *(f"{row.name}: {row.reason}" for row in plan.refused if row.name == BATCH),
     )
     return Explanation(source, run.parts, ledger, causes, run, program, plan, notes=notes, paths=(run.path,))
 

@@ -32,6 +32,7 @@ OF_REMEDY: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "data.server": lambda given: call("headway.data.DataLoader", {"server": "auto"}, "server"),
     "fault.warm": lambda given: "",  # a launcher's
     "fault.interval": lambda given: FOLLOWS_FAILURES,
+    "cluster.batch": lambda given: "",  # its plan is that of headway cluster batch
     "cluster.fork": lambda given: "",  # a launch, not a line of the script: headway cluster fork -- SCRIPT
     "comm.bucket": lambda given: call(
         "DistributedDataParallel", {"bucket_cap_mb": given.get("bucket_mb")}, "bucket_cap_mb"
