@@ -136,8 +136,13 @@ def test_on_a_phone_no_row_of_a_table_is_squeezed_into_a_tower(opened: Opener) -
     heights = shown.page.eval_on_selector_all("table tr", "rows => rows.map(row => row.offsetHeight)")
     bars = shown.page.eval_on_selector_all(".ledger td.bar", "cells => cells.map(cell => cell.offsetWidth)")
 
+    ends = shown.page.eval_on_selector_all(".proposals td", "cells => cells.map(c => c.getBoundingClientRect().right)")
+    starts_px = shown.page.eval_on_selector_all(".figures div", "tiles => tiles.map(tile => tile.offsetLeft)")
+
     assert max(heights) < 110
     assert min(bars) > 60
+    assert max(ends) <= 390
+    assert starts_px[-1] > min(starts_px), "a tile is alone on its row"
 
 
 def test_arrow_keys_read_the_recorded_values(opened: Opener) -> None:

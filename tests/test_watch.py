@@ -124,6 +124,12 @@ def test_a_file_is_not_a_run(tmp_path):
         watch(tmp_path / "file")
 
 
+def test_an_empty_word_is_no_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="the current folder is no run"):
+        watch(Path(""))
+
+
 # ---- in a browser ---------------------------------------------------------------------------------------------------
 
 

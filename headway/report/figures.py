@@ -125,13 +125,26 @@ def operation_lines(why: Why) -> list[str]:
 def magnitude(value: float) -> str:
     """Write a number with three digits and the prefix of its unit.
 
-    >>> magnitude(989.4e12), magnitude(35520512.0)
-    ('989 T', '35.5 M')
+    >>> magnitude(989.4e12), magnitude(35520512.0), magnitude(274_000.0)
+    ('989 T', '35.5 M', '274 k')
     """
     size, prefix = next(
-        ((size, name) for size, name in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if value >= size), (1, "")
+        ((size, name) for size, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")) if value >= size), (1, "")
     )
     return f"{value / size:.3g} {prefix}"
+
+
+TILES = {"wide": 8, "middle": 6, "narrow": 4}
+"""The largest number of figures in a row, by the width of the page (page.css)."""
+
+
+def columns(num_tiles: int, limit: int) -> int:
+    """Return how many tiles, at most `limit`, a row takes so that no row is much shorter than the others.
+
+    >>> [columns(9, limit) for limit in TILES.values()]
+    [5, 5, 3]
+    """
+    return math.ceil(num_tiles / max(1, math.ceil(num_tiles / limit)))
 
 
 def speedup(value: object) -> str:

@@ -23,7 +23,9 @@ from headway.report.answers import CauseRow, PlanAnswer, ProposalRow, RunAnswer,
 from headway.report.figures import (
     BUCKET_STYLES,
     STARTS_SHOW,
+    TILES,
     clean,
+    columns,
     count,
     device_seconds,
     ending,
@@ -119,7 +121,9 @@ def key_figures(why: Why, run: RunAnswer) -> str:
     ]
     known = "".join(f"<div><dt>{name}</dt><dd>{text(value)}</dd></div>" for name, value in rows if value != "-")
     operations = "".join(f'<p class="note">{text(line)}</p>' for line in operation_lines(why))
-    return f'<dl class="figures">{known}</dl>{operations}'
+    num_tiles = known.count("<dt>")
+    style = "; ".join(f"--{width}: {columns(num_tiles, limit)}" for width, limit in TILES.items())
+    return f'<dl class="figures" style="{style}">{known}</dl>{operations}'
 
 
 def ledger_part(why: Why, rank_ledger: Mapping[int, Mapping[str, float]]) -> str:

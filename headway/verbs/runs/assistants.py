@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from headway import __version__
 from headway.core.errors import HeadwayError, InputError
 from headway.core.files.bounded_json import read_json
 from headway.verbs.shared.source import recorded_runs
@@ -37,7 +38,7 @@ def mcp() -> int:
         from mcp.server.mcpserver.exceptions import ToolError
     except ImportError:
         raise InputError("the package mcp (2.0 or later) is not there. Install headway's extra `mcp`.") from None
-    server = MCPServer("headway", instructions=ABOUT, log_level="ERROR")
+    server = MCPServer("headway", version=__version__, instructions=ABOUT, log_level="ERROR")
 
     def answer(*arguments: str) -> dict[str, object]:
         command = [sys.executable, "-m", "headway.cli", *arguments, "--json"]

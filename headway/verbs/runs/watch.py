@@ -13,6 +13,7 @@ from headway.report.answers import created, facts_of
 from headway.report.page.html import page
 from headway.report.page.live import LiveView, live_charts, live_key, live_page, live_parts
 from headway.runtime.run_folder.live_feed import LiveFeed
+from headway.trace.recording.runs import is_run
 from headway.verbs.shared.live_pages import serve_page
 from headway.verbs.shared.source import newest_run, recorded
 
@@ -53,6 +54,8 @@ def watch(
         raise InputError(
             f"{path} is a file; a run is a folder. Name the folder that headway run writes, or will write."
         )
+    if path == Path() and not is_run(path):  # the word "" too: a shell's variable that is not set
+        raise InputError(f"the current folder is no run. Name the folder of one. {recorded()}")
     if not path.exists() and not wait:
         raise InputError(f"{path} does not exist. {recorded()} For one that a run will make, add --wait.")
     source = WatchedRun(path)
