@@ -19,7 +19,7 @@ from headway.core.errors import BarMissedError, InputError
 from headway.core.files.planfile import ALLOWANCES, read_plan
 from headway.plan.planner import Plan, compose, resolve
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
-from headway.plan.reasons import GIVEN_UP, IN_FORCE, KINDS, unless_excluded, unless_given_up, unless_in_force
+from headway.plan.reasons import GIVEN_UP, IN_FORCE, KINDS, reason_of, unless_excluded, unless_given_up, unless_in_force
 from headway.plan.setup import Setup
 from headway.report.terminal import render_plan
 from headway.sim.recorded.program import Program
@@ -221,6 +221,14 @@ def test_of_a_whole_job_a_plan_wins_less_by_what_headway_costs() -> None:
     assert plan.of_job(gain) > replace(plan, recording_s=1.0).of_job(gain)
     assert plan.to_json()["job"]["steps"] == 100_000
     assert replace(plan, chosen=()).of_job(1.0) == 1.0
+
+
+@pytest.mark.parametrize(("recording_s", "kind"), [(0.2, "little"), (2.0, "short")])
+def test_what_headway_itself_costs_is_won_back_or_nothing_is_promised(recording_s: float, kind: str) -> None:
+    row = proposal("data.cache", "input.fetch=none", speedup=1.25)  # 10 s become 8
+    job = {"room_bytes": 10**12, "allowed": (), "steps": 100, "base_step_s": 0.1}
+
+    assert reason_of(row, (), **job, recording_s=recording_s).kind == kind
 
 
 def test_a_screen_without_a_plan_names_what_keeps_the_best_gain_out() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -118,10 +118,7 @@ class Plan:
         found = [unless_excluded(row, setup.in_force) for row in found]
         found = [unless_given_up(row, setup.given_up.get(row.name)) for row in found]
         proposals = [row for row in found if isinstance(row, Proposal)]
-        plan = compose(proposals, program, setup, base=base, refused=[row for row in found if isinstance(row, Refusal)])
-        lanes = program.recording.lanes
-        recording_ns = sum(int(lane.duration_ns[lane.label == LABEL["host.recording"]].sum()) for lane in lanes)
-        return replace(plan, recording_s=recording_ns / NS_PER_S / max(len(lanes), 1))
+        return compose(proposals, program, setup, base=base, refused=[row for row in found if isinstance(row, Refusal)])
 
     def plan_file(self, baseline: str | None = None, step_s: float | None = None) -> PlanFile:
         """Return what `headway run --apply` reads: the chosen remedies, the run they were made from, and its pace."""
@@ -192,9 +189,11 @@ def compose(
     ranked = sorted(proposals, key=lambda row: (-hours * (1 - 1 / row.predicted_speedup), row.name))
     room_bytes = setup.limits.memory_per_rank_bytes(setup)
     steps = setup.limits.steps or program.recording.recorded_steps
+    recording_s = _recording_s(program) * steps / max(program.recording.recorded_steps, 1)
     why = partial(
-        reason_of, room_bytes=room_bytes, allowed=setup.limits.allow, steps=steps, base_step_s=base.base_step_s
-    )
+        reason_of, room_bytes=room_bytes, allowed=setup.limits.allow, steps=steps, base_step_s=base.base_step_s,
+        recording_s=recording_s,
+    )  # fmt: skip
     able = [row for row in ranked if why(row, ()).kind == "little"][:MAX_EXHAUSTIVE]
     best = _best_set([row for row in able if not row.protects], program, room_bytes, steps)
     best += tuple(row for row in able if row.protects and not any(excludes(row, other) for other in best))
@@ -213,7 +212,15 @@ def compose(
         device_hours_won=hours * (1 - 1 / final.speedup),
         note=final.note,
         steps=steps,
+        recording_s=recording_s,
     )
+
+
+def _recording_s(program: Program) -> float:
+    """Return the seconds of headway's own work on a training thread in the recorded steps, the mean of the ranks."""
+    lanes = program.recording.lanes
+    recording_ns = sum(int(lane.duration_ns[lane.label == LABEL["host.recording"]].sum()) for lane in lanes)
+    return recording_ns / NS_PER_S / max(len(lanes), 1)
 
 
 def _device_hours(program: Program, setup: Setup) -> float:

@@ -46,11 +46,11 @@ class LeftOut:
 
 def reason_of(
     row: Proposal, chosen: Sequence[Proposal], *, room_bytes: int, allowed: Sequence[str], steps: float = math.inf,
-    base_step_s: float = 1.0,
+    base_step_s: float = 1.0, recording_s: float = 0.0,
 ) -> LeftOut:  # fmt: skip
     """Return why `row` is not among `chosen`, where ranks may use `room_bytes` and the user granted `allowed`.
 
-    The job has `steps` steps, each of `base_step_s` before.
+    The job has `steps` steps, each of `base_step_s` before; headway's own work takes `recording_s` of it.
     """
     gain = f"predicted {row.predicted_speedup:.2f}x ({row.interval[0]:.2f} to {row.interval[1]:.2f})"
     rivals = [member.name for member in chosen if excludes(row, member)]
@@ -67,13 +67,14 @@ def reason_of(
         if row.protects:
             return LeftOut(row.name, "grant", f"{row.reason}; --allow {row.allow} admits it: {risk}")
         return LeftOut(row.name, "grant", f"{gain} with --allow {row.allow}: {risk}")
-    if (
-        not row.protects
-        and MIN_SPEEDUP * job_s([row], base_step_s / row.predicted_speedup, steps) > base_step_s * steps
-    ):
+    after_s = job_s([row], base_step_s / row.predicted_speedup, steps)
+    if not row.protects and MIN_SPEEDUP * after_s > base_step_s * steps:
         start = f"trying it costs {format_seconds(row.start_s)} at the start, won back after about"
         start += f" {math.ceil(row.pays_from(base_step_s)):,} steps"
         return LeftOut(row.name, "short", f"{start}; it is planned for {steps:,} steps (--steps)")
+    if not row.protects and MIN_SPEEDUP * (after_s + recording_s) > base_step_s * steps:
+        cost = f"headway's own work takes {format_seconds(recording_s)} of a job of {steps:,} steps"
+        return LeftOut(row.name, "short", f"{gain}, and {cost}: together no faster than plainly")
     if rivals:
         return LeftOut(row.name, "excluded", f"{gain}, but it cannot be applied with {' and '.join(rivals)}")
     least = f"{100 * (MIN_SPEEDUP - 1):.0f} %"

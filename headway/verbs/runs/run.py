@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,25 +16,15 @@ from headway.runtime.launching.launch import launch
 from headway.runtime.launching.run_of_ranks import ExitReport
 from headway.trace.recording.runs import is_run
 from headway.verbs.shared.output import emit, emit_beside
-from headway.verbs.shared.run_options import JOB, RunOptions
+from headway.verbs.shared.run_options import RecordingOptions
 from headway.verbs.shared.script_terms import verified
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Options(RunOptions):
-    """Of the verbs that run a script, `run` alone can shorten --out: -o of the others is the plan they write."""
-
-    out: Annotated[
-        Path | None, Parameter(group=JOB, alias="-o", help="The run folder; headway-runs/SCRIPT-N by default.")
-    ] = None
-
-
-DEFAULTS = _Options()
+DEFAULTS = RecordingOptions()
 
 
 def run(
     *,
-    options: Annotated[_Options, Parameter(name="*")] = DEFAULTS,
+    options: Annotated[RecordingOptions, Parameter(name="*")] = DEFAULTS,
     script: Annotated[list[str] | None, Parameter(parse=False)] = None,
 ) -> int:
     """Run a training script unmodified, record it, and say where its device time went.

@@ -190,3 +190,15 @@ def rendezvous_settings(text: str) -> dict[str, str]:
     if any(len(pair) != 2 for pair in pairs):
         raise InputError(f"--rdzv-conf is {text!r}. Write key=value pairs with commas between them.")
     return {key.strip(): value.strip() for key, value in pairs}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordingOptions(RunOptions):
+    """Those of `headway run` itself, which alone can shorten --out: -o of other verbs is the plan that they write.
+
+    The class stands in this file, since cyclopts reads all annotations of a class by the names of its module.
+    """
+
+    out: Annotated[
+        Path | None, Parameter(group=JOB, alias="-o", help="The run folder; headway-runs/SCRIPT-N by default.")
+    ] = None
