@@ -10,7 +10,7 @@ there are cores and loads that compute do not. Sizes are bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -196,9 +196,23 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) ->
     )
 
 
-def _fewest(program: Program, setup: Setup, groups: Iterable[int], *edits: str) -> int:
+def useful_workers(computing: float, cores: int) -> int:
+    """Return how many workers `cores` keep busy, whose loads compute for a share `computing` of their time; at least 1.
+
+    More of them take turns on the cores, which costs and wins nothing, though a replay may see gains of some percent.
+
+    >>> [useful_workers(share, cores=2) for share in (0.95, 0.33, 0.01)]
+    [2, 6, 200]
+    """
+    return max(cores, int(cores / max(computing, 0.001)), 1)
+
+
+def _fewest(program: Program, setup: Setup, groups: Collection[int], *edits: str) -> int:
     """Return the fewest workers that come close to the best, with `edits` besides; 0 if none is allowed."""
-    counts = worker_counts(setup.limits.max_workers)
+    computing = min(_computing(program, group) for group in groups)
+    counts = worker_counts(
+        min(setup.limits.max_workers, useful_workers(computing, setup.cores // setup.ranks_per_host))
+    )
     tried = {
         count: program.predict((for_loaders(count, program, groups), *edits), interval=False).step_s for count in counts
     }
