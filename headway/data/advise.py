@@ -59,6 +59,10 @@ THREAD_BYTES = 8 * 2**20
 COMPUTES = "its loads compute for {} of their time: threads might wait for each other"
 """Why threads leave a loader to processes."""
 
+FIRST_S = 0.25
+"""Seconds that a remedy of loaders costs beside its trial before it is in full effect: processes start, the first
+batches are looked at closely. Small scripts on two cores took 0.2 to 0.3 s more than trial and replayed steps."""
+
 CLOSE = 1.01
 """Of settings within 1 % of the best, the smallest is taken."""
 
@@ -340,7 +344,8 @@ def _trial_s(program: Program, facts: Mapping[int, LoaderFacts], remedy: str, ch
     model = program.models[0]
     took_ns = {"workers": model.trial_ns, "threads": model.thread_trial_ns, "cache": model.cache_trial_ns}[remedy]
     counts = model.tried & np.isin(model.batches.group, list(facts))
-    return float(took_ns[counts].sum()) / NS_PER_S * children / 2
+    trial_s = float(took_ns[counts].sum()) / NS_PER_S * children / 2
+    return trial_s + FIRST_S if trial_s else 0.0
 
 
 def neighbours(run: Run, facts: Mapping[int, LoaderFacts]) -> int:

@@ -75,6 +75,10 @@ def reason_of(
     if not row.protects and MIN_SPEEDUP * (after_s + recording_s) > base_step_s * steps:
         cost = f"headway's own work takes {format_seconds(recording_s)} of a job of {steps:,} steps"
         return LeftOut(row.name, "short", f"{gain}, and {cost}: together no faster than plainly")
+    slowest_s = job_s([row], base_step_s / max(row.interval[0], 1e-9), steps) + recording_s
+    if row.start_s and not row.protects and slowest_s > base_step_s * steps:
+        start = f"trying it costs {format_seconds(row.start_s)} at the start"
+        return LeftOut(row.name, "short", f"{gain}: at its low end a job of {steps:,} steps would be slower: {start}")
     if rivals:
         return LeftOut(row.name, "excluded", f"{gain}, but it cannot be applied with {' and '.join(rivals)}")
     least = f"{100 * (MIN_SPEEDUP - 1):.0f} %"
