@@ -67,22 +67,29 @@ def reason_of(
         if row.protects:
             return LeftOut(row.name, "grant", f"{row.reason}; --allow {row.allow} admits it: {risk}")
         return LeftOut(row.name, "grant", f"{gain} with --allow {row.allow}: {risk}")
-    after_s = job_s([row], base_step_s / row.predicted_speedup, steps)
-    if not row.protects and MIN_SPEEDUP * after_s > base_step_s * steps:
-        start = f"trying it costs {format_seconds(row.start_s)} at the start, won back after about"
-        start += f" {math.ceil(row.pays_from(base_step_s)):,} steps"
-        return LeftOut(row.name, "short", f"{start}; it is planned for {steps:,} steps (--steps)")
-    if not row.protects and MIN_SPEEDUP * (after_s + recording_s) > base_step_s * steps:
-        cost = f"headway's own work takes {format_seconds(recording_s)} of a job of {steps:,} steps"
-        return LeftOut(row.name, "short", f"{gain}, and {cost}: together no faster than plainly")
-    slowest_s = job_s([row], base_step_s / max(row.interval[0], 1e-9), steps) + recording_s
-    if row.start_s and not row.protects and slowest_s > base_step_s * steps:
-        start = f"trying it costs {format_seconds(row.start_s)} at the start"
-        return LeftOut(row.name, "short", f"{gain}: at its low end a job of {steps:,} steps would be slower: {start}")
+    if not row.protects and (short := _too_short(row, gain, steps, base_step_s, recording_s)):
+        return LeftOut(row.name, "short", short)
     if rivals:
         return LeftOut(row.name, "excluded", f"{gain}, but it cannot be applied with {' and '.join(rivals)}")
     least = f"{100 * (MIN_SPEEDUP - 1):.0f} %"
     return LeftOut(row.name, "little", f"{gain} alone, less than {least} more beside the rest of the plan")
+
+
+def _too_short(row: Proposal, gain: str, steps: float, base_step_s: float, recording_s: float) -> str:
+    """Return why a job of `steps` steps is too short for `row`, whose gain is `gain` in words; '' where it is not."""
+    before_s = base_step_s * steps
+    after_s = job_s([row], base_step_s / row.predicted_speedup, steps)
+    slowest_s = job_s([row], base_step_s / max(row.interval[0], 1e-9), steps)
+    trial = f"trying it costs {format_seconds(row.start_s)} at the start"
+    if MIN_SPEEDUP * after_s > before_s:
+        won_back = f"won back after about {math.ceil(row.pays_from(base_step_s)):,} steps"
+        return f"{trial}, {won_back}; it is planned for {steps:,} steps (--steps)"
+    if MIN_SPEEDUP * (after_s + recording_s) > before_s:
+        work = f"headway's own work takes {format_seconds(recording_s)} of a job of {steps:,} steps"
+        return f"{gain}, and {work}: together no faster than plainly"
+    if row.start_s and slowest_s + recording_s > before_s:
+        return f"{gain}: at its low end a job of {steps:,} steps would be slower: {trial}"
+    return ""
 
 
 def job_s(members: Sequence[Proposal], step_s: float, steps: float) -> float:
