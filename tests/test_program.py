@@ -22,10 +22,12 @@ from headway.sim.recorded.unroll import straggler_pace
 from headway.trace.events.trace import concat
 from tests.runs_made import MS, Made, Rows, RunMaker
 
-QUIET = Costs(handoff_ns=0, receive_ns=100_000, per_byte_ns=0.0, fork_ns=0, first_ns=0, stop_ns=0, reset_ns=2 * MS)
+QUIET = Costs(
+    handoff_ns=0, receive_ns=100_000, per_byte_ns=0.0, fork_ns=0, first_ns=0, stop_ns=0, reset_ns=2 * MS, look_ns=0
+)
 """Costs of the made job: its hand-off takes 0.1 ms, its workers cost nothing."""
 
-FREE_CACHE = replace(QUIET, hit_ns=0, hit_per_byte_ns=0.0, look_ns=0, keep_ns=0, cache_trial_ns=0)
+FREE_CACHE = replace(QUIET, hit_ns=0, hit_per_byte_ns=0.0, cold_ns=0, keep_ns=0, cache_trial_ns=0)
 """The same with a cache that costs nothing."""
 
 
@@ -99,6 +101,20 @@ def test_the_interval_holds_the_prediction() -> None:
 
 
 # Oracles: the same job made anew with the change, and a scheduler with time slices
+
+
+@pytest.mark.parametrize("slow_steps", [30, 59, 61])
+def test_steps_beside_headways_own_children_say_nothing_of_the_job(slow_steps: int) -> None:
+    """Steps that shared the cores with a rehearsal are left out, unless they are more than half of them."""
+    quiet: dict[str, Any] = {"ranks": 1, "fetch_ns": 6 * MS, "compute_ns": 5 * MS}
+    slow = {**quiet, "compute_ns": lambda rank, step: (9 if step < slow_steps else 5) * MS}
+    ends_ns = program_of(made := job(**slow).make()).recording.lanes[0].step_end_ns
+
+    told = program_of(made, loaders={"0": {"rehearsal": {"ended_ns": int(ends_ns[slow_steps])}}})
+
+    alone = program_of(job(**quiet).make())
+    assert (told.measured_s == pytest.approx(alone.measured_s, rel=0.03)) == (slow_steps < 60)
+    assert told.fidelity == pytest.approx(1.0, abs=1e-6)
 
 
 @pytest.mark.parametrize("edit", ["script=none", "op:host.recording=none"])
@@ -329,6 +345,20 @@ def test_the_first_epoch_fills_the_cache() -> None:
     cold = program.predict(["cache_fraction=1", "cache_cold=1"]).step_s
 
     assert cold == pytest.approx(program.measured_s - 0.010 * 51 / 100, rel=0.01)
+
+
+def test_looks_cost_the_first_pass_and_64_batches_alone() -> None:
+    made = RunMaker(ranks=1, steps=400, epoch_steps=20, fetch_ns=10 * MS, compute_ns=5 * MS).make()
+
+    took = {
+        look_ns: Program.from_trace(made.trace, made.meta, costs=replace(FREE_CACHE, look_ns=look_ns))
+        .predict(["cache_fraction=1"])
+        .step_s
+        for look_ns in (0, MS)
+    }
+
+    first = Program.from_trace(made.trace, made.meta).warm
+    assert took[MS] - took[0] == pytest.approx(0.001 * (64 - first) / (400 - first), rel=0.05)
 
 
 def test_dealt_examples_come_back_with_odds_of_one_in_the_number_of_ranks() -> None:

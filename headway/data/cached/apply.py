@@ -30,7 +30,7 @@ from headway.data.guard.cache_trial import barred, probed
 from headway.data.guard.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.guard.files_read import note_looks
 from headway.data.guard.outcome import OfDataset, OutcomeWriter, reporter, speak
-from headway.data.guard.process_state import listens, modes, outside
+from headway.data.guard.process_state import Looks, listens, modes, outside
 from headway.data.guard.verification import Verification, notice_change, verification_of
 from headway.data.guard.watch import listen
 from headway.data.remedies import CacheParameters
@@ -60,11 +60,11 @@ CONTAINER = "it is a plain container, in memory as it is"
 """Why a list or a tuple is left alone."""
 
 
-def _goes_by(dataset: Any) -> tuple[object, object]:
+def _goes_by(dataset: Any) -> tuple[object, tuple[object, object]]:
     """Return the modes that this thread is in, and a picture of all else that what is read from `dataset` rests on."""
     *inside, around = outside(dataset)
     assert isinstance(around, tuple), "circumstances begin with the modes"
-    return around[0], (inside, around[1:])
+    return around[0], (tuple(inside), around[1:])
 
 
 @dataclass(slots=True)
@@ -73,9 +73,9 @@ class CachedDataset:
 
     arena: Arena
     scrutiny: Scrutiny
-    unread: tuple[object, object]
+    unread: tuple[object, tuple[object, object]]
     """Modes, and all else that the dataset goes by, before any of its examples was read."""
-    seen: tuple[object, object] | None = None
+    seen: tuple[object, tuple[object, object]] | None = None
     """The same when this process had read its first example; None before."""
     bytes_taken: int = 0
     """What it takes of the rank's budget."""
@@ -85,6 +85,10 @@ class CachedDataset:
     """The process whose dataset the script changes: a worker has a copy, which only its own reading changes."""
     any_type: bool = False
     """Whether examples are kept that hold more than arrays, tensors, numbers and text."""
+    looks: Looks = field(default_factory=Looks)
+    """When it is looked whether the script has changed it."""
+    before: object = None
+    """`data_of` the dataset where a look before the batch under way has taken it."""
 
     @classmethod
     def empty(cls, dataset: Any, num_examples: int, capacity_bytes: int, *, any_type: bool = False) -> CachedDataset:
@@ -105,7 +109,9 @@ class CachedDataset:
         """
         if self.pid != os.getpid() or not self.arena.used_bytes:
             return False
-        return (self.seen or self.unread)[1] != _goes_by(dataset)[1]
+        now = _goes_by(dataset)[1]
+        self.before = now[0]
+        return (self.seen or self.unread)[1] != now
 
     def is_of_now(self, dataset: Any) -> bool:
         """Tell whether the cache may serve a batch now. What the loop has changed since ends its use, also in a pass.
@@ -114,9 +120,12 @@ class CachedDataset:
         Workers do not see what the loop sets, and other threads have settings of their own: they are only asked for the
         modes.
         """
+        self.before = None
         if listens() or (self.seen is not None and modes() != self.seen[0]):
             return False
-        if threading.get_ident() == self.thread and not self.scrutiny.over and self.is_other(dataset):
+        is_mine = threading.get_ident() == self.thread and not self.scrutiny.over
+        if is_mine and not self.looks.are_alike([dataset], lambda: not self.is_other(dataset)):
+            self.scrutiny.cause = self.looks.reason("")
             self.scrutiny.end(ALTERED)
             speak(dataset, self.scrutiny)
             notice_change()
@@ -126,7 +135,7 @@ class CachedDataset:
         """Return a view of the dataset for one reader, with `kept` in front."""
         return CachedExamples(
             dataset, kept, self.scrutiny, partial(self.note, dataset), partial(self.is_of_now, dataset),
-            any_type=self.any_type,
+            lambda: self.before, any_type=self.any_type,
         )  # fmt: skip
 
 
@@ -208,6 +217,7 @@ class ExampleCaches:
         needed_bytes = size * example_bytes
         capacity_bytes = min(self.budget_bytes, 2 * needed_bytes + 4096)  # twice the first guess: examples vary in size
         stored = self.stored[id(dataset)] = CachedDataset.empty(dataset, size, capacity_bytes)
+        stored.looks.begin()
         stored.bytes_taken = min(needed_bytes, capacity_bytes)
         self.budget_bytes -= stored.bytes_taken
         self.report({**facts, "bytes": capacity_bytes, "examples": size})
@@ -233,6 +243,7 @@ class ExampleCaches:
         stored = self.stored.get(id(dataset))
         if stored is None:
             return
+        stored.looks.begin()
         if stored.is_other(dataset):
             stored.scrutiny.end(ALTERED)
         if stored.scrutiny.over:

@@ -47,16 +47,18 @@ class CachedExamples:
 
     def __init__(
         self, dataset: Any, kept: ExampleStore, scrutiny: Scrutiny, after_first: Callable[[], object] = lambda: None,
-        is_of_now: Callable[[], bool] = lambda: True, *, any_type: bool = False,
+        is_of_now: Callable[[], bool] = lambda: True, before: Callable[[], object] = lambda: None, *,
+        any_type: bool = False,
     ) -> None:  # fmt: skip
         """Begin; `after_first` is called when this reader has read its first example from the dataset.
 
+        `before` returns `data_of` the dataset where `is_of_now` has looked at it for this batch, else None.
         `is_of_now` is asked before each batch: False leaves the cache out of it. Examples that hold more than arrays,
         tensors, numbers and text are kept where they may be of `any_type`.
         """
         self._any_type = any_type
         self._dataset, self._kept, self._scrutiny = dataset, kept, scrutiny
-        self._is_of_now = is_of_now
+        self._is_of_now, self._before = is_of_now, before
         self._watch, self._after_first = GeneratorWatch(dataset), after_first
         self._has_read = self._has_found = False
         self._files, self._aligned = files_read(), BatchEntries(dataset)
@@ -205,7 +207,7 @@ class CachedExamples:
         if self._scrutiny.over:
             return read(), None, {}
         if readings.data is None:
-            readings.data = data_of(self._dataset)
+            readings.data = self._before() or data_of(self._dataset)
         with noting() as acts, self._files.noting() as files:
             reading = self._watch.around(read)
         made, drew = [reading.value], reading.drew

@@ -35,10 +35,11 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar, copy_context
 from functools import cache
-from types import BuiltinMethodType, MethodType, MethodWrapperType
+from time import perf_counter
+from types import BuiltinMethodType, FunctionType, MethodType, MethodWrapperType, ModuleType
 from typing import Any
 from weakref import ReferenceType
 
@@ -169,3 +170,91 @@ def data_of(read: Any) -> tuple[object, object]:
             found = tuple(reached(read, packages=False))
             return surroundings(read, found), contents(value for value, _ in found)
     return object(), object()
+
+
+# How often that is looked at: before each batch at first, later within a share of the time.
+#
+#     first pass, and 64 batches at the least     later passes
+#     each batch                                  the first batch; where an attribute was set; and others, while all
+#                                                 looks together take less than SHARE of the time since
+#
+# A look takes 0.5 to 2 ms: before each of many short steps that is more than many a remedy wins.
+
+FULL = 64
+"""Batches of a loader before each of which is looked, at the least."""
+
+SHARE = 0.01
+"""Share of the time that looks take later."""
+
+MOST_NEAR = 64
+"""Attributes that are looked at before each batch."""
+
+OPAQUE = (type, ModuleType, FunctionType, torch.Tensor, np.ndarray)
+"""What is only looked at for which one it is."""
+
+LATE = "{}; a look {} batches before had not shown it yet: from there on, batches may not have been the script's own"
+"""What is said of a change that was seen late, after the reason."""
+
+
+class Looks:
+    """When it is time to look whether what the batches of a loader go by has changed; one per loader and remedy.
+
+    >>> looks, dataset = Looks(), type("Dataset", (), {"epoch": 2})
+    >>> [looks.are_alike([dataset], lambda: dataset.epoch == epoch) for epoch in (2, 2, 3)]
+    [True, True, False]
+    """
+
+    each_batch = False
+    """Whether all batches are looked at however long that takes: `headway run --verify` asks for it."""
+
+    def __init__(self, passes: int = 0) -> None:
+        """Begin, with so many passes behind."""
+        self._passes, self._num_batches, self._skipped = passes, 0, 0
+        self._since_s = self._spent_s = self._last_s = 0.0
+        self._is_first = True
+        self._near: list[object] = []
+
+    def begin(self) -> None:
+        """Begin a pass, another one over the same data or the first."""
+        self._passes, self._is_first = self._passes + 1, True
+
+    def are_alike(self, read: Sequence[object], look: Callable[[], bool]) -> bool:
+        """Return what `look` says, True where none is due: of `read`, the attributes are looked at all the same."""
+        begin_s = perf_counter()
+        is_full = self.each_batch or self._passes < 2 or self._num_batches < FULL
+        self._num_batches += 1
+        near, self._near = self._near, [] if is_full else near_of(*read)
+        if is_full:
+            self._since_s, self._spent_s = begin_s, 0.0
+        is_dear = self._spent_s + self._last_s > SHARE * (begin_s - self._since_s)
+        if is_dear and not is_full and not self._is_first and near == self._near:
+            self._skipped += 1
+            return True
+        self._is_first = False
+        alike = look()
+        self._last_s = perf_counter() - begin_s
+        self._spent_s += self._last_s
+        if alike:
+            self._skipped = 0
+        return alike
+
+    def reason(self, changed: str) -> str:
+        """Return why a remedy is taken away, of which `are_alike` said no: `changed`, and since when that may be so."""
+        return type(changed)(LATE.format(changed, self._skipped + 1)) if self._skipped else changed
+
+
+def near_of(*read: object) -> list[object]:
+    """Return what the attributes of objects are, and of those in them, `MOST_NEAR` at most: which value; about 5 us."""
+    values: list[object] = []
+    todo = [*read]
+    while todo and len(values) < MOST_NEAR:
+        try:  # not `vars`: a class of the script's may answer for its attributes itself
+            inside = [*object.__getattribute__(todo.pop(), "__dict__").values()]
+        except (AttributeError, TypeError, RuntimeError):
+            continue
+        for value in inside:
+            exact = type(value)
+            values.append(value if exact in LEAVES else (id(value), len(value) if exact in (list, dict, set) else 0))
+            if exact not in LEAVES and not isinstance(value, OPAQUE):
+                todo.append(value)
+    return values

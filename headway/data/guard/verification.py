@@ -43,6 +43,7 @@ from headway.core.units import NS_PER_S
 from headway.data.bytes.torch_examples import decode, encode, equal
 from headway.data.bytes.torch_keyed import Keys, generator_states, set_generators
 from headway.data.guard.outcome import OfDataset, OutcomeWriter
+from headway.data.guard.process_state import Looks
 from headway.data.guard.trial import be_worker, in_child, with_threads
 from headway.runtime.calls.probe_input import name_of
 from headway.runtime.in_rank import bootstrap
@@ -198,6 +199,7 @@ class Verification:
     def __init__(self, context: Context) -> None:
         self._failed, self._emit = context.probes.failed, context.probes.emit
         self._is_bounded = context.verify != "all"
+        Looks.each_batch = not self._is_bounded
         self._began, self._spent_s, self._cost_s = perf_counter(), 0.0, FIRST_COST_S
         self._counts: dict[object, VerificationCounts] = {}
         self._opening = 0

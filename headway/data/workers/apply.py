@@ -27,7 +27,7 @@ from headway.core.units import format_seconds
 from headway.data.guard.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.guard.files_read import FileStat
 from headway.data.guard.outcome import OutcomeWriter, impure, reporter
-from headway.data.guard.process_state import listens, outside
+from headway.data.guard.process_state import Looks, listens, outside
 from headway.data.guard.trial import EXAMPLES, beside_seeding, keeps, open_handle, unfit
 from headway.data.guard.verification import Verification, verification_of
 from headway.data.guard.withdrawal import Withdrawal, withdrawal_of
@@ -129,6 +129,8 @@ class _Tuning:
     """Whether the search for a better number of workers is over."""
     waited: Waited = field(default_factory=Waited)
     """How long training has waited in the last pass."""
+    looks: Looks = field(default_factory=Looks)
+    """When it is looked whether the script has changed what batches are read from."""
     kept: ScriptWorkers | None = None
     """The iterator whose workers the next pass may have."""
     is_read: bool = False
@@ -286,7 +288,12 @@ class LoaderTuner:
         if not loader.num_workers and tuning.is_read and (found := open_handle(loader.dataset, loader.collate_fn)):
             raise RuntimeError(found)  # these workers would be forked with what the first reading has opened
         iterator = ScriptWorkers(
-            loader, settings, partial(self._ended, ref(loader)), self._leaving(loader), reads_first=reads_first
+            loader,
+            settings,
+            partial(self._ended, ref(loader)),
+            self._leaving(loader),
+            tuning.looks,
+            reads_first=reads_first,
         )
         tuning.is_read = True
         self.iterators.add(iterator)

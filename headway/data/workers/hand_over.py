@@ -38,7 +38,7 @@ from headway.data.bytes.torch_keyed import set_generators
 from headway.data.guard.batch_entries import BatchEntries
 from headway.data.guard.files_read import FILE, FilesRead, FileStat, changed, written_since
 from headway.data.guard.outcome import OfDataset
-from headway.data.guard.process_state import data_of
+from headway.data.guard.process_state import Looks, data_of
 from headway.data.guard.watch import GeneratorWatch, listen_here, noting
 from headway.data.loader.read_ahead import pass_restorer
 from headway.data.loader.views import View
@@ -173,12 +173,19 @@ def _packing(
     aligned = BatchEntries(dataset)
     watch: GeneratorWatch | None = None
     data: Any = None
+    looks = Looks(passes=2)  # a worker does not know of passes
     files = FilesRead(looks=True)
     listen_here()
 
+    def as_before(read: object) -> bool:
+        """Say whether what batches are read from is as it was behind the batch that was looked at last."""
+        nonlocal data
+        data, before = data_of(read), data
+        return before is None or data == before
+
     def read(fetcher: Any, index: Any) -> list[Any] | Unmade:
         """Return a list of one batch, to which nothing else refers, or why it may not be handed over."""
-        nonlocal watch, data
+        nonlocal watch
         if begins.states is None:
             return [fetch(fetcher, index)]
         watch = watch or GeneratorWatch((dataset, fetcher.collate_fn))
@@ -188,8 +195,7 @@ def _packing(
         if os.fstat(1).st_size != printed:
             return Unmade(OfDataset("reading a batch prints"))
         # What the first reading of all opens, or computes once and for all, each worker has for itself.
-        data, before = data_of((dataset, fetcher.collate_fn)), data
-        if before is not None and data != before:
+        if not looks.are_alike((dataset, fetcher.collate_fn), lambda: as_before((dataset, fetcher.collate_fn))):
             return Unmade(OfDataset(CHANGES))
         return [reading.value] if reading.drew is False else Unmade(OfDataset("a batch draws random numbers"))
 

@@ -28,7 +28,7 @@ from headway.data.guard.batch_entries import BatchEntries
 from headway.data.guard.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.guard.files_read import FILE, FileStat, changed, files_read, note_looks
 from headway.data.guard.outcome import OfDataset, OutcomeWriter, impure, reporter
-from headway.data.guard.process_state import LISTENS, listens, modes, modes_of_threads, outside, surroundings
+from headway.data.guard.process_state import LISTENS, Looks, listens, modes, modes_of_threads, outside, surroundings
 from headway.data.guard.trial import EXAMPLES, TriedBatch, in_child, unfit
 from headway.data.guard.verification import Verification, verification_of
 from headway.data.guard.watch import VisibleError, listen, noting
@@ -74,12 +74,15 @@ class ScriptThreads(InThreads):
     walk: ScriptWalk  # type: ignore[assignment]  # of the same shape
 
     def __init__(
-        self, loader: DataLoader[Any], num_threads: int, prefetch_factor: int, left: Callable[[str], None]
-    ) -> None:
-        """`left` is called, with the reason, when a pass leaves the threads."""
+        self, loader: DataLoader[Any], num_threads: int, prefetch_factor: int, left: Callable[[str], None],
+        looks: Looks,
+    ) -> None:  # fmt: skip
+        """`left` is called, with the reason, when a pass leaves the threads; `looks` are the loader's."""
         self._as_torch = loader.num_workers > 0
         self._read = (loader.dataset, loader.collate_fn)
         self._seen, self._left, self._aligned = outside(self._read), left, BatchEntries(loader.dataset)
+        self._looks = looks
+        looks.begin()
         self._entries: dict[int, list[object]] = {}
         """Identity of a batch in the making -> what it is read from in large containers."""
         self._single: Any = None
@@ -91,6 +94,7 @@ class ScriptThreads(InThreads):
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         self._seen, self._single = outside(self._read), None
         self._entries.clear()
+        self._looks.begin()
         super()._reset(self._view(loader), first_iter)
         self._read_ahead()
 
@@ -151,8 +155,10 @@ class ScriptThreads(InThreads):
             return FORKED
         if listens():
             return LISTENS
-        same = modes() == modes_of_threads() and self._seen == outside(self._read) and not self.walk.is_resized
-        return "" if same else CHANGED
+        if modes() != modes_of_threads() or self.walk.is_resized:
+            return CHANGED
+        alike = self._looks.are_alike(self._read, lambda: self._seen == outside(self._read))
+        return "" if alike else self._looks.reason(CHANGED)
 
     def _leave(self, reason: str) -> None:
         """Read the rest of the pass as the script made the loader: what was read ahead is what the dataset was."""
@@ -304,6 +310,8 @@ class LoaderSwitch:
     """Whether steps are slower than recorded."""
     decided: WeakKeyDictionary[DataLoader[Any], tuple[bool, object]] = field(default_factory=WeakKeyDictionary)
     """Loader -> whether threads read it, and the picture of dataset and collate function that this rests on."""
+    looks: WeakKeyDictionary[object, Looks] = field(default_factory=WeakKeyDictionary)
+    """Loader -> when it is looked whether the script has changed what its batches are read from."""
 
     def __post_init__(self) -> None:
         self.withdrawal = Withdrawal(None, self.report)
@@ -331,7 +339,8 @@ class LoaderSwitch:
             def ours() -> Any:
                 """Return an iterator of ours; where it cannot be started, for want of threads, the script's own."""
                 try:
-                    return ScriptThreads(loader, count, self.prefetch_factor, left)
+                    looks = self.looks.setdefault(loader, Looks())
+                    return ScriptThreads(loader, count, self.prefetch_factor, left, looks)
                 except Exception as failure:
                     pass_on(failure)
                     restore()

@@ -33,7 +33,7 @@ from headway.core.machine.interruptions import pass_on
 from headway.data.bytes.torch_keyed import generator_states
 from headway.data.guard.batch_entries import BatchEntries
 from headway.data.guard.files_read import changed, noted
-from headway.data.guard.process_state import LISTENS, listens, outside
+from headway.data.guard.process_state import LISTENS, Looks, listens, outside
 from headway.data.guard.trial import read_here
 from headway.data.guard.verification import FOLLOWED
 from headway.data.loader.read_ahead import CHANGED, DeferredSeed, JustInTimeSampler
@@ -93,10 +93,11 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
 
     def __init__(
         self, loader: DataLoader[Any], settings: IteratorSettings, ended: Callable[[ScriptWorkers], None],
-        left: Callable[[str], None], *, reads_first: bool = False,
+        left: Callable[[str], None], looks: Looks, *, reads_first: bool = False,
     ) -> None:  # fmt: skip
         """Start the workers; `ended` is called at the end of a pass, `left` with the reason when one leaves them.
 
+        `looks` are the loader's, of all its passes.
         With `reads_first` this process reads the first examples once the workers are there (`trial.read_here`).
         """
         self._settings, self._ended, self._left = settings, ended, left
@@ -112,6 +113,8 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
         self._single: Any = None
         self._draws = None if self._own_workers else DeferredSeed(loader)
         self._seen, self._aligned = outside((loader.dataset, loader.collate_fn)), BatchEntries(loader.dataset)
+        self._looks = looks
+        looks.begin()
         try:
             super().__init__(self._view(loader))
         except BaseException:  # the host has no more processes, or this one no more files to open
@@ -136,6 +139,7 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
         if draws is not None:
             draws.later()
         self._draws = draws
+        self._looks.begin()
 
     def suits(self, loader: DataLoader[Any]) -> bool:
         """Tell whether these workers would make of another pass what fresh ones would."""
@@ -214,8 +218,12 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
                 self.leave(FORKED)
             elif listens():
                 self.leave(LISTENS)
-            elif self._index_sampler.is_resized or self._seen != outside((self._dataset, self._collate_fn)):
+            elif self._index_sampler.is_resized:
                 self.leave(CHANGED)
+            elif not self._looks.are_alike(
+                read := (self._dataset, self._collate_fn), lambda: self._seen == outside(read)
+            ):
+                self.leave(self._looks.reason(CHANGED))
         if self._single is not None:
             return None
         self._index_sampler.begun += 1

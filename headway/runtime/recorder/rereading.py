@@ -416,7 +416,8 @@ def begin(probes: Probes, group: int, loader: Any) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
         def work() -> bytes:
-            return json.dumps({group: {"rehearsal": resolved(function)(loader)}}).encode()
+            rehearsal = resolved(function)(loader)
+            return json.dumps({group: {"rehearsal": {**rehearsal, "ended_ns": now()}}}).encode()
 
         start_detached(work, descriptor, forks=True, run=probes.run)
     finally:

@@ -25,7 +25,7 @@ class Costs:
     handoff_ns: int = 700 * NS_PER_US
     """From the end of a load until the training thread can take the batch: pickling, a pipe, a wake-up."""
 
-    receive_ns: int = 900 * NS_PER_US
+    receive_ns: int = 500 * NS_PER_US
     """Taking a batch that is ready: one descriptor per tensor, a mapping, the next index handed out."""
 
     per_byte_ns: float = 0.12
@@ -67,8 +67,14 @@ class Costs:
     keep_ns: int = 180 * NS_PER_US
     """Keeping one example: whether it drew random numbers is watched while it is read."""
 
-    look_ns: int = 500 * NS_PER_US
-    """Looking, before each batch, whether the script has changed the dataset that examples are kept of."""
+    look_ns: int = 600 * NS_PER_US
+    """Looking, before each batch of the first pass, whether the script has changed what batches are made of."""
+
+    full_looks: int = 64
+    """Batches before each of which is looked, however short the passes are; later it takes a hundredth of the time."""
+
+    cold_ns: int = 900 * NS_PER_US
+    """Looking, behind each batch of which examples are kept, whether reading it has changed the dataset."""
 
     hit_per_byte_ns: float = 0.25
     """More of it for each byte: the copy that is handed out."""
@@ -85,7 +91,7 @@ class Costs:
         names = (
             "handoff_ns", "receive_ns", "fork_ns", "first_ns", "stop_ns", "reset_ns", "log_ns",
             "thread_handoff_ns", "thread_receive_ns", "thread_ns", "trial_ns",
-            "cache_trial_ns", "keep_ns", "look_ns",
+            "cache_trial_ns", "keep_ns", "look_ns", "cold_ns",
         )  # fmt: skip
         return replace(self, **{name: round(getattr(self, name) * factor) for name in names})
 

@@ -203,6 +203,7 @@ class LoaderModel:
         inline_ns = np.maximum(self.owned_ns - batches.part_ns.sum(axis=1), 0) * was_inline
         threaded = (scenario.threads & tuned & (workers > 0))[batches.iterator]
         taking = np.where(threaded, float(self.costs.thread_receive_ns), self.take_ns)
+        taking = taking + self.costs.look_ns * (was_inline & self._looked_at())
         take = np.where(now_inline, inline_ns, taking) * scenario.transfer
         usual = self.costs.receive_ns + self.costs.per_byte_ns * batches.bytes
         late = np.where(now_inline, 0.0, np.maximum(take - usual, 0.0))
@@ -261,13 +262,21 @@ class LoaderModel:
             # What misses and has a place is copied too: into the cache.
             copied = np.maximum(hits, kept * size)
             copy_ns = self.costs.hit_ns * copied + self.costs.hit_per_byte_ns * self.batches.bytes * copied / size
-            copy_ns = copy_ns + self.costs.keep_ns * (copied - hits)
-            look_ns = self.costs.look_ns * (kept > 0)
+            copy_ns = copy_ns + self.costs.keep_ns * (copied - hits) + self.costs.cold_ns * (copied > hits)
+            look_ns = self.costs.look_ns * ((kept > 0) & self._looked_at())
             waiting = waiting * (1 - share)
             fetch, prep = fetch * (1 - share), prep * (1 - share) + copy_ns + look_ns
         fetch = fetch * scenario.fetch * scenario.factor("input.fetch") / scenario.storage
         prep = prep * scenario.factor("input.prep") + collate * scenario.factor("input.collate")
         return fetch, waiting, prep * scenario.prep
+
+    def _looked_at(self) -> NDArray[np.bool_]:
+        """Return [b] whether a remedy looks, before the batch, at what it is made of: in a first pass, and early on."""
+        of_pass = self.batches.iterator
+        group, order = self.batches.group[of_pass], np.zeros(of_pass.size, np.int64)
+        for loader in np.unique(group):
+            order[group == loader] = np.arange(np.count_nonzero(group == loader))
+        return np.asarray((self.batches.epoch[of_pass] == 0) | (order < self.costs.full_looks))
 
     def _turns(
         self, scenario: ResolvedEdits, workers: NDArray[np.int64]

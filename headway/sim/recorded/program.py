@@ -132,7 +132,7 @@ class Program:
         parts, facts = Parts.of(trace), RunFacts.of(facts)
         num_ranks = max(1, sum(rank >= 0 for rank in parts.numbers))
         recording = Recording.from_trace(parts, max_steps=max(MIN_STEPS + 2, MAX_RANK_STEPS // num_ranks))
-        warm = first_steady(recording)
+        warm = first_steady(recording, facts.asked_until_ns)
         if recording.num_steps - warm < MIN_STEPS:
             raise InputError(
                 f"the run has {recording.num_steps} steps, of which {warm} are warm-up; a what-if needs at least "

@@ -465,8 +465,12 @@ def _meeting(part: NDArray[np.int64]) -> MatchedCollective:
     return MatchedCollective(part[:, 6], part[:, 3], np.maximum(part[:, 5] - arrival, 0))
 
 
-def first_steady(recording: Recording) -> int:
-    """Return the first step that counts: step 0 never does, nor the start-up transient that follows it."""
+def first_steady(recording: Recording, beside_until_ns: int = 0) -> int:
+    """Return the first step that counts: step 0 never does, nor the start-up transient that follows it.
+
+    Nor do steps that began before `beside_until_ns`, while children of headway's asked about the loaders on the same
+    cores: they say nothing of the job, unless that leaves less than half of the recorded steps.
+    """
     compute = np.zeros(recording.num_steps)
     for lane in recording.lanes:
         mine = COMPUTE[lane.label]
@@ -475,4 +479,5 @@ def first_steady(recording: Recording) -> int:
     usual = float(np.median(compute))
     while warm < most and compute[warm] > 2 * usual:
         warm += 1
-    return warm
+    behind = max(int(np.searchsorted(lane.step_end_ns, beside_until_ns)) for lane in recording.lanes)
+    return max(warm, behind) if 2 * behind <= recording.num_steps else warm

@@ -59,6 +59,9 @@ class Rehearsal(msgspec.Struct, frozen=True, kw_only=True):
     cache_s: float | None = None
     """Seconds that asking for a cache took."""
 
+    ended_ns: int | None = None
+    """When the child had answered, by the clock of the rows: steps before it shared the cores with it."""
+
 
 UNSEEN = "its iterator is not of a DataLoader's making: a library makes it itself, or it was made before the recording"
 """Why nothing is applied to a loader of which only batches were seen (one of fastai, for example)."""

@@ -180,6 +180,11 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Remedy that the run refused or withdrew -> what it was given, and why."""
         return given_up(self.applied)
 
+    @property
+    def asked_until_ns(self) -> int:
+        """When the last of the children that asked about the loaders had answered; 0 = none was seen."""
+        return max((loader.rehearsal.ended_ns or 0 for loader in self.loaders.values()), default=0)
+
     @functools.cached_property
     def effective_loaders(self) -> dict[str, LoaderFacts]:
         """Group -> facts of the loader as remedies left it, with what they found of its dataset.

@@ -1,0 +1,93 @@
+"""How often it is looked whether a script has changed what its batches are read from."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+from headway.data.guard.process_state import FULL, SHARE, Looks
+from headway.data.loader.read_ahead import CHANGED
+
+
+def looked(looks: Looks, dataset: object, batches: int, *, took_s: float = 0.0, step_s: float = 0.0) -> list[int]:
+    """Ask before each of `batches`; return those before which it was looked."""
+    found = []
+    for batch in range(batches):
+
+        def look(batch: int = batch) -> bool:
+            found.append(batch)
+            time.sleep(took_s)
+            return True
+
+        assert looks.are_alike((dataset,), look)
+        time.sleep(step_s)
+    return found
+
+
+def settled(dataset: object) -> Looks:
+    """Return those of a loader in the second batch of its second pass."""
+    looks = Looks()
+    looks.begin()
+    assert looked(looks, dataset, FULL) == list(range(FULL))
+    looks.begin()
+    assert looked(looks, dataset, 1) == [0]
+    return looks
+
+
+def test_each_batch_of_the_first_pass_is_looked_at_however_long() -> None:
+    looks = Looks()
+    looks.begin()
+
+    assert looked(looks, SimpleNamespace(), 3 * FULL) == list(range(3 * FULL))
+
+
+def test_64_batches_are_looked_at_however_short_the_passes() -> None:
+    looks = Looks()
+
+    for begin in range(0, FULL, 4):
+        looks.begin()
+        assert looked(looks, SimpleNamespace(), 4) == list(range(4)), begin
+
+
+def test_later_looks_take_their_share_of_the_time() -> None:
+    looks, begin = settled(SimpleNamespace()), time.perf_counter()
+
+    found = looked(looks, SimpleNamespace(), 300, took_s=0.002, step_s=0.001)
+
+    assert found
+    assert 0.002 * len(found) <= 2 * SHARE * (time.perf_counter() - begin) + 0.002
+
+
+def test_an_attribute_that_was_set_is_seen_at_once() -> None:
+    dataset = SimpleNamespace(ratio=0.5, transform=SimpleNamespace(p=0.1), rows=[1, 2])
+    looks = settled(dataset)
+    looked(looks, dataset, 1, took_s=0.05)
+
+    for change in (
+        lambda: setattr(dataset, "ratio", 0.6), lambda: setattr(dataset.transform, "p", 0.2),
+        lambda: dataset.rows.append(3),
+    ):  # fmt: skip
+        assert looked(looks, dataset, 3) == []
+        change()
+        assert looked(looks, dataset, 3, took_s=0.01) == [0]
+
+
+def test_a_change_that_was_seen_late_says_since_when() -> None:
+    dataset = SimpleNamespace()
+    looks = settled(dataset)
+    looked(looks, dataset, 1, took_s=0.05)
+    assert looked(looks, dataset, 6) == []
+
+    looks.begin()
+
+    assert not looks.are_alike((dataset,), lambda: False)
+    assert "a look " in looks.reason(CHANGED)
+    assert type(looks.reason(CHANGED)) is type(CHANGED)
+
+
+def test_verifying_all_batches_looks_at_all(monkeypatch) -> None:
+    dataset = SimpleNamespace()
+    looks = settled(dataset)
+    monkeypatch.setattr(Looks, "each_batch", True)
+
+    assert looked(looks, dataset, 20, took_s=0.001) == list(range(20))
