@@ -183,8 +183,8 @@ def data_of(read: Any) -> tuple[object, object]:
 FULL = 64
 """Batches of a loader before each of which is looked, at the least."""
 
-SHARE = 0.01
-"""Share of the time that looks take later."""
+SHARE = 0.005
+"""Share of the time that looks take later: with the attributes before each batch, a hundredth in all."""
 
 MOST_NEAR = 64
 """Attributes that are looked at before each batch."""

@@ -1,0 +1,90 @@
+"""Three jobs on a quiet host and beside busy processes: does `why` say the same of the job, and who took the cores?
+
+Claim: of a job whose examples sleep, one whose examples compute and one that computes itself, five runs beside one busy
+process and five beside three say the same first cause and remedy as the quiet runs, or `host.cpu_wait` first and that
+cause next; the median of `useful` is within 10 % of the quiet one's. Peer: the quiet runs, in turns with the others.
+`--full` takes five rounds, else two. Usage: `python benchmarks/busy_host.py [--full]`.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from _command import ROOT, headway
+from _other_load import spinning
+
+JOB = ROOT / "benchmarks" / "jobs" / "small_scripts.py"
+JOBS = {
+    "examples sleep": ("--sleep-ms", "2", "--batch", "16", "--examples", "640"),
+    "examples compute": ("--work-ms", "1", "--batch", "16", "--examples", "640"),
+    "computes itself": ("--width", "2048", "--batch", "64", "--examples", "6400", "--epochs", "1"),
+}
+BESIDE = (0, 1, 3)
+"""Busy processes beside the job."""
+
+CLOSE = 0.10
+WAITS = "host.cpu_wait"
+
+
+def told(arguments: tuple[str, ...], busy: int, folder: Path) -> dict[str, Any]:
+    """Record one run beside `busy` processes; return what `why` says."""
+    env = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    command = [sys.executable, "-m", "headway.cli", "run", "--quiet", "--out", str(folder), "--", str(JOB), *arguments]
+    with spinning(float(busy)):
+        subprocess.run(command, cwd=ROOT, env=env, capture_output=True, check=True, timeout=300)
+    why = headway("why", folder)
+    causes = [f"{row['cause']}: {(row['fix'] or '').split(':')[0]}" for row in why["causes"]]
+    return {"causes": causes, "useful_s": why["ledger"]["useful"]}
+
+
+def is_same(row: dict[str, Any], usual: str) -> bool:
+    """Say whether a busy run names what the quiet ones name, behind the waiting for cores where that is first."""
+    causes = [cause for cause in row["causes"] if not cause.startswith(WAITS)]
+    return bool(causes) and causes[0] == usual
+
+
+def measured(arguments: tuple[str, ...], rounds: int, folder: Path) -> dict[str, Any]:
+    """Run one job in turns on a quiet host and beside others; return what differs."""
+    rows: dict[int, list[dict[str, Any]]] = {busy: [] for busy in BESIDE}
+    for number in range(rounds):
+        for busy in BESIDE:
+            rows[busy].append(told(arguments, busy, folder / f"{number}-{busy}"))
+    usual = Counter(row["causes"][0] if row["causes"] else "none" for row in rows[0]).most_common(1)[0][0]
+    useful = {busy: statistics.median(row["useful_s"] for row in rows[busy]) for busy in BESIDE}
+    return {
+        "cause": usual,
+        "same": {busy: sum(is_same(row, usual) for row in rows[busy]) for busy in BESIDE},
+        "useful_s": {busy: round(value, 3) for busy, value in useful.items()},
+        "useful_ratio": {busy: round(value / useful[0], 3) for busy, value in useful.items()},
+        "others": sorted({row["causes"][0] for busy in BESIDE for row in rows[busy] if row["causes"]} - {usual}),
+    }
+
+
+def main() -> int:
+    """Run the jobs; print one JSON line."""
+    rounds = 5 if "--full" in sys.argv else 2
+    rows = {}
+    with tempfile.TemporaryDirectory(prefix="headway-busy-") as temporary:
+        for name, arguments in JOBS.items():
+            rows[name] = measured(arguments, rounds, Path(temporary) / name.replace(" ", "-"))
+            print(name, json.dumps(rows[name]), file=sys.stderr, flush=True)
+    met = all(
+        row["same"][busy] == rounds and abs(row["useful_ratio"][busy] - 1) <= CLOSE
+        for row in rows.values()
+        for busy in BESIDE
+    )
+    print(json.dumps({
+        "bench": "busy_host", "rounds": rounds, "rows": rows, "peer": "the quiet runs",
+        "claim": "the same first cause, or waiting for cores first; useful within 10 %", "met": met,
+    }))  # fmt: skip
+    return 0 if met else 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())
