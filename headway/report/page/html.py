@@ -53,12 +53,13 @@ from headway.report.figures import (
 )
 from headway.report.page import frames, sections
 from headway.report.page.charts import HeatMap, heat_chart, share_chart, step_chart, worker_heat_map
-from headway.report.page.frames import host_part
+from headway.report.page.frames import device_part, host_part
 from headway.report.page.hang import hang_part
 from headway.report.page.machines import machines_part
 from headway.report.page.sections import text
 from headway.report.page.timeline import Timeline
-from headway.trace.recording.host_series import HostSeries
+from headway.trace.recording.host_series import DeviceSeries, HostSeries
+from headway.trace.recording.run_facts import RankMemory
 
 ASSETS = Path(__file__).parent.parent / "assets"
 """Template, style and script of the page; uPlot and its licence."""
@@ -116,6 +117,12 @@ class ReportData:
     host: HostSeries | None = None
     """Load of the host and memory of the job over time."""
 
+    devices: DeviceSeries | None = None
+    """What the devices did over time."""
+
+    memory: Mapping[str, RankMemory | None] = field(default_factory=dict)
+    """Rank -> what it took at most of the memory of its host and device."""
+
     created: str = ""
     """When the run was recorded, as text for the header."""
 
@@ -164,6 +171,7 @@ def page(data: ReportData, live: Live | None = None) -> str:
         "shares": frames.shares_part(payload["shares"]),
         "timeline": frames.timeline_part(payload["timelines"]),
         "heat": frames.heat_part(heats, payload["heat"]),
+        "device": device_part(data.devices, data.memory),
         "host": host_part(data.host),
         "failure": sections.traceback_part(run),
         "facts": sections.facts_part(data.facts),
@@ -232,7 +240,7 @@ TITLES = {
     "ledger": "Ledger", "ranks": "Ranks", "causes": "Causes", "applied": "Predicted and measured", "plan": "Plan",
     "hang": "Hang", "machines": "Machines",
     "stragglers": "Stragglers", "steps": "Step time", "shares": "Shares over time", "timeline": "Timeline",
-    "heat": "Heat map", "host": "Host", "failure": "Failure", "facts": "Facts",
+    "heat": "Heat map", "device": "Device", "host": "Host", "failure": "Failure", "facts": "Facts",
 }  # fmt: skip
 """Section -> its name in the table of contents."""
 
