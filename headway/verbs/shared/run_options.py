@@ -202,3 +202,14 @@ class RecordingOptions(RunOptions):
     out: Annotated[
         Path | None, Parameter(group=JOB, alias="-o", help="The run folder; headway-runs/SCRIPT-N by default.")
     ] = None
+    wandb: Annotated[
+        bool, _help(JOB, "Add verdict, ledger and page to the W&B run that the script opened, or WANDB_RUN_ID names.")
+    ] = False
+    mlflow: Annotated[
+        bool, _help(JOB, "The same for the MLflow run that the script opened, or MLFLOW_RUN_ID names.")
+    ] = False
+
+    @property
+    def trackers(self) -> list[str]:
+        """The libraries that get the account once the script has ended."""
+        return [name for name in ("wandb", "mlflow") if getattr(self, name)]
