@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from headway.core.errors import InputError
 from headway.report.figures import BUCKET_STYLES
 from headway.report.page.charts import HeatMap, decode
-from headway.report.page.html import TITLES, ReportData, page, write_report
+from headway.report.page.html import TERMS, TITLES, ReportData, page, write_report
 from headway.trace.recording.host_series import DeviceGauges, DeviceSeries, HostSeries
 from headway.trace.recording.run_facts import RankMemory
 from tests.report_data import demo_report, demo_why, pipeline_report
@@ -316,6 +316,15 @@ def test_text_stands_out_from_the_page(ink: str, paper: str) -> None:
 
     assert (bright + 0.05) / (dim + 0.05) >= 4.5
     assert f": {ink};" in page(pipeline_report())
+
+
+def test_the_terms_of_the_page_are_explained_as_in_the_glossary():
+    glossary = (Path(__file__).parent.parent / "docs" / "glossary.md").read_text()
+    shown = page(ReportData("a run", demo_why()))
+
+    assert [name for name, meaning in TERMS.items() if f"| {meaning} |" not in glossary] == []
+    assert "<dt>cpu_wait</dt>" in shown
+    assert "<dt>result-equivalent</dt>" not in shown, "the page does not have that word"
 
 
 def test_the_host_over_time_is_drawn_where_it_was_followed():

@@ -176,6 +176,8 @@ def page(data: ReportData, live: Live | None = None) -> str:
         "failure": sections.traceback_part(run),
         "facts": sections.facts_part(data.facts),
     }
+    head = (live.head if live else "") + head_part(data, live.headline if live else "")
+    parts["terms"] = terms_part("".join([head, *parts.values()]))
     shown = {name: markup for name, markup in parts.items() if markup}
     uplot = asset("uplot.min.js")
     script = asset("page.js").replace("/*LIVE*/", asset("live.js") if live else "")
@@ -187,7 +189,7 @@ def page(data: ReportData, live: Live | None = None) -> str:
         style=_style(),
         name=text(data.title),
         when=text(data.created),
-        verdict=(live.head if live else "") + head_part(data, live.headline if live else "") + _contents(shown),
+        verdict=head + _contents(shown),
         sections="\n".join(shown.values()),
         footer=f"{'Served' if live else 'Written'} by headway {text(headway.__version__)}. {FOOTERS[live is not None]}",
         data=_json(payload),
@@ -240,9 +242,39 @@ TITLES = {
     "ledger": "Ledger", "ranks": "Ranks", "causes": "Causes", "applied": "Predicted and measured", "plan": "Plan",
     "hang": "Hang", "machines": "Machines",
     "stragglers": "Stragglers", "steps": "Step time", "shares": "Shares over time", "timeline": "Timeline",
-    "heat": "Heat map", "device": "Device", "host": "Host", "failure": "Failure", "facts": "Facts",
+    "heat": "Heat map", "device": "Device", "host": "Host", "failure": "Failure", "facts": "Facts", "terms": "Terms",
 }  # fmt: skip
 """Section -> its name in the table of contents."""
+
+
+TERMS = {
+    "goodput": "useful device-seconds whose result was kept / allocated device-seconds, 0..1",
+    "MFU": "model FLOPs / (time x peak), without / with recompute; None when precisions mix (torchtitan)",
+    "coverage": "share of the allocated device time that the ledger names: 1 less `unknown`",
+    "replay error": "how far the replay of the run, unedited, is from the time measured; predictions need it within "
+    "5 % (10 % up to 300 steps)",
+    "straggler": "rank or op slower than peers; actual / ideal, >= 1",
+    "won with cause": "one remedy answers both causes; its gain stands once, with cause N",
+    "cpu_wait": "computing, the training thread or its pool was ready to run and no core was free; not useful",
+    "teardown": "from the last step to the end of the process, its last collections included",
+    "headroom": "memory of the host, or of the fullest device, that the job at its peak did not use",
+    "--allow": "permission for what may change results, given by name: `--allow result-equivalent`, `--allow lossy`, "
+    "`--allow data.threads`",
+    "result-equivalent": "a remedy draws other random numbers of the same distribution; needs `--allow "
+    "result-equivalent`",
+}
+"""Terms of the page that a reader may not know -> what docs/glossary.md says of them."""
+
+
+def terms_part(markup: str) -> str:
+    """Return what the terms of `TERMS` mean that stand in `markup`, folded; '' without any."""
+    rows = "".join(
+        f"<dt>{text(name)}</dt><dd>{text(meaning.replace('`', ''))}</dd>"
+        for name, meaning in TERMS.items()
+        if name.lower() in markup.lower()
+    )
+    folded = f'<details><summary>What they mean</summary><dl class="facts">{rows}</dl></details>' if rows else ""
+    return sections.section("terms", "Terms", "", folded)
 
 
 def _contents(shown: Mapping[str, str]) -> str:

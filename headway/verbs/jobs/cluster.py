@@ -141,7 +141,7 @@ def compare(
     virtual_cluster: str = "", runs: str = "", seed: int = 0, round_s: float = 360.0,
     restart_s: float | None = None, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False,
 ) -> int:  # fmt: skip
-    """Say what a recorded queue suffered, and what each policy would have made of it.
+    """Measure what a recorded queue suffered, and simulate what each policy would have made of it.
 
     The log is first played again as it was. Where that misses the observed
     mean completion time by more than 5 %, the named devices do not explain the

@@ -152,7 +152,7 @@ def plan(
     *, mtbf_s: float, restart_s: float, save_s: float, interval_s: float | None = None, hosts: int | None = None,
     p_daily: float | None = None, mesh: str | None = None, ranks_per_host: int | None = None, json: bool = False,
 ) -> int:  # fmt: skip
-    """Say how often to save, what ETTR to expect, how many hosts to keep in reserve, and who holds whose copy.
+    """Compute how often to save, what ETTR to expect, how many hosts to keep in reserve, and who holds whose copy.
 
     Example: `headway fault plan --mtbf-s 11124 --restart-s 600 --save-s 10 --hosts 512 --p-daily 0.0012`
 

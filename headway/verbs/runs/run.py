@@ -35,7 +35,7 @@ def run(
     options: Annotated[RecordingOptions, Parameter(name="*")] = DEFAULTS,
     script: Annotated[list[str] | None, Parameter(parse=False)] = None,
 ) -> int:
-    """Run a training script unmodified, record it, and say where its device time went.
+    """Run a training script unmodified, record it, and show where its device time went.
 
     Everything behind `--` reaches the script unchanged, and stdout is the script's alone: what headway says goes to
     stderr. Exits with the first failing rank's code (128 + signal); with --verify, 3 when the script ended well and a
@@ -51,8 +51,8 @@ def run(
     plan = read_plan(options.plan_path) if options.plan_path else None
     if plan is not None and not plan.remedies:
         raise InputError(
-            f"the plan {options.plan_path} holds no remedy, and nothing would be applied. Say why, and what could be "
-            f"granted: headway plan {plan.baseline or 'RUN'}"
+            f"the plan {options.plan_path} holds no remedy, and nothing would be applied. See why, and what could be "
+            f"granted, with: headway plan {plan.baseline or 'RUN'}"
         )
     if options.verify and plan is None:
         raise InputError("--verify compares what a plan changed, and there is none. Name one: --apply PLAN.")
