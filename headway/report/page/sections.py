@@ -479,12 +479,14 @@ def _fact(value: Any) -> str:
 def _inner_fact(value: object) -> str:
     """Return a value as words: mappings as 'name value; name value', without the empty ones.
 
-    >>> _inner_fact({"processes": "", "threads_s": 0.2})
+    >>> _inner_fact({"processes": "", "threads_s": 0.20001})
     'threads_s 0.2'
     """
     if isinstance(value, Mapping):
         return "; ".join(f"{name} {_inner_fact(part)}" for name, part in value.items() if part not in EMPTY)
-    return " ".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else str(value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return " ".join(map(str, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def traceback_part(run: RunAnswer) -> str:
