@@ -477,11 +477,7 @@ def _fact(value: Any) -> str:
 
 
 def _inner_fact(value: object) -> str:
-    """Return a value as words: mappings as 'name value; name value', without the empty ones.
-
-    >>> _inner_fact({"processes": "", "threads_s": 0.20001})
-    'threads_s 0.2'
-    """
+    """Return a value as words: mappings as 'name value; name value', without the empty ones."""
     if isinstance(value, Mapping):
         return "; ".join(f"{name} {_inner_fact(part)}" for name, part in value.items() if part not in EMPTY)
     if isinstance(value, Sequence) and not isinstance(value, str):

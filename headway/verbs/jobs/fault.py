@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.core.errors import HeadwayError
-from headway.core.units import format_fraction, format_seconds
+from headway.core.units import format_fraction, format_seconds, plural
 from headway.fault.attempts import AttemptTimes, saves_of, stepped_s
 from headway.fault.fleet import Scenario, simulate
 from headway.fault.plan import Preparation, prepare
@@ -192,7 +192,7 @@ def _plan_facts(found: Preparation) -> list[tuple[str, str]]:
         ("ETTR", f"{format_fraction(found.ettr)} (first order {format_fraction(found.ettr_first_order)})"),
     ]
     if found.standby_hosts is not None:
-        facts.append(("in reserve", f"{found.standby_hosts} hosts: enough on 99 days of 100"))
+        facts.append(("in reserve", f"{plural(found.standby_hosts, 'host')}: enough on 99 days of 100"))
     if found.backup_peer is not None:
         first = ", ".join(f"{rank} -> {peer}" for rank, peer in enumerate(found.backup_peer[:8]))
         facts.append(("copies", f"{first}{' ...' if len(found.backup_peer) > 8 else ''} (all in --json)"))
