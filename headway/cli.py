@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cyclopts import App, CycloptsError
 
 VERBS: dict[str, tuple[str, str]] = {
-    "run": ("headway.verbs.runs.run:run", "Run a training script unmodified, record it, say where its time went."),
+    "run": ("headway.verbs.runs.run:run", "Run a training script unmodified, record it, show where its time went."),
     "why": ("headway.verbs.runs.why:why", "Explain a run or a trace: ledger, ranked causes, next best action."),
     "whatif": ("headway.verbs.runs.whatif:whatif", "Predict the step time after edits, by replaying the run."),
     "plan": ("headway.verbs.runs.plan:plan", "Rank the remedies, compose the best set, write a plan file."),
@@ -46,7 +46,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "drill": ("headway.verbs.jobs.drill:drill", "Play real faults on a job, and score which of them were noticed."),
     "trace import": ("headway.verbs.runs.trace:import_", "Convert any known trace format into headway's own."),
     "trace export": ("headway.verbs.runs.trace:export", "Write a window of a trace for Perfetto or chrome://tracing."),
-    "trace info": ("headway.verbs.runs.trace:info", "Say what a trace file or a run holds."),
+    "trace info": ("headway.verbs.runs.trace:info", "Describe what a trace file or a run holds."),
     "trace align": (
         "headway.verbs.runs.trace_align:align",
         "Put the clocks of all ranks on one: offset, drift, causality.",
@@ -57,14 +57,14 @@ VERBS: dict[str, tuple[str, str]] = {
         "headway.verbs.jobs.cluster:compare",
         "Report waiting in a recorded queue, and compare policies on it.",
     ),
-    "cluster explain": ("headway.verbs.jobs.cluster_service:explain", "Say why a job of a service runs or waits."),
+    "cluster explain": ("headway.verbs.jobs.cluster_service:explain", "Explain why a job of a service runs or waits."),
     "cluster fork": (
         "headway.verbs.jobs.cluster_fork:fork",
         "Train with a copy of a script on each of several unlike devices.",
     ),
     "cluster prices": (
         "headway.verbs.jobs.cluster_prices:prices",
-        "Say what the rest of a job costs on each offer of instances, by recorded prices.",
+        "Price the rest of a job on each offer of instances, by recorded prices.",
     ),
     "cluster queue": ("headway.verbs.jobs.cluster_service:queue", "Show the jobs of a service, and where they run."),
     "cluster serve": ("headway.verbs.jobs.cluster_service:serve", "Share devices among submitted training scripts."),
@@ -99,7 +99,7 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "ckpt advise": (
         "headway.verbs.stored.ckpt_advise:advise",
-        "Say how often to save, and what a failure loses each way.",
+        "Compute how often to save, and what a failure loses each way.",
     ),
     "ckpt bench": ("headway.verbs.stored.ckpt_advise:bench", "Measure what a save costs on this host and folder."),
     "ckpt diff": ("headway.verbs.stored.ckpt:diff", "Compare two checkpoints bit by bit."),
@@ -158,7 +158,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "headway.verbs.jobs.fault:incidents",
         "List a run's failures: who, what was done, what it cost.",
     ),
-    "fault plan": ("headway.verbs.jobs.fault:plan", "Say how often to save, how many hosts to keep in reserve."),
+    "fault plan": (
+        "headway.verbs.jobs.fault:plan",
+        "Compute how often to save, and how many hosts to keep in reserve.",
+    ),
     "fault probe": (
         "headway.verbs.jobs.fault_probe:probe",
         "Train a tiny model on each rank: do all get the same bits?",
@@ -169,7 +172,7 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "storage backends": (
         "headway.verbs.stored.storage_region:backends",
-        "Say which ways to find written pages work here.",
+        "Test which ways to find written pages work here.",
     ),
     "storage fit": (
         "headway.verbs.stored.storage:fit",
@@ -485,7 +488,8 @@ def misuse(ours: Sequence[str], error: CycloptsError) -> str:
         words = f"argument{'' if len(unused) == 1 else 's'} {' '.join(map(repr, unused))}"
         return f"`{see}` does not take the {words}. Drop {'it' if len(unused) == 1 else 'them'}; see: {see} --help"
     text = " ".join(str(error).split()).removeprefix(f'Command "{verb}" ')
-    text = text.replace("requires an argument", "is missing, or its value is")
+    name, missing, _ = text.removeprefix("parameter ").removeprefix("Parameter ").partition(" requires an argument")
+    text = (f"{name} needs a value" if name in ours else f"argument {name} is missing") if missing else text
     if verb == "run" and "unknown option" in text.lower() and "Did you mean" not in text:
         return f"{text[:1].lower()}{text[1:].rstrip(' .')}. Put the script's own options behind it: {see} -- SCRIPT ..."
     return f"{text[:1].lower()}{text[1:].rstrip(' .,?')}{'?' if text.endswith('?') else '.'} See: {see} --help"

@@ -290,6 +290,7 @@ def use_cuda(accelerator: Accelerator) -> Callable[[], None]:
         "current_device": answers(accelerator.index),
         "get_device_name": answers("NVIDIA H100 80GB HBM3"),
         "max_memory_reserved": answers(1 << 30),
+        "max_memory_allocated": answers(3 << 28),
         "get_device_properties": answers(SimpleNamespace(total_memory=80 << 30)),
         "default_generators": tuple(torch.Generator() for _ in range(accelerator.index + 1)),
     }

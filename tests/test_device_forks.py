@@ -36,6 +36,7 @@ SCRIPT = """
     torch.cuda.is_initialized = lambda: os.getpid() == parent  # as torch's: not in a bad fork
     torch.cuda.is_current_stream_capturing, torch.cuda.current_device = asked(False), asked(0)
     torch.cuda.get_device_name, torch.cuda.max_memory_reserved = asked("H100"), asked(1)
+    torch.cuda.max_memory_allocated = asked(1)
     torch.cuda.get_device_properties = asked(SimpleNamespace(total_memory=1))
     torch.cuda.default_generators = (SimpleNamespace(get_state=asked(torch.zeros(16, dtype=torch.uint8))),)
     torch.Event = Event

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -12,7 +14,9 @@ from hypothesis import strategies as st
 
 from headway.core.machine.apart import DETACHED
 from headway.core.machine.host_load import HostCounters, HostLoad, LoadSampler, host_load, load_beside
-from headway.trace.recording.host_series import HostSeries
+from headway.runtime.host import device_watch
+from headway.runtime.run_folder.problems import Problems
+from headway.trace.recording.host_series import DeviceGauges, DeviceSeries, HostSeries
 
 CPU = min(os.sched_getaffinity(0))
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -116,3 +120,91 @@ def test_a_host_that_tells_nothing_has_no_load(tmp_path):
     load = load_beside(seconds=0.0, root=tmp_path)
 
     assert (load.readings, load.other_cores, load.cores_available) == (0, 0.0, float(len(os.sched_getaffinity(0))))
+
+
+@given(
+    busy=st.lists(st.sampled_from([None, 0.0, 0.01, 0.5, 1.0]), min_size=2, max_size=600), memory=st.integers(1, 10**12)
+)
+def test_spans_of_a_device_have_the_mean_of_what_it_told_and_its_highest_memory(busy, memory):
+    readings = [{"utilization_fraction": x, "memory_bytes": memory + at, "power_w": None} for at, x in enumerate(busy)]
+    at_s = [float(second + 1) for second in range(len(busy))]
+    series = DeviceSeries.of(5, at_s, {DeviceGauges(index=1): readings}, num_spans=50)
+
+    if not any(busy):
+        assert series is None or not any(series.devices[0].utilization_fraction)
+        return
+    device = series.devices[0]
+    assert len(series.end_s) <= 50
+    assert series.end_s[-1] == len(busy)
+    assert device.memory_bytes[-1] == max(device.memory_bytes) == memory + len(busy) - 1
+    assert (device.clock_hz, device.power_w) == ((), ())
+    told = [x for x in device.utilization_fraction if x is not None]
+    assert min(x for x in busy if x is not None) - 1e-4 <= sum(told) / len(told) <= max(filter(None, busy)) + 1e-4
+    assert DeviceSeries.from_facts({"device_series": msgspec.to_builtins(series)}) == series
+
+
+def driver(count: int, **replaced):
+    """Return a module like pynvml for `count` devices, of which one of them is idle and does not tell its power."""
+    nvml = SimpleNamespace(NVMLError=type("NVMLError", (Exception,), {}), NVML_CLOCK_SM=1, NVML_TEMPERATURE_GPU=0)
+
+    def power_mw(handle):
+        if handle == 1:
+            raise nvml.NVMLError
+        return 350_000
+
+    answers = {
+        "Init": None, "DeviceGetCount": count, "DeviceGetEnforcedPowerLimit": 700_000, "DeviceGetTemperature": 61,
+        "DeviceGetMaxClockInfo": 1980, "DeviceGetClockInfo": 1500, "DeviceGetName": "NVIDIA H100",
+        "DeviceGetMemoryInfo": SimpleNamespace(total=80 << 30, used=20 << 30),
+    }  # fmt: skip
+    for name, value in answers.items():
+        setattr(nvml, f"nvml{name}", lambda *_, value=value: value)
+    nvml.nvmlDeviceGetHandleByIndex = lambda index: index
+    nvml.nvmlDeviceGetUUID = lambda handle: f"GPU-{handle}"
+    nvml.nvmlDeviceGetPowerUsage = power_mw
+    nvml.nvmlDeviceGetUtilizationRates = lambda handle: SimpleNamespace(gpu=0 if handle == 0 else 40)
+    for name, value in replaced.items():
+        setattr(nvml, name, value)
+    return nvml
+
+
+def watched(monkeypatch, nvml, visible=None, patience_s=20.0):
+    """Return what a watch of a moment says, and what problems it had."""
+    monkeypatch.setattr(device_watch, "pynvml", nvml)
+    monkeypatch.setattr(device_watch, "SAMPLE_S", 0.01)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    watch = device_watch.DeviceWatch((problems := Problems()).add)
+    deadline = time.monotonic() + patience_s
+    while watch.series() is None and not problems.lines() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    watch.stop()
+    series = watch.series()
+    return series and msgspec.to_builtins(series), problems.lines()
+
+
+def test_devices_that_worked_are_followed_with_what_their_driver_tells(monkeypatch):
+    series, problems = watched(monkeypatch, driver(3))
+
+    assert problems == []
+    assert [(row["index"], row["name"], row["power_limit_w"]) for row in series["devices"]] == [
+        (1, "NVIDIA H100", 700.0), (2, "NVIDIA H100", 700.0),
+    ]  # fmt: skip
+    silent, telling = series["devices"]
+    assert (silent["power_w"], set(telling["power_w"])) == ((), {350.0})
+    assert set(telling["utilization_fraction"]) == {0.4}
+    assert (telling["memory_bytes"][0], telling["clock_hz"][0], telling["temperature_c"][0]) == (20 << 30, 1.5e9, 61)
+    assert [row["index"] for row in watched(monkeypatch, driver(3), "2,0")[0]["devices"]] == [2]
+
+
+def test_a_driver_that_does_not_answer_is_silent_and_one_that_breaks_is_a_problem(monkeypatch):
+    silent = driver(1)
+
+    def fails():
+        raise silent.NVMLError
+
+    silent.nvmlInit = fails
+
+    assert watched(monkeypatch, silent, patience_s=0.1) == (None, [])
+    assert "what the devices did" in watched(monkeypatch, driver(1, nvmlDeviceGetCount=lambda: 1 / 0))[1][0]

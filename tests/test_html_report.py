@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from headway.core.errors import InputError
 from headway.report.figures import BUCKET_STYLES
 from headway.report.page.charts import HeatMap, decode
-from headway.report.page.html import TITLES, ReportData, page, write_report
-from headway.trace.recording.host_series import HostSeries
+from headway.report.page.html import TERMS, TITLES, ReportData, page, write_report
+from headway.trace.recording.host_series import DeviceGauges, DeviceSeries, HostSeries
+from headway.trace.recording.run_facts import RankMemory
 from tests.report_data import demo_report, demo_why, pipeline_report
 
 VOID = {"meta", "link", "br", "input", "img", "hr"}
@@ -317,6 +318,15 @@ def test_text_stands_out_from_the_page(ink: str, paper: str) -> None:
     assert f": {ink};" in page(pipeline_report())
 
 
+def test_the_terms_of_the_page_are_explained_as_in_the_glossary():
+    glossary = (Path(__file__).parent.parent / "docs" / "glossary.md").read_text()
+    shown = page(ReportData("a run", demo_why()))
+
+    assert [name for name, meaning in TERMS.items() if f"| {meaning} |" not in glossary] == []
+    assert "<dt>cpu_wait</dt>" in shown
+    assert "<dt>result-equivalent</dt>" not in shown, "the page does not have that word"
+
+
 def test_the_host_over_time_is_drawn_where_it_was_followed():
     series = HostSeries(
         end_s=(1.0, 2.0), own_cores=(0.5, 1.0), other_cores=(0.0, 1.0), memory_bytes=(10**8, 2 * 10**8), cores=2
@@ -327,3 +337,22 @@ def test_the_host_over_time_is_drawn_where_it_was_followed():
     assert 'points="0,72 0.0,54.0 500.0,54.0 500.0,36.0 1000.0,36.0 1000,72"' in shown
     assert "up to 200.0 MB" in shown
     assert "Host over time" not in page(ReportData("a run", demo_why()))
+
+
+def test_what_the_devices_did_is_drawn_as_far_as_the_driver_told():
+    told = {"name": "H<100>", "memory_total_bytes": 80 * 10**9, "power_limit_w": 700.0}
+    first = DeviceGauges(utilization_fraction=(0.5, 1.0), memory_bytes=(10e9, 20e9), power_w=(None, 350.0), **told)
+    second = DeviceGauges(utilization_fraction=(0.0, 0.5), memory_bytes=(10e9, 60e9), **told)
+    memory = {"0": RankMemory(device_peak_bytes=18 * 10**9, device_allocated_bytes=15 * 10**9), "1": None}
+    shown = page(
+        ReportData("a run", demo_why(), devices=DeviceSeries(end_s=(1.0, 2.0), devices=(first, second)), memory=memory)
+    )
+
+    assert "H&lt;100&gt;: 2 devices." in shown
+    assert "torch reserved 18.0 GB for a rank, 15.0 GB of it for tensors" in shown
+    assert "some kernel ran: mean 50.0 %, highest 100.0 %" in shown
+    assert "of all processes: mean 25.0 GB, highest 60.0 GB of 80.0 GB" in shown
+    assert "Power: mean 350 W, highest 350 W of the limit of 700 W" in shown
+    assert 'points="0,72 0.0,54.0 500.0,54.0 500.0,18.0 1000.0,18.0 1000,72"' in shown  # mean utilisation, 25 and 75 %
+    assert "Temperature" not in shown
+    assert "Device over time" not in page(ReportData("a run", demo_why()))

@@ -228,7 +228,7 @@ def test_a_site_is_the_sum_of_its_ranks_with_their_skew():
     assert wave.power_w[20] == pytest.approx(10 * (700 + 310))
     assert wave.power_w[:5].tolist() == pytest.approx([10 * (700 + 100)] * 5)
     assert "each stands for 10 devices" in wave.basis
-    with pytest.raises(InputError, match=r"1 devices for 2 ranks"):
+    with pytest.raises(InputError, match=r"1 device for 2 ranks"):
         of_run(trace, model, devices=1)
 
 

@@ -27,6 +27,7 @@ KEYS = {
     "memory", "memory_total_bytes", "memory_available_bytes",
     "schema", "run_id", "headway_version", "attempt", "host", "group_rank", "script", "env", "start_ns", "end_ns",
     "realtime_ns", "nproc", "world_size", "device_type", "cores", "host_load", "host_series",
+    "device_series",
     "bad_losses", "threads", "compute", "ranks", "exit", "baseline", "plan",
     "applied", "loaders", "bytes_per_step", "dropped", "max_run_bytes",
 }  # fmt: skip

@@ -229,7 +229,7 @@ def test_a_verified_run_says_how_many_of_its_batches_were_compared() -> None:
 
     text = " ".join(render_run({"verified": found}).split())
 
-    assert "Verified: 5 of 60 batches compared with the script's own, 5 equal." in text
+    assert "Verified: 5 of 5 compared batches equal the script's own; 60 came under remedies." in text
 
 
 def test_a_refused_remedy_says_why() -> None:
@@ -314,6 +314,7 @@ def test_the_screen_fits_where_it_is_shown(
 
 def test_a_standard_output_that_was_closed_is_no_error() -> None:
     assert screen_of(None, {"TERM": "xterm"}) == {"width": 88, "color": False, "unicode": False}
+    assert screen_of(None, {"COLUMNS": "60"})["width"] == 60
 
 
 def test_a_command_to_copy_stands_on_one_line_and_takes_a_path_with_spaces():

@@ -17,6 +17,7 @@ import numpy as np
 
 from headway.core.errors import FormatError, InputError
 from headway.core.files.arrays import read_arrays
+from headway.core.units import plural
 from headway.cost.power import PowerModel
 from headway.ledger.booking.rows import NAME_ID, NAMES, RankRows, rows_by_rank
 from headway.power.grid_spec import Watts, checked_power
@@ -78,7 +79,8 @@ def of_run(
     if not ranks:
         raise InputError("no steps recorded. Record a run that trains.")
     if devices < len(ranks) or not overhead_fraction >= 0:
-        raise InputError(f"{devices} devices for {len(ranks)} ranks, overhead {overhead_fraction}; pass one per rank.")
+        given = f"{plural(devices, 'device')} for {plural(len(ranks), 'rank')}, overhead {overhead_fraction}"
+        raise InputError(f"{given}; pass one device per rank, and no less than 0 of overhead.")
     bounds = [(rows.start_ns[rows.of("step")].min(), rows.end_ns[rows.of("step")].max()) for rows in ranks]
     window = int(min(low for low, _ in bounds)), int(max(high for _, high in bounds))
     total = np.zeros(math.ceil((window[1] - window[0]) / (step_s * 1e9) - 1e-9))

@@ -53,7 +53,9 @@ def screen_of(output: IO[str] | None, environ: Mapping[str, str] = os.environ) -
     """
     dumb = environ.get("TERM", "") == "dumb"
     tty = output is not None and output.isatty() and not dumb
-    columns = shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns if tty else DEFAULT_WIDTH
+    given = environ.get("COLUMNS", "")
+    columns = int(given) if given.isdecimal() else DEFAULT_WIDTH
+    columns = shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns if tty else columns
     encoding = (getattr(output, "encoding", None) or "ascii").lower().replace("-", "").replace("_", "")
     return ScreenOptions(
         width=max(NARROWEST, min(columns, WIDEST)),

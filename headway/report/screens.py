@@ -103,10 +103,13 @@ UNLIKE_START = 0.05
 
 def _verified(found: VerifiedRow) -> Text:
     """Return how many of the batches under remedies were compared with the script's own, and were equal."""
-    words = f"Verified: {found.compared} of {found.batches} batches compared with the script's own, "
-    words += f"{found.equal} equal" + (f", {found.unequal} not" if found.unequal else "")
-    missed = [f"{count} not compared: {clean(reason)}" for reason, count in found.not_compared.items()]
-    return Text(f"{joined([words, *missed], '; ')}.", style="bold red" if found.unequal else "")
+    if found.compared:
+        text = f"Verified: {found.equal} of {found.compared} compared batches equal the script's own"
+        text += f", {found.unequal} do not" * bool(found.unequal) + f"; {found.batches} came under remedies"
+    else:
+        text = f"Not verified: no batch of {found.batches} under remedies was compared with the script's own"
+    missed = [f"{count} could not be compared: {clean(reason)}" for reason, count in found.not_compared.items()]
+    return Text(f"{joined([text, *missed], '; ')}.", style="bold red" if found.unequal else "")
 
 
 def _run_sentence(run: RunAnswer) -> Text:

@@ -3,24 +3,26 @@
 Each frame can be reached with the Tab key and says in words what it shows and
 which keys it takes; without scripts a sentence stands in its place.
 
-The part of a page that shows the host over time: cores that the job and others kept busy, memory of the job.
+The parts of a page that show the host and its devices over time: cores that the job and others kept busy, memory of
+the job; utilisation, memory, clock, power and temperature of devices.
 
 Drawn as SVG, so that it needs no script, prints as it is and fits any width.
 
->>> host_part(None)
-''
+>>> host_part(None), device_part(None)
+('', '')
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from headway.core.units import format_bytes
-from headway.report.figures import count, plural, seconds
+from headway.report.figures import count, percent, plural, seconds
 from headway.report.page.charts import HeatMap
 from headway.report.page.sections import heat_table, legend, section, text
-from headway.trace.recording.host_series import HostSeries
+from headway.trace.recording.host_series import DeviceSeries, HostSeries
+from headway.trace.recording.run_facts import RankMemory
 
 CHART_KEYS = "Drag to zoom, double-click for everything. Keys: arrows, + and -, Home."
 SELECTION_KEYS = (
@@ -196,7 +198,7 @@ def _without_script() -> str:
     return '<p class="note no-script">This picture is drawn by the script in this file; allow it to run to see it.</p>'
 
 
-# The part of a page that shows the host over time: cores that the job and others kept busy, memory of the job.
+# The parts of a page that show the host and its devices over time.
 
 WIDTH, HEIGHT = 1000, 72
 """Units of a chart; it is stretched to the width of the page."""
@@ -222,6 +224,53 @@ def host_part(series: HostSeries | None) -> str:
         series.end_s[-1],
     )
     return section("host", "Host over time", "", load + (memory if most_bytes else ""))
+
+
+_GAUGES: tuple[tuple[str, str, Callable[[float], str], str, str], ...] = (
+    ("utilization_fraction", "GPU utilisation, the share of time in which some kernel ran", percent, "", ""),
+    ("memory_bytes", "Device memory, of all processes", format_bytes, "memory_total_bytes", "of"),
+    ("clock_hz", "Clock of the multiprocessors", lambda hz: f"{hz / 1e9:.2f} GHz", "clock_limit_hz", "of at most"),
+    ("power_w", "Power", "{:.0f} W".format, "power_limit_w", "of the limit of"),
+    ("temperature_c", "Temperature", "{:.0f} °C".format, "", ""),
+)
+"""Columns of `DeviceGauges`: title, a value in words, the field with the most that a device can have, words before."""
+
+
+def device_part(series: DeviceSeries | None, memory: Mapping[str, RankMemory | None] | None = None) -> str:
+    """Return a chart for each gauge that the driver told, '' without any; `memory` is what each rank took at most.
+
+    Several devices share a chart: their mean, and behind it the largest value of any of them.
+    """
+    if series is None or len(series.end_s) < 2:
+        return ""
+    charts = "".join(_gauge_chart(series, *gauge) for gauge in _GAUGES)
+    lead = f"{', '.join(sorted({device.name for device in series.devices}))}: {plural(len(series.devices), 'device')}."
+    lead += " Blue is the mean, grey above it the device with the largest value." * (len(series.devices) > 1)
+    ranks = [row for row in (memory or {}).values() if row is not None and row.device_peak_bytes is not None]
+    if ranks:
+        fullest = max(ranks, key=lambda row: row.device_peak_bytes or 0)
+        lead += f" At most torch reserved {format_bytes(fullest.device_peak_bytes or 0)} for a rank"
+        allocated = fullest.device_allocated_bytes
+        lead += f", {format_bytes(allocated)} of it for tensors." if allocated is not None else "."
+    return section("device", "Device over time", lead, charts)
+
+
+def _gauge_chart(
+    series: DeviceSeries, column: str, title: str, worded: Callable[[float], str], limit: str, before: str
+) -> str:
+    """Return the chart of one gauge, '' where no device tells it."""
+    devices = [device for device in series.devices if getattr(device, column)]
+    spans = [[x for x in span if x is not None] for span in zip(*(getattr(d, column) for d in devices), strict=True)]
+    if not any(spans):
+        return ""
+    means, largest = [sum(span) / (len(span) or 1) for span in spans], [max(span, default=0.0) for span in spans]
+    limits = [value for device in devices if limit and (value := getattr(device, limit))]
+    top = 1.0 if column.endswith("_fraction") else max([*limits, *largest])
+    every = [x for span in spans for x in span]
+    title += f": mean {worded(sum(every) / len(every))}, highest {worded(max(every))}"
+    title += f" {before} {worded(max(limits))}" if limits else ""
+    areas = _area(series.end_s, largest, top, "others") if len(devices) > 1 else ""
+    return _chart(title, areas + _area(series.end_s, means, top, "job"), series.end_s[-1])
 
 
 def queue_chart(

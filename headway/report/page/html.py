@@ -53,12 +53,13 @@ from headway.report.figures import (
 )
 from headway.report.page import frames, sections
 from headway.report.page.charts import HeatMap, heat_chart, share_chart, step_chart, worker_heat_map
-from headway.report.page.frames import host_part
+from headway.report.page.frames import device_part, host_part
 from headway.report.page.hang import hang_part
 from headway.report.page.machines import machines_part
 from headway.report.page.sections import text
 from headway.report.page.timeline import Timeline
-from headway.trace.recording.host_series import HostSeries
+from headway.trace.recording.host_series import DeviceSeries, HostSeries
+from headway.trace.recording.run_facts import RankMemory
 
 ASSETS = Path(__file__).parent.parent / "assets"
 """Template, style and script of the page; uPlot and its licence."""
@@ -116,6 +117,12 @@ class ReportData:
     host: HostSeries | None = None
     """Load of the host and memory of the job over time."""
 
+    devices: DeviceSeries | None = None
+    """What the devices did over time."""
+
+    memory: Mapping[str, RankMemory | None] = field(default_factory=dict)
+    """Rank -> what it took at most of the memory of its host and device."""
+
     created: str = ""
     """When the run was recorded, as text for the header."""
 
@@ -164,10 +171,13 @@ def page(data: ReportData, live: Live | None = None) -> str:
         "shares": frames.shares_part(payload["shares"]),
         "timeline": frames.timeline_part(payload["timelines"]),
         "heat": frames.heat_part(heats, payload["heat"]),
+        "device": device_part(data.devices, data.memory),
         "host": host_part(data.host),
         "failure": sections.traceback_part(run),
         "facts": sections.facts_part(data.facts),
     }
+    head = (live.head if live else "") + head_part(data, live.headline if live else "")
+    parts["terms"] = terms_part("".join([head, *parts.values()]))
     shown = {name: markup for name, markup in parts.items() if markup}
     uplot = asset("uplot.min.js")
     script = asset("page.js").replace("/*LIVE*/", asset("live.js") if live else "")
@@ -179,7 +189,7 @@ def page(data: ReportData, live: Live | None = None) -> str:
         style=_style(),
         name=text(data.title),
         when=text(data.created),
-        verdict=(live.head if live else "") + head_part(data, live.headline if live else "") + _contents(shown),
+        verdict=head + _contents(shown),
         sections="\n".join(shown.values()),
         footer=f"{'Served' if live else 'Written'} by headway {text(headway.__version__)}. {FOOTERS[live is not None]}",
         data=_json(payload),
@@ -232,9 +242,39 @@ TITLES = {
     "ledger": "Ledger", "ranks": "Ranks", "causes": "Causes", "applied": "Predicted and measured", "plan": "Plan",
     "hang": "Hang", "machines": "Machines",
     "stragglers": "Stragglers", "steps": "Step time", "shares": "Shares over time", "timeline": "Timeline",
-    "heat": "Heat map", "host": "Host", "failure": "Failure", "facts": "Facts",
+    "heat": "Heat map", "device": "Device", "host": "Host", "failure": "Failure", "facts": "Facts", "terms": "Terms",
 }  # fmt: skip
 """Section -> its name in the table of contents."""
+
+
+TERMS = {
+    "goodput": "useful device-seconds whose result was kept / allocated device-seconds, 0..1",
+    "MFU": "model FLOPs / (time x peak), without / with recompute; None when precisions mix (torchtitan)",
+    "coverage": "share of the allocated device time that the ledger names: 1 less `unknown`",
+    "replay error": "how far the replay of the run, unedited, is from the time measured; predictions need it within "
+    "5 % (10 % up to 300 steps)",
+    "straggler": "rank or op slower than peers; actual / ideal, >= 1",
+    "won with cause": "one remedy answers both causes; its gain stands once, with cause N",
+    "cpu_wait": "computing, the training thread or its pool was ready to run and no core was free; not useful",
+    "teardown": "from the last step to the end of the process, its last collections included",
+    "headroom": "memory of the host, or of the fullest device, that the job at its peak did not use",
+    "--allow": "permission for what may change results, given by name: `--allow result-equivalent`, `--allow lossy`, "
+    "`--allow data.threads`",
+    "result-equivalent": "a remedy draws other random numbers of the same distribution; needs `--allow "
+    "result-equivalent`",
+}
+"""Terms of the page that a reader may not know -> what docs/glossary.md says of them."""
+
+
+def terms_part(markup: str) -> str:
+    """Return what the terms of `TERMS` mean that stand in `markup`, folded; '' without any."""
+    rows = "".join(
+        f"<dt>{text(name)}</dt><dd>{text(meaning.replace('`', ''))}</dd>"
+        for name, meaning in TERMS.items()
+        if name.lower() in markup.lower()
+    )
+    folded = f'<details><summary>What they mean</summary><dl class="facts">{rows}</dl></details>' if rows else ""
+    return sections.section("terms", "Terms", "", folded)
 
 
 def _contents(shown: Mapping[str, str]) -> str:

@@ -472,10 +472,17 @@ def facts_part(facts: Mapping[str, Any]) -> str:
 def _fact(value: Any) -> str:
     """Return a fact as text: mappings one entry per line without the empty ones, sequences joined by blanks."""
     if isinstance(value, Mapping):
-        return "<br>".join(f"{text(k)} = {text(v)}" for k, v in value.items() if v not in EMPTY)
+        return "<br>".join(f"{text(k)} = {text(_inner_fact(v))}" for k, v in value.items() if v not in EMPTY)
+    return text(_inner_fact(value))
+
+
+def _inner_fact(value: object) -> str:
+    """Return a value as words: mappings as 'name value; name value', without the empty ones."""
+    if isinstance(value, Mapping):
+        return "; ".join(f"{name} {_inner_fact(part)}" for name, part in value.items() if part not in EMPTY)
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return text(" ".join(str(part) for part in value))
-    return text(value)
+        return " ".join(map(str, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def traceback_part(run: RunAnswer) -> str:

@@ -118,11 +118,12 @@ class Device:
         return str(named(self.index)) if named is not None else self.kind
 
     def memory(self) -> dict[str, int]:
-        """Return the most memory that this process has reserved on it, and what it has; {} where that is not known."""
+        """Return the most that this process has reserved on it, that tensors took, and its size; {} where not known."""
         module = module_of(self.kind)
         try:
             return {
                 "device_peak_bytes": int(module.max_memory_reserved(self.index)),
+                "device_allocated_bytes": int(module.max_memory_allocated(self.index)),
                 "device_total_bytes": int(module.get_device_properties(self.index).total_memory),
             }
         except (AttributeError, RuntimeError, AssertionError):  # the last one: a build or a host without a driver

@@ -200,7 +200,7 @@ def ptrace(root: Path, env: Mapping[str, str]) -> Finding:
     return Finding(
         "ptrace scope",
         "off" if scope is None else scope,
-        "0 or 1",
+        "off, 0 or 1",
         allowed,
         "run the container with --cap-add=SYS_PTRACE, or sysctl kernel.yama.ptrace_scope=1",
     )
@@ -231,7 +231,7 @@ def run_folders(root: Path, env: Mapping[str, str]) -> Finding:
     private = None if place.is_local else next(ring_folders.bases(), None)
     value = f"{place.kind or 'unknown'}{f', rings in {private}' if private is not None else ''}"
     fix = "each record may wait for the file server: free 48 MiB of the temporary folder, or name a local --out"
-    return Finding(f"file system ({Path.cwd()})", value, "of this host", place.is_local or private is not None, fix)
+    return Finding(f"file system ({Path.cwd()})", value, "a local one", place.is_local or private is not None, fix)
 
 
 def temporary(root: Path, env: Mapping[str, str]) -> Finding:

@@ -50,6 +50,8 @@ class ExitReport:
     """The run folder; None when a signal came before the hosts of a run had met."""
     problems: tuple[str, ...] = ()
     """What the recording lacks, and why."""
+    is_first: bool = True
+    """Whether this is the only launcher of the run, or the one of its first host that writes run.json."""
 
 
 def open_recording(
@@ -171,4 +173,5 @@ def report(
             failure_text(first, own, recording.path, interrupted=signal.SIGINT in signals.stop, alone=len(ends) == 1)
         )
     seconds = (time.perf_counter_ns() - recording.start_ns) / 1e9
-    return ExitReport(code, shown.cls, shown.first_rank, shown.traceback, seconds, recording.path, problems)
+    is_first = recording.leads and recording.group_rank == 0
+    return ExitReport(code, shown.cls, shown.first_rank, shown.traceback, seconds, recording.path, problems, is_first)

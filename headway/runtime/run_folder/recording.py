@@ -32,6 +32,7 @@ from headway.core.files.bounded_json import read_json
 from headway.core.files.private import PRIVATE, file_mode, private_folder
 from headway.core.files.regular_file import whole_file
 from headway.core.machine.host import host_cores
+from headway.runtime.host.device import host_has_devices
 from headway.runtime.host.host_memory import host_memory
 from headway.runtime.run_folder import redact
 from headway.runtime.run_folder.problems import Problems
@@ -39,6 +40,7 @@ from headway.trace.rings import ring_folders
 from headway.trace.rings.compute_facts import ComputeFacts
 
 if TYPE_CHECKING:
+    from headway.runtime.host.device_watch import DeviceWatch
     from headway.runtime.host.load_watch import LoadWatch
     from headway.runtime.run_folder.drain import Drainer
 
@@ -171,6 +173,8 @@ class RunRecording:
     drainer: Drainer | None = None
     load_watch: LoadWatch | None = None
     """Follows what other processes take of the cores, from the first attempt on."""
+    device_watch: DeviceWatch | None = None
+    """Follows what the devices of this host do in an attempt; in the launcher that writes its run.json."""
     _ranks: Set[int] = frozenset()
     problems: Problems = field(default_factory=Problems)
     """What went wrong with the recording, for the launcher to say."""
@@ -238,6 +242,10 @@ class RunRecording:
         self.load_watch = LoadWatch(os.getppid() if self.joins and self.nproc > 1 else os.getpid())
         self.drainer.listeners.append(self.load_watch.add)
         self.drainer.lookers.append(self.load_watch.look)
+        if self.leads and host_has_devices():
+            from headway.runtime.host.device_watch import DeviceWatch
+
+            self.device_watch = DeviceWatch(self.problems.add)
         self.drainer.start()
         return self.drainer
 
@@ -255,6 +263,8 @@ class RunRecording:
         self.rows = [row for row in self.rows if row.attempt != attempt] + list(rows)
         if self.drainer is not None:
             self.drainer.stop()
+        if self.device_watch is not None:
+            self.device_watch.stop()
 
         def write() -> None:
             from headway.runtime.run_folder.finalise import finalise_attempt, pack_windows
@@ -308,6 +318,7 @@ class RunRecording:
             "cores": host_cores(),
             "host_load": self._host_load(),
             "host_series": self.load_watch.series() if self.load_watch is not None else None,
+            "device_series": msgspec.to_builtins(self.device_watch and self.device_watch.series()),
             **self.memory,
             "memory": seen.memory,
             "bad_losses": seen.bad_losses,

@@ -60,8 +60,10 @@ class RunStatus:
         # What comes after the last step, the writing of results say, does not slow the steps down.
         waits = f" | no step for {format_seconds(idle_s)}" if idle_s > QUIET_S and figures.steps else ""
         grown = f" | steps take {figures.slower:g}x as long as at first" if figures.slower > 1 else ""
+        # The first step alone has no rate: it holds what comes once.
+        rate = f" | {format_rate(figures.steps_per_s_then)} steps/s" if figures.steps_per_s_then > 0 else ""
         return (
-            f"step {figures.steps} | {format_rate(figures.steps_per_s_then)} steps/s{waits}{grown} | "
+            f"step {figures.steps}{rate}{waits}{grown} | "
             f"goodput {format_fraction(figures.goodput, 0) if figures.tells_goodput else 'unknown'} | "
             f"top loss {top} {format_fraction(amounts[top] / total_ns, 0)}"
         )

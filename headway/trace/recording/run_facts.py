@@ -36,7 +36,7 @@ from headway.trace.events.active_settings import (
     unfit,
 )
 from headway.trace.events.loader_facts import LoaderFacts
-from headway.trace.recording.host_series import HostSeries
+from headway.trace.recording.host_series import DeviceSeries, HostSeries
 from headway.trace.recording.incident import Incident
 from headway.trace.rings.compute_facts import ComputeFacts
 from headway.trace.rings.rank_tables import json_object
@@ -61,6 +61,9 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
 
     peak_rss_bytes: int | None = None
     device_peak_bytes: int | None = None
+    """Reserved by torch's allocator."""
+    device_allocated_bytes: int | None = None
+    """Taken by tensors."""
     device_total_bytes: int | None = None
 
 
@@ -137,6 +140,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The failures that ended an attempt, as the supervisor of the run noted them, oldest first."""
     host_load: HostLoad | None = None
     host_series: HostSeries | None = None
+    device_series: DeviceSeries | None = None
     applied: tuple[AppliedRow, ...] = ()
     compute: ComputeFacts | None = None
     """How the script computes, as its lowest rank saw it; None in recordings that did not look."""
@@ -211,7 +215,7 @@ def outcomes_of(run: Path, *, rank: int | None = None) -> list[AppliedRow]:
     return [row for file in files for row in applied_rows(json_object(file).get("remedies"))]
 
 
-_LENIENT = ("host_load", "host_series", "applied", "loaders")
+_LENIENT = ("host_load", "host_series", "device_series", "applied", "loaders")
 """Keys whose damage costs no run: they are read row by row."""
 
 
@@ -223,6 +227,7 @@ def _converted(meta: Mapping[str, Any]) -> tuple[RunFacts, dict[str, str]]:
         facts,
         host_load=HostLoad.from_facts(meta),
         host_series=HostSeries.from_facts(meta),
+        device_series=DeviceSeries.from_facts(meta),
         applied=applied_rows(meta.get("applied")),
         loaders={str(group): LoaderFacts.of(row) for group, row in rows.items()} if isinstance(rows, Mapping) else {},
     ), bad

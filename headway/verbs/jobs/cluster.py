@@ -35,7 +35,7 @@ from headway.core.errors import InputError
 from headway.core.files.bounds import MOST
 from headway.core.files.regular_file import whole_file
 from headway.core.tables import pick
-from headway.core.units import format_fraction
+from headway.core.units import format_fraction, plural
 from headway.report.page.frames import queue_chart
 from headway.report.page.html import ReportData, head_part, page
 from headway.report.page.sections import section, text
@@ -141,7 +141,7 @@ def compare(
     virtual_cluster: str = "", runs: str = "", seed: int = 0, round_s: float = 360.0,
     restart_s: float | None = None, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False,
 ) -> int:  # fmt: skip
-    """Say what a recorded queue suffered, and what each policy would have made of it.
+    """Measure what a recorded queue suffered, and simulate what each policy would have made of it.
 
     The log is first played again as it was. Where that misses the observed
     mean completion time by more than 5 %, the named devices do not explain the
@@ -372,7 +372,9 @@ def _gangs(title: str, figures: Mapping[str, Any]) -> Any:
     add_row(rows, title, "jobs", "device-hours", "mean JCT, h", "slowdown", style="dim")
     for size, row in figures["by_scale"].items():
         jobs, hours = f"{row['num_jobs']:,}", f"{row['device_hours']:,.0f}"
-        add_row(rows, f"{size} devices", jobs, hours, _hours(row["mean_jct_s"]), f"{row['mean_slowdown']:.2f}")
+        add_row(
+            rows, plural(int(size), "device"), jobs, hours, _hours(row["mean_jct_s"]), f"{row['mean_slowdown']:.2f}"
+        )
     return uncut(rows)
 
 

@@ -44,7 +44,7 @@ def prices(
     from_: Annotated[str, Parameter(name="--from")] = "", extend: str = "", due_hours: float = math.inf,
     restart_s: float = 900.0, sky: Path | None = None, max_restarts: int = 3, json: bool = False,
 ) -> int:  # fmt: skip
-    """Say what the rest of a job costs on each offer, and what each way of buying it would have come to.
+    """Price the rest of a job on each offer, and what each way of buying it would have come to.
 
     By recorded prices: the study's strategies (baseline, gpu_type, packed, multi_cloud, preemption), an online rule
     that knows the past alone, and the least possible in hindsight. Nothing is bought, all is simulated.

@@ -180,7 +180,7 @@ def cancel(job: str, /, *, dir: Path = FOLDER, json: bool = False) -> int:
 
 
 def explain(job: str, /, *, dir: Path = FOLDER, json: bool = False) -> int:
-    """Say why a job runs or waits: its share, what it is owed, what limits it, and what one more device would give.
+    """Explain why a job runs or waits: its share, what it is owed, what limits it, and what one more device would give.
 
     Example: `headway cluster explain job3`
 

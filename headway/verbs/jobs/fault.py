@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.core.errors import HeadwayError
-from headway.core.units import format_fraction, format_seconds
+from headway.core.units import format_fraction, format_seconds, plural
 from headway.fault.attempts import AttemptTimes, saves_of, stepped_s
 from headway.fault.fleet import Scenario, simulate
 from headway.fault.plan import Preparation, prepare
@@ -152,7 +152,7 @@ def plan(
     *, mtbf_s: float, restart_s: float, save_s: float, interval_s: float | None = None, hosts: int | None = None,
     p_daily: float | None = None, mesh: str | None = None, ranks_per_host: int | None = None, json: bool = False,
 ) -> int:  # fmt: skip
-    """Say how often to save, what ETTR to expect, how many hosts to keep in reserve, and who holds whose copy.
+    """Compute how often to save, what ETTR to expect, how many hosts to keep in reserve, and who holds whose copy.
 
     Example: `headway fault plan --mtbf-s 11124 --restart-s 600 --save-s 10 --hosts 512 --p-daily 0.0012`
 
@@ -192,7 +192,7 @@ def _plan_facts(found: Preparation) -> list[tuple[str, str]]:
         ("ETTR", f"{format_fraction(found.ettr)} (first order {format_fraction(found.ettr_first_order)})"),
     ]
     if found.standby_hosts is not None:
-        facts.append(("in reserve", f"{found.standby_hosts} hosts: enough on 99 days of 100"))
+        facts.append(("in reserve", f"{plural(found.standby_hosts, 'host')}: enough on 99 days of 100"))
     if found.backup_peer is not None:
         first = ", ".join(f"{rank} -> {peer}" for rank, peer in enumerate(found.backup_peer[:8]))
         facts.append(("copies", f"{first}{' ...' if len(found.backup_peer) > 8 else ''} (all in --json)"))

@@ -100,8 +100,18 @@ def plan(
     ----------
     source
         A run folder (the newest one by default), or an NPZ file with power_w (watts) and step_s (seconds).
-    spec, device, devices, step_s, idle_w, overhead_fraction
-        As of `headway power check`.
+    spec
+        TOML file of ramp_w_per_s, range_w, window_s, band_hz, band_rms_w, band_share; or moderate, strict.
+    device
+        Name in the table of devices that the ranks stand for; the run's own by default.
+    devices
+        Devices of the site; those recorded by default.
+    step_s
+        Seconds between samples of a run's power.
+    idle_w
+        Idle power of a device where it was measured; a tenth of its TDP by default.
+    overhead_fraction
+        What hosts draw all the time, as a fraction of the devices' TDP.
     use
         What the plan may use, separated by commas: floor, ramps, filler, battery; what the device can do by default.
     max_storage_j

@@ -107,6 +107,8 @@ def report_data(explanation: Explanation, steps: str | None = None, model: Model
         heat_maps=[*heat_maps(ranks, own), *heat_maps_of(explanation, why)],
         facts=facts_of(meta, explanation.parts.tables),
         host=facts.host_series,
+        devices=facts.device_series,
+        memory=facts.memory,
         created=created(facts),
     )
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +14,7 @@ from cyclopts import Parameter
 from headway.catalog import RECORDS, REHEARSALS, REMEDIES
 from headway.core.errors import HeadwayError, InputError
 from headway.core.files.planfile import PlanFile, read_plan
+from headway.core.machine.beside import say_beside
 from headway.core.tables import pick
 from headway.fault.remedies import WARM
 from headway.runtime.launching.launch import launch
@@ -21,13 +26,16 @@ from headway.verbs.shared.script_terms import verified
 
 DEFAULTS = RecordingOptions()
 
+TRACKER_S = 180.0
+"""Seconds that a tracker may take to get the account of a run; the job is done meanwhile."""
+
 
 def run(
     *,
     options: Annotated[RecordingOptions, Parameter(name="*")] = DEFAULTS,
     script: Annotated[list[str] | None, Parameter(parse=False)] = None,
 ) -> int:
-    """Run a training script unmodified, record it, and say where its device time went.
+    """Run a training script unmodified, record it, and show where its device time went.
 
     Everything behind `--` reaches the script unchanged, and stdout is the script's alone: what headway says goes to
     stderr. Exits with the first failing rank's code (128 + signal); with --verify, 3 when the script ended well and a
@@ -39,11 +47,12 @@ def run(
         raise InputError("no script was given. Put it behind --, as in: headway run -- train.py --lr 1e-3")
     if options.baseline is not None and not is_run(options.baseline):
         raise InputError(f"--baseline {options.baseline} is not a run folder. Name one that headway run made.")
+    check_importable(options.trackers)
     plan = read_plan(options.plan_path) if options.plan_path else None
     if plan is not None and not plan.remedies:
         raise InputError(
-            f"the plan {options.plan_path} holds no remedy, and nothing would be applied. Say why, and what could be "
-            f"granted: headway plan {plan.baseline or 'RUN'}"
+            f"the plan {options.plan_path} holds no remedy, and nothing would be applied. See why, and what could be "
+            f"granted, with: headway plan {plan.baseline or 'RUN'}"
         )
     if options.verify and plan is None:
         raise InputError("--verify compares what a plan changed, and there is none. Name one: --apply PLAN.")
@@ -66,6 +75,8 @@ def run(
             if report.code:
                 return report.code
             raise
+    if report.run is not None and report.is_first:
+        hand_over(report.run, options.trackers)
     found = verified(report.run) if options.verify and report.run is not None else None
     return 3 if report.code == 0 and found is not None and found["unequal"] else report.code
 
@@ -138,3 +149,22 @@ def _beside(baseline: Path | None, run: Path) -> dict[str, float | None] | None:
     from headway.verbs.jobs.fault import ettr_beside
 
     return ettr_beside(Run.open(baseline), Run.open(run)) if baseline is not None else None
+
+
+def check_importable(trackers: Sequence[str]) -> None:
+    """Raise `InputError` for a library that is missing."""
+    for name in trackers:
+        if importlib.util.find_spec(name) is None:
+            raise InputError(f"--{name} needs the library {name}, which is missing. Install it, or leave out --{name}.")
+
+
+def hand_over(run: Path, trackers: Sequence[str]) -> None:
+    """Give the account of `run` to each of `trackers`, and say in one line each what came of it; raises nothing."""
+    for name in trackers:
+        command = [sys.executable, "-m", "headway.integrations.trackers", name, str(run)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TRACKER_S)
+            outcome = done.stdout if done.returncode == 0 else (done.stderr.strip() or f"exit code {done.returncode}")
+        except (OSError, subprocess.TimeoutExpired) as cause:
+            outcome = str(cause)
+        say_beside(f"headway: --{name}: {outcome.strip().splitlines()[-1]}\n")

@@ -170,7 +170,7 @@ def replayed(source: Path, trace: Trace) -> Trace:
 
 
 def info(source: Path, /, *, json: bool = False) -> int:
-    """Say what a trace or a run holds: ranks, steps, kinds, lanes, groups, longest names, coverage.
+    """Describe what a trace or a run holds: ranks, steps, kinds, lanes, groups, longest names, coverage.
 
     Example: `headway trace info profile.json.gz`
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,10 +43,15 @@ def fraction(_: object, tokens: Sequence[Token]) -> float:
     """Return what `5%` or `0.05` says. Raises `InputError` for anything else."""
     text = tokens[0].value.strip()
     try:
-        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        value = float(text.removesuffix("%"))
     except ValueError:
-        name = tokens[0].keyword or "the threshold"
-        raise InputError(f"{name} is {text!r}; it is a fraction. Pass 5% or 0.05.") from None
+        value = math.nan
+    name = tokens[0].keyword or "the threshold"
+    if math.isnan(value):
+        raise InputError(f"{name} is {text!r}; it is a fraction. Pass 5% or 0.05.")
+    if value > 1 and not text.endswith("%"):
+        raise InputError(f"{name} is {text}, which is {100 * value:g} %. Pass {text}% or {value / 100:g}.")
+    return value / (100 if text.endswith("%") else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,3 +208,14 @@ class RecordingOptions(RunOptions):
     out: Annotated[
         Path | None, Parameter(group=JOB, alias="-o", help="The run folder; headway-runs/SCRIPT-N by default.")
     ] = None
+    wandb: Annotated[
+        bool, _help(JOB, "Add verdict, ledger and page to the W&B run that the script opened, or WANDB_RUN_ID names.")
+    ] = False
+    mlflow: Annotated[
+        bool, _help(JOB, "The same for the MLflow run that the script opened, or MLFLOW_RUN_ID names.")
+    ] = False
+
+    @property
+    def trackers(self) -> list[str]:
+        """The libraries that get the account once the script has ended."""
+        return [name for name in ("wandb", "mlflow") if getattr(self, name)]

@@ -35,7 +35,7 @@ def advise(
     set_: Annotated[list[str], Parameter(name="--set", negative=())] | None = None,
     json: bool = False,
 ) -> int:
-    """Say how often to save, whether to write behind the steps, and what a failure loses each way.
+    """Compute how often to save, whether to write behind the steps, and what a failure loses each way.
 
     A recorded RUN is replayed with its saves changed; facts given with --set
     take the place of what it shows. Without a run they say it all. Where the

@@ -99,7 +99,7 @@ def _region_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
 
 
 def backends(*, json: bool = False) -> int:
-    """Say which ways to find out what pages of memory were written work on this host, and which one "auto" takes.
+    """Test which ways to find out what pages of memory were written work on this host, and which one "auto" takes.
 
     Asks the kernel with a small map of each kind of memory.
 
