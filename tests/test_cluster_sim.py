@@ -60,6 +60,16 @@ def test_a_share_is_received_within_two_rounds_of_what_it_says():
     assert outcome.finish_s[5] == outcome.finish_s.max()
 
 
+def test_finish_time_fairness_is_the_time_over_that_on_a_share_of_the_jobs_that_were_there():
+    """One device, 1 h and 2 h at once: 2 jobs for an hour, then 1. b: T_independent = 2 h x (2 + 2 x 1) / 3 h."""
+    found = simulate(Jobs(["a", "b"], [1, 1], [3600.0, 7200.0], [0.0, 0.0]), {"v100": 1}, "fifo", rates=[[1.0], [1.0]])
+
+    assert found.rho.tolist() == pytest.approx([1 / 2, 3 / (2 * 4 / 3)])
+    # By itself, on types of which one is half as fast: an equal share of both takes 4 / 3 of the fastest one's time.
+    alone = simulate(Jobs(["a"], [1], [900.0], [0.0]), {"v100": 1, "k80": 1}, "fifo_aware", rates=[[1.0, 0.5]])
+    assert alone.rho.tolist() == pytest.approx([3 / 4])
+
+
 def test_moving_costs_what_the_job_says_and_staying_costs_nothing():
     rng = np.random.default_rng(1)
     rates = np.ones((20, 2))

@@ -156,8 +156,9 @@ class RoundEngine:
         if len(self.jobs):
             self.process.after(self.wait_s(float(max(self.jobs.arrival_s[0], 0.0))), self.round)
         self.process.run()
+        mixed = (self.rates.alone * self.cluster.count).sum(axis=1).clip(1e-300) / max(self.cluster.count.sum(), 1)
         return Outcome(
-            self.jobs, self.cluster, self.window, self.start_s, self.finish_s, self.isolated_s,
+            self.jobs, self.cluster, self.window, self.start_s, self.finish_s, np.asarray(self.jobs.steps / mixed),
             np.asarray(self.jobs.steps / self.fastest), self.moves, self.used_s, max(self.decide_s),
             tuple(self.notes), tuple(self.prices), tuple(self.decide_s[1:]), tuple(self.sizes),
         )  # fmt: skip
@@ -260,8 +261,7 @@ class RoundEngine:
         """Book the steps and the time of rows that end now: all at the end of a round, else those that are done."""
         if self.running is None:
             return
-        ended, rows = self.running, self.rows
-        ends = np.ones(ended.a.size, np.bool_)
+        ended, rows, ends = self.running, self.rows, np.ones(self.running.a.size, np.bool_)
         if not over:
             ends = ended.since_s + ended.seconds <= now_s + MOMENT_S
             if reports is not None:
@@ -341,7 +341,7 @@ class RoundEngine:
         return np.asarray(share / np.maximum(share.sum(axis=1, keepdims=True), 1.0))
 
     def isolated(self, jobs: Indices) -> Values:
-        """[k] Steps per second with an equal share of the cluster (Themis' and Gavel's normaliser)."""
+        """[k] Steps per second with an equal share of the cluster (Gavel's normaliser of finish-time fairness)."""
         return np.asarray((self.rates.alone[jobs] * self.equal(jobs)).sum(axis=1)).clip(1e-300)
 
     def solve(self, now_s: float) -> None:

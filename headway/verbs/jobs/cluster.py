@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.text import Text
 from headway.cluster.adaptive.measured import published_jct_s, read_applications, read_workload
 from headway.cluster.adaptive.workload import MeasuredJobs
 from headway.cluster.model import Cluster, Jobs, Rates, Resize, Values, parse_numbers
-from headway.cluster.policies.table import POLICIES
+from headway.cluster.policies.table import AT_ONCE, POLICIES, SERVED
 from headway.cluster.queue.compare import (
     DEFAULT_POLICIES,
     FIDELITY,
@@ -39,7 +40,7 @@ from headway.core.units import format_fraction
 from headway.report.page.frames import queue_chart
 from headway.report.page.html import ReportData, head_part, page
 from headway.report.page.sections import section, text
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.report.paper import ScreenOptions, add_row, draw, grid, next_of, paragraph, uncut
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.source import run_at
 
@@ -206,6 +207,7 @@ def compare(
     queue = replace(queue, jobs=replace(queue.jobs, restart_s=np.full(len(queue.jobs), lost_s)))
     compared = compare_policies(queue, cluster, rates, names, seed=seed, round_s=round_s)
     result = {**answer(compared), "skipped": queue.skipped, "restart_s": lost_s, "restart_source": source}
+    result["serve"] = _serve_command(compared, devices, round_s)
     if measured:
         result["rates"] = measured
     if out is not None:
@@ -214,6 +216,16 @@ def compare(
             draft.write_text(_queue_page(jobs.name, compared), encoding="utf-8")
     emit(result, lambda screen: _compare_screen(result, screen), as_json=json)
     return 3 if result["refused"] else 0
+
+
+def _serve_command(compared: PolicyComparison, devices: str, round_s: float) -> str:
+    """Return what to type for the best policy that a service can go by; '' where the observed queue is as good."""
+    mean_s = {name: float(np.nanmean(compared.policies[name].jct_s)) for name in compared.policies if name in SERVED}
+    best = min(mean_s, key=lambda name: mean_s[name], default="")
+    if not best or (compared.observed and mean_s[best] >= compared.observed.jct_s.mean()):
+        return ""
+    command = ["headway", "cluster", "serve", "--slots", devices, "--policy", best, "--round-s", f"{round_s:g}"]
+    return shlex.join(command)
 
 
 BINS = 500
@@ -389,8 +401,9 @@ def _measured(rows: list[dict[str, Any]]) -> list[Any]:
 
 
 WORDS = (
-    "JCT: completion less arrival. rho: finish-time fairness, that time over the time with an equal share of "
-    "one's own; slowdown: over the time alone on the fastest type. Policies are simulated."
+    "JCT: completion less arrival. rho: finish-time fairness (Themis), that time over the time on 1 / N of the "
+    "cluster, N jobs being in the queue on average; slowdown: over the time alone on the fastest type. Policies are "
+    "simulated."
 )
 
 
@@ -453,4 +466,7 @@ def _compare_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
         verdict = (
             f"The log does not say when or where jobs started: no check by replay. Least mean JCT: {result['best']}."
         )
-    return draw([uncut(rows), *parts, "", paragraph(verdict), "", paragraph(WORDS, style="dim")], **screen)
+    if result["best"] and POLICIES[result["best"]] in AT_ONCE:
+        verdict += " Slurm schedules so with SchedulerType=sched/backfill; a service needs no time limits."
+    serve = next_of(result.get("serve", ""))
+    return draw([uncut(rows), *parts, "", paragraph(verdict), *serve, "", paragraph(WORDS, style="dim")], **screen)
