@@ -12,6 +12,7 @@ from cyclopts import Parameter
 from rich.text import Text
 
 from headway.cluster.adaptive.recorded import batch_answer, write_batch_plan
+from headway.cluster.advise import batch_command
 from headway.cluster.prices.answer import (
     Rest,
     cheapest,
@@ -31,10 +32,10 @@ from headway.core.tables import pick
 from headway.core.units import parse_bytes
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.answers.ledger import Ledger
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.report.paper import ScreenOptions, add_row, draw, grid, next_of, paragraph, uncut
 from headway.trace.recording.runs import Run
 from headway.verbs.shared.output import emit
-from headway.verbs.shared.source import run_at
+from headway.verbs.shared.source import run_at, run_command
 
 
 def prices(
@@ -251,6 +252,9 @@ def batch(
         if result["noise_scale"] is not None and "lossy" not in granted(allow):
             raise InputError("another batch size changes what is learned. Grant it: --allow lossy, or drop --out.")
         result["plan"] = {"path": str(out), "does": write_batch_plan(result, out, str(runs[0].path))}
+        result["next"] = run_command(runs[0].facts, "--apply", str(out))
+    else:
+        result["next"] = batch_command(str(runs[0].path), lossy=result["noise_scale"] is not None)
     emit(result, lambda screen: _batch_screen(result, screen), as_json=json)
     return 0
 
@@ -268,17 +272,15 @@ def _batch_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
     if now["predicted_useful_examples_per_s"]:
         words.append(f"The plan in force promised {now['predicted_useful_examples_per_s']:,.1f}.")
     if noise is None:
-        words.append("No noise scale was measured: throughput only. --out PLAN writes a plan that measures it.")
+        words.append("No noise scale was measured: throughput only.")
     else:
         kind = ", from consecutive gradients (biased)" if result["biased"] else ""
         words.append(f"Noise scale: {noise:,.0f} examples, from {result['noise_steps']:,} steps{kind}.")
     if result["skipped_steps"]:
         words.append(f"{result['skipped_steps']:,} steps had gradients that were not finite, and are left out.")
     if result["num_configurations"] < 2:
-        words.append("The speed is fitted to one configuration, and optimistic for others: --also RUN adds some.")
+        words.append("The speed is fitted to one configuration, and a guess for others: --also RUN adds some.")
     if "plan" in result:
-        words.append(
-            f"{result['plan']['path']} {result['plan']['does']}: headway run --apply {result['plan']['path']}."
-        )
+        words.append(f"{result['plan']['path']} {result['plan']['does']}.")
     head = Text(f"  best: {best['batch_size']:,} on {best['num_replicas']}, by {result['basis']}")
-    return draw([head, "", uncut(rows), "", *(paragraph(word) for word in words)], **screen)
+    return draw([head, "", uncut(rows), "", *(paragraph(word) for word in words), *next_of(result["next"])], **screen)
