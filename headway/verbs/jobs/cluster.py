@@ -34,12 +34,11 @@ from headway.cluster.service.state import ServiceState, outcome_of
 from headway.cluster.service.store import EventLog
 from headway.core.errors import InputError
 from headway.core.files.bounds import MOST
-from headway.core.files.regular_file import whole_file
 from headway.core.tables import pick
 from headway.core.units import format_fraction
 from headway.report.page.frames import queue_chart
-from headway.report.page.html import ReportData, head_part, page
-from headway.report.page.sections import section, text
+from headway.report.page.plots import page_around, write_page
+from headway.report.page.sections import section
 from headway.report.paper import ScreenOptions, add_row, draw, grid, next_of, paragraph, uncut
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.source import run_at
@@ -211,9 +210,7 @@ def compare(
     if measured:
         result["rates"] = measured
     if out is not None:
-        result["page"] = str(out)
-        with whole_file(out) as draft:
-            draft.write_text(_queue_page(jobs.name, compared), encoding="utf-8")
+        result["page"] = write_page(out, _queue_page(jobs.name, compared))
     emit(result, lambda screen: _compare_screen(result, screen), as_json=json)
     return 3 if result["refused"] else 0
 
@@ -247,9 +244,7 @@ def _queue_page(name: str, compared: PolicyComparison) -> str:
         )
         for title, (submitted, waiting) in counts.items()
     )  # fmt: skip
-    data = ReportData(name, {"devices": 0, "steps": 0, "wall_s": 0.0})
-    head = f'<div id="head"><h1>{text(name)}: the queue over time</h1></div>'
-    return page(data).replace(head_part(data), head + section("queue", "Queue over time", "", charts))
+    return page_around(name, f"{name}: the queue over time", section("queue", "Queue over time", "", charts))
 
 
 def _compare_log(folder: Path, names: list[str]) -> Mapping[str, object]:
