@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import numpy as np
 import pyarrow.parquet
@@ -188,6 +189,31 @@ def test_the_published_makespan_of_500_jobs_is_reached(table):
     outcome = simulate(jobs, cluster, "makespan", rates=table.of(jobs, cluster), rules="gavel", seed=1)
 
     assert outcome.makespan_s / 3600 == pytest.approx(177.5, rel=0.02)  # 169.4 is the published mean of three seeds
+
+
+RELEASED_H = [660.82, 177.99, 182.69, 153.37]
+"""Makespan of 100 jobs of seeds 0 to 3 under `fifo` of the released code (c4fa400), run beside ours."""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_released_fifo_takes_as_long_as_the_released_code(table, seed):
+    cluster = Cluster.parse("v100=36,p100=36,k80=36")
+    jobs = generate(100, seed, table.alone["v100"], jobs_per_hour=0.0, multi=True)
+    found = simulate(jobs, cluster, "fifo_released", rates=table.of(jobs, cluster), rules="gavel", seed=seed)
+
+    assert found.makespan_s / 3600 == pytest.approx(RELEASED_H[seed], rel=0.01)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_released_fifo_gives_the_last_type_by_name_and_strikes_off_the_one_that_it_drew(seed):
+    """Two types of one device: the first job gets the v100; the second the k80 where that was not struck off."""
+    drawn = random.Random(seed).randrange(2)
+    jobs = Jobs(["a", "b"], [1, 1], [36000.0, 36000.0], [0.0, 0.0])
+    found = simulate(jobs, {"v100": 1, "k80": 1}, "fifo_released", rates=[[1.0, 0.5]] * 2, seed=seed, rules="gavel")
+
+    # Without the k80 the second job waits for the first one, and follows it on its v100.
+    assert found.finish_s.tolist() == pytest.approx([36000.0, 72000.0])
+    assert found.start_s[1] == (0.0 if drawn else 36000.0)
 
 
 @pytest.mark.slow

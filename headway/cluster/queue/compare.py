@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.cluster.model import Cluster, Indices, Values, check_fits
+from headway.cluster.model import Cluster, Indices, Jobs, Values, check_fits
 from headway.cluster.policies.table import AT_ONCE, POLICIES, SERVED
 from headway.cluster.queue.engine import simulate
 from headway.cluster.queue.logs import RecordedQueue
@@ -143,13 +143,10 @@ def compare_policies(
             return found
     outcomes, unfit = dict[str, Outcome](), dict[str, str]()
     for name in policies:
-        decide = pick(POLICIES, name, "policy")
+        pick(POLICIES, name, "policy")
         try:
-            # As a service would go by it: devices that fall free within a round go to who waits.
-            outcomes[name] = simulate(
-                queue.jobs, cluster, decide, rates=rates, seed=seed, round_s=round_s,
-                reset_s=round_s * ROUNDS_PER_DECISION, fills=name in SERVED or decide in AT_ONCE,
-            )  # fmt: skip
+            reset_s = round_s * ROUNDS_PER_DECISION
+            outcomes[name] = _as_served(queue.jobs, cluster, name, rates, seed=seed, round_s=round_s, reset_s=reset_s)
         except InputError as cause:
             unfit[name] = str(cause)
             if len(unfit) == len(policies):
@@ -165,15 +162,17 @@ def compare_with_promise(
     The promise is the simulation of the same rounds, with `rates` [n, W] as measured in the end and nothing lost to
     moves: starts of attempts are part of the work of `observed.jobs`.
     """
-    jobs, cluster = observed.jobs, observed.cluster
+    jobs, cluster, each = observed.jobs, observed.cluster, dict.fromkeys([policy, *policies])
+    played = {name: _as_served(jobs, cluster, name, rates, round_s=round_s, reset_s=reset_s) for name in each}
+    return PolicyComparison(observed, played[policy], {name: played[name] for name in policies})
 
-    def played(name: str) -> Outcome:
-        return simulate(
-            jobs, cluster, name, rates=rates, round_s=round_s, reset_s=reset_s,
-            fills=name in SERVED or POLICIES[name] in AT_ONCE,
-        )  # fmt: skip
 
-    return PolicyComparison(observed, played(policy), {name: played(name) for name in policies})
+def _as_served(
+    jobs: Jobs, cluster: Cluster, name: str, rates: Values, *, seed: int = 0, round_s: float, reset_s: float
+) -> Outcome:  # fmt: skip
+    """Simulate a policy as a service would go by it: devices that fall free within a round go to who waits."""
+    fills = name in SERVED or POLICIES[name] in AT_ONCE
+    return simulate(jobs, cluster, name, rates=rates, seed=seed, round_s=round_s, reset_s=reset_s, fills=fills)
 
 
 def device_hours_by_owner(outcome: Outcome) -> dict[str, float]:

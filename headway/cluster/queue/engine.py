@@ -125,7 +125,7 @@ class RoundEngine:
         n, num_types = rates.alone.shape
         self.jobs, self.cluster, self.decide, self.rates, self.timing = jobs, cluster, decide, rates, timing
         self.process, self.adapting = Process(seed), adapting
-        self.shuffler = random.Random(seed + 5)  # the stream of types that the published mechanism draws from
+        self.shuffler, self.draws = random.Random(seed + 5), random.Random(seed)  # streams of the released code
         self.window, self.resizes = window, deque(sorted(resizes, key=lambda resize: resize.at_s))
         self.round_s, self.resized, self.stranded = timing.round_s, False, np.zeros(n, np.bool_)
         self.sizes = [(0.0, int(cluster.count.sum()))]  # from when on the cluster had how many devices
@@ -147,7 +147,7 @@ class RoundEngine:
         self.need, self.reset_at_s, self.idle_rounds = False, -math.inf, 0
         self.allocation = Allocation(np.zeros((0, num_types)))
         self.running: RunningRows | None = None
-        self.live, self.border_s = live, -math.inf
+        self.live, self.border_s, self.type_of = live, -math.inf, dict[int, int]()
         self.decide_s, self.notes = [0.0], dict[str, None]()
         self.prices: list[tuple[float, tuple[float, ...]]] = []
 
@@ -356,7 +356,7 @@ class RoundEngine:
             at, self.allowed[at], rates.kind[at], rates.shared, self.left[at], jobs.scale[at], jobs.weight[at],
             self.entity[at], jobs.arrival_s[at], jobs.deadline_s[at], self.isolated_s[at], jobs.restart_s[at],
             self.previous[at], partner, self.process.rng("policy"), self.moves[at], self.served_s[at], self.memory[at],
-            self.adapting, jobs.limit_s[at],
+            self.adapting, jobs.limit_s[at], self.draws, self.type_of,
         )  # fmt: skip
         clock = time.perf_counter()
         found = self.allocation = self.decide(state, self.cluster, now_s) if at.size else Allocation(state.rates)

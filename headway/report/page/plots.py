@@ -39,16 +39,12 @@ class GanttSpan:
 
     lane: int
     """Index of the lane."""
-
     start_s: float
     """Start."""
-
     end_s: float
     """End."""
-
     action: str
     """What it is, a key of the chart's `actions`."""
-
     label: str = ""
     """What is written on it where it has room."""
 
@@ -59,16 +55,12 @@ class Gantt:
 
     title: str
     """What is shown, in a sentence."""
-
     lanes: Sequence[str]
     """Names of the lanes, from the top."""
-
     spans: Sequence[GanttSpan]
     """What they did."""
-
     end_s: float
     """End of the axis, which begins at 0."""
-
     actions: Mapping[str, str]
     """Action -> its name in the legend; `page.css` has a colour for each of F, B, I, W, R."""
 
@@ -101,19 +93,14 @@ class Line:
 
     title: str
     """What is shown, in a sentence, with its largest value and unit."""
-
     values: ArrayLike
     """[t] Values at equal distances over the axis; NaN = not known."""
-
     ends: tuple[str, str]
     """What stands at both ends of the axis."""
-
     limit: float | None = None
     """The limit; None = there is none."""
-
     top: float = 0.0
     """Upper end of the vertical axis; 0 = the largest value or the limit, with a little room."""
-
     bottom: float = 0.0
     """Its lower end; what is below is drawn there."""
 
@@ -151,13 +138,10 @@ class Candidate:
 
     name: str
     """What it is."""
-
     value: float
     """What it costs, or gives."""
-
     printed: str
     """The value as it is printed, with its unit."""
-
     chosen: bool = False
     """Whether it is the best, or the one in use."""
 
@@ -168,7 +152,6 @@ class Bars:
 
     title: str
     """What is shown, in a sentence."""
-
     candidates: Sequence[Candidate]
     """In the order in which they are drawn."""
 

@@ -66,18 +66,13 @@ def incidents(
 
 def _ettr_line(end_s: NDArray[np.float64], ettr: NDArray[np.float64]) -> Line:
     """Return the chart of an ETTR [n] until each moment [n], linear between them."""
-    axis_s = np.linspace(0, end_s[-1], MOMENTS)
-    values = np.interp(axis_s, end_s, ettr)
-    lowest = math.floor(10 * values[MOMENTS // 20 :].min()) / 10  # the first moments are mostly start-up
+    values = np.interp(np.linspace(0, end_s[-1], 2000), end_s, ettr)
+    lowest = math.floor(10 * values[100:].min()) / 10  # the first moments are mostly start-up
     title = (
         f"Productive time over time until then: {format_fraction(ettr[-1])} in the end "
         f"(axis from {100 * lowest:.0f} to 100 %)"
     )
     return Line(title, values, ("0 s", format_seconds(end_s[-1])), top=1.0, bottom=min(lowest, 0.9))
-
-
-MOMENTS = 2000
-"""Moments of an ETTR over time."""
 
 
 def incidents_of(run: Run) -> dict[str, Any]:
