@@ -102,7 +102,7 @@ class Line:
     top: float = 0.0
     """Upper end of the vertical axis; 0 = the largest value or the limit, with a little room."""
     bottom: float = 0.0
-    """Its lower end; what is below is drawn there."""
+    """Its lower end; what is beyond either end is drawn there."""
 
     def markup(self) -> str:
         """Return the figure."""
@@ -111,7 +111,7 @@ class Line:
         finite = samples[np.isfinite(samples)]
         top = self.top or 1.08 * max(float(finite.max(initial=0.0)), self.limit or 0.0) or 1.0
         samples = np.repeat(samples, 2) if samples.size == 1 else samples  # one value for all of the axis
-        high = HEIGHT * (top - np.maximum(samples, self.bottom)) / (top - self.bottom)
+        high = HEIGHT * (top - np.clip(samples, self.bottom, top)) / (top - self.bottom)
         points = " ".join(
             f"{x:.1f},{y:.1f}"
             for x, y in zip(np.linspace(0, WIDTH, samples.size).tolist(), high.tolist(), strict=True)

@@ -67,12 +67,13 @@ def incidents(
 def _ettr_line(end_s: NDArray[np.float64], ettr: NDArray[np.float64]) -> Line:
     """Return the chart of an ETTR [n] until each moment [n], linear between them."""
     values = np.interp(np.linspace(0, end_s[-1], 2000), end_s, ettr)
-    lowest = math.floor(10 * values[100:].min()) / 10  # the first moments are mostly start-up
+    top = math.ceil(10 * values[100:].max()) / 10  # the first moments are mostly start-up
+    bottom = min(math.floor(10 * values[100:].min()) / 10, top - 0.1)
     title = (
         f"Productive time over time until then: {format_fraction(ettr[-1])} in the end "
-        f"(axis from {100 * lowest:.0f} to 100 %)"
+        f"(axis from {100 * bottom:.0f} to {100 * top:.0f} %)"
     )
-    return Line(title, values, ("0 s", format_seconds(end_s[-1])), top=1.0, bottom=min(lowest, 0.9))
+    return Line(title, values, ("0 s", format_seconds(end_s[-1])), top=top, bottom=bottom)
 
 
 def incidents_of(run: Run) -> dict[str, Any]:
