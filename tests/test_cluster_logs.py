@@ -71,6 +71,7 @@ def test_backfill_starts_each_job_when_a_scheduler_that_plans_all_of_them_each_s
     assert found.policies["backfill"].start_s.tolist() == pytest.approx(queue.start_s.tolist())
     assert (queue.start_s > queue.jobs.arrival_s).any()
     assert found.explained("backfill") == pytest.approx(0.0)
+    assert found.policies["backfill"].rho.tolist() == pytest.approx(found.observed.rho.tolist())
 
 
 def test_a_job_behind_the_first_starts_where_it_delays_no_reservation():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import numpy as np
 import pyarrow.parquet
@@ -58,6 +59,16 @@ def test_a_share_is_received_within_two_rounds_of_what_it_says():
     assert outcome.finish_s[:3].max() - outcome.finish_s[:3].min() <= 2 * 360
     assert outcome.finish_s[3:5].min() > outcome.finish_s[:3].max()
     assert outcome.finish_s[5] == outcome.finish_s.max()
+
+
+def test_finish_time_fairness_is_the_time_over_that_on_a_share_of_the_jobs_that_were_there():
+    """One device, 1 h and 2 h at once: 2 jobs for an hour, then 1. b: T_independent = 2 h x (2 + 2 x 1) / 3 h."""
+    found = simulate(Jobs(["a", "b"], [1, 1], [3600.0, 7200.0], [0.0, 0.0]), {"v100": 1}, "fifo", rates=[[1.0], [1.0]])
+
+    assert found.rho.tolist() == pytest.approx([1 / 2, 3 / (2 * 4 / 3)])
+    # By itself, on types of which one is half as fast: an equal share of both takes 4 / 3 of the fastest one's time.
+    alone = simulate(Jobs(["a"], [1], [900.0], [0.0]), {"v100": 1, "k80": 1}, "fifo_aware", rates=[[1.0, 0.5]])
+    assert alone.rho.tolist() == pytest.approx([3 / 4])
 
 
 def test_moving_costs_what_the_job_says_and_staying_costs_nothing():
@@ -178,6 +189,31 @@ def test_the_published_makespan_of_500_jobs_is_reached(table):
     outcome = simulate(jobs, cluster, "makespan", rates=table.of(jobs, cluster), rules="gavel", seed=1)
 
     assert outcome.makespan_s / 3600 == pytest.approx(177.5, rel=0.02)  # 169.4 is the published mean of three seeds
+
+
+RELEASED_H = [660.82, 177.99, 182.69, 153.37]
+"""Makespan of 100 jobs of seeds 0 to 3 under `fifo` of the released code (c4fa400), run beside ours."""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_released_fifo_takes_as_long_as_the_released_code(table, seed):
+    cluster = Cluster.parse("v100=36,p100=36,k80=36")
+    jobs = generate(100, seed, table.alone["v100"], jobs_per_hour=0.0, multi=True)
+    found = simulate(jobs, cluster, "fifo_released", rates=table.of(jobs, cluster), rules="gavel", seed=seed)
+
+    assert found.makespan_s / 3600 == pytest.approx(RELEASED_H[seed], rel=0.01)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_released_fifo_gives_the_last_type_by_name_and_strikes_off_the_one_that_it_drew(seed):
+    """Two types of one device: the first job gets the v100; the second the k80 where that was not struck off."""
+    drawn = random.Random(seed).randrange(2)
+    jobs = Jobs(["a", "b"], [1, 1], [36000.0, 36000.0], [0.0, 0.0])
+    found = simulate(jobs, {"v100": 1, "k80": 1}, "fifo_released", rates=[[1.0, 0.5]] * 2, seed=seed, rules="gavel")
+
+    # Without the k80 the second job waits for the first one, and follows it on its v100.
+    assert found.finish_s.tolist() == pytest.approx([36000.0, 72000.0])
+    assert found.start_s[1] == (0.0 if drawn else 36000.0)
 
 
 @pytest.mark.slow

@@ -49,19 +49,26 @@ def propose(ledger: object, program: Program, setup: Setup) -> Iterator[Proposal
     if isinstance(ledger, Ledger):
         yield from _fork(ledger, program, setup)
     if "cluster.noise" in setup.in_force:
-        reason = "steps per second do not judge it: `headway cluster batch RUN` says what a batch learns per second"
+        path = "RUN" if program.run is None else str(program.run.path)
+        reason = f"the noise of the gradients was measured: {batch_command(path, lossy=True)} chooses a batch by it"
         yield Refusal(BATCH, "cluster", reason)
     elif isinstance(ledger, Ledger) and program.run is not None and BATCH not in setup.in_force:
         fixed = _fixed_fraction(ledger)
         sized = any(loader.batch_size for loader in setup.loaders.values())
         if sized and fixed >= LEAST_FIXED and not ledger.ledger_ns["bubble"]:
-            command = shlex.join(["headway", "cluster", "batch", str(program.run.path), "--out", "batch.json"])
+            command = batch_command(str(program.run.path))
             reason = (
                 f"{format_fraction(fixed)} of the steps are communication and calls, which do not grow with the batch: "
                 f"a larger one may learn more per second. The noise of the gradients, which decides it, was not "
                 f"measured: {command} writes the plan that measures it"
             )
             yield Refusal(BATCH, "cluster", reason)
+
+
+def batch_command(run: str, *, lossy: bool = False) -> str:
+    """Return the command that writes the plan which measures the noise of gradients, or (`lossy`) sets the batch."""
+    grant = ["--allow", "lossy"] if lossy else []
+    return shlex.join(["headway", "cluster", "batch", run, "--out", "batch.json", *grant])
 
 
 def _fixed_fraction(ledger: Ledger) -> float:

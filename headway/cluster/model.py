@@ -19,6 +19,7 @@ headway.core.errors.InputError: 'v100' says no number of devices. Write type=cou
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -383,6 +384,12 @@ class QueueState:
 
     limit_s: Values = field(default_factory=lambda: np.full(1, math.inf))
     """[m] Time limit of each; infinity = none."""
+
+    draws: random.Random = field(default_factory=random.Random)
+    """Random choices of policies that draw as released code does: Python's stream of the simulation's seed."""
+
+    type_of: dict[int, int] = field(default_factory=dict)
+    """Job -> index of a type: what such a policy noted, to be found at its next decision, of jobs that ended too."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

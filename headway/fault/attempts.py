@@ -15,6 +15,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headway.core.units import NS_PER_S
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.answers.metrics import ettr_of_steps, optimal_interval_s
@@ -134,6 +137,20 @@ def stepped_s(book: RunBook) -> tuple[float, float]:
     counts = [attempt.kept_steps for attempt in book.attempts]
     kept_s = sum(float(steps[:count].sum()) for steps, count in zip(walls, counts, strict=True))
     return kept_s, sum(float(steps.sum()) for steps in walls)
+
+
+def ettr_over_time(run: RunBook) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return moments [n] in s from the launcher's start, the ends of steps and of the run, and the ETTR until each."""
+    rows = [(0.0, 0.0)]  # when, and what was kept of the step that ended then
+    for attempt in run.attempts:
+        begins = [book.first_ns for book in attempt.books if len(book.step_wall_ns)]
+        at_ns = float(np.mean(begins)) - run.wall[0] if begins else 0.0
+        for step, wall_ns in enumerate(attempt.step_wall_ns.tolist() if begins else ()):
+            rows += [(at_ns, 0.0), (at_ns + wall_ns, wall_ns if step < attempt.kept_steps else 0.0)]
+            at_ns += wall_ns
+    rows.append((float(run.wall[1] - run.wall[0]), 0.0))
+    end_s, kept_s = np.array(sorted(rows)).T / NS_PER_S
+    return end_s, np.asarray(np.cumsum(kept_s) / np.maximum(end_s, 1e-9))
 
 
 def saves_of(book: RunBook) -> int:

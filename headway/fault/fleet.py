@@ -168,6 +168,9 @@ class FleetOutcome:
     longest_unproductive_s: float
     """The longest stretch from a failure until the work that it lost was done again."""
 
+    over_time: Sequence[tuple[float, float]] = ()
+    """Time in s and ETTR until then, at each change."""
+
     def to_json(self) -> dict[str, Any]:
         """Return the object of `headway fault sim --json`."""
         return {
@@ -206,6 +209,7 @@ class _FailingJob:
         self.weights = [cause.weight / total for cause in self.causes]
         self.lost = dict.fromkeys(PARTS, 0.0)
         self.num_incidents = 0
+        self.over_time: list[tuple[float, float]] = []
         self.longest_s = 0.0
         self.standbys = scenario.times.standby_hosts
         self._phase: str | None = None
@@ -237,7 +241,13 @@ class _FailingJob:
         spent_s, self._since_s = self.process.now_s - self._since_s, self.process.now_s
         if self._phase is not None:
             self.lost[self._phase] += spent_s
-            return
+        else:
+            self._book_training(spent_s, lost=lost)
+        if self.process.now_s > 0:
+            self.over_time.append((self.process.now_s, max(1 - sum(self.lost.values()) / self.process.now_s, 0.0)))
+
+    def _book_training(self, spent_s: float, *, lost: bool) -> None:
+        """Account for training: saves, and what was not saved where that is `lost`."""
         every_s, save_s = self.times.save_every_s, self.times.save_s
         cycles, rest_s = divmod(spent_s, every_s + save_s)
         self.lost["save"] += cycles * save_s + max(rest_s - every_s, 0.0)
@@ -310,4 +320,5 @@ def simulate(scenario: Scenario, seed: int, *, failures: Sequence[GivenFailure] 
     wall_s = scenario.days * S_PER_DAY
     process.run(wall_s)
     job.end()
-    return FleetOutcome(max(1 - sum(job.lost.values()) / wall_s, 0.0), job.lost, job.num_incidents, job.longest_s)
+    ettr = max(1 - sum(job.lost.values()) / wall_s, 0.0)
+    return FleetOutcome(ettr, job.lost, job.num_incidents, job.longest_s, job.over_time)

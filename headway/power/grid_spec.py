@@ -156,7 +156,8 @@ def check(power_w: ArrayLike, step_s: float, spec: GridSpec) -> GridCompliance:
     total, of_band = float(energy.sum()), float(energy[inside].sum())
     share = of_band / total if total > 0 else 0.0
     values = {
-        "ramp_w_per_s": largest_ramp(power, step_s), "range_w": largest_range(power, step_s, spec.window_s),
+        "ramp_w_per_s": float(ramps(power, step_s).max()),
+        "range_w": float(ranges(power, step_s, spec.window_s).max()),
         "band_rms_w": math.sqrt(of_band), "band_share": share,
     }  # fmt: skip
     violations = tuple(
@@ -180,8 +181,11 @@ def checked_power(power_w: ArrayLike, step_s: float) -> Watts:
     return power
 
 
-def largest_ramp(power: Watts, step_s: float) -> float:
-    """Return the largest change over one second, W/s; between samples power is linear."""
+def ramps(power: Watts, step_s: float) -> Watts:
+    """Return the change over the second from each sample on, W/s [t]; between samples power is linear.
+
+    Of a record shorter than that, the largest one within it [1].
+    """
     whole, part = divmod(1.0 / step_s, 1.0)
     shift = int(whole)
     if part > 1 - 1e-9:
@@ -190,11 +194,11 @@ def largest_ramp(power: Watts, step_s: float) -> float:
     after = power[shift : shift + last]
     if part > 1e-9:
         after = (1 - part) * after + part * power[shift + 1 : shift + 1 + last]
-    return float(np.abs(after - power[:last]).max()) if last > 0 else float(power.max() - power.min())
+    return np.asarray(np.abs(after - power[:last]) if last > 0 else np.ptp(power, keepdims=True))
 
 
-def largest_range(power: Watts, step_s: float, window_s: float) -> float:
-    """Return the largest difference within a window, W.
+def ranges(power: Watts, step_s: float, window_s: float) -> Watts:
+    """Return the largest difference within the window from each sample on, W [t]; [1] of a record that is shorter.
 
     Blocks as long as the window, with the running extremes of each from both ends: a window reaches over the end of one
     block and the start of the next, and its extreme is the larger of the two running ones (van Herk, 1992).
@@ -203,14 +207,14 @@ def largest_range(power: Watts, step_s: float, window_s: float) -> float:
     """
     size = round(window_s / step_s) + 1
     if size >= len(power):
-        return float(power.max() - power.min())
+        return np.asarray(np.ptp(power, keepdims=True))
     padded = np.concatenate([power, np.full(-len(power) % size, power[-1])]).reshape(-1, size)
     found = []
     for extreme in (np.maximum, np.minimum):
         left = extreme.accumulate(padded, axis=1).ravel()
         right = extreme.accumulate(padded[:, ::-1], axis=1)[:, ::-1].ravel()
         found.append(extreme(right[: len(power) - size + 1], left[size - 1 : len(power)]))
-    return float((found[0] - found[1]).max())
+    return np.asarray(found[0] - found[1])
 
 
 def spectrum(power: Watts, step_s: float, *, segment_s: float) -> tuple[Watts, Watts]:

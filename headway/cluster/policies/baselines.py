@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
 
@@ -43,6 +44,48 @@ def fifo(state: QueueState, cluster: Cluster, now_s: float) -> Allocation:
 def fifo_aware(state: QueueState, cluster: Cluster, now_s: float) -> Allocation:
     """First in, first out, each on its fastest type with room, chosen again at each decision."""
     return _in_order(state, cluster, aware=True)
+
+
+def fifo_released(state: QueueState, cluster: Cluster, now_s: float) -> Allocation:
+    """What `fifo` of the code released with Gavel does (policies/fifo.py at c4fa400), which is not what its paper says.
+
+    The type that is drawn is only struck off the list; the job goes to the last type of the list in order of names
+    (v100 first of all), with room there or without. A job that follows one that has ended is checked against devices
+    less those of jobs with lower numbers alone. So types are given away more than once, and their jobs take turns by
+    rounds. Jobs keep their type to their end; the draws are those of Python's `random` from the simulation's seed.
+    """
+    on = state.type_of
+    row_of = {job: row for row, job in enumerate(state.index.tolist())}
+    queue, idle = deque(sorted(set(row_of) - set(on))), cluster.count.tolist()
+
+    def give(job: int, j: int) -> None:
+        on[job] = j
+        idle[j] -= int(state.scale[row_of[job]])
+
+    for job, j in sorted(on.items()):
+        if job in row_of:
+            idle[j] -= int(state.scale[row_of[job]])
+            continue
+        del on[job]
+        head = row_of[queue[0]] if queue else -1
+        if queue and state.scale[head] <= idle[j] and state.rates[head, j] > 0:
+            give(queue.popleft(), j)
+    listed = sorted((j for j in range(len(idle)) if idle[j] > 0), key=lambda j: cluster.names[j])
+    while queue and listed:
+        row = row_of[queue[0]]
+        with_room = [at for at, j in enumerate(listed) if idle[j] >= state.scale[row]]
+        if not with_room:
+            break
+        drawn, last = with_room[state.draws.randrange(len(with_room))], listed[-1]
+        job = queue.popleft()
+        if state.rates[row, last] > 0:
+            give(job, last)
+            if idle[last] == 0:
+                listed.pop(drawn)
+    x = np.zeros(state.rates.shape)
+    for job, j in on.items():
+        x[row_of[job], j] = 1.0
+    return Allocation(x, strict=True, aware=False)
 
 
 RESERVATIONS = 100

@@ -23,6 +23,7 @@ class SchedulingPolicy(Protocol):
 POLICIES: Mapping[str, SchedulingPolicy] = {
     "fifo": baselines.fifo,
     "fifo_aware": baselines.fifo_aware,
+    "fifo_released": baselines.fifo_released,
     "backfill": baselines.backfill,
     "easy": baselines.easy,
     "las": fairness.las,

@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from headway.cluster.model import Cluster, Indices, Values, check_fits
+from headway.cluster.model import Cluster, Indices, Jobs, Values, check_fits
 from headway.cluster.policies.table import AT_ONCE, POLICIES, SERVED
 from headway.cluster.queue.engine import simulate
 from headway.cluster.queue.logs import RecordedQueue
 from headway.cluster.queue.outcome import Outcome
+from headway.cluster.queue.rounds import ROUNDS_PER_DECISION
 from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.sim.graph.process import Process
@@ -110,21 +111,12 @@ def replay_in_order(queue: RecordedQueue, cluster: Cluster, pool: Indices) -> Va
 
 
 def recorded_outcome(queue: RecordedQueue, cluster: Cluster, start_s: Values, pool: Indices) -> Outcome:
-    """Return what start times amount to; the equal share of a job is taken over its own life."""
+    """Return what start times amount to."""
     jobs = queue.jobs
-    finish_s = start_s + jobs.steps
-    # Jobs in the system over time, integrated: mean over [arrival, finish] of each.
-    at = np.concatenate((jobs.arrival_s, finish_s))
-    order = np.argsort(at, kind="stable")
-    number = np.cumsum(np.repeat((1.0, -1.0), len(jobs))[order])
-    area = np.concatenate(([0.0], np.cumsum(number[:-1] * np.diff(at[order]))))
-    mean = np.diff(np.interp(np.stack((jobs.arrival_s, finish_s)), at[order], area), axis=0)[0]
-    mean = np.maximum(mean / np.maximum(finish_s - jobs.arrival_s, 1e-9), 1.0)
-    share = np.minimum(cluster.count.sum() / (mean * jobs.scale), 1.0)
     used_s = np.bincount(np.maximum(pool, 0), jobs.steps * jobs.scale, len(cluster.names)).astype(np.float64)
     return Outcome(
-        jobs, cluster, (0, len(jobs)), start_s, finish_s, jobs.steps / share, jobs.steps, np.zeros(len(jobs), np.int64),
-        used_s, 0.0,
+        jobs, cluster, (0, len(jobs)), start_s, start_s + jobs.steps, jobs.steps, jobs.steps,
+        np.zeros(len(jobs), np.int64), used_s, 0.0,
     )  # fmt: skip
 
 
@@ -151,11 +143,10 @@ def compare_policies(
             return found
     outcomes, unfit = dict[str, Outcome](), dict[str, str]()
     for name in policies:
-        decide = pick(POLICIES, name, "policy")
+        pick(POLICIES, name, "policy")
         try:
-            outcomes[name] = simulate(
-                queue.jobs, cluster, decide, rates=rates, seed=seed, round_s=round_s, fills=decide in AT_ONCE
-            )
+            reset_s = round_s * ROUNDS_PER_DECISION
+            outcomes[name] = _as_served(queue.jobs, cluster, name, rates, seed=seed, round_s=round_s, reset_s=reset_s)
         except InputError as cause:
             unfit[name] = str(cause)
             if len(unfit) == len(policies):
@@ -171,15 +162,17 @@ def compare_with_promise(
     The promise is the simulation of the same rounds, with `rates` [n, W] as measured in the end and nothing lost to
     moves: starts of attempts are part of the work of `observed.jobs`.
     """
-    jobs, cluster = observed.jobs, observed.cluster
+    jobs, cluster, each = observed.jobs, observed.cluster, dict.fromkeys([policy, *policies])
+    played = {name: _as_served(jobs, cluster, name, rates, round_s=round_s, reset_s=reset_s) for name in each}
+    return PolicyComparison(observed, played[policy], {name: played[name] for name in policies})
 
-    def played(name: str) -> Outcome:
-        return simulate(
-            jobs, cluster, name, rates=rates, round_s=round_s, reset_s=reset_s,
-            fills=name in SERVED or POLICIES[name] in AT_ONCE,
-        )  # fmt: skip
 
-    return PolicyComparison(observed, played(policy), {name: played(name) for name in policies})
+def _as_served(
+    jobs: Jobs, cluster: Cluster, name: str, rates: Values, *, seed: int = 0, round_s: float, reset_s: float
+) -> Outcome:  # fmt: skip
+    """Simulate a policy as a service would go by it: devices that fall free within a round go to who waits."""
+    fills = name in SERVED or POLICIES[name] in AT_ONCE
+    return simulate(jobs, cluster, name, rates=rates, seed=seed, round_s=round_s, reset_s=reset_s, fills=fills)
 
 
 def device_hours_by_owner(outcome: Outcome) -> dict[str, float]:

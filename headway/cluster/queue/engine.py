@@ -125,7 +125,7 @@ class RoundEngine:
         n, num_types = rates.alone.shape
         self.jobs, self.cluster, self.decide, self.rates, self.timing = jobs, cluster, decide, rates, timing
         self.process, self.adapting = Process(seed), adapting
-        self.shuffler = random.Random(seed + 5)  # the stream of types that the published mechanism draws from
+        self.shuffler, self.draws = random.Random(seed + 5), random.Random(seed)  # streams of the released code
         self.window, self.resizes = window, deque(sorted(resizes, key=lambda resize: resize.at_s))
         self.round_s, self.resized, self.stranded = timing.round_s, False, np.zeros(n, np.bool_)
         self.sizes = [(0.0, int(cluster.count.sum()))]  # from when on the cluster had how many devices
@@ -147,7 +147,7 @@ class RoundEngine:
         self.need, self.reset_at_s, self.idle_rounds = False, -math.inf, 0
         self.allocation = Allocation(np.zeros((0, num_types)))
         self.running: RunningRows | None = None
-        self.live, self.border_s = live, -math.inf
+        self.live, self.border_s, self.type_of = live, -math.inf, dict[int, int]()
         self.decide_s, self.notes = [0.0], dict[str, None]()
         self.prices: list[tuple[float, tuple[float, ...]]] = []
 
@@ -156,8 +156,9 @@ class RoundEngine:
         if len(self.jobs):
             self.process.after(self.wait_s(float(max(self.jobs.arrival_s[0], 0.0))), self.round)
         self.process.run()
+        mixed = (self.rates.alone * self.cluster.count).sum(axis=1).clip(1e-300) / max(self.cluster.count.sum(), 1)
         return Outcome(
-            self.jobs, self.cluster, self.window, self.start_s, self.finish_s, self.isolated_s,
+            self.jobs, self.cluster, self.window, self.start_s, self.finish_s, np.asarray(self.jobs.steps / mixed),
             np.asarray(self.jobs.steps / self.fastest), self.moves, self.used_s, max(self.decide_s),
             tuple(self.notes), tuple(self.prices), tuple(self.decide_s[1:]), tuple(self.sizes),
         )  # fmt: skip
@@ -260,8 +261,7 @@ class RoundEngine:
         """Book the steps and the time of rows that end now: all at the end of a round, else those that are done."""
         if self.running is None:
             return
-        ended, rows = self.running, self.rows
-        ends = np.ones(ended.a.size, np.bool_)
+        ended, rows, ends = self.running, self.rows, np.ones(self.running.a.size, np.bool_)
         if not over:
             ends = ended.since_s + ended.seconds <= now_s + MOMENT_S
             if reports is not None:
@@ -341,7 +341,7 @@ class RoundEngine:
         return np.asarray(share / np.maximum(share.sum(axis=1, keepdims=True), 1.0))
 
     def isolated(self, jobs: Indices) -> Values:
-        """[k] Steps per second with an equal share of the cluster (Themis' and Gavel's normaliser)."""
+        """[k] Steps per second with an equal share of the cluster (Gavel's normaliser of finish-time fairness)."""
         return np.asarray((self.rates.alone[jobs] * self.equal(jobs)).sum(axis=1)).clip(1e-300)
 
     def solve(self, now_s: float) -> None:
@@ -356,7 +356,7 @@ class RoundEngine:
             at, self.allowed[at], rates.kind[at], rates.shared, self.left[at], jobs.scale[at], jobs.weight[at],
             self.entity[at], jobs.arrival_s[at], jobs.deadline_s[at], self.isolated_s[at], jobs.restart_s[at],
             self.previous[at], partner, self.process.rng("policy"), self.moves[at], self.served_s[at], self.memory[at],
-            self.adapting, jobs.limit_s[at],
+            self.adapting, jobs.limit_s[at], self.draws, self.type_of,
         )  # fmt: skip
         clock = time.perf_counter()
         found = self.allocation = self.decide(state, self.cluster, now_s) if at.size else Allocation(state.rates)

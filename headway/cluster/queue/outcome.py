@@ -32,8 +32,8 @@ class Outcome:
     finish_s: Values
     """[n] When each was done; NaN = not yet, or not known."""
 
-    isolated_s: Values
-    """[n] Time it would have taken with an equal share of the cluster for itself; 0 = not known."""
+    mixed_s: Values
+    """[n] Time it would have taken alone on a mixture of all types, each by its number of devices; 0 = not known."""
 
     alone_s: Values
     """[n] Time it would have taken alone on its fastest type."""
@@ -77,9 +77,23 @@ class Outcome:
 
     @property
     def rho(self) -> Values:
-        """[w] Finish-time fairness: completion time over that with an equal share of one's own (NaN = not known)."""
-        isolated = self.isolated_s[slice(*self.window)]
-        return np.asarray(self.jct_s / np.where(isolated > 0, isolated, math.nan))
+        """[w] Finish-time fairness, T_shared / T_independent (Themis, NSDI 2020, section 3); NaN = not known.
+
+        T_independent is the time on 1 / N of the cluster, N the mean number of jobs in the queue from the arrival of
+        the job to its completion: mixed_s x max(N scale / devices, 1).
+        """
+        window, end_s = slice(*self.window), np.where(np.isfinite(self.finish_s), self.finish_s, math.inf)
+        # Jobs in the queue over time, integrated: `area` [2n] up to each arrival and completion.
+        at_s = np.concatenate((self.jobs.arrival_s, end_s))
+        order = np.argsort(at_s, kind="stable")
+        order = order[np.isfinite(at_s[order])]
+        number = np.cumsum(np.where(order < len(self.jobs), 1.0, -1.0))
+        area = np.concatenate(([0.0], np.cumsum(number[:-1] * np.diff(at_s[order]))))
+        spans_s = np.stack((self.jobs.arrival_s, self.finish_s))[:, window]
+        mean = np.diff(np.interp(spans_s, at_s[order], area), axis=0)[0] / np.maximum(self.jct_s, 1e-9)
+        share = np.maximum(np.maximum(mean, 1.0) * self.jobs.scale[window] / self.cluster.count.sum(), 1.0)
+        alone_s = np.where(self.mixed_s[window] > 0, self.mixed_s[window], math.nan)
+        return np.asarray(self.jct_s / (alone_s * share))
 
     @property
     def usd(self) -> float | None:

@@ -36,6 +36,9 @@ Flags = NDArray[np.bool_]
 LATEST, GRACE_S = 1.6, 3600.0
 """A gang that is this many times as late as jobs are on average is served first; an hour counts for nothing."""
 
+ROUNDS_PER_DECISION = 16 / 3
+"""Rounds of a service from one decision to the next at least: Gavel's 1920 s of 360."""
+
 MOMENT_S = 1e-6
 """Times that are no further apart are one: sums of round lengths are not exact."""
 

@@ -22,7 +22,7 @@ from headway.cluster.policies.table import SERVED
 from headway.cluster.queue.engine import RoundEngine
 from headway.cluster.queue.logs import relative_speed
 from headway.cluster.queue.outcome import Outcome
-from headway.cluster.queue.rounds import RoundReport, Timing, lag
+from headway.cluster.queue.rounds import ROUNDS_PER_DECISION, RoundReport, Timing, lag
 from headway.cluster.service.executors import JobAttempt
 from headway.cluster.service.store import (
     AttemptAsked,
@@ -41,9 +41,6 @@ from headway.core.tables import pick
 
 UNKNOWN_STEPS = float(2**40)
 """Steps of a job whose length nobody knows: no policy of a service asks for it."""
-
-ROUNDS_PER_DECISION = 16 / 3
-"""Rounds from one decision to the next at least: Gavel's 1920 s of 360."""
 
 MOST_LOST = 5
 """An attempt that is lost is followed by another, unless so many in a row did no step (Gavel's limit of failures)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.text import Text
 from headway.cluster.adaptive.measured import published_jct_s, read_applications, read_workload
 from headway.cluster.adaptive.workload import MeasuredJobs
 from headway.cluster.model import Cluster, Jobs, Rates, Resize, Values, parse_numbers
-from headway.cluster.policies.table import POLICIES
+from headway.cluster.policies.table import AT_ONCE, POLICIES, SERVED
 from headway.cluster.queue.compare import (
     DEFAULT_POLICIES,
     FIDELITY,
@@ -33,13 +34,12 @@ from headway.cluster.service.state import ServiceState, outcome_of
 from headway.cluster.service.store import EventLog
 from headway.core.errors import InputError
 from headway.core.files.bounds import MOST
-from headway.core.files.regular_file import whole_file
 from headway.core.tables import pick
 from headway.core.units import format_fraction, plural
 from headway.report.page.frames import queue_chart
-from headway.report.page.html import ReportData, head_part, page
-from headway.report.page.sections import section, text
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.report.page.plots import page_around, write_page
+from headway.report.page.sections import section
+from headway.report.paper import ScreenOptions, add_row, draw, grid, next_of, paragraph, uncut
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.source import run_at
 
@@ -206,14 +206,23 @@ def compare(
     queue = replace(queue, jobs=replace(queue.jobs, restart_s=np.full(len(queue.jobs), lost_s)))
     compared = compare_policies(queue, cluster, rates, names, seed=seed, round_s=round_s)
     result = {**answer(compared), "skipped": queue.skipped, "restart_s": lost_s, "restart_source": source}
+    result["serve"] = _serve_command(compared, devices, round_s)
     if measured:
         result["rates"] = measured
     if out is not None:
-        result["page"] = str(out)
-        with whole_file(out) as draft:
-            draft.write_text(_queue_page(jobs.name, compared), encoding="utf-8")
+        result["page"] = write_page(out, _queue_page(jobs.name, compared))
     emit(result, lambda screen: _compare_screen(result, screen), as_json=json)
     return 3 if result["refused"] else 0
+
+
+def _serve_command(compared: PolicyComparison, devices: str, round_s: float) -> str:
+    """Return what to type for the best policy that a service can go by; '' where the observed queue is as good."""
+    mean_s = {name: float(np.nanmean(compared.policies[name].jct_s)) for name in compared.policies if name in SERVED}
+    best = min(mean_s, key=lambda name: mean_s[name], default="")
+    if not best or (compared.observed and mean_s[best] >= compared.observed.jct_s.mean()):
+        return ""
+    command = ["headway", "cluster", "serve", "--slots", devices, "--policy", best, "--round-s", f"{round_s:g}"]
+    return shlex.join(command)
 
 
 BINS = 500
@@ -235,9 +244,7 @@ def _queue_page(name: str, compared: PolicyComparison) -> str:
         )
         for title, (submitted, waiting) in counts.items()
     )  # fmt: skip
-    data = ReportData(name, {"devices": 0, "steps": 0, "wall_s": 0.0})
-    head = f'<div id="head"><h1>{text(name)}: the queue over time</h1></div>'
-    return page(data).replace(head_part(data), head + section("queue", "Queue over time", "", charts))
+    return page_around(name, f"{name}: the queue over time", section("queue", "Queue over time", "", charts))
 
 
 def _compare_log(folder: Path, names: list[str]) -> Mapping[str, object]:
@@ -391,8 +398,9 @@ def _measured(rows: list[dict[str, Any]]) -> list[Any]:
 
 
 WORDS = (
-    "JCT: completion less arrival. rho: finish-time fairness, that time over the time with an equal share of "
-    "one's own; slowdown: over the time alone on the fastest type. Policies are simulated."
+    "JCT: completion less arrival. rho: finish-time fairness (Themis), that time over the time on 1 / N of the "
+    "cluster, N jobs being in the queue on average; slowdown: over the time alone on the fastest type. Policies are "
+    "simulated."
 )
 
 
@@ -455,4 +463,7 @@ def _compare_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
         verdict = (
             f"The log does not say when or where jobs started: no check by replay. Least mean JCT: {result['best']}."
         )
-    return draw([uncut(rows), *parts, "", paragraph(verdict), "", paragraph(WORDS, style="dim")], **screen)
+    if result["best"] and POLICIES[result["best"]] in AT_ONCE:
+        verdict += " Slurm schedules so with SchedulerType=sched/backfill; a service needs no time limits."
+    serve = next_of(result.get("serve", ""))
+    return draw([uncut(rows), *parts, "", paragraph(verdict), *serve, "", paragraph(WORDS, style="dim")], **screen)

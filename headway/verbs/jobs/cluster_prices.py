@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +11,7 @@ from cyclopts import Parameter
 from rich.text import Text
 
 from headway.cluster.adaptive.recorded import batch_answer, write_batch_plan
+from headway.cluster.advise import batch_command
 from headway.cluster.prices.answer import (
     Rest,
     cheapest,
@@ -31,10 +31,14 @@ from headway.core.tables import pick
 from headway.core.units import parse_bytes
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.answers.ledger import Ledger
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.report.page.plots import Bars, Candidate, picture_page, write_page
+from headway.report.paper import ScreenOptions, add_row, draw, grid, next_of, paragraph, uncut
 from headway.trace.recording.runs import Run
 from headway.verbs.shared.output import emit
-from headway.verbs.shared.source import run_at
+from headway.verbs.shared.source import run_at, run_command
+
+Facts = dict[str, Any]
+"""An answer, as it is printed as JSON."""
 
 
 def prices(
@@ -42,7 +46,8 @@ def prices(
     region: str = "us-east-1", device_type: str = "", move_usd: float = 0.0, checkpoint: str = "0",
     egress_usd_per_gb: float = 0.09, move_s: float = 0.0, hysteresis: float = 0.1,
     from_: Annotated[str, Parameter(name="--from")] = "", extend: str = "", due_hours: float = math.inf,
-    restart_s: float = 900.0, sky: Path | None = None, max_restarts: int = 3, json: bool = False,
+    restart_s: float = 900.0, sky: Path | None = None, max_restarts: int = 3,
+    out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False,
 ) -> int:  # fmt: skip
     """Price the rest of a job on each offer, and what each way of buying it would have come to.
 
@@ -89,13 +94,14 @@ def prices(
         Write the task of the cheapest offer as YAML of SkyPilot's; needs RUN.
     max_restarts
         Restarts on errors that SkyPilot may make.
+    out
+        Also write a page of the dollars of each offer and of each way of buying: -o page.html.
     json
         Print one JSON object instead of text.
     """
     if not (0 < days < 1e5 and steps_left >= 0 and due_hours > 0 and extend in ("", "hold")):
         raise InputError("--days and --due-hours must be above 0, --steps-left not below, --extend empty or hold.")
-    records = read_records(data)
-    recorded = None if model and run is None else run_at(run)
+    records, recorded = read_records(data), None if model and run is None else run_at(run)
     reference, num_devices, speeds = _job(recorded, records, model, device_type)
     market, calendar = records.market(region, reference, on_demand=math.isfinite(due_hours))
     move = move_usd + parse_bytes(checkpoint) / 1e9 * egress_usd_per_gb
@@ -103,7 +109,7 @@ def prices(
     rest = Rest(steps_left or days * DAY_S * speeds[reference], reference, hysteresis, due_hours * HOUR_S)
     day = _date(from_) if from_ else market.last
     offers = cheapest(terms, market.index(day), rest.steps)
-    result: dict[str, Any] = {
+    result: Facts = {
         "schema": "headway.cluster-prices/1", "simulated": True, "model": model or None, "region": region,
         "run": str(recorded.path) if recorded else None, "device_type": reference, "num_devices": num_devices,
         "steps": rest.steps, "day": str(day), "offers": offers[:20], "warnings": records.warnings,
@@ -114,8 +120,32 @@ def prices(
     result["deadline"] = deadlines(data, records.on_demand, reference, *times)
     if sky is not None:
         result["sky"] = _write_task(sky, recorded, market, offers, num_devices, max_restarts)
-    emit(result, lambda screen: _screen(result, screen), as_json=json)
+    return _answered(result, out, model or str(run), as_json=json)
+
+
+def _answered(result: Facts, out: Path | None, name: str, *, as_json: bool) -> int:
+    """Write the page where one is wanted, and print the answer."""
+    if out is not None:
+        result["page"] = _cost_page(out, name, result)
+    emit(result, lambda screen: _screen(result, screen), as_json=as_json)
     return 0
+
+
+def _cost_page(path: Path, name: str, result: Facts) -> str:
+    """Write a page of dollars: of each offer by the prices of one day, and of each way of buying as a mean."""
+    offers = {row["offer"]: row["usd"] for row in result["offers"]}
+    ways = {row["name"]: row["mean_usd"] for row in result["strategies"]} | {"online": result["online_usd"]}
+    charts = [
+        Bars(title, [Candidate(way, usd, f"{usd:,.2f} USD", usd == best) for way, usd in rows.items()])
+        for title, rows, best in (
+            (f"Dollars of the rest by the prices of {result['day']}", offers, min(offers.values())),
+            (
+                f"Dollars by way of buying, mean of {result['num_starts']} start days",
+                ways | {"hindsight": result["hindsight_usd"]}, min(ways.values()),
+            ),
+        )
+    ]  # fmt: skip
+    return write_page(path, picture_page(name, "cost of the rest of the job", charts))
 
 
 def _job(recorded: Run | None, records: Records, model: str, device_type: str) -> tuple[str, int, dict[str, float]]:
@@ -171,7 +201,7 @@ def _device_type(name: str) -> str:
     return device_name(name)
 
 
-def _screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
+def _screen(result: Facts, screen: ScreenOptions) -> str:
     """Draw the offers, the strategies, and what was asked for on top."""
     offers = grid("left", "right", "right", "right")
     add_row(offers, f"offer on {result['day']}", "USD/h", "hours", "rest, USD", style="dim")
@@ -251,11 +281,14 @@ def batch(
         if result["noise_scale"] is not None and "lossy" not in granted(allow):
             raise InputError("another batch size changes what is learned. Grant it: --allow lossy, or drop --out.")
         result["plan"] = {"path": str(out), "does": write_batch_plan(result, out, str(runs[0].path))}
+        result["next"] = run_command(runs[0].facts, "--apply", str(out))
+    else:
+        result["next"] = batch_command(str(runs[0].path), lossy=result["noise_scale"] is not None)
     emit(result, lambda screen: _batch_screen(result, screen), as_json=json)
     return 0
 
 
-def _batch_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
+def _batch_screen(result: Facts, screen: ScreenOptions) -> str:
     """Draw a row per number of devices."""
     noise, now, best = result["noise_scale"], result["now"], result["best"]
     rows = grid("left", "right", "right", "right", "right", "right")
@@ -268,17 +301,15 @@ def _batch_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
     if now["predicted_useful_examples_per_s"]:
         words.append(f"The plan in force promised {now['predicted_useful_examples_per_s']:,.1f}.")
     if noise is None:
-        words.append("No noise scale was measured: throughput only. --out PLAN writes a plan that measures it.")
+        words.append("No noise scale was measured: throughput only.")
     else:
         kind = ", from consecutive gradients (biased)" if result["biased"] else ""
         words.append(f"Noise scale: {noise:,.0f} examples, from {result['noise_steps']:,} steps{kind}.")
     if result["skipped_steps"]:
         words.append(f"{result['skipped_steps']:,} steps had gradients that were not finite, and are left out.")
     if result["num_configurations"] < 2:
-        words.append("The speed is fitted to one configuration, and optimistic for others: --also RUN adds some.")
+        words.append("The speed is fitted to one configuration, and a guess for others: --also RUN adds some.")
     if "plan" in result:
-        words.append(
-            f"{result['plan']['path']} {result['plan']['does']}: headway run --apply {result['plan']['path']}."
-        )
+        words.append(f"{result['plan']['path']} {result['plan']['does']}.")
     head = Text(f"  best: {best['batch_size']:,} on {best['num_replicas']}, by {result['basis']}")
-    return draw([head, "", uncut(rows), "", *(paragraph(word) for word in words)], **screen)
+    return draw([head, "", uncut(rows), "", *(paragraph(word) for word in words), *next_of(result["next"])], **screen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -33,13 +34,13 @@ from headway.cluster.service.server import (
     log_of,
     socket_of,
 )
-from headway.cluster.service.state import QueueRow, ServiceState
+from headway.cluster.service.state import ENDED, QueueRow, ServiceState
 from headway.cluster.service.store import EventLog
 from headway.core.errors import InputError
 from headway.core.files.private import private_folder
 from headway.core.tables import pick
 from headway.core.wire.channel import ChannelClosed
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.report.paper import ScreenOptions, add_row, draw, grid, next_of, paragraph, uncut
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.run_options import whole_number
 
@@ -94,6 +95,7 @@ def serve(
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: server.stop())
         print(f"{socket_of(dir)}", flush=True)
+        print(f"headway: hand a script in: {_command('submit', dir)} --scale 1 -- train.py", file=sys.stderr)
         server.run()
     return 0
 
@@ -125,7 +127,7 @@ def submit(
     if not Path(script[0]).is_file():
         raise InputError(f"the script {script[0]!r} does not exist in {Path.cwd()}. Name a file of Python.")
     result = _asked(dir, SubmitJob(name, scale, script, os.getcwd(), fewest), JobAnswer)
-    _emit_job("headway.cluster-submit/1", result.job, as_json=json)
+    _emit_job("headway.cluster-submit/1", result.job, as_json=json, command=_command("queue", dir))
     return 0
 
 
@@ -147,7 +149,9 @@ def queue(*, dir: Path = FOLDER, json: bool = False) -> int:
     if not serves:
         print("headway: no server runs; this is how it was left. Go on with: headway cluster serve", file=sys.stderr)
     reply = {"schema": "headway.cluster-queue/1", "round": result.round, "jobs": result.jobs}
-    emit(reply, lambda screen: _queue_screen(result, screen), as_json=json)
+    ended = any(job["state"] == "finished" for job in result.jobs) and all(job["state"] in ENDED for job in result.jobs)
+    command = shlex.join(["headway", "cluster", "compare", "--log", str(dir)]) if ended else ""
+    emit(reply, lambda screen: _queue_screen(result, command, screen), as_json=json)
     return 0
 
 
@@ -232,14 +236,20 @@ def _asked(folder: Path, question: Question, expected: type[Reply]) -> Reply:
     return result
 
 
-def _emit_job(schema: str, row: QueueRow, *, as_json: bool) -> None:
-    """Print one job."""
+def _command(verb: str, folder: Path) -> str:
+    """Return a command about the service of a folder."""
+    return shlex.join(["headway", "cluster", verb, *([] if folder == FOLDER else ["--dir", str(folder)])])
+
+
+def _emit_job(schema: str, row: QueueRow, *, as_json: bool, command: str = "") -> None:
+    """Print one job, and the command that says how it goes."""
     text = f"{row['id']} ({row['name']}): {row['state']}"
     text += f", {row['reason']}" if row["reason"] not in ("", row["state"]) else ""
-    emit({"schema": schema, **row}, lambda screen: draw([Text(f"  {text}")], **screen), as_json=as_json)
+    parts = [Text(f"  {text}"), *next_of(command)]
+    emit({"schema": schema, **row}, lambda screen: draw(parts, **screen), as_json=as_json)
 
 
-def _queue_screen(result: QueueAnswer, screen: ScreenOptions) -> str:
+def _queue_screen(result: QueueAnswer, command: str, screen: ScreenOptions) -> str:
     rows = grid("left", "left", "left", "right", "right", "left", "right", "right", "left")
     add_row(rows, "id", "name", "state", "scale", "share", "slots", "steps", "restarts", "", style="dim")
     for row in result.jobs:
@@ -248,4 +258,5 @@ def _queue_screen(result: QueueAnswer, screen: ScreenOptions) -> str:
             rows, row["id"], row["name"], row["state"], f"{row['scale']}", " ".join(share), " ".join(row["placement"]),
             f"{row['steps_done']:,}", f"{row['restarts']}", row["reason"],
         )  # fmt: skip
-    return draw([Text(f"  round {result.round}, {len(result.jobs)} jobs"), "", uncut(rows)], **screen)
+    head = Text(f"  round {result.round}, {len(result.jobs)} jobs")
+    return draw([head, "", uncut(rows), *next_of(command)], **screen)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+import numpy as np
+from cyclopts import Parameter
+from numpy.typing import NDArray
 from rich.table import Table
 from rich.text import Text
 
-from headway.core.errors import HeadwayError
+from headway.core.errors import HeadwayError, InputError
 from headway.core.units import format_fraction, format_seconds, plural
-from headway.fault.attempts import AttemptTimes, saves_of, stepped_s
+from headway.fault.attempts import AttemptTimes, ettr_over_time, saves_of, stepped_s
 from headway.fault.fleet import Scenario, simulate
 from headway.fault.plan import Preparation, prepare
 from headway.fault.remedies import INTERVAL, WARM
@@ -20,6 +24,7 @@ from headway.fault.restart.incidents import expected
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.answers.metrics import ettr_of_steps
 from headway.ledger.runs.attempts import book_run
+from headway.report.page.plots import Line, picture_page, write_page
 from headway.report.paper import ScreenOptions, add_row, draw, grid
 from headway.trace.recording.incident import REROUTE, SCHEMA, Incident, read_incidents
 from headway.trace.recording.run_facts import outcomes_of
@@ -32,7 +37,9 @@ ETTRS = ("ettr", "ettr_simulated", "ettr_closed_form")
 """Measured; of a simulated job with the same failures; by the closed form."""
 
 
-def incidents(run: Path | None = None, /, *, json: bool = False) -> int:
+def incidents(
+    run: Path | None = None, /, *, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False
+) -> int:
     """List the failures of a run: who failed, what was done, how long each phase took, what was lost.
 
     Example: `headway fault incidents headway-runs/train-1`
@@ -41,23 +48,38 @@ def incidents(run: Path | None = None, /, *, json: bool = False) -> int:
     ----------
     run
         A run folder; the newest one by default.
+    out
+        Also write a page of the ETTR over time: -o page.html. A run of which nothing failed has none.
     json
         Print one JSON object (schema headway.incidents/1) instead of text.
     """
     recorded = run_at(run)
     answer = incidents_of(recorded)
+    if out is not None:
+        if not answer["incidents"]:
+            raise InputError(f"nothing failed in {recorded.path}: it has no ETTR to draw. Leave -o out.")
+        chart = _ettr_line(*ettr_over_time(book_run(recorded.attempts(), recorded.facts)))
+        answer["page"] = write_page(out, picture_page(str(recorded.path), "ETTR over time", [chart]))
     emit(answer, lambda screen: _screen(answer, str(recorded.path), screen), as_json=json)
     return 0
 
 
-def incidents_of(run: Run) -> dict[str, Any]:
-    """Return the object that `--json` prints; `ettr` is None where the run's steps are not known, or nothing failed.
+def _ettr_line(end_s: NDArray[np.float64], ettr: NDArray[np.float64]) -> Line:
+    """Return the chart of an ETTR [n] until each moment [n], linear between them."""
+    values = np.interp(np.linspace(0, end_s[-1], 2000), end_s, ettr)
+    top = math.ceil(10 * values[100:].max()) / 10  # the first moments are mostly start-up
+    bottom = min(math.floor(10 * values[100:].min()) / 10, top - 0.1)
+    title = (
+        f"Productive time over time until then: {format_fraction(ettr[-1])} in the end "
+        f"(axis from {100 * bottom:.0f} to {100 * top:.0f} %)"
+    )
+    return Line(title, values, ("0 s", format_seconds(end_s[-1])), top=top, bottom=bottom)
 
-    Of a run without failures the value would be the share of its start-up, which says nothing of failures.
-    """
+
+def incidents_of(run: Run) -> dict[str, Any]:
+    """Return the object that `--json` prints."""
     rows = read_incidents(run.path)
-    shares = ettr_of(run, rows) if rows else dict.fromkeys(ETTRS)
-    return {"schema": SCHEMA, "incidents": [row_of(row) for row in rows], **shares}
+    return {"schema": SCHEMA, "incidents": [row_of(row) for row in rows], **ettr_of(run, rows)}
 
 
 def account_of(path: Path) -> dict[str, Any]:
@@ -76,9 +98,12 @@ def row_of(incident: Incident) -> dict[str, Any]:
 def ettr_of(run: Run, rows: Sequence[Incident]) -> dict[str, float | None]:
     """Return the values of `ETTRS`: measured, as a simulated job has it with the same failures, by the closed form.
 
-    Measured is the wall time of the steps that were kept / that of the run. None where nothing is known.
+    Measured is the wall time of the steps that were kept / that of the run. None where nothing is known, or nothing
+    failed: of such a run it would be the share of its start-up, which says nothing of failures.
     """
     none: dict[str, float | None] = dict.fromkeys(ETTRS)
+    if not rows:
+        return none
     try:
         booked = book_run(run.attempts(), run.facts)
         (kept_s, stepped), saves = stepped_s(booked), saves_of(booked)
@@ -206,7 +231,9 @@ def _lines(facts: list[tuple[str, str]]) -> Table:
     return table
 
 
-def sim(scenario: Path, /, *, seed: int = 0, json: bool = False) -> int:
+def sim(
+    scenario: Path, /, *, seed: int = 0, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False
+) -> int:
     """Simulate a job on a fleet that fails: its ETTR, and where the rest went.
 
     Example: `headway fault sim fleet.toml --seed 1`
@@ -217,11 +244,17 @@ def sim(scenario: Path, /, *, seed: int = 0, json: bool = False) -> int:
         A TOML file: hosts, devices_per_host, days, mtbf_s or per_1000_host_days, [mix], [times].
     seed
         Seed of the failures.
+    out
+        Also write a page of the ETTR over time: -o page.html.
     json
         Print one JSON object instead of text.
     """
     outcome = simulate(Scenario.read(scenario), seed)
     answer = {"schema": "headway.fault-sim/1", "simulated": True, **outcome.to_json()}
+    if out is not None:
+        end_s, ettr = np.array([(0.0, 1.0), *outcome.over_time]).T
+        chart = _ettr_line(end_s, ettr)
+        answer["page"] = write_page(out, picture_page(scenario.name, "ETTR over time, simulated", [chart]))
     parts = [(name, format_seconds(seconds)) for name, seconds in outcome.unproductive_s.items() if seconds]
     facts = [
         ("ETTR", f"{format_fraction(outcome.ettr)}, simulated"),

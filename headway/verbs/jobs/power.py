@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 from cyclopts import Parameter
 from rich.text import Text
 
 from headway.core.errors import InputError, UnknownNameError
-from headway.core.units import format_fraction
+from headway.core.units import format_fraction, format_seconds
 from headway.cost.power import PowerModel
 from headway.power.advise import (
     SCHEMA,
@@ -23,10 +24,12 @@ from headway.power.advise import (
     read_power_plan,
     write_power_plan,
 )
-from headway.power.grid_spec import GridSpec
+from headway.power.grid_spec import GridSpec, ramps, ranges
 from headway.power.grid_spec import check as hold_against
 from headway.power.search import PowerCosts, optimise
 from headway.power.waveform import Waveform, of_file, of_run
+from headway.report.figures import magnitude
+from headway.report.page.plots import Line, picture_page, write_page
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.trace.recording.runs import is_run
 from headway.verbs.shared.output import emit
@@ -41,7 +44,8 @@ FILLER = "headway applies a filler beside ranks on CPUs only; leave it out on ac
 
 def check(
     source: Path | None = None, /, *, spec: str, device: str = "", devices: int = 0, step_s: float = 0.01,
-    idle_w: float | None = None, overhead_fraction: float = 0.0, json: bool = False,
+    idle_w: float | None = None, overhead_fraction: float = 0.0,
+    out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False,
 ) -> int:  # fmt: skip
     """Hold the power of a site against a specification; exit 3 when a limit does not hold.
 
@@ -63,6 +67,8 @@ def check(
         Idle power of a device where it was measured; a tenth of its TDP by default.
     overhead_fraction
         What hosts draw all the time, as a fraction of the devices' TDP.
+    out
+        Also write a page of the power over time, and of its ramps and ranges beside the limits: -o page.html.
     json
         Print one JSON object instead of text.
     """
@@ -78,8 +84,36 @@ def check(
     if result["length_s"] < 2 / limits.band_hz[0]:
         lowest = f"{2 / result['length_s']:.2g} Hz"
         result["notes"] = [f"the record is short: nothing of the band below {lowest} is seen, record two periods of it"]
+    if out is not None:
+        result["page"] = write_page(out, _power_page(wave, limits, str(source or "newest run")))
     emit(result, lambda screen: _check_screen(result, limits, screen), as_json=json)
     return 0 if found.ok else 3
+
+
+def _power_page(wave: Waveform, limits: GridSpec, name: str) -> str:
+    """Return a page of a site's power, its ramps and its ranges over time, the last two beside their limits."""
+    power_w, step_s = wave.power_w, wave.step_s
+    both = ramps(power_w, step_s), ranges(power_w, step_s, limits.window_s)
+    # Of a second or window that reaches past the end nothing is known; one that is longer than the record is all of it.
+    ramp, window = (
+        np.pad(values, (0, len(power_w) - len(values)), constant_values=np.nan) if len(values) > 1 else values
+        for values in both
+    )
+    ends = "0 s", format_seconds(len(power_w) * step_s)
+    charts = [
+        Line(f"Power, up to {magnitude(power_w.max())}W", power_w, ends),
+        Line(
+            f"Change over one second, up to {magnitude(both[0].max())}W; allowed {magnitude(limits.ramp_w_per_s)}W "
+            "(dashed)",
+            ramp, ends, limits.ramp_w_per_s,
+        ),
+        Line(
+            f"Range within {limits.window_s:g} s, up to {magnitude(both[1].max())}W; allowed "
+            f"{magnitude(limits.range_w)}W (dashed)",
+            window, ends, limits.range_w,
+        ),
+    ]  # fmt: skip
+    return picture_page(name, "power over time", charts, lead=wave.basis)
 
 
 def plan(

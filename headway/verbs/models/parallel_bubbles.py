@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import numpy as np
+from cyclopts import Parameter
+from numpy.typing import NDArray
 from rich.text import Text
 
 from headway.core.errors import InputError
@@ -16,7 +19,11 @@ from headway.parallel.advise import RecordedBubbles
 from headway.parallel.fill.packing import LARGE, lent
 from headway.parallel.fill.queue import FillFile, PlacedFill, place_jobs
 from headway.plan.fill_scores import SCORES
+from headway.report.page.plots import Gantt, GanttSpan, picture_page, write_page
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, title, uncut
+from headway.sim.pipeline.actions import OPS
+from headway.sim.recorded.program import Program
+from headway.sim.recorded.recording import Recording
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.source import run_at
 
@@ -32,7 +39,27 @@ WORDS = {
 """Reason -> how it is printed."""
 
 
-def bubbles(run: Path | None = None, /, *, json: bool = False) -> int:
+OP_WORDS = {
+    "F": "forward", "B": "backward", "I": "gradient of the input", "W": "gradient of the weights", "R": "forward again",
+}  # fmt: skip
+"""Computation -> its name in a picture."""
+
+
+def pipeline_gantt(title: str, lanes: Sequence[str], rows: NDArray[np.int64]) -> Gantt:
+    """Return the chart of `n` computations of a pipeline.
+
+    `rows` [5, n]: lane, a code of `COMPUTE`, microbatch, start and end in ns from 0.
+    """
+    spans = [
+        GanttSpan(lane, start_ns / NS_PER_S, end_ns / NS_PER_S, OPS[op], str(microbatch))
+        for lane, op, microbatch, start_ns, end_ns in rows.T.tolist()
+    ]
+    return Gantt(title, lanes, spans, float(rows[-1].max()) / NS_PER_S, OP_WORDS)
+
+
+def bubbles(
+    run: Path | None = None, /, *, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False
+) -> int:
     """Show what the stages of a recorded pipeline wait for each other, and why.
 
     Example: `headway parallel bubbles headway-runs/train-1`
@@ -41,17 +68,48 @@ def bubbles(run: Path | None = None, /, *, json: bool = False) -> int:
     ----------
     run
         A run folder; the newest one by default.
+    out
+        Also write a page of a recorded step, what each stage computed when: -o page.html.
     json
         Print one JSON object (schema headway.bubbles/1) instead of text.
     """
     recorded = run_at(run)
-    found = RecordedBubbles.of(recorded)
+    program = Program.from_run(recorded)
+    found = RecordedBubbles.of(recorded, program)
     answer = {
         "schema": "headway.bubbles/1", "step_s": found.step_s, "orders": list(found.orders),
         "kinds_s": {kind: list(values) for kind, values in found.kinds_s.items()}, "reasons_s": found.reasons_s,
     }  # fmt: skip
+    if out is not None:
+        chart = recorded_step(program.recording)
+        answer["page"] = write_page(out, picture_page(str(recorded.path), "a step of the pipeline", [chart]))
     emit(answer, lambda screen: _screen(answer, str(recorded.path), screen), as_json=json)
     return 0
+
+
+def recorded_step(recording: Recording) -> Gantt:
+    """Return the chart of the pass of median length, its first computation at 0; blank is what a stage waited."""
+    columns = []
+    for lane, work in zip(recording.lanes, recording.stages, strict=True):
+        if work is None:
+            continue
+        inside = work.part >= 0
+        start_ns = np.full(work.op.size, np.iinfo(np.int64).max)
+        end_ns = np.zeros(work.op.size, np.int64)
+        np.minimum.at(start_ns, work.part[inside], lane.start_ns[inside])
+        np.maximum.at(end_ns, work.part[inside], (lane.start_ns + lane.duration_ns)[inside])
+        columns.append(np.stack([work.stage, work.op, work.microbatch, work.turn, start_ns, end_ns])[:, end_ns > 0])
+    rows = np.concatenate(columns, axis=1)
+    turn, start_ns, end_ns = rows[3:]
+    turns = np.unique(turn[turn > 0]) if turn.max() > 0 else np.zeros(1, np.int64)
+    lengths = [end_ns[turn == number].max() - start_ns[turn == number].min() for number in turns.tolist()]
+    number = int(turns[np.argsort(lengths)[len(lengths) // 2]])
+    rows = rows[:, turn == number]
+    rows[4:] -= rows[4].min()
+    title = f"Pass {number} as it was recorded, the one of median length: a row per stage, microbatches by number"
+    return pipeline_gantt(
+        title, [f"stage {stage}" for stage in range(int(rows[0].max()) + 1)], np.delete(rows, 3, axis=0)
+    )
 
 
 def _screen(answer: Facts, source: str, screen: ScreenOptions) -> str:

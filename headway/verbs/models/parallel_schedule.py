@@ -6,8 +6,10 @@ import json as json_format
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import numpy as np
+from cyclopts import Parameter
 from rich.text import Text
 
 from headway.core.errors import InputError
@@ -18,6 +20,7 @@ from headway.parallel.elastic.replan import ElasticPlan, Replanned
 from headway.parallel.elastic.replan import replan as replan_workers
 from headway.parallel.elastic.reroute import Worker, replicate, reroute
 from headway.parallel.elastic.traces import HostTrace, SwitchCosts, TraceReport, replay_trace
+from headway.report.page.plots import picture_page, write_page
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.sim.pipeline.actions import F, I, PipelineProgram, R, W
 from headway.sim.pipeline.graph_file import GraphFile
@@ -36,6 +39,7 @@ from headway.sim.pipeline.simulate import (
     steady_shapes,
 )  # fmt: skip
 from headway.sim.pipeline.simulate import simulate as replay_program
+from headway.verbs.models.parallel_bubbles import pipeline_gantt
 from headway.verbs.shared.output import emit
 
 FORMATS: dict[str, Callable[[PipelineProgram], str]] = {
@@ -70,6 +74,7 @@ def show(
     backward_ns: int = 20,
     comm_ns: int = 0,
     cap: float | None = None,
+    out: Annotated[Path | None, Parameter(alias="-o")] = None,
     json: bool = False,
 ) -> int:
     """Show an order: what each rank computes, on a time axis.
@@ -94,17 +99,21 @@ def show(
         One message.
     cap
         Activations that a rank may hold.
+    out
+        Also write a page with the picture of it: -o page.html.
     json
         Print one JSON object: the program, its messages among the actions.
     """
     shape = shape_of(stages, microbatches, interleave, forward_ns, backward_ns, None, None, comm_ns, cap)
     program = lower(pick(SCHEDULES, schedule, "schedule")(shape))
-    found = score(program, shape)
-    emit(
-        program.to_json(),
-        lambda screen: _timeline(program, shape, found, screen),
-        as_json=json,
-    )
+    found, times = score(program, shape), replay_program(program, costs_of(shape))
+    if out is not None:
+        lanes = [f"rank {rank}" for rank in range(program.num_ranks)]
+        title = f"{microbatches} microbatches by number, simulated: {format_fraction(found.bubble_fraction)} idle"
+        rows = np.stack([program.rank, program.op, program.microbatch, times.start_ns, times.end_ns])
+        chart = pipeline_gantt(title, lanes, rows[:, program.op <= R])
+        write_page(out, picture_page(schedule, "a step", [chart]))
+    emit(program.to_json(), lambda screen: _timeline(program, times, shape, found, screen), as_json=json)
     return 0
 
 
@@ -466,9 +475,10 @@ def _rerouted(step: Replanned, stages: int, screen: ScreenOptions) -> str:
     )
 
 
-def _timeline(program: PipelineProgram, shape: PipelineShape, found: PipelineScore, screen: ScreenOptions) -> str:
+def _timeline(
+    program: PipelineProgram, times: ProgramTimes, shape: PipelineShape, found: PipelineScore, screen: ScreenOptions
+) -> str:
     """Return a row of characters per rank, one character per slice of time."""
-    times = replay_program(program, costs_of(shape))
     rows = [f"  rank {rank:<3}{_line(program, times, rank)}" for rank in range(program.num_ranks)]
     return draw(
         [*map(Text, rows), "", *_figures("", _gaps(program, shape), found)[2:], "", paragraph(LEGEND, style="dim")],

@@ -104,6 +104,7 @@ def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as
         "verdict": None,
         "baseline": str(baseline) if baseline else None,
         "applied": [],
+        "batch": None,
         "verified": None,
         "attempts": 0,
         "incidents": [],
@@ -127,11 +128,12 @@ def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as
         beside = _beside(before, report.run)
         answer["ettr_predicted"] = beside and beside["predicted"]
         notes += [ettr_sentence(beside)] if beside else []
+        notes += [answer["batch"]] if answer["batch"] else []
         if before is None and baseline is not None:
             notes.append(f"Nothing is measured: {baseline}, of which the plan was made, is no run any more. "
                          "--baseline RUN names another.")  # fmt: skip
         why = explanation.to_json()
-        command = next_command(why["verdict"]["command"], explanation.source, before)
+        command = next_command(why["verdict"]["command"], explanation.source, before, plan)
     except HeadwayError as reason:
         notes.append(f"Nothing to account for: {reason if not report.problems else report.problems[0]}")
     except Exception as fault:  # our fault, and the job is done: its exit code stands

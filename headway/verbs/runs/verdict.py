@@ -12,6 +12,8 @@ from typing import Any
 
 from msgspec import structs
 
+from headway.cluster.adaptive.recorded import BATCH, NOISE, learned
+from headway.cluster.advise import batch_command
 from headway.core.files.planfile import PlanFile
 from headway.ledger.answers.compare import compare, steps_per_s, whole_speedup
 from headway.ledger.answers.ledger import Ledger
@@ -43,7 +45,11 @@ def summarise(path: Path, plan: PlanFile | None, baseline: Path | None) -> tuple
     facts: dict[str, Any] = {"goodput": shares[0], "step_goodput": shares[1], "steps_per_s": rate}
     facts["verdict"] = explanation.to_json()["verdict"]
     if plan is not None:
-        measured = rate / steps_per_s(before) if before is not None and steps_per_s(before) else None
+        batches = learned(first, run) if first is not None and BATCH in run.facts.in_force else None
+        facts["batch"] = batches.sentence if batches is not None else None
+        measured = None
+        if batches is None and before is not None and steps_per_s(before):  # steps of unlike batches are not compared
+            measured = rate / steps_per_s(before)
         facts["applied"] = applied_rows(plan, found, measured, taken_away)
         whole = before and whole_speedup(before, explanation.ledger)
         facts["applied"][-1]["measured_with_start"] = whole if facts["applied"][-1]["measured_speedup"] else None
@@ -97,6 +103,11 @@ def applied_rows(
     return rows
 
 
-def next_command(command: str, source: str, baseline: Path | None = None) -> str:
-    """Return what to type after the run `source`: what compares it with a `baseline`; else the verdict's `command`."""
+def next_command(command: str, source: str, baseline: Path | None = None, plan: PlanFile | None = None) -> str:
+    """Return what to type after the run `source`: what compares it with a `baseline`; else the verdict's `command`.
+
+    A run under a plan that only measures is followed by the command that the measurement is for.
+    """
+    if plan is not None and [remedy.name for remedy in plan.remedies] == [NOISE]:
+        return batch_command(source, lossy=True)
     return command if baseline is None else shlex.join(["headway", "compare", str(baseline), source])

@@ -41,6 +41,7 @@ from headway.trace.recording.incident import Incident
 from headway.trace.recording.run_facts import RunFacts, memory_headroom, outcomes_of
 from headway.trace.recording.runs import Run, is_run, merge
 from headway.verbs.shared.script_terms import KEPT, script_terms, withdrawn
+from headway.verbs.shared.source import run_command
 
 if TYPE_CHECKING:
     from headway.ledger.operations.straggler import StragglerReport
@@ -163,9 +164,7 @@ def towards_compression(plan: Plan, program: Program) -> str:
     if not (refused or unknown) or not facts.launched or facts.nproc != facts.world_size:
         return ""
     step = min(WINDOW_AT, program.recording.recorded_steps // 2)
-    script = facts.script if facts.script and facts.script[0].endswith(".py") else ()
-    command = ["headway", "run", "--nproc-per-node", f"{facts.nproc}", "--windows", "0.05", "--window-at", f"{step}"]
-    return f"{shlex.join(command)} -- {shlex.join(script) if script else '<your script and its arguments>'}"
+    return run_command(facts, "--windows", "0.05", "--window-at", f"{step}")
 
 
 def ideal_of(trace: Trace, straggler: StragglerReport | None, program: Program | None) -> Trace | None:
