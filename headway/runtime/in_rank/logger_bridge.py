@@ -183,6 +183,7 @@ class AccountChanges:
     def __init__(self, session: Session) -> None:
         """Read the ring of `session` from its beginning."""
         # Here and not above: numpy and the ledger are not for the start of every rank.
+        from headway.ledger.live.live_mfu import LiveMfu
         from headway.trace.rings.follow import RunFollower
 
         recorder = session.probes.recorder
@@ -190,6 +191,7 @@ class AccountChanges:
         self._ledger: LiveLedger | None = None
         self._attempt = recorder.attempt
         self._before: LiveFigures | None = None
+        self._mfu = LiveMfu(Path(session.probes.run))
 
     def next(self) -> tuple[dict[str, float], int] | None:
         """Return values by name, and the number of complete steps; None when no step was completed since."""
@@ -213,6 +215,9 @@ class AccountChanges:
         }
         if figures.tells_goodput:
             values["headway/goodput"] = figures.goodput
+        used = self._mfu.of(figures)
+        if used is not None:
+            values["headway/mfu"] = used
         amounts = figures.bucket_ns
         earlier = before.bucket_ns if before else dict.fromkeys(amounts, 0)
         spent = {name: max(amount - earlier[name], 0) for name, amount in amounts.items()}

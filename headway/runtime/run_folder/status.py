@@ -1,4 +1,4 @@
-"""The line that a run shows of itself while it goes on: step, steps/s, goodput, top loss.
+"""The line that a run shows of itself while it goes on: step, steps/s, MFU where it is known, goodput, top loss.
 
 On a terminal it is one line below the ranks' output, wiped before anything
 else is printed and never drawn while a rank's own line is unfinished (a
@@ -17,6 +17,7 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,7 +29,8 @@ from headway.runtime.run_folder.streams import Streams, write_all
 from headway.trace.rings.records import RingHeader
 
 if TYPE_CHECKING:
-    from headway.ledger.live.live_ledger import LiveLedger
+    from headway.ledger.live.live_ledger import LiveFigures, LiveLedger
+    from headway.ledger.live.live_mfu import LiveMfu
 
 PLAIN_EVERY_S = 10.0
 REDRAW_S = 0.5
@@ -39,8 +41,9 @@ QUIET_S = 5.0
 class RunStatus:
     """What the records drained so far say of the run, in one line; fed by one thread, read by another."""
 
-    def __init__(self, *, start_ns: int, world_size: int) -> None:
-        self._start_ns, self._world_size = start_ns, world_size
+    def __init__(self, *, start_ns: int, world_size: int, run: Path | None = None) -> None:
+        self._start_ns, self._world_size, self._run = start_ns, world_size, run
+        self._mfu: LiveMfu | None = None
         self._lock = threading.Lock()
         self._ledger: LiveLedger | None = None
 
@@ -60,11 +63,21 @@ class RunStatus:
         # What comes after the last step, the writing of results say, does not slow the steps down.
         waits = f" | no step for {format_seconds(idle_s)}" if idle_s > QUIET_S and figures.steps else ""
         grown = f" | steps take {figures.slower:g}x as long as at first" if figures.slower > 1 else ""
+        used = self._used(figures)
         return (
-            f"step {figures.steps} | {format_rate(figures.steps_per_s_then)} steps/s{waits}{grown} | "
+            f"step {figures.steps} | {format_rate(figures.steps_per_s_then)} steps/s{waits}{grown}{used} | "
             f"goodput {format_fraction(figures.goodput, 0) if figures.tells_goodput else 'unknown'} | "
             f"top loss {top} {format_fraction(amounts[top] / total_ns, 0)}"
         )
+
+    def _used(self, figures: LiveFigures) -> str:
+        """Return the MFU in words, '' where it is not known."""
+        from headway.ledger.live.live_mfu import LiveMfu
+
+        if self._mfu is None and self._run is not None:
+            self._mfu = LiveMfu(self._run)
+        used = self._mfu.of(figures) if self._mfu is not None else None
+        return "" if used is None else f" | MFU {format_fraction(used)}"
 
     @property
     def _account(self) -> LiveLedger:
@@ -80,8 +93,10 @@ class RunStatus:
 class StatusLine:
     """Shows `RunStatus` on stderr until it is stopped."""
 
-    def __init__(self, streams: Streams, *, world_size: int, start_ns: int | None = None) -> None:
-        self.progress = RunStatus(start_ns=start_ns or time.perf_counter_ns(), world_size=world_size)
+    def __init__(
+        self, streams: Streams, *, world_size: int, start_ns: int | None = None, run: Path | None = None
+    ) -> None:
+        self.progress = RunStatus(start_ns=start_ns or time.perf_counter_ns(), world_size=world_size, run=run)
         self._streams = streams
         self._terminal = os.isatty(2) and os.environ.get("TERM", "") != "dumb"
         self._drawn = False

@@ -1,0 +1,207 @@
+"""What a model's own step takes behind an edit, timed on a CPU in a forked child that ends behind it.
+
+The child has a copy of the script's memory, so the model itself is called on the script's own batch, forward and
+backward, with the edit and without, turn and turn about:
+
+    as it is | bfloat16 | channels last | as it is | bfloat16 | ...      CPU time of one thread, a ratio for each round
+
+A batch is cut to the examples that compute for `STEP_S`, so that all of it takes a few tenths of a second. Models of
+which two examples take long are left out, as are those that meet other ranks in their backward. What an edit changes
+for good (float64 parameters become float32) comes last.
+"""
+
+from __future__ import annotations
+
+import signal
+import statistics
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from time import thread_time
+from typing import NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from headway.compute.torch_flops import checkpoints_as
+from headway.compute.torch_forward import computes_bfloat16
+
+STEP_S = 0.06
+"""CPU time of one rehearsed step, at most about."""
+
+LONGEST_S, LIMIT_S = 0.1, 1.0
+"""A model whose smallest step takes longer is not rehearsed, and nothing goes on behind so much CPU time in all."""
+
+BUDGET_S, ROUNDS = 0.4, (2, 5)
+"""CPU time of all rounds, about, and how many there are: fewest, most. One more before them does not count."""
+
+REPEATS = 4
+"""How many times as many examples the larger batch has."""
+
+FEWEST, SMALL = 2, 8
+"""Examples of the smallest step (norms over a batch refuse one), and those up to which a batch may be too small."""
+
+
+class TimedCall(NamedTuple):
+    """A call of a model, with all that its tensors of examples hold."""
+
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    num_examples: int
+
+    def of(self, change: Callable[[torch.Tensor], torch.Tensor], num_examples: int) -> TimedCall:
+        """Return the call with `change` made to all tensors that have an entry for each example."""
+
+        def changed(value: object) -> object:
+            is_batch = isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == self.num_examples
+            return change(value) if is_batch and isinstance(value, torch.Tensor) else value
+
+        return TimedCall(tree_map(changed, self.args), tree_map(changed, self.kwargs), num_examples)
+
+    def cut(self, num_examples: int) -> TimedCall:
+        """Return the call with the first examples alone."""
+        return self.of(lambda value: value[:num_examples], num_examples)
+
+    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TimedCall:
+        """Return the call with `change` made to all tensors of floating-point numbers."""
+
+        def changed(value: object) -> object:
+            return change(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+        return self._replace(args=tree_map(changed, self.args), kwargs=tree_map(changed, self.kwargs))
+
+
+def rehearse(
+    model: torch.nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> dict[str, object] | None:
+    """Return the fields of `Rehearsed`; None where a model of this process cannot be called so. Changes the model.
+
+    Raises what the model raises, and `TimeoutError` behind `LIMIT_S`.
+    """
+
+    def end(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
+    try:
+        return _rehearsed(model, args, kwargs)
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+def _rehearsed(
+    model: torch.nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> dict[str, object] | None:
+    parameters = list(model.parameters())
+    tensors = [value for value in tree_leaves((args, dict(kwargs))) if isinstance(value, torch.Tensor) and value.dim()]
+    if not tensors or not all(value.device.type == "cpu" for value in (*parameters, *tensors)):
+        return None
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return None
+    if any(hasattr(child, "_orig_mod") or child._compiled_call_impl is not None for child in model.modules()):
+        return None
+    full = TimedCall(args, dict(kwargs), len(tensors[0]))
+    call = full.cut(min(FEWEST, full.num_examples))
+    step_s = min(_step_s(model, call) for _ in range(3))  # the first ones meet cold memory
+    if step_s > LONGEST_S:
+        return None
+    for _ in range(3):
+        if 2 * step_s > STEP_S or call.num_examples == full.num_examples:
+            break
+        call = full.cut(min(int(call.num_examples * STEP_S / step_s), full.num_examples))
+        step_s = _step_s(model, call)
+    forms, first_s = _forms(model, call, full.num_examples, parameters), 0.0
+    for name, form in list(forms.items()):
+        try:
+            first_s += form() + step_s
+        except TimeoutError:
+            raise
+        except Exception:  # views or autograd functions of the model do not bear the edit
+            del forms[name]
+    ratios: dict[str, list[float]] = {name: [] for name in forms}
+    for _ in range(min(max(int(BUDGET_S / max(first_s, 1e-9)), ROUNDS[0]), ROUNDS[1])):
+        for name, form in forms.items():
+            plain_s = _step_s(model, call)
+            ratios[name].append(form() / plain_s)
+    if "float64" in {str(value.dtype).rpartition(".")[2] for value in parameters}:
+        ratios["float32"] = _in_float32(model, call)
+    edits = {name: sorted(rows) for name, rows in ratios.items() if rows}
+    spans = {name: (rows[0], statistics.median(rows), rows[-1]) for name, rows in edits.items()}
+    return {"examples": call.num_examples, "batch": full.num_examples, "step_s": step_s, "edits": spans}
+
+
+def _step_s(model: torch.nn.Module, call: TimedCall) -> float:
+    """Return the CPU time of one forward and backward."""
+    begin = thread_time()
+    results = [value for value in tree_leaves(model(*call.args, **call.kwargs)) if isinstance(value, torch.Tensor)]
+    results = [value for value in results if value.requires_grad]
+    torch.autograd.backward(results, [torch.ones_like(value) for value in results])
+    taken_s = thread_time() - begin
+    model.zero_grad()
+    return taken_s
+
+
+def _forms(
+    model: torch.nn.Module, call: TimedCall, batch_size: int, parameters: list[torch.nn.Parameter]
+) -> dict[str, Callable[[], float]]:
+    """Return name of an edit -> what times a step with it, of those that may be for this model."""
+    forms = dict[str, Callable[[], float]]()
+    weights = [value for value in parameters if value.dim() == 4]
+
+    def in_bfloat16() -> float:
+        with torch.autocast("cpu", torch.bfloat16):
+            return _step_s(model, call)
+
+    def with_channels_last() -> float:
+        _lay(weights, torch.channels_last)
+        try:
+            return _step_s(model, call.mapped(_last))
+        finally:
+            _lay(weights, torch.contiguous_format)
+
+    def larger() -> float:
+        many = call.of(lambda value: torch.cat([value] * REPEATS), call.num_examples * REPEATS)
+        return _step_s(model, many) / REPEATS
+
+    def without_checkpoints() -> float:
+        calls: list[object] = []
+
+        def noted(*settings: object) -> AbstractContextManager[None]:
+            calls.append(settings)
+            return nullcontext()
+
+        with checkpoints_as(noted, noted):
+            taken_s = _step_s(model, call)
+        if not calls:
+            raise LookupError("the model checkpoints nothing")
+        return taken_s
+
+    forms["straight"] = without_checkpoints
+    is_plain = all(value.dtype == torch.float32 for value in parameters)
+    if is_plain and not torch.is_autocast_enabled("cpu") and computes_bfloat16():
+        forms["bfloat16"] = in_bfloat16
+    if weights and all(value.is_contiguous() for value in weights):
+        forms["channels_last"] = with_channels_last
+    if call.num_examples == batch_size <= SMALL:
+        forms["batch"] = larger
+    return forms
+
+
+def _in_float32(model: torch.nn.Module, call: TimedCall) -> list[float]:
+    """Return the ratios of a step in float32, and leave the model so."""
+    before = [_step_s(model, call) for _ in range(ROUNDS[0])]
+    model.float()
+    call = call.mapped(torch.Tensor.float)
+    torch.set_default_dtype(torch.float32)
+    behind = [_step_s(model, call) for _ in range(ROUNDS[0] + 1)][1:]
+    return [after_s / before_s for before_s, after_s in zip(before, behind, strict=True)]
+
+
+def _lay(weights: list[torch.nn.Parameter], layout: torch.memory_format) -> None:
+    for weight in weights:
+        weight.data = weight.data.contiguous(memory_format=layout)
+
+
+def _last(value: torch.Tensor) -> torch.Tensor:
+    return value.contiguous(memory_format=torch.channels_last) if value.dim() == 4 else value
