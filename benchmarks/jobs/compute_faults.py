@@ -131,8 +131,13 @@ CONVOLVING = """
 def stage(inputs, outputs):
     return nn.Sequential(nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU())
 
-model = nn.Sequential({stages})
+model = nn.Sequential({stages}, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear({width}, 10))
 """
+
+
+def convolving(stages: str) -> str:
+    """Return a network of convolutions, whose last stage ends in as many channels as are written last."""
+    return CONVOLVING.format(stages=stages, width=stages.rstrip(")").rpartition(" ")[2])
 
 
 def attention(scores: str, *, causal: bool) -> PlantedFault:
@@ -173,7 +178,7 @@ def without_bfloat16(model: str, size: str) -> PlantedFault:
 
 def channels_first(stages: str, size: str) -> PlantedFault:
     """Return a script that convolves in bfloat16, channels first."""
-    code = trained(CONVOLVING.format(stages=stages), size).replace("return model(x)", f"{IN_BFLOAT16}\n    return y")
+    code = trained(convolving(stages), size).replace("return model(x)", f"{IN_BFLOAT16}\n    return y")
     edits = (
         ("def draw", "model.to(memory_format=torch.channels_last)\n\ndef draw"),
         ("    pass", "    x = x.to(memory_format=torch.channels_last)"),
@@ -230,17 +235,18 @@ FAULTS: dict[str, PlantedFault] = {
         "256, 512",
     ),
     "no bfloat16, convolutions": without_bfloat16(
-        CONVOLVING.format(stages="stage(3, 32), stage(32, 64), stage(64, 64)"), "8, 3, 32, 32"
+        convolving("stage(3, 32), stage(32, 64), stage(64, 64)"), "8, 3, 32, 32"
     ),
-    "channels first, three stages": channels_first("stage(3, 32), stage(32, 64), stage(64, 64)", "8, 3, 32, 32"),
-    "channels first, small images": channels_first(
-        "stage(3, 16), stage(16, 32), nn.MaxPool2d(2), stage(32, 64)", "16, 3, 32, 32"
-    ),
+    "no bfloat16, transformer": without_bfloat16(BLOCKS.format(width=256, inner=1024, layers=1), "8, 64, 256"),
     "a batch of one": few_examples(MLP, "1, 256", "4, 256"),
+    "a batch of two": few_examples(BLOCKS.format(width=64, inner=128, layers=4), "2, 8, 64", "8, 8, 64"),
 }
 """Name -> script with a fault."""
 
 SOUND: dict[str, PlantedFault] = {
+    "channels first, small images": channels_first(
+        "stage(3, 16), stage(16, 32), nn.MaxPool2d(2), stage(32, 64)", "16, 3, 32, 32"
+    ),
     "fused, narrow layers": PlantedFault(
         "", trained(NARROW, "128, 64", "AdamW(model.parameters(), lr=1e-3, fused=True)")
     ),

@@ -6,8 +6,7 @@ backward, with the edit and without, turn and turn about:
     as it is | bfloat16 | channels last | as it is | bfloat16 | ...      CPU time of one thread, a ratio for each round
 
 A batch is cut to the examples that compute for `STEP_S`, so that all of it takes a few tenths of a second. Models of
-which two examples take long are left out, as are those that meet other ranks in their backward. What an edit changes
-for good (float64 parameters become float32) comes last.
+which two examples take long are left out, as are those that meet other ranks in their backward.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from headway.compute.torch_flops import checkpoints_as
 from headway.compute.torch_forward import computes_bfloat16
 
-STEP_S = 0.06
+STEP_S = 0.04
 """CPU time of one rehearsed step, at most about."""
 
 LONGEST_S, LIMIT_S = 0.1, 1.0
 """A model whose smallest step takes longer is not rehearsed, and nothing goes on behind so much CPU time in all."""
 
-BUDGET_S, ROUNDS = 0.4, (2, 5)
+BUDGET_S, ROUNDS = 0.4, (3, 5)
 """CPU time of all rounds, about, and how many there are: fewest, most. One more before them does not count."""
 
 REPEATS = 4
@@ -121,11 +120,11 @@ def _rehearsed(
             del forms[name]
     ratios: dict[str, list[float]] = {name: [] for name in forms}
     for _ in range(min(max(int(BUDGET_S / max(first_s, 1e-9)), ROUNDS[0]), ROUNDS[1])):
+        before_s = _step_s(model, call)
         for name, form in forms.items():
-            plain_s = _step_s(model, call)
-            ratios[name].append(form() / plain_s)
-    if "float64" in {str(value.dtype).rpartition(".")[2] for value in parameters}:
-        ratios["float32"] = _in_float32(model, call)
+            edited_s, behind_s = form(), _step_s(model, call)
+            ratios[name].append(2 * edited_s / (before_s + behind_s))
+            before_s = behind_s
     edits = {name: sorted(rows) for name, rows in ratios.items() if rows}
     spans = {name: (rows[0], statistics.median(rows), rows[-1]) for name, rows in edits.items()}
     return {"examples": call.num_examples, "batch": full.num_examples, "step_s": step_s, "edits": spans}
@@ -136,7 +135,7 @@ def _step_s(model: torch.nn.Module, call: TimedCall) -> float:
     begin = thread_time()
     results = [value for value in tree_leaves(model(*call.args, **call.kwargs)) if isinstance(value, torch.Tensor)]
     results = [value for value in results if value.requires_grad]
-    torch.autograd.backward(results, [torch.ones_like(value) for value in results])
+    torch.autograd.backward(results, [torch.ones(value.shape, dtype=value.dtype) for value in results])
     taken_s = thread_time() - begin
     model.zero_grad()
     return taken_s
@@ -147,11 +146,20 @@ def _forms(
 ) -> dict[str, Callable[[], float]]:
     """Return name of an edit -> what times a step with it, of those that may be for this model."""
     forms = dict[str, Callable[[], float]]()
-    weights = [value for value in parameters if value.dim() == 4]
+    weights, default = [value for value in parameters if value.dim() == 4], torch.get_default_dtype()
 
     def in_bfloat16() -> float:
         with torch.autocast("cpu", torch.bfloat16):
             return _step_s(model, call)
+
+    def in_float32() -> float:
+        model.float()
+        torch.set_default_dtype(torch.float32)
+        try:
+            return _step_s(model, call.mapped(torch.Tensor.float))
+        finally:
+            model.double()
+            torch.set_default_dtype(default)
 
     def with_channels_last() -> float:
         _lay(weights, torch.channels_last)
@@ -178,24 +186,16 @@ def _forms(
         return taken_s
 
     forms["straight"] = without_checkpoints
-    is_plain = all(value.dtype == torch.float32 for value in parameters)
-    if is_plain and not torch.is_autocast_enabled("cpu") and computes_bfloat16():
+    dtypes = {value.dtype for value in parameters}
+    if dtypes == {torch.float64}:
+        forms["float32"] = in_float32
+    if dtypes == {torch.float32} and not torch.is_autocast_enabled("cpu") and computes_bfloat16():
         forms["bfloat16"] = in_bfloat16
     if weights and all(value.is_contiguous() for value in weights):
         forms["channels_last"] = with_channels_last
     if call.num_examples == batch_size <= SMALL:
         forms["batch"] = larger
     return forms
-
-
-def _in_float32(model: torch.nn.Module, call: TimedCall) -> list[float]:
-    """Return the ratios of a step in float32, and leave the model so."""
-    before = [_step_s(model, call) for _ in range(ROUNDS[0])]
-    model.float()
-    call = call.mapped(torch.Tensor.float)
-    torch.set_default_dtype(torch.float32)
-    behind = [_step_s(model, call) for _ in range(ROUNDS[0] + 1)][1:]
-    return [after_s / before_s for before_s, after_s in zip(before, behind, strict=True)]
 
 
 def _lay(weights: list[torch.nn.Parameter], layout: torch.memory_format) -> None:
