@@ -27,7 +27,7 @@ from headway.ledger.live.live_mfu import LiveMfu
 from headway.runtime.run_folder.live_feed import finalised
 from headway.runtime.run_folder.status import RunStatus
 from headway.trace.recording.run_facts import RankMemory, RunFacts
-from headway.trace.rings.compute_facts import CallFlops, ComputeFacts, Rehearsed
+from headway.trace.rings.compute_facts import CallFlops, ComputeFacts, ModelFacts, Rehearsed
 from headway.verbs.shared.run_flops import dtype_in_use
 from tests.launching import headway, headway_here, script
 from tests.runs_made import MS, RunMaker
@@ -169,6 +169,25 @@ def test_a_quarter_of_the_operations_done_twice_is_a_cause_where_memory_has_room
     assert cause.lost_device_s == pytest.approx(inside_ns / 4 / 1e9)
     assert list(causes_by_hand(run_of(call, free_gib=9))) == []
     assert list(causes_by_hand(run_of(structs.replace(call, recomputed_flops=0)))) == []
+
+
+def test_a_device_that_waits_for_launches_beside_free_memory_is_told_of_larger_batches():
+    ledger = run_of(CallFlops(name="Net", flops=3000))
+    steps_ns = int(ledger.step_ns.sum())
+    model = ModelFacts(name="Net", batch_size=8)
+    memory = {"0": RankMemory(peak_rss_bytes=1 << 30, device_peak_bytes=10, device_total_bytes=100)}
+    facts = structs.replace(ledger.facts, compute=ComputeFacts(models=(model,)), memory=memory, device_type="A100")
+    waiting = replace(ledger, facts=facts, sub_ns={**ledger.sub_ns, "host.launch": steps_ns // 2})
+    [cause] = causes_by_hand(waiting)
+
+    assert (cause.cause, "batch_size=32" in cause.script) == ("compute.batch", True)
+    assert cause.predicted_speedup == pytest.approx(1 / (1 - 0.5 * 0.75), rel=1e-6)  # 32 for the launches of 8
+    low, high = cause.interval
+    assert low < cause.predicted_speedup < high == pytest.approx(2)
+    full = {"0": structs.replace(memory["0"], device_peak_bytes=60)}
+    acting = ComputeFacts(models=(structs.replace(model, acts=True),))
+    for changed in ({"memory": full}, {"compute": acting}):
+        assert not list(causes_by_hand(replace(waiting, facts=structs.replace(facts, **changed))))
 
 
 EDITS = {"bfloat16": (0.4, 0.5, 0.6), "channels_last": (0.9, 1.1, 1.2), "batch": (0.3, 0.4, 0.5)}

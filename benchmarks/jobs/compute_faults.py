@@ -262,7 +262,12 @@ SOUND: dict[str, PlantedFault] = {
         ),
     ),
     "an odd vocabulary": PlantedFault(
-        "", trained("model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 257))", "128, 32")
+        "",
+        trained(
+            "model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 257))",
+            "128, 32",
+            f"{SGD[:-1]}, fused=True)",
+        ),
     ),
 }
 """Name -> script that has none; what wins nothing on a CPU is among them."""

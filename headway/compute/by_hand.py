@@ -22,11 +22,11 @@ from headway.compute.gains import Scale
 from headway.core.units import NS_PER_S, format_bytes, format_fraction
 from headway.cost.ceilings import ceilings_of
 from headway.ledger.answers.causes import Predictor
-from headway.ledger.answers.evidence import span_of
+from headway.ledger.answers.evidence import booked_s, span_of
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.cause import Cause
 from headway.trace.recording.run_facts import memory_headroom
-from headway.trace.rings.compute_facts import CallFlops
+from headway.trace.rings.compute_facts import CallFlops, ComputeFacts
 
 LARGE = 0.05
 """Share of useful time from which on either is worth a word."""
@@ -65,22 +65,14 @@ FEW = 0.25
 
 
 class Line(NamedTuple):
-    """What is said of a rehearsed edit."""
+    """What is said of a rehearsed edit: its cause, what the script does now, what to do and what that risks, the line
+    to copy, and the remedy that does it ('' where only the script can)."""
 
     cause: str
-    """Name of the cause."""
-
     what: str
-    """What the script does now, in words."""
-
     fix: str
-    """What to do, with what it risks."""
-
     script: str
-    """The line to copy."""
-
     remedy: str
-    """Name of the remedy that does it; '' where only the script can."""
 
 
 LINES = {
@@ -122,10 +114,37 @@ def causes(ledger: Ledger, predict: Predictor | None = None) -> Iterator[Cause]:
         pair = rule(ledger, max(counted, key=lambda row: row.flops or 0))
         if pair is not None and pair[1].likely >= LARGE:
             yield _forecast(*pair, useful_s, predict)
+    yield from _larger_batch(ledger, compute)
     for edit, shares in rehearsed_shares(ledger).items():
         if shares.likely >= (FEW if edit == "batch" else LARGE):
             [call] = (call for call in compute.calls if call.rehearsed is not None)
             yield _forecast(_of_edit(call, edit), shares, useful_s, predict)
+
+
+def _larger_batch(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
+    """Yield that a device waits for launches while its memory has room for more examples, which need no more of them.
+
+    With k times the examples the device idles as long as before for k times as many: 1 - 1 / k of that is won.
+    """
+    peaks = [row for row in ledger.facts.memory.values() if row is not None and row.device_peak_bytes]
+    if not peaks or len(compute.models) != 1 or compute.models[0].acts or not compute.models[0].batch_size:
+        return
+    [model], fullest = (
+        compute.models,
+        max((row.device_peak_bytes or 0) / (row.device_total_bytes or 1) for row in peaks),
+    )
+    times, idle_s = min(REPEATS, int(ROOM / fullest)), booked_s(ledger, "host.launch")
+    share = idle_s * NS_PER_S / max(int(ledger.step_ns.sum()), 1)
+    if times < 2 or share < LARGE:
+        return
+    size, won = times * (model.batch_size or 0), min(MOST, share * (1 - 1 / times))
+    evidence = f"a device waits for launches {format_fraction(share, 0)} of the steps' time, and at most "
+    evidence += f"{format_fraction(fullest, 0)} of its memory was in use by batches of {model.batch_size}"
+    line = LINES["batch"]
+    yield Cause(
+        line.cause, model.name, idle_s * (1 - 1 / times), evidence, line.fix, 1 / (1 - won),
+        (1 / (1 - won / 2), 1 / (1 - min(MOST, share))), script=line.script.format(size=size),
+    )  # fmt: skip
 
 
 def rehearsed_shares(ledger: Ledger, edits: Collection[str] = tuple(LINES)) -> dict[str, Scale]:

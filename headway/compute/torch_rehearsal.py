@@ -47,26 +47,15 @@ class TimedCall(NamedTuple):
     kwargs: dict[str, object]
     num_examples: int
 
-    def of(self, change: Callable[[torch.Tensor], torch.Tensor], num_examples: int) -> TimedCall:
-        """Return the call with `change` made to all tensors that have an entry for each example."""
+    def of(self, change: Callable[[torch.Tensor], torch.Tensor], times: float = 1) -> TimedCall:
+        """Return the call with `change` made to what has an entry for each example, `times` as many behind it."""
 
         def changed(value: object) -> object:
             is_batch = isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == self.num_examples
             return change(value) if is_batch and isinstance(value, torch.Tensor) else value
 
-        return TimedCall(tree_map(changed, self.args), tree_map(changed, self.kwargs), num_examples)
-
-    def cut(self, num_examples: int) -> TimedCall:
-        """Return the call with the first examples alone."""
-        return self.of(lambda value: value[:num_examples], num_examples)
-
-    def mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TimedCall:
-        """Return the call with `change` made to all tensors of floating-point numbers."""
-
-        def changed(value: object) -> object:
-            return change(value) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-        return self._replace(args=tree_map(changed, self.args), kwargs=tree_map(changed, self.kwargs))
+        examples = round(times * self.num_examples)
+        return TimedCall(tree_map(changed, self.args), tree_map(changed, self.kwargs), examples)
 
 
 def rehearse(
@@ -101,14 +90,14 @@ def _rehearsed(
     if any(hasattr(child, "_orig_mod") or child._compiled_call_impl is not None for child in model.modules()):
         return None
     full = TimedCall(args, dict(kwargs), len(tensors[0]))
-    call = full.cut(min(FEWEST, full.num_examples))
+    call = _cut(full, FEWEST)
     step_s = min(_step_s(model, call) for _ in range(3))  # the first ones meet cold memory
     if step_s > LONGEST_S:
         return None
     for _ in range(3):
         if 2 * step_s > STEP_S or call.num_examples == full.num_examples:
             break
-        call = full.cut(min(int(call.num_examples * STEP_S / step_s), full.num_examples))
+        call = _cut(full, int(call.num_examples * STEP_S / step_s))
         step_s = _step_s(model, call)
     forms, first_s = _forms(model, call, full.num_examples, parameters), 0.0
     for name, form in list(forms.items()):
@@ -128,6 +117,11 @@ def _rehearsed(
     edits = {name: sorted(rows) for name, rows in ratios.items() if rows}
     spans = {name: (rows[0], statistics.median(rows), rows[-1]) for name, rows in edits.items()}
     return {"examples": call.num_examples, "batch": full.num_examples, "step_s": step_s, "edits": spans}
+
+
+def _cut(call: TimedCall, most: int) -> TimedCall:
+    size = min(most, call.num_examples)
+    return call.of(lambda value: value[:size], size / call.num_examples)
 
 
 def _step_s(model: torch.nn.Module, call: TimedCall) -> float:
@@ -156,7 +150,7 @@ def _forms(
         model.float()
         torch.set_default_dtype(torch.float32)
         try:
-            return _step_s(model, call.mapped(torch.Tensor.float))
+            return _step_s(model, call.of(lambda value: value.float() if value.is_floating_point() else value))
         finally:
             model.double()
             torch.set_default_dtype(default)
@@ -164,12 +158,12 @@ def _forms(
     def with_channels_last() -> float:
         _lay(weights, torch.channels_last)
         try:
-            return _step_s(model, call.mapped(_last))
+            return _step_s(model, call.of(_last))
         finally:
             _lay(weights, torch.contiguous_format)
 
     def larger() -> float:
-        many = call.of(lambda value: torch.cat([value] * REPEATS), call.num_examples * REPEATS)
+        many = call.of(lambda value: torch.cat([value] * REPEATS), REPEATS)
         return _step_s(model, many) / REPEATS
 
     def without_checkpoints() -> float:

@@ -5,15 +5,10 @@
 
 A call's operations come from the child that counts them in the first step (RUN/flops), its calls from the records; the
 finished run's MFU (`headway why`) decides. Source: PaLM (arXiv 2204.02311), appendix B.
-
->>> row = CallFlops(flops=10**12, dtype="bfloat16")
->>> round(mfu_of({0: row}, {0: 2.0}, 50.0, shipped().device("A100-SXM4-80GB")), 2)
-0.32
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from headway.cost.specs import DeviceSpec, shipped
@@ -41,20 +36,6 @@ def dtype_of_products(call: CallFlops, device: DeviceSpec | None, *, applied: ob
     return "tf32" if dtype == "fp32" and call.in_tf32 and device and "tf32" in device.flops_per_s else dtype
 
 
-def mfu_of(
-    calls: Mapping[int, CallFlops], per_step: Mapping[int, float], steps_per_s: float, device: DeviceSpec | None,
-    *, applied: object = None,
-) -> float | None:  # fmt: skip
-    """Return the MFU of one rank; None where operations of a model that is called, or the peak, are not known."""
-    counted = [(calls[model], number) for model, number in per_step.items() if model in calls]
-    flops = [(call.flops * number, call) for call, number in counted if call.flops is not None]
-    if device is None or not flops or len(flops) < len(per_step) or not steps_per_s:
-        return None
-    largest = max(flops, key=lambda pair: pair[0])[1]
-    peak = device.flops_per_s.get(dtype_of_products(largest, device, applied=applied))
-    return mfu(sum(number for number, _ in flops) * steps_per_s, peak)
-
-
 class LiveMfu:
     """The MFU of a run folder that is being written."""
 
@@ -73,6 +54,11 @@ class LiveMfu:
             self._calls = {call.model: call for call in counted_calls(self._run) if call.flops is not None}
             in_force = active_settings(outcomes_of(self._run, rank=figures.ranks[0].rank))
             self._applied = in_force.get("compute.autocast", {}).get("dtype")
-        per_step = {model: round(count / steps, 1) for model, count in figures.calls.items()}
-        device = next((shipped().reported(call.device) for call in self._calls.values()), None)
-        return mfu_of(self._calls, per_step, figures.steps_per_s_then, device, applied=self._applied)
+        if not figures.calls.keys() <= self._calls.keys() or not figures.steps_per_s_then:
+            return None
+        calls = [(self._calls[model], round(number / steps, 1)) for model, number in figures.calls.items()]
+        flops = [((call.flops or 0) * per_step, call) for call, per_step in calls]
+        largest = max(flops, key=lambda pair: pair[0])[1]
+        device = shipped().reported(largest.device)
+        peak = device.flops_per_s.get(dtype_of_products(largest, device, applied=self._applied)) if device else None
+        return mfu(sum(number for number, _ in flops) * figures.steps_per_s_then, peak)

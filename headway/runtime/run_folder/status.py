@@ -29,7 +29,7 @@ from headway.runtime.run_folder.streams import Streams, write_all
 from headway.trace.rings.records import RingHeader
 
 if TYPE_CHECKING:
-    from headway.ledger.live.live_ledger import LiveFigures, LiveLedger
+    from headway.ledger.live.live_ledger import LiveLedger
     from headway.ledger.live.live_mfu import LiveMfu
 
 PLAIN_EVERY_S = 10.0
@@ -63,29 +63,23 @@ class RunStatus:
         # What comes after the last step, the writing of results say, does not slow the steps down.
         waits = f" | no step for {format_seconds(idle_s)}" if idle_s > QUIET_S and figures.steps else ""
         grown = f" | steps take {figures.slower:g}x as long as at first" if figures.slower > 1 else ""
-        used = self._used(figures)
+        share = self._mfu.of(figures) if self._mfu is not None else None
+        used = "" if share is None else f" | MFU {format_fraction(share)}"
         return (
             f"step {figures.steps} | {format_rate(figures.steps_per_s_then)} steps/s{waits}{grown}{used} | "
             f"goodput {format_fraction(figures.goodput, 0) if figures.tells_goodput else 'unknown'} | "
             f"top loss {top} {format_fraction(amounts[top] / total_ns, 0)}"
         )
 
-    def _used(self, figures: LiveFigures) -> str:
-        """Return the MFU in words, '' where it is not known."""
-        from headway.ledger.live.live_mfu import LiveMfu
-
-        if self._mfu is None and self._run is not None:
-            self._mfu = LiveMfu(self._run)
-        used = self._mfu.of(figures) if self._mfu is not None else None
-        return "" if used is None else f" | MFU {format_fraction(used)}"
-
     @property
     def _account(self) -> LiveLedger:
         """The account; made in the thread that first needs it, since loading it takes the launcher a moment."""
         from headway.ledger.live.live_ledger import LiveLedger
+        from headway.ledger.live.live_mfu import LiveMfu
 
         with self._lock:
             if self._ledger is None:
+                self._mfu = LiveMfu(self._run) if self._run is not None else None
                 self._ledger = LiveLedger(start_ns=self._start_ns, world_size=self._world_size)
             return self._ledger
 
