@@ -194,7 +194,7 @@ EDITS = {"bfloat16": (0.4, 0.5, 0.6), "channels_last": (0.9, 1.1, 1.2), "batch":
 
 
 def test_edits_that_a_rehearsed_step_won_by_each_time_are_causes():
-    rehearsed = Rehearsed(examples=4, step_s=0.01, edits=EDITS)
+    rehearsed = Rehearsed(examples=4, edits=EDITS)
     ledger = run_of(CallFlops(name="Net", flops=3000, rehearsed=rehearsed))
     useful_ns, updates_ns = ledger.ledger_ns["useful"], ledger.sub_ns["useful.optimizer"]
     found = {cause.cause: cause for cause in causes_by_hand(ledger)}

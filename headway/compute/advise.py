@@ -41,8 +41,6 @@ WINDOW = (
     "a profiler window tells which kernels its steps are made of, and this run has none: headway run --window-at 50"
 )
 
-REHEARSED = "a step of the model was timed with it and without, while the job was recorded"
-
 RECORD = {record.name: record for record in REMEDIES}
 
 
@@ -55,8 +53,9 @@ def propose(ledger: Ledger, program: Program, setup: Setup) -> Iterator[Proposal
         if compute.optimizers:
             yield fused_optimizer(program, compute.optimizers)
         for edit, shares in rehearsed_shares(ledger).items():
-            if LINES[edit].remedy:
-                yield _replayed(LINES[edit].remedy, Scale(*(1 - share for share in shares)), program, REHEARSED)
+            if name := LINES[edit].remedy:
+                behind = Scale(*(1 - share for share in shares))
+                yield _replayed(name, behind, program, "a step was timed with it and without")
         return
     step, ceilings = step_kernels(ledger.kernels), ceilings_of(setup.device_type)
     if not compute.models:

@@ -1,5 +1,4 @@
-"""Causes inside useful time that a line of the script mends: forwards computed twice, attention written by hand, and
-on a CPU precision, memory format and batches of few examples.
+"""Causes inside useful time that a line mends: checkpoints, attention by hand, precision, layout, batches.
 
 The first two are told from the shapes of a call (`torch_flops.CallCount`), the others from steps of the model with the
 line and without (`torch_rehearsal`): a child of the recording counted and timed them.
@@ -58,7 +57,7 @@ STRAIGHT = "straight"
 """Edit of `Rehearsed` that leaves checkpointing out."""
 
 REPEATS = 4
-"""How many times as many examples a rehearsed batch has (`torch_rehearsal.REPEATS`)."""
+"""How many times as many examples a rehearsed batch has."""
 
 FEW = 0.25
 """Share of useful time that a larger batch wins, per example, from which on it is worth a word: it changes training."""
@@ -198,11 +197,10 @@ def _recomputed(ledger: Ledger, call: CallFlops) -> tuple[Cause, Scale] | None:
     evidence += "of memory stayed free"
     fix = "leave torch.utils.checkpoint out, or checkpoint fewer layers: memory has room"
     script = "model.gradient_checkpointing_disable()  # or layer(x) in place of checkpoint(layer, x)"
-    timed, shares = rehearsed_shares(ledger, (STRAIGHT,)).get(STRAIGHT), _at_most(SHARE, share)
-    if timed is not None and call.rehearsed is not None:
-        evidence += f"; a step of {call.rehearsed.examples} examples took "
-        evidence += f"{call.rehearsed.edits[STRAIGHT][1]:.2f} of its time without"
-        is_cut = call.rehearsed.examples < call.rehearsed.batch
+    timed, shares, step = rehearsed_shares(ledger, (STRAIGHT,)).get(STRAIGHT), _at_most(SHARE, share), call.rehearsed
+    if timed is not None and step is not None:
+        evidence += f"; a step of {step.examples} examples took {step.edits[STRAIGHT][1]:.2f} of its time without"
+        is_cut = step.examples < step.batch
         likely = shares.likely if is_cut else timed.likely  # operations tell more of many examples than a few do
         shares = Scale(max(timed.fast, likely), likely, min(timed.slow, shares.slow if is_cut else likely))
     return Cause("compute.recompute", call.name, 0.0, evidence, fix, script=script), shares

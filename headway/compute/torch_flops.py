@@ -9,8 +9,7 @@ torch hides in one operator, are counted by their sizes:
 
 Recomputed forwards (checkpointing) are no work of the model's and are left out: HFU counts them, MFU does not. They
 are counted apart, as are the scores of attention that a script writes by hand: `CallCount`. Checkpointing that is not
-reentrant stops as soon as the backward has all tensors that it saved, so what follows the last of them is not computed
-again (`torch.utils.checkpoint.set_checkpoint_early_stop`).
+reentrant stops behind the last tensor that the backward saved (`torch.utils.checkpoint.set_checkpoint_early_stop`).
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class CallCount:
         self._products.add((n * i * b[2], b[2]))
         return 2 * n * i * k * b[2]
 
-    def note_sum_of_products(self, _: Sizes, a: Sizes, b: Sizes, *__: object, **___: object) -> int:
+    def note_masked_product(self, _: Sizes, a: Sizes, b: Sizes, *__: object, **___: object) -> int:
         """The same of a product that is added to a mask."""
         self._filled.add((*a[:-1], b[-1]))
         return self.note_product(a, b)
@@ -162,7 +161,7 @@ def counted(model: torch.nn.Module, inputs: tuple[object, ...], named: Mapping[s
             aten.convolution_backward: _convolution_backward,
             aten.bmm: count.note_product,
             aten._softmax: count.note_softmax,
-            aten.baddbmm: count.note_sum_of_products,
+            aten.baddbmm: count.note_masked_product,
             **dict.fromkeys((aten.masked_fill, aten.masked_fill_, aten.where), count.note_mask),
             **dict.fromkeys((aten.add, aten.add_), count.note_sum),
         },

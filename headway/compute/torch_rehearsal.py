@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from headway.compute.by_hand import REPEATS
 from headway.compute.torch_flops import checkpoints_as
 from headway.compute.torch_forward import computes_bfloat16
 
@@ -32,9 +33,6 @@ LONGEST_S, LIMIT_S = 0.1, 1.0
 
 BUDGET_S, ROUNDS = 0.4, (3, 5)
 """CPU time of all rounds, about, and how many there are: fewest, most. One more before them does not count."""
-
-REPEATS = 4
-"""How many times as many examples the larger batch has."""
 
 FEWEST, SMALL = 2, 8
 """Examples of the smallest step (norms over a batch refuse one), and those up to which a batch may be too small."""
@@ -61,10 +59,7 @@ class TimedCall(NamedTuple):
 def rehearse(
     model: torch.nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> dict[str, object] | None:
-    """Return the fields of `Rehearsed`; None where a model of this process cannot be called so. Changes the model.
-
-    Raises what the model raises, and `TimeoutError` behind `LIMIT_S`.
-    """
+    """Return the fields of `Rehearsed`; None for models that are compiled or elsewhere. Raises what they do."""
 
     def end(*_: object) -> None:
         raise TimeoutError
@@ -83,11 +78,10 @@ def _rehearsed(
 ) -> dict[str, object] | None:
     parameters = list(model.parameters())
     tensors = [value for value in tree_leaves((args, dict(kwargs))) if isinstance(value, torch.Tensor) and value.dim()]
-    if not tensors or not all(value.device.type == "cpu" for value in (*parameters, *tensors)):
-        return None
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return None
-    if any(hasattr(child, "_orig_mod") or child._compiled_call_impl is not None for child in model.modules()):
+    elsewhere = any(value.device.type != "cpu" for value in (*parameters, *tensors))
+    meets = torch.distributed.is_available() and torch.distributed.is_initialized()
+    compiled = any(hasattr(child, "_orig_mod") or child._compiled_call_impl is not None for child in model.modules())
+    if not tensors or elsewhere or meets or compiled:
         return None
     full = TimedCall(args, dict(kwargs), len(tensors[0]))
     call = _cut(full, FEWEST)
@@ -116,7 +110,7 @@ def _rehearsed(
             before_s = behind_s
     edits = {name: sorted(rows) for name, rows in ratios.items() if rows}
     spans = {name: (rows[0], statistics.median(rows), rows[-1]) for name, rows in edits.items()}
-    return {"examples": call.num_examples, "batch": full.num_examples, "step_s": step_s, "edits": spans}
+    return {"examples": call.num_examples, "batch": full.num_examples, "edits": spans}
 
 
 def _cut(call: TimedCall, most: int) -> TimedCall:
@@ -155,10 +149,13 @@ def _forms(
             model.double()
             torch.set_default_dtype(default)
 
+    def last(value: torch.Tensor) -> torch.Tensor:
+        return value.contiguous(memory_format=torch.channels_last) if value.dim() == 4 else value
+
     def with_channels_last() -> float:
         _lay(weights, torch.channels_last)
         try:
-            return _step_s(model, call.of(_last))
+            return _step_s(model, call.of(last))
         finally:
             _lay(weights, torch.contiguous_format)
 
@@ -195,7 +192,3 @@ def _forms(
 def _lay(weights: list[torch.nn.Parameter], layout: torch.memory_format) -> None:
     for weight in weights:
         weight.data = weight.data.contiguous(memory_format=layout)
-
-
-def _last(value: torch.Tensor) -> torch.Tensor:
-    return value.contiguous(memory_format=torch.channels_last) if value.dim() == 4 else value
