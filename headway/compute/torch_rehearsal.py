@@ -113,8 +113,8 @@ def _rehearsed(
     return {"examples": call.num_examples, "batch": full.num_examples, "edits": spans}
 
 
-def _cut(call: TimedCall, most: int) -> TimedCall:
-    size = min(most, call.num_examples)
+def _cut(call: TimedCall, limit: int) -> TimedCall:
+    size = min(limit, call.num_examples)
     return call.of(lambda value: value[:size], size / call.num_examples)
 
 
