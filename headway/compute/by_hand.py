@@ -59,6 +59,9 @@ STRAIGHT = "straight"
 REPEATS = 4
 """How many times as many examples a rehearsed batch has."""
 
+UPDATES = {"batch": 1 - 1 / REPEATS, "float32": 0.5}
+"""Edit -> share of the updates' time that it wins besides, per example."""
+
 FEW = 0.25
 """Share of useful time that a larger batch wins, per example, from which on it is worth a word: it changes training."""
 
@@ -136,13 +139,12 @@ def _larger_batch(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
     share = idle_s * NS_PER_S / max(int(ledger.step_ns.sum()), 1)
     if times < 2 or share < LARGE:
         return
-    size, won = times * (model.batch_size or 0), min(MOST, share * (1 - 1 / times))
+    won = min(MOST, share * (1 - 1 / times))
     evidence = f"a device waits for launches {format_fraction(share, 0)} of the steps' time, and at most "
     evidence += f"{format_fraction(fullest, 0)} of its memory was in use by batches of {model.batch_size}"
-    line = LINES["batch"]
     yield Cause(
-        line.cause, model.name, idle_s * (1 - 1 / times), evidence, line.fix, 1 / (1 - won),
-        (1 / (1 - won / 2), 1 / (1 - min(MOST, share))), script=line.script.format(size=size),
+        "compute.batch", model.name, idle_s * (1 - 1 / times), evidence, LINES["batch"].fix, 1 / (1 - won),
+        (1 / (1 - won / 2), 1 / (1 - min(MOST, share))), script=LINES["batch"].script.format(size=times * (model.batch_size or 0)),
     )  # fmt: skip
 
 
@@ -159,11 +161,11 @@ def rehearsed_shares(ledger: Ledger, edits: Collection[str] = tuple(LINES)) -> d
     )
     shares = {}
     for edit, ratios in timed.edits.items():
-        fewer, remedy = 1 - 1 / REPEATS if edit == "batch" else 0.0, LINES[edit].remedy if edit in LINES else ""
+        fewer, remedy = UPDATES.get(edit, 0.0), LINES[edit].remedy if edit in LINES else ""
         acts = edit == "batch" and any(model.acts for model in compute.models)
         if edit not in edits or remedy in ledger.facts.in_force or acts or ratios[2] >= 1:
             continue
-        won = ((1 - updates) * (1 - ratio) + updates * fewer for ratio in ratios)  # an update serves more examples
+        won = ((1 - updates) * (1 - ratio) + updates * fewer for ratio in ratios)
         shares[edit] = Scale(*(min(MOST, share * factor) for share, factor in zip(won, scale, strict=True)))
     return shares
 
