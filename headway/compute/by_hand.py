@@ -144,7 +144,8 @@ def _larger_batch(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
     evidence += f"{format_fraction(fullest, 0)} of its memory was in use by batches of {model.batch_size}"
     yield Cause(
         "compute.batch", model.name, idle_s * (1 - 1 / times), evidence, LINES["batch"].fix, 1 / (1 - won),
-        (1 / (1 - won / 2), 1 / (1 - min(MOST, share))), script=LINES["batch"].script.format(size=times * (model.batch_size or 0)),
+        (1 / (1 - won / 2), 1 / (1 - min(MOST, share))),
+        script=LINES["batch"].script.format(size=times * (model.batch_size or 0)),
     )  # fmt: skip
 
 
