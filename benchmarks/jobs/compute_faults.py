@@ -243,10 +243,8 @@ FAULTS: dict[str, PlantedFault] = {
 }
 """Name -> script with a fault."""
 
+FUSED_SGD = f"{SGD[:-1]}, fused=True)"
 SOUND: dict[str, PlantedFault] = {
-    "channels first, small images": channels_first(
-        "stage(3, 16), stage(16, 32), nn.MaxPool2d(2), stage(32, 64)", "16, 3, 32, 32"
-    ),
     "fused, narrow layers": PlantedFault(
         "", trained(NARROW, "128, 64", "AdamW(model.parameters(), lr=1e-3, fused=True)")
     ),
@@ -254,10 +252,10 @@ SOUND: dict[str, PlantedFault] = {
         "", trained(ATTENTION.format(scores=FUSED.format(causal=True)), "2, 1024, 64")
     ),
     "channels last in bfloat16": channels_first("stage(3, 32), stage(32, 64)", "8, 3, 32, 32").mended,
-    "a value each step": PlantedFault("", trained(NARROW, "128, 64", step="float(x.sum().item())")),
+    "a value each step": PlantedFault("", trained(NARROW, "128, 64", FUSED_SGD, step="float(x.sum().item())")),
     "gradients set to zero": PlantedFault(
         "",
-        trained(NARROW, "128, 64").replace(
+        trained(NARROW, "128, 64", FUSED_SGD).replace(
             "optimizer =", "for p in model.parameters(): p.grad = torch.zeros_like(p)\noptimizer ="
         ),
     ),
@@ -266,7 +264,7 @@ SOUND: dict[str, PlantedFault] = {
         trained(
             "model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 257))",
             "128, 32",
-            f"{SGD[:-1]}, fused=True)",
+            FUSED_SGD,
         ),
     ),
 }
