@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from headway.compute.by_hand import LINES, rehearsed_shares
 from headway.compute.gains import (
     PASSES,
     PRODUCTS,
@@ -51,6 +52,10 @@ def propose(ledger: Ledger, program: Program, setup: Setup) -> Iterator[Proposal
     if not setup.accelerated:
         if compute.optimizers:
             yield fused_optimizer(program, compute.optimizers)
+        for edit, shares in rehearsed_shares(ledger).items():
+            if name := LINES[edit].remedy:
+                behind = Scale(*(1 - share for share in shares))
+                yield _replayed(name, behind, program, "a step was timed with it and without")
         return
     step, ceilings = step_kernels(ledger.kernels), ceilings_of(setup.device_type)
     if not compute.models:
@@ -86,6 +91,12 @@ def _from_kernels(name: str, effect: Scale | str, program: Program, step: StepKe
     if 1 / effect.likely < MIN_SPEEDUP:
         won = format_fraction(max(0.0, 1 - effect.fast))
         return Refusal(name, "compute", f"it wins at most {won} of the kernels' time: too little to pay for a change")
+    reason = f"its kernels would take {effect.likely:.2f} ({effect.fast:.2f} to {effect.slow:.2f}) of "
+    return _replayed(name, effect, program, f"{reason}{1000 * step.total_s:.3g} ms a step")
+
+
+def _replayed(name: str, effect: Scale, program: Program, reason: str) -> Proposal:
+    """Propose a remedy behind which computing takes `effect` times as long, as a replay says."""
     fast_edit, edit, slow_edit = (f"accelerator={1 / factor:.4g}x" for factor in effect)
     low, mid, high = (program.predict([row]) for row in (slow_edit, edit, fast_edit))
     record = RECORD[name]
@@ -94,8 +105,7 @@ def _from_kernels(name: str, effect: Scale | str, program: Program, step: StepKe
         interval=(min(low.interval[0], mid.interval[0]), max(high.interval[1], mid.interval[1])),
         applies=True, risk=record.changes, allow=record.allow,
         conflicts=tuple(rival for rival in RECORD if rival != name),
-        reason=f"its kernels would take {effect.likely:.2f} ({effect.fast:.2f} to {effect.slow:.2f}) of "
-        f"{1000 * step.total_s:.3g} ms a step; what several of them win together: headway try. {mid.note}".strip(),
+        reason=f"{reason}; what several of them win together: headway try. {mid.note}".strip(),
     )  # fmt: skip
 
 

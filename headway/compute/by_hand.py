@@ -1,9 +1,11 @@
-"""Causes inside useful time that only the script can mend: forwards computed twice, attention written by hand.
+"""Causes inside useful time that a line mends: checkpoints, attention by hand, precision, layout, batches.
 
-Both are told from the shapes of a call (`torch_flops.CallCount`), which a child of the recording counted.
+The first two are told from the shapes of a call (`torch_flops.CallCount`), the others from steps of the model with the
+line and without (`torch_rehearsal`): a child of the recording counted and timed them.
 
     checkpointed      forward  -> backward: forward again, gradients      again / (flops + again) of the operations
     scores            q k -> [queries, keys] -> mask -> softmax -> v      each arrow passes over all scores in memory
+    rehearsed         step with the edit / step without = r               1 - r of the time of forward and backward
 
 Sources: Chen et al., Training Deep Nets with Sublinear Memory Cost (arXiv 1604.06174); Dao et al., FlashAttention
 (NeurIPS 2022). What a score costs was measured: see `SCORE_BYTES` and `SCORE_NS`.
@@ -11,18 +13,19 @@ Sources: Chen et al., Training Deep Nets with Sublinear Memory Cost (arXiv 1604.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from headway.compute.gains import Scale
 from headway.core.units import NS_PER_S, format_bytes, format_fraction
 from headway.cost.ceilings import ceilings_of
 from headway.ledger.answers.causes import Predictor
-from headway.ledger.answers.evidence import span_of
+from headway.ledger.answers.evidence import booked_s, span_of
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.cause import Cause
 from headway.trace.recording.run_facts import memory_headroom
-from headway.trace.rings.compute_facts import CallFlops
+from headway.trace.rings.compute_facts import CallFlops, ComputeFacts
 
 LARGE = 0.05
 """Share of useful time from which on either is worth a word."""
@@ -46,6 +49,59 @@ LONG = 512
 MOST = 0.8
 """Of useful time, what either can be believed to take."""
 
+REHEARSED = {True: Scale(1.1, 1.0, 0.7), False: Scale(1.3, 1.0, 0.4)}
+"""Whether a rehearsed step had all examples of the batch -> what comes of the time that it won: it ran on one thread,
+beside the job, and fewer examples leave more of the time to what a call costs by itself."""
+
+STRAIGHT = "straight"
+"""Edit of `Rehearsed` that leaves checkpointing out."""
+
+REPEATS = 4
+"""How many times as many examples a rehearsed batch has."""
+
+UPDATES = {"batch": 1 - 1 / REPEATS, "float32": 0.5}
+"""Edit -> share of the updates' time that it wins besides, per example."""
+
+FEW = 0.25
+"""Share of useful time that a larger batch wins, per example, from which on it is worth a word: it changes training."""
+
+
+class Line(NamedTuple):
+    """What is said of a rehearsed edit: its cause, what the script does now, what to do and what that risks, the line
+    to copy, and the remedy that does it ('' where only the script can)."""
+
+    cause: str
+    what: str
+    fix: str
+    script: str
+    remedy: str
+
+
+LINES = {
+    "float32": Line(
+        "compute.precision", "computes in float64",
+        "compute in float32: half the memory, twice the numbers per instruction, 7 digits in place of 16",
+        "model.float(); torch.set_default_dtype(torch.float32)  # and inputs.float()", "",
+    ),
+    "bfloat16": Line(
+        "compute.precision", "computes in float32 on a processor with units for bfloat16",
+        "compute products in bfloat16, losses and updates in float32 as before: 8 bits of mantissa",
+        'with torch.autocast("cpu", torch.bfloat16): outputs = model(inputs)', "compute.autocast",
+    ),
+    "channels_last": Line(
+        "compute.layout", "convolves images that lie with their channels first",
+        "let images and weights lie with their channels last: sums are rounded in another order",
+        "model.to(memory_format=torch.channels_last)  # and images.to(memory_format=torch.channels_last)",
+        "compute.channels_last",
+    ),
+    "batch": Line(
+        "compute.batch", "has so few examples in a batch that calls take the time, not numbers",
+        "more examples in a batch: that changes training, so scale the learning rate with it, and look at the loss",
+        "DataLoader(..., batch_size={size})", "",
+    ),
+}  # fmt: skip
+"""Edit of `Rehearsed` -> what is said of it."""
+
 
 def causes(ledger: Ledger, predict: Predictor | None = None) -> Iterator[Cause]:
     """Yield what the script may leave out or call by another name, with the device-seconds that it would win.
@@ -53,18 +109,84 @@ def causes(ledger: Ledger, predict: Predictor | None = None) -> Iterator[Cause]:
     `predict` replays edits; without it nothing is predicted.
     """
     compute, useful_s = ledger.facts.compute, ledger.ledger_ns["useful"] / NS_PER_S
-    counted = [call for call in (compute.calls if compute else ()) if call.flops]
-    if not counted or not useful_s:
+    if compute is None or not useful_s:
         return
-    call = max(counted, key=lambda row: row.flops or 0)
-    for pair in (_recomputed(ledger, call), _by_hand(ledger, call)):
+    counted = [call for call in compute.calls if call.flops]
+    for rule in (_recomputed, _by_hand) if counted else ():
+        pair = rule(ledger, max(counted, key=lambda row: row.flops or 0))
         if pair is not None and pair[1].likely >= LARGE:
             yield _forecast(*pair, useful_s, predict)
+    yield from _larger_batch(ledger, compute)
+    for edit, shares in rehearsed_shares(ledger).items():
+        if shares.likely >= (FEW if edit == "batch" else LARGE):
+            [call] = (call for call in compute.calls if call.rehearsed is not None)
+            yield _forecast(_of_edit(call, edit), shares, useful_s, predict)
+
+
+def _larger_batch(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
+    """Yield that a device waits for launches while its memory has room for more examples, which need no more of them.
+
+    With k times the examples the device idles as long as before for k times as many: 1 - 1 / k of that is won.
+    """
+    peaks = [row for row in ledger.facts.memory.values() if row is not None and row.device_peak_bytes]
+    if not peaks or len(compute.models) != 1 or compute.models[0].acts or not compute.models[0].batch_size:
+        return
+    [model], fullest = (
+        compute.models,
+        max((row.device_peak_bytes or 0) / (row.device_total_bytes or 1) for row in peaks),
+    )
+    times, idle_s = min(REPEATS, int(ROOM / fullest)), booked_s(ledger, "host.launch")
+    share = idle_s * NS_PER_S / max(int(ledger.step_ns.sum()), 1)
+    if times < 2 or share < LARGE:
+        return
+    won = min(MOST, share * (1 - 1 / times))
+    evidence = f"a device waits for launches {format_fraction(share, 0)} of the steps' time, and at most "
+    evidence += f"{format_fraction(fullest, 0)} of its memory was in use by batches of {model.batch_size}"
+    yield Cause(
+        "compute.batch", model.name, idle_s * (1 - 1 / times), evidence, LINES["batch"].fix, 1 / (1 - won),
+        (1 / (1 - won / 2), 1 / (1 - min(MOST, share))),
+        script=LINES["batch"].script.format(size=times * (model.batch_size or 0)),
+    )  # fmt: skip
+
+
+def rehearsed_shares(ledger: Ledger, edits: Collection[str] = tuple(LINES)) -> dict[str, Scale]:
+    """Return edit -> shares of useful time that it wins (at best, likely, at least), of those that won each time."""
+    compute = ledger.facts.compute
+    counted = [call for call in (compute.calls if compute else ()) if call.rehearsed is not None]
+    if compute is None or len(counted) != 1 or counted[0].rehearsed is None or ledger.facts.device_type != "cpu":
+        return {}
+    timed = counted[0].rehearsed
+    scale, updates = (
+        REHEARSED[timed.examples >= timed.batch],
+        ledger.sub_ns.get("useful.optimizer", 0) / max(ledger.ledger_ns["useful"], 1),
+    )
+    shares = {}
+    for edit, ratios in timed.edits.items():
+        fewer, remedy = UPDATES.get(edit, 0.0), LINES[edit].remedy if edit in LINES else ""
+        acts = edit == "batch" and any(model.acts for model in compute.models)
+        if edit not in edits or remedy in ledger.facts.in_force or acts or ratios[2] >= 1:
+            continue
+        won = ((1 - updates) * (1 - ratio) + updates * fewer for ratio in ratios)
+        shares[edit] = Scale(*(min(MOST, share * factor) for share, factor in zip(won, scale, strict=True)))
+    return shares
+
+
+def _of_edit(call: CallFlops, edit: str) -> Cause:
+    """Return the cause that a rehearsed edit takes away."""
+    line, timed = LINES[edit], call.rehearsed
+    assert timed is not None, "it was rehearsed"
+    low, mid, high = timed.edits[edit]
+    evidence = f"{call.name} {line.what}: a step of {timed.examples} examples took {mid:.2f} ({low:.2f} to {high:.2f}) "
+    evidence += "of its time with the edit" if edit != "batch" else f"per example with {REPEATS} times as many"
+    script = line.script.format(size=REPEATS * timed.examples)
+    return Cause(line.cause, call.name, 0.0, evidence, line.fix, script=script)
 
 
 def _recomputed(ledger: Ledger, call: CallFlops) -> tuple[Cause, Scale] | None:
     """Return the cause of forwards that run twice, if memory has room, and the share of useful time that it is."""
     again, useful_ns = call.recomputed_flops, ledger.ledger_ns["useful"]
+    if not call.recomputed_bytes:
+        return None
     outside = 1 - ledger.sub_ns.get("useful.optimizer", 0) / max(useful_ns, 1)
     share = again / max((call.flops or 0) + again, 1) * outside
     memory = memory_headroom(ledger.facts)
@@ -78,7 +200,13 @@ def _recomputed(ledger: Ledger, call: CallFlops) -> tuple[Cause, Scale] | None:
     evidence += "of memory stayed free"
     fix = "leave torch.utils.checkpoint out, or checkpoint fewer layers: memory has room"
     script = "model.gradient_checkpointing_disable()  # or layer(x) in place of checkpoint(layer, x)"
-    return Cause("compute.recompute", call.name, 0.0, evidence, fix, script=script), _at_most(SHARE, share)
+    timed, shares, step = rehearsed_shares(ledger, (STRAIGHT,)).get(STRAIGHT), _at_most(SHARE, share), call.rehearsed
+    if timed is not None and step is not None:
+        evidence += f"; a step of {step.examples} examples took {step.edits[STRAIGHT][1]:.2f} of its time without"
+        is_cut = step.examples < step.batch
+        likely = shares.likely if is_cut else timed.likely  # operations tell more of many examples than a few do
+        shares = Scale(max(timed.fast, likely), likely, min(timed.slow, shares.slow if is_cut else likely))
+    return Cause("compute.recompute", call.name, 0.0, evidence, fix, script=script), shares
 
 
 def _by_hand(ledger: Ledger, call: CallFlops) -> tuple[Cause, Scale] | None:

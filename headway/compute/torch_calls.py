@@ -13,6 +13,8 @@ Precision is left out, because operations are counted alike in all: casts and au
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from headway.compute.torch_flops import counted
+from headway.compute.torch_rehearsal import rehearse
 
 META = torch.device("meta")
 
@@ -45,10 +48,13 @@ def count_call(module: torch.nn.Module, args: Args, kwargs: Mapping[str, object]
     """Return fields of `CallFlops` of one forward and backward; for a process that ends behind it.
 
     `flops` is None where they cannot be counted, and `reason` says why. `autocast` is the dtype that the forward
-    itself casts to, None without.
+    itself casts to, None without. Before that a step is timed as it is and behind edits (`rehearse`).
     """
     casts: list[str] = []
-    count = None
+    count = rehearsed = None
+    if not os.environ.get("HEADWAY_PLAN"):  # under a plan the script computes with what was found before
+        with contextlib.suppress(Exception):
+            rehearsed = rehearse(module, args, kwargs)
     try:
         model = _unwrapped(module)
         reason = _objection(model)
@@ -62,7 +68,7 @@ def count_call(module: torch.nn.Module, args: Args, kwargs: Mapping[str, object]
     except Exception as cause:
         reason = f"{type(cause).__name__}: {cause}".splitlines()[0][:LONGEST_REASON]
     counts: dict[str, object] = dict(count.row()) if count is not None else {"flops": None}
-    return {**counts, "reason": reason, "autocast": casts[0] if casts else None}
+    return {**counts, "reason": reason, "autocast": casts[0] if casts else None, "rehearsed": rehearsed}
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:

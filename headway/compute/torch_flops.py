@@ -8,21 +8,22 @@ torch hides in one operator, are counted by their sizes:
     their backward     twice that: the gradients of inputs and of weights
 
 Recomputed forwards (checkpointing) are no work of the model's and are left out: HFU counts them, MFU does not. They
-are counted apart, as are the scores of attention that a script writes by hand: `CallCount`.
+are counted apart, as are the scores of attention that a script writes by hand: `CallCount`. Checkpointing that is not
+reentrant stops behind the last tensor that the backward saved (`torch.utils.checkpoint.set_checkpoint_early_stop`).
 """
 
 from __future__ import annotations
 
 import copy
-import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd.graph import Node
+import torch.utils.checkpoint
+from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -35,6 +36,9 @@ GATES: dict[type[torch.nn.Module], int] = {torch.nn.LSTM: 4, torch.nn.GRU: 3, to
 
 Sizes = tuple[int, ...]
 """Sizes of a tensor."""
+
+EARLY_STOP = 5
+"""Position of `early_stop` among the arguments of torch's generator of checkpoints; before torch 2.9 a flag alone."""
 
 SHORTEST = 16
 """Softmaxes over fewer numbers are those of classes or small windows."""
@@ -73,10 +77,19 @@ class CallCount:
         self._products.add((n * i * b[2], b[2]))
         return 2 * n * i * k * b[2]
 
-    def note_mask(self, x: Sizes, *_: object, **__: object) -> int:
+    def note_masked_product(self, _: Sizes, a: Sizes, b: Sizes, *__: object, **___: object) -> int:
+        """The same of a product that is added to a mask."""
+        self._filled.add((*a[:-1], b[-1]))
+        return self.note_product(a, b)
+
+    def note_mask(self, x: Sizes, *_: object, out_shape: Sizes | None = None, **__: object) -> int:
         """Note that some of [..., queries, keys] were masked; it counts as no operation."""
-        self._filled.add(tuple(x))
+        self._filled.add(tuple(out_shape or x))
         return 0
+
+    def note_sum(self, x: Sizes, y: object, *_: object, out_shape: Sizes | None = None, **__: object) -> int:
+        """Note a mask, or a bias of positions, that was added; a number that is added is none."""
+        return self.note_mask(x, out_shape=out_shape) if isinstance(y, (tuple, list, torch.Size)) and len(y) > 1 else 0
 
     def note_softmax(self, x: Sizes, dim: int, *_: object, **__: object) -> int:
         """Note a softmax of scores [..., queries, keys]; it counts as no operation."""
@@ -148,7 +161,9 @@ def counted(model: torch.nn.Module, inputs: tuple[object, ...], named: Mapping[s
             aten.convolution_backward: _convolution_backward,
             aten.bmm: count.note_product,
             aten._softmax: count.note_softmax,
-            aten.masked_fill: count.note_mask,
+            aten.baddbmm: count.note_masked_product,
+            **dict.fromkeys((aten.masked_fill, aten.masked_fill_, aten.where), count.note_mask),
+            **dict.fromkeys((aten.add, aten.add_), count.note_sum),
         },
     )
     with _watched(model, recurrent, counter, count), counter, torch.enable_grad():
@@ -247,29 +262,59 @@ def _watched(
             if type(layer) is layer_class:  # the model is a copy: nobody else calls it
                 object.__setattr__(layer, "forward", _stand_in(layer, gates, recurrent))
 
+    def operations() -> int:
+        return int(counter.get_total_flops()) + sum(recurrent)
+
     @contextmanager
-    def recomputed() -> Iterator[None]:
-        before, made = counter.get_total_flops() + sum(recurrent), _Made(count)
-        with made:
+    def again() -> Iterator[None]:
+        before = operations()
+        with _Made(count):
             yield
-        count.recomputed_flops += int(counter.get_total_flops()) + sum(recurrent) - int(before)
+        count.recomputed_flops += operations() - before
+
+    @contextmanager
+    def until_saved(settings: tuple[object, ...]) -> Iterator[None]:
+        """Count what is computed again: it ends where the last tensor that the backward needs has been saved."""
+        is_enabled = torch.utils.checkpoint._enable_checkpoint_early_stop
+        stops = is_enabled if is_enabled is not None else settings[EARLY_STOP]
+        before = done = operations()
+
+        def saved(value: torch.Tensor) -> torch.Tensor:
+            nonlocal done
+            done = operations()  # an operator saves its inputs before it computes
+            return value
+
+        with _Made(count), saved_tensors_hooks(saved, lambda value: value):
+            yield
+        count.recomputed_flops += (operations() if stops is False else done) - before
+
+    with checkpoints_as(again, until_saved):
+        yield
+
+
+@contextmanager
+def checkpoints_as(
+    reentrant: Callable[[], AbstractContextManager[object]],
+    plain: Callable[[tuple[object, ...]], AbstractContextManager[object]],
+) -> Iterator[None]:
+    """Have torch's checkpointing, by whatever name a script calls it, compute once and remember all that it saves.
+
+    A checkpointed function runs within `reentrant()`, or within `plain(settings)` where it is not reentrant.
+    """
 
     class Straight:
-        """Stands for torch's reentrant recomputation: calls the function, and remembers nothing."""
-
         @staticmethod
         def apply(function: Callable[..., object], _preserve: bool, *arguments: object) -> object:
-            with recomputed():
+            with reentrant():
                 return function(*arguments)
 
-    def nothing_saved(*_: object, **__: object) -> Iterator[None]:
-        with recomputed():
+    def generator(*settings: object, **_: object) -> Iterator[None]:
+        with plain(settings):
             yield
 
-    module: Any = importlib.import_module("torch.utils.checkpoint")
+    module: Any = torch.utils.checkpoint
     before = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
-    # A forward that is computed again is counted once, by whatever name the script calls `checkpoint`.
-    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = Straight, nothing_saved
+    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = Straight, generator
     try:
         yield
     finally:

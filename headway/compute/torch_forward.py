@@ -153,7 +153,7 @@ class Autocast(AroundForward):
             return "the model lies on devices of two types"
         if torch.is_autocast_enabled(device_type):
             return "the script uses autocast itself"
-        if TRIAL in self.context.shared and device_type == "cpu" and not _computes_bfloat16():
+        if TRIAL in self.context.shared and device_type == "cpu" and not computes_bfloat16():
             return "this processor has no units for bfloat16"
         others = {str(parameter.dtype) for parameter in parameters} - {"torch.float32"}
         return (
@@ -345,7 +345,7 @@ def no_compiler(device_type: str) -> str:
     return "" if any(map(shutil.which, [*names, "g++", "clang++"])) else "torch.compile needs a C++ compiler on a CPU"
 
 
-def _computes_bfloat16() -> bool:
+def computes_bfloat16() -> bool:
     """Whether this processor has instructions for products of bfloat16 numbers."""
     asked = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
     return any(getattr(torch.cpu, name, bool)() for name in asked)

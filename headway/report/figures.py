@@ -474,6 +474,7 @@ CAUSE_PHRASES: dict[str, str] = {
     "compute.alignment": "matrix products of odd sizes",
     "compute.recompute": "forwards that are computed twice",
     "compute.attention": "attention that writes its scores to memory",
+    "compute.batch": "batches of few examples",
 }
 """Cause -> what time was lost to, where the cause costs more or less than its bucket holds."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headway.core.units import format_fraction
+from headway.core.units import NS_PER_S, format_fraction
 from headway.cost.fused import Share, fused_share
 from headway.ledger.answers.evidence import booked_s
 from headway.ledger.answers.ledger import Ledger
@@ -10,13 +10,14 @@ from headway.ledger.cause import Cause
 from headway.trace.rings.compute_facts import OptimizerFacts
 
 LARGE = 0.05
-"""Share of the time from which on the form of an update is worth a word."""
+"""Share of the steps' time from which on the form of an update is worth a word: start-up may be long."""
 
 
 def optimizer_loops(ledger: Ledger) -> list[Cause]:
     """Updates that loop over tensors on a CPU, several operators for each, where one fused kernel does the same."""
     compute = ledger.facts.compute
-    own_s, fraction = booked_s(ledger, "useful.optimizer"), ledger.fraction("useful.optimizer")
+    own_s = booked_s(ledger, "useful.optimizer")
+    fraction = own_s * NS_PER_S / max(int(ledger.step_ns.sum()), 1)
     in_force = "compute.fused_optimizer" in ledger.facts.in_force
     if compute is None or in_force or len(compute.optimizers) != 1 or fraction < LARGE:
         return []
@@ -24,7 +25,7 @@ def optimizer_loops(ledger: Ledger) -> list[Cause]:
     share = share_of(optimizer)
     if isinstance(share, str):
         return []
-    evidence = f"{optimizer.name} takes {format_fraction(fraction)} of the time: on a CPU torch loops over its "
+    evidence = f"{optimizer.name} takes {format_fraction(fraction)} of the steps' time: on a CPU torch loops over its "
     evidence += f"{optimizer.num_tensors:,} tensors, several operators for each; fused, it takes {share.low:.2f} to "
     evidence += f"{share.high:.2f} of that"
     edit = f"torch.optim.{optimizer.name}(..., fused=True)"

@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 
 from headway.ledger.buckets import BUCKETS
 from headway.ledger.growth import slowed
-from headway.ledger.live.live_rank import LEARNING, BookingWindow, LiveRank, Records, RingFacts
+from headway.ledger.live.live_rank import FORWARD, LEARNING, BookingWindow, LiveRank, Records, RingFacts
 from headway.ledger.live.live_sweep import book_windows
 from headway.trace.events.sweep import Ints
+from headway.trace.recording.basis import LEARNS
 
 USEFUL, STARTUP, RESTART, REWORK, IDLE, UNKNOWN = (
     BUCKETS.index(name) for name in ("useful", "startup", "restart", "rework", "idle", "unknown")
@@ -144,6 +145,9 @@ class LiveFigures:
 
     slower: float = 1.0
     """How many times as long steps take now as at the start of this attempt; 1 where they do not get slower."""
+
+    calls: Mapping[int, int] = field(default_factory=dict)
+    """Model -> its calls in training, of rank 0 in this attempt."""
 
     @property
     def devices(self) -> int:
@@ -300,6 +304,7 @@ class LiveLedger:
         self._total_steps: dict[int, int] = {}
         self._counts = np.zeros(len(STEP_BOUNDS_S) + 1, np.int64)
         self._sum_ns = 0
+        self._calls: dict[int, int] = {}
 
     def add(self, header: RingFacts, records: Records) -> None:
         """Take in new records of one process; only ranks count, and children that train, of the present attempt."""
@@ -313,8 +318,15 @@ class LiveLedger:
                 rank = self._rank(header)
                 if rank.pid == header.pid:  # else the parent of a rank that the script spawned
                     rank.take(records)
+                    if not rank.rank:
+                        self._count_calls(records)
                     if rank.begin():
                         self._begun(rank)
+
+    def _count_calls(self, records: Records) -> None:
+        learns = (records["code"] == FORWARD) & (records["b"] & LEARNS > 0) & (records["a"] >= 0)
+        for model, count in zip(*np.unique(records["a"][learns], return_counts=True), strict=True):
+            self._calls[int(model)] = self._calls.get(int(model), 0) + int(count)
 
     def look(self, headers: Sequence[RingFacts]) -> None:
         """Take in what only the headers say: which processes have noted their end."""
@@ -348,6 +360,7 @@ class LiveLedger:
                 by_device=any(rank.device_ns >= 0 for rank in ranks),
                 charted=tuple(name for name, used in zip(BUCKETS, self._series.used.tolist(), strict=True) if used),
                 slower=self._series.slower(slowest.rank) if slowest else 1.0,
+                calls=dict(self._calls),
             )
 
     def series(self) -> LiveSeries:
@@ -461,7 +474,7 @@ class LiveLedger:
         if self._ranks:
             self._failed = _Failed(min(saved, default=0), self._series)
         self._ranks, self._series, self._attempt = {}, StepSeries(self._limit), number
-        self._children = {}
+        self._children, self._calls = {}, {}
 
     def _so_far(self, number: int, now_ns: int) -> Ints:
         """Return [len(BUCKETS)]: what is booked for a rank, and what can be said of the time since."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.core.units import NS_PER_S, format_rate
+from headway.core.units import NS_PER_S, format_fraction, format_rate
 from headway.ledger.buckets import BUCKETS
 from headway.ledger.live.live_ledger import LiveFigures, LiveSeries, RankState
 from headway.report.answers import Why
@@ -59,6 +59,9 @@ class LiveView:
 
     figures: LiveFigures | None = None
     """Its account; None before it has begun."""
+
+    mfu: float | None = None
+    """Model FLOPs utilisation of rank 0, 0..1; None where it is not known."""
 
     doing: Mapping[int, tuple[str, int]] = field(default_factory=dict)
     """Rank -> (recorded name, begin in ns) of the operation that it is in."""
@@ -180,6 +183,7 @@ def _now(view: LiveView) -> str:
     if figures is not None:
         parts = [f"step {count(figures.steps)}"] if figures.steps else []
         parts += [f"{format_rate(figures.steps_per_s)} steps/s"] if figures.steps_per_s else []
+        parts += [f"MFU {format_fraction(view.mfu)}"] if view.mfu is not None else []
         parts += [f"steps take {figures.slower:g}x as long as at first"] if figures.slower > 1 else []
         training = sum(rank.begun and not rank.ended for rank in figures.ranks)
         parts += [f"{training} of {plural(figures.devices, 'rank')} training"]

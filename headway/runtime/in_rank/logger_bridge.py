@@ -30,6 +30,7 @@ from headway.trace.rings.ring import warn
 
 if TYPE_CHECKING:
     from headway.ledger.live.live_ledger import LiveFigures, LiveLedger
+    from headway.ledger.live.live_mfu import LiveMfu
     from headway.runtime.in_rank.bootstrap import Session
 
 Write = Callable[[Mapping[str, float], int], object]
@@ -190,6 +191,8 @@ class AccountChanges:
         self._ledger: LiveLedger | None = None
         self._attempt = recorder.attempt
         self._before: LiveFigures | None = None
+        self._run = Path(session.probes.run)
+        self._mfu: LiveMfu | None = None
 
     def next(self) -> tuple[dict[str, float], int] | None:
         """Return values by name, and the number of complete steps; None when no step was completed since."""
@@ -213,6 +216,13 @@ class AccountChanges:
         }
         if figures.tells_goodput:
             values["headway/goodput"] = figures.goodput
+        if self._mfu is None and (self._run / "flops").exists():  # else there is none, and nothing to load for it
+            from headway.ledger.live.live_mfu import LiveMfu
+
+            self._mfu = LiveMfu(self._run)
+        used = self._mfu.of(figures) if self._mfu is not None else None
+        if used is not None:
+            values["headway/mfu"] = used
         amounts = figures.bucket_ns
         earlier = before.bucket_ns if before else dict.fromkeys(amounts, 0)
         spent = {name: max(amount - earlier[name], 0) for name, amount in amounts.items()}

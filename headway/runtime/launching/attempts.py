@@ -98,7 +98,8 @@ class RankSupervisor:
             from headway.runtime.run_folder.status import StatusLine
 
             start_ns = self.recording.start_ns
-            self._status = StatusLine(self.streams, world_size=self.recording.nproc, start_ns=start_ns)
+            world_size, run = self.recording.nproc, self.recording.path
+            self._status = StatusLine(self.streams, world_size=world_size, start_ns=start_ns, run=run)
             self._status.start()
         if self._status is not None:
             self._status.follow(drainer)

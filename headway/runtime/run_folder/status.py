@@ -1,4 +1,4 @@
-"""The line that a run shows of itself while it goes on: step, steps/s, goodput, top loss.
+"""The line that a run shows of itself while it goes on: step, steps/s, MFU where it is known, goodput, top loss.
 
 On a terminal it is one line below the ranks' output, wiped before anything
 else is printed and never drawn while a rank's own line is unfinished (a
@@ -17,6 +17,7 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,6 +30,7 @@ from headway.trace.rings.records import RingHeader
 
 if TYPE_CHECKING:
     from headway.ledger.live.live_ledger import LiveLedger
+    from headway.ledger.live.live_mfu import LiveMfu
 
 PLAIN_EVERY_S = 10.0
 REDRAW_S = 0.5
@@ -39,8 +41,9 @@ QUIET_S = 5.0
 class RunStatus:
     """What the records drained so far say of the run, in one line; fed by one thread, read by another."""
 
-    def __init__(self, *, start_ns: int, world_size: int) -> None:
-        self._start_ns, self._world_size = start_ns, world_size
+    def __init__(self, *, start_ns: int, world_size: int, run: Path | None = None) -> None:
+        self._start_ns, self._world_size, self._run = start_ns, world_size, run
+        self._mfu: LiveMfu | None = None
         self._lock = threading.Lock()
         self._ledger: LiveLedger | None = None
 
@@ -60,10 +63,12 @@ class RunStatus:
         # What comes after the last step, the writing of results say, does not slow the steps down.
         waits = f" | no step for {format_seconds(idle_s)}" if idle_s > QUIET_S and figures.steps else ""
         grown = f" | steps take {figures.slower:g}x as long as at first" if figures.slower > 1 else ""
+        share = self._mfu.of(figures) if self._mfu is not None else None
+        used = "" if share is None else f" | MFU {format_fraction(share)}"
         # The first step alone has no rate: it holds what comes once.
         rate = f" | {format_rate(figures.steps_per_s_then)} steps/s" if figures.steps_per_s_then > 0 else ""
         return (
-            f"step {figures.steps}{rate}{waits}{grown} | "
+            f"step {figures.steps}{rate}{waits}{grown}{used} | "
             f"goodput {format_fraction(figures.goodput, 0) if figures.tells_goodput else 'unknown'} | "
             f"top loss {top} {format_fraction(amounts[top] / total_ns, 0)}"
         )
@@ -72,9 +77,11 @@ class RunStatus:
     def _account(self) -> LiveLedger:
         """The account; made in the thread that first needs it, since loading it takes the launcher a moment."""
         from headway.ledger.live.live_ledger import LiveLedger
+        from headway.ledger.live.live_mfu import LiveMfu
 
         with self._lock:
             if self._ledger is None:
+                self._mfu = LiveMfu(self._run) if self._run is not None else None
                 self._ledger = LiveLedger(start_ns=self._start_ns, world_size=self._world_size)
             return self._ledger
 
@@ -82,8 +89,10 @@ class RunStatus:
 class StatusLine:
     """Shows `RunStatus` on stderr until it is stopped."""
 
-    def __init__(self, streams: Streams, *, world_size: int, start_ns: int | None = None) -> None:
-        self.progress = RunStatus(start_ns=start_ns or time.perf_counter_ns(), world_size=world_size)
+    def __init__(
+        self, streams: Streams, *, world_size: int, start_ns: int | None = None, run: Path | None = None
+    ) -> None:
+        self.progress = RunStatus(start_ns=start_ns or time.perf_counter_ns(), world_size=world_size, run=run)
         self._streams = streams
         self._terminal = os.isatty(2) and os.environ.get("TERM", "") != "dumb"
         self._drawn = False

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from headway.core.machine.interruptions import suppress_own
+from headway.runtime.host.device import device_type
 
 Row = dict[str, object]
 """Facts by name."""
@@ -44,7 +45,7 @@ def model_facts(module: Module, arguments: Iterable[object]) -> Row:
     for parameter in parameters:
         dtypes[_name(parameter.dtype)] += parameter.numel()
     inputs = [given for given in arguments if isinstance(given, torch.Tensor)]
-    device_type = parameters[0].device.type if parameters else "cpu"
+    kind = parameters[0].device.type if parameters else "cpu"
     weights = [parameter for parameter in parameters if parameter.dim() == 4]
     return {
         "name": type(getattr(module, "_orig_mod", module)).__name__,
@@ -52,7 +53,7 @@ def model_facts(module: Module, arguments: Iterable[object]) -> Row:
         "parameter_dtypes": dict(dtypes),
         "input_dtypes": [_name(given.dtype) for given in inputs],
         "batch_size": next((given.shape[0] for given in inputs if given.dim()), None),
-        "autocast": _autocast(device_type),
+        "autocast": _autocast(kind),
         "is_compiled": hasattr(module, "_orig_mod") or module._compiled_call_impl is not None,
         "num_convolution_weights": len(weights),
         "num_channels_last": sum(_is_channels_last(weight) for weight in weights),
@@ -77,14 +78,20 @@ def _acts(frame: FrameType | None) -> bool:
 
 def call_facts(module: Module) -> Row:
     """Return what `CallFlops` says of a call beside its operations, within or right behind it."""
+    settings: Row = {}
+    note_settings(settings)
     dtypes, devices = Counter[str](), set[str]()
     for parameter in module.parameters():
         dtypes[_name(parameter.dtype)] += parameter.numel()
         devices.add(parameter.device.type)
+    has_convolutions = any(parameter.dim() == 4 for parameter in module.parameters())
+    of_matmuls = (settings.get("matmul_precision") or "highest") != "highest"
     return {
         "name": type(getattr(module, "_orig_mod", module)).__name__,
         "dtype": next(filter(None, map(_autocast, devices)), None) or dtypes.most_common(1)[0][0],
-        "has_convolutions": any(parameter.dim() == 4 for parameter in module.parameters()),
+        "has_convolutions": has_convolutions,
+        "device": device_type(),
+        "in_tf32": of_matmuls or (has_convolutions and bool(settings.get("cudnn_tf32"))),
     }
 
 

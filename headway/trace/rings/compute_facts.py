@@ -55,6 +55,18 @@ class OptimizerFacts(msgspec.Struct, frozen=True):
     what fused forms can do. Torch's on a CPU add a gradient that lies in another order to the wrong numbers."""
 
 
+class Rehearsed(msgspec.Struct, frozen=True):
+    """A model's step on a CPU as it is and behind edits, timed in a forked child on examples of the script's batch."""
+
+    examples: int = 0
+    """Examples of the timed step."""
+    batch: int = 0
+    """Those of the script's: where it has more, the edits may win more or less of it."""
+    edits: dict[str, tuple[float, float, float]] = {}
+    """Edit -> time of a step with it / without: lowest, middle, highest of a few rounds. 'bfloat16', 'channels_last',
+    'float32' (of float64 parameters), 'straight' (without checkpoints), 'batch' (per example, four times as many)."""
+
+
 class CallFlops(msgspec.Struct, frozen=True):
     """The operations of a call of a model in training, counted once by shapes: RUN/flops/r<rank>-m<model>.json."""
 
@@ -71,6 +83,10 @@ class CallFlops(msgspec.Struct, frozen=True):
     autocast: str | None = None
     """dtype of autocast inside the forward; None without it."""
     has_convolutions: bool = False
+    device: str = "cpu"
+    """Where it computes, by the name that the driver gives."""
+    in_tf32: bool = False
+    """Whether products of float32 numbers may use TF32: by matmuls' precision, or cuDNN's for convolutions."""
     recomputed_flops: int = 0
     """Operations of forwards that the backward calls again (checkpointing); no part of `flops`."""
     recomputed_bytes: int = 0
@@ -81,6 +97,8 @@ class CallFlops(msgspec.Struct, frozen=True):
     """Those of them that lie in matrices of which a part was masked."""
     longest: int = 0
     """Longest row of scores."""
+    rehearsed: Rehearsed | None = None
+    """How long its step takes behind edits; None where that was not timed."""
 
 
 class ComputeFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from cyclopts import Parameter
 
 from headway.core.errors import HeadwayError, InputError
 from headway.ledger.live.live_ledger import LiveSeries
+from headway.ledger.live.live_mfu import LiveMfu
 from headway.report.answers import created, facts_of
 from headway.report.page.html import page
 from headway.report.page.live import LiveView, live_charts, live_key, live_page, live_parts
@@ -78,7 +79,7 @@ class WatchedRun:
 
     def __init__(self, path: Path) -> None:
         """Watch the run in `path`."""
-        self._path, self._feed = path, LiveFeed(path)
+        self._path, self._feed, self._mfu = path, LiveFeed(path), LiveMfu(path)
         self._view = LiveView(str(path), "waiting")
         self._report: str | None = None
         self._reason = ""
@@ -140,6 +141,7 @@ class WatchedRun:
             title=str(self._path),
             state=feed.state,
             figures=figures,
+            mfu=self._mfu.of(figures),
             doing=feed.doing(),
             facts=facts_of(feed.meta, None),
             created=created(feed.facts),

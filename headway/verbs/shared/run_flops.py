@@ -9,19 +9,18 @@ steps that the profiler made longer are left out of the rate.
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from headway.cost.specs import DeviceSpec, shipped
 from headway.cost.transformer import mfu
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.answers.ledger import Ledger
+from headway.ledger.live.live_mfu import dtype_of_products
 from headway.trace.events.parts import Parts
 from headway.trace.recording.basis import LEARNS
 from headway.trace.recording.run_facts import RunFacts
 from headway.trace.rings.compute_facts import CallFlops, ComputeFacts
-
-DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
-"""torch's name of a dtype -> that of `DeviceSpec.flops_per_s`."""
 
 UNUSED = ("int8", "fp8")
 """dtypes that torch's modules do not train in by themselves: no best of theirs."""
@@ -86,13 +85,9 @@ def run_flops(parts: Parts, ledger: Ledger, facts: RunFacts) -> dict[str, object
 
 
 def dtype_in_use(call: CallFlops, facts: RunFacts, device: DeviceSpec | None) -> str:
-    """Return the dtype whose units a call's products run on, by the names of `DeviceSpec.flops_per_s`.
-
-    Products of float32 numbers run in TF32 where the device has it and the script lets matrix products do so, or
-    cuDNN its convolutions, as torch does by default.
-    """
-    applied = facts.in_force.get("compute.autocast", {}).get("dtype")
-    dtype = DTYPES.get(str(applied or call.autocast or call.dtype), call.dtype)
+    """Return the dtype whose units a call's products run on, with what the run's settings and remedies say."""
     compute = facts.compute or ComputeFacts()
-    in_tf32 = (compute.matmul_precision or "highest") != "highest" or (call.has_convolutions and compute.cudnn_tf32)
-    return "tf32" if dtype == "fp32" and in_tf32 and device and "tf32" in device.flops_per_s else dtype
+    of_matmuls = (compute.matmul_precision or "highest") != "highest"
+    in_tf32 = call.in_tf32 or of_matmuls or bool(call.has_convolutions and compute.cudnn_tf32)
+    applied = facts.in_force.get("compute.autocast", {}).get("dtype")
+    return dtype_of_products(msgspec.structs.replace(call, in_tf32=in_tf32), device, applied=applied)
