@@ -65,7 +65,8 @@ def _count(probes: Probes, model: int, module: Module, args: Args, kwargs: Kwarg
         def work() -> bytes:
             probes.forwarding[0] = True  # what is called here is no call of the script's
             sys.modules["torch"].set_num_threads(1)
-            return json.dumps({**facts, **resolved(function)(module, args, kwargs)}).encode()
+            counted = resolved(function)(module, args, kwargs)
+            return json.dumps({**facts, **counted, "ended_ns": now()}).encode()
 
         start_detached(work, descriptor, run=probes.run)
     finally:

@@ -195,7 +195,7 @@ def _start_detached(work: Callable[[], bytes], writing: int, caches: str, *, for
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
                 signal.alarm(3 * TIMEOUT_S if forks else TIMEOUT_S)
-                os.nice(10 if forks else 5)  # one that forks takes half a second, beside steps that are recorded
+                os.nice(10)  # some take a second of CPU, beside steps that are recorded
                 step_apart("end at writes", keep=(writing,), forks=forks, caches=caches)
                 answer = work()
                 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)

@@ -30,7 +30,7 @@ from headway.sim.recorded.core_use import Contention
 from headway.sim.recorded.lane import LABEL, LABELS
 from headway.sim.recorded.loader_costs import Costs
 from headway.sim.recorded.loader_model import LoaderModel, busiest_host, host_pressure, own_service, storage_is_shared
-from headway.sim.recorded.recording import Recording, first_steady
+from headway.sim.recorded.recording import Recording, first_alone, first_steady
 from headway.sim.recorded.stage_orders import INPUT_SHARES, MOST_STARVED, RecordedPipeline, check_stages, reordered
 from headway.sim.recorded.unroll import Occupancy, Unrolled, edited_segments, unroll
 from headway.sim.whatif import Edit, Prediction, ResolvedEdits, parse_edit, scenario_of
@@ -92,7 +92,7 @@ class Program:
     """First step that counts: those before it are warm-up."""
 
     measured_s: float
-    """Mean time of a steady step, as recorded; what headway itself does once in a run is left out."""
+    """Mean time of a steady step, as recorded, without what headway does once in a run, and steps beside its children."""
 
     replayed_s: float
     """The same over those steps that are replayed: the first ones, when the run is long."""
@@ -132,7 +132,7 @@ class Program:
         parts, facts = Parts.of(trace), RunFacts.of(facts)
         num_ranks = max(1, sum(rank >= 0 for rank in parts.numbers))
         recording = Recording.from_trace(parts, max_steps=max(MIN_STEPS + 2, MAX_RANK_STEPS // num_ranks))
-        warm = first_steady(recording, facts.asked_until_ns)
+        warm = first_steady(recording)
         if recording.num_steps - warm < MIN_STEPS:
             raise InputError(
                 f"the run has {recording.num_steps} steps, of which {warm} are warm-up; a what-if needs at least "
@@ -149,10 +149,11 @@ class Program:
         )
         share = facts.compute_cpu_fraction
         busy = recording.busy if share is None else np.full(len(models), share)
-        steady = np.array([lane.step_end_ns[warm] for lane in recording.lanes])
-        once = np.array([lane.once_ns(warm) for lane in recording.lanes])
-        kept = np.array([lane.step_end_ns[-1] for lane in recording.lanes]) - steady - once
-        whole = recording.last_end_ns - steady - once
+        kept = np.array(
+            [lane.step_end_ns[-1] - lane.step_end_ns[warm] - lane.once_ns(warm) for lane in recording.lanes]
+        )
+        alone = first_alone(recording, warm, facts.asked_until_ns)
+        whole = recording.last_end_ns - [lane.step_end_ns[alone] + lane.once_ns(alone) for lane in recording.lanes]
         program = cls(
             recording=recording,
             models=models,
@@ -166,7 +167,7 @@ class Program:
             shared=storage_is_shared(recording),
             service=own_service(recording.batches) if any(b.group.size for b in recording.batches) else 1.0,
             warm=warm,
-            measured_s=float(whole.mean()) / (recording.recorded_steps - warm) / NS_PER_S,
+            measured_s=float(whole.mean()) / (recording.recorded_steps - alone) / NS_PER_S,
             replayed_s=float(kept.mean()) / (recording.num_steps - warm) / NS_PER_S,
             costs=costs,
             facts=facts,

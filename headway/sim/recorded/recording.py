@@ -465,12 +465,8 @@ def _meeting(part: NDArray[np.int64]) -> MatchedCollective:
     return MatchedCollective(part[:, 6], part[:, 3], np.maximum(part[:, 5] - arrival, 0))
 
 
-def first_steady(recording: Recording, beside_until_ns: int = 0) -> int:
-    """Return the first step that counts: step 0 never does, nor the start-up transient that follows it.
-
-    Nor do steps that began before `beside_until_ns`, while children of headway's asked about the loaders on the same
-    cores: they say nothing of the job, unless that leaves less than half of the recorded steps.
-    """
+def first_steady(recording: Recording) -> int:
+    """Return the first step that counts: step 0 never does, nor the start-up transient that follows it."""
     compute = np.zeros(recording.num_steps)
     for lane in recording.lanes:
         mine = COMPUTE[lane.label]
@@ -479,5 +475,14 @@ def first_steady(recording: Recording, beside_until_ns: int = 0) -> int:
     usual = float(np.median(compute))
     while warm < most and compute[warm] > 2 * usual:
         warm += 1
-    behind = max(int(np.searchsorted(lane.step_end_ns, beside_until_ns)) for lane in recording.lanes)
+    return warm
+
+
+def first_alone(recording: Recording, warm: int, until_ns: int) -> int:
+    """Return the first step from `warm` on that says how long the job's steps take.
+
+    Those that began before `until_ns` shared the cores with children of headway's, which asked about loaders and
+    models; they count where fewer than half of the recorded steps are left behind them.
+    """
+    behind = max(int(np.searchsorted(lane.step_end_ns, until_ns)) for lane in recording.lanes)
     return max(warm, behind) if 2 * behind <= recording.num_steps else warm

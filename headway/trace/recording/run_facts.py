@@ -186,8 +186,10 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def asked_until_ns(self) -> int:
-        """When the last of the children that asked about the loaders had answered; 0 = none was seen."""
-        return max((loader.rehearsal.ended_ns or 0 for loader in self.loaders.values()), default=0)
+        """When the last of the children that asked about loaders and models had answered; 0 = none was seen."""
+        ended_ns = [loader.rehearsal.ended_ns for loader in self.loaders.values()]
+        ended_ns += [call.ended_ns for call in (self.compute.calls if self.compute else ())]
+        return max((moment for moment in ended_ns if moment is not None), default=0)
 
     @functools.cached_property
     def effective_loaders(self) -> dict[str, LoaderFacts]:

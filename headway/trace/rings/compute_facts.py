@@ -99,6 +99,8 @@ class CallFlops(msgspec.Struct, frozen=True):
     """Longest row of scores."""
     rehearsed: Rehearsed | None = None
     """How long its step takes behind edits; None where that was not timed."""
+    ended_ns: int | None = None
+    """When the child had counted, by the clock of the rows: steps before it shared the cores with it."""
 
 
 class ComputeFacts(msgspec.Struct, frozen=True, kw_only=True):
