@@ -25,8 +25,11 @@ class Costs:
     handoff_ns: int = 700 * NS_PER_US
     """From the end of a load until the training thread can take the batch: pickling, a pipe, a wake-up."""
 
-    receive_ns: int = 500 * NS_PER_US
+    receive_ns: int = 800 * NS_PER_US
     """Taking a batch that is ready: one descriptor per tensor, a mapping, the next index handed out."""
+
+    pack_ns: int = 400 * NS_PER_US
+    """What a remedy's worker does beside making a batch: generators, files and output looked at, the batch packed."""
 
     per_byte_ns: float = 0.12
     """More of each of the two for each byte of the batch."""
@@ -89,7 +92,7 @@ class Costs:
     def slowed(self, factor: float) -> Costs:
         """Return the costs on a host whose other work makes CPU time take `factor` times as long."""
         names = (
-            "handoff_ns", "receive_ns", "fork_ns", "first_ns", "stop_ns", "reset_ns", "log_ns",
+            "handoff_ns", "receive_ns", "pack_ns", "fork_ns", "first_ns", "stop_ns", "reset_ns", "log_ns",
             "thread_handoff_ns", "thread_receive_ns", "thread_ns", "trial_ns",
             "cache_trial_ns", "keep_ns", "look_ns", "cold_ns",
         )  # fmt: skip

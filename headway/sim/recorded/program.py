@@ -92,7 +92,7 @@ class Program:
     """First step that counts: those before it are warm-up."""
 
     measured_s: float
-    """Mean time of a steady step, as recorded, without what headway does once in a run, and steps beside its children."""
+    """Mean time of a steady step, as recorded; left out are headway's work once in a run, and steps beside children."""
 
     replayed_s: float
     """The same over those steps that are replayed: the first ones, when the run is long."""
@@ -149,9 +149,7 @@ class Program:
         )
         share = facts.compute_cpu_fraction
         busy = recording.busy if share is None else np.full(len(models), share)
-        kept = np.array(
-            [lane.step_end_ns[-1] - lane.step_end_ns[warm] - lane.once_ns(warm) for lane in recording.lanes]
-        )
+        kept = np.array([np.ptp(lane.step_end_ns[warm:]) - lane.once_ns(warm) for lane in recording.lanes])
         alone = first_alone(recording, warm, facts.asked_until_ns)
         whole = recording.last_end_ns - [lane.step_end_ns[alone] + lane.once_ns(alone) for lane in recording.lanes]
         program = cls(
