@@ -24,7 +24,16 @@ from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.core.lazy import resolved
 from headway.core.units import NS_PER_S
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal, pays_from
-from headway.plan.reasons import LeftOut, excludes, job_s, reason_of, unless_excluded, unless_given_up, unless_in_force
+from headway.plan.reasons import (
+    SLOW_START,
+    LeftOut,
+    excludes,
+    job_s,
+    reason_of,
+    unless_excluded,
+    unless_given_up,
+    unless_in_force,
+)  # fmt: skip
 from headway.plan.setup import Setup
 from headway.sim.recorded.lane import LABEL
 from headway.sim.recorded.program import Program
@@ -92,13 +101,14 @@ class Plan:
         """Return steps per second after / before, all chosen remedies together."""
         return self.base_step_s / self.step_s
 
-    def of_job(self, speedup: float) -> float:
+    def of_job(self, speedup: float, *, fixed: float = 1.0) -> float:
         """Return how many times as fast as plainly the planned job is, if its steps are `speedup` times as fast.
 
-        With what headway costs: the start of the chosen remedies, and its own work.
+        With what headway costs: the start of the chosen remedies, `fixed` times as long, and its own work.
         """
-        job_s = self.base_step_s * self.steps
-        return job_s / (job_s / speedup + self.start_s + self.recording_s) if job_s and self.chosen else speedup
+        plain_s = self.base_step_s * self.steps
+        planned_s = plain_s / speedup + fixed * self.start_s + self.recording_s
+        return plain_s / planned_s if plain_s and self.chosen else speedup
 
     @property
     def pays_from_steps(self) -> int:
@@ -151,7 +161,7 @@ class Plan:
             "job": {
                 "steps": self.steps,
                 "predicted_speedup": self.of_job(self.predicted_speedup),
-                "interval": [self.of_job(end) for end in self.interval],
+                "interval": [self.of_job(self.interval[0], fixed=SLOW_START), self.of_job(self.interval[1])],
             },
             "refused": [row.to_json() for row in self.refused],
             "note": self.note,

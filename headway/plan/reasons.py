@@ -44,6 +44,10 @@ class LeftOut:
     """The same in words, with the numbers that decided."""
 
 
+SLOW_START = 1.5
+"""How many times as long as it usually does the start of a remedy may take: with other work on the cores, say."""
+
+
 def reason_of(
     row: Proposal, chosen: Sequence[Proposal], *, room_bytes: int, allowed: Sequence[str], steps: float = math.inf,
     base_step_s: float = 1.0, recording_s: float = 0.0,
@@ -79,7 +83,7 @@ def _too_short(row: Proposal, gain: str, steps: float, base_step_s: float, recor
     """Return why a job of `steps` steps is too short for `row`, whose gain is `gain` in words; '' where it is not."""
     before_s = base_step_s * steps
     after_s = job_s([row], base_step_s / row.predicted_speedup, steps)
-    slowest_s = job_s([row], base_step_s / max(row.interval[0], 1e-9), steps)
+    slowest_s = job_s([row], base_step_s / max(row.interval[0], 1e-9), steps) + (SLOW_START - 1) * row.start_s
     trial = f"trying it costs {format_seconds(row.start_s)} at the start"
     if MIN_SPEEDUP * after_s > before_s:
         won_back = f"won back after about {math.ceil(row.pays_from(base_step_s)):,} steps"
