@@ -66,7 +66,7 @@ FEW = 0.25
 """Share of useful time that a larger batch wins, per example, from which on it is worth a word: it changes training."""
 
 
-class Line(NamedTuple):
+class ScriptHint(NamedTuple):
     """What is said of a rehearsed edit: its cause, what the script does now, what to do and what that risks, the line
     to copy, and the remedy that does it ('' where only the script can)."""
 
@@ -78,23 +78,23 @@ class Line(NamedTuple):
 
 
 LINES = {
-    "float32": Line(
+    "float32": ScriptHint(
         "compute.precision", "computes in float64",
         "compute in float32: half the memory, twice the numbers per instruction, 7 digits in place of 16",
         "model.float(); torch.set_default_dtype(torch.float32)  # and inputs.float()", "",
     ),
-    "bfloat16": Line(
+    "bfloat16": ScriptHint(
         "compute.precision", "computes in float32 on a processor with units for bfloat16",
         "compute products in bfloat16, losses and updates in float32 as before: 8 bits of mantissa",
         'with torch.autocast("cpu", torch.bfloat16): outputs = model(inputs)', "compute.autocast",
     ),
-    "channels_last": Line(
+    "channels_last": ScriptHint(
         "compute.layout", "convolves images that lie with their channels first",
         "let images and weights lie with their channels last: sums are rounded in another order",
         "model.to(memory_format=torch.channels_last)  # and images.to(memory_format=torch.channels_last)",
         "compute.channels_last",
     ),
-    "batch": Line(
+    "batch": ScriptHint(
         "compute.batch", "has so few examples in a batch that calls take the time, not numbers",
         "more examples in a batch: that changes training, so scale the learning rate with it, and look at the loss",
         "DataLoader(..., batch_size={size})", "",
