@@ -257,3 +257,18 @@ def test_programs_name_what_is_wrong(change, message):
 
     with pytest.raises(InputError, match=message):
         maxmin(**arguments)
+
+
+def test_many_unlike_jobs_get_the_same_value_inside_the_set_of_the_best(monkeypatch):
+    draw = np.random.default_rng(5)
+    rates, scale, capacity = draw.uniform(0.1, 1, (300, 3)), draw.choice([1, 2, 4], 300), np.array([60, 90, 120])
+    at_a_vertex, value = maxmin(rates, scale, capacity)
+    monkeypatch.setattr("headway.cluster.policies.maxmin.MANY", 0)
+
+    x, found = maxmin(rates, scale, capacity)
+
+    assert found == pytest.approx(value, rel=1e-6)
+    assert (rates * x).sum(axis=1).min() == pytest.approx(value, rel=1e-5)
+    assert (rates * x).sum() == pytest.approx((rates * at_a_vertex).sum(), rel=1e-5)
+    assert (x.sum(axis=1) <= 1 + 1e-6).all()
+    assert (scale @ x <= capacity * (1 + 1e-6)).all()

@@ -58,12 +58,14 @@ def minimise(
     whole: ArrayLike | None = None,
     gap: float = 0.0,
     time_limit_s: float | None = None,
+    inside: bool = False,
 ) -> Optimum:
     """Solve one program: `cost` [n], `rows` [m, n], bounds of rows [m], of variables [n] (0 and infinity), `whole` [n].
 
     With `num_rows`, `rows` is three lists of one length: the row, the column
     and the value of each entry; entries of one cell are added up. With whole
-    variables the search ends as soon as value - bound <= gap * |value|.
+    variables the search ends as soon as value - bound <= gap * |value|. With `inside` a program without whole
+    variables is solved by an interior point method: `x` is then inside the set of the best ones, within about 1e-7.
 
     Deterministic (one thread). Raises `InputError` when shapes disagree, a
     number is NaN, a triplet is outside the matrix, `gap` is negative, or the
@@ -90,7 +92,7 @@ def minimise(
     if kinds.any():
         kind = highspy.HighsVarType
         program.integrality_ = [kind.kInteger if is_whole else kind.kContinuous for is_whole in kinds]
-    return _solved(program, kinds, gap, time_limit_s)
+    return _solved(program, kinds, gap, time_limit_s, inside=inside and not kinds.any())
 
 
 def _dense(rows: ArrayLike | Triplets | None, n: int) -> tuple[NDArray[np.int64], NDArray[np.int64], Values, int]:
@@ -147,17 +149,24 @@ def _indices(values: ArrayLike, what: str) -> NDArray[np.int64]:
     return array.astype(np.int64)
 
 
-def _solved(program: highspy.HighsLp, whole: NDArray[np.bool_], gap: float, time_limit_s: float | None) -> Optimum:
+def _solved(
+    program: highspy.HighsLp, whole: NDArray[np.bool_], gap: float, time_limit_s: float | None, *, inside: bool
+) -> Optimum:
     """Run the solver and read its answer."""
     solver = highspy.Highs()  # type: ignore[no-untyped-call]  # its constructor has no annotations
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("threads", 1)
+    if inside:
+        solver.setOptionValue("solver", "ipm")
+        solver.setOptionValue("run_crossover", "off")
     solver.setOptionValue("mip_rel_gap", float(gap))
     if time_limit_s is not None:
         solver.setOptionValue("time_limit", float(time_limit_s))
     solver.passModel(program)
     solver.run()
     status, words = solver.getModelStatus(), highspy.HighsModelStatus
+    if inside and status != words.kOptimal:  # it could not tell: the simplex method does
+        return _solved(program, whole, gap, time_limit_s, inside=False)
     if status == words.kInfeasible:
         raise InputError("no x satisfies all the rows and bounds. Drop or widen one of them.")
     if status in (words.kUnbounded, words.kUnboundedOrInfeasible):

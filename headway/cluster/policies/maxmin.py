@@ -53,6 +53,10 @@ SLACK = 1e-6
 """Relative part of the least value that the second stage may give up: above the solver's tolerance."""
 
 
+MANY = 3000
+"""Unknowns from which on an interior point method is faster than the simplex method: near-linear, not quadratic."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class JobGroups:
     """`G` groups of equal jobs, `P` pairs of groups, `W` device types."""
@@ -139,13 +143,13 @@ def solve(
     low = np.concatenate((np.full(top, -np.inf), least))
     cost = np.zeros(n + 1)
     cost[n] = -1.0 if up.any() else 0.0
-    best = minimise(cost, rows=rows, num_rows=len(high), row_low=low, row_high=high)
+    best = minimise(cost, rows=rows, num_rows=len(high), row_low=low, row_high=high, inside=n > MANY)
     value = max(float(best.x[n]), 0.0)
     # The second stage: nobody falls below, and the sum over all jobs is largest.
     low[top:] += np.where(up, value * (1 - SLACK), 0.0)
     gain = np.bincount(rates[1].astype(np.int64), rates[2] * groups.count[group], n)
     rows = tuple(np.concatenate(part) for part in zip(usage, rates, strict=True))
-    x = minimise(-gain, rows=rows, num_rows=len(high), row_low=low, row_high=high).x
+    x = minimise(-gain, rows=rows, num_rows=len(high), row_low=low, row_high=high, inside=n > MANY).x
     x = np.maximum(x, 0.0)  # a solver may return -1e-12
     reached = np.bincount(group, rates[2] * x[rates[1].astype(np.int64)], num_groups).astype(np.float64)
     cut = num_groups * num_types
