@@ -114,13 +114,15 @@ def test_memory_is_pinned_in_a_thread_that_a_capture_stops_between_two_pieces(re
     )
     monkeypatch.setattr(images, "_CUDA", SimpleNamespace(device=nullcontext, cudart=lambda: cudart))
     halted.prepare(parts, 0)
-    halted._thread.join()
+    if (pinning := halted._thread) is not None:  # else it has ended
+        pinning.join()
     assert registered == ["headway-images"] * 2
     taken = [halted.take(parts, 0, busy=set(range(number)), spare=None)[1] for number in range(2)]
     assert [image.is_pinned for image in taken] == [False, False]
     assert registered == ["headway-images"] * 2, "the training thread does not wait for the driver"
     halted.resume()
-    halted._thread.join()
+    if (pinning := halted._thread) is not None:  # else it has ended
+        pinning.join()
     halted.close()
     assert registered == ["headway-images"] * num_pieces
 

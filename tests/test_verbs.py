@@ -75,7 +75,7 @@ def test_a_grant_that_nothing_needs_changes_no_plan(tmp_path):
         (["run", "--baseline", "nope", "--", "go.py"], "--baseline nope is not a run folder."),
         (["run", "--grace-s", "-1", "--", "go.py"], "--grace-s is -1.0; it must be at least 0."),
         (["run", "--window-at=1.5", "--", "go.py"], "value for --window-at: 1.5 is not a whole number. Pass 2."),
-        (["compare", "a"], "AFTER is missing, or its value is. See: headway compare --help"),
+        (["compare", "a"], "argument AFTER is missing. See: headway compare --help"),
         (["whatif", "a", "b"], "does not take the argument 'b'. Drop it"),
         (["whatif", BEFORE, "--set", "workers=-1"], "workers: '-1' is not a count."),
         (["plan", BEFORE, "--allow", "all"], "'all' is unknown: choose result-equivalent or lossy"),

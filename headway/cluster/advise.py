@@ -74,7 +74,9 @@ def batch_command(run: str, *, lossy: bool = False) -> str:
 def _fixed_fraction(ledger: Ledger) -> float:
     """Return the share of the steps' device time that a larger batch does not lengthen: exposed collectives, calls."""
     in_steps_ns = sum(ledger.ledger_ns[bucket] for bucket in (*OWN, "comm", "straggler"))
-    return (ledger.ledger_ns["comm"] + ledger.ledger_ns["host"]) / in_steps_ns if in_steps_ns else 0.0
+    longer_ns = sum(ledger.sub_ns.get(name, 0) for name in ("host.cpu_wait", "host.script"))  # those it does, or may
+    fixed_ns = ledger.ledger_ns["comm"] + ledger.ledger_ns["host"] - longer_ns
+    return fixed_ns / in_steps_ns if in_steps_ns else 0.0
 
 
 def _fork(ledger: Ledger, program: Program, setup: Setup) -> Iterator[Proposal | Refusal]:

@@ -86,7 +86,7 @@ LINES = {
     "bfloat16": ScriptHint(
         "compute.precision", "computes in float32 on a processor with units for bfloat16",
         "compute products in bfloat16, losses and updates in float32 as before: 8 bits of mantissa",
-        'with torch.autocast("cpu", torch.bfloat16): outputs = model(inputs)', "compute.autocast",
+        'with torch.autocast("cpu", torch.bfloat16): outputs = model(inputs).float()', "compute.autocast",
     ),
     "channels_last": ScriptHint(
         "compute.layout", "convolves images that lie with their channels first",

@@ -162,9 +162,11 @@ def parquet_faults(path: str | os.PathLike[str], *, fix: str = "Fetch or write t
 def whole_file(path: str | Path) -> Iterator[Path]:
     """Yield the path of a draft; rename it to `path` when the block ends, remove it when the block raises.
 
-    Raises `InputError` when the folder of `path` does not exist.
+    Raises `InputError` when the folder of `path` does not exist, and for a folder.
     """
     target = Path(path)
+    if not target.name or target.is_dir():
+        raise InputError(f"{str(path)!r} is no name of a file that could be written. Name one.")
     if not target.parent.is_dir():
         raise InputError(f"{target} cannot be written: the folder {target.parent} does not exist. Create it first.")
     draft = target.with_name(f".{target.name}.{os.getpid()}.draft")

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import csv
 import decimal
+import itertools
 import locale
 import os
 import signal
@@ -186,8 +187,8 @@ FULL = 64
 SHARE = 0.005
 """Share of the time that looks take later: with the attributes before each batch, a hundredth in all."""
 
-MOST_NEAR = 64
-"""Attributes that are looked at before each batch."""
+MOST_NEAR, FEW = 64, 16
+"""Attributes that are looked at before each batch, those of classes among them; values in a list or dictionary."""
 
 OPAQUE = (type, ModuleType, FunctionType, torch.Tensor, np.ndarray)
 """What is only looked at for which one it is."""
@@ -243,9 +244,16 @@ class Looks:
         return type(changed)(LATE.format(changed, self._skipped + 1)) if self._skipped else changed
 
 
+def _held(value: object) -> tuple[int, ...]:
+    """Return which values a list or dictionary of a few holds, of a longer one how many."""
+    if not isinstance(value, (list, dict)):
+        return ()
+    return (len(value), *(map(id, value.values() if isinstance(value, dict) else value) if len(value) <= FEW else ()))
+
+
 def near_of(*read: object) -> list[object]:
     """Return what the attributes of objects are, and of those in them, `MOST_NEAR` at most: which value; about 5 us."""
-    values: list[object] = []
+    values: list[object] = [*map(id, itertools.chain.from_iterable(vars(type(owner)).values() for owner in read))]
     todo = [*read]
     while todo and len(values) < MOST_NEAR:
         try:  # not `vars`: a class of the script's may answer for its attributes itself
@@ -254,7 +262,7 @@ def near_of(*read: object) -> list[object]:
             continue
         for value in inside:
             exact = type(value)
-            values.append(value if exact in LEAVES else (id(value), len(value) if exact in (list, dict, set) else 0))
+            values.append(value if exact in LEAVES else (id(value), *_held(value)))
             if exact not in LEAVES and not isinstance(value, OPAQUE):
                 todo.append(value)
     return values

@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
 
+from headway.core.machine.beside import say_beside
 from headway.core.wire.wake import Waker
 from headway.runtime.launching.peers import PeerBoard
 from headway.runtime.launching.save_and_leave import ASK_FRACTION, LeaveBoard
@@ -34,6 +35,10 @@ SETTLE_S = 1.0
 """How long the others may go on when the first rank to go blames its connection: the guilty one is about to exit."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+QUIET_S = 2.0
+"""How long a script that got Ctrl-C may go on before that is said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,7 +326,11 @@ class Group:
         if self.running and grace_s > 0:
             self.tell(number)
             self.tell(signal.SIGCONT)  # a stopped rank takes the signal only then
-            self._wait_for(lambda: signals is not None and len(signals.stop) > before, grace_s)
+            at_once_s = min(QUIET_S, grace_s) if number == signal.SIGINT and signals is not None else grace_s
+            self._wait_for(lambda: signals is not None and len(signals.stop) > before, at_once_s)
+            if self.running and signals is not None and len(signals.stop) <= before and grace_s > at_once_s:
+                say_beside(f"headway: Ctrl-C reached the script, which has {grace_s:.0f} s; again ends it now\n")
+                self._wait_for(lambda: len(signals.stop) > before, grace_s - at_once_s)
         if self.running:
             self.tell(signal.SIGKILL, whole_group=True)
             self._wait_for(lambda: False, 30.0)

@@ -26,7 +26,7 @@ from headway.verbs.shared.script_terms import verified
 
 DEFAULTS = RecordingOptions()
 
-TRACKER_S = 180.0
+TRACKER_S = 60.0
 """Seconds that a tracker may take to get the account of a run; the job is done meanwhile."""
 
 
