@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from headway.data.guard.process_state import FULL, SHARE, Looks
 from headway.data.loader.read_ahead import CHANGED
+from headway.sim.recorded.loader_costs import Costs
+from headway.sim.recorded.program import Program
+from tests.runs_made import MS, RunMaker
 
 
 @pytest.fixture(autouse=True)
@@ -99,3 +103,18 @@ def test_verifying_all_batches_looks_at_all(monkeypatch) -> None:
     monkeypatch.setattr(Looks, "each_batch", True)
 
     assert looked(looks, dataset, 20, took_s=0.001) == list(range(20))
+
+
+def test_a_replay_pays_for_the_looks_of_the_first_pass_and_of_64_batches_alone() -> None:
+    made = RunMaker(ranks=1, steps=400, epoch_steps=20, fetch_ns=10 * MS, compute_ns=5 * MS).make()
+
+    took = {
+        look_ns: Program.from_trace(made.trace, made.meta, costs=replace(Costs(), look_ns=look_ns))
+        .predict(["cache_fraction=1"])
+        .step_s
+        for look_ns in (0, MS)
+    }
+
+    first = Program.from_trace(made.trace, made.meta).warm
+    assert Costs().full_looks == FULL
+    assert took[MS] - took[0] == pytest.approx(0.001 * (64 - first) / (400 - first), rel=0.05)

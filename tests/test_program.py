@@ -355,20 +355,6 @@ def test_the_first_epoch_fills_the_cache() -> None:
     assert cold == pytest.approx(program.measured_s - 0.010 * 51 / 100, rel=0.01)
 
 
-def test_looks_cost_the_first_pass_and_64_batches_alone() -> None:
-    made = RunMaker(ranks=1, steps=400, epoch_steps=20, fetch_ns=10 * MS, compute_ns=5 * MS).make()
-
-    took = {
-        look_ns: Program.from_trace(made.trace, made.meta, costs=replace(FREE_CACHE, look_ns=look_ns))
-        .predict(["cache_fraction=1"])
-        .step_s
-        for look_ns in (0, MS)
-    }
-
-    first = Program.from_trace(made.trace, made.meta).warm
-    assert took[MS] - took[0] == pytest.approx(0.001 * (64 - first) / (400 - first), rel=0.05)
-
-
 def test_dealt_examples_come_back_with_odds_of_one_in_the_number_of_ranks() -> None:
     made = RunMaker(ranks=1, steps=300, epoch_steps=100, fetch_ns=10 * MS, compute_ns=5 * MS).make()
     program = Program.from_trace(made.trace, made.meta, costs=FREE_CACHE)

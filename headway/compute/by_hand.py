@@ -131,10 +131,8 @@ def _larger_batch(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
     peaks = [row for row in ledger.facts.memory.values() if row is not None and row.device_peak_bytes]
     if not peaks or len(compute.models) != 1 or compute.models[0].acts or not compute.models[0].batch_size:
         return
-    [model], fullest = (
-        compute.models,
-        max((row.device_peak_bytes or 0) / (row.device_total_bytes or 1) for row in peaks),
-    )
+    [model] = compute.models
+    fullest = max((row.device_peak_bytes or 0) / (row.device_total_bytes or 1) for row in peaks)
     times, idle_s = min(REPEATS, int(ROOM / fullest)), booked_s(ledger, "host.launch")
     share = idle_s * NS_PER_S / max(int(ledger.step_ns.sum()), 1)
     if times < 2 or share < LARGE:
