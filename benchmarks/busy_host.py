@@ -39,14 +39,25 @@ def told(arguments: tuple[str, ...], busy: int, folder: Path) -> dict[str, Any]:
     with spinning(float(busy)):
         subprocess.run(command, cwd=ROOT, env=env, capture_output=True, check=True, timeout=300)
     why = headway("why", folder)
-    causes = [f"{row['cause']}: {(row['fix'] or '').split(':')[0]}" for row in why["causes"]]
-    return {"causes": causes, "useful_s": why["ledger"]["useful"]}
+    causes = [f"{row['cause']}: {remedy_in(row)}" for row in why["causes"]]
+    waits_first = any(cause.startswith(WAITS) for cause in causes[:1])
+    return {"causes": causes, "waits_first": waits_first, "useful_s": why["ledger"]["useful"]}
+
+
+def remedy_in(row: dict[str, Any]) -> str:
+    """Return the remedy of a cause; what says `num_workers` by hand is `data.workers` to whom the job is too short."""
+    named = (row["fix"] or "").split(":")[0]
+    return "data.workers" if not row["remedy"] and "num_workers=" in row["fix"] else named
 
 
 def is_same(row: dict[str, Any], usual: str) -> bool:
     """Say whether a busy run names what the quiet ones name, behind the waiting for cores where that is first."""
-    causes = [cause for cause in row["causes"] if not cause.startswith(WAITS)]
-    return bool(causes) and causes[0] == usual
+    return first_of(row) == usual
+
+
+def first_of(row: dict[str, Any]) -> str:
+    """Return the first cause besides waiting for cores; 'none' without one."""
+    return next((cause for cause in row["causes"] if not cause.startswith(WAITS)), "none")
 
 
 def measured(arguments: tuple[str, ...], rounds: int, folder: Path) -> dict[str, Any]:
@@ -55,14 +66,15 @@ def measured(arguments: tuple[str, ...], rounds: int, folder: Path) -> dict[str,
     for number in range(rounds):
         for busy in BESIDE:
             rows[busy].append(told(arguments, busy, folder / f"{number}-{busy}"))
-    usual = Counter(row["causes"][0] if row["causes"] else "none" for row in rows[0]).most_common(1)[0][0]
+    usual = Counter(first_of(row) for row in rows[0]).most_common(1)[0][0]
     useful = {busy: statistics.median(row["useful_s"] for row in rows[busy]) for busy in BESIDE}
     return {
         "cause": usual,
         "same": {busy: sum(is_same(row, usual) for row in rows[busy]) for busy in BESIDE},
         "useful_s": {busy: round(value, 3) for busy, value in useful.items()},
         "useful_ratio": {busy: round(value / useful[0], 3) for busy, value in useful.items()},
-        "others": sorted({row["causes"][0] for busy in BESIDE for row in rows[busy] if row["causes"]} - {usual}),
+        "others": sorted({first_of(row) for busy in BESIDE for row in rows[busy]} - {usual}),
+        "waits_first": {busy: sum(row["waits_first"] for row in rows[busy]) for busy in BESIDE},
     }
 
 

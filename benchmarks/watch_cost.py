@@ -1,10 +1,10 @@
 """What watching costs behind the first pass: looks whether a script has changed what its batches are read from.
 
 Claim: at most 1 % of a step, for steps of 5 and of 0.5 ms, batches of 10 KB and of 10 MB, under `data.cache` and under
-`data.workers`: median CPU time of the training thread per step in passes with looks less that in passes without, which
-follow each other in turns in one job, over the wall time of a step. The accelerator is a sleep. Beside it stands what
-looks before each batch cost, as `--verify` takes them. Peer: the same remedy without looks. Usage:
-`python benchmarks/watch_cost.py`.
+`data.workers`: CPU time of the training thread inside the looks of a pass over the wall time of the pass, median of 20.
+Between those passes are others without looks: the median of the pairs' differences in CPU time per step, with its
+quartiles, shows what looks cost outside themselves. The accelerator is a sleep. Beside it stands what looks before each
+batch cost, as `--verify` takes them. Peer: the same remedy without looks. Usage: `python benchmarks/watch_cost.py`.
 """
 
 import json
@@ -45,15 +45,23 @@ class Rows(Dataset):
         time.sleep(0.0005)
         return torch.full((numbers,), self.scale * index)
 
-paced = Looks.are_alike
+original, inside = Looks.are_alike, [0.0]
+
+def paced(looks, read, look):
+    began = time.thread_time()
+    try:
+        return original(looks, read, look)
+    finally:
+        inside[0] += time.thread_time() - began
+
 ways = {"paced": (paced, False), "without": (lambda looks, read, look: True, False), "each": (paced, True)}
 model = nn.Linear(8, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
-loader, cpu, wall = DataLoader(Rows(), 1), {name: [] for name in ways}, []
+loader, cpu, wall, shares = DataLoader(Rows(), 1), {name: [] for name in ways}, [], []
 for number in range(2 + 3 * int(os.environ["ROUNDS"])):
     name = "paced" if number < 2 else list(ways)[number % 3]
     Looks.are_alike, Looks.each_batch = ways[name]
-    rows, began = [], time.perf_counter()
+    rows, began, inside[0] = [], time.perf_counter(), 0.0
     before = time.thread_time()
     for batch in loader:
         time.sleep(step_s)
@@ -66,8 +74,9 @@ for number in range(2 + 3 * int(os.environ["ROUNDS"])):
     if number >= 2:
         cpu[name].append(sum(rows) / len(rows))
         wall.append((time.perf_counter() - began) / batches)
+        shares += [inside[0] / wall[-1] / batches] if name == "paced" else []
 print(json.dumps({"cpu_ms": {name: [1000 * value for value in values] for name, values in cpu.items()},
-                  "step_ms": 1000 * sorted(wall)[len(wall) // 2]}))
+                  "step_ms": 1000 * sorted(wall)[len(wall) // 2], "shares": shares}))
 """
 
 
@@ -79,7 +88,7 @@ def measured(remedy: str, step_ms: float, kilobytes: int, folder: Path) -> dict[
     plan.write_text(json.dumps({"schema": "headway.plan-file/1", "remedies": rows}))
     env = {
         **os.environ, "OMP_NUM_THREADS": "1", "STEP_MS": str(step_ms), "KB": str(kilobytes),
-        "BATCHES": "100" if kilobytes < 1000 else "40", "ROUNDS": "12",
+        "BATCHES": "100" if kilobytes < 1000 else "40", "ROUNDS": "20",
     }  # fmt: skip
     command = [
         sys.executable,
@@ -105,10 +114,11 @@ def measured(remedy: str, step_ms: float, kilobytes: int, folder: Path) -> dict[
     def share(name: str) -> list[float]:
         return [(one - other) / seen["step_ms"] for one, other in zip(cpu[name], cpu["without"], strict=True)]
 
-    shares = {name: round(statistics.median(share(name)), 4) for name in ("paced", "each")}
+    low, mid, high = (round(value, 4) for value in statistics.quantiles(share("paced"), n=4))
     return {
         "remedy": remedy, "compute_ms": step_ms, "batch_kb": kilobytes, "step_ms": round(seen["step_ms"], 2),
-        "share": shares["paced"], "share_of_each": shares["each"],
+        "share": round(statistics.median(seen["shares"]), 4), "pairs": [low, mid, high],
+        "share_of_each": round(statistics.median(share("each")), 4),
         "cpu_ms_without": round(statistics.median(cpu["without"]), 3),
     }  # fmt: skip
 

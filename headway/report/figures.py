@@ -475,6 +475,7 @@ CAUSE_PHRASES: dict[str, str] = {
     "compute.recompute": "forwards that are computed twice",
     "compute.attention": "attention that writes its scores to memory",
     "compute.batch": "batches of few examples",
+    "compute.sync": "lines that wait for the device",
 }
 """Cause -> what time was lost to, where the cause costs more or less than its bucket holds."""
 

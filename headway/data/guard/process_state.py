@@ -176,16 +176,17 @@ def data_of(read: Any) -> tuple[object, object]:
 # How often that is looked at: before each batch at first, later within a share of the time.
 #
 #     first pass, and 64 batches at the least     later passes
-#     each batch                                  the first batch; where an attribute was set; and others, while all
-#                                                 looks together take less than SHARE of the time since
+#     each batch                                  where an attribute was set; the first batch while all looks together
+#                                                 take less than SHARE of the time since, others while half of that
 #
-# A look takes 0.5 to 2 ms: before each of many short steps that is more than many a remedy wins.
+# A look takes 0.5 to 2 ms: before each of many short steps that is more than many a remedy wins. Whether an attribute
+# was set takes 5 to 20 us: that is asked before the first batch of a pass and, within NEAR_SHARE, before the others.
 
 FULL = 64
 """Batches of a loader before each of which is looked, at the least."""
 
-SHARE = 0.005
-"""Share of the time that looks take later: with the attributes before each batch, a hundredth in all."""
+SHARE, NEAR_SHARE = 0.003, 0.002
+"""Shares of the time that looks take later, and looks at attributes alone: within a hundredth in all."""
 
 MOST_NEAR, FEW = 64, 16
 """Attributes that are looked at before each batch, those of classes among them; values in a list or dictionary."""
@@ -211,7 +212,7 @@ class Looks:
     def __init__(self, passes: int = 0) -> None:
         """Begin, with so many passes behind."""
         self._passes, self._num_batches, self._skipped = passes, 0, 0
-        self._since_s = self._spent_s = self._last_s = 0.0
+        self._since_s = self._spent_s = self._last_s = self._near_spent_s = self._near_last_s = 0.0
         self._is_first = True
         self._near: list[object] = []
 
@@ -220,24 +221,33 @@ class Looks:
         self._passes, self._is_first = self._passes + 1, True
 
     def are_alike(self, read: Sequence[object], look: Callable[[], bool]) -> bool:
-        """Return what `look` says, True where none is due: of `read`, the attributes are looked at all the same."""
+        """Return what `look` says, True where none is due; `read` is whose attributes are looked at more often."""
         begin_s = perf_counter()
-        is_full = self.each_batch or self._passes < 2 or self._num_batches < FULL
-        self._num_batches += 1
-        near, self._near = self._near, [] if is_full else near_of(*read)
-        if is_full:
-            self._since_s, self._spent_s = begin_s, 0.0
-        is_dear = self._spent_s + self._last_s > SHARE * (begin_s - self._since_s)
-        if is_dear and not is_full and not self._is_first and near == self._near:
-            self._skipped += 1
+        if self.each_batch or self._passes < 2 or self._num_batches < FULL:
+            self._since_s, self._spent_s, self._near_spent_s, self._near = begin_s, 0.0, 0.0, []
+        elif not self._is_due(read, begin_s):
+            self._num_batches, self._skipped, self._is_first = self._num_batches + 1, self._skipped + 1, False
             return True
-        self._is_first = False
+        self._num_batches, self._is_first = self._num_batches + 1, False
+        begin_s = perf_counter()
         alike = look()
         self._last_s = perf_counter() - begin_s
         self._spent_s += self._last_s
         if alike:
             self._skipped = 0
         return alike
+
+    def _is_due(self, read: Sequence[object], now_s: float) -> bool:
+        """Say whether to look: an attribute was set, or it is time."""
+        passed_s = now_s - self._since_s
+        if self._is_first or self._near_spent_s + self._near_last_s <= NEAR_SHARE * passed_s:
+            near, self._near = self._near, near_of(*read)
+            self._near_last_s = perf_counter() - now_s
+            self._near_spent_s += self._near_last_s
+            if near != self._near:
+                return True
+        share = SHARE if self._is_first else SHARE / 2
+        return self._spent_s + self._last_s <= share * passed_s
 
     def reason(self, changed: str) -> str:
         """Return why a remedy is taken away, of which `are_alike` said no: `changed`, and since when that may be so."""

@@ -23,7 +23,7 @@ from typing import Protocol
 from headway.core.binomial import binomial
 from headway.core.errors import InputError
 from headway.core.units import NS_PER_S, format_bytes, format_fraction, format_seconds, plural
-from headway.ledger.answers.compute_causes import optimizer_loops
+from headway.ledger.answers.compute_causes import host_launch, optimizer_loops
 from headway.ledger.answers.evidence import (
     TRY,
     also_waited,
@@ -361,20 +361,6 @@ def _host_logging(ledger: Ledger) -> list[Cause]:
     return [Cause("host.logging", "training thread", own + waited, evidence + also_waited(waited), fix, script=script)]
 
 
-def _host_launch(ledger: Ledger) -> list[Cause]:
-    """Devices that waited for the host to launch the next kernel."""
-    own = booked_s(ledger, "host.launch", "host.copy")
-    kernels = span_of(ledger, "kernel.compute")
-    idle = format_fraction(own * NS_PER_S / max(ledger.total_ns, 1))
-    evidence = f"devices idled {idle} of the time because no kernel had been launched"
-    if kernels.count:
-        evidence += f"; {plural(kernels.count, 'kernel')} took {mean_of(kernels.total_ns / NS_PER_S, kernels.count)}"
-    fix = "launch less from Python: torch.compile or CUDA graphs, larger batches, no .item() inside the step"
-    if span_of(ledger, "graph.replay").count:
-        fix = "do less in Python between replays of the graph: prepare its inputs while it runs, no .item() behind it"
-    return [Cause("host.launch", plural(ledger.devices, "device"), own, evidence, fix)]
-
-
 def _checkpoint_stall(ledger: Ledger) -> list[Cause]:
     """Saves that held up training, and the ranks that waited for them."""
     own, waited = ledger.ledger_ns["checkpoint"] / NS_PER_S, blamed_s(ledger, "checkpoint")
@@ -438,7 +424,7 @@ RULES: dict[str, Callable[[Ledger], list[Cause]]] = {
     "host.gc": _host_gc,
     "host.logging": _host_logging,
     "host.recording": host_recording,
-    "host.launch": _host_launch,
+    "host.launch": host_launch,
     "checkpoint.stall": _checkpoint_stall,
     "startup.compile": _startup_compile,
     "steps.grow": steps_grow,

@@ -103,6 +103,9 @@ class Ledger:
     script_lines: tuple[SampledLine, ...] = ()
     """Where training threads were seen between the steps, most time first."""
 
+    wait_lines: tuple[SampledLine, ...] = ()
+    """Where training threads were seen to wait for their devices, most time first."""
+
     facts: RunFacts = field(default_factory=RunFacts)
     """Facts of the run: run.json, or the trace's own."""
 
@@ -163,6 +166,7 @@ class Ledger:
             loader_ns={loader: subs_of(amounts) for loader, amounts in sorted(account.loader_ns.items())},
             loader_calls=dict(sorted(account.loader_calls.items())),
             script_lines=account.script_lines,
+            wait_lines=account.wait_lines,
             facts=account.facts,
             hosts=account.hosts,
             kernels=account.kernels,

@@ -152,6 +152,9 @@ class Account:
     script_lines: tuple[SampledLine, ...] = ()
     """Where training threads were seen between the steps, most time first."""
 
+    wait_lines: tuple[SampledLine, ...] = ()
+    """Where training threads were seen to wait for their devices, most time first."""
+
     facts: RunFacts = field(default_factory=RunFacts)
     """Facts of the run or trace."""
 

@@ -8,12 +8,18 @@ thread computed, in proportion to its duration:
     thread         |- forward 600 -|- backward 1,200 -|- update 200 ms -|
     no core             150              300                50
 
+Where the thread and its pool waited in turns, the two delays add up; where they waited at once, the longer one counts.
+Marks hold the longer ones, and by how much the sum is more: it counts as far as each step still computes for as long as
+the fastest of all. (One that has a core spins while another has none: CPU time does not tell the two apart.)
+
 Waiting inside a load of the training thread is known by itself (`input.cpu_wait`) and left out. Times in int64 ns.
 
 While the run goes on, nothing is known behind the last mark: `shares_from` gives it the share of the last span.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,15 +45,27 @@ COMPUTES = np.array(
 """[len(SUBS)] Whether the thread computes, and is not blocked, in a sub-line."""
 
 
-def marks(rows: RankRows) -> tuple[Ints, Ints]:
-    """Return [k] instants of marks at least `SPAN_NS` apart, and [k] the ns without a core so far; empty: not known."""
+class Marks(NamedTuple):
+    """What the recorder marked, at instants at least `SPAN_NS` apart; empty where it is not known."""
+
+    moment_ns: Ints
+    """[k] When."""
+    waited_ns: Ints
+    """[k] Time without a core so far."""
+    most_ns: Ints
+    """[k] The same where the threads of the pool never waited at once."""
+
+
+def marks(rows: RankRows) -> Marks:
+    """Return the marks of a rank."""
     picked = rows.of("host.cpu")
     waited = rows.column("seq", picked)
     if len(picked) < 2 or bool((waited < 0).any()):
-        return picked[:0], picked[:0]
+        return Marks(picked[:0], picked[:0], picked[:0])
     moment_ns = rows.start_ns[picked]
     chosen = _spaced(moment_ns)
-    return moment_ns[chosen], waited[chosen]
+    more_ns = NS_PER_MS * np.maximum(rows.column("peer", picked).astype(np.int64), 0)
+    return Marks(moment_ns[chosen], waited[chosen], (waited + more_ns)[chosen])
 
 
 def _spaced(moment_ns: Ints) -> list[int]:
@@ -72,8 +90,12 @@ def shares_from(moment_ns: Ints, cpu_ns: Ints, waited: Ints) -> tuple[Ints, NDAr
     return moment_ns[chosen], np.append(share, share[-1])
 
 
-def without_core(rows: RankRows, marked_ns: Ints, waited: Ints, pieces: Pieces, sub: Ints) -> Ints:
-    """Return [n] the ns of each piece in which its thread had no core; pieces must not straddle a mark."""
+def without_core(rows: RankRows, marked: Marks, pieces: Pieces, sub: Ints, step: Ints) -> Ints:
+    """Return [n] the ns of each piece in which its thread had no core; pieces must not straddle a mark.
+
+    `sub` and `step` are their sub-lines and numbers of steps.
+    """
+    marked_ns = marked.moment_ns
     nothing = np.zeros(len(sub), np.int64)
     if len(marked_ns) < 2:
         return nothing
@@ -86,7 +108,14 @@ def without_core(rows: RankRows, marked_ns: Ints, waited: Ints, pieces: Pieces, 
     within = (of_load >= 0) & (of_load < spans)
     loaded = np.bincount(of_load[within], weights=(rows.end_ns - rows.start_ns)[loads][within], minlength=spans)
     computed = np.bincount(span[inside], weights=pieces.duration_ns[inside], minlength=spans)
-    share = np.clip((np.diff(waited) - loaded) / np.maximum(computed, 1.0), 0.0, MOST_WAITING)
+    low, high = ((np.diff(ns) - loaded) / np.maximum(computed, 1.0) for ns in (marked.waited_ns, marked.most_ns))
+    of_step = np.bincount(step[inside], weights=pieces.duration_ns[inside])
+    num_steps = np.bincount(
+        span[inside], weights=pieces.duration_ns[inside] / np.maximum(of_step[step[inside]], 1.0), minlength=spans
+    )
+    fastest = of_step[1:-1][of_step[1:-1] > 0].min(initial=of_step.max(initial=0.0))  # the outer ones are no steps
+    high = np.minimum(high, 1 - fastest * num_steps / np.maximum(computed, 1.0))
+    share = np.clip(np.maximum(low, high), 0.0, MOST_WAITING)
     return np.where(inside, np.rint(pieces.duration_ns * share[np.clip(span, 0, spans - 1)]), 0).astype(np.int64)
 
 

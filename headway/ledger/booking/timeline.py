@@ -187,16 +187,15 @@ def _book_steps(sheet: RankAccount, rows: RankRows, life: RankLifetime, *, resta
     picked = by_host(rows, rows.of(*BUCKET_OF))
     evaluations, phases = evaluations_of(rows), device_phases(rows)
     gap_start, gap_end = checkpoint_gaps(rows)
-    marked_ns, waited_ns = core_waits.marks(rows)
+    marked = core_waits.marks(rows)
+    bounds = (*evaluations, *(bound for phase in phases for bound in phase))
     owner_of = np.concatenate([picked, np.full(len(gap_start), GAP, np.int64), np.array([-1])])
     pieces = sweep(
         np.concatenate([rows.start_ns[picked], gap_start]),
         np.concatenate([rows.end_ns[picked], gap_end]),
         np.concatenate([_STEP_TABLE.precedence[rows.name[picked]], np.full(len(gap_start), GAP_PRECEDENCE, np.int64)]),
         window=(life.first_ns, life.record_ns),
-        cuts=np.concatenate(
-            [life.step_start, life.step_end, marked_ns, *evaluations, *(bound for phase in phases for bound in phase)]
-        ),
+        cuts=np.concatenate([life.step_start, life.step_end, marked.moment_ns, *bounds]),
     )
     owner = owner_of[pieces.row]
     name = np.where(owner >= 0, rows.name[owner], -1)
@@ -228,7 +227,7 @@ def _book_steps(sheet: RankAccount, rows: RankRows, life: RankLifetime, *, resta
     plain = ~(input_piece | comm_piece)
     duration_ns = pieces.duration_ns
     if not timed.any():  # the training thread is the device: it computes only while it has a core
-        no_core_ns = np.where(plain, core_waits.without_core(rows, marked_ns, waited_ns, pieces, sub), 0)
+        no_core_ns = np.where(plain, core_waits.without_core(rows, marked, pieces, sub, column), 0)
         sheet.book_all(core_waits.CODE, column, no_core_ns)
         duration_ns = duration_ns - no_core_ns
     sheet.book_all(sub[plain], column[plain], duration_ns[plain])

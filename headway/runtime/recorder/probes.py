@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 from headway.core.machine.hidden_thread import HiddenThread
 from headway.core.machine.interruptions import pass_on
-from headway.runtime.host.device import device_type
+from headway.runtime.host.device import device_type, in_use
 from headway.runtime.recorder.garbage import Garbage
 from headway.runtime.recorder.outer_call import OuterCall
 from headway.runtime.script.compute_facts import note, note_settings, optimizer_facts
@@ -31,6 +31,7 @@ from headway.runtime.script.gradients import GradientCounter
 from headway.runtime.script.loop_depth import loop_depth
 from headway.runtime.script.run_delay import PoolDelay, open_schedstat, read_delay
 from headway.runtime.script.saves import ProcessSaves
+from headway.runtime.script.wait_stacks import WaitStacks
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.ring import CHILD, MAIN, PROGRESS_NS, SPAWNED, PageWriter, Recorder, warn
 from headway.trace.rings.ring import STEP as STEPS
@@ -129,6 +130,9 @@ class Probes:
     gap: GapStacks = field(default_factory=GapStacks)
     """What the script does between an update and the next forward."""
 
+    waits: WaitStacks = field(default_factory=WaitStacks)
+    """Where the training thread waits for a device."""
+
     forwarding: list[bool] = field(default_factory=lambda: [False])
     """[1] Whether the training thread is inside a module, or a backward: the modules called there are parts."""
 
@@ -218,7 +222,7 @@ class Probes:
                 note_settings(self.tables.setdefault("compute", {}))
             self.write_tables_beside()
             if self.gradients.watched[0]:
-                self.gap.follow(self.trainer, self._write_in_gap)
+                self.gap.follow(self.trainer, self._write_in_gap, self.waits.look if in_use() else None)
         self.due[0] = due
         self.worked(start)
 
@@ -245,8 +249,8 @@ class Probes:
         They tell a replay how many cores of the host compute occupies, and how much of it was waiting for one.
         """
         moment, cpu_ns = now(), time.thread_time_ns()
-        delay_ns = self.pool.with_pool(cpu_ns, read_delay(open_schedstat()))
-        self.emit(CPU, moment, 0, cpu_ns, delay_ns, time.process_time_ns())
+        delay_ns, more_ns = self.pool.with_pool(cpu_ns, read_delay(open_schedstat()))
+        self.emit(CPU, moment, 0, cpu_ns, delay_ns, time.process_time_ns(), more_ns // 1_000_000)
         return moment
 
     def index_of(self, optimizer: Any) -> int:
@@ -310,9 +314,9 @@ class Probes:
         if not (self.leads or (self.recorder.role == CHILD and self.steps[0])):
             return []
         rank = self.recorder.rank
-        script = self.gap.report()
-        if script:
-            self.tables["script"] = script
+        for name, lines in (("script", self.gap.report()), ("waits", self.waits.report())):
+            if lines:
+                self.tables[name] = lines
         file = f"r{rank}.json" if self.leads else f"p{os.getpid()}.json"
         tables = {**self.tables, "rank": rank, "attempt": self.recorder.attempt, "device_type": device_type()}
         found = []

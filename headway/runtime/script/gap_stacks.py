@@ -207,11 +207,18 @@ class GapStacks:
     _samples: int = 0
     _write_at: int = 32
     _stop: threading.Event | None = None
+    _look: Callable[[FrameType | None, int, float], None] | None = None
 
-    def follow(self, trainer: list[int], write: Callable[[], None]) -> None:
-        """Begin to look at the thread whose identifier is in `trainer`."""
+    def follow(
+        self, trainer: list[int], write: Callable[[], None], look: Callable[[FrameType | None, int, float], None] | None
+    ) -> None:
+        """Begin to look at the thread whose identifier is in `trainer`.
+
+        `look` is called ten times a second, gap or not, with the stack, ns since the call before, and by how many
+        seconds it comes late.
+        """
         if self._stop is None:
-            self._trainer, self.write, self._stop = trainer, write, threading.Event()
+            self._trainer, self.write, self._stop, self._look = trainer, write, threading.Event(), look
             self.asks[0] = True
             stop = self._stop
             HiddenThread(lambda: self._run(stop), name="headway-gap").start()
@@ -257,8 +264,14 @@ class GapStacks:
 
     def _run(self, stop: threading.Event) -> None:
         period, looks, hits, last = PERIOD_S, 0, 0, time.perf_counter_ns()
+        looked = last
         while not stop.wait(period):
             moment = time.perf_counter_ns()
+            if self._look is not None and moment - looked >= 1e9 * RELAXED_S:
+                frame = sys._current_frames().get(self._trainer[0])
+                self._look(frame, moment - looked, (moment - last) / 1e9 - period)
+                looked = moment
+                del frame  # it would keep everything in it alive
             if self.open[0]:
                 since = max(moment - max(last, self.resumed[0]), 0)
                 hits += self._sample(min(since, int(2e9 * period)))

@@ -1,10 +1,12 @@
 """How long the calling thread was ready to run while no core was free: its run delay, as the scheduler counts it.
 
 Where a pool computes with it (OpenMP's, torch's), an operator ends when the slowest thread of the pool does: the
-thread that called it then waits for a core too, though it sleeps or spins itself.
+thread that called it then waits for a core too, though it sleeps or spins itself. So it waits as long as the longer of
+the two delays, at the least; at the most as long as both together, where no two of the threads wait at once: beside one
+busy process on two cores. Where a pool has more threads than cores, they wait for each other: the longer delay counts.
 
-    calling thread   |--- part of the sum ---|. . sleeps at the barrier . .|
-    pool thread      |--- part ---|no core . . . . . . . .|--- the rest ---|
+    calling thread   |--- part of the sum ---|. . spins at the barrier . .|no core . .|--- the next sum
+    pool thread      |--- part ---|no core . . . . . . . .|--- the rest --|--- part ---|
 
 Field 2 of /proc/thread-self/schedstat, in ns. A thread that a CPU quota holds
 back counts as ready, so throttling is in it too.
@@ -69,6 +71,9 @@ MOST_THREADS = 64
 COMPUTES = 0.2
 """A thread belongs to the pool where it computes for this share of the calling thread's CPU time."""
 
+STARVES = 0.1
+"""A thread of the pool that waited for less of the time than this may have done so while it had nothing to compute."""
+
 
 class PoolDelay:
     """The run delay of a training thread and of the pool that computes with it, added up. One per process."""
@@ -79,23 +84,23 @@ class PoolDelay:
 
     def _begin(self) -> None:
         """Know no thread of this process yet."""
-        self._pid, self._extra_ns, self._own = os.getpid(), 0, (0, 0)
+        self._pid, self._extra_ns, self._more_ns, self._own = os.getpid(), 0, 0, (0, 0, 0)
         self._before: dict[int, tuple[int, int]] = {}
 
-    def with_pool(self, cpu_ns: int, delay_ns: int) -> int:
-        """Return the delay of the calling thread so far, and by how much a thread of the pool waited longer, at most.
+    def with_pool(self, cpu_ns: int, delay_ns: int) -> tuple[int, int]:
+        """Return the ns that the calling thread waited so far, itself or for its pool, at least; and what may be more.
 
         `cpu_ns` and `delay_ns` are the calling thread's own CPU time and run delay so far; a delay of -1 is returned
         as it is. Costs 10 us and more for each thread of the process, up to four times a second.
         """
         if delay_ns < 0:
-            return delay_ns
+            return delay_ns, 0
         if (moment_ns := monotonic_ns()) >= self._next_ns:
             self._next_ns = moment_ns + LOOK_NS
-            self._look(cpu_ns, delay_ns)
-        return delay_ns + self._extra_ns
+            self._look(moment_ns, cpu_ns, delay_ns)
+        return delay_ns + self._extra_ns, self._more_ns
 
-    def _look(self, cpu_ns: int, delay_ns: int) -> None:
+    def _look(self, moment_ns: int, cpu_ns: int, delay_ns: int) -> None:
         """Compare what each thread computed and waited since the look before."""
         if self._pid != os.getpid():  # a fork has none of these threads
             self._begin()
@@ -106,10 +111,14 @@ class PoolDelay:
             pass_on(cause)
             return
         times = {tid: thread_times(tid) for tid in threads[:MOST_THREADS] if tid not in of_python}
-        spent_ns, waited_ns = cpu_ns - self._own[0], delay_ns - self._own[1]
-        longest = 0
-        for tid, (cpu, delay) in times.items():
-            if tid in self._before and cpu - self._before[tid][0] > COMPUTES * spent_ns:
-                longest = max(longest, delay - self._before[tid][1])
-        self._extra_ns += max(0, longest - waited_ns) if self._before else 0
-        self._before, self._own = times, (cpu_ns, delay_ns)
+        passed_ns, spent_ns, waited_ns = moment_ns - self._own[0], cpu_ns - self._own[1], delay_ns - self._own[2]
+        delays = [
+            delay - self._before[tid][1]
+            for tid, (cpu, delay) in times.items()
+            if tid in self._before and cpu - self._before[tid][0] > COMPUTES * spent_ns
+        ]
+        longest = max(delays, default=0)
+        self._extra_ns += max(0, longest - waited_ns)
+        if len(delays) < len(os.sched_getaffinity(0)) and longest > STARVES * passed_ns:
+            self._more_ns += max(0, min(longest, waited_ns, passed_ns - max(longest, waited_ns)))
+        self._before, self._own = times, (moment_ns, cpu_ns, delay_ns)

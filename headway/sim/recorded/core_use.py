@@ -42,6 +42,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.machine.host_load import HostLoad
+from headway.core.units import NS_PER_MS
 from headway.trace.events.trace import Trace
 
 if TYPE_CHECKING:
@@ -80,7 +81,15 @@ def cores_used(
     )
     if (delay_ns < 0).any() or not all_ns.any() or not share.size:
         return busy, 0.0, 0.0
-    waiting = float(np.clip((np.ptp(delay_ns) - np.ptp(waited_ns)) / whole, 0.0, 1.0 - busy))
+    low = float(np.clip((np.ptp(delay_ns) - np.ptp(waited_ns)) / whole, 0.0, 1.0 - busy))
+    # Where the threads waited in turns it is more, and the thread that has a core spins: that is no work. No step
+    # computes for less than the fastest one (`headway.ledger.booking.core_waits`).
+    more = NS_PER_MS * float(np.ptp(np.maximum(rows.events["peer"][marks], 0))) / whole
+    of_step = np.bincount(lane.step[compute], weights=lane.duration_ns[compute])
+    of_step = of_step[of_step > 0]
+    high = 1 - float(of_step.min() / of_step.mean()) if of_step.size else 0.0
+    waiting = max(low, min(low + more, high))
+    busy = min(busy, 1.0 - waiting)
     # Threads that make batches would count as those of kernels.
     others_ns = 0.0 if batches.together.any() else float(np.ptp(all_ns) - np.ptp(cpu_ns))
     return busy, waiting, max(0.0, others_ns / whole)

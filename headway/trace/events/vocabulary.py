@@ -186,10 +186,10 @@ SPANS: dict[str, Span] = {
     "host.logging": Span(81, "HOST", ("corr",), "handlers of the logging module; corr = level"),
     "host.compile": Span(82, "HOST", ("corr",), "torch.compile at work; corr = 1 where its cache held all it needed"),
     "host.import": Span(83, "HOST", (), "import of torch"),
-    "host.cpu": Span(84, "MARK", ("corr", "seq", "bytes"),
+    "host.cpu": Span(84, "MARK", ("corr", "seq", "bytes", "peer"),
                       "instant, now and then at a step: corr = CPU ns of the training thread so far, seq = ns that it "
                       "was ready to run but had no core, itself or its pool of threads (-1 when unknown), bytes = CPU "
-                      "ns of all threads of the rank"),
+                      "ns of all threads of the rank, peer = ms by which seq may be more, where both waited in turns"),
     "host.script": Span(85, "HOST", ("corr",),
                         "derived when the run is finalised: from the end of a step to the first forward of the next "
                         "one, evaluation left out; what has a name inside keeps its own time; corr = -1"),
