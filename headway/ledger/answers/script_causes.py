@@ -90,8 +90,11 @@ def host_cpu_wait(ledger: Ledger) -> list[Cause]:
             f"; {plural(ranks, 'rank')} with {plural(threads // ranks, 'thread')} each share {plural(cores, 'core')}"
         )
         fix, edit = f"no more threads than cores: OMP_NUM_THREADS={fair}", f"torch.set_num_threads({fair})"
-    elif others < BUSY:
+    elif others < BUSY and any(loader.num_workers for loader in facts.effective_loaders.values()):
         fix = "fewer processes and threads of the job than cores: loader workers count as well"
+    elif others < BUSY:
+        evidence += "; nobody else is known to have computed here"
+        fix = "record for longer: headway reads data and times the model again in processes beside the first steps"
     return [
         Cause("host.cpu_wait", "training thread", booked + waited, evidence + also_waited(waited), fix, script=edit)
     ]
