@@ -22,7 +22,7 @@ from headway.trace.sync.alignment import align
 from headway.trace.sync.causality import violations
 from headway.trace.sync.clocks import common_ns, is_mapped, on_common_clock
 from headway.trace.sync.meetings import match
-from headway.verbs.runs.trace_align import align as verb
+from headway.verbs.runs.trace import align as verb
 from tests.clocks_made import MS, US, Maker, S, Unsteady, Wrong, one_group, pipeline, three_axes
 from tests.traces_made import profile, span
 

@@ -27,7 +27,7 @@ from headway.trace.events.trace import Trace
 from headway.trace.generated.synthetic import SyntheticFault, SyntheticJob, generate
 from headway.trace.recording.run_facts import RunFacts
 from headway.verbs.jobs.hang import mesh_of
-from headway.verbs.runs.views import heat_maps_of, why_object
+from headway.verbs.runs.why import heat_maps_of, why_object
 from headway.verbs.shared.explain import explain
 from headway.verbs.shared.model_flops import ModelSpec, mfu_entry
 from tests.hung_jobs import HungJob, hung_reports
