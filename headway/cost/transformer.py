@@ -50,7 +50,6 @@ from dataclasses import dataclass
 
 from headway.core.errors import InputError
 from headway.core.tables import pick, suggestion
-from headway.cost.specs import DeviceSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,27 +184,6 @@ def mfu(flops_per_s: float, peak_flops_per_s: float | None) -> float | None:
     if not (math.isfinite(peak_flops_per_s) and peak_flops_per_s > 0):
         raise InputError(f"the peak is {peak_flops_per_s} FLOP/s; pass a finite rate > 0, or None if unknown.")
     return flops_per_s / peak_flops_per_s
-
-
-def job_mfu(
-    model: Transformer,
-    *,
-    tokens_per_s: float,
-    num_devices: int,
-    device: DeviceSpec | None,
-    dtype: str | None,
-    convention: str = "exact",
-) -> float | None:
-    """Return the MFU of a job that trains `tokens_per_s` on `num_devices` equal devices.
-
-    None when `dtype` is None (mixed precisions) or the device is not listed.
-    `convention` as in `flops_per_token`. Raises `InputError` on fewer than one
-    device or a bad rate, `UnknownNameError` on an unknown convention.
-    """
-    if num_devices < 1:
-        raise InputError(f"num_devices is {num_devices}; give at least 1.")
-    peak = None if device is None or dtype is None else device.peak(dtype)
-    return mfu(tokens_per_s * flops_per_token(model, convention) / num_devices, peak)
 
 
 @dataclass(frozen=True, slots=True)
