@@ -13,8 +13,7 @@ import sys
 import time
 
 from headway.lab.disks.fleet import DiskFleet
-from headway.lab.disks.sim import SimResult
-from headway.lab.disks.synthetic_fleet import MIXES, made
+from headway.lab.disks.sim import MIXES, SimResult, made
 
 DAYS, POLICIES = 1095, ("pacemaker", "instant", "reactive")
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.data.public import latencies
 from headway.core.rng import stream
-from headway.cost.learned.latency_table import LatencyTable
+from headway.cost.learned.cost_table import LatencyTable
 from headway.cost.learned.predictors import (
     SELECTIONS,
     TransferTask,

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from headway.cost.specs import shipped
-from headway.cost.transformer import Transformer, flops_per_token, job_mfu, mfu
+from headway.cost.transformer import Transformer, flops_per_token, mfu
 
 TABLE = Path(__file__).resolve().parent.parent / "tests" / "golden" / "megascale_table_2.csv"
 FORMULA = "6 L M + 12 L s h + 4.5 V h per token, forward and backward, nothing computed twice"
@@ -31,7 +31,7 @@ def compare(row: dict[str, str]) -> dict[str, object]:
     devices, tokens_per_s = int(row["devices"]), int(row["batch"]) * MODEL.sequence / float(row["step_s"])
     device = shipped().device(DEVICE)
     ours, exact = (
-        job_mfu(MODEL, tokens_per_s=tokens_per_s, num_devices=devices, device=device, dtype=DTYPE, convention=counted)
+        mfu(tokens_per_s * flops_per_token(MODEL, counted) / devices, device.peak(DTYPE))
         for counted in ("megatron", "exact")
     )
     plain = mfu(6.0 * MODEL.num_parameters * tokens_per_s / devices, device.peak(DTYPE))

@@ -20,8 +20,7 @@ import numpy as np
 from _command import headway
 
 from headway.cost.power import PowerModel
-from headway.power.smoothing import fill
-from headway.power.waveform import of_run
+from headway.power.smoothing import fill, of_run
 from headway.trace.recording.runs import Run
 
 JOB = Path(__file__).with_name("jobs") / "alternating.py"

@@ -13,8 +13,7 @@ import numpy as np
 from _command import headway
 
 from headway.cost.power import PowerModel
-from headway.power.smoothing import slowed
-from headway.power.waveform import of_run
+from headway.power.smoothing import of_run, slowed
 from headway.trace.recording.runs import Run
 
 JOB = Path(__file__).with_name("jobs") / "ramped.py"

@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks._serving_stage import drawn_stage, measure_layers, serve_on_ranks
 from headway.cost.specs import DeviceSpec, LinkSpec, shipped
 from headway.cost.transformer import Transformer
 from headway.model import serve_plan
 from headway.model.serving.costs import ServingLoad, ServingRow, measured
 from headway.model.serving.plan import ServeStage, serving_row
-from headway.model.serving.torch_stage import drawn_stage, measure_layers, serve_on_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 

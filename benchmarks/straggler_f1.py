@@ -11,9 +11,9 @@ import json
 import sys
 import time
 
+from benchmarks._synthetic import generate, scenario
 from headway.ledger.operations.straggler import StragglerReport, analyse, root_causes
 from headway.ledger.operations.whatif_groups import COMMUNICATION, merged
-from headway.trace.generated.synthetic import generate, scenario
 
 SEEDS, CLAIM_F1, CLAIM_ERROR = 40, 0.9, 0.1
 TALKS = {merged(name) for name in COMMUNICATION}

@@ -17,8 +17,7 @@ from headway.sim.pipeline.actions import Orders
 from headway.sim.pipeline.lower import lower, peak_activations
 from headway.sim.pipeline.orders import PipelineShape
 from headway.sim.pipeline.simulate import StageCosts, simulate
-from headway.sim.pipeline.split_backward import zero_bubble
-from headway.sim.pipeline.zero_bubble_rules import rule_orders
+from headway.sim.pipeline.split_backward import rule_orders, zero_bubble
 
 CASES, LARGE = 100, PipelineShape(32, 128, 1, 100, 110, 90, cap=32)
 

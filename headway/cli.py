@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 VERBS: dict[str, tuple[str, str]] = {
     "run": ("headway.verbs.runs.run:run", "Run a training script unmodified, record it, show where its time went."),
     "why": ("headway.verbs.runs.why:why", "Explain a run or a trace: ledger, ranked causes, next best action."),
-    "whatif": ("headway.verbs.runs.whatif:whatif", "Predict the step time after edits, by replaying the run."),
+    "whatif": ("headway.verbs.runs.plan:whatif", "Predict the step time after edits, by replaying the run."),
     "plan": ("headway.verbs.runs.plan:plan", "Rank the remedies, compose the best set, write a plan file."),
     "compare": ("headway.verbs.runs.compare:compare", "Compare two runs; exit 3 when the second is slower."),
     "hang": ("headway.verbs.jobs.hang:hang", "Find the ranks that block a job which makes no progress."),
@@ -48,7 +48,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "trace export": ("headway.verbs.runs.trace:export", "Write a window of a trace for Perfetto or chrome://tracing."),
     "trace info": ("headway.verbs.runs.trace:info", "Describe what a trace file or a run holds."),
     "trace align": (
-        "headway.verbs.runs.trace_align:align",
+        "headway.verbs.runs.trace:align",
         "Put the clocks of all ranks on one: offset, drift, causality.",
     ),
     "cluster batch": ("headway.verbs.jobs.cluster_prices:batch", "Find the batch size that learns most per second."),
@@ -70,11 +70,11 @@ VERBS: dict[str, tuple[str, str]] = {
     "cluster serve": ("headway.verbs.jobs.cluster_service:serve", "Share devices among submitted training scripts."),
     "cluster sim": ("headway.verbs.jobs.cluster:sim", "Simulate a queue of jobs under one scheduling policy."),
     "cluster submit": ("headway.verbs.jobs.cluster_service:submit", "Hand a training script to a service."),
-    "cluster watch": ("headway.verbs.jobs.cluster_watch:watch", "Serve the jobs of a service as a live page."),
-    "comm bench": ("headway.verbs.models.comm_bench:bench", "Measure what codecs of gradients cost on this host."),
-    "comm options": ("headway.verbs.models.comm_strategy:options", "List every way to compress and send a gradient."),
+    "cluster watch": ("headway.verbs.jobs.cluster_service:watch", "Serve the jobs of a service as a live page."),
+    "comm bench": ("headway.verbs.models.comm:bench", "Measure what codecs of gradients cost on this host."),
+    "comm options": ("headway.verbs.models.comm:options", "List every way to compress and send a gradient."),
     "comm overlap": (
-        "headway.verbs.models.comm_bench:overlap",
+        "headway.verbs.models.comm:overlap",
         "Time matmuls beside their collective in every form, and choose.",
     ),
     "comm plan": (
@@ -82,7 +82,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "Search the gradient buckets under which a run's step is shortest.",
     ),
     "comm strategy": (
-        "headway.verbs.models.comm_strategy:strategy",
+        "headway.verbs.models.comm:strategy",
         "Search how to compress each gradient (simulated).",
     ),
     "cost calibrate": (
@@ -127,13 +127,13 @@ VERBS: dict[str, tuple[str, str]] = {
         "headway.verbs.stored.ckpt:verify_",
         "Check that a checkpoint is intact; name the damaged tensors.",
     ),
-    "data audit": ("headway.verbs.loading.data_audit:audit", "Prove that each example was delivered once per epoch."),
+    "data audit": ("headway.verbs.loading.data:audit", "Prove that each example was delivered once per epoch."),
     "data bench": (
         "headway.verbs.loading.data_bench:bench",
         "Measure what loading and moving batches costs on this machine.",
     ),
     "data cluster": (
-        "headway.verbs.loading.data_cluster:cluster",
+        "headway.verbs.loading.data:cluster",
         "Write a table with the rows of each session side by side.",
     ),
     "data plan": ("headway.verbs.loading.data_plan:plan", "Choose an input pipeline's order, cache, workers, offload."),
@@ -163,7 +163,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "Compute how often to save, and how many hosts to keep in reserve.",
     ),
     "fault probe": (
-        "headway.verbs.jobs.fault_probe:probe",
+        "headway.verbs.jobs.fault:probe",
         "Train a tiny model on each rank: do all get the same bits?",
     ),
     "fault sim": (

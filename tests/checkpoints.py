@@ -16,8 +16,8 @@ from headway.storage.commits.commit import commit
 from headway.storage.commits.draft import Draft, finish_rank, open_draft
 from headway.storage.formats.records import read_saved
 from headway.storage.stored.digests import digest_of
-from headway.storage.stored.durable import write_durably
 from headway.storage.stored.manifest import Piece, RankManifest, StoredObject, entry_of, image_name
+from headway.storage.stored.store import write_durably
 
 ALIGN = 4096
 

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks._synthetic import SyntheticJob, generate
 from headway.core.errors import CycleError, InputError
 from headway.ledger.booking.rows import rows_by_rank
 from headway.ledger.operations.compute_factors import meetings_of
 from headway.sim.traced.observed import observe
 from headway.trace.events.trace import Trace, concat
 from headway.trace.events.vocabulary import KIND
-from headway.trace.generated.synthetic import SyntheticJob, generate
 from headway.trace.sync.alignment import align
 from headway.trace.sync.causality import violations
 from headway.trace.sync.clocks import common_ns, is_mapped, on_common_clock
 from headway.trace.sync.meetings import match
-from headway.verbs.runs.trace_align import align as verb
+from headway.verbs.runs.trace import align as verb
 from tests.clocks_made import MS, US, Maker, S, Unsteady, Wrong, one_group, pipeline, three_axes
 from tests.traces_made import profile, span
 

@@ -18,7 +18,7 @@ from headway.data import DataLoader
 from headway.data.bytes.order import TAILS, Sequence, in_order, permute
 from headway.data.loader.audit import KINDS, VERDICTS, AuditSum, DeliveredPass, Leg, judge, legs_of
 from headway.trace.recording.loads import EVERY
-from headway.verbs.loading.data_audit import audit
+from headway.verbs.loading.data import audit
 from tests.recorded import recording
 
 items = st.lists(st.integers(0, 2**40), max_size=30)

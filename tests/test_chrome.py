@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from headway.core.errors import FormatError, InputError
 from headway.trace.events.trace import COLUMNS, Trace
 from headway.trace.events.vocabulary import KIND
-from headway.trace.profiler.arrows import arrows
 from headway.trace.profiler.kineto_names import FORWARD
 from headway.trace.readers import chrome
+from headway.trace.readers.chrome import arrows
 from tests.paths import shared
 from tests.traces_made import traces
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks._synthetic import SyntheticJob, generate
 from headway.ledger.operations.compute_factors import NOISE_NS, aligned
 from headway.trace.events.trace import Trace
-from headway.trace.generated.synthetic import SyntheticJob, generate
 
 JOB = SyntheticJob(dp=2, pp=3, num_microbatches=6, num_steps=3)
 NUM_RANKS = JOB.dp * JOB.pp

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from headway.cluster import POLICIES, Cluster, fit_rates, leximin, maxmin
 from headway.cluster.model import QueueState
-from headway.cluster.policies.baselines import bubbles, fill
-from headway.cluster.policies.hadar import hadar, price
+from headway.cluster.policies.baselines import bubbles, fill, hadar, price
 from headway.cluster.policies.maxmin import JobGroups, class_pairs, hand_down, solve
 from headway.core.errors import InputError
 from headway.core.linear import minimise

@@ -35,7 +35,7 @@ from headway.cluster.service.state import ServiceState
 from headway.cluster.service.store import EventLog, JobCancelled, RoundAdvanced
 from headway.core.errors import FormatError, HeadwayError, InputError
 from headway.core.wire.channel import ChannelClosed
-from headway.verbs.jobs.cluster_watch import ServicePage
+from headway.verbs.jobs.cluster_service import ServicePage
 from tests.made import fake_schedulers
 from tests.made.service_jobs import ComputedJobs
 from tests.paths import GOLDEN

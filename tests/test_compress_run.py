@@ -15,9 +15,8 @@ import pytest
 from headway.comm.compression.torch_measure import measured
 from headway.core.errors import InputError
 from headway.core.files.planfile import read_plan
-from headway.verbs.models.comm_bench import bench
-from headway.verbs.runs.plan import plan
-from headway.verbs.runs.whatif import whatif
+from headway.verbs.models.comm import bench
+from headway.verbs.runs.plan import plan, whatif
 from tests.launching import script
 from tests.paths import ROOT, python_path
 from tests.test_ddp_run import GOLDEN

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headway.cli import main
 from headway.core.errors import FormatError, InputError
-from headway.cost.learned.latency_table import LatencyTable
+from headway.cost.learned.cost_table import LatencyTable
 from headway.cost.learned.predictors import (
     PREDICTORS,
     SELECTIONS,

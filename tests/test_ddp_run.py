@@ -21,7 +21,7 @@ from headway.sim.ddp.ddp_window import models_of, windows_of
 from headway.sim.recorded.program import Program
 from headway.trace.recording.runs import Run
 from headway.trace.rings.rank_tables import DdpModel
-from headway.verbs.runs.whatif import whatif
+from headway.verbs.runs.plan import whatif
 from tests.ddp_made import Job, changed, play
 from tests.runs_made import MS, RunMaker
 from tests.spawn import on_ranks

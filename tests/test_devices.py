@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from headway.trace.events.vocabulary import SPANS
-from headway.trace.recording.devices import by_rank, lead_of
+from headway.trace.recording.assemble import by_rank, lead_of
 from headway.trace.rings.records import RECORD_DTYPE, RingHeader
 from headway.trace.rings.spool import Recorded
 
@@ -22,7 +22,7 @@ def recorded(pid, role, updates, *, workers=(), rank=0):
 
 def grouped(monkeypatch, *processes):
     """Return rank -> process ids, the one that leads first."""
-    monkeypatch.setattr("headway.trace.recording.devices.spool.recorded", lambda process: process)
+    monkeypatch.setattr("headway.trace.recording.assemble.spool.recorded", lambda process: process)
     found = {}
     for rank, group in by_rank(processes).items():
         lead = lead_of(group).header.pid

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks._option_executor import execute, host_groups
 from headway.comm import OPTIONS
 from headway.comm.compression.options import PAIRS, options, steps
 from headway.comm.compression.torch_codecs import Codec, codec_of
-from headway.comm.compression.torch_executor import execute, host_groups
 from headway.core.errors import InputError, UnknownNameError
 from headway.cost.codecs import CodecName
 from tests.spawn import on_ranks

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.fault.torch_self_check import check, verdict
-from headway.verbs.jobs.fault_probe import probe
+from headway.verbs.jobs.fault import probe
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12))

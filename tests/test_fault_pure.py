@@ -19,8 +19,8 @@ from headway.core.mesh import Mesh
 from headway.fault import Scenario, backup_peers, dual_phase, simulate, standby_size, suspects
 from headway.fault.advise import propose
 from headway.fault.attempts import AttemptTimes
+from headway.fault.backup import prepare
 from headway.fault.fleet import PARTS, FleetTimes
-from headway.fault.plan import prepare
 from headway.ledger.answers.metrics import ettr
 from headway.ledger.jobs.hang import HangVerdict, WaitOrigin
 from headway.trace.recording.run_facts import RunFacts

@@ -12,8 +12,7 @@ from headway.cli import main
 from headway.core.errors import InputError
 from headway.parallel.fill.gaps import FillProcess, GapWatch
 from headway.parallel.fill.packing import LARGE, FillChunk, FillConfiguration, FillJob, fit_fill
-from headway.parallel.fill.queue import MainJob, place_jobs
-from headway.parallel.fill.recorded import RecordedGaps, bubbles
+from headway.parallel.fill.queue import MainJob, RecordedGaps, bubbles, place_jobs
 from headway.sim.pipeline.lower import lower
 from headway.sim.pipeline.orders import PipelineShape
 from headway.sim.pipeline.schedules import SCHEDULES

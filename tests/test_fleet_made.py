@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import UnknownNameError
-from headway.lab.disks.synthetic_fleet import MIXES, made
+from headway.lab.disks.sim import MIXES, made
 
 
 @pytest.mark.parametrize("name", MIXES)

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from headway.core.errors import InputError, UnknownNameError
 from headway.cost.specs import shipped
-from headway.cost.transformer import RECOMPUTE, Transformer, flops_per_token, hardware_flops_per_token, job_mfu, mfu
+from headway.cost.transformer import RECOMPUTE, Transformer, flops_per_token, hardware_flops_per_token, mfu
 from tests.paths import GOLDEN
 
 GPT_175B = Transformer(96, 12288, 96, sequence=2048, vocabulary=64000)
@@ -107,9 +107,7 @@ def published_and_found(row: dict[str, str]) -> tuple[float, float]:
     """Return the MFU of a published row and ours, in percent."""
     tokens_per_s = int(row["batch"]) * GPT_175B.sequence / float(row["step_s"])
     a100, devices = shipped().device("A100-SXM4-80GB"), int(row["devices"])
-    found = job_mfu(
-        GPT_175B, tokens_per_s=tokens_per_s, num_devices=devices, device=a100, dtype="bf16", convention="megatron"
-    )
+    found = mfu(tokens_per_s * flops_per_token(GPT_175B, "megatron") / devices, a100.peak("bf16"))
     assert found is not None
     return float(row["mfu_percent"]), 100 * found
 
@@ -140,12 +138,8 @@ def test_selective_recomputation_repeats_the_two_attention_products(model: Trans
     assert extra == pytest.approx(model.layers * 2 * (2 * model.sequence * model.hidden), rel=1e-6)
 
 
-def test_mixed_precisions_and_unknown_devices_have_no_mfu() -> None:
-    a100 = shipped().device("A100-SXM4-80GB")
-
+def test_without_a_single_peak_there_is_no_mfu() -> None:
     assert mfu(1e12, None) is None
-    assert job_mfu(GPT_175B, tokens_per_s=1.0, num_devices=1, device=a100, dtype=None) is None
-    assert job_mfu(GPT_175B, tokens_per_s=1.0, num_devices=1, device=None, dtype="bf16") is None
 
 
 @pytest.mark.parametrize(
@@ -154,10 +148,6 @@ def test_mixed_precisions_and_unknown_devices_have_no_mfu() -> None:
         (lambda: mfu(-1, 1), r"flops_per_s is -1; pass a finite rate >= 0"),
         (lambda: mfu(math.nan, 1), r"flops_per_s is nan"),
         (lambda: mfu(1, 0), r"the peak is 0 FLOP/s; pass a finite rate > 0, or None"),
-        (
-            lambda: job_mfu(GPT_175B, tokens_per_s=1, num_devices=0, device=None, dtype=None),
-            r"num_devices is 0; give at least 1",
-        ),
     ],
 )
 def test_bad_rates_are_refused(call, message: str) -> None:

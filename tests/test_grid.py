@@ -9,8 +9,7 @@ import pytest
 
 from headway.cli import main
 from headway.core.errors import InputError
-from headway.cost.memory import Sharding, training_memory
-from headway.cost.transformer import Transformer
+from headway.cost.transformer import Sharding, Transformer, training_memory
 from headway.parallel.planning.grid import (
     Efficiency,
     GridCluster,

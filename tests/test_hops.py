@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks._hops import PATTERNS, Pattern, expand
 from headway.core.errors import InputError
 from headway.cost.collectives import collective_seconds
 from headway.cost.specs import LinkSpec
-from headway.sim.graph.hops import IDENTITY, PATTERNS, Network, Pattern, expand, fit_links, own_times, pair
+from headway.sim.graph.hops import Network
 from tests.steps_made import WIRE, networks
 
 SERVERS = {"ring": 0, "tree": 0, "parameter_server": 3}
@@ -81,71 +82,6 @@ def test_sync_time_grows_with_size_and_each_part_costs_its_latency(
     assert (np.diff(network.sync_ns(0, np.arange(1, 9))) >= 0).all()
 
 
-@given(order=st.permutations(range(24)))
-def test_sends_and_receives_are_paired_by_identity_whatever_their_order(order: list[int]) -> None:
-    identity = expand([4000], [1], Network("ring", 4, WIRE)).identity()
-    sends = {name: column[order] for name, column in identity.items()}
-
-    send, receive = pair(sends, identity)
-
-    assert all((sends[name][send] == identity[name][receive]).all() for name in IDENTITY)
-
-
-@given(late=st.integers(0, 10**6), sender=st.integers(0, 10**6))
-def test_waiting_for_the_sender_is_no_time_of_the_receive(late: int, sender: int) -> None:
-    # The receive was posted at 0; however late the sender begins, the transfer itself takes 50 + 20.
-    begins = sender + late
-    takes = own_times([begins], [begins + 50], [0], [begins + 70])
-
-    assert {name: column.tolist() for name, column in takes.items()} == {
-        "send_ns": [50], "receive_ns": [70], "recv_ns": [20],
-    }  # fmt: skip
-
-
-def test_a_receive_posted_after_its_send_has_ended_counts_from_its_posting() -> None:
-    assert own_times([0], [50], [80], [95])["recv_ns"].tolist() == [15]
-
-
-def test_links_are_fitted_from_the_transfers_that_crossed_them() -> None:
-    hops = expand([4_000, 40_000, 4_000_000], [1, 1, 1], Network("ring", 4, WIRE))
-
-    fits = fit_links(hops.src, hops.dst, hops.bytes, hops.send_ns)
-
-    assert sorted(fits) == [(0, 1), (1, 2), (2, 3), (3, 0)]
-    for found in fits.values():
-        assert found.link.bytes_per_s == pytest.approx(WIRE.bytes_per_s, rel=1e-3)
-        assert found.link.latency_s == pytest.approx(WIRE.latency_s, rel=1e-2)
-
-
-def test_a_link_of_one_size_or_of_waits_is_no_link() -> None:
-    with pytest.raises(InputError, match=r"link 0 -> 1: latency and rate cannot be told apart from one size"):
-        fit_links([0, 0], [1, 1], [400, 400], [10, 10])
-    rng = np.random.default_rng(0)
-    size = np.repeat([1000, 100_000], 50)
-    with pytest.raises(InputError, match=r"link 0 -> 1: the fit misses its 100 transfers by \d+%.*without waiting"):
-        fit_links(np.zeros(100), np.ones(100), size, size * 10 ** rng.uniform(-2, 2, 100))
-
-
-def test_a_missing_partner_is_named() -> None:
-    rows = expand([4000], [1], Network("ring", 4, WIRE)).identity()
-    short = {name: column[1:] for name, column in rows.items()}
-
-    with pytest.raises(InputError, match=r"1 SEND rows have no RECV.*group 0, seq 0, round 0, chunk 0, src 0, dst 1"):
-        pair(rows, short)
-    with pytest.raises(InputError, match=r"1 RECV rows have no SEND.*Record both ranks"):
-        pair(short, rows)
-
-
-def test_a_transfer_recorded_twice_is_named() -> None:
-    rows = expand([4000], [1], Network("ring", 4, WIRE)).identity()
-    twice = {name: np.concatenate([column, column[:1]]) for name, column in rows.items()}
-
-    with pytest.raises(InputError, match=r"two SEND rows are group 0.*record each transfer once"):
-        pair(twice, rows)
-    with pytest.raises(InputError, match=r"RECV rows have no column 'dst'"):
-        pair(rows, {name: column for name, column in rows.items() if name != "dst"})
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -159,11 +95,6 @@ def test_a_transfer_recorded_twice_is_named() -> None:
 def test_networks_that_cannot_be_are_refused(arguments: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         Network(**{"algorithm": "ring", "num_ranks": 4, "link": WIRE, **arguments})
-
-
-def test_times_that_run_backwards_ask_for_alignment_and_one_unit() -> None:
-    with pytest.raises(InputError, match=r"transfer 1 is received at 4 ns.*Align the clocks.*convert all times to ns"):
-        own_times([0, 10], [5, 15], [0, 0], [9, 4])
 
 
 @pytest.mark.parametrize(("num_bytes", "parts"), [([-1], [1]), ([4], [0]), ([4, 5], [1])])

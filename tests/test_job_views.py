@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks._synthetic import SyntheticFault, SyntheticJob, generate
 from headway.core.errors import InputError, UnknownNameError
 from headway.core.mesh import Mesh
 from headway.cost.transformer import flops_per_token
@@ -24,10 +25,9 @@ from headway.report.page.html import ReportData, page
 from headway.report.page.machines import machine_heat_maps, machine_lines, machines_part
 from headway.report.terminal import job_lines, mfu_lines
 from headway.trace.events.trace import Trace
-from headway.trace.generated.synthetic import SyntheticFault, SyntheticJob, generate
 from headway.trace.recording.run_facts import RunFacts
 from headway.verbs.jobs.hang import mesh_of
-from headway.verbs.runs.views import heat_maps_of, why_object
+from headway.verbs.runs.why import heat_maps_of, why_object
 from headway.verbs.shared.explain import explain
 from headway.verbs.shared.model_flops import ModelSpec, mfu_entry
 from tests.hung_jobs import HungJob, hung_reports

@@ -20,8 +20,8 @@ from headway.trace.events.intervals import Nesting, union_ns
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND, KINDS
 from headway.trace.profiler import json_events, kineto
+from headway.trace.profiler.json_pieces import to_ns
 from headway.trace.profiler.kineto_names import CATEGORIES, FORWARD, OP, dtype_bytes
-from headway.trace.profiler.microseconds import to_ns
 from tests.paths import shared
 from tests.traces_made import profile, span
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks._synthetic import SyntheticFault, SyntheticJob, generate
 from headway.core.errors import InputError
 from headway.ledger.jobs.machines import LEAST_MACHINES, PASSES, MachineTimes, machine_times
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
-from headway.trace.generated.synthetic import SyntheticFault, SyntheticJob, generate
 from tests.paths import shared
 
 JOB = SyntheticJob(dp=4, pp=2, num_microbatches=4, num_steps=4, noise=0.01)

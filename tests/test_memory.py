@@ -9,8 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError, UnknownNameError
-from headway.cost.memory import PRECISIONS, Sharding, layer_activation_bytes, training_memory
-from headway.cost.transformer import RECOMPUTE, Transformer
+from headway.cost.transformer import (
+    PRECISIONS,
+    RECOMPUTE,
+    Sharding,
+    Transformer,
+    layer_activation_bytes,
+    training_memory,
+)
 
 GPT_175B = Transformer(96, 12288, 96, sequence=2048, vocabulary=51200)
 shardings = st.builds(

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks._serving_stage import chosen, drawn_stage, serve_on_ranks
 from headway.cli import main
 from headway.core.errors import InputError
 from headway.cost.specs import DeviceSpec, LinkSpec, shipped
@@ -21,7 +22,6 @@ from headway.model.serving.costs import BITS, ServingLoad, ServingRow, layer_ome
 from headway.model.serving.heuristic import transferred
 from headway.model.serving.plan import ServeStage, ServingGoal, serving_row
 from headway.model.serving.times import RoundTimes, pipelines
-from headway.model.serving.torch_stage import chosen, drawn_stage, serve_on_ranks
 from tests.spawn import on_ranks
 
 LINK = LinkSpec("wire", 1e9, 1e-5, "made")

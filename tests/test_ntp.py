@@ -14,8 +14,7 @@ from headway.cli import main
 from headway.core.errors import InputError
 from headway.core.mesh import Mesh
 from headway.parallel import ShardMap
-from headway.parallel.tensor.availability import PowerBoost, availability
-from headway.parallel.tensor.mesh_plan import plan_mesh
+from headway.parallel.tensor.availability import PowerBoost, availability, plan_mesh
 from headway.parallel.tensor.shards import attention_units
 
 PUBLISHED = {

@@ -13,7 +13,6 @@ pytest.importorskip("moto.server", reason="the S3 server of these tests is moto:
 
 from headway.checkpoint.layout.remote import BucketFiles
 from headway.core.errors import DamageError, HeadwayError, InputError
-from headway.core.machine import store_user
 from headway.storage.checks.verification import verify_store
 from headway.storage.commits.commit import StepTakenError
 from headway.storage.commits.object_commit import (
@@ -25,7 +24,7 @@ from headway.storage.commits.object_commit import (
     recover,
     remove,
 )
-from headway.storage.stored.objects import PART_BYTES, ObjectStore, open_store, url_of
+from headway.storage.stored.objects import PART_BYTES, ObjectStore, claim, open_store, url_of
 from headway.storage.stored.store import LocalStore
 from tests import bucket_saves
 from tests.bucket_saves import save
@@ -107,7 +106,7 @@ def test_of_many_writers_one_puts_what_was_absent(root):
 
 def test_a_process_forked_from_one_that_used_a_store_is_told(root, monkeypatch):
     open_store(root).list()
-    monkeypatch.setattr(store_user.claim, "__defaults__", ([os.getppid()],))
+    monkeypatch.setattr(claim, "__defaults__", ([os.getppid()],))
 
     with pytest.raises(InputError, match="had read from an object store before it forked this one"):
         open_store(root)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks._step_dag import expand_step
 from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile
 from headway.core.units import MIB
@@ -19,7 +20,6 @@ from headway.plan.step_search import NEIGHBOURHOODS, Scorer, uniform
 from headway.sim.graph.hops import Network
 from headway.sim.graph.replay import replay
 from headway.sim.training.moves import MOVES, bucket_by_size, default_buckets, with_buckets
-from headway.sim.training.step_dag import expand_step
 from headway.sim.training.training_step import Block, StepProfile, TrainingStep
 from tests.made.layer_profiles import resnet18
 from tests.steps_made import few, steps

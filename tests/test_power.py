@@ -25,8 +25,7 @@ from headway.core.errors import FormatError, InputError, UnknownNameError
 from headway.power import GridSpec, PowerModel, check, optimise, smooth, store
 from headway.power.apply import fill_gaps
 from headway.power.search import PowerCosts
-from headway.power.smoothing import fill, slowed
-from headway.power.waveform import of_run
+from headway.power.smoothing import fill, of_run, slowed
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.ring import Recorder

@@ -18,14 +18,18 @@ from headway.core.errors import InputError
 from headway.model import allocate
 from headway.model.precision import allocation
 from headway.model.precision.apply import precision as precision_remedy
-from headway.model.precision.indicator import (
+from headway.model.precision.proposal import (
+    NO_LINK,
     OperatorStatistics,
+    PhaseOfRank,
     TensorStatistics,
     omega_of,
     omega_table,
+    operator_times,
+    planned,
+    rest_of,
     rounding_variance,
 )
-from headway.model.precision.proposal import NO_LINK, PhaseOfRank, operator_times, planned, rest_of
 from headway.model.precision.step import (
     KEPT_OUTPUT,
     CastLine,

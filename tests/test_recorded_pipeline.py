@@ -18,8 +18,8 @@ from torch import nn
 
 from headway.core.errors import InputError
 from headway.ledger.answers.ledger import Ledger
-from headway.parallel import torch_trial as trial
 from headway.parallel.advise import propose, reasons_of
+from headway.parallel.apply import differs as differs_in_parts
 from headway.parallel.apply import schedule
 from headway.parallel.elastic.replan import ElasticPlan, replan
 from headway.plan.proposal import Proposal, Refusal
@@ -328,7 +328,7 @@ def test_a_backward_in_two_parts_is_tried_on_a_copy(last):
         own = SimpleNamespace(
             _stage=stage, _n_microbatches=2, _loss_fn=nn.MSELoss(), _split_inputs=lambda args, named: ([()], [{}])
         )
-        return trial.differs(own, (), {"target": torch.zeros(4, 4)})
+        return differs_in_parts(own, (), {"target": torch.zeros(4, 4)})
 
     plain = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.LayerNorm(4), Scale())
     state, seed = torch.get_rng_state(), plain[3].weight.detach().clone()

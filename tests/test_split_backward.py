@@ -12,8 +12,7 @@ from headway.sim.pipeline.lower import lower, peak_activations
 from headway.sim.pipeline.orders import PipelineShape, one_f_one_b
 from headway.sim.pipeline.schedules import SCHEDULES
 from headway.sim.pipeline.simulate import StageCosts, evaluate, score, simulate
-from headway.sim.pipeline.split_backward import zero_bubble
-from headway.sim.pipeline.zero_bubble_rules import rule_orders
+from headway.sim.pipeline.split_backward import rule_orders, zero_bubble
 from tests import torch_orders
 
 DURATIONS = [(1, 1, 1), (3, 4, 2), (18, 18, 9)]

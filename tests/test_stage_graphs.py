@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from headway.cli import main
 from headway.core.errors import FormatError, InputError
 from headway.sim.pipeline.actions import StageGraph
-from headway.sim.pipeline.graph_file import GraphFile
 from headway.sim.pipeline.lower import check, lower
-from headway.sim.pipeline.orders import PipelineShape, one_f_one_b
+from headway.sim.pipeline.orders import GraphFile, PipelineShape, one_f_one_b
 from headway.sim.pipeline.schedules import SCHEDULES
 from headway.sim.pipeline.simulate import costs_of, evaluate, simulate
 

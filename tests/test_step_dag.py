@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks._step_dag import OUT, RECV, SEND, expand_step
 from headway.core.errors import InputError
 from headway.cost.specs import LinkSpec
 from headway.sim.graph.attribution import slack
 from headway.sim.graph.hops import Network
 from headway.sim.graph.replay import greedy, replay
 from headway.sim.training.moves import send_first
-from headway.sim.training.step_dag import OUT, RECV, SEND, expand_step, steady_ns
+from headway.sim.training.step_dag import steady_ns
 from headway.sim.training.step_view import StepView
 from headway.sim.training.training_step import UPDATE, Block, StepProfile, TrainingStep
 from tests import oracles_replayer

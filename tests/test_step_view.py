@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks._step_dag import expand_step
 from headway.core.errors import InputError
 from headway.sim.graph.hops import Network
 from headway.sim.graph.replay import replay
 from headway.sim.training.moves import cut_bucket, send_first, with_buckets
-from headway.sim.training.step_dag import expand_step
 from headway.sim.training.step_view import StepView, Variants, bucket_sizes
 from headway.sim.training.training_step import Block, StepProfile, TrainingStep
 from tests.steps_made import WIRE, few, steps

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.trace.events.steps import cycles, step_bounds, step_of
+from headway.trace.events.steps import cycles, step_of
 
 
 @given(
@@ -51,8 +51,7 @@ def test_a_step_ends_when_the_first_optimizer_repeats(updates, ends):
 
 
 def test_moments_before_between_and_behind_the_steps():
-    bounds = step_bounds(np.array([0, 0]), np.array([10, 30]), np.array([5, 5]), first_ns=None)
+    bounds = np.array([10, 15, 35])
 
-    assert bounds.tolist() == [10, 15, 35]
     assert step_of(np.array([9, 10, 14, 15, 35]), bounds).tolist() == [-1, 0, 0, 1, 2]
     assert step_of(np.array([3]), np.empty(0, np.int64)).tolist() == [-1]

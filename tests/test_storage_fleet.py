@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from headway.core.errors import InputError, UnknownNameError
 from headway.lab.disks.fleet import DiskFleet
 from headway.lab.disks.plan import POLICIES
-from headway.lab.disks.sim import Dgroup
-from headway.lab.disks.synthetic_fleet import made
+from headway.lab.disks.sim import Dgroup, made
 
 DAYS = 700
 

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks._synthetic import SyntheticFault, SyntheticJob, generate
 from headway.core.errors import InputError
 from headway.ledger.operations.compute_factors import aligned
 from headway.ledger.operations.straggler import StragglerReport, analyse, ideal_trace, root_causes
 from headway.ledger.operations.whatif_groups import launch_delays
 from headway.trace.events.trace import Trace
-from headway.trace.generated.synthetic import SyntheticFault, SyntheticJob, generate
 from headway.trace.readers import straggler
 from headway.trace.readers.straggler import Sizes
 from tests.paths import shared

@@ -7,9 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from headway.ledger.operations.root_cause import CAUSES
-from headway.ledger.operations.straggler import analyse, root_causes
-from headway.trace.generated.synthetic import (
+from benchmarks._synthetic import (
     FAULTS,
     Generated,
     SyntheticFault,
@@ -18,6 +16,8 @@ from headway.trace.generated.synthetic import (
     generate,
     scenario,
 )
+from headway.ledger.operations.root_cause import CAUSES
+from headway.ledger.operations.straggler import analyse, root_causes
 
 JOB = SyntheticJob(dp=4, pp=4, num_microbatches=8, num_steps=6)
 

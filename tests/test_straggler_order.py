@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks._synthetic import SyntheticJob, generate
 from headway.core.errors import CycleError, InputError
 from headway.ledger.operations.dependencies import blocks, infer
 from headway.ledger.operations.operation_table import arrange
 from headway.ledger.operations.straggler import analyse
 from headway.ledger.operations.whatif_groups import WhatIf
 from headway.trace.events.trace import Trace
-from headway.trace.generated.synthetic import SyntheticJob, generate
 
 shapes = st.builds(
     lambda dp, pp, vpp, rounds, overlap: SyntheticJob(

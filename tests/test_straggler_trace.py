@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks._synthetic import SyntheticFault, SyntheticJob, generate
 from headway.core.errors import FormatError, InputError
 from headway.trace.events.trace import Trace
-from headway.trace.generated.synthetic import SyntheticFault, SyntheticJob, generate
 from headway.trace.readers.straggler import OPTYPES, REQUIRED, Sizes, operations, read, sizes_of, write
 from tests.paths import shared
 

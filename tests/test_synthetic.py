@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.core.errors import InputError, UnknownNameError
-from headway.trace.generated.synthetic import (
+from benchmarks._synthetic import (
     FAULTS,
     SyntheticFault,
     SyntheticJob,
@@ -18,7 +17,8 @@ from headway.trace.generated.synthetic import (
     play,
     scenario,
 )
-from headway.trace.generated.synthetic_play import actions
+from benchmarks._synthetic_play import actions
+from headway.core.errors import InputError, UnknownNameError
 
 jobs = st.builds(
     lambda dp, pp, vpp, rounds, overlap: SyntheticJob(

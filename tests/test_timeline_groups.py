@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks._synthetic import SyntheticJob, generate
 from headway.ledger.jobs.waited_for import waited_for
 from headway.report.page.charts import decode
 from headway.report.page.html import ReportData, write_report
 from headway.report.page.timeline import MOST_GROUPED_RANKS, Timeline, rank_groups, timeline
 from headway.trace.events.trace import Trace
-from headway.trace.generated.synthetic import SyntheticJob, generate
 from headway.verbs.runs.report import report_data
 from headway.verbs.shared.explain import explain
 from tests.report_data import demo_why

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks._synthetic import SyntheticJob, generate
 from headway.ledger.jobs.waited_for import waited_for
 from headway.ledger.operations.dependencies import infer
 from headway.ledger.operations.operation_table import arrange
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND
-from headway.trace.generated.synthetic import SyntheticJob, generate
 
 NAMES = ["comm.wait", "comm.send", "comm.recv", "optimizer.step", "step"]
 WAIT, SEND, RECV, UPDATE, STEP = range(5)

@@ -12,7 +12,7 @@ from headway.core.lazy import lazily
 
 if TYPE_CHECKING:
     from headway.cluster.adaptive.decide import elastic as elastic
-    from headway.cluster.adaptive.noise import NoiseScale as NoiseScale
+    from headway.cluster.adaptive.speed import NoiseScale as NoiseScale
     from headway.cluster.adaptive.speed import fit_speed as fit_speed
     from headway.cluster.model import Cluster as Cluster
     from headway.cluster.model import Jobs as Jobs
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 PUBLIC: dict[str, str] = {
     "Cluster": "headway.cluster.model:Cluster",
     "EXECUTORS": "headway.cluster.service.server:EXECUTORS",
-    "NoiseScale": "headway.cluster.adaptive.noise:NoiseScale",
+    "NoiseScale": "headway.cluster.adaptive.speed:NoiseScale",
     "Jobs": "headway.cluster.model:Jobs",
     "Rates": "headway.cluster.model:Rates",
     "Resize": "headway.cluster.model:Resize",

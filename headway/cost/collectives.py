@@ -91,45 +91,6 @@ def collective_seconds(
     return form.rounds(num_ranks) * link.latency_s + form.volume(num_ranks) * num_bytes / link.bytes_per_s
 
 
-def two_level_all_reduce_seconds(
-    num_bytes: float, *, ranks_per_host: int, num_hosts: int, inside: LinkSpec, between: LinkSpec
-) -> float:
-    """Return the time of an all-reduce done as reduce-scatter in hosts, ring between them, all-gather in hosts.
-
-    Each rank has `between` to itself for its share of the buffer; divide its
-    rate when ranks share an adapter. Raises `InputError` as `collective_seconds`.
-    """
-    _check(num_bytes, ranks_per_host)
-    _check(num_bytes, num_hosts)
-    local = sum(
-        collective_seconds(kind, num_bytes, num_ranks=ranks_per_host, link=inside)
-        for kind in ("reduce_scatter", "all_gather")
-    )
-    share = num_bytes / ranks_per_host
-    return local + collective_seconds("all_reduce", share, num_ranks=num_hosts, link=between)
-
-
-def fastest_algorithm(kind: str, num_bytes: float, *, num_ranks: int, link: LinkSpec) -> tuple[str, float]:
-    """Return the algorithm that takes least time, and that time in seconds."""
-    table = pick(COLLECTIVES, kind, "collective")
-    times = {
-        name: collective_seconds(kind, num_bytes, num_ranks=num_ranks, link=link, algorithm=name) for name in table
-    }
-    best = min(times, key=lambda name: times[name])
-    return best, times[best]
-
-
-def bus_bytes_per_s(kind: str, num_bytes: float, seconds: float, *, num_ranks: int) -> float:
-    """Return the rate at which one link carried a measured collective: what nccl-tests calls bus bandwidth.
-
-    Raises `InputError` on a time that is not positive.
-    """
-    _check(num_bytes, num_ranks)
-    if not (seconds > 0 and math.isfinite(seconds)):
-        raise InputError(f"seconds is {seconds}; pass a measured time > 0.")
-    return collective_form(kind).volume(num_ranks) * num_bytes / seconds
-
-
 @dataclass(frozen=True, slots=True)
 class Fit:
     """A link as measurements show it."""

@@ -36,7 +36,7 @@ class Answers:
 
     def why(self) -> dict[str, Any]:
         """Return the `headway.why/2` object: ledger, ranked causes, verdict; as `headway why --json` prints it."""
-        from headway.verbs.runs.views import why_object
+        from headway.verbs.runs.why import why_object
 
         return why_object(self._explained())
 

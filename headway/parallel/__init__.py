@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headway.parallel.elastic.reroute import replicate as replicate
     from headway.parallel.elastic.reroute import reroute as reroute
     from headway.parallel.fill.packing import fit_fill as fit_fill
-    from headway.parallel.fill.recorded import bubbles as bubbles
+    from headway.parallel.fill.queue import bubbles as bubbles
     from headway.parallel.fill.torch_rehearsal import fill_gaps as fill_gaps
     from headway.parallel.pipelining.torch_runner import PipelineRunner as PipelineRunner
     from headway.parallel.pipelining.torch_runner import pipeline as pipeline
@@ -49,7 +49,7 @@ PUBLIC: dict[str, str] = {
     "ShardMap": "headway.parallel.tensor.shards:ShardMap",
     "StageGraph": "headway.sim.pipeline.actions:StageGraph",
     "Topology": "headway.parallel.planning.hierarchical:Topology",
-    "bubbles": "headway.parallel.fill.recorded:bubbles",
+    "bubbles": "headway.parallel.fill.queue:bubbles",
     "fill_gaps": "headway.parallel.fill.torch_rehearsal:fill_gaps",
     "check": "headway.sim.pipeline.lower:check",
     "fit_fill": "headway.parallel.fill.packing:fit_fill",

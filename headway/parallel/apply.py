@@ -10,31 +10,42 @@ Forwards of a stage keep the order of microbatches, so random draws and the
 list of losses stay as they were. So do the sums of weight gradients where a
 stage's last backwards keep that order too; else the plan needs the grant
 'result-equivalent'. Where backwards run in two parts, each rank tries them
-first, in a forked child (`trial`): the gradients have to be those of a whole
+first, in a forked child (`differs`): the gradients have to be those of a whole
 backward, bit for bit. All ranks of a pipeline decide together: what one of
 them cannot do, none does.
 
 A runner of headway's own (`headway.parallel.pipeline`) runs any order by
 itself: it is switched before its first step, also to a schedule without a
 flush, which trains on weights of one step before and needs the grant 'lossy'.
+
+Whether a backward in two parts gives a stage the gradients of a whole one, tried in a forked child.
+
+One microbatch of random numbers in the shapes that the stage gets, twice, on
+copies of the stage: as a whole, and in the two parts. The child can change
+nothing outside itself (`headway.core.machine.apart`), so that a stage which counts its
+calls, prints or writes files does in the training process what it always did.
+Tried on CPUs: a process that uses a device cannot be forked.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, schedules
+from torch.distributed.pipelining import _backward as parts
 from torch.nn.parallel import DistributedDataParallel
 
 from headway.core.errors import InputError
-from headway.parallel import torch_trial as trial
+from headway.core.machine.child import said
 from headway.parallel.advise import NAME, in_order
 from headway.parallel.pipelining.torch_runner import PipelineRunner
 from headway.parallel.remedies import ScheduleParameters
@@ -88,7 +99,7 @@ def schedule(parameters: ScheduleParameters, context: Context) -> Applied | Refu
         """Return torch's runtime on the stage of a schedule, None where a rank of its pipeline cannot have one."""
         start, runtime, reason = now(), None, ""
         try:
-            reason = _unfit(own, shape, splits) or (trial.differs(own, args, kwargs) if splits else "")
+            reason = _unfit(own, shape, splits) or (differs(own, args, kwargs) if splits else "")
             runtime = None if reason else _runtime(own, text)
         except Exception as cause:
             reason = f"torch's runtime refuses the order: {type(cause).__name__}: {cause}"
@@ -203,3 +214,104 @@ def _unfit(own: Any, shape: tuple[int, int], splits: bool) -> str:
     if hooked or any(part._backward_hooks or part._backward_pre_hooks for part in module.modules()):
         return f"stage {stage.stage_index} has hooks on its backward, which a backward in two parts calls otherwise"
     return ""
+
+
+Grads = Sequence[torch.Tensor | None]
+
+LONGEST_S = 120.0
+"""A child that has worked for so long without an answer hangs."""
+
+ALIKE = b"alike"
+"""What a child says where both ways agree."""
+
+
+def differs(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return why the stage of a schedule cannot split its backward, '' where both ways agree bit for bit.
+
+    `args` and `kwargs` are those of the schedule's step.
+    """
+    stage = own._stage
+    if stage.is_first:  # torch makes no gradient of its input: the second part is a whole backward
+        return ""
+    where = f"stage {stage.stage_index}"
+    if torch.device(stage.device).type != "cpu":
+        return f"{where} is on {stage.device}: whether its backward can run in two parts is tried on CPUs only"
+    answer, _ = said(lambda: _verdict(own, args, kwargs), LONGEST_S, apart="lose writes")
+    if answer == ALIKE:
+        return ""
+    return f"{where}, tried in a child: {answer.decode(errors='replace') or 'its backward in two parts gave no answer'}"
+
+
+OF_STEP = ("target", "losses", "return_outputs", "loss_kwargs")
+"""Arguments of a schedule's step that are not the module's."""
+
+
+def _verdict(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """Return `ALIKE`, or what is wrong; the child's."""
+    torch.set_num_threads(1)  # the threads of the parent's kernels are not here
+    try:
+        _, named = own._split_inputs(args, {key: value for key, value in kwargs.items() if key not in OF_STEP})
+        torch.manual_seed(0)
+        inputs = [_random(meta) for meta in own._stage._stage_meta.inputs]
+        (whole, calls), (split, again) = (_gradients(own, inputs, named[0], kwargs, way) for way in (_whole, _in_parts))
+    except Exception as cause:
+        return f"{type(cause.__cause__ or cause).__name__}: {cause.__cause__ or cause}".splitlines()[0].encode()
+    if len(whole) != len(split) or not all(map(_equal, whole, split)):
+        return b"it has other gradients when its backward runs in two parts"
+    if calls != again:  # activation checkpoints run their forward again in each part
+        return b"its modules run more often when its backward runs in two parts"
+    return ALIKE
+
+
+def _random(meta: Any) -> torch.Tensor:
+    """Return a tensor of the recorded shape, random where it can be."""
+    value = torch.empty(meta.shape, dtype=meta.dtype)
+    if not (value.is_floating_point() or value.is_complex()):
+        return value.zero_()
+    return value.normal_().requires_grad_(meta.requires_grad)
+
+
+def _gradients(
+    own: Any, inputs: Sequence[torch.Tensor], named: dict[str, Any], of_step: dict[str, Any], way: Callable[..., Grads]
+) -> tuple[Grads, int]:
+    """Return the gradients of the inputs and of the parameters of a copy of the stage, and the calls of its modules."""
+    torch.manual_seed(1)
+    module, calls = copy.deepcopy(own._stage.submod), [0]
+
+    def count(*_: Any) -> None:
+        calls[0] += 1
+
+    for part in module.modules():
+        part.register_forward_pre_hook(count)
+    module.zero_grad(set_to_none=True)
+    leaves = [value.detach().clone().requires_grad_(value.requires_grad) for value in inputs]
+    found = module(*leaves, **named)
+    torch.manual_seed(2)
+    if own._stage.is_last:
+        target = torch.tensor_split(of_step["target"], own._n_microbatches)[0]
+        outputs: Any = (own._loss_fn(found, target, **(of_step.get("loss_kwargs") or {})),)
+        grads = None
+    else:
+        outputs = tuple(found) if isinstance(found, (tuple, list)) else (found,)
+        grads = tuple(torch.randn_like(value) if value.requires_grad else None for value in outputs)
+    of_inputs = way(module, outputs, grads, leaves)
+    return [*of_inputs, *(value.grad for value in module.parameters())], calls[0]
+
+
+def _whole(module: Any, outputs: Any, grads: Any, inputs: list[torch.Tensor]) -> Grads:
+    """Run a whole backward; return the gradients of the inputs."""
+    return parts.stage_backward(outputs[0] if grads is None else outputs, grads, inputs)
+
+
+def _in_parts(module: Any, outputs: Any, grads: Any, inputs: list[torch.Tensor]) -> Grads:
+    """Run the two parts, as torch's stage does; return the gradients of the inputs."""
+    found, groups = parts.stage_backward_input(outputs, grads, inputs, module.parameters())
+    parts.stage_backward_weight(module.parameters(), groups)
+    return found
+
+
+def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Say whether two gradients are the same bit for bit, or both not there."""
+    if one is None or other is None:
+        return one is other
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())

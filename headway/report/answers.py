@@ -141,7 +141,7 @@ class MfuRow(Answer, frozen=True):
 
 
 class ComputeRow(Answer, frozen=True):
-    """Operations of a recorded run, counted by shapes: see `headway.verbs.shared.run_flops`."""
+    """Operations of a recorded run, counted by shapes: see `headway.verbs.shared.model_flops`."""
 
     mfu: float | None = None
     flops_per_step: float | None = None

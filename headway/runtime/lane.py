@@ -45,6 +45,10 @@ T = TypeVar("T")
 Work = Callable[[dist.ProcessGroup], T]
 """Calls collectives of a group, and returns what its future gives."""
 
+# torch 2.13 renamed them, and warns of the old names.
+GATHERED = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+SCATTERED = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 POLL_S = 0.005
 
 LONGEST_S = 1800.0

@@ -60,7 +60,6 @@ from headway.storage.commits.commit import recover as recover_drafts
 from headway.storage.commits.draft import Draft, abandon, finish_rank, open_draft, ranks_done
 from headway.storage.redundancy.parity import encode_rank
 from headway.storage.stored.digests import Digested, Digester, block_bytes_for, crc32
-from headway.storage.stored.durable import durable_file
 from headway.storage.stored.manifest import (
     COMMIT,
     MANIFEST,
@@ -73,6 +72,7 @@ from headway.storage.stored.manifest import (
     rank_folder,
     read_record,
 )
+from headway.storage.stored.store import durable_file
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -28,8 +28,8 @@ from headway.core.errors import InputError
 from headway.core.wire.pace import RateLimiter
 from headway.storage.commits.draft import Draft
 from headway.storage.stored.digests import Digested, Digester, block_bytes_for, crc32
-from headway.storage.stored.durable import durable_file
 from headway.storage.stored.manifest import FileEntry, Piece, StoredObject, entry_of, image_name
+from headway.storage.stored.store import durable_file
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

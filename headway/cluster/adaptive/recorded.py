@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headway.cluster.adaptive.noise import NoiseScale
-from headway.cluster.adaptive.speed import BatchLimits, best_batch, fit_speed, gain
+from headway.cluster.adaptive.speed import BatchLimits, NoiseScale, best_batch, fit_speed, gain
 from headway.core.errors import FormatError, InputError
 from headway.core.files.bounded_json import read_json
 from headway.core.files.planfile import PlanFile, Remedy, write_plan

@@ -8,8 +8,7 @@ from typing import Protocol
 from headway.cluster.adaptive.decide import optimus, pollux, tiresias
 from headway.cluster.model import Allocation, Cluster, QueueState
 from headway.cluster.policies import baselines, fairness
-from headway.cluster.policies.baselines import fill, fill_deadline, fill_makespan
-from headway.cluster.policies.hadar import hadar
+from headway.cluster.policies.baselines import fill, fill_deadline, fill_makespan, hadar
 
 
 class SchedulingPolicy(Protocol):

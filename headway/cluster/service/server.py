@@ -38,9 +38,8 @@ from headway.cluster.service.executors import (
     JobCondition,
     LocalExecutor,
 )  # fmt: skip
-from headway.cluster.service.kueue import KueueExecutor
+from headway.cluster.service.kueue import KueueExecutor, SlurmExecutor
 from headway.cluster.service.ray_actors import RayExecutor
-from headway.cluster.service.slurm import SlurmExecutor
 from headway.cluster.service.state import ENDED, MOST_LOST, JobExplanation, QueueRow, ServiceJob, ServiceState
 from headway.cluster.service.store import (
     AttemptAsked,

@@ -34,7 +34,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from headway.comm.buckets.torch_hooked import BucketFn, HookedModels
+from headway.comm.buckets.apply import BucketFn, HookedModels
 from headway.comm.compression.torch_codecs import Codec, codec_of
 from headway.comm.compression.torch_fsdp import ShardedCompression, sharded_modules
 from headway.comm.compression.torch_push_pull import BucketLayout, PushPull, cut

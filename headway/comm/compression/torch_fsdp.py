@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from headway.comm.compression.torch_codecs import Codec, codec_of
-from headway.comm.compression.torch_executor import SCATTERED
 from headway.comm.compression.torch_push_pull import FLAG
 from headway.core.closing import Closing
 from headway.core.errors import InputError
+from headway.runtime.lane import SCATTERED
 from headway.runtime.quantize import is_finite
 from headway.trace.rings.ring import warn
 

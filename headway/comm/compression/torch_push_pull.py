@@ -40,8 +40,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from headway.comm.compression.torch_codecs import Codec
-from headway.comm.compression.torch_sparse import random_places, spread
+from headway.comm.compression.torch_codecs import Codec, random_places, spread
 from headway.core.errors import InputError
 from headway.core.rng import derived_seed
 from headway.cost.codecs import partitions, wire_bytes

@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from headway.comm.compression.torch_executor import GATHERED, SCATTERED
 from headway.core.errors import InputError
 from headway.cost.overlaps import OVERLAPS, PLAIN, RING, SYMM_MEM, read_form
+from headway.runtime.lane import GATHERED, SCATTERED
 
 DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)
 """Types by number, for ranks that compare theirs."""

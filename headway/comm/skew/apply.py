@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
-from headway.comm.buckets.torch_hooked import BucketFn, HookedModels
+from headway.comm.buckets.apply import BucketFn, HookedModels
 from headway.comm.loose_rules import read_rule
 from headway.comm.remedies import LooseParameters
 from headway.comm.skew.torch_replica import LooseSynchronisation, Probe

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from headway.comm.compression.torch_codecs import packet_of, parts, topk_places
 from headway.comm.compression.torch_dense import as_bytes, as_values
-from headway.comm.compression.torch_sparse import packet_of, parts, topk_places
 from headway.comm.loose_rules import LooseRule
 from headway.core.errors import InputError
 from headway.core.tables import Named

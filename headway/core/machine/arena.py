@@ -104,11 +104,6 @@ class Arena:
         return int(_HEAD.unpack_from(self._memory, 0)[0])
 
     @property
-    def num_refused(self) -> int:
-        """Payloads that found no room."""
-        return int(_HEAD.unpack_from(self._memory, 0)[1])
-
-    @property
     def num_filled(self) -> int:
         """Slots that hold a payload; O(num_slots)."""
         table = self._memory[_HEAD.size : self._data_offset]

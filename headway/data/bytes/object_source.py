@@ -36,8 +36,8 @@ import msgspec
 
 from headway.core.errors import FormatError, HeadwayError, InputError
 from headway.core.machine.child import said
-from headway.core.machine.store_user import USER, claim
 from headway.data.bytes.source import IMAGE_SUFFIXES, NOTHING, digest_of, labels_of, tar_members
+from headway.storage.stored.objects import USER, claim
 
 T = TypeVar("T")
 
@@ -236,7 +236,7 @@ class _Ranges(io.RawIOBase):
 
 
 _user = USER
-"""See `core.store_user`."""
+"""See `claim`."""
 
 
 def apart(work: Callable[[], T], kind: Any) -> T:

@@ -24,8 +24,7 @@ from torch.utils.data import DataLoader
 from headway.core.machine.arena import Arena
 from headway.core.machine.interruptions import pass_on
 from headway.data.bytes.scrutiny import ALTERED, Scrutiny
-from headway.data.cached.cached_examples import CachedExamples
-from headway.data.cached.example_store import ExampleStore, Shelf
+from headway.data.cached.cached_examples import CachedExamples, ExampleStore, Shelf
 from headway.data.guard.cache_trial import barred, probed
 from headway.data.guard.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.guard.files_read import note_looks

@@ -40,8 +40,7 @@ from headway.core.machine.arena import shared_memory
 from headway.data.bytes import account
 from headway.data.bytes.scrutiny import ALTERED
 from headway.data.cached.apply import CachedDataset
-from headway.data.cached.cached_examples import CachedExamples
-from headway.data.cached.example_store import ExampleOrigin, packed
+from headway.data.cached.cached_examples import CachedExamples, ExampleOrigin, packed
 from headway.data.guard.cache_trial import uncacheable
 from headway.data.guard.outcome import speak
 from headway.data.loader.views import View

@@ -45,8 +45,8 @@ from headway.data.bytes.torch_examples import BatchMemory, BatchRows, default_co
 from headway.data.bytes.torch_keyed import Draws, KeyedDataset, Keys, generator_states, reads_batches, set_generators
 from headway.data.guard.purity import impurity
 from headway.data.guard.trial import in_child, open_handle
-from headway.data.loader.deliveries import lock_wait_fraction
 from headway.data.loader.views import View, Walked, check_process
+from headway.data.loader.walks import lock_wait_fraction
 from headway.runtime.in_rank.guard import OfScript
 from headway.runtime.recorder.rereading import batch_bytes
 from headway.runtime.script.draws import drawn, fingerprints, own_generators, restorer

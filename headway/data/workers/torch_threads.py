@@ -33,10 +33,10 @@ from headway.data.guard.trial import EXAMPLES, TriedBatch, in_child, unfit
 from headway.data.guard.verification import Verification, verification_of
 from headway.data.guard.watch import VisibleError, listen, noting
 from headway.data.guard.withdrawal import Withdrawal, withdrawal_of
-from headway.data.loader.deliveries import lock_wait_fraction
 from headway.data.loader.read_ahead import CHANGED, Indices, ScriptWalk, bound_to_the_loop, keys_of, pass_restorer
 from headway.data.loader.threads import LOCK_WAIT, InThreads, Making, MapStyleWork, Task, ThreadPool
 from headway.data.loader.views import View
+from headway.data.loader.walks import lock_wait_fraction
 from headway.data.remedies import ThreadsParameters
 from headway.data.workers.hand_over import FORKED, AsWritten, InProcessTail, UnmadeError, failure
 from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy

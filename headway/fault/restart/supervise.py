@@ -35,8 +35,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headway.core.errors import InputError
-from headway.fault.restart.incidents import AttemptProgress
-from headway.fault.restart.outliers import Suspicion, suspects
+from headway.fault.restart.incidents import AttemptProgress, Suspicion, suspects
 from headway.fault.restart.warm import Warm
 from headway.fault.torch_guard import BadLossError, BadLossStop
 from headway.ledger.jobs.hang import localise

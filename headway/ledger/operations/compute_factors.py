@@ -8,7 +8,7 @@ DP ranks, the last stage with the other stages, a micro-batch with the usual
 of each place it passes.
 
 >>> from headway.ledger.operations.operation_table import arrange
->>> from headway.trace.generated.synthetic import SyntheticFault, SyntheticJob, generate
+>>> from benchmarks._synthetic import SyntheticFault, SyntheticJob, generate
 >>> job = SyntheticJob(dp=3, pp=2, num_microbatches=4, num_steps=4)
 >>> made = generate(job, seed=1, faults=[SyntheticFault("worker", 1.5, dp=2, stage=1)])
 >>> factors(arrange(made.trace)).worker.round(1).tolist()
@@ -24,7 +24,7 @@ estimated from the ends of what the ranks did together
 step from zero. A trace whose clocks agree is left alone, to the last bit.
 Offsets are kept in `trace.ranks`, never written into the times.
 
->>> from headway.trace.generated.synthetic import SyntheticJob, generate
+>>> from benchmarks._synthetic import SyntheticJob, generate
 >>> trace = generate(SyntheticJob(dp=2, pp=2, num_microbatches=4, num_steps=2), seed=1).trace
 >>> aligned(trace) is trace
 True

@@ -9,7 +9,7 @@ op before their ends: an end is the latest arrival plus the own transfer time.
 The model is that of the straggler what-if study (arXiv 2505.05713).
 
 >>> from headway.ledger.operations.operation_table import arrange
->>> from headway.trace.generated.synthetic import SyntheticJob, generate
+>>> from benchmarks._synthetic import SyntheticJob, generate
 >>> table = arrange(generate(SyntheticJob(dp=2, pp=2, num_microbatches=2, num_steps=2), seed=1).trace)
 >>> order, forward = infer(table), table.find(1, "forward-compute", 1)
 >>> [table.label(op) for op in order.source[order.target == forward]]

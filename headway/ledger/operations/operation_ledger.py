@@ -10,7 +10,7 @@ computes, then waits for the `straggler` until all pipelines have computed, as
 it does once it is through with the step. Time that no operation of the rank
 covers otherwise is a launch delay (`host.launch`).
 
->>> from headway.trace.generated.synthetic import SyntheticJob, generate
+>>> from benchmarks._synthetic import SyntheticJob, generate
 >>> trace = generate(SyntheticJob(dp=2, pp=2, num_microbatches=4, num_steps=2), seed=1).trace
 >>> account = operation_account(trace)
 >>> len(account.sub_ns), account.steps, all(amounts.sum() == account.wall_ns for amounts in account.sub_ns.values())

@@ -7,7 +7,7 @@ rank, stage or operation type as it was gives that one's share. All
 dependencies are inferred from the trace. Numbers are those of the published
 study (arXiv 2505.05713); lists of causes are ours (`root_cause`).
 
->>> from headway.trace.generated.synthetic import SyntheticJob, generate
+>>> from benchmarks._synthetic import SyntheticJob, generate
 >>> report = analyse(generate(SyntheticJob(dp=2, pp=2, num_microbatches=4, num_steps=2), seed=1).trace)
 >>> 1.0 <= report.slowdown < 1.2, sorted(report.by)
 (True, ['dp', 'optype', 'pp', 'worker'])

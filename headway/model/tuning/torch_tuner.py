@@ -34,8 +34,17 @@ from headway.core.errors import FormatError, InputError
 from headway.core.tables import pick
 from headway.model.tuning.search import CONVERGING, FIRST_STEPS, Search, Trial
 from headway.model.tuning.space import SEARCHERS, Setting, Space, lowered
-from headway.model.tuning.torch_branches import Branch, LoaderPosition, Searching, TuningProgress, packed, unpack
-from headway.model.tuning.torch_tunables import Setter, setters
+from headway.model.tuning.torch_branches import (
+    Branch,
+    LoaderPosition,
+    Searching,
+    Setter,
+    TuningProgress,
+    check_held,
+    packed,
+    setters,
+    unpack,
+)
 from headway.runtime.torch_state import RngStates
 
 PATIENCE = 10
@@ -112,7 +121,7 @@ class Tuner:
         if not self._fixed and not state:
             raise InputError("state=[] leaves nothing to branch. Pass the model, the optimizer, and what changes too.")
         if not self._fixed:
-            _check_held(state)
+            check_held(state)
         self._space, self._searcher, self._trials, self._plateau, self._seed = space, searcher, trials, plateau, seed
         self._patience = patience
         self._own_set, self._start = dict(set or {}), start
@@ -483,16 +492,3 @@ class Tuner:
             self._apply(self._active.setting, only_own=True)
         self._reported = True
         self._decide()
-
-
-def _check_held(state: Sequence[Any]) -> None:
-    """Raise `InputError` where an optimizer's parameters are in nothing of `state`: no branch would put them back."""
-    held = {id(thing) for thing in state if isinstance(thing, torch.Tensor)}
-    held |= {id(p) for thing in state if isinstance(thing, torch.nn.Module) for p in thing.parameters()}
-    optimizers = [thing for thing in state if isinstance(thing, torch.optim.Optimizer)]
-    lost = sum(id(p) not in held for each in optimizers for group in each.param_groups for p in group["params"])
-    if lost:
-        raise InputError(
-            f"{lost} parameters of the optimizer are in nothing of state=[...], so a branch would not put them back. "
-            "Pass the model beside the optimizer."
-        )

@@ -43,9 +43,8 @@ import numpy as np
 from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.cost.collectives import collective_seconds
-from headway.cost.memory import Sharding, training_memory
 from headway.cost.specs import DeviceSpec, LinkSpec, shipped
-from headway.cost.transformer import RECOMPUTE, Transformer
+from headway.cost.transformer import RECOMPUTE, Sharding, Transformer, training_memory
 from headway.sim.pipeline.lower import lower
 from headway.sim.pipeline.orders import PipelineShape, interleaved, one_f_one_b
 from headway.sim.pipeline.simulate import StageCosts, simulate, steady_shapes
@@ -163,7 +162,7 @@ class GridPlan:
     """Its step, simulated."""
 
     memory_bytes: float
-    """The most that a device needs, by `headway.cost.memory`."""
+    """The most that a device needs, by `headway.cost.transformer`."""
 
     num_candidates: int
     """Choices that fit the devices and their memory."""

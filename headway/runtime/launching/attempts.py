@@ -31,9 +31,8 @@ from headway.runtime.run_folder.recording import LaunchedRank, RunRecording
 from headway.runtime.run_folder.streams import Streams
 
 if TYPE_CHECKING:
-    from headway.runtime.launching.code_updates import CodeUpdates
     from headway.runtime.launching.hang_watch import HangWatch
-    from headway.runtime.launching.options import LaunchOptions
+    from headway.runtime.launching.options import CodeUpdates, LaunchOptions
     from headway.runtime.run_folder.drain import Drainer
     from headway.runtime.run_folder.prometheus import Metrics
     from headway.runtime.run_folder.status import StatusLine

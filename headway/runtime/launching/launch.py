@@ -16,8 +16,7 @@ from headway.runtime.host import rank_env
 from headway.runtime.host.rank_env import Port, RankEnvironment
 from headway.runtime.launching.agent import Signals
 from headway.runtime.launching.attempts import RankSupervisor, say
-from headway.runtime.launching.code_updates import CodeUpdates
-from headway.runtime.launching.options import LaunchOptions, check
+from headway.runtime.launching.options import CodeUpdates, LaunchOptions, check
 from headway.runtime.launching.run_of_ranks import ExitReport, open_recording, open_streams, report, specs_of
 from headway.runtime.run_folder.exit_class import OomWatch, RankEnd
 

@@ -35,8 +35,7 @@ from headway.core.lazy import resolved
 
 if TYPE_CHECKING:
     from headway.runtime.launching.agent import Group, RankSpec
-    from headway.runtime.launching.code_updates import CodeUpdates
-    from headway.runtime.launching.options import LaunchOptions
+    from headway.runtime.launching.options import CodeUpdates, LaunchOptions
     from headway.runtime.run_folder.drain import Drainer
     from headway.runtime.run_folder.exit_class import RankEnd
     from headway.runtime.run_folder.recording import RunRecording

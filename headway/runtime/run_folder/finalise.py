@@ -23,8 +23,7 @@ from headway.core.files.regular_file import whole_file
 from headway.runtime.recorder.rereading import settle
 from headway.runtime.run_folder.recording import RankDoings
 from headway.trace.events import parquet
-from headway.trace.recording.assemble import applied, build, loaders
-from headway.trace.recording.devices import by_rank
+from headway.trace.recording.assemble import applied, build, by_rank, loaders
 from headway.trace.rings import spool
 from headway.trace.rings.rank_tables import counted_calls, rank_tables
 from headway.trace.rings.ring_folders import ring_folders

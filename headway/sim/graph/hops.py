@@ -1,25 +1,17 @@
-"""Collectives down to the wire: every chunk that a ring, a tree or parameter servers send, as SEND and RECV.
+"""Gradients summed over equal ranks by a ring, a tree or parameter servers: what each lane of the network is busy with.
 
-Use `expand` on a `Network` where the algorithm is known or modelled, and
-`pair` on recorded SEND and RECV rows. A transfer is known by its identity
-(group, seq, round, chunk, src, dst). It occupies one lane, the busier of its
-two ends, for latency + bytes / rate; the RECV overlaps its SEND and has only
-what it takes beyond it as its own time, never the wait for the sender. One
-collective of p ranks is a virtual In and Out per rank and its hops between.
-Times are int64 ns, sizes bytes.
+A hop occupies one lane, the busier of its two ends, for latency + bytes / rate; a RECV has only what it takes beyond
+its SEND as its own time, never the wait for the sender. Equal ranks advance in step, so one lane of each kind tells
+the whole. `benchmarks/_hops.py` expands the same algorithms to every hop. Times are int64 ns, sizes bytes.
 
->>> wire = LinkSpec("wire", bytes_per_s=1e9, latency_s=1e-6, source="doctest")
->>> ring = Network("ring", 4, wire)
->>> hops = expand([4000], [1], ring)
->>> hops.src.size, int(hops.bytes[0]), int(ring.sync_ns(4000))  # 2 (p - 1) rounds of p sends; the closed form
-(24, 1000, 12000)
+>>> ring = Network("ring", 4, LinkSpec("wire", bytes_per_s=1e9, latency_s=1e-6, source="doctest"))
+>>> int(ring.sync_ns(4000))  # 2 (p - 1) rounds; the closed form
+12000
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,159 +19,12 @@ from numpy.typing import ArrayLike, NDArray
 from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.core.units import NS_PER_S
-from headway.cost.collectives import Fit, fit
 from headway.cost.specs import LinkSpec
 
 Ints = NDArray[np.int64]
 
-IDENTITY: tuple[str, ...] = ("group", "seq", "round", "chunk", "src", "dst")
-"""What a SEND and its RECV have in common, and no other transfer has."""
-
-
-WORST_FIT = 0.6
-"""Mean relative error from which a fitted link is no link (the cut of dPRO)."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Pattern:
-    """One collective of one algorithm: m hops in an order in which every lane may run them."""
-
-    round: Ints
-    """[m] Round of the algorithm."""
-
-    chunk: Ints
-    """[m] Which of the `num_chunks` equal parts of the buffer is sent."""
-
-    src: Ints
-    """[m] Sending rank; parameter servers follow the workers."""
-
-    dst: Ints
-    """[m] Receiving rank."""
-
-    lane: Ints
-    """[m] Lane that the hop occupies, from 0."""
-
-    after: tuple[Ints, Ints]
-    """([e], [e]) The second hop sends on what the first one brought."""
-
-    then: tuple[Ints, Ints]
-    """([e], [e]) The first hop's sender sends the second one after it, whatever else its lane may reorder."""
-
-    enters: tuple[Ints, Ints]
-    """([e], [e]) (rank, hop): the hop needs that rank's own data."""
-
-    leaves: tuple[Ints, Ints]
-    """([e], [e]) (hop, rank): the collective ends on that rank only after the hop."""
-
-    num_chunks: int
-    """Equal parts of the buffer; sizes are rounded up, as padded buffers are."""
-
-
-class PatternFn(Protocol):
-    """An algorithm. Write a function of this shape and list it in `PATTERNS` (and its stages in `Network.stages`)."""
-
-    def __call__(self, num_ranks: int, num_servers: int) -> Pattern:
-        """Return the hops of one collective."""
-        ...
-
-
-def ring(num_ranks: int, num_servers: int = 0) -> Pattern:
-    """Pass each of p chunks round the ring twice: p - 1 rounds that reduce, p - 1 that gather."""
-    del num_servers
-    rounds = 2 * (num_ranks - 1)
-    number, src = (part.reshape(-1) for part in np.mgrid[0:rounds, 0:num_ranks].astype(np.int64))
-    hop = np.arange(number.size)
-    dst = (src + 1) % num_ranks
-    later = hop[number > 0]
-    before = (number[later] - 1) * num_ranks + (src[later] - 1) % num_ranks
-    first, last = hop[number == 0], hop[number == rounds - 1]
-    return Pattern(
-        round=number,
-        chunk=(src - number) % num_ranks,
-        src=src,
-        dst=dst,
-        lane=src,
-        after=(before, later),
-        # Rounds of one rank run in order, so its own data must be there for the first one, and the last one ends it.
-        then=(later - num_ranks, later),
-        enters=(src[first], first),
-        leaves=(last, dst[last]),
-        num_chunks=num_ranks,
-    )
-
-
-def tree(num_ranks: int, num_servers: int = 0) -> Pattern:
-    """Reduce up a binary tree (rank r hangs below (r - 1) // 2), then pass the sum down again.
-
-    Siblings share the adapter of their parent: its receiving side on the way up, its sending side on the way down.
-    """
-    del num_servers
-    child = np.arange(1, num_ranks, dtype=np.int64)
-    parent = (child - 1) // 2
-    depth = np.floor(np.log2(child + 1)).astype(np.int64)
-    height = int(depth.max(initial=0))
-    up = np.argsort(-depth, kind="stable")
-    edges = child.size
-    up_of, down_of = np.full(num_ranks, -1, np.int64), np.full(num_ranks, -1, np.int64)
-    up_of[child[up]] = np.arange(edges)
-    down_of[child] = edges + np.arange(edges)
-    inner = child[parent > 0]
-    root = child[parent == 0]
-    after = [
-        (up_of[inner], up_of[(inner - 1) // 2]),  # a parent sends up what its children sent it
-        (np.repeat(up_of[root], root.size), np.tile(down_of[root], root.size)),  # the root sends down the whole sum
-        (down_of[(inner - 1) // 2], down_of[inner]),
-    ]
-    return Pattern(
-        round=np.concatenate([height - depth[up], height - 1 + depth]),
-        chunk=np.zeros(2 * edges, np.int64),
-        src=np.concatenate([child[up], parent]),
-        dst=np.concatenate([parent[up], child]),
-        lane=np.concatenate([parent[up], num_ranks + parent]),
-        after=(np.concatenate([a for a, _ in after]), np.concatenate([b for _, b in after])),
-        then=(child[:0], child[:0]),
-        enters=(
-            np.concatenate([child[up], np.zeros(root.size, np.int64)]),
-            np.concatenate([np.arange(edges), down_of[root]]),
-        ),
-        leaves=(np.concatenate([down_of[child], up_of[root]]), np.concatenate([child, np.zeros(root.size, np.int64)])),
-        num_chunks=1,
-    )
-
-
-def parameter_server(num_ranks: int, num_servers: int = 0) -> Pattern:
-    """Push a chunk to each of s servers, which add up what all workers sent, and pull the sums back.
-
-    The side with fewer adapters is the busier one: the servers' when there
-    are at most as many of them as workers, else the workers'.
-    """
-    if num_servers < 1:
-        raise InputError(f"num_servers is {num_servers}; parameter servers need at least 1.")
-    chunk, worker = (part.reshape(-1) for part in np.mgrid[0:num_servers, 0:num_ranks].astype(np.int64))
-    m = chunk.size
-    server = num_ranks + chunk
-    at_servers = num_servers <= num_ranks
-    lane, other = (chunk, num_servers) if at_servers else (worker, num_ranks)
-    everyone = np.arange(m).reshape(num_servers, num_ranks)
-    pushes = np.repeat(everyone, num_ranks, axis=1).reshape(-1)  # [server][worker pushing][worker pulling]
-    pulls = m + np.tile(everyone, (1, num_ranks)).reshape(-1)
-    hop = np.arange(m)
-    return Pattern(
-        round=np.repeat(np.array([0, 1], np.int64), m),
-        chunk=np.tile(chunk, 2),
-        src=np.concatenate([worker, server]),
-        dst=np.concatenate([server, worker]),
-        lane=np.concatenate([lane, other + lane]),
-        after=(pushes, pulls),
-        then=(hop[:0], hop[:0]),
-        enters=(worker, hop),
-        leaves=(m + hop, worker),
-        num_chunks=num_servers,
-    )
-
-
-PATTERNS: dict[str, PatternFn] = {"ring": ring, "tree": tree, "parameter_server": parameter_server}
-"""Algorithm of an all-reduce -> its hops."""
+ALGORITHMS = dict.fromkeys(("ring", "tree", "parameter_server"))
+"""Of an all-reduce, by name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,7 +43,7 @@ class Network:
     """How gradients are summed over equal ranks."""
 
     algorithm: str
-    """One of `PATTERNS`."""
+    """One of `ALGORITHMS`."""
 
     num_ranks: int
     """Workers, p."""
@@ -217,7 +62,7 @@ class Network:
 
     def __post_init__(self) -> None:
         """Check the fields; raises `InputError`."""
-        pick(PATTERNS, self.algorithm, "algorithm")
+        pick(ALGORITHMS, self.algorithm, "algorithm")
         if self.num_ranks < 1 or self.recv_ns < 0:
             raise InputError(
                 f"num_ranks is {self.num_ranks}, recv_ns {self.recv_ns}; give at least 1 rank and a time >= 0."
@@ -227,10 +72,6 @@ class Network:
                 f"num_servers is {self.num_servers} with {self.algorithm!r}; give servers to 'parameter_server', and "
                 "to nothing else."
             )
-
-    def pattern(self) -> Pattern:
-        """Return the hops of one collective."""
-        return PATTERNS[self.algorithm](self.num_ranks, self.num_servers)
 
     def hop_ns(self, num_bytes: ArrayLike, *, pull: bool = False) -> Ints:
         """Return the time that a lane is occupied by one hop of `num_bytes` (any shape; ns, rounded)."""
@@ -275,192 +116,6 @@ class Network:
         return np.asarray(first + (cuts * stages[0].jobs - 1) * slowest)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Hops:
-    """Transfers of a sequence of collectives: m of them, in an order in which every lane may run them."""
-
-    group: Ints
-    """[m] Process group."""
-
-    seq: Ints
-    """[m] Number of the collective in its group; the parts of a bucket are collectives of their own."""
-
-    round: Ints
-    """[m] Round of the algorithm."""
-
-    chunk: Ints
-    """[m] Chunk of the buffer."""
-
-    src: Ints
-    """[m] Sending rank."""
-
-    dst: Ints
-    """[m] Receiving rank."""
-
-    bytes: Ints
-    """[m] Size."""
-
-    send_ns: Ints
-    """[m] Time for which the SEND occupies its lane."""
-
-    recv_ns: Ints
-    """[m] Own time of the RECV: from the end of the SEND (or its own posting, if later) to its end."""
-
-    lane: Ints
-    """[m] Lane of the SEND, from 0."""
-
-    after: tuple[Ints, Ints]
-    """([e], [e]) The second hop's SEND waits for the first one's RECV."""
-
-    then: tuple[Ints, Ints]
-    """([e], [e]) The second hop's SEND waits for the first one's SEND; the order of lanes implies it."""
-
-    enters: tuple[Ints, Ints, Ints]
-    """([e], [e], [e]) (bucket, rank, hop): the SEND waits for the rank's In."""
-
-    leaves: tuple[Ints, Ints, Ints]
-    """([e], [e], [e]) (hop, bucket, rank): the rank's Out waits for the RECV."""
-
-    def identity(self) -> dict[str, Ints]:
-        """Return the columns of `IDENTITY`."""
-        return {name: getattr(self, name) for name in IDENTITY}
-
-
-def expand(num_bytes: Sequence[int] | Ints, parts: Sequence[int] | Ints, network: Network, *, group: int = 0) -> Hops:
-    """Expand the sums of some buckets, each cut into `parts` equal parts, in the order in which they are launched.
-
-    `num_bytes`, `parts` [b]. Raises `InputError` on sizes < 0 or parts < 1.
-    """
-    sizes, cuts = np.asarray(num_bytes, np.int64), np.asarray(parts, np.int64)
-    if sizes.shape != cuts.shape or sizes.ndim != 1 or int(sizes.min(initial=0)) < 0 or int(cuts.min(initial=1)) < 1:
-        raise InputError(
-            "buckets need one size >= 0 and one number of parts >= 1 each; pass two lists of equal length."
-        )
-    one = network.pattern()
-    # Each part of each bucket is one copy of the pattern, which has m hops: hop i of copy c is number c m + i. `tiled`
-    # repeats what is equal in all copies, `shifted` turns numbers of hops in the pattern into those of each copy.
-    bucket = np.repeat(np.arange(sizes.size), cuts)
-    copies, m = bucket.size, one.src.size
-    chunk_bytes = _ceil(_ceil(sizes, cuts), one.num_chunks)[bucket]
-    pull = (one.src >= network.num_ranks) if network.num_servers else np.zeros(m, bool)
-    # [copies, 2] As a push and as a pull, which is what a parameter server sends.
-    hop_ns = np.stack([network.hop_ns(chunk_bytes, pull=way) for way in (False, True)], axis=1)
-    shift = np.arange(copies, dtype=np.int64) * m
-
-    def tiled(values: Ints) -> Ints:
-        return np.tile(values, copies)
-
-    def shifted(values: Ints) -> Ints:
-        return (values[None, :] + shift[:, None]).reshape(-1)
-
-    return Hops(
-        group=np.full(copies * m, group, np.int64),
-        seq=np.repeat(np.arange(copies, dtype=np.int64), m),
-        round=tiled(one.round),
-        chunk=tiled(one.chunk),
-        src=tiled(one.src),
-        dst=tiled(one.dst),
-        bytes=np.repeat(chunk_bytes, m),
-        send_ns=np.where(pull[None, :], hop_ns[:, 1:], hop_ns[:, :1]).reshape(-1),
-        recv_ns=np.full(copies * m, network.recv_ns, np.int64),
-        lane=tiled(one.lane),
-        after=(shifted(one.after[0]), shifted(one.after[1])),
-        then=(shifted(one.then[0]), shifted(one.then[1])),
-        enters=(np.repeat(bucket, one.enters[0].size), tiled(one.enters[0]), shifted(one.enters[1])),
-        leaves=(shifted(one.leaves[0]), np.repeat(bucket, one.leaves[1].size), tiled(one.leaves[1])),
-    )
-
-
-def pair(sends: Mapping[str, ArrayLike], receives: Mapping[str, ArrayLike]) -> tuple[Ints, Ints]:
-    """Match recorded SEND and RECV rows: return ([m] row of the SEND, [m] row of the RECV), in order of identity.
-
-    Both hold the columns of `IDENTITY`. Raises `InputError` when a column is
-    missing, an identity comes twice, or a row has no partner (naming group,
-    seq and the ranks).
-    """
-    keys = []
-    for what, rows in (("SEND", sends), ("RECV", receives)):
-        for name in IDENTITY:
-            if name not in rows:
-                raise InputError(f"{what} rows have no column {name!r}; pass all of: {', '.join(IDENTITY)}.")
-        key = np.stack([np.asarray(rows[name], np.int64) for name in IDENTITY], axis=1).reshape(-1, len(IDENTITY))
-        order = np.lexsort(key.T[::-1])
-        key = key[order]
-        twice = np.flatnonzero((key[1:] == key[:-1]).all(axis=1))
-        if twice.size:
-            raise InputError(f"two {what} rows are {_named(key[twice[0]])}; record each transfer once.")
-        keys.append((key, order))
-    (sent, send_order), (received, receive_order) = keys
-    for what, missing, these, others in (("SEND", "RECV", sent, received), ("RECV", "SEND", received, sent)):
-        known = {tuple(row) for row in others.tolist()}
-        alone = [row for row in these.tolist() if tuple(row) not in known]
-        if alone:
-            raise InputError(
-                f"{len(alone)} {what} rows have no {missing}, the first is {_named(alone[0])}. Record both ranks over "
-                "the same steps, or drop the rows at the edge of the window."
-            )
-    return send_order.astype(np.int64), receive_order.astype(np.int64)
-
-
-def own_times(
-    send_start: ArrayLike, send_end: ArrayLike, recv_start: ArrayLike, recv_end: ArrayLike
-) -> dict[str, Ints]:
-    """Return what recorded transfers took without waiting, all [m] int64 ns on one clock.
-
-    'send_ns': the SEND's own duration. 'receive_ns': end_recv - max(start_recv,
-    start_send), the RECV clipped to when its sender began. 'recv_ns': what of
-    it lies beyond the SEND's end, the own time of a RECV in `Hops`. Raises
-    `InputError` for a RECV that ends before its SEND starts: unaligned clocks
-    or mixed units.
-    """
-    began, sent, posted, received = (np.asarray(t, np.int64) for t in (send_start, send_end, recv_start, recv_end))
-    wrong = np.flatnonzero((received < began) | (sent < began) | (received < posted))
-    if wrong.size:
-        at = int(wrong[0])
-        raise InputError(
-            f"transfer {at} is received at {received[at]} ns (posted {posted[at]}), but sent from {began[at]} to "
-            f"{sent[at]} ns. Align the clocks of both ranks, and convert all times to ns."
-        )
-    return {
-        "send_ns": sent - began,
-        "receive_ns": received - np.maximum(posted, began),
-        "recv_ns": np.maximum(received - np.maximum(sent, posted), 0),
-    }
-
-
-def fit_links(src: ArrayLike, dst: ArrayLike, num_bytes: ArrayLike, takes_ns: ArrayLike) -> dict[tuple[int, int], Fit]:
-    """Fit t = latency + bytes / rate to recorded transfers of each (sender, receiver), all [m]; see `own_times`.
-
-    Raises `InputError` when a link shows one size only, its times do not grow
-    with size, or the fit misses them by `WORST_FIT` or more on average.
-    """
-    table: dict[tuple[int, int], list[tuple[float, float]]] = {}
-    columns = (np.asarray(values).tolist() for values in (src, dst, num_bytes, takes_ns))
-    for sender, receiver, size, takes in zip(*columns, strict=True):
-        table.setdefault((int(sender), int(receiver)), []).append((size, takes / NS_PER_S))
-    fits = {}
-    for (sender, receiver), measured in sorted(table.items()):
-        try:
-            found = fit(measured, name=f"{sender} -> {receiver}")
-        except InputError as cause:
-            raise InputError(f"link {sender} -> {receiver}: {cause}") from None
-        if found.error_fraction >= WORST_FIT:
-            raise InputError(
-                f"link {sender} -> {receiver}: the fit misses its {len(measured)} transfers by "
-                f"{found.error_fraction:.0%} on average. Pass own times, without waiting."
-            )
-        fits[sender, receiver] = found
-    return fits
-
-
 def _ceil(count: ArrayLike, parts: ArrayLike) -> Ints:
     """Return the size of each of `parts` equal parts, rounded up."""
     return np.asarray((np.asarray(count, np.int64) + np.asarray(parts, np.int64) - 1) // np.asarray(parts, np.int64))
-
-
-def _named(row: Sequence[int]) -> str:
-    """Write an identity out."""
-    return ", ".join(f"{name} {int(value)}" for name, value in zip(IDENTITY, row, strict=True))
-
-
-assert all(name in {part.name for part in fields(Hops)} for name in IDENTITY)

@@ -33,7 +33,6 @@ from headway.storage.redundancy.losses import Judgement, Losses, LostBytes
 from headway.storage.redundancy.parity import bad_parity, best, encode_rank, judge, sweep, write_copies, write_facts
 from headway.storage.redundancy.parity_files import Images, newest_parity, read_at, record_of, state
 from headway.storage.stored.digests import Digester
-from headway.storage.stored.durable import durable_file, make_folder, write_durably
 from headway.storage.stored.manifest import (
     COMMIT,
     TWIN,
@@ -41,7 +40,7 @@ from headway.storage.stored.manifest import (
     encode,
     rank_folder,
 )
-from headway.storage.stored.store import LocalStore
+from headway.storage.stored.store import LocalStore, durable_file, make_folder, write_durably
 
 STRIDE_BYTES = MIB
 """Bytes of an image that are made at a time."""

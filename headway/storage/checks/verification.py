@@ -51,11 +51,10 @@ from headway.storage.commits.commit import CommittedCheckpoint, commit_record, c
 from headway.storage.commits.draft import LEFTOVER
 from headway.storage.commits.object_commit import checkpoint_at
 from headway.storage.redundancy import parity
-from headway.storage.stored.durable import write_durably
 from headway.storage.stored.findings import Damage, Findings
 from headway.storage.stored.manifest import COPIES, METADATA, CommitRecord
 from headway.storage.stored.objects import url_of
-from headway.storage.stored.store import LocalStore, Store
+from headway.storage.stored.store import LocalStore, Store, write_durably
 
 Status = Literal["good", "repairable", "lost", "not_a_checkpoint"]
 

@@ -52,7 +52,6 @@ from headway.storage.commits.draft import LEFTOVER, Draft, is_stale, wait_for_ra
 from headway.storage.formats.dcp import metadata_bytes
 from headway.storage.stored.boxes import Box, cover_fault
 from headway.storage.stored.digests import Digested, Digester, digest_of, pack_digests, unpack_digests
-from headway.storage.stored.durable import sync_folder, write_durably
 from headway.storage.stored.manifest import (
     COMMIT,
     COPIES,
@@ -72,7 +71,7 @@ from headway.storage.stored.manifest import (
     root_of,
     small_entry,
 )
-from headway.storage.stored.store import LocalStore, Store
+from headway.storage.stored.store import LocalStore, Store, sync_folder, write_durably
 
 STEP = re.compile(r"step-(\d+)")
 

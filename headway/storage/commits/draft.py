@@ -31,8 +31,8 @@ from headway.core.files.bounded_json import read_json
 from headway.core.files.private import check_inside, remove_tree
 from headway.core.machine.host import host_id, process_stat
 from headway.storage.stored.digests import Digested, pack_digests
-from headway.storage.stored.durable import make_folder, sync_folder, write_durably
 from headway.storage.stored.manifest import DIGESTS_FILE, MANIFEST, TWIN, RankManifest, encode, rank_folder, read_record
+from headway.storage.stored.store import make_folder, sync_folder, write_durably
 
 ATTEMPT = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """What an attempt may be called: it becomes part of a folder's name."""

@@ -42,7 +42,6 @@ from headway.storage.redundancy.parity_files import (
 )
 from headway.storage.redundancy.stripes import Stripes, scheme_of
 from headway.storage.stored.digests import Digested, Digester, damaged_blocks, pack_digests
-from headway.storage.stored.durable import durable_file, make_folder, write_durably
 from headway.storage.stored.findings import Damage
 from headway.storage.stored.manifest import (
     COMMIT,
@@ -57,7 +56,7 @@ from headway.storage.stored.manifest import (
     rank_folder,
     read_record,
 )
-from headway.storage.stored.store import LocalStore
+from headway.storage.stored.store import LocalStore, durable_file, make_folder, write_durably
 
 __all__ = [
     "Judgement",

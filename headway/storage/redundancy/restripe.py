@@ -31,8 +31,8 @@ from headway.storage.redundancy.parity import STRIDE_BYTES, data_of, facts_of, s
 from headway.storage.redundancy.parity_files import Images, newest_parity, parities, plan, record_of
 from headway.storage.redundancy.stripes import Stripes, scheme_of
 from headway.storage.stored.digests import Digested, block_digests
-from headway.storage.stored.durable import sync_folder, write_durably
 from headway.storage.stored.manifest import COPIES, PARITY, PARITY_FACTS, encode, rank_folder
+from headway.storage.stored.store import sync_folder, write_durably
 
 TURNS_PER_S = 20
 """Reads and writes are cut so that about this many fit into a second of the cap."""

@@ -33,7 +33,7 @@ from headway.storage.regions.layout import (
     sidecar_of,
 )
 from headway.storage.stored.digests import DIGESTS, block_digests
-from headway.storage.stored.durable import sync_folder
+from headway.storage.stored.store import sync_folder
 
 Pages = NDArray[np.int64]
 """[n] Page numbers, ascending."""

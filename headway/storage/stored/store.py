@@ -15,6 +15,19 @@ Names are paths relative to the store's root, with `/`. Sizes are bytes.
 >>> store.put("a/b.bin", [b"12", b"34"])
 >>> store.put_if_absent("a/b.bin", b"56"), bytes(store.read("a/b.bin", 1, 3)), store.list("a")
 (False, b'23', {'a/b.bin': 4})
+
+Files that are whole, or not there, even after the power went.
+
+`whole_file` of core protects a reader from a half-written file; what is
+stored here must also survive the crash of the machine: the bytes are flushed
+and fsynced before the rename, and the folder after it. Every write of a
+checkpoint goes through these functions, so that one test sees their order.
+
+>>> import tempfile
+>>> target = Path(tempfile.mkdtemp()) / "a.bin"
+>>> write_durably(target, [b"one ", b"two"])
+>>> target.read_bytes()
+b'one two'
 """
 
 from __future__ import annotations
@@ -24,18 +37,58 @@ import mmap
 import os
 import shutil
 import uuid
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 from headway.core.errors import InputError
 from headway.core.files.private import check_inside
-from headway.core.files.regular_file import open_regular
-from headway.storage.stored.durable import make_folder, sync_folder, write_durably
+from headway.core.files.regular_file import open_regular, whole_file
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+
+@contextmanager
+def durable_file(path: str | Path) -> Iterator[BinaryIO]:
+    """Yield a file to write; when the block ends it stands at `path`, durable; when the block raises it is gone.
+
+    Order: write, flush, fsync of the file, rename, fsync of its folder.
+    """
+    with whole_file(path) as draft, open(draft, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(Path(path).parent)
+
+
+def write_durably(path: str | Path, parts: Iterable[Buffer]) -> None:
+    """Write `parts` on end into `path`, whole and durable."""
+    with durable_file(path) as file:
+        for part in parts:
+            file.write(part)
+
+
+def sync_folder(path: str | Path) -> None:
+    """Make the entries of a folder durable: what was created, renamed or removed in it."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def make_folder(path: str | Path) -> None:
+    """Create a folder and those above it, durably; one that exists already is fine."""
+    path = Path(path)
+    missing = [folder for folder in (path, *path.parents) if not folder.is_dir()]
+    for folder in reversed(missing):
+        try:
+            os.mkdir(folder)
+        except FileExistsError:  # somebody else was first; a file in the way shows at the next step
+            continue
+        sync_folder(folder.parent)
 
 
 class Store(Protocol):

@@ -4,10 +4,6 @@ A step ends when the first optimizer of its cycle repeats: step k reaches from
 the end of the last update of cycle k - 1 to the end of the last update of
 cycle k. An update counts when a gradient was computed since that optimizer's
 last one. Times in ns.
-
->>> bounds = step_bounds(np.array([0, 1, 0, 1]), np.array([10, 20, 30, 40]), np.array([2, 2, 2, 2]), first_ns=4)
->>> bounds.tolist()
-[4, 22, 42]
 """
 
 from __future__ import annotations
@@ -123,20 +119,6 @@ def _until_repeat(optimizer: Ints) -> int:
         if size >= len(optimizer):
             return len(optimizer)
         size *= 2
-
-
-def step_bounds(optimizer: Ints, start_ns: Ints, duration_ns: Ints, *, first_ns: int | None) -> Ints:
-    """Return [steps + 1]: start of step 0, then the end of each complete step; empty without any.
-
-    `first_ns` is the first event of training (an iterator made, a first wait);
-    None, or a later one, makes step 0 begin with its first update.
-    """
-    last = cycles(optimizer)
-    if not len(last):
-        return np.empty(0, np.int64)
-    ends = np.maximum.accumulate(start_ns[last] + duration_ns[last])
-    begin = int(start_ns[0]) if first_ns is None else min(int(first_ns), int(start_ns[0]))
-    return np.concatenate([[begin], ends]).astype(np.int64)
 
 
 def step_of(moment_ns: Ints, bounds_ns: Ints) -> NDArray[np.int32]:

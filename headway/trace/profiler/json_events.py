@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 
 from headway.core.errors import FormatError
 from headway.trace.profiler import json_pieces
-from headway.trace.profiler.json_pieces import Arguments, Document, TraceEvent
-from headway.trace.profiler.microseconds import to_ns
+from headway.trace.profiler.json_pieces import Arguments, Document, TraceEvent, to_ns
 
 SPAN_PHASES = frozenset(("X", "i", "I"))
 """Events that stand for themselves: complete ones, and instants under their new and old letter."""

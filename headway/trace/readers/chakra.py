@@ -146,7 +146,7 @@ def write(trace: Trace, path: str | Path) -> None:
     if trace.edges is None:
         raise InputError(
             f"{target} needs dependencies, and the trace lists none. `headway trace export SOURCE {target}` infers "
-            "them; so does headway.sim.traced.row_edges.listed(trace)."
+            "them; so does headway.sim.traced.observed.listed(trace)."
         )
     for rank in [rank for rank in np.unique(trace.events["rank"]).tolist() if rank >= 0]:
         own = target if target.name.endswith(f".{rank}.et") else target.with_name(f"{target.stem}.{rank}.et")

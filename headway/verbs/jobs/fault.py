@@ -1,4 +1,7 @@
-"""`headway fault incidents|plan|sim`: the failures of a run and what each cost; what to prepare; a fleet, simulated."""
+"""`headway fault incidents|plan|sim`: the failures of a run and what each cost; what to prepare; a fleet, simulated.
+
+`headway fault probe`: does every device of this host compute the same bits?
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,11 @@ from rich.text import Text
 from headway.core.errors import HeadwayError, InputError
 from headway.core.units import format_fraction, format_seconds, plural
 from headway.fault.attempts import AttemptTimes, ettr_over_time, saves_of, stepped_s
+from headway.fault.backup import Preparation, prepare
 from headway.fault.fleet import Scenario, simulate
-from headway.fault.plan import Preparation, prepare
 from headway.fault.remedies import INTERVAL, WARM
 from headway.fault.restart.incidents import expected
+from headway.fault.torch_self_check import SelfCheckResult, check
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.answers.metrics import ettr_of_steps
 from headway.ledger.runs.attempts import book_run
@@ -263,3 +267,38 @@ def sim(
     ]
     emit(answer, lambda screen: draw([_lines(facts)], **screen), as_json=json)
     return 0
+
+
+def probe(*, nproc_per_node: str | None = None, timeout_s: float = 60.0, json: bool = False) -> int:
+    """Train a tiny fixed model on every rank of this host; exit 3 when one fails, or ends with other bits than most.
+
+    Example: `headway fault probe --nproc-per-node 4`
+
+    Parameters
+    ----------
+    nproc_per_node
+        Ranks: a number, auto, cpu or gpu; one per device by default, two where there is none.
+    timeout_s
+        Seconds after which a rank that has not answered has failed.
+    json
+        Print one JSON object instead of text.
+    """
+    found = check(nproc_per_node, timeout_s=timeout_s)
+    answer: dict[str, Any] = {
+        "schema": "headway.fault-probe/1", "ranks": len(found.digests) + len(found.failed), "equal": not found.odd,
+        "odd": found.odd, "digests": {str(rank): digest for rank, digest in found.digests.items()},
+        "failed": {str(rank): why for rank, why in found.failed.items()}, "seconds": found.seconds,
+    }  # fmt: skip
+    emit(answer, lambda screen: draw([Text(line) for line in _self_check_lines(found)], **screen), as_json=json)
+    return 3 if found.odd else 0
+
+
+def _self_check_lines(found: SelfCheckResult) -> list[str]:
+    ranks = len(found.digests) + len(found.failed)
+    if not found.odd:
+        return [f"all {ranks} ranks end with the same bits ({format_seconds(found.seconds)})"]
+    lines = [f"rank {rank}: {why}" for rank, why in found.failed.items()]
+    lines += [
+        f"rank {rank}: other bits than most ({found.digests[rank]})" for rank in found.odd if rank in found.digests
+    ]
+    return [f"{len(found.odd)} of {ranks} ranks are suspected", *lines]

@@ -27,7 +27,7 @@ from headway.power.advise import (
 from headway.power.grid_spec import GridSpec, ramps, ranges
 from headway.power.grid_spec import check as hold_against
 from headway.power.search import PowerCosts, optimise
-from headway.power.waveform import Waveform, of_file, of_run
+from headway.power.smoothing import Waveform, of_file, of_run
 from headway.report.figures import magnitude
 from headway.report.page.plots import Line, picture_page, write_page
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut

@@ -13,8 +13,7 @@ from headway.core.errors import InputError
 from headway.core.files.regular_file import whole_file
 from headway.core.rng import stream
 from headway.core.tables import pick
-from headway.cost.learned.cost_table import CostTable, add_line, check_host, read_table
-from headway.cost.learned.latency_table import LatencyTable
+from headway.cost.learned.cost_table import CostTable, LatencyTable, add_line, check_host, read_table
 from headway.cost.learned.predictors import PREDICTORS, SELECTIONS, TransferTask, mape, standardised
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.verbs.shared.learned_step import TABLE, check_threads, learned_step

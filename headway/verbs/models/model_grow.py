@@ -1,4 +1,9 @@
-"""`headway model grow`: a larger model that starts at a trained smaller one's outputs."""
+"""`headway model grow`: a larger model that starts at a trained smaller one's outputs.
+
+`headway model grow --plan`: a size to grow a recorded run's model to, later judged by the run of the grown model.
+
+The proposal is written into the folder of the run; `headway compare` reads it there, and says what training took.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +16,224 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import msgspec
+import numpy as np
 from cyclopts import Parameter
 
 from headway.core.errors import InputError
 from headway.core.files.bounded_json import decode_json, read_json
+from headway.core.files.regular_file import whole_file
 from headway.core.units import plural
+from headway.model.growth.proposal import Growth, fits, growths
 from headway.report.paper import ScreenOptions, draw, paragraph
-from headway.verbs.models.growth_plan import growth_plan, screen_of_plan
+from headway.trace.recording.runs import Run
+from headway.trace.rings.rank_tables import json_object, rank_tables
+from headway.verbs.shared.model_flops import ModelSpec, mfu_entry
 from headway.verbs.shared.output import emit
+from headway.verbs.shared.source import run_at
 from headway.verbs.stored.ckpt_convert import checkpoint_at
 
 if TYPE_CHECKING:
-    from headway.model.growth.torch_saved import Grown
+    from headway.model.growth.apply import Grown
+
+FILE = "growth.json"
+"""A proposal, in the folder of the run that it was made for."""
+
+WINDOW = 8
+"""Points of a curve whose median counts as its loss there, where it has so many: those of single batches vary."""
+
+TUNE = "model.tune"
+"""The remedy whose trials train with other settings, and are taken back."""
+
+BASIS = (
+    "L = floor + scale / steps^exponent fitted to the run's losses, the floor falling with the weights as "
+    "Kaplan et al. have it (exponent 0.076); LEMON itself took 43.3 % and 66.8 % of the steps for 8 times the weights"
+)
+
+
+NO_SAVING = "No larger size would save FLOPs: the loss still falls fast. Train this one for longer first."
+
+NO_FLOOR = (
+    "The losses of the run do not tell a floor yet, so nothing says what a larger model would gain. Train for longer "
+    "first."
+)
+"""What `growths` returns no size for."""
+
+
+class Size(msgspec.Struct, frozen=True):
+    """One larger size."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    parameters: int
+    share: float
+    """Of the schedule from scratch, in (0, 1)."""
+
+    share_range: tuple[float, float]
+    """The same over all curves that the losses do not tell apart."""
+
+    steps: Annotated[int, msgspec.Meta(ge=1)]
+    """That share of the recorded run's steps."""
+
+    loss: float
+    """Predicted at their end, as from scratch at the end of the whole schedule."""
+
+    flops: float
+    """Of these steps."""
+
+    compute: float
+    """FLOPs of the recorded run and of these steps, as a fraction of those from scratch."""
+
+
+class GrowthPlan(msgspec.Struct, frozen=True):
+    """What is proposed."""
+
+    run_steps: int
+    run_loss: float
+    """Of the fitted curve, at the end of the run."""
+
+    run_flops: float
+    sizes: list[Size]
+    """What saves most is first."""
+
+    reason: str
+    """Why no size is proposed; '' = the first one is. `sizes` may then be empty."""
+
+    basis: str = BASIS
+    schema: str = "headway.model-grow-plan/1"
+
+
+def growth_plan(path: Path, model: str, budget: float) -> GrowthPlan:
+    """Return larger sizes for the run at `path`, and write them there; `budget` in FLOPs. Raises `InputError`."""
+    run = run_at(path)
+    if _tuned(run):
+        raise InputError(
+            f"the losses of {path} are those of tuning too: its trials had other settings, and were taken back. Record "
+            "the training with the settings that were found: headway run -- SCRIPT"
+        )
+    points = losses_of(run)
+    if not points and any(run.facts.bad_losses.values()):
+        raise InputError(f"the losses of {path} are not finite. Fix the training first, then record it again.")
+    if not points:
+        raise InputError(
+            f"{path} has no losses. They are recorded where backward() begins at a loss of one element on the CPU, one "
+            "in eight updates; a run of an earlier version has none. Record it again: headway run -- SCRIPT"
+        )
+    if not model:
+        raise InputError(
+            "a step's FLOPs follow from the shape of the model, which the run does not know. Add it: --model "
+            "layers=12,hidden=768,heads=12,sequence=1024,vocabulary=50257"
+        )
+    spec = ModelSpec.parse(model)
+    rate = mfu_entry(spec, steps_per_s=1.0, facts=run.facts, ranks=run.facts.world_size)
+    sequences = rate["tokens_per_s"] / spec.model.sequence
+    curves = fits(*np.array(points).T)
+    last = curves[0].steps
+    sizes = [_size(each, last) for each in growths(spec.model, curves, budget, sequences)]
+    saves = bool(sizes) and sizes[0].compute < 1
+    plan = GrowthPlan(
+        last, curves[0].at(last), rate["tokens_per_s"] * rate["flops_per_token"] * last, sizes,
+        "" if saves else NO_SAVING if sizes else NO_FLOOR,
+    )  # fmt: skip
+    with whole_file(run.path / FILE) as draft:
+        draft.write_bytes(msgspec.json.encode(plan))
+    return plan
+
+
+def losses_of(run: Run) -> list[tuple[int, float]]:
+    """Return step, counted from 1, and loss of the lowest rank that has any, as far as they were recorded.
+
+    Of several losses in one step, as of a closure that the optimizer calls again, the last one counts.
+    """
+    found = [table.losses for _, table in sorted(rank_tables(run.path).items())]
+    return sorted(dict(next(filter(None, found), [])).items())
+
+
+def _tuned(run: Run) -> bool:
+    """Say whether losses of trials are among those of the run; a run that was killed has only its plan to tell it."""
+    rows = [row for row in run.facts.applied if row.name == TUNE]
+    if rows:
+        return any(row.applied and (row.facts or {}).get("steps", 1) for row in rows)
+    return any(row.get("name") == TUNE for row in json_object(run.path / "plan.json").get("remedies") or ())
+
+
+def _size(growth: Growth, steps: int) -> Size:
+    large = growth.model
+    return Size(
+        large.layers, large.hidden, large.heads, large.kv_heads, large.ffn, large.num_parameters, growth.share,
+        growth.share_range, max(1, round(growth.share * steps)), growth.loss, growth.flops, growth.compute,
+    )  # fmt: skip
+
+
+def screen_of_plan(plan: GrowthPlan, screen: ScreenOptions) -> str:
+    """Return the proposal in words."""
+    steps = plural(plan.run_steps, "step")
+    head = f"The run ends at a loss of {plan.run_loss:.4g} after {steps}, {plan.run_flops:.3g} FLOPs."
+    advice = plan.reason or _advice(plan.sizes[0])
+    rows = [
+        paragraph(
+            f"{each.layers} x {each.hidden}: {each.share:.0%} of the steps, loss {each.loss:.4g}, {each.compute:.0%}"
+        )
+        for each in plan.sizes[1:]
+    ]
+    return draw([paragraph(head), paragraph(advice), *rows, paragraph(f"Basis: {plan.basis}.")], **screen)
+
+
+def _advice(best: Size) -> str:
+    low, high = best.share_range
+    return (
+        f"Grow to {best.layers} layers of {best.hidden} ({plural(best.heads, 'head')}, "
+        f"{plural(best.parameters, 'parameter')}) and train for {best.share:.1%} of the schedule ({low:.0%} to "
+        f"{high:.0%} as the losses vary): {plural(best.steps, 'step')}, {best.flops:.3g} FLOPs, to a loss of "
+        f"{best.loss:.4g}. The run included that is {best.compute:.0%} of the FLOPs from scratch."
+    )
+
+
+def trained_parameters(run: Run) -> int:
+    """Return the numbers that the optimizers of a run update; 0 where a run of an older headway does not say."""
+    counts = run.parts.meta.get("parameters") or {}
+    return 0 if None in counts.values() else sum(counts.values())
+
+
+def judged_growth(before: Run, after: Run, steps: int) -> dict[str, Any] | None:
+    """Return what was proposed for `before` beside what `after` took in `steps`; None where nothing is to be said.
+
+    A run of the same model is left out, and so are the run itself and one that was tuned.
+    """
+    if trained_parameters(before) == trained_parameters(after) != 0:
+        return None
+    if not (before.path / FILE).exists() or before.facts.run_id == after.facts.run_id or _tuned(after):
+        return None
+    plan = read_json(before.path / FILE, GrowthPlan, fix="Delete it, or run `headway model grow --plan` again.")
+    points = losses_of(after)
+    if plan.reason or not plan.sizes or not points:
+        return None
+    best, losses = plan.sizes[0], [loss for _, loss in points]
+    window = max(1, min(WINDOW, sum(step <= best.steps for step, _ in points)))
+    ends = range(window, len(points) + 1)
+    met = next((end for end in ends if np.median(losses[end - window : end]) <= best.loss), None)
+    return {
+        "layers": best.layers, "hidden": best.hidden, "proposed_steps": best.steps, "proposed_loss": best.loss,
+        "steps": steps, "loss": float(np.median(losses[-window:])),
+        "reached_at": None if met is None else points[met - 1][0], "reached_in_first_window": met == window,
+    }  # fmt: skip
+
+
+def growth_sentence(row: dict[str, Any]) -> str:
+    """Say in words what `judged_growth` returned."""
+    if row["reached_at"] is None:
+        reached = "not reached"
+    elif row["reached_in_first_window"]:
+        reached = f"reached within the first {plural(row['reached_at'], 'step')}"
+    else:
+        reached = f"first reached at step {row['reached_at']:,}"
+    return (
+        f"growth to {row['layers']} layers of {row['hidden']} was proposed with "
+        f"{plural(row['proposed_steps'], 'step')} to a loss of {row['proposed_loss']:.4g}; if the second run is the "
+        f"grown model, it took {row['steps']:,}, to {row['loss']:.4g} ({row['proposed_loss']:.4g} was {reached})"
+    )
 
 
 GROWING = {
@@ -100,14 +311,14 @@ def grow(
         return 0
     checkpoint, out = _given(target, small, large, checkpoint, out)
     from headway.checkpoint.torch_dcp.sources import open_source
-    from headway.model.growth.torch_saved import grow_saved
+    from headway.model.growth.apply import grow_saved
 
     build, sizes = _imported(target), (_sizes("--small", small), _sizes("--large", large))
     if out.exists():
         raise InputError(f"{out} exists already; nothing is written over. Remove it, or name another place.")
     with open_source(checkpoint_at(checkpoint) if checkpoint.is_dir() else checkpoint) as source:
         grown = grow_saved(
-            build, sizes, source, prefix=prefix, family=family, depth=cast(Any, depth), split=cast(Any, split),
+            build, sizes, source, prefix=prefix, family=family, depth=cast("Any", depth), split=cast("Any", split),
             seed=seed,
         )  # fmt: skip
     answer = _written(grown, out)

@@ -7,8 +7,14 @@ from dataclasses import asdict
 from headway.core.errors import InputError
 from headway.core.mesh import Mesh
 from headway.core.units import format_fraction, plural
-from headway.parallel.tensor.availability import AvailabilityRow, PowerBoost, availability, failed_devices
-from headway.parallel.tensor.mesh_plan import MeshPlan, plan_mesh
+from headway.parallel.tensor.availability import (
+    AvailabilityRow,
+    MeshPlan,
+    PowerBoost,
+    availability,
+    failed_devices,
+    plan_mesh,
+)
 from headway.parallel.tensor.shards import ShardMap, attention_units
 from headway.report.paper import add_row, draw, grid, paragraph, uncut
 from headway.verbs.shared.output import emit

@@ -22,7 +22,7 @@ from headway.parallel.planning.grid import GridCluster, plan_grid
 from headway.parallel.planning.hierarchical import PartitionPlan, Topology, search
 from headway.parallel.planning.layers import LayerGraph
 from headway.report.paper import add_row, draw, grid, paragraph, uncut
-from headway.sim.pipeline.graph_file import GraphFile
+from headway.sim.pipeline.orders import GraphFile
 from headway.verbs.shared.output import emit
 
 

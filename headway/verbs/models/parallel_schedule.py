@@ -23,10 +23,9 @@ from headway.parallel.elastic.traces import HostTrace, SwitchCosts, TraceReport,
 from headway.report.page.plots import picture_page, write_page
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.sim.pipeline.actions import F, I, PipelineProgram, R, W
-from headway.sim.pipeline.graph_file import GraphFile
 from headway.sim.pipeline.lower import ProgramReport, lower
 from headway.sim.pipeline.lower import check as check_program
-from headway.sim.pipeline.orders import OrderFn, PipelineShape, one_stage_per_rank
+from headway.sim.pipeline.orders import GraphFile, OrderFn, PipelineShape, one_stage_per_rank
 from headway.sim.pipeline.schedules import SCHEDULES
 from headway.sim.pipeline.simulate import (
     PipelineScore,

@@ -20,7 +20,7 @@ from headway.report.screens import WHOLE_PLAN
 from headway.report.terminal import render_compare
 from headway.trace.recording.runs import Run
 from headway.verbs.jobs.fault import ettr_beside, ettr_sentence
-from headway.verbs.models.growth_plan import growth_sentence, judged_growth, losses_of, trained_parameters
+from headway.verbs.models.model_grow import growth_sentence, judged_growth, losses_of, trained_parameters
 from headway.verbs.shared.learned_step import judged, sentence
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.run_options import fraction

@@ -1,4 +1,7 @@
-"""`headway plan`: proposals of every room, ranked; the best set, written as a file for `headway run --apply`."""
+"""`headway plan`: proposals of every room, ranked; the best set, written as a file for `headway run --apply`.
+
+`headway whatif`: predict the step time after edits, by replaying the recorded run.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import msgspec
 from cyclopts import Parameter
 
 from headway.catalog import causes_of
-from headway.core.errors import BarMissedError
+from headway.core.errors import BarMissedError, InputError
 from headway.core.files.planfile import granted
 from headway.ledger.cause import Cause
 from headway.ledger.runs.recorded import evaluation_loaders
@@ -18,7 +21,9 @@ from headway.parallel.elastic.recorded import loss_costs
 from headway.plan.loader_rows import loader_rows
 from headway.plan.planner import SCHEMA
 from headway.plan.setup import Setup, step_seconds
-from headway.report.terminal import render_hints, render_plan
+from headway.report.terminal import render_hints, render_plan, render_whatif
+from headway.sim.recorded.program import Program
+from headway.sim.whatif import EDITS
 from headway.verbs.shared.explain import explain_run
 from headway.verbs.shared.learned_step import TABLE, in_words, learned_step, save
 from headway.verbs.shared.output import emit
@@ -126,3 +131,35 @@ def asked_for(answer: Mapping[str, Any], causes: Sequence[Cause]) -> dict[str, A
     refused = [row for row in answer["refused"] if matters(row)]
     hidden = len(answer["proposals"]) + len(answer["refused"]) - len(proposals) - len(refused)
     return {**answer, "proposals": proposals, "refused": refused, "hidden": hidden}
+
+
+def whatif(
+    run: Path | None = None,
+    /,
+    *,
+    set_: Annotated[list[str], Parameter(name="--set", negative=())] | None = None,
+    json: bool = False,
+) -> int:
+    """Predict the step time of RUN after edits; several edits are replayed together.
+
+    Example: `headway whatif headway-runs/train-1 --set input=instant --set workers=4`
+
+    Parameters
+    ----------
+    run
+        A run folder; the newest one by default.
+    set_
+        EDIT, as target=value. A factor on durations, none, instant or 0.5x: straggler, input (input.fetch, input.prep,
+        input.transfer), comm, checkpoint, host (host.gc, host.logging, script), op:GLOB. A speed, 2x: bandwidth,
+        storage (or shared, parallel), accelerator. The loader: workers=4, threads=true, prefetch=4,
+        persistent=true, cache_fraction=0.5, cache_cold=1, cache_shards=2, cores=8, other=0.5. The
+        rest: bucket_mb=25 (or default), compress=topk:0.01, logging=buffered, gc=frozen:100. A pipeline: schedule=1f1b,
+        bubble=none, stage:NUMBER=0.5x.
+    json
+        Print one JSON object instead of text.
+    """
+    if not set_:
+        raise InputError(f"no edit was given. Pass --set target=value with one of: {', '.join(sorted(EDITS))}.")
+    found = Program.from_run(run_at(run)).predict(set_)
+    emit(found.to_json(), lambda screen: render_whatif(found, **screen), as_json=json)
+    return 0

@@ -1,15 +1,81 @@
-"""`headway why`: the ledger, the ranked causes, the next best action."""
+"""`headway why`: the ledger, the ranked causes, the next best action.
+
+What a job of many ranks shows beside its ledger: machines by speed, cost of its groups, MFU, where it hung.
+
+`why_object` is the `headway.why/2` object with these entries: `machines`,
+`group_creation`, `mfu` (when the model is named) and `hang` (when the hang
+watch of the run reported). What is not known is None.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from headway.compute.advise import classes_json
+from headway.ledger.answers.compare import steps_per_s
+from headway.ledger.jobs.group_creation import creation
+from headway.ledger.jobs.machines import machine_times
 from headway.report.terminal import render_why
-from headway.verbs.runs.views import why_object
-from headway.verbs.shared.explain import explain
-from headway.verbs.shared.model_flops import ModelSpec
+from headway.trace.recording.run_facts import RunFacts
+from headway.verbs.shared.explain import Explanation, explain
+from headway.verbs.shared.model_flops import ModelSpec, mfu_entry, run_flops
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.source import newest_run
+
+if TYPE_CHECKING:
+    from headway.report.page.charts import HeatMap
+
+
+def why_object(explanation: Explanation, model: ModelSpec | None = None) -> dict[str, Any]:
+    """Return the `headway.why/2` object of a run or a trace with the views of a job of many ranks.
+
+    Raises `InputError` when `model` lacks what MFU needs.
+    """
+    answer = explanation.to_json()
+    groups, times = creation(explanation.parts), machine_times(explanation.parts)
+    answer["machines"] = None if times is None else times.to_json()
+    answer["group_creation"] = None if groups is None else groups.to_json()
+    answer["mfu"] = None if model is None else mfu_of(explanation, model)
+    answer["hang"] = hang_of(explanation)
+    if explanation.run is not None and answer["compute"] is not None:
+        operations = run_flops(explanation.parts, explanation.ledger, explanation.run.facts)
+        flops, dtype = operations["flops_per_step"], str(operations["dtype"])
+        classes = classes_json(explanation.ledger, flops if isinstance(flops, int) else None, dtype)
+        answer["compute"] |= {**operations, "classes": classes}
+    return answer
+
+
+def mfu_of(explanation: Explanation, model: ModelSpec) -> dict[str, Any]:
+    """Return the `mfu` entry at the rate of the run's steady steps."""
+    facts = explanation.run.facts if explanation.run else RunFacts.of(explanation.parts.meta)
+    rate = steps_per_s(explanation.ledger)
+    return mfu_entry(model, steps_per_s=rate, facts=facts, ranks=explanation.ledger.devices)
+
+
+def hang_of(explanation: Explanation) -> dict[str, Any] | None:
+    """Return the `headway.hang/1` object of the run's newest report of its hang watch, None without one."""
+    run = explanation.run
+    if run is None or not (run.path / "hang").is_dir():
+        return None
+    from headway.verbs.jobs.hang import verdict_of, watch_reports
+
+    if not watch_reports(run.path):
+        return None
+    found = verdict_of([run.path]).to_json()
+    return {**found, "ended_the_run": run.facts.exit is not None and run.facts.exit.cls == "hang"}
+
+
+def heat_maps_of(explanation: Explanation, why: dict[str, Any]) -> list[HeatMap]:
+    """Return the heat maps of compute time, behind that of the what-if analysis of an operation trace."""
+    from headway.report.answers import Why
+    from headway.report.page.charts import worker_heat_map
+    from headway.report.page.machines import machine_heat_maps
+
+    ranks = explanation.parts.ranks
+    where = {rank: (row["dp"], row["pp"]) for rank, row in ranks.items() if "dp" in row and "pp" in row}
+    worker = worker_heat_map(Why.of(why).straggler)
+    return [*([worker] if worker else []), *machine_heat_maps(machine_times(explanation.parts), where)]
 
 
 def why(*source: Path, model: str | None = None, json: bool = False) -> int:

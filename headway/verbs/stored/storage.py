@@ -18,8 +18,7 @@ from headway.lab.disks.logs import Lifetimes, ObservationWindow, read_lifetimes,
 from headway.lab.disks.placement import place, replay, saved
 from headway.lab.disks.plan import POLICIES
 from headway.lab.disks.schemes import DEFAULT, HOURS_PER_YEAR, SCHEMES, Scheme, bounds_afr, mttdl_hours
-from headway.lab.disks.sim import Dgroup, SimResult, read_clusters
-from headway.lab.disks.synthetic_fleet import made
+from headway.lab.disks.sim import Dgroup, SimResult, made, read_clusters
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.verbs.shared.output import emit
 

@@ -25,11 +25,7 @@ from headway.comm.compression.options import PAIRS, WHOLE, OptionStep, steps
 from headway.comm.compression.torch_codecs import Codec
 from headway.core.errors import InputError
 from headway.core.rng import derived_seed
-from headway.runtime.lane import separate_group
-
-# torch 2.13 renamed them, and warns of the old names.
-GATHERED = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-SCATTERED = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from headway.runtime.lane import GATHERED, SCATTERED, separate_group
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""The walk through a pipeline schedule behind `trace.generated.synthetic`: integer ns, all steps and DP ranks at once.
+"""The walk through a pipeline schedule behind `benchmarks._synthetic`: integer ns, all steps and DP ranks at once.
 
 Use it only through `synthetic.play`. A receive is posted when the compute
 before its own in that direction is over (in any, when it blocks), a send when its compute is over; a
@@ -6,7 +6,7 @@ transfer ends for both its transfer time after the later of the two. Sends,
 and receives, of a direction follow each other. Collectives over the DP ranks
 end for all of them at once.
 
->>> from headway.trace.generated.synthetic import durations
+>>> from benchmarks._synthetic import durations
 >>> job = SyntheticJob(dp=1, pp=1, num_microbatches=2, num_steps=1, noise=0.0, collective_s=0.0)
 >>> Play(job, durations(job, 0, ())).run([]).tolist()  # two forwards, two backwards, the optimizer
 [610000000]

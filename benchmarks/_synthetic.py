@@ -21,10 +21,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks._synthetic_play import Durations, Ints, Play, Row, SyntheticJob
 from headway.core.tables import pick
 from headway.core.units import NS_PER_S
 from headway.trace.events.trace import Trace
-from headway.trace.generated.synthetic_play import Durations, Ints, Play, Row, SyntheticJob
 from headway.trace.readers.straggler import Sizes, operations
 
 __all__ = [

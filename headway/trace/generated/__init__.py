@@ -1,1 +1,0 @@
-"""Operation traces that are generated, and played, with a known truth."""
