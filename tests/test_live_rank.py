@@ -125,7 +125,6 @@ def test_training_in_another_thread_is_followed_there():
     rank.begin()
     window = rank.window(6)
 
-    assert window is not None
     assert set(window.records["lane"].tolist()) == {2}
 
 

@@ -178,7 +178,6 @@ def test_counters_of_a_real_job_go_on_over_its_restart(tmp_path):
     with subprocess.Popen(
         command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as job:
-        assert job.stderr is not None
         found = None
         while found is None:
             found = re.search(r"metrics at (http://127\.0\.0\.1:\d+/metrics)", job.stderr.readline())

@@ -47,7 +47,6 @@ def watching(run: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[s
     command = [sys.executable, "-m", "headway.cli", "watch", str(run), "--json", "--wait", *options]
     with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         try:
-            assert server.stdout is not None
             answer = json.loads(server.stdout.readline())
             assert answer["schema"] == "headway.watch/1"
             yield answer["url"], server

@@ -148,7 +148,6 @@ def serving(folder: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
             [*HEADWAY, "serve", "--dir", str(folder), *options], stdout=subprocess.PIPE, stderr=out
         )
     try:
-        assert server.stdout is not None
         assert server.stdout.readline(), (folder.parent / "served.txt").read_text()
         yield server
     finally:
