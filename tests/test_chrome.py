@@ -1,7 +1,5 @@
 """The export for Perfetto: what is written is valid, and comes back as it was."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Codecs of gradients: sizes are the table's, what is decoded is what was promised, bad names are refused."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

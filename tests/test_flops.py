@@ -1,7 +1,5 @@
 """FLOPs, MFU and HFU against published rows."""
 
-from __future__ import annotations
-
 import csv
 import math
 

@@ -1,7 +1,5 @@
 """Linear and integer programs, against trying everything."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

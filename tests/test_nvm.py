@@ -1,7 +1,5 @@
 """The controller of non-volatile memory: its bookkeeping on real bytes, and what its parts save in simulation."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A budget of bytes per second on an injected clock."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Critical path and slack."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

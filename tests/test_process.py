@@ -1,7 +1,5 @@
 """The random-process event loop."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Named random streams."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

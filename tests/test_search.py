@@ -1,7 +1,5 @@
 """Small exact searches, against trying everything."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

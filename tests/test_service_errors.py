@@ -1,7 +1,5 @@
 """What a data server refuses, and says; ranks that disagree, come late or come back."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

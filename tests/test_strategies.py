@@ -1,7 +1,5 @@
 """Orders of several jobs: each item once an epoch whatever happens, uniform, the same after a restore, clear errors."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """Threads as loader workers: batches equal to everybody else's, in order, bounded, and never left behind."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

@@ -1,7 +1,5 @@
 """The trace itself: columns, tables, selection, joining."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A training step: durations, readiness and memory under every choice."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

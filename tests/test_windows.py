@@ -1,7 +1,5 @@
 """Deep windows: within their budget, on the same steps on all ranks, out of the way of the script and its profiler."""
 
-from __future__ import annotations
-
 import ctypes
 import io
 import json

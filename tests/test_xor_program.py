@@ -1,7 +1,5 @@
 """Programs of XORs: what is shared computes the same, with fewer operations."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
