@@ -12,8 +12,6 @@ from headway.checkpoint.torch_dcp import calls
 from headway.core.errors import InputError
 from headway.trace.recording.runs import Run
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
