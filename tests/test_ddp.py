@@ -22,7 +22,7 @@ from headway.sim.whatif import ResolvedEdits, scenario_of
 from headway.trace.events.trace import Trace, concat
 from headway.trace.rings.rank_tables import DdpModel
 from tests.ddp_made import COPY as COPIES
-from tests.ddp_made import MS, Job, changed, fluid, play, play_on_devices
+from tests.ddp_made import MS, Job, changed, play, play_on_devices
 
 TOLERANCE = 0.03
 """Pieces of 256 KiB against a continuous share, and the latency of a collective that begins beside another."""
@@ -267,15 +267,6 @@ def test_buckets_that_do_not_follow_the_rule_are_not_laid_out_anew() -> None:
 
     with pytest.raises(InputError, match=r"DDP's rule gives .*Try it live"):
         made.ratio(scenario_of(["bucket_mb=5"]))
-
-
-def test_the_made_link_carries_everything_however_fast_it_is() -> None:
-    """At 4e17 bytes per second the rest of a transfer is less than a float can add to the moment."""
-    ready, sizes = [43469773, 451585301, 813847339, 955892128], [4343903, 8577767, 8152514, 6793668]
-    start, end = fluid(ready, sizes, 3.9e17, 870163)
-
-    assert start == ready
-    assert end == [moment + 870163 for moment in ready]
 
 
 @pytest.mark.parametrize(
