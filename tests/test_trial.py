@@ -1,7 +1,5 @@
 """The trial of a loader: no reading of it happens in the training process, and what children may not share is named."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import io
@@ -25,7 +23,7 @@ from headway.data.service.apply import followed
 from headway.data.service.server import DataServer
 from headway.data.workers.apply import untunable, workers
 from headway.data.workers.torch_threads import unthreadable
-from tests.loaders_made import Squares
+from tests.loaders_made import Reading, Squares
 from tests.remedy_context import applied
 
 COUNT = [0]
@@ -81,17 +79,6 @@ READINGS = {
     draws_from_a_samplers_generator: "draws random numbers",
     writes_a_file: "raised PermissionError: it opens '.*' for writing",
 }
-
-
-class Reading(Squares):
-    """A dataset that reads by a function of a module: nothing that it holds says what that does."""
-
-    def __init__(self, read):
-        super().__init__(20)
-        self.read = read
-
-    def __getitem__(self, index):
-        return self.read(index)
 
 
 def state():
