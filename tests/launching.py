@@ -1,7 +1,5 @@
 """Launchers as tests start them: in a process of their own, with options as JSON, so that signals can be sent."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """`headway ckpt advise` and `headway ckpt bench`, from the command line."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The noise of gradients, another batch size inside a rank, and the command that chooses it."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """Jobs that adapt: the knapsack against brute force, the fit of a speed, Pollux' published figures, bad input."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from importlib.util import find_spec
@@ -122,8 +120,8 @@ def simulated(workload, policy, *options):
 @pytest.mark.slow
 @needs_scipy
 @pytest.mark.parametrize(("policy", "workload"), [("tiresias", 6), ("tiresias", 2), ("optimus", 6)])
-def test_policies_that_are_deterministic_give_the_published_completion_times(capsys, policy, workload):
-    found = simulated(capsys, workload, policy)
+def test_policies_that_are_deterministic_give_the_published_completion_times(policy, workload):
+    found = simulated(workload, policy)
 
     figures = {("tiresias", 6): 3469.69375, ("optimus", 6): 5301.875, ("tiresias", 2): 5144.9625}
     assert found["published_mean_jct_s"] == figures[policy, workload]
@@ -132,8 +130,8 @@ def test_policies_that_are_deterministic_give_the_published_completion_times(cap
 
 @pytest.mark.slow
 @needs_scipy
-def test_pollux_completes_jobs_as_fast_as_published(capsys):
-    found = simulated(capsys, 1, "pollux", "--load", "0.5")
+def test_pollux_completes_jobs_as_fast_as_published():
+    found = simulated(1, "pollux", "--load", "0.5")
 
     assert found["published_mean_jct_s"] == 1059.5125
     assert found["mean_jct_s"] <= 1.03 * 1059.5125
@@ -142,8 +140,8 @@ def test_pollux_completes_jobs_as_fast_as_published(capsys):
 
 @pytest.mark.slow
 @needs_scipy
-def test_placements_on_more_hosts_than_a_number_has_digits_are_told_apart(capsys):
-    found = simulated(capsys, 6, "pollux", "--load", "0.5", "--devices", "t4=512")
+def test_placements_on_more_hosts_than_a_number_has_digits_are_told_apart():
+    found = simulated(6, "pollux", "--load", "0.5", "--devices", "t4=512")
 
     assert found["moves"] > 0
 

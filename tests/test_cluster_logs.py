@@ -1,7 +1,5 @@
 """Recorded queues: Slurm, Philly, CSV; what was observed beside what policies would have made of it."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

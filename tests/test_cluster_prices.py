@@ -1,7 +1,5 @@
 """Recorded prices: the study's dollars, hindsight against brute force, deadlines, and what is refused."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 import json

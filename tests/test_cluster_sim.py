@@ -1,7 +1,5 @@
 """The simulated queue: laws of rounds, the published generator and figures, bad input."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

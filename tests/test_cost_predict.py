@@ -1,7 +1,5 @@
 """Operators and steps that nobody measured: laws, traced graphs, a calibration that goes on, what is refused."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A new device from a few samples: laws of the predictors, the published figures, what is refused, the verb."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
