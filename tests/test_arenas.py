@@ -1,7 +1,5 @@
 """The memory of snapshots: which image a save takes, and how seldom one is made."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """Saves behind the training by way of DCP's calls: what they leave in the record of a run."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """`headway ckpt`: what it prints, and what it exits with."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Checkpoints in other forms: other ranks' files, safetensors, torch.save, and back, bit for bit."""
 
-from __future__ import annotations
-
 import json
 import warnings
 

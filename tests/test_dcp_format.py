@@ -1,7 +1,5 @@
 """DCP's metadata, both ways, held to stock torch.distributed.checkpoint."""
 
-from __future__ import annotations
-
 import io
 import pickle
 

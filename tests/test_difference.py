@@ -1,7 +1,5 @@
 """What checkpoints hold, and how two differ: over formats, layouts and numbers of ranks."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path
