@@ -1,7 +1,5 @@
 """Functions in other processes and threads: `on_ranks` by one warm fork server, `in_fork`, `run_threads`."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

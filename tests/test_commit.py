@@ -1,7 +1,5 @@
 """The commit: whole or not at all, also when the power goes, also when two want it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
