@@ -1,7 +1,5 @@
 """What the communication room proposes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What the data room proposes, and why it sometimes does not."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """`headway comm plan`: from a recorded job to a plan file that `run --apply` takes, or the reason why not."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

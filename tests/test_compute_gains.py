@@ -1,7 +1,5 @@
 """What edits of a few lines make of the kernels of a step, beside what was measured of two models on an H200."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
