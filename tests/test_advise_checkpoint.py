@@ -1,7 +1,5 @@
 """What the checkpoint room proposes for recorded saves, and what it says a failure would lose."""
 
-from __future__ import annotations
-
 import io
 import os
 import time

@@ -1,7 +1,5 @@
 """What the host room proposes, and what it finds too small to change."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The agent as a process: what it is told, what it answers, and how it ends."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

@@ -1,5 +1,7 @@
 """Attribution: one group at a time, in one pass."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Which cores a job can have: quotas of nested groups, both versions of cgroups, inside and outside containers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

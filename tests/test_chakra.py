@@ -1,7 +1,5 @@
 """Chakra execution traces: what is written comes back, other tools' files open, damage is named."""
 
-from __future__ import annotations
-
 import gzip
 import json
 

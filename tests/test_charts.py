@@ -47,10 +47,7 @@ def test_a_series_comes_back_to_a_ten_thousandth_of_its_median(values: list[floa
     assert error.max() <= max(1e-4 * np.median(array), 1e-12 * array.max())
 
 
-@given(
-    values=st.lists(st.lists(times_s, min_size=7, max_size=7), min_size=1, max_size=4),
-    bins=st.integers(1, 5),
-)
+@given(values=st.lists(st.lists(times_s, min_size=7, max_size=7), min_size=1, max_size=4), bins=st.integers(1, 5))
 def test_downsampling_keeps_the_extremes_of_every_group(values: list[list[float]], bins: int) -> None:
     array = np.where(np.isfinite(np.array(values)), np.array(values), np.nan)
 

@@ -1,5 +1,7 @@
 """Codecs of gradients: sizes are the table's, what is decoded is what was promised, bad names are refused."""
 
+from __future__ import annotations
+
 import math
 
 import pytest

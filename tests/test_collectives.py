@@ -1,5 +1,7 @@
 """Collectives: closed forms against the algorithms themselves, played message by message."""
 
+from __future__ import annotations
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st

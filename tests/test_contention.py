@@ -1,5 +1,7 @@
 """Cores that others take: laws of the share that is left; replays held to closed forms and to a time-sliced host."""
 
+from __future__ import annotations
+
 import dataclasses
 from typing import Any
 

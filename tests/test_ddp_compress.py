@@ -1,7 +1,5 @@
 """What compressed gradients would take: laws of the replay, what it refuses, and what the adviser makes of it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What-ifs of a recorded two-rank run that its deep windows answer, from the run folder to the command and the plan."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

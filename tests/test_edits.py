@@ -1,5 +1,7 @@
 """Edits: what people write, and what the replay is told to change."""
 
+from __future__ import annotations
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

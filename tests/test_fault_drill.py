@@ -1,7 +1,5 @@
 """The drill: what is planted is fair, what is noticed is scored, losses are guarded, and real faults are named."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

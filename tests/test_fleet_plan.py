@@ -1,7 +1,5 @@
 """When and whereto a disk changes scheme: laws of the choice, and policies that cannot be meant."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

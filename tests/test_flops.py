@@ -1,5 +1,7 @@
 """FLOPs, MFU and HFU against published rows."""
 
+from __future__ import annotations
+
 import csv
 import math
 

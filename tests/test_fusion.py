@@ -1,5 +1,7 @@
 """The rules of fusion against what they stand for: the step times that they compare."""
 
+from __future__ import annotations
+
 import itertools
 
 import numpy as np

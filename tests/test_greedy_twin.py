@@ -1,5 +1,7 @@
 """List scheduling is what the published event-driven replayer does: one clock and one ready queue per device."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import numpy as np

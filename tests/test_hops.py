@@ -1,5 +1,7 @@
 """Hops: every algorithm sums what it should, in any order that its edges allow, and takes the closed form's time."""
 
+from __future__ import annotations
+
 from collections import Counter
 
 import numpy as np

@@ -1,5 +1,7 @@
 """The HTML report as a file: complete, closed, escaped, small; whatever is missing leaves no hole."""
 
+from __future__ import annotations
+
 import base64
 import dataclasses
 import hashlib

@@ -1,5 +1,7 @@
 """Intervals of predictions: they hold what they should, and widen with what the model is known to miss."""
 
+from __future__ import annotations
+
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Layer profiles: sizes are those of the published networks, times grow with batches, every network in the table."""
 
-from __future__ import annotations
-
 import pytest
 
 from headway.cost.specs import shipped

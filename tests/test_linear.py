@@ -1,5 +1,7 @@
 """Linear and integer programs, against trying everything."""
 
+from __future__ import annotations
+
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A run folder followed from outside: begun or not, in a later attempt, ended, or left alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """One rank of a running job: where its steps begin and end, whatever optimizers and threads it has."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

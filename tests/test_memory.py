@@ -1,5 +1,7 @@
 """Memory of a transformer, and the parameters it counts, against published figures."""
 
+from __future__ import annotations
+
 import dataclasses
 
 import pytest

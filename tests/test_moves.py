@@ -1,5 +1,7 @@
 """Moves: pure, undone by their opposite, named in one table; buckets of DDP and Horovod by their published rules."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 from hypothesis import given

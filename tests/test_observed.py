@@ -1,5 +1,7 @@
 """The order inferred from profiler traces: exact with delays, right about what waits for what."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import numpy as np

@@ -1,5 +1,7 @@
 """The optimiser: never worse, as good as trying everything, within memory, and honest about what can be applied."""
 
+from __future__ import annotations
+
 import itertools
 from dataclasses import replace
 

@@ -1,5 +1,7 @@
 """Critical path and slack."""
 
+from __future__ import annotations
+
 import itertools
 
 import numpy as np

@@ -1,5 +1,7 @@
 """The random-process event loop."""
 
+from __future__ import annotations
+
 import math
 
 import pytest

@@ -1,5 +1,7 @@
 """Replaying a recorded run: exact without edits, and right with them, against independent models of the same job."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Iterator
 from dataclasses import replace

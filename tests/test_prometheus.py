@@ -1,7 +1,5 @@
 """The Prometheus endpoint: text that the client library parses, counters that never fall, one endpoint per host."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import socket

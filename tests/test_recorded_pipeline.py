@@ -1,7 +1,5 @@
 """A recorded pipeline: its bubble booked, another order of it predicted, planned, and put under the script."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

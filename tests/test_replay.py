@@ -1,5 +1,7 @@
 """Replay: longest path, one scenario or many."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 from hypothesis import given

@@ -3,8 +3,6 @@
 Skipped where playwright or a Chromium is not installed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import shutil

@@ -1,5 +1,7 @@
 """Named random streams."""
 
+from __future__ import annotations
+
 import subprocess
 import sys
 

@@ -1,5 +1,7 @@
 """Jobs that are stopped save first: at one step on all ranks, within the grace, and only where they saved before."""
 
+from __future__ import annotations
+
 import json
 import random
 import re

@@ -1,5 +1,7 @@
 """Small exact searches, against trying everything."""
 
+from __future__ import annotations
+
 import itertools
 import math
 

@@ -1,5 +1,7 @@
 """DS-Analyzer: stalls from one run, the closed form, and bad measurements."""
 
+from __future__ import annotations
+
 import itertools
 import math
 from dataclasses import replace

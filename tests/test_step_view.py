@@ -1,5 +1,7 @@
 """The symmetric, coarsened, partial view scores a step exactly as all ranks replayed hop by hop do."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Root causes of straggling, against made-up jobs whose losses are known."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,5 +1,7 @@
 """Terminal screens: what they say, how they fit, and that they are safe to print anywhere."""
 
+from __future__ import annotations
+
 import io
 import os
 import re

@@ -1,5 +1,7 @@
 """A window of a trace as rows: nothing is drawn outside it, nothing visible is lost, the remainder is what is left."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 from hypothesis import given

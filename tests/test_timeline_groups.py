@@ -1,7 +1,5 @@
 """The merged timeline: groups of ranks to choose among, and what an operation waited for, over ranks."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

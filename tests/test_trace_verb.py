@@ -1,7 +1,5 @@
 """`headway trace`: slices and formats from end to end."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,5 +1,7 @@
 """A training step: durations, readiness and memory under every choice."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import numpy as np

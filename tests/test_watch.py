@@ -1,7 +1,5 @@
 """`headway watch` as a person meets it: the command, a run of eight ranks, a real browser."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What torch's `weights_only` loading refuses, held to torch itself."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import io

@@ -1,5 +1,7 @@
 """The background worker: bounded, in order, and honest about failures."""
 
+from __future__ import annotations
+
 import multiprocessing
 import threading
 

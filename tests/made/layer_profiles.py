@@ -12,8 +12,6 @@ exact, durations are typical. Durations int64 ns, sizes bytes.
 (107, 25557032)
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

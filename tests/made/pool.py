@@ -9,8 +9,6 @@ file, so no port is chosen. The function must be importable in the ranks.
 60.0
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Jobs for a service: an executor that computes when they end, a script that saves when asked, a server to kill."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess
