@@ -33,10 +33,6 @@ class Augmented:
         return item, generator().random(), float(torch.rand(1, generator=torch_generator())), generator().random()
 
 
-def noisy_collate(examples):
-    return examples, generator().random()
-
-
 class Draws(Augmented):
     def __init__(self, draw, n=8):
         super().__init__(n)

@@ -115,13 +115,6 @@ class Stateful(Squares):
         return index * (1 + self.count // 8)
 
 
-def test_a_dataset_that_counts_its_readings_is_left_as_it_was():
-    loader = DataLoader(Stateful(), 4)
-
-    assert "changes attributes" in unfit(loader)[0]
-    assert loader.dataset.count == 0
-
-
 class Keeping(Squares):
     """It keeps what it has read."""
 
@@ -148,13 +141,6 @@ def test_a_dataset_that_draws_from_pythons_generator_takes_workers_with_the_gran
 
     assert "draws random numbers" in unfit(loader)[0]
     assert unfit(loader, may_draw=True)[0] is None
-
-
-def test_a_dataset_that_keeps_each_example_is_left_to_this_process():
-    loader = DataLoader(Keeping(), 4)
-
-    assert "keeps something of each example" in unfit(loader)[0]
-    assert not loader.dataset.kept
 
 
 SHARED_FILE = open(__file__, "rb")  # noqa: SIM115 - open as long as the tests run, like a script's own
@@ -241,8 +227,19 @@ def with_its_array(rows):
     return batch, batch.numpy()
 
 
-def test_a_function_that_remembers_each_example_keeps_them():
-    assert "keeps something of each example" in unfit(DataLoader(Reading(remembered), 4))[0]
+@pytest.mark.parametrize(
+    ("dataset", "why"),
+    [
+        (Stateful(), "changes attributes"),
+        (Keeping(), "keeps something of each example"),
+        (Reading(remembered), "keeps something of each example"),
+    ],
+)
+def test_a_dataset_that_counts_or_keeps_what_it_reads_is_left_as_it_was(dataset, why):
+    before = repr(vars(dataset))
+
+    assert why in unfit(DataLoader(dataset, 4))[0]
+    assert repr(vars(dataset)) == before
 
 
 @pytest.mark.parametrize(

@@ -333,8 +333,6 @@ class Counted(torch.utils.data.Dataset):
 
 
 def test_a_pass_that_is_broken_off_takes_nothing_from_the_next_ones():
-    from headway.data import DataLoader
-
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
