@@ -27,15 +27,6 @@ def test_no_stretch_of_time_sees_more_than_the_rate_and_one_request(rate, reques
             assert sum(count for _, count in sent[first + 1 : last + 1]) <= rate * passed_s * (1 + 1e-6) + 1e-3
 
 
-def test_time_that_was_not_used_is_not_saved_up():
-    now, slept = [0.0], []
-    pace = RateLimiter(100.0, clock=lambda: now[0], sleep=slept.append)
-    now[0] = 1000.0
-    pace.wait(50)
-
-    assert slept == [0.5]
-
-
 def test_without_a_rate_nobody_sleeps():
     RateLimiter(sleep=lambda seconds: pytest.fail("slept")).wait(10**12)
 
