@@ -378,10 +378,7 @@ def install(
     # A step that was captured whole: one launch.
     whole_ns = int((forward_ms + loss_ms + backward_ms + update_ms) * 1e6)
     undos.append(beneath(torch.cuda.graphs.CUDAGraph, "replay", lambda _: lambda graph: accelerator.launch(whole_ns)))
-    undo = device.emulate(
-        lambda tensor: on(accelerator, tensor),
-        {("cuda", accelerator.index): accelerator.device},
-    )
+    undo = device.emulate(lambda tensor: on(accelerator, tensor), {("cuda", accelerator.index): accelerator.device})
 
     def away() -> None:
         for put_back in (undo, *undos):

@@ -3,8 +3,6 @@
 A test file takes the fixtures by name: `environment, root = bucket_saves.environment, bucket_saves.root`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

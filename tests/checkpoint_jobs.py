@@ -5,8 +5,6 @@ training for `stall_s` and is written for `write_s` beside the steps; a save tha
 waits for it. `Conditions` may change in the middle of a job.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

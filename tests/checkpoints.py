@@ -1,7 +1,5 @@
 """Checkpoints made for tests, through the same draft and commit that the engine uses; records come from torch.save."""
 
-from __future__ import annotations
-
 import io
 import os
 import zlib

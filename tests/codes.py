@@ -1,7 +1,5 @@
 """All erasure codes of n members, and all ways to keep just enough of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import combinations
 

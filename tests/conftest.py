@@ -1,7 +1,5 @@
 """Shared set-up of the test suite: one hypothesis profile, warmed kernels, no surprises from the environment."""
 
-from __future__ import annotations
-
 import compileall
 import gc
 import os

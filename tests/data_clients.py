@@ -1,7 +1,5 @@
 """Clients of a data server's service, in one thread and without time: who takes what is decided by the test."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -4,8 +4,6 @@ The model is not that of `headway.sim`: no Dag, no pieces. Collectives at once s
 threads per rank take them first in, first out.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small models with the parameter names of Hugging Face's, and of torch's encoder, to grow in tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

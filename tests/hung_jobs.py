@@ -8,8 +8,6 @@ a mailbox, so a send never holds its rank; those that nobody has fetched are
 open at the end. Nothing here knows of wait-for graphs.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ Recorder then says of each collective whether it is scheduled, started or comple
 knows how hangs are localised.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Launchers as tests start them: in a process of their own, with options as JSON, so that signals can be sent."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -12,6 +10,7 @@ import textwrap
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 from headway.cli import main
 from tests.paths import ROOT
@@ -72,6 +71,26 @@ def headway_here(*arguments: object, folder: Path = ROOT) -> subprocess.Complete
         except SystemExit as left:
             return subprocess.CompletedProcess(arguments, left.code, out.getvalue(), error.getvalue())
     raise AssertionError("a command ends with its code")
+
+
+def json_of(*arguments: object, code: int = 0) -> Any:
+    """Return the JSON that a command prints in this process and folder, and check the code it ends with."""
+    done = headway_here(*arguments, folder=Path.cwd())
+    assert done.returncode == code, done.stderr
+    return json.loads(done.stdout)
+
+
+def code_and_json(*arguments: object) -> tuple[int, Any]:
+    """Return the code that a command ends with, and the JSON that it prints or else its standard error."""
+    done = headway_here(*arguments, folder=Path.cwd())
+    return done.returncode, json.loads(done.stdout) if done.stdout else done.stderr
+
+
+def refusal(*arguments: object) -> str:
+    """Return what a command that is refused writes to standard error, its words one space apart."""
+    done = headway_here(*arguments, folder=Path.cwd())
+    assert done.returncode == 2, done.stdout
+    return " ".join(done.stderr.split())
 
 
 def wait_for(condition, timeout_s: float = 60.0):

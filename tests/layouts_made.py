@@ -1,7 +1,5 @@
 """Checkpoints written rank by rank without an engine: the pieces of a state into an image, then the commit."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ Used by the tests and the benchmark of the live page: no torch, no launcher, the
 input, computes, waits for the slowest rank and updates; rank `slow` computes longer, so that the others wait for it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Small datasets and samplers for remedies of loaders, and what a loop over a loader sees."""
 
-from __future__ import annotations
-
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
@@ -17,6 +15,33 @@ class Squares(Dataset):
 
     def __getitem__(self, index):
         return torch.tensor([index, index**2])
+
+
+class Noisy(Squares):
+    """Draws its examples."""
+
+    def __getitem__(self, index):
+        return torch.rand(2)
+
+
+class Ratio(Squares):
+    """Its examples depend on what the loop sets."""
+
+    ratio = 0
+
+    def __getitem__(self, index):
+        return torch.tensor([index, self.ratio])
+
+
+class Reading(Squares):
+    """A dataset that reads by a function of a module: nothing that it holds says what that does."""
+
+    def __init__(self, read):
+        super().__init__(20)
+        self.read = read
+
+    def __getitem__(self, index):
+        return self.read(index)
 
 
 class Stream(IterableDataset):

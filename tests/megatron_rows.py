@@ -3,8 +3,6 @@
 `python -m tests.megatron_rows` prints every pair of rows: the fit, and the errors of the other eight.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A real S3 server for tests and benchmarks: moto, in this process, on a free port of the loopback."""
 
-from __future__ import annotations
-
 import http.client
 import logging
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 Each takes edges as a list of (source, target, lag) and durations as a list.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

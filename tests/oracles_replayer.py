@@ -5,8 +5,6 @@ its next operation, the later of the end of its last one and of what waits in it
 alone, an idle device would promise itself to an operation that is not ready yet while another arrives before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from tests.oracles import Edge

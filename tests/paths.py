@@ -1,7 +1,5 @@
 """Where test data lives, and a clear skip when it does not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Recorded runs of a pipeline whose every time is known: a simulated order, written down as `headway run` would."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

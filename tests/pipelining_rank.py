@@ -1,7 +1,5 @@
 """What tests of pipelines run on each rank, and the oracles: the same training in one process, written out."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Shapes of published models, in the names that their checkpoints use."""
 
-from __future__ import annotations
-
 
 def _llama(num_layers: int, width: int, inner: int, key_value: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, width)}

@@ -1,7 +1,5 @@
 """Run small scripts with and without headway's recording, and read what was recorded."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A training loop that is recorded on emulated accelerators, and what is true of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

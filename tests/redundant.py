@@ -1,7 +1,5 @@
 """Checkpoints with parity, and ways to damage them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """A stand-in for the context that a rank hands to its remedies: patches for real, keeps outcomes in a list."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from types import SimpleNamespace
 

@@ -5,8 +5,6 @@ waits for a slow store, saves checkpoints and logs; and a 16-rank pipeline
 whose first worker is slow.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@ Everything here runs on the ranks of the test pool. A layout turns whole tensors
 is loaded is held against the whole tensors, byte by byte.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping
 from functools import cache

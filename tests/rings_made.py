@@ -1,7 +1,5 @@
 """Rings as recorded processes leave them, written through the real recorder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from headway.trace.events.trace import Trace

@@ -12,8 +12,6 @@ Order inside a step: save, logging, [iterator], next(loader), compute with a col
 gradients, optimizer. The last rank's arrival ends the straggler share of that wait.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """A dataset for data servers of the tests, a runtime folder of their own, and how such servers are found and ended."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -17,7 +15,7 @@ from torch.utils.data import Dataset
 from headway.core.errors import HeadwayError
 from headway.core.wire.channel import connect
 from headway.data.service.messages import FROM_SERVER
-from tests.test_server import until
+from tests.launching import wait_for
 
 
 class Rows(Dataset):
@@ -61,7 +59,7 @@ def end(path, number=signal.SIGTERM):
     except HeadwayError:
         return
     os.kill(pid, number)
-    until(lambda: has_ended(pid))
+    wait_for(lambda: has_ended(pid))
 
 
 def has_ended(pid):

@@ -1,8 +1,10 @@
-"""One warm fork server for the whole test session: `on_ranks(function, n, *args)` runs a function on n ranks."""
+"""Functions in other processes and threads: `on_ranks` by one warm fork server, `in_fork`, `run_threads`."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -21,3 +23,28 @@ def on_ranks(function: Callable[..., Any], world_size: int, *args: Any, **option
     """Run a module-level function on up to four gloo ranks, 60 s at most; returns the results by rank."""
     assert world_size <= MAX_RANKS, "tests use at most four ranks"
     return pool().run(function, world_size, *args, **options)
+
+
+def in_fork(act: Callable[[], object]) -> int:
+    """Return the exit code of a fork that does `act`: 0 unless it raises or takes 20 s."""
+    pid = os.fork()
+    if not pid:
+        code = 1
+        signal.alarm(20)
+        try:
+            act()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def run_threads(target: Callable[..., object], arguments: Iterable[tuple[Any, ...]], timeout_s: float = 60.0) -> None:
+    """Call `target` in one thread for each tuple of arguments, all at once, and wait for them."""
+    threads = [threading.Thread(target=target, args=args) for args in arguments]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)

@@ -1,7 +1,5 @@
 """Random training steps with everything that can make them awkward."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st

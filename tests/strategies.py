@@ -1,7 +1,5 @@
 """Hypothesis strategies: random Dags with everything that can make them awkward."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from hypothesis import strategies as st

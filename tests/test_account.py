@@ -1,7 +1,5 @@
 """What loader threads and data servers report becomes loads like any other; without a recorder it costs nothing."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """What the checkpoint room proposes for recorded saves, and what it says a failure would lose."""
 
-from __future__ import annotations
-
 import io
 import os
 import time
@@ -54,7 +52,6 @@ def test_saves_that_cost_too_much_are_made_as_rare_as_the_budget_says() -> None:
     """A save of 40 ms every 10 steps of 6.6 ms; 3.5 % of the time allow one every 174."""
     row = advice(**SAVES)["checkpoint.interval"]
 
-    assert isinstance(row, Proposal)
     assert row.parameters["every_steps"] == pytest.approx(40 / (BUDGET * 6.6), rel=0.03)
     assert row.predicted_speedup == pytest.approx(10.6 / (6.6 * (1 + BUDGET)), rel=0.02)
     assert row.interval[0] * (1 - 1e-9) <= row.predicted_speedup <= row.interval[1] * (1 + 1e-9)
@@ -78,7 +75,6 @@ def test_a_failure_rate_that_was_lived_through_decides_instead_of_the_budget() -
     row = advice(ledger, **SAVES)["checkpoint.interval"]
 
     assert mtbf_s == pytest.approx(ledger.wall_ns / 1e9)
-    assert isinstance(row, Proposal)
     assert row.parameters["every_steps"] == pytest.approx(best_interval_s(0.04, mtbf_s) / 0.0066, rel=0.03)
     assert "failures" in row.reason
     assert measured_mtbf_s(Ledger.of(first)) is None
@@ -133,7 +129,6 @@ def test_under_ddp_each_rank_copies_all_of_what_the_ranks_write_together(tmp_pat
     made = replace(made, trace=replace(made.trace, events=events, names=tuple(names)))
     found = recorded_saves(Program.from_run(Run.open(write_folder(made, tmp_path))))
 
-    assert found is not None
     assert (found.dcp, found.num_bytes, found.written_bytes) == (True, num_bytes, 10**6)
 
 
@@ -142,7 +137,6 @@ def test_saves_at_uneven_steps_are_said_to_come_at_a_whole_number_of_them() -> N
     made = RunMaker(ranks=1, steps=60, cores=8, save_ns=lambda rank, step: 40 * MS if step % 3 else 0).make()
     found = recorded_saves(Program.from_trace(made.trace, made.meta))
 
-    assert found is not None
     assert (found.every_steps, type(found.every_steps)) == (1, int)
     assert found.cost_s == pytest.approx(0.04, rel=0.02)
 
@@ -182,13 +176,10 @@ def test_a_real_run_that_saves_too_often_is_told_what_both_remedies_would_win(sa
     rows = {row.name: row for row in propose(ledger, program, Setup.from_facts(saving_run.meta))}
     interval, behind = rows["checkpoint.interval"], rows["checkpoint.async"]
 
-    assert saves is not None
     assert saves.every_steps == 3
     assert saves.num_bytes == pytest.approx(4_004_000, rel=0.01)
     stall_s = sum(ns for sub, ns in ledger.sub_ns.items() if sub.startswith("checkpoint.")) / 1e9 / 30
     assert saves.cost_s == pytest.approx(stall_s, rel=0.35)  # the first, cold one is no steady state
-    assert isinstance(interval, Proposal)
-    assert isinstance(behind, Proposal)
     assert interval.predicted_speedup > 1.02
     assert behind.interval[0] <= behind.predicted_speedup <= behind.interval[1]
     assert "save behind" not in behind.reason

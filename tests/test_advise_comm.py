@@ -1,7 +1,5 @@
 """What the communication room proposes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +33,6 @@ def advice(**changes: Any) -> dict[str, Proposal | Refusal]:
 def test_faster_links_are_predicted_but_not_applied() -> None:
     row = advice(comm_ns=5 * MS)["comm.links"]
 
-    assert isinstance(row, Proposal)
     assert not row.applies
     assert 1.2 < row.predicted_speedup < row.interval[1]
 
@@ -43,7 +40,6 @@ def test_faster_links_are_predicted_but_not_applied() -> None:
 def test_the_bucket_size_is_offered_for_a_live_try_without_a_promise() -> None:
     row = advice(comm_ns=5 * MS)["comm.bucket"]
 
-    assert isinstance(row, Proposal)
     assert (row.predicted_speedup, row.clear, row.applies) == (1.0, False, True)
     assert row.interval[0] < 1 < row.interval[1]
     assert "Try it live" in row.reason
@@ -53,19 +49,22 @@ def test_the_bucket_size_is_offered_for_a_live_try_without_a_promise() -> None:
 def test_buckets_of_more_than_two_ranks_need_a_grant(ranks: int) -> None:
     row = advice(comm_ns=5 * MS, ranks=ranks)["comm.bucket"]
 
-    assert isinstance(row, Proposal)
     assert row.allow == (None if ranks == 2 else "result-equivalent")
 
 
-def test_hidden_communication_leaves_nothing_to_win() -> None:
-    row = advice(comm_ns=MS // 100)["comm.bucket"]
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("comm.bucket", {"comm_ns": MS // 100}, "no bucket size can win more"),
+        ("comm.bucket", {"ranks": 1}, "no collective"),
+        ("comm.gradient_view", {"comm_ns": 5 * MS}, "a bare trace has no deep windows"),
+    ],
+)
+def test_what_wins_nothing_or_is_not_known_is_refused_with_the_reason(name: str, changes: Any, reason: str) -> None:
+    row = advice(**changes)[name]
 
     assert isinstance(row, Refusal)
-    assert "no bucket size can win more" in row.reason
-
-
-def test_one_rank_has_no_collective() -> None:
-    assert "no collective" in advice(ranks=1)["comm.bucket"].reason
+    assert reason in row.reason
 
 
 # What DDP does around the sums
@@ -85,32 +84,30 @@ def test_gradients_inside_buckets_win_what_the_copies_cost(bytes_per_s: float) -
     row = with_windows(job)["comm.gradient_view"]
     truth = play(job).step_s / play(changed(job, views=True)).step_s
 
-    assert isinstance(row, Proposal)
     assert (row.applies, row.allow, row.parameters) == (True, "result-equivalent", {})
     assert row.predicted_speedup == pytest.approx(truth, rel=0.03)
     assert row.interval[0] <= truth <= row.interval[1]
 
 
+SEARCHED = {"find_unused_parameters": True, "static_graph": False, "can_set_static_graph": True}
+
+
 @pytest.mark.parametrize(
-    ("job", "facts", "reason"),
+    ("name", "job", "facts", "reason"),
     [
-        (Job(), {"gradient_as_bucket_view": True}, "live inside the buckets already"),
-        (Job(views=True), {}, "no deep window shows a copy out of a bucket"),
-        (Job(size=(90_000,) * 4), {}, "copies out of buckets cost little"),
+        ("gradient_view", Job(), {"gradient_as_bucket_view": True}, "live inside the buckets already"),
+        ("gradient_view", Job(views=True), {}, "no deep window shows a copy out of a bucket"),
+        ("gradient_view", Job(size=(90_000,) * 4), {}, "copies out of buckets cost little"),
+        ("static_graph", Job(), {"find_unused_parameters": False}, "no deep window noted a DDP that searches"),
+        ("static_graph", Job(), {**SEARCHED, "static_graph": True}, "has a static graph already"),
+        ("static_graph", Job(), {**SEARCHED, "can_set_static_graph": False}, "steps that use other parameters"),
     ],
 )
-def test_gradients_inside_buckets_are_refused_where_they_win_nothing(job: Job, facts: Any, reason: str) -> None:
-    row = with_windows(job, **facts)["comm.gradient_view"]
+def test_what_ddp_has_already_or_never_needs_is_refused(name: str, job: Job, facts: Any, reason: str) -> None:
+    row = with_windows(job, **facts)[f"comm.{name}"]
 
     assert isinstance(row, Refusal)
     assert reason in row.reason
-
-
-def test_without_windows_what_copies_cost_is_not_known() -> None:
-    row = advice(comm_ns=5 * MS)["comm.gradient_view"]
-
-    assert isinstance(row, Refusal)
-    assert "a bare trace has no deep windows" in row.reason
 
 
 # Devices
@@ -140,7 +137,6 @@ def test_devices_that_communicate_get_the_buckets_that_windows_predict() -> None
     row = found["comm.bucket"]
     truths = {mb: play_on_devices(job).step_s / play_on_devices(changed(job, limit=limits(mb))).step_s for mb in (1, 5)}
 
-    assert isinstance(row, Proposal)
     assert row.edits
     assert row.predicted_speedup >= 0.97 * max(truths.values())
     assert isinstance(found["comm.links"], Proposal)
@@ -151,9 +147,6 @@ def test_without_windows_of_devices_buckets_are_refused_with_the_reason() -> Non
 
     assert isinstance(row, Refusal)
     assert "no window shows devices that only communicate" in row.reason
-
-
-SEARCHED = {"find_unused_parameters": True, "static_graph": False, "can_set_static_graph": True}
 
 
 def searching(job: Job) -> StepWindow:
@@ -168,7 +161,6 @@ def test_a_static_graph_wins_what_the_search_costs_and_needs_the_users_word() ->
     row = with_windows(job, searching(job), **SEARCHED)["comm.static_graph"]
     truth = play(job).step_s / play(changed(job, slow={3: 0.001})).step_s
 
-    assert isinstance(row, Proposal)
     assert (row.applies, row.allow) == (True, "result-equivalent")
     assert row.predicted_speedup == pytest.approx(truth, rel=0.05)
 
@@ -176,24 +168,8 @@ def test_a_static_graph_wins_what_the_search_costs_and_needs_the_users_word() ->
 def test_a_search_that_no_window_shows_is_left_to_a_live_try() -> None:
     row = with_windows(Job(), **SEARCHED)["comm.static_graph"]
 
-    assert isinstance(row, Proposal)
     assert (row.predicted_speedup, row.edits, row.clear) == (1.0, (), False)
     assert "try it live: no deep window shows the search" in row.reason
-
-
-@pytest.mark.parametrize(
-    ("facts", "reason"),
-    [
-        ({"find_unused_parameters": False}, "no deep window noted a DDP that searches"),
-        ({**SEARCHED, "static_graph": True}, "has a static graph already"),
-        ({**SEARCHED, "can_set_static_graph": False}, "steps that use other parameters"),
-    ],
-)
-def test_a_static_graph_is_refused_where_there_is_none(facts: Any, reason: str) -> None:
-    row = with_windows(Job(), **facts)["comm.static_graph"]
-
-    assert isinstance(row, Refusal)
-    assert reason in row.reason
 
 
 def graph_facts(changing: bool) -> list[bool]:
@@ -252,8 +228,6 @@ def test_the_sum_over_used_parameters_is_no_bucket_with_copies() -> None:
     job = Job(forward_ns=(2 * MS,) * 6, size=(9_000_000,) * 6, bytes_per_s=4e8)
     plain, row = (with_windows(job, window)["comm.gradient_view"] for window in (None, with_sum_of_used(job)))
 
-    assert isinstance(plain, Proposal)
-    assert isinstance(row, Proposal)
     assert row.predicted_speedup == pytest.approx(plain.predicted_speedup, rel=0.01)
 
 
@@ -282,7 +256,6 @@ def test_waits_for_all_gathers_offer_another_order_without_a_promise() -> None:
     rows = sharded(MS // 2)
     row = rows["comm.order"]
 
-    assert isinstance(row, Proposal)
     assert (row.predicted_speedup, row.clear, row.applies, row.parameters) == (1.0, False, True, {"ahead": 1})
     assert "waits 1.5 ms of a step" in row.reason
     assert isinstance(rows["comm.bucket"], Refusal)

@@ -1,7 +1,5 @@
 """What the host room proposes, and what it finds too small to change."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -42,7 +40,6 @@ def test_a_cause_that_costs_is_proposed_with_its_gain(
 ) -> None:
     row = advice(**changes)[name]
 
-    assert isinstance(row, Proposal)
     assert row.applies == applies
     assert row.predicted_speedup == pytest.approx(speedup, rel=0.03)
     assert row.interval[0] * (1 - 1e-9) <= row.predicted_speedup <= row.interval[1] * (1 + 1e-9)
@@ -63,7 +60,6 @@ def test_short_log_records_win_nothing_in_the_background() -> None:
 def test_collections_are_no_rarer_than_they_need_to_be() -> None:
     row = advice(steps=240, gc_ns=lambda rank, step: 8 * MS if step % 4 == 0 else 0)["host.gc"]
 
-    assert isinstance(row, Proposal)
     assert row.parameters["every_steps"] in COLLECT_EVERY[:2]
 
 

@@ -1,7 +1,5 @@
 """Failure rates by age: against exact Poisson intervals, known change-points, straight lines; and refused logs."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

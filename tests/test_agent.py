@@ -1,7 +1,5 @@
 """The ranks as processes: settled blame, forwarded signals, nothing left running."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -155,9 +153,7 @@ def test_a_rank_may_ask_for_the_session_and_the_group_that_it_leads_already(tmp_
 
 def test_what_a_clean_rank_leaves_running_is_left_alone(tmp_path):
     pid = str(tmp_path / "pid")
-    group = group_of(
-        f"import subprocess; p = subprocess.Popen(['sleep', '60']); open({pid!r}, 'w').write(str(p.pid))",
-    )
+    group = group_of(f"import subprocess; p = subprocess.Popen(['sleep', '60']); open({pid!r}, 'w').write(str(p.pid))")
     with Signals() as signals:
         group.wait(signals, grace_s=1.0)
     child = int((tmp_path / "pid").read_text())

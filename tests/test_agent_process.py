@@ -1,7 +1,5 @@
 """The agent as a process: what it is told, what it answers, and how it ends."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging
@@ -187,7 +185,6 @@ def test_what_killed_agents_left_goes_in_time_and_an_agent_that_lives_on_stays(t
             told(new, Committed)
         found = ask(str(tmp_path / "old"), 0, 3)
 
-    assert found is not None
     os.close(found[1])
     assert not list(folder.glob(f"{dead}*"))
 

@@ -1,7 +1,5 @@
 """What ranks agree on, through their store."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store

@@ -1,7 +1,5 @@
 """What a batch that is read ahead rests on: contents to the last entry, files as they were, nothing left in workers."""
 
-from __future__ import annotations
-
 import array
 import functools
 import os
@@ -19,7 +17,7 @@ from headway.data.guard.files_read import FilesRead, changed, noted, written_sin
 from headway.data.guard.process_state import circumstances
 from headway.data.guard.trial import keeps, unfit
 from headway.data.workers.apply import workers
-from tests.loaders_made import Squares
+from tests.loaders_made import Reading, Squares
 from tests.remedy_context import applied
 
 PLACE = 777
@@ -171,17 +169,6 @@ def test_workers_that_have_opened_a_file_are_kept_until_it_changes(tmp_path):
         assert readers().isdisjoint(first)
 
 
-class Through(Squares):
-    """A dataset that reads through something global."""
-
-    def __init__(self, read):
-        super().__init__(20)
-        self.read = read
-
-    def __getitem__(self, index):
-        return self.read(index)
-
-
 BASE = sqlite3.connect(":memory:")
 
 
@@ -207,14 +194,14 @@ def test_open_connections_and_thread_counts_stay_with_the_process():
     torch.set_num_threads(2)
     try:
         before = circumstances()
-        found = unfit(DataLoader(Through(counts_threads), 4))[0]
+        found = unfit(DataLoader(Reading(counts_threads), 4))[0]
         torch.set_num_threads(3)
         assert circumstances() != before
     finally:
         torch.set_num_threads(num_threads)
 
     assert "with one intra-op thread, as workers do, gives another result" in found
-    assert "reads from an open Connection" in unfit(DataLoader(Through(asks_a_database), 4))[0]
+    assert "reads from an open Connection" in unfit(DataLoader(Reading(asks_a_database), 4))[0]
 
 
 @functools.lru_cache

@@ -1,7 +1,5 @@
 """Clock alignment over ranks: injected offsets and drifts are found, causality holds, the raw times stay."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`headway.run` and `headway.steps`: with and without a launcher, and when switched off."""
 
-from __future__ import annotations
-
 import json
 import time
 

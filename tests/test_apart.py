@@ -1,7 +1,5 @@
 """A child that stepped apart: whatever it does, its parent finds files, memory, sockets and output as they were."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """The arena: what is put is what is got, across forks, within the budget."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess
@@ -16,8 +14,7 @@ from headway.core.machine.arena import Arena, shared_memory
 
 
 @given(
-    puts=st.lists(st.tuples(st.integers(0, 7), st.binary(max_size=40)), max_size=30),
-    capacity_bytes=st.integers(1, 200),
+    puts=st.lists(st.tuples(st.integers(0, 7), st.binary(max_size=40)), max_size=30), capacity_bytes=st.integers(1, 200)
 )
 def test_the_first_payload_that_fits_stays_and_the_budget_holds(puts, capacity_bytes):
     arena, expected = Arena(8, capacity_bytes), {}

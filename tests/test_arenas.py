@@ -1,7 +1,5 @@
 """The memory of snapshots: which image a save takes, and how seldom one is made."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import nullcontext
 from functools import partial
@@ -127,7 +125,6 @@ def test_memory_is_pinned_in_a_thread_that_a_capture_stops_between_two_pieces(re
     assert registered == ["headway-images"] * num_pieces
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("captures", [False, True])
 def test_the_memory_of_the_first_save_is_pinned_before_it_is_due(registered, monkeypatch, tmp_path, captures):
     monkeypatch.setattr(saver, "in_use", lambda: True)

@@ -1,7 +1,5 @@
 """Assembling: every record becomes one row, in its lane and its step; what is lost is counted."""
 
-from __future__ import annotations
-
 import threading
 
 from headway.trace.events.vocabulary import KIND

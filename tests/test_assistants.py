@@ -1,7 +1,5 @@
 """`headway mcp` answers a client of the stock package with what the verbs print."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,7 +1,5 @@
 """A verb that takes long says on stderr that it is at work; its answer stands alone."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """`--no-launch`: a rank of somebody else's launch line records itself; local rank 0 writes the host's run.json."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

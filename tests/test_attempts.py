@@ -1,7 +1,5 @@
 """Runs of several attempts: what a failure costs, and what is done again."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

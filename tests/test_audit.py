@@ -1,7 +1,5 @@
 """The audit: sums that do not depend on order, ranks or pieces; exact over interruptions; nothing wrong goes unseen."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The autoscaler: as many workers as demand needs, quickly, and then it leaves them alone."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

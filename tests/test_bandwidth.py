@@ -1,7 +1,5 @@
 """What a folder and memory can do for a save, and what a save would then cost."""
 
-from __future__ import annotations
-
 import pytest
 
 from headway.checkpoint.policy.costs import PIECE_BYTES, StorageRates, measure

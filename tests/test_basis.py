@@ -1,7 +1,5 @@
 """What steps are counted by: updates that a gradient led to, else fresh backwards, other gradients, forwards."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """From a run whose steps hardly grow with the batch to one with another batch, by the commands that are printed."""
 
-from __future__ import annotations
-
 import json
 import re
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Verification of batches under a remedy: equal ones cost nothing but time, a changed one is found and put right."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import subprocess

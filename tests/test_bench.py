@@ -1,7 +1,5 @@
 """`headway bench` lists every benchmark of the checkout once, by room."""
 
-from __future__ import annotations
-
 import json
 
 from headway.verbs.bench import bench, benchmarks, by_room

@@ -1,7 +1,5 @@
 """Fields, Cauchy matrices and bit matrices of erasure codes."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The start of recording: cheap, genuine, inherited by every kind of child, chained, and never in the way."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap

@@ -1,7 +1,5 @@
 """Boxes: flat intervals, meetings, and whether boxes make up a tensor."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

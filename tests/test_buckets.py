@@ -1,7 +1,5 @@
 """The table that maps recorded names to buckets."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

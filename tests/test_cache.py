@@ -1,7 +1,5 @@
 """The example cache as a remedy: equal batches, each example read once, copies handed out; else left alone."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os
@@ -9,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from headway.data import DataLoader as OwnLoader
 from headway.data.bytes import scrutiny
@@ -18,6 +16,7 @@ from headway.data.cached.apply import cache
 from headway.data.guard.decisions import NOT_TRIED
 from headway.data.workers.apply import workers
 from headway.runtime.in_rank.remedy import Applied, RefusedRemedy
+from tests.loaders_made import Stream
 from tests.remedy_context import applied
 
 READS = mmap.mmap(-1, 4096)
@@ -58,11 +57,6 @@ class CountedMany(Counted):
 class Noisy(Counted):
     def __getitem__(self, index):
         return torch.rand(1)
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(5))
 
 
 def read(loader, num_epochs=3):

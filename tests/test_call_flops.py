@@ -1,7 +1,5 @@
 """Operations of a call that a recorded script made, and the MFU of its run."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path

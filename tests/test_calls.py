@@ -1,7 +1,5 @@
 """Saves behind the training by way of DCP's calls: what they leave in the record of a run."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -11,8 +9,6 @@ import headway
 from headway.checkpoint.torch_dcp import calls
 from headway.core.errors import InputError
 from headway.trace.recording.runs import Run
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Projection onto causality: no violation is left where none need be, no move is longer than a brute search's."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

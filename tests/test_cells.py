@@ -1,7 +1,5 @@
 """Time between the cells of a notebook. IPython is not needed: a stand-in tells of cells in IPython's order."""
 
-from __future__ import annotations
-
 import sys
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Chakra execution traces: what is written comes back, other tools' files open, damage is named."""
 
-from __future__ import annotations
-
 import gzip
 import json
 
@@ -53,7 +51,6 @@ def test_reading_gives_back_every_row_column_table_and_edge(trace, packed, tmp_p
     by_rank = trace.where(np.argsort(trace.events["rank"], kind="stable"))
     assert rows(back) == rows(by_rank)
     assert back.events["group"].tolist() == by_rank.events["group"].tolist()
-    assert back.edges is not None
     assert back.edges.tolist() == by_rank.edges.tolist()
     assert (back.lanes, back.groups, back.ranks) == (trace.lanes, trace.groups, trace.ranks)
     assert {k: v for k, v in back.meta.items() if k != "coverage"} == {

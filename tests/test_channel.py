@@ -1,7 +1,5 @@
 """Channels carry structs whole, in order, to nobody else; and every bad peer is one clear error."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import selectors

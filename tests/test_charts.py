@@ -47,10 +47,7 @@ def test_a_series_comes_back_to_a_ten_thousandth_of_its_median(values: list[floa
     assert error.max() <= max(1e-4 * np.median(array), 1e-12 * array.max())
 
 
-@given(
-    values=st.lists(st.lists(times_s, min_size=7, max_size=7), min_size=1, max_size=4),
-    bins=st.integers(1, 5),
-)
+@given(values=st.lists(st.lists(times_s, min_size=7, max_size=7), min_size=1, max_size=4), bins=st.integers(1, 5))
 def test_downsampling_keeps_the_extremes_of_every_group(values: list[list[float]], bins: int) -> None:
     array = np.where(np.isfinite(np.array(values)), np.array(values), np.nan)
 
@@ -83,7 +80,6 @@ def test_one_slow_step_in_a_million_is_still_there() -> None:
 
     chart = step_chart(step_s, [0, 1])
 
-    assert chart is not None
     assert max(decode(chart["high"])) == pytest.approx(93.0)
     assert max(decode(chart["lines"][1])) == pytest.approx(93.0)
     assert len(decode(chart["middle"])) <= STEP_BINS
@@ -102,7 +98,6 @@ def test_a_thousand_ranks_send_the_slowest_lines_and_the_band_of_all() -> None:
 
     chart = step_chart(step_s, range(1000))
 
-    assert chart is not None
     assert len(chart["lines"]) == MOST_LINES
     assert 417 in chart["ranks"]
     assert max(decode(chart["high"])) == pytest.approx(0.3)
@@ -154,7 +149,6 @@ def test_heat_map_names_must_fit() -> None:
 def test_the_workers_of_an_operation_trace_become_a_matrix() -> None:
     heat = worker_heat_map(StragglerRow(by={"worker": {"0/0": 1.3, "0/1": 1.0, "10/0": 1.1, "2/1": None}}))
 
-    assert heat is not None
     assert heat.row_names == ("0", "2", "10")
     assert np.array_equal(heat.values, [[1.3, 1.0], [np.nan, np.nan], [1.1, np.nan]], equal_nan=True)
     assert worker_heat_map(StragglerRow()) is None

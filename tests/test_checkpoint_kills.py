@@ -1,7 +1,5 @@
 """Kill -9 of trainers and agents at random points: a tenth of benchmarks/checkpoint_kills.py."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks import checkpoint_kills as kills

@@ -1,7 +1,5 @@
 """A Checkpointer's long life: what it holds, and its agent, is as much after the last save as after the first few."""
 
-from __future__ import annotations
-
 import collections
 import gc
 import os
@@ -17,7 +15,6 @@ from headway.core.errors import BackgroundError, InputError
 from headway.core.files.private import runtime_directory
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.filterwarnings("ignore:the checkpoint agent:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:step . is restored, but"),
 ]

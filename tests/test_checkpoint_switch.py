@@ -1,7 +1,5 @@
 """A script's own dcp.save behind its steps: what is loaded is what was saved, and nothing is lost or kept quiet."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -24,7 +22,6 @@ from tests.recorded import environment
 from tests.remedy_context import TestContext, applied, apply
 
 ALLOW = "result-equivalent"
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def test_a_save_returns_with_the_state_copied_and_a_load_waits_for_it(tmp_path):

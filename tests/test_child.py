@@ -1,7 +1,5 @@
 """What a forked child says: all of it, or nothing; it leaves neither a process nor a descriptor behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

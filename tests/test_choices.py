@@ -1,7 +1,5 @@
 """Ways to save side by side: cost, exposure, redundancy; and the settings that describe a job."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

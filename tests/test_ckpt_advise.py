@@ -1,28 +1,15 @@
 """`headway ckpt advise` and `headway ckpt bench`, from the command line."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 
 import pytest
 
-from headway.cli import main
+from tests.launching import headway_here, json_of, refusal
 from tests.runs_made import MS, RunMaker, write_folder
 
 FACTS = ["--set", "step_s=0.5", "--set", "save_s=20", "--set", "every=100"]
-
-
-def code_of(*arguments: str) -> int | str | None:
-    with pytest.raises(SystemExit) as leaving:
-        main(["ckpt", *arguments])
-    return leaving.value.code
-
-
-def answer(capsys, *arguments: str) -> dict:
-    assert code_of(*arguments, "--json") == 0
-    return json.loads(capsys.readouterr().out)
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +18,8 @@ def folder(tmp_path_factory):
     return write_folder(maker.make(), tmp_path_factory.mktemp("run"))
 
 
-def test_a_recorded_run_is_advised_by_replay(capsys, folder):
-    told = answer(capsys, "advise", str(folder), "--set", "mtbf_s=36000")
+def test_a_recorded_run_is_advised_by_replay(folder):
+    told = json_of("ckpt", "advise", folder, "--set", "mtbf_s=36000", "--json")
 
     assert told["schema"] == "headway.ckpt.advise/1"
     assert told["job"]["every_steps"] == 10
@@ -43,9 +30,8 @@ def test_a_recorded_run_is_advised_by_replay(capsys, folder):
     assert [row["redundancy"] for row in told["redundancy"]] == ["none", "+1"]
 
 
-def test_facts_alone_will_do_and_the_screen_names_every_way(capsys):
-    assert code_of("advise", *FACTS, "--set", "state=12GB") == 0
-    screen = capsys.readouterr().out
+def test_facts_alone_will_do_and_the_screen_names_every_way():
+    screen = headway_here("ckpt", "advise", *FACTS, "--set", "state=12GB").stdout
 
     assert all(name in screen for name in ("as now", "interval", "async", "at a failure", "redundancy"))
     assert "How often it fails is not known." in " ".join(screen.split())
@@ -60,21 +46,19 @@ def test_facts_alone_will_do_and_the_screen_names_every_way(capsys):
         (["bench", "/tmp", "--size", "much"], "size in bytes"),
     ],
 )
-def test_a_callers_mistake_is_exit_code_2_with_the_fix(capsys, arguments, message):
-    assert code_of(*arguments) == 2
-    assert message in capsys.readouterr().err
+def test_a_callers_mistake_is_exit_code_2_with_the_fix(arguments, message):
+    assert message in refusal("ckpt", *arguments)
 
 
-def test_a_run_without_saves_says_what_to_pass(capsys, tmp_path):
+def test_a_run_without_saves_says_what_to_pass(tmp_path):
     run = write_folder(RunMaker(ranks=1, steps=40).make(), tmp_path / "run")
 
-    assert code_of("advise", str(run)) == 2
-    assert "shows no save" in capsys.readouterr().err
+    assert "shows no save" in refusal("ckpt", "advise", run)
 
 
 @pytest.mark.slow
-def test_bench_lays_torchs_own_save_beside_ours(capsys, tmp_path):
-    told = answer(capsys, "bench", str(tmp_path), "--size", "8MiB", "--state", "1GB")
+def test_bench_lays_torchs_own_save_beside_ours(tmp_path):
+    told = json_of("ckpt", "bench", tmp_path, "--size", "8MiB", "--state", "1GB", "--json")
 
     assert told["schema"] == "headway.ckpt.bench/1"
     assert 0 < told["blocked_s"] < told["durable_s"]

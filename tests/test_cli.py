@@ -1,7 +1,5 @@
 """The command: fast to start, clear when misused, and transparent to the script behind `--`."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -82,11 +80,7 @@ def test_json_is_exactly_one_object():
     ("number", "place", "said"),
     [
         (errno.ENOSPC, None, "headway: No space left on device. Free some of it, or name another place.\n"),
-        (
-            errno.EROFS,
-            "runs",
-            "headway: Read-only file system: runs. Check its permissions, or name another place: ",
-        ),
+        (errno.EROFS, "runs", "headway: Read-only file system: runs. Check its permissions, or name another place: "),
     ],
 )
 def test_a_place_that_takes_nothing_is_one_line_with_what_to_do(number, place, said, monkeypatch, capsys):

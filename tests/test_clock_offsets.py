@@ -1,7 +1,5 @@
 """Clocks of the ranks of an operation trace: offsets are found up to a constant, whatever the ranks are called."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

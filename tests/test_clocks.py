@@ -1,7 +1,5 @@
 """Clock offsets: collectives bound them, and a wrong estimate is put between the bounds."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

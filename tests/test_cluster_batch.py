@@ -1,7 +1,5 @@
 """The noise of gradients, another batch size inside a rank, and the command that chooses it."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -14,13 +12,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from headway.cli import main
 from headway.cluster import NoiseScale
 from headway.cluster.adaptive.apply import batch
 from headway.cluster.adaptive.recorded import Measured, noise_of
 from headway.cluster.adaptive.torch_noise import noise
 from headway.core.errors import InputError
 from headway.runtime.in_rank.remedy import RefusedRemedy
+from tests.launching import headway_here, json_of, refusal
 from tests.paths import ROOT
 from tests.remedy_context import TestContext, applied, apply
 from tests.spawn import on_ranks
@@ -158,18 +156,10 @@ def test_a_scheduler_or_no_grant_ends_the_remedy_with_its_reason():
         apply(batch, {**SAME, "batch_size": 0}, TestContext("lossy"))
 
 
-def answer(capsys, *words):
-    with pytest.raises(SystemExit) as ended:
-        main(["cluster", "batch", *map(str, words)])
-    return ended.value.code, capsys.readouterr()
-
-
 @needs_scipy
-def test_a_run_without_a_noise_scale_is_ranked_by_throughput_and_its_plan_measures(capsys, tmp_path):
-    code, shown = answer(capsys, RUN, "--out", tmp_path / "plan.json", "--json")
-    found = json.loads(shown.out)
+def test_a_run_without_a_noise_scale_is_ranked_by_throughput_and_its_plan_measures(tmp_path):
+    found = json_of("cluster", "batch", RUN, "--out", tmp_path / "plan.json", "--json")
 
-    assert code == 0
     assert found["noise_scale"] is None
     assert found["basis"].startswith("throughput only")
     assert found["now"]["batch_size"] == 32
@@ -179,7 +169,7 @@ def test_a_run_without_a_noise_scale_is_ranked_by_throughput_and_its_plan_measur
 
 
 @needs_scipy
-def test_a_run_under_the_plan_is_judged_by_its_new_batch_beside_what_was_promised(capsys, tmp_path):
+def test_a_run_under_the_plan_is_judged_by_its_new_batch_beside_what_was_promised(tmp_path):
     run = tmp_path / "run"
     shutil.copytree(RUN, run)
     meta = json.loads((run / "run.json").read_text())
@@ -190,17 +180,15 @@ def test_a_run_under_the_plan_is_judged_by_its_new_batch_beside_what_was_promise
     (run / "applied").mkdir(exist_ok=True)
     for rank in (0, 1):
         (run / f"applied/r{rank}.json").write_text(json.dumps({"rank": rank, "remedies": rows}))
-    now = json.loads(answer(capsys, run, "--json")[1].out)
+    now = json_of("cluster", "batch", run, "--json")
     shutil.copytree(RUN, tmp_path / "first")
     for folder, losses in (tmp_path / "first", [[n, 1 / n] for n in range(1, 101)]), (run, [[n, n] for n in range(11)]):
         table = folder / "tables" / "r0.json"
         table.write_text(json.dumps({**json.loads(table.read_text()), "losses": losses}))
-    with pytest.raises(SystemExit):
-        main(["compare", str(tmp_path / "first"), str(run), "--json"])
-    compared = json.loads(capsys.readouterr().out)
+    compared = json_of("compare", tmp_path / "first", run, "--json")
     notes = compared["notes"]
-    refused, shown = answer(capsys, run, "--out", tmp_path / "plan.json")
-    answer(capsys, run, "--out", tmp_path / "plan.json", "--allow", "lossy")
+    refused = refusal("cluster", "batch", run, "--out", tmp_path / "plan.json")
+    headway_here("cluster", "batch", run, "--out", tmp_path / "plan.json", "--allow", "lossy")
     (remedy, _) = json.loads((tmp_path / "plan.json").read_text())["remedies"]
 
     assert (now["now"]["batch_size"], now["now"]["predicted_useful_examples_per_s"]) == (128, 99.0)
@@ -213,8 +201,7 @@ def test_a_run_under_the_plan_is_judged_by_its_new_batch_beside_what_was_promise
     assert compared["verdict"] in ("faster", "inconclusive")
     assert after > before > 0
     assert compared["regressions"] == []
-    assert refused == 2
-    assert "--allow lossy" in shown.err
+    assert "--allow lossy" in refused
     assert (remedy["name"], remedy["allow"]) == ("cluster.batch", "lossy")
     assert remedy["parameters"]["own_batch_size"] == 16
 
@@ -228,8 +215,5 @@ def test_a_run_under_the_plan_is_judged_by_its_new_batch_beside_what_was_promise
         ((ROOT,), "is not a run folder"),
     ],
 )
-def test_a_batch_that_cannot_be_is_refused(capsys, words, message):
-    code, shown = answer(capsys, *words)
-
-    assert code == 2
-    assert message in shown.err
+def test_a_batch_that_cannot_be_is_refused(words, message):
+    assert message in refusal("cluster", "batch", *words)

@@ -1,9 +1,6 @@
 """Jobs that adapt: the knapsack against brute force, the fit of a speed, Pollux' published figures, bad input."""
 
-from __future__ import annotations
-
 import itertools
-import json
 import sys
 from importlib.util import find_spec
 
@@ -12,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.cli import main
 from headway.cluster import POLICIES, elastic, fit_speed
 from headway.cluster.adaptive.speed import BatchLimits, Speed, best_batch, gain
 from headway.core.errors import InputError
+from tests.launching import json_of, refusal
 from tests.paths import shared
 
 needs_scipy = pytest.mark.skipif(find_spec("scipy") is None, reason="the extra `cluster` (scipy) is not installed")
@@ -112,23 +109,19 @@ def test_without_scipy_the_extra_is_named(monkeypatch):
         fit_speed([1], [1], [16], [0.1], [0.1])
 
 
-def simulated(capsys, workload, policy, *options):
+def simulated(workload, policy, *options):
     """Return the answer of `headway cluster sim` on one of Pollux' workloads."""
     folder = shared("cluster/pollux/workloads.parquet").parent
-    with pytest.raises(SystemExit) as ended:
-        main(
-            ["cluster", "sim", "--trace", f"pollux:{workload}", "--policy", policy, "--data", str(folder), "--json",
-             *options]
-        )  # fmt: skip
-    assert ended.value.code == 0
-    return json.loads(capsys.readouterr().out)
+    return json_of(
+        "cluster", "sim", "--trace", f"pollux:{workload}", "--policy", policy, "--data", str(folder), "--json", *options
+    )
 
 
 @pytest.mark.slow
 @needs_scipy
 @pytest.mark.parametrize(("policy", "workload"), [("tiresias", 6), ("tiresias", 2), ("optimus", 6)])
-def test_policies_that_are_deterministic_give_the_published_completion_times(capsys, policy, workload):
-    found = simulated(capsys, workload, policy)
+def test_policies_that_are_deterministic_give_the_published_completion_times(policy, workload):
+    found = simulated(workload, policy)
 
     figures = {("tiresias", 6): 3469.69375, ("optimus", 6): 5301.875, ("tiresias", 2): 5144.9625}
     assert found["published_mean_jct_s"] == figures[policy, workload]
@@ -137,8 +130,8 @@ def test_policies_that_are_deterministic_give_the_published_completion_times(cap
 
 @pytest.mark.slow
 @needs_scipy
-def test_pollux_completes_jobs_as_fast_as_published(capsys):
-    found = simulated(capsys, 1, "pollux", "--load", "0.5")
+def test_pollux_completes_jobs_as_fast_as_published():
+    found = simulated(1, "pollux", "--load", "0.5")
 
     assert found["published_mean_jct_s"] == 1059.5125
     assert found["mean_jct_s"] <= 1.03 * 1059.5125
@@ -147,8 +140,8 @@ def test_pollux_completes_jobs_as_fast_as_published(capsys):
 
 @pytest.mark.slow
 @needs_scipy
-def test_placements_on_more_hosts_than_a_number_has_digits_are_told_apart(capsys):
-    found = simulated(capsys, 6, "pollux", "--load", "0.5", "--devices", "t4=512")
+def test_placements_on_more_hosts_than_a_number_has_digits_are_told_apart():
+    found = simulated(6, "pollux", "--load", "0.5", "--devices", "t4=512")
 
     assert found["moves"] > 0
 
@@ -162,21 +155,16 @@ def test_placements_on_more_hosts_than_a_number_has_digits_are_told_apart(capsys
         (["--trace", "pollux:6", "--devices", "t4=63"], "a multiple of 4"),
     ],
 )
-def test_a_workload_that_is_not_there_is_refused(capsys, options, message):
+def test_a_workload_that_is_not_there_is_refused(options, message):
     folder = shared("cluster/pollux/workloads.parquet").parent
-    with pytest.raises(SystemExit) as ended:
-        main(["cluster", "sim", *options, "--policy", "pollux", "--data", str(folder)])
-
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in refusal("cluster", "sim", *options, "--policy", "pollux", "--data", str(folder))
 
 
 @needs_scipy
-def test_a_policy_that_places_nothing_on_hosts_is_refused(capsys):
+def test_a_policy_that_places_nothing_on_hosts_is_refused():
     folder = shared("cluster/pollux/workloads.parquet").parent
-    with pytest.raises(SystemExit) as ended:
-        main(["cluster", "sim", "--trace", "pollux:6", "--policy", "las", "--data", str(folder)])
+    assert "Choose pollux, tiresias or optimus" in refusal(
+        "cluster", "sim", "--trace", "pollux:6", "--policy", "las", "--data", str(folder)
+    )
 
-    assert ended.value.code == 2
-    assert "Choose pollux, tiresias or optimus" in capsys.readouterr().err
     assert {"pollux", "tiresias", "optimus"} <= set(POLICIES)

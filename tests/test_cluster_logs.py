@@ -1,7 +1,5 @@
 """Recorded queues: Slurm, Philly, CSV; what was observed beside what policies would have made of it."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -19,6 +17,7 @@ from headway.core.errors import FormatError, InputError
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.answers.ledger import Ledger
 from headway.trace.recording.runs import Run
+from tests.launching import json_of, refusal
 from tests.paths import GOLDEN, shared
 
 
@@ -91,15 +90,14 @@ def test_a_job_behind_the_first_starts_where_it_delays_no_reservation():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("newer", [False, True])
-def test_an_export_of_sacct_is_replayed_as_it_was_and_policies_are_ranked(tmp_path, newer, capsys):
+def test_an_export_of_sacct_is_replayed_as_it_was_and_policies_are_ranked(tmp_path, newer):
     rows = served_in_order()
     path = tmp_path / "sacct.json"
     path.write_text(json.dumps(sacct(rows, newer=newer)))
-    with pytest.raises(SystemExit) as leaving:
-        main(["cluster", "compare", "--jobs", str(path), "--devices", "a100=8", "--policies", "fifo,las", "--json"])
-    answer = json.loads(capsys.readouterr().out)
+    answer = json_of(
+        "cluster", "compare", "--jobs", str(path), "--devices", "a100=8", "--policies", "fifo,las", "--json"
+    )
 
-    assert leaving.value.code == 0
     assert answer["observed"]["mean_jct_s"] == pytest.approx(np.mean([at + run - when for when, run, _, at in rows]))
     assert abs(answer["replay_error_fraction"]) < 1e-9
     assert [found["policy"] for found in answer["policies"]] == ["fifo", "las"]
@@ -132,11 +130,8 @@ def test_moves_cost_what_is_given_or_what_runs_measured_and_the_page_shows_each_
 def test_devices_that_do_not_explain_the_queue_give_no_ranking(tmp_path, capsys):
     path = tmp_path / "sacct.json"
     path.write_text(json.dumps(sacct(served_in_order(), newer=True)))
-    with pytest.raises(SystemExit) as leaving:
-        main(["cluster", "compare", "--jobs", str(path), "--devices", "a100=32", "--json"])
-    answer = json.loads(capsys.readouterr().out)
+    answer = json_of("cluster", "compare", "--jobs", str(path), "--devices", "a100=32", "--json", code=3)
 
-    assert leaving.value.code == 3
     assert answer["replay_error_fraction"] < -FIDELITY
     assert (answer["policies"], answer["best"]) == ([], None)
     with pytest.raises(SystemExit):
@@ -205,24 +200,18 @@ def test_speeds_of_types_come_from_the_makers_or_from_the_caller(tmp_path):
 BEFORE = GOLDEN / "runs" / "before"
 
 
-def test_what_runs_measured_says_how_long_jobs_take_that_have_not_run(tmp_path, capsys):
+def test_what_runs_measured_says_how_long_jobs_take_that_have_not_run(tmp_path):
     table = tmp_path / "queue.csv"
     table.write_text("id,arrival_s,num_steps,num_devices,model\na,0,2000,2,train\nb,0,1000,2,big\n")
     rate = steps_per_s(Ledger.of(Run.open(BEFORE)))
     command = ["cluster", "sim", "--trace", str(table), "--devices", "cpu=4", "--policy", "fifo", "--json", "--runs"]
-    with pytest.raises(SystemExit) as leaving:
-        main([*command, f"{BEFORE},big={BEFORE}"])
-    answer = json.loads(capsys.readouterr().out)
+    answer = json_of(*command, f"{BEFORE},big={BEFORE}")
 
-    assert leaving.value.code == 0
     assert answer["max_jct_s"] == pytest.approx(2000 / rate)
     assert answer["mean_jct_s"] == pytest.approx(1500 / rate)
     assert [row["source"] for row in answer["rates"]] == ["measured", "measured"]
     for runs, job in ((str(BEFORE), "big"), (f"x={BEFORE}", "train")):
-        with pytest.raises(SystemExit) as leaving:
-            main([*command, runs])
-        assert leaving.value.code == 2
-        assert f"no run measured {job!r} on 2 devices" in capsys.readouterr().err
+        assert f"no run measured {job!r} on 2 devices" in refusal(*command, runs)
 
 
 def test_a_job_of_a_log_goes_as_much_faster_on_another_type_as_its_runs_did(tmp_path):
@@ -249,7 +238,7 @@ def test_a_job_of_a_log_goes_as_much_faster_on_another_type_as_its_runs_did(tmp_
     assert apart.rates.tolist() == [pytest.approx([8.0, 2.4, 4.0]), pytest.approx([10.0, 3.0, 5.0])]
 
 
-def test_runs_that_no_job_has_the_name_of_are_refused(tmp_path, capsys):
+def test_runs_that_no_job_has_the_name_of_are_refused(tmp_path):
     table = tmp_path / "queue.csv"
     table.write_text("id,arrival_s,run_s,num_devices,model\na,0,100,1,resnet\n")
     steps = tmp_path / "steps.csv"
@@ -260,10 +249,7 @@ def test_runs_that_no_job_has_the_name_of_are_refused(tmp_path, capsys):
         (["compare", "--jobs", str(steps)], "the queue has num_steps; how long a step takes, runs say"),
         (["sim", "--trace", "gavel:single", "--policy", "las", "--runs", str(BEFORE)], "Leave --runs out"),
     ):
-        with pytest.raises(SystemExit) as leaving:
-            main(["cluster", *words, "--devices", "cpu=2"])
-        assert leaving.value.code == 2
-        assert message in " ".join(capsys.readouterr().err.split())
+        assert message in refusal("cluster", *words, "--devices", "cpu=2")
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """From a recorded queue to the policy that serves it, by the commands that are printed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -12,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launching import script
+from tests.launching import script, wait_for
 from tests.made.service_jobs import SCRIPT
 from tests.paths import ROOT, python_path
 
@@ -43,15 +41,6 @@ def next_commands(text: str) -> list[str]:
     return [line.split("Next", 1)[1].strip() for line in text.splitlines() if line.strip().startswith("Next ")]
 
 
-def until(found, limit_s=150.0):
-    """Return what `found` returns, once that is something."""
-    began_s = time.monotonic()
-    while not (answer := found()):
-        time.sleep(0.2)
-        assert time.monotonic() - began_s < limit_s
-    return answer
-
-
 @pytest.mark.slow  # six jobs on two slots: 40 s of sleeping
 def test_the_commands_that_are_printed_lead_from_a_recorded_queue_to_jobs_served_as_it_was_predicted(tmp_path: Path):
     script(tmp_path, SCRIPT.replace("Path(sys.argv[1])", "Path(f'{sys.argv[1]}-{os.environ.get(\"RANK\", 0)}')"))
@@ -65,14 +54,15 @@ def test_the_commands_that_are_printed_lead_from_a_recorded_queue_to_jobs_served
     with (tmp_path / "served.txt").open("w") as out:
         server = subprocess.Popen(words_of(serve), cwd=tmp_path, stdout=out, stderr=out)
     try:
-        said = until(lambda: [s for s in (tmp_path / "served.txt").read_text().splitlines() if "hand a script in" in s])
+        served = tmp_path / "served.txt"
+        said = wait_for(lambda: [s for s in served.read_text().splitlines() if "hand a script in" in s], 150.0)
         submit, began_s = said[0].partition("in: ")[2], time.monotonic()
         for number, (at, run, scale, _) in enumerate(QUEUE):
             time.sleep(max(began_s + at - time.monotonic(), 0))
             job = f"job.py {tmp_path / str(number)} {round(run / STEP_S)} {STEP_S}"
             screen = typed(tmp_path, submit.replace("train.py", job).replace("--scale 1", f"--scale {scale}"))
         (queue,) = next_commands(screen)
-        (again,) = until(lambda: next_commands(typed(tmp_path, queue)))
+        (again,) = wait_for(lambda: next_commands(typed(tmp_path, queue)), 150.0)
         measured = json.loads(typed(tmp_path, f"{again} --json"))
     finally:
         server.terminate()

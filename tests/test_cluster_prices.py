@@ -1,7 +1,5 @@
 """Recorded prices: the study's dollars, hindsight against brute force, deadlines, and what is refused."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 import json
@@ -12,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.cli import main
 from headway.cluster.prices.answer import sky_task
 from headway.cluster.prices.market import DAY_S, HOUR_S, Market, MarketTerms, Offer
 from headway.cluster.prices.read import read_records
@@ -21,6 +18,7 @@ from headway.core.errors import FormatError, InputError
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.answers.ledger import Ledger
 from headway.trace.recording.runs import Run
+from tests.launching import code_and_json, refusal
 from tests.paths import ROOT, shared
 
 FIRST = date(2020, 3, 1)
@@ -153,20 +151,17 @@ def test_a_restart_is_paid_and_work_ends_where_the_instance_goes():
         run_until(up, {"a": 1.0, "b": 2.0}, 9.0, start_s=0, work_s=8 * HOUR_S, due_s=8 * HOUR_S, restart_s=HOUR_S)
 
 
-def answer(capsys, *words):
+def answer(*words):
     """Return the exit code of `headway cluster prices`, and its JSON."""
-    with pytest.raises(SystemExit) as leaving:
-        main(["cluster", "prices", *map(str, words), "--json"])
-    out = capsys.readouterr().out
-    return leaving.value.code, json.loads(out) if out else None
+    return code_and_json("cluster", "prices", *words, "--json")
 
 
 @pytest.mark.parametrize("model", ["A3C", "ResNet-50 (batch size 128)", "Transformer (batch size 256)"])
-def test_the_published_dollars_of_the_study(model, capsys):
+def test_the_published_dollars_of_the_study(model):
     folder = shared("cluster/market/published.csv").parent
     with (folder / "published.csv").open() as file:
         published = {row["strategy"]: row for row in csv.DictReader(file) if row["model"] == model}
-    code, found = answer(capsys, "--data", folder, "--model", model, "--days", 4, "--region", "us-east-1")
+    code, found = answer("--data", folder, "--model", model, "--days", 4, "--region", "us-east-1")
     ours = {row["name"]: row for row in found["strategies"]}
 
     assert code == 0
@@ -225,17 +220,17 @@ def by_the_rule(folder, region, days, model):
 
 
 @pytest.mark.parametrize(("region", "days"), [("us-east-2", 0.5), ("us-east-2", 8), ("eu-west-1", 0.5)])
-def test_another_region_and_size_cost_what_a_script_of_the_same_rule_says(region, days, capsys):
+def test_another_region_and_size_cost_what_a_script_of_the_same_rule_says(region, days):
     folder = shared("cluster/market/published.csv").parent
-    _, found = answer(capsys, "--data", folder, "--model", "A3C", "--days", days, "--region", region)
+    _, found = answer("--data", folder, "--model", "A3C", "--days", days, "--region", region)
 
     expected = by_the_rule(folder, region, days, "A3C")
     assert {row["name"]: row["mean_usd"] for row in found["strategies"]} == pytest.approx(expected)
 
 
-def test_deadlines_on_recorded_availability_are_met_at_less_than_two_fifths_of_on_demand(capsys):
+def test_deadlines_on_recorded_availability_are_met_at_less_than_two_fifths_of_on_demand():
     folder = shared("cluster/market/published.csv").parent
-    _, found = answer(capsys, "--data", folder, "--model", "A3C", "--days", 1, "--due-hours", 36, "--restart-s", 900)
+    _, found = answer("--data", folder, "--model", "A3C", "--days", 1, "--due-hours", 36, "--restart-s", 900)
 
     assert found["deadline"]["num_met"] == found["deadline"]["num_starts"] >= 30
     assert found["deadline"]["cost_fraction"] <= 0.4
@@ -274,10 +269,10 @@ def test_the_json_of_aws_is_read_and_sky_gets_a_task(tmp_path):
     assert task["run"].endswith("-- train.py '--a b'\n")
 
 
-def test_the_rest_of_a_run_is_priced_by_its_own_speed(tmp_path, capsys):
+def test_the_rest_of_a_run_is_priced_by_its_own_speed(tmp_path):
     prices, task = aws_json(tmp_path), tmp_path / "task.yaml"
     terms = ("--data", prices, "--device-type", "v100", "--steps-left", 1e6, "--move-s", 600)
-    code, found = answer(capsys, RUN, *terms, "--sky", task)
+    code, found = answer(RUN, *terms, "--sky", task)
     rate = steps_per_s(Ledger.of(Run.open(RUN)))
     first = next(row for row in found["offers"] if "p3.2xlarge" in row["offer"])
 
@@ -285,10 +280,7 @@ def test_the_rest_of_a_run_is_priced_by_its_own_speed(tmp_path, capsys):
     assert first["hours"] == pytest.approx(1e6 / rate / 3600)
     assert first["usd"] == pytest.approx(first["usd_per_h"] * found["num_devices"] * first["hours"])
     assert "headway run --nproc-per-node" in task.read_text()
-    with pytest.raises(SystemExit) as leaving:
-        main(["cluster", "prices", str(RUN), "--data", str(prices)])
-    assert leaving.value.code == 2
-    assert "the run used no accelerator" in capsys.readouterr().err
+    assert "the run used no accelerator" in refusal("cluster", "prices", str(RUN), "--data", str(prices))
 
 
 def test_records_out_of_order_or_at_odds_are_sorted_and_warned_of(tmp_path):
@@ -323,7 +315,7 @@ def test_prices_that_are_none_say_where(tmp_path, change, message):
         read_records(aws_json(tmp_path, **change))
 
 
-def test_bad_words_exit_with_two(tmp_path, capsys):
+def test_bad_words_exit_with_two(tmp_path):
     folder = shared("cluster/market/published.csv").parent
     for words, message in [
         (("--model", "A3D"), "Did you mean 'A3C'"),
@@ -333,10 +325,7 @@ def test_bad_words_exit_with_two(tmp_path, capsys):
         (("--model", "A3C", "--move-usd", "-1"), "move_usd is -1"),
         (("--model", "A3C", "--sky", "x.yaml"), "Name RUN"),
     ]:
-        with pytest.raises(SystemExit) as leaving:
-            main(["cluster", "prices", "--data", str(folder), *words])
-        assert leaving.value.code == 2
-        assert message in capsys.readouterr().err
-    code, found = answer(capsys, "--data", folder, "--model", "A3C", "--from", "2020-03-21", "--extend", "hold")
+        assert message in refusal("cluster", "prices", "--data", str(folder), *words)
+    code, found = answer("--data", folder, "--model", "A3C", "--from", "2020-03-21", "--extend", "hold")
     assert code == 0
     assert {row["name"] for row in found["from"]["rows"]} == {*STUDY, "online", "hindsight"}

@@ -1,7 +1,5 @@
 """Allocation programs: laws, against programs per job and nested ones, and the policies on one state each."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

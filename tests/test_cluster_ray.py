@@ -1,12 +1,12 @@
 """A service on a Ray cluster of this host; skipped where Ray is not installed."""
 
-import time
 from pathlib import Path
 
 import pytest
 
 from headway.cluster import EXECUTORS
 from headway.core.errors import HeadwayError
+from tests.launching import wait_for
 from tests.test_cluster_service import computed, story
 
 ray = pytest.importorskip("ray", reason="Ray is not installed (pip install -c constraints.txt ray)")
@@ -29,14 +29,6 @@ def cluster():
     ray.shutdown()
 
 
-def until(condition):
-    for _ in range(3000):
-        if condition():
-            return
-        time.sleep(0.02)
-    raise AssertionError("60 s have passed")
-
-
 @pytest.mark.slow
 def test_three_jobs_are_decided_on_alike_by_actors_of_ray(tmp_path, cluster):
     (tmp_path / "one").mkdir()
@@ -48,12 +40,14 @@ def test_three_jobs_are_decided_on_alike_by_actors_of_ray(tmp_path, cluster):
 
         def start(self, attempt):
             handle = super().start(attempt)
-            until(lambda: (tmp_path / "s" / "jobs" / attempt.job / str(attempt.number) / "saves" / "rank-0").exists())
+            wait_for(
+                lambda: (tmp_path / "s" / "jobs" / attempt.job / str(attempt.number) / "saves" / "rank-0").exists()
+            )
             return handle
 
         def ask_to_leave(self, attempt):
             super().ask_to_leave(attempt)
-            until(lambda: not self.alive([attempt])[attempt.job].alive)
+            wait_for(lambda: not self.alive([attempt])[attempt.job].alive)
 
     def make(folder, pools, *_):
         executors.append(AtOnce(folder, pools))
@@ -61,14 +55,14 @@ def test_three_jobs_are_decided_on_alike_by_actors_of_ray(tmp_path, cluster):
 
     def end(attempt):
         (Path(tmp_path) / "s" / "jobs" / attempt.job / str(attempt.number) / "done").touch()
-        until(lambda: not executors[0].alive([attempt])[attempt.job].alive)
+        wait_for(lambda: not executors[0].alive([attempt])[attempt.job].alive)
 
     decisions, rows = story(tmp_path, make, end, str(tmp_path / "job.py"))
 
     expected, expected_rows = story(tmp_path / "one", computed, lambda attempt: None)
     assert decisions == expected
     assert [row["restarts"] for row in rows] == [row["restarts"] for row in expected_rows]
-    until(lambda: ray.available_resources().get("a100") == 2)
+    wait_for(lambda: ray.available_resources().get("a100") == 2)
 
 
 @pytest.mark.slow

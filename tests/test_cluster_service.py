@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.cli import main
 from headway.cluster.model import Cluster, Jobs, Rates
 from headway.cluster.policies.table import SERVED
 from headway.cluster.queue.engine import RoundEngine, simulate
@@ -36,6 +36,7 @@ from headway.cluster.service.store import EventLog, JobCancelled, RoundAdvanced
 from headway.core.errors import FormatError, HeadwayError, InputError
 from headway.core.wire.channel import ChannelClosed
 from headway.verbs.jobs.cluster_service import ServicePage
+from tests.launching import headway_here, json_of, refusal
 from tests.made import fake_schedulers
 from tests.made.service_jobs import ComputedJobs
 from tests.paths import GOLDEN
@@ -254,11 +255,9 @@ def test_three_jobs_are_decided_on_alike_under_every_executor(tmp_path, schedule
         golden("kueue.json", text.replace(str(tmp_path), "FOLDER") + "\n")
 
 
-def test_the_log_says_what_the_policy_promised_what_came_true_and_what_others_would_have_made(tmp_path, capsys):
+def test_the_log_says_what_the_policy_promised_what_came_true_and_what_others_would_have_made(tmp_path):
     story(tmp_path, computed, lambda attempt: None)
-    with pytest.raises(SystemExit, match=r"^0$"):
-        main(["cluster", "compare", "--log", str(tmp_path / "s"), "--json"])
-    answer = json.loads(capsys.readouterr().out)
+    answer = json_of("cluster", "compare", "--log", tmp_path / "s", "--json")
 
     assert answer["policy"] == "las"
     assert [row["id"] for row in answer["jobs"]] == list(STORY)
@@ -266,9 +265,7 @@ def test_the_log_says_what_the_policy_promised_what_came_true_and_what_others_wo
     assert answer["replay_error_fraction"] == 0
     assert [row["policy"] for row in answer["policies"]] == ["fifo", "backfill", "las", "las_aware"]
     assert answer["policies"][0]["moves"] == 0 < answer["observed"]["moves"]
-    with pytest.raises(SystemExit, match=r"^0$"):
-        main(["cluster", "compare", "--log", str(tmp_path / "s")])
-    assert "promised, s" in capsys.readouterr().out
+    assert "promised, s" in headway_here("cluster", "compare", "--log", tmp_path / "s").stdout
 
 
 def golden(name, text):
@@ -354,39 +351,35 @@ def test_a_clock_that_jumps_loses_nothing_and_time_never_goes_back(quiet):
     assert [row["state"] for row in server.state.rows()] == ["finished", "finished"]
 
 
-def refused(capsys, *words):
-    with pytest.raises(SystemExit, match=r"^2$"):
-        main(["cluster", *words])
-    return capsys.readouterr().err
-
-
-def test_what_cannot_be_is_refused_with_the_value_and_the_fix(tmp_path, quiet, capsys, monkeypatch):
+def test_what_cannot_be_is_refused_with_the_value_and_the_fix(tmp_path, quiet, monkeypatch):
     server, _ = quiet
     folder = ["--dir", str(tmp_path / "s")]
     script = tmp_path / "train.py"
     script.touch()
 
-    assert "a server listens at" in refused(capsys, "serve", "--slots", "1", *folder)
-    assert "Choose one of: fifo, fifo_aware, hierarchical" in refused(
-        capsys, "serve", "--slots", "1", "--policy", "ftf"
+    assert "a server listens at" in refusal("cluster", "serve", "--slots", "1", *folder)
+    assert "Choose one of: fifo, fifo_aware, hierarchical" in refusal(
+        "cluster", "serve", "--slots", "1", "--policy", "ftf"
     )
-    assert "'v100' says no number of devices" in refused(capsys, "serve", "--slots", "v100")
-    assert "unknown executor 'slrum'. Did you mean 'slurm'?" in refused(capsys, "serve", "--executor", "slrum")
-    assert "pass seconds above 0" in refused(capsys, "serve", "--slots", "1", "--round-s", "0")
-    assert "--port 65536 cannot be had" in refused(
-        capsys, "serve", "--slots", "1", "--port", "65536", "--dir", str(tmp_path / "p")
+    assert "'v100' says no number of devices" in refusal("cluster", "serve", "--slots", "v100")
+    assert "unknown executor 'slrum'. Did you mean 'slurm'?" in refusal("cluster", "serve", "--executor", "slrum")
+    assert "pass seconds above 0" in refusal("cluster", "serve", "--slots", "1", "--round-s", "0")
+    assert "--port 65536 cannot be had" in refusal(
+        "cluster", "serve", "--slots", "1", "--port", "65536", "--dir", str(tmp_path / "p")
     )
-    assert "does not exist" in refused(capsys, "submit", *folder, "--", "nothing.py")
-    assert "no script was given" in refused(capsys, "submit", *folder)
-    assert "Start the server first" in refused(capsys, "submit", "--dir", str(tmp_path), "--", str(script))
-    assert "holds no log of a service" in refused(capsys, "queue", "--dir", str(tmp_path / "none"))
+    assert "does not exist" in refusal("cluster", "submit", *folder, "--", "nothing.py")
+    assert "no script was given" in refusal("cluster", "submit", *folder)
+    assert "Start the server first" in refusal("cluster", "submit", "--dir", str(tmp_path), "--", str(script))
+    assert "holds no log of a service" in refusal("cluster", "queue", "--dir", str(tmp_path / "none"))
     monkeypatch.chdir(tmp_path)
-    assert "Name the folder of one with --dir" in refused(capsys, "queue")
+    assert "Name the folder of one with --dir" in refusal("cluster", "queue")
     for words in (["serve", "--slots", "1"], ["queue"], ["cancel", "job1"]):
-        assert "is a file, a service has a folder" in refused(capsys, *words, "--dir", str(script))
-    assert f"cannot be made ({script}: File exists)" in refused(capsys, "serve", "--slots", "1", "--dir", f"{script}/s")
-    assert "no job of this service has ended" in refused(capsys, "compare", "--log", str(tmp_path / "s"))
-    assert "Leave --jobs and --devices out" in refused(capsys, "compare", "--log", ".", "--devices", "a=1")
+        assert "is a file, a service has a folder" in refusal("cluster", *words, "--dir", str(script))
+    assert f"cannot be made ({script}: File exists)" in refusal(
+        "cluster", "serve", "--slots", "1", "--dir", f"{script}/s"
+    )
+    assert "no job of this service has ended" in refusal("cluster", "compare", "--log", str(tmp_path / "s"))
+    assert "Leave --jobs and --devices out" in refusal("cluster", "compare", "--log", ".", "--devices", "a=1")
     with pytest.raises(InputError, match=r"scale is 2; a job has 1 to 1 slots"):
         server.submit(SubmitJob("", 2, ["train.py"], "/"))
     with pytest.raises(InputError, match=r"unknown job 'secund'. Choose one of: job1, job2|unknown job 'secund'"):
@@ -398,7 +391,7 @@ def test_what_cannot_be_is_refused_with_the_value_and_the_fix(tmp_path, quiet, c
     with pytest.raises(InputError, match="job2 is cancelled already"):
         server.cancel(server.state.job("job2"))
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    assert "is a socket of user" in refused(capsys, "explain", "job1", *folder)
+    assert "is a socket of user" in refusal("cluster", "explain", "job1", *folder)
 
 
 @pytest.mark.parametrize(
@@ -435,30 +428,23 @@ def test_the_devices_of_a_folder_keep_their_types_and_another_policy_may_go_on(t
         assert (other.state.policy, len(other.state.rows())) == ("fifo", 2)
 
 
-def answered(server, capsys, *words):
+def answered(server, *words):
     """What a verb prints as JSON that asks this server."""
-
-    def ask():
-        with pytest.raises(SystemExit, match=r"^0$"):
-            main(["cluster", *words, "--json"])
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    while asking.is_alive():
-        server.turn(0.05)
-    return json.loads(capsys.readouterr().out)
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(json_of, "cluster", *words, "--json")
+        while not asked.done():
+            server.turn(0.05)
+    return asked.result()
 
 
-def test_the_queue_says_the_steps_of_a_job_within_a_round_and_who_cancels_it_is_not_told_that_it_runs(
-    tmp_path, quiet, capsys
-):
+def test_the_queue_says_the_steps_of_a_job_within_a_round_and_who_cancels_it_is_not_told_that_it_runs(tmp_path, quiet):
     server, now_s = quiet
     folder = ["--dir", str(tmp_path / "s")]
     now_s[0] = 30.0
     server.turn(0.0)
 
-    assert [job["steps_done"] for job in answered(server, capsys, "queue", *folder)["jobs"]] == [30, 0]
-    answer = answered(server, capsys, "cancel", "first", *folder)
+    assert [job["steps_done"] for job in answered(server, "queue", *folder)["jobs"]] == [30, 0]
+    answer = answered(server, "cancel", "first", *folder)
     assert (answer["id"], answer["state"], answer["placement"]) == ("job1", "cancelled", [])
 
 

@@ -1,8 +1,5 @@
 """The simulated queue: laws of rounds, the published generator and figures, bad input."""
 
-from __future__ import annotations
-
-import json
 import random
 
 import numpy as np
@@ -11,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.cli import main
 from headway.cluster import POLICIES, Cluster, Jobs, Resize, simulate
 from headway.cluster.queue.gavel_files import MODELS, RateTable, generate, read_trace
 from headway.core.errors import FormatError, HeadwayError, InputError, UnknownNameError
+from tests.launching import json_of
 from tests.paths import shared
 
 
@@ -295,14 +292,20 @@ def test_unknown_names_list_the_valid_ones(tmp_path, table):
         read_trace(trace, {})
 
 
-def test_the_verb_prints_one_object(capsys, table):
+def test_the_verb_prints_one_object(table):
     arguments = "--trace gavel:multi --jobs-per-hour 6 --num-jobs 40 --seed 1 --window 10:30 --devices v100=8,k80=8"
-    with pytest.raises(SystemExit) as leaving:
-        main(["cluster", "sim", *arguments.split(), "--data", str(shared("cluster").parent), "--policy", "hadar",
-              "--explain", "--json"])  # fmt: skip
-    answer = json.loads(capsys.readouterr().out)
+    answer = json_of(
+        "cluster",
+        "sim",
+        *arguments.split(),
+        "--data",
+        str(shared("cluster").parent),
+        "--policy",
+        "hadar",
+        "--explain",
+        "--json",
+    )
 
-    assert leaving.value.code == 0
     assert answer["schema"] == "headway.cluster-sim/1"
     assert answer.keys() >= {
         "policy", "num_jobs", "mean_jct_s", "p99_jct_s", "max_jct_s", "makespan_s", "mean_rho", "used_fraction", "usd",

@@ -1,7 +1,5 @@
 """Files made cold: out of the page cache once per pass, and only what the dataset reads."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What is collated without torch is what torch's default collate function makes; the rest is left to torch."""
 
-from __future__ import annotations
-
 from collections import namedtuple
 
 import numpy as np

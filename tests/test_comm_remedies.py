@@ -1,7 +1,5 @@
 """DDP's arguments are changed where it is constructed: sizes per bucket, gradients inside buckets, a static graph."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

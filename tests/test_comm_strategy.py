@@ -6,12 +6,12 @@ import json
 import numpy as np
 import pytest
 
-from headway.cli import main
 from headway.comm.compression.options import CPU, INSIDE, OPTIONS, front, option_stages, stages
 from headway.comm.compression.published import CODECS_US, ModelGradients, PublishedSetup
 from headway.comm.compression.strategy_search import Pricing, search
 from headway.core.errors import UnknownNameError
 from headway.sim.ddp.stage_chains import StageChains
+from tests.launching import headway_here, json_of
 
 SETUP = PublishedSetup("m", "dgc", hosts=4, ranks_per_host=8, inside="pcie", wire_fraction=0.02, two_level=True)
 
@@ -108,28 +108,18 @@ def files(tmp_path):
     return ["comm", "strategy", "--models", f"{tmp_path}/models.json", "--setups", f"{tmp_path}/setups.json"]
 
 
-def answered(capsys, *words):
-    """Return what a command prints, decoded where it is JSON, its errors and its exit code."""
-    with pytest.raises(SystemExit) as ended:
-        main(list(words))
-    out, err = capsys.readouterr()
-    return (json.loads(out) if "--json" in words and not ended.value.code else out), err, ended.value.code
-
-
 @pytest.mark.parametrize("cost", ["published-gpu", "published-cpu", "stages"])
-def test_a_plan_found_is_priced_as_found(files, capsys, tmp_path, cost):
-    answer, _, code = answered(capsys, *files, "--model", "m", "--cost", cost, "--json")
+def test_a_plan_found_is_priced_as_found(files, tmp_path, cost):
+    words = (*files, "--model", "m", "--cost", cost)
+    answer = json_of(*words, "--json")
     (tmp_path / "plan.json").write_text(json.dumps(answer))
-    again, _, _ = answered(
-        capsys, *files, "--model", "m", "--cost", cost, "--options", f"{tmp_path}/plan.json", "--json"
-    )
+    again = json_of(*words, "--options", tmp_path / "plan.json", "--json")
 
-    assert code == 0
     assert answer["schema"] == "headway.comm-strategy/1"
     assert len(answer["options"]) == 3
     assert again | {"search_s": 0} == answer | {"search_s": 0}
     assert answer["cost_us"] <= answer["uniform_us"] <= answer["raw_us"]
-    assert "Simulated" in answered(capsys, *files, "--model", "m", "--cost", cost)[0]
+    assert "Simulated" in headway_here(*words).stdout
 
 
 @pytest.mark.parametrize(
@@ -141,19 +131,18 @@ def test_a_plan_found_is_priced_as_found(files, capsys, tmp_path, cost):
         (("--model", "m", "--cost", "published-gpu", "--options", "PLAN"), "take the numbers [0, 1, 2, 3]"),
     ],
 )
-def test_bad_input_is_one_line(files, capsys, tmp_path, words, said):
+def test_bad_input_is_one_line(files, tmp_path, words, said):
     (tmp_path / "plan").write_text('["flat.all_reduce", "flat.all_reduce"]')
     words = [str(tmp_path / "plan") if word == "PLAN" else word for word in words]
 
-    _, err, code = answered(capsys, *files, *words)
+    done = headway_here(*files, *words)
 
-    assert (code, err.count("\n")) == (2, 1)
-    assert said in err
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert said in done.stderr
 
 
-def test_options_are_listed(capsys):
-    answer, _, _ = answered(capsys, "comm", "options", "--json")
-    few, _, _ = answered(capsys, "comm", "options", "--devices", "gpu", "--json")
+def test_options_are_listed():
+    answer, few = (json_of("comm", "options", *words, "--json") for words in ((), ("--devices", "gpu")))
 
     assert (answer["schema"], answer["count"], len(answer["options"])) == ("headway.comm-options/1", 4341, 4341)
     assert few["count"] == 174

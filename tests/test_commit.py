@@ -1,7 +1,5 @@
 """The commit: whole or not at all, also when the power goes, also when two want it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -21,6 +19,7 @@ from headway.storage.commits.commit import StepTakenError, commit, committed, ne
 from headway.storage.commits.draft import finish_rank, is_stale, open_draft, ranks_done, wait_for_ranks
 from headway.storage.stored.manifest import COMMIT, MANIFEST, METADATA, CommitRecord, read_record
 from tests.checkpoints import rows_of, some_state, unsynced, write_checkpoint, write_rank
+from tests.spawn import run_threads
 
 State = dict[str, bytes]
 """A folder's files: path -> content; an empty folder is `path/`."""
@@ -217,11 +216,7 @@ def test_of_many_writers_of_one_step_exactly_one_wins(tmp_path):
         except StepTakenError:
             results[draft.attempt] = None
 
-    threads = [threading.Thread(target=race, args=(draft,)) for draft in drafts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    run_threads(race, [(draft,) for draft in drafts])
 
     winners = [attempt for attempt, record in results.items() if record is not None]
     assert len(results) == 6

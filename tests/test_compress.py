@@ -1,7 +1,5 @@
 """Compressed gradients on real ranks: the same on all, the mean in the long run, and never half a step."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

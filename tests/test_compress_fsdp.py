@@ -1,7 +1,5 @@
 """Compressed gradients of FSDP2 on real ranks: near the plain ones, NaN on all or none, plain again when closed."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

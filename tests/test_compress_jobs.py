@@ -1,7 +1,5 @@
 """The remedy 'comm.compress' on jobs of many kinds: equal on all ranks, or refused and as plain."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.compress_jobs import DEFAULT, trial

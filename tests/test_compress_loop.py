@@ -1,7 +1,5 @@
 """From a default run of a job that waits for its link to compressed gradients, by the commands that are printed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

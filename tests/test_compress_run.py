@@ -1,7 +1,5 @@
 """Compressed gradients from the command line: predicted from a recorded run, applied to an unmodified script."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

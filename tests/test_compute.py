@@ -1,7 +1,5 @@
 """FLOPs of models by hand formulas, and the class of kernels by their names."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from dataclasses import dataclass

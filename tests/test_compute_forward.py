@@ -1,7 +1,5 @@
 """Remedies around the forward of a model: what they change, what they leave, and models that do not bear them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """The import contracts hold, and would notice if they did not."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Checkpoints in other forms: other ranks' files, safetensors, torch.save, and back, bit for bit."""
 
-from __future__ import annotations
-
 import json
 import warnings
 
@@ -17,14 +15,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from headway.checkpoint import restore_into
 from headway.checkpoint.torch_dcp.convert import _groups, export, rewrite
 from headway.checkpoint.torch_dcp.sources import open_source
-from headway.cli import main
 from headway.core.errors import DamageError, FormatError, InputError
 from headway.storage import verify
 from headway.storage.commits.commit import committed
 from headway.storage.stored.boxes import Box
+from tests.launching import code_and_json
 from tests.layouts_made import write, write_part
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def state():
@@ -44,11 +40,8 @@ def folder(tmp_path):
     return write(state(), tmp_path, 12)
 
 
-def answer(capsys, *arguments):
-    with pytest.raises(SystemExit) as leaving:
-        main(["ckpt", *map(str, arguments), "--json"])
-    told = capsys.readouterr()
-    return leaving.value.code, json.loads(told.out) if told.out else told.err
+def answer(*arguments):
+    return code_and_json("ckpt", *arguments, "--json")
 
 
 def equal(found, wanted):
@@ -69,9 +62,9 @@ def test_files_hold_every_name_once_in_order_and_no_more_than_they_may(sizes, mo
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
-def test_a_resharded_checkpoint_is_bit_equal_for_stock_and_own_readers(tmp_path, folder, capsys, world):
+def test_a_resharded_checkpoint_is_bit_equal_for_stock_and_own_readers(tmp_path, folder, world):
     out = tmp_path / "step-13"
-    code, told = answer(capsys, "reshard", folder, "--world", world, "-o", out)
+    code, told = answer("reshard", folder, "--world", world, "-o", out)
 
     assert (code, told["schema"], told["world_size"], told["step"]) == (0, "headway.ckpt.reshard/1", world, 13)
     assert sorted(path.name for path in out.glob("rank-*")) == [f"rank-{rank}" for rank in range(world)]
@@ -84,12 +77,10 @@ def test_a_resharded_checkpoint_is_bit_equal_for_stock_and_own_readers(tmp_path,
     assert equal(torch.load(tmp_path / "stock.pt"), state())
 
 
-def test_stock_checkpoints_are_imported_and_every_rank_writes_an_even_share(tmp_path, capsys):
+def test_stock_checkpoints_are_imported_and_every_rank_writes_an_even_share(tmp_path):
     warnings.simplefilter("ignore")
     dcp.save(state(), checkpoint_id=tmp_path / "stock")
-    code, told = answer(
-        capsys, "import", tmp_path / "stock", "-o", tmp_path / "step-1", "--world", 3, "--redundancy", "+1"
-    )
+    code, told = answer("import", tmp_path / "stock", "-o", tmp_path / "step-1", "--world", 3, "--redundancy", "+1")
 
     assert (code, told["schema"], told["redundancy"]) == (0, "headway.ckpt.import/1", "+1")
     sizes = [(tmp_path / "step-1" / f"rank-{rank}" / f"__{rank}_0.distcp").stat().st_size for rank in range(3)]
@@ -98,8 +89,8 @@ def test_stock_checkpoints_are_imported_and_every_rank_writes_an_even_share(tmp_
     assert verify(tmp_path / "step-1").status == "good"
 
 
-def test_safetensors_hold_what_was_saved_and_come_back(tmp_path, folder, capsys):
-    code, told = answer(capsys, "export", folder, "-o", tmp_path / "m.safetensors", "--prefix", "model.")
+def test_safetensors_hold_what_was_saved_and_come_back(tmp_path, folder):
+    code, told = answer("export", folder, "-o", tmp_path / "m.safetensors", "--prefix", "model.")
 
     assert (code, told["tensors"], told["left_out"]) == (0, 4, ["opt.list.0.m", "opt.list.1.m", "opt.lr", "step"])
     assert equal(load_file(tmp_path / "m.safetensors"), state()["model"])

@@ -1,7 +1,5 @@
 """What a process may use of its host, and how it waits there."""
 
-from __future__ import annotations
-
 import os
 import resource
 

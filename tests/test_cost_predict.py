@@ -1,7 +1,5 @@
 """Operators and steps that nobody measured: laws, traced graphs, a calibration that goes on, what is refused."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace
@@ -13,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from headway.cli import main
 from headway.core.errors import BarMissedError, FormatError, InputError
 from headway.cost.learned.cost_table import (
     CostTable,
@@ -26,6 +23,7 @@ from headway.cost.learned.cost_table import (
 )
 from headway.cost.learned.operators import Operator, OperatorModel
 from headway.cost.learned.torch_calibration import graph_of, here, made_model, measure, measured_now, quiet_s
+from tests.launching import code_and_json
 from tests.runs_made import MS, RunMaker, write_folder
 
 PRODUCT = Operator("mm", "", 2e6, 8e4, 4e4, (100, 100, 1, 1, 100, 100))
@@ -149,16 +147,13 @@ def test_what_a_table_lacks_is_timed_in_the_models_own_step_or_estimated_by_its_
     assert large > 3 * small
 
 
-def verb(capsys, *words, room=("cost",)):
+def verb(*words, room=("cost",)):
     """Return the exit code of the command, and its answer or error."""
-    with pytest.raises(SystemExit) as leaving:
-        main([*room, *words])
-    printed = capsys.readouterr()
-    return leaving.value.code, json.loads(printed.out) if printed.out else printed.err
+    return code_and_json(*room, *words)
 
 
 @pytest.mark.slow
-def test_a_calibration_goes_on_and_predicts_a_step(tmp_path, capsys, monkeypatch):
+def test_a_calibration_goes_on_and_predicts_a_step(tmp_path, monkeypatch):
     path = str(tmp_path / "costs.jsonl")
     (tmp_path / "some_model.py").write_text(
         "import torch\ndef build(batch):\n"
@@ -167,24 +162,22 @@ def test_a_calibration_goes_on_and_predicts_a_step(tmp_path, capsys, monkeypatch
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     threads = str(torch.get_num_threads())
-    assert verb(capsys, "calibrate", "-o", path, "--models", "4", "--threads", threads, "--json")[0] == 0
+    assert verb("calibrate", "-o", path, "--models", "4", "--threads", threads, "--json")[0] == 0
     whole = (tmp_path / "costs.jsonl").read_bytes()
     (tmp_path / "costs.jsonl").write_bytes(whole[:-20])  # killed while it wrote the last model
-    code, again = verb(capsys, "calibrate", "-o", path, "--models", "4", "--threads", threads, "--json")
+    code, again = verb("calibrate", "-o", path, "--models", "4", "--threads", threads, "--json")
     assert (code, again["models"], again["measured_now"]) == (0, 4, 1)
 
     words = ["predict", "some_model:build", "--costs", path, "--threads", threads]
-    code, small = verb(capsys, *words, "--batch", "8", "--json")
-    _, large = verb(capsys, *words, "--batch", "512", "--json")
+    code, small = verb(*words, "--batch", "8", "--json")
+    _, large = verb(*words, "--batch", "512", "--json")
 
     assert code == 0
     assert small["interval"][0] <= small["step_s"] <= small["interval"][1]
     assert 0 < small["step_s"] < large["step_s"]
     assert {"addmm", "gelu_backward"} <= {row["name"] for row in small["operators"]}
     (tmp_path / "recurrent.py").write_text(RECURRENT)
-    code, found = verb(
-        capsys, "predict", "recurrent:build", "--costs", path, "--threads", threads, "--batch", "4", "--json"
-    )
+    code, found = verb("predict", "recurrent:build", "--costs", path, "--threads", threads, "--batch", "4", "--json")
     assert code == 0
     assert "measured now, since the table lacks them: " in found["basis"]
     assert "slice" in found["basis"]
@@ -194,13 +187,13 @@ def test_a_calibration_goes_on_and_predicts_a_step(tmp_path, capsys, monkeypatch
         (["--batch", "1", "--device", "cuda"], "unknown device 'cuda'"),
         (["--batch", "x"], "int"),
     ]:
-        code, error = verb(capsys, *words, *more)
+        code, error = verb(*words, *more)
         assert code == 2
         assert message in error
 
 
 @pytest.mark.slow
-def test_a_run_without_steps_is_planned_by_learned_times_and_the_next_run_judges_them(tmp_path, capsys, monkeypatch):
+def test_a_run_without_steps_is_planned_by_learned_times_and_the_next_run_judges_them(tmp_path, monkeypatch):
     (tmp_path / "learned_model.py").write_text(
         "import torch\ndef build(batch):\n    return torch.nn.Linear(64, 64), torch.randn(batch, 64)\n"
     )
@@ -219,7 +212,7 @@ def test_a_run_without_steps_is_planned_by_learned_times_and_the_next_run_judges
         (folder / "run.json").write_text(json.dumps({**facts, "host": host.host}))
     words = ["--model", "learned_model:build", "--batch", "64", "--costs", "costs.jsonl", "--threads", str(threads)]
 
-    code, plan = verb(capsys, "plan", runs[0], *words, "--json", room=())
+    code, plan = verb("plan", runs[0], *words, "--json", room=())
     facts = json.loads((folder / "run.json").read_text())
     for change, reason in [
         ({"host": "elsewhere"}, "the run on elsewhere, cpu"),
@@ -231,24 +224,24 @@ def test_a_run_without_steps_is_planned_by_learned_times_and_the_next_run_judges
         ),
     ]:
         (folder / "run.json").write_text(json.dumps(facts | change))
-        _, compared = verb(capsys, "compare", *runs, "--json", room=())
+        _, compared = verb("compare", *runs, "--json", room=())
         assert compared["predicted"]["widened"].startswith("its table was not widened: ")
         assert reason in compared["predicted"]["widened"]
     assert not read_table(table).observed
     (folder / "run.json").write_text(json.dumps(facts))
     assert code == BarMissedError.exit_code
     assert "no recording has step times" in plan["note"]
-    _, compared = verb(capsys, "compare", *runs, "--json", room=())
-    _, again = verb(capsys, "compare", *runs, "--json", room=())
+    _, compared = verb("compare", *runs, "--json", room=())
+    _, again = verb("compare", *runs, "--json", room=())
     found = compared["predicted"]
     assert found["predicted_s"] == plan["learned"]["step_s"]
     assert found["measured_s"] == pytest.approx(1.0, rel=0.01)
     assert found["widened"].endswith("is widened by it")
     assert again["predicted"]["widened"].endswith("by this run before")
     assert len(read_table(table).observed) == 1
-    _, wider = verb(capsys, "predict", "learned_model:build", *words[2:], "--json")
+    _, wider = verb("predict", "learned_model:build", *words[2:], "--json")
     assert wider["interval"][1] >= 0.9
-    _, recorded = verb(capsys, "plan", runs[1], *words, "--json", room=())
+    _, recorded = verb("plan", runs[1], *words, "--json", room=())
     assert "recorded" in recorded["note"]
     assert "learned" not in recorded
 
@@ -271,10 +264,10 @@ def test_a_call_whose_times_differ_too_much_is_dropped_and_a_steady_one_is_not()
     assert quiet_s(lambda: sum(range(next(turns))), 0.01, limit=float("inf")) > 0
 
 
-def test_tables_of_other_hosts_and_damaged_ones_are_refused(tmp_path, capsys):
+def test_tables_of_other_hosts_and_damaged_ones_are_refused(tmp_path):
     path = tmp_path / "costs.jsonl"
     path.write_bytes(msgspec.json.encode(MeasuredHost("elsewhere", "1.0", 1, "x")) + b"\n")
-    code, error = verb(capsys, "predict", "a:b", "--batch", "1", "--costs", str(path))
+    code, error = verb("predict", "a:b", "--batch", "1", "--costs", str(path))
     assert code == 2
     assert "was measured with host 'elsewhere'" in error
     with pytest.raises(InputError, match="the table has 0 models"):

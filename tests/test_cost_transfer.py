@@ -1,8 +1,5 @@
 """A new device from a few samples: laws of the predictors, the published figures, what is refused, the verb."""
 
-from __future__ import annotations
-
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.cli import main
 from headway.core.errors import FormatError, InputError
 from headway.cost.learned.cost_table import LatencyTable
 from headway.cost.learned.predictors import (
@@ -27,6 +23,7 @@ from headway.cost.learned.predictors import (
     ridge,
 )
 from headway.cost.learned.torch_network import LeafEncoder
+from tests.launching import json_of, refusal
 from tests.paths import shared
 
 TARGETS = ("titan_rtx_64", "gold_6240", "raspi4", "fpga", "samsung_a50")
@@ -192,16 +189,13 @@ def test_damaged_and_incomplete_files_are_refused(tmp_path):
         LatencyTable.read(path)
 
 
-def test_the_verb_judges_on_the_samples_that_were_not_chosen(tmp_path, capsys):
+def test_the_verb_judges_on_the_samples_that_were_not_chosen(tmp_path):
     table = made()
     path = write(tmp_path / "a.npz", table)
     words = ["cost", "transfer", "--data", str(path), "--target", "device_0", "--select", "clusters"]
-    with pytest.raises(SystemExit) as leaving:
-        main([*words, "--samples", "20", "--json"])
-    found = json.loads(capsys.readouterr().out)
+    found = json_of(*words, "--samples", "20", "--json")
     chosen = np.array(found["chosen"])
 
-    assert leaving.value.code == 0
     assert found["mape"] == pytest.approx(mape(kernel(task(table, chosen)), table.latency_s[0], chosen))
     assert found["peers"]["ridge"] == pytest.approx(mape(ridge(task(table, chosen)), table.latency_s[0], chosen))
     for more, message in [
@@ -210,7 +204,4 @@ def test_the_verb_judges_on_the_samples_that_were_not_chosen(tmp_path, capsys):
         (["--sources", "device_0"], "is the target and a source"),
         (["--predictor", "rigde"], "Did you mean 'ridge'"),
     ]:
-        with pytest.raises(SystemExit) as leaving:
-            main([*words, *more])
-        assert leaving.value.code == 2
-        assert message in capsys.readouterr().err
+        assert message in refusal(*words, *more)

@@ -1,7 +1,5 @@
 """What checkpoints cost: bounds of CheckFreq, the interval of Young and Daly, the expected wall time."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

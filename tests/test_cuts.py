@@ -1,7 +1,5 @@
 """Runs of a dimension under torch's chunking, plain and strided, against torch itself."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from hypothesis import given

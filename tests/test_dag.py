@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import itertools
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from headway.core.errors import CycleError, InputError
 from headway.sim import Dag, replay
 from headway.sim.graph.kernels import csr
 from tests import oracles
-from tests.paths import ROOT
 from tests.strategies import Case, cases
 
 
@@ -133,10 +131,3 @@ def test_importing_the_dag_does_not_load_numba() -> None:
     code = "import sys, headway.sim; sys.exit('numba' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_the_readme_of_the_room_runs() -> None:
-    result = doctest.testfile(str(ROOT / "headway" / "sim" / "README.md"), module_relative=False)
-
-    assert result.attempted > 2
-    assert result.failed == 0

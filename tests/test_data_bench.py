@@ -1,7 +1,5 @@
 """`headway data bench`: every way delivers the same pixels, costs add up, and what is missing or wrong is said."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`headway data serve` and `status`: what is named is served, how it is is told, mistakes are the caller's."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What-ifs of a recorded two-rank run that its deep windows answer, from the run folder to the command and the plan."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -134,7 +132,6 @@ def test_the_best_bucket_size_is_proposed_with_its_gain() -> None:
     """Recorded with one bucket for everything on a slow link: smaller ones overlap backward."""
     job = Job(limit=(100 << 20, 100 << 20), bytes_per_s=1.5e8)
     row = advice(with_windows(job))["comm.bucket"]
-    assert isinstance(row, Proposal)
     size = row.parameters["bucket_mb"]
     gain = play(job).step_s / play(changed(job, limit=(size << 20, size << 20))).step_s
 
@@ -156,7 +153,6 @@ def test_a_size_that_wins_nothing_is_not_proposed(program: Program) -> None:
 def test_on_busy_cores_the_size_is_left_to_a_live_try() -> None:
     row = advice(with_windows(Job(rate_of=(1.0, 0.3, 2.5), steps=6)))["comm.bucket"]
 
-    assert isinstance(row, Proposal)
     assert (row.predicted_speedup, row.clear, row.edits) == (1.0, False, ())
     assert "not predictable here" in row.reason
     assert "Try it live" in row.reason

@@ -1,7 +1,5 @@
 """Decisions by facts: a loader made anew is the same case, another setting is another one, and trials have a budget."""
 
-from __future__ import annotations
-
 import os
 import signal
 from functools import partial

@@ -1,7 +1,5 @@
 """Audit rows are thinned without losing what judges need; counts add up over ranks."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Joader's coupling: the chain of the paper, exactly; as many common items as a coupling allows; the table of loads."""
 
-from __future__ import annotations
-
 from collections import Counter
 from fractions import Fraction
 

@@ -1,7 +1,5 @@
 """Checks of this host's device: what cannot be asked says why, what falls is said, and nothing is left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

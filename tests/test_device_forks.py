@@ -1,7 +1,5 @@
 """Loader workers forked from a process that uses a device: nothing of headway's asks the device for anything there."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A training script that is not edited, on an emulated device, under `headway run`: its ledger and its predictions."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Device timers on an emulated accelerator, in real time: when the device worked, and never by waiting for it."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -169,10 +169,7 @@ def test_a_send_that_left_its_bytes_in_a_buffer_waited_for_nobody():
         Rows(1).kernel("gemm", 0, 40).message("recv", 0, 40, 55, at=5),
     )
 
-    assert ledger_of(*files) == {
-        0: {"comm.p2p": 10, "useful.compute": 45},
-        1: {"useful.compute": 40, "comm.p2p": 15},
-    }
+    assert ledger_of(*files) == {0: {"comm.p2p": 10, "useful.compute": 45}, 1: {"useful.compute": 40, "comm.p2p": 15}}
 
 
 def test_a_message_behind_a_kernel_that_computes_counts_where_they_are_matched_by_order():

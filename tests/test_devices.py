@@ -1,7 +1,5 @@
 """Which processes are devices: ranks, and children that train by themselves; loader workers go with their own."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from headway.trace.events.vocabulary import SPANS

@@ -1,7 +1,5 @@
 """Digests of stored bytes: blocks, roots, CRCs that combine."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import zlib

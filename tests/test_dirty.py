@@ -1,7 +1,5 @@
 """Which pages were written: every back-end against a plain set, beside racing writers, and what it refuses."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import threading

@@ -1,7 +1,5 @@
 """Failure logs of real disks: what is read is what stands there, and what cannot be true is refused with its line."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -44,32 +42,22 @@ def test_the_lives_of_drives_count_from_the_first_day_of_the_log(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("read", "text", "says"),
     [
-        ("model,size\n", "no column n_unique. Write a header with"),
-        (HEAD + "a,4 TB,10,-5,1\n", r"line 2: drive_days has '-5'"),
-        (HEAD + "a,4 TB,10,100,11\n", "line 2: 11 failures of 10 disks"),
-        (HEAD + "a,4 TB,many,100,1\n", "n_unique has 'many'"),
-        (HEAD + "a,4 TB,10\n", ":2 has fewer columns"),
+        (read_totals, "model,size\n", "no column n_unique. Write a header with"),
+        (read_totals, HEAD + "a,4 TB,10,-5,1\n", r"line 2: drive_days has '-5'"),
+        (read_totals, HEAD + "a,4 TB,10,100,11\n", "line 2: 11 failures of 10 disks"),
+        (read_totals, HEAD + "a,4 TB,many,100,1\n", "n_unique has 'many'"),
+        (read_totals, HEAD + "a,4 TB,10\n", ":2 has fewer columns"),
+        (read_lifetimes, DRIVES, "holds no drive"),
+        (read_lifetimes, DRIVES + "A,4e12,2013-12-31,2013-04-10,\n", "line 2: last seen 2013-04-10, first seen later"),
+        (read_lifetimes, DRIVES + "A,4e12,2013-04-10,2013-12-30,2013-12-31\n", "failed 2013-12-31, last seen before"),
+        (read_lifetimes, DRIVES + "A,4e12,yesterday,2013-04-10,\n", "Write dates as"),
     ],
 )
-def test_totals_that_cannot_be_true_are_refused(tmp_path, text, says):
+def test_totals_and_lifetimes_that_cannot_be_true_are_refused(tmp_path, read, text, says):
     with pytest.raises(FormatError, match=says):
-        read_totals(written(tmp_path / "t.csv", text))
-
-
-@pytest.mark.parametrize(
-    ("rows", "says"),
-    [
-        ("", "holds no drive"),
-        ("A,4e12,2013-12-31,2013-04-10,\n", "line 2: last seen 2013-04-10, first seen later"),
-        ("A,4e12,2013-04-10,2013-12-30,2013-12-31\n", "line 2: it failed 2013-12-31, last seen before"),
-        ("A,4e12,yesterday,2013-04-10,\n", "Write dates as"),
-    ],
-)
-def test_lifetimes_that_cannot_be_true_are_refused(tmp_path, rows, says):
-    with pytest.raises(FormatError, match=says):
-        read_lifetimes(written(tmp_path / "d.csv", DRIVES + rows))
+        read(written(tmp_path / "t.csv", text))
 
 
 SERIALS = "serial_number," + DRIVES

@@ -4,8 +4,7 @@
 answers do not depend on this machine.
 """
 
-from __future__ import annotations
-
+import doctest
 import os
 import re
 import shlex
@@ -67,6 +66,14 @@ def test_console_blocks_show_what_the_tool_prints(document, folder):
 
 
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+
+
+@pytest.mark.parametrize("readme", [path for path in ROOT.glob("headway/*/README.md") if ">>>" in path.read_text()])
+def test_the_examples_of_a_room_run(readme):
+    result = doctest.testfile(str(readme), module_relative=False)
+
+    assert result.attempted > 0
+    assert result.failed == 0
 
 
 @pytest.mark.parametrize("document", sorted(path.relative_to(ROOT) for path in DOCUMENTS))

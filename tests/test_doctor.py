@@ -1,7 +1,5 @@
 """Doctor: every finding has a value, a limit and a fix; a made-up bad host is found out."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The drain: nothing is overwritten while it keeps up; beyond the budget the oldest goes, and is counted."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

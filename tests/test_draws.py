@@ -1,7 +1,5 @@
 """Draws: every generator in use is seen, none is moved by being looked at, own ones are found where they hide."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np
@@ -13,11 +11,7 @@ from hypothesis import strategies as st
 from headway.runtime.script.draws import drawn, fingerprints, own_generators, restorer
 from headway.runtime.script.object_graph import MOST_OBJECTS
 
-DRAWS = {
-    "random": random.random,
-    "numpy": np.random.rand,
-    "torch": lambda: torch.rand(1),
-}
+DRAWS = {"random": random.random, "numpy": np.random.rand, "torch": lambda: torch.rand(1)}
 
 
 @given(names=st.lists(st.sampled_from(sorted(DRAWS)), max_size=6))

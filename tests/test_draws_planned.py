@@ -1,7 +1,5 @@
 """A plan knows what the recorded run drew: real runs of a dataset that draws, and of one that does not."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

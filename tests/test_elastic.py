@@ -1,7 +1,5 @@
 """Several hosts: two launchers on loopback meet through torch's rendezvous, and their parts merge into one run."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket

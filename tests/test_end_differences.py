@@ -1,7 +1,5 @@
 """Offsets and drifts out of differences of ends: medians for lines, and what is not measured stays plausible."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Checkpointer on several ranks: each writes its part, any number of ranks goes on, and disagreement is named."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

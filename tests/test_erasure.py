@@ -1,7 +1,5 @@
 """Erasure codes: any k of k + m members give everything back, byte for byte."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Evaluation: forwards of a trained model that do not learn, and the time around them."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from hypothesis import given

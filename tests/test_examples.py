@@ -1,7 +1,5 @@
 """Examples as bytes: every copy is equal to the last bit and its own, and `equal` sees every difference."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -23,9 +21,7 @@ leaves = st.one_of(tensors, st.integers(), st.floats(), st.text(), st.binary(), 
 examples = st.recursive(
     leaves,
     lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.tuples(inner, inner),
-        st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        st.lists(inner, max_size=3), st.tuples(inner, inner), st.dictionaries(st.text(max_size=3), inner, max_size=3)
     ),
     max_leaves=6,
 )

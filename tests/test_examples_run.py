@@ -1,7 +1,5 @@
 """Every example prints what stands beside it (`HEADWAY_WRITE_GOLDEN=1` writes it)."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Ranks that hold equal copies read each byte once between them; who cannot read tells all."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Options of the tree, and their execution: 60 drawn ones on four ranks as 2 x 2."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Exit classes: the guilty rank is named, never the one that only lost its peer."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Remedies that fail: a guard around what they replace, and a few steps of each remedy made to fail in a real job."""
 
-from __future__ import annotations
-
 import os
 import pkgutil
 import signal

@@ -1,7 +1,5 @@
 """The drill: what is planted is fair, what is noticed is scored, losses are guarded, and real faults are named."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -121,7 +119,6 @@ def test_losses_are_bad_exactly_when_one_is_broken_or_a_spike(losses, usual, dat
     assert judge(losses, before[1:]) is None  # too few to know what is usual
     spike = judge([usual] * rank + [SPIKE * usual * 1.01] + [usual] * 3, before)
 
-    assert spike is not None
     assert spike.ranks == (rank,)
 
 

@@ -1,7 +1,5 @@
 """The guard of losses: one decision per training cycle, alike on all ranks, and a way back that is not poisoned."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Failures of real jobs under the supervisor: what is noted of them, and what `headway fault incidents` says."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """What is done after a failure, rung by rung."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

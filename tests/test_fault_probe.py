@@ -1,7 +1,5 @@
 """The check of a host: who computes other bits is named, and who does not answer is not waited for."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """The pure part of the fault room against binomial tails, brute force, published numbers and the closed form."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

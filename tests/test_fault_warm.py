@@ -1,7 +1,5 @@
 """Attempts that are forked from a warm process do what cold ones do, or start cold and say why."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Fetching: verified before use, damage named or mended, and no byte of a damaged block where elements go."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A file that changed since a batch was read from it is found, also where its times do not tell."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 import time

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from headway.cli import main
 from headway.core.errors import InputError
 from headway.parallel.fill.gaps import FillProcess, GapWatch
 from headway.parallel.fill.packing import LARGE, FillChunk, FillConfiguration, FillJob, fit_fill
@@ -19,6 +18,7 @@ from headway.sim.pipeline.schedules import SCHEDULES
 from headway.sim.recorded.program import Program
 from headway.trace.events.parts import Parts
 from headway.trace.recording.run_facts import RunFacts
+from tests.launching import json_of, refusal
 from tests.paths import ROOT
 from tests.pipelines_made import costs, played
 from tests.test_recorded_pipeline import command
@@ -35,13 +35,6 @@ def written(folder: Path, **content: object) -> Path:
     path = folder / "jobs.json"
     path.write_text(json.dumps(content))
     return path
-
-
-def asked(path: Path, *options: str) -> object:
-    """Return the exit code of the command."""
-    with pytest.raises(SystemExit) as ended:
-        main(["parallel", "fill", "--jobs", str(path), *options])
-    return ended.value.code
 
 
 def lend(watch: GapWatch, gap_s: float, times: int) -> None:
@@ -133,28 +126,30 @@ def test_work_of_8192_devices_is_their_bubble_times_the_fit() -> None:
     assert work_s / (16 * last_s) == pytest.approx(share * sum(fits) / 16, rel=0.1)
 
 
-def test_the_command_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_plans(tmp_path: Path) -> None:
     jobs = [{"name": "bert", "configurations": [{"chunks": [{"duration_ns": 9 * MS}]}]}]
     path = written(tmp_path, main={"stages": 3, "microbatches": 4}, jobs=jobs)
 
-    assert asked(path, "--simulate", "--json") == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = json_of("parallel", "fill", "--jobs", path, "--simulate", "--json")
+
     assert (answer["main_slowdown"], [row["rank"] for row in answer["rows"]]) == (0, [0, 1, 2])
     assert [row["large_ns"] for row in answer["rows"]] == [240 * MS] * 3
     assert 0.8 < answer["used_fraction"] <= 0.95
 
 
 @pytest.mark.slow
-def test_a_pipeline_that_runs_loses_little_by_a_fill_job_beside_each_rank(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pipeline_that_runs_loses_little_by_a_fill_job_beside_each_rank(tmp_path: Path) -> None:
     jobs = [{"name": "bert", "configurations": [{"chunks": [{"duration_ns": 9 * MS}]}]}]
     path = written(tmp_path, main={"stages": 2, "microbatches": 2}, jobs=jobs)
 
-    assert asked(path, "--blocks", "1", "--json") == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = json_of("parallel", "fill", "--jobs", path, "--blocks", "1", "--json")
+
     assert answer["used_fraction"] >= 0.6
     assert answer["main_slowdown"] < 0.2  # few steps on shared cores; four ranks: docs/systems/parallel.md
+
+
+ONE = {"name": "a", "configurations": [{"chunks": [{"duration_ns": 1}]}]}
+LARGE_CHUNK = {"duration_ns": 1, "memory_bytes": 9}
 
 
 @pytest.mark.parametrize(
@@ -162,36 +157,15 @@ def test_a_pipeline_that_runs_loses_little_by_a_fill_job_beside_each_rank(
     [
         ({}, "jobs"),
         ({"jobs": [{"name": "a", "configurations": []}]}, "configurations"),
-        ({"jobs": [{"name": "a", "configurations": [{"chunks": [{"duration_ns": 1}]}]}] * 2}, "two fill jobs"),
-        ({"jobs": [{"name": "a", "run": "x", "configurations": [{"chunks": [{"duration_ns": 1}]}]}]}, "FILE.py"),
-        (
-            {
-                "main": {"free_bytes": 5},
-                "jobs": [{"name": "a", "configurations": [{"chunks": [{"duration_ns": 1, "memory_bytes": 9}]}]}],
-            },
-            "needs 9 bytes",
-        ),
-        (
-            {
-                "main": {"schedule": "two_buffer"},
-                "jobs": [{"name": "a", "configurations": [{"chunks": [{"duration_ns": 1}]}]}],
-            },
-            "no flush",
-        ),
-        (
-            {
-                "main": {"free_bytes": {"fill": 5}},
-                "jobs": [{"name": "a", "configurations": [{"chunks": [{"duration_ns": 1}]}]}],
-            },
-            "fill_drain",
-        ),
+        ({"jobs": [ONE] * 2}, "two fill jobs"),
+        ({"jobs": [ONE | {"run": "x"}]}, "FILE.py"),
+        ({"main": {"free_bytes": 5}, "jobs": [ONE | {"configurations": [{"chunks": [LARGE_CHUNK]}]}]}, "needs 9 bytes"),
+        ({"main": {"schedule": "two_buffer"}, "jobs": [ONE]}, "no flush"),
+        ({"main": {"free_bytes": {"fill": 5}}, "jobs": [ONE]}, "fill_drain"),
     ],
 )
-def test_a_mistake_in_the_file_is_one_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: dict[str, object], words: str
-) -> None:
-    assert asked(written(tmp_path, **content), "--simulate") == 2
-    assert words in capsys.readouterr().err
+def test_a_mistake_in_the_file_is_one_error(tmp_path: Path, content: dict[str, object], words: str) -> None:
+    assert words in refusal("parallel", "fill", "--jobs", written(tmp_path, **content), "--simulate")
 
 
 def test_an_unknown_score_is_named() -> None:

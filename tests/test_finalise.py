@@ -1,7 +1,5 @@
 """Finalising: one file per rank and attempt, rings removed, facts gathered, no quadratic work."""
 
-from __future__ import annotations
-
 import json
 import time
 

@@ -1,7 +1,5 @@
 """A fleet of real processes: batches and states of a DataLoader, exactly once whoever is killed, else one error."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -27,8 +25,8 @@ from headway.data.fleet.reader import FleetReader, PrepareError
 from headway.data.fleet.splits import FleetPass
 from headway.data.fleet.supervisor import MAX_ENDS, FleetSettings, start
 from headway.data.fleet.torch_fleet import Fleet, FleetLoader, work_for
+from tests.launching import wait_for
 from tests.served_made import has_ended
-from tests.test_server import until
 
 
 class Drawn(torch.utils.data.Dataset):
@@ -75,9 +73,8 @@ def children(fleet):
 @pytest.mark.parametrize("seed", range(2))
 def test_every_item_is_delivered_once_under_random_kills(seed):
     """A few of the 200 schedules of `headway bench worker_kills --full`."""
-    outcome = play(7000 + seed)
 
-    assert outcome.exact
+    assert play(7000 + seed).exact
 
 
 @pytest.mark.parametrize("tail", ["short", "pad", "drop"])
@@ -167,7 +164,7 @@ def test_a_process_that_ends_without_closing_its_fleet_leaves_only_what_its_next
     os.close(tell)
     with os.fdopen(told) as file:
         supervisor, _, folder = file.read().partition(" ")
-    until(lambda: has_ended(int(supervisor)))
+    wait_for(lambda: has_ended(int(supervisor)))
 
     assert Path(folder).exists() == bool(job)
     shutil.rmtree(folder, ignore_errors=True)
@@ -180,9 +177,7 @@ def test_workers_of_other_hosts_join_over_tcp_with_the_token():
         if not pid:
             work_for(fleet.address, Drawn(40), token="a secret", host="127.0.0.1", name="far")
             os._exit(0)
-        until = time.monotonic() + 20
-        while len(fleet.statistics()["workers"]) < 2 and time.monotonic() < until:
-            time.sleep(0.02)
+        wait_for(lambda: len(fleet.statistics()["workers"]) == 2, 20)
         with Fleet(Drawn(40), join=True, **options) as there:
             assert [batch["y"].tolist() for batch in there.batches(5)] == np.arange(40).reshape(8, 5).tolist()
         prepared = fleet.statistics()["workers"]
@@ -292,7 +287,7 @@ def test_a_killed_supervisor_is_started_again_and_no_batch_is_lost_or_comes_twic
             victims = [kills[-1], *(process for name, process in children(fleet).items() if name in beside)]
             for victim in victims:
                 victim.kill()
-            until(lambda: fleet._keeper.supervisor != kills[-1].pid)
+            wait_for(lambda: fleet._keeper.supervisor != kills[-1].pid)
             got += [next(batches)["y"].tolist() for _ in range(40)]
         got += [batch["y"].tolist() for batch in batches]
 
@@ -310,7 +305,7 @@ def kill_until_given_up(keeper, victims):
             process = psutil.Process(supervisor)
             if victims == "supervisors":
                 process.kill()
-                until(lambda killed=supervisor: keeper.supervisor != killed)  # its id may be another process's then
+                wait_for(lambda killed=supervisor: keeper.supervisor != killed)  # its id may be another process's then
             for child in process.children():
                 if child.name() == "headway-master":
                     child.kill()

@@ -1,7 +1,5 @@
 """Made-up fleets: as many disks as they say, deployed as they say, with rates that are rates."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

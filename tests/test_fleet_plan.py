@@ -1,7 +1,5 @@
 """When and whereto a disk changes scheme: laws of the choice, and policies that cannot be meant."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -59,7 +57,6 @@ def test_a_longer_stay_that_must_be_worth_it_never_leads_to_less_redundancy(base
 def test_crossings_are_the_first_ages_that_are_too_much_for_a_scheme():
     policy = Policy()
     view = outlook(seen(policy, bathtub(0.012, 1e-4), 30_000), policy)
-    assert view is not None
 
     for scheme, limit in list(enumerate(policy.tolerated()))[1::4]:
         for age in (0, 100, 300, len(view.planned) - 1):
@@ -72,7 +69,6 @@ def test_what_is_planned_with_is_never_below_the_estimate_over_the_threshold_or_
     policy = Policy()
     model = seen(policy, bathtub(0.012, 0), 30_000)
     view = outlook(model, policy)
-    assert view is not None
     flat = np.arange(view.infancy_end, view.frontier - 60)
 
     assert np.all(view.planned[flat] >= view.sure[flat])

@@ -1,7 +1,5 @@
 """A review begins what the failure log asks for, in the way that moves least, and early enough."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

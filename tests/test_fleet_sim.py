@@ -1,7 +1,5 @@
 """The account of a fleet, and the descriptions of models of disk it is made from."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

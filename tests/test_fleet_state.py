@@ -1,7 +1,5 @@
 """Models, cohorts, Rgroups: every disk is in exactly one place; what is unknown or negative is refused."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Preparations under way: one for all who wait, never one tensor twice to a job, in order of need."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

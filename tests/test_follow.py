@@ -1,7 +1,5 @@
 """Rings followed from outside: every record once and in order, nothing touched, whatever the writer and launcher do."""
 
-from __future__ import annotations
-
 import os
 import shutil
 

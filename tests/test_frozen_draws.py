@@ -1,7 +1,5 @@
 """No cache keeps a random draw: a tenth of the benchmark's cases, and what is seen late takes all that is kept away."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

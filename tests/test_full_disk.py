@@ -1,7 +1,5 @@
 """A disk that fills up, or a run folder that is removed, costs the recording and never the job."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

@@ -1,7 +1,5 @@
 """The fused form of an optimizer as a remedy: found, predicted, applied; what the script holds and saves stays."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 
 import pytest

@@ -1,7 +1,5 @@
 """The set-up script: when it installs, when it does not, and what it says."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess
@@ -58,17 +56,9 @@ def go(tmp_path, monkeypatch):
     return module
 
 
-def test_the_second_set_up_installs_nothing(go):
-    go.set_up(())
-    go.set_up(())
-
-    assert go.calls == [()]
-
-
-def test_more_extras_are_added_and_fewer_are_there_already(go):
-    go.set_up(())
-    go.set_up(("test",))
-    go.set_up(())
+def test_more_extras_are_added_and_what_is_there_already_is_not_installed_again(go):
+    for extras in ((), (), ("test",), ()):
+        go.set_up(extras)
 
     assert go.calls == [(), ("test",)]
 

@@ -3,8 +3,6 @@
 `make golden` writes tests/golden/answers.json anew; read the difference before it is committed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

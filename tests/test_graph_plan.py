@@ -1,7 +1,5 @@
 """Partitions into a graph of stages: the tree's laws, brute force, published shapes, memory, bad input, the verb."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -12,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.cli import main
 from headway.core.errors import CycleError, InputError
 from headway.parallel.planning.graph import STATE_COPIES, GraphCluster, GraphPlan, plan_graph
 from headway.parallel.planning.hierarchical import Topology, search
@@ -22,6 +19,7 @@ from headway.sim.pipeline.actions import StageGraph
 from headway.sim.pipeline.list_schedule import graph_1f1b
 from headway.sim.pipeline.orders import PipelineShape
 from headway.sim.pipeline.simulate import evaluate
+from tests.launching import headway_here, json_of
 from tests.made.branched_models import candle_uno, multi_modal
 
 US = 1e-6
@@ -206,7 +204,7 @@ def test_a_fixed_cost_per_action_makes_microbatches_larger():
     assert sizes[0] == 1 < sizes[1] < sizes[2]
 
 
-def test_the_verb_prints_the_contract_and_what_was_merged(tmp_path, capsys):
+def test_the_verb_prints_the_contract_and_what_was_merged(tmp_path):
     edges = {"a": [], "b": ["a"], "c": ["a"], "d": ["b"], "e": ["b", "c"], "f": ["d", "e"]}
     rows = [
         {"name": name, "preds": preds, "forward_ns": 1000, "backward_ns": 2000, "output_bytes": 1}
@@ -214,21 +212,15 @@ def test_the_verb_prints_the_contract_and_what_was_merged(tmp_path, capsys):
     ]
     file = tmp_path / "graph.json"
     file.write_text(json.dumps({"layers": rows}))
-    for words in (["--json"], []):
-        with pytest.raises(SystemExit) as ended:
-            main(["parallel", "plan", "--graph", str(file), "--devices", "6", *words])
-        assert ended.value.code == 0
-    first, _, text = capsys.readouterr().out.partition("\n")
-    answer = json.loads(first)
+    words = ("parallel", "plan", "--graph", file, "--devices", "6")
+    answer, text = json_of(*words, "--json"), headway_here(*words).stdout
 
     assert {"stages", "objective_s", "chain_objective_s", "search_s"} <= answer.keys()
     assert all(stage.keys() >= {"layers", "devices", "microbatch"} for stage in answer["stages"])
     assert answer["objective_s"] == pytest.approx((6 + 4 - 1) * 3e-6)
     assert answer["chain_objective_s"] == pytest.approx((6 + 6 - 1) * 3e-6)
     assert "not series-parallel" in " ".join(text.split())
-    with pytest.raises(SystemExit):
-        main(["parallel", "plan", "--graph", str(file), "--devices", "6", "--split-dense", "e,f", "--json"])
-    parts = json.loads(capsys.readouterr().out)
+    parts = json_of(*words, "--split-dense", "e,f", "--json")
     assert {"e of b", "e of c", "f of d", "f of e"} < {name for stage in parts["stages"] for name in stage["layers"]}
 
 

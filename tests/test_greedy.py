@@ -107,12 +107,9 @@ def test_bad_capacities_are_refused(capacity: list, message: str) -> None:
         greedy(Dag.from_edges(2, [], [], lane=[0, 1]), [1, 1], capacity=capacity)
 
 
-def test_an_unknown_order_names_the_nearest() -> None:
+def test_an_unknown_order_and_negative_durations_are_refused() -> None:
     with pytest.raises(InputError, match=r"unknown order 'ready,index'.*priority,ready,index"):
         greedy(Dag.from_edges(1, [], []), [1], order="ready,index")
-
-
-def test_negative_durations_are_refused() -> None:
     with pytest.raises(InputError, match=r"operation 0 is -1"):
         greedy(Dag.from_edges(1, [], []), [-1])
 

@@ -1,7 +1,5 @@
 """PTD-P's degrees: the published rows, brute force over all layouts, laws, bad input."""
 
-from __future__ import annotations
-
 import json
 import random
 
@@ -18,6 +16,7 @@ from headway.parallel.planning.grid import (
     plan_grid,
     simulated_step_s,
 )
+from tests.launching import refusal
 from tests.megatron_rows import ROWS, case, errors, fitted, flops, predicted
 
 
@@ -113,10 +112,7 @@ def test_the_verb_answers_with_the_degrees_and_may_advise_against_a_pipeline(tmp
         ("layers = ", "is no TOML"),
     ):
         file.write_text(sizes.replace("layers = 24", change))
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        assert ended.value.code == 2
-        assert message in capsys.readouterr().err
+        assert message in refusal(*words)
 
 
 def test_devices_that_cannot_hold_the_model_are_refused():

@@ -1,9 +1,6 @@
 """A grown model has the small one's outputs, learns what the small one could not, and refuses what is not lossless."""
 
-from __future__ import annotations
-
 import json
-import warnings
 
 import pytest
 import torch
@@ -11,13 +8,13 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from headway.cli import main
 from headway.core.errors import BarMissedError, InputError
 from headway.core.rng import stream
 from headway.model import FAMILIES, grow, growth_schedule
 from headway.model.growth.families import family_of, roles_of
 from headway.model.growth.torch_model import max_relative_error
 from tests.growth_models import GPT2, Bert, Encoder, Llama, LlamaRMSNorm, NeoX, Paired, Scaled, ViT
+from tests.launching import code_and_json, json_of, refusal
 
 BOUND = {torch.float32: 1e-5, torch.float64: 1e-12}
 TRAINED = {"width": 16, "layers": 2, "heads": 2, "hidden": 24}
@@ -228,38 +225,30 @@ def saved(tmp_path, monkeypatch):
     """Save a trained model as a DCP checkpoint and as safetensors, in the current folder."""
     monkeypatch.chdir(tmp_path)
     model = trained(GPT2(**TRAINED), torch.float32)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save({"model": model.state_dict(), "step": 7}, checkpoint_id="dcp")
+    dcp.save({"model": model.state_dict(), "step": 7}, checkpoint_id="dcp")
     save_file({name: each.clone() for name, each in model.state_dict().items()}, "small.safetensors")
     return model
 
 
-def verb(checkpoint: str, out: str, large: dict[str, int], *more: str, model: str = "GPT2") -> int:
+def verb(checkpoint: str, out: str, large: dict[str, int], *more: str, model: str = "GPT2") -> list[str]:
     sizes = ("--small", json.dumps(TRAINED), "--large", json.dumps(large))
-    with pytest.raises(SystemExit) as ended:
-        main(["model", "grow", f"tests.growth_models:{model}", *sizes, "--checkpoint", checkpoint, "-o", out, *more])
-    return ended.value.code
+    return ["model", "grow", f"tests.growth_models:{model}", *sizes, "--checkpoint", checkpoint, "-o", out, *more]
 
 
 @pytest.mark.parametrize(("checkpoint", "out"), [("dcp", "grown"), ("small.safetensors", "grown.safetensors")])
-def test_a_grown_checkpoint_loads_in_stock_torch_with_equal_outputs(saved, capsys, checkpoint, out):
-    code = verb(checkpoint, out, LARGER, "--json")
-    answer = json.loads(capsys.readouterr().out)
+def test_a_grown_checkpoint_loads_in_stock_torch_with_equal_outputs(saved, checkpoint, out):
+    answer = json_of(*verb(checkpoint, out, LARGER, "--json"))
     large = GPT2(**LARGER).eval()
     if out.endswith(".safetensors"):
         large.load_state_dict(load_file(out))
     else:
         state = {"model": large.state_dict()}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            dcp.load(state, checkpoint_id=out)
+        dcp.load(state, checkpoint_id=out)
         large.load_state_dict(state["model"])
     ids = torch.arange(10).view(1, 10)
     wanted, found = saved(ids).detach(), large(ids).detach()
     count = [sum(each.numel() for each in model.parameters()) for model in (saved, large)]
 
-    assert code == 0
     assert (answer["schema"], answer["path"], answer["parameters"]) == ("headway.model-grow/1", out, count)
     assert answer["max_relative_error"] <= 1e-5
     assert float((wanted - found).abs().max() / wanted.abs().max()) <= 1e-5
@@ -276,15 +265,12 @@ def test_a_grown_checkpoint_loads_in_stock_torch_with_equal_outputs(saved, capsy
         (("dcp", "o", LARGER, "--family", "gpt"), "Did you mean 'gpt2'"),
     ],
 )
-def test_the_verb_says_what_is_wrong_and_writes_nothing(saved, capsys, tmp_path, arguments, words):
-    code = verb(*arguments)
-
-    assert code == 2
-    assert words in " ".join(capsys.readouterr().err.split())
+def test_the_verb_says_what_is_wrong_and_writes_nothing(saved, tmp_path, arguments, words):
+    assert words in refusal(*verb(*arguments))
     assert not (tmp_path / "o").exists()
 
 
-def test_a_torch_file_with_one_changed_byte_or_without_its_end_is_one_sentence(saved, capsys, tmp_path):
+def test_a_torch_file_with_one_changed_byte_or_without_its_end_is_one_sentence(saved, tmp_path):
     torch.save(saved.state_dict(), "a.pt")
     whole = (tmp_path / "a.pt").read_bytes()
     at = whole.index(saved.lm_head.weight.detach().numpy().tobytes())
@@ -295,17 +281,16 @@ def test_a_torch_file_with_one_changed_byte_or_without_its_end_is_one_sentence(s
     ):
         (tmp_path / "a.pt").write_bytes(data)
 
-        assert verb("a.pt", "o", LARGER) == code
-        assert words in (said := capsys.readouterr().err)
-        assert said.count("\n") == 1
+        ended, said = code_and_json(*verb("a.pt", "o", LARGER))
+        assert (ended, said.count("\n")) == (code, 1)
+        assert words in said
 
 
-def test_the_verb_refuses_a_model_that_depends_on_its_size_and_says_what_it_could_not_compare(saved, capsys, tmp_path):
-    assert verb("dcp", "o", LARGER, model="Scaled") == 3
-    assert "something else in it depends on its size" in " ".join(capsys.readouterr().err.split())
+def test_the_verb_refuses_a_model_that_depends_on_its_size_and_says_what_it_could_not_compare(saved, tmp_path):
+    code, said = code_and_json(*verb("dcp", "o", LARGER, model="Scaled"))
+    assert (code, "something else in it depends on its size" in " ".join(said.split())) == (3, True)
     assert not (tmp_path / "o").exists()
-    assert verb("dcp", "o", LARGER, "--json", model="Paired") == 0
 
-    answer = json.loads(capsys.readouterr().out)
+    answer = json_of(*verb("dcp", "o", LARGER, "--json", model="Paired"))
     assert answer["max_relative_error"] is None
     assert "takes none of the inputs" in answer["not_compared"]

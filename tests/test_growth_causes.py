@@ -1,7 +1,5 @@
 """What grows while a run goes on is a cause: steps that get slower, memory that fills, streams that repeat examples."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

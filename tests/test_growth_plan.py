@@ -1,7 +1,5 @@
 """A size is proposed from the losses of a recorded run, and `compare` says what its training took."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -9,12 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headway.cli import main
 from headway.core.errors import InputError
 from headway.cost.transformer import Transformer, flops_per_token
 from headway.model.growth.proposal import FLOOR_EXPONENT, fits, growths
 from headway.runtime.script.bad_loss import MOST_KEPT, LossLooks
-from tests.launching import headway, script
+from tests.launching import code_and_json, headway, headway_here, json_of, refusal, script
 
 SHAPE = Transformer(4, 64, 4, sequence=32, vocabulary=100)
 STEPS = np.arange(8, 4001, 8)
@@ -90,10 +87,8 @@ def test_the_curve_that_a_recording_keeps_is_evenly_spaced_bounded_and_without_b
     assert all(np.isfinite(loss) for _, loss in looks.curve)
 
 
-def verb(*arguments: object) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main([str(each) for each in arguments])
-    return ended.value.code
+def screen(*arguments: object) -> str:
+    return " ".join(headway_here(*arguments).stdout.split())
 
 
 def changed(folder: Path, **facts: object) -> None:
@@ -103,7 +98,7 @@ def changed(folder: Path, **facts: object) -> None:
 
 
 @pytest.mark.slow
-def test_a_recorded_run_is_planned_and_compare_says_what_the_grown_one_took(tmp_path, capsys):
+def test_a_recorded_run_is_planned_and_compare_says_what_the_grown_one_took(tmp_path):
     job = """
         import torch
         torch.manual_seed(0)
@@ -118,23 +113,12 @@ def test_a_recorded_run_is_planned_and_compare_says_what_the_grown_one_took(tmp_
     small, large = tmp_path / "small", tmp_path / "large"
     for out, width in ((small, "1"), (large, "2")):
         headway("run", "--quiet", "--out", out, "--", script(tmp_path, job.replace("WIDTH", width)))
-    asked = (
-        "model",
-        "grow",
-        "--plan",
-        small,
-        "--model",
-        "layers=4,hidden=64,heads=4,sequence=32,vocabulary=100,batch=8",
-    )
-    codes = [verb(*asked, "--json")]
-    answer = json.loads(capsys.readouterr().out)
-    codes.append(verb(*asked))
-    text = capsys.readouterr().out
-    codes.append(verb("compare", small, large, "--json"))
-    compared = json.loads(capsys.readouterr().out)["growth"]
+    shape = "layers=4,hidden=64,heads=4,sequence=32,vocabulary=100,batch=8"
+    asked = ("model", "grow", "--plan", small, "--model", shape)
+    answer, text = json_of(*asked, "--json"), headway_here(*asked).stdout
+    compared = code_and_json("compare", small, large, "--json")[1]["growth"]
     best = answer["sizes"][0]
 
-    assert codes[:2] == [0, 0]
     assert answer["schema"] == "headway.model-grow-plan/1"
     assert answer["run_flops"] == pytest.approx(flops_per_token(SHAPE) * 32 * 8 * answer["run_steps"])
     assert f"{best['layers']} layers of {best['hidden']}" in text
@@ -142,27 +126,21 @@ def test_a_recorded_run_is_planned_and_compare_says_what_the_grown_one_took(tmp_
     assert compared["steps"] == 400
     assert compared["loss"] < answer["run_loss"]
 
-    verb("compare", small, small, "--json")
-    assert json.loads(capsys.readouterr().out)["growth"] is None
-    verb("compare", small, large)
-    assert "if the second run is the grown model, it took 400" in " ".join(capsys.readouterr().out.split())
+    assert code_and_json("compare", small, small, "--json")[1]["growth"] is None
+    assert "if the second run is the grown model, it took 400" in screen("compare", small, large)
     (small / "growth.json").write_text(json.dumps({**answer, "sizes": [{**best, "steps": 1, "loss": 99.0}]}))
-    verb("compare", small, large)
-    text = " ".join(capsys.readouterr().out.split())
+    text = screen("compare", small, large)
     assert "was proposed with 1 step to" in text
     assert "reached within the first 1 step)" in text
     (small / "growth.json").write_text(json.dumps({**answer, "sizes": []}))
-    verb("compare", small, large, "--json")
-    assert json.loads(capsys.readouterr().out)["growth"] is None
+    assert code_and_json("compare", small, large, "--json")[1]["growth"] is None
 
     no_floor = [(step, 5 * step**-0.1) for step in range(1, 400, 8) for _ in "ab"]  # twice each step, as closures do
     changed(small / "tables", losses=[[1, 99.0], *no_floor])
-    assert verb(*asked, "--json") == 0
-    answer = json.loads(capsys.readouterr().out)
+    answer = json_of(*asked, "--json")
     assert answer["sizes"] == []
     assert answer["reason"].startswith("The losses of the run do not tell a floor yet")
-    assert verb(*asked) == 0
-    assert "Train for longer first" in " ".join(capsys.readouterr().out.split())
+    assert "Train for longer first" in screen(*asked)
 
     changed(large / "tables", losses=[])
     tuned, broken = tmp_path / "tuned", tmp_path / "broken"
@@ -179,5 +157,4 @@ def test_a_recorded_run_is_planned_and_compare_says_what_the_grown_one_took(tmp_
         (("my:build", "--small", "{}", "--plan", small), "MODULE:BUILD, --small says nothing with --plan"),
         (("my:build", "--budget", "1"), "--budget says nothing without --plan RUN"),
     ]:
-        assert verb("model", "grow", *command) == 2
-        assert words in " ".join(capsys.readouterr().err.split())
+        assert words in refusal("model", "grow", *command)

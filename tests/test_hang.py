@@ -1,7 +1,5 @@
 """The ranks that block a job: found on every grid, for one fault and for two, and in real jobs."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """A hung job's ranks are named with their place in the script: the loader and its worker, or what follows the loop."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Dumps and watch reports become the waits of ranks, and real hung jobs name the right rank."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The hang watch: who is late is named, who gets on never is, and nothing is asked of ranks before."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What samplers keep under names of their own travels in a state, or is named once in a warning."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 import random

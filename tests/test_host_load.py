@@ -1,7 +1,5 @@
 """Other load: what is busy on our cores less what the job's own tree took, from counters that only grow."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files made to hurt the reader: each costs one clear error, and no more memory or time than its bytes are worth."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
@@ -20,11 +18,11 @@ import pytest
 
 from benchmarks.hostile_files import Reader, bounds_of, size_of
 from headway.checkpoint.torch_dcp.sources import open_source
-from headway.cli import main
 from headway.cluster.queue.logs import PHILLY
 from headway.core.errors import FormatError
 from headway.core.files.bounds import number_of
 from headway.core.files.regular_file import read_table
+from tests.launching import refusal
 from tests.paths import ROOT
 
 SLOW_HOST = 4
@@ -188,7 +186,7 @@ def test_an_integer_of_ten_thousand_digits_is_shown(reader, tmp_path):
         ("storage sim --made tree --requests 100000000000000", "at most 5000000"),
     ],
 )
-def test_a_size_that_nobody_can_wait_for_is_refused_with_its_bound(call, says, tmp_path, capsys):
+def test_a_size_that_nobody_can_wait_for_is_refused_with_its_bound(call, says, tmp_path):
     names = {"parallel": "shape.toml", "cluster": "queue.csv", "fault": "fleet.toml"}
     path = tmp_path / names.get(call.split()[0], "fleet.toml")
     path.write_text({
@@ -196,10 +194,7 @@ def test_a_size_that_nobody_can_wait_for_is_refused_with_its_bound(call, says, t
         "queue.csv": "id,arrival_s,run_s,num_devices\n1,0,4294967296,1\n",
         "fleet.toml": "hosts = 64\ndevices_per_host = 8\ndays = 1e30\nmtbf_s = 1e4\n",
     }[path.name])  # fmt: skip
-    with pytest.raises(SystemExit) as leaving:
-        main(call.format(path).split())
-
-    assert (leaving.value.code, says in capsys.readouterr().err) == (2, True)
+    assert says in refusal(*call.format(path).split())
 
 
 def test_a_table_of_another_program_is_read_in_its_encoding_and_a_cut_line_is_named(tmp_path):
@@ -229,14 +224,12 @@ def test_a_page_of_parquet_that_is_broken_is_one_error_wherever_it_is_read(names
     assert [*tmp_path.iterdir()] == [path]
 
 
-def test_arguments_and_indexes_that_are_nested_without_end_are_one_error(tmp_path, capsys):
+def test_arguments_and_indexes_that_are_nested_without_end_are_one_error(tmp_path):
     (tmp_path / "m.safetensors.index.json").write_text("[" * 200_000)
     with pytest.raises(FormatError, match="is nested too deep"):
         open_source(tmp_path / "m.safetensors.index.json")
     sizes = ["--small", "{}", "--large", '{"a":' + "[" * 200_000, "--checkpoint", str(tmp_path), "-o", "x.pt"]
-    with pytest.raises(SystemExit) as leaving:
-        main(["model", "grow", "tests.growth_models:GPT2", *sizes])
-    assert (leaving.value.code, "is nested too deep" in capsys.readouterr().err) == (2, True)
+    assert "is nested too deep" in refusal("model", "grow", "tests.growth_models:GPT2", *sizes)
 
 
 @pytest.mark.slow

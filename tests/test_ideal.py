@@ -1,7 +1,5 @@
 """The run as it would have been: the same segments, end to end, as long as the prediction says."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

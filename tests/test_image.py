@@ -1,7 +1,5 @@
 """The image of a rank's file in memory is what torch would have written."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from contextlib import nullcontext

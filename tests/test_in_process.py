@@ -1,7 +1,5 @@
 """`headway.run` as a block, and as `start()` and `stop()` over the cells of a notebook."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Counts in words: rates of what has a whole, bytes as bytes, nothing of what is nothing; they are in a run's facts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.data import TensorDataset

@@ -1,7 +1,5 @@
 """The table of hints: every row is reached, says something whole, and the last row of a cause always holds."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

@@ -1,7 +1,5 @@
 """Narrow types keep the values."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -3,8 +3,6 @@
 Each test needs its library, which headway does not ask for: the pins are in benchmarks/peers/frameworks.txt.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What a signal's handler raises while headway's code runs reaches the script, and leaves nothing half done."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Deduplicated jagged features: what goes in comes out bit for bit, and only equal rows share storage."""
 
-from __future__ import annotations
-
 import sys
 import types
 import warnings

@@ -1,7 +1,5 @@
 """What a job is owed: global batches for ranks of any speed, tails as declared, passes in order, none kept too long."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

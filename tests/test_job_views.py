@@ -1,7 +1,5 @@
 """What `headway why` and the page say of a job of many ranks: machines, MFU, groups, hangs."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """No job is broken: scripts give the same losses bit for bit with and without headway, even a broken headway."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Which checkpoints stay."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """A cut that is kept is the cut that would be made anew, whatever happened to the state in between."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -1,7 +1,5 @@
 """The compiled kernels: few, cached, and clear about what they lack."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

@@ -1,9 +1,6 @@
 """Generators of the example being loaded: equal in every mode, new for every example, kept apart from the caller's."""
 
-from __future__ import annotations
-
 import random
-import threading
 
 import numpy as np
 import pytest
@@ -15,6 +12,7 @@ from torch.utils.data import ConcatDataset, Subset
 import headway.data
 from headway.data import DataLoader, generator, torch_generator
 from headway.data.bytes.torch_keyed import Draws, generator_states, generators_kept, reads_batches, set_generators
+from tests.spawn import run_threads
 
 MODES = [{}, {"num_workers": 2}, {"num_workers": 2, "workers": "threads"}]
 
@@ -63,11 +61,7 @@ def test_blocks_lie_inside_each_other_and_threads_have_their_own():
 
     with Draws(1):
         outer = generator()
-        threads = [threading.Thread(target=inside, args=(k, k % 2)) for k in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_threads(inside, [(k, k % 2) for k in range(4)])
         assert generator() is outer
 
     assert seen[0] == seen[2] != seen[1] == seen[3]

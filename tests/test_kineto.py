@@ -1,7 +1,5 @@
 """Profiler traces: exact times, every column, any age, any layout of the text."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

@@ -1,7 +1,5 @@
 """Collectives on a lane: never mixed, failures reach every future, groups are made by all ranks or none."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

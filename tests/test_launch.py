@@ -1,7 +1,5 @@
 """The launcher: same environment as torchrun, arguments untouched, options checked, one folder per run."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

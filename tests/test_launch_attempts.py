@@ -1,7 +1,5 @@
 """Ranks that really train under the launcher: attempt after attempt, in DDP, spawned by the script itself."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """How launched runs end: the first failure named, exits classed, signals obeyed, nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

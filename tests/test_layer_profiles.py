@@ -1,14 +1,11 @@
 """Layer profiles: sizes are those of the published networks, times grow with batches, every network in the table."""
 
-from __future__ import annotations
-
 import pytest
 
-from headway.core.errors import InputError
 from headway.cost.specs import shipped
 from headway.cost.transformer import Transformer
 from headway.sim.training.training_step import BACKWARD, FORWARD
-from tests.made.layer_profiles import PROFILES, perceptron, transformer
+from tests.made.layer_profiles import PROFILES, transformer
 
 DEVICE = shipped().device("V100-SXM2-16GB")
 
@@ -50,16 +47,3 @@ def test_equal_layers_are_of_one_kind() -> None:
 
     assert len(set(kinds.tolist())) == 3
     assert (kinds[1:-1] == kinds[1]).all()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"widths": [4]}, r"at least two sizes"),
-        ({"batch": 0}, r"batch is 0.*batch >= 1"),
-        ({"efficiency": 1.5}, r"efficiency 1.5.*efficiency in \(0, 1\]"),
-    ],
-)
-def test_shapes_that_cannot_be_are_refused(arguments: dict, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        perceptron(arguments.pop("widths", [4, 4]), DEVICE, **{"batch": 1, **arguments})

@@ -1,7 +1,5 @@
 """Leases: every key is in one place, generations only rise, and each key is finished once."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The ledger of recorded runs against runs whose every nanosecond is known."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,13 +1,8 @@
 """Long jobs and forks: passes leave no descriptor, thread or process behind, and a fork takes nothing along."""
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import gc
-import os
-import signal
-import traceback
 
 import numpy as np
 import psutil
@@ -22,8 +17,9 @@ from headway.data.fleet.splits import FleetPass
 from headway.data.fleet.torch_fleet import prepared
 from headway.data.partitioned.partitioned import Partitioned
 from headway.data.partitioned.peers import listen
+from tests.launching import wait_for
 from tests.served_made import runtime as runtime
-from tests.test_server import until
+from tests.spawn import in_fork
 
 NUM, BATCH = 40, 4
 
@@ -109,7 +105,7 @@ def test_further_passes_whole_and_broken_off_leave_nothing_behind(kind):
             passes(*loaders)
 
         # A reader that was broken off ends on its own time.
-        until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
+        wait_for(lambda: all(now <= then for now, then in zip(held(), before, strict=True)))
 
 
 def test_batches_of_a_worker_keep_none_of_the_random_numbers_of_those_before():
@@ -128,22 +124,6 @@ def test_batches_of_a_worker_keep_none_of_the_random_numbers_of_those_before():
 
     with generators_kept():  # as a process of its own has them, which this one is not
         assert contextvars.copy_context().run(growth) == 0
-
-
-def in_fork(act):
-    """Return the exit code of a fork that does `act`: 0 unless it raises or hangs."""
-    pid = os.fork()
-    if not pid:
-        code = 1
-        signal.alarm(20)
-        try:
-            act()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """The live page: the report's own sections, made of an account that still grows."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

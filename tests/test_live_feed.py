@@ -1,7 +1,5 @@
 """A run folder followed from outside: begun or not, in a later attempt, ended, or left alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -47,7 +45,6 @@ def test_a_run_that_begins_while_watched_is_met(tmp_path):
     figures = feed.figures()
 
     assert states == [("waiting", None)]
-    assert starting is not None
     assert (starting.devices, starting.steps) == (2, 0)
     assert (feed.state, figures.steps, figures.devices) == ("running", 5, 2)
 

@@ -1,7 +1,5 @@
 """The account of a run that goes on: exact sums, the same however it is fed, and where the finished ledger ends."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One rank of a running job: where its steps begin and end, whatever optimizers and threads it has."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -125,7 +123,6 @@ def test_training_in_another_thread_is_followed_there():
     rank.begin()
     window = rank.window(6)
 
-    assert window is not None
     assert set(window.records["lane"].tolist()) == {2}
 
 

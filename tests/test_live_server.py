@@ -1,7 +1,5 @@
 """The live page's server: who is answered, and that no reader misses anything, however it comes and goes."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -1,7 +1,5 @@
 """Booking several ranks in one sweep: the sums of each alone, and waits split at the last arrival."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

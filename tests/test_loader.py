@@ -11,7 +11,7 @@ import torch
 import torch.utils.data
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Subset, TensorDataset
+from torch.utils.data import IterableDataset, RandomSampler, Subset, TensorDataset
 
 from headway.core.errors import InputError
 from headway.data import DataLoader, DatasetChangedError
@@ -226,13 +226,6 @@ def test_a_samplers_own_generator_is_put_back():
     assert [rows(batch) for batch in later] == [rows(batch) for batch in batches]
 
 
-def test_a_batch_sampler_is_followed():
-    sampler = BatchSampler(range(7), 3, drop_last=False)
-    loader = DataLoader(Augmented(7), batch_sampler=sampler)
-    assert [[row[0] for row in rows(batch)] for batch in loader] == [[0, 1, 2], [3, 4, 5], [6]]
-    assert len(loader) == 3
-
-
 def test_a_set_epoch_sampler_is_put_back_into_its_epoch():
     def make():
         return torch.utils.data.distributed.DistributedSampler(range(16), num_replicas=2, rank=1, seed=3)
@@ -315,14 +308,6 @@ def test_it_is_a_dataloader_with_torchs_arguments_in_torchs_order():
     ours, theirs = (sys.modules[m].DataLoader.__init__ for m in ("headway.data.loader.loader", "torch.utils.data"))
     names = ours.__code__.co_varnames[: ours.__code__.co_argcount]
     assert names == theirs.__code__.co_varnames[: theirs.__code__.co_argcount]
-
-
-def test_batches_without_shuffling_are_torchs_own():
-    data = {"x": torch.randn(11, 3)}
-    dataset = [{"x": x, "n": {"deep": (i, str(i))}} for i, x in enumerate(data["x"])]
-    for options in ({}, {"num_workers": 2}, {"batch_size": None}, {"batch_size": 4, "drop_last": True}):
-        ours, theirs = (list(kind(dataset, **options)) for kind in (DataLoader, torch.utils.data.DataLoader))
-        assert repr(ours) == repr(theirs)
 
 
 def test_a_dataset_that_fetches_whole_batches_is_asked_for_them():

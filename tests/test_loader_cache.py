@@ -1,7 +1,5 @@
 """The loader's static cache: exact hits, shared by all workers, copies handed out, and every way to refuse."""
 
-from __future__ import annotations
-
 import mmap
 import threading
 

@@ -1,7 +1,5 @@
 """Typed facts of loaders: older and damaged rows are read, and what they rule out is ruled out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Loads: their children partition them, collections keep their time, unmeasured ones get fair shares."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,8 +1,5 @@
 """`headway.log_to`: the right figures reach the logger, and no logger reaches training."""
 
-from __future__ import annotations
-
-import os
 import sys
 import threading
 import time
@@ -14,6 +11,7 @@ import headway
 from headway.core.errors import InputError
 from headway.runtime.in_rank.logger_bridge import QUEUE, LoggerBridge, writer_of
 from tests.recorded import recording, run_script
+from tests.spawn import in_fork
 
 
 class Wandb:
@@ -201,19 +199,10 @@ def test_a_forked_child_neither_reports_nor_complains(tmp_path, capfd):
     with recording(tmp_path):
         bridge = headway.log_to(Wandb(), every_steps=1)
         train(2)
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                bridge._after_step(0)
-                bridge.close()
-                code = 0
-            finally:
-                os._exit(code)
-        _, status = os.waitpid(child, 0)
+        code = in_fork(lambda: (bridge._after_step(0), bridge.close()))
         bridge.close()
 
-    assert status == 0
+    assert code == 0
     assert "log_to" not in capfd.readouterr().err
 
 

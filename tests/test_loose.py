@@ -1,7 +1,5 @@
 """Loose synchronisation on gloo ranks: what each rule keeps, a travel, a saved state, and bad input."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """'comm.loose' in an unmodified DDP script: proposed from a recorded run, applied, and withdrawn where it must be."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 
 from headway.comm.advise import propose
-from headway.plan.proposal import Proposal, Refusal
+from headway.plan.proposal import Refusal
 from headway.plan.setup import Setup
 from headway.sim.ddp.ddp_replay import DdpReplay
 from headway.sim.recorded.program import Program
@@ -165,7 +163,6 @@ def test_rare_averages_are_proposed_with_their_bytes_and_the_step_that_the_repla
     bare_s = program.predict(["comm=instant"]).step_s
     link = program.windows().links[0]
 
-    assert isinstance(row, Proposal)
     assert (row.parameters, row.allow) == ({"rule": "fedavg:20", "control": True}, "lossy")
     average_s = (link.latency_ns + link.duration_ns(1_600_000)) / 1e9
     assert program.measured_s / row.predicted_speedup == pytest.approx(bare_s + average_s / 20)

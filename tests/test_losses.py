@@ -1,7 +1,5 @@
 """Losses: what damage means row by row, against counting by hand and against what repair then gives back."""
 
-from __future__ import annotations
-
 import shutil
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Machines that compute slowly are found, whatever the clocks, and unlike work is not held against anybody."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Manifests and commit records: what is written comes back, what was touched is refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

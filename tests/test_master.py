@@ -1,7 +1,5 @@
 """The master: whatever dies in whatever order, each rank's loop gets every batch of its pass once, in order."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`headway data stalls` with a script: three runs of it, the stalls that its input was given, and clear refusals."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

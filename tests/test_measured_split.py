@@ -1,7 +1,5 @@
 """The split of a server's cache from its first examples: the rates are what was measured, the shares sum to one."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

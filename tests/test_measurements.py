@@ -1,7 +1,5 @@
 """The three phases inside a rank: which steps count, when the script ends, what the filling pass reads."""
 
-from __future__ import annotations
-
 import mmap
 
 import pytest

@@ -1,7 +1,5 @@
 """Which calls belong together: by number, else by counting, and what cannot belong together is refused."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

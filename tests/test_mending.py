@@ -1,7 +1,5 @@
 """Restoring from a damaged checkpoint with parity: right values, the report says so, the files stay as they are."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

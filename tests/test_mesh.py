@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import doctest
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError, UnknownNameError
 from headway.core.mesh import AXES, Mesh
-from tests.paths import ROOT
 
 meshes = st.dictionaries(st.sampled_from(sorted(AXES)), st.integers(1, 4)).map(Mesh)
 
@@ -86,10 +83,3 @@ def test_an_unknown_axis_names_the_nearest() -> None:
         Mesh({"tp": 2, "dp": 2}).groups("ddp")
     with pytest.raises(UnknownNameError, match=r"unknown axis 'tpp'. Did you mean 'tp'"):
         Mesh.fill(8, tpp=2)
-
-
-def test_the_readme_of_the_room_runs() -> None:
-    result = doctest.testfile(str(ROOT / "headway" / "core" / "README.md"), module_relative=False)
-
-    assert result.attempted > 2
-    assert result.failed == 0

@@ -1,7 +1,5 @@
 """Protobuf messages from a table of fields."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Ratios and rates against closed forms, simulation and published figures."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Serving on unlike devices: closed form against replay, program against every plan, tokens against one process."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -13,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks._serving_stage import chosen, drawn_stage, serve_on_ranks
-from headway.cli import main
 from headway.core.errors import InputError
 from headway.cost.specs import DeviceSpec, LinkSpec, shipped
 from headway.cost.transformer import Transformer
@@ -22,6 +19,7 @@ from headway.model.serving.costs import BITS, ServingLoad, ServingRow, layer_ome
 from headway.model.serving.heuristic import transferred
 from headway.model.serving.plan import ServeStage, ServingGoal, serving_row
 from headway.model.serving.times import RoundTimes, pipelines
+from tests.launching import code_and_json, headway_here, json_of
 from tests.spawn import on_ranks
 
 LINK = LinkSpec("wire", 1e9, 1e-5, "made")
@@ -206,18 +204,14 @@ def files(tmp_path, monkeypatch):
     return ["model", "serve", "--layers", "m.json", "--cluster", "h.toml", "--prompt", "512", "--batch", "8"]
 
 
-def test_the_command_says_the_plan_and_exports_it(files, capsys):
-    with pytest.raises(SystemExit) as done:
-        main([*files, "--new", "20", "--bits", "4,8,16", "--sensitivity", "s.json", "--json", "--heuristic"])
-    answer = json.loads(capsys.readouterr().out)
-    with pytest.raises(SystemExit):
-        main([*files, "--new", "20", "--export", "vllm", "--sensitivity", "s.json", "--bits", "4,8,16"])
+def test_the_command_says_the_plan_and_exports_it(files):
+    words = [*files, "--new", "20", "--bits", "4,8,16", "--sensitivity", "s.json"]
+    answer = json_of(*words, "--json", "--heuristic")
 
     sizes = [stage["layers"][1] - stage["layers"][0] + 1 for stage in answer["stages"]]
-    assert done.value.code == 0
     assert answer["schema"] == "headway.model-serve/1"
     assert answer["vllm"] == f"VLLM_PP_LAYER_PARTITION={','.join(map(str, sizes))}"
-    assert capsys.readouterr().out == f"export {answer['vllm']}\n"
+    assert headway_here(*words, "--export", "vllm", folder=".").stdout == f"export {answer['vllm']}\n"
     assert answer["tokens_per_s"] == pytest.approx(8 * 20 / answer["makespan_s"])
     assert answer["omega"] <= answer["uniform"]["omega"]
 
@@ -237,14 +231,11 @@ def test_the_command_says_the_plan_and_exports_it(files, capsys):
         (["--new", "9", "--layers", "h.toml"], "h.toml"),
     ],
 )
-def test_what_cannot_be_planned_is_one_clear_error(files, capsys, options, message):
+def test_what_cannot_be_planned_is_one_clear_error(files, options, message):
     pairs = dict(zip(files[2::2], files[3::2], strict=True)) | dict(zip(options[::2], options[1::2], strict=True))
-    with pytest.raises(SystemExit) as done:
-        main(["model", "serve", *itertools.chain.from_iterable(pairs.items())])
+    code, error = code_and_json("model", "serve", *itertools.chain.from_iterable(pairs.items()))
 
-    assert done.value.code == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
+    assert (code, error.count("\n")) == (2, 1)
     assert re.search(message, error)
 
 

@@ -1,7 +1,5 @@
 """The ledger in a notebook: a fragment that stands alone, in real kernels where one is installed."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
 

@@ -1,27 +1,20 @@
 """Nonuniform tensor parallelism: laws of the map, the table against every set of failures, bad input, the verb."""
 
-from __future__ import annotations
-
 import itertools
-import json
 from collections import Counter
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from headway.cli import main
 from headway.core.errors import InputError
 from headway.core.mesh import Mesh
 from headway.parallel import ShardMap
 from headway.parallel.tensor.availability import PowerBoost, availability, plan_mesh
 from headway.parallel.tensor.shards import attention_units
+from tests.launching import json_of, refusal
 
-PUBLISHED = {
-    8: (0.991, 0.939, 0.999, 0.992),
-    32: (0.966, 0.778, 0.999, 0.993),
-    64: (0.932, 0.606, 0.999, 0.994),
-}
+PUBLISHED = {8: (0.991, 0.939, 0.999, 0.992), 32: (0.966, 0.778, 0.999, 0.993), 64: (0.932, 0.606, 0.999, 0.994)}
 """tp -> dropped packed and not, NTP packed and not: 32,768 devices, 0.1 % failed, pp 8."""
 
 
@@ -144,10 +137,7 @@ def test_power_hides_a_loss_where_its_limit_allows():
     [
         (lambda: ShardMap.build(0, 8, 7), r"units is 0; give a whole number from 1"),
         (lambda: ShardMap.build(64.0, 8, 7), r"units is 64\.0; give a whole number"),
-        (
-            lambda: ShardMap.build(64, 8, 9),
-            r"the reduced degree is 9, the full one 8.*Give a reduced degree from 1",
-        ),
+        (lambda: ShardMap.build(64, 8, 9), r"the reduced degree is 9, the full one 8.*Give a reduced degree from 1"),
         (lambda: ShardMap.build(64, 8, 0), r"tp_reduced is 0"),
         (lambda: attention_units(10, 4), r"10 query heads cannot be grouped over 4.*Use one of: 1, 2, 5, 10\."),
         (lambda: attention_units(8, True), r"key and value heads is True"),
@@ -170,18 +160,15 @@ def test_what_cannot_be_split_says_so(call, message):
         call()
 
 
-def answer_of(capsys: pytest.CaptureFixture[str], options: str) -> dict[str, object]:
+def answer_of(options: str) -> dict[str, object]:
     """Return the JSON object that the verb prints."""
-    with pytest.raises(SystemExit) as end:
-        main(["parallel", "ntp", *options.split(), "--json"])
-    assert end.value.code == 0
-    return json.loads(capsys.readouterr().out)
+    return json_of("parallel", "ntp", *options.split(), "--json")
 
 
-def test_the_verb_prints_the_mesh_the_map_and_the_table(capsys):
-    mesh = answer_of(capsys, "--tp 8 --dp 3 --pp 2 --lost 3,33")
-    plan = answer_of(capsys, "--units 64 --tp 8 --reduced 7")
-    table = answer_of(capsys, "--table --devices 32768 --failed 0.001 --tp 8,64 --pp 8 --power-boost 1.3")
+def test_the_verb_prints_the_mesh_the_map_and_the_table():
+    mesh = answer_of("--tp 8 --dp 3 --pp 2 --lost 3,33")
+    plan = answer_of("--units 64 --tp 8 --reduced 7")
+    table = answer_of("--table --devices 32768 --failed 0.001 --tp 8,64 --pp 8 --power-boost 1.3")
 
     sizes = {"sizes_comp": [8] * 8, "sizes_sync": [10] + [9] * 6}
     assert mesh["replicas"][0] == {"groups": [0, 1], "remaining": [7, 7], "tp": 7, "batch_share": 0.875}
@@ -207,7 +194,4 @@ def test_the_verb_prints_the_mesh_the_map_and_the_table(capsys):
     ],
 )
 def test_options_that_contradict_each_other_end_with_exit_code_2(options):
-    with pytest.raises(SystemExit) as end:
-        main(["parallel", "ntp", *options.split()])
-
-    assert end.value.code == 2
+    assert refusal("parallel", "ntp", *options.split())

@@ -1,7 +1,5 @@
 """Replicas of unlike tensor-parallel degrees train as one device does; what contradicts a split says so."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

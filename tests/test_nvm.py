@@ -1,7 +1,5 @@
 """The controller of non-volatile memory: its bookkeeping on real bytes, and what its parts save in simulation."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -9,20 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.core.errors import DamageError, FormatError, InputError
+from headway.core.errors import FormatError, InputError
 from headway.lab.nvm.controller import simulate_nvm
 from headway.lab.nvm.design import ABLATION, DESIGNS, LINES_PER_PAGE, PAGE_BYTES, LineLayout, MemorySystem, NvmDesign
 from headway.lab.nvm.traces import END, READ, TRACES, WRITE, SetAssociativeCache, checked, read_trace
-from headway.storage.stored.digests import crc32
 from headway.verbs.stored.storage_sim import sim
-from tests.made.nvm_contents import MemoryFault, NvmBytes
 
 SMALL = MemorySystem(
     mapped_bytes=64 * PAGE_BYTES, num_cores=2, l1_bytes=512, l2_bytes=1024, llc_bytes=16 * 1024, controller_bytes=256
 )
 """A memory system in which a few hundred accesses evict everything."""
-
-writes = st.lists(st.tuples(st.integers(0, 10 * LINES_PER_PAGE - 1), st.binary(min_size=64, max_size=64)), max_size=40)
 
 rows = st.lists(
     st.one_of(
@@ -41,61 +35,6 @@ def small(design: NvmDesign) -> NvmDesign:
         keeps_diffs=design.keeps_diffs,
         memory=SMALL,
     )
-
-
-@given(writes)
-def test_incremental_checksums_and_parity_are_those_of_the_bytes(done):
-    memory = NvmBytes(num_pages=10)
-
-    for number, (line, data) in enumerate(done):
-        memory.write(line * 64, data, old=memory.read(line * 64) if number % 2 else None)
-
-    lines = memory.device.lines
-    assert memory.damaged_pages() == []
-    for line in {line for line, _ in done}:
-        mates = [lines[mate] for mate in memory.layout.mates(line)]
-        assert memory.line_crcs[line] == crc32(lines[line].data)
-        assert (np.bitwise_xor.reduce([lines[line], *mates]) == lines[memory.layout.parity_line(line)]).all()
-
-
-@given(
-    st.sampled_from(["lost_write", "misdirected_write", "misdirected_read"]),
-    st.integers(0, 10 * LINES_PER_PAGE - 1),
-    st.integers(0, 10 * LINES_PER_PAGE - 1),
-    st.binary(min_size=64, max_size=64),
-    st.integers(0, 1 << 30),
-)
-def test_every_lie_of_the_device_is_noticed_at_the_next_read_and_repaired(kind, line, other, data, seed):
-    """Lies that change no byte are none: another place holding the very same bytes is not to be noticed."""
-    memory, rng = NvmBytes(num_pages=10), np.random.default_rng(seed)
-    for each in {line, other}:
-        memory.write(each * 64, rng.bytes(64))
-    before = [bytes(memory.read(each * 64)) for each in (line, other)]
-    if other == line or data in before:
-        return
-
-    memory.device.fault = MemoryFault(kind, other)
-    wrong = [line]
-    if kind == "misdirected_read":
-        with pytest.raises(DamageError, match=f"address {line * 64}"):
-            memory.read(line * 64)
-        assert bytes(memory.read(line * 64)) == before[0], "the lie was of that one read"
-        return
-    memory.write(line * 64, data, old=np.frombuffer(before[0], np.uint8))
-    wrong += [other] if kind == "misdirected_write" else []
-
-    assert {each // LINES_PER_PAGE for each in wrong} == set(memory.damaged_pages())
-    for each in wrong:
-        with pytest.raises(DamageError, match=f"address {each * 64} "):
-            memory.read(each * 64)
-    if len(wrong) == 2 and other in memory.layout.mates(line):
-        with pytest.raises(DamageError, match="another line of its stripe"):
-            memory.repair(line * 64)
-        return
-    for each in wrong:
-        memory.repair(each * 64)
-    assert bytes(memory.read(line * 64)) == data
-    assert bytes(memory.read(other * 64)) == before[1]
 
 
 @given(rows)

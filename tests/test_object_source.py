@@ -1,7 +1,5 @@
 """Object stores: the same bytes as from files, against a real S3 server; what goes wrong names the object."""
 
-from __future__ import annotations
-
 import http.client
 import io
 import json
@@ -11,7 +9,6 @@ import pickle
 import subprocess
 import sys
 import tarfile
-import threading
 
 import numpy as np
 import pytest
@@ -19,6 +16,7 @@ import pytest
 from headway.core.errors import FormatError, InputError
 from headway.data.bytes import object_source
 from headway.data.bytes.source import FolderSource, TarSource
+from tests.spawn import run_threads
 
 obstore = pytest.importorskip("obstore", reason="object stores need the extra `s3`")
 moto_server = pytest.importorskip(
@@ -94,17 +92,10 @@ def test_another_content_of_the_same_size_is_another_dataset(options, bucket):
 def test_many_objects_come_over_several_pages_and_in_order(options, tmp_path):
     request(options, "many-objects")
     store = obstore.store.from_url("s3://many-objects", **options)
-    threads = [
-        threading.Thread(
-            target=lambda first: [obstore.put(store, f"{k:05}.jpg", str(k).encode()) for k in range(first, 1004, 4)],
-            args=(first,),
-        )
-        for first in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(
+        lambda first: [obstore.put(store, f"{k:05}.jpg", str(k).encode()) for k in range(first, 1004, 4)],
+        [(first,) for first in range(4)],
+    )
     images = ObjectSource("s3://many-objects", **options)
 
     assert len(images) == 1004
@@ -136,11 +127,7 @@ def test_members_of_tar_shards_are_read_in_place_also_by_threads(options, tmp_pa
         for k in range(first, 10, 3):
             found[k] = objects.read(k)
 
-    threads = [threading.Thread(target=read, args=(first,)) for first in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(read, [(first,) for first in range(3)])
 
     assert len(objects) == len(files) == 10
     assert [found[k] for k in range(10)] == [files.read(k) for k in range(10)]

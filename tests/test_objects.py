@@ -1,7 +1,5 @@
 """A bucket as a store, and checkpoints in it: a real S3 server, spoken to by obstore only."""
 
-from __future__ import annotations
-
 import os
 import random
 import threading
@@ -15,15 +13,7 @@ from headway.checkpoint.layout.remote import BucketFiles
 from headway.core.errors import DamageError, HeadwayError, InputError
 from headway.storage.checks.verification import verify_store
 from headway.storage.commits.commit import StepTakenError
-from headway.storage.commits.object_commit import (
-    ObjectDraft,
-    abandon,
-    commit,
-    committed,
-    record_at,
-    recover,
-    remove,
-)
+from headway.storage.commits.object_commit import ObjectDraft, abandon, commit, committed, record_at, recover, remove
 from headway.storage.stored.objects import PART_BYTES, ObjectStore, claim, open_store, url_of
 from headway.storage.stored.store import LocalStore
 from tests import bucket_saves

@@ -1,7 +1,5 @@
 """Seneca's order: one storage read per item for all jobs, exactly once, nobody meets one augmented tensor twice."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

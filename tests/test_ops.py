@@ -1,7 +1,5 @@
 """Operators on one image: a resize is torch's own, bit by bit, wherever it reads and writes."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from hypothesis import given

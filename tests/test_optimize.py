@@ -1,7 +1,5 @@
 """The pipeline planner: orders, costs and slices against brute force, and against the published plans."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -11,7 +9,6 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.cli import main
 from headway.core.errors import CycleError, FormatError, InputError, UnknownNameError
 from headway.data.pipeline.operators import ops_text, parse_ops, read_ops, read_stats, stats_text
 from headway.data.pipeline.optimize import (
@@ -25,14 +22,8 @@ from headway.data.pipeline.optimize import (
     op_costs,
     plan,
 )
+from tests.launching import headway_here, json_of, refusal
 from tests.paths import ROOT, shared
-
-
-def command(*arguments):
-    """Exit code of `headway ARGUMENTS`."""
-    with pytest.raises(SystemExit) as leaving:
-        main(list(arguments))
-    return leaving.value.code
 
 
 @st.composite
@@ -208,13 +199,11 @@ def published_order(path, ids):
 
 
 @pytest.mark.parametrize("stats", PUBLISHED)
-def test_the_published_plans_are_found(stats, capsys):
+def test_the_published_plans_are_found(stats):
     ops = ROOT / "benchmarks" / "data" / f"{stats.split('/')[0]}.toml"
-    code = command("data", "plan", "--stats", str(shared(f"cedar/{stats}")), "--ops", str(ops), "--json")
-    answer = json.loads(capsys.readouterr().out)
+    answer = json_of("data", "plan", "--stats", shared(f"cedar/{stats}"), "--ops", ops, "--json")
     num_orders, cost, fused, submit, actors = PUBLISHED[stats]
 
-    assert code == 0
     assert answer["orders"] == num_orders == len(list(brute_orders_of(ops)))
     assert answer["cost_ms"] == pytest.approx(cost, abs=1e-4)
     assert [set(part) for part in answer["fused"]] == fused
@@ -310,13 +299,12 @@ def test_files_that_cannot_be_are_refused(tmp_path):
         PipelinePlan.from_json("{}")
 
 
-def test_the_command_explains_itself(capsys):
+def test_the_command_explains_itself():
     ops = ROOT / "benchmarks" / "data" / "simclrv2.toml"
     stats = shared("cedar/simclrv2/stats/cedar_remote.yaml")
 
-    assert command("data", "plan", "--stats", str(stats), "--ops", str(ops), "--explain") == 0
+    text = " ".join(headway_here("data", "plan", "--stats", stats, "--ops", ops, "--explain").stdout.split())
 
-    text = capsys.readouterr().out
-    assert "the least of 1260 legal orders" in " ".join(text.split())
-    assert "33 examples per submission" in " ".join(text.split())
-    assert command("data", "plan", "--json") == 2
+    assert "the least of 1260 legal orders" in text
+    assert "33 examples per submission" in text
+    assert refusal("data", "plan", "--json")

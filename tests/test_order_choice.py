@@ -1,7 +1,5 @@
 """The planner of orders: its simulation against laws and against plain counting; its choice against both candidates."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

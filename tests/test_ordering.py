@@ -1,7 +1,5 @@
 """The order that jobs share: the chosen strategy stays, "auto" changes at epochs only, and nobody's law changes."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 

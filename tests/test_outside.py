@@ -1,7 +1,5 @@
 """What a dataset goes by, wherever it is kept: where a training loop sets something, a look before and after differ."""
 
-from __future__ import annotations
-
 import ctypes
 import io
 import sys

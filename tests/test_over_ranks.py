@@ -1,7 +1,5 @@
 """A partitioned cache over the ranks of a real gloo job, below the loader and its forked workers."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 

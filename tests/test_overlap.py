@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from headway.cli import main
 from headway.comm.overlap.advise import overlapped_s
 from headway.comm.overlap.apply import overlap
 from headway.comm.overlap.chooser import LEAST_GAIN, fastest
@@ -27,7 +26,7 @@ from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.cost.overlaps import OVERLAPS, MatmulShape
 from headway.trace.rings.rank_tables import rank_tables
-from tests.launching import headway
+from tests.launching import headway, json_of, refusal
 from tests.paths import ROOT
 from tests.remedy_context import TestContext
 from tests.spawn import on_ranks
@@ -162,26 +161,17 @@ def test_a_form_that_always_takes_the_same_share_is_chosen_from_five_percent_on(
         assert min(shares.values(), default=1.0) >= 1 / LEAST_GAIN * 0.9999
 
 
-def code_of(arguments: list[str]) -> object:
-    """Run the command, and return its exit code."""
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    return ended.value.code
-
-
-def test_the_command_measures_each_shape_once_and_prints_the_contracted_rows(tmp_path, capsys, monkeypatch) -> None:
+def test_the_command_measures_each_shape_once_and_prints_the_contracted_rows(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     command = ["comm", "overlap", "--shapes", "24x16x8,rs:24x16x8", "--json"]
-    assert code_of(command) == 0
-    first = json.loads(capsys.readouterr().out)
+    first = json_of(*command)
     assert first["schema"] == "headway.comm-overlap/1"
     assert [row["shape"] for row in first["rows"]] == ["24x16x8", "rs:24x16x8"]
     for row in first["rows"]:
         assert set(row) == {"shape", "chosen", "plain_s", "chosen_s", "ideal_s"}
         assert row["ideal_s"] > 0
         assert 0 < row["chosen_s"] <= row["plain_s"]
-    assert code_of(command) == 0
-    assert json.loads(capsys.readouterr().out) == first  # from the table
+    assert json_of(*command) == first  # from the table
 
 
 @pytest.mark.parametrize(
@@ -193,13 +183,10 @@ def test_the_command_measures_each_shape_once_and_prints_the_contracted_rows(tmp
         (["--shapes", "2x2x2", "-o", "broken.json"], "Measure anew"),
     ],
 )
-def test_what_cannot_be_measured_is_one_message_and_exit_code_2(
-    arguments, message, tmp_path, capsys, monkeypatch
-) -> None:
+def test_what_cannot_be_measured_is_one_message_and_exit_code_2(arguments, message, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.json").write_text("{")
-    assert code_of(["comm", "overlap", *arguments]) == 2
-    assert message in capsys.readouterr().err
+    assert message in refusal("comm", "overlap", *arguments)
 
 
 @given(
@@ -288,7 +275,6 @@ def test_a_tensor_parallel_script_is_explained_planned_overlapped_and_compared(t
     recorded = headway("run", "--quiet", "--nproc-per-node", 2, "--out", before, "--", *job)
     assert recorded.returncode == 0, recorded.stderr
     seen = rank_tables(before)[0].matmuls
-    assert seen is not None
     assert (seen.ranks, seen.shapes) == (2, {"512x64x64": 2, "rs:512x64x64": 2})
 
     (refused,) = proposals(before, plan)

@@ -1,7 +1,5 @@
 """Who writes what of replicated tensors: everything once, in even shares, in long chunks."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What is packed comes back equal, of the same types and shapes, as views; what cannot be is named with its place."""
 
-from __future__ import annotations
-
 import enum
 import math
 from collections import OrderedDict, namedtuple

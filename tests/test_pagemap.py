@@ -1,7 +1,5 @@
 """Written pages as the kernel tells them: against a plain set, through reclaim, fork, many ranges, racing stores."""
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import mmap

@@ -1,7 +1,5 @@
 """Parameters of a plan: what the records of remedies take passes, anything else is refused with the rule."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from typing import get_args
@@ -82,19 +80,18 @@ def test_rules_of_one_remedy_are_said_in_words(name, parameter, value, rule):
 
 
 @pytest.mark.parametrize(
-    ("shapes", "said"), [({"8x8": "plain"}, "is not MxKxN"), ({"8x8x8": "ring"}, "Did you mean 'ring:W'")]
+    ("remedy", "parameters", "said"),
+    [
+        ("comm.overlap", {"shapes": {"8x8": "plain"}}, "is not MxKxN"),
+        ("comm.overlap", {"shapes": {"8x8x8": "ring"}}, "Did you mean 'ring:W'"),
+        ("comm.compress", {"codec": "zzz"}, "unknown codec 'zzz'"),
+        ("comm.compress", {"codec": "topk:-1"}, "k is '-1'"),
+        ("comm.compress", {"codec": {}}, "at least"),
+    ],
 )
-def test_forms_and_shapes_of_overlap_are_checked_before_anything_starts(shapes, said):
+def test_forms_shapes_and_codecs_are_checked_by_their_own_rules_before_anything_starts(remedy, parameters, said):
     with pytest.raises(InputError, match=said):
-        RECORDS["comm.overlap"].read({"shapes": shapes})
-
-
-@pytest.mark.parametrize(
-    ("codec", "said"), [("zzz", "unknown codec 'zzz'"), ("topk:-1", "k is '-1'"), ({}, "at least")]
-)
-def test_a_codec_that_there_is_not_is_refused_by_its_own_rule(codec, said):
-    with pytest.raises(InputError, match=said):
-        RECORDS["comm.compress"].read({"codec": codec})
+        RECORDS[remedy].read(parameters)
 
 
 @given(value=st.one_of(st.none(), st.text(), st.lists(st.integers()), st.floats(), st.integers(), st.booleans()))

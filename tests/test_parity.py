@@ -1,7 +1,5 @@
 """Parity of a committed checkpoint: what it says of itself, and what it says of damage."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor

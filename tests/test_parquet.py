@@ -1,7 +1,5 @@
 """Headway's own Parquet: what is read is what was written."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -99,21 +97,13 @@ def test_a_file_of_another_version_is_refused(tmp_path, monkeypatch):
         Trace.open(tmp_path / "a.parquet")
 
 
-def test_a_truncated_file_is_refused(tmp_path):
-    path = tmp_path / "a.parquet"
-    Trace.from_columns({"start_ns": range(1000)}).save(path)
-    path.write_bytes(path.read_bytes()[:-50])
-
-    with pytest.raises(FormatError, match="cannot be read as Parquet"):
-        parquet.read(path)
-
-
-def test_a_flipped_byte_in_the_data_is_found(tmp_path):
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-50], lambda data: data[: len(data) // 2] + b"\xff\0" + data[len(data) // 2 + 2 :]]
+)
+def test_a_truncated_file_and_flipped_bytes_in_the_data_are_found(damage, tmp_path):
     path = tmp_path / "a.parquet"
     Trace.from_columns({"start_ns": np.random.default_rng(0).integers(0, 2**60, 5000)}).save(path)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    path.write_bytes(data)
+    path.write_bytes(damage(path.read_bytes()))
 
     with pytest.raises(FormatError, match="cannot be read as Parquet"):
         parquet.read(path)

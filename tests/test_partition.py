@@ -1,8 +1,5 @@
 """PipeDream's partitioner: the published objectives, an obvious recurrence, brute force, bad input."""
 
-from __future__ import annotations
-
-import json
 import math
 from dataclasses import replace
 
@@ -11,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.cli import main
 from headway.core.errors import InputError
 from headway.parallel.planning.hierarchical import COMBINE, CROSSING, Topology, search
 from headway.parallel.planning.layers import LayerGraph
+from tests.launching import headway_here, json_of
 from tests.paths import shared
 
 TWO, FLAT16, FLAT8 = Topology((4, 4), (1e10, 1.25e9)), Topology((16,), (1.25e9,)), Topology((8,), (1.25e9,))
@@ -134,17 +131,13 @@ def test_a_plan_uses_each_layer_once_and_all_devices_and_is_no_slower_than_data_
     assert search(graph, topology, transfers="exact").objective_s <= found.objective_s
 
 
-def test_the_verb_prints_the_plan_and_advises_against_a_pipeline_that_loses(tmp_path, capsys):
+def test_the_verb_prints_the_plan_and_advises_against_a_pipeline_that_loses(tmp_path):
     times = "forward_compute_time=1.0, backward_compute_time=2.0"
     line = "node{0} -- Linear -- " + times + ", activation_size={1}, parameter_size=8\n"
     file = tmp_path / "graph.txt"
     file.write_text(line.format(1, "[4e8; 1e8]") + line.format(2, 4.0) + "\tnode1 -- node2\n")
-    for words in (["--json"], []):
-        with pytest.raises(SystemExit) as ended:
-            main(["parallel", "plan", "--profile", str(file), "--levels", "2", "--bandwidth", "1e9", *words])
-        assert ended.value.code == 0
-    first, _, text = capsys.readouterr().out.partition("\n")
-    answer = json.loads(first)
+    words = ("parallel", "plan", "--profile", file, "--levels", "2", "--bandwidth", "1e9")
+    answer, text = json_of(*words, "--json"), headway_here(*words).stdout
 
     assert answer["objective_s"] == pytest.approx(0.003, rel=1e-4)
     assert [stage["replicas"] for stage in answer["stages"]] == [2]

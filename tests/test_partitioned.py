@@ -1,14 +1,11 @@
 """A cache over hosts: every read is the source's, storage is read once for what is held, a dead host harms nobody."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import ExitStack, contextmanager
 
 import numpy as np
@@ -25,6 +22,8 @@ from headway.data.orders.job_order import DataShareError
 from headway.data.partitioned import partitioned
 from headway.data.partitioned.partitioned import Partitioned
 from headway.data.partitioned.peers import Identity, listen
+from tests.launching import wait_for
+from tests.spawn import run_threads
 
 TOKEN = "a secret"
 
@@ -75,11 +74,7 @@ def made(sources, capacities, *, ports=None, seed=0, **options):
 def started(hosts):
     """All hosts, having met each other."""
     with ExitStack() as stack:
-        threads = [threading.Thread(target=host.start, args=(20.0,)) for host in hosts]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_threads(lambda host: host.start(20.0), [(host,) for host in hosts])
         for host in hosts:
             stack.callback(host.close)
         yield hosts
@@ -156,9 +151,7 @@ def test_room_that_is_left_is_filled_with_copies_and_then_every_read_is_local():
     with started(made(sources, [50 * 101, 30 * 101])) as hosts:
         epoch(hosts, sources, 0, 0)
         held = [host.statistics().held_items for host in hosts]
-        deadline = time.monotonic() + 20
-        while hosts[0].statistics().held_items < 50 and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_for(lambda: hosts[0].statistics().held_items >= 50, 20)
         before = hosts[0].statistics()
         for item in range(50):
             assert hosts[0].read(item) == sources[0].payload(item)
@@ -181,15 +174,9 @@ def test_threads_of_all_hosts_may_read_at_once():
                 order = permute(200, first, number)
                 wrong.extend(k for k in range(200) if host.read(order(k)) != source.payload(order(k)))
 
-        threads = [
-            threading.Thread(target=read, args=(host, source, first))
-            for host, source in zip(hosts, sources, strict=True)
-            for first in range(3)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_threads(
+            read, [(host, source, first) for host, source in zip(hosts, sources, strict=True) for first in range(3)]
+        )
         assert all(host.statistics().peer_losses == 0 for host in hosts)
 
     assert wrong == []
@@ -266,10 +253,7 @@ def test_a_host_that_dies_and_comes_back_costs_storage_reads_and_nothing_else(mo
         with started([again]):
             item = held[0]
             assert again.read(item) == sources[1].payload(item)
-            deadline = time.monotonic() + 20
-            while one._away("host1") and time.monotonic() < deadline:
-                time.sleep(0.02)
-            assert not one._away("host1")
+            wait_for(lambda: not one._away("host1"), 20)
             assert again.holds(item) == (again.statistics().held_items == 1)
 
 
@@ -414,11 +398,7 @@ def test_hosts_with_different_data_say_so_at_the_start_and_name_both():
         except DataShareError as error:
             failures.append(str(error))
 
-    threads = [threading.Thread(target=start, args=(host,)) for host in (one, other)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(start, [(host,) for host in (one, other)])
     one.close()
     other.close()
 

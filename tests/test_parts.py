@@ -1,7 +1,5 @@
 """Parts: the same rows and codes as the whole trace, a rank at a time; and the same answers from them."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

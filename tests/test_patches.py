@@ -1,7 +1,5 @@
 """The table of patches: every entry goes in, stands for its original, comes out, and may break without harm."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Hosts that ask each other: answers, strangers, and peers that are gone, silent or wrong."""
 
-from __future__ import annotations
-
 import threading
 import time
 from contextlib import suppress
@@ -27,6 +25,7 @@ from headway.data.partitioned.peers import (  # fmt: skip
     split_address,
 )
 from headway.data.partitioned.shares import CacheShare
+from tests.spawn import run_threads
 
 TOKEN = "a secret"
 
@@ -86,11 +85,7 @@ def test_payloads_of_any_size_come_whole_to_threads_that_ask_together():
         for item in range(first, 40, 4):
             found[item] = bytes(peer.get(item).payload)
 
-    threads = [threading.Thread(target=ask, args=(first,)) for first in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(ask, [(first,) for first in range(4)])
     peer.close()
     server.close()
 

@@ -1,7 +1,5 @@
 """Perfetto's protobuf: every row comes back from the packets, tracks nest, flows join what belongs together."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """One pass over an image: checksums, digests, bytes."""
 
-from __future__ import annotations
-
 import io
 import zlib
 

@@ -1,7 +1,5 @@
 """Evaluation, the phases of a step and the script's own code: who owns which nanosecond, and which loader cost it."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from hypothesis import given

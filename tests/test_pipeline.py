@@ -1,7 +1,5 @@
 """Pipelines: what may change places, equal results in every order, thread and process, and every way to go wrong."""
 
-from __future__ import annotations
-
 import gc
 import json
 import random
@@ -14,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.cli import main
 from headway.core.errors import FormatError, InputError, UnknownNameError
 from headway.data import DataLoader, Pipeline, Resources, SyntheticJpeg
 from headway.data.bytes.scrutiny import Scrutiny
@@ -25,6 +22,7 @@ from headway.data.pipeline.chain import _GENERATORS, generator
 from headway.data.pipeline.operators import KINDS, Stage, may_swap
 from headway.data.pipeline.optimize import Op, PipelineProfile, legal_orders
 from headway.data.pipeline.optimize import plan as best_plan
+from tests.launching import json_of
 
 IMAGES = SyntheticJpeg(24, 64, 48, seed=3)
 
@@ -299,9 +297,7 @@ def test_a_batch_that_lost_all_its_examples_is_left_out_and_each_is_counted_once
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"num_workers": 2, "workers": "threads"}, {"num_workers": 1, "workers": "processes"}],
-    ids=str,
+    "options", [{}, {"num_workers": 2, "workers": "threads"}, {"num_workers": 1, "workers": "processes"}], ids=str
 )
 def test_damaged_examples_are_raised_or_skipped_and_counted(options):
     pipeline = Pipeline(Numbers(8, bad={2, 5})).batch(4)
@@ -460,22 +456,16 @@ def test_a_state_of_other_operators_is_refused():
     planned.loader(plan_in(planned, (0, 1, 6, 7, 2, 3, 4, 5))).load_state_dict(state)
 
 
-def test_the_commands_measure_and_check_a_pipeline(tmp_path, capsys):
+def test_the_commands_measure_and_check_a_pipeline(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(
         "from headway.data import Pipeline, SyntheticJpeg\n"
         "pipeline = Pipeline(SyntheticJpeg(8, 64, 48)).decode().to_float().crop(24, 24).batch(2)\n"
     )
 
-    def answer(*arguments):
-        with pytest.raises(SystemExit) as leaving:
-            main([*arguments, "--json"])
-        assert leaving.value.code == 0
-        return json.loads(capsys.readouterr().out)
-
-    measured = answer("data", "profile", f"{script}:pipeline", "--examples", "8", "--out", str(tmp_path / "p"))
-    again = answer("data", "plan", "--stats", str(tmp_path / "p.yaml"), "--ops", str(tmp_path / "p.toml"))
-    direct = answer("data", "plan", f"{script}:pipeline", "--check", "--out", str(tmp_path / "plan.json"))
+    measured = json_of("data", "profile", f"{script}:pipeline", "--examples", "8", "--out", tmp_path / "p", "--json")
+    again = json_of("data", "plan", "--stats", tmp_path / "p.yaml", "--ops", tmp_path / "p.toml", "--json")
+    direct = json_of("data", "plan", f"{script}:pipeline", "--check", "--out", tmp_path / "plan.json", "--json")
 
     assert [row["name"] for row in measured["ops"]] == ["source", "decode", "to_float", "crop"]
     assert again["order"] == direct["order"] == [0, 1, 3, 2]

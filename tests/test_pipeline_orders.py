@@ -1,7 +1,5 @@
 """Orders, lowering, checks and times of pipelines: laws, torch's own orders, closed forms, bad input."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -10,7 +8,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from headway.cli import main
 from headway.core.errors import CycleError, FormatError, InputError
 from headway.sim.pipeline.actions import RECV, SEND, Action, B, F, I, PipelineProgram, StageGraph, W
 from headway.sim.pipeline.lower import check, lower, peak_activations
@@ -18,6 +15,7 @@ from headway.sim.pipeline.orders import PipelineShape, gpipe, interleaved, one_f
 from headway.sim.pipeline.schedules import SCHEDULES
 from headway.sim.pipeline.simulate import StageCosts, bubble_sums, bubbles, costs_of, evaluate, simulate
 from tests import torch_orders
+from tests.launching import headway_here, json_of, refusal
 from tests.pipeline_rank import losses_and_gradients
 from tests.spawn import on_ranks
 
@@ -262,14 +260,10 @@ def test_a_program_from_a_file_that_is_none_is_refused(change):
     ("absent.csv", None, "cannot read"), ("empty.csv", "", "no action"), ("twice.csv", "0F0,0F0,0B0", "is there twice"),
     ("alone.json", "{}", "not a pipeline program"),
 ])  # fmt: skip
-def test_a_file_that_cannot_be_checked_is_one_error(name, text, said, tmp_path, capsys):
+def test_a_file_that_cannot_be_checked_is_one_error(name, text, said, tmp_path):
     if text is not None:
         (tmp_path / name).write_text(text)
-    with pytest.raises(SystemExit) as ended:
-        main(["parallel", "schedule", "check", str(tmp_path / name)])
-
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert said in refusal("parallel", "schedule", "check", str(tmp_path / name))
 
 
 @pytest.mark.slow
@@ -288,20 +282,14 @@ def test_a_program_with_a_changed_message_is_refused(case, data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_verbs_export_check_and_simulate_every_order(name, tmp_path, capsys):
+def test_the_verbs_export_check_and_simulate_every_order(name, tmp_path):
     v = {"interleaved": 2, "v": 2}.get(name, 1)
     shape = ["--schedule", name, "--stages", "4", "--microbatches", "8", "--interleave", str(v)]
     shape += ["--forward-ns", "10", "--input-ns", "12", "--weight-ns", "8"]
     file = tmp_path / "orders.csv"
-    for words in (
-        ["schedule", "export", *shape, "--output", str(file)],
-        ["schedule", "check", str(file), "--json"],
-        ["simulate", *shape, "--json"],
-    ):
-        with pytest.raises(SystemExit) as ended:
-            main(["parallel", *words])
-        assert ended.value.code == 0
-    report, found = map(json.loads, capsys.readouterr().out.splitlines())
+    assert headway_here("parallel", "schedule", "export", *shape, "--output", file).returncode == 0
+    report = json_of("parallel", "schedule", "check", file, "--json")
+    found = json_of("parallel", "simulate", *shape, "--json")
 
     assert max(report["peak_activations"]) / v == max(found["peak_activations"])
     assert found["makespan_ns"] >= 8 * 30

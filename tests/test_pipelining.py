@@ -1,7 +1,5 @@
 """Pipelines that run on gloo ranks: every schedule against the same training in one process."""
 
-from __future__ import annotations
-
 import copy
 import random
 import re

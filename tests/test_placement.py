@@ -1,7 +1,5 @@
 """Schemes for real logs: judged on what came later, and never more trusting than the log allows."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Charts without scripts: boxes and lines stand where the numbers say; the verbs that draw them write whole pages."""
 
-from __future__ import annotations
-
 import html
 import re
 
@@ -10,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.cli import main
 from headway.core.errors import InputError
 from headway.fault.attempts import ettr_over_time, stepped_s
 from headway.fault.fleet import Scenario, simulate
@@ -21,6 +18,7 @@ from headway.sim.pipeline.orders import PipelineShape, gpipe
 from headway.sim.recorded.program import Program
 from headway.trace.recording.runs import Run
 from headway.verbs.models.parallel_bubbles import recorded_step
+from tests.launching import headway_here, json_of, refusal
 from tests.paths import GOLDEN
 from tests.pipelines_made import costs, played
 from tests.test_cluster_prices import aws_json
@@ -103,24 +101,17 @@ def test_an_ettr_over_time_ends_at_the_ettr(tmp_path):
         (f"cluster prices {BEFORE} --data prices.json --device-type v100", 2),
     ],
 )  # fmt: skip
-def test_verbs_write_a_page_of_what_they_say(tmp_path, monkeypatch, capsys, words, figures):
+def test_verbs_write_a_page_of_what_they_say(tmp_path, monkeypatch, words, figures):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "fleet.toml").write_text(FLEET)
     aws_json(tmp_path)
-    with pytest.raises(SystemExit) as leaving:
-        main([*words.split(), "-o", "page.html", "--json"])
+    done = headway_here(*words.split(), "-o", "page.html", "--json", folder=tmp_path)
 
-    assert leaving.value.code in (0, 3), capsys.readouterr().err
+    assert done.returncode in (0, 3), done.stderr
     assert (tmp_path / "page.html").read_text().count("<figure") == figures
 
 
-def test_a_run_of_which_nothing_failed_has_no_ettr_to_draw(tmp_path, capsys):
-    for words, code in ((["--json"], 0), (["-o", str(tmp_path / "page.html")], 2)):
-        with pytest.raises(SystemExit) as leaving:
-            main(["fault", "incidents", str(BEFORE), *words])
-        assert leaving.value.code == code
-    shown = capsys.readouterr()
-
-    assert '"ettr": null' in shown.out
-    assert "nothing failed" in shown.err
+def test_a_run_of_which_nothing_failed_has_no_ettr_to_draw(tmp_path):
+    assert json_of("fault", "incidents", BEFORE, "--json")["ettr"] is None
+    assert "nothing failed" in refusal("fault", "incidents", BEFORE, "-o", tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()

@@ -1,7 +1,5 @@
 """DCP's own calls with headway's parts: the same files, both ways, at any failure an older checkpoint stands."""
 
-from __future__ import annotations
-
 import os
 import threading
 import warnings
@@ -29,8 +27,6 @@ from headway.core.errors import BackgroundError, DamageError, FormatError, Input
 from headway.storage import verify
 from headway.storage.commits.commit import committed
 from tests.spawn import on_ranks
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def state(seed=0):
@@ -313,9 +309,7 @@ def _four_ranks(root):
 
 @pytest.mark.slow
 def test_four_ranks_share_the_writing_by_rows_and_any_layout_loads_it(tmp_path):
-    answers = on_ranks(_four_ranks, 4, tmp_path)
-
-    assert answers == [(True, [0.0], [0.0], 0)] * 4
+    assert on_ranks(_four_ranks, 4, tmp_path) == [(True, [0.0], [0.0], 0)] * 4
     sizes = [(tmp_path / "step-1" / f"rank-{rank}" / f"__{rank}_0.distcp").stat().st_size for rank in range(4)]
     shared = sum(sizes) - 300 * 300 * 4  # what differs between ranks is the first one's
     assert max(sizes[1:]) < 1.2 * shared / 4

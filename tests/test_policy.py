@@ -1,7 +1,5 @@
 """The controller of the interval between checkpoints: laws, closed loop, both modes, bad input."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

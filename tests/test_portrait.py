@@ -1,7 +1,5 @@
 """Equal datasets have equal portraits in every process; whatever changes the data changes the portrait."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

@@ -1,8 +1,5 @@
 """Power of a site: closed forms, laws of smoothing and storage, the search against a grid, what is refused."""
 
-from __future__ import annotations
-
-import json
 import math
 import os
 import signal
@@ -20,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.power_search import grid_search, job_wave, random_spec
-from headway.cli import main
 from headway.core.errors import FormatError, InputError, UnknownNameError
 from headway.power import GridSpec, PowerModel, check, optimise, smooth, store
 from headway.power.apply import fill_gaps
@@ -29,6 +25,7 @@ from headway.power.smoothing import fill, of_run, slowed
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.ring import Recorder
+from tests.launching import code_and_json, refusal, wait_for
 from tests.oracles import smoothed, stored
 from tests.paths import ROOT
 from tests.remedy_context import apply
@@ -240,18 +237,15 @@ def test_a_run_on_an_accelerator_is_at_work_by_its_device_events():
     assert wave.power_w.tolist() == pytest.approx([770, 770, 170, 170, 170, 770, 170, 170, 170, 170])
 
 
-def test_a_recorded_run_is_checked_for_the_devices_that_its_ranks_stand_for(capsys):
+def test_a_recorded_run_is_checked_for_the_devices_that_its_ranks_stand_for():
     terms = (ROOT / "tests" / "golden" / "runs" / "before", "--spec", "moderate")
-    code, found = verb(capsys, "check", *terms, "--device", "H100-SXM5-80GB", "--devices", 20000, "--step-s", 0.005)
+    code, found = verb("check", *terms, "--device", "H100-SXM5-80GB", "--devices", 20000, "--step-s", 0.005)
 
     assert code in (0, 3)
     assert found["schema"] == "headway.power-check/1"
     assert 20000 * 70 <= found["mean_w"] <= 20000 * 700
     assert "each stands for" in found["basis"]
-    with pytest.raises(SystemExit) as leaving:
-        main(["power", "check", *map(str, terms)])
-    assert leaving.value.code == 2
-    assert "unknown device 'cpu'" in capsys.readouterr().err
+    assert "unknown device 'cpu'" in refusal("power", "check", *map(str, terms))
 
 
 def test_a_filler_waits_and_then_fills():
@@ -307,14 +301,6 @@ def gone(pid):
         return True
 
 
-def until(condition, seconds=30.0):
-    """Wait until something holds; returns whether it came to hold."""
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.01)
-    return condition()
-
-
 @pytest.fixture
 def rank(tmp_path):
     """A stand-in for a rank: a recorder with its ring, and what a remedy gets."""
@@ -330,7 +316,7 @@ def test_a_filler_works_while_its_rank_waits_and_only_then(rank):
     made = apply(fill_gaps, {"on_after_s": 0.01, "off_within_s": 0.005, "level": 1.0}, context)
     pid = made.facts["pid"]
     recorder.page.opened(SPANS["checkpoint.save"].code, time.perf_counter_ns())
-    worked = until(lambda: cpu_s(pid) > 0.1)
+    worked = wait_for(lambda: cpu_s(pid) > 0.1)
     recorder.page.closed()
     time.sleep(0.1)
     before = cpu_s(pid)
@@ -346,7 +332,7 @@ def test_a_filler_works_while_its_rank_waits_and_only_then(rank):
     with pytest.raises(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)  # it is no child of the rank: a script that waits for its children has none
     os.kill(pid, signal.SIGKILL)
-    assert until(lambda: gone(pid))
+    assert wait_for(lambda: gone(pid))
     context.undos[0]()  # ending what has ended is no error
 
 
@@ -360,7 +346,7 @@ def test_a_filler_ends_with_its_rank(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
 
-    assert until(lambda: gone(int(done.stdout)))
+    assert wait_for(lambda: gone(int(done.stdout)))
 
 
 def test_a_filler_is_refused_on_an_accelerator_and_with_levels_that_make_no_sense(rank, monkeypatch):
@@ -371,24 +357,21 @@ def test_a_filler_is_refused_on_an_accelerator_and_with_levels_that_make_no_sens
         apply(fill_gaps, {"level": 1.5}, rank[1])
 
 
-def verb(capsys, *words):
+def verb(*words):
     """Return the exit code of `headway power`, and its JSON."""
-    with pytest.raises(SystemExit) as leaving:
-        main(["power", *map(str, words), "--json"])
-    out = capsys.readouterr().out
-    return leaving.value.code, json.loads(out) if out else None
+    return code_and_json("power", *words, "--json")
 
 
-def test_a_file_is_checked_planned_and_exported(tmp_path, capsys):
+def test_a_file_is_checked_planned_and_exported(tmp_path):
     np.savez(tmp_path / "site.npz", power_w=square(4.0, 0.8, 300.0, 700.0, length_s=60.0), step_s=0.01)
     (tmp_path / "utility.toml").write_text(
         "ramp_w_per_s = 100\nrange_w = 300\nwindow_s = 30\nband_hz = [0.2, 5]\nband_rms_w = 50\n"
     )
     terms = (tmp_path / "site.npz", "--spec", tmp_path / "utility.toml")
-    code, checked = verb(capsys, "check", *terms)
-    planned_code, planned = verb(capsys, "plan", *terms, "--use", "floor,ramps,battery", "-o", tmp_path / "plan.json")
-    floor_code, _ = verb(capsys, "plan", *terms, "--use", "floor,ramps", "-o", tmp_path / "floor.json")
-    _, exported = verb(capsys, "export", tmp_path / "floor.json")
+    code, checked = verb("check", *terms)
+    planned_code, planned = verb("plan", *terms, "--use", "floor,ramps,battery", "-o", tmp_path / "plan.json")
+    floor_code, _ = verb("plan", *terms, "--use", "floor,ramps", "-o", tmp_path / "floor.json")
+    _, exported = verb("export", tmp_path / "floor.json")
 
     assert (code, checked["ok"]) == (3, False)
     assert checked["violations"][0] == {"limit": "ramp_w_per_s", "value": 400.0, "allowed": 100.0}
@@ -397,13 +380,12 @@ def test_a_file_is_checked_planned_and_exported(tmp_path, capsys):
     assert exported["settings"][0]["parameter"] in ("PERCENT_TMP_FLOOR", "RAMP_UP_RATE")
     assert exported["script"].startswith("import pynvml")
     battery = next(row for row in planned["mitigations"] if row["kind"] == "battery")
-    _, others = verb(capsys, "export", tmp_path / "plan.json")
+    _, others = verb("export", tmp_path / "plan.json")
     assert f"A battery of {battery['capacity_j'] / 3.6e6:,.4g} kWh" in others["others"][-1]
     (tmp_path / "coarse.toml").write_text("ramp_w_per_s = 100\nrange_w = 300\nwindow_s = 30\nband_hz = [0.2, 500]\n")
-    with pytest.raises(SystemExit) as leaving:
-        main(["power", "check", str(tmp_path / "site.npz"), "--spec", str(tmp_path / "coarse.toml")])
-    assert leaving.value.code == 2
-    assert "at most 0.001 s shows it" in capsys.readouterr().err
+    assert "at most 0.001 s shows it" in refusal(
+        "power", "check", str(tmp_path / "site.npz"), "--spec", str(tmp_path / "coarse.toml")
+    )
 
 
 @pytest.mark.parametrize(
@@ -437,6 +419,4 @@ def test_a_device_without_a_row_and_files_of_other_things_are_refused(tmp_path):
     with pytest.raises(FormatError, match=r"unknown key 'range'\. Did you mean 'range_w'"):
         GridSpec.read(path)
     (tmp_path / "x.npz").write_text("no")
-    with pytest.raises(SystemExit) as leaving:
-        main(["power", "check", str(tmp_path / "x.npz"), "--spec", "strict"])
-    assert leaving.value.code == 2
+    assert code_and_json("power", "check", tmp_path / "x.npz", "--spec", "strict")[0] == 2

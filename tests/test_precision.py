@@ -1,7 +1,5 @@
 """Precision per operator and rank: indicator against Monte Carlo, allocator against every choice, casts."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

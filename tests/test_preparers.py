@@ -1,9 +1,5 @@
 """What a server prepares: examples that come back as they were, the forms of each kind of dataset, and its identity."""
 
-from __future__ import annotations
-
-import threading
-
 import numpy as np
 import pytest
 import torch
@@ -15,6 +11,7 @@ from headway.data.bytes.packing import pack, unpack
 from headway.data.bytes.torch_examples import equal
 from headway.data.service.flights import PreparationTask
 from headway.data.service.torch_preparers import base_of, identity, plain, preparer_of, restored
+from tests.spawn import run_threads
 
 
 def work(item, draw=5, start=None, payload=None, keep=()):
@@ -104,11 +101,7 @@ def test_equal_draws_give_equal_examples_in_whatever_thread(how):
     def read(number):
         found[number] = [opened(preparer.prepare(work(3, draw))[0]["augmented"]) for draw in (5, 6, 5)]
 
-    threads = [threading.Thread(target=read, args=(k,)) for k in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(read, [(k,) for k in range(4)])
 
     assert all(found[k] == found[0] for k in range(4))
     assert found[0][0] == found[0][2] != found[0][1]

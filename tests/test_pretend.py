@@ -1,7 +1,5 @@
 """A host with devices, pretended: what is installed in the middle of torch's import, and asked of no driver."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What headway makes is the user's alone by default, and a folder that somebody else made first is not used."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -11,11 +9,11 @@ import pytest
 import torch
 
 from headway import Checkpointer
-from headway.cli import main
 from headway.core.errors import InputError
 from headway.core.files import private
 from headway.core.files.private import runtime_directory
 from headway.data import DataLoader
+from tests.launching import refusal
 from tests.paths import ROOT, python_path
 
 JOB = "import sys; print('said'); print('more', file=sys.stderr)"
@@ -53,11 +51,8 @@ def test_mode_opens_it_to_others(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["0", "600", "rwx", "7777", "1700"])
-def test_a_mode_that_locks_its_owner_out_is_refused(mode, capsys):
-    with pytest.raises(SystemExit) as leaving:
-        main(["run", "--mode", mode, "--", "job.py"])
-
-    assert (leaving.value.code, "--mode is" in capsys.readouterr().err) == (2, True)
+def test_a_mode_that_locks_its_owner_out_is_refused(mode):
+    assert "--mode is" in refusal("run", "--mode", mode, "--", "job.py")
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Communication probes on two real ranks: matched by group and number, and never changing a result."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Copy probes: they go in only beside a CUDA device, so the tests put them in by hand and copy to 'meta'."""
 
-from __future__ import annotations
-
 import time
 
 import torch

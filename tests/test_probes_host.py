@@ -1,17 +1,15 @@
 """Host probes: garbage collections, log records and compilation, each once and for as long as it took."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import logging
-import os
 import time
 
 import torch
 
 from headway.trace.events.vocabulary import FROM_CACHE, GC_CALLED
 from tests.recorded import recording, rows
+from tests.spawn import in_fork
 
 MS = 1_000_000
 
@@ -35,11 +33,7 @@ def test_every_collection_is_recorded_with_its_generation_and_whether_it_was_cal
 
 def test_a_forked_child_gets_no_ring_for_its_collections_alone(tmp_path):
     with recording(tmp_path):
-        pid = os.fork()
-        if pid == 0:
-            gc.collect()
-            os._exit(0)
-        os.waitpid(pid, 0)
+        assert in_fork(gc.collect) == 0
 
     assert len(list((tmp_path / "rings").iterdir())) == 1
 

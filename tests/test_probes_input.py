@@ -1,7 +1,5 @@
 """Input probes: the wait on the training thread, and fetch, run delay, prep and collate where the dataset runs."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Probes of modules and gradients: outermost calls only, on the training thread, and nothing else changes."""
 
-from __future__ import annotations
-
 import copy
 import io
 import os

@@ -1,7 +1,5 @@
 """State probes: saves, loads, syncs and renames, with what lies between them; nothing counted twice."""
 
-from __future__ import annotations
-
 import io
 import os
 import time
@@ -90,7 +88,6 @@ def test_a_step_between_save_and_sync_breaks_the_chain():
     assert not saves.knows("/")
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_only_the_outermost_save_is_recorded(tmp_path):
     with recording(tmp_path / "run"):
         dcp.save({"w": torch.ones(100)}, checkpoint_id=tmp_path / "dcp", no_dist=True)

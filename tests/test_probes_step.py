@@ -1,7 +1,5 @@
 """Optimizer probes: one row per step whatever the optimizer, the scaler, the scheduler or the compiler does."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Questions to a process from outside: its state, and its stacks by a signal that it catches, never for long."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

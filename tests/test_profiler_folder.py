@@ -1,7 +1,5 @@
 """A folder of profiler files is one trace of all ranks."""
 
-from __future__ import annotations
-
 import gzip
 
 import pytest

@@ -1,7 +1,5 @@
 """What a replay refuses to predict, and what it says when it does not."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What a client knows of its epoch: one bit per item, good for every rank and world, exact at the ends."""
 
-from __future__ import annotations
-
 import msgspec
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """The progress page: what the training thread stores is what a reader sees, and nobody else's stores show."""
 
-from __future__ import annotations
-
 import math
 import os
 import threading

@@ -1,7 +1,5 @@
 """The Prometheus endpoint: text that the client library parses, counters that never fall, one endpoint per host."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import socket
@@ -178,7 +176,6 @@ def test_counters_of_a_real_job_go_on_over_its_restart(tmp_path):
     with subprocess.Popen(
         command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as job:
-        assert job.stderr is not None
         found = None
         while found is None:
             found = re.search(r"metrics at (http://127\.0\.0\.1:\d+/metrics)", job.stderr.readline())

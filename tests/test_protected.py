@@ -1,7 +1,5 @@
 """A protected region: racing writers, crashes, forks, bad input. Its laws are in test_protected_laws.py."""
 
-from __future__ import annotations
-
 import faulthandler
 import hashlib
 import math

@@ -4,8 +4,6 @@ A model says what must be: it knows nothing of bits and files, only which page h
 and what the parity was made of.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

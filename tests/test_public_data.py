@@ -1,7 +1,5 @@
 """Public data beside the checkout is what its description says; without it a check is skipped."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

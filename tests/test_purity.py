@@ -1,7 +1,5 @@
 """The purity probe: what it lets through, what it finds, and that it leaves no trace."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Low-precision blocks: the error of one element, exact zeros, and numbers that cannot be encoded."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -13,11 +11,7 @@ from headway.core.errors import InputError, UnknownNameError
 from headway.runtime.quantize import FORMATS, LEAST_SCALE, decode, encode
 
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
-GRIDS = {
-    "int8": torch.arange(-127.0, 128.0),
-    "int4": torch.arange(-7.0, 8.0),
-    "fp8": E4M3[E4M3.isfinite()].unique(),
-}
+GRIDS = {"int8": torch.arange(-127.0, 128.0), "int4": torch.arange(-7.0, 8.0), "fp8": E4M3[E4M3.isfinite()].unique()}
 """Every number of each format, sorted."""
 
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)

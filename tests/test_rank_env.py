@@ -1,7 +1,5 @@
 """What a rank is started with: torchrun's variables, ours in front of the user's paths, a port of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

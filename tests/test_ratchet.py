@@ -1,7 +1,5 @@
 """Public names and options grow only on purpose: frozen in tests/golden/public.json, which `make golden` writes."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A fleet of Ray actors delivers what a fleet of processes and a DataLoader deliver, also when actors die."""
 
-from __future__ import annotations
-
 import os
 import signal
 

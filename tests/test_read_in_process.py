@@ -1,7 +1,5 @@
 """A batch that a worker or a thread cannot make is read in the process: the script meets what it would have met."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

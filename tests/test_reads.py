@@ -1,7 +1,5 @@
 """Read plans: whatever the layouts, every wanted element from its place, few bytes more, each once per group."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A recorded pipeline: its bubble booked, another order of it predicted, planned, and put under the script."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -135,7 +133,6 @@ def test_the_adviser_proposes_the_order_that_wins_most_and_keeps_gradient_order(
     setup = Setup.from_facts(program.facts, memory_bytes=0)
     (row,) = propose(None, program, setup)
 
-    assert isinstance(row, Proposal)
     assert (row.name, row.edits, row.allow) == ("parallel.schedule", ("schedule=zero_bubble",), None)
     assert row.predicted_speedup == pytest.approx(18 / 13, rel=0.1)
     assert len(row.parameters["order"]) == 3

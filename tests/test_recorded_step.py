@@ -1,7 +1,5 @@
 """A recorded job as a training step: played jobs whose truth is known, and what cannot be told is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

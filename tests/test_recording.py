@@ -1,7 +1,5 @@
 """The run folder: claimed once, described from the first moment, whole or not written."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

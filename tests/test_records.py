@@ -1,7 +1,5 @@
 """What torch.save files hold, told without torch and held to what torch loads."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Redaction: no byte of a planted secret is anywhere in a run folder but in the user's own output."""
 
-from __future__ import annotations
-
 import os
 import re
 import string

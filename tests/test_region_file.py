@@ -1,7 +1,5 @@
 """The files of a protected region: any loss that parity covers comes back, headers survive torn writes, bad sizes."""
 
-from __future__ import annotations
-
 import itertools
 import os
 

@@ -1,7 +1,5 @@
 """Where things lie in a protected region's files: headers come back, sections stay apart, bad sizes are refused."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

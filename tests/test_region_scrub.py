@@ -1,8 +1,5 @@
 """Scrub and repair offline and beside writers: what is believed, what is put back, what a report says."""
 
-from __future__ import annotations
-
-import json
 import math
 import os
 
@@ -16,6 +13,7 @@ from headway.storage.regions.file import RegionFile
 from headway.storage.regions.layout import sidecar_of
 from headway.storage.regions.protected import ProtectedRegion
 from headway.storage.regions.scrub import inspect, nothing_dirty, scrub
+from tests.launching import code_and_json
 
 PAGE = 4096
 
@@ -164,31 +162,28 @@ def test_a_file_cut_short_is_damage(path):
         inspect(path)
 
 
-def command(capsys, *arguments: object) -> tuple[int, dict]:
-    with pytest.raises(SystemExit) as leaving:
-        main(["storage", *map(str, arguments), "--json"])
-    out = capsys.readouterr().out
-    return int(leaving.value.code or 0), json.loads(out) if out else {}
+def command(*arguments: object) -> tuple[int, dict]:
+    return code_and_json("storage", *arguments, "--json")
 
 
-def test_the_command_finds_repairs_and_exits_accordingly(path, tmp_path, capsys):
+def test_the_command_finds_repairs_and_exits_accordingly(path, tmp_path):
     before = path.read_bytes()
-    assert command(capsys, "region", path)[0] == 0
+    assert command("region", path)[0] == 0
     flip(path, 7)
-    code, answer = command(capsys, "region", path)
+    code, answer = command("region", path)
     assert (code, answer["status"], answer["schema"]) == (3, "repairable", "headway.storage.region/1")
     assert answer["damaged"] == [{"page": 7, "offset_bytes": 7 * PAGE}]
-    code, answer = command(capsys, "region", path, "--repair", "--rate-mb-s", "1000")
+    code, answer = command("region", path, "--repair", "--rate-mb-s", "1000")
     assert (code, answer["status"], answer["repaired"], answer["damaged"]) == (0, "good", [7], [])
     assert path.read_bytes() == before
     flip(path, 4, 5)
-    code, answer = command(capsys, "region", path, "--repair")
+    code, answer = command("region", path, "--repair")
     assert (code, answer["status"], answer["unrepairable"]) == (3, "lost", [4, 5])
-    code, answer = command(capsys, "region", copy_of_an_open_region(path, tmp_path))
+    code, answer = command("region", copy_of_an_open_region(path, tmp_path))
     assert (code, answer["status"], answer["damaged"]) == (3, "unclean", [])
     assert [row["page"] for row in answer["unverified"]] == [3, 4, 5]
-    assert command(capsys, "region", tmp_path / "none")[0] == 2
-    assert command(capsys, "region", path, "--rate-mb-s", "0")[0] == 2
+    assert command("region", tmp_path / "none")[0] == 2
+    assert command("region", path, "--rate-mb-s", "0")[0] == 2
 
 
 def test_the_command_shows_pages_and_what_to_do(path, capsys):
@@ -202,8 +197,8 @@ def test_the_command_shows_pages_and_what_to_do(path, capsys):
     assert "Run it again with --repair." in shown
 
 
-def test_the_command_says_which_back_ends_work_here(capsys):
-    code, answer = command(capsys, "backends")
+def test_the_command_says_which_back_ends_work_here():
+    code, answer = command("backends")
 
     assert (code, answer["schema"]) == (0, "headway.storage.backends/1")
     assert [row["name"] for row in answer["backends"]] == ["pagemap_scan", "explicit", "rehash"]

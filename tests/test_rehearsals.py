@@ -1,7 +1,5 @@
 """What remedies would say of a loader is asked while it is recorded, apart, and is what they say when applied."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -21,7 +19,7 @@ from headway.data.workers.torch_threads import different
 from headway.runtime.recorder import rereading as rehearsals
 from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.recording.assemble import loaders
-from tests.loaders_made import ByTurns, Squares
+from tests.loaders_made import ByTurns, Noisy, Squares
 from tests.remedy_context import applied
 
 FACTOR = [1]
@@ -50,11 +48,6 @@ class Scaled(Squares):
         return torch.tensor([index * FACTOR[0]])
 
 
-class Drawn(Squares):
-    def __getitem__(self, index):
-        return torch.rand(2)
-
-
 class Hangs(Squares):
     def __getitem__(self, index):
         time.sleep(600)
@@ -79,7 +72,7 @@ def rehearsed(loader, run, monkeypatch):
     "make",
     [
         lambda: DataLoader(Squares(), 4), lambda: DataLoader(Counted(), 4), lambda: DataLoader(HoldsAFile(), 4),
-        lambda: DataLoader(Squares(), 4, sampler=ByTurns()), lambda: DataLoader(Drawn(), 4),
+        lambda: DataLoader(Squares(), 4, sampler=ByTurns()), lambda: DataLoader(Noisy(), 4),
         lambda: DataLoader(Squares(), 4, worker_init_fn=seed_worker),
     ],
     ids=["pure", "counts its readings", "open file", "own sampler", "draws", "seeds its workers"],
@@ -152,7 +145,7 @@ def test_a_worker_init_fn_may_run_where_it_only_seeds(start, reason):
 
 
 def test_a_worker_init_fn_that_seeds_stays_out_where_examples_are_drawn():
-    loader = DataLoader(Drawn(), 4, worker_init_fn=seed_worker)
+    loader = DataLoader(Noisy(), 4, worker_init_fn=seed_worker)
 
     assert "draws random numbers" in untunable(loader, may_draw=True)
 

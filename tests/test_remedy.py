@@ -1,7 +1,5 @@
 """Remedies inside a rank: resolved by name, applied or refused with a reason, undone, and results unchanged."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

@@ -1,15 +1,11 @@
 """Repair: bit for bit, only what is damaged, and again after a crash."""
 
-from __future__ import annotations
-
-import json
 import os
 import shutil
 
 import numpy as np
 import pytest
 
-from headway.cli import main
 from headway.core.errors import DamageError, FormatError, InputError
 from headway.storage.checks import repair as module
 from headway.storage.checks.repair import repair
@@ -17,15 +13,10 @@ from headway.storage.checks.verification import verify
 from headway.storage.redundancy.parity_files import ParityFacts
 from headway.storage.stored.manifest import read_record
 from tests import redundant
+from tests.launching import headway_here, json_of, refusal
 from tests.redundant import content, flip, lose, protected, put_back
 
 no_fsync, checkpoint, copy = redundant.no_fsync, redundant.checkpoint, redundant.copy
-
-
-def command(*arguments):
-    with pytest.raises(SystemExit) as leaving:
-        main([str(argument) for argument in arguments])
-    return leaving.value.code
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (0, 3), (1, 2), (2, 5), (0, 5)])
@@ -192,16 +183,13 @@ def test_nothing_is_put_in_place_that_is_not_what_was_saved(copy, monkeypatch):
     assert content(copy) == before
 
 
-def test_the_command_repairs_and_says_so(copy, capsys):
+def test_the_command_repairs_and_says_so(copy):
     good = content(copy)
     lose(copy, 4)
 
-    assert command("ckpt", "repair", copy, "--dry-run", "--json") == 3
-    planned = json.loads(capsys.readouterr().out)
-    assert command("ckpt", "repair", copy.parent) == 0
-    text = capsys.readouterr().out
-    assert command("ckpt", "repair", copy, "--json") == 0
-    again = json.loads(capsys.readouterr().out)
+    planned = json_of("ckpt", "repair", copy, "--dry-run", "--json", code=3)
+    text = headway_here("ckpt", "repair", copy.parent).stdout
+    again = json_of("ckpt", "repair", copy, "--json")
 
     assert (planned["schema"], planned["status"]) == ("headway.ckpt.repair/1", "repairable")
     assert "rank-4/__4_0.distcp" in planned["files"]
@@ -211,32 +199,30 @@ def test_the_command_repairs_and_says_so(copy, capsys):
     assert content(copy) == good
 
 
-def test_of_a_run_the_newest_checkpoint_is_repaired_also_when_its_record_is_lost(tmp_path, capsys):
+def test_of_a_run_the_newest_checkpoint_is_repaired_also_when_its_record_is_lost(tmp_path):
     protected(tmp_path, "xor", world_size=2, rows=60, step=9)
     newest = protected(tmp_path, "xor", world_size=2, rows=60, step=10)
     good = content(newest)
     lose(newest, 0)
 
-    assert command("ckpt", "repair", tmp_path) == 0
-    assert "step-10" in "".join(capsys.readouterr().out.split())  # a long path is wrapped
+    assert "step-10" in "".join(headway_here("ckpt", "repair", tmp_path).stdout.split())  # a long path is wrapped
     assert content(newest) == good
 
 
-def test_the_command_names_what_is_lost(copy, capsys):
+def test_the_command_names_what_is_lost(copy):
     lose(copy, 1, 3, 5)
 
-    assert command("ckpt", "repair", copy) == 3
-    text = capsys.readouterr().out
+    done = headway_here("ckpt", "repair", copy)
 
-    assert "lost of ranks 1, 3, 5" in text
-    assert "model.weight rows 500.." in text
+    assert done.returncode == 3
+    assert "lost of ranks 1, 3, 5" in done.stdout
+    assert "model.weight rows 500.." in done.stdout
 
 
-def test_bad_input_is_told(tmp_path, capsys):
+def test_bad_input_is_told(tmp_path):
     with pytest.raises(FormatError, match="no commit record"):
         repair(tmp_path)
-    assert command("ckpt", "repair", tmp_path / "missing") == 2
-    assert "Name the folder of a checkpoint" in capsys.readouterr().err
+    assert "Name the folder of a checkpoint" in refusal("ckpt", "repair", tmp_path / "missing")
 
 
 @pytest.mark.parametrize("name", ["rank-3", "rank-3/__3_0.distcp", "rank-3/manifest.json"])

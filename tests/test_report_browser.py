@@ -3,8 +3,6 @@
 Skipped where playwright or a Chromium is not installed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import shutil
@@ -147,7 +145,6 @@ def test_on_a_phone_no_row_of_a_table_is_squeezed_into_a_tower(opened: Opener) -
 
 def test_arrow_keys_read_the_recorded_values(opened: Opener) -> None:
     data = dataclasses.replace(demo_report(), first_step=100)
-    assert data.step_s is not None
     page = opened(data).page
 
     page.focus("#steps-figure")

@@ -1,7 +1,5 @@
 """Purity over time: a dataset whose examples change while training goes on is found, and no other is; nothing waits."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random
@@ -18,17 +16,10 @@ from torch.utils.data import DataLoader
 
 from headway.runtime.recorder.rereading import LATER, Rereadings, checksum, detached
 from headway.trace.events.loader_facts import LoaderFacts, unkept, unmovable, unshared, unthreadable
-from tests.loaders_made import Squares
+from tests.loaders_made import Ratio, Squares
 from tests.recorded import recording
 
 EPOCH = [0]
-
-
-class Ratio(Squares):
-    ratio = 0
-
-    def __getitem__(self, index):
-        return torch.tensor([index, self.ratio])
 
 
 class Drawn(Squares):

@@ -1,8 +1,5 @@
 """Pipelines that lost workers: laws of the rerouted step, the published example, the bound, bad input, the verbs."""
 
-from __future__ import annotations
-
-import json
 import math
 import re
 from pathlib import Path
@@ -12,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.cli import main
 from headway.core.errors import FormatError, InputError
 from headway.parallel import ElasticPlan, PipelineProgram, StageGraph, check, lower, replan, replicate, reroute
 from headway.parallel.elastic.reroute import stage_span_ns
@@ -22,6 +18,7 @@ from headway.sim.pipeline.list_schedule import graph_1f1b
 from headway.sim.pipeline.orders import PipelineShape, gpipe, interleaved, one_f_one_b
 from headway.sim.pipeline.schedules import SCHEDULES
 from headway.sim.pipeline.simulate import StageCosts, costs_of, simulate
+from tests.launching import headway_here, json_of
 
 
 @st.composite
@@ -258,43 +255,38 @@ def test_a_trace_that_is_none_says_which_line(text, message, tmp_path):
         HostTrace.read(tmp_path / "trace.csv")
 
 
-def answer_of(capsys: pytest.CaptureFixture[str], options: str) -> dict[str, object]:
+def answer_of(options: str) -> dict[str, object]:
     """Return what a verb of the room prints as JSON."""
-    with pytest.raises(SystemExit) as end:
-        main(["parallel", *options.split(), "--json"])
-    assert end.value.code == 0
-    return json.loads(capsys.readouterr().out)
+    return json_of("parallel", *options.split(), "--json")
 
 
-def test_the_verbs_print_the_example_and_a_program_that_runs(capsys):
-    planned = answer_of(capsys, "replan --replicas 3 --stages 4 --microbatches 6 --fail 1:2")
+def test_the_verbs_print_the_example_and_a_program_that_runs():
+    planned = answer_of("replan --replicas 3 --stages 4 --microbatches 6 --fail 1:2")
     program = PipelineProgram.from_json(planned["schedule"])
     options = "--replicas 3 --stages 4 --microbatches 6 --forward-ns 1 --input-ns 1 --weight-ns 1 --cap 8"
-    naive = answer_of(capsys, f"simulate {options} --fail 1:2")
-    split = answer_of(capsys, f"simulate {options} --schedule zero_bubble --fail 1:2")
+    naive = answer_of(f"simulate {options} --fail 1:2")
+    split = answer_of(f"simulate {options} --schedule zero_bubble --fail 1:2")
 
     check(program, 8)
     assert [planned[key] for key in ("span_ns", "fault_free_span_ns", "bound_ns")] == [27, 27, 27]
     assert (simulate(program, costs_of(PipelineShape(4, 1))).makespan_ns, planned["makespan_ns"]) == (29, 29)
-    assert answer_of(capsys, f"simulate {options}").keys() == naive.keys()
+    assert answer_of(f"simulate {options}").keys() == naive.keys()
     assert (naive["makespan_ns"], split["makespan_ns"], split["span_ns"]) == (36, 29, 27)
     assert naive["peak_activations"][6] == 0
 
 
-def test_the_verb_replays_a_trace(capsys, tmp_path):
+def test_the_verb_replays_a_trace(tmp_path):
     trace_of(tmp_path, "0+a 0+b 0+c 0+d 120-a 215-b")
     second = "--forward-ns 1000000000 --input-ns 1000000000 --weight-ns 1000000000"
     options = f"--replicas 2 --stages 2 --microbatches 3 {second} --trace {tmp_path / 'trace.csv'} --copy-s 7"
-    facts = answer_of(capsys, f"replan {options}")
+    facts = answer_of(f"replan {options}")
 
     assert (facts["steps"], facts["switches"], facts["restarts"], facts["paused_s"]) == (15, 2, 0, 10)
     assert facts["gain"] == pytest.approx(15 / (10 + 95 / 21))
 
 
 @pytest.mark.parametrize("fail", ["1-2", "1:2:3", "9:0", "0:0,1:0", "a:b"])
-def test_a_wrong_worker_ends_with_exit_code_2(fail, capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["parallel", "replan", "--replicas", "2", "--stages", "3", "--microbatches", "4", "--fail", fail])
+def test_a_wrong_worker_ends_with_exit_code_2(fail):
+    done = headway_here("parallel", "replan", "--replicas", "2", "--stages", "3", "--microbatches", "4", "--fail", fail)
 
-    assert end.value.code == 2
-    assert capsys.readouterr().out == ""
+    assert (done.returncode, done.stdout) == (2, "")

@@ -1,7 +1,5 @@
 """Replicas of a pipeline on processes: what a rank does that is killed, the others do, and nothing else changes."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """A part of the matrix of saving and loading layouts; all of it: headway bench reshard_matrix --full."""
 
-from __future__ import annotations
-
 import zlib
 
 import pytest

@@ -1,7 +1,5 @@
 """A resident loader: its first batch again and again, unspoilt, where the script wants it."""
 
-from __future__ import annotations
-
 from collections import namedtuple
 from contextlib import contextmanager, nullcontext
 

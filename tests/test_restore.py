@@ -1,7 +1,5 @@
 """Restoring into live objects: what is refused before anything changes, what is verified, whose objects."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import warnings

@@ -1,7 +1,5 @@
 """Which checkpoint is restored, and from where its bytes come."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,20 +1,18 @@
 """Another scheme of parity: data files untouched, IO under a cap, one of the two schemes whole at any point."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter
 
 import pytest
 
-from headway.cli import main
 from headway.core.errors import DamageError, InputError
 from headway.storage.checks.repair import repair
 from headway.storage.checks.verification import verify
 from headway.storage.redundancy.parity import check, state
 from headway.storage.redundancy.restripe import restripe
 from tests import redundant
+from tests.launching import json_of
 from tests.redundant import content, flip, lose, protected, put_back
 
 no_fsync, copy = redundant.no_fsync, redundant.copy
@@ -176,14 +174,11 @@ def test_damaged_data_are_told_and_the_old_parity_stays(copy):
     assert repair(copy).status == "repaired"
 
 
-def test_the_command_takes_all_checkpoints_of_a_run(tmp_path, capsys):
+def test_the_command_takes_all_checkpoints_of_a_run(tmp_path):
     for step in (1, 2):
         protected(tmp_path, "xor", world_size=3, rows=300, step=step)
-    with pytest.raises(SystemExit) as leaving:
-        main(["storage", "restripe", str(tmp_path), "--to", "2+2", "--cap-mb-s", "500", "--json"])
-    answer = json.loads(capsys.readouterr().out)
+    answer = json_of("storage", "restripe", str(tmp_path), "--to", "2+2", "--cap-mb-s", "500", "--json")
 
-    assert leaving.value.code == 0
     assert answer["schema"] == "headway.storage.redundancy.restripe/1"
     assert [(row["before"], row["after"]) for row in answer["checkpoints"]] == [("2+1", "2+2")] * 2
 

@@ -1,22 +1,9 @@
 """A loader's state taken at every place: before a pass, in it, at its end, between two, after the last one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
-from benchmarks.jobs.resume_kinds import (
-    ITEMS,
-    SAMPLED,
-    STREAMED,
-    after,
-    once_each,
-    places,
-    plain,
-    played,
-    rest,
-    served,
-)
+from benchmarks.jobs.resume_kinds import ITEMS, SAMPLED, STREAMED, after, once_each, places, plain, played, rest, served
 from headway.data.fleet.torch_fleet import Fleet
 from tests.served_made import end, only, runtime  # noqa: F401 - servers of these tests have a folder of their own
 

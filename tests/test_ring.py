@@ -1,7 +1,5 @@
 """A ring never gives a slot away while somebody reads it, never loses one, and says so when memory is short."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Random number generators go on where they were."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What the processes of a host agree on before they take memory for images."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

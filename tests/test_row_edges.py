@@ -1,7 +1,5 @@
 """Dependencies written down between rows: complete, within a rank, and never a cycle."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

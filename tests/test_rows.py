@@ -1,7 +1,5 @@
 """Rows: what comes out is what torch's default collate function returns, to the bit, type and stride."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -95,11 +93,7 @@ def test_what_the_default_collate_function_makes_of_unlike_examples_is_left_to_i
 
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda: torch.eye(2000).to_sparse(),
-        lambda: torch.zeros(5000, device="meta"),
-        lambda: torch.zeros(2, 5000).T,
-    ],
+    [lambda: torch.eye(2000).to_sparse(), lambda: torch.zeros(5000, device="meta"), lambda: torch.zeros(2, 5000).T],
     ids=["sparse", "meta", "transposed"],
 )
 def test_a_tensor_that_is_no_plain_row_of_memory_is_left_alone(make):

@@ -1,7 +1,5 @@
 """Typed run.json: newer, older and partial ones are read, and a value of another type is one clear error."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -41,8 +39,7 @@ def test_a_value_of_another_type_is_one_error_that_names_file_key_value_and_rule
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("loaders", 3), ("applied", {"name": "host.gc"}), ("host_load", "none"), ("host_series", [1])],
+    ("key", "value"), [("loaders", 3), ("applied", {"name": "host.gc"}), ("host_load", "none"), ("host_series", [1])]
 )
 def test_what_only_advice_rests_on_costs_no_run_when_it_is_damaged(tmp_path: Path, key: str, value: Any) -> None:
     made = RunMaker(ranks=1, steps=3).make()

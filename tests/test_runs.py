@@ -1,7 +1,5 @@
 """Run folders: opened whole, cut short, or merged from several hosts; clocks apart by a constant change nothing."""
 
-from __future__ import annotations
-
 import json
 import resource
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Pickles without execution: what is read is inert, what is written torch reads."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import pickle

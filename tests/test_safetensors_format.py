@@ -1,7 +1,5 @@
 """Heads of safetensors files: what the library writes is read, what breaks a rule is refused."""
 
-from __future__ import annotations
-
 import json
 import struct
 

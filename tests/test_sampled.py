@@ -1,7 +1,5 @@
 """Runs on devices: profiler windows extrapolated to the steps between them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which sampler decides an order is found wherever it hides; remedies read ahead only what nothing can change."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.data import (
@@ -22,7 +20,7 @@ from headway.data.workers.apply import untunable, workers
 from headway.data.workers.torch_threads import threads, unthreadable
 from headway.runtime.calls.probe_input import loader_facts
 from headway.runtime.script.draws import order_generators, sampler_of
-from tests.loaders_made import ByTurns, Squares, epochs
+from tests.loaders_made import ByTurns, Ratio, Squares, epochs
 from tests.remedy_context import applied
 
 REMEDIES = {
@@ -185,15 +183,6 @@ def test_headways_loader_goes_on_in_the_order_of_a_sampler_inside_batch_samplers
     later.load_state_dict(loader.state_dict())
 
     assert list(later) == list(batches)
-
-
-class Ratio(Squares):
-    """Its examples depend on what the loop sets."""
-
-    ratio = 0.0
-
-    def __getitem__(self, index):
-        return torch.tensor([index, self.ratio])
 
 
 def steered_dataset(first):

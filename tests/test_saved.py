@@ -1,7 +1,5 @@
 """What survives a failure: steps before the checkpoint that the next attempt went on from."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """A rank's part of a save, the commit, and how a save that cannot be is given up."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

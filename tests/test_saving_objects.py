@@ -1,7 +1,5 @@
 """Checkpoints that a job saves to a bucket and restores from it, and what the commands say of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -88,7 +86,6 @@ def test_ranks_meet_in_the_bucket_and_another_number_of_them_goes_on(root, envir
     assert restored[0][:2] == (2, saved[0][2])
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_checkpointer_saves_to_a_bucket_and_restores_from_it(root, tmp_path):
     model = torch.nn.Linear(40, 30)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,7 +1,5 @@
 """Which step is saved next, and what steps take."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

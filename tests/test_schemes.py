@@ -1,7 +1,5 @@
 """Schemes of redundancy: what each tolerates, and how long data lives, against chains that are solved in full."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Scrubbing: all checkpoints, the longest unverified first, at a bounded rate."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Forward and backward rows: derived from what comes before a backward, never overlapping, inside their step."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

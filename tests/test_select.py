@@ -1,7 +1,5 @@
 """Selective-Backprop: how many examples are kept, which ones, and that nothing else of the training changes."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools

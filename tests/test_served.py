@@ -1,13 +1,10 @@
 """A served loader gives what torch's own gives, each item once, shared by jobs; and outlives its server."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os
 import subprocess
 import sys
-import threading
 import warnings
 
 import pytest
@@ -22,6 +19,7 @@ from headway.data.service import torch_served as served
 from tests.paths import ROOT, python_path
 from tests.served_made import Rows, end, ids, only
 from tests.served_made import runtime as runtime
+from tests.spawn import run_threads
 from tests.test_server import facts
 
 
@@ -103,11 +101,7 @@ def test_ranks_of_a_job_share_its_global_batches(monkeypatch):
 
     # Loaders number themselves as they begin; in two processes each is its process's first.
     monkeypatch.setattr(links, "_number", itertools.repeat(0))
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    run_threads(run, [(rank,) for rank in (0, 1)])
 
     for epoch in (0, 1):
         assert sorted(sum(sum((taken[rank][epoch] for rank in (0, 1)), []), [])) == list(range(40))  # noqa: RUF017

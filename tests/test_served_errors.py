@@ -1,7 +1,5 @@
 """Errors and timeouts of a served loader are those of its dataset and of torch; mistakes are one clear error."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import resource
@@ -15,6 +13,7 @@ from torch.utils.data import TensorDataset
 from headway.core.errors import DamageError, FormatError, HeadwayError, InputError
 from headway.data import DataLoader, DataServer, DataShareError, Pipeline, SyntheticJpeg
 from headway.data.service import torch_links as links
+from tests.launching import wait_for
 from tests.served_made import Rows, end, ids, only, server_of
 from tests.served_made import runtime as runtime
 
@@ -129,9 +128,7 @@ def test_a_server_whose_starter_did_not_wait_serves_the_next_caller(runtime):
     data = Rows(4, nap_s=0.2)
     with pytest.raises(RuntimeError, match="timed out"):
         iter(DataLoader(data, timeout=0.1, server="auto"))
-    until = time.monotonic() + 30
-    while not list(runtime.glob("*.sock")) and time.monotonic() < until:
-        time.sleep(0.01)  # it goes on to start
+    wait_for(lambda: list(runtime.glob("*.sock")), 30)  # it goes on to start
     pid = server_of(only(runtime))
 
     assert ids(DataLoader(data, server="auto")) == [0, 1, 2, 3]

@@ -1,7 +1,5 @@
 """A served loader outlives its server: killed, or with a rank that is done or gone; by hand, it ends with one error."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os
@@ -23,10 +21,11 @@ from headway.data import DataLoader, DataServer
 from headway.data.service import server
 from headway.data.service import torch_links as links
 from headway.data.service import torch_start as serving
+from tests.launching import wait_for
 from tests.paths import ROOT
 from tests.served_made import Rows, end, ids, only, server_of
 from tests.served_made import runtime as runtime
-from tests.test_server import facts, until
+from tests.test_server import facts
 
 
 def test_it_outlives_its_server_killed_in_mid_epoch_up_to_three_times(runtime):
@@ -97,7 +96,7 @@ def test_a_rank_in_mid_epoch_goes_on_exactly_behind_a_lost_server_when_another_w
     taken = ids(next(iterator) for _ in range(3)) + ids(first)
     del first
     gc.collect()
-    until(lambda: facts(only(runtime))["clients"] == 1)
+    wait_for(lambda: facts(only(runtime))["clients"] == 1)
     end(only(runtime), signal.SIGKILL)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the restart
@@ -135,7 +134,7 @@ def test_a_rank_that_waits_for_one_that_has_gone_says_so_and_what_ends_the_wait(
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         waiting.start()
-        until(lambda: any("has waited" in str(one.message) for one in told))
+        wait_for(lambda: any("has waited" in str(one.message) for one in told))
         taken += ids(ahead)
         waiting.join(30)
 
@@ -159,7 +158,7 @@ def test_a_lost_server_is_noticed_and_replaced_also_while_a_fork_of_it_lives(run
     taken = ids(next(iterator) for _ in range(3)) + ids(first)
     del first
     gc.collect()
-    until(lambda: facts(only(runtime))["clients"] == 1)
+    wait_for(lambda: facts(only(runtime))["clients"] == 1)
     pid = server_of(only(runtime))
     forks = psutil.Process(pid).children()
     os.kill(pid, signal.SIGKILL)

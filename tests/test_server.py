@@ -1,7 +1,5 @@
 """The server's loop: each rank gets its items once, the dead and the mute harm nobody, nonsense is one clear error."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
@@ -9,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import msgspec
@@ -38,7 +35,9 @@ from headway.data.service.messages import (
     packed_items,
 )
 from headway.data.service.server import Daemon, DataServer, listen
+from tests.launching import wait_for
 from tests.paths import ROOT
+from tests.spawn import run_threads
 
 SIZE = 60
 
@@ -152,14 +151,6 @@ def facts(path):
     return told.facts
 
 
-def until(condition, timeout_s=20.0):
-    """Wait for something that another thread does; fail when it does not come."""
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 @pytest.mark.parametrize("order", ["independent", "shared", "dependent", "opportunistic", "auto"])
 def test_two_jobs_at_once_each_get_every_item_once_an_epoch_for_several_epochs(serve, order):
     _, path = serve(order=order, cache_bytes=2000)
@@ -170,11 +161,7 @@ def test_two_jobs_at_once_each_get_every_item_once_an_epoch_for_several_epochs(s
         taken[name] = [sorted(flat(caller.begin(epoch, epoch).all())) for epoch in range(3)]
 
     mine = {"all": None, "some": packed_items(range(20, 50))}
-    threads = [threading.Thread(target=job, args=entry) for entry in mine.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    run_threads(job, mine.items())
 
     assert taken == {"all": [list(range(60))] * 3, "some": [list(range(20, 50))] * 3}
 
@@ -253,7 +240,7 @@ def test_a_client_that_goes_leaves_its_job_and_the_others_go_on(serve):
     one, other = Caller(path, "one").begin(), Caller(path, "other").begin()
     one.next()
     one.channel.close()
-    until(lambda: list(facts(path)["jobs"]) == ["other"])
+    wait_for(lambda: list(facts(path)["jobs"]) == ["other"])
 
     assert sorted(flat(other.all())) == list(range(SIZE))
 
@@ -274,7 +261,7 @@ def test_a_client_killed_with_a_child_that_holds_its_socket_is_noticed_too(serve
     process.kill()
     process.wait(20)
 
-    until(lambda: facts(path)["jobs"] == {})
+    wait_for(lambda: facts(path)["jobs"] == {})
     os.kill(child, signal.SIGKILL)
     process.stdin.close()
     process.stdout.close()
@@ -338,7 +325,7 @@ def test_a_server_without_clients_ends_and_removes_its_socket(serve):
     assert isinstance(caller.welcome, Welcome)
     caller.channel.close()
 
-    until(lambda: not path.exists())
+    wait_for(lambda: not path.exists())
 
 
 def test_it_tells_how_it_is(serve):

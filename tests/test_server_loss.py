@@ -1,7 +1,5 @@
 """Ranks outlive their server exactly, also without those that are done or gone; waiting for one has a bound."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np
@@ -18,7 +16,8 @@ from headway.data.service.messages import Decided, packed_items
 from headway.data.service.service import PreparationScheduler
 from headway.data.service.stock import ServiceOptions
 from tests.data_clients import PRINT, work_off
-from tests.test_server import Caller, facts, flat, until
+from tests.launching import wait_for
+from tests.test_server import Caller, facts, flat
 from tests.test_server import serve as serve
 
 SIZE = 60
@@ -294,7 +293,7 @@ def test_the_loop_lets_a_job_go_whose_second_rank_never_comes(serve):
     other, first = Caller(path, "other"), Caller(path, "job", world_size=2).begin()
     first.all()
     first.channel.close()
-    until(lambda: list(facts(path)["jobs"]) == ["other"])
+    wait_for(lambda: list(facts(path)["jobs"]) == ["other"])
 
     assert sorted(flat(other.begin().all())) == list(range(SIZE))
 

@@ -1,7 +1,5 @@
 """The data server's brain: exactly once whatever happens, one preparation for all, bounded memory, nobody waits."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """What a data server refuses, and says; ranks that disagree, come late or come back."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -9,7 +7,7 @@ from headway.core.errors import InputError
 from headway.data.orders.job_order import DataShareError
 from headway.data.service.jobs import JobTerms
 from headway.data.service.stock import ServiceOptions
-from tests.data_clients import PRINT, item_of, served, work_off
+from tests.data_clients import PRINT, served, work_off
 
 
 def joined(service, **terms):
@@ -118,7 +116,3 @@ def test_a_result_without_its_last_form_is_an_error():
     service.begin("a", 0, epoch=0)
     with pytest.raises(InputError, match="pass its last form, 'decoded', too"):
         service.done(service.next_work(), {"encoded": b"x"})
-
-
-def test_a_payload_says_its_item():
-    assert item_of(memoryview(b"17:3")) == 17

@@ -1,11 +1,8 @@
 """A server is started once, detached from who started it, and says why when it cannot be."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
-import threading
 import time
 
 import pytest
@@ -16,9 +13,11 @@ from headway.core.wire.channel import hold_lock
 from headway.data import DataServer
 from headway.data.service import torch_start as serving
 from headway.runtime.in_rank import bootstrap
+from tests.launching import wait_for
 from tests.served_made import end, has_ended, server_of
 from tests.served_made import runtime as runtime
-from tests.test_server import facts, until
+from tests.spawn import run_threads
+from tests.test_server import facts
 
 
 class Numbers(Dataset):
@@ -43,11 +42,7 @@ class Numbers(Dataset):
 
 def test_callers_at_once_start_one_server(runtime):
     path = serving.path_for(Numbers())
-    threads = [threading.Thread(target=serving.start, args=(path, Numbers(), DataServer())) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    run_threads(serving.start, [(path, Numbers(), DataServer()) for _ in range(3)])
 
     assert facts(path)["fingerprint"].startswith("numbers[8] ")
     assert path.with_suffix(".log").read_text().count(" serving ") == 1
@@ -78,7 +73,7 @@ def test_it_ends_when_it_is_told_to_and_leaves_nothing(runtime):
     pid = server_of(path)
     os.kill(pid, signal.SIGTERM)
 
-    until(lambda: has_ended(pid))
+    wait_for(lambda: has_ended(pid))
     assert list(runtime.iterdir()) == []
 
 
@@ -103,7 +98,7 @@ def test_a_server_that_hangs_in_its_dataset_is_ended(runtime, monkeypatch):
         serving.start(path, Numbers(hangs=True), DataServer())
     monkeypatch.undo()
 
-    until(lambda: not serving._listens(path))
+    wait_for(lambda: not serving._listens(path))
     serving.start(path, Numbers(), DataServer())
     assert facts(path)["size"] == 8
 

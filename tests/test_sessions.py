@@ -1,7 +1,5 @@
 """Clustering by session: the same rows, each session in one piece, in time order inside."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """What a plan has to respect."""
 
-from __future__ import annotations
-
 import pytest
 
 from headway.core.errors import InputError

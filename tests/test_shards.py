@@ -1,7 +1,5 @@
 """State dicts as named boxes of local memory: names as DCP's, every placement, ties, objects, and who writes what."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pytest

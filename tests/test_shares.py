@@ -1,12 +1,9 @@
 """A host's share: what is kept, refused and counted, over forks and pickles."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess
 import sys
-import threading
 
 import pytest
 from hypothesis import given
@@ -14,6 +11,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.data.partitioned.shares import AWAY, BACK, COUNTS, THERE, CacheShare
+from tests.spawn import run_threads
 
 
 @given(
@@ -28,9 +26,8 @@ def test_a_share_keeps_what_fits_refuses_the_rest_for_good_and_settles_once_each
         if item not in expected:
             expected[item] = bytes([item]) * size if used + size <= capacity else None
             used += size if expected[item] is not None else 0
-        answer = share.keep(item, bytes([item]) * size)
 
-        assert answer == (expected[item] is not None)
+        assert share.keep(item, bytes([item]) * size) == (expected[item] is not None)
     found = {item: view for item in range(6) if (view := share.get(item)) is not None}
 
     assert {item: bytes(view) for item, view in found.items()} == {k: v for k, v in expected.items() if v is not None}
@@ -50,11 +47,7 @@ def test_forked_children_and_their_threads_count_without_losing_one():
         pid = os.fork()
         if pid == 0:
             share.after_fork()
-            threads = [threading.Thread(target=count) for _ in range(2)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            run_threads(count, [()] * 2)
             os._exit(0)
         children.append(pid)
     count()

@@ -1,7 +1,5 @@
 """A data server as a remedy: each example once per epoch, for every job; only where the user allows another order."""
 
-from __future__ import annotations
-
 import pytest
 from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.data.distributed import DistributedSampler

@@ -1,7 +1,5 @@
 """The small files of a checkpoint come back from wherever they are whole."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

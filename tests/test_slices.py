@@ -1,7 +1,5 @@
 """A slice holds what was asked for, whether it was cut in memory or read from files."""
 
-from __future__ import annotations
-
 from fnmatch import fnmatchcase
 
 import numpy as np

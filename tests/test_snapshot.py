@@ -1,7 +1,5 @@
 """Copies of the state into an image."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Copies of a state beside the work that changes it: an emulated device runs its streams in every order they allow."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from contextlib import contextmanager, suppress
@@ -18,8 +16,6 @@ from headway.checkpoint.saves import saver, snapshot
 from headway.checkpoint.state import writers
 from headway.core.errors import BackgroundError
 from tests.test_engine import Every
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 class Work:

@@ -1,12 +1,9 @@
 """Sources: the same bytes whichever way they are read, and slow storage that is slow by the second."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import tarfile
 import tempfile
-import threading
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +15,7 @@ from pyarrow import parquet
 from headway.core.errors import FormatError, InputError
 from headway.data.bytes.source import FolderSource, ParquetSource, SyntheticJpeg, TarSource, Throttled, tar_members
 from headway.data.pipeline.pipeline import Pipeline
+from tests.spawn import run_threads
 
 
 @pytest.fixture
@@ -87,11 +85,7 @@ def test_tar_members_are_read_in_place_also_by_threads_and_copies(tmp_path, payl
     def read(k):
         found[k] = source.read(k)
 
-    threads = [threading.Thread(target=read, args=(k,)) for k in range(7)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(read, [(k,) for k in range(7)])
 
     assert [found[k] for k in range(7)] == expected
     assert pickle.loads(pickle.dumps(source)).read(3) == expected[3]

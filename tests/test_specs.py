@@ -1,15 +1,11 @@
 """Hardware tables."""
 
-from __future__ import annotations
-
 import dataclasses
-import doctest
 
 import pytest
 
 from headway.core.errors import FormatError, InputError, UnknownNameError
 from headway.cost.specs import KINDS, read_specs, shipped
-from tests.paths import ROOT
 
 ENTRIES = [(kind, name) for kind in KINDS for name in getattr(shipped(), kind)]
 
@@ -114,10 +110,3 @@ def test_unknown_names_offer_the_nearest() -> None:
     with pytest.raises(UnknownNameError, match=r"unknown dtype of T4 'bf16'"):
         shipped().device("T4").peak("bf16")
     assert shipped().reported("cpu") is None
-
-
-def test_the_readme_of_the_room_runs() -> None:
-    result = doctest.testfile(str(ROOT / "headway" / "cost" / "README.md"), module_relative=False)
-
-    assert result.attempted > 2
-    assert result.failed == 0

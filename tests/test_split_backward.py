@@ -1,7 +1,5 @@
 """Orders that split the backward: laws, torch's own orders under their memory, closed forms, bad input."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Splits deal what a DataLoader deals, cover each rank once, and spread ranks over few workers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

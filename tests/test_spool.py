@@ -1,7 +1,5 @@
 """Spools: what was sealed comes back, what is no recording is left out."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from headway.runtime.run_folder.finalise import finalise

@@ -1,20 +1,18 @@
 """Pipelines whose stages form a graph: GraphPipe's rule and tables, the chain as a case of it, closed forms, files."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.cli import main
 from headway.core.errors import FormatError, InputError
 from headway.sim.pipeline.actions import StageGraph
 from headway.sim.pipeline.lower import check, lower
 from headway.sim.pipeline.orders import GraphFile, PipelineShape, one_f_one_b
 from headway.sim.pipeline.schedules import SCHEDULES
 from headway.sim.pipeline.simulate import costs_of, evaluate, simulate
+from tests.launching import json_of
 
 ON_GRAPHS = ("gpipe", "1f1b", "graph_1f1b", "zero_bubble")
 """Orders that place one stage on a rank."""
@@ -106,17 +104,15 @@ def test_unequal_stages_take_no_longer_than_the_fixed_order_and_stay_within_the_
         assert found.makespan_ns <= evaluate(one_f_one_b, shape).makespan_ns
 
 
-def test_the_verb_simulates_a_file_with_the_keys_of_a_chain(tmp_path, capsys):
+def test_the_verb_simulates_a_file_with_the_keys_of_a_chain(tmp_path):
     rows = [("text", []), ("image", []), ("sound", []), ("join", ["text", 1, "sound"]), ("loss", ["join"])]
     stages = [{"name": name, "preds": preds, "forward_ns": 10, "backward_ns": 20} for name, preds in rows]
     file = tmp_path / "graph.json"
     file.write_text(json.dumps({"stages": stages}))
-    found = []
-    for where in (["--graph", str(file)], ["--stages", "3", "--forward-ns", "10", "--backward-ns", "20"]):
-        with pytest.raises(SystemExit) as ended:
-            main(["parallel", "simulate", "--schedule", "graph_1f1b", "--microbatches", "8", "--json", *where])
-        assert ended.value.code == 0
-        found.append(json.loads(capsys.readouterr().out))
+    found = [
+        json_of("parallel", "simulate", "--schedule", "graph_1f1b", "--microbatches", "8", "--json", *where)
+        for where in (["--graph", file], ["--stages", "3", "--forward-ns", "10", "--backward-ns", "20"])
+    ]
 
     assert found[0].keys() == found[1].keys()
     assert found[0]["makespan_ns"] == found[1]["makespan_ns"] == 300

@@ -1,7 +1,5 @@
 """Hosts in reserve: who counts as there, and a host that takes the place of one whose launcher was killed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from datetime import UTC, datetime, timedelta

@@ -1,7 +1,5 @@
 """Room for what is stored: optimizers that took no step, objects with other keys, values in place, odd states."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """The status line: right counts from drained records, wiped before anything else is printed."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 
@@ -93,24 +91,10 @@ def test_of_two_optimizers_the_first_counts_the_steps():
     assert progress.line(SECOND).startswith("step 3 |")
 
 
-def test_off_a_terminal_it_is_a_plain_line_and_nothing_is_wiped(monkeypatch, tmp_path):
+@pytest.mark.parametrize("at_line_start", [True, False])
+def test_off_a_terminal_it_is_a_plain_line_of_its_own_and_nothing_is_wiped(monkeypatch, at_line_start):
     written: list[str] = []
-    line = StatusLine(SimpleNamespace(at_line_start=True, before_output=None), world_size=1, start_ns=0)
-    monkeypatch.setattr(line, "_write", written.append)
-    monkeypatch.setattr("headway.runtime.run_folder.status.PLAIN_EVERY_S", 0.01)
-    line._terminal = False
-    line.start()
-    while not written:
-        pass
-    line.stop()
-
-    assert re.fullmatch(r"headway: starting up for .*\n", written[0])
-    assert not [text for text in written if "\x1b" in text]
-
-
-def test_a_plain_line_begins_a_line_of_its_own(monkeypatch):
-    written: list[str] = []
-    streams = SimpleNamespace(at_line_start=False, before_output=None)
+    streams = SimpleNamespace(at_line_start=at_line_start, before_output=None)
     line = StatusLine(streams, world_size=1, start_ns=0)
     monkeypatch.setattr(line, "_write", written.append)
     monkeypatch.setattr("headway.runtime.run_folder.status.PLAIN_EVERY_S", 0.01)
@@ -120,8 +104,10 @@ def test_a_plain_line_begins_a_line_of_its_own(monkeypatch):
         pass
     line.stop()
 
-    assert [text[:9] for text in written[:2]] == ["\nheadway:", "headway: "]
-    assert streams.at_line_start
+    first, second = written[:2]
+    assert re.fullmatch(r"headway: starting up for .*\n", first if at_line_start else first.removeprefix("\n"))
+    assert (first.startswith("\n"), second[:9], streams.at_line_start) == (not at_line_start, "headway: ", True)
+    assert not [text for text in written if "\x1b" in text]
 
 
 def test_the_styled_line_fits_the_terminal(monkeypatch):

@@ -1,7 +1,5 @@
 """Steps: from optimizer updates alone; rising, within the updates, one per cycle."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,9 +9,7 @@ from headway.trace.events.steps import cycles, step_of
 
 
 @given(
-    optimizers=st.integers(1, 4),
-    repeats=st.lists(st.integers(1, 3), min_size=4, max_size=4),
-    steps=st.integers(1, 12),
+    optimizers=st.integers(1, 4), repeats=st.lists(st.integers(1, 3), min_size=4, max_size=4), steps=st.integers(1, 12)
 )
 def test_a_fixed_cycle_of_updates_makes_one_step_each(optimizers, repeats, steps):
     # The first optimizer stands once in a cycle: where it repeats, the next step begins.

@@ -1,7 +1,5 @@
 """Items of a server: from the cache in the most prepared form, kept in one form, offered no more than finds room."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """A fleet from day to day: caps hold, protection holds, and years of made-up fleets keep the published bars."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The verbs of redundancy: one JSON object each, readable screens, clear refusals."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A folder as a store."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -11,6 +9,7 @@ from hypothesis import strategies as st
 from headway.core.errors import InputError
 from headway.storage.stored.store import LocalStore
 from tests.checkpoints import unsynced
+from tests.spawn import run_threads
 
 
 @pytest.fixture(autouse=True)
@@ -52,11 +51,7 @@ def test_of_many_that_want_an_absent_name_one_gets_it_whole(store):
         if store.put_if_absent("c/commit.json", bytes([number]) * 100):
             won.append(number)
 
-    threads = [threading.Thread(target=want, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    run_threads(want, [(number,) for number in range(8)])
 
     assert len(won) == 1
     assert bytes(store.read("c/commit.json")) == bytes(won) * 100

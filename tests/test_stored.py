@@ -1,7 +1,5 @@
 """Opening a checkpoint: ours and stock DCP's, small files from their copies, what is no checkpoint."""
 
-from __future__ import annotations
-
 import io
 import shutil
 import warnings

@@ -1,7 +1,5 @@
 """Straggler what-if analysis: laws, published numbers, and the trace behind them."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import logging

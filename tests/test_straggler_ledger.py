@@ -1,7 +1,5 @@
 """The ledger of operation traces: exact, and in the right buckets."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Orders of several jobs: each item once an epoch whatever happens, uniform, the same after a restore, clear errors."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter
@@ -132,18 +130,6 @@ def test_every_order_of_a_job_is_equally_likely_beside_two_others(name):
     counts = [orders[order] for order in itertools.permutations(range(4))]
 
     assert p_value(counts, [50] * 24) > 1e-3
-
-
-def test_a_job_that_joins_a_shared_order_late_has_a_uniform_order_too():
-    orders = Counter()
-    for seed in range(1200):
-        order = Shared({"first": range(8)}, seed)
-        for _ in range(5):
-            order.step()
-        order.add("late", [0, 1, 2, 3])
-        orders[tuple(drained(order)["late"])] += 1
-
-    assert p_value([orders[order] for order in itertools.permutations(range(4))], [50] * 24) > 1e-3
 
 
 def test_shared_jobs_of_one_set_receive_every_item_together_epoch_after_epoch():

@@ -1,7 +1,5 @@
 """Copies past the caches: equal to plain ones at every alignment and length, and nothing beside them is touched."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 

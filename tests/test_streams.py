@@ -1,7 +1,5 @@
 """Streams: rank 0 byte for byte, others by line; logs and memory bounded; a slow or absent reader harms nobody."""
 
-from __future__ import annotations
-
 import os
 import pty
 import subprocess

@@ -1,7 +1,5 @@
 """Stripes: every byte is covered once, nothing twice with one rank, and losses are counted right."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import combinations
 

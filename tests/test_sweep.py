@@ -1,7 +1,5 @@
 """The sweep and the exact splitting of whole numbers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Threads as a remedy: same batches, same order, same random numbers after; else left alone with a reason."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

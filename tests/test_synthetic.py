@@ -1,7 +1,5 @@
 """The generator of operation traces with known losses."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

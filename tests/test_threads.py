@@ -1,7 +1,5 @@
 """Threads as loader workers: batches equal to everybody else's, in order, bounded, and never left behind."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random
@@ -33,10 +31,6 @@ class Augmented:
 
     def __getitem__(self, item):
         return item, generator().random(), float(torch.rand(1, generator=torch_generator())), generator().random()
-
-
-def noisy_collate(examples):
-    return examples, generator().random()
 
 
 class Draws(Augmented):

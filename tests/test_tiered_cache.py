@@ -1,7 +1,5 @@
 """The tiered cache: budgets hold, policies keep their laws, counts are right, views outlive their entries."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, OrderedDict
 

@@ -1,7 +1,5 @@
 """The merged timeline: groups of ranks to choose among, and what an operation waited for, over ranks."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,7 +114,6 @@ def test_a_report_of_an_operation_trace_shows_one_step_and_not_others_over_it(tm
 
     data = report_data(explain([tmp_path / "t.straggler.parquet"]))
 
-    assert data.timeline is not None
     assert all((row.joined == 1).all() for row in data.timeline.rows)
     assert data.timeline.links.shape[1] > 100
 

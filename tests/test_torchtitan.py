@@ -1,7 +1,5 @@
 """torchtitan's JSONL: pairs become spans, in whatever order the lines stand; what is unbalanced is named."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

@@ -1,7 +1,5 @@
 """The trace itself: columns, tables, selection, joining."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -130,12 +128,9 @@ def test_the_coverage_of_every_part_is_kept():
         ({"name": [0]}, r"name code 0 has no entry.*full name table"),
     ],
 )
-def test_columns_that_cannot_be_are_refused(columns, message):
+def test_columns_that_cannot_be_and_no_path_at_all_are_refused(columns, message):
     with pytest.raises(InputError, match=message):
         Trace.from_columns(columns)
-
-
-def test_no_path_at_all_is_refused():
     with pytest.raises(InputError, match="list of paths is empty"):
         Trace.open([])
 

@@ -1,7 +1,5 @@
 """`headway run --wandb`, `--mlflow`: the account reaches the script's run, and no library reaches the script."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

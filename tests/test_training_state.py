@@ -1,7 +1,5 @@
 """A training state that is put back: the job goes on bit for bit, in the same tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What a change of scheme moves: the published costs, and that the cheap ways are cheap."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The trial of a loader: no reading of it happens in the training process, and what children may not share is named."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import io
@@ -25,7 +23,7 @@ from headway.data.service.apply import followed
 from headway.data.service.server import DataServer
 from headway.data.workers.apply import untunable, workers
 from headway.data.workers.torch_threads import unthreadable
-from tests.loaders_made import Squares
+from tests.loaders_made import Reading, Squares
 from tests.remedy_context import applied
 
 COUNT = [0]
@@ -83,17 +81,6 @@ READINGS = {
 }
 
 
-class Reading(Squares):
-    """A dataset that reads by a function of a module: nothing that it holds says what that does."""
-
-    def __init__(self, read):
-        super().__init__(20)
-        self.read = read
-
-    def __getitem__(self, index):
-        return self.read(index)
-
-
 def state():
     return COUNT[0], int(SHARED[0]), os.lseek(MOVED.fileno(), 0, os.SEEK_CUR), GENERATOR.get_state().tolist()
 
@@ -128,13 +115,6 @@ class Stateful(Squares):
         return index * (1 + self.count // 8)
 
 
-def test_a_dataset_that_counts_its_readings_is_left_as_it_was():
-    loader = DataLoader(Stateful(), 4)
-
-    assert "changes attributes" in unfit(loader)[0]
-    assert loader.dataset.count == 0
-
-
 class Keeping(Squares):
     """It keeps what it has read."""
 
@@ -161,13 +141,6 @@ def test_a_dataset_that_draws_from_pythons_generator_takes_workers_with_the_gran
 
     assert "draws random numbers" in unfit(loader)[0]
     assert unfit(loader, may_draw=True)[0] is None
-
-
-def test_a_dataset_that_keeps_each_example_is_left_to_this_process():
-    loader = DataLoader(Keeping(), 4)
-
-    assert "keeps something of each example" in unfit(loader)[0]
-    assert not loader.dataset.kept
 
 
 SHARED_FILE = open(__file__, "rb")  # noqa: SIM115 - open as long as the tests run, like a script's own
@@ -254,8 +227,19 @@ def with_its_array(rows):
     return batch, batch.numpy()
 
 
-def test_a_function_that_remembers_each_example_keeps_them():
-    assert "keeps something of each example" in unfit(DataLoader(Reading(remembered), 4))[0]
+@pytest.mark.parametrize(
+    ("dataset", "why"),
+    [
+        (Stateful(), "changes attributes"),
+        (Keeping(), "keeps something of each example"),
+        (Reading(remembered), "keeps something of each example"),
+    ],
+)
+def test_a_dataset_that_counts_or_keeps_what_it_reads_is_left_as_it_was(dataset, why):
+    before = repr(vars(dataset))
+
+    assert why in unfit(DataLoader(dataset, 4))[0]
+    assert repr(vars(dataset)) == before
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """`headway try`: candidates beside each other on the same batches from one state, the greedy set, the plan."""
 
-from __future__ import annotations
-
 import json
 import os
 

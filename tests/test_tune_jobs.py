@@ -1,7 +1,5 @@
 """`headway tune` on scripts as people write them: they end as they would have, or with 3 and their own digits."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.tune_jobs import trial

@@ -1,8 +1,5 @@
 """Tuning inside a run: branches leave no trace, trials are judged by their losses, a killed search goes on."""
 
-from __future__ import annotations
-
-import json
 import math
 import os
 import signal
@@ -14,13 +11,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from headway import Checkpointer
-from headway.cli import main
 from headway.core.errors import InputError
 from headway.data import DataLoader
 from headway.model import Choice, Range, Tuner, summarise
 from headway.model.tuning.apply import ReplayedPasses
 from headway.model.tuning.search import MOST_CONFIRMED, Search
 from headway.model.tuning.space import SEARCHERS
+from tests.launching import code_and_json, refusal
 from tests.made.pool import RankFailedError
 from tests.spawn import on_ranks
 
@@ -269,19 +266,17 @@ for epoch in range(3):
 """
 
 
-def script_tuned(tmp_path, capsys, *, optimizer="SGD(model.parameters(), lr=1e-5)", backward="loss.backward()"):
+def script_tuned(tmp_path, *, optimizer="SGD(model.parameters(), lr=1e-5)", backward="loss.backward()"):
     """Run `headway tune` on a script; return its exit code and answer."""
     path = tmp_path / "train.py"
     path.write_text(SCRIPT.format(optimizer=optimizer, backward=backward))
-    with pytest.raises(SystemExit) as left:
-        main(["tune", "--setting", "lr=1e-5:1:log", "--trials", "6", "--out", str(tmp_path / "run"), "--json", "--",
-              str(path)])  # fmt: skip
-    return left.value.code, json.loads(capsys.readouterr().out)
+    words = ("--setting", "lr=1e-5:1:log", "--trials", "6", "--out", tmp_path / "run", "--json", "--", path)
+    return code_and_json("tune", *words)
 
 
 @pytest.mark.slow
-def test_an_unmodified_script_is_tuned(tmp_path, capsys):
-    code, answer = script_tuned(tmp_path, capsys)
+def test_an_unmodified_script_is_tuned(tmp_path):
+    code, answer = script_tuned(tmp_path)
 
     assert code == 0
     assert answer["schema"] == "headway.tune/1"
@@ -292,9 +287,9 @@ def test_an_unmodified_script_is_tuned(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_script_whose_loss_is_not_found_trains_as_it_would_have_and_says_why(tmp_path, capsys):
+def test_a_script_whose_loss_is_not_found_trains_as_it_would_have_and_says_why(tmp_path):
     by_hand = "model.weight.grad, model.bias.grad = torch.autograd.grad(loss, [model.weight, model.bias])"
-    code, answer = script_tuned(tmp_path, capsys, backward=by_hand)
+    code, answer = script_tuned(tmp_path, backward=by_hand)
 
     assert code == 3
     assert "`backward` of a scalar" in answer["reason_not_tuned"]
@@ -304,12 +299,8 @@ def test_a_script_whose_loss_is_not_found_trains_as_it_would_have_and_says_why(t
     ("setting", "message"),
     [("lr=0:1:log", "a logarithm needs low > 0"), ("lr", "is no tunable"), ("lr=1:2:lin", "is no tunable")],
 )
-def test_an_option_that_writes_no_tunable_is_refused_before_the_script_starts(setting, message, capsys):
-    with pytest.raises(SystemExit) as left:
-        main(["tune", "--setting", setting, "--", "train.py"])
-
-    assert left.value.code == 2
-    assert message in capsys.readouterr().err
+def test_an_option_that_writes_no_tunable_is_refused_before_the_script_starts(setting, message):
+    assert message in refusal("tune", "--setting", setting, "--", "train.py")
 
 
 def test_a_loop_that_is_broken_off_in_a_search_leaves_the_parent_and_the_next_one_searches_again():
@@ -342,8 +333,6 @@ class Counted(torch.utils.data.Dataset):
 
 
 def test_a_pass_that_is_broken_off_takes_nothing_from_the_next_ones():
-    from headway.data import DataLoader
-
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -1,7 +1,5 @@
 """What the code of a dataset leads to, and settings that no variable holds, are part of what a look sees."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

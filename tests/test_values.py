@@ -1,7 +1,5 @@
 """Values that are no tensors: told in short, and told apart."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import os

@@ -1,7 +1,5 @@
 """The verbs on odd input: one clear line for every mistake, and advice that fits the run."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os
@@ -46,7 +44,7 @@ from headway.verbs.runs.why import why as why_verb
 from headway.verbs.shared.explain import explain, fixes_of, refuted
 from headway.verbs.shared.script_terms import OF_REMEDY, chosen_terms
 from headway.verbs.shared.source import newest_run
-from tests.launching import headway_here
+from tests.launching import headway_here, refusal
 from tests.paths import ROOT
 from tests.runs_made import RunMaker
 
@@ -66,10 +64,7 @@ def test_a_grant_that_nothing_needs_changes_no_plan(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["run", "train.py", "--lr", "1"],
-            "arguments after `--`. Write: headway run -- train.py --lr 1",
-        ),
+        (["run", "train.py", "--lr", "1"], "arguments after `--`. Write: headway run -- train.py --lr 1"),
         (["run", "-m", "package", "x"], "Write: headway run -m -- package x"),
         (["run", "--", "-m", "package"], "For a module write: headway run --module -- package"),
         (["run", "--baseline", "nope", "--", "go.py"], "--baseline nope is not a run folder."),
@@ -95,22 +90,12 @@ def test_a_mistake_is_one_line_with_its_fix(arguments, message):
     assert message in answer.stderr
 
 
-def test_help_to_a_reader_who_leaves_is_no_error():
-    done = subprocess.run(
-        ["bash", "-c", f"{sys.executable} -m headway.cli --help | true; echo ${{PIPESTATUS[0]}}"],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
+@pytest.mark.parametrize("words", ["--help | true; exit ${PIPESTATUS[0]}", f"compare {BEFORE} {BEFORE} >&-"])
+def test_a_verb_whose_reader_leaves_or_whose_output_was_closed_ends_as_usual(words):
+    command = ["bash", "-c", f"{sys.executable} -m headway.cli {words}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
-    assert (done.stdout, done.stderr) == ("0\n", "")
-
-
-def test_a_verb_whose_output_was_closed_ends_as_usual():
-    done = subprocess.run(
-        ["bash", "-c", f"{sys.executable} -m headway.cli compare {BEFORE} {BEFORE} >&-"],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_the_help_of_whatif_lists_every_edit():
@@ -293,14 +278,25 @@ def test_run_why_and_plan_name_one_next_command_where_nothing_applies(predicts, 
     assert {*answers, last} == {f"headway report {run} -o report.html"}
 
 
-def test_a_plan_with_an_unknown_remedy_is_refused_before_the_run(tmp_path):
-    plan = tmp_path / "plan.json"
-    write_plan(PlanFile(remedies=(Remedy("data.wrokers", {}, 2.0),)), plan)
+@pytest.mark.parametrize(
+    ("remedy", "message"),
+    [
+        (Remedy("data.wrokers", {}, 2.0), "unknown remedy 'data.wrokers'. Did you mean 'data.workers'?"),
+        (
+            Remedy("data.workers", {"num_workers": "two"}, 2.0),
+            "num_workers of data.workers is 'two'; it must be a whole number from 1 upwards.",
+        ),
+    ],
+)
+def test_a_plan_with_an_unknown_remedy_or_another_kind_of_parameter_is_refused_before_the_run(
+    remedy, message, tmp_path
+):
+    write_plan(PlanFile(remedies=(remedy,)), tmp_path / "plan.json")
 
-    answer = headway_here("run", "--apply", str(plan), "--", "go.py")
+    said = refusal("run", "--apply", tmp_path / "plan.json", "--out", tmp_path / "run", "--", "go.py")
 
-    assert answer.returncode == 2
-    assert "unknown remedy 'data.wrokers'. Did you mean 'data.workers'?" in answer.stderr
+    assert message in said
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_plan_whose_run_is_gone_says_that_nothing_is_measured(tmp_path, capsys):
@@ -312,17 +308,6 @@ def test_a_plan_whose_run_is_gone_says_that_nothing_is_measured(tmp_path, capsys
 
     told = " ".join(capsys.readouterr().err.split())
     assert "of which the plan was made, is no run any more. --baseline RUN names another." in told
-
-
-def test_a_plan_with_a_parameter_of_another_kind_is_refused_before_the_run(tmp_path):
-    plan = tmp_path / "plan.json"
-    write_plan(PlanFile(remedies=(Remedy("data.workers", {"num_workers": "two"}, 2.0),)), plan)
-
-    answer = headway_here("run", "--apply", str(plan), "--out", str(tmp_path / "run"), "--", "go.py")
-
-    assert answer.returncode == 2
-    assert "num_workers of data.workers is 'two'; it must be a whole number from 1 upwards." in answer.stderr
-    assert not (tmp_path / "run").exists()
 
 
 def test_an_exported_window_stands_beside_its_ideal(tmp_path):

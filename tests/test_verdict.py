@@ -1,7 +1,5 @@
 """The verdict: one sentence on where the time of a run went, how it ended, and what to do first."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

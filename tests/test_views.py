@@ -1,7 +1,5 @@
 """What users of torch's DataLoader rely on: the same batches, errors and lives of workers, in processes and threads."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys
@@ -21,11 +19,7 @@ from headway.core.errors import InputError
 from headway.data import DataLoader
 from tests.paths import ROOT, python_path
 
-KINDS = {
-    "none": {},
-    "processes": {"num_workers": 2},
-    "threads": {"num_workers": 2, "workers": "threads"},
-}
+KINDS = {"none": {}, "processes": {"num_workers": 2}, "threads": {"num_workers": 2, "workers": "threads"}}
 AUTO = {"num_workers": 2, "workers": "auto"}
 Pair = namedtuple("Pair", ["left", "right"])
 

@@ -1,7 +1,5 @@
 """What readings print, log and write is the script's, in its order and number, under every remedy of a loader."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -26,6 +24,7 @@ from headway.data.workers.torch_threads import threads
 from headway.runtime.calls.patches import replace_attribute
 from tests.loaders_made import Squares, epochs
 from tests.remedy_context import applied
+from tests.spawn import in_fork
 
 REMEDIES = {workers: {"num_workers": 2}, threads: {"num_workers": 2}, cache: {"bytes": 1 << 20}}
 LOG = logging.getLogger("tests.visible")
@@ -244,10 +243,7 @@ def test_a_handler_of_the_scripts_hears_only_of_its_own_children():
         assert said(lambda: b"done") == (b"done", 0)
         reason = untunable(DataLoader(Squares(), 5))
         silent = list(heard)
-        own = os.fork()
-        if own == 0:
-            os._exit(0)
-        os.waitpid(own, 0)
+        in_fork(list)
     finally:
         signal.signal(signal.SIGCHLD, before)
 

@@ -1,7 +1,5 @@
 """Which rows waited for which: agrees with what times allow, with hand-made traces, and with the replayed order."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """How a wait is split: by the awaited batch's record, by the last rank's arrival."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A bell for a thread that waits in a selector."""
 
-from __future__ import annotations
-
 import os
 import selectors
 import threading

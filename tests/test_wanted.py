@@ -1,7 +1,5 @@
 """Names that share memory here: read once, and only where the checkpoint has the same elements under all of them."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

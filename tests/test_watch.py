@@ -1,7 +1,5 @@
 """`headway watch` as a person meets it: the command, a run of eight ranks, a real browser."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -47,7 +45,6 @@ def watching(run: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[s
     command = [sys.executable, "-m", "headway.cli", "watch", str(run), "--json", "--wait", *options]
     with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         try:
-            assert server.stdout is not None
             answer = json.loads(server.stdout.readline())
             assert answer["schema"] == "headway.watch/1"
             yield answer["url"], server

@@ -1,7 +1,5 @@
 """Deep windows: within their budget, on the same steps on all ranks, out of the way of the script and its profiler."""
 
-from __future__ import annotations
-
 import ctypes
 import io
 import json
@@ -360,8 +358,6 @@ def test_a_fork_inside_a_window_drops_it(tmp_path):
 
 
 def test_a_fork_in_another_thread_leaves_the_profiler_to_the_thread_that_stops_it(tmp_path):
-    import torch
-
     with recording(tmp_path / "run") as session:
         windows = session.windows
         windows._cycle, windows._first_ns = 1, 1
@@ -377,8 +373,6 @@ def test_a_fork_in_another_thread_leaves_the_profiler_to_the_thread_that_stops_i
 
 
 def test_a_full_disk_does_not_keep_the_profiler_from_stopping(tmp_path, monkeypatch):
-    import torch
-
     with recording(tmp_path / "run") as session:
         windows = session.windows
         windows._cycle, windows._first_ns = 1, 1

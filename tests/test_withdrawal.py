@@ -1,7 +1,5 @@
 """Withdrawal: a remedy that makes steps slower goes, one on a slower host comes back; noise decides nothing."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Loader workers as a remedy: same batches, same order, same random numbers after; else left alone with a reason."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re
@@ -19,16 +17,11 @@ from headway.ledger.booking.waits import find_loads, match_batches
 from headway.runtime.in_rank.remedy import Applied, RefusedRemedy
 from headway.runtime.run_folder.finalise import finalise_attempt
 from headway.trace.recording.runs import Run
-from tests.loaders_made import ByTurns, Squares, Stream, epochs
+from tests.loaders_made import ByTurns, Noisy, Ratio, Squares, Stream, epochs
 from tests.recorded import recording
 from tests.remedy_context import applied
 
 PARAMETERS = {"num_workers": 2, "prefetch_factor": 2, "persistent_workers": True}
-
-
-class Noisy(Squares):
-    def __getitem__(self, index):
-        return torch.rand(2)
 
 
 class Augmented(Squares):
@@ -159,22 +152,13 @@ def test_undone_means_undone():
     assert DataLoader.__iter__ is before
 
 
-class Phased(Squares):
-    """Its examples depend on an epoch that the script sets."""
-
-    epoch = 0
-
-    def __getitem__(self, index):
-        return torch.tensor([index, self.epoch])
-
-
 def test_workers_that_are_kept_see_what_the_script_changes_between_epochs():
     def batches():
-        dataset = Phased()
+        dataset = Ratio()
         loader = DataLoader(dataset, 5, shuffle=True, generator=torch.Generator().manual_seed(1))
         seen = []
         for epoch in range(3):
-            dataset.epoch = epoch
+            dataset.ratio = epoch
             seen += [batch.tolist() for batch in loader]
         return seen
 

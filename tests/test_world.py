@@ -1,7 +1,5 @@
 """The benchmarks about scripts of others: their clock, their page, and a tenth of their cases and mixes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

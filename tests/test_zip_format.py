@@ -1,7 +1,5 @@
 """Archives of torch.save: every bit of them is held to something."""
 
-from __future__ import annotations
-
 import io
 import mmap
 import zipfile

@@ -1,7 +1,5 @@
 """What torch's own pipeline schedules execute, found by running them on stages that only write down their calls."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import MagicMock
 

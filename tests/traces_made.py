@@ -1,7 +1,5 @@
 """Traces made up: random ones for laws, and profiler JSON with known content."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows of a training thread, written event by event: what the derivations of steps and evaluation are held to."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from headway.trace.events.vocabulary import KIND, SPANS

@@ -1,7 +1,5 @@
 """A job that runs the same part twice, cold and warm: what comes before it waits until a warm process may be there."""
 
-from __future__ import annotations
-
 JOB = """
 {before}
 import os, pathlib, signal, sys, time

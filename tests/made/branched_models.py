@@ -8,8 +8,6 @@ typical. Names are branch.layer.
 (61, 'input0.0', 'top.4')
 """
 
-from __future__ import annotations
-
 from headway.cost.specs import shipped
 from headway.parallel.planning.layers import LayerGraph
 

@@ -53,7 +53,6 @@ def main(folder: Path, program: str, arguments: list[str], text: str) -> None:
     jobs = read(folder)
     if program == "sbatch":
         name = re.search("--job-name=(.*)", Path(arguments[-1]).read_text())
-        assert name is not None
         print(f"{begin(folder, name[1], arguments[-1])};site")
     elif program == "squeue" and "--json" in arguments:
         rows = [

@@ -10,8 +10,6 @@ and batches per second.
 (True, True)
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -12,14 +12,11 @@ exact, durations are typical. Durations int64 ns, sizes bytes.
 (107, 25557032)
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from headway.core.errors import InputError
 from headway.core.units import seconds_to_ns
 from headway.cost.specs import DeviceSpec
 from headway.cost.transformer import Transformer
@@ -42,7 +39,7 @@ class ProfileFn(Protocol):
     """A model. Write a function of this shape and list it in `PROFILES`."""
 
     def __call__(self, device: DeviceSpec, *, batch: int, efficiency: float = EFFICIENCY) -> StepProfile:
-        """Return the profile of a step with `batch` examples per worker; raises `InputError` on a batch < 1."""
+        """Return the profile of a step with `batch` examples per worker."""
         ...
 
 
@@ -63,8 +60,6 @@ def mlp(device: DeviceSpec, *, batch: int, efficiency: float = EFFICIENCY) -> St
 
 def perceptron(widths: Sequence[int], device: DeviceSpec, *, batch: int, efficiency: float = EFFICIENCY) -> StepProfile:
     """Return a chain of fully connected layers with biases; `widths` from input to output, at least two."""
-    if len(widths) < 2 or min(widths) < 1:
-        raise InputError(f"widths are {list(widths)}; give at least two sizes >= 1, input first.")
     layers = [[_Layer(2.0 * a * b, a * b + b, b)] for a, b in itertools.pairwise(widths)]
     return _profile(layers, device, batch, efficiency, [a * 1000003 + b for a, b in itertools.pairwise(widths)])
 
@@ -169,8 +164,6 @@ def _profile(
     blocks: Sequence[Sequence[_Layer]], device: DeviceSpec, batch: int, efficiency: float, kinds: Sequence[int]
 ) -> StepProfile:
     """Time the layers on a device."""
-    if batch < 1 or not 0 < efficiency <= 1:
-        raise InputError(f"batch is {batch}, efficiency {efficiency}; give a batch >= 1 and an efficiency in (0, 1].")
     rate, memory = device.peak("fp32") * efficiency, device.memory_bytes_per_s
     weights = sum(layer.weights + layer.more_weights for block in blocks for layer in block)
     timed = [_timed(block, batch, rate, memory, kind) for block, kind in zip(blocks, kinds, strict=True)]

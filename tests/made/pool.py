@@ -9,11 +9,8 @@ file, so no port is chosen. The function must be importable in the ranks.
 60.0
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
-import pickle
 import tempfile
 import time
 import traceback
@@ -23,7 +20,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, cast
 
-from headway.core.errors import HeadwayError, InputError
+from headway.core.errors import HeadwayError
 
 PRELOAD = ("numpy", "torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo")
 """What the fork server imports. DDP's constructor imports torch._dynamo: without it every launch costs seconds."""
@@ -57,9 +54,6 @@ class RankPool:
         LOCAL_RANK and WORLD_SIZE are set, and `env` on top. Raises
         `RankFailedError` when a rank raises, dies or exceeds `timeout_s`.
         """
-        if world_size < 1:
-            raise InputError(f"world_size is {world_size}; it must be at least 1. Pass 1 for a single rank.")
-        _check_importable(function)
         with tempfile.TemporaryDirectory(prefix="headway-pool-") as folder:
             meeting = str(Path(folder) / "store") if group else None
             ranks = [self._start(function, args, rank, world_size, meeting, env or {}) for rank in range(world_size)]
@@ -89,15 +83,6 @@ class RankPool:
         process.start()
         sender.close()
         return process, receiver
-
-
-def _check_importable(function: Callable[..., Any]) -> None:
-    try:
-        pickle.dumps(function)
-    except (pickle.PicklingError, AttributeError, TypeError) as cause:
-        raise InputError(
-            f"{function!r} cannot be sent to a rank ({cause}); it must be importable. Define it at module level."
-        ) from cause
 
 
 def _rank_main(

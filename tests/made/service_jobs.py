@@ -1,7 +1,5 @@
 """Jobs for a service: an executor that computes when they end, a script that saves when asked, a server to kill."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess
@@ -148,7 +146,6 @@ def serving(folder: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
             [*HEADWAY, "serve", "--dir", str(folder), *options], stdout=subprocess.PIPE, stderr=out
         )
     try:
-        assert server.stdout is not None
         assert server.stdout.readline(), (folder.parent / "served.txt").read_text()
         yield server
     finally:

@@ -3,8 +3,6 @@
 Used by tests/test_ntp_ranks.py and benchmarks/ntp_parity.py. Float64 throughout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
