@@ -4,6 +4,7 @@ import compileall
 import gc
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -45,6 +46,8 @@ def pytest_configure(config):
     """Take fewer examples with --fast; compile headway once where Python keeps nothing of what it compiles."""
     if sys.dont_write_bytecode and not hasattr(config, "workerinput"):
         compileall.compile_dir(ROOT / "headway", quiet=2, workers=2)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a shell
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.load_profile("fast" if config.getoption("fast") else "headway")
 
 

@@ -1,5 +1,6 @@
 """The start of recording: cheap, genuine, inherited by every kind of child, chained, and never in the way."""
 
+import signal
 import subprocess
 import sys
 import textwrap
@@ -132,6 +133,20 @@ def test_the_users_own_sitecustomize_runs_and_stays_in_sys_modules(tmp_path):
     result = run_python(code, tmp_path, PYTHONPATH=paths)
 
     assert result.stdout.split() == ["42", "theirs", str(tmp_path / "theirs" / "sitecustomize.py")]
+
+
+def test_a_ctrl_c_while_recording_is_prepared_ends_the_script_as_one_that_arrives_in_it(tmp_path):
+    """Python's `site` would end the process with 1 and a fatal error."""
+    for folder, name, code in (
+        ("inject", "sitecustomize.py", (INJECT / "sitecustomize.py").read_text()),
+        ("in_rank", "hooks.py", "import _signal; _signal.raise_signal(_signal.SIGINT)"),
+    ):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).write_text(code)
+    result = run_python("print('ran')", tmp_path, PYTHONPATH=str(tmp_path / "inject"))
+
+    assert (result.returncode, result.stdout) == (-signal.SIGINT, "")
+    assert result.stderr.strip().endswith("\nKeyboardInterrupt")
 
 
 def test_a_script_can_still_set_the_environment_before_it_imports_torch(tmp_path):

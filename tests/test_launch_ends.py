@@ -112,6 +112,31 @@ def test_a_second_interrupt_kills_a_rank_that_ignores_the_first(tmp_path):
     assert not alive(int(stdout.split()[0]))
 
 
+def test_a_signal_that_is_ignored_from_the_start_is_ignored_by_launcher_and_ranks(tmp_path):
+    """As by a plain script in the background of a shell script that gets Ctrl-C."""
+    job = script(
+        tmp_path,
+        """
+        import os, sys, time
+        open(f"{sys.argv[1]}/ready", "w").close()
+        while not os.path.exists(f"{sys.argv[1]}/go"):
+            time.sleep(0.05)
+        """,
+    )
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = start(tmp_path / "run", [job, str(tmp_path)])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    wait_for((tmp_path / "ready").exists)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    (tmp_path / "go").touch()
+    process.communicate(timeout=60)
+
+    assert process.returncode == 0
+
+
 def test_no_rank_survives_a_killed_launcher_and_what_it_wrote_stays_readable(tmp_path):
     job = script(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(600)")
     process = start(tmp_path / "run", [job], nproc_per_node=2)

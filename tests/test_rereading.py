@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from headway.runtime.recorder.rereading import LATER, Rereadings, checksum, detached
+from headway.runtime.recorder.rereading import LATER, Rereadings, checksum, detached, start_detached
 from headway.trace.events.loader_facts import LoaderFacts, unkept, unmovable, unshared, unthreadable
 from tests.loaders_made import Ratio, Squares
 from tests.recorded import recording
@@ -122,6 +122,26 @@ def test_what_may_not_be_read_in_a_child_is_not_checked_and_says_why():
 
     assert facts["changes"] is None
     assert "wanted to write" in facts["changes_unchecked"]
+
+
+@pytest.mark.parametrize(("dataset", "found"), [(Squares, ""), (Writes, None)])
+def test_a_child_that_is_forked_for_other_work_reads_first_and_does_both(dataset, found):
+    recorder, loader = Recorder(), DataLoader(dataset(), 5, num_workers=2)
+    again = Rereadings(recorder)
+    load = again.keep(0, loader.dataset, loader.collate_fn, None)
+    reading, writing = os.pipe()
+    with again.aside() as first:
+        start_detached(lambda: b"counted", writing, first=first)
+    os.close(writing)
+    for _ in range(LATER[-1] + 4):
+        recorder.step()
+        if load.pipe >= 0:
+            select.select([load.pipe], [], [], 60)
+
+    assert os.read(reading, 9) == b"counted"
+    assert recorder.loaders[0]["changes"] == found
+    assert len(recorder.spans) == (0 if found is None else len(LATER))  # and no child of its own at the first step
+    os.close(reading)
 
 
 def test_a_child_that_hangs_holds_nobody_up_and_ends_itself(monkeypatch):

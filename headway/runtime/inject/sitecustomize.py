@@ -130,10 +130,28 @@ def _serve() -> None:
         os._exit(1)
 
 
+def _interrupt_script() -> None:
+    """Raise SIGINT again as soon as the script begins: what is raised here would be an error of `site`, and exit 1."""
+    import signal
+
+    def profile(frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    sys.setprofile(profile)
+
+
 if os.environ.get("HEADWAY_ZYGOTE"):
     _serve()
     _lead()
 else:
-    _keep_board()
-    _record()
+    _interrupted = False
+    try:
+        _keep_board()
+        _record()
+    except KeyboardInterrupt:
+        _interrupted = True
     _chain()
+    if _interrupted:
+        _interrupt_script()

@@ -173,8 +173,8 @@ class Signals:
         """Install the handlers; outside the main thread Python allows none, and signals stay the caller's."""
         if threading.current_thread() is threading.main_thread():
             for number in (*self.STOP, *self.PASS):
-                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                    continue  # nohup
+                if signal.getsignal(number) == signal.SIG_IGN:
+                    continue  # under nohup, or in the background of a shell: the ranks ignore it as well
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 

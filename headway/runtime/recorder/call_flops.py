@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import sys
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from headway.core.lazy import resolved
@@ -68,7 +69,8 @@ def _count(probes: Probes, model: int, module: Module, args: Args, kwargs: Kwarg
             counted = resolved(function)(module, args, kwargs)
             return json.dumps({**facts, **counted, "ended_ns": now()}).encode()
 
-        start_detached(work, descriptor, run=probes.run)
+        with probes.rereadings.aside() if probes.rereadings is not None else nullcontext() as first:
+            start_detached(work, descriptor, run=probes.run, first=first)
     finally:
         os.close(descriptor)
     if now() - start >= OWN_NS:

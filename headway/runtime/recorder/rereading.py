@@ -9,8 +9,9 @@ generators as they were before it.
              first load       first child                      second child
              checksum   ==?   checksum                   ==?   checksum
 
-With workers, which have the dataset, a first child reads at the first step what the others are compared with. A child
-costs the training thread a fork; its answer is read at a later step. Where a script makes loader after loader, forks
+With workers, which have the dataset, a first child reads at the first step what the others are compared with: the one
+that counts the operations of the model's call (`call_flops`), where there is one. A child costs the training thread two
+forks; its answer is read at a later step. Where a script makes loader after loader, forks
 are put off until they are within a share of the time.
 """
 
@@ -30,7 +31,7 @@ import time
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -163,8 +164,26 @@ def detached(work: Callable[[], bytes], run: str = "") -> tuple[int, int]:
         os.close(writing)
 
 
-def start_detached(work: Callable[[], bytes], writing: int, *, forks: bool = False, run: str = "") -> int:
+@dataclass(frozen=True, slots=True)
+class Aside:
+    """Work that a child does before its own, and the pipe for its answer."""
+
+    work: Callable[[], bytes]
+    writing: int
+
+    def answer(self) -> None:
+        """Do it, and close the pipe: without an answer where it fails."""
+        with contextlib.suppress(BaseException):  # whoever reads the pipe finds nothing in it
+            os.write(self.writing, self.work())
+        os.close(self.writing)
+
+
+def start_detached(
+    work: Callable[[], bytes], writing: int, *, forks: bool = False, run: str = "", first: Aside | None = None
+) -> int:
     """Run `work` apart in a child of a child, which writes what it returns into `writing`; return its process id.
+
+    What `first` is there to do is done before it, and answered at once: one child for two.
 
     The child between ends at once and is waited for here, so that no wait of the script's meets a process of ours.
     With `forks`, `work` may fork children of its own that step apart themselves. Libraries write their caches below
@@ -172,10 +191,10 @@ def start_detached(work: Callable[[], bytes], writing: int, *, forks: bool = Fal
     """
     caches = caches_of(run) if run else ""
     with unheard(), raised_behind():
-        return _start_detached(work, writing, caches, forks=forks)
+        return _start_detached(work, writing, caches, forks=forks, first=first)
 
 
-def _start_detached(work: Callable[[], bytes], writing: int, caches: str, *, forks: bool) -> int:
+def _start_detached(work: Callable[[], bytes], writing: int, caches: str, *, forks: bool, first: Aside | None) -> int:
     told, telling = os.pipe()
     try:
         with warnings.catch_warnings():
@@ -196,7 +215,10 @@ def _start_detached(work: Callable[[], bytes], writing: int, caches: str, *, for
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
                 signal.alarm(3 * TIMEOUT_S if forks else TIMEOUT_S)
                 os.nice(10)  # some take a second of CPU, beside steps that are recorded
-                step_apart("end at writes", keep=(writing,), forks=forks, caches=caches)
+                keep = (writing,) if first is None else (writing, first.writing)
+                step_apart("end at writes", keep=keep, forks=forks, caches=caches)
+                if first is not None:
+                    first.answer()
                 answer = work()
                 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
                 os.write(writing, answer)
@@ -295,6 +317,28 @@ class Rereadings:
         probes.wanted[self.stepped] = 0
         probes.due[0] = 0
         return kept
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[Aside | None]:
+        """Have a child that is forked in this block read first what a loader with workers is compared with later.
+
+        None where nothing is due at the first step. A block that raises leaves the reading to a child of its own.
+        """
+        waiting = (load for load in self._kept.values() if load.due[:1] == [1] and load.pipe < 0)
+        load = next(waiting, None) if self._pid == os.getpid() else None
+        if load is None or load.dataset() is None or load.collate_fn() is None or in_use():
+            yield None
+            return
+        reading, writing = os.pipe()
+        try:
+            yield Aside(load.read, writing)
+        except BaseException:
+            os.close(reading)
+            raise
+        finally:
+            os.close(writing)
+        load.pipe, load.at = reading, 1
+        del load.due[0]
 
     def stepped(self, _: int) -> int:
         """Take answers, and fork the children that are due; return the steps until there is more to do."""
