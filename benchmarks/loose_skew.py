@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 from jobs.loose_digits import all_trained
 
 from headway.comm import SkewController
-from headway.comm.loose_rules import LADDERS
+from headway.comm.remedies import LADDERS
 from tests.made.pool import RankPool
 
 PARTITIONS = 5

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.comm import LOOSE, SkewController
-from headway.comm.loose_rules import LADDERS, read_rule
+from headway.comm.remedies import LADDERS, read_rule
 from headway.core.errors import InputError
 from tests.spawn import on_ranks
 

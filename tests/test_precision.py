@@ -183,7 +183,6 @@ def test_the_slow_rank_decides_the_step_and_a_bucket_waits_for_both():
         (lambda: allocate([[2.0]], sum, bound_s=-1.0), "bound_s is -1.0"),
         (lambda: allocate([[2.0]], lambda choice: 0.5, bound_s=1.0, fits=lambda choice: False), "no choice fits"),
         (lambda: operator_seconds([OperatorTimes("a", (math.inf,), (1.0,))], [0], {}), "has no int8 for a"),
-        (lambda: CastLine.fitted([(5, 1.0)]), "1 casts do not make a line"),
         (lambda: TensorStatistics(4, math.nan, 1.0), "of no tensor with finite numbers"),
     ],
 )

@@ -1,16 +1,106 @@
-"""The remedies of communication: DDP's buckets and flags, compressed gradients, all-gathers ahead or hidden."""
+"""The remedies of communication: DDP's buckets and flags, compressed gradients, all-gathers ahead or hidden.
+
+The rules of loose synchronisation by name, and the ladder of settings that each of them has.
+
+    gaia:T       a rank's update takes effect at once; parts with |unsent update / weight| > T travel, others wait
+    fedavg:N     ranks train apart, their weights are averaged every N steps
+    dgc:F        the fraction F of each gradient that is largest travels, with corrected momentum; the rest waits
+    diloco:N     as fedavg, and the mean change of N steps is the gradient of an outer Nesterov step
+
+A ladder leads from the tightest rung (nearly synchronous, most bytes) to the loosest.
+
+Sources: Hsieh et al., Gaia (NSDI 2017) and SkewScout (ICML 2020, section 7 and appendix: settings); McMahan et al.,
+AISTATS 2017 (FedAvg); Lin et al., ICLR 2018 (DGC); Douillard et al., arXiv 2311.08105 (DiLoCo).
+
+>>> read_rule("fedavg:20")
+LooseRule(method='fedavg', theta=20)
+>>> read_rule("fedavg:0.5")
+Traceback (most recent call last):
+headway.core.errors.InputError: fedavg:0.5: '0.5' is not the number of steps between averages. Write a whole number \
+from 1 upwards; the ladder is 1, 5, 10, 20, 50, 100, 200, 500, 1000.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 from msgspec import Meta
 
-from headway.comm.loose_rules import LADDERS, read_rule, rung_of
 from headway.core.errors import InputError
 from headway.core.remedies import Count, Flag, Parameters, Positive, RemedyRecord, Size, Sizes
+from headway.core.tables import Named
 from headway.cost.codecs import MIN_BYTES, read_codec
 from headway.cost.overlaps import read_form, read_shape
+
+STEPS = (1, 5, 10, 20, 50, 100, 200, 500, 1000)
+
+LADDERS: dict[str, tuple[float, ...]] = Named("loose rule", {
+    "gaia": (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5),
+    "fedavg": STEPS,
+    "dgc": (0.25, 0.0625, 0.015625, 0.004, 0.001),
+    "diloco": STEPS,
+})  # fmt: skip
+"""Rule -> its settings theta, the tightest first; those of dgc are the stages of its published warm-up."""
+
+MEANINGS = {
+    "gaia": ("the threshold on |update / weight|", "a number in [0, 1]"),
+    "fedavg": ("the number of steps between averages", "a whole number from 1 upwards"),
+    "dgc": ("the fraction that is sent", "a number in (0, 1], 1 sends everything"),
+    "diloco": ("the number of steps between outer steps", "a whole number from 1 upwards"),
+}
+"""Rule -> what its theta is, and what it may be."""
+
+AVERAGING = ("fedavg", "diloco")
+"""Rules that exchange whole models, every theta steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class LooseRule:
+    """A rule with its setting. Build it with `read_rule`."""
+
+    method: str
+    """Entry of `LADDERS`."""
+
+    theta: float
+    """Its setting: a threshold (gaia), a fraction (dgc), or a number of steps."""
+
+    def __str__(self) -> str:
+        """Return the name: 'gaia:0.1'."""
+        return f"{self.method}:{self.theta:g}"
+
+
+def read_rule(name: object) -> LooseRule:
+    """Return the rule that `name` says.
+
+    Raises `UnknownNameError` with the nearest rule, `InputError` for a theta that the rule cannot have.
+    """
+    if not isinstance(name, str):
+        raise InputError(f"the rule is {name!r}; write a name such as 'fedavg:20' or 'gaia:0.1'.")
+    method, _, setting = name.partition(":")
+    ladder = LADDERS[method]
+    try:
+        theta = float(setting)
+    except ValueError:
+        theta = math.nan
+    is_count = method in AVERAGING
+    fits = theta >= 1 and theta.is_integer() if is_count else 0 <= theta <= 1 and (theta > 0 or method == "gaia")
+    if not fits or math.isinf(theta):
+        what, rule = MEANINGS[method]
+        rungs = ", ".join(f"{rung:g}" for rung in ladder)
+        raise InputError(f"{name}: {setting!r} is not {what}. Write {rule}; the ladder is {rungs}.")
+    return LooseRule(method, int(theta) if is_count else theta)
+
+
+def rung_of(ladder: Sequence[float], theta: float) -> int:
+    """Return the index of a theta on a ladder. Raises `InputError` with the nearest rung where it is none."""
+    index = next((index for index, rung in enumerate(ladder) if math.isclose(theta, rung, rel_tol=1e-9)), None)
+    if index is None:
+        rungs, nearest = ", ".join(f"{rung:g}" for rung in ladder), min(ladder, key=lambda rung: abs(rung - theta))
+        raise InputError(f"theta is {theta:g}, which is no rung of {rungs}. Begin at the nearest: {nearest:g}.")
+    return index
 
 
 class BucketParameters(Parameters, frozen=True):

@@ -26,7 +26,7 @@ import msgspec
 
 from headway.core.files.bounded_json import converted
 from headway.core.units import NS_PER_S, format_bytes, format_seconds
-from headway.ledger.jobs.group_creation import Creation
+from headway.ledger.jobs.machines import Creation
 from headway.plan.loader_rows import LoaderRow
 from headway.trace.events.active_settings import AppliedRow
 from headway.trace.events.trace import Trace

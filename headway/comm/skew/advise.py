@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headway.comm.loose_rules import LADDERS
+from headway.comm.remedies import LADDERS
 from headway.core.errors import BarMissedError, InputError
 from headway.core.search import threshold
 from headway.core.units import NS_PER_S, format_bytes, format_seconds

@@ -21,8 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
 from headway.comm.buckets.apply import BucketFn, HookedModels
-from headway.comm.loose_rules import read_rule
-from headway.comm.remedies import LooseParameters
+from headway.comm.remedies import LooseParameters, read_rule
 from headway.comm.skew.torch_replica import LooseSynchronisation, Probe
 from headway.core.errors import InputError
 from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy, on_scaled_loss

@@ -36,7 +36,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 
-from headway.comm.loose_rules import rung_of
+from headway.comm.remedies import rung_of
 from headway.core.errors import InputError
 
 MEMORY = 3

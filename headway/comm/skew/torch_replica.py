@@ -34,7 +34,7 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from headway.comm.loose_rules import AVERAGING, LADDERS, LooseRule, read_rule, rung_of
+from headway.comm.remedies import AVERAGING, LADDERS, LooseRule, read_rule, rung_of
 from headway.comm.skew.controller import SkewController
 from headway.comm.skew.torch_rules import LOOSE, Replica, check_optimizer
 from headway.core.closing import Closing
@@ -59,7 +59,7 @@ def loose(
     Every rank calls it; all begin with the weights of the first.
 
     rule
-        'gaia:0.1', 'fedavg:20', 'dgc:0.001' or 'diloco:50': see `headway.comm.loose_rules`.
+        'gaia:0.1', 'fedavg:20', 'dgc:0.001' or 'diloco:50': see `headway.comm.remedies`.
     buffers
         'average': running statistics are averaged with the weights (gaia, dgc: every 100 steps); 'local': left alone.
     control

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from headway.comm.compression.torch_codecs import packet_of, parts, topk_places
 from headway.comm.compression.torch_dense import as_bytes, as_values
-from headway.comm.loose_rules import LooseRule
+from headway.comm.remedies import LooseRule
 from headway.core.errors import InputError
 from headway.core.tables import Named
 from headway.cost.codecs import CodecName, place_bytes

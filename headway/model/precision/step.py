@@ -57,24 +57,6 @@ class CastLine:
         """Return the seconds, never below 0: a fitted b may be negative."""
         return max(0.0, self.per_number_s * numel + self.fixed_s)
 
-    @classmethod
-    def fitted(cls, points: Sequence[tuple[int, float]]) -> CastLine:
-        """Return the line through (numbers, seconds), least squares of relative errors; raises `InputError`.
-
-        >>> line = CastLine.fitted([(1000, 3e-6), (2000, 5e-6), (4000, 9e-6)])
-        >>> round(line.per_number_s * 1e9, 6), round(line.fixed_s * 1e6, 6)
-        (2.0, 1.0)
-        """
-        sizes = np.array([numel for numel, _ in points], np.float64)
-        seconds = np.array([duration for _, duration in points], np.float64)
-        if np.unique(sizes).size < 2 or not (np.isfinite(seconds) & (seconds > 0)).all():
-            raise InputError(
-                f"{len(points)} casts do not make a line. Measure two sizes or more, each longer than 0 s."
-            )
-        table = np.stack([sizes / seconds, 1 / seconds], 1)
-        slope, fixed = np.linalg.lstsq(table, np.ones(len(points)), rcond=None)[0]
-        return cls(float(slope), float(fixed))
-
 
 Casts = Mapping[tuple[str, str], CastLine]
 """(from, to) -> its line."""
