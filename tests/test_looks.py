@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from headway.data.guard import process_state
-from headway.data.guard.process_state import FULL, NEAR_SHARE, SHARE, Looks
+from headway.data.guard.process_state import FULL, NEAR_SHARE, SHARE, Attributes, Looks
 from headway.data.loader.read_ahead import CHANGED
 from headway.sim.recorded.loader_costs import Costs
 from headway.sim.recorded.program import Program
@@ -75,24 +75,15 @@ def test_later_looks_take_their_share_of_the_time() -> None:
     assert 0.002 * len(found) <= SHARE * (CLOCK[0] - begin)
 
 
-def test_the_first_batch_of_a_pass_has_its_share_kept() -> None:
-    looks = settled(SimpleNamespace())
-    looked(looks, SimpleNamespace(), 300)
-
-    for _ in range(4):
-        looks.begin()
-        assert looked(looks, SimpleNamespace(), 60)[:1] == [0]
-
-
 def test_attributes_of_very_short_steps_are_not_looked_at_before_each(monkeypatch) -> None:
-    asked = []
+    asked, are_those_of = [], Attributes.are_those_of
 
-    def near(*read: object) -> list[object]:
+    def near(attributes: Attributes, read: list[object]) -> bool:
         asked.append(read)
         CLOCK[0] += 20e-6
-        return ["as before"]
+        return are_those_of(attributes, read)
 
-    monkeypatch.setattr(process_state, "near_of", near)
+    monkeypatch.setattr(Attributes, "are_those_of", near)
     looks, begin = settled(SimpleNamespace()), CLOCK[0]
     for step_s, each in ((0.0005, False), (0.05, True)):
         before = len(asked)
@@ -102,12 +93,12 @@ def test_attributes_of_very_short_steps_are_not_looked_at_before_each(monkeypatc
 
 
 def test_an_attribute_that_was_set_is_seen_at_once() -> None:
-    dataset = SimpleNamespace(ratio=0.5, transform=SimpleNamespace(p=0.1), rows=[1, 2])
+    dataset = SimpleNamespace(ratio=0.5, transform=SimpleNamespace(p=0.1), rows=[1, 2], stages=[SimpleNamespace(p=0.5)])
     looks = settled(dataset)
 
     for change in (
         lambda: setattr(dataset, "ratio", 0.6), lambda: setattr(dataset.transform, "p", 0.2),
-        lambda: dataset.rows.append(3),
+        lambda: dataset.rows.append(3), lambda: setattr(dataset.stages[0], "p", 0.3),
     ):  # fmt: skip
         assert looked(looks, dataset, 3) == []
         change()
@@ -117,13 +108,22 @@ def test_an_attribute_that_was_set_is_seen_at_once() -> None:
 def test_a_change_that_was_seen_late_says_since_when() -> None:
     dataset = SimpleNamespace()
     looks = settled(dataset)
-    assert looked(looks, dataset, 120) == []
+    assert looked(looks, dataset, 60) == []
 
-    looks.begin()
+    assert not looks.are_alike_now((dataset,), lambda: False)
+    assert "a look 61 batches before" in looks.reason(CHANGED)
+    assert type(looks.reason(CHANGED)) is type(CHANGED)
+
+
+def test_an_attribute_that_was_looked_at_before_each_batch_is_not_seen_late() -> None:
+    dataset = SimpleNamespace(stages=[SimpleNamespace(p=0.5)])
+    looks = settled(dataset)
+    assert looked(looks, dataset, 60) == []
+
+    dataset.stages[0].p = 0.6
 
     assert not looks.are_alike((dataset,), lambda: False)
-    assert "a look " in looks.reason(CHANGED)
-    assert type(looks.reason(CHANGED)) is type(CHANGED)
+    assert looks.reason(CHANGED) == CHANGED
 
 
 def test_verifying_all_batches_looks_at_all(monkeypatch) -> None:

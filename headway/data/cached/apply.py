@@ -130,6 +130,16 @@ class CachedDataset:
             notice_change()
         return True
 
+    def check(self, dataset: Any) -> None:
+        """Look, behind the last batch of a pass, where the last batches were not looked at."""
+        if self.scrutiny.over or threading.get_ident() != self.thread:
+            return
+        if not self.looks.are_alike_now([dataset], lambda: not self.is_other(dataset)):
+            self.scrutiny.cause = self.looks.reason("")
+            self.scrutiny.end(ALTERED)
+            speak(dataset, self.scrutiny)
+            notice_change()
+
     def in_front(self, dataset: Any, kept: ExampleStore) -> CachedExamples:
         """Return a view of the dataset for one reader, with `kept` in front."""
         return CachedExamples(
@@ -242,8 +252,9 @@ class ExampleCaches:
         stored = self.stored.get(id(dataset))
         if stored is None:
             return
+        stored.check(dataset)
         stored.looks.begin()
-        if stored.is_other(dataset):
+        if not stored.scrutiny.over and stored.is_other(dataset):
             stored.scrutiny.end(ALTERED)
         if stored.scrutiny.over:
             self._leave(dataset, OfDataset(stored.scrutiny.finding))
@@ -252,6 +263,8 @@ class ExampleCaches:
         """Report what readers found in the last pass; call it at the end."""
         for dataset in list(self.alive.values()):
             stored = self.stored.get(id(dataset))
+            if stored is not None:
+                stored.check(dataset)
             if stored is not None and stored.scrutiny.over:
                 self._leave(dataset, OfDataset(stored.scrutiny.finding))
 

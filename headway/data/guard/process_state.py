@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import csv
 import decimal
-import itertools
 import locale
 import os
 import signal
@@ -176,20 +175,20 @@ def data_of(read: Any) -> tuple[object, object]:
 # How often that is looked at: before each batch at first, later within a share of the time.
 #
 #     first pass, and 64 batches at the least     later passes
-#     each batch                                  where an attribute was set; the first batch while all looks together
-#                                                 take less than SHARE of the time since, others while half of that
+#     each batch                                  where an attribute was set, while all looks together take less than
+#                                                 SHARE of the time since, and at the end of the pass
 #
 # A look takes 0.5 to 2 ms: before each of many short steps that is more than many a remedy wins. Whether an attribute
-# was set takes 5 to 20 us: that is asked before the first batch of a pass and, within NEAR_SHARE, before the others.
+# was set takes 2 to 30 us: that is asked before the first batch of a pass and, within NEAR_SHARE, before the others.
 
 FULL = 64
 """Batches of a loader before each of which is looked, at the least."""
 
-SHARE, NEAR_SHARE = 0.003, 0.002
+SHARE, NEAR_SHARE = 0.003, 0.003
 """Shares of the time that looks take later, and looks at attributes alone: within a hundredth in all."""
 
-MOST_NEAR, FEW = 64, 16
-"""Attributes that are looked at before each batch, those of classes among them; values in a list or dictionary."""
+MOST_NEAR, FEW = 128, 16
+"""Values of attributes that are looked at more often; values of a list, tuple or dictionary among them."""
 
 OPAQUE = (type, ModuleType, FunctionType, torch.Tensor, np.ndarray)
 """What is only looked at for which one it is."""
@@ -211,10 +210,11 @@ class Looks:
 
     def __init__(self, passes: int = 0) -> None:
         """Begin, with so many passes behind."""
-        self._passes, self._num_batches, self._skipped = passes, 0, 0
+        self._passes, self._num_batches = passes, 0
+        self._skipped = self._skipped_near = self._late = 0
         self._since_s = self._spent_s = self._last_s = self._near_spent_s = self._near_last_s = 0.0
         self._is_first = True
-        self._near: list[object] = []
+        self._near: Attributes | None = None
 
     def begin(self) -> None:
         """Begin a pass, another one over the same data or the first."""
@@ -223,12 +223,25 @@ class Looks:
     def are_alike(self, read: Sequence[object], look: Callable[[], bool]) -> bool:
         """Return what `look` says, True where none is due; `read` is whose attributes are looked at more often."""
         begin_s = perf_counter()
-        if self.each_batch or self._passes < 2 or self._num_batches < FULL:
-            self._since_s, self._spent_s, self._near_spent_s, self._near = begin_s, 0.0, 0.0, []
+        is_full = self.each_batch or self._passes < 2 or self._num_batches < FULL
+        self._num_batches += 1
+        if is_full:
+            self._since_s, self._spent_s, self._near_spent_s, self._near = begin_s, 0.0, 0.0, None
+            self._late = 0
         elif not self._is_due(read, begin_s):
-            self._num_batches, self._skipped, self._is_first = self._num_batches + 1, self._skipped + 1, False
+            self._skipped += 1
             return True
-        self._num_batches, self._is_first = self._num_batches + 1, False
+        return self._looked(look)
+
+    def are_alike_now(self, read: Sequence[object], look: Callable[[], bool]) -> bool:
+        """Return what `look` says, at the end of a pass or between two; True where the last batch was looked at."""
+        if not self._skipped:
+            return True
+        is_near = self._near is not None and not self._near.are_those_of(read)
+        self._late = self._skipped_near if is_near else self._skipped
+        return self._looked(look)
+
+    def _looked(self, look: Callable[[], bool]) -> bool:
         begin_s = perf_counter()
         alike = look()
         self._last_s = perf_counter() - begin_s
@@ -239,40 +252,94 @@ class Looks:
 
     def _is_due(self, read: Sequence[object], now_s: float) -> bool:
         """Say whether to look: an attribute was set, or it is time."""
-        passed_s = now_s - self._since_s
+        passed_s, self._late = now_s - self._since_s, self._skipped
         if self._is_first or self._near_spent_s + self._near_last_s <= NEAR_SHARE * passed_s:
-            near, self._near = self._near, near_of(*read)
+            alike = self._near is not None and self._near.are_those_of(read)
+            self._near = self._near if alike else Attributes(read)
             self._near_last_s = perf_counter() - now_s
             self._near_spent_s += self._near_last_s
-            if near != self._near:
+            if not alike:
+                self._late, self._skipped_near = self._skipped_near, 0
                 return True
-        share = SHARE if self._is_first else SHARE / 2
-        return self._spent_s + self._last_s <= share * passed_s
+            self._skipped_near = 0
+        else:
+            self._skipped_near += 1
+        self._is_first = False
+        return self._spent_s + self._last_s <= SHARE * passed_s
 
     def reason(self, changed: str) -> str:
-        """Return why a remedy is taken away, of which `are_alike` said no: `changed`, and since when that may be so."""
-        return type(changed)(LATE.format(changed, self._skipped + 1)) if self._skipped else changed
+        """Return why a remedy is taken away, of which a look has said no: `changed`, and since when that may be so."""
+        return type(changed)(LATE.format(changed, self._late + 1)) if self._late else changed
 
 
-def _held(value: object) -> tuple[int, ...]:
-    """Return which values a list or dictionary of a few holds, of a longer one how many."""
-    if not isinstance(value, (list, dict)):
-        return ()
-    return (len(value), *(map(id, value.values() if isinstance(value, dict) else value) if len(value) <= FEW else ()))
+Values = Any
+"""A list, a tuple, or a dictionary; or what leads to a value in one: an index or a key."""
 
 
-def near_of(*read: object) -> list[object]:
-    """Return what the attributes of objects are, and of those in them, `MOST_NEAR` at most: which value; about 5 us."""
-    values: list[object] = [*map(id, itertools.chain.from_iterable(vars(type(owner)).values() for owner in read))]
-    todo = [*read]
-    while todo and len(values) < MOST_NEAR:
-        try:  # not `vars`: a class of the script's may answer for its attributes itself
-            inside = [*object.__getattribute__(todo.pop(), "__dict__").values()]
-        except (AttributeError, TypeError, RuntimeError):
-            continue
-        for value in inside:
-            exact = type(value)
-            values.append(value if exact in LEAVES else (id(value), *_held(value)))
-            if exact not in LEAVES and not isinstance(value, OPAQUE):
-                todo.append(value)
-    return values
+class Attributes:
+    """What the attributes of objects are, and of those in them: which values, `MOST_NEAR` at most.
+
+    It keeps no object but numbers and texts, and looks at as many dictionaries and lists as it met: 2 to 20 us.
+
+    >>> dataset = type("Dataset", (), {})()
+    >>> dataset.steps = [dataset_step := type("Step", (), {})()]
+    >>> attributes = Attributes([dataset])
+    >>> dataset_step.probability = 0.5
+    >>> attributes.are_those_of([dataset])
+    False
+    """
+
+    def __init__(self, read: Sequence[object]) -> None:
+        """Walk them, those of the classes of `read` first."""
+        self._ways: list[tuple[int, Values]] = []
+        """How each container is reached: by which key of which one before; of -1: an object of `read` by its index."""
+        self._values: list[tuple[int, ...]] = []
+        self._leaves: list[object] = []  # or another value may come to lie where one lay
+        containers: list[Values] = []
+        todo = [(-1, index, value) for index, value in enumerate(read)]
+        while todo and sum(map(len, self._values)) < MOST_NEAR:
+            parent, key, value = todo.pop(0)
+            if (container := _container(value)) is None:
+                continue
+            self._ways.append((parent, key))
+            self._values.append(_identities(container))
+            containers.append(container)
+            items = container.items() if isinstance(container, dict) else enumerate(container)
+            for inner, one in items if len(container) <= FEW or container is not value else ():
+                if type(one) in LEAVES:
+                    self._leaves.append(one)
+                elif not isinstance(one, OPAQUE):
+                    todo.append((len(containers) - 1, inner, one))
+        self._classes = [_identities(vars(type(owner))) for owner in read]
+
+    def are_those_of(self, read: Sequence[object]) -> bool:
+        """Say whether nothing was set since."""
+        if [_identities(vars(type(owner))) for owner in read] != self._classes:
+            return False
+        containers: list[Values] = []
+        try:
+            for (parent, key), values in zip(self._ways, self._values, strict=True):
+                container = _container(read[key] if parent < 0 else containers[parent][key])
+                if container is None or _identities(container) != values:
+                    return False
+                containers.append(container)
+        except (KeyError, IndexError):
+            return False
+        return True
+
+
+def _container(value: object) -> Values:
+    """Return a list, tuple or dictionary itself, the attributes of another object, None where it has none."""
+    if isinstance(value, (list, tuple, dict)):
+        return value
+    try:  # not `vars`: a class of the script's may answer for its attributes itself
+        return object.__getattribute__(value.__self__ if isinstance(value, MethodType) else value, "__dict__")
+    except (AttributeError, TypeError):
+        return None
+
+
+def _identities(container: Values) -> tuple[int, ...]:
+    """Return which values it has; of a long one how many, for an object's attributes are seldom many."""
+    if len(container) > MOST_NEAR:
+        return (len(container),)
+    return tuple(map(id, container if isinstance(container, (list, tuple)) else container.values()))

@@ -126,6 +126,10 @@ class ScriptThreads(InThreads):
             return None
         try:
             return super()._next_data()
+        except StopIteration:
+            if not (self._as_torch or self._looks.are_alike_now(self._read, self._is_as_read)):
+                self._left(self._looks.reason(CHANGED))
+            raise
         except UnmadeError as unmade:
             self._leave(unmade.reason)
             return None
@@ -157,8 +161,10 @@ class ScriptThreads(InThreads):
             return LISTENS
         if modes() != modes_of_threads() or self.walk.is_resized:
             return CHANGED
-        alike = self._looks.are_alike(self._read, lambda: self._seen == outside(self._read))
-        return "" if alike else self._looks.reason(CHANGED)
+        return "" if self._looks.are_alike(self._read, self._is_as_read) else self._looks.reason(CHANGED)
+
+    def _is_as_read(self) -> bool:
+        return self._seen == outside(self._read)
 
     def _leave(self, reason: str) -> None:
         """Read the rest of the pass as the script made the loader: what was read ahead is what the dataset was."""

@@ -232,7 +232,11 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
                 self._try_put_index()
             batch = super()._next_data()  # type: ignore[no-untyped-call]  # torch has no types for its iterators
         except StopIteration:
-            self._ended(self)
+            if self._own_workers or self._pid != os.getpid() or self._is_as_read():
+                self._ended(self)
+            else:
+                self._left(self._looks.reason(CHANGED))
+                self._abandon()
             raise
         except UnmadeError as unmade:
             self.leave(unmade.reason)
@@ -243,6 +247,11 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
         if self._index_sampler.under_way:
             self._index_sampler.under_way.popleft()
         return batch
+
+    def _is_as_read(self) -> bool:
+        """Say, at the end of a pass, whether the loader still goes by what the last batches were made from."""
+        read = (self._dataset, self._collate_fn)
+        return self._looks.are_alike_now(read, lambda: self._seen == outside(read))
 
     def _fail(self, cause: Exception) -> None:
         """Have the rest of the pass read as the script made the loader, because of what has failed here."""

@@ -104,13 +104,14 @@ def _always(_: LoaderState) -> bool:
 MORE_AT_SERVER = "more threads or a cache in the data server: DataServer(threads=..., cache_bytes=...)"
 MORE = "DataLoader(..., num_workers={more}, persistent_workers=True)"
 KEEP = "DataLoader(..., persistent_workers=True)"
-ONE = "DataLoader(..., num_workers=1, persistent_workers=True)"
+ONE = "DataLoader(..., num_workers=1)"
 FEWER = "DataLoader(..., num_workers={each}, persistent_workers=True)"
 
 HINTS: tuple[Hint, ...] = (
     Hint("input.fetch", "a data server makes its batches", lambda s: s.is_served, MORE_AT_SERVER),
     Hint("input.fetch", "it is a stream without a worker", lambda s: s.is_stream and s.workers == 0 and not s.is_served,
-         "read the stream in one worker process; several would each yield all of it, unless it asks get_worker_info()",
+         "read the stream in one worker process; several would each yield all of it, unless it asks get_worker_info(); "
+         "persistent_workers=True only where the loop sets nothing on its dataset between passes",
          ONE),
     Hint("input.fetch", "workers are refused", lambda s: bool(s.refusal),
          "make the load itself faster: workers are refused ({refusal})"),
@@ -122,7 +123,8 @@ HINTS: tuple[Hint, ...] = (
          "more workers than {workers}, or a cache{TRY}workers={twice}, or --set cache_fraction=1", MORE),
     Hint("input.prep", "a data server makes its batches", lambda s: s.is_served, MORE_AT_SERVER),
     Hint("input.prep", "it is a stream without a worker", lambda s: s.is_stream and s.workers == 0 and not s.is_served,
-         "prepare it in one worker process; several would each yield all of it, unless it asks get_worker_info()",
+         "prepare it in one worker process; several would each yield all of it, unless it asks get_worker_info(); "
+         "persistent_workers=True only where the loop sets nothing on its dataset between passes",
          ONE),
     Hint("input.prep", "workers are refused", lambda s: bool(s.refusal),
          "make the transforms themselves faster: workers are refused ({refusal})"),
