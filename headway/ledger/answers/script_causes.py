@@ -87,7 +87,7 @@ def host_cpu_wait(ledger: Ledger) -> list[Cause]:
     if others >= BUSY and threads // ranks > 1 and threads + others > cores > 0:
         # The threads of a pool wait for each other at the end of each operator: one without a core holds all of them.
         edit = f"torch.set_num_threads({max(1, int((cores - others) / ranks))})"
-        fix += f", or compute on no more threads than it leaves cores: {edit}"
+        fix += f", or compute on as many threads as cores stay free: {edit}"
     if 0 < cores < threads:
         fair = max(1, cores // ranks)
         evidence += (
