@@ -37,6 +37,7 @@ ADVISERS: dict[str, str] = {
     "fault": "headway.fault.advise:propose",
     "power": "headway.power.advise:propose",
     "cluster": "headway.cluster.advise:propose",
+    "model": "headway.model.advise:propose",
     "compute": "headway.compute.advise:propose",
 }
 """Room -> the function that proposes its remedies from (ledger, program, setup)."""
