@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -122,23 +122,23 @@ class CachedDataset:
         self.before = None
         if listens() or (self.seen is not None and modes() != self.seen[0]):
             return False
-        is_mine = threading.get_ident() == self.thread and not self.scrutiny.over
-        if is_mine and not self.looks.are_alike([dataset], lambda: not self.is_other(dataset)):
+        self._end_if_changed(dataset, self.looks.are_alike)
+        return True
+
+    def check(self, dataset: Any) -> bool:
+        """Look, behind the last batch of a pass, where the last batches were not looked at; return whether it did."""
+        return self.looks.is_behind and self._end_if_changed(dataset, self.looks.are_alike_now)
+
+    def _end_if_changed(self, dataset: Any, alike: Callable[[Sequence[object], Callable[[], bool]], bool]) -> bool:
+        """End its use where `alike`, of the looks, says that the dataset was changed; return whether it was asked."""
+        if self.scrutiny.over or threading.get_ident() != self.thread:
+            return False
+        if not alike([dataset], lambda: not self.is_other(dataset)):
             self.scrutiny.cause = self.looks.reason("")
             self.scrutiny.end(ALTERED)
             speak(dataset, self.scrutiny)
             notice_change()
         return True
-
-    def check(self, dataset: Any) -> None:
-        """Look, behind the last batch of a pass, where the last batches were not looked at."""
-        if self.scrutiny.over or threading.get_ident() != self.thread:
-            return
-        if not self.looks.are_alike_now([dataset], lambda: not self.is_other(dataset)):
-            self.scrutiny.cause = self.looks.reason("")
-            self.scrutiny.end(ALTERED)
-            speak(dataset, self.scrutiny)
-            notice_change()
 
     def in_front(self, dataset: Any, kept: ExampleStore) -> CachedExamples:
         """Return a view of the dataset for one reader, with `kept` in front."""
@@ -252,9 +252,9 @@ class ExampleCaches:
         stored = self.stored.get(id(dataset))
         if stored is None:
             return
-        stored.check(dataset)
+        has_looked = stored.check(dataset)
         stored.looks.begin()
-        if not stored.scrutiny.over and stored.is_other(dataset):
+        if not (has_looked or stored.scrutiny.over) and stored.is_other(dataset):
             stored.scrutiny.end(ALTERED)
         if stored.scrutiny.over:
             self._leave(dataset, OfDataset(stored.scrutiny.finding))

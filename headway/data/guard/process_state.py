@@ -216,6 +216,11 @@ class Looks:
         self._is_first = True
         self._near: Attributes | None = None
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether batches were not looked at since the last look."""
+        return self._skipped > 0
+
     def begin(self) -> None:
         """Begin a pass, another one over the same data or the first."""
         self._passes, self._is_first = self._passes + 1, True
@@ -235,7 +240,7 @@ class Looks:
 
     def are_alike_now(self, read: Sequence[object], look: Callable[[], bool]) -> bool:
         """Return what `look` says, at the end of a pass or between two; True where the last batch was looked at."""
-        if not self._skipped:
+        if not self.is_behind:
             return True
         is_near = self._near is not None and not self._near.are_those_of(read)
         self._late = self._skipped_near if is_near else self._skipped

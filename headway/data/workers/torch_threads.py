@@ -164,6 +164,7 @@ class ScriptThreads(InThreads):
         return "" if self._looks.are_alike(self._read, self._is_as_read) else self._looks.reason(CHANGED)
 
     def _is_as_read(self) -> bool:
+        """Say whether the loader still goes by what threads read it by."""
         return self._seen == outside(self._read)
 
     def _leave(self, reason: str) -> None:

@@ -220,9 +220,7 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
                 self.leave(LISTENS)
             elif self._index_sampler.is_resized:
                 self.leave(CHANGED)
-            elif not self._looks.are_alike(
-                read := (self._dataset, self._collate_fn), lambda: self._seen == outside(read)
-            ):
+            elif not self._looks.are_alike((self._dataset, self._collate_fn), self._is_as_read):
                 self.leave(self._looks.reason(CHANGED))
         if self._single is not None:
             return None
@@ -232,7 +230,9 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
                 self._try_put_index()
             batch = super()._next_data()  # type: ignore[no-untyped-call]  # torch has no types for its iterators
         except StopIteration:
-            if self._own_workers or self._pid != os.getpid() or self._is_as_read():
+            is_watched = not self._own_workers and self._pid == os.getpid()
+            read = self._dataset, self._collate_fn
+            if not is_watched or self._looks.are_alike_now(read, self._is_as_read):
                 self._ended(self)
             else:
                 self._left(self._looks.reason(CHANGED))
@@ -249,9 +249,8 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
         return batch
 
     def _is_as_read(self) -> bool:
-        """Say, at the end of a pass, whether the loader still goes by what the last batches were made from."""
-        read = (self._dataset, self._collate_fn)
-        return self._looks.are_alike_now(read, lambda: self._seen == outside(read))
+        """Say whether the loader still goes by what workers read it by."""
+        return self._seen == outside((self._dataset, self._collate_fn))
 
     def _fail(self, cause: Exception) -> None:
         """Have the rest of the pass read as the script made the loader, because of what has failed here."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headway.core.units import NS_PER_S, format_fraction, plural
 from headway.cost.fused import Share, fused_share
-from headway.ledger.answers.evidence import booked_s, mean_of, share_words, span_of
+from headway.ledger.answers.evidence import booked_s, lines_in_words, mean_of, span_of
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.cause import Cause
 from headway.trace.rings.compute_facts import OptimizerFacts
@@ -35,8 +35,8 @@ def optimizer_loops(ledger: Ledger) -> list[Cause]:
 LEAST_SAMPLES = 8
 """Samples of lines that wait below which none is named: the next one could turn their shares over."""
 
-MOST_LINES = 3
-"""Lines that are named in one piece of evidence."""
+LARGE_WAIT = 0.02
+"""Share of the device time that ending the waits must win to be named."""
 
 
 def host_launch(ledger: Ledger) -> list[Cause]:
@@ -53,9 +53,9 @@ def host_launch(ledger: Ledger) -> list[Cause]:
     won_s = min(waited_ns / NS_PER_S, idle_s)
     causes = list[Cause]()
     if won_s * NS_PER_S >= LARGE_WAIT * ledger.total_ns:
-        named = ", ".join(f"{row.words} {share_words(row.ns, waited_ns)}" for row in lines[:MOST_LINES])
         evidence = f"the host waited for the device for {format_fraction(waited_ns / ledger.total_ns)} of the time "
-        evidence += f"({named}) and launched nothing; the device idled {idle} of the time for the next kernel"
+        evidence += f"({', '.join(lines_in_words(lines))}) and launched nothing; the device idled {idle} of the time "
+        evidence += "for the next kernel"
         fix = "read values less often, or all at the end of an epoch: until then they stay on the device"
         edit = "total += loss.detach()  # and total.item() every 50 steps"
         causes.append(Cause("compute.sync", lines[0].words, won_s, evidence, fix, script=edit))
@@ -67,10 +67,6 @@ def host_launch(ledger: Ledger) -> list[Cause]:
         fix = "do less in Python between replays of the graph: prepare its inputs while it runs"
     fix += "" if causes else ", no .item() inside the step"
     return [*causes, Cause("host.launch", plural(ledger.devices, "device"), idle_s - won_s, evidence, fix)]
-
-
-LARGE_WAIT = 0.02
-"""Share of the device time that ending the waits must win to be named."""
 
 
 def share_of(optimizer: OptimizerFacts) -> Share | str:

@@ -6,9 +6,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from headway.core.units import NS_PER_S, format_fraction, format_seconds, plural
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.booking.account import SpanFacts
+from headway.ledger.cause import SampledLine
 
 TRY = "; try headway whatif --set "
 """Separates advice from the what-if edit that predicts it; dropped where nothing can be replayed."""
@@ -58,3 +61,13 @@ def the_longest(max_ns: int) -> str:
 def share_words(part_ns: int, whole_ns: int) -> str:
     """Return a share in whole percent; '' where that is none."""
     return format_fraction(part_ns / whole_ns, 0) if 200 * part_ns > whole_ns else ""
+
+
+MOST_LINES = 3
+"""Lines of the script that are named in one piece of evidence."""
+
+
+def lines_in_words(lines: Sequence[SampledLine]) -> list[str]:
+    """Return the first of the sampled lines, each with its share of the time of all: 'item at train.py:41 80 %'."""
+    total_ns = sum(row.ns for row in lines)
+    return [f"{row.words} {share}" for row in lines[:MOST_LINES] if (share := share_words(row.ns, total_ns))]

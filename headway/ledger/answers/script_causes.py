@@ -14,6 +14,7 @@ from headway.ledger.answers.evidence import (
     blamed_s,
     booked_s,
     counted,
+    lines_in_words,
     mean_of,
     share_of,
     share_words,
@@ -36,9 +37,6 @@ LARGE = 0.02
 """Share of the device time from which headway's own work is a cause: twice what deep windows may cost by default. Less
 waiting for a core is what any host has."""
 
-MOST_LINES = 3
-"""Lines of the script that are named in one piece of evidence."""
-
 
 def _telling(ledger: Ledger) -> tuple[SampledLine, ...]:
     """Return the sampled lines where they are enough, and of enough of the time, to say where it went."""
@@ -55,9 +53,8 @@ def host_script(ledger: Ledger) -> list[Cause]:
     steps = max(ledger.steps * ledger.devices, 1)
     spent = f"{format_seconds(own)} over all attempts" if ledger.facts.attempt else f"{mean_of(own, steps)} step"
     evidence = f"the script ran code of its own for {spent}, between an update and the next forward"
-    total_ns = sum(row.ns for row in lines)
-    named = [f"{row.words} {share}" for row in lines[:MOST_LINES] if (share := share_words(row.ns, total_ns))]
-    evidence += f": {', '.join(named)} of {plural(sum(row.count for row in lines), 'sample')}" if total_ns else ""
+    if any(row.ns for row in lines):
+        evidence += f": {', '.join(lines_in_words(lines))} of {plural(sum(row.count for row in lines), 'sample')}"
     first = lines[0] if lines else None
     where = first.words if first else "training loop"
     if first and first.feeds_forward:
