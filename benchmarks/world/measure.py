@@ -29,6 +29,10 @@ VOLATILE = re.compile(
 """What differs from run to run in a script's output: durations, rates, process ids, times of day."""
 
 
+PACE = "pace"
+"""File in the clock's folder of a pass without a clock: what a step took, and all of them."""
+
+
 class RowError(RuntimeError):
     """A pass of a row failed; the message quotes the end of its output."""
 
@@ -127,6 +131,8 @@ class Pass:
     clock: Clocked | None = None
     answer: Mapping[str, Any] = field(default_factory=dict)
     run: Path | None = None
+    pace_s: tuple[float, float] = (float("nan"), float("nan"))
+    """Seconds of the mean step, and from the first update to the last one; nan with a clock."""
 
 
 READ_SCALARS = """
@@ -158,7 +164,7 @@ def plainly(sandbox: Sandbox, name: str, *, clock: bool = False) -> Pass:
     folder, script = sandbox.fresh(name)
     before, env, clocks = watched(sandbox, folder, name, clock)
     output = finished(sandbox.command(*before, script), folder, env)
-    return Pass(compared(sandbox, output, folder), clocked(clocks))
+    return Pass(compared(sandbox, output, folder), clocked(clocks), pace_s=paced(clocks))
 
 
 def under_headway(sandbox: Sandbox, name: str, *options: object, clock: bool = False) -> Pass:
@@ -169,7 +175,15 @@ def under_headway(sandbox: Sandbox, name: str, *options: object, clock: bool = F
     recorder = ("-m", "headway.cli", "run", "--json", "--out", run, *sandbox.row.launch, *options, "--")
     answer = json.loads(finished(sandbox.command(*recorder, *before, script), folder, env))
     output = "\n".join(path.read_text() for path in sorted((run / "logs").glob("r*.out")))
-    return Pass(compared(sandbox, output, folder), clocked(clocks), answer, run)
+    return Pass(compared(sandbox, output, folder), clocked(clocks), answer, run, paced(clocks))
+
+
+def paced(clocks: Path) -> tuple[float, float]:
+    """Return what the pace of a pass without a clock says."""
+    if not (clocks / PACE).exists():
+        return float("nan"), float("nan")
+    step_s, training_s, _ = json.loads((clocks / PACE).read_text())
+    return step_s, training_s
 
 
 def watched(sandbox: Sandbox, folder: Path, name: str, clock: bool) -> tuple[list[Path], dict[str, str], Path]:
@@ -177,7 +191,7 @@ def watched(sandbox: Sandbox, folder: Path, name: str, clock: bool) -> tuple[lis
     clocks = sandbox.scratch / f"clocks-{name}"
     clocks.mkdir()
     if not clock:
-        return [], sandbox.environment(folder), clocks
+        return [], sandbox.environment(folder, WORLD_PACE=str(clocks / PACE)), clocks
     spans = json.dumps({kind: list(names) for kind, names in sandbox.row.spans.items()})
     env = sandbox.environment(folder, WORLD_CLOCK=str(clocks), WORLD_SPANS=spans)
     return [HERE / "site" / "timed_script.py"], env, clocks

@@ -22,6 +22,7 @@ from headway.ledger.runs.recorded import evaluation_loaders
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.recorded.program import Program
+from headway.sim.recorded.unroll import pool_threads
 from headway.sim.whatif import WorkerEdit
 from headway.trace.events.loader_facts import (
     LoaderFacts,
@@ -175,7 +176,7 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) ->
     memory = count * (WORKER_BYTES + prefetch * batch_bytes)
     kind = "kept between passes" if same else f"instead of {recorded}"
     busiest = f"{plural(count, 'worker')} per rank {kind}"
-    draws = drawing(facts)
+    draws, pools = drawing(facts), "" if recorded else _beside_pools(program, count)
     return Proposal(
         name="data.workers",
         room="data",
@@ -191,13 +192,22 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) ->
         },
         loaders=tuple(facts),
         cost=f"{plural(count * setup.ranks_per_host, 'worker')} per host, about {format_bytes(memory)} per rank",
-        risk=f"{draws}, and workers would draw other ones, so augmentation differs" if draws else NO_DRAW,
+        risk=(f"{draws}, and workers would draw other ones, so augmentation differs" if draws else NO_DRAW) + pools,
         reason=" ".join(part for part in (f"{busiest}, for {_names(facts)}.", prediction.note) if part),
         memory_bytes=memory,
         start_s=_trial_s(program, facts, "workers", 1 if same else 3 if any(had) else 2),
         allow="result-equivalent" if draws else None,
         conflicts=("data.threads", "data.server"),
     )
+
+
+def _beside_pools(program: Program, count: int) -> str:
+    """Return what to do where torch's threads and `count` workers want more cores than there are; '' = nothing."""
+    threads = pool_threads(float(program.recording.beside.max()))
+    if threads == 1 or threads + count <= program.cores:
+        return ""
+    fewer = max(1, program.cores - count)
+    return f"; torch's {threads} threads want the same cores: torch.set_num_threads({fewer}) leaves them to workers"
 
 
 def useful_workers(computing: float, cores: int) -> int:

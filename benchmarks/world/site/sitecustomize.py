@@ -10,12 +10,16 @@ nothing. WORLD_CLOCK names a folder: each process writes <pid>.json there with
 - `span_s`: seconds in the functions that WORLD_SPANS names, as {"eval": ["module:Class.method", ...], ...}; only the
   outermost span counts. Functions of the script itself are timed by `timed_script.py`.
 
+WORLD_PACE names a file: at the end of the process, or of a rank's, it is [seconds of the mean step, seconds from the
+first update to the last, updates], where steps of more than ten medians (evaluation) do not count for the mean.
+
 WORLD_SEED seeds torch and numpy once torch is imported, for scripts that do not seed them themselves. WORLD_NUMPY_1
 gives numpy the name `Inf` back, which scripts of its first major version use.
 """
 
 import atexit
 import functools
+import itertools
 import json
 import os
 import sys
@@ -146,6 +150,25 @@ class Clock:
         return wrapper
 
 
+def pace(path):
+    """Note when each update of this process's model ended, and write what a step took when the process ends."""
+    import statistics
+
+    from torch.optim import optimizer
+
+    ends, owner = [], os.getpid()
+
+    def write():
+        between = [after - before for before, after in itertools.pairwise(ends)]
+        if between and os.getpid() == owner:
+            steps = [took for took in between if took <= 10 * statistics.median(between)]
+            with open(path, "w") as file:
+                json.dump([statistics.fmean(steps), ends[-1] - ends[0], len(ends)], file)
+
+    optimizer.register_optimizer_step_post_hook(lambda *_: ends.append(time.perf_counter()))
+    atexit.register(write)
+
+
 class AfterImport:
     """A finder that calls a function right after a module has run."""
 
@@ -185,7 +208,7 @@ def replaced(clock, kind, path):
 def install():
     """Seed, count and time as the environment says."""
     folder, seed = os.environ.get("WORLD_CLOCK"), os.environ.get("WORLD_SEED")
-    older_numpy = os.environ.get("WORLD_NUMPY_1")
+    older_numpy, paced = os.environ.get("WORLD_NUMPY_1"), os.environ.get("WORLD_PACE")
     actions = {}
     if folder:
         clock = Clock(folder)
@@ -208,8 +231,10 @@ def install():
             numpy.Inf = numpy.inf
         if folder:
             clock.watch_torch()
+        if paced:
+            pace(paced)
 
-    if folder or seed or older_numpy:
+    if folder or seed or older_numpy or paced:
         actions["torch"] = torch_is_there
         sys.meta_path.insert(0, AfterImport(actions))
 

@@ -16,9 +16,6 @@ the run may be off, and two quiet runs of one job differ by `RUN_TO_RUN` besides
 
 The gate closes only where the whole interval lies beyond the threshold. What
 other load on the host explains is no difference of the runs: it is inconclusive.
-
->>> spread(np.array([1.0, 1.2, 1.1, 0.9, 1.0, 1.1])).mean, spread(np.array([1.0, 1.0])) is None
-(1.05, True)
 """
 
 from __future__ import annotations
@@ -35,6 +32,7 @@ from headway.core.machine.host_load import HostLoad
 from headway.core.units import NS_PER_S, format_fraction, format_rate, format_seconds
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.buckets import BUCKETS, ONCE_PER_RUN
+from headway.sim.graph.intervals import FEWEST_BLOCKS, RUN_TO_RUN, spread, student
 
 WHOLE = "it counts with --whole only"
 """What a note says of growth that is not judged."""
@@ -46,16 +44,6 @@ LOSSES = tuple(bucket for bucket in BUCKETS if bucket not in ("idle", "unknown")
 """Buckets whose growth can be a regression."""
 
 SCHEMA = "headway.compare/1"
-
-RUN_TO_RUN = 0.012
-"""Standard deviation of log(steps per second of one run / of another) on a quiet host, beyond that of their steps: what
-`headway bench calibration` finds between runs of one job."""
-
-MOST_BLOCKS = 20
-"""Blocks of steps whose means are compared, at most."""
-
-FEWEST_BLOCKS = 3
-"""With fewer steps than that nothing is said of their spread."""
 
 UNLIKE_CORES = 0.15
 """Cores by which the other load of two runs has to differ to explain a difference: sampling is off by less."""
@@ -310,37 +298,6 @@ def unlike_loads(before: HostLoad | None, after: HostLoad | None) -> tuple[str, 
         )
         slows += more
     return "; ".join(words), 0 if not words else -1 if slows > 0 else 1
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A mean, and how far it may be off."""
-
-    mean: float
-    sd: float
-    """Standard deviation of the mean."""
-    freedom: int
-    """Degrees of freedom behind it."""
-
-
-def spread(steps: NDArray[Any]) -> Spread | None:
-    """Return the mean of values by step, [k], and its spread from the means of blocks of steps; None for too few."""
-    if len(steps) < FEWEST_BLOCKS:
-        return None
-    means = np.array([block.mean() for block in np.array_split(steps, min(len(steps), MOST_BLOCKS))])
-    return Spread(float(steps.mean()), float(means.std(ddof=1)) / math.sqrt(len(means)), len(means) - 1)
-
-
-def student(freedom: float) -> float:
-    """Return the 97.5 % quantile of Student's t: Cornish and Fisher's expansion, within 1 % from 3 on.
-
-    >>> [round(student(freedom), 2) for freedom in (3, 10, 1000)]
-    [3.16, 2.23, 1.96]
-    """
-    z = 1.959964
-    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / freedom + second / freedom**2 + third / freedom**3
 
 
 def speedup_interval(before: Ledger, after: Ledger) -> tuple[float, float] | None:

@@ -1,16 +1,21 @@
 """The range of a predicted speedup: sampling noise of the recorded steps, and what the model of the replay misses.
 
-In logarithms the error of a prediction is the sum of two independent parts:
+In logarithms the error of a prediction is the sum of three independent parts:
 
-    log(measured / predicted) = sampling + model
+    log(measured / predicted) = sampling + model + runs
     sd(model)^2 = floor^2 + (slope * l)^2 + (contended * min(1, |l| / LARGE))^2,  l = log(predicted)
+    sd(runs)^2 = 2 sd(mean of the recorded steps)^2
 
 Sampling noise comes from resampled blocks of steps. The constants of the
 model's part are learned from pairs of predicted and measured gains
 (`headway bench calibration`): a prediction of nothing misses little, one of a
-large change misses in proportion. The last part is there where a quota or other
+large change misses in proportion. Its last term is there where a quota or other
 processes take a part of the cores: what moves work among cores gets what is
-left of them at the time.
+left of them at the time. A prediction is of the recorded steps, and what it is
+held against is another run, on a host that is now faster and now slower: the last
+part is what two runs of the plain script differ by as far as their steps do: `floor`
+has the rest. How far the mean of a run may be off follows from the means of its
+blocks of steps (`spread`).
 
 >>> import numpy as np
 >>> low, high = speedup_interval(np.full(50, 2.0), np.full(50, 1.0))
@@ -79,6 +84,52 @@ CONTENDED_FRACTION = 0.05
 """Share of a host's cores that others take from which on it counts as contended."""
 
 
+RUN_TO_RUN = 0.012
+"""Standard deviation of log(steps per second of one run / of another) on a quiet host, beyond that of their steps: what
+`headway bench calibration` finds between runs of one job."""
+
+MOST_BLOCKS = 20
+"""Blocks of steps whose means are compared, at most."""
+
+FEWEST_BLOCKS = 3
+"""With fewer steps than that nothing is said of their spread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A mean, and how far it may be off."""
+
+    mean: float
+    sd: float
+    """Standard deviation of the mean."""
+    freedom: int
+    """Degrees of freedom behind it."""
+
+
+def spread(steps: NDArray[np.generic]) -> Spread | None:
+    """Return the mean of values by step, [k], and its spread from the means of blocks of steps; None for too few.
+
+    >>> spread(np.array([1.0, 1.2, 1.1, 0.9, 1.0, 1.1])).mean, spread(np.array([1.0, 1.0])) is None
+    (1.05, True)
+    """
+    if len(steps) < FEWEST_BLOCKS:
+        return None
+    means = np.array([block.mean() for block in np.array_split(steps, min(len(steps), MOST_BLOCKS))])
+    return Spread(float(steps.mean()), float(means.std(ddof=1)) / math.sqrt(len(means)), len(means) - 1)
+
+
+def student(freedom: float) -> float:
+    """Return the 97.5 % quantile of Student's t: Cornish and Fisher's expansion, within 1 % from 3 on.
+
+    >>> [round(student(freedom), 2) for freedom in (3, 10, 1000)]
+    [3.16, 2.23, 1.96]
+    """
+    z = 1.959964
+    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / freedom + second / freedom**2 + third / freedom**3
+
+
 def most_discrepancy(num_steps: int) -> float:
     """Return by how much a replay may miss a run of so many steps, as a fraction of its step time.
 
@@ -102,7 +153,7 @@ def speedup_interval(
 
     Steps that follow each other are alike, so whole blocks of them are resampled. `shifts` are factors on the speedup
     under other assumed costs; `discrepancy` is the fraction by which the replay without edits misses the run;
-    `contended` says that others take a part of the cores.
+    `contended` says that others take a part of the cores. It holds what two runs of the recorded job differ by.
     """
     rng = np.random.default_rng(seed)
     length = max(1, round(base.size**0.5))
@@ -114,7 +165,9 @@ def speedup_interval(
     lowest, highest = min([1.0, *shifts]), max([1.0, *shifts])
     gap = discrepancy * min(1.0, abs(point - 1))
     low, high = min(point, low * lowest * (1 - gap)), max(point, high * highest * (1 + gap))
-    own = Z_NOMINAL * model.deviation(point, contended=contended)
+    steps = spread(base)
+    drift = math.sqrt(2) * steps.sd / max(steps.mean, 1e-9) if steps is not None else 0.0
+    own = Z_NOMINAL * math.hypot(model.deviation(point, contended=contended), drift)
     return (
         point * math.exp(-math.hypot(math.log(point / max(low, 1e-9)), own)),
         point * math.exp(math.hypot(math.log(high / point), own)),

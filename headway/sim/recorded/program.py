@@ -31,8 +31,9 @@ from headway.sim.recorded.lane import LABEL, LABELS
 from headway.sim.recorded.loader_costs import Costs
 from headway.sim.recorded.loader_model import LoaderModel, busiest_host, host_pressure, own_service, storage_is_shared
 from headway.sim.recorded.recording import Recording, first_alone, first_steady
+from headway.sim.recorded.segment_times import edited_segments
 from headway.sim.recorded.stage_orders import INPUT_SHARES, MOST_STARVED, RecordedPipeline, check_stages, reordered
-from headway.sim.recorded.unroll import Occupancy, Unrolled, edited_segments, unroll
+from headway.sim.recorded.unroll import Occupancy, Unrolled, unroll
 from headway.sim.whatif import Edit, Prediction, ResolvedEdits, parse_edit, scenario_of
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace

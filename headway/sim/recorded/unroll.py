@@ -12,7 +12,6 @@ quanta, as an operating system shares cores. What else wants the cores
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass, field
 
@@ -22,14 +21,12 @@ from numpy.typing import NDArray
 from headway.core.units import NS_PER_MS
 from headway.sim.graph.dag import Dag
 from headway.sim.graph.replay import greedy
-from headway.sim.pipeline.actions import F
 from headway.sim.recorded.core_use import Contention, rival_cycles
 from headway.sim.recorded.device_work import DeviceWork
-from headway.sim.recorded.lane import COMPUTE, LABEL, LABELS, ON_THREAD, Lane
-from headway.sim.recorded.loader_costs import Costs
+from headway.sim.recorded.lane import LABELS, ON_THREAD, Lane
 from headway.sim.recorded.loader_model import Loading
 from headway.sim.recorded.recording import Recording
-from headway.sim.whatif import ResolvedEdits
+from headway.sim.recorded.segment_times import last_of_steps
 
 QUANTUM_NS = 5 * NS_PER_MS
 """CPU work is cut into quanta of this length where more threads want cores than there are."""
@@ -43,14 +40,11 @@ BURST = 8
 LEAST_BESIDE = 0.1
 """Cores beside the training thread below which no thread of kernels is replayed: marks and wakers take as much."""
 
-CORES, STORAGE, TOKENS, FREE = 0, 1, 2, -1
-"""Lanes of the first host, those of host h are 3 h more; operations on FREE are bounded by their edges only."""
+CORES, STORAGE, TOKENS, POOLS, FREE = 0, 1, 2, 3, -1
+"""Lanes of the first host, those of host h are 4 h more; operations on FREE are bounded by their edges only."""
 
-HOST_LANES = 3
+HOST_LANES = 4
 """Lanes of a host."""
-
-COMM = np.array([label.startswith("comm.") for label in LABELS])
-"""[LABELS] Communication."""
 
 ON_CORE = np.isin(LABELS, ["host.gc", "host.collect", "input.next"])
 """[LABELS] What surely occupies a core of the host, compute aside."""
@@ -67,7 +61,7 @@ class Unrolled:
     """[n] How long each takes."""
 
     capacity: NDArray[np.int64]
-    """[3 x hosts] Places on CORES, STORAGE and TOKENS of each host."""
+    """[4 x hosts] Places on CORES, STORAGE, TOKENS and POOLS of each host."""
 
     step_op: NDArray[np.int64]
     """[ranks, k] Operation that ends each step."""
@@ -167,8 +161,11 @@ def unroll(
         ops.link(end[:-1], begin[1:])
         first.append(begin)
         last.append(end)
-        _beside(ops, lane, parts[:, 1] * ON_THREAD[lane.label], float(occupancy.beside[index]), begin, end)
-        _workers(ops, recording, index, loading[index], begin, end, shared_storage)
+        threads = pool_threads(float(occupancy.beside[index]))
+        stall = _stall(recording, index, loading[index], threads, contention.cores)
+        compute_ns = parts[:, 1] * ON_THREAD[lane.label]
+        _beside(ops, lane, compute_ns, float(occupancy.beside[index]), begin, end, stalls=stall > 0)
+        _workers(ops, recording, index, loading[index], begin, end, shared_storage, stall=stall)
         work = recording.devices[index]
         if work is not None:
             _device(ops, work, begin, end, accelerator)
@@ -187,8 +184,8 @@ def unroll(
         lag_ns=np.concatenate(ops.lag),
         lane_order=False,
     )
-    step_op = np.array([end[_last_of_steps(lane)] for end, lane in zip(last, recording.lanes, strict=True)])
-    capacity = np.tile([contention.cores, 1, 1], int(recording.host.max()) + 1)
+    step_op = np.array([end[last_of_steps(lane)] for end, lane in zip(last, recording.lanes, strict=True)])
+    capacity = np.tile([contention.cores, 1, 1, 1], int(recording.host.max()) + 1)
     return Unrolled(dag, np.concatenate(ops.duration), capacity, step_op, tuple(last), horizon_ns)
 
 
@@ -200,6 +197,34 @@ def _others(ops: _Ops, contention: Contention, horizon_ns: float) -> None:
         ops.link(end[:-1], begin[1:])
 
 
+def pool_threads(cores: float) -> int:
+    """Return how many threads share an operator, if others than the training thread occupy `cores` meanwhile.
+
+    >>> pool_threads(0.05), pool_threads(0.9)
+    (1, 2)
+    """
+    return 1 + max(0, math.ceil(cores - LEAST_BESIDE))
+
+
+def _stall(recording: Recording, index: int, loading: Loading, threads: int, cores: int) -> float:
+    """Return how long torch's `threads` stand still per ns that a new worker computes; 0 where all have a core.
+
+    An operator that is shared among n threads ends when the last of them has had a core. With W workers that compute, a
+    thread has a core for a share s = cores / (n + W) of the time, and while one of the n has none, the others spin:
+
+        core 0   train  train  spin   spin   train       2 cores, n = 2, W = 1: in 3 quanta of each core
+        core 1   pool   pool   worker worker pool        the worker gets 2, and the operators 1 of them
+
+    So each ns of the W workers' CPU time, of which W s are served at once, is one of standstill over W s: nothing is
+    won by making batches beside such operators. A run that had workers has these waits in what it recorded.
+    """
+    workers = int(loading.workers.max(initial=0))
+    recorded = int(recording.batches[index].workers.max(initial=0))
+    if threads == 1 or recorded or threads + workers <= cores:
+        return 0.0
+    return min(1.0, (threads + workers) / (max(workers, 1) * cores))
+
+
 def _beside(
     ops: _Ops,
     lane: Lane,
@@ -207,24 +232,24 @@ def _beside(
     cores: float,
     begin: NDArray[np.int64],
     end: NDArray[np.int64],
+    *,
+    stalls: bool,
 ) -> None:
-    """Append the threads that compute beside the training thread: each of its kernels ends when the last one has."""
-    count = math.ceil(cores - LEAST_BESIDE)
+    """Append the threads that compute beside the training thread: each of its kernels ends when the last one has.
+
+    Where workers make all of them stand still (`stalls`) one lane is theirs and the workers'.
+    """
+    count = pool_threads(cores) - 1
     which = np.flatnonzero(compute_ns > 0)
     if count <= 0 or not which.size:
         return
     parts = compute_ns[which, None] * min(1.0, cores / count)
-    for _ in range(count):
-        side_begin, side_end = _chain(ops, parts, np.full(parts.shape, CORES, np.int64), keep=0)
+    for _ in range(1 if stalls else count):
+        side_begin, side_end = _chain(ops, parts, np.full(parts.shape, POOLS if stalls else CORES, np.int64), keep=0)
         after = which > 0
         ops.link(end[which[after] - 1], side_begin[after])
         before = which < lane.label.size - 1
         ops.link(side_end[before], begin[which[before] + 1])
-
-
-def _last_of_steps(lane: Lane) -> NDArray[np.int64]:
-    """Return [k] the last segment of each step."""
-    return np.searchsorted(lane.step, np.arange(lane.step_end_ns.size - 1), side="right") - 1
 
 
 def _segment_parts(
@@ -262,11 +287,11 @@ def _segment_parts(
 
 
 def _chain(
-    ops: _Ops, parts: NDArray[np.float64], lanes: NDArray[np.int64], *, keep: int
+    ops: _Ops, parts: NDArray[np.float64], lanes: NDArray[np.int64], *, keep: int, stall: float = 0.0
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Append rows of parts, each row a chain of operations; return [m] their first and last operation.
 
-    Empty parts are left out, but for column `keep` of rows that would be empty.
+    Empty parts are left out, but for column `keep` of rows that would be empty. `stall` as in `_stall`.
     """
     used = parts > 0
     used[~used.any(axis=1), keep] = True
@@ -274,7 +299,7 @@ def _chain(
     row = np.nonzero(used)[0]
     copies = np.ones(flat.size, np.int64)
     if ops.quantum:
-        on_core = lane == CORES
+        on_core = (lane == CORES) | (lane == POOLS)
         copies[on_core] = np.clip(np.ceil(flat[on_core] / ops.quantum), 1, MAX_QUANTA)
     row, lane = np.repeat(row, copies), np.repeat(lane, copies)
     # Rounding the running sum, not each operation, keeps the total of every rank exact to 1 ns.
@@ -284,10 +309,10 @@ def _chain(
     begin = np.searchsorted(row, np.arange(parts.shape[0])) + base
     end = np.searchsorted(row, np.arange(parts.shape[0]), side="right") - 1 + base
     inner = np.flatnonzero(row[1:] == row[:-1]) + base
-    if math.isinf(ops.limit):
+    if not stall and math.isinf(ops.limit):
         ops.link(inner, inner + 1)
         return begin, end
-    return _with_tokens(ops, base, lane, duration, inner, (begin, end))
+    return _with_tokens(ops, base, lane, duration, inner, (begin, end), stall)
 
 
 def _with_tokens(
@@ -297,11 +322,14 @@ def _with_tokens(
     duration: NDArray[np.int64],
     inner: NDArray[np.int64],
     ends: tuple[NDArray[np.int64], NDArray[np.int64]],
+    stall: float,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Put each operation between two points, and beside those on cores a token: both begin and end together.
 
     point --- operation --- point (of the next one in its row, or the end of the row)
       `------- token ---------'
+
+    A token of the job's bound, where it has one, and one of `stall` times the operation where pools stand still.
     """
     begin, end = ends
     count = lane.size
@@ -315,6 +343,12 @@ def _with_tokens(
     ops.link(base + each, after + each)
     ops.link(after + inner - base, before + inner + 1 - base)
     worked = np.flatnonzero(lane == CORES)
+    if stall:
+        token = ops.add(np.full(worked.size, POOLS, np.int64), np.rint(duration[worked] * stall).astype(np.int64))
+        ops.link(before + worked, token + np.arange(worked.size))
+        ops.link(token + np.arange(worked.size), after + worked)
+    if math.isinf(ops.limit):
+        return before + begin - base, after + end - base
     token = ops.add(np.full(worked.size, TOKENS, np.int64), np.rint(duration[worked] / ops.limit).astype(np.int64))
     ops.link(before + worked, token + np.arange(worked.size))
     ops.link(token + np.arange(worked[BURST:].size), after + worked[BURST:])
@@ -329,6 +363,8 @@ def _workers(
     begin: NDArray[np.int64],
     end: NDArray[np.int64],
     shared_storage: bool,
+    *,
+    stall: float,
 ) -> None:
     """Append the loads that workers do, and the edges that hold them: turns, queue bounds, hand-off."""
     batches = recording.batches[index]
@@ -338,7 +374,7 @@ def _workers(
     fetch_lane = STORAGE if shared_storage else FREE
     parts = np.stack([loading.fetch_ns[mine], loading.waiting_ns[mine], loading.cpu_ns[mine]], axis=1)
     lanes = np.tile(np.array([fetch_lane, FREE, CORES]), (mine.size, 1))
-    load_begin, load_end = _chain(ops, parts, lanes, keep=2)
+    load_begin, load_end = _chain(ops, parts, lanes, keep=2, stall=stall)
     ops.link(load_end, begin[batches.segment[mine]], np.rint(loading.handoff_ns[mine]).astype(np.int64))
     # Of W workers, the one that makes batch k has made batch k - W. It learns of k when batch k - bound is taken, bound
     # = W x prefetch; of the first `bound` batches when the pass begins (`before` is the segment that ends then).
@@ -408,93 +444,3 @@ def _exchange(ops: _Ops, recording: Recording, first: list[NDArray[np.int64]], l
         waits, posts = mine & messages.waits, mine & (messages.post > 0)
         ops.link(point[waits], first[index][messages.segment[waits]])
         ops.link(last[index][messages.post[posts] - 1], point[posts])
-
-
-def edited_segments(
-    recording: Recording, scenario: ResolvedEdits, costs: Costs, *, whole: bool = True
-) -> tuple[NDArray[np.float64], ...]:
-    """Return, per rank, [m] durations of the segments after the edits; collectives keep their own time only.
-
-    `whole` scales what is rare to its rate over the whole run, where only a part of it is replayed.
-    """
-    own = _own_comm(recording)
-    factor = np.array([scenario.factor(label) for label in LABELS])
-    factor[COMM] /= scenario.bandwidth
-    factor[LABEL["input.transfer"]] *= scenario.transfer
-    factor[LABEL["host.rereading"]] = 0
-    pace = straggler_pace(recording, scenario.straggler)
-    result = []
-    for index, lane in enumerate(recording.lanes):
-        duration, work = own[index] * factor[lane.label], recording.devices[index]
-        if work is None:
-            duration[COMPUTE[lane.label]] /= scenario.accelerator
-        else:
-            duration = np.where(COMPUTE[lane.label], duration * work.own[lane.step], duration)
-            duration[work.waits] = work.after_wait_ns * factor[lane.label[work.waits]]
-        if whole:
-            duration *= recording.cut_factor[index][lane.label]
-        duration = np.where(COMPUTE[lane.label], duration * pace[index, lane.step], duration)
-        stage_work = recording.stages[index]
-        if stage_work is not None:
-            for stage, forward, backward in scenario.stages:
-                times = np.where(stage_work.op == F, forward, backward)
-                of_part = np.append(np.where(stage_work.stage == stage, times, 1.0), 1.0)[stage_work.part]
-                duration = np.where(COMPUTE[lane.label], duration * of_part, duration)
-        if scenario.buffered_logging:
-            logs = lane.label == LABEL["host.logging"]
-            duration[logs] = np.minimum(duration[logs], costs.log_ns)
-        if scenario.gc_every is not None:
-            duration[lane.label == LABEL["host.gc"]] = 0
-            # Each rank pays for its own collection at the same step, so nobody waits for another's.
-            at = _last_of_steps(lane)[scenario.gc_every - 1 :: scenario.gc_every]
-            duration[at] += costs.collect_ns
-        result.append(duration)
-    return tuple(result)
-
-
-@functools.lru_cache(maxsize=1)  # a plan replays one recording under dozens of edits, which change none of this
-def _own_comm(recording: Recording) -> list[NDArray[np.float64]]:
-    """Return, per rank, [m] durations in which a collective over ranks counts from the last arrival only."""
-    own = [lane.duration_ns.astype(np.float64) for lane in recording.lanes]
-    for meeting in recording.meetings:
-        for index, segment, own_ns in zip(meeting.rank_index, meeting.segment, meeting.own_ns, strict=True):
-            row = recording.lanes[index].row
-            at = int(segment)
-            while at >= 0 and row[at] == row[segment]:
-                own[index][at] = 0.0
-                at -= 1
-            own[index][segment] = own_ns
-    messages = recording.messages
-    for index, lane in enumerate(recording.lanes if messages.point.size else ()):
-        waits = messages.of_rank(index)
-        segments = messages.segment[waits]
-        rows = lane.row[segments]
-        own[index][np.isin(lane.row, rows[rows >= 0])] = 0.0
-        own[index][segments] = messages.own_ns[waits]
-    for durations in own:
-        durations.setflags(write=False)
-    return own
-
-
-def straggler_pace(recording: Recording, excess: float) -> NDArray[np.float64]:
-    """Return [ranks, k] factor on compute that leaves `excess` of what a slow rank, or a slow step of it, has too much.
-
-    The yardstick is the lower median over ranks: a rank whose mean step is
-    more than 2 % above it is slow, a step more than 25 % above that of its
-    peers is slow.
-    """
-    num_ranks = len(recording.lanes)
-    pace = np.ones((num_ranks, recording.num_steps))
-    if num_ranks == 1 or excess == 1.0:
-        return pace
-    work = np.zeros_like(pace)
-    for index, lane in enumerate(recording.lanes):
-        compute = COMPUTE[lane.label]
-        np.add.at(work[index], lane.step[compute], lane.duration_ns[compute])
-    mean = np.median(work, axis=1)
-    typical = np.quantile(mean, 0.5, method="lower")
-    slow = np.where(mean > 1.02 * typical, typical / np.maximum(mean, 1), 1.0)
-    paced = work * slow[:, None]
-    cap = 1.25 * np.quantile(paced, 0.5, axis=0, method="lower")
-    sudden = np.where(paced > cap, cap / np.maximum(paced, 1), 1.0)
-    return np.asarray(1 + (excess - 1) * (1 - slow[:, None] * sudden))

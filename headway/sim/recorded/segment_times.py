@@ -1,0 +1,116 @@
+"""How long the segments of the training threads take after edits: `unroll` gives them an order, `program` replays it.
+
+A collective counts from the last arrival on, compute follows its own factors, those of a slow rank or of a stage of a
+pipeline, and what is rare has its rate over the whole run. Times are ns.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.sim.pipeline.actions import F
+from headway.sim.recorded.lane import COMPUTE, LABEL, LABELS, Lane
+from headway.sim.recorded.loader_costs import Costs
+from headway.sim.recorded.recording import Recording
+from headway.sim.whatif import ResolvedEdits
+
+COMM = np.array([label.startswith("comm.") for label in LABELS])
+"""[LABELS] Communication."""
+
+
+def last_of_steps(lane: Lane) -> NDArray[np.int64]:
+    """Return [k] the last segment of each step."""
+    return np.searchsorted(lane.step, np.arange(lane.step_end_ns.size - 1), side="right") - 1
+
+
+def edited_segments(
+    recording: Recording, scenario: ResolvedEdits, costs: Costs, *, whole: bool = True
+) -> tuple[NDArray[np.float64], ...]:
+    """Return, per rank, [m] durations of the segments after the edits; collectives keep their own time only.
+
+    `whole` scales what is rare to its rate over the whole run, where only a part of it is replayed.
+    """
+    own = _own_comm(recording)
+    factor = np.array([scenario.factor(label) for label in LABELS])
+    factor[COMM] /= scenario.bandwidth
+    factor[LABEL["input.transfer"]] *= scenario.transfer
+    factor[LABEL["host.rereading"]] = 0
+    pace = straggler_pace(recording, scenario.straggler)
+    result = []
+    for index, lane in enumerate(recording.lanes):
+        duration, work = own[index] * factor[lane.label], recording.devices[index]
+        if work is None:
+            duration[COMPUTE[lane.label]] /= scenario.accelerator
+        else:
+            duration = np.where(COMPUTE[lane.label], duration * work.own[lane.step], duration)
+            duration[work.waits] = work.after_wait_ns * factor[lane.label[work.waits]]
+        if whole:
+            duration *= recording.cut_factor[index][lane.label]
+        duration = np.where(COMPUTE[lane.label], duration * pace[index, lane.step], duration)
+        stage_work = recording.stages[index]
+        if stage_work is not None:
+            for stage, forward, backward in scenario.stages:
+                times = np.where(stage_work.op == F, forward, backward)
+                of_part = np.append(np.where(stage_work.stage == stage, times, 1.0), 1.0)[stage_work.part]
+                duration = np.where(COMPUTE[lane.label], duration * of_part, duration)
+        if scenario.buffered_logging:
+            logs = lane.label == LABEL["host.logging"]
+            duration[logs] = np.minimum(duration[logs], costs.log_ns)
+        if scenario.gc_every is not None:
+            duration[lane.label == LABEL["host.gc"]] = 0
+            # Each rank pays for its own collection at the same step, so nobody waits for another's.
+            at = last_of_steps(lane)[scenario.gc_every - 1 :: scenario.gc_every]
+            duration[at] += costs.collect_ns
+        result.append(duration)
+    return tuple(result)
+
+
+@functools.lru_cache(maxsize=1)  # a plan replays one recording under dozens of edits, which change none of this
+def _own_comm(recording: Recording) -> list[NDArray[np.float64]]:
+    """Return, per rank, [m] durations in which a collective over ranks counts from the last arrival only."""
+    own = [lane.duration_ns.astype(np.float64) for lane in recording.lanes]
+    for meeting in recording.meetings:
+        for index, segment, own_ns in zip(meeting.rank_index, meeting.segment, meeting.own_ns, strict=True):
+            row = recording.lanes[index].row
+            at = int(segment)
+            while at >= 0 and row[at] == row[segment]:
+                own[index][at] = 0.0
+                at -= 1
+            own[index][segment] = own_ns
+    messages = recording.messages
+    for index, lane in enumerate(recording.lanes if messages.point.size else ()):
+        waits = messages.of_rank(index)
+        segments = messages.segment[waits]
+        rows = lane.row[segments]
+        own[index][np.isin(lane.row, rows[rows >= 0])] = 0.0
+        own[index][segments] = messages.own_ns[waits]
+    for durations in own:
+        durations.setflags(write=False)
+    return own
+
+
+def straggler_pace(recording: Recording, excess: float) -> NDArray[np.float64]:
+    """Return [ranks, k] factor on compute that leaves `excess` of what a slow rank, or a slow step of it, has too much.
+
+    The yardstick is the lower median over ranks: a rank whose mean step is
+    more than 2 % above it is slow, a step more than 25 % above that of its
+    peers is slow.
+    """
+    num_ranks = len(recording.lanes)
+    pace = np.ones((num_ranks, recording.num_steps))
+    if num_ranks == 1 or excess == 1.0:
+        return pace
+    work = np.zeros_like(pace)
+    for index, lane in enumerate(recording.lanes):
+        compute = COMPUTE[lane.label]
+        np.add.at(work[index], lane.step[compute], lane.duration_ns[compute])
+    mean = np.median(work, axis=1)
+    typical = np.quantile(mean, 0.5, method="lower")
+    slow = np.where(mean > 1.02 * typical, typical / np.maximum(mean, 1), 1.0)
+    paced = work * slow[:, None]
+    cap = 1.25 * np.quantile(paced, 0.5, axis=0, method="lower")
+    sudden = np.where(paced > cap, cap / np.maximum(paced, 1), 1.0)
+    return np.asarray(1 + (excess - 1) * (1 - slow[:, None] * sudden))
