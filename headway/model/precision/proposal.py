@@ -138,10 +138,10 @@ def omega_of(operator: OperatorStatistics, precision: str, model_depth: int) -> 
     return FORWARD_WEIGHT * (model_depth - operator.depth) * forward + operator.depth * backward
 
 
-def omega_table(operators: Sequence[OperatorStatistics], precisions: Sequence[str] = PRECISIONS) -> list[list[float]]:
+def omega_table(operators: Sequence[OperatorStatistics]) -> list[list[float]]:
     """Return [operators][precisions] the indicator, depths counted up to the deepest operator."""
     depth = max((operator.depth for operator in operators), default=1)
-    return [[omega_of(operator, precision, depth) for precision in precisions] for operator in operators]
+    return [[omega_of(operator, precision, depth) for precision in PRECISIONS] for operator in operators]
 
 
 SLOW = 1.1
