@@ -1,4 +1,4 @@
-"""Hops: every algorithm sums what it should, in any order that its edges allow, and takes the closed form's time."""
+"""Collectives on a network: the closed form's time, growth with size and parts, bad networks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step over all ranks: identities, critical path, stragglers, list scheduling, steady state, many ranks."""
+"""The steady state of steps that follow each other, with and without overlap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks about scripts of others: their clock, their page, and a tenth of their cases and mixes."""
+"""The benchmarks about scripts of others: their pages, and a part of their cases and mixes."""
 
 import json
 import subprocess
