@@ -12,7 +12,7 @@ import json
 import sys
 import time
 
-from tests.made.vulnerability import Exposure, region_mttdl_s, simulated_mttdl_s, unprotected_mttdl_s
+from benchmarks._vulnerability import Exposure, region_mttdl_s, simulated_mttdl_s, unprotected_mttdl_s
 
 RUNS, SEED, WITHIN, GAIN = 2000, 20, 0.10, 50
 SETTINGS = {

@@ -20,7 +20,7 @@ from torch.nn import functional as F  # noqa: N812 - torch's own habit
 from headway.core.rng import stream
 from headway.model.precision.apply import alone_s
 from headway.model.precision.proposal import NO_LINK, PhaseOfRank, operator_times, rest_of
-from headway.model.precision.step import KEPT_OUTPUT, operator_seconds, replayed_step_s
+from headway.model.precision.step import operator_seconds, replayed_step_s
 from headway.model.precision.torch_operators import lower
 from headway.model.remedies import PRECISIONS
 
@@ -108,7 +108,7 @@ def main() -> None:
     errors, naive = [], []
     for plan, rows in zip(plans, steps[len(PRECISIONS) :], strict=True):
         columns = [PRECISIONS.index(plan[name]) for name in names]
-        seconds = operator_seconds(times, columns, {}, outputs=KEPT_OUTPUT)
+        seconds = operator_seconds(times, columns)
         predicted = replayed_step_s([rest], [seconds], [], [], NO_LINK)
         took = statistics.median(map(sum, rows))
         alone = sum(phases[plan[n]][0].forward_s[n] + phases[plan[n]][0].backward_s[n] for n in names)

@@ -386,12 +386,3 @@ def test_a_checkpoint_itself_points_above_it(root, run, verb):
     code, text = run(verb, root / "step-10")
 
     assert (code, "is a checkpoint itself. Name the folder above it" in text) == (2, True)
-
-
-@pytest.mark.parametrize("verb", ["diff", "ls", "prune", "scrub", "show", "verify"])
-def test_every_verb_has_a_page_with_an_example(verb, capsys):
-    with pytest.raises(SystemExit) as left:
-        main(["ckpt", verb, "--help"])
-
-    assert left.value.code == 0
-    assert f"Example: `headway ckpt {verb}" in capsys.readouterr().out

@@ -1,14 +1,12 @@
 """Clock offsets: collectives bound them, and a wrong estimate is put between the bounds."""
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import COLLECTIVES
 from headway.trace.sync.clocks import (
-    SYNCHRONISING,
     ClockMap,
     aligned_ns,
     common_ns,
@@ -63,11 +61,6 @@ def test_without_a_matched_collective_the_estimate_stays():
 def test_a_broadcast_proves_nothing():
     corr = COLLECTIVES.index("broadcast")
     assert offset_bounds(host([0], [5], corr=corr), host([0], [5], corr=corr)) is None
-
-
-@pytest.mark.parametrize("name", SYNCHRONISING)
-def test_every_synchronising_collective_is_known(name):
-    assert name in COLLECTIVES
 
 
 def test_bounds_that_exclude_each_other_prove_nothing():

@@ -5,8 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
 from headway.cost.learned.cost_table import LatencyTable
@@ -17,7 +15,6 @@ from headway.cost.learned.predictors import (
     box_cox,
     box_cox_inverse,
     box_cox_power,
-    central_moment_discrepancy,
     kernel,
     mape,
     ridge,
@@ -103,20 +100,6 @@ def test_equal_leaves_are_told_apart_by_their_place_alone():
     torch.testing.assert_close(permuted, bare[:, order])
     torch.testing.assert_close(bare[0, 1], bare[0, 2])
     assert (encoded[0, 1] - encoded[0, 2]).abs().max() > 0.01
-
-
-@given(st.integers(0, 99), st.integers(1, 20), st.integers(1, 20), st.integers(1, 4))
-def test_the_discrepancy_of_equal_sets_is_0_symmetric_and_ignores_order(seed, n, m, width):
-    rng = np.random.default_rng(seed)
-    first, second = rng.normal(size=(n, width)), rng.normal(size=(m, width))
-    found = central_moment_discrepancy(first, second)
-
-    assert central_moment_discrepancy(first, first) == 0
-    assert found > 0
-    assert found == pytest.approx(central_moment_discrepancy(second, first))
-    assert found == pytest.approx(central_moment_discrepancy(first[::-1], second))
-    with pytest.raises(InputError, match="the sets have shapes"):
-        central_moment_discrepancy(first, np.zeros((0, width)))
 
 
 def test_lognormal_values_are_transformed_by_nearly_a_logarithm_and_back():

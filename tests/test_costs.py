@@ -69,15 +69,6 @@ def test_of_whole_numbers_of_steps_none_loses_less_than_the_best(stall_s, mtbf_s
     assert best == 1 or lost(best) <= lost(best - 1) * (1 + 1e-9)
 
 
-def test_between_one_step_and_two_the_failure_rate_decides_and_not_the_rounding():
-    """The optimum lies at 1.47 steps: two lose less, though one is nearer."""
-    step_s, mtbf_s = 1.0, 100.0
-    stall_s = 0.0103
-
-    assert 1 < best_interval_s(stall_s, mtbf_s) < 1.5
-    assert best_steps(stall_s, step_s=step_s, budget=0.035, mtbf_s=mtbf_s) == 2
-
-
 @pytest.mark.parametrize(("mtbf_s", "steps"), [(None, 40), (40.0, 20)])
 def test_saves_behind_the_steps_never_overtake_and_come_more_often_than_now_only_against_failures(mtbf_s, steps):
     goal: Goal = {"step_s": 0.1, "budget": 0.035, "mtbf_s": mtbf_s}

@@ -48,16 +48,6 @@ SETS = [
 ]
 
 
-@pytest.mark.parametrize("sets", SETS)
-def test_the_oracle_itself_is_uniform_for_every_job(sets):
-    law = outcomes(sets)
-
-    assert sum(law.values()) == 1
-    for job, items in sets.items():
-        for item in items:
-            assert sum(odds for outcome, odds in law.items() if (job, item) in outcome) == Fraction(1, len(items))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("sets", SETS)
 def test_a_step_has_the_law_of_the_chain(sets):

@@ -77,24 +77,6 @@ def test_a_thread_counts_on_while_a_mark_waits_unless_its_event_keeps_the_lock(h
     assert done.stdout.strip() == str(not holds)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "limit_s", "code"), [("events", 60, 0), ("graph", 0.2, 3), ("profiler", 60, 0)])
-def test_the_benchmark_says_what_held_fell_and_was_not_asked(monkeypatch, capsys, tmp_path, name, limit_s, code):
-    monkeypatch.setitem(on_device.CHECKS, name, (limit_s, on_device.CHECKS[name][1]))
-    monkeypatch.setattr(sys, "argv", ["on_device", "--pretend", "--only", name])
-    monkeypatch.setattr(on_device.tempfile, "tempdir", str(tmp_path))
-
-    assert on_device.main() == code
-
-    [row] = json.loads(capsys.readouterr().out)["rows"]
-    assert row["state"] == {"events": "held", "graph": "fell", "profiler": "not asked"}[name]
-    assert row.get("reason") == {"graph": "no answer within 0 s", "profiler": "an emulated device has no driver"}.get(
-        name
-    )
-    assert row["left_behind"] == []
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_page_on_devices_has_a_row_for_each_check():
     rows = (ROOT / "docs" / "devices.md").read_text().split("## Seen on a device")[1].split("\n## ")[0].splitlines()
     named = [line.split("`")[1] for line in rows if line.startswith("| `")]

@@ -166,20 +166,6 @@ def test_objects_that_outgrow_their_room_get_more_and_tensors_keep_their_element
     assert (len(notes.text), torch.equal(model.weight, kept)) == (1_000_000, True)
 
 
-def test_the_same_step_saved_again_replaces_its_checkpoint(tmp_path):
-    model = torch.nn.Linear(2, 2)
-    with headway.Checkpointer(tmp_path, model=model) as ckpt:
-        first = ckpt.save(7, block="durable").result()
-        model.weight.data.fill_(9.0)
-        second = ckpt.save(7, block="durable").result()
-        model.weight.data.zero_()
-        ckpt.restore(7)
-
-    assert first.root != second.root
-    assert bool((model.weight == 9.0).all())
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step-7"]
-
-
 def test_old_checkpoints_go_once_newer_ones_stand(tmp_path):
     job = Job(tmp_path, 1, keep=Keep(last=2, every=3)).run(8)
     job.ckpt.close()

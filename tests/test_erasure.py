@@ -63,22 +63,13 @@ def test_parity_is_linear(shape, length, seed):
     assert (code.encode(one ^ two) == code.encode(one) ^ code.encode(two)).all()
 
 
-@given(st.integers(0, 40), st.sampled_from([1, 2, 4, 8]), st.integers(0, 99))
+@given(st.integers(0, 40), st.integers(1, 8), st.integers(0, 99))
 def test_any_length_and_any_width_come_back(length, w, seed):
     code = RS(1 if w == 1 else 2, 2, w)
     data = some_data(code.k, length, seed)
     whole = members(code, data)
 
     assert all((code.decode({n: whole[n] for n in kept}) == data).all() for kept in survivors(code.k, 2))
-
-
-@pytest.mark.parametrize("w", [3, 5, 6, 7])
-def test_odd_widths_come_back_too(w):
-    code = RS(5, 3, w)
-    data = some_data(5, 2 * code.cell_bytes + 101)
-    whole = members(code, data)
-
-    assert (code.decode({number: whole[number] for number in (0, 4, 5, 6, 7)}) == data).all()
 
 
 def test_parity_is_what_the_field_says_byte_by_byte():

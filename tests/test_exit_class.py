@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from headway.core.tracebacks import HEADER
 from headway.runtime.run_folder.exit_class import (
-    ADVICE,
     CLASSES,
     OomWatch,
     RankEnd,
@@ -152,11 +151,6 @@ def test_the_rank_prefix_that_torch_writes_is_taken_off():
 
     assert traceback_of(text).splitlines()[-1] == "ValueError: x"
     assert traceback_of("no traceback here") is None
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-def test_every_class_says_whether_to_start_again(cls):
-    assert advice(RankEnd(0, 1), cls) == ADVICE[cls]
 
 
 def test_a_known_cause_has_its_own_fix():

@@ -84,12 +84,6 @@ def test_gzip_and_plain_give_the_same_trace(name, tmp_path):
     assert open_any(tmp_path / "plain_0") == open_any(tmp_path / "packed_0")
 
 
-def test_the_straggler_operation_trace_is_recognised():
-    path = shared("straggler/trace-AR.parquet")
-
-    assert recognise(Content(path)) == "straggler"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("suffix", sorted(set(WRITERS) - {".straggler.parquet", ".et", ".pftrace", ".perfetto-trace"}))
 @settings(max_examples=25)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from headway.core.errors import InputError
 from headway.core.mesh import Mesh
 from headway.ledger.jobs.hang import RankReport, Wait, localise
-from tests.hung_jobs import HungJob, Play, hung_reports, random_job
+from tests.hung_jobs import HungJob, hung_reports, random_job
 
 seeds = st.integers(0, 10**6)
 
@@ -77,16 +77,6 @@ def test_each_step_of_a_chain_is_a_rank_that_the_one_before_really_waits_for(see
                 members = job.mesh.group_of(rank, *wait.group.split("-"))
                 awaited |= {m for m in members if m not in reports or wait not in reports[m].waits}
         assert target in awaited
-
-
-def test_the_generator_runs_a_job_without_faults_to_its_end():
-    play = Play(HungJob(Mesh({"tp": 2, "pp": 3, "dp": 2}), 4, {}))
-
-    play.run()
-
-    assert [len(play.programs[play.stage[rank]]) for rank in range(12)] == play.at
-    assert not play.mail
-    assert not play.awaited
 
 
 def test_ten_thousand_ranks_are_localised():

@@ -1,67 +1,16 @@
-"""Hops: every algorithm sums what it should, in any order that its edges allow, and takes the closed form's time."""
+"""Collectives on a network: the closed form's time, growth with size and parts, bad networks."""
 
 from __future__ import annotations
-
-from collections import Counter
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks._hops import PATTERNS, Pattern, expand
 from headway.core.errors import InputError
 from headway.cost.collectives import collective_seconds
-from headway.cost.specs import LinkSpec
 from headway.sim.graph.hops import Network
 from tests.steps_made import WIRE, networks
-
-SERVERS = {"ring": 0, "tree": 0, "parameter_server": 3}
-
-
-def play(one: Pattern, num_ranks: int, seed: int) -> list[list[Counter[int]]]:
-    """Send messages in a random order that the edges allow; return what each worker holds of each chunk, by origin."""
-    rng = np.random.default_rng(seed)
-    total = int(max(one.src.max(initial=0), one.dst.max(initial=0), num_ranks - 1)) + 1
-    held = [[Counter({rank: 1} if rank < num_ranks else {}) for _ in range(one.num_chunks)] for rank in range(total)]
-    edges = [
-        *zip(*(part.tolist() for part in one.after), strict=True),
-        *zip(*(p.tolist() for p in one.then), strict=True),
-    ]
-    waits = Counter(later for _, later in edges)
-    ready = [hop for hop in range(one.src.size) if not waits[hop]]
-    while ready:
-        hop = ready.pop(int(rng.integers(len(ready))))
-        src, dst, chunk = int(one.src[hop]), int(one.dst[hop]), int(one.chunk[hop])
-        sent = held[src][chunk]
-        # The sum of all is passed on as it is; anything less is added.
-        whole = set(sent) == set(range(num_ranks))
-        held[dst][chunk] = Counter(sent) if whole else held[dst][chunk] + sent
-        for before, later in edges:
-            if before == hop:
-                waits[later] -= 1
-                if not waits[later]:
-                    ready.append(later)
-    return held[:num_ranks]
-
-
-@pytest.mark.parametrize("name", PATTERNS)
-@given(num_ranks=st.integers(1, 9), seed=st.integers(0, 99))
-def test_every_algorithm_brings_every_rank_the_sum_of_all(name: str, num_ranks: int, seed: int) -> None:
-    one = PATTERNS[name](num_ranks, SERVERS[name])
-
-    held = play(one, num_ranks, seed)
-
-    assert all(chunk == Counter(range(num_ranks)) for worker in held for chunk in worker)
-
-
-@pytest.mark.parametrize("name", PATTERNS)
-@given(num_ranks=st.integers(1, 12))
-def test_no_two_transfers_of_a_collective_have_one_identity(name: str, num_ranks: int) -> None:
-    hops = expand([1000, 7], [1, 3], Network(name, num_ranks, WIRE, num_servers=SERVERS[name]))
-    rows = np.stack(list(hops.identity().values()), axis=1)
-
-    assert len({tuple(row) for row in rows.tolist()}) == rows.shape[0]
 
 
 @given(num_ranks=st.integers(2, 64), num_bytes=st.integers(1, 10**9))
@@ -95,9 +44,3 @@ def test_sync_time_grows_with_size_and_each_part_costs_its_latency(
 def test_networks_that_cannot_be_are_refused(arguments: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         Network(**{"algorithm": "ring", "num_ranks": 4, "link": WIRE, **arguments})
-
-
-@pytest.mark.parametrize(("num_bytes", "parts"), [([-1], [1]), ([4], [0]), ([4, 5], [1])])
-def test_sizes_and_parts_that_mean_nothing_are_refused(num_bytes: list[int], parts: list[int]) -> None:
-    with pytest.raises(InputError, match=r"one size >= 0 and one number of parts >= 1"):
-        expand(num_bytes, parts, Network("ring", 2, LinkSpec("w", 1e9, 0.0, "made up")))

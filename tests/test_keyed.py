@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, Subset
 
-import headway.data
 from headway.data import DataLoader, generator, torch_generator
 from headway.data.bytes.torch_keyed import Draws, generator_states, generators_kept, reads_batches, set_generators
 from tests.spawn import run_threads
@@ -150,8 +149,3 @@ def test_only_what_reads_whole_batches_itself_is_asked_for_them():
     assert reads_batches(Subset(Subset(Many(3, keyed), [0]), [0]))
     assert not reads_batches(Subset(Drawn(3, keyed), [0]))
     assert not reads_batches(ConcatDataset([Many(3, keyed)]))
-
-
-def test_both_generators_are_public():
-    assert headway.data.generator is generator
-    assert headway.data.torch_generator is torch_generator

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from torch.futures import Future
 
 from headway.core.errors import BackgroundError, InputError
 from headway.core.rng import derived_seed
@@ -50,33 +49,11 @@ def _on_the_lane() -> list[list[float]]:
     return answers
 
 
-def _in_callbacks() -> list[float]:
-    """What `then()` does: the second collective follows as the first ones end, in another order on each rank."""
-    group, ended = separate_group("test"), [Future[None]() for _ in range(BUCKETS)]
-    sums = [torch.full((4,), 100.0 * bucket + dist.get_rank()) for bucket in range(BUCKETS)]
-    for values in sums:
-        dist.all_reduce(values, group=group)
-
-    def second(bucket: int) -> float:
-        gathered = torch.empty(4 * dist.get_world_size())
-        dist.all_gather_into_tensor(gathered, sums[bucket], group=group)
-        return float(gathered.sum())
-
-    chained = [ended[bucket].then(lambda _, bucket=bucket: second(bucket)) for bucket in range(BUCKETS)]
-    for bucket in range(BUCKETS) if dist.get_rank() == 0 else reversed(range(BUCKETS)):
-        ended[bucket].set_result(None)
-    return [future.wait() for future in chained]
-
-
 EXPECTED = [8 * (2 * 100.0 * bucket + 0 + 1) for bucket in range(BUCKETS)]
 
 
 def test_two_collectives_of_two_buckets_never_mix():
     assert on_ranks(_on_the_lane, 2) == [[EXPECTED] * DELAYS] * 2
-
-
-def test_the_same_collectives_launched_in_callbacks_do_mix():
-    assert on_ranks(_in_callbacks, 2) != [EXPECTED] * 2
 
 
 def _failing() -> list[str]:
@@ -105,60 +82,6 @@ def test_a_failure_reaches_every_pending_future_and_later_calls():
     for words in (behind, later, closing):
         assert words.startswith("BackgroundError: ")
         assert "the link is down" in words
-
-
-def _hooked(compressed: bool) -> list[float]:
-    """Train a DDP model whose gradients are summed on the lane, as float32 or in int8 blocks of each rank."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    from headway.runtime.quantize import decode, encode
-
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
-    model = DistributedDataParallel(net, bucket_cap_mb=0.001)
-    lane, draws = CollectiveLane(separate_group("headway-hook")), torch.Generator().manual_seed(dist.get_rank())
-
-    def reduced(gradient: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        if not compressed:
-            dist.all_reduce(gradient, group=group)
-            return gradient / 2
-        small = encode(gradient)
-        codes, scales = [torch.empty_like(small.codes) for _ in "01"], [torch.empty_like(small.scales) for _ in "01"]
-        dist.all_gather(codes, small.codes, group=group)
-        dist.all_gather(scales, small.scales, group=group)
-        both = zip(codes, scales, strict=True)
-        return (
-            sum(
-                (decode(type(small)(c, s, small.shape, small.dtype, "int8", small.block)) for c, s in both),
-                torch.zeros_like(gradient),
-            )
-            / 2
-        )
-
-    def hook(state, bucket):  # torch refuses an annotation that is a string
-        return lane.submit(lambda group: reduced(bucket.buffer(), group))
-
-    model.register_comm_hook(None, hook)
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []
-    for _ in range(20):
-        inputs = torch.randn(16, 8, generator=draws)
-        loss = (model(inputs)[:, 0] - inputs.sum(1)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    lane.close()
-    return [*losses, *(float(parameter.detach().sum()) for parameter in net.parameters())]
-
-
-def test_a_ddp_hook_in_int8_on_the_lane_trains_like_one_in_float32():
-    plain, small = on_ranks(_hooked, 2, False), on_ranks(_hooked, 2, True)
-
-    for answers in (plain, small):
-        assert answers[0][20:] == answers[1][20:]  # the ranks' parameters stay equal
-    assert small[0][20:] != plain[0][20:]
-    assert small[0][19] < 0.5 * small[0][0]
-    assert small[0][19] == pytest.approx(plain[0][19], rel=0.05)
 
 
 def _asked(names: list[str | None], ranks: list[int] | None = None, timeout_s: float = 20.0) -> str:

@@ -77,22 +77,6 @@ def test_ranks_get_the_environment_that_torchrun_gives(tmp_path):
         assert {key for key in peer if key in mine and mine[key] != peer[key]} <= own | {"PYTHONPATH", "HEADWAY"}
 
 
-@pytest.mark.slow
-def test_a_rank_has_a_free_port_for_its_store_even_though_the_launcher_holds_it(tmp_path):
-    job = script(
-        tmp_path,
-        """
-        import os, socket
-        with socket.socket() as s:
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            s.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
-            s.listen()
-            print("listens")
-        """,
-    )
-    assert run(tmp_path / "run", [job], nproc_per_node=1).stdout == "listens\n"
-
-
 def test_a_held_port_is_given_to_nobody_else():
     with Port() as port:
         with pytest.raises(OSError, match="in use"):

@@ -11,7 +11,7 @@ import torch
 import torch.utils.data
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import IterableDataset, RandomSampler, Subset, TensorDataset
+from torch.utils.data import IterableDataset, RandomSampler, TensorDataset
 
 from headway.core.errors import InputError
 from headway.data import DataLoader, DatasetChangedError
@@ -178,13 +178,6 @@ def test_another_global_batch_is_an_error_unless_it_is_asked_for():
     assert sorted(row[0] for row in taken + rest) == list(range(20))
 
 
-def test_two_iterators_at_once_are_two_epochs():
-    loader = DataLoader(Augmented(6), 2, True, seed=1)
-    pairs = [(rows(a), rows(b)) for a, b in zip(loader, loader, strict=True)]
-    expected = uninterrupted(6, 2, 2, seed=1)
-    assert [list(side) for side in zip(*pairs, strict=True)] == expected
-
-
 def test_a_padded_tail_repeats_items_with_new_random_numbers():
     loader = DataLoader(Augmented(3), 4, True, tail="pad")
     (batch,) = [rows(batch) for batch in loader]
@@ -308,15 +301,6 @@ def test_it_is_a_dataloader_with_torchs_arguments_in_torchs_order():
     ours, theirs = (sys.modules[m].DataLoader.__init__ for m in ("headway.data.loader.loader", "torch.utils.data"))
     names = ours.__code__.co_varnames[: ours.__code__.co_argcount]
     assert names == theirs.__code__.co_varnames[: theirs.__code__.co_argcount]
-
-
-def test_a_dataset_that_fetches_whole_batches_is_asked_for_them():
-    class Many(Augmented):
-        def __getitems__(self, items):
-            return [item * 10 for item in items]
-
-    assert next(iter(DataLoader(Many(6), 3))).tolist() == [0, 10, 20]
-    assert next(iter(DataLoader(Subset(Augmented(6), [4, 5]), 2)))[0].tolist() == [4, 5]
 
 
 def test_set_epoch_says_once_that_it_is_not_needed():

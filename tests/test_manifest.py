@@ -17,7 +17,6 @@ from headway.storage.stored.manifest import (
     encode,
     image_name,
     merged_objects,
-    root_of,
 )
 
 names = st.text(min_size=1, max_size=30)
@@ -83,10 +82,3 @@ def test_objects_are_one_only_where_all_ranks_wrote_the_same_bytes():
 
     assert {fqn: sorted(entries, key=str) for fqn, entries in told.items()} == {"a": [None], "b": [0, 1], "c": [1]}
     assert told["a"][None].file == image_name(0)
-
-
-def test_the_root_follows_from_the_files_and_not_from_their_order():
-    files = (FileEntry("b", 1, 4096, "00"), FileEntry("a", 1, 4096, "01"))
-
-    assert root_of(files) == root_of(files[::-1])
-    assert root_of(files) != root_of(files[:1])

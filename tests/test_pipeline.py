@@ -1,9 +1,7 @@
 """Pipelines: what may change places, equal results in every order, thread and process, and every way to go wrong."""
 
-import gc
 import json
 import random
-import threading
 from functools import partial
 
 import numpy as np
@@ -13,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError, UnknownNameError
-from headway.data import DataLoader, Pipeline, Resources, SyntheticJpeg
+from headway.data import Pipeline, Resources, SyntheticJpeg
 from headway.data.bytes.scrutiny import Scrutiny
 from headway.data.bytes.torch_keyed import Keys
 from headway.data.loader.threads import LOCK_WAIT, lock_wait_fraction
 from headway.data.pipeline import torch_ops as ops
-from headway.data.pipeline.chain import _GENERATORS, generator
-from headway.data.pipeline.operators import KINDS, Stage, may_swap
+from headway.data.pipeline.operators import KINDS
 from headway.data.pipeline.optimize import Op, PipelineProfile, legal_orders
 from headway.data.pipeline.optimize import plan as best_plan
 from tests.launching import json_of
@@ -78,15 +75,6 @@ def test_kinds_swap_in_both_directions():
     for one, others in KINDS.items():
         assert all(one in KINDS[other] for other in others)
         assert one not in others
-
-
-def test_only_pixel_picking_passes_pixelwise_operators():
-    kinds = {"crop": "geometric", "grey": "photometric", "float": "dtype", "blur": "resample", "mine": "opaque"}
-    stages = {name: Stage(name, kind) for name, kind in kinds.items()}
-
-    free = {frozenset((a, b)) for a in stages for b in stages if may_swap(stages[a], stages[b])}
-
-    assert free == {frozenset(("crop", "grey")), frozenset(("crop", "float"))}
 
 
 @given(
@@ -241,42 +229,12 @@ def test_images_come_as_channels_last_views_and_labels_beside_them():
     assert batch["label"].tolist() == batch["ids"].tolist() == list(range(6))
 
 
-@pytest.mark.parametrize("taken", [1, 3])
-def test_a_loader_of_threads_goes_on_exactly_on_other_ranks(taken):
-    pipeline = images().shuffle()
-    whole = pipeline.loader(seed=2, batch_size=4)
-    expected = [row for batch in whole for row in zip(batch["ids"].tolist(), batch["data"], strict=True)]
-    first = pipeline.loader(seed=2, batch_size=4, num_workers=2, workers="threads")
-    batches = iter(first)
-    for _ in range(taken):
-        next(batches)
-    state = first.state_dict()
-
-    rest = {}
-    for rank in range(2):
-        loader = pipeline.loader(seed=2, batch_size=2, num_workers=2, workers="threads", rank=rank, world_size=2)
-        loader.load_state_dict(state)
-        rest |= {int(i): data for batch in loader for i, data in zip(batch["ids"], batch["data"], strict=True)}
-
-    left = expected[4 * taken :]
-    assert set(rest) == {i for i, _ in left}
-    assert all(torch.equal(rest[i], data) for i, data in left)
-
-
 def test_a_plan_brings_its_workers():
     pipeline = images()
     best = pipeline.plan(Resources(cores=3), profile=pipeline.profile(4))
 
     assert pipeline.loader(best).num_workers == best.workers <= 3
     assert pipeline.loader(best, num_workers=1).num_workers == 1
-
-
-def test_it_is_a_torch_loader():
-    loader = images().loader(num_workers=2)
-
-    assert isinstance(loader, torch.utils.data.DataLoader)
-    assert isinstance(loader, DataLoader)
-    assert len(loader) == 5
 
 
 def test_a_filter_makes_batches_smaller_and_is_counted():
@@ -319,18 +277,6 @@ def test_a_failure_names_operator_and_example():
     assert "in operator 'refuse', example" in caught.value.__notes__[0]
 
 
-def test_a_broken_off_loop_leaves_no_thread():
-    gc.collect()
-    before = threading.active_count()
-    for _ in range(3):
-        batches = iter(images().loader(num_workers=2, workers="threads"))
-        next(batches)
-        del batches
-    gc.collect()
-
-    assert threading.active_count() == before
-
-
 def test_the_callers_threads_setting_and_generators_stay():
     threads, state = torch.get_num_threads(), torch.random.get_rng_state()
     python, numbers = random.getstate(), np.random.get_state()[1].tolist()
@@ -340,13 +286,6 @@ def test_the_callers_threads_setting_and_generators_stay():
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.random.get_rng_state(), state)
     assert (random.getstate(), np.random.get_state()[1].tolist()) == (python, numbers)
-
-
-def test_an_operator_that_draws_globally_is_refused_in_threads():
-    pipeline = Pipeline(Numbers(8)).map(lambda x: x + random.randint(0, 9), name="noise").batch(2)
-
-    with pytest.raises(InputError, match="hands it a generator of its own"):
-        iter(pipeline.loader(num_workers=2, workers="threads"))
 
 
 def test_python_code_waits_for_the_interpreter_lock_and_numpy_does_not():
@@ -366,13 +305,6 @@ def test_python_code_waits_for_the_interpreter_lock_and_numpy_does_not():
     # Pure Python leaves each of two threads half the lock; sorting lets go of it.
     assert max(lock_wait_fraction(heavy, keys) for _ in range(2)) > LOCK_WAIT
     assert min(lock_wait_fraction(light, keys) for _ in range(2)) < LOCK_WAIT
-
-
-def test_users_collate_gets_the_examples():
-    loader = Pipeline(Numbers(6)).batch(3).loader(collate_fn=lambda rows: [int(row[1]) for row in rows], num_workers=2,
-                                                  workers="threads")  # fmt: skip
-
-    assert list(loader) == [[0, 1, 4], [9, 16, 25]]
 
 
 def test_text_stays_a_list_and_unlike_shapes_are_an_error():
@@ -401,17 +333,6 @@ def test_operators_do_what_they_say():
     assert crop(image, rng).shape == (24, 24, 3)
     with pytest.raises(InputError, match="smaller than a crop"):
         ops.crop(image, rng, size=(41, 10))
-
-
-def test_a_users_generator_is_its_own_and_ours_draws_the_same_numbers():
-    kept = []
-    chain = Pipeline(Numbers(4)).map(lambda x, rng: kept.append(rng) or x, random=True).loader().dataset.chain
-    for index in range(2):
-        chain.run(index, seed=index)
-
-    assert kept[0] is not kept[1]
-    for seed, stage in ((5, 1), (2**64 - 1, 3)):
-        assert _GENERATORS.keyed(seed, stage).random(3).tolist() == generator(seed, stage).random(3).tolist()
 
 
 def test_images_that_are_no_jpeg_are_decoded_and_damaged_ones_refused():

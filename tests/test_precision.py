@@ -1,4 +1,4 @@
-"""Precision per operator and rank: indicator against Monte Carlo, allocator against every choice, casts."""
+"""Precision per operator and rank: indicator against Monte Carlo, allocator against every choice."""
 
 import itertools
 import json
@@ -29,8 +29,6 @@ from headway.model.precision.proposal import (
     rounding_variance,
 )
 from headway.model.precision.step import (
-    KEPT_OUTPUT,
-    CastLine,
     OperatorTimes,
     RankStep,
     operator_seconds,
@@ -82,15 +80,16 @@ def instance(seed, operators=None):
     n = operators or int(rng.integers(2, 9))
     omega = np.sort(rng.lognormal(0, 2, (n, 3)), axis=1)[:, ::-1] * [1, 0.1, 0]
     times = np.sort(rng.uniform(0.2, 2.0, (n, 3)), axis=1) * 1e-3
-    chain = [OperatorTimes(str(i), tuple(times[i]), tuple(2 * times[i]), 1000, (i - 1,) if i else ()) for i in range(n)]
-    pairs = itertools.permutations(PRECISIONS, 2)
-    casts = {pair: CastLine(float(rng.uniform(1e-9, 1e-7)), 1e-5) for pair in pairs}
+    chain = [OperatorTimes(str(i), tuple(times[i]), tuple(2 * times[i])) for i in range(n)]
+    cast_s = rng.uniform(1e-5, 1e-4)  # what neighbours in two precisions cost: times do not add up
     other = ([1e-3] * n, [2e-3] * n)
     link = CollectiveLink(2e5, 1e9, 0.0)
     buckets = [list(range(n // 2, n)), list(range(n // 2))]
 
     def step_s(choice):
-        seconds = [other, operator_seconds(chain, choice, casts)]
+        forward, backward = operator_seconds(chain, choice)
+        forward[0] += cast_s * sum(a != b for a, b in itertools.pairwise(choice))
+        seconds = [other, (forward, backward)]
         return replayed_step_s([RankStep(1e-3, 1e-3, 1e-3)] * 2, seconds, buckets, [1 << 18, 1 << 19], link)
 
     low, high = step_s([0] * n), step_s([2] * n)
@@ -144,24 +143,12 @@ def test_where_times_add_up_many_operators_are_solved_exactly(seed):
 
 @pytest.mark.parametrize("column", range(3))
 def test_all_operators_in_one_precision_cost_what_that_uniform_run_did(column):
-    chain = [
-        OperatorTimes(str(i), (0.1 * i, 0.2, 0.31), (0.4, 0.5 / 3, 0.6), 999, tuple({0, i - 1} - {i, -1}))
-        for i in range(6)
-    ]
+    chain = [OperatorTimes(str(i), (0.1 * i, 0.2, 0.31), (0.4, 0.5 / 3, 0.6)) for i in range(6)]
 
-    forward, backward = operator_seconds(chain, [column] * 6, {})
+    forward, backward = operator_seconds(chain, [column] * 6)
 
     assert forward == [operator.forward_s[column] for operator in chain]
     assert backward == [operator.backward_s[column] for operator in chain]
-
-
-def test_changing_an_operator_costs_its_successors_a_cast_and_nobody_else():
-    chain = [OperatorTimes(str(i), (1.0, 1.0, 1.0), (1.0, 1.0, 1.0), 10, (i - 1,) if i else ()) for i in range(4)]
-    casts = {pair: CastLine(0.01, 0.0) for pair in itertools.permutations(PRECISIONS, 2)}
-
-    forward, _ = operator_seconds(chain, [2, 1, 2, 2], casts)
-
-    assert forward == pytest.approx([1.0, 1.1, 1.1, 1.0])
 
 
 def test_the_slow_rank_decides_the_step_and_a_bucket_waits_for_both():
@@ -182,7 +169,7 @@ def test_the_slow_rank_decides_the_step_and_a_bucket_waits_for_both():
         (lambda: allocate([[2.0]], lambda choice: math.nan, bound_s=1.0), "step_s returned nan"),
         (lambda: allocate([[2.0]], sum, bound_s=-1.0), "bound_s is -1.0"),
         (lambda: allocate([[2.0]], lambda choice: 0.5, bound_s=1.0, fits=lambda choice: False), "no choice fits"),
-        (lambda: operator_seconds([OperatorTimes("a", (math.inf,), (1.0,))], [0], {}), "has no int8 for a"),
+        (lambda: operator_seconds([OperatorTimes("a", (math.inf,), (1.0,))], [0]), "has no int8 for a"),
         (lambda: TensorStatistics(4, math.nan, 1.0), "of no tensor with finite numbers"),
     ],
 )
@@ -361,7 +348,7 @@ def test_operators_of_phases_add_up_to_each_ranks_uniform_step(column):
     names = phases["float32"][1].names
     times, rest = operator_times(phases, 1, names), rest_of(phases["float32"][1], names)
 
-    seconds = operator_seconds(times, [column] * len(names), {}, outputs=KEPT_OUTPUT)
+    seconds = operator_seconds(times, [column] * len(names))
     step_s = replayed_step_s([rest], [seconds], [], [], NO_LINK)
 
     assert step_s == pytest.approx(sum(phases[PRECISIONS[column]][1].step_s), rel=1e-6)

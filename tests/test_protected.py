@@ -43,12 +43,6 @@ def flip(path, page: int, byte: int = 50) -> None:
         os.pwrite(file.fileno(), bytes([old[0] ^ 4]), page * PAGE + byte)
 
 
-def test_the_room_offers_regions_and_trackers_by_name():
-    import headway.storage as room
-
-    assert (room.ProtectedRegion, room.DirtyTracker) == (ProtectedRegion, dirty.DirtyTracker)
-
-
 @pytest.mark.parametrize("backend", here)
 @pytest.mark.parametrize(("page", "parity"), [(PAGE, 1), (2 * PAGE, 1), (PAGE, 2)])
 def test_after_a_pass_everything_matches_and_a_flip_is_found_and_repaired(path, backend, page, parity):
@@ -68,20 +62,6 @@ def test_after_a_pass_everything_matches_and_a_flip_is_found_and_repaired(path, 
         assert (mended.status, mended.repaired.tolist()) == ("good", [6 * PAGE // page])
         assert bytes(region.buf) == content
         assert region.scrub().status == "good"
-
-
-@pytest.mark.parametrize(("parity", "lost"), [(1, [4, 7]), (2, [4, 5, 7])])
-def test_more_losses_in_a_stripe_than_parity_are_reported_and_left_as_they_are(path, parity, lost):
-    with fresh(path, parity=parity) as region:
-        region.write(0, os.urandom(16 * PAGE))
-    for page in [*lost, 13]:
-        flip(path, page)
-    before = path.read_bytes()
-    with fresh(path, parity=parity) as region:
-        report = region.repair()
-
-        assert (report.status, report.unrepairable.tolist(), report.repaired.tolist()) == ("lost", lost, [13])
-        assert bytes(region.buf)[: 12 * PAGE] == before[: 12 * PAGE]
 
 
 @pytest.mark.skipif(bool(works("pagemap_scan")), reason="the kernel tracks no pages here")
@@ -215,23 +195,6 @@ def test_stores_of_another_process_raise_no_false_alarm_with_rehash(path):
         assert (region.scrub().status, region.scrub().skipped_pages) == ("good", 0)
 
 
-def test_unverified_pages_are_counted_and_adopted(path, tmp_path, caplog):
-    with fresh(path) as region:
-        region.write(0, os.urandom(16 * PAGE))
-        region.update()
-        region.write(3 * PAGE, b"unfinished")
-        copy = tmp_path / "after-the-crash"
-        copy.write_bytes(path.read_bytes())
-        sidecar_of(copy).write_bytes(sidecar_of(path).read_bytes())
-    flip(copy, 9)
-    before = copy.read_bytes()
-    with ProtectedRegion(copy, period_s=math.inf) as region:
-        assert (region.opened.clean, region.opened.unverified.tolist()) == (False, [3, 9])
-        assert bytes(region.buf) == before
-        assert region.repair().status == "good"
-        assert "2 do not match" in caplog.text
-
-
 def test_the_background_keeps_up_and_close_leaves_everything_verified(path):
     with fresh(path, period_s=0.01) as region:
         passes = threading.Event()
@@ -264,17 +227,6 @@ def test_a_file_cut_while_it_is_open_surfaces_at_the_next_call(path):
     region.close()
     with pytest.raises(DamageError, match="somebody cut or extended it"):
         ProtectedRegion(path)
-
-
-def test_a_file_cut_while_it_is_open_stops_a_pass_by_hand(path):
-    region = fresh(path)
-    region.write(0, b"x")
-    os.truncate(path, 3 * PAGE)
-
-    with pytest.raises(DamageError, match="somebody cut or extended it"):
-        region.update()
-    with pytest.raises(DamageError):
-        region.close()
 
 
 def test_a_forked_child_may_read_and_a_store_of_its_own_ends_it(path):
@@ -351,16 +303,6 @@ def test_close_waits_for_writers_to_stop(path):
     assert fresh(path, backend="explicit").opened.clean
 
 
-def test_vulnerable_counts_every_page_of_a_stripe_with_a_dirty_page(path):
-    with fresh(path, 15) as region:
-        region.write(0, b"x")
-        region.write(14 * PAGE, b"x")
-
-        assert region.vulnerable() == 4 + 3
-        region.update()
-        assert region.vulnerable() == 0
-
-
 def test_with_rehash_all_pages_count_as_vulnerable_and_damage_is_found_after_opening(path):
     with fresh(path, backend="rehash") as region:
         region.write(0, os.urandom(16 * PAGE))
@@ -368,13 +310,6 @@ def test_with_rehash_all_pages_count_as_vulnerable_and_damage_is_found_after_ope
     with fresh(path, backend="rehash") as region:
         assert region.vulnerable() == 16
         assert region.repair().repaired.tolist() == [2]
-
-
-def test_an_existing_file_is_protected_as_it_is(path):
-    path.write_bytes(content := os.urandom(9 * PAGE))
-    with ProtectedRegion(path) as region:
-        assert bytes(region.buf) == content
-        assert region.scrub().checked_pages == 9
 
 
 def test_a_failure_while_opening_leaves_the_region_free(path, monkeypatch):

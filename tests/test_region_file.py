@@ -152,13 +152,6 @@ def test_only_the_bytes_that_differ_are_written_back(made, monkeypatch):
     assert writes == [(4, 5 * PAGE + 100)]
 
 
-def test_pages_may_be_larger_than_the_systems(made):
-    file = made(7, page=4 * PAGE)
-    flip(file, 3, byte=3 * PAGE)
-
-    assert np.flatnonzero(wrong_pages(file)[:, :4]).tolist() == [3]
-
-
 def test_more_stripes_than_one_batch_holds_are_all_read(made):
     file = made(1500)
     for page in (0, 700, 1499):
@@ -167,14 +160,6 @@ def test_more_stripes_than_one_batch_holds_are_all_read(made):
     assert np.flatnonzero(wrong_pages(file)[:, :4].reshape(-1)).tolist() == [0, 700, 1499]
     assert file.refresh(np.array([0, 700, 1499])) == 3
     assert not wrong_pages(file).any()
-
-
-def test_the_shadow_bitmap_is_what_was_written_to_it(made):
-    file = made(21)
-    shadow = np.random.default_rng(0).random(21) < 0.5
-    file.set_shadow(shadow)
-
-    assert np.array_equal(file.shadow(), shadow)
 
 
 def test_headers_are_written_in_turn_and_the_newest_counts(made):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
-from headway.storage.regions.layout import ALIGN_BYTES, Geometry, SidecarHeader, descriptor, read_header, sidecar_of
+from headway.storage.regions.layout import ALIGN_BYTES, Geometry, SidecarHeader, read_header
 
 PAGE = 4096
 geometries = st.builds(
@@ -45,15 +45,6 @@ def test_no_other_bytes_are_taken_for_a_header(tmp_path_factory, data):
 
     with pytest.raises(FormatError, match=r"no sidecar.*Remove it"):
         read_header(path)
-
-
-def test_the_sidecar_lies_beside_its_file(tmp_path):
-    assert sidecar_of(tmp_path / "a.bin") == tmp_path / "a.bin.guard"
-
-
-def test_what_cannot_be_opened_is_named_with_the_reason(tmp_path):
-    with pytest.raises(InputError, match=r"none cannot be opened: No such file or directory.*FILE\.guard"):
-        descriptor(tmp_path / "none", 0)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def test_plain_values_come_back_from_the_standard_unpickler(value):
     assert pickle.loads(dumps(value)) == value
 
 
-@given(value=plain, protocol=st.integers(2, 5))
+@given(value=plain, protocol=st.integers(0, 5))
 def test_plain_values_of_every_protocol_are_read(value, protocol):
     told = loads(pickle.dumps(value, protocol), "a.pkl", lenient=True)
 
@@ -172,13 +172,6 @@ def test_a_stream_of_pickles_is_read_one_by_one():
 def test_what_cannot_be_written_is_said():
     with pytest.raises(InputError, match=r"a set cannot be pickled here.*Use plain values only"):
         dumps({"a": {1, 2}})
-
-
-@given(value=plain, protocol=st.integers(0, 5))
-def test_no_whole_pickle_asks_for_too_much(value, protocol):
-    found = loads(pickle.dumps(value, protocol), "a.pkl", lenient=True)
-
-    assert found == value or protocol < 3  # bytes were calls of codecs then
 
 
 @pytest.mark.parametrize(

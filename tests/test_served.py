@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import Subset
 
 from headway.data import DataLoader, DataServer, Pipeline, SyntheticJpeg, generator
 from headway.data.bytes.scrutiny import Scrutiny
@@ -245,12 +245,6 @@ def test_a_pipeline_of_anything_gives_the_same_with_and_without_a_server(made):
     pipeline = Pipeline(SyntheticJpeg(4, 48, 32)).map(lambda raw: made).batch(4)
 
     assert equal([dict(b) for b in pipeline.loader(server="auto")], [dict(b) for b in pipeline.loader(num_workers=0)])
-
-
-def test_datasets_in_memory_serve_too():
-    rows = torch.arange(30.0).reshape(10, 3)
-
-    assert equal(list(DataLoader(TensorDataset(rows), 4, server="auto")), [[rows[:4]], [rows[4:8]], [rows[8:]]])
 
 
 def test_a_subset_with_repeated_items_is_a_dataset_of_its_own():

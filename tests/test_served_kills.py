@@ -174,22 +174,6 @@ def test_a_lost_server_is_noticed_and_replaced_also_while_a_fork_of_it_lives(run
     assert len(forks) == 1
 
 
-def test_a_rank_that_was_done_goes_into_its_next_epoch_behind_a_lost_server_and_the_other_follows(runtime, monkeypatch):
-    first, second = two_ranks(monkeypatch)
-    iterator, later = iter(second), []
-    taken = ids(next(iterator) for _ in range(3)) + ids(first)
-    end(only(runtime), signal.SIGKILL)
-    ahead = threading.Thread(target=lambda: later.extend(ids(first)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the restarts
-        ahead.start()
-        taken += ids(iterator)
-        mine = ids(second)
-        ahead.join(30)
-
-    assert sorted(taken) == sorted(later + mine) == list(range(60))
-
-
 def test_what_a_server_that_lives_told_of_a_rank_that_went_lets_nobody_wait_for_one_that_never_came(monkeypatch):
     first, second = two_ranks(monkeypatch, world_size=3, grace_s=0.3)
     iterator = iter(second)

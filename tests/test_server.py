@@ -166,26 +166,6 @@ def test_two_jobs_at_once_each_get_every_item_once_an_epoch_for_several_epochs(s
     assert taken == {"all": [list(range(60))] * 3, "some": [list(range(20, 50))] * 3}
 
 
-def test_ranks_share_global_batches_and_jobs_share_the_work(serve):
-    preparer = Squares()
-    _, path = serve(preparer, order="shared", window=20)
-    callers = [Caller(path, job, rank=rank, world_size=2) for job in "ab" for rank in (0, 1)]
-    for caller in callers:
-        caller.begin()
-    taken = [caller.all() for caller in callers]
-
-    for job in (taken[:2], taken[2:]):
-        assert sorted(flat(job[0] + job[1])) == list(range(SIZE))
-        assert [len(batch) for batch in job[0]] == [4] * 7 + [2]
-    assert len(preparer.prepared) < 2 * SIZE
-
-
-def test_in_order_without_shuffle(serve):
-    _, path = serve()
-
-    assert flat(Caller(path, shuffle=False, items=packed_items([5, 3, 9])).begin().all()) == [5, 3, 9]
-
-
 def test_a_full_ring_is_backpressure_and_a_freed_slot_lets_it_go_on(serve):
     _, path = serve(window=2)
     caller = Caller(path, num_held=1).begin()
@@ -214,25 +194,6 @@ def test_a_batch_larger_than_the_slots_gets_larger_ones_and_the_old_ones_stay(se
     assert rest == [1] * 26 + [5000] * 30
     assert len(small.readers) == 2
     assert small.batch(first)["id"].array.tolist() == [0]
-
-
-def test_examples_come_apart_for_a_collate_function_of_the_users(serve):
-    _, path = serve()
-    caller = Caller(path, shuffle=False, collated=False).begin()
-
-    filled = caller.next()
-    assert not filled.collated
-    assert [example["id"] for example in caller.batch(filled)] == [0, 1, 2, 3]
-
-
-def test_an_item_that_fails_fails_its_batch_alone_with_the_servers_traceback(serve):
-    _, path = serve(Squares(fails={6}))
-    caller = Caller(path, shuffle=False).begin()
-    found = [caller.next() for _ in range(3)]
-
-    assert [filled.error is None for filled in found] == [True, False, True]
-    assert found[1].error.startswith("ZeroDivisionError\nTraceback")
-    assert "item 6 is bad" in found[1].error
 
 
 def test_a_client_that_goes_leaves_its_job_and_the_others_go_on(serve):

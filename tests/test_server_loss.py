@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.data.bytes.order import TAILS
-from headway.data.orders.strategies import ORDERS
 from headway.data.service.batches import Ended
 from headway.data.service.jobs import JobTerms, Known
 from headway.data.service.messages import Decided, packed_items
@@ -109,54 +108,6 @@ class Ranks:
 def server(order="shared", seed=0, grace_s=600.0, **more):
     options = ServiceOptions(order=order, window=2, grace_s=grace_s)
     return PreparationScheduler(SIZE, fingerprint=PRINT, seed=seed, options=options, **more)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_rank_goes_on_exactly_after_another_finished_and_left_and_the_server_died(order):
-    ranks = Ranks(2)
-    ranks.join(server(order))
-    for _ in range(3):
-        ranks.step(1)
-    ranks.finish(0)
-    ranks.leave(0)
-    ranks.join(server(order, seed=1))
-    ranks.finish(1)
-
-    assert ranks.items(0) == Counter(range(SIZE))
-    assert ranks.service.status()["held_bytes"] == 0
-    ranks.next_epoch(1)
-    ranks.finish(1)
-    assert sum(map(len, ranks.taken[1][1])) == SIZE // 2
-
-
-def test_a_rank_that_had_its_last_batch_goes_into_the_next_epoch_while_others_finish_on_another_server():
-    ranks = Ranks(2)
-    ranks.join(server())
-    ranks.step(1)
-    ranks.finish(0)
-    ranks.next_epoch(0)
-    ranks.step(0)
-    ranks.join(server(seed=1))
-    ranks.finish(1)
-    ranks.next_epoch(1)
-    for rank in (1, 0):
-        ranks.finish(rank)
-
-    assert ranks.items(0) == ranks.items(1) == Counter(range(SIZE))
-
-
-def test_a_rank_that_was_done_before_the_server_died_and_then_ends_is_not_missed():
-    ranks = Ranks(2)
-    ranks.join(server())
-    ranks.step(1)
-    ranks.finish(0)
-    for seed in (1, 2):
-        ranks.join(server(seed=seed))
-        ranks.step(1)
-    ranks.leave(0)
-    ranks.finish(1)
-
-    assert ranks.items(0) == Counter(range(SIZE))
 
 
 @settings(max_examples=40)

@@ -124,16 +124,6 @@ def test_a_dataset_that_cannot_be_served_is_the_callers_to_hear(runtime):
     end(path)
 
 
-def test_a_dead_servers_socket_is_taken_over(runtime):
-    path = serving.path_for(Numbers())
-    serving.start(path, Numbers(), DataServer())
-    end(path, signal.SIGKILL)
-    assert path.exists()
-    serving.start(path, Numbers(), DataServer())
-
-    assert facts(path)["clients"] == 0
-
-
 def test_a_fork_that_leaves_records_nothing_more(tmp_path):
     session = bootstrap.start_here({"HEADWAY_RUN": str(tmp_path)})
     try:

@@ -114,14 +114,6 @@ def test_rank_0_comes_through_byte_for_byte_and_the_others_by_line(tmp_path):
     assert (logs / "r0.err").read_bytes() == bar
 
 
-def test_with_json_stdout_stays_empty(tmp_path):
-    out, err, logs = captured(tmp_path, [(0, "out", b"hello\n"), (1, "out", b"you\n")], json=True)
-
-    assert out == b""
-    assert sorted(err.splitlines()) == [b"[default1]:you", b"hello"]
-    assert (logs / "r0.out").read_bytes() == b"hello\n"
-
-
 def test_a_line_that_never_ends_is_passed_on_in_pieces(tmp_path):
     out, _, _ = captured(tmp_path, [(1, "out", b"x" * 60_000), (1, "out", b"y" * 60_000)])
 

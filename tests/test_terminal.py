@@ -232,10 +232,6 @@ def test_a_verified_run_says_how_many_of_its_batches_were_compared() -> None:
     assert "Verified: 5 of 5 compared batches equal the script's own; 60 came under remedies." in text
 
 
-def test_a_refused_remedy_says_why() -> None:
-    assert "comm.bucket  not applied: the script passes bucket_cap_mb itself" in render_run(demo_run())
-
-
 def test_a_long_source_loses_its_beginning_not_the_heading() -> None:
     head = render_why(demo_why(), source="/a/very/long/path/" + "x" * 80 + "/run-1", width=70).splitlines()[0]
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.core.errors import FormatError, InputError
+from headway.core.errors import InputError
 from headway.trace.events.trace import COLUMNS, Trace, concat
 from headway.trace.events.vocabulary import KIND
 from tests.traces_made import traces
@@ -133,13 +133,6 @@ def test_columns_that_cannot_be_and_no_path_at_all_are_refused(columns, message)
         Trace.from_columns(columns)
     with pytest.raises(InputError, match="list of paths is empty"):
         Trace.open([])
-
-
-def test_a_file_that_is_no_trace_is_refused(tmp_path):
-    (tmp_path / "a").write_text("hello")
-
-    with pytest.raises(FormatError, match=r"not a trace.*it starts with the bytes b'hello'.*Give one of"):
-        Trace.open(tmp_path / "a")
 
 
 @given(data=st.data(), parts=st.lists(st.integers(1, 4), min_size=1, max_size=3))

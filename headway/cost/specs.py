@@ -15,7 +15,6 @@ headway.core.errors.UnknownNameError: device 'V100-SXM2' has several forms. Choo
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -136,10 +135,6 @@ class Disk:
     source: str
     """Document or measurement that states the figures."""
 
-    def read_seconds(self, num_bytes: float, *, num_reads: int = 1) -> float:
-        """Return the time to read `num_bytes` in `num_reads` random pieces, one after the other."""
-        return num_reads * self.latency_s + num_bytes / self.read_bytes_per_s
-
 
 @dataclass(frozen=True, slots=True)
 class Specs:
@@ -207,15 +202,6 @@ def shipped() -> Specs:
     """Return the tables that come with the library."""
     here = Path(__file__).parent
     return Specs(**{kind: _entries(read_toml(here / f"{kind}.toml"), kind, f"{kind}.toml") for kind in KINDS})
-
-
-def read_specs(path: str | os.PathLike[str]) -> Specs:
-    """Return the shipped tables with the entries of a user's TOML file added or replaced.
-
-    Raises `InputError` when it cannot be read, `FormatError` naming file,
-    table, entry and key when it is not what it should be.
-    """
-    return with_entries(read_toml(path), path)
 
 
 def with_entries(content: Mapping[str, object], path: object) -> Specs:

@@ -113,7 +113,7 @@ def other_parts(content: Mapping[str, Any], path: Path) -> list[str]:
     return lines or ([] if content["mitigations"] else ["The site keeps its limits as it is: the plan needs nothing."])
 
 
-def operator_script(settings: Sequence[Mapping[str, object]], *, profile: int = 0) -> str:
+def operator_script(settings: Sequence[Mapping[str, object]]) -> str:
     """Return the Python script (nvidia-ml-py) that an operator runs as root on each host, for every device of it."""
     lines = [
         "import pynvml as nvml", "nvml.nvmlInit()", "for index in range(nvml.nvmlDeviceGetCount()):",
@@ -123,7 +123,7 @@ def operator_script(settings: Sequence[Mapping[str, object]], *, profile: int = 
         parameter = f"nvml.NVML_POWER_SMOOTHING_PROFILE_PARAM_{row['parameter']}"
         lines += [
             "    change = nvml.c_nvmlPowerSmoothingProfile_v1_t()",
-            f"    change.profileId, change.paramId, change.value = {profile}, {parameter}, {row['value']}",
+            f"    change.profileId, change.paramId, change.value = 0, {parameter}, {row['value']}",
             "    nvml.nvmlDevicePowerSmoothingUpdatePresetProfileParam(device, change)",
         ]
     lines += [

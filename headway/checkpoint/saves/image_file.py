@@ -25,7 +25,6 @@ from headway.checkpoint.agent.messages import Slot
 from headway.checkpoint.agent.saving import WINDOW_BYTES, Sink
 from headway.checkpoint.saves.image import Part, aligned, fits_torch, pickled, plan, template
 from headway.core.errors import InputError
-from headway.core.wire.pace import RateLimiter
 from headway.storage.commits.draft import Draft
 from headway.storage.stored.digests import Digested, Digester, block_bytes_for, crc32
 from headway.storage.stored.manifest import FileEntry, Piece, StoredObject, entry_of, image_name
@@ -77,8 +76,6 @@ def write_image(
     parts: Sequence[Part],
     tensor_of: Callable[[int], torch.Tensor],
     values: Sequence[SerializedObject] = (),
-    *,
-    pace: RateLimiter | None = None,
 ) -> WrittenImage | None:
     """Write the image of `rank` into a draft, durably; None where there is nothing to write.
 
@@ -91,7 +88,7 @@ def write_image(
     sizes = [memoryview(value.data).nbytes for value in values]
     num_bytes = laid.num_bytes + sum(map(aligned, sizes))
     with durable_file(draft.path / name) as file:
-        stream = _Stream(file, Digester(block_bytes_for(num_bytes)), pace or RateLimiter())
+        stream = _Stream(file, Digester(block_bytes_for(num_bytes)))
         pieces = tuple(_record(stream, slot, tensor_of(index), name) for index, slot in enumerate(laid.slots))
         objects = []
         for value, size in zip(values, sizes, strict=True):
@@ -113,8 +110,8 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 class _Stream:
     """A file that is written front to back, and digested on the way."""
 
-    def __init__(self, file: Sink, digester: Digester, pace: RateLimiter) -> None:
-        self._file, self.digester, self._pace = file, digester, pace
+    def __init__(self, file: Sink, digester: Digester) -> None:
+        self._file, self.digester = file, digester
         self.num_bytes = 0
 
     def write(self, data: Buffer) -> None:
@@ -124,7 +121,6 @@ class _Stream:
             window = view[start : start + WINDOW_BYTES]
             self.digester.update(window)
             self._file.write(window)
-            self._pace.wait(len(window))
         self.num_bytes += len(view)
 
     def crc32_of(self, data: Buffer) -> int:

@@ -311,9 +311,9 @@ def host_load(readings: Sequence[HostCounters] = (), *, whole_host: bool = True,
     )
 
 
-def load_beside(pid: int | None = None, seconds: float = 0.3, *, root: Path = ROOT) -> HostLoad:
-    """Look at the host for `seconds` and return the load beside the process tree under `pid` (this process)."""
-    sampler = LoadSampler(os.getpid() if pid is None else pid, root=root)
+def load_beside(seconds: float = 0.3, *, root: Path = ROOT) -> HostLoad:
+    """Look at the host for `seconds` and return the load beside this process and those below it."""
+    sampler = LoadSampler(os.getpid(), root=root)
     sampler.look()
     time.sleep(seconds)
     sampler.look(at_once=True)

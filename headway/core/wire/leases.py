@@ -84,21 +84,11 @@ class Leases(Generic[K]):
         """Keys that nobody holds, in the order in which they are handed out."""
         return list(self._waiting)
 
-    @property
-    def num_finished(self) -> int:
-        """Keys that are finished and not forgotten."""
-        return len(self._finished)
-
     def add(self, keys: Iterable[K]) -> None:
         """Let more keys wait; those known already stay what they are."""
         for key in keys:
             if key not in self._leased and key not in self._finished:
                 self._waiting.setdefault(key)
-
-    def reopen(self, key: K) -> None:
-        """Let a key wait once more although it was finished: its result is lost, or wanted again."""
-        self._finished.discard(key)
-        self.add([key])
 
     def forget(self, keys: Iterable[K]) -> list[Lease[K]]:
         """Drop keys altogether; returns the leases that end with them."""

@@ -16,13 +16,9 @@ Which samples to measure on a new device: at random, or one near the centre of e
 >>> sorted(clusters(points, 2, np.random.default_rng(0)).tolist())
 [1, 4]
 
-How unlike two sets of embeddings are, and the transform of skewed labels: what training across devices needs.
+The transform of skewed labels, which training across devices needs.
 
 >>> points = np.array([[0.0, 1.0], [2.0, 5.0]])
->>> central_moment_discrepancy(points, points)
-0.0
->>> central_moment_discrepancy(points, points + [3.0, 4.0])         # moved as a whole: the means differ
-5.0
 >>> bool(np.allclose(box_cox_inverse(box_cox(points + 1, 0.3), 0.3), points + 1))
 True
 """
@@ -319,30 +315,10 @@ SELECTIONS: dict[str, SelectionFn] = {"random": random, "clusters": clusters}
 """Every way to choose what to measure. Adding one is adding a line here."""
 
 
-# How unlike two sets of embeddings are, and the transform of skewed labels: what training across devices needs.
-
-MOMENTS = 5
-"""Highest order that is compared (K)."""
+# The transform of skewed labels, which training across devices needs.
 
 POWERS = np.linspace(-1, 1, 41)
 """Powers of the transform that are tried."""
-
-
-def central_moment_discrepancy(first: Floats, second: Floats, moments: int = MOMENTS) -> float:
-    """Return |difference of the means| + sum over k = 2 .. `moments` of |difference of the k-th central moments|.
-
-    Of [n, d] and [m, d] embeddings; norms are Euclidean (Zellinger et al., arXiv 1702.08811, without its ranges).
-    Raises `InputError` where a set is empty, or the widths differ.
-    """
-    if first.ndim != 2 or second.ndim != 2 or first.shape[1] != second.shape[1] or not (len(first) and len(second)):
-        raise InputError(
-            f"the sets have shapes {first.shape} and {second.shape}; pass [n, d] and [m, d], n and m at least 1."
-        )
-    means = first.mean(0), second.mean(0)
-    total = np.linalg.norm(means[0] - means[1])
-    for order in range(2, moments + 1):
-        total += np.linalg.norm(((first - means[0]) ** order).mean(0) - ((second - means[1]) ** order).mean(0))
-    return float(total)
 
 
 def box_cox(values: Floats, power: float) -> Floats:

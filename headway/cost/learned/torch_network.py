@@ -17,13 +17,16 @@ import torch
 from torch import nn
 
 from headway.core.rng import stream
-from headway.cost.learned.predictors import MOMENTS, Floats, TransferTask, box_cox, box_cox_inverse, box_cox_power
+from headway.cost.learned.predictors import Floats, TransferTask, box_cox, box_cox_inverse, box_cox_power
 
 WIDTH, LAYERS, HEADS, BATCH, RATE = 32, 2, 4, 128, 2e-3
 """Sizes of the encoder, examples of a step, Adam's learning rate at the start of each phase."""
 
 SOURCE_STEPS, TARGET_STEPS = 1500, 150
 """Steps on the sources alone, then with the target's samples."""
+
+MOMENTS = 5
+"""Highest order that the discrepancy compares (K)."""
 
 PULL = 0.1
 """Weight of the discrepancy in the loss of the second phase."""
@@ -128,7 +131,10 @@ def _loss(predicted: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 
 def _discrepancy(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return what `discrepancy.central_moment_discrepancy` returns, with gradients."""
+    """Return |difference of the means| + sum over k = 2 .. `MOMENTS` of |difference of the k-th central moments|.
+
+    Of [n, d] and [m, d] embeddings; norms are Euclidean (Zellinger et al., arXiv 1702.08811, without its ranges).
+    """
     means = [each.mean(0) for each in (source, target)]
     centred = [each - mean for each, mean in zip((source, target), means, strict=True)]
     total: torch.Tensor = torch.linalg.vector_norm(means[0] - means[1])

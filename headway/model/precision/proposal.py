@@ -49,7 +49,7 @@ import msgspec
 from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.model.precision.allocation import MOST_ENUMERATED, allocate
-from headway.model.precision.step import KEPT_OUTPUT, OperatorTimes, RankStep, operator_seconds, replayed_step_s
+from headway.model.precision.step import OperatorTimes, RankStep, operator_seconds, replayed_step_s
 from headway.model.remedies import PRECISIONS
 from headway.sim.ddp.ddp_link import CollectiveLink, assign, limits
 
@@ -138,10 +138,10 @@ def omega_of(operator: OperatorStatistics, precision: str, model_depth: int) -> 
     return FORWARD_WEIGHT * (model_depth - operator.depth) * forward + operator.depth * backward
 
 
-def omega_table(operators: Sequence[OperatorStatistics], precisions: Sequence[str] = PRECISIONS) -> list[list[float]]:
+def omega_table(operators: Sequence[OperatorStatistics]) -> list[list[float]]:
     """Return [operators][precisions] the indicator, depths counted up to the deepest operator."""
     depth = max((operator.depth for operator in operators), default=1)
-    return [[omega_of(operator, precision, depth) for precision in precisions] for operator in operators]
+    return [[omega_of(operator, precision, depth) for precision in PRECISIONS] for operator in operators]
 
 
 SLOW = 1.1
@@ -226,8 +226,7 @@ def planned(phases: Phases) -> PrecisionChoice:
         """Replay the step of a choice over the ranks."""
         picked = [offered[index] for offered, index in zip(columns, choice, strict=True)]
         seconds = [
-            operator_seconds(times[rank], picked[k * len(names) : (k + 1) * len(names)], {}, outputs=KEPT_OUTPUT)
-            for k, rank in enumerate(ranks)
+            operator_seconds(times[rank], picked[k * len(names) : (k + 1) * len(names)]) for k, rank in enumerate(ranks)
         ]
         return replayed_step_s(
             [steps[rank] for rank in ranks], seconds, buckets if link else [], bucket_bytes, link or NO_LINK

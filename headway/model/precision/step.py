@@ -1,30 +1,23 @@
 """How long a step takes with operators in mixed precisions, on ranks that wait for each other.
 
 Base times of each operator come from runs in which all operators had one
-precision. In a mixture an operator costs its base time, and casts where what
-it takes comes in another precision than in that run: `casts` says what
-casting n numbers takes, a n + b. So changing one operator changes its own
-cost and that of the operators that take its output, and nothing else; with
-all operators in one precision no cast is left, and the base times remain:
+precision. The remedy hands every output on as float32, so changing one
+operator changes its own cost, its casts included, and no other's.
 
-    forward(o)  = base_p(o) + sum over sources s of o: cast(out(p_s) -> p_o) - cast(out(p_o) -> p_o)
-    backward(o) = the same with the gradient's cast, p_o -> out(p_s)
-
-out(p) is the precision in which an operator's output leaves it. Over ranks
-the step is replayed by `headway.sim.ddp`: each rank's forward, its backward
+Over ranks the step is replayed by `headway.sim.ddp`: each rank's forward, its backward
 operator by operator, each bucket of gradients all-reduced as soon as every
 rank has it, the update.
 
 Source: *QSync* (IPDPS 2024), section 5 (cost mapper, cross-rank replay).
 
->>> CastLine(2.88e-11, 1.0e-6).seconds(1_000_000) == 2.88e-5 + 1.0e-6, CastLine(1e-12, -1.0).seconds(5)
-(True, 0.0)
+>>> operator_seconds([OperatorTimes("fc", (0.1, 0.2, 0.4), (0.2, 0.4, 0.8))], [1])
+([0.2], [0.4])
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,31 +28,6 @@ from headway.model.remedies import PRECISIONS
 from headway.sim.ddp.ddp_link import CollectiveLink
 from headway.sim.ddp.ddp_step import DdpStep, compiled, makespan_ns
 from headway.sim.ddp.ddp_thread import CALL, WAIT, WORK, Thread
-
-KEPT_OUTPUT = {"int8": "float32", "bf16": "float32", "float32": "float32"}
-"""Precision -> that of an operator's output where the remedy applies it: what follows sees no difference."""
-
-LOW_OUTPUT = {"int8": "float32", "bf16": "bf16", "float32": "float32"}
-"""The same where an operator hands on what it computed in: int8 products are scaled to float32."""
-
-
-@dataclass(frozen=True, slots=True)
-class CastLine:
-    """Seconds of a cast: a n + b for n numbers."""
-
-    per_number_s: float
-    """a."""
-
-    fixed_s: float
-    """b."""
-
-    def seconds(self, numel: int) -> float:
-        """Return the seconds, never below 0: a fitted b may be negative."""
-        return max(0.0, self.per_number_s * numel + self.fixed_s)
-
-
-Casts = Mapping[tuple[str, str], CastLine]
-"""(from, to) -> its line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,51 +43,21 @@ class OperatorTimes:
     backward_s: tuple[float, ...]
     """[precisions] Of the backward."""
 
-    input_numel: int = 0
-    """Numbers that it takes from each source."""
 
-    sources: tuple[int, ...] = ()
-    """Adjustable operators whose output it takes, nothing in between."""
+def operator_seconds(operators: Sequence[OperatorTimes], choice: Sequence[int]) -> tuple[list[float], list[float]]:
+    """Return forward and backward of each operator, `choice` [operators] being columns of `PRECISIONS`.
 
-
-def operator_seconds(
-    operators: Sequence[OperatorTimes],
-    choice: Sequence[int],
-    casts: Casts,
-    *,
-    precisions: Sequence[str] = PRECISIONS,
-    outputs: Mapping[str, str] = LOW_OUTPUT,
-) -> tuple[list[float], list[float]]:
-    """Return forward and backward of each operator, `choice` [operators] being columns of `precisions`.
-
-    Raises `InputError` naming the operator whose device lacks a precision, or the cast that was not measured.
+    Raises `InputError` naming the operator whose device lacks a precision.
     """
     if len(choice) != len(operators):
         raise InputError(f"{len(choice)} precisions for {len(operators)} operators; give each one.")
-    forward, backward = [], []
-    for operator, column in zip(operators, choice, strict=True):
-        own_forward, own_backward = operator.forward_s[column], operator.backward_s[column]
-        precision = precisions[column]
-        if not math.isfinite(own_forward + own_backward):
+    chosen = list(zip(operators, choice, strict=True))
+    for operator, column in chosen:
+        if not math.isfinite(operator.forward_s[column] + operator.backward_s[column]):
+            precision = PRECISIONS[column]
             raise InputError(f"the device has no {precision} for {operator.name}. Leave {precision} out there.")
-        for source in operator.sources:
-            came, usual = outputs[precisions[choice[source]]], outputs[precision]
-            if came != usual:
-                numel = operator.input_numel
-                own_forward += _cast(casts, came, precision, numel) - _cast(casts, usual, precision, numel)
-                own_backward += _cast(casts, precision, came, numel) - _cast(casts, precision, usual, numel)
-        forward.append(max(0.0, own_forward))
-        backward.append(max(0.0, own_backward))
-    return forward, backward
-
-
-def _cast(casts: Casts, source: str, target: str, numel: int) -> float:
-    """Return the seconds of one cast; none within a precision."""
-    if source == target:
-        return 0.0
-    if (source, target) not in casts:
-        raise InputError(f"what casting {source} to {target} takes was not measured. Measure it for two sizes.")
-    return casts[source, target].seconds(numel)
+    forward = [max(0.0, operator.forward_s[column]) for operator, column in chosen]
+    return forward, [max(0.0, operator.backward_s[column]) for operator, column in chosen]
 
 
 @dataclass(frozen=True, slots=True)

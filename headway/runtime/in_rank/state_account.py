@@ -148,11 +148,11 @@ DEPARTURES = (
 """Functions after which another program may look, or this one can no longer write."""
 
 
-def before_looks(context: Context, before: Before, *, departures: bool = True) -> None:
+def before_looks(context: Context, before: Before) -> None:
     """Have `before(path)` called ahead of each look, and `before(None)` ahead of each departure."""
     for target in LOOKS:
         context.patch(target, functools.partial(_looking, before))
-    for target in DEPARTURES if departures else ():
+    for target in DEPARTURES:
         context.patch(target, functools.partial(_leaving, before))
 
 

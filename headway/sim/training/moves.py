@@ -115,11 +115,11 @@ def with_buckets(step: TrainingStep, joined: Flags) -> TrainingStep:
     return replace(step, joined=np.asarray(joined, np.bool_).copy())
 
 
-def bucket_by_size(step: TrainingStep, cap_bytes: float, *, first_bytes: float | None = None) -> TrainingStep:
-    """Bucket as DDP does: in order of readiness, a bucket closes once it holds `cap_bytes`, the first `first_bytes`."""
-    if not cap_bytes >= 1 or (first_bytes is not None and not first_bytes >= 1):
+def bucket_by_size(step: TrainingStep, cap_bytes: float) -> TrainingStep:
+    """Bucket as DDP does: in order of readiness, a bucket closes once it holds `cap_bytes`."""
+    if not cap_bytes >= 1:
         raise InputError(f"a bucket of {cap_bytes} bytes holds nothing; give a size of at least 1.")
-    return with_buckets(step, _by_ddp(step.gradient_bytes(), (int(first_bytes or cap_bytes), int(cap_bytes))))
+    return with_buckets(step, _by_ddp(step.gradient_bytes(), (int(cap_bytes), int(cap_bytes))))
 
 
 def default_buckets(step: TrainingStep, framework: str = "ddp") -> TrainingStep:

@@ -130,9 +130,7 @@ def ranks_done(draft: Draft, world_size: int) -> set[int]:
     return {rank for rank in range(world_size) if (draft.rank_path(rank) / MANIFEST).exists()}
 
 
-def wait_for_ranks(
-    draft: Draft, world_size: int, *, deadline_s: float = 600.0, poll_s: float = 0.01
-) -> list[RankManifest]:
+def wait_for_ranks(draft: Draft, world_size: int, *, deadline_s: float = 600.0) -> list[RankManifest]:
     """Wait until every rank is done, by looking at the folder; return their manifests in rank order.
 
     Raises `HeadwayError` naming the ranks that are missing once `deadline_s` has passed, `DamageError` when the draft
@@ -148,7 +146,7 @@ def wait_for_ranks(
                 f"step {draft.step} is not committed: of {world_size} ranks {len(missing)} ({named}) did not finish "
                 f"writing within {deadline_s:g} s. Look at their agents; the checkpoint before it still stands."
             )
-        time.sleep(poll_s)
+        time.sleep(0.01)
     return [read_record(draft.rank_path(rank) / MANIFEST, RankManifest) for rank in range(world_size)]
 
 

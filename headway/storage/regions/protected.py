@@ -7,7 +7,7 @@ of the pages that were written, and the parity of their stripes, up to date;
 so a page costs one pass however often it was written in between. What a page
 is worth meanwhile: a flip in a clean page of a clean stripe is found by the
 next scrub and repaired bit for bit; one in a dirty page, or beside one, is
-not. `vulnerable()` counts those pages, `vulnerability.region_mttdl_s` says
+not. `vulnerable()` counts those pages, `headway bench mttdl` says
 what they cost.
 
 A pass keeps four rules, in this order:

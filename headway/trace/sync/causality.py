@@ -100,10 +100,8 @@ def violations(meetings: Meetings, start_ns: Ints, end_ns: Ints) -> tuple[int, i
     return int((early > 0).sum()), max(int(early.max()), 0)
 
 
-def project(
-    meetings: Meetings, clock: Ints, clocks: ClockMap, *, reference: int = 0, tolerate: bool = False
-) -> Projection:
-    """Move `clocks` until the order of all meetings holds; the reference stays. `clock` [n] is each call's clock.
+def project(meetings: Meetings, clock: Ints, clocks: ClockMap, *, tolerate: bool = False) -> Projection:
+    """Move `clocks` until the order of all meetings holds; the first one stays. `clock` [n] is each call's clock.
 
     With an order that nothing satisfies, returns its cycle and the clocks as
     given, or with `tolerate` those that fulfil it but for strays, else those
@@ -112,31 +110,31 @@ def project(
     before, worst = violations(meetings, *_mapped(meetings, clock, clocks))
     if not before:
         return Projection(clocks, 0, 0)
-    found = _held(meetings, clock, clocks, reference)
+    found = _held(meetings, clock, clocks)
     if found is not None:
         count, worst = violations(meetings, *_mapped(meetings, clock, found))
         # Where there was no room for a margin, whole ns may miss the order by their grain.
         return Projection(found, before, count if worst > GRAIN_NS else 0, shortfall_ns=worst)
-    program = _Program(meetings, clock, clocks, reference, 0, soft=True)
+    program = _Program(meetings, clock, clocks, 0, soft=True)
     program.solve(once=True)
     cycle, short = program.cycle()
     if not tolerate:
         return Projection(clocks, before, before, cycle, short, worst)
     for times in STRAYS:
         rest, aside = _without_strays(meetings, clock, clocks, times)
-        found = _held(rest, clock, clocks, reference)
+        found = _held(rest, clock, clocks)
         if found is not None:
             break
     else:
-        found = _Program(rest, clock, clocks, reference, 0, soft=True).solve()
+        found = _Program(rest, clock, clocks, 0, soft=True).solve()
     assert found is not None, "violations have a price, so the program has a solution"
     count, worst = violations(meetings, *_mapped(meetings, clock, found))
     return Projection(found, before, count, cycle, short, worst, aside)
 
 
-def _held(meetings: Meetings, clock: Ints, clocks: ClockMap, reference: int) -> ClockMap | None:
+def _held(meetings: Meetings, clock: Ints, clocks: ClockMap) -> ClockMap | None:
     """Return the clocks moved least so that every order holds, with a margin for rounding if there is room."""
-    tries = (_Program(meetings, clock, clocks, reference, margin).solve() for margin in (GRAIN_NS, 0))
+    tries = (_Program(meetings, clock, clocks, margin).solve() for margin in (GRAIN_NS, 0))
     return next((found for found in tries if found is not None), None)
 
 
@@ -215,7 +213,6 @@ class _Program:
     meetings: Meetings
     clock: Ints
     given: ClockMap
-    reference: int
     margin: int
     soft: bool = False
     rows: _Contradictions | None = None
@@ -343,14 +340,14 @@ class _Program:
     def _entries(self, rows: _Contradictions) -> tuple[Ints, Ints, NDArray[np.float64]]:
         """Return (row, knot, weight) of the matrix: an end's time adds its clock's knots, a start's takes them away.
 
-        A knot is numbered clock x Q + index; those of the reference do not move.
+        A knot is numbered clock x Q + index; those of the first clock do not move.
         """
         knots, size = self.given.knot_ns.shape[1], len(rows.end)
         parts = []
         for side, sign in ((0, 1.0), (1, -1.0)):
             clock, here, way = rows.cell[:, side], rows.cell[:, 2 + side], rows.way[:, side]
             for step, weight in ((0, 1.0 - way), (1, way)):
-                moves = (clock != self.reference) & (weight != 0)
+                moves = (clock != 0) & (weight != 0)
                 parts.append((np.arange(size)[moves], (clock * knots + here + step)[moves], sign * weight[moves]))
         at, knot, weight = (np.concatenate(part) for part in zip(*parts, strict=True))
         return at, knot, weight

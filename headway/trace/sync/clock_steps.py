@@ -113,13 +113,13 @@ class _Jump:
     """How far it jumped, if the other one did not, ns."""
 
 
-def find_steps(edges: Sequence[Edge], meetings: Meetings, clock: Ints, *, reference: int = 0) -> tuple[ClockJump, ...]:
+def find_steps(edges: Sequence[Edge], meetings: Meetings, clock: Ints) -> tuple[ClockJump, ...]:
     """Return the steps of the clocks, in the order in which they have to be taken out; `edges` are of `meetings`."""
     found: list[ClockJump] = []
     num_clocks = int(clock.max(initial=0)) + 1
     for _ in range(MOST_ROUNDS):
         more = []
-        for jump in _stepped(edges, reference):
+        for jump in _stepped(edges):
             origin = int(origins(meetings, clock, num_clocks)[jump.clock])
             step = _located(jump, origin, meetings, clock)
             if step.before_ns < min(step.after_ns, step.after_ns - step.by_ns):
@@ -183,7 +183,7 @@ def _filled(knot_ns: Ints, width: int) -> Ints:
     return knot_ns
 
 
-def _stepped(edges: Sequence[Edge], reference: int) -> list[_Jump]:
+def _stepped(edges: Sequence[Edge]) -> list[_Jump]:
     """Return the largest agreeing jump of each clock with which most of its partners disagree."""
     jumps: list[_Jump] = []
     count: dict[int, int] = {}
@@ -202,7 +202,7 @@ def _stepped(edges: Sequence[Edge], reference: int) -> list[_Jump]:
         # One step is seen by all partners of its clock at about the same place and by the same amount.
         sets = [[other for other in jumps if _alike(one, other)] for one in jumps]
         share, _, _, best = max(
-            (len(alike) / count[one.clock], one.clock != reference, -index, index)
+            (len(alike) / count[one.clock], one.clock != 0, -index, index)
             for index, (one, alike) in enumerate(zip(jumps, sets, strict=True))
         )
         if share < least:
