@@ -48,6 +48,7 @@ from headway.data.workers.hand_over import (
     UnmadeError,
     WorkerBegins,
     failure,
+    make_room,
     outdated,
 )
 from headway.runtime.in_rank.guard import OfScript
@@ -121,6 +122,7 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
             self._shutdown = True  # or torch would wait for workers that are not all there
             _end(getattr(self, "_workers", []), self._pid)
             raise
+        make_room(self._worker_result_queue)
         if not self._own_workers:
             if reads_first:
                 read_here(loader)

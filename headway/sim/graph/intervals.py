@@ -4,7 +4,7 @@ In logarithms the error of a prediction is the sum of three independent parts:
 
     log(measured / predicted) = sampling + model + runs
     sd(model)^2 = floor^2 + (slope * l)^2 + (contended * min(1, |l| / LARGE))^2,  l = log(predicted)
-    sd(runs)^2 = 2 sd(mean of the recorded steps)^2
+    sd(runs)^2 = 2 drift(recorded steps)^2
 
 Sampling noise comes from resampled blocks of steps. The constants of the
 model's part are learned from pairs of predicted and measured gains
@@ -14,8 +14,7 @@ processes take a part of the cores: what moves work among cores gets what is
 left of them at the time. A prediction is of the recorded steps, and what it is
 held against is another run, on a host that is now faster and now slower: the last
 part is what two runs of the plain script differ by as far as their steps do: `floor`
-has the rest. How far the mean of a run may be off follows from the means of its
-blocks of steps (`spread`).
+has the rest.
 
 >>> import numpy as np
 >>> low, high = speedup_interval(np.full(50, 2.0), np.full(50, 1.0))
@@ -118,6 +117,21 @@ def spread(steps: NDArray[np.generic]) -> Spread | None:
     return Spread(float(steps.mean()), float(means.std(ddof=1)) / math.sqrt(len(means)), len(means) - 1)
 
 
+def drift(steps: NDArray[np.float64]) -> float:
+    """Return how far the usual step of a run, [k], may be off as a fraction of it, told by medians of blocks of steps.
+
+    Medians, since a run has few of its rare long steps (evaluation, saves), and another has as many.
+
+    >>> drift(np.array([1.0, 1.0, 1.0, 9.0] * 20)), round(drift(np.repeat([1.0, 1.2], 40)), 3)
+    (0.0, 0.021)
+    """
+    blocks = np.array_split(steps, min(len(steps), MOST_BLOCKS))
+    if len(blocks) < FEWEST_BLOCKS:
+        return 0.0
+    medians = np.array([np.median(block) for block in blocks])
+    return float(medians.std(ddof=1)) / math.sqrt(len(medians)) / max(float(np.median(steps)), 1e-9)
+
+
 def student(freedom: float) -> float:
     """Return the 97.5 % quantile of Student's t: Cornish and Fisher's expansion, within 1 % from 3 on.
 
@@ -165,9 +179,8 @@ def speedup_interval(
     lowest, highest = min([1.0, *shifts]), max([1.0, *shifts])
     gap = discrepancy * min(1.0, abs(point - 1))
     low, high = min(point, low * lowest * (1 - gap)), max(point, high * highest * (1 + gap))
-    steps = spread(base)
-    drift = math.sqrt(2) * steps.sd / max(steps.mean, 1e-9) if steps is not None else 0.0
-    own = Z_NOMINAL * math.hypot(model.deviation(point, contended=contended), drift)
+    own_drift = math.sqrt(2) * drift(base)
+    own = Z_NOMINAL * math.hypot(model.deviation(point, contended=contended), own_drift)
     return (
         point * math.exp(-math.hypot(math.log(point / max(low, 1e-9)), own)),
         point * math.exp(math.hypot(math.log(high / point), own)),

@@ -70,7 +70,7 @@ class Costs:
     keep_ns: int = 180 * NS_PER_US
     """Keeping one example: whether it drew random numbers is watched while it is read."""
 
-    look_ns: int = 600 * NS_PER_US
+    look_ns: int = 1_000 * NS_PER_US
     """Looking, before each batch of the first pass, whether the script has changed what batches are made of."""
 
     full_looks: int = 64

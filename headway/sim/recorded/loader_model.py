@@ -200,7 +200,8 @@ class LoaderModel:
         fetch, waiting, cpu = self._loads(scenario, workers, seed, starved)
         was_inline = recorded[batches.iterator] == 0
         now_inline = workers[batches.iterator] == 0
-        cpu = cpu + self.costs.pack_ns * (was_inline & ~now_inline)
+        # A worker looks, too, whether what it read has changed the dataset.
+        cpu = cpu + (self.costs.pack_ns + self.costs.look_ns * self._looked_at()) * (was_inline & ~now_inline)
         inline_ns = np.maximum(self.owned_ns - batches.part_ns.sum(axis=1), 0) * was_inline
         threaded = (scenario.threads & tuned & (workers > 0))[batches.iterator]
         taking = np.where(threaded, float(self.costs.thread_receive_ns), self.take_ns)
