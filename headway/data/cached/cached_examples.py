@@ -27,7 +27,7 @@ from headway.data.bytes.torch_examples import aliased, decode, encode, equal, is
 from headway.data.guard.batch_entries import BatchEntries
 from headway.data.guard.files_read import FileStat, changed, files_read, written_since
 from headway.data.guard.outcome import speak
-from headway.data.guard.process_state import data_of
+from headway.data.guard.picture import data_of
 from headway.data.guard.watch import GeneratorWatch, noting
 from headway.runtime.in_rank.guard import OfScript
 

@@ -30,25 +30,25 @@ import torch
 import xxhash
 from torch.utils.data import Subset
 
-from headway.core.machine.interruptions import pass_on
 from headway.data.guard.content_digest import portrait
 from headway.data.guard.contents import MOST_ENTRIES, is_mutable
-from headway.runtime.script.object_graph import LONG, reached
+from headway.data.guard.picture import Picture, size_of
+from headway.runtime.script.object_graph import LONG
 
 LARGE_BYTES = 1 << 20
 """Arrays with more bytes are compared by their rows as well."""
 
 
 class BatchEntries:
-    """The large containers of a dataset that have an entry per example; found once."""
+    """The large containers of a dataset that have an entry per example; found once, in its picture if there is one."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, walk: Picture | None = None) -> None:
         self._subsets = []
         while type(dataset) is Subset:
             self._subsets.append(dataset.indices)
             dataset = dataset.dataset
-        size = _size(dataset)
-        values = [value for value, _ in reached(dataset)]
+        size = size_of(dataset)
+        values = [value for value, _ in (walk or Picture(dataset)).reached]
         self.large = [value for value in values if _is_large(value, size)]
         self._indices = [value for value in values if self.large and _is_index(value, size)]
 
@@ -96,17 +96,6 @@ def _entry(value: Any, place: Any) -> object:
     if isinstance(entry, (np.ndarray, np.generic)):
         return xxhash.xxh3_128_digest(np.ascontiguousarray(entry).tobytes())
     return portrait(entry)
-
-
-def _size(dataset: Any) -> int:
-    """Return how many examples a dataset has, those of a subset's whole; -1 if unknown."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    try:
-        return len(dataset)
-    except Exception as cause:  # one without a length
-        pass_on(cause)
-        return -1
 
 
 def _is_large(value: Any, size: int) -> bool:

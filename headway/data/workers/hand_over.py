@@ -38,7 +38,8 @@ from headway.data.bytes.torch_keyed import set_generators
 from headway.data.guard.batch_entries import BatchEntries
 from headway.data.guard.files_read import FILE, FilesRead, FileStat, changed, written_since
 from headway.data.guard.outcome import OfDataset
-from headway.data.guard.process_state import Looks, data_of
+from headway.data.guard.picture import data_of
+from headway.data.guard.process_state import Looks
 from headway.data.guard.watch import GeneratorWatch, listen_here, noting
 from headway.data.loader.read_ahead import pass_restorer
 from headway.data.loader.views import View
@@ -131,6 +132,8 @@ class WorkerBegins:
 
     states: tuple[Any, ...] | None
     """Where the generators of the training process were; None where the worker may draw from its own."""
+    looks_at_each: bool = False
+    """Whether it is looked at what each batch leaves behind, however long that takes."""
     began_ns: int = field(default_factory=time.time_ns)
     """When the workers were started: no file that they read may be newer."""
     process_name: str = field(default_factory=lambda: multiprocessing.current_process().name)
@@ -173,7 +176,7 @@ def _packing(
     aligned = BatchEntries(dataset)
     watch: GeneratorWatch | None = None
     data: Any = None
-    looks = Looks(passes=2)  # a worker does not know of passes
+    looks = Looks(passes=2, each_batch=begins.looks_at_each)  # a worker does not know of passes
     files = FilesRead(looks=True)
     listen_here()
 
