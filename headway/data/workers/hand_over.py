@@ -35,10 +35,9 @@ from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoader
 from headway.data.bytes import account
 from headway.data.bytes.torch_examples import encode_plain, lost_in_copy
 from headway.data.bytes.torch_keyed import set_generators
-from headway.data.guard.batch_entries import BatchEntries
 from headway.data.guard.files_read import FILE, FilesRead, FileStat, changed, written_since
 from headway.data.guard.outcome import OfDataset
-from headway.data.guard.picture import data_of
+from headway.data.guard.picture import BatchEntries, data_of
 from headway.data.guard.process_state import Looks
 from headway.data.guard.watch import GeneratorWatch, listen_here, noting
 from headway.data.loader.read_ahead import pass_restorer

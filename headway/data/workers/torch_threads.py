@@ -24,11 +24,10 @@ from headway.core.machine.interruptions import pass_on
 from headway.data.bytes import account
 from headway.data.bytes.torch_examples import equal
 from headway.data.bytes.torch_keyed import KeyedDataset, Keys
-from headway.data.guard.batch_entries import BatchEntries
 from headway.data.guard.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.guard.files_read import FILE, FileStat, changed, files_read, note_looks
 from headway.data.guard.outcome import OfDataset, OutcomeWriter, impure
-from headway.data.guard.picture import Picture, outside
+from headway.data.guard.picture import BatchEntries, Picture, outside
 from headway.data.guard.process_state import LISTENS, Looks, listens, modes, modes_of_threads
 from headway.data.guard.trial import EXAMPLES, TriedBatch, in_child, unfit
 from headway.data.guard.verification import Verification, looks_for, verification_of

@@ -31,9 +31,8 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from headway.core.machine.interruptions import pass_on
 from headway.data.bytes.torch_keyed import generator_states
-from headway.data.guard.batch_entries import BatchEntries
 from headway.data.guard.files_read import changed, noted
-from headway.data.guard.picture import Picture, outside
+from headway.data.guard.picture import BatchEntries, Picture, outside
 from headway.data.guard.process_state import LISTENS, Looks, listens
 from headway.data.guard.trial import read_here
 from headway.data.guard.verification import FOLLOWED
