@@ -389,13 +389,11 @@ class LoaderGroups:
         self.probes = probes
         self._loaders: list[tuple[weakref.ref[Any], dict[str, Any]]] = []
         self._is_dataset: list[Callable[[Any], bool]] = []  # of each group: is this the dataset that was read last?
-        self._num_passes: list[int] = []  # of each group: over its latest loader
 
     def of(self, loader: Any) -> int:
         """Return the loader's group, and write its facts when it is new."""
         for group, (reference, old) in enumerate(self._loaders):
             if reference() is loader:
-                self._num_passes[group] += 1
                 self.probes.loaders[group]["persistent"] = old["persistent"]
                 return group
         # Where it is iterated for the first time: a loader of a trainer's own has no line of the script that made it.
@@ -406,9 +404,7 @@ class LoaderGroups:
             if reference() is None and {**old, **size} == facts:
                 self._loaders[group] = (weakref.ref(loader), facts)
                 self.probes.loaders[group]["loaders"] += 1
-                if self._num_passes[group] == 1:  # made anew for each pass: its workers ended with it
-                    self.probes.loaders[group]["persistent"] = False
-                self._num_passes[group] = 1
+                self.probes.loaders[group]["persistent"] = False  # until this one is read again: the workers are new
                 self._note_size(self.probes.loaders[group], facts["dataset_size"])
                 if not self._is_dataset[group](loader.dataset):
                     self._is_dataset[group] = _recognised(loader.dataset)
@@ -416,7 +412,6 @@ class LoaderGroups:
                 return group
         self._loaders.append((weakref.ref(loader), dict(facts)))
         self._is_dataset.append(_recognised(loader.dataset))
-        self._num_passes.append(1)
         group = len(self._loaders) - 1
         self.probes.loaders[group] = facts
         self.probes.write_tables()
