@@ -169,7 +169,6 @@ def _token(value: Any, num_parts: int) -> object:
         return leaf
     if num_parts == AGAIN:
         return id(value)
-    kind: type = type(value)
     if isinstance(value, torch.Tensor):
         return id(value), tuple(value.shape), 0 if value.is_inference() else value._version, num_parts
     if isinstance(value, np.ndarray):
@@ -178,8 +177,8 @@ def _token(value: Any, num_parts: int) -> object:
         return id(value.__self__), value.__qualname__, num_parts
     if isinstance(value, ModuleType):
         return id(value)
-    size = len(value) if kind in SIZED else -1
-    return 0 if kind in MADE else id(value), id(kind), num_parts, size, _names(value)
+    size = len(value) if type(value) in SIZED else -1
+    return 0 if type(value) in MADE else id(value), id(type(value)), num_parts, size, _names(value)
 
 
 def _leaf(value: Any) -> object:

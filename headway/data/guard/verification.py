@@ -380,10 +380,10 @@ class Verification:
 
             num_threads = 1 if followed.own_workers else torch.get_num_threads()
             made = partial(_answer, iterator, followed, index, seen, moment)
-            answer = partial(in_child, partial(with_threads, num_threads, made), LONGEST_S)
-            reason, found = answer()
+            compared = partial(in_child, partial(with_threads, num_threads, made), LONGEST_S)
+            reason, found = compared()
             if reason is None and found[0] == "unequal":
-                reason = None if answer() == (None, found) else UNSTEADY
+                reason = None if compared() == (None, found) else UNSTEADY
             elif reason is None and found[0] == "drawn":
                 reason = DRAWN
         except Exception as failure:
