@@ -48,7 +48,7 @@ class Rows(Dataset):
 original, inside = Looks.are_alike, [0.0]
 
 def paced(looks, read, look):
-    began = time.thread_time()
+    looks.each_batch, began = each, time.thread_time()
     try:
         return original(looks, read, look)
     finally:
@@ -60,7 +60,7 @@ optimizer = torch.optim.SGD(model.parameters(), 0.1)
 loader, cpu, wall, shares = DataLoader(Rows(), 1), {name: [] for name in ways}, [], []
 for number in range(2 + 3 * int(os.environ["ROUNDS"])):
     name = "paced" if number < 2 else list(ways)[number % 3]
-    Looks.are_alike, Looks.each_batch = ways[name]
+    Looks.are_alike, each = ways[name]
     rows, began, inside[0] = [], time.perf_counter(), 0.0
     before = time.thread_time()
     for batch in loader:

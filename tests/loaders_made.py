@@ -3,6 +3,13 @@
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
+from headway.data.workers.torch_threads import barred, different, slow
+
+
+def unthreadable(loader):
+    """Say why threads may not make this loader's batches, or None."""
+    return barred(loader) or different(loader) or slow(loader)
+
 
 class Squares(Dataset):
     """A pure dataset."""

@@ -17,8 +17,7 @@ from tests.runs_made import MS, RunMaker
 
 @pytest.fixture(autouse=True)
 def paced(monkeypatch):
-    """Look as a run without `--verify` does, whatever this process has verified before."""
-    monkeypatch.setattr(Looks, "each_batch", False)
+    """Let time pass as tests say."""
     monkeypatch.setattr(process_state, "perf_counter", lambda: CLOCK[0])
 
 
@@ -41,9 +40,9 @@ def looked(looks: Looks, dataset: object, batches: int, *, took_s: float = 0.001
     return found
 
 
-def settled(dataset: object) -> Looks:
+def settled(dataset: object, *, each_batch: bool = False) -> Looks:
     """Return those of a loader in the second batch of its second pass."""
-    looks = Looks()
+    looks = Looks(each_batch=each_batch)
     looks.begin()
     assert looked(looks, dataset, FULL) == list(range(FULL))
     looks.begin()
@@ -126,12 +125,12 @@ def test_an_attribute_that_was_looked_at_before_each_batch_is_not_seen_late() ->
     assert looks.reason(CHANGED) == CHANGED
 
 
-def test_verifying_all_batches_looks_at_all(monkeypatch) -> None:
+def test_verifying_all_batches_looks_at_all_of_its_loader_and_makes_no_other_pay() -> None:
     dataset = SimpleNamespace()
-    looks = settled(dataset)
-    monkeypatch.setattr(Looks, "each_batch", True)
+    looks, other = settled(dataset, each_batch=True), settled(dataset)
 
     assert looked(looks, dataset, 20, took_s=0.001) == list(range(20))
+    assert looked(other, dataset, 20, took_s=0.001) == []
 
 
 def test_a_replay_pays_for_the_looks_of_the_first_pass_and_of_64_batches_alone() -> None:

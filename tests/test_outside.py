@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Subset
 from torch.utils.flop_counter import FlopCounterMode
 
-from headway.data.guard.process_state import listens, outside
+from headway.data.guard.picture import outside
+from headway.data.guard.process_state import listens
 from headway.data.workers.apply import workers
 from tests.loaders_made import Squares
 from tests.remedy_context import applied

@@ -220,6 +220,19 @@ def test_a_loader_made_anew_over_the_same_dataset_is_told_from_one_over_another(
     assert [(fact["datasets"], fact["loaders"]) for fact in facts.values()] == [(1, 3)]
 
 
+def test_workers_stay_between_the_passes_of_one_loader_and_not_where_each_pass_has_another(tmp_path):
+    dataset = TensorDataset(torch.ones(8, 1))
+    asked = {"num_workers": 1, "persistent_workers": True}
+    with recording(tmp_path) as session:
+        one = DataLoader(dataset, batch_size=4, **asked)
+        for _ in range(2):
+            for _ in itertools.chain(one, DataLoader(dataset, batch_size=2, **asked)):
+                pass
+        facts = session.probes.loaders
+
+    assert {fact["batch_size"]: fact["persistent"] for fact in facts.values()} == {4: True, 2: False}
+
+
 def test_loaders_over_a_buffer_that_grows_are_one_and_its_sizes_are_kept(tmp_path):
     with recording(tmp_path) as session:
         for size in (8, 4, 12):

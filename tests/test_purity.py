@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from headway.data.guard.purity import impurity, picture
+from headway.data.guard.picture import picture
+from headway.data.guard.purity import impurity
 
 
 class Pure:

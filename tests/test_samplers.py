@@ -17,10 +17,10 @@ from headway.data.loader.read_ahead import CHANGED
 from headway.data.service.apply import followed
 from headway.data.service.server import DataServer
 from headway.data.workers.apply import untunable, workers
-from headway.data.workers.torch_threads import threads, unthreadable
+from headway.data.workers.torch_threads import threads
 from headway.runtime.calls.probe_input import loader_facts
 from headway.runtime.script.draws import order_generators, sampler_of
-from tests.loaders_made import ByTurns, Ratio, Squares, epochs
+from tests.loaders_made import ByTurns, Ratio, Squares, epochs, unthreadable
 from tests.remedy_context import applied
 
 REMEDIES = {

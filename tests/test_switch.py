@@ -18,9 +18,9 @@ from torch.utils.data.distributed import DistributedSampler
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.core.machine.hidden_thread import HiddenThread, running
 from headway.data import DataLoader as OwnLoader
-from headway.data.workers.torch_threads import threads, unthreadable
+from headway.data.workers.torch_threads import threads
 from headway.runtime.in_rank.remedy import Applied, RefusedRemedy
-from tests.loaders_made import ByTurns, Stream, epochs, plain
+from tests.loaders_made import ByTurns, Stream, epochs, plain, unthreadable
 from tests.paths import ROOT, python_path
 from tests.recorded import environment
 from tests.remedy_context import applied

@@ -22,8 +22,7 @@ from headway.data.guard.watch import listen_here, noting
 from headway.data.service.apply import followed
 from headway.data.service.server import DataServer
 from headway.data.workers.apply import untunable, workers
-from headway.data.workers.torch_threads import unthreadable
-from tests.loaders_made import Reading, Squares
+from tests.loaders_made import Reading, Squares, unthreadable
 from tests.remedy_context import applied
 
 COUNT = [0]

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from headway.data.guard.process_state import settings_in_c, surroundings
+from headway.data.guard.picture import Picture
+from headway.data.guard.process_state import settings_in_c
 
 SETTINGS = """
 import sys
@@ -33,6 +34,9 @@ LEVEL = 1.0
 augment = strong
 KEYS, FEW, MANY = {strong: 1}, {strong}, [strong] * 500
 RECORDS = [Record() for _ in range(500)]
+PAIR, HOLDER = RECORDS[:2], Record()
+HOLDER.inside = Record()
+HOLDER.inside.now = PAIR[0]
 
 class Rows:
     def __init__(self): self.kept = None
@@ -59,6 +63,7 @@ def script(reading):
         ("MANY[index](index)", "LEVEL = 2.0"),
         ("RECORDS[index].value()", "Record.level = 2.0"),
         ("Config", "Config = Record"),
+        ("PAIR, HOLDER.inside.now.value()", "HOLDER.inside.now = PAIR[1]"),
         ("SCALE", "import builtins; builtins.SCALE = 2.0"),
     ],
 )
@@ -66,22 +71,22 @@ def test_what_code_leads_to_is_looked_at(reading, change, monkeypatch):
     monkeypatch.setattr("builtins.SCALE", 1.0, raising=False)
     names = script(reading)
     dataset = names["Rows"]()
-    before = surroundings(dataset)
-    same = surroundings(dataset)
+    before = Picture(dataset).state
+    same = Picture(dataset).state
     exec(change, names)
 
     assert before == same
-    assert before != surroundings(dataset)
+    assert before != Picture(dataset).state
 
 
 def test_an_object_of_another_class_is_another_one():
     names = script("self.kept")
     dataset = names["Rows"]()
     dataset.kept = names["Record"]()
-    before = surroundings(dataset)
+    before = Picture(dataset).state
     dataset.kept.__class__ = type("Other", (), {})
 
-    assert before != surroundings(dataset)
+    assert before != Picture(dataset).state
 
 
 def test_settings_that_no_variable_holds_count():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.units import NS_PER_S
-from headway.data.guard.outcome import reporter
+from headway.data.guard.outcome import OutcomeWriter
 from headway.data.guard.withdrawal import CHUNK, PATIENCE, OtherCores, Withdrawal
 from headway.data.remedies import ThreadsParameters
 from headway.plan.setup import step_seconds
@@ -26,7 +26,7 @@ class Job:
     def __init__(self, step_s, plain_s, *, making_s=0.0, per_pass=20, others=0.0):
         self.now, self.step_s, self.plain_s, self.making_s, self.per_pass = 1.0, step_s, plain_s, making_s, per_pass
         self.context = TestContext()
-        report = reporter("data.threads", ThreadsParameters(), self.context)
+        report = OutcomeWriter("data.threads", ThreadsParameters(), self.context)
         looks = chain([None], repeat(others))
         self.watch = Withdrawal(0.010, report, clock=lambda: self.now, other_cores=lambda: next(looks))
         self.watch.leave = lambda: self.left.append(self.steps)

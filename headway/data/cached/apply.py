@@ -28,9 +28,10 @@ from headway.data.cached.cached_examples import CachedExamples, ExampleStore, Sh
 from headway.data.guard.cache_trial import barred, probed
 from headway.data.guard.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.guard.files_read import note_looks
-from headway.data.guard.outcome import OfDataset, OutcomeWriter, reporter, speak
-from headway.data.guard.process_state import Looks, listens, modes, outside
-from headway.data.guard.verification import Verification, notice_change, verification_of
+from headway.data.guard.outcome import OfDataset, OutcomeWriter, speak
+from headway.data.guard.picture import outside
+from headway.data.guard.process_state import Looks, listens, modes
+from headway.data.guard.verification import Verification, looks_for, notice_change, verification_of
 from headway.data.guard.watch import listen
 from headway.data.remedies import CacheParameters
 from headway.runtime.calls.probe_input import is_own
@@ -42,7 +43,7 @@ def cache(parameters: CacheParameters, context: Context) -> Applied | RefusedRem
 
     Whether a given dataset is cached is decided when its loader is first read, and reported then.
     """
-    report = reporter("data.cache", parameters, context)
+    report = OutcomeWriter("data.cache", parameters, context)
     caches = ExampleCaches(
         parameters.bytes, report, verification=verification_of(context), decisions=Decisions(budget_of(context))
     )
@@ -226,6 +227,7 @@ class ExampleCaches:
         needed_bytes = size * example_bytes
         capacity_bytes = min(self.budget_bytes, 2 * needed_bytes + 4096)  # twice the first guess: examples vary in size
         stored = self.stored[id(dataset)] = CachedDataset.empty(dataset, size, capacity_bytes)
+        stored.looks = looks_for(self.verification)
         stored.looks.begin()
         stored.bytes_taken = min(needed_bytes, capacity_bytes)
         self.budget_bytes -= stored.bytes_taken

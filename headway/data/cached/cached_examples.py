@@ -24,10 +24,9 @@ from headway.core.machine.arena import Arena
 from headway.core.machine.interruptions import suppress_own
 from headway.data.bytes.scrutiny import CHANGED, DREW, FAILED, Scrutiny
 from headway.data.bytes.torch_examples import aliased, decode, encode, equal, is_plain_data
-from headway.data.guard.batch_entries import BatchEntries
 from headway.data.guard.files_read import FileStat, changed, files_read, written_since
 from headway.data.guard.outcome import speak
-from headway.data.guard.process_state import data_of
+from headway.data.guard.picture import BatchEntries, data_of
 from headway.data.guard.watch import GeneratorWatch, noting
 from headway.runtime.in_rank.guard import OfScript
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from headway.core.machine.interruptions import pass_on
 from headway.data.bytes.torch_examples import aliased, encode, equal, is_plain_data
 from headway.data.guard.outcome import OfDataset, read_by
-from headway.data.guard.process_state import data_of
+from headway.data.guard.picture import data_of
 from headway.data.guard.purity import impurity
 from headway.data.guard.trial import in_child, pretend_worker
 from headway.data.guard.watch import GeneratorWatch

@@ -1,6 +1,6 @@
 """What is in the memory that a dataset reads from: a digest that changes with an edit between two looks.
 
-A picture (`headway.data.guard.purity`) samples long lists and large arrays, and knows an edit of a tensor by
+A picture (`headway.data.guard.picture`) samples long lists and large arrays, and knows an edit of a tensor by
 its version only, which a numpy view of the same memory does not move. Here all of it is read, to the last entry, as
 long as that takes about a millisecond; of what is larger, size and some entries count.
 
@@ -40,7 +40,6 @@ import torch
 import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from headway.data.guard.purity import FEW
 from headway.runtime.script.object_graph import LONG, items_of
 
 _CData: Any = ctypes.c_int.__mro__[-2]
@@ -201,7 +200,7 @@ class _ContentDigest:
 
         A picture has met the entries of a short list or dictionary.
         """
-        if len(value) <= FEW and not is_made and not isinstance(value, (set, frozenset, deque)):
+        if len(value) <= LONG and not is_made and not isinstance(value, (set, frozenset, deque)):
             return None
         if len(value) > self._entries:
             return len(value)

@@ -29,8 +29,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from headway.core.machine.interruptions import pass_on
 from headway.data.guard.files_read import FileStat
+from headway.data.guard.picture import size_of
 from headway.data.guard.trial import Limit, limited
 from headway.runtime.in_rank.remedy import Context
 from headway.runtime.script.object_graph import attributes, closure_of
@@ -182,19 +182,11 @@ def facts_of(loader: DataLoader[Any], *, settings: bool = True, whole_texts: boo
     >>> facts_of(small) == facts_of(large), facts_of(small) == facts_of(DataLoader(small.dataset, 2))
     (True, False)
     """
-    shape = _Shape(settings=settings, size=_size(loader.dataset), longest=None if whole_texts else MOST_LETTERS)
+    shape = _Shape(settings=settings, size=size_of(loader.dataset), longest=None if whole_texts else MOST_LETTERS)
     own = (loader.batch_size, loader.num_workers, loader.drop_last, loader.pin_memory, loader.persistent_workers)
     samplers = type(loader.sampler), type(loader.batch_sampler)
     parts = (loader.dataset, loader.collate_fn, loader.worker_init_fn)
     return own, samplers, *(shape.of(part, DEPTH) for part in parts)
-
-
-def _size(dataset: Any) -> int:
-    try:
-        return len(dataset)
-    except Exception as cause:  # one without a length, or whose length fails
-        pass_on(cause)
-        return -1
 
 
 class _Shape:

@@ -145,11 +145,6 @@ def _kind(decision: Mapping[str, Any]) -> tuple[object, bool]:
     return decision.get("dataset"), "reason_not_applied" in decision
 
 
-def reporter(name: str, parameters: Parameters, context: Context) -> OutcomeWriter:
-    """Return what keeps the outcome of remedy `name` up to date."""
-    return OutcomeWriter(name, parameters, context)
-
-
 def speak(dataset: Any, scrutiny: Scrutiny) -> None:
     """Warn, once for all readers of a dataset, that what was kept of it is not used any more."""
     if scrutiny.is_news():

@@ -10,19 +10,6 @@ between.
 False
 >>> circumstances() == before
 True
-
-What a dataset goes by when it reads: its own attributes, and the plain values that its code names elsewhere.
-
-An epoch or a ratio that the training loop sets may be an attribute, a global
-variable, an attribute of a class, or a variable of a closure. A picture of all
-of them, taken twice, shows that something was set in between.
-
->>> from types import SimpleNamespace
->>> dataset = SimpleNamespace(epoch=1)
->>> before = surroundings(dataset)
->>> dataset.epoch = 2
->>> surroundings(dataset) == before
-False
 """
 
 from __future__ import annotations
@@ -36,44 +23,17 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar, copy_context
+from contextvars import copy_context
 from functools import cache
 from time import perf_counter
-from types import BuiltinMethodType, FunctionType, MethodType, MethodWrapperType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
-from weakref import ReferenceType
 
 import numpy as np
 import torch
 from torch.utils._device import DeviceContext
 
-from headway.core.machine.interruptions import suppress_own
-from headway.data.guard.contents import contents
-from headway.data.guard.purity import picture
-from headway.runtime.script.object_graph import LEAVES, reached
-
-# What a dataset goes by when it reads: its own attributes, and the plain values that its code names elsewhere.
-
-PLAIN = (*LEAVES, list, tuple, dict, set, np.ndarray, torch.Tensor)
-"""What may be set from outside, and is looked at. Of all else that code names (functions, classes, objects) it counts
-which one it is, and of what class: another may be bound to the name."""
-
-MADE = (MethodType, BuiltinMethodType, MethodWrapperType, ReferenceType)
-"""Objects that Python may make anew at each look-up: what they lead to counts, and is in the walk as well."""
-
-
-def surroundings(dataset: Any, found: Sequence[tuple[Any, bool]] | None = None) -> object:
-    """Return a picture of `dataset` and of the values that its code names; 0.1 to 0.9 ms.
-
-    `found` is what `reached` yields for it, where the caller has that already.
-    """
-    walk = tuple(reached(dataset)) if found is None else found
-    outside = [value for value, by_code in walk if by_code]
-    plain = [value for value in outside if isinstance(value, PLAIN)]
-    plain += [value.get(None) for value, _ in walk if isinstance(value, ContextVar)]
-    others = [(id(value), id(type(value))) for value in outside if not isinstance(value, (*PLAIN, *MADE))]
-    return picture(dataset), tuple(picture(value) for value in plain), others
-
+from headway.runtime.script.object_graph import LEAVES
 
 _DEVICES = ("cpu", "cuda")
 
@@ -154,24 +114,6 @@ def settings_in_c() -> tuple[object, ...]:
     return numbers, floats, texts, filters, sys.getrecursionlimit()
 
 
-def outside(read: Any) -> tuple[object, ...]:
-    """Return a picture of all that what is in `read`, a dataset and a collate function, goes by.
-
-    It takes 0.2 to 1 ms, and up to 2 ms more where there is much in memory to look through. Where a look fails twice,
-    as where another thread changes a container meanwhile, the picture is equal to no other.
-    """
-    return *data_of(read), circumstances()
-
-
-def data_of(read: Any) -> tuple[object, object]:
-    """Return the part of that picture which reading itself may change: what `read` holds, and settings in its reach."""
-    for _ in range(2):
-        with suppress_own():  # whatever an object raises: the loop asked for a batch, not for a picture
-            found = tuple(reached(read, packages=False))
-            return surroundings(read, found), contents(value for value, _ in found)
-    return object(), object()
-
-
 # How often that is looked at: before each batch at first, later within a share of the time.
 #
 #     first pass, and 64 batches at the least     later passes
@@ -205,12 +147,9 @@ class Looks:
     [True, True, False]
     """
 
-    each_batch = False
-    """Whether all batches are looked at however long that takes: `headway run --verify` asks for it."""
-
-    def __init__(self, passes: int = 0) -> None:
-        """Begin, with so many passes behind."""
-        self._passes, self._num_batches = passes, 0
+    def __init__(self, passes: int = 0, *, each_batch: bool = False) -> None:
+        """Begin, with so many passes behind; `each_batch`: look before all, however long that takes."""
+        self.each_batch, self._passes, self._num_batches = each_batch, passes, 0
         self._skipped = self._skipped_near = self._late = 0
         self._since_s = self._spent_s = self._last_s = self._near_spent_s = self._near_last_s = 0.0
         self._is_first = True

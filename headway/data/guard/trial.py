@@ -19,7 +19,6 @@ Trials of a user's code in a forked child, which can only read: what it is asked
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import pickle
 import signal
@@ -30,9 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
-from io import IOBase
 from time import monotonic
-from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -40,18 +37,17 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker as _worker
 
 from headway.core.machine.child import said
-from headway.core.machine.interruptions import pass_on, suppress_own
+from headway.core.machine.interruptions import suppress_own
 from headway.data.bytes.torch_examples import decode, encode, equal, lost_in_copy
 from headway.data.bytes.torch_keyed import generator_states, set_generators
 from headway.data.guard.files_read import FilesRead, FileStat, noted
 from headway.data.guard.outcome import OfDataset, OfReading
-from headway.data.guard.process_state import PLAIN, data_of, surroundings
+from headway.data.guard.picture import OPEN, Picture, data_of
 from headway.data.guard.purity import SEEDED, impurity
 from headway.data.guard.watch import Sums, listen_here, noting
 from headway.runtime.host.host_memory import address_limit
 from headway.runtime.recorder.rereading import collated
 from headway.runtime.script.draws import drawn, fingerprints, order_generators, own_generators
-from headway.runtime.script.object_graph import is_installed, reached
 from headway.runtime.script.run_delay import read_delay
 
 # Trials of a user's code in a forked child, which can only read: what it is asked, how long it may take.
@@ -105,15 +101,12 @@ def in_child(
     reason, or is lost with the child.
     """
 
-    def worked() -> tuple[Any, ...]:
-        return *work(), run_delay_ns()
-
     def answered() -> bytes:
         torch.set_num_threads(1)
         # What is imported now may ask for it (torch's compiler does), and trying folders out writes to them.
         tempfile.tempdir = tempfile.tempdir or "/tmp"
         try:
-            answer = worked()
+            answer: tuple[Any, ...] = *work(), run_delay_ns()
         except Exception as failure:
             answer = f"reading an example in a forked process raised {type(failure).__name__}: {failure}", 0, -1
         return pickle.dumps(answer)
@@ -156,14 +149,8 @@ def run_delay_ns() -> int:
 SUMMED = "it computes {} of many numbers with {} threads of torch, and a worker's one adds them up in another order"
 """Why workers and threads are refused a dataset whose last bits depend on torch's threads."""
 
-OPEN = "it reads from {}, open before its workers start, which they would share: open it in __getitem__ when it is None"
-"""Why a dataset with an open file or connection is left alone."""
-
 EXAMPLES = 2
 """Examples in the batch that is tried, at most."""
-
-CONNECTED = ("begin", "close", "commit", "cursor", "fileno", "recv")
-"""Methods by which a connection, a database, an environment or a file of a library is known."""
 
 
 class TriedBatch:
@@ -193,7 +180,7 @@ def unfit(loader: Any, *, may_draw: bool = False, starts: bool = False) -> tuple
     def as_this_process() -> tuple[str | None, Any]:
         os.getpid = lambda: parent
         before = positions()
-        finding = open_handle(loader.dataset, loader.collate_fn)
+        finding = Picture(loader.dataset, loader.collate_fn).open_handle
         finding = finding or impurity(batches, [0], generators, may_draw=may_draw, fresh=True)
         finding = finding or _moved(before) or _leaves(loader, batches)
         set_generators(states)
@@ -275,8 +262,8 @@ def _unfit_for_others(
             loader.worker_init_fn(number)
         set_generators(states)  # what an example draws is another question: that of `may_draw`
         finding = impurity(batches, [0], generators, may_draw=may_draw)
-        before, _ = surroundings(read), batches[0]
-        if finding is None and surroundings(read) != before:
+        before, _ = Picture(read).state, batches[0]
+        if finding is None and Picture(read).state != before:
             finding = "reading it changes a variable, and each worker has its own"
         set_generators(states)
         return finding, b"" if finding else encode(batches[0])
@@ -300,9 +287,13 @@ def keeps(loader: Any, *, may_draw: bool = False) -> tuple[str | None, Mapping[s
     torch seeds anew in each pass: with `may_draw` they need not.
     """
 
+    def behind() -> object:
+        """Return what readings leave behind: of calls of a function that remembers, those that it had to compute."""
+        now = Picture(loader.dataset, loader.collate_fn)
+        return now.state, [memo[1:] for memo in now.memos]
+
     def left() -> tuple[str | None, Mapping[str, FileStat]]:
-        read, batches = (loader.dataset, loader.collate_fn), TriedBatch(loader)
-        files, bare, before = FilesRead(looks=True), left_by_readings(read), _open_files()
+        batches, files, bare, before = TriedBatch(loader), FilesRead(looks=True), behind(), _open_files()
         listen_here()
         if loader.num_workers:
             be_worker(_worker.WorkerInfo(id=0, num_workers=loader.num_workers, seed=0, dataset=loader.dataset))
@@ -311,13 +302,13 @@ def keeps(loader: Any, *, may_draw: bool = False) -> tuple[str | None, Mapping[s
                 loader.worker_init_fn(0)
             batches[0]
         opened = {**{path: noted(path) for path in _open_files() - before}, **noted_files}
-        first = left_by_readings(read)
+        first = behind()
         finding = impurity(batches, [0], order_generators(loader), may_draw=may_draw)
         if finding is not None:
             return finding, {}
         with suppress_own():  # as it would raise in the script's own process
             loader.dataset[len(loader.dataset) - 1]
-        if left_by_readings(read) != first:
+        if behind() != first:
             return "its workers keep what they read: each pass starts others", {}
         if acts and first != bare:
             return f"its first reading {acts[0]}: each pass starts other workers", {}
@@ -335,71 +326,26 @@ def _open_files() -> set[str]:
     return {path for path in paths if path.startswith("/")}
 
 
-def left_by_readings(read: Any) -> object:
-    """Return a picture of what readings may leave behind: of all that `read` goes by, and of caches of functions.
-
-    What was found in a cache says nothing of another pass: only what was not.
-    """
-    caches = [value.cache_info()[1:] for value, _ in reached(read) if hasattr(value, "cache_info")]
-    return surroundings(read), caches
-
-
 def _leaves(loader: Any, batches: TriedBatch) -> str | None:
     """Say that a reading after the first one changes something, or None: each worker would change its own copy.
 
     What the first reading of all opens or computes is a handle or a memo, which each worker may have for itself.
     """
     read, last = (loader.dataset, loader.collate_fn), len(loader.dataset) - 1
-    before, memos = data_of(read), _memos(read)
+
+    def state() -> tuple[object, list[int]]:
+        now = Picture(read)
+        return data_of(read, now), [memo.currsize for memo in now.memos]
+
+    before = state()
     batches[0]
-    if data_of(read) != before:
+    if data_of(read) != before[0]:
         return "reading it changes a variable that workers would not share"
     if last in (batches.indices or [0]):
         return None
     with suppress_own():  # as it would raise in the script's own process
         loader.dataset[last]
-    same = data_of(read) == before and _memos(read) == memos
-    return None if same else "it keeps something of each example that it reads"
-
-
-def _memos(read: Any) -> list[object]:
-    """Return how many results the functions that remember theirs have: one more for each example is a cache of them."""
-    return [value.cache_info().currsize for value, _ in reached(*read) if hasattr(value, "cache_info")]
-
-
-def open_handle(*holders: Any) -> str | None:
-    """Say that the dataset, or its code, gets at something open of the operating system's, or None.
-
-    What only the code of installed packages leads to is theirs to handle.
-    """
-    for value, by_code in reached(*holders):
-        if _is_open(value) and not (by_code and is_installed(type(value).__module__)):
-            return OfDataset(OPEN.format(f"an open {type(value).__qualname__}"))
-    return None
-
-
-def _is_open(value: Any) -> bool:
-    """Say whether an object is open in this process and could not be used in another one."""
-    if isinstance(value, IOBase):
-        return _is_open_file(value)
-    if isinstance(value, (*PLAIN, type, FunctionType, ModuleType, mmap.mmap)):
-        return False
-    if not any(hasattr(type(value), name) for name in CONNECTED):
-        return False
-    try:
-        pickle.dumps(value)
-    except Exception as cause:  # whatever a class raises that cannot be in another process
-        pass_on(cause)
-        return True
-    return False
-
-
-def _is_open_file(value: IOBase) -> bool:
-    """Say whether a file object reads a file of its own: not the script's standard input or output, or memory."""
-    try:
-        return not value.closed and value.readable() and value.fileno() > 2
-    except (OSError, ValueError):
-        return False
+    return None if state() == before else "it keeps something of each example that it reads"
 
 
 def pretend_worker(loader: Any, number: int = 0) -> None:
@@ -466,8 +412,8 @@ def beside_seeding(loader: DataLoader[Any]) -> str | None:
 def _state(loader: DataLoader[Any]) -> dict[str, object]:
     """Return what the examples of a worker may depend on, beside generators: name in words -> something comparable."""
     return {
-        "the dataset": surroundings(loader.dataset),
-        "the collate function": surroundings(loader.collate_fn),
+        "the dataset": Picture(loader.dataset).state,
+        "the collate function": Picture(loader.collate_fn).state,
         "environment variables": dict(os.environ),
         "the working folder": os.getcwd(),
         "torch's defaults": (torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()),

@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -198,8 +199,8 @@ class Verification:
 
     def __init__(self, context: Context) -> None:
         self._failed, self._emit = context.probes.failed, context.probes.emit
-        self._is_bounded = context.verify != "all"
-        Looks.each_batch = not self._is_bounded
+        self.is_bounded = context.verify != "all"
+        """Whether comparisons stay within a share of the time."""
         self._began, self._spent_s, self._cost_s = perf_counter(), 0.0, FIRST_COST_S
         self._counts: dict[object, VerificationCounts] = {}
         self._opening = 0
@@ -352,7 +353,7 @@ class Verification:
     def _due(self, followed: VerifiedIterator, in_pass: int) -> bool:
         """Whether the next batch is to be compared; where it cannot be, the reason is counted."""
         counts, reason = followed.counts, followed.counts.stopped
-        if self._is_bounded:
+        if self.is_bounded:
             can_be = not followed.own_workers or (in_pass == 0 and not (followed.passes > 0 and followed.persistent))
             affordable = self._spent_s + self._cost_s <= SHARE * (perf_counter() - self._began)
             followed.changed = False
@@ -365,7 +366,7 @@ class Verification:
             due = counts.due(in_pass) or followed.changed
         if due and reason:
             counts.compared_at = counts.batches
-            _count(followed, "not compared", reason)
+            _first(followed).not_compared(reason)
         followed.changed = False
         return due and not reason
 
@@ -378,16 +379,11 @@ class Verification:
             seen = decode(encode(batch)) if iterator._pin_memory else batch
 
             num_threads = 1 if followed.own_workers else torch.get_num_threads()
-
-            def answer() -> tuple[str | None, Any]:
-                return with_threads(num_threads, lambda: _answer(iterator, followed, index, seen, moment))
-
-            def answer_of_child() -> tuple[str | None, Any]:
-                return in_child(answer, LONGEST_S)
-
-            reason, found = answer_of_child()
+            made = partial(_answer, iterator, followed, index, seen, moment)
+            compared = partial(in_child, partial(with_threads, num_threads, made), LONGEST_S)
+            reason, found = compared()
             if reason is None and found[0] == "unequal":
-                reason = None if answer_of_child() == (None, found) else UNSTEADY
+                reason = None if compared() == (None, found) else UNSTEADY
             elif reason is None and found[0] == "drawn":
                 reason = DRAWN
         except Exception as failure:
@@ -399,9 +395,9 @@ class Verification:
         self._spent_s += self._cost_s
         if reason is not None:
             followed.counts.stopped = reason if "hung" in reason else ""
-            _count(followed, "not compared", reason)
+            _first(followed).not_compared(reason)
             return False
-        self._tried(lambda: _count(followed, found[0]))
+        self._tried(lambda: _first(followed).compared(equal=found[0] == "equal"))
         return bool(found[0] == "unequal")
 
     def _taken_away(self, iterator: Any, followed: VerifiedIterator, moment: Moment) -> bool:
@@ -436,6 +432,11 @@ def verification_of(context: Context) -> Verification | None:
     if not isinstance(found, Verification):
         found = context.shared["data.verification"] = Verification(context)
     return found
+
+
+def looks_for(verification: Verification | None) -> Looks:
+    """Return when a loader is looked at; where all batches that are due are compared, before each of them."""
+    return Looks(each_batch=verification is not None and not verification.is_bounded)
 
 
 def _answer(
@@ -490,11 +491,3 @@ def _pinned(iterator: Any, batch: Any) -> Any:
 def _first(followed: VerifiedIterator) -> OutcomeWriter:
     """Return where a batch is counted: once, whatever the number of remedies that its loader has."""
     return next(iter(followed.takes.values()))[0]
-
-
-def _count(followed: VerifiedIterator, what: str, reason: str = "") -> None:
-    """Count one comparison."""
-    if what == "not compared":
-        _first(followed).not_compared(reason)
-    else:
-        _first(followed).compared(equal=what == "equal")

@@ -18,7 +18,7 @@ from headway.core.machine.interruptions import pass_on
 from headway.data.bytes.torch_keyed import Keys
 from headway.data.guard.content_digest import portrait
 from headway.data.guard.outcome import OfDataset
-from headway.data.guard.purity import picture
+from headway.data.guard.picture import picture
 from headway.runtime.calls.probe_input import is_own
 from headway.runtime.host.host_memory import address_limit
 from headway.runtime.in_rank.guard import OfScript

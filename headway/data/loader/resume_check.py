@@ -22,8 +22,8 @@ from torch.utils.data.distributed import DistributedSampler
 from headway.core.machine.interruptions import pass_on
 from headway.data.bytes.torch_examples import encode
 from headway.data.bytes.torch_keyed import generators_kept
-from headway.data.guard.outcome import OutcomeWriter, reporter
-from headway.data.guard.purity import picture
+from headway.data.guard.outcome import OutcomeWriter
+from headway.data.guard.picture import picture
 from headway.data.loader.loader import DataLoader
 from headway.data.remedies import ResumeParameters
 from headway.runtime.in_rank.remedy import Applied, Context
@@ -41,7 +41,7 @@ Batch = tuple[tuple[bytes, ...], bytes]
 
 def resume(parameters: ResumeParameters, context: Context) -> Applied:
     """Check each loader that the script reads."""
-    check = ResumeCheck(parameters.batches, reporter("check.resume", parameters, context))
+    check = ResumeCheck(parameters.batches, OutcomeWriter("check.resume", parameters, context))
 
     def stepped(index: int) -> int:
         if index == FORWARD:  # an evaluation may come before the training, with loaders of its own

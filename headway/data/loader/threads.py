@@ -43,8 +43,9 @@ from headway.data.bytes import account
 from headway.data.bytes.account import ThreadClocks, ThreadTime
 from headway.data.bytes.torch_examples import BatchMemory, BatchRows, default_collate
 from headway.data.bytes.torch_keyed import Draws, KeyedDataset, Keys, generator_states, reads_batches, set_generators
+from headway.data.guard.picture import Picture
 from headway.data.guard.purity import impurity
-from headway.data.guard.trial import in_child, open_handle
+from headway.data.guard.trial import in_child
 from headway.data.loader.views import View, Walked, check_process
 from headway.data.loader.walks import lock_wait_fraction
 from headway.runtime.in_rank.guard import OfScript
@@ -437,7 +438,7 @@ def reason_against(work: BatchWork, keys: Keys, dataset: Any = None) -> str | No
             found = drawn(before, fingerprints())
             finding = f"it draws from {_names(found)}" if found else None
         else:
-            finding = impurity(first, [0]) or open_handle(dataset)
+            finding = impurity(first, [0]) or Picture(dataset).open_handle
         if finding is None and (waited := lock_wait_fraction(work, keys)) > LOCK_WAIT:
             finding = f"two threads wait {waited:.0%} of their time for the interpreter lock"
         return finding, 0

@@ -21,7 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 from headway.core.machine.interruptions import pass_on
 from headway.data.bytes import account
 from headway.data.guard.decisions import NOT_TRIED, Decisions, budget_of
-from headway.data.guard.outcome import OutcomeWriter, impure, reporter
+from headway.data.guard.outcome import OutcomeWriter, impure
 from headway.data.guard.trial import unfit
 from headway.data.guard.verification import Verification, verification_of
 from headway.data.loader.loader import DataLoader as OwnLoader
@@ -51,7 +51,7 @@ def server(parameters: ServerParameters, context: Context) -> Applied | RefusedR
             "bytes: give less in the plan",
         )
     options = DataServer(cache_bytes=parameters.cache_bytes, idle_s=parameters.idle_s)
-    report = reporter("data.server", parameters, context)
+    report = OutcomeWriter("data.server", parameters, context)
     share = LoaderSharing(
         options, report, verification=verification_of(context), decisions=Decisions(budget_of(context))
     )

@@ -29,7 +29,7 @@ from headway.core.errors import BackgroundError, HeadwayError, InputError
 from headway.core.machine.ring import RingReader
 from headway.core.wire.channel import Channel, ChannelClosed, connect
 from headway.data.bytes import account
-from headway.data.guard.process_state import surroundings
+from headway.data.guard.picture import Picture
 from headway.data.orders.job_order import DataShareError
 from headway.data.pipeline.torch_loader import PipelineDataset
 from headway.data.service import torch_start as serving
@@ -80,7 +80,7 @@ class DataServerClient:
         auto = DataServer(threads=loader.num_workers) if given == "auto" else None
         self.options = given if isinstance(given, DataServer) else auto
         self._chosen = auto is None
-        self._pid, self._picture = os.getpid(), surroundings(loader.dataset)
+        self._pid, self._picture = os.getpid(), Picture(loader.dataset).state
         self._dataset, items = base_of(loader.dataset)
         rank, world = loader._place()
         self.rank, self.world_size, self.items = rank, world, range(len(self._dataset)) if items is None else items
@@ -116,7 +116,7 @@ class DataServerClient:
         """Whether this is still the connection of this loader, in this process, over this dataset."""
         world = loader._place()[1]
         same = (loader.batch_size or 1, world) == (self._join.batch_size, self._join.world_size)
-        return same and self._pid == os.getpid() and self._picture == surroundings(loader.dataset)
+        return same and self._pid == os.getpid() and self._picture == Picture(loader.dataset).state
 
     def begin(self, progress: JobProgress, *, again: bool = False) -> None:
         """Begin a pass; `again`: go on with it after a server was lost."""

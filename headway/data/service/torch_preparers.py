@@ -32,8 +32,8 @@ from headway.data.bytes.packing import TENSOR, Array, Marked, Stacked, collated,
 from headway.data.bytes.torch_examples import equal
 from headway.data.bytes.torch_keyed import Draws, generators_kept
 from headway.data.guard.content_digest import portrait
+from headway.data.guard.picture import Picture
 from headway.data.guard.purity import impurity
-from headway.data.guard.trial import open_handle
 from headway.data.guard.watch import GeneratorWatch, ReadingResult
 from headway.data.loader.loader import own_fingerprint
 from headway.data.pipeline.chain import DROPPED, Chain, size_of
@@ -324,7 +324,7 @@ def looked_at(reading: Any, held: Any) -> tuple[str | None, bool]:
         return None, False
     ends = sorted({0, len(reading) - 1})
     try:
-        finding = impurity(_Seeded(reading, 1), ends) or open_handle(held)
+        finding = impurity(_Seeded(reading, 1), ends) or Picture(held).open_handle
     except BaseException as failure:  # sys.exit() of a dataset must not be the server's end
         finding = f"the probe of an example raised {type(failure).__name__}"
     if finding is not None:

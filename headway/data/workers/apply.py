@@ -26,10 +26,11 @@ from headway.core.machine.interruptions import pass_on
 from headway.core.units import format_seconds
 from headway.data.guard.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.guard.files_read import FileStat
-from headway.data.guard.outcome import OutcomeWriter, impure, reporter
-from headway.data.guard.process_state import Looks, listens, outside
-from headway.data.guard.trial import EXAMPLES, beside_seeding, keeps, open_handle, unfit
-from headway.data.guard.verification import Verification, verification_of
+from headway.data.guard.outcome import OutcomeWriter, impure
+from headway.data.guard.picture import outside
+from headway.data.guard.process_state import Looks, listens
+from headway.data.guard.trial import EXAMPLES, beside_seeding, keeps, unfit
+from headway.data.guard.verification import Verification, looks_for, verification_of
 from headway.data.guard.withdrawal import Withdrawal, withdrawal_of
 from headway.data.loader.read_ahead import bound_to_the_loop, pass_restorer
 from headway.data.remedies import WorkersParameters
@@ -49,7 +50,7 @@ def workers(parameters: WorkersParameters, context: Context) -> Applied | Refuse
     Whether a given loader takes it is decided when that loader is first read, and reported then. One whose dataset
     draws random numbers takes it only where the user allowed results that are equivalent, but not equal.
     """
-    report = reporter("data.workers", parameters, context)
+    report = OutcomeWriter("data.workers", parameters, context)
     tuner = LoaderTuner(
         num_workers=parameters.num_workers,
         prefetch_factor=parameters.prefetch_factor,
@@ -58,10 +59,10 @@ def workers(parameters: WorkersParameters, context: Context) -> Applied | Refuse
         max_workers=parameters.num_workers if parameters.max_workers is None else parameters.max_workers,
         may_draw=context.allow == "result-equivalent",
         report=report,
+        withdrawal=withdrawal_of(context, report),
         verification=verification_of(context),
         decisions=Decisions(budget_of(context)),
     )
-    tuner.watched(withdrawal_of(context, report))
     module = "torch.utils.data.dataloader"
     context.patch(f"{module}:DataLoader.__iter__", tuner.around_iter, restoring=pass_restorer)
     context.patch(f"{module}:DataLoader._get_iterator", tuner.around_get_iterator, restoring=pass_restorer)
@@ -121,6 +122,8 @@ class _Tuning:
 
     num_workers: int
     """Workers of the iterators made from now on."""
+    looks: Looks
+    """When it is looked whether the script has changed what batches are read from."""
     keeps: bool = True
     """Whether its workers may stay for the next pass."""
     batch_ns: float = 0.0
@@ -129,8 +132,6 @@ class _Tuning:
     """Whether the search for a better number of workers is over."""
     waited: Waited = field(default_factory=Waited)
     """How long training has waited in the last pass."""
-    looks: Looks = field(default_factory=Looks)
-    """When it is looked whether the script has changed what batches are read from."""
     kept: ScriptWorkers | None = None
     """The iterator whose workers the next pass may have."""
     is_read: bool = False
@@ -157,12 +158,12 @@ class LoaderTuner:
     """Whether datasets that draw random numbers may be read by workers, which draw others."""
     report: OutcomeWriter
     """Called when something about a loader was decided."""
+    withdrawal: Withdrawal
+    """Whether steps are slower than recorded, and loaders are to be left alone."""
     verification: Verification | None = None
     """Compares batches with the script's own; None where nobody asked for it."""
     decisions: Decisions = field(default_factory=Decisions)
     """What was tried, by the facts of loaders."""
-    withdrawal: Withdrawal = field(init=False)
-    """Whether steps are slower than recorded."""
     tunings: WeakKeyDictionary[DataLoader[Any], _Tuning | None] = field(default_factory=WeakKeyDictionary)
     """Loader -> its tuning, None when it is left alone."""
     iterators: WeakSet[ScriptWorkers] = field(default_factory=WeakSet)
@@ -173,11 +174,7 @@ class LoaderTuner:
     """The process whose loaders these are: a fork of it reads by itself."""
 
     def __post_init__(self) -> None:
-        self.withdrawal = Withdrawal(None, self.report)
-
-    def watched(self, withdrawal: Withdrawal) -> None:
-        """Let `withdrawal` say when loaders are to be left alone."""
-        self.withdrawal, withdrawal.leave = withdrawal, self._leave_all
+        self.withdrawal.leave = self._leave_all
 
     def around_iter(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Wrap `DataLoader.__iter__`: make an iterator of ours for the loaders that take the remedy."""
@@ -285,8 +282,6 @@ class LoaderTuner:
             opened=tuning.opened,
         )
         reads_first = not loader.num_workers and not tuning.is_read
-        if not loader.num_workers and tuning.is_read and (found := open_handle(loader.dataset, loader.collate_fn)):
-            raise RuntimeError(found)  # these workers would be forked with what the first reading has opened
         iterator = ScriptWorkers(
             loader,
             settings,
@@ -374,7 +369,8 @@ class LoaderTuner:
         # More workers than batches would start, and have nothing to do.
         count = max(loader.num_workers, min(self.num_workers, len(loader)))
         settled = torchs or self.max_workers <= count
-        self.tunings[loader] = _Tuning(count, ended is None, settled=settled, opened=tuple(opened))
+        looks = looks_for(self.verification)
+        self.tunings[loader] = _Tuning(count, looks, ended is None, settled=settled, opened=tuple(opened))
         self.report({**facts, "num_workers": count, **({"reason_not_kept": ended} if ended else {})})
 
     def _too_dear(self, loader: DataLoader[Any]) -> str | None:

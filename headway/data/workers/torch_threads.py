@@ -24,13 +24,13 @@ from headway.core.machine.interruptions import pass_on
 from headway.data.bytes import account
 from headway.data.bytes.torch_examples import equal
 from headway.data.bytes.torch_keyed import KeyedDataset, Keys
-from headway.data.guard.batch_entries import BatchEntries
 from headway.data.guard.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.guard.files_read import FILE, FileStat, changed, files_read, note_looks
-from headway.data.guard.outcome import OfDataset, OutcomeWriter, impure, reporter
-from headway.data.guard.process_state import LISTENS, Looks, listens, modes, modes_of_threads, outside, surroundings
+from headway.data.guard.outcome import OfDataset, OutcomeWriter, impure
+from headway.data.guard.picture import BatchEntries, Picture, outside
+from headway.data.guard.process_state import LISTENS, Looks, listens, modes, modes_of_threads
 from headway.data.guard.trial import EXAMPLES, TriedBatch, in_child, unfit
-from headway.data.guard.verification import Verification, verification_of
+from headway.data.guard.verification import Verification, looks_for, verification_of
 from headway.data.guard.watch import VisibleError, listen, noting
 from headway.data.guard.withdrawal import Withdrawal, withdrawal_of
 from headway.data.loader.read_ahead import CHANGED, Indices, ScriptWalk, bound_to_the_loop, keys_of, pass_restorer
@@ -50,16 +50,16 @@ def threads(parameters: ThreadsParameters, context: Context) -> Applied | Refuse
 
     Whether a given loader takes it is decided when that loader is first read, and reported then.
     """
-    report = reporter("data.threads", parameters, context)
+    report = OutcomeWriter("data.threads", parameters, context)
     switch = LoaderSwitch(
         num_threads=parameters.num_workers,
         prefetch_factor=parameters.prefetch_factor,
         report=report,
+        withdrawal=withdrawal_of(context, report),
         verification=verification_of(context),
         decisions=Decisions(budget_of(context)),
         blocked_datasets=frozenset(parameters.blocked_datasets),
     )
-    switch.watched(withdrawal_of(context, report))
     context.patch(
         "torch.utils.data.dataloader:DataLoader._get_iterator", switch.around_get_iterator, restoring=pass_restorer
     )
@@ -80,7 +80,9 @@ class ScriptThreads(InThreads):
         """`left` is called, with the reason, when a pass leaves the threads; `looks` are the loader's."""
         self._as_torch = loader.num_workers > 0
         self._read = (loader.dataset, loader.collate_fn)
-        self._seen, self._left, self._aligned = outside(self._read), left, BatchEntries(loader.dataset)
+        walk = Picture(self._read)
+        self._seen, self._left, self._aligned = outside(self._read, walk), left, BatchEntries(loader.dataset, walk)
+        del walk  # it keeps objects of the script's alive
         self._looks = looks
         looks.begin()
         self._entries: dict[int, list[object]] = {}
@@ -238,11 +240,6 @@ def work_of(loader: DataLoader[Any]) -> MapStyleWork:
     return kind(KeyedDataset(loader.dataset, 0), loader.collate_fn, batched=loader._auto_collation)
 
 
-def unthreadable(loader: DataLoader[Any]) -> str | None:
-    """Say why threads may not make this loader's batches, or None."""
-    return barred(loader) or different(loader) or slow(loader)
-
-
 def barred(loader: DataLoader[Any]) -> str | None:
     """Say why threads may not even be tried, or None."""
     reason = bound_to_the_loop(loader)
@@ -262,7 +259,7 @@ def different(loader: DataLoader[Any]) -> str | None:
         return impure(finding, loader.dataset)
 
     def tried() -> tuple[str | None, int]:
-        before = surroundings(read)
+        before = Picture(read).state
         batches, work, keys = _tried(loader)
         pool, task = ThreadPool(EXAMPLES), Task(work, keys)
         pool.help(task)
@@ -270,7 +267,7 @@ def different(loader: DataLoader[Any]) -> str | None:
         made = task.result()
         pool.close()
         same = equal(made, batches[0])
-        if loader.num_workers and surroundings(read) != before:
+        if loader.num_workers and Picture(read).state != before:
             return "reading it sets what its own workers, made anew for each pass, would forget", 0
         return (None if same else "threads make another batch of its examples than torch does"), 0
 
@@ -307,25 +304,21 @@ class LoaderSwitch:
     """Batches under way per thread."""
     report: OutcomeWriter
     """Called when something about a loader was decided."""
+    withdrawal: Withdrawal
+    """Whether steps are slower than recorded, and loaders are to be left alone."""
     verification: Verification | None = None
     """Compares batches with the script's own; None where nobody asked for it."""
     decisions: Decisions = field(default_factory=Decisions)
     """What was tried, by the facts of loaders."""
     blocked_datasets: frozenset[str] = frozenset()
     """Classes of datasets of which the plan knows that their loads block, and do not compute."""
-    withdrawal: Withdrawal = field(init=False)
-    """Whether steps are slower than recorded."""
     decided: WeakKeyDictionary[DataLoader[Any], tuple[bool, object]] = field(default_factory=WeakKeyDictionary)
     """Loader -> whether threads read it, and the picture of dataset and collate function that this rests on."""
     looks: WeakKeyDictionary[object, Looks] = field(default_factory=WeakKeyDictionary)
     """Loader -> when it is looked whether the script has changed what its batches are read from."""
 
     def __post_init__(self) -> None:
-        self.withdrawal = Withdrawal(None, self.report)
-
-    def watched(self, withdrawal: Withdrawal) -> None:
-        """Let `withdrawal` say when loaders are to be left alone."""
-        self.withdrawal, withdrawal.leave = withdrawal, self._leave_all
+        self.withdrawal.leave = self._leave_all
 
     def around_get_iterator(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Wrap `DataLoader._get_iterator`: make ours for the loaders that may have it."""
@@ -346,7 +339,7 @@ class LoaderSwitch:
             def ours() -> Any:
                 """Return an iterator of ours; where it cannot be started, for want of threads, the script's own."""
                 try:
-                    looks = self.looks.setdefault(loader, Looks())
+                    looks = self.looks.setdefault(loader, looks_for(self.verification))
                     return ScriptThreads(loader, count, self.prefetch_factor, left, looks)
                 except Exception as failure:
                     pass_on(failure)
@@ -374,7 +367,7 @@ class LoaderSwitch:
     def _takes(self, loader: DataLoader[Any]) -> bool:
         """Decide on a loader that is new, or whose dataset has changed since. A failure leaves it alone."""
         try:
-            seen = surroundings((loader.dataset, loader.collate_fn))
+            seen = Picture((loader.dataset, loader.collate_fn)).state
             if loader in self.decided and (self.decided[loader][1] == seen or not self.decided[loader][0]):
                 return self.decided[loader][0]
             reason = self._decide(loader)

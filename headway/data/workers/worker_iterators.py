@@ -31,9 +31,9 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from headway.core.machine.interruptions import pass_on
 from headway.data.bytes.torch_keyed import generator_states
-from headway.data.guard.batch_entries import BatchEntries
 from headway.data.guard.files_read import changed, noted
-from headway.data.guard.process_state import LISTENS, Looks, listens, outside
+from headway.data.guard.picture import BatchEntries, Picture, outside
+from headway.data.guard.process_state import LISTENS, Looks, listens
 from headway.data.guard.trial import read_here
 from headway.data.guard.verification import FOLLOWED
 from headway.data.loader.read_ahead import CHANGED, DeferredSeed, JustInTimeSampler
@@ -104,7 +104,7 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
         self._settings, self._ended, self._left = settings, ended, left
         self._own_workers, self._pid = loader.num_workers, os.getpid()
         self._script_pins = loader.pin_memory and torch.accelerator.is_available()
-        self._begins = WorkerBegins(None if settings.may_draw else generator_states())
+        self._begins = WorkerBegins(None if settings.may_draw else generator_states(), looks.each_batch)
         self.is_torchs = loader.num_workers > 0 and loader.persistent_workers
         """Whether torch keeps this iterator for the script."""
         self.waited = Waited()
@@ -113,7 +113,13 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
         self._opened = {path: noted(path) for path in settings.opened}  # before a worker reads them
         self._single: Any = None
         self._draws = None if self._own_workers else DeferredSeed(loader)
-        self._seen, self._aligned = outside((loader.dataset, loader.collate_fn)), BatchEntries(loader.dataset)
+        read = loader.dataset, loader.collate_fn
+        self._shutdown = True  # until there are workers
+        walk = Picture(read)
+        if not (self._own_workers or reads_first) and (handle := walk.open_handle):
+            raise RuntimeError(handle)  # workers would be forked with what this process opened at its first reading
+        self._seen, self._aligned = outside(read, walk), BatchEntries(loader.dataset, walk)
+        del walk  # it keeps objects of the script's alive
         self._looks = looks
         looks.begin()
         try:
@@ -126,7 +132,7 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
         if not self._own_workers:
             if reads_first:
                 read_here(loader)
-                self._seen = outside((loader.dataset, loader.collate_fn))
+                self._seen = outside(read)
             self._hide()
             weakref.finalize(self, _end, self._workers, self._pid)
         if self._draws is not None:

@@ -392,8 +392,9 @@ class LoaderGroups:
 
     def of(self, loader: Any) -> int:
         """Return the loader's group, and write its facts when it is new."""
-        for group, (reference, _) in enumerate(self._loaders):
+        for group, (reference, old) in enumerate(self._loaders):
             if reference() is loader:
+                self.probes.loaders[group]["persistent"] = old["persistent"]
                 return group
         # Where it is iterated for the first time: a loader of a trainer's own has no line of the script that made it.
         place = self.probes.constructed.get(loader, {"constructed": "", "library": ""})
@@ -403,6 +404,7 @@ class LoaderGroups:
             if reference() is None and {**old, **size} == facts:
                 self._loaders[group] = (weakref.ref(loader), facts)
                 self.probes.loaders[group]["loaders"] += 1
+                self.probes.loaders[group]["persistent"] = False  # until this one is read again: the workers are new
                 self._note_size(self.probes.loaders[group], facts["dataset_size"])
                 if not self._is_dataset[group](loader.dataset):
                     self._is_dataset[group] = _recognised(loader.dataset)

@@ -23,6 +23,7 @@ import random
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import ItemsView, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from dis import get_instructions
 from functools import cache, partial
@@ -68,31 +69,47 @@ _LIBRARIES = frozenset({*sys.stdlib_module_names, "headway", "numpy", "torch", "
 """Top-level modules whose code is not looked into: what it draws from, a script handed it or is global."""
 
 
-def reached(*holders: Any, packages: bool = True) -> Iterator[tuple[Any, bool]]:
-    """Yield each object that `holders` get at, nearest first, and whether only code leads there (a global, a cell).
+OWN, BY_CODE, BY_PACKAGE, AGAIN = 0, 1, 2, -1
+"""How an object is reached: by attributes and entries alone, by what code names (a global, a cell), or by what only the
+code of an installed package names. And the number of references of one that was met before, or is not looked into."""
+
+
+def reached(*holders: Any) -> Iterator[tuple[Any, int]]:
+    """Yield each object that `holders` get at, nearest first, and how (`OWN`, `BY_CODE`, `BY_PACKAGE`)."""
+    return ((value, how) for value, how, num_parts in walked(*holders) if num_parts != AGAIN)
+
+
+def walked(*holders: Any, packages: bool = True, code: bool = True) -> Iterator[tuple[Any, int, int]]:
+    """Yield each reference in what `holders` get at, nearest first: the object, how it is reached, and how many
+    references it has itself (`AGAIN` where they were not followed). In this order the numbers tell the whole graph.
 
     What only the code of an installed package leads to comes last, and is left out without `packages`: a look before
-    each batch has no time for the hundreds of objects of a large package, which scripts do not change.
+    each batch has no time for the hundreds of objects of a large package, which scripts do not change. Without `code`
+    no function and no class is followed.
     """
     seen: dict[int, Any] = {}  # the objects too: some are made for this walk, and no other may get their address
-    queue = deque((holder, 0, False) for holder in holders)
-    later: deque[tuple[Any, int, bool]] = deque()
+    queue = deque((holder, 0, OWN) for holder in holders)
+    later: deque[tuple[Any, int, int]] = deque()
     while (queue and len(seen) < MOST_OBJECTS) or (later and len(seen) < MOST_INSTALLED):
-        is_own = bool(queue) and len(seen) < MOST_OBJECTS
-        value, depth, outside = queue.popleft() if is_own else later.popleft()
+        is_near = bool(queue) and len(seen) < MOST_OBJECTS
+        value, depth, how = queue.popleft() if is_near else later.popleft()
         if isinstance(value, LEAVES):
-            yield value, outside
+            yield value, how, 0
             continue
         if id(value) in seen:
+            yield value, how, AGAIN
             continue
         seen[id(value)] = value
-        yield value, outside
-        parts, named = parts_of(value), _named(value)
-        if depth < DEPTH:
-            (queue if is_own else later).extend((part, depth + 1, outside) for part in parts)
-            for part, by_package in named:
-                if packages or not by_package:
-                    (queue if is_own and not by_package else later).append((part, depth + 1, True))
+        parts = parts_of(value) if how == OWN or depth < DEPTH else []
+        named = _named(value) if code and depth < DEPTH else []
+        near = [part for part, by_package in named if is_near and not by_package]
+        yield value, how, len(parts) + len(near)
+        (queue if is_near else later).extend((part, depth + 1, how) for part in parts)
+        queue.extend((part, depth + 1, BY_CODE) for part in near)
+        if packages and len(near) < len(named):
+            later.extend((part, depth + 1, BY_PACKAGE) for part, by_package in named if by_package or not is_near)
+    for value, _, how in islice(queue, MOST_OBJECTS):
+        yield value, how, AGAIN
 
 
 def parts_of(value: Any) -> list[Any]:
@@ -109,6 +126,8 @@ def parts_of(value: Any) -> list[Any]:
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, ReferenceType):
         return [value()]
+    if isinstance(value, ContextVar):
+        return [value.get(None)]
     if isinstance(value, (attrgetter, itemgetter, methodcaller)):
         return [value.__reduce__()]
     if isinstance(value, BaseException):

@@ -85,6 +85,7 @@ class LoaderFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Workers per rank; None in a row that does not say."""
     prefetch_factor: Count | None = None
     persistent: bool = False
+    """Whether its workers stay between passes, which those of a loader that the script makes anew for each do not."""
     pin_memory: bool = False
     batch_size: Count | None = None
     dataset_size: Count | None = None
