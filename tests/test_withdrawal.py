@@ -63,6 +63,16 @@ def test_steps_longer_than_recorded_end_the_remedy_for_good(capfd):
     assert capfd.readouterr().err.count("data.threads is withdrawn: over 50 steps") == 1
 
 
+def test_a_remedy_that_ends_within_a_pass_is_judged_in_it_and_comes_back_at_the_next():
+    job = Job(lambda step: 0.015, lambda step: 0.015, per_pass=200)
+    job.watch.leave = lambda: True
+
+    off = list(job.run(201))
+
+    assert off.index(True) < 120
+    assert not off[-1]
+
+
 def test_on_a_busy_host_the_decision_is_put_off_and_then_made():
     quiet, busy = (list(Job(lambda step: 0.015, lambda step: 0.010, others=cores).run(600)) for cores in (0.0, 1.0))
     first = [off.index(True) for off in (quiet, busy)]

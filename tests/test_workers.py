@@ -6,6 +6,7 @@ import re
 import signal
 import time
 
+import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
@@ -17,9 +18,9 @@ from headway.ledger.booking.waits import find_loads, match_batches
 from headway.runtime.in_rank.remedy import Applied, RefusedRemedy
 from headway.runtime.run_folder.finalise import finalise_attempt
 from headway.trace.recording.runs import Run
-from tests.loaders_made import ByTurns, Noisy, Ratio, Squares, Stream, epochs
+from tests.loaders_made import ByTurns, Noisy, Ratio, Squares, Stream, epochs, plain
 from tests.recorded import recording
-from tests.remedy_context import applied
+from tests.remedy_context import TestContext, applied, apply
 
 PARAMETERS = {"num_workers": 2, "prefetch_factor": 2, "persistent_workers": True}
 
@@ -59,6 +60,30 @@ def test_batches_and_later_random_numbers_are_the_same(make):
     assert tuned == plain
     assert context.outcomes[-1].facts["loaders"][0]["num_workers"] == 2
     assert isinstance(context.outcomes[-1], Applied)
+
+
+def test_workers_that_make_steps_slower_are_left_in_the_middle_of_a_pass():
+    def make():
+        return DataLoader(Squares(600), 5, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+    def workers_there():
+        return sum("pt_data_worker" in child.name() for child in psutil.Process().children())
+
+    expected, context, there = [plain(batch) for batch in make()], TestContext(), []
+    context.step_s = 1e-9
+    try:
+        apply(workers, PARAMETERS, context)
+        seen = []
+        for number, batch in enumerate(make()):
+            seen.append(plain(batch))
+            context.after(10 * number)
+            there.append(workers_there())
+    finally:
+        for undo in reversed(context.undos):
+            undo()
+
+    assert seen == expected
+    assert (there[0], there[-1]) == (2, 0)
 
 
 def test_an_epoch_goes_on_to_its_end_when_the_remedy_is_undone_in_it():

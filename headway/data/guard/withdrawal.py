@@ -8,7 +8,8 @@ costs (trials, iterators) spread over those steps, is held against it:
 
 Steps that look too slow are watched for as many again. If other processes take cores meanwhile, the host is slower
 than it was, and nothing is decided, a few times over. Then the next steps run without the remedy, and if those take as
-long, it comes back for good. Loaders change at their next iterator: in a job of one pass none comes back.
+long, it comes back for good. Workers are left in the middle of a pass; other remedies end, and all come back, at the
+next iterator: in a job of one pass none comes back.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class Withdrawal:
     clock: Callable[[], float] = perf_counter
     other_cores: Callable[[], float | None] = field(default_factory=lambda: OtherCores())
     """Says how many cores other processes took since the last call; None at the first one."""
-    leave: Callable[[], None] = lambda: None
-    """Lets go of the loaders that have the remedy."""
+    leave: Callable[[], bool] = lambda: False
+    """Lets go of the loaders that have the remedy; says whether at once, and not at their next passes."""
     is_off: bool = False
     """Whether loaders are to be left alone at their next iterator."""
     has_remedy: bool = False
@@ -127,12 +128,13 @@ class Withdrawal:
                     self._put_off += taken is not None
                     self._chunks.clear()
                     return
-            self._with_s, self.is_off, self._in_use = step_s, True, False
+            self._with_s, self.is_off = step_s, True
             reason = (
                 f"over {STEPS} steps one took {1e3 * step_s:.1f} ms, and {1e3 * self.recorded_s:.1f} ms when the plan "
                 "was made"
             )
-            self.leave()
+            self._in_use, self._mark = self.leave(), 0.0
+            self._chunks.clear()
             self.report.withdrawn("all loaders", reason)
             warn(f"{self.report.name} is withdrawn: {reason}")
 

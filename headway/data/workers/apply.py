@@ -332,12 +332,14 @@ class LoaderTuner:
             self.report({"reason_not_applied": f"{type(failure).__name__}: {failure}"})
             return None
 
-    def _leave_all(self) -> None:
-        """Leave all loaders to themselves; where the remedy comes back, they are decided on anew."""
+    def _leave_all(self) -> bool:
+        """Leave all loaders to themselves, say whether in the middle of passes; they may be decided on anew."""
         for loader, tuning in list(self.tunings.items()):
             if tuning is not None:
                 self._leave(loader, "")
                 del self.tunings[loader]
+        aside = [iterator.step_aside() for iterator in list(self.iterators)]
+        return all(aside)
 
     def _leave(self, loader: DataLoader[Any], reason: str) -> None:
         """Leave a loader to itself from the next pass on."""

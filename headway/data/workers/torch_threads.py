@@ -353,11 +353,12 @@ class LoaderSwitch:
 
         return _get_iterator
 
-    def _leave_all(self) -> None:
+    def _leave_all(self) -> bool:
         """Let all loaders ask for a new iterator at their next pass; one that is kept would be asked for no more."""
         for loader, (taken, _) in self.decided.items():
             if taken:
                 loader._iterator = None
+        return False
 
     def _leave(self, loader: DataLoader[Any], reason: str) -> None:
         """Let the next pass over a loader be the script's own."""

@@ -109,7 +109,7 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
         """Whether torch keeps this iterator for the script."""
         self.waited = Waited()
         self._loader, self._of_script = weakref.ref(loader), OfScript()
-        self._num_in_vain = 0
+        self._num_in_vain, self._is_aside = 0, False
         self._opened = {path: noted(path) for path in settings.opened}  # before a worker reads them
         self._single: Any = None
         self._draws = None if self._own_workers else DeferredSeed(loader)
@@ -159,10 +159,22 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
     def leave(self, reason: str) -> None:
         """End the workers and read the rest of the pass in this process."""
         if self._single is None and not self._own_workers:
-            self._single = InProcessTail(self, self._index_sampler.rest(), pin=self._script_pins)
             if self._pid == os.getpid():
                 self._left(reason)
-                self._abandon()
+            self._read_here()
+
+    def step_aside(self) -> bool:
+        """Read the rest of a pass in this process, from the next batch on; say whether it will be.
+
+        Nothing speaks against workers in another pass. Those that the script has stay.
+        """
+        self._is_aside = not self._own_workers
+        return self._is_aside
+
+    def _read_here(self) -> None:
+        self._single = InProcessTail(self, self._index_sampler.rest(), pin=self._script_pins)
+        if self._pid == os.getpid():
+            self._abandon()
 
     def release(self) -> None:
         """Read the sampler as torch does from now on."""
@@ -226,6 +238,8 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
                 self.leave(FORKED)
             elif listens():
                 self.leave(LISTENS)
+            elif self._is_aside:
+                self._read_here()
             elif self._index_sampler.is_resized:
                 self.leave(CHANGED)
             elif not self._looks.are_alike((self._dataset, self._collate_fn), self._is_as_read):
