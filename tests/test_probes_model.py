@@ -43,6 +43,23 @@ def test_only_outermost_calls_are_recorded_with_model_gradients_and_mode(tmp_pat
     assert numbers(tmp_path, "mode") == [(0, 0), (0, 1)]
 
 
+def test_modules_that_a_dataset_calls_are_transforms_and_no_forwards(tmp_path):
+    scale, model = torch.nn.LayerNorm(3), torch.nn.Linear(3, 2)
+
+    class Scaled(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return scale(torch.full((3,), float(index)))
+
+    with recording(tmp_path):
+        for batch in torch.utils.data.DataLoader(Scaled(), 2):
+            model(batch.detach()).sum().backward()
+
+    assert len(numbers(tmp_path, "forward")) == 2
+
+
 def test_a_forked_child_writes_nothing_of_the_forward_that_its_parent_has_not_written_yet(tmp_path):
     with recording(tmp_path):
         model = model_of()

@@ -79,6 +79,9 @@ class Probes:
     garbage: Garbage = field(init=False)
     """The garbage collections."""
 
+    fetcher: list[int] = field(default_factory=lambda: [0])
+    """The thread that makes a batch just now, 0 while none does: modules that it calls are transforms, no model."""
+
     fetching: list[bool] = field(default_factory=lambda: [False])
     """[1] Whether the main process is inside a dataset: what it loads there is input, not a checkpoint."""
 
