@@ -129,7 +129,7 @@ def test_marks_tell_how_compute_uses_cores(waiting: float, beside: float) -> Non
 
 
 def test_threads_of_kernels_share_the_cores_with_loads() -> None:
-    """Compute on two cores for 10 ms beside loads of 10 ms: together 30 ms on two cores, 20 ms with kernels of one."""
+    """Beside loads of 10 ms, compute of 10 ms on one core wins them; on both it stands still while they have one."""
     made = RunMaker(ranks=1, steps=80, cores=2, prep_ns=10 * MS, compute_ns=10 * MS, optimizer_ns=0, iter_ns=0).make()
     program = program_of(made, load(), busy=1.0)
     wide = dataclasses.replace(
@@ -137,7 +137,7 @@ def test_threads_of_kernels_share_the_cores_with_loads() -> None:
     )
 
     assert program.predict(["workers=1"]).step_s == pytest.approx(0.010, rel=0.05)
-    assert wide.predict(["workers=1"]).step_s == pytest.approx(0.015, rel=0.15)
+    assert wide.predict(["workers=1"]).step_s == pytest.approx(0.020, rel=0.05)
 
 
 @pytest.mark.parametrize("accelerated", [False, True])
