@@ -128,13 +128,35 @@ def test_marks_tell_how_compute_uses_cores(waiting: float, beside: float) -> Non
     assert found.beside[0] == pytest.approx(beside, abs=0.02)
 
 
+def with_threads(program: Program, cores: float) -> Program:
+    """Return the program of the same job whose kernels occupy so many cores beside the training thread."""
+    recording = dataclasses.replace(program.recording, beside=np.array([cores]))
+    return dataclasses.replace(program, recording=recording, replays={})
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("fetch", "prep", "beside", "step"), [(0, 6, 1.0, 16), (0, 20, 1.0, 30), (9, 0, 1.0, 10), (0, 6, 0.0, 10)]
+)
+def test_workers_win_no_core_from_operators_that_all_threads_share(
+    workers: int, fetch: int, prep: int, beside: float, step: int
+) -> None:
+    """Steps of 10 ms whose operators take both cores: loads that compute come on top, those that sleep do not."""
+    made = RunMaker(
+        ranks=1, steps=60, cores=2, fetch_ns=fetch * MS, prep_ns=prep * MS, compute_ns=10 * MS, optimizer_ns=0,
+        transfer_ns=0,
+    ).make()  # fmt: skip
+    program = with_threads(program_of(made, load(), busy=1.0), beside)
+
+    assert program.fidelity == pytest.approx(1.0, abs=0.001)
+    assert program.predict([f"workers={workers}"]).step_s == pytest.approx(step / 1e3, rel=0.1)
+
+
 def test_threads_of_kernels_share_the_cores_with_loads() -> None:
     """Beside loads of 10 ms, compute of 10 ms on one core wins them; on both it stands still while they have one."""
     made = RunMaker(ranks=1, steps=80, cores=2, prep_ns=10 * MS, compute_ns=10 * MS, optimizer_ns=0, iter_ns=0).make()
     program = program_of(made, load(), busy=1.0)
-    wide = dataclasses.replace(
-        program, recording=dataclasses.replace(program.recording, beside=np.array([1.0])), replays={}
-    )
+    wide = with_threads(program, 1.0)
 
     assert program.predict(["workers=1"]).step_s == pytest.approx(0.010, rel=0.05)
     assert wide.predict(["workers=1"]).step_s == pytest.approx(0.020, rel=0.05)

@@ -282,26 +282,6 @@ def test_workers_on_short_cores_take_what_a_time_sliced_host_takes(
     assert predicted.step_s == pytest.approx(sliced_loader(60, workers=workers, **costs), rel=0.1)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize(
-    ("fetch", "prep", "beside", "step"), [(0, 6, 1.0, 16), (0, 20, 1.0, 30), (9, 0, 1.0, 10), (0, 6, 0.0, 10)]
-)
-def test_workers_win_no_core_from_operators_that_all_threads_share(
-    workers: int, fetch: int, prep: int, beside: float, step: int
-) -> None:
-    """Steps of 10 ms whose operators take both cores: loads that compute come on top, those that sleep do not."""
-    made = RunMaker(
-        ranks=1, steps=60, cores=2, fetch_ns=fetch * MS, prep_ns=prep * MS, compute_ns=10 * MS, optimizer_ns=0,
-        transfer_ns=0,
-    ).make()  # fmt: skip
-    facts = {**made.meta, "compute_cpu_fraction": 1.0}
-    alone = Program.from_trace(made.trace, facts, costs=replace(QUIET, receive_ns=0))
-    program = replace(alone, recording=replace(alone.recording, beside=np.array([beside])), replays={})
-
-    assert program.fidelity == pytest.approx(1.0, abs=0.001)
-    assert program.predict([f"workers={workers}"]).step_s == pytest.approx(step / 1e3, rel=0.1)
-
-
 # What the model knows of storage, caches, stragglers, epochs
 
 

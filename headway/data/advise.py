@@ -22,7 +22,7 @@ from headway.ledger.runs.recorded import evaluation_loaders
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.recorded.program import Program
-from headway.sim.recorded.unroll import pool_threads
+from headway.sim.recorded.unroll import pool_threads, standstill
 from headway.sim.whatif import WorkerEdit
 from headway.trace.events.loader_facts import (
     LoaderFacts,
@@ -204,7 +204,7 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) ->
 def _beside_pools(program: Program, count: int) -> str:
     """Return what to do where torch's threads and `count` workers want more cores than there are; '' = nothing."""
     threads = pool_threads(float(program.recording.beside.max()))
-    if threads == 1 or threads + count <= program.cores:
+    if not standstill(threads, count, program.cores):
         return ""
     fewer = max(1, program.cores - count)
     return f"; torch's {threads} threads want the same cores: torch.set_num_threads({fewer}) leaves them to workers"

@@ -219,7 +219,7 @@ class ColdFiles:
     def __init__(
         self,
         run: str,
-        fetching: list[bool],
+        fetching: list[int],
         paused: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self._run, self._fetching, self._paused = os.path.join(os.path.abspath(run), ""), fetching, paused

@@ -159,9 +159,9 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
     def leave(self, reason: str) -> None:
         """End the workers and read the rest of the pass in this process."""
         if self._single is None and not self._own_workers:
+            self._read_here()
             if self._pid == os.getpid():
                 self._left(reason)
-            self._read_here()
 
     def step_aside(self) -> bool:
         """Read the rest of a pass in this process, from the next batch on; say whether it will be.

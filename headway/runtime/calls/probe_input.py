@@ -207,7 +207,7 @@ def fetcher_init(original: Callable[..., Any], probes: Probes) -> Callable[..., 
 
 def fetch(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
     """Wrap the `fetch` of a fetcher: dataset and collate of one batch."""
-    emit, fetching, fetcher, ident = probes.emit, probes.fetching, probes.fetcher, _thread.get_ident
+    emit, fetching, ident = probes.emit, probes.fetching, _thread.get_ident
 
     @functools.wraps(original)
     def fetch(self: Any, possibly_batched_index: Any) -> Any:
@@ -216,14 +216,14 @@ def fetch(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
         if meter is None:
             return original(self, possibly_batched_index)
         try:
-            fetching[0], fetcher[0] = True, ident()
+            fetching[0] = ident()
             if meter.due:
                 return measured(self, possibly_batched_index, meter)
             begin = now()
             batch = original(self, possibly_batched_index)
             duration = now() - begin
         finally:
-            fetching[0], fetcher[0] = False, 0
+            fetching[0] = 0
         try:
             emit(LOAD, begin, duration, meter.life, meter.count, meter.worker, meter.bytes)
             meter.count = count = meter.count + 1

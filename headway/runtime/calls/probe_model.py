@@ -95,7 +95,7 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
     ended_ns, cpu_ended, asks_cpu = 0, -1, False
     numbers, parameters, last = models.numbers, models.parameters, probes.last_forward
     counted: dict[int, bool] = {}  # model -> whether the call whose operations were counted was in training mode
-    is_grad_enabled, ident, fetcher = torch.is_grad_enabled, _thread.get_ident, probes.fetcher
+    is_grad_enabled, ident, fetching = torch.is_grad_enabled, _thread.get_ident, probes.fetching
     direct = calls_directly(original)
     probes.outer_call.plain = lambda module, args, kwargs: original(module, *args, **kwargs)
     probes.outer_call.compose()
@@ -104,7 +104,7 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
         """Call the module and record how long that took."""
         nonlocal ended_ns, cpu_ended, asks_cpu
         # A dataset's transforms are modules, too: 64 of them a batch took 1.2 ms of a step of 10.
-        if fetcher[0] == (caller := ident()) or (begun[0] and caller != trainer[0]):
+        if fetching[0] == (caller := ident()) or (begun[0] and caller != trainer[0]):
             return original(self, *args, **kwargs)
         opened, between = gap_open[0], -1
         if opened:

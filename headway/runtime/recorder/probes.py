@@ -79,11 +79,9 @@ class Probes:
     garbage: Garbage = field(init=False)
     """The garbage collections."""
 
-    fetcher: list[int] = field(default_factory=lambda: [0])
-    """The thread that makes a batch just now, 0 while none does: modules that it calls are transforms, no model."""
-
-    fetching: list[bool] = field(default_factory=lambda: [False])
-    """[1] Whether the main process is inside a dataset: what it loads there is input, not a checkpoint."""
+    fetching: list[int] = field(default_factory=lambda: [0])
+    """[1] The thread of this process that is inside a dataset, 0 while none is: what it loads there is input, not a
+    checkpoint, and the modules that it calls are transforms, no model."""
 
     opening: list[int] = field(default_factory=lambda: [-1])
     """[1] Group of the loader whose iterator is being made; a loader worker inherits that of its own. -1 = none."""

@@ -25,8 +25,9 @@ True
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,16 +106,18 @@ class Spread:
     """Degrees of freedom behind it."""
 
 
-def spread(steps: NDArray[np.generic]) -> Spread | None:
+def spread(steps: NDArray[Any], middle: Callable[[NDArray[Any]], Any] = np.mean) -> Spread | None:
     """Return the mean of values by step, [k], and its spread from the means of blocks of steps; None for too few.
+
+    Or of another `middle`, such as the median.
 
     >>> spread(np.array([1.0, 1.2, 1.1, 0.9, 1.0, 1.1])).mean, spread(np.array([1.0, 1.0])) is None
     (1.05, True)
     """
     if len(steps) < FEWEST_BLOCKS:
         return None
-    means = np.array([block.mean() for block in np.array_split(steps, min(len(steps), MOST_BLOCKS))])
-    return Spread(float(steps.mean()), float(means.std(ddof=1)) / math.sqrt(len(means)), len(means) - 1)
+    means = np.array([middle(block) for block in np.array_split(steps, min(len(steps), MOST_BLOCKS))])
+    return Spread(float(middle(steps)), float(means.std(ddof=1)) / math.sqrt(len(means)), len(means) - 1)
 
 
 def drift(steps: NDArray[np.float64]) -> float:
@@ -125,11 +128,8 @@ def drift(steps: NDArray[np.float64]) -> float:
     >>> drift(np.array([1.0, 1.0, 1.0, 9.0] * 20)), round(drift(np.repeat([1.0, 1.2], 40)), 3)
     (0.0, 0.021)
     """
-    blocks = np.array_split(steps, min(len(steps), MOST_BLOCKS))
-    if len(blocks) < FEWEST_BLOCKS:
-        return 0.0
-    medians = np.array([np.median(block) for block in blocks])
-    return float(medians.std(ddof=1)) / math.sqrt(len(medians)) / max(float(np.median(steps)), 1e-9)
+    usual = spread(steps, np.median)
+    return usual.sd / max(usual.mean, 1e-9) if usual is not None else 0.0
 
 
 def student(freedom: float) -> float:
@@ -179,8 +179,7 @@ def speedup_interval(
     lowest, highest = min([1.0, *shifts]), max([1.0, *shifts])
     gap = discrepancy * min(1.0, abs(point - 1))
     low, high = min(point, low * lowest * (1 - gap)), max(point, high * highest * (1 + gap))
-    own_drift = math.sqrt(2) * drift(base)
-    own = Z_NOMINAL * math.hypot(model.deviation(point, contended=contended), own_drift)
+    own = Z_NOMINAL * math.hypot(model.deviation(point, contended=contended), math.sqrt(2) * drift(base))
     return (
         point * math.exp(-math.hypot(math.log(point / max(low, 1e-9)), own)),
         point * math.exp(math.hypot(math.log(high / point), own)),

@@ -162,7 +162,8 @@ def unroll(
         first.append(begin)
         last.append(end)
         threads = pool_threads(float(occupancy.beside[index]))
-        stall = _stall(recording, index, loading[index], threads, contention.cores)
+        had, has = (int(part.workers.max(initial=0)) for part in (recording.batches[index], loading[index]))
+        stall = standstill(threads, 0 if had else has, contention.cores)
         compute_ns = parts[:, 1] * ON_THREAD[lane.label]
         _beside(ops, lane, compute_ns, float(occupancy.beside[index]), begin, end, stalls=stall > 0)
         _workers(ops, recording, index, loading[index], begin, end, shared_storage, stall=stall)
@@ -206,8 +207,8 @@ def pool_threads(cores: float) -> int:
     return 1 + max(0, math.ceil(cores - LEAST_BESIDE))
 
 
-def _stall(recording: Recording, index: int, loading: Loading, threads: int, cores: int) -> float:
-    """Return how long torch's `threads` stand still per ns that a new worker computes; 0 where all have a core.
+def standstill(threads: int, workers: int, cores: int) -> float:
+    """Return how long torch's `threads` stand still per ns that one of new `workers` computes; 0 where all have a core.
 
     An operator that is shared among n threads ends when the last of them has had a core. With W workers that compute, a
     thread has a core for a share s = cores / (n + W) of the time, and while one of the n has none, the others spin:
@@ -217,12 +218,13 @@ def _stall(recording: Recording, index: int, loading: Loading, threads: int, cor
 
     So each ns of the W workers' CPU time, of which W s are served at once, is one of standstill over W s: nothing is
     won by making batches beside such operators. A run that had workers has these waits in what it recorded.
+
+    >>> standstill(2, 1, 2), standstill(1, 1, 2), standstill(2, 1, 4)
+    (1.0, 0.0, 0.0)
     """
-    workers = int(loading.workers.max(initial=0))
-    recorded = int(recording.batches[index].workers.max(initial=0))
-    if threads == 1 or recorded or threads + workers <= cores:
+    if threads == 1 or not workers or threads + workers <= cores:
         return 0.0
-    return min(1.0, (threads + workers) / (max(workers, 1) * cores))
+    return min(1.0, (threads + workers) / (workers * cores))
 
 
 def _beside(
@@ -291,7 +293,7 @@ def _chain(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Append rows of parts, each row a chain of operations; return [m] their first and last operation.
 
-    Empty parts are left out, but for column `keep` of rows that would be empty. `stall` as in `_stall`.
+    Empty parts are left out, but for column `keep` of rows that would be empty. `stall` as `standstill` returns it.
     """
     used = parts > 0
     used[~used.any(axis=1), keep] = True
@@ -343,15 +345,12 @@ def _with_tokens(
     ops.link(base + each, after + each)
     ops.link(after + inner - base, before + inner + 1 - base)
     worked = np.flatnonzero(lane == CORES)
-    if stall:
-        token = ops.add(np.full(worked.size, POOLS, np.int64), np.rint(duration[worked] * stall).astype(np.int64))
+    tokens = [(POOLS, duration[worked] * stall, 0)] if stall else []
+    tokens += [] if math.isinf(ops.limit) else [(TOKENS, duration[worked] / ops.limit, BURST)]
+    for on, length, later in tokens:
+        token = ops.add(np.full(worked.size, on, np.int64), np.rint(length).astype(np.int64))
         ops.link(before + worked, token + np.arange(worked.size))
-        ops.link(token + np.arange(worked.size), after + worked)
-    if math.isinf(ops.limit):
-        return before + begin - base, after + end - base
-    token = ops.add(np.full(worked.size, TOKENS, np.int64), np.rint(duration[worked] / ops.limit).astype(np.int64))
-    ops.link(before + worked, token + np.arange(worked.size))
-    ops.link(token + np.arange(worked[BURST:].size), after + worked[BURST:])
+        ops.link(token + np.arange(worked[later:].size), after + worked[later:])
     return before + begin - base, after + end - base
 
 

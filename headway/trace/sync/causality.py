@@ -110,7 +110,7 @@ def project(meetings: Meetings, clock: Ints, clocks: ClockMap, *, tolerate: bool
     before, worst = violations(meetings, *_mapped(meetings, clock, clocks))
     if not before:
         return Projection(clocks, 0, 0)
-    found = _held(meetings, clock, clocks)
+    found = _least_moved(meetings, clock, clocks)
     if found is not None:
         count, worst = violations(meetings, *_mapped(meetings, clock, found))
         # Where there was no room for a margin, whole ns may miss the order by their grain.
@@ -122,7 +122,7 @@ def project(meetings: Meetings, clock: Ints, clocks: ClockMap, *, tolerate: bool
         return Projection(clocks, before, before, cycle, short, worst)
     for times in STRAYS:
         rest, aside = _without_strays(meetings, clock, clocks, times)
-        found = _held(rest, clock, clocks)
+        found = _least_moved(rest, clock, clocks)
         if found is not None:
             break
     else:
@@ -132,7 +132,7 @@ def project(meetings: Meetings, clock: Ints, clocks: ClockMap, *, tolerate: bool
     return Projection(found, before, count, cycle, short, worst, aside)
 
 
-def _held(meetings: Meetings, clock: Ints, clocks: ClockMap) -> ClockMap | None:
+def _least_moved(meetings: Meetings, clock: Ints, clocks: ClockMap) -> ClockMap | None:
     """Return the clocks moved least so that every order holds, with a margin for rounding if there is room."""
     tries = (_Program(meetings, clock, clocks, margin).solve() for margin in (GRAIN_NS, 0))
     return next((found for found in tries if found is not None), None)
