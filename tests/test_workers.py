@@ -83,7 +83,7 @@ def test_workers_that_make_steps_slower_are_left_in_the_middle_of_a_pass():
             undo()
 
     assert seen == expected
-    assert (there[0], there[-1]) == (2, 0)
+    assert (max(there), there[-1]) == (2, 0)  # the second may start behind the first batch
 
 
 def test_an_epoch_goes_on_to_its_end_when_the_remedy_is_undone_in_it():
