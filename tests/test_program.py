@@ -32,6 +32,7 @@ QUIET = Costs(
     reset_ns=2 * MS,
     look_ns=0,
     pack_ns=0,
+    elsewhere=1.0,
 )
 """Costs of the made job: its hand-off takes 0.1 ms, its workers cost nothing."""
 

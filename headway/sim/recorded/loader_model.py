@@ -200,10 +200,12 @@ class LoaderModel:
         fetch, waiting, cpu = self._loads(scenario, workers, seed, starved)
         was_inline = recorded[batches.iterator] == 0
         now_inline = workers[batches.iterator] == 0
-        # A worker looks, too, whether what it read has changed the dataset.
-        cpu = cpu + (self.costs.pack_ns + self.costs.look_ns * self._looked_at()) * (was_inline & ~now_inline)
-        inline_ns = np.maximum(self.owned_ns - batches.part_ns.sum(axis=1), 0) * was_inline
         threaded = (scenario.threads & tuned & (workers > 0))[batches.iterator]
+        # A worker looks, too, whether what it read has changed the dataset.
+        pack_ns = np.where(threaded, self.costs.thread_pack_ns, self.costs.pack_ns)
+        cpu = cpu * np.where(was_inline & ~now_inline & ~threaded, self.costs.elsewhere, 1.0)
+        cpu = cpu + (pack_ns + self.costs.look_ns * self._looked_at()) * (was_inline & ~now_inline)
+        inline_ns = np.maximum(self.owned_ns - batches.part_ns.sum(axis=1), 0) * was_inline
         taking = np.where(threaded, float(self.costs.thread_receive_ns), self.take_ns)
         taking = taking + self.costs.look_ns * (was_inline & self._looked_at())
         take = np.where(now_inline, inline_ns, taking) * scenario.transfer
@@ -234,8 +236,9 @@ class LoaderModel:
     def with_handoff(self, factor: float) -> LoaderModel:
         """Return the model with the assumed costs of workers scaled."""
         return replace(
-            self, take_ns=self.take_ns * factor, handoff_ns=self.handoff_ns * factor, first_ns=self.first_ns * factor
-        )
+            self, take_ns=self.take_ns * factor, handoff_ns=self.handoff_ns * factor, first_ns=self.first_ns * factor,
+            costs=replace(self.costs, pack_ns=round(self.costs.pack_ns * factor)),
+        )  # fmt: skip
 
     def _keeps(self, scenario: ResolvedEdits, workers: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return [i] whether the pass is read by the workers of the one before."""
