@@ -22,7 +22,15 @@ from tests.runs_made import MS, Made, Rows, RunMaker
 from tests.test_program import time_sliced
 
 QUIET = Costs(
-    handoff_ns=0, receive_ns=0, per_byte_ns=0.0, fork_ns=0, first_ns=0, stop_ns=0, reset_ns=0, pack_ns=0, look_ns=0,
+    handoff_ns=0,
+    receive_ns=0,
+    per_byte_ns=0.0,
+    fork_ns=0,
+    first_ns=0,
+    stop_ns=0,
+    reset_ns=0,
+    pack_ns=0,
+    look_ns=0,
     elsewhere=1.0,
 )
 
