@@ -11,10 +11,10 @@ from headway.sim.whatif import parse_edit
 STATES = [
     LoaderState(
         workers=workers, cores=cores, refusal=refusal, is_served=served, on_host=on_host, is_persistent=persistent,
-        pins=pins, waits_for_cores=waits, is_small=small, is_stream=stream,
+        pins=pins, waits_for_cores=waits, is_small=small, is_stream=stream, threads=4 * full,
     )
-    for workers, cores, refusal, served, on_host, persistent, pins, waits, small, stream in itertools.product(
-        (None, 0, 2, 10), (0, 4), ("", "it reads from a socket"), *[(False, True)] * 7
+    for workers, cores, refusal, served, on_host, persistent, pins, waits, small, stream, full in itertools.product(
+        (None, 0, 2, 10), (0, 4), ("", "it reads from a socket"), *[(False, True)] * 8
     )
 ]  # fmt: skip
 

@@ -126,6 +126,33 @@ def test_steps_beside_headways_own_children_say_nothing_of_the_job(slow_steps: i
     assert told.fidelity == pytest.approx(1.0, abs=1e-6)
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+def test_steps_that_take_longer_behind_a_window_are_left_out_on_a_device_alone(on_device: bool) -> None:
+    """A profiler's library that stays attached slows a device's launches; a host is slower for a reason of its own."""
+    made = job(ranks=1, compute_ns=lambda rank, step: (5 if step < 40 else 9) * MS).make()
+    ends_ns = program_of(made).recording.lanes[0].step_end_ns
+    rows = Rows(0)
+    rows.add("window", int(ends_ns[40]) + 1, MS, step=40)
+    if on_device:
+        rows.add("device.work", int(ends_ns[5]), MS, lane="device", step=5)
+
+    recording = Recording.from_trace(concat([made.trace, rows.trace()]), max_steps=1000)
+
+    assert recording.recorded_steps == (40 if on_device else 120)
+    assert recording.job_steps == 120
+
+
+def test_workers_may_win_less_where_cores_are_not_cores_of_their_own() -> None:
+    """Loads that compute slow what runs beside them, at the low end; loads that sleep slow nothing."""
+    lows = []
+    for fetch_ns, prep_ns in ((0, 6 * MS), (6 * MS, 0)):
+        predicted = program_of(job(ranks=1, fetch_ns=fetch_ns, prep_ns=prep_ns, compute_ns=6 * MS).make())
+        predicted = predicted.predict(["workers=2"])
+        lows.append(predicted.interval[0] / predicted.speedup)
+
+    assert lows[0] < 0.85 < lows[1]
+
+
 @pytest.mark.parametrize("edit", ["script=none", "op:host.recording=none"])
 def test_headways_own_work_is_no_time_of_the_scripts(edit: str) -> None:
     costs: dict[str, Any] = {"script_ns": 4 * MS, "recording_ns": lambda rank, step: 30 * MS * (step % 10 == 9)}

@@ -202,7 +202,7 @@ def compose(
     hours = _device_hours(program, setup)
     ranked = sorted(proposals, key=lambda row: (-hours * (1 - 1 / row.predicted_speedup), row.name))
     room_bytes = setup.limits.memory_per_rank_bytes(setup)
-    steps = setup.limits.steps or program.recording.recorded_steps
+    steps = setup.limits.steps or program.recording.job_steps
     recording_s = _recording_s(program) * steps / max(program.recording.recorded_steps, 1)
     why = partial(
         reason_of, room_bytes=room_bytes, allowed=setup.limits.allow, steps=steps, base_step_s=base.base_step_s,
@@ -239,7 +239,7 @@ def _recording_s(program: Program) -> float:
 
 def _device_hours(program: Program, setup: Setup) -> float:
     """Return what the recorded steps took on all devices."""
-    return program.measured_s * program.recording.recorded_steps * setup.world_size / 3600
+    return program.measured_s * program.recording.job_steps * setup.world_size / 3600
 
 
 def _best_set(able: Sequence[Proposal], program: Program, room_bytes: int, steps: int) -> tuple[Proposal, ...]:

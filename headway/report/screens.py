@@ -258,7 +258,9 @@ def nothing_to_apply(plan: PlanAnswer) -> str:
             return f"1 remedy needs your consent: {what}."
         return f"1 remedy needs your consent: {what}. Grant it with: headway plan --allow {clean(best.allow)}"
     if best is not None:
-        return f"Nothing to apply: {clean(best.name)}, predicted {predicted(best)}, {clean(best.left_out.reason)}."
+        reason = clean(best.left_out.reason)
+        why = reason if reason.startswith("predicted ") else f"predicted {predicted(best)}, {reason}"
+        return f"Nothing to apply: {clean(best.name)}, {why}."
     unsafe = joined([clean(row.name) for row in plan.refused if row.unsafe], ", ")
     if unsafe:
         return f"Nothing to apply: {unsafe} could change results here, and nothing else gains more than the noise."

@@ -141,6 +141,7 @@ def state_of(ledger: Ledger, loader: LoaderWaits) -> LoaderState:
         is_persistent=loader.facts.persistent,
         pins=loader.facts.pin_memory,
         is_small=0 < loads.total_bytes < SMALL_BYTES * loads.count,
+        threads=max(facts.threads.values(), default=0),
         waits_for_cores=loader.seconds("input.cpu_wait") > loader.seconds(*PREP) / 2,
     )
 

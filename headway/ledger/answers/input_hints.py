@@ -49,6 +49,9 @@ class LoaderState:
     is_small: bool = False
     """Whether its batches are of kilobytes."""
 
+    threads: int = 0
+    """Threads that a rank computes with, 0 = not known."""
+
     waits_for_cores: bool = False
     """Whether the batches that were awaited waited for a core most of the time."""
 
@@ -58,6 +61,11 @@ class LoaderState:
         return self.waits_for_cores or bool(self.cores and self.workers and self.workers >= self.cores)
 
     @property
+    def is_shared(self) -> bool:
+        """Whether workers would take turns with threads that compute, which wait for each other in each operator."""
+        return self.on_host and 1 < self.cores <= self.threads
+
+    @property
     def words(self) -> dict[str, str]:
         """What a hint may name."""
         workers = self.workers or 0
@@ -65,6 +73,7 @@ class LoaderState:
         return {
             "workers": str(self.workers or "now"), "twice": str(2 * (self.workers or 2)), "more": str(more),
             "cores": plural(self.cores, "core") if self.cores else "few cores", "each": str(self.cores),
+            "half": str(self.cores // 2), "threads": str(self.cores - self.cores // 2),
             "refusal": self.refusal, "TRY": TRY,
         }  # fmt: skip
 
@@ -128,6 +137,11 @@ HINTS: tuple[Hint, ...] = (
          ONE),
     Hint("input.prep", "workers are refused", lambda s: bool(s.refusal),
          "make the transforms themselves faster: workers are refused ({refusal})"),
+    Hint("input.prep", "it has no workers, and the threads that compute have all cores",
+         lambda s: s.workers == 0 and s.is_shared,
+         "prepare in worker processes and compute on fewer threads, for which workers have cores (sums are rounded in "
+         "another order): num_workers={half} and torch.set_num_threads({threads})",
+         "DataLoader(..., num_workers={half}, persistent_workers=True)  # and torch.set_num_threads({threads})"),
     Hint("input.prep", "it has no workers", lambda s: s.workers == 0,
          "prepare in worker processes: DataLoader(num_workers=2){TRY}workers=2", MORE),
     Hint("input.prep", "no core is free", lambda s: s.is_full,

@@ -99,9 +99,9 @@ def recorded_account(runs: Sequence[RunSource]) -> Account:
     asked = sorted(known & {one.rank for one in book.attempts[-1].books})[:MOST_RANKS_ASKED]
     if not asked:
         return account
-    kept = undisturbed_steps(book, asked, len(account.step_wall_ns))
     # What the profiler's library does to a device's launches; a loop on the CPU that slows down has another reason.
     on_device = facts.device_type != "cpu"
+    kept = undisturbed_steps(book, asked, len(account.step_wall_ns), on_device=on_device)
     longer = slower_since(account.step_wall_ns, int(np.argmin(kept))) if on_device and not kept.all() else 0.0
     said = (
         f"steps take {format_fraction(longer, 0)} longer since the profiler was first used: its library stays attached"
@@ -109,13 +109,14 @@ def recorded_account(runs: Sequence[RunSource]) -> Account:
     return replace(account, undisturbed=kept, notes=(*account.notes, *([said] if longer else [])))
 
 
-def undisturbed_steps(book: RunBook, ranks: Iterable[int], count: int) -> NDArray[np.bool_]:
+def undisturbed_steps(book: RunBook, ranks: Iterable[int], count: int, *, on_device: bool) -> NDArray[np.bool_]:
     """Return [count] whether no window of `ranks` disturbed a step of the last attempt."""
     kept = np.ones(count, bool)
     for rank in ranks:
         rows = book.rows(rank)
         steps, windows = (rows.of(name) for name in ("step", "window"))
-        own = undisturbed(rows.start_ns[steps], rows.end_ns[steps], rows.start_ns[windows], rows.end_ns[windows])
+        spans = rows.start_ns[steps], rows.end_ns[steps], rows.start_ns[windows], rows.end_ns[windows]
+        own = undisturbed(*spans, on_device=on_device)
         kept[: len(own)] &= own[:count]
     return kept
 

@@ -31,7 +31,7 @@ from headway.sim.recorded.lane import LABEL, LABELS
 from headway.sim.recorded.loader_costs import Costs
 from headway.sim.recorded.loader_model import LoaderModel, busiest_host, host_pressure, own_service, storage_is_shared
 from headway.sim.recorded.recording import Recording, first_alone, first_steady
-from headway.sim.recorded.segment_times import edited_segments
+from headway.sim.recorded.segment_times import edited_segments, on_busy_cores
 from headway.sim.recorded.stage_orders import INPUT_SHARES, MOST_STARVED, RecordedPipeline, check_stages, reordered
 from headway.sim.recorded.unroll import Occupancy, Unrolled, unroll
 from headway.sim.whatif import Edit, Prediction, ResolvedEdits, parse_edit, scenario_of
@@ -430,14 +430,13 @@ class Program:
         self, scenario: ResolvedEdits, base: NDArray[np.float64], after: NDArray[np.float64], seed: int
     ) -> tuple[float, float]:
         """Return a range of the speedup: resampled blocks of steps, costs that were assumed, what the replay misses."""
-        shifts = []
+        shifts, point = list[float](), base.mean() / after.mean()
         if self._assumes_handoff(scenario):
-            point = base.mean() / after.mean()
             for factor in (0.5, 2.0):
                 models = tuple(model.with_handoff(factor) for model in self.models)
                 shifts.append(float(base.mean() / self._replay(scenario, seed, models).mean() / point))
+            shifts.append(float(base.mean() / self.steps_ns(on_busy_cores(self.recording, scenario)).mean() / point))
         if self._splits(scenario):
-            point = base.mean() / after.mean()
             for share in INPUT_SHARES:
                 shifts.append(float(base.mean() / self.steps_ns(replace(scenario, input_share=share)).mean() / point))
         return speedup_interval(

@@ -117,7 +117,10 @@ class Recording:
     """Steps that are kept."""
 
     recorded_steps: int
-    """Steps that the run completed; more than `num_steps` when the run is long."""
+    """Steps that say what the job takes; more than `num_steps` when the run is long."""
+
+    job_steps: int
+    """Steps that the run completed, those too that a profiler slowed."""
 
     cut_factor: NDArray[np.float64]
     """[ranks, LABELS] Time per step over all recorded steps / over the kept ones; 1 when all are kept."""
@@ -190,6 +193,7 @@ class Recording:
             _meetings(own, tuple(lanes)),
             kept,
             recorded,
+            min(counts.values()),
             np.where(np.array(seen), np.array(cut), 1.0),
             busy,
             waiting,

@@ -39,11 +39,12 @@ def slower_since(step_wall_ns: Ints, first: int) -> float:
 
 
 def undisturbed(
-    step_start_ns: Ints, step_end_ns: Ints, window_start_ns: Ints, window_end_ns: Ints
+    step_start_ns: Ints, step_end_ns: Ints, window_start_ns: Ints, window_end_ns: Ints, *, on_device: bool = True
 ) -> NDArray[np.bool_]:
     """Return [n] whether no window disturbed a step; [n] starts and ends of steps, [k] of windows, in order.
 
-    A window is closed and written behind its last step, in the one after it.
+    A window is closed and written behind its last step, in the one after it. Steps of a host alone (`on_device` False)
+    that stay slower have another reason.
 
     >>> steps = np.arange(0, 100, 10)
     >>> np.flatnonzero(~undisturbed(steps, steps + 10, np.array([31]), np.array([40]))).tolist()
@@ -54,16 +55,19 @@ def undisturbed(
     closed = np.searchsorted(step_start_ns, window_end_ns, side="right")
     for first, beyond in zip(opened.tolist(), closed.tolist(), strict=True):
         kept[first:beyond] = False
-    if len(opened) and slower_since(step_end_ns - step_start_ns, int(opened[0])):
+    if on_device and len(opened) and slower_since(step_end_ns - step_start_ns, int(opened[0])):
         kept[int(opened[0]) :] = False
     return kept
 
 
 def steps_before_slowing(rows: Trace) -> int | None:
-    """Return how many steps of a rank came before the window behind which steps stay slower; None without one."""
+    """Return how many steps of a rank came before the window behind which steps stay slower; None without one.
+
+    None for a rank without a device, too: a host that slows down has another reason.
+    """
     windows, steps = rows.where(rows.named("window")).events, rows.where(rows.named("step")).events
     ends = np.sort(steps["start_ns"] + steps["duration_ns"])
-    if not len(windows["start_ns"]):
+    if not len(windows["start_ns"]) or not rows.named("device.work").any():
         return None
     first = int(np.searchsorted(ends, windows["start_ns"].min(), side="right"))
     return first if slower_since(np.diff(ends, prepend=steps["start_ns"].min()), first) else None
