@@ -120,6 +120,30 @@ def test_a_parameter_that_learns_later_has_no_momentum_yet_and_its_update_is_lef
         torch.testing.assert_close(unfrozen(), plain)
 
 
+@pytest.mark.parametrize("turned", ["parameter", "gradient", "state"])
+def test_what_comes_to_lie_otherwise_behind_some_updates_is_looked_at_anew(turned):
+    def turning():
+        torch.manual_seed(5)
+        layer = nn.Conv2d(3, 4, 2)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+        for step in range(6):
+            optimizer.zero_grad()
+            layer(torch.randn(2, 3, 5, 5)).square().mean().backward()
+            weight = layer.weight
+            if step == 3:
+                part = {"parameter": weight.data, "gradient": weight.grad, "state": None}[turned]
+                part = optimizer.state[weight]["exp_avg"] if part is None else part
+                part.data = part.contiguous(memory_format=torch.channels_last)
+                if turned == "parameter":
+                    weight.data = part
+            optimizer.step()
+        return [parameter.detach().contiguous() for parameter in layer.parameters()]
+
+    plain = turning()
+    with applied(fuse_optimizer, {}, "result-equivalent"):
+        torch.testing.assert_close(turning(), plain)
+
+
 def test_sparse_gradients_are_left_to_the_loop():
     def make(params):
         return torch.optim.SGD(params, lr=0.1)

@@ -66,6 +66,7 @@ class _FusedForm:
         """How many updates, of a group of parameters each, were fused."""
         self.num_steps = 0
         self._counts: dict[int, _DeviceCounts] = {}  # `id` of a group's first parameter -> its counts
+        self._looks: dict[int, _FusedLook] = {}  # the same -> what was looked at before
 
     def around(self, original: Update) -> Update:
         """Wrap an update of torch's."""
@@ -75,7 +76,7 @@ class _FusedForm:
             """Update the parameters, fused where that can be."""
             is_chosen = options.get("fused") is not None or options.get("foreach") is not None
             is_bound = options.get("differentiable") or options.get("capturable") or torch.compiler.is_compiling()
-            device_type = "" if is_chosen or is_bound else _fused_on(original.__name__, lists)
+            device_type = "" if is_chosen or is_bound else self._device_of(original.__name__, lists)
             if not device_type:
                 original(*lists, **options)
                 return
@@ -87,6 +88,16 @@ class _FusedForm:
             original(*lists, **{**options, "fused": True, "foreach": False})
 
         return update
+
+    def _device_of(self, update: str, lists: Sequence[Tensors]) -> str:
+        """Return what `_fused_on` does; .6 us a parameter where it has looked at the same before, 5 us else."""
+        parameters = lists[0] if lists else ()
+        if not parameters or (look := self._looks.get(id(parameters[0]))) is None or not look.holds_for(lists):
+            device_type = _fused_on(update, lists)
+            if device_type:
+                self._looks[id(parameters[0])] = _FusedLook(device_type, lists)
+            return device_type
+        return look.device_type
 
     def stepped(self, _: int) -> int:
         """Say after some steps that there is nothing to fuse, where that is so."""
@@ -128,6 +139,35 @@ class _DeviceCounts:
         torch._foreach_add_(on_host, 1)
         self._versions = [count._version for count in on_host]
         return self._on_device
+
+
+class _FusedLook:
+    """What an update of a group was looked at for: gradients are new each time, the rest stays where it lies.
+
+    A parameter or a state that lies elsewhere, as behind `parameter.data = ...`, may lie otherwise too.
+    """
+
+    def __init__(self, device_type: str, lists: Sequence[Tensors]) -> None:
+        self.device_type = device_type
+        self._pointers = _pointers(lists)
+        self._dtypes = [None if parameter is None else parameter.dtype for parameter in lists[0]]
+        self._is_in_order = all(parameter is not None and parameter.is_contiguous() for parameter in lists[0])
+
+    def holds_for(self, lists: Sequence[Tensors]) -> bool:
+        """Say whether these are what was looked at, with gradients that lie in order as their parameters do."""
+        if not self._is_in_order or len(lists[1]) != len(self._dtypes):
+            return False
+        for gradient, dtype in zip(lists[1], self._dtypes, strict=True):
+            if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
+                return False
+            if gradient.dtype is not dtype or not gradient.is_contiguous():
+                return False
+        return _pointers(lists) == self._pointers
+
+
+def _pointers(lists: Sequence[Tensors]) -> list[list[int]]:
+    """Return where parameters and states lie."""
+    return [[0 if part is None else part.data_ptr() for part in parts] for parts in (lists[0], *lists[2:])]
 
 
 def _fused_on(update: str, lists: Sequence[Tensors]) -> str:
