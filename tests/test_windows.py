@@ -232,14 +232,25 @@ def test_the_profilers_file_has_kernels_or_not(tmp_path):
     assert has_kernels(str(path))
 
 
+SLEEPING = (
+    TRAIN.replace("OPTIMIZERS", "1")
+    .replace("STEPS", "1500")
+    .replace("optimizer.step()", "time.sleep(0.002); optimizer.step()")
+)
+
+
+@pytest.mark.slow
+def test_one_process_on_a_host_has_the_windows_that_are_asked_for(tmp_path):
+    for name, variables in (("default", {}), ("asked", {"HEADWAY_WINDOWS": "0.01"})):
+        (tmp_path / name).mkdir()
+        run_script(SLEEPING, tmp_path / name, **variables)
+
+    assert ["window" in rows(tmp_path / name / "run") for name in ("default", "asked")] == [False, True]
+
+
 @pytest.mark.slow
 def test_windows_stay_within_their_budget(tmp_path):
-    source = (
-        TRAIN.replace("OPTIMIZERS", "1")
-        .replace("STEPS", "1500")
-        .replace("optimizer.step()", "time.sleep(0.002); optimizer.step()")
-    )
-    run_script(source, tmp_path, HEADWAY_WINDOWS="0.05")
+    run_script(SLEEPING, tmp_path, HEADWAY_WINDOWS="0.05")
     windows = windows_of(tmp_path / "run")
     steps = rows(tmp_path / "run")["optimizer.step"]
     trained_ns = steps[-1]["start_ns"] - steps[0]["start_ns"]

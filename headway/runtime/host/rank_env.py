@@ -159,7 +159,7 @@ def headway_env(
     attempt: int,
     plan: Path | None = None,
     remedies: Mapping[str, str] | None = None,
-    windows_fraction: float = 0.01,
+    windows_fraction: float | None = None,
     window_at: int | None = None,
     verify: bool | None = None,
 ) -> dict[str, str]:
@@ -169,7 +169,7 @@ def headway_env(
         "HEADWAY_RUN": str(run),
         "HEADWAY_RINGS": str(rings),
         "HEADWAY_ATTEMPT": str(attempt),
-        "HEADWAY_WINDOWS": f"{windows_fraction:g}",
+        "HEADWAY_WINDOWS": "" if windows_fraction is None else f"{windows_fraction:g}",
         "HEADWAY_REMEDIES": json.dumps(dict(remedies or {})),
         "PYTHONPATH": os.pathsep.join(paths),
     }

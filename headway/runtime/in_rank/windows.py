@@ -71,7 +71,9 @@ STEPS = 3
 """Steps of one window."""
 
 BUDGET = 0.01
-"""Fraction of the time trained that windows may cost by default."""
+"""Fraction of the time trained that windows may cost by default, where a device or several ranks compute.
+
+Those of one process on a host alone have no reader: they would show operators, of which the recording has the calls."""
 
 HOLD_NS = 50_000_000
 """Longest time for which a window of a device may hold the training thread when it ends: collecting and writing."""
@@ -166,6 +168,7 @@ class WindowRecorder:
         self.shape = Shape(STEPS, host=True)
         """Of the next window."""
         self._may_add_host = True
+        self._is_asked = bool(os.environ.get("HEADWAY_WINDOWS"))
         outside = next((name for name in OUTSIDE_PROFILERS if os.environ.get(name)), "")
         self.stopped = f"a profiler from outside: {outside} is set" if outside else ""
         self.stopped = self.stopped if budget > 0 else "HEADWAY_WINDOWS=0"
@@ -217,6 +220,8 @@ class WindowRecorder:
                 self._told_ns = 0
             if self._pace.longer >= STAYS and self._asked is None:
                 self.stopped = f"steps take {self._pace.longer:.0%} longer behind a window: its library stays attached"
+        elif not self._is_asked and num_ranks() == 1:
+            return self._pause()
         # Where launches bound steps each of them that the library slows counts, and it is not known to leave.
         timers = self.probes.device_timers
         if self.stopped or (timers and timers.keep_up):

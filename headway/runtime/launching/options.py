@@ -152,8 +152,8 @@ class LaunchOptions:
     """Remedy name -> 'module:tuple' that holds its record, from the catalog."""
     no_launch: bool = False
     """Join a launch line that exists already (torchrun, srun, accelerate): run the script as this rank."""
-    windows: float = 0.01
-    """Fraction of run time that deep windows may cost."""
+    windows: float | None = None
+    """Fraction of run time that deep windows may cost; None = 0.01 where a device or several ranks compute, else 0."""
     window_at: int | None = None
     """Step at which one opens, whatever the budget says."""
     max_run_bytes: int = DEFAULT_MAX_RUN_BYTES
@@ -203,11 +203,11 @@ def check(options: LaunchOptions, script: Sequence[str]) -> tuple[int, int]:
         raise InputError(
             f"--hang-timeout is {options.hang_timeout_s}; it is seconds, above 0. Leave it out to have hangs reported."
         )
-    if not 0 <= options.windows <= 1:
+    if options.windows is not None and not 0 <= options.windows <= 1:
         raise InputError(f"--windows is {options.windows}; it is a fraction of run time from 0 to 1. Pass 0.01.")
     if options.window_at is not None and options.window_at < 2:
         raise InputError(f"--window-at is {options.window_at}; it is a step, 2 or later. Pass 50.")
-    if options.window_at is not None and not options.windows:
+    if options.window_at is not None and options.windows == 0:
         raise InputError("--window-at asks for a deep window, and --windows 0 rules it out. Leave out one of them.")
     if not options.module and not options.no_python and not Path(script[0]).exists():
         module = " ".join(["--module --", *script[1:2]])

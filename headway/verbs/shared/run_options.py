@@ -116,13 +116,14 @@ class RunOptions:
         bool, _help(RECORD, "Under torchrun, srun or accelerate: record this process as one rank.")
     ] = False
     windows: Annotated[
-        float,
+        float | None,
         Parameter(
             group=RECORD,
             converter=fraction,
-            help="Fraction of run time that deep windows may cost, 0.05 or 5%; 0 for none.",
+            help="Fraction of run time that deep windows may cost, 0.05 or 5%; 0 for none. By default 0.01 where a "
+            "device or several ranks compute: nothing is read from those of one process on a host.",
         ),
-    ] = 0.01
+    ] = None
     window_at: Annotated[
         int | None,
         _whole(RECORD, "Open a deep window at this step too, whatever it costs: on a device the first one is late."),
