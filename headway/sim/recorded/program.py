@@ -430,12 +430,13 @@ class Program:
         self, scenario: ResolvedEdits, base: NDArray[np.float64], after: NDArray[np.float64], seed: int
     ) -> tuple[float, float]:
         """Return a range of the speedup: resampled blocks of steps, costs that were assumed, what the replay misses."""
-        shifts, point = list[float](), base.mean() / after.mean()
+        shifts, point = list[float](), base.mean() / max(after.mean(), 1e-9)
         if self._assumes_handoff(scenario):
             for factor in (0.5, 2.0):
                 models = tuple(model.with_handoff(factor) for model in self.models)
                 shifts.append(float(base.mean() / self._replay(scenario, seed, models).mean() / point))
-            shifts.append(float(base.mean() / self.steps_ns(on_busy_cores(self.recording, scenario)).mean() / point))
+            slow = on_busy_cores(self.recording, scenario)
+            shifts.append(float(base.mean() / self._replay(slow, seed, self.models).mean() / point))
         if self._splits(scenario):
             for share in INPUT_SHARES:
                 shifts.append(float(base.mean() / self.steps_ns(replace(scenario, input_share=share)).mean() / point))
