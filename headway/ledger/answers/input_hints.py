@@ -139,8 +139,8 @@ HINTS: tuple[Hint, ...] = (
          "make the transforms themselves faster: workers are refused ({refusal})"),
     Hint("input.prep", "it has no workers, and the threads that compute have all cores",
          lambda s: s.workers == 0 and s.is_shared,
-         "prepare in worker processes and compute on fewer threads, for which workers have cores (sums are rounded in "
-         "another order): num_workers={half} and torch.set_num_threads({threads})",
+         "prepare in worker processes, and compute on fewer threads so that those have cores: num_workers={half} and "
+         "torch.set_num_threads({threads}), by which sums are rounded in another order",
          "DataLoader(..., num_workers={half}, persistent_workers=True)  # and torch.set_num_threads({threads})"),
     Hint("input.prep", "it has no workers", lambda s: s.workers == 0,
          "prepare in worker processes: DataLoader(num_workers=2){TRY}workers=2", MORE),
