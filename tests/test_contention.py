@@ -14,25 +14,14 @@ from hypothesis import strategies as st
 from headway.core.machine.host_load import HostLoad
 from headway.sim.recorded.core_use import Contention
 from headway.sim.recorded.lane import COMPUTE
-from headway.sim.recorded.loader_costs import Costs
 from headway.sim.recorded.program import Program
 from headway.sim.recorded.recording import Recording
 from headway.trace.events.trace import concat
 from tests.runs_made import MS, Made, Rows, RunMaker
+from tests.test_program import QUIET as FREE_WORKERS
 from tests.test_program import time_sliced
 
-QUIET = Costs(
-    handoff_ns=0,
-    receive_ns=0,
-    per_byte_ns=0.0,
-    fork_ns=0,
-    first_ns=0,
-    stop_ns=0,
-    reset_ns=0,
-    pack_ns=0,
-    look_ns=0,
-    elsewhere=1.0,
-)
+QUIET = dataclasses.replace(FREE_WORKERS, receive_ns=0, reset_ns=0)
 
 
 def load(**figures: Any) -> HostLoad:

@@ -94,7 +94,7 @@ class _FusedForm:
         parameters = lists[0] if lists else ()
         if not parameters or (look := self._looks.get(id(parameters[0]))) is None or not look.holds_for(lists):
             device_type = _fused_on(update, lists)
-            if device_type:
+            if device_type and all(parameter is not None and parameter.is_contiguous() for parameter in parameters):
                 self._looks[id(parameters[0])] = _FusedLook(device_type, lists)
             return device_type
         return look.device_type
@@ -142,7 +142,7 @@ class _DeviceCounts:
 
 
 class _FusedLook:
-    """What an update of a group was looked at for: gradients are new each time, the rest stays where it lies.
+    """What an update of a group that lies in order was looked at for: gradients are new each time, the rest stays.
 
     A parameter or a state that lies elsewhere, as behind `parameter.data = ...`, may lie otherwise too.
     """
@@ -151,11 +151,10 @@ class _FusedLook:
         self.device_type = device_type
         self._pointers = _pointers(lists)
         self._dtypes = [None if parameter is None else parameter.dtype for parameter in lists[0]]
-        self._is_in_order = all(parameter is not None and parameter.is_contiguous() for parameter in lists[0])
 
     def holds_for(self, lists: Sequence[Tensors]) -> bool:
         """Say whether these are what was looked at, with gradients that lie in order as their parameters do."""
-        if not self._is_in_order or len(lists[1]) != len(self._dtypes):
+        if len(lists[1]) != len(self._dtypes):
             return False
         for gradient, dtype in zip(lists[1], self._dtypes, strict=True):
             if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
