@@ -16,8 +16,12 @@ from headway.core.machine.host_load import HostLoad
 from headway.ledger.answers.causes import find_causes
 from headway.ledger.answers.compare import compare
 from headway.ledger.answers.ledger import Ledger
+from headway.ledger.booking.core_waits import Marks, without_core
+from headway.ledger.booking.rows import RankRows
+from headway.ledger.buckets import SUB_CODE
 from headway.report.figures import verdict
 from headway.sim.recorded.recording import Recording
+from headway.trace.events.sweep import Pieces
 from headway.trace.events.trace import concat
 from tests.paths import ROOT
 from tests.runs_made import MS, Made, Rows, RunMaker
@@ -76,6 +80,23 @@ def test_a_gain_on_an_unlike_host_is_inconclusive():
 
     assert compare(before, faster, loads=loads).verdict == "inconclusive"
     assert compare(before, faster).verdict == "faster"
+
+
+def test_waits_in_turns_leave_each_stretch_what_the_fastest_of_its_kind_computes():
+    steps = 10
+    forward, backward = np.full(steps, 20 * MS), np.full(steps, 40 * MS)
+    forward[3], backward[6] = 2 * MS, 4 * MS  # nobody took the cores there
+    ns = np.column_stack([forward, backward]).reshape(-1)
+    borders = np.concatenate([[0], np.cumsum(ns)])
+    rows = RankRows(0, *(np.zeros(0, np.int64) for _ in range(4)), {})
+    ends = np.array([0, borders[-1]])
+    marked = Marks(ends, np.array([0, ns.sum() // 2]), ends)
+    sub = np.tile([SUB_CODE["useful.forward"], SUB_CODE["useful.backward"]], steps)
+
+    pieces = Pieces(borders[:-1], borders[1:], np.zeros(2 * steps, np.int64))
+    waited = without_core(rows, marked, pieces, sub, np.arange(2 * steps) // 2)
+
+    assert (ns - waited).sum() == pytest.approx(steps * (2 + 4) * MS, rel=0.01)
 
 
 POOL = """

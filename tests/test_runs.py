@@ -16,6 +16,8 @@ from headway.runtime.run_folder.recording import Exit, LaunchedRank, RunRecordin
 from headway.trace.recording.run_facts import RankMemory
 from headway.trace.recording.runs import Run, is_run, merge
 from headway.trace.rings.ring import Recorder
+from headway.verbs.shared.explain import explain_run
+from headway.verbs.shared.run_options import RunOptions
 from tests.rings_made import Process
 
 
@@ -68,6 +70,7 @@ def test_a_folder_whose_launcher_was_killed_opens_from_its_rings(tmp_path):
     assert run.meta["end_ns"] > run.meta["start_ns"]
     assert [row.rank for row in run.facts.ranks] == [0, 1]
     assert len(list((tmp_path / "rings").iterdir())) == 2  # looking changes nothing
+    assert any("has no run.json" in note for note in explain_run(run, str(tmp_path)).to_json()["notes"])
 
 
 def test_a_rank_that_was_finalised_and_one_that_was_not_open_together(tmp_path):
@@ -205,6 +208,11 @@ def test_a_folder_that_is_no_run_says_why(tmp_path, files, words):
         (tmp_path / name).write_text(content)
     with pytest.raises(FormatError, match=words):
         Run.open(tmp_path)
+
+
+def test_a_plan_of_a_folder_that_is_no_run_is_not_asked_of_it(tmp_path):
+    with pytest.raises(InputError, match="neither a plan file nor a run folder"):
+        _ = RunOptions(apply=tmp_path).plan_path
 
 
 def test_a_ring_that_could_not_be_made_is_why_a_run_holds_nothing(tmp_path):

@@ -9,8 +9,9 @@ thread computed, in proportion to its duration:
     no core             150              300                50
 
 Where the thread and its pool waited in turns, the two delays add up; where they waited at once, the longer one counts.
-Marks hold the longer ones, and by how much the sum is more: it counts as far as each step still computes for as long as
-the fastest of all. (One that has a core spins while another has none: CPU time does not tell the two apart.)
+Marks hold the longer ones, and by how much the sum is more: it counts as far as each forward, backward and update still
+computes for as long as the fastest of its kind. (One that has a core spins while another has none: CPU time does not
+tell the two apart. Operators that are short beside a slice of the scheduler's wait in turns, long ones at once.)
 
 Waiting inside a load of the training thread is known by itself (`input.cpu_wait`) and left out. Times in int64 ns.
 
@@ -32,7 +33,7 @@ from headway.trace.events.sweep import Ints, Pieces
 SPAN_NS = 500 * NS_PER_MS
 """Marks so close together count as one: the threads of a pool are looked at four times a second."""
 
-MOST_WAITING = 0.95
+MOST_WAITING = 0.99
 """Of what a thread computed, at most this share was waiting: it did compute."""
 
 COMPUTES = np.array(
@@ -109,14 +110,25 @@ def without_core(rows: RankRows, marked: Marks, pieces: Pieces, sub: Ints, step:
     loaded = np.bincount(of_load[within], weights=(rows.end_ns - rows.start_ns)[loads][within], minlength=spans)
     computed = np.bincount(span[inside], weights=pieces.duration_ns[inside], minlength=spans)
     low, high = ((np.diff(ns) - loaded) / np.maximum(computed, 1.0) for ns in (marked.waited_ns, marked.most_ns))
-    of_step = np.bincount(step[inside], weights=pieces.duration_ns[inside])
-    num_steps = np.bincount(
-        span[inside], weights=pieces.duration_ns[inside] / np.maximum(of_step[step[inside]], 1.0), minlength=spans
-    )
-    fastest = of_step[1:-1][of_step[1:-1] > 0].min(initial=of_step.max(initial=0.0))  # the outer ones are no steps
-    high = np.minimum(high, 1 - fastest * num_steps / np.maximum(computed, 1.0))
+    undisturbed = np.bincount(span[inside], weights=_fastest(pieces.duration_ns, sub, step, inside), minlength=spans)
+    high = np.minimum(high, 1 - undisturbed / np.maximum(computed, 1.0))
     share = np.clip(np.maximum(low, high), 0.0, MOST_WAITING)
     return np.where(inside, np.rint(pieces.duration_ns * share[np.clip(span, 0, spans - 1)]), 0).astype(np.int64)
+
+
+def _fastest(duration_ns: Ints, sub: Ints, step: Ints, inside: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Return the ns of each piece inside, had its sub-line taken in its step what it takes in the fastest step.
+
+    A sub-line counts in the steps that have it; the outer steps are none.
+    """
+    subs, steps, ns = sub[inside], step[inside], duration_ns[inside].astype(np.float64)
+    of_both = np.zeros((len(SUBS), int(steps.max(initial=0)) + 1))
+    np.add.at(of_both, (subs, steps), ns)
+    inner = of_both[:, 1:-1]
+    floors = np.where(inner > 0, inner, np.inf).min(axis=1, initial=np.inf)
+    floors = np.where(np.isinf(floors), of_both.max(axis=1), floors)
+    both = of_both[subs, steps]
+    return np.where(both > 0, ns * np.minimum(floors[subs] / np.maximum(both, 1.0), 1.0), 0.0)
 
 
 CODE = SUB_CODE["host.cpu_wait"]

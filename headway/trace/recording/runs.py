@@ -115,12 +115,12 @@ class Run:
 def is_run(path: str | Path) -> bool:
     """Say whether `path` is a run folder, whole or cut short."""
     path = Path(path)
-    return path.is_dir() and (
-        (path / "run.json").is_file()
-        or any(path.glob("run-host*.json"))
-        or bool(ring_folders(path))
-        or (path / "events").is_dir()
-    )
+    return path.is_dir() and (is_described(path) or bool(ring_folders(path)) or (path / "events").is_dir())
+
+
+def is_described(path: Path) -> bool:
+    """Say whether a run folder has what its launcher writes: run.json, or one of each host."""
+    return (path / "run.json").is_file() or any(path.glob("run-host*.json"))
 
 
 def merge(runs: Sequence[Run]) -> Run:

@@ -39,7 +39,7 @@ from headway.trace.events.trace import Trace
 from headway.trace.readers.formats import open_parts
 from headway.trace.recording.incident import Incident
 from headway.trace.recording.run_facts import RunFacts, memory_headroom, outcomes_of
-from headway.trace.recording.runs import Run, is_run, merge
+from headway.trace.recording.runs import Run, is_described, is_run, merge
 from headway.verbs.shared.script_terms import KEPT, script_terms, withdrawn
 from headway.verbs.shared.source import run_command
 
@@ -104,7 +104,7 @@ class Explanation:
         memory = memory_headroom(self.run.facts) if self.run else {}
         answer["memory"] = memory
         answer["exit"] = self.run.meta.get("exit") if self.run else None
-        attempts = attempt_notes(self.run.facts, self.source) if self.run else []
+        attempts = [*attempt_notes(self.run.facts, self.source), *undescribed(self.run)] if self.run else []
         answer["notes"] = [*answer["notes"], *attempts, *self.notes, *computes, *memory_notes(memory)]
         found = verdict(answer)
         answer["verdict"] = {**structs.asdict(found), "command": self.next_command(found)}
@@ -207,6 +207,13 @@ def attempt_notes(facts: RunFacts, source: str) -> list[str]:
     if rows and facts.exit is None and row.action != "stop":
         return [f"{ended}; the one after it left no events. {more}"]
     return []
+
+
+def undescribed(run: Run) -> list[str]:
+    """Say that a run folder lacks what its launcher writes."""
+    if is_described(run.path):
+        return []
+    return [f"{run.path} has no run.json (removed, or not copied): its script, its hosts and its end are unknown."]
 
 
 def explain(paths: Sequence[Path], *, allow: tuple[str, ...] = ()) -> Explanation:
