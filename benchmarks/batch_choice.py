@@ -22,9 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway.cluster import NoiseScale, fit_speed
-from headway.cluster.adaptive.apply import batch
+from headway.cluster.adaptive.apply import batch, noise
 from headway.cluster.adaptive.speed import BatchLimits, best_batch
-from headway.cluster.adaptive.torch_noise import noise
 from headway.cluster.remedies import BatchParameters, NoiseParameters
 from headway.runtime.in_rank.remedy import Context
 from tests.made.pool import RankPool

@@ -17,8 +17,7 @@ from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from headway.checkpoint.layout.cuts import ReplicatedTensor, shares
-from headway.checkpoint.layout.reads import Shard, plan_reads
+from headway.checkpoint.layout.reads import ReplicatedTensor, Shard, plan_reads, shares
 from headway.storage.stored.boxes import cover_fault, whole
 from headway.storage.stored.manifest import Piece
 from tests.public_shapes import LLAMA_3_8B

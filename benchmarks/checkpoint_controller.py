@@ -20,7 +20,7 @@ from _command import ROOT
 
 sys.path.insert(0, str(ROOT))
 
-from headway.checkpoint.policy.policy import CheckpointPolicy, StepTiming
+from headway.checkpoint.policy import CheckpointPolicy, StepTiming
 from tests.checkpoint_jobs import Conditions, Controller, Job, disturbed, random_conditions
 
 JOBS, FULL_JOBS = 200, 2000

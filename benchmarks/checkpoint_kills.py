@@ -32,7 +32,7 @@ from headway.checkpoint.agent.agent import socket_path
 from headway.core.rng import stream
 from headway.data import DataLoader
 from headway.storage import verify
-from headway.storage.commits.commit import committed
+from headway.storage.commit import committed
 from headway.storage.stored.digests import checksum
 
 GLOBAL_BATCH, EXAMPLES, WIDTH = 8, 64, 160

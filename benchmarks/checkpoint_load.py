@@ -71,7 +71,7 @@ def job(folder: str, rounds: int) -> dict[str, Any]:
 
     from headway.checkpoint.restores.restore import restore_into
     from headway.checkpoint.state.shards import local_shards
-    from headway.storage.commits.commit import commit
+    from headway.storage.commit import commit
     from tests.layouts_made import write_part
 
     warnings.simplefilter("ignore")

@@ -15,7 +15,7 @@ import time
 from _gavel import DEVICES, FOLDER, published_h
 
 from headway.cluster import Cluster, simulate
-from headway.cluster.queue.gavel_files import RateTable, generate
+from headway.cluster.queue.logs import RateTable, generate
 
 WINDOW, JOBS_BEHIND = (4000, 5000), 3000
 SINGLE_MOST, RELEASED_H = 4.4, 29.42

@@ -16,8 +16,7 @@ from _gavel import DEVICES, FOLDER
 from headway.cluster import POLICIES, Cluster, Rates, simulate
 from headway.cluster.model import Allocation
 from headway.cluster.queue.compare import compare_policies
-from headway.cluster.queue.gavel_files import RateTable, generate
-from headway.cluster.queue.logs import read_queue
+from headway.cluster.queue.logs import RateTable, generate, read_queue
 
 NAMES = ("fifo", "fifo_aware", "las", "las_aware", "las_packed", "ftf", "ftf_aware", "makespan", "max_sum", "min_cost",
          "hierarchical", "gandiva", "hadar", "fill")  # fmt: skip

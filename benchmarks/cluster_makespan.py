@@ -18,7 +18,7 @@ import numpy as np
 from _gavel import DEVICES, FOLDER, published_h
 
 from headway.cluster import POLICIES, Cluster, simulate
-from headway.cluster.queue.gavel_files import RateTable, generate
+from headway.cluster.queue.logs import RateTable, generate
 
 SEEDS, SIZES = (0, 1, 2), (500, 700)
 SMALL = "v100=20,p100=20,k80=20"

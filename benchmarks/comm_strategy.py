@@ -16,8 +16,15 @@ import numpy as np
 
 from benchmarks.data.public import public
 from headway.comm.compression.options import stages
-from headway.comm.compression.published import COSTS, ModelGradients, PublishedSetup, read_models, read_setups
-from headway.comm.compression.strategy_search import Pricing, search
+from headway.comm.compression.strategy_search import (
+    COSTS,
+    ModelGradients,
+    Pricing,
+    PublishedSetup,
+    read_models,
+    read_setups,
+    search,
+)
 from headway.core.rng import stream
 from headway.sim.ddp.stage_chains import StageChains
 

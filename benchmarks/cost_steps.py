@@ -19,9 +19,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from headway.cost.learned.cost_table import CostTable, MeasuredModel, operators_of, step_costs
-from headway.cost.learned.operators import Operator, OperatorModel
-from headway.cost.learned.torch_calibration import here, made_model, measure
+from headway.cost.cost_table import CostTable, MeasuredModel, Operator, OperatorModel, operators_of, step_costs
+from headway.cost.torch_calibration import here, made_model, measure
 
 MODELS, ROUNDS, FOLDS, BAR = 48, 4, 8, 0.15
 FULL = "--full" in sys.argv

@@ -14,8 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from headway.fault.restart import supervise
-from headway.fault.restart.incidents import AttemptProgress
+from headway.fault import supervise
+from headway.fault.incidents import AttemptProgress
 from headway.runtime.launching.hang_watch import HangWatch
 from headway.runtime.launching.launch import launch
 from headway.runtime.launching.options import LaunchOptions
@@ -68,7 +68,7 @@ def inside(seconds: float, folder: Path) -> int:
         timed(owner, name)
     (folder / "job.py").write_text(JOB)
     options = LaunchOptions(
-        nproc_per_node=2, max_restarts=3, supervisor="headway.fault.restart.supervise:supervisor", quiet=True,
+        nproc_per_node=2, max_restarts=3, supervisor="headway.fault.supervise:supervisor", quiet=True,
         out=folder / "run", json=True,
     )  # fmt: skip
     report = launch(options, [str(folder / "job.py"), str(seconds), str(folder / "seconds")])

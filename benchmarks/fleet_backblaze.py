@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from headway.lab.disks.afr import poisson_interval
-from headway.lab.disks.logs import ObservationWindow, read_lifetimes, read_totals, windows
-from headway.lab.disks.placement import DiskPlacement, place, replay, saved
-from headway.lab.disks.plan import POLICIES
+from headway.lab.afr import poisson_interval
+from headway.lab.failure_logs import ObservationWindow, read_lifetimes, read_totals, windows
+from headway.lab.fleet_plan import POLICIES
+from headway.lab.placement import DiskPlacement, place, replay, saved
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "disks"
 DATES = ("2021-10", "2021-11", "2022-09", "2022-11")

@@ -12,8 +12,8 @@ import json
 import sys
 import time
 
-from headway.lab.disks.fleet import DiskFleet
-from headway.lab.disks.sim import MIXES, SimResult, made
+from headway.lab.fleet import DiskFleet
+from headway.lab.fleet_sim import MIXES, SimResult, made
 
 DAYS, POLICIES = 1095, ("pacemaker", "instant", "reactive")
 

@@ -23,9 +23,8 @@ from headway.parallel.planning.graph import GraphCluster, GraphPlan, plan_graph
 from headway.parallel.planning.hierarchical import Topology, search
 from headway.parallel.planning.layers import LayerGraph
 from headway.sim.pipeline.actions import StageGraph
-from headway.sim.pipeline.list_schedule import graph_1f1b
 from headway.sim.pipeline.orders import PipelineShape
-from headway.sim.pipeline.simulate import evaluate
+from headway.sim.pipeline.simulate import evaluate, graph_1f1b
 from tests.made.branched_models import candle_uno, multi_modal
 
 DEVICES, RATE = 24, 12e9

@@ -23,9 +23,9 @@ from _command import ROOT
 from _noise import cheapest
 
 from headway.core.rng import stream
-from headway.data.features.jagged import Jagged, dedup, expected_factor
-from headway.data.features.sessions import cluster_parquet
-from headway.data.features.torch_jagged import on_unique
+from headway.data.jagged import Jagged, dedup, expected_factor
+from headway.data.sessions import cluster_parquet
+from headway.data.torch_jagged import on_unique
 
 sys.path.insert(0, str(ROOT))
 

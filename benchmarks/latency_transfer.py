@@ -17,8 +17,8 @@ import numpy as np
 
 from benchmarks.data.public import latencies
 from headway.core.rng import stream
-from headway.cost.learned.cost_table import LatencyTable
-from headway.cost.learned.predictors import (
+from headway.cost.cost_table import LatencyTable
+from headway.cost.predictors import (
     SELECTIONS,
     TransferTask,
     kernel,
@@ -29,7 +29,7 @@ from headway.cost.learned.predictors import (
     standardised,
     tree,
 )
-from headway.cost.learned.torch_network import Trained
+from headway.cost.torch_calibration import Trained
 
 TARGETS = ("titan_rtx_64", "gold_6240", "raspi4", "fpga", "samsung_a50")
 DRAWS, BARS, WORST, SEED = {10: 40, 50: 20, 300: 10}, {10: 0.95, 50: 1.00, 300: 0.85}, 1.15, 41

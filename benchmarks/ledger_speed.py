@@ -20,7 +20,7 @@ from _command import ROOT
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.booking.rows import NAMES, rows_by_rank
 from headway.ledger.buckets import BUCKET_OF
-from headway.trace.events.sweep import sweep
+from headway.trace.events.intervals import sweep
 from headway.trace.events.trace import Trace, concat
 
 sys.path.insert(0, str(ROOT))

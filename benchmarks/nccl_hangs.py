@@ -12,8 +12,8 @@ import json
 import sys
 from collections import Counter
 
-from headway.ledger.jobs.hang import HangVerdict, localise
-from headway.ledger.jobs.hang_reports import of_dumps
+from headway.ledger.hang import HangVerdict, localise
+from headway.ledger.hang_reports import of_dumps
 from headway.trace.events.trace import concat
 from headway.trace.readers import flight
 from tests.hung_nccl import HungDevices, hung_devices

@@ -16,9 +16,9 @@ from _command import ROOT
 
 sys.path.insert(0, str(ROOT))
 
-from headway.lab.nvm.controller import NvmStats, simulate_nvm
-from headway.lab.nvm.design import ABLATION
-from headway.lab.nvm.traces import END, TRACES
+from headway.lab.nvm_controller import NvmStats, simulate_nvm
+from headway.lab.nvm_design import ABLATION
+from headway.lab.nvm_traces import END, TRACES
 
 REQUESTS = {"set": 12_000, "get": 12_000, "stream": 1_200, "tree": 6_000}
 ASSUMED_NS = (1000, 1500, 2000, 3000)

@@ -20,9 +20,8 @@ import numpy as np
 from headway.parallel.planning.hierarchical import PartitionPlan, Topology, search
 from headway.parallel.planning.layers import LayerGraph
 from headway.sim.pipeline.actions import B, F, StageGraph
-from headway.sim.pipeline.list_schedule import ListSchedule
 from headway.sim.pipeline.lower import lower
-from headway.sim.pipeline.simulate import StageCosts, simulate
+from headway.sim.pipeline.simulate import ListSchedule, StageCosts, simulate
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "pipedream"
 PUBLISHED = {"vgg16": 5.28, "alexnet": 4.92}

@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 
 from headway.cluster import Cluster, simulate
-from headway.cluster.adaptive.measured import published_jct_s, read_applications, read_workload
-from headway.cluster.adaptive.workload import MeasuredJobs
+from headway.cluster.adaptive.workload import MeasuredJobs, published_jct_s, read_applications, read_workload
 
 FOLDER = Path(__file__).resolve().parents[2] / "shared" / "data" / "cluster" / "pollux"
 WORKLOADS, NAMES, HOSTS = (1, 2, 4, 5, 6, 8), ("tiresias", "optimus", "pollux"), 16

@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - torch's own habit
 
-from headway.model.precision.apply import names_of
+from headway.model.precision.apply import lower, names_of
 from headway.model.precision.proposal import PhaseOfRank, planned
-from headway.model.precision.torch_operators import lower
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from headway.parallel import ElasticPlan, replan
-from headway.parallel.elastic.traces import HostTrace, SwitchCosts, replay_trace
+from headway.parallel.elastic_plan import HostTrace, SwitchCosts, replay_trace
 from headway.sim.pipeline.orders import PipelineShape
 from headway.sim.pipeline.split_backward import zero_bubble
 

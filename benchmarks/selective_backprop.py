@@ -25,8 +25,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway.core.rng import stream
-from headway.data.features.selection import LossSelector
-from headway.data.features.torch_selection import WithIds, scoring
+from headway.data.selection import LossSelector
+from headway.data.torch_selection import WithIds, scoring
 
 EPOCHS, SELECTED_EPOCHS, BATCH, LEARNING_RATE = 10, 16, 64, 0.06
 """A third of the examples in all epochs but the first: 16 epochs of candidates are 0.6x the backward passes of 10."""

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 
 from headway.core.mesh import Mesh
-from headway.ledger.jobs.hang import RankReport, localise
+from headway.ledger.hang import RankReport, localise
 from tests.hung_jobs import HungJob, hung_reports, random_job
 
 GRIDS, CLAIM_CPU_S = 200, 1.0

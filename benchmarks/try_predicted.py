@@ -18,7 +18,7 @@ from _command import ROOT, headway
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from jobs.compute_faults import FAULTS
 
-from headway.compute.tries import CANDIDATES
+from headway.compute.advise import CANDIDATES
 
 JOBS = (
     "adamw, narrow layers", "adam, small transformer", "sgd with momentum, narrow layers", "adagrad, narrow layers",

@@ -22,13 +22,12 @@ import msgspec
 import numpy as np
 import psutil
 
-from headway.core.files.regular_file import whole_file
+from headway.core.files.safe_files import whole_file
 from headway.core.rng import stream
 from headway.data.bytes.packing import unpack
-from headway.data.fleet.keeper import Keeper
 from headway.data.fleet.reader import FleetReader
 from headway.data.fleet.splits import BatchKeys, FleetPass
-from headway.data.fleet.supervisor import FleetSettings, forked
+from headway.data.fleet.supervisor import FleetSettings, Keeper, forked
 
 LIMIT_S = 60.0
 LEASE_S = 1.5

@@ -3,8 +3,7 @@
 import numpy as np
 
 from headway.sim.graph.attribution import critical_path
-from headway.sim.graph.dag import Dag
-from headway.sim.graph.replay import replay
+from headway.sim.graph.dag import Dag, replay
 
 # Operations in the order of each lane (stage): 1F1B with one warm-up forward on stage 0.
 ops = ["F0", "F1", "B0", "F2", "B1", "B2", "F0", "B0", "F1", "B1", "F2", "B2"]

@@ -17,7 +17,7 @@ from headway.core.lazy import lazily
 
 if TYPE_CHECKING:
     from headway.checkpoint.engine import Checkpointer as Checkpointer
-    from headway.checkpoint.policy.policy import CheckpointPolicy as CheckpointPolicy
+    from headway.checkpoint.policy import CheckpointPolicy as CheckpointPolicy
     from headway.core.errors import HeadwayError as HeadwayError
     from headway.data.fleet.torch_fleet import Fleet as Fleet
     from headway.integrations.notebook import open_run as open_run
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 PUBLIC: dict[str, str] = {
-    "CheckpointPolicy": "headway.checkpoint.policy.policy:CheckpointPolicy",
+    "CheckpointPolicy": "headway.checkpoint.policy:CheckpointPolicy",
     "Checkpointer": "headway.checkpoint.engine:Checkpointer",
     "Dag": "headway.sim.graph.dag:Dag",
     "Fleet": "headway.data.fleet.torch_fleet:Fleet",

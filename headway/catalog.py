@@ -67,7 +67,7 @@ REHEARSALS: dict[str, str] = {
 Key -> the function that does.
 """
 
-SUPERVISOR = "headway.fault.restart.supervise:supervisor"
+SUPERVISOR = "headway.fault.supervise:supervisor"
 """What supervises the attempts of a run that may have several."""
 
 MEASUREMENTS: dict[str, str] = _applied(data, "MEASUREMENTS")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from headway.checkpoint.policy.policy import StepTiming
+from headway.checkpoint.policy import StepTiming
 
 
 @dataclass(frozen=True)

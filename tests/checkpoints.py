@@ -10,12 +10,12 @@ from unittest import mock
 
 import torch
 
-from headway.storage.commits.commit import commit
-from headway.storage.commits.draft import Draft, finish_rank, open_draft
+from headway.storage.commit import commit
+from headway.storage.draft import Draft, finish_rank, open_draft
 from headway.storage.formats.records import read_saved
 from headway.storage.stored.digests import digest_of
 from headway.storage.stored.manifest import Piece, RankManifest, StoredObject, entry_of, image_name
-from headway.storage.stored.store import write_durably
+from headway.storage.stored.stores import write_durably
 
 ALIGN = 4096
 

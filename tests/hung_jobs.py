@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from benchmarks._one_f_one_b import actions
 from headway.core.mesh import Mesh
-from headway.ledger.jobs.hang import RankReport, Wait
+from headway.ledger.hang import RankReport, Wait
 
 Instruction = tuple[str, str, int, int]
 """(operation, axes of its group, number of it there, distance of the peer's stage)."""

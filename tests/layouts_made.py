@@ -11,8 +11,8 @@ from headway.checkpoint.agent.saving import persist_rank
 from headway.checkpoint.saves.image import Image, Part, pickled, plan
 from headway.checkpoint.state.shards import Holders, pieces
 from headway.core.wire.pace import RateLimiter
-from headway.storage.commits.commit import commit
-from headway.storage.commits.draft import Draft
+from headway.storage.commit import commit
+from headway.storage.draft import Draft
 
 
 def write_part(

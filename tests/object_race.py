@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headway.storage.checks.verification import verify_store
-from headway.storage.commits.commit import StepTakenError
-from headway.storage.commits.object_commit import ObjectDraft, commit, committed, finish_rank
+from headway.storage.commit import StepTakenError
+from headway.storage.object_commit import ObjectDraft, commit, committed, finish_rank
 from headway.storage.stored.digests import crc32, digest_of
 from headway.storage.stored.manifest import METADATA, Piece, RankManifest, entry_of, image_name
-from headway.storage.stored.objects import PART_BYTES, ObjectStore, open_store
+from headway.storage.stored.stores import PART_BYTES, ObjectStore, open_store
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

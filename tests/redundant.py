@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from headway.storage.commits.commit import commit
-from headway.storage.commits.draft import open_draft
+from headway.storage.commit import commit
+from headway.storage.draft import open_draft
 from headway.storage.redundancy.parity import encode_rank
 from tests.checkpoints import rows_of, write_rank
 

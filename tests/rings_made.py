@@ -5,8 +5,8 @@ from pathlib import Path
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.recording.assemble import build, by_rank
+from headway.trace.rings.records import stems
 from headway.trace.rings.ring import MAIN, Recorder
-from headway.trace.rings.spool import stems
 
 
 class Process:

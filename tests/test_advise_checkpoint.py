@@ -22,7 +22,7 @@ from headway.checkpoint.advise import (
     propose,
     recorded_saves,
 )
-from headway.checkpoint.policy.costs import best_interval_s
+from headway.checkpoint.costs import best_interval_s
 from headway.ledger.answers.ledger import Ledger
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup

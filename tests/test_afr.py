@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.core.rng import stream
-from headway.lab.disks.afr import AfrModel, poisson_interval
+from headway.lab.afr import AfrModel, poisson_interval
 
 counts = st.integers(0, 400)
 

@@ -33,7 +33,7 @@ from headway.core.files.private import runtime_directory
 from headway.core.machine.arena import shared_memory
 from headway.core.wire.channel import Listener, connect, pair
 from headway.core.wire.pace import RateLimiter
-from headway.storage.commits.commit import committed
+from headway.storage.commit import committed
 
 SIZE = 1 << 20
 

@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from headway.checkpoint.restores.agreement import KEPT_WORDS, Agreement
+from headway.checkpoint.restores.exchange import KEPT_WORDS, Agreement
 from headway.core.errors import InputError
 from tests.spawn import on_ranks
 

@@ -13,7 +13,7 @@ from benchmarks._synthetic import SyntheticJob, generate
 from headway.core.errors import CycleError, InputError
 from headway.ledger.booking.rows import rows_by_rank
 from headway.ledger.operations.compute_factors import meetings_of
-from headway.sim.traced.observed import observe
+from headway.sim.observed import observe
 from headway.trace.events.trace import Trace, concat
 from headway.trace.events.vocabulary import KIND
 from headway.trace.sync.alignment import align

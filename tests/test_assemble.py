@@ -3,8 +3,8 @@
 import threading
 
 from headway.trace.events.vocabulary import KIND
+from headway.trace.rings.records import stems
 from headway.trace.rings.ring import LOADER
-from headway.trace.rings.spool import stems
 from tests.rings_made import Process, built, rows
 
 

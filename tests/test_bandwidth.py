@@ -2,7 +2,7 @@
 
 import pytest
 
-from headway.checkpoint.policy.costs import PIECE_BYTES, StorageRates, measure
+from headway.checkpoint.costs import PIECE_BYTES, StorageRates, measure
 from headway.core.errors import InputError
 
 RATES = StorageRates(copy=8e9, checksum=16e9, write=5e8, read=2e9, sync_s=0.01)

@@ -20,8 +20,8 @@ from headway.core.machine.child import said
 from headway.core.units import format_fraction
 from headway.cost.specs import shipped
 from headway.ledger.answers.ledger import Ledger
-from headway.ledger.live.live_ledger import LiveLedger
-from headway.ledger.live.live_mfu import LiveMfu
+from headway.ledger.live_ledger import LiveLedger
+from headway.ledger.live_mfu import LiveMfu
 from headway.runtime.run_folder.live_feed import finalised
 from headway.runtime.run_folder.status import RunStatus
 from headway.trace.recording.run_facts import RankMemory, RunFacts

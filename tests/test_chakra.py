@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
-from headway.sim.graph.dag import Dag
-from headway.sim.graph.replay import replay
-from headway.sim.traced.observed import listed, listed_dag, observe
+from headway.sim.graph.dag import Dag, replay
+from headway.sim.observed import listed, listed_dag, observe
 from headway.trace.events.trace import COLUMNS, Trace, in_order
 from headway.trace.events.vocabulary import KIND
 from headway.trace.profiler.messages import delimited, prefixed

@@ -80,7 +80,7 @@ def left():
 
 
 def test_nothing_grows_with_the_number_of_saves_of_a_state_that_grows(tmp_path, monkeypatch):
-    monkeypatch.setattr("headway.checkpoint.policy.slowdown.REMEMBERED", 4)  # windows: as many as there ever are, soon
+    monkeypatch.setattr("headway.checkpoint.slowdown.REMEMBERED", 4)  # windows: as many as there ever are, soon
     model = torch.nn.Sequential(torch.nn.Embedding(100, 8), torch.nn.Linear(8, 8))
     growing, policy, found, fds = Growing(), CheckpointPolicy(budget=0.9), [], []
     with headway.Checkpointer(tmp_path, model=model, growing=growing, policy=policy) as ckpt:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.checkpoint.choices import SETTINGS, SavingJob, job_with, protections, ways
+from headway.checkpoint.advise import SETTINGS, SavingJob, job_with, protections, ways
 from headway.core.errors import InputError, UnknownNameError
 
 JOB = SavingJob(step_s=0.5, save_s=20.0, every_steps=100, state_bytes=12 * 10**9)

@@ -10,11 +10,11 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
-from headway.checkpoint.policy.keep import Keep
+from headway.checkpoint.keep import Keep
 from headway.cli import main
 from headway.core.errors import InputError
 from headway.storage.checks.verification import scrub
-from headway.storage.commits.commit import committed
+from headway.storage.commit import committed
 from headway.storage.redundancy.parity import encode_rank
 from headway.storage.redundancy.restripe import restripe
 from headway.storage.stored.manifest import COMMIT, TWIN, CommitRecord, encode, read_record

@@ -13,9 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway.cluster import NoiseScale
-from headway.cluster.adaptive.apply import batch
+from headway.cluster.adaptive.apply import batch, noise
 from headway.cluster.adaptive.recorded import Measured, noise_of
-from headway.cluster.adaptive.torch_noise import noise
 from headway.core.errors import InputError
 from headway.runtime.in_rank.remedy import RefusedRemedy
 from tests.launching import headway_here, json_of, refusal

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.cluster.prices.answer import sky_task
-from headway.cluster.prices.market import DAY_S, HOUR_S, Market, MarketTerms, Offer
-from headway.cluster.prices.read import read_records
-from headway.cluster.prices.strategies import STUDY, UptimeSpan, follow, hindsight, online, run_until, study
+from headway.cluster.price_market import DAY_S, HOUR_S, Market, MarketTerms, Offer
+from headway.cluster.price_strategies import STUDY, UptimeSpan, follow, hindsight, online, run_until, study
+from headway.cluster.prices import read_records, sky_task
 from headway.core.errors import FormatError, InputError
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.answers.ledger import Ledger

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.cluster import POLICIES, Cluster, fit_rates, leximin, maxmin
+from headway.cluster.max_min import JobGroups, class_pairs, hand_down, solve
 from headway.cluster.model import QueueState
-from headway.cluster.policies.baselines import bubbles, fill, hadar, price
-from headway.cluster.policies.maxmin import JobGroups, class_pairs, hand_down, solve
+from headway.cluster.policies import bubbles, fill, hadar, price
 from headway.core.errors import InputError
 from headway.core.linear import minimise
 
@@ -260,7 +260,7 @@ def test_many_unlike_jobs_get_the_same_value_inside_the_set_of_the_best(monkeypa
     draw = np.random.default_rng(5)
     rates, scale, capacity = draw.uniform(0.1, 1, (300, 3)), draw.choice([1, 2, 4], 300), np.array([60, 90, 120])
     at_a_vertex, value = maxmin(rates, scale, capacity)
-    monkeypatch.setattr("headway.cluster.policies.maxmin.MANY", 0)
+    monkeypatch.setattr("headway.cluster.max_min.MANY", 0)
 
     x, found = maxmin(rates, scale, capacity)
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.cluster.model import Cluster, Jobs, Rates
-from headway.cluster.policies.table import SERVED
+from headway.cluster.policies import SERVED
 from headway.cluster.queue.engine import RoundEngine, simulate
 from headway.cluster.queue.rounds import Timing
 from headway.cluster.service.server import (

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.cluster import POLICIES, Cluster, Jobs, Resize, simulate
-from headway.cluster.queue.gavel_files import MODELS, RateTable, generate, read_trace
+from headway.cluster.queue.logs import MODELS, RateTable, generate, read_trace
 from headway.core.errors import FormatError, HeadwayError, InputError, UnknownNameError
 from tests.launching import json_of
 from tests.paths import shared

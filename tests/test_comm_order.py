@@ -73,7 +73,7 @@ def prefetches(model: Any) -> dict[str, int]:
 
 def both(job: Callable[[Any], Any], ahead: int = 1, counted: bool = False, early: bool = False) -> dict[str, Any]:
     """Return what `job` gives with the remedy and without it, the outcomes, and how much was gathered ahead."""
-    from headway.comm.buckets.torch_fsdp import order
+    from headway.comm.torch_fsdp_order import order
 
     plain = job(network())
     with applied(order, {"ahead": ahead, "early": early}) as context:

@@ -5,8 +5,8 @@ import inspect
 import pytest
 import torch
 
-from headway.comm.buckets import apply as runtime
-from headway.comm.buckets.apply import bucket, gradient_view, static_graph
+from headway.comm import torch_buckets as runtime
+from headway.comm.torch_buckets import bucket, gradient_view, static_graph
 from headway.core.units import MIB
 from headway.runtime.in_rank.remedy import Applied, RefusedRemedy
 from tests.remedy_context import applied, apply

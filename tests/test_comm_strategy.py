@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from headway.comm.compression.options import CPU, INSIDE, OPTIONS, front, option_stages, stages
-from headway.comm.compression.published import CODECS_US, ModelGradients, PublishedSetup
-from headway.comm.compression.strategy_search import Pricing, search
+from headway.comm.compression.strategy_search import CODECS_US, ModelGradients, Pricing, PublishedSetup, search
 from headway.core.errors import UnknownNameError
 from headway.sim.ddp.stage_chains import StageChains
 from tests.launching import headway_here, json_of

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from headway.comm import compress
-from headway.comm.compression import torch_fsdp as compress_fsdp
-from headway.comm.compression.torch_fsdp import CODECS, SETTER
+from headway.comm.compression import apply as compress_fsdp
+from headway.comm.compression.apply import CODECS, SETTER
 from headway.core.errors import InputError
 from tests.spawn import on_ranks
 

@@ -10,7 +10,7 @@ from msgspec import structs
 from headway.compute import classify
 from headway.compute.advise import causes, classes_json, propose, words
 from headway.compute.gains import Scale, StepKernels, behind, fused_update, gains_of, step_kernels
-from headway.cost.ceilings import Ceilings, ceilings_of, keep, path_of_measured
+from headway.cost.specs import Ceilings, ceilings_of, keep, path_of_measured
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.booking.account import KernelTimes
 from headway.plan.proposal import Refusal

@@ -17,7 +17,7 @@ from headway.checkpoint.torch_dcp.convert import _groups, export, rewrite
 from headway.checkpoint.torch_dcp.sources import open_source
 from headway.core.errors import DamageError, FormatError, InputError
 from headway.storage import verify
-from headway.storage.commits.commit import committed
+from headway.storage.commit import committed
 from headway.storage.stored.boxes import Box
 from tests.launching import code_and_json
 from tests.layouts_made import write, write_part
@@ -131,7 +131,7 @@ def test_a_torch_file_is_nested_as_saved_or_flat_below_a_prefix_and_comes_back(t
 def test_objects_of_single_ranks_are_kept_refused_or_left_out(tmp_path):
     for rank in range(2):
         draft = write_part({"w": torch.ones(3), "who": {"rank": [rank]}}, tmp_path, 4, rank=rank, world_size=2)
-    from headway.storage.commits.commit import commit
+    from headway.storage.commit import commit
 
     commit(draft, world_size=2)
     with pytest.raises(InputError, match=r"'who.rank' was saved by each of 2 ranks.*--without who"):

@@ -21,7 +21,7 @@ from headway.ledger.booking.rows import RankRows
 from headway.ledger.buckets import SUB_CODE
 from headway.report.figures import verdict
 from headway.sim.recorded.recording import Recording
-from headway.trace.events.sweep import Pieces
+from headway.trace.events.intervals import Pieces
 from headway.trace.events.trace import concat
 from tests.paths import ROOT
 from tests.runs_made import MS, Made, Rows, RunMaker

@@ -12,17 +12,18 @@ import torch
 from torch import nn
 
 from headway.core.errors import BarMissedError, FormatError, InputError
-from headway.cost.learned.cost_table import (
+from headway.cost.cost_table import (
     CostTable,
     MeasuredHost,
     MeasuredModel,
     ObservedStep,
+    Operator,
+    OperatorModel,
     check_host,
     read_table,
     step_costs,
 )
-from headway.cost.learned.operators import Operator, OperatorModel
-from headway.cost.learned.torch_calibration import graph_of, here, made_model, measure, measured_now, quiet_s
+from headway.cost.torch_calibration import graph_of, here, made_model, measure, measured_now, quiet_s
 from tests.launching import code_and_json
 from tests.runs_made import MS, RunMaker, write_folder
 

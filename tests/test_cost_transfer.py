@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from headway.core.errors import FormatError, InputError
-from headway.cost.learned.cost_table import LatencyTable
-from headway.cost.learned.predictors import (
+from headway.cost.cost_table import LatencyTable
+from headway.cost.predictors import (
     PREDICTORS,
     SELECTIONS,
     TransferTask,
@@ -19,7 +19,7 @@ from headway.cost.learned.predictors import (
     mape,
     ridge,
 )
-from headway.cost.learned.torch_network import LeafEncoder
+from headway.cost.torch_calibration import LeafEncoder
 from tests.launching import json_of, refusal
 from tests.paths import shared
 
@@ -62,8 +62,8 @@ def test_padding_with_operators_that_all_samples_share_changes_nothing():
 
 @pytest.fixture
 def short_training(monkeypatch):
-    monkeypatch.setattr("headway.cost.learned.torch_network.SOURCE_STEPS", 60)
-    monkeypatch.setattr("headway.cost.learned.torch_network.TARGET_STEPS", 30)
+    monkeypatch.setattr("headway.cost.torch_calibration.SOURCE_STEPS", 60)
+    monkeypatch.setattr("headway.cost.torch_calibration.TARGET_STEPS", 30)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.checkpoint.policy.costs import (
+from headway.checkpoint.costs import (
     Goal,
     behind_steps,
     best_interval_s,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from headway.checkpoint.layout.cuts import boxes_of, deal
+from headway.checkpoint.layout.reads import boxes_of, deal
 
 sizes, ranks = st.integers(0, 40), st.integers(1, 6)
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from headway.core.errors import BarMissedError, InputError
 from headway.sim.ddp.ddp_edits import gradients_of
-from headway.sim.ddp.ddp_link import Carried, CollectiveLink, assign, fit, limits
+from headway.sim.ddp.ddp_link import Carried, CollectiveLink, assign, fit, limits, step_of
 from headway.sim.ddp.ddp_replay import DdpReplay
-from headway.sim.ddp.ddp_step import step_of
 from headway.sim.ddp.ddp_thread import CALL, COPY, GRAD, WAIT, thread_of
 from headway.sim.ddp.ddp_window import StepWindow, collectives, flight_path, joined
 from headway.sim.graph.dag import Dag

@@ -4,8 +4,7 @@ import numpy as np
 
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.recording.assemble import by_rank, lead_of
-from headway.trace.rings.records import RECORD_DTYPE, RingHeader
-from headway.trace.rings.spool import Recorded
+from headway.trace.rings.records import RECORD_DTYPE, Recorded, RingHeader
 
 
 def recorded(pid, role, updates, *, workers=(), rank=0):

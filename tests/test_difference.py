@@ -189,8 +189,8 @@ def test_bits_of_strided_tensors_are_those_that_torch_has(tmp_path):
 
 
 def test_objects_that_each_rank_has_its_own_of_are_all_listed(tmp_path):
-    from headway.storage.commits.commit import commit
-    from headway.storage.commits.draft import open_draft
+    from headway.storage.commit import commit
+    from headway.storage.draft import open_draft
     from tests.checkpoints import rows_of, write_rank
 
     for rank, parts in enumerate(rows_of(some_state(), 2)):

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from headway.core.errors import FormatError, InputError
-from headway.lab.disks.logs import Totals, read_lifetimes, read_totals, renamed, windows
+from headway.lab.failure_logs import Totals, read_lifetimes, read_totals, renamed, windows
 from tests.paths import shared
 
 HEAD = "model,size,n_unique,drive_days,failed\n"

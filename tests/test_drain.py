@@ -13,7 +13,7 @@ from headway.runtime.run_folder.drain import DRAIN_S, WAITING_BYTES, Drainer, pr
 from headway.runtime.run_folder.finalise import finalise
 from headway.runtime.run_folder.problems import Problems
 from headway.trace.events.parquet import read
-from headway.trace.rings.spool import recorded, stems
+from headway.trace.rings.records import recorded, stems
 from tests.paths import ROOT
 from tests.rings_made import Process
 

@@ -16,7 +16,7 @@ from headway.checkpoint import CheckpointPolicy, Keep
 from headway.checkpoint.saves import saver
 from headway.checkpoint.saves.snapshot import Snapshot
 from headway.core.errors import BackgroundError, DamageError, HeadwayError, InputError
-from headway.storage.commits.commit import committed
+from headway.storage.commit import committed
 from tests.launching import wait_for
 
 

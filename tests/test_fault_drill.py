@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.fault.fleet import FleetTimes, GivenFailure, Scenario, simulate
-from headway.fault.restart.incidents import expected
-from headway.fault.restart.supervise import RecoveryLimits, Seen, decide, of_hang
+from headway.fault.incidents import expected
+from headway.fault.supervise import RecoveryLimits, Seen, decide, of_hang
 from headway.fault.torch_drill import FAULTS, NOTHING_TO_STRIKE, schedule, score
 from headway.fault.torch_guard import guard
 from headway.ledger.answers.metrics import ettr

@@ -8,7 +8,7 @@ import torch
 
 from headway.checkpoint.engine import Checkpointer
 from headway.core.errors import FormatError, InputError
-from headway.fault.restart.apply import follow_failures
+from headway.fault.apply import follow_failures
 from headway.ledger.answers.ledger import Ledger
 from headway.runtime.launching.options import LaunchOptions, check
 from headway.trace.recording.incident import FILE, Blamed, Incident, read_incidents, write_incidents
@@ -19,7 +19,7 @@ from tests.remedy_context import applied
 
 pytestmark = pytest.mark.usefixtures("whole_start")
 
-SUPERVISOR = "headway.fault.restart.supervise:supervisor"
+SUPERVISOR = "headway.fault.supervise:supervisor"
 
 DIES = """
 import os, signal, sys

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.fault.restart.supervise import ACTIONS, RecoveryLimits, Seen, decide
+from headway.fault.supervise import ACTIONS, RecoveryLimits, Seen, decide
 
 ERROR = "ValueError: bad row"
 PLENTY = RecoveryLimits(restarts_left=9)

@@ -20,7 +20,7 @@ from headway.fault.attempts import AttemptTimes
 from headway.fault.backup import prepare
 from headway.fault.fleet import PARTS, FleetTimes
 from headway.ledger.answers.metrics import ettr
-from headway.ledger.jobs.hang import HangVerdict, WaitOrigin
+from headway.ledger.hang import HangVerdict, WaitOrigin
 from headway.trace.recording.run_facts import RunFacts
 from headway.verbs.jobs.fault import plan, sim
 

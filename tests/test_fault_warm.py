@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from headway.fault.restart.zygote import difference
+from headway.fault.zygote import difference
 from headway.runtime.host.warm_note import changes, surroundings
 from headway.trace.recording.incident import read_incidents
 from tests.launching import run, script

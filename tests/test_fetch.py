@@ -11,7 +11,7 @@ from headway.core.errors import DamageError
 from headway.storage.stored.boxes import Box, whole
 from headway.storage.stored.digests import digest_of
 from headway.storage.stored.manifest import Piece
-from headway.storage.stored.store import LocalStore
+from headway.storage.stored.stores import LocalStore
 
 ROWS, WIDTH = 3000, 1024
 START = 5000

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.parallel.fill.packing import LARGE, FillChunk, FillConfiguration, FillJob, fit_fill
+from headway.parallel.fill.gaps import LARGE, FillChunk, FillConfiguration, FillJob, fit_fill
 from headway.sim.pipeline.simulate import PipelineBubble
 
 TIMES = st.integers(1, 30)

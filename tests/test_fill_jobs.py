@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from headway.core.errors import InputError
-from headway.parallel.fill.gaps import FillProcess, GapWatch
-from headway.parallel.fill.packing import LARGE, FillChunk, FillConfiguration, FillJob, fit_fill
+from headway.parallel.fill.gaps import LARGE, FillChunk, FillConfiguration, FillJob, FillProcess, GapWatch, fit_fill
 from headway.parallel.fill.queue import MainJob, RecordedGaps, bubbles, place_jobs
 from headway.sim.pipeline.lower import lower
 from headway.sim.pipeline.orders import PipelineShape

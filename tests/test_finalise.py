@@ -9,8 +9,7 @@ import pytest
 from headway.runtime.run_folder.finalise import doings, finalise, finalise_attempt
 from headway.trace.events import parquet
 from headway.trace.events.vocabulary import SPANS
-from headway.trace.rings.records import RECORD_DTYPE
-from headway.trace.rings.spool import pack, stems
+from headway.trace.rings.records import RECORD_DTYPE, pack, stems
 from tests.rings_made import Process
 
 

@@ -367,7 +367,7 @@ def test_a_supervisor_that_fails_or_cannot_be_started_again_is_one_error_that_sa
     with Fleet(Drawn(8000), num_workers=1) as fleet:
         batches = iter(fleet.batches(4))
         next(batches)
-        monkeypatch.setattr("headway.data.fleet.keeper.start", refused)
+        monkeypatch.setattr("headway.data.fleet.supervisor.start", refused)
         psutil.Process(fleet._keeper.supervisor).kill()
         with pytest.raises(BackgroundError, match=r"SIGKILL.*another one cannot be started .*Too many open files"):
             list(batches)

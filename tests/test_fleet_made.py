@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import UnknownNameError
-from headway.lab.disks.sim import MIXES, made
+from headway.lab.fleet_sim import MIXES, made
 
 
 @pytest.mark.parametrize("name", MIXES)

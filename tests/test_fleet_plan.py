@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.core.rng import stream
-from headway.lab.disks.afr import AfrModel
-from headway.lab.disks.plan import NEVER, POLICIES, Policy, choose, outlook
+from headway.lab.afr import AfrModel
+from headway.lab.fleet_plan import NEVER, POLICIES, Policy, choose, outlook
 
 PLANNED = [name for name, policy in POLICIES.items() if policy.looks_ahead and name != "static"]
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from headway.lab.disks.fleet import review
-from headway.lab.disks.plan import POLICIES
-from headway.lab.disks.state import FleetState
+from headway.lab.fleet import review
+from headway.lab.fleet_plan import POLICIES
+from headway.lab.fleet_state import FleetState
 
 BATHTUB = np.interp(np.arange(1200), [0, 40, 500, 900], [0.08, 0.012, 0.012, 0.09])
 

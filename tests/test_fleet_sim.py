@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
-from headway.lab.disks.fleet import DiskFleet
-from headway.lab.disks.sim import Dgroup, read_clusters, step_days
+from headway.lab.fleet import DiskFleet
+from headway.lab.fleet_sim import Dgroup, read_clusters, step_days
 
 FLAT = ((0.0, 0.02),)
 

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError, UnknownNameError
-from headway.lab.disks.plan import POLICIES
-from headway.lab.disks.state import FleetState
+from headway.lab.fleet_plan import POLICIES
+from headway.lab.fleet_state import FleetState
 
 
 @pytest.fixture

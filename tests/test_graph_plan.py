@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 from headway.core.errors import CycleError, InputError
 from headway.parallel.planning.graph import STATE_COPIES, GraphCluster, GraphPlan, plan_graph
 from headway.parallel.planning.hierarchical import Topology, search
-from headway.parallel.planning.layers import LayerGraph
-from headway.parallel.planning.series_parallel import Parallel, Series, Tree, decompose, layers_of
+from headway.parallel.planning.layers import LayerGraph, Parallel, Series, Tree, decompose, layers_of
 from headway.sim.pipeline.actions import StageGraph
-from headway.sim.pipeline.list_schedule import graph_1f1b
 from headway.sim.pipeline.orders import PipelineShape
-from headway.sim.pipeline.simulate import evaluate
+from headway.sim.pipeline.simulate import evaluate, graph_1f1b
 from tests.launching import headway_here, json_of
 from tests.made.branched_models import candle_uno, multi_modal
 

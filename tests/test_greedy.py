@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.sim import Dag, greedy, replay
-from headway.sim.graph.replay import ORDERS
+from headway.sim.graph.dag import ORDERS
 from tests import oracles
 from tests.strategies import Case, cases
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.core.mesh import Mesh
-from headway.ledger.jobs.hang import RankReport, Wait, localise
+from headway.ledger.hang import RankReport, Wait, localise
 from tests.hung_jobs import HungJob, hung_reports, random_job
 
 seeds = st.integers(0, 10**6)

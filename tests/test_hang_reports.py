@@ -14,8 +14,8 @@ from benchmarks.nccl_hangs import named_by
 from benchmarks.nccl_hangs import verdict_of as verdict_of_job
 from headway.core.errors import FormatError, InputError
 from headway.core.mesh import Mesh
-from headway.ledger.jobs.hang import HangVerdict, Wait, localise
-from headway.ledger.jobs.hang_reports import WatchReport, of_dumps, of_watch
+from headway.ledger.hang import HangVerdict, Wait, localise
+from headway.ledger.hang_reports import WatchReport, of_dumps, of_watch
 from headway.report.page.hang import hang_part, render_hang
 from headway.trace.events.trace import Trace, concat
 from headway.trace.readers import flight

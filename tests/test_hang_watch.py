@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.ledger.jobs.hang import localise
-from headway.ledger.jobs.hang_reports import WatchReport, of_watch
+from headway.ledger.hang import localise
+from headway.ledger.hang_reports import WatchReport, of_watch
 from headway.runtime.launching.hang_watch import FLOORS_S, PAUSE_NS, HangWatch, limit_s, summary
 from headway.runtime.launching.options import LaunchOptions, check
 from headway.trace.events.vocabulary import SPANS

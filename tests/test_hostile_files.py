@@ -20,8 +20,7 @@ from benchmarks.hostile_files import Reader, bounds_of, size_of
 from headway.checkpoint.torch_dcp.sources import open_source
 from headway.cluster.queue.logs import PHILLY
 from headway.core.errors import FormatError
-from headway.core.files.bounds import number_of
-from headway.core.files.regular_file import read_table
+from headway.core.files.safe_files import number_of, read_table
 from tests.launching import refusal
 from tests.paths import ROOT
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from headway.ledger.answers.input_hints import HINTS, LoaderState, hint_of
+from headway.ledger.answers.input_causes import HINTS, LoaderState, hint_of
 from headway.sim.whatif import parse_edit
 
 STATES = [

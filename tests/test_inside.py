@@ -7,14 +7,14 @@ import pytest
 
 from headway.core.errors import InputError
 from headway.core.files.private import check_inside, check_links, remove_tree
-from headway.core.files.regular_file import whole_file
+from headway.core.files.safe_files import whole_file
 from headway.storage.checks.repair import repair
-from headway.storage.commits.commit import CommittedCheckpoint, recover, remove
-from headway.storage.commits.draft import open_draft
+from headway.storage.commit import CommittedCheckpoint, recover, remove
+from headway.storage.draft import open_draft
 from headway.storage.redundancy.parity import encode_rank
 from headway.storage.redundancy.restripe import restripe
 from headway.storage.regions.protected import ProtectedRegion
-from headway.storage.stored.store import LocalStore
+from headway.storage.stored.stores import LocalStore
 from tests import redundant
 from tests.launching import refusal
 from tests.redundant import content, lose

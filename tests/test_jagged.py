@@ -13,9 +13,9 @@ from hypothesis.extra import numpy as npst
 
 from headway.core.errors import InputError
 from headway.core.rng import stream
-from headway.data.features import jagged
-from headway.data.features.jagged import DedupBatch, DedupJagged, Jagged, dedup, expand, expected_factor
-from headway.data.features.torch_jagged import MODES, kjt_arguments, on_unique
+from headway.data import jagged
+from headway.data.jagged import DedupBatch, DedupJagged, Jagged, dedup, expand, expected_factor
+from headway.data.torch_jagged import MODES, kjt_arguments, on_unique
 
 
 @st.composite

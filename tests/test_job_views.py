@@ -14,8 +14,8 @@ from benchmarks._synthetic import SyntheticFault, SyntheticJob, generate
 from headway.core.errors import InputError, UnknownNameError
 from headway.core.mesh import Mesh
 from headway.cost.transformer import flops_per_token
-from headway.ledger.jobs.hang import localise
-from headway.ledger.jobs.machines import Creation, creation, machine_times
+from headway.ledger.hang import localise
+from headway.ledger.machines import Creation, creation, machine_times
 from headway.report.answers import MachinesRow, Why
 from headway.report.page.hang import hang_part, render_hang, rows_of_grid, sentences
 from headway.report.page.html import ReportData, page

@@ -11,7 +11,7 @@ import pytest
 
 from headway.core.errors import HeadwayError
 from headway.sim.graph import kernels
-from headway.sim.graph.replay import ORDERS
+from headway.sim.graph.dag import ORDERS
 
 KERNELS = {name: value for name, value in vars(kernels).items() if hasattr(value, "py_func")}
 
@@ -59,7 +59,7 @@ def test_compiled_code_goes_where_numba_cache_dir_says(tmp_path) -> None:
 @pytest.mark.slow
 def test_compiled_code_is_loaded_without_what_only_compiling_needs_and_gives_the_same(tmp_path) -> None:
     code = (
-        "import sys, numpy as np; from headway.sim.graph.replay import greedy; from headway.sim.graph.dag import Dag\n"
+        "import sys, numpy as np; from headway.sim.graph.dag import greedy; from headway.sim.graph.dag import Dag\n"
         "times = greedy(Dag.from_edges(4, [0, 1], [2, 2], lane=[0, 0, 1, 1]), np.array([5, 7, 3, 2]))\n"
         "print(times.end_ns.tolist(), 'numba.np.linalg' in sys.modules, 'scipy.linalg' in sys.modules)"
     )

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from headway.ledger.live.live_ledger import LiveLedger
+from headway.ledger.live_ledger import LiveLedger
 from headway.report.page.charts import decode
 from headway.report.page.live import LATE_NS, STATES, LiveView, live_charts, live_key, live_page, live_parts, live_why
 from headway.runtime.run_folder.live_feed import Finalised, records_of

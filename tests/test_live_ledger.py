@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.buckets import BUCKETS
-from headway.ledger.live.live_ledger import OVERDUE_NS, STEP_BOUNDS_S, LiveLedger
+from headway.ledger.live_ledger import OVERDUE_NS, STEP_BOUNDS_S, LiveLedger
 from headway.runtime.run_folder.live_feed import Finalised, records_of
 from tests.runs_made import MS, Made, RunMaker, cut_short, joined
 

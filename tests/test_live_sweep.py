@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.ledger.buckets import BUCKET_OF, BUCKETS, bucket_of_sub
-from headway.ledger.live.live_rank import BookingWindow
-from headway.ledger.live.live_sweep import book_windows
+from headway.ledger.live_rank import BookingWindow
+from headway.ledger.live_sweep import book_windows
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.records import RECORD_DTYPE
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks._synthetic import SyntheticFault, SyntheticJob, generate
 from headway.core.errors import InputError
-from headway.ledger.jobs.machines import LEAST_MACHINES, PASSES, MachineTimes, machine_times
+from headway.ledger.machines import LEAST_MACHINES, PASSES, MachineTimes, machine_times
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
 from tests.paths import shared

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from headway.checkpoint import restore_into
-from headway.checkpoint.layout.remote import ParityRepair
+from headway.checkpoint.layout.stored import ParityRepair
 from headway.core.errors import DamageError
-from headway.storage.commits.commit import commit
+from headway.storage.commit import commit
 from headway.storage.redundancy.parity import encode_rank
 from headway.storage.stored.manifest import MANIFEST, RankManifest, read_record
 from tests.layouts_made import write_part

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from headway.core.errors import InputError
 from headway.core.mesh import Mesh
 from headway.parallel import ShardMap
-from headway.parallel.tensor.availability import PowerBoost, availability, plan_mesh
-from headway.parallel.tensor.shards import attention_units
+from headway.parallel.availability import PowerBoost, attention_units, availability, plan_mesh
 from tests.launching import json_of, refusal
 
 PUBLISHED = {8: (0.991, 0.939, 0.999, 0.992), 32: (0.966, 0.778, 0.999, 0.993), 64: (0.932, 0.606, 0.999, 0.994)}

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from headway.core.errors import InputError
-from headway.parallel.tensor.shards import ShardMap, batch_shares, split_together
-from headway.parallel.tensor.torch_reshard import join_units, take_units
+from headway.parallel.availability import ShardMap, batch_shares, split_together
+from headway.parallel.torch_reshard import join_units, take_units
 from tests.made.pool import RankFailedError
 from tests.made.tensor_block import BlockShape, train
 from tests.spawn import on_ranks

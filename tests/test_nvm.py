@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
-from headway.lab.nvm.controller import simulate_nvm
-from headway.lab.nvm.design import ABLATION, DESIGNS, LINES_PER_PAGE, PAGE_BYTES, LineLayout, MemorySystem, NvmDesign
-from headway.lab.nvm.traces import END, READ, TRACES, WRITE, SetAssociativeCache, checked, read_trace
+from headway.lab.nvm_controller import simulate_nvm
+from headway.lab.nvm_design import ABLATION, DESIGNS, LINES_PER_PAGE, PAGE_BYTES, LineLayout, MemorySystem, NvmDesign
+from headway.lab.nvm_traces import END, READ, TRACES, WRITE, SetAssociativeCache, checked, read_trace
 from headway.verbs.stored.storage_sim import sim
 
 SMALL = MemorySystem(

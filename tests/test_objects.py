@@ -9,13 +9,12 @@ import pytest
 pytest.importorskip("obstore", reason="object stores need the extra `s3`")
 pytest.importorskip("moto.server", reason="the S3 server of these tests is moto: pip install 'moto[s3]' flask")
 
-from headway.checkpoint.layout.remote import BucketFiles
+from headway.checkpoint.layout.stored import BucketFiles
 from headway.core.errors import DamageError, HeadwayError, InputError
 from headway.storage.checks.verification import verify_store
-from headway.storage.commits.commit import StepTakenError
-from headway.storage.commits.object_commit import ObjectDraft, abandon, commit, committed, record_at, recover, remove
-from headway.storage.stored.objects import PART_BYTES, ObjectStore, claim, open_store, url_of
-from headway.storage.stored.store import LocalStore
+from headway.storage.commit import StepTakenError
+from headway.storage.object_commit import ObjectDraft, abandon, commit, committed, record_at, recover, remove
+from headway.storage.stored.stores import PART_BYTES, LocalStore, ObjectStore, claim, open_store, url_of
 from tests import bucket_saves
 from tests.bucket_saves import save
 from tests.object_race import points, race

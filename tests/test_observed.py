@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import BarMissedError, InputError, UnknownNameError
-from headway.sim.graph.dag import Dag
-from headway.sim.graph.replay import greedy, replay
+from headway.sim.graph.dag import Dag, greedy, replay
+from headway.sim.observed import MODELS, observe
+from headway.sim.observed_edges import EDGE_CLASSES, FINDERS
 from headway.sim.recorded.program import Program
-from headway.sim.traced.observed import MODELS, observe
-from headway.sim.traced.observed_edges import EDGE_CLASSES, FINDERS
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND
 from tests.paths import shared

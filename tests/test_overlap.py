@@ -17,9 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from headway.comm.overlap.advise import overlapped_s
+from headway.comm.overlap.advise import LEAST_GAIN, fastest, overlapped_s
 from headway.comm.overlap.apply import overlap
-from headway.comm.overlap.chooser import LEAST_GAIN, fastest
 from headway.comm.overlap.torch_ring import ag_matmul, chunk_rows, matmul_rs
 from headway.comm.remedies import OverlapParameters
 from headway.core.errors import InputError

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.checkpoint.layout.cuts import CHUNK_BYTES, ReplicatedTensor, least_chunk, owned, shares
+from headway.checkpoint.layout.reads import CHUNK_BYTES, ReplicatedTensor, least_chunk, owned, shares
 from headway.core.errors import InputError
 from headway.core.units import MIB
 from headway.storage.stored.boxes import cover_fault

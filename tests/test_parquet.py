@@ -130,7 +130,7 @@ def test_a_writer_killed_half_way_leaves_the_old_file(tmp_path):
     code = textwrap.dedent(
         """
         import os, signal, sys
-        from headway.core.files.regular_file import whole_file
+        from headway.core.files.safe_files import whole_file
         with whole_file(sys.argv[1]) as draft:
             draft.write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -155,7 +155,7 @@ def test_listed_edges_survive_and_others_are_not_invented(data, n, tmp_path_fact
 
 
 @pytest.mark.parametrize(
-    "module", ["headway.ledger.live.live_ledger", "headway.trace.rings.follow", "headway.runtime.run_folder.status"]
+    "module", ["headway.ledger.live_ledger", "headway.trace.rings.follow", "headway.runtime.run_folder.status"]
 )
 def test_what_runs_beside_training_does_not_load_pyarrow(module):
     code = f"import {module}, sys; print('pyarrow' in sys.modules)"

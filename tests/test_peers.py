@@ -16,6 +16,7 @@ from headway.data.partitioned.peers import (  # fmt: skip
     Absent,
     AskSettled,
     CachePeer,
+    CacheShare,
     Found,
     Get,
     Identity,
@@ -24,7 +25,6 @@ from headway.data.partitioned.peers import (  # fmt: skip
     listen,
     split_address,
 )
-from headway.data.partitioned.shares import CacheShare
 from tests.spawn import run_threads
 
 TOKEN = "a secret"

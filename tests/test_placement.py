@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.lab.disks.logs import Lifetimes, ObservationWindow, read_totals, windows
-from headway.lab.disks.placement import Lived, place, replay, saved
+from headway.lab.failure_logs import Lifetimes, ObservationWindow, read_totals, windows
+from headway.lab.placement import Lived, place, replay, saved
 from tests.paths import shared
 
 

@@ -17,9 +17,19 @@ from hypothesis import strategies as st
 from headway.catalog import ADVISERS, REMEDIES
 from headway.core.errors import BarMissedError, InputError
 from headway.core.files.planfile import ALLOWANCES, read_plan
-from headway.plan.planner import Plan, compose, resolve
+from headway.plan.planner import (
+    GIVEN_UP,
+    IN_FORCE,
+    KINDS,
+    Plan,
+    compose,
+    reason_of,
+    resolve,
+    unless_excluded,
+    unless_given_up,
+    unless_in_force,
+)
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
-from headway.plan.reasons import GIVEN_UP, IN_FORCE, KINDS, reason_of, unless_excluded, unless_given_up, unless_in_force
 from headway.plan.setup import Setup
 from headway.report.terminal import render_plan
 from headway.sim.recorded.program import Program

@@ -25,7 +25,7 @@ from headway.checkpoint.saves import image as images
 from headway.checkpoint.torch_dcp import stager as stagers
 from headway.core.errors import BackgroundError, DamageError, FormatError, InputError
 from headway.storage import verify
-from headway.storage.commits.commit import committed
+from headway.storage.commit import committed
 from tests.spawn import on_ranks
 
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.checkpoint import CheckpointPolicy, StepTiming
-from headway.checkpoint.policy.costs import best_interval_s, budget_steps, overlap_steps
-from headway.checkpoint.policy.policy import FIRST_STEPS, MOST_GROWTH
+from headway.checkpoint.costs import best_interval_s, budget_steps, overlap_steps
+from headway.checkpoint.policy import FIRST_STEPS, MOST_GROWTH
 from headway.core.errors import InputError
 from tests.checkpoint_jobs import Conditions, Job, disturbed, phase, random_conditions
 

@@ -15,6 +15,7 @@ from headway.catalog import RECORDS
 from headway.core.errors import InputError
 from headway.model import allocate
 from headway.model.precision import allocation
+from headway.model.precision.apply import int8_product, lower
 from headway.model.precision.apply import precision as precision_remedy
 from headway.model.precision.proposal import (
     NO_LINK,
@@ -34,7 +35,6 @@ from headway.model.precision.step import (
     operator_seconds,
     replayed_step_s,
 )
-from headway.model.precision.torch_operators import int8_product, lower
 from headway.model.remedies import PRECISIONS
 from headway.sim.ddp.ddp_link import CollectiveLink
 from tests.launching import headway

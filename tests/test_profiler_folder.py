@@ -5,7 +5,7 @@ import gzip
 import pytest
 
 from headway.core.errors import InputError
-from headway.sim.traced.observed import observe
+from headway.sim.observed import observe
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND
 from tests.paths import shared

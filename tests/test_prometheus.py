@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from headway.core.errors import InputError
 from headway.ledger.buckets import BUCKETS
-from headway.ledger.live.live_ledger import LiveLedger
+from headway.ledger.live_ledger import LiveLedger
 from headway.runtime.launching.options import LaunchOptions, check
 from headway.runtime.run_folder.live_feed import Finalised, records_of
 from headway.runtime.run_folder.prometheus import LedgerCollector, Metrics, check_port

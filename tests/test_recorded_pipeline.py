@@ -19,7 +19,7 @@ from headway.ledger.answers.ledger import Ledger
 from headway.parallel.advise import propose, reasons_of
 from headway.parallel.apply import differs as differs_in_parts
 from headway.parallel.apply import schedule
-from headway.parallel.elastic.replan import ElasticPlan, replan
+from headway.parallel.elastic_plan import ElasticPlan, replan
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.pipeline.actions import StageGraph

@@ -424,7 +424,7 @@ def test_a_bucket_size_is_applied_on_two_ranks_with_the_same_losses(tmp_path):
 
 
 def test_a_size_of_the_scripts_own_is_kept_when_the_plan_says_so(context, tmp_path):
-    from headway.comm.buckets.apply import bucket
+    from headway.comm.torch_buckets import bucket
 
     apply(bucket, {"bucket_mb": 3, "respect_explicit": True}, context)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
 from headway.parallel import ElasticPlan, PipelineProgram, StageGraph, check, lower, replan, replicate, reroute
-from headway.parallel.elastic.reroute import stage_span_ns
-from headway.parallel.elastic.traces import HostTrace, SwitchCosts, replay_trace
+from headway.parallel.elastic_plan import HostTrace, SwitchCosts, replay_trace
+from headway.parallel.rerouted import stage_span_ns
 from headway.sim.pipeline.actions import B, F, I, W
-from headway.sim.pipeline.list_schedule import graph_1f1b
 from headway.sim.pipeline.orders import PipelineShape, gpipe, interleaved, one_f_one_b
 from headway.sim.pipeline.schedules import SCHEDULES
-from headway.sim.pipeline.simulate import StageCosts, costs_of, simulate
+from headway.sim.pipeline.simulate import StageCosts, costs_of, graph_1f1b, simulate
 from tests.launching import headway_here, json_of
 
 

@@ -19,7 +19,7 @@ from headway.checkpoint.saves.image_file import host_bytes
 from headway.checkpoint.state import states
 from headway.checkpoint.state.shards import is_tensor, leaves
 from headway.core.errors import DamageError, InputError
-from headway.storage.commits.commit import commit
+from headway.storage.commit import commit
 from headway.storage.stored.digests import block_bytes_for
 from headway.storage.stored.manifest import MANIFEST, RankManifest, read_record
 from tests.layouts_made import write, write_part

@@ -18,7 +18,7 @@ from headway.runtime.run_folder.drain import Drainer
 from headway.runtime.run_folder.finalise import finalise
 from headway.runtime.run_folder.problems import Problems
 from headway.trace.recording.runs import Run
-from headway.trace.rings import ring_folders, spool
+from headway.trace.rings import records, ring_folders
 from tests.paths import ROOT, python_path
 from tests.rings_made import Process
 
@@ -82,7 +82,7 @@ def test_a_ring_that_is_retired_stays_mapped_and_its_name_stays_taken(tmp_path):
     process.train(50)  # a store into a mapping that was cut short would end this process
 
     assert Path(process.recorder.path).stat().st_size == 0
-    assert spool.stems(tmp_path / "rings")
+    assert records.stems(tmp_path / "rings")
 
 
 def test_what_a_ring_held_is_kept_when_somebody_removes_it_while_the_job_runs(tmp_path):
@@ -93,9 +93,9 @@ def test_what_a_ring_held_is_kept_when_somebody_removes_it_while_the_job_runs(tm
     process.train(3)
     os.unlink(process.recorder.path)  # as a session manager does when its user logs out
     drainer.stop()
-    (stem,) = spool.stems(tmp_path / "rings")
+    (stem,) = records.stems(tmp_path / "rings")
 
-    assert spool.recorded(stem).dropped == 0
+    assert records.recorded(stem).dropped == 0
     assert len(finalise(tmp_path)) == 1
 
 
@@ -150,7 +150,7 @@ def test_launchers_of_one_host_share_its_memory(far_folder):
 
     assert first == second
     assert len(list(memory.iterdir())) == 1
-    assert spool.stems(first)[0].name == "a0-r0-p1"
+    assert records.stems(first)[0].name == "a0-r0-p1"
 
 
 def steps_of(folder: Path) -> dict[int, int]:

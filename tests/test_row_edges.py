@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.sim.graph.replay import replay
-from headway.sim.traced.observed import listed, listed_dag
+from headway.sim.graph.dag import replay
+from headway.sim.observed import listed, listed_dag
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND
 from tests.paths import shared

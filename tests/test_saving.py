@@ -9,8 +9,8 @@ from headway.checkpoint.agent import saving
 from headway.checkpoint.agent.messages import Hello, Layout, Persist
 from headway.core.errors import HeadwayError, InputError
 from headway.core.wire.pace import RateLimiter
-from headway.storage.commits.commit import committed
-from headway.storage.commits.draft import Draft
+from headway.storage.commit import committed
+from headway.storage.draft import Draft
 
 
 def hello(root, rank=0, world_size=1, **facts):

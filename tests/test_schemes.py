@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.lab.disks.schemes import (
+from headway.lab.schemes import (
     SCHEMES,
     Scheme,
     Viability,

@@ -7,7 +7,7 @@ from headway.core.errors import InputError
 from headway.core.wire.pace import RateLimiter
 from headway.storage.checks import verification
 from headway.storage.checks.verification import NOTES, order, scrub, verified
-from headway.storage.commits.commit import committed, remove
+from headway.storage.commit import committed, remove
 from tests.checkpoints import unsynced, write_checkpoint
 
 

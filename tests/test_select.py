@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headway.core.errors import InputError
 from headway.core.rng import stream
-from headway.data.features.selection import TIES, LossSelector
-from headway.data.features.torch_selection import WithIds, joined, scoring, taken
 from headway.data.loader.loader import DataLoader
+from headway.data.selection import TIES, LossSelector
+from headway.data.torch_selection import WithIds, joined, scoring, taken
 from tests.spawn import on_ranks
 
 

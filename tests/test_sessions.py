@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
 from headway.core.rng import stream
-from headway.data.features.sessions import BATCH, cluster_parquet, session_order, sessions_per_batch
+from headway.data.sessions import BATCH, cluster_parquet, session_order, sessions_per_batch
 from tests.paths import ROOT, python_path
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.data.partitioned.shares import AWAY, BACK, COUNTS, THERE, CacheShare
+from headway.data.partitioned.peers import AWAY, BACK, COUNTS, THERE, CacheShare
 from tests.spawn import run_threads
 
 
@@ -80,7 +80,7 @@ share.raise_level(3, 1)
 
 def test_memory_of_a_process_that_is_gone_is_one_clear_error(tmp_path):
     code = (
-        "import pickle, sys; from headway.data.partitioned.shares import CacheShare; "
+        "import pickle, sys; from headway.data.partitioned.peers import CacheShare; "
         "sys.stdout.buffer.write(pickle.dumps(CacheShare(2, 10, own=[], num_hosts=1)))"
     )
     gone = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, timeout=60).stdout

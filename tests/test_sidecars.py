@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from headway.storage.commits.commit import commit_record, digests_of, manifests_of, read_guarded, rebuild
+from headway.storage.commit import commit_record, digests_of, manifests_of, read_guarded, rebuild
 from headway.storage.stored.manifest import COMMIT, METADATA
-from headway.storage.stored.store import LocalStore
+from headway.storage.stored.stores import LocalStore
 from tests.checkpoints import some_state, write_checkpoint
 
 SIDECARS = [

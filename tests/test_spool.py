@@ -4,8 +4,7 @@ import numpy as np
 
 from headway.runtime.run_folder.finalise import finalise
 from headway.trace.events.vocabulary import SPANS
-from headway.trace.rings.records import RECORD_DTYPE
-from headway.trace.rings.spool import pack, recorded, unpack
+from headway.trace.rings.records import RECORD_DTYPE, pack, recorded, unpack
 
 
 def test_a_sealed_piece_is_what_was_packed_and_much_smaller():

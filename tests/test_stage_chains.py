@@ -5,8 +5,7 @@ import pytest
 
 from headway.core.errors import InputError
 from headway.sim.ddp.stage_chains import StageChains
-from headway.sim.graph.dag import Dag
-from headway.sim.graph.replay import greedy
+from headway.sim.graph.dag import Dag, greedy
 
 
 def expanded(chains, plan):

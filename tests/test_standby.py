@@ -18,7 +18,7 @@ from headway.runtime.launching.rendezvous import answers
 from tests.launching import script, start, wait_for
 from tests.test_elastic import free_port
 
-SUPERVISOR = "headway.fault.restart.supervise:supervisor"
+SUPERVISOR = "headway.fault.supervise:supervisor"
 
 JOB = """
 import sys, time

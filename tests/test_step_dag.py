@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from headway.core.errors import InputError
 from headway.sim.graph.hops import Network
 from headway.sim.training.moves import send_first
-from headway.sim.training.step_dag import steady_ns
-from headway.sim.training.step_view import StepView
+from headway.sim.training.step_view import StepView, steady_ns
 from headway.sim.training.training_step import Block, StepProfile, TrainingStep
 from tests.steps_made import WIRE, few, networks, steps
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from benchmarks._step_dag import expand_step
 from headway.core.errors import InputError
+from headway.sim.graph.dag import replay
 from headway.sim.graph.hops import Network
-from headway.sim.graph.replay import replay
 from headway.sim.training.moves import cut_bucket, send_first, with_buckets
 from headway.sim.training.step_view import StepView, Variants, bucket_sizes
 from headway.sim.training.training_step import Block, StepProfile, TrainingStep
@@ -84,7 +84,7 @@ def test_a_suffix_that_cuts_a_bucket_is_refused() -> None:
 
 
 def test_steps_that_reach_into_the_next_one_are_refused() -> None:
-    with pytest.raises(InputError, match=r"use headway.sim.training.step_dag.steady_ns"):
+    with pytest.raises(InputError, match=r"use headway.sim.training.step_view.steady_ns"):
         StepView.of(send_first(STEP, "forward"))
 
 

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError, UnknownNameError
-from headway.lab.disks.fleet import DiskFleet
-from headway.lab.disks.plan import POLICIES
-from headway.lab.disks.sim import Dgroup, made
+from headway.lab.fleet import DiskFleet
+from headway.lab.fleet_plan import POLICIES
+from headway.lab.fleet_sim import Dgroup, made
 
 DAYS = 700
 

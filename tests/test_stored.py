@@ -15,7 +15,7 @@ from headway.checkpoint.restores.restore import restore_into
 from headway.checkpoint.restores.restore_targets import unpack
 from headway.core.errors import DamageError, FormatError
 from headway.storage.formats.dcp import Chunk, StoredTensor
-from headway.storage.stored.store import LocalStore
+from headway.storage.stored.stores import LocalStore
 from tests.checkpoints import write_checkpoint
 from tests.layouts_made import write
 
@@ -56,10 +56,10 @@ def test_ours_and_stocks_say_the_same_and_hold_the_elements_where_they_say(ours,
 @pytest.mark.filterwarnings("ignore:torch.distributed")
 def test_what_the_metadata_of_stock_dcp_may_take_goes_by_the_whole_checkpoint(tmp_path, monkeypatch):
     dcp.save({f"w{number}": torch.ones(2000) for number in range(50)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
-    monkeypatch.setattr("headway.core.files.bounds.FREE_BYTES", 0)  # as if there were a million tensors
+    monkeypatch.setattr("headway.core.files.safe_files.FREE_BYTES", 0)  # as if there were a million tensors
 
     assert len(open_stored(tmp_path / "step-1").tensors) == 50
-    monkeypatch.setattr("headway.core.files.bounds.PER_BYTE", 0)
+    monkeypatch.setattr("headway.core.files.safe_files.PER_BYTE", 0)
     with pytest.raises(FormatError, match="asks for more room"):
         open_stored(tmp_path / "step-1")
 

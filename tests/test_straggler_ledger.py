@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from benchmarks._synthetic import SyntheticFault, SyntheticJob, generate
 from headway.ledger.buckets import BUCKETS, SUBS
-from headway.ledger.operations.operation_ledger import operation_account, operation_ledger
+from headway.ledger.operations.root_cause import operation_account, operation_ledger
 from headway.trace.readers import straggler
 from tests.paths import shared
 

@@ -8,15 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.comm.compression.published import (
+from headway.comm.compression.strategy_search import (
     COSTS,
     ModelGradients,
+    Pricing,
     PublishedSetup,
     link_table,
     read_models,
     read_setups,
+    search,
 )
-from headway.comm.compression.strategy_search import Pricing, search
 from headway.core.errors import FormatError, InputError, UnknownNameError
 from tests.paths import shared
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.storage.redundancy.stripes import MAX_MEMBERS, Stripes, circle, scheme_of
+from headway.storage.redundancy.erasure import MAX_MEMBERS, Stripes, circle, scheme_of
 
 schemes = st.tuples(st.integers(1, 10), st.integers(1, 4), st.integers(1, 14))
 

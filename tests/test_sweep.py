@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.trace.events.sweep import MAX_LAYERS, share_out, sweep
+from headway.trace.events.intervals import MAX_LAYERS, share_out, sweep
 
 WINDOW = (0, 60)
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks._synthetic import SyntheticJob, generate
-from headway.ledger.jobs.waited_for import waited_for
+from headway.ledger.waited_for import waited_for
 from headway.report.page.charts import decode
 from headway.report.page.html import ReportData, write_report
 from headway.report.page.timeline import MOST_GROUPED_RANKS, Timeline, rank_groups, timeline

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from headway.lab.disks.schemes import METHODS, SCHEMES, Transition, cheaper_in_bulk
+from headway.lab.schemes import METHODS, SCHEMES, Transition, cheaper_in_bulk
 
 PAIRS = [
     pair

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.compute.tries import WORTH, Tries, TryBranch, best_of, chosen, gain, quiet_s, rows_of, schedule
+from headway.compute.advise import WORTH, Tries, TryBranch, best_of, chosen, gain, quiet_s, rows_of, schedule
 from headway.core.errors import UnknownNameError
 from tests.launching import headway, script
 

@@ -22,9 +22,8 @@ from headway.ledger.answers.compare import RunComparison
 from headway.ledger.answers.evidence import TRY
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.cause import Cause
-from headway.plan.planner import Plan
+from headway.plan.planner import GIVEN_UP, IN_FORCE, Plan
 from headway.plan.proposal import Proposal, Refusal
-from headway.plan.reasons import GIVEN_UP, IN_FORCE
 from headway.report.figures import verdict
 from headway.report.page.timeline import timeline
 from headway.report.screens import render_compare, render_plan

@@ -14,7 +14,7 @@ from headway.ledger.answers.causes import find_causes
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.buckets import BUCKETS
 from headway.ledger.cause import SampledLine
-from headway.runtime.script.wait_stacks import WaitStacks, callee
+from headway.runtime.script.gap_stacks import WaitStacks, callee
 from headway.trace.recording.runs import Run
 from tests.recorded_device import recorded_loop
 

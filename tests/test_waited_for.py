@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks._synthetic import SyntheticJob, generate
-from headway.ledger.jobs.waited_for import waited_for
 from headway.ledger.operations.dependencies import infer
 from headway.ledger.operations.operation_table import arrange
+from headway.ledger.waited_for import waited_for
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND
 

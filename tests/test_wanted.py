@@ -11,7 +11,7 @@ from torch.serialization import set_crc32_options
 
 from headway.checkpoint import HeadwayReader, restore_into
 from headway.core.errors import InputError
-from headway.storage.commits.commit import commit
+from headway.storage.commit import commit
 from tests.checkpoints import unsynced
 from tests.layouts_made import write, write_part
 from tests.spawn import on_ranks

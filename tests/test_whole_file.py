@@ -3,7 +3,7 @@
 import pytest
 
 from headway.core.errors import InputError
-from headway.core.files.regular_file import whole_file
+from headway.core.files.safe_files import whole_file
 
 
 def test_the_file_appears_when_the_block_ends_and_nothing_else_stays(tmp_path) -> None:

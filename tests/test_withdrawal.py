@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.units import NS_PER_S
-from headway.data.guard.outcome import OutcomeWriter
-from headway.data.guard.withdrawal import CHUNK, PATIENCE, OtherCores, Withdrawal
+from headway.data.guard.outcome import CHUNK, PATIENCE, OtherCores, OutcomeWriter, Withdrawal
 from headway.data.remedies import ThreadsParameters
 from headway.plan.setup import step_seconds
 from tests.remedy_context import TestContext

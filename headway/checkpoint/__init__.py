@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING
 from headway.core.lazy import lazily
 
 if TYPE_CHECKING:
+    from headway.checkpoint.costs import young_daly as young_daly
     from headway.checkpoint.engine import Checkpointer as Checkpointer
+    from headway.checkpoint.keep import Keep as Keep
     from headway.checkpoint.layout.reads import Shard as Shard
     from headway.checkpoint.layout.reads import plan_reads as plan_reads
-    from headway.checkpoint.policy.costs import young_daly as young_daly
-    from headway.checkpoint.policy.keep import Keep as Keep
-    from headway.checkpoint.policy.policy import CheckpointPolicy as CheckpointPolicy
-    from headway.checkpoint.policy.policy import PolicyReport as PolicyReport
-    from headway.checkpoint.policy.policy import StepTiming as StepTiming
+    from headway.checkpoint.policy import CheckpointPolicy as CheckpointPolicy
+    from headway.checkpoint.policy import PolicyReport as PolicyReport
+    from headway.checkpoint.policy import StepTiming as StepTiming
     from headway.checkpoint.restores.restore import RestoreReport as RestoreReport
     from headway.checkpoint.restores.restore import restore_into as restore_into
     from headway.checkpoint.saves.tickets import Commit as Commit
     from headway.checkpoint.saves.tickets import SaveTicket as SaveTicket
     from headway.checkpoint.state.shards import FlatShard as FlatShard
+    from headway.checkpoint.torch_dcp.calls import HeadwayPlanner as HeadwayPlanner
     from headway.checkpoint.torch_dcp.calls import async_save as async_save
     from headway.checkpoint.torch_dcp.calls import load as load
     from headway.checkpoint.torch_dcp.calls import own_group as own_group
     from headway.checkpoint.torch_dcp.calls import save as save
-    from headway.checkpoint.torch_dcp.planner import HeadwayPlanner as HeadwayPlanner
     from headway.checkpoint.torch_dcp.plugins import HeadwayReader as HeadwayReader
     from headway.checkpoint.torch_dcp.plugins import HeadwayWriter as HeadwayWriter
     from headway.checkpoint.torch_dcp.stager import HeadwayStager as HeadwayStager
@@ -39,15 +39,15 @@ PUBLIC: dict[str, str] = {
     "restore_into": "headway.checkpoint.restores.restore:restore_into",
     "RestoreReport": "headway.checkpoint.restores.restore:RestoreReport",
     "Checkpointer": "headway.checkpoint.engine:Checkpointer",
-    "Keep": "headway.checkpoint.policy.keep:Keep",
+    "Keep": "headway.checkpoint.keep:Keep",
     "SaveTicket": "headway.checkpoint.saves.tickets:SaveTicket",
     "Commit": "headway.checkpoint.saves.tickets:Commit",
     "FlatShard": "headway.checkpoint.state.shards:FlatShard",
     "flat_to_boxes": "headway.storage.stored.boxes:flat_to_boxes",
-    "CheckpointPolicy": "headway.checkpoint.policy.policy:CheckpointPolicy",
-    "PolicyReport": "headway.checkpoint.policy.policy:PolicyReport",
-    "StepTiming": "headway.checkpoint.policy.policy:StepTiming",
-    "HeadwayPlanner": "headway.checkpoint.torch_dcp.planner:HeadwayPlanner",
+    "CheckpointPolicy": "headway.checkpoint.policy:CheckpointPolicy",
+    "PolicyReport": "headway.checkpoint.policy:PolicyReport",
+    "StepTiming": "headway.checkpoint.policy:StepTiming",
+    "HeadwayPlanner": "headway.checkpoint.torch_dcp.calls:HeadwayPlanner",
     "HeadwayReader": "headway.checkpoint.torch_dcp.plugins:HeadwayReader",
     "HeadwayStager": "headway.checkpoint.torch_dcp.stager:HeadwayStager",
     "HeadwayWriter": "headway.checkpoint.torch_dcp.plugins:HeadwayWriter",
@@ -55,7 +55,7 @@ PUBLIC: dict[str, str] = {
     "load": "headway.checkpoint.torch_dcp.calls:load",
     "own_group": "headway.checkpoint.torch_dcp.calls:own_group",
     "save": "headway.checkpoint.torch_dcp.calls:save",
-    "young_daly": "headway.checkpoint.policy.costs:young_daly",
+    "young_daly": "headway.checkpoint.costs:young_daly",
 }
 """Every lazily loaded public name -> "module:attribute"."""
 

@@ -38,6 +38,6 @@ REMEDIES = (
         "cluster.fork", NoParameters, "headway.cluster.fork.apply:fork", ("straggler",),
         allow="lossy", changes="copies that train apart between averages change what is learned",
     ),
-    RemedyRecord("cluster.noise", NoiseParameters, "headway.cluster.adaptive.torch_noise:noise"),
+    RemedyRecord("cluster.noise", NoiseParameters, "headway.cluster.adaptive.apply:noise"),
 )  # fmt: skip
 """What a plan may hold of this room."""

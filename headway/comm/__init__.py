@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from headway.comm.compression.torch_lans import Lans as Lans
     from headway.comm.overlap.torch_ring import ag_matmul as ag_matmul
     from headway.comm.overlap.torch_ring import matmul_rs as matmul_rs
-    from headway.comm.skew.controller import SkewController as SkewController
+    from headway.comm.skew.advise import SkewController as SkewController
     from headway.comm.skew.torch_replica import loose as loose
     from headway.comm.skew.torch_replica import swap_norm as swap_norm
     from headway.comm.skew.torch_rules import LOOSE as LOOSE
@@ -34,7 +34,7 @@ PUBLIC: dict[str, str] = {
     "ag_matmul": "headway.comm.overlap.torch_ring:ag_matmul",
     "matmul_rs": "headway.comm.overlap.torch_ring:matmul_rs",
     "LOOSE": "headway.comm.skew.torch_rules:LOOSE",
-    "SkewController": "headway.comm.skew.controller:SkewController",
+    "SkewController": "headway.comm.skew.advise:SkewController",
     "loose": "headway.comm.skew.torch_replica:loose",
     "swap_norm": "headway.comm.skew.torch_replica:swap_norm",
 }

@@ -186,16 +186,16 @@ class LooseParameters(Parameters, frozen=True):
 EXPOSED = ("comm.exposed",)
 
 REMEDIES = (
-    RemedyRecord("comm.bucket", BucketParameters, "headway.comm.buckets.apply:bucket", EXPOSED),
+    RemedyRecord("comm.bucket", BucketParameters, "headway.comm.torch_buckets:bucket", EXPOSED),
     RemedyRecord(
-        "comm.gradient_view", apply="headway.comm.buckets.apply:gradient_view", causes=EXPOSED,
+        "comm.gradient_view", apply="headway.comm.torch_buckets:gradient_view", causes=EXPOSED,
         allow="result-equivalent", changes="whether the script keeps gradients over steps cannot be checked",
     ),
     RemedyRecord(
-        "comm.static_graph", apply="headway.comm.buckets.apply:static_graph", causes=EXPOSED,
+        "comm.static_graph", apply="headway.comm.torch_buckets:static_graph", causes=EXPOSED,
         allow="result-equivalent", changes="whether every step uses the same parameters cannot be checked",
     ),
-    RemedyRecord("comm.order", OrderParameters, "headway.comm.buckets.torch_fsdp:order", EXPOSED),
+    RemedyRecord("comm.order", OrderParameters, "headway.comm.torch_fsdp_order:order", EXPOSED),
     RemedyRecord(
         "comm.compress", CompressParameters, "headway.comm.compression.apply:compression", EXPOSED,
         allow="lossy", changes="compressed gradients change results",

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from headway.compute.gains import Scale
 from headway.core.units import NS_PER_S, format_bytes, format_fraction
-from headway.cost.ceilings import ceilings_of
+from headway.cost.specs import ceilings_of
 from headway.ledger.answers.causes import Predictor
 from headway.ledger.answers.evidence import booked_s, span_of
 from headway.ledger.answers.ledger import Ledger

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from headway.compute.kernels import classify
 from headway.core.units import NS_PER_S
-from headway.cost.ceilings import Ceilings
+from headway.cost.specs import Ceilings
 from headway.ledger.booking.account import KernelTimes
 from headway.trace.rings.compute_facts import ComputeFacts, ModelFacts, OptimizerFacts
 

@@ -26,10 +26,10 @@ import psutil
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from headway.compute.advise import CANDIDATES, Tries, TryBranch, schedule
 from headway.compute.apply import on_optimizer_steps
 from headway.compute.remedies import TryParameters
 from headway.compute.torch_forward import TRIAL
-from headway.compute.tries import CANDIDATES, Tries, TryBranch, schedule
 from headway.core.files.planfile import Remedy
 from headway.core.machine.interruptions import pass_on
 from headway.core.units import format_bytes

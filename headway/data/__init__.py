@@ -27,18 +27,13 @@ if TYPE_CHECKING:
     from headway.data.cached.partition import PartitionMap as PartitionMap
     from headway.data.cached.partition import partition_cache as partition_cache
     from headway.data.cached.tiered import TieredCache as TieredCache
-    from headway.data.features.jagged import DedupJagged as DedupJagged
-    from headway.data.features.jagged import Jagged as Jagged
-    from headway.data.features.jagged import dedup as dedup
-    from headway.data.features.selection import LossSelector as LossSelector
-    from headway.data.features.sessions import cluster_parquet as cluster_parquet
-    from headway.data.features.sessions import session_order as session_order
-    from headway.data.features.torch_selection import WithIds as WithIds
-    from headway.data.features.torch_selection import scoring as scoring
     from headway.data.fleet.autoscale import Autoscaler as Autoscaler
     from headway.data.fleet.master import Master as Master
     from headway.data.fleet.ray_workers import RayFleet as RayFleet
     from headway.data.fleet.torch_fleet import Fleet as Fleet
+    from headway.data.jagged import DedupJagged as DedupJagged
+    from headway.data.jagged import Jagged as Jagged
+    from headway.data.jagged import dedup as dedup
     from headway.data.loader.loader import DataLoader as DataLoader
     from headway.data.loader.loader import DatasetChangedError as DatasetChangedError
     from headway.data.orders.choice import Reader as Reader
@@ -56,7 +51,12 @@ if TYPE_CHECKING:
     from headway.data.pipeline.optimize import PipelinePlan as PipelinePlan
     from headway.data.pipeline.optimize import Resources as Resources
     from headway.data.pipeline.pipeline import Pipeline as Pipeline
+    from headway.data.selection import LossSelector as LossSelector
     from headway.data.service.server import DataServer as DataServer
+    from headway.data.sessions import cluster_parquet as cluster_parquet
+    from headway.data.sessions import session_order as session_order
+    from headway.data.torch_selection import WithIds as WithIds
+    from headway.data.torch_selection import scoring as scoring
 
 PUBLIC: dict[str, str] = {
     "Autoscaler": "headway.data.fleet.autoscale:Autoscaler",
@@ -65,13 +65,13 @@ PUBLIC: dict[str, str] = {
     "DataServer": "headway.data.service.server:DataServer",
     "DataShareError": "headway.data.orders.job_order:DataShareError",
     "DatasetChangedError": "headway.data.loader.loader:DatasetChangedError",
-    "DedupJagged": "headway.data.features.jagged:DedupJagged",
+    "DedupJagged": "headway.data.jagged:DedupJagged",
     "Dependent": "headway.data.orders.random_orders:Dependent",
     "Fleet": "headway.data.fleet.torch_fleet:Fleet",
     "FolderSource": "headway.data.bytes.source:FolderSource",
     "Independent": "headway.data.orders.strategies:Independent",
-    "Jagged": "headway.data.features.jagged:Jagged",
-    "LossSelector": "headway.data.features.selection:LossSelector",
+    "Jagged": "headway.data.jagged:Jagged",
+    "LossSelector": "headway.data.selection:LossSelector",
     "Master": "headway.data.fleet.master:Master",
     "ObjectSource": "headway.data.bytes.object_source:ObjectSource",
     "ObjectTarSource": "headway.data.bytes.object_source:ObjectTarSource",
@@ -89,18 +89,18 @@ PUBLIC: dict[str, str] = {
     "TarSource": "headway.data.bytes.source:TarSource",
     "Throttled": "headway.data.bytes.source:Throttled",
     "TieredCache": "headway.data.cached.tiered:TieredCache",
-    "WithIds": "headway.data.features.torch_selection:WithIds",
+    "WithIds": "headway.data.torch_selection:WithIds",
     "choose_order": "headway.data.orders.choice:choose_order",
-    "cluster_parquet": "headway.data.features.sessions:cluster_parquet",
-    "dedup": "headway.data.features.jagged:dedup",
+    "cluster_parquet": "headway.data.sessions:cluster_parquet",
+    "dedup": "headway.data.jagged:dedup",
     "generator": "headway.data.bytes.torch_keyed:generator",
     "over_ranks": "headway.data.partitioned.apply:over_ranks",
     "partition_cache": "headway.data.cached.partition:partition_cache",
     "permute": "headway.data.bytes.order:permute",
     "plan": "headway.data.pipeline.operators:plan",
     "profile": "headway.data.pipeline.operators:profile",
-    "scoring": "headway.data.features.torch_selection:scoring",
-    "session_order": "headway.data.features.sessions:session_order",
+    "scoring": "headway.data.torch_selection:scoring",
+    "session_order": "headway.data.sessions:session_order",
     "torch_generator": "headway.data.bytes.torch_keyed:torch_generator",
 }
 """Every lazily loaded public name -> "module:attribute"."""

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from headway.core.files.bounded_json import read_json
+from headway.core.files.safe_files import read_json
 from headway.core.units import NS_PER_S, format_bytes, format_fraction, plural
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.runs.recorded import evaluation_loaders

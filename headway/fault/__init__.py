@@ -15,25 +15,25 @@ if TYPE_CHECKING:
     from headway.fault.backup import standby_size as standby_size
     from headway.fault.fleet import Scenario as Scenario
     from headway.fault.fleet import simulate as simulate
-    from headway.fault.restart.incidents import Suspicion as Suspicion
-    from headway.fault.restart.incidents import suspects as suspects
-    from headway.fault.restart.supervise import ACTIONS as ACTIONS
-    from headway.fault.restart.supervise import decide as decide
+    from headway.fault.incidents import Suspicion as Suspicion
+    from headway.fault.incidents import suspects as suspects
+    from headway.fault.supervise import ACTIONS as ACTIONS
+    from headway.fault.supervise import decide as decide
     from headway.fault.torch_drill import FAULTS as FAULTS
     from headway.trace.recording.incident import Incident as Incident
 
 PUBLIC: dict[str, str] = {
-    "ACTIONS": "headway.fault.restart.supervise:ACTIONS",
+    "ACTIONS": "headway.fault.supervise:ACTIONS",
     "FAULTS": "headway.fault.torch_drill:FAULTS",
     "Incident": "headway.trace.recording.incident:Incident",
     "Scenario": "headway.fault.fleet:Scenario",
-    "Suspicion": "headway.fault.restart.incidents:Suspicion",
+    "Suspicion": "headway.fault.incidents:Suspicion",
     "backup_peers": "headway.fault.backup:backup_peers",
-    "decide": "headway.fault.restart.supervise:decide",
+    "decide": "headway.fault.supervise:decide",
     "dual_phase": "headway.fault.backup:dual_phase",
     "simulate": "headway.fault.fleet:simulate",
     "standby_size": "headway.fault.backup:standby_size",
-    "suspects": "headway.fault.restart.incidents:suspects",
+    "suspects": "headway.fault.incidents:suspects",
 }
 """Public name -> "module:function"."""
 

@@ -50,8 +50,8 @@ REMEDIES = (
         "fault.guard", GuardParameters, "headway.fault.torch_guard:guard",
         allow="lossy", changes="it changes the results of a job whose loss breaks", conflicts=("model.tune",),
     ),
-    RemedyRecord(WARM, WarmParameters, "headway.fault.restart.apply:warm", ("restart",)),
-    RemedyRecord(INTERVAL, IntervalParameters, "headway.fault.restart.apply:follow_failures", ("rework",)),
+    RemedyRecord(WARM, WarmParameters, "headway.fault.apply:warm", ("restart",)),
+    RemedyRecord(INTERVAL, IntervalParameters, "headway.fault.apply:follow_failures", ("rework",)),
 )  # fmt: skip
 """What a plan may hold of this room."""
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 from headway.core.lazy import lazily
 
 if TYPE_CHECKING:
-    from headway.parallel.elastic.replan import ElasticPlan as ElasticPlan
-    from headway.parallel.elastic.replan import replan as replan
-    from headway.parallel.elastic.reroute import replicate as replicate
-    from headway.parallel.elastic.reroute import reroute as reroute
-    from headway.parallel.fill.packing import fit_fill as fit_fill
+    from headway.parallel.availability import ShardMap as ShardMap
+    from headway.parallel.availability import split_together as split_together
+    from headway.parallel.elastic_plan import ElasticPlan as ElasticPlan
+    from headway.parallel.elastic_plan import replan as replan
+    from headway.parallel.fill.gaps import fit_fill as fit_fill
     from headway.parallel.fill.queue import bubbles as bubbles
     from headway.parallel.fill.torch_rehearsal import fill_gaps as fill_gaps
     from headway.parallel.pipelining.torch_runner import PipelineRunner as PipelineRunner
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from headway.parallel.planning.hierarchical import Topology as Topology
     from headway.parallel.planning.hierarchical import search as search
     from headway.parallel.planning.layers import LayerGraph as LayerGraph
-    from headway.parallel.tensor.shards import ShardMap as ShardMap
-    from headway.parallel.tensor.shards import split_together as split_together
-    from headway.parallel.tensor.torch_reshard import GradientReshard as GradientReshard
-    from headway.parallel.tensor.torch_reshard import ReplicaGroups as ReplicaGroups
-    from headway.parallel.tensor.torch_reshard import take_units as take_units
+    from headway.parallel.rerouted import replicate as replicate
+    from headway.parallel.rerouted import reroute as reroute
+    from headway.parallel.torch_reshard import GradientReshard as GradientReshard
+    from headway.parallel.torch_reshard import ReplicaGroups as ReplicaGroups
+    from headway.parallel.torch_reshard import take_units as take_units
     from headway.sim.pipeline.actions import PipelineProgram as PipelineProgram
     from headway.sim.pipeline.actions import StageGraph as StageGraph
     from headway.sim.pipeline.lower import check as check
@@ -39,28 +39,28 @@ if TYPE_CHECKING:
     from headway.sim.pipeline.schedules import SCHEDULES as SCHEDULES
 
 PUBLIC: dict[str, str] = {
-    "ElasticPlan": "headway.parallel.elastic.replan:ElasticPlan",
-    "GradientReshard": "headway.parallel.tensor.torch_reshard:GradientReshard",
+    "ElasticPlan": "headway.parallel.elastic_plan:ElasticPlan",
+    "GradientReshard": "headway.parallel.torch_reshard:GradientReshard",
     "LayerGraph": "headway.parallel.planning.layers:LayerGraph",
     "PipelineProgram": "headway.sim.pipeline.actions:PipelineProgram",
     "PipelineRunner": "headway.parallel.pipelining.torch_runner:PipelineRunner",
-    "ReplicaGroups": "headway.parallel.tensor.torch_reshard:ReplicaGroups",
+    "ReplicaGroups": "headway.parallel.torch_reshard:ReplicaGroups",
     "SCHEDULES": "headway.sim.pipeline.schedules:SCHEDULES",
-    "ShardMap": "headway.parallel.tensor.shards:ShardMap",
+    "ShardMap": "headway.parallel.availability:ShardMap",
     "StageGraph": "headway.sim.pipeline.actions:StageGraph",
     "Topology": "headway.parallel.planning.hierarchical:Topology",
     "bubbles": "headway.parallel.fill.queue:bubbles",
     "fill_gaps": "headway.parallel.fill.torch_rehearsal:fill_gaps",
     "check": "headway.sim.pipeline.lower:check",
-    "fit_fill": "headway.parallel.fill.packing:fit_fill",
+    "fit_fill": "headway.parallel.fill.gaps:fit_fill",
     "lower": "headway.sim.pipeline.lower:lower",
     "pipeline": "headway.parallel.pipelining.torch_runner:pipeline",
-    "replan": "headway.parallel.elastic.replan:replan",
-    "replicate": "headway.parallel.elastic.reroute:replicate",
-    "reroute": "headway.parallel.elastic.reroute:reroute",
+    "replan": "headway.parallel.elastic_plan:replan",
+    "replicate": "headway.parallel.rerouted:replicate",
+    "reroute": "headway.parallel.rerouted:reroute",
     "search": "headway.parallel.planning.hierarchical:search",
-    "split_together": "headway.parallel.tensor.shards:split_together",
-    "take_units": "headway.parallel.tensor.torch_reshard:take_units",
+    "split_together": "headway.parallel.availability:split_together",
+    "take_units": "headway.parallel.torch_reshard:take_units",
 }
 """Public name -> "module:attribute"."""
 

@@ -19,7 +19,7 @@ import numpy as np
 from headway.core.errors import InputError
 from headway.core.units import NS_PER_S, format_fraction
 from headway.ledger.booking.waits import KINDS
-from headway.parallel.fill.packing import lent
+from headway.parallel.fill.gaps import lent
 from headway.parallel.fill.queue import FILLED, RecordedGaps, booked_waits
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup

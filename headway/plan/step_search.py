@@ -39,8 +39,7 @@ from headway.sim.training.moves import (
     unfuse_ops,
     with_buckets,
 )
-from headway.sim.training.step_dag import steady_ns
-from headway.sim.training.step_view import StepView, Variants
+from headway.sim.training.step_view import StepView, Variants, steady_ns
 from headway.sim.training.training_step import BACKWARD, FORWARD, ORDERS, Flags, Ints, TrainingStep
 
 # When fusing pays: the rules of dPRO's optimiser for operations, gradients and parts (arXiv 2205.02473, section 5).

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.errors import FormatError, InputError
-from headway.core.files.bounded_json import read_json
 from headway.core.files.planfile import PlanFile, Remedy
-from headway.core.files.regular_file import whole_file
+from headway.core.files.safe_files import read_json, whole_file
 from headway.plan.proposal import Proposal, Refusal
 from headway.power.search import HOLD_S, J_PER_KWH, MITIGATIONS, PowerPlan
 

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from headway.core.errors import FormatError, InputError
-from headway.core.files.bounds import MOST
+from headway.core.files.safe_files import MOST
 from headway.core.files.settings_files import read_toml
 from headway.core.tables import pick, suggestion
 

@@ -44,14 +44,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from headway.core.errors import FormatError, InputError
-from headway.core.files.arrays import read_arrays
+from headway.core.files.inert import read_arrays
 from headway.core.units import plural
 from headway.cost.power import PowerModel
 from headway.ledger.booking.rows import NAME_ID, NAMES, RankRows, rows_by_rank
 from headway.power.grid_spec import Watts, checked_power
 from headway.sim.graph.kernels import kernel
+from headway.trace.events.intervals import Ints, sweep
 from headway.trace.events.parts import Parts
-from headway.trace.events.sweep import Ints, sweep
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import SPANS
 

@@ -24,9 +24,9 @@ from typing import Any, Self
 
 import msgspec
 
-from headway.core.files.bounded_json import converted
+from headway.core.files.safe_files import converted
 from headway.core.units import NS_PER_S, format_bytes, format_seconds
-from headway.ledger.jobs.machines import Creation
+from headway.ledger.machines import Creation
 from headway.plan.loader_rows import LoaderRow
 from headway.trace.events.active_settings import AppliedRow
 from headway.trace.events.trace import Trace
@@ -157,7 +157,7 @@ class ComputeRow(Answer, frozen=True):
 
 
 class OutlierRow(Answer, frozen=True):
-    """A machine that computes slower than others: see `headway.ledger.jobs.machines.Outlier`."""
+    """A machine that computes slower than others: see `headway.ledger.machines.Outlier`."""
 
     machine: str = ""
     ranks: tuple[int, ...] = ()

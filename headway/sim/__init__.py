@@ -9,6 +9,6 @@ from headway.sim.graph.attribution import attribute as attribute
 from headway.sim.graph.attribution import critical_path as critical_path
 from headway.sim.graph.attribution import slack as slack
 from headway.sim.graph.dag import Dag as Dag
-from headway.sim.graph.replay import ReplayTimes as ReplayTimes
-from headway.sim.graph.replay import greedy as greedy
-from headway.sim.graph.replay import replay as replay
+from headway.sim.graph.dag import ReplayTimes as ReplayTimes
+from headway.sim.graph.dag import greedy as greedy
+from headway.sim.graph.dag import replay as replay

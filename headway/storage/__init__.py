@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 from headway.core.lazy import lazily
 
 if TYPE_CHECKING:
-    from headway.lab.disks.afr import AfrModel as AfrModel
-    from headway.lab.disks.fleet import DiskFleet as DiskFleet
-    from headway.lab.disks.schemes import mttdl_hours as mttdl_hours
-    from headway.lab.disks.schemes import mttdl_parallel_hours as mttdl_parallel_hours
-    from headway.lab.disks.schemes import tolerated_afr as tolerated_afr
-    from headway.lab.disks.sim import Dgroup as Dgroup
-    from headway.lab.nvm.controller import NvmStats as NvmStats
-    from headway.lab.nvm.controller import simulate_nvm as simulate_nvm
-    from headway.lab.nvm.design import NvmDesign as NvmDesign
+    from headway.lab.afr import AfrModel as AfrModel
+    from headway.lab.fleet import DiskFleet as DiskFleet
+    from headway.lab.fleet_sim import Dgroup as Dgroup
+    from headway.lab.nvm_controller import NvmStats as NvmStats
+    from headway.lab.nvm_controller import simulate_nvm as simulate_nvm
+    from headway.lab.nvm_design import NvmDesign as NvmDesign
+    from headway.lab.schemes import mttdl_hours as mttdl_hours
+    from headway.lab.schemes import mttdl_parallel_hours as mttdl_parallel_hours
+    from headway.lab.schemes import tolerated_afr as tolerated_afr
     from headway.storage.checks.verification import verify as verify
     from headway.storage.redundancy.erasure import RS as RS
     from headway.storage.regions.dirty import DirtyTracker as DirtyTracker
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 PUBLIC: dict[str, str] = {
     "flat_to_boxes": "headway.storage.stored.boxes:flat_to_boxes",
-    "AfrModel": "headway.lab.disks.afr:AfrModel",
-    "Dgroup": "headway.lab.disks.sim:Dgroup",
+    "AfrModel": "headway.lab.afr:AfrModel",
+    "Dgroup": "headway.lab.fleet_sim:Dgroup",
     "DirtyTracker": "headway.storage.regions.dirty:DirtyTracker",
-    "DiskFleet": "headway.lab.disks.fleet:DiskFleet",
-    "mttdl_hours": "headway.lab.disks.schemes:mttdl_hours",
-    "mttdl_parallel_hours": "headway.lab.disks.schemes:mttdl_parallel_hours",
-    "NvmDesign": "headway.lab.nvm.design:NvmDesign",
-    "NvmStats": "headway.lab.nvm.controller:NvmStats",
-    "simulate_nvm": "headway.lab.nvm.controller:simulate_nvm",
+    "DiskFleet": "headway.lab.fleet:DiskFleet",
+    "mttdl_hours": "headway.lab.schemes:mttdl_hours",
+    "mttdl_parallel_hours": "headway.lab.schemes:mttdl_parallel_hours",
+    "NvmDesign": "headway.lab.nvm_design:NvmDesign",
+    "NvmStats": "headway.lab.nvm_controller:NvmStats",
+    "simulate_nvm": "headway.lab.nvm_controller:simulate_nvm",
     "ProtectedRegion": "headway.storage.regions.protected:ProtectedRegion",
     "RS": "headway.storage.redundancy.erasure:RS",
-    "tolerated_afr": "headway.lab.disks.schemes:tolerated_afr",
+    "tolerated_afr": "headway.lab.schemes:tolerated_afr",
     "verify": "headway.storage.checks.verification:verify",
 }
 """Every lazily loaded public name -> "module:attribute"."""

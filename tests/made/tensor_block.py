@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own habit
 
-from headway.parallel.tensor.shards import ShardMap, TensorSplit, attention_units, batch_shares, split_together
-from headway.parallel.tensor.torch_reshard import GradientReshard, ReplicaGroups, join_units, take_units
+from headway.parallel.availability import ShardMap, TensorSplit, attention_units, batch_shares, split_together
+from headway.parallel.torch_reshard import GradientReshard, ReplicaGroups, join_units, take_units
 
 
 @dataclass(frozen=True)

@@ -62,10 +62,10 @@ from headway.core.files.private import runtime_directory
 from headway.core.wire.channel import Channel, Listener, PeerProcess
 from headway.core.wire.pace import RateLimiter
 from headway.core.wire.wires import ChannelClosed, Packets
-from headway.storage.commits.draft import Draft
-from headway.storage.commits.object_commit import ObjectDraft
+from headway.storage.draft import Draft
+from headway.storage.object_commit import ObjectDraft
 from headway.storage.stored.manifest import CommitRecord, image_name
-from headway.storage.stored.objects import url_of
+from headway.storage.stored.stores import url_of
 
 LOG = logging.getLogger(__name__)
 LOG.addHandler(logging.NullHandler())

@@ -50,14 +50,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from headway.checkpoint.agent.messages import Hello, Layout, Persist, Phase, Slot
-from headway.checkpoint.policy.keep import Keep
+from headway.checkpoint.keep import Keep
 from headway.core.errors import DamageError, FormatError, HeadwayError, InputError
-from headway.core.files.regular_file import whole_file
+from headway.core.files.safe_files import whole_file
 from headway.core.units import MIB
 from headway.core.wire.pace import RateLimiter
-from headway.storage.commits.commit import CommittedCheckpoint, commit, committed, newest, remove
-from headway.storage.commits.commit import recover as recover_drafts
-from headway.storage.commits.draft import Draft, abandon, finish_rank, open_draft, ranks_done
+from headway.storage.commit import CommittedCheckpoint, commit, committed, newest, remove
+from headway.storage.commit import recover as recover_drafts
+from headway.storage.draft import Draft, abandon, finish_rank, open_draft, ranks_done
 from headway.storage.redundancy.parity import encode_rank
 from headway.storage.stored.digests import Digested, Digester, block_bytes_for, crc32
 from headway.storage.stored.manifest import (
@@ -72,7 +72,7 @@ from headway.storage.stored.manifest import (
     rank_folder,
     read_record,
 )
-from headway.storage.stored.store import durable_file
+from headway.storage.stored.stores import durable_file
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -208,7 +208,7 @@ def payloads(slots: Sequence[Slot]) -> list[Payload]:
 def commit_if_ready(hello: Hello, draft: Draft) -> CommitRecord | None:
     """Commit when all ranks are done; return the record, or None while some are not.
 
-    Raises `HeadwayError` when a rank will never be done, and as `headway.storage.commits.commit.commit` does.
+    Raises `HeadwayError` when a rank will never be done, and as `headway.storage.commit.commit` does.
     """
     record = seen(hello, draft)
     if record is not None:

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING
 
 from headway.checkpoint.agent.messages import Hello, Layout, Persist, Phase
 from headway.checkpoint.agent.saving import ABANDONED, GONE, is_superseded, lost_part, manifest_of, payloads, persist
-from headway.checkpoint.policy.keep import Keep
+from headway.checkpoint.keep import Keep
 from headway.core.errors import DamageError, FormatError, HeadwayError, InputError
 from headway.core.wire.pace import RateLimiter
-from headway.storage.commits import object_commit
-from headway.storage.commits.object_commit import (
+from headway.storage import object_commit
+from headway.storage.object_commit import (
     ObjectDraft,
     abandon,
     committed,
@@ -39,7 +39,7 @@ from headway.storage.commits.object_commit import (
     remove,
 )
 from headway.storage.stored.manifest import MANIFEST, CommitRecord, image_name, rank_folder
-from headway.storage.stored.objects import PART_BYTES, ObjectStore, open_store
+from headway.storage.stored.stores import PART_BYTES, ObjectStore, open_store
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -36,7 +36,7 @@ from headway.core.errors import DamageError
 from headway.core.machine.host import host_cores
 from headway.core.units import MIB
 from headway.storage.stored.digests import Digested, damaged_blocks
-from headway.storage.stored.store import LocalStore, Store
+from headway.storage.stored.stores import LocalStore, Store
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

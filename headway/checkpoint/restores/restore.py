@@ -46,8 +46,7 @@ import torch.distributed as dist
 
 from headway.checkpoint.layout.fetch import ELEMENT, Files, Mend, RangeFetcher, Source, aligned_buffer, fetch
 from headway.checkpoint.layout.reads import GAP_BYTES, Shard, ShardTransfer, plan_reads
-from headway.checkpoint.layout.remote import ParityRepair
-from headway.checkpoint.layout.stored import StoredCheckpoint, open_stored
+from headway.checkpoint.layout.stored import ParityRepair, StoredCheckpoint, open_stored
 from headway.checkpoint.restores.exchange import agreed, exchange
 from headway.checkpoint.restores.restore_targets import RestoreTargets, listed, unpack
 from headway.checkpoint.state.shards import LocalShard
@@ -57,7 +56,7 @@ from headway.core.units import MIB
 from headway.storage.checks.verification import verify as verify_all
 from headway.storage.checks.verification import verify_store
 from headway.storage.stored.manifest import StoredObject
-from headway.storage.stored.store import Store
+from headway.storage.stored.stores import Store
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -28,18 +28,16 @@ import torch.distributed as dist
 
 from headway.checkpoint.agent.link import ask, finish
 from headway.checkpoint.layout.fetch import LocalFiles, Room, too_short
-from headway.checkpoint.layout.remote import BucketFiles
-from headway.checkpoint.layout.stored import StoredCheckpoint, open_stored
-from headway.checkpoint.restores.agreement import Agreement
-from headway.checkpoint.restores.exchange import says_damage
+from headway.checkpoint.layout.stored import BucketFiles, StoredCheckpoint, open_stored
+from headway.checkpoint.restores.exchange import Agreement, says_damage
 from headway.checkpoint.restores.restore import MIXED, Restore, RestoreReport, Verify, mixing
 from headway.checkpoint.restores.restore_targets import unpack
 from headway.core.errors import DamageError, HeadwayError, InputError
 from headway.runtime.in_rank.state_account import RESTORE_UP_TO
-from headway.storage.commits import object_commit
-from headway.storage.commits.commit import committed
+from headway.storage import object_commit
+from headway.storage.commit import committed
 from headway.storage.stored.manifest import COMMIT, CommitRecord, decode
-from headway.storage.stored.objects import open_store, url_of
+from headway.storage.stored.stores import open_store, url_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -6,7 +6,7 @@ writes from an `Image`: records of torch's own making, each at a multiple of
 4 KiB, their CRC-32s in place. Offsets are bytes.
 
 >>> import tempfile
->>> from headway.storage.commits.draft import open_draft
+>>> from headway.storage.draft import open_draft
 >>> draft = open_draft(tempfile.mkdtemp(), 7, "a", rank=0)
 >>> written = write_image(draft, 0, [Part("w", torch.float32, (3,), (0,), (3,))], lambda index: torch.ones(3))
 >>> written.pieces[0].payload_bytes, written.digested.num_bytes % 4096
@@ -25,10 +25,10 @@ from headway.checkpoint.agent.messages import Slot
 from headway.checkpoint.agent.saving import WINDOW_BYTES, Sink
 from headway.checkpoint.saves.image import Part, aligned, fits_torch, pickled, plan, template
 from headway.core.errors import InputError
-from headway.storage.commits.draft import Draft
+from headway.storage.draft import Draft
 from headway.storage.stored.digests import Digested, Digester, block_bytes_for, crc32
 from headway.storage.stored.manifest import FileEntry, Piece, StoredObject, entry_of, image_name
-from headway.storage.stored.store import durable_file
+from headway.storage.stored.stores import durable_file
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from headway.checkpoint.policy.costs import choose_snapshot
+from headway.checkpoint.costs import choose_snapshot
 from headway.checkpoint.state.writers import sums_of, word_bytes
 from headway.runtime.host.device import Device
 from headway.runtime.torch_state import copy_into

@@ -28,8 +28,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from headway.checkpoint.policy.policy import CheckpointPolicy, StepTiming
-from headway.checkpoint.restores.agreement import Agreement
+from headway.checkpoint.policy import CheckpointPolicy, StepTiming
+from headway.checkpoint.restores.exchange import Agreement
 from headway.core.errors import BackgroundError
 from headway.runtime.launching.peers import PeerBoard, peers_of
 from headway.runtime.launching.save_and_leave import VARIABLE

@@ -5,7 +5,7 @@ state dict under the name that stock DCP's `flatten_state_dict` gives it
 (`model.0.weight`), as boxes of the whole tensor with the memory that holds
 them. `pieces(state)` says what this rank writes of it, so that all ranks
 together write every element once: replicated tensors are split by rows over
-their holders (`headway.checkpoint.layout.cuts`), tied tensors are written
+their holders (`headway.checkpoint.layout.reads`), tied tensors are written
 once. Neither talks to other ranks.
 
 - Plain tensors are replicated over `holders`: all ranks by default, else as
@@ -35,7 +35,7 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from headway.checkpoint.layout.cuts import ReplicatedTensor, Run, boxes_of, deal, owned
+from headway.checkpoint.layout.reads import ReplicatedTensor, Run, boxes_of, deal, owned
 from headway.core.errors import InputError
 from headway.storage.stored.boxes import Box, Shape, flat_to_boxes, whole
 

@@ -36,19 +36,19 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from headway.checkpoint.layout.cuts import ReplicatedTensor, shares
+from headway.checkpoint.layout.reads import ReplicatedTensor, shares
 from headway.checkpoint.saves.image import Part
 from headway.checkpoint.saves.image_file import SerializedObject, write_image
 from headway.checkpoint.torch_dcp.plugins import draft_at
 from headway.checkpoint.torch_dcp.sources import INDEX, TORCH_SUFFIXES, SavedState, open_source
 from headway.core.errors import InputError
-from headway.core.files.regular_file import whole_file
+from headway.core.files.safe_files import whole_file
 from headway.core.tables import pick
-from headway.storage.commits.commit import commit
-from headway.storage.commits.draft import Draft, abandon, finish_rank, open_draft
+from headway.storage.commit import commit
+from headway.storage.draft import Draft, abandon, finish_rank, open_draft
 from headway.storage.formats.dtypes import FROM_SAFETENSORS, ITEM_BYTES
+from headway.storage.redundancy.erasure import scheme_of
 from headway.storage.redundancy.parity import encode_rank
-from headway.storage.redundancy.stripes import scheme_of
 from headway.storage.stored.boxes import Box
 from headway.storage.stored.manifest import CommitRecord, RankManifest
 

@@ -34,8 +34,7 @@ from headway.checkpoint.restores.restore_targets import unpack
 from headway.checkpoint.saves.image import pickled
 from headway.checkpoint.state.shards import LocalShard, local_shards
 from headway.core.errors import DamageError, FormatError, InputError
-from headway.core.files.bounded_json import read_json
-from headway.core.files.regular_file import open_regular
+from headway.core.files.safe_files import open_regular, read_json
 from headway.runtime.torch_state import RNG_STATE, branched
 from headway.storage.formats.dtypes import FROM_SAFETENSORS
 from headway.storage.formats.zip_files import faults, is_zip

@@ -11,8 +11,8 @@ import numpy as np
 
 from headway.cluster.adaptive.speed import BatchLimits, NoiseScale, best_batch, fit_speed, gain
 from headway.core.errors import FormatError, InputError
-from headway.core.files.bounded_json import read_json
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
+from headway.core.files.safe_files import read_json
 from headway.core.units import NS_PER_S
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.answers.ledger import Ledger

@@ -24,8 +24,7 @@ from headway.cluster.fork.slots import Copies
 from headway.cluster.model import Cluster, Jobs
 from headway.cluster.queue.engine import simulate
 from headway.core.errors import FormatError, InputError
-from headway.core.files.bounded_json import read_json
-from headway.core.files.bounds import MOST
+from headway.core.files.safe_files import MOST, read_json
 
 ROUND_S = 360.0
 """Longest round of Gavel, and shortest slot here unless one is given."""

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from headway.cluster.fork.coordinator import NAME, WHERE, CopyRefuses, EpochBegins, Report, SlotBegins, SlotEnds
 from headway.core.errors import InputError
 from headway.core.files.private import private_folder
-from headway.core.files.regular_file import whole_file
+from headway.core.files.safe_files import whole_file
 from headway.core.remedies import NoParameters
 from headway.core.wire.channel import Channel, ChannelClosed, connect
 from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy

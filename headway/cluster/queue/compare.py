@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from headway.cluster.model import Cluster, Indices, Jobs, Values, check_fits
-from headway.cluster.policies.table import AT_ONCE, POLICIES, SERVED
+from headway.cluster.policies import AT_ONCE, POLICIES, SERVED
 from headway.cluster.queue.engine import simulate
 from headway.cluster.queue.logs import RecordedQueue
 from headway.cluster.queue.outcome import Outcome

@@ -36,7 +36,7 @@ from headway.cluster.model import (
     check_resizes,
     pools_that_fit,
 )
-from headway.cluster.policies.table import AT_ONCE, LENDING, MIXING, POLICIES, SERVED, SchedulingPolicy
+from headway.cluster.policies import AT_ONCE, LENDING, MIXING, POLICIES, SERVED, SchedulingPolicy
 from headway.cluster.queue.outcome import Outcome
 from headway.cluster.queue.rounds import MOMENT_S, ORDERS, CandidateRows, RoundReport, RunningRows, Timing, chosen_rows
 from headway.core.errors import HeadwayError, InputError

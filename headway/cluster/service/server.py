@@ -37,9 +37,9 @@ from headway.cluster.service.executors import (
     JobAttempt,
     JobCondition,
     LocalExecutor,
+    RayExecutor,
 )  # fmt: skip
 from headway.cluster.service.kueue import KueueExecutor, SlurmExecutor
-from headway.cluster.service.ray_actors import RayExecutor
 from headway.cluster.service.state import ENDED, MOST_LOST, JobExplanation, QueueRow, ServiceJob, ServiceState
 from headway.cluster.service.store import (
     AttemptAsked,
@@ -56,7 +56,7 @@ from headway.cluster.service.store import (
 )
 from headway.core.errors import HeadwayError, InputError
 from headway.core.files.private import private_folder, runtime_directory
-from headway.core.files.regular_file import whole_file
+from headway.core.files.safe_files import whole_file
 from headway.core.machine.host import host_id
 from headway.core.wire.channel import (
     MOST_PATH_BYTES,

@@ -18,7 +18,7 @@ from typing import TypedDict
 import numpy as np
 
 from headway.cluster.model import Cluster, Jobs, Rates, Resize, Values
-from headway.cluster.policies.table import SERVED
+from headway.cluster.policies import SERVED
 from headway.cluster.queue.engine import RoundEngine
 from headway.cluster.queue.logs import relative_speed
 from headway.cluster.queue.outcome import Outcome

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from headway.comm.compression.strategy_search import Pricing, search
 from headway.comm.measuring_child import run_measurement
 from headway.core.errors import HeadwayError, InputError
-from headway.core.files.bounded_json import read_json
+from headway.core.files.safe_files import read_json
 from headway.core.units import NS_PER_S
 from headway.cost.codecs import MIN_BYTES, CodecTimes, partitions
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal

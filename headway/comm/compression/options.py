@@ -34,8 +34,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.comm.compression import published
-from headway.comm.compression.published import (
+from headway.comm.compression import strategy_search
+from headway.comm.compression.strategy_search import (
     CODEC_NUMEL,
     CODECS_US,
     CPU_BYTES_PER_US,
@@ -43,10 +43,10 @@ from headway.comm.compression.published import (
     OUT_US,
     CodecUs,
     ModelGradients,
+    Pricing,
     PublishedSetup,
     checked,
 )
-from headway.comm.compression.strategy_search import Pricing
 from headway.core.errors import InputError, UnknownNameError
 from headway.core.search import pareto
 from headway.cost.collectives import collective_seconds
@@ -273,7 +273,8 @@ def stages(
 ) -> Pricing:
     """Return the pricing of all options of the tree that are best for some tensor, and of those that `also` names.
 
-    The pricing's names are the options. Raises as `headway.comm.compression.published.checked`, `UnknownNameError` on
+    The pricing's names are the options. Raises as `headway.comm.compression.strategy_search.checked`,
+    `UnknownNameError` on
     others.
     """
     checked(gradients, setup, codecs)
@@ -376,5 +377,5 @@ def _offloads(names: Sequence[str]) -> dict[int, int]:
     return found
 
 
-COSTS: dict[str, Callable[..., Pricing]] = {**published.COSTS, "stages": stages}
+COSTS: dict[str, Callable[..., Pricing]] = {**strategy_search.COSTS, "stages": stages}
 """Cost -> the function of (gradients, setup, codecs) that makes it. Adding one is adding a line."""

@@ -22,7 +22,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from headway.comm.overlap.chooser import ROUNDS, OverlapTable, OverlapTimes
+from headway.comm.overlap.advise import ROUNDS, OverlapTable, OverlapTimes
 from headway.comm.overlap.torch_ring import all_gathered, chunk_rows, gathered, has_symm_mem, scattered, sum_scattered
 from headway.cost.overlaps import GATHER, OVERLAPS, SYMM_MEM, MatmulShape, read_shape
 

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
-from headway.comm.buckets.apply import BucketFn, HookedModels
 from headway.comm.remedies import LooseParameters, read_rule
 from headway.comm.skew.torch_replica import LooseSynchronisation, Probe
+from headway.comm.torch_buckets import BucketFn, HookedModels
 from headway.core.errors import InputError
 from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy, on_scaled_loss
 

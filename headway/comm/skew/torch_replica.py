@@ -35,7 +35,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from headway.comm.remedies import AVERAGING, LADDERS, LooseRule, read_rule, rung_of
-from headway.comm.skew.controller import SkewController
+from headway.comm.skew.advise import SkewController
 from headway.comm.skew.torch_rules import LOOSE, Replica, check_optimizer
 from headway.core.closing import Closing
 from headway.core.errors import InputError

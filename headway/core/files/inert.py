@@ -11,16 +11,30 @@ machine that uses them is `headway.core.files.unpickler`.
 >>> MAKERS[list](room, (range(10**8),))
 Traceback (most recent call last):
 TypeError: list is called with a range
+
+Arrays of an NPZ file that a stranger may have written, read within bounds.
+
+>>> import tempfile
+>>> path = Path(tempfile.mkdtemp()) / "a.npz"
+>>> np.savez(path, power_w=[1.0, 2.0])
+>>> read_arrays(path, ["power_w"])
+[array([1., 2.])]
 """
 
 from __future__ import annotations
 
+import io
+import zipfile
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from headway.core.errors import FormatError
-from headway.core.files.bounds import RoomError, room_for
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.core.errors import FormatError, InputError
+from headway.core.files.safe_files import RoomError, check_room, read_regular, room_for, unpacked_room
 
 LIST_BYTES, DICT_BYTES, SET_BYTES, TUPLE_BYTES = 72, 80, 232, 56
 """What an empty container costs in memory, with the collector's part."""
@@ -172,3 +186,23 @@ MAKERS: dict[type, Callable[[Room, tuple[Any, ...]], Any]] = {
     slice: _whole(slice, 3), range: _whole(range, 3), object: _plain_object,
 }  # fmt: skip
 """Class that is itself in a pickle -> how one is made of the arguments, without its own constructor's trust in them."""
+
+
+def read_arrays(path: str | Path, names: Sequence[str]) -> list[NDArray[Any]]:
+    """Return the arrays of these names. Raises `InputError` where the file cannot be read, `FormatError` otherwise."""
+    try:
+        packed = read_regular(path)
+    except OSError as cause:
+        raise InputError(f"cannot read {path}: {cause.strerror}. Give the path of an NPZ file.") from cause
+    try:
+        size = sum(entry.file_size for entry in zipfile.ZipFile(io.BytesIO(packed)).infolist())
+        check_room(size, unpacked_room(len(packed)), str(path), "arrays")
+        with np.load(io.BytesIO(packed), allow_pickle=False) as found:
+            if absent := [name for name in names if name not in found]:
+                needed = ", ".join(names)
+                raise FormatError(f"{path} has no array {absent[0]!r}; it needs {needed}. Write it so.")
+            return [found[name] for name in names]
+    except FormatError:
+        raise
+    except Exception as error:  # numpy's reader evaluates headers: foreign bytes make it raise anything
+        raise FormatError(f"{path} cannot be read as NPZ: {error}. Write it with numpy.savez.") from error

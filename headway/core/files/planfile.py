@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.errors import FormatError, InputError
-from headway.core.files.bounded_json import read_json
-from headway.core.files.regular_file import whole_file
+from headway.core.files.safe_files import read_json, whole_file
 
 SCHEMA = "headway.plan-file/1"
 """Value of the key "schema"."""

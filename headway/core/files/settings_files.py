@@ -18,7 +18,7 @@ import tomllib
 from typing import Any
 
 from headway.core.errors import FormatError, InputError
-from headway.core.files.regular_file import read_regular
+from headway.core.files.safe_files import read_regular
 
 MOST_TEXT_BYTES = 200_000
 """Characters of a file: the parsers take 10 to 20 microseconds for each."""

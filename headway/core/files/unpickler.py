@@ -4,7 +4,7 @@ The standard unpickler calls what a pickle names, and trusts its numbers: 282
 bytes make it build 4 GB, nested tuples as keys of a dict end the process.
 Here every global is either an inert `StandIn`, one of the few containers and
 numbers of `MAKERS`, or refused by the caller; every object that is made is
-counted against the size of the pickle (`headway.core.files.bounds`), and a key that
+counted against the size of the pickle (`headway.core.files.safe_files`), and a key that
 would be dear to hash is refused. All opcodes of the protocols 0 to 5 are
 read, but for those that name something outside of the pickle.
 

@@ -27,7 +27,7 @@ import numpy as np
 from pyarrow import parquet
 
 from headway.core.errors import FormatError, InputError
-from headway.core.files.regular_file import parquet_faults
+from headway.core.files.safe_files import parquet_faults
 from headway.core.rng import stream
 
 NOTHING: dict[str, Any] = {}

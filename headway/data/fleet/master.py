@@ -44,7 +44,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headway.core.errors import FormatError, InputError
-from headway.core.files.regular_file import whole_file
+from headway.core.files.safe_files import whole_file
 from headway.core.wire.leases import Lease, Leases
 from headway.data.fleet.splits import FleetPass, Split, partners
 

@@ -46,11 +46,10 @@ from headway.data.bytes.account import ThreadTime
 from headway.data.bytes.packing import unpack
 from headway.data.bytes.source import digest_of
 from headway.data.bytes.torch_keyed import KeyedDataset, Keys
-from headway.data.fleet.keeper import Keeper
 from headway.data.fleet.messages import FleetStatusRequest, FromMaster, RequestRefused, dial
 from headway.data.fleet.reader import Delivered, FleetReader
 from headway.data.fleet.splits import BatchKeys, FleetPass
-from headway.data.fleet.supervisor import FleetSettings
+from headway.data.fleet.supervisor import FleetSettings, Keeper
 from headway.data.fleet.worker import Make, MemfdBatch, serve
 from headway.data.loader.loader import DataLoader, fingerprint
 from headway.data.loader.views import InProcess, KeysOf, View, check_process

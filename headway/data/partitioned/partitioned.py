@@ -45,8 +45,20 @@ from headway.data.bytes.packing import packed, unpack
 from headway.data.bytes.source import Source, digest_of
 from headway.data.cached.partition import PartitionMap
 from headway.data.orders.job_order import DataShareError
-from headway.data.partitioned.peers import LOST, Absent, CachePeer, Found, Identity, PeerServer, listen, split_address
-from headway.data.partitioned.shares import AWAY, BACK, THERE, CacheShare
+from headway.data.partitioned.peers import (
+    AWAY,
+    BACK,
+    LOST,
+    THERE,
+    Absent,
+    CachePeer,
+    CacheShare,
+    Found,
+    Identity,
+    PeerServer,
+    listen,
+    split_address,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +83,7 @@ MOST_HOSTS = 4096
 
 @dataclass(frozen=True, slots=True)
 class PartitionedStatistics:
-    """What the processes of one host read from where since the start; see `headway.data.partitioned.shares.COUNTS`."""
+    """What the processes of one host read from where since the start; see `headway.data.partitioned.peers.COUNTS`."""
 
     local_hits: int
     local_bytes: int

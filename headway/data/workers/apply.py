@@ -26,12 +26,11 @@ from headway.core.machine.interruptions import pass_on
 from headway.core.units import format_seconds
 from headway.data.guard.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.guard.files_read import FileStat
-from headway.data.guard.outcome import OutcomeWriter, impure
+from headway.data.guard.outcome import OutcomeWriter, Withdrawal, impure, withdrawal_of
 from headway.data.guard.picture import outside
 from headway.data.guard.process_state import Looks, listens
 from headway.data.guard.trial import EXAMPLES, beside_seeding, keeps, unfit
 from headway.data.guard.verification import Verification, looks_for, verification_of
-from headway.data.guard.withdrawal import Withdrawal, withdrawal_of
 from headway.data.loader.read_ahead import bound_to_the_loop, pass_restorer
 from headway.data.remedies import WorkersParameters
 from headway.data.workers.worker_iterators import IteratorSettings, ScriptWorkers, Waited

@@ -26,13 +26,12 @@ from headway.data.bytes.torch_examples import equal
 from headway.data.bytes.torch_keyed import KeyedDataset, Keys
 from headway.data.guard.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.guard.files_read import FILE, FileStat, changed, files_read, note_looks
-from headway.data.guard.outcome import OfDataset, OutcomeWriter, impure
+from headway.data.guard.outcome import OfDataset, OutcomeWriter, Withdrawal, impure, withdrawal_of
 from headway.data.guard.picture import BatchEntries, Picture, outside
 from headway.data.guard.process_state import LISTENS, Looks, listens, modes, modes_of_threads
 from headway.data.guard.trial import EXAMPLES, TriedBatch, in_child, unfit
 from headway.data.guard.verification import Verification, looks_for, verification_of
 from headway.data.guard.watch import VisibleError, listen, noting
-from headway.data.guard.withdrawal import Withdrawal, withdrawal_of
 from headway.data.loader.read_ahead import CHANGED, Indices, ScriptWalk, bound_to_the_loop, keys_of, pass_restorer
 from headway.data.loader.threads import LOCK_WAIT, InThreads, Making, MapStyleWork, Task, ThreadPool
 from headway.data.loader.views import View

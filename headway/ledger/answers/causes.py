@@ -35,7 +35,6 @@ from headway.ledger.answers.evidence import (
     span_of,
     the_longest,
 )
-from headway.ledger.answers.growth_causes import memory_grows, steps_grow
 from headway.ledger.answers.input_causes import input_fetch, input_prep, input_repeats, input_start, input_transfer
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.answers.script_causes import (
@@ -45,7 +44,9 @@ from headway.ledger.answers.script_causes import (
     host_cpu_wait,
     host_recording,
     host_script,
+    memory_grows,
     rollout,
+    steps_grow,
 )
 from headway.ledger.buckets import BUCKETS
 from headway.ledger.cause import Cause, ranked

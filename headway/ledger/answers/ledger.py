@@ -30,8 +30,8 @@ from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKETS, ONCE_PER_RUN, SU
 from headway.ledger.cause import Cause, SampledLine
 from headway.ledger.runs.kernels import profile_account
 from headway.ledger.runs.recorded import RECORDED, RunSource, recorded_account, recorded_trace_account
+from headway.trace.events.intervals import Ints
 from headway.trace.events.parts import Parts
-from headway.trace.events.sweep import Ints
 from headway.trace.events.trace import Trace
 from headway.trace.recording.run_facts import RunFacts
 
@@ -249,7 +249,7 @@ def _account_of(parts: Parts) -> Account:
         raise InputError("the trace has no events, so it tells no time. Record at least one step.")
     if parts.meta.get("source") == OPERATIONS:
         # Other traces' commands start without the reader of these, and what it needs.
-        from headway.ledger.operations.operation_ledger import operation_account
+        from headway.ledger.operations.root_cause import operation_account
 
         return operation_account(parts.whole())
     if _recorded(parts):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from headway.ledger.booking.arrivals import RankLateness
 from headway.ledger.buckets import BUCKETS, SUB_CODE, SUBS
 from headway.ledger.cause import SampledLine
-from headway.trace.events.sweep import Ints
+from headway.trace.events.intervals import Ints
 from headway.trace.recording.run_facts import RunFacts
 
 

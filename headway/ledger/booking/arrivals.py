@@ -23,10 +23,9 @@ from headway.ledger.booking.sheet import RankAccount
 from headway.ledger.booking.timeline import BookedRank, OpenWaits
 from headway.ledger.booking.waits import bubble_subs
 from headway.ledger.buckets import BLAME, BUCKET_CODE_OF_SUB, BUCKETS, SUB_CODE
-from headway.trace.events.intervals import merged, number_alike
-from headway.trace.events.sweep import Ints
+from headway.trace.events.intervals import Ints, merged, number_alike
 from headway.trace.recording.gaps import elapsed
-from headway.trace.sync.posts import message_key, posted_ns
+from headway.trace.sync.meetings import message_key, posted_ns
 
 BLAME_BUCKETS = tuple(BLAME)
 BLAME_CODES = np.array([SUB_CODE[sub] for sub in BLAME.values()], np.int64)

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from headway.core.units import NS_PER_MS
 from headway.ledger.booking.rows import RankRows
 from headway.ledger.buckets import SUB_CODE, SUBS, bucket_of_sub
-from headway.trace.events.sweep import Ints, Pieces
+from headway.trace.events.intervals import Ints, Pieces
 
 SPAN_NS = 500 * NS_PER_MS
 """Marks so close together count as one: the threads of a pool are looked at four times a second."""

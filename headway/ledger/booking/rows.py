@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.trace.events.intervals import Ints
 from headway.trace.events.parts import Parts
-from headway.trace.events.sweep import Ints
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.recording.rows import LOADER_LANE

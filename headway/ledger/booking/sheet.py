@@ -12,7 +12,7 @@ import numpy as np
 
 from headway.core.integers import narrowed
 from headway.ledger.buckets import SUB_CODE, SUBS
-from headway.trace.events.sweep import Ints
+from headway.trace.events.intervals import Ints
 
 
 class RankAccount:

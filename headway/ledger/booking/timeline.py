@@ -30,8 +30,7 @@ from headway.ledger.buckets import (
     Booking,
     bucket_of_sub,
 )
-from headway.trace.events.intervals import Intervals, inside, merged
-from headway.trace.events.sweep import Ints, Pieces, sweep
+from headway.trace.events.intervals import Intervals, Ints, Pieces, inside, merged, sweep
 from headway.trace.events.vocabulary import BY_EVENTS
 from headway.trace.recording.basis import ROLLOUT
 from headway.trace.recording.segments import ON_DEVICE

@@ -22,8 +22,7 @@ from headway.core.units import NS_PER_MS
 from headway.ledger.booking.rows import NAME_ID, RankRows
 from headway.ledger.booking.sheet import RankAccount
 from headway.ledger.buckets import SUB_CODE
-from headway.trace.events.intervals import enclosing, number_alike
-from headway.trace.events.sweep import Ints, Pieces, share_out
+from headway.trace.events.intervals import Ints, Pieces, enclosing, number_alike, share_out
 from headway.trace.events.vocabulary import STAGE_PARTS
 
 PART_SUBS = ("input.fetch", "input.cpu_wait", "input.prep", "input.transfer")

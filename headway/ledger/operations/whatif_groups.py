@@ -23,7 +23,7 @@ from headway.core.units import NS_PER_S
 from headway.ledger.operations.dependencies import CompiledOperations, Dependencies, compile_dag
 from headway.ledger.operations.operation_table import OperationTable
 from headway.sim.graph.attribution import attribute
-from headway.sim.graph.replay import replay
+from headway.sim.graph.dag import replay
 
 CLOCK_NOISE_S = 1e-2
 """A transfer or delay below minus this is a clock error and becomes 0; what is nearer to 0 is noise, also 0."""

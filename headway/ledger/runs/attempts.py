@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from msgspec.structs import replace
 
-from headway.core.files.bounded_json import converted
+from headway.core.files.safe_files import converted
 from headway.ledger.booking.account import SpanFacts, no_steps
 from headway.ledger.booking.arrivals import Booked, RankLateness, settle
 from headway.ledger.booking.rows import (
@@ -34,8 +34,8 @@ from headway.ledger.booking.rows import (
 from headway.ledger.booking.sheet import RankAccount
 from headway.ledger.booking.timeline import book_rank, trained_until
 from headway.ledger.buckets import SUB_CODE, SUBS, bucket_of_sub
+from headway.trace.events.intervals import Ints
 from headway.trace.events.parts import Parts
-from headway.trace.events.sweep import Ints
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import FROM_CACHE, GC_CALLED, IN_BACKGROUND
 from headway.trace.recording.incident import Incident

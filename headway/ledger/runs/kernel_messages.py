@@ -25,8 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.trace.events.intervals import number_alike
-from headway.trace.events.sweep import Ints
+from headway.trace.events.intervals import Ints, number_alike
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,8 @@ from headway.ledger.booking.account import Account, SpanFacts, blank_subs
 from headway.ledger.booking.arrivals import RankLateness, last_arrivals
 from headway.ledger.buckets import BUCKETS, SUB_CODE, SUBS
 from headway.ledger.runs.kernel_messages import KernelMessages, peers_begun
-from headway.trace.events.intervals import number_alike
+from headway.trace.events.intervals import Ints, Pieces, number_alike, sweep
 from headway.trace.events.parts import Parts
-from headway.trace.events.sweep import Ints, Pieces, sweep
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND, MOVING
 from headway.trace.profiler.kineto_names import LAUNCHING

@@ -28,7 +28,7 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from headway.core.files.bounded_json import read_json
+from headway.core.files.safe_files import read_json
 from headway.core.units import format_fraction, plural
 from headway.ledger.booking.account import Account, KernelTimes, SpanFacts, blank_subs, bound_of
 from headway.ledger.booking.arrivals import RankLateness
@@ -37,8 +37,8 @@ from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKETS
 from headway.ledger.cause import joined
 from headway.ledger.runs.attempts import AttemptBook, RunBook, book_run
 from headway.ledger.runs.sampled import WindowSamples, apply_windows, moved, window_shares
+from headway.trace.events.intervals import Ints
 from headway.trace.events.parts import Parts
-from headway.trace.events.sweep import Ints
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import BY_EVENTS
 from headway.trace.profiler.window_effects import slower_since, undisturbed

@@ -49,8 +49,7 @@ from headway.ledger.booking.timeline import by_host, evaluations_of
 from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKET_OF, BUCKETS, SUB_CODE, bucket_of_sub
 from headway.ledger.runs.attempts import RunBook
 from headway.ledger.runs.kernels import WAITED, DeviceBook, device_books, lateness_of
-from headway.trace.events.intervals import inside
-from headway.trace.events.sweep import Ints, Pieces, share_out, sweep
+from headway.trace.events.intervals import Ints, Pieces, inside, share_out, sweep
 from headway.trace.events.trace import Trace, concat
 from headway.trace.events.vocabulary import BY_EVENTS
 

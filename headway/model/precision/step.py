@@ -25,8 +25,7 @@ import numpy as np
 from headway.core.errors import InputError
 from headway.core.units import NS_PER_S, seconds_to_ns
 from headway.model.remedies import PRECISIONS
-from headway.sim.ddp.ddp_link import CollectiveLink
-from headway.sim.ddp.ddp_step import DdpStep, compiled, makespan_ns
+from headway.sim.ddp.ddp_link import CollectiveLink, DdpStep, compiled, makespan_ns
 from headway.sim.ddp.ddp_thread import CALL, WAIT, WORK, Thread
 
 

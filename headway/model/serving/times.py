@@ -44,8 +44,7 @@ from headway.model.serving.costs import (
     link_between,
     temporary_bytes,
 )
-from headway.sim.graph.dag import Dag
-from headway.sim.graph.replay import replay
+from headway.sim.graph.dag import Dag, replay
 
 MOST_ROWS = 5
 """Rows of a cluster, whose orders are all tried: 325 of five rows."""

@@ -30,14 +30,13 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
-from headway.core.files.bounded_json import decode_json
-from headway.core.files.regular_file import read_text
+from headway.core.files.safe_files import decode_json, read_text
 from headway.core.tables import pick
 from headway.core.units import NS_PER_S
 from headway.ledger.booking.waits import KINDS
 from headway.ledger.buckets import SUB_CODE
 from headway.ledger.runs.attempts import book_run
-from headway.parallel.fill.packing import LARGE, FillChunk, FillConfiguration, FillJob, RankFill, fit_fill
+from headway.parallel.fill.gaps import LARGE, FillChunk, FillConfiguration, FillJob, RankFill, fit_fill
 from headway.plan.fill_scores import SCORES, best_pair
 from headway.sim.pipeline.actions import PipelineProgram
 from headway.sim.pipeline.lower import lower

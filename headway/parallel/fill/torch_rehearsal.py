@@ -25,8 +25,7 @@ from torch import nn
 
 from headway.core.errors import BackgroundError, InputError
 from headway.core.units import NS_PER_S
-from headway.parallel.fill.gaps import PROFILES, FillProcess, GapWatch
-from headway.parallel.fill.packing import FillJob, lent
+from headway.parallel.fill.gaps import PROFILES, FillJob, FillProcess, GapWatch, lent
 from headway.parallel.fill.queue import FillFile, place_jobs
 from headway.parallel.pipelining.torch_runner import PipelineRunner, pipeline
 from headway.runtime.in_rank import bootstrap

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from headway.core.errors import InputError
-from headway.parallel.elastic.torch_peers import LostPeerError
+from headway.parallel.torch_elastic_groups import LostPeerError
 from headway.runtime.lane import separate_group
 
 TYPES = (

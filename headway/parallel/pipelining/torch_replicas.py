@@ -13,10 +13,10 @@ from collections.abc import Callable
 import torch
 
 from headway.core.errors import InputError
-from headway.parallel.elastic.replan import ElasticPlan, replan
-from headway.parallel.elastic.torch_peers import LostPeerError, PeerGroups
+from headway.parallel.elastic_plan import ElasticPlan, replan
 from headway.parallel.pipelining.torch_interpreter import Interpreter
 from headway.parallel.pipelining.torch_messages import StageMessages
+from headway.parallel.torch_elastic_groups import LostPeerError, PeerGroups
 from headway.runtime.in_rank import bootstrap
 from headway.runtime.recorder.probes import now
 from headway.runtime.torch_state import copy_into

@@ -39,13 +39,11 @@ import numpy as np
 
 from headway.core.errors import InputError
 from headway.core.search import pareto, threshold
-from headway.parallel.planning.layers import LayerGraph
-from headway.parallel.planning.series_parallel import Parallel, Series, Tree, decompose, layers_of
+from headway.parallel.planning.layers import LayerGraph, Parallel, Series, Tree, decompose, layers_of
 from headway.sim.pipeline.actions import StageGraph
-from headway.sim.pipeline.list_schedule import graph_1f1b
 from headway.sim.pipeline.lower import lower
 from headway.sim.pipeline.orders import PipelineShape
-from headway.sim.pipeline.simulate import costs_of, simulate
+from headway.sim.pipeline.simulate import costs_of, graph_1f1b, simulate
 
 STATE_COPIES = 4
 """What a weight takes, in copies of itself: gradient and two moments of Adam beside it."""

@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 
 import headway
 from headway.core.errors import InputError
-from headway.core.files.regular_file import whole_file
+from headway.core.files.safe_files import whole_file
 from headway.report.answers import CauseRow, Json, PlanAnswer, RunAnswer, Why
 from headway.report.figures import (
     BUCKET_STYLES,

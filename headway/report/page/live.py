@@ -18,7 +18,7 @@ from typing import Any
 
 from headway.core.units import NS_PER_S, format_fraction, format_rate
 from headway.ledger.buckets import BUCKETS
-from headway.ledger.live.live_ledger import LiveFigures, LiveSeries, RankState
+from headway.ledger.live_ledger import LiveFigures, LiveSeries, RankState
 from headway.report.answers import Why
 from headway.report.figures import count, plural, seconds
 from headway.report.page import frames, sections

@@ -1,6 +1,6 @@
 """Machines by speed: the heat maps of the page, and the lines on the terminal that name those that stand out.
 
-The heat maps come from `headway.ledger.jobs.machines.MachineTimes`, the text from
+The heat maps come from `headway.ledger.machines.MachineTimes`, the text from
 the `machines` entry of a `headway.why/2` object.
 
 >>> slow = {"machine": "d", "ranks": [6, 7], "slowdown": 1.4, "sigmas": 40.0, "lost_s": 3.2}
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headway.ledger.jobs.machines import BASES, LEAST_MACHINES, MachineTimes
+from headway.ledger.machines import BASES, LEAST_MACHINES, MachineTimes
 from headway.report.answers import MachinesRow
 from headway.report.figures import clean, count, device_seconds, finite, plural, speedup
 from headway.report.page.charts import HeatMap

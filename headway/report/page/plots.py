@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
-from headway.core.files.regular_file import whole_file
+from headway.core.files.safe_files import whole_file
 from headway.report.figures import seconds
 from headway.report.page.charts import thinned
 from headway.report.page.html import ReportData, head_part, page

@@ -223,7 +223,7 @@ def timeline(
     `MOST_GROUPED_RANKS`, for the reader to choose among. Clocks that were
     aligned are put on one; the window is a stretch of that one. `links` [2, e] are
     rows of `trace`, the second waited for the first
-    (`headway.ledger.jobs.waited_for`). Raises `InputError` when the window ends
+    (`headway.ledger.waited_for`). Raises `InputError` when the window ends
     before it starts.
     """
     trace = on_common_clock(trace)

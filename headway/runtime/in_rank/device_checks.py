@@ -27,7 +27,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from headway.cost.ceilings import keep
+from headway.cost.specs import keep
 from headway.runtime.host import device
 from headway.runtime.host.device import MOST_LATE_NS
 from headway.runtime.host.doctor import Finding

@@ -1,7 +1,7 @@
 """Measures what a device reaches: large matrix products by dtype, a copy inside the device, a small launch.
 
 Each takes a few milliseconds at its rate on a recent device; the median of five counts, timed by events. A device whose
-memory is nearly taken is measured with smaller operands. Kept in `headway.cost.ceilings`, for the predictions of the
+memory is nearly taken is measured with smaller operands. Kept in `headway.cost.specs`, for the predictions of the
 compute room.
 """
 
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from headway.cost.ceilings import Ceilings
+from headway.cost.specs import Ceilings
 from headway.runtime.host.device import Device, module_of
 
 if TYPE_CHECKING:

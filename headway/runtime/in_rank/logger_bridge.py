@@ -29,8 +29,8 @@ from headway.runtime.recorder.probes import now
 from headway.trace.rings.ring import warn
 
 if TYPE_CHECKING:
-    from headway.ledger.live.live_ledger import LiveFigures, LiveLedger
-    from headway.ledger.live.live_mfu import LiveMfu
+    from headway.ledger.live_ledger import LiveFigures, LiveLedger
+    from headway.ledger.live_mfu import LiveMfu
     from headway.runtime.in_rank.bootstrap import Session
 
 Write = Callable[[Mapping[str, float], int], object]
@@ -196,7 +196,7 @@ class AccountChanges:
 
     def next(self) -> tuple[dict[str, float], int] | None:
         """Return values by name, and the number of complete steps; None when no step was completed since."""
-        from headway.ledger.live.live_ledger import LiveLedger
+        from headway.ledger.live_ledger import LiveLedger
 
         for header, records in self._follower.poll():
             if header.attempt == self._attempt:
@@ -217,7 +217,7 @@ class AccountChanges:
         if figures.tells_goodput:
             values["headway/goodput"] = figures.goodput
         if self._mfu is None and (self._run / "flops").exists():  # else there is none, and nothing to load for it
-            from headway.ledger.live.live_mfu import LiveMfu
+            from headway.ledger.live_mfu import LiveMfu
 
             self._mfu = LiveMfu(self._run)
         used = self._mfu.of(figures) if self._mfu is not None else None

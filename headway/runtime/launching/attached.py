@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from headway.core.errors import InputError
-from headway.core.files.bounded_json import read_json
+from headway.core.files.safe_files import read_json
 from headway.runtime.host import rank_env
 from headway.runtime.host.rank_env import Command, RankEnvironment
 from headway.runtime.host.rank_variables import SOURCES, number

@@ -36,8 +36,8 @@ from numpy.typing import NDArray
 
 from headway.core.errors import HeadwayError
 from headway.core.units import format_seconds
-from headway.ledger.jobs.hang import WaitOrigin, localise
-from headway.ledger.jobs.hang_reports import of_dumps
+from headway.ledger.hang import WaitOrigin, localise
+from headway.ledger.hang_reports import of_dumps
 from headway.runtime.host import process_probe
 from headway.runtime.launching.supervision import LOOK_S, LOOKS, proven
 from headway.runtime.recorder import flight_answers

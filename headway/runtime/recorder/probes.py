@@ -26,12 +26,11 @@ from headway.runtime.host.device import device_type, in_use
 from headway.runtime.recorder.garbage import Garbage
 from headway.runtime.recorder.outer_call import OuterCall
 from headway.runtime.script.compute_facts import note, note_settings, optimizer_facts
-from headway.runtime.script.gap_stacks import GapStacks
+from headway.runtime.script.gap_stacks import GapStacks, WaitStacks
 from headway.runtime.script.gradients import GradientCounter
 from headway.runtime.script.loop_depth import loop_depth
 from headway.runtime.script.run_delay import PoolDelay, open_schedstat, read_delay
 from headway.runtime.script.saves import ProcessSaves
-from headway.runtime.script.wait_stacks import WaitStacks
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.ring import CHILD, MAIN, PROGRESS_NS, SPAWNED, PageWriter, Recorder, warn
 from headway.trace.rings.ring import STEP as STEPS

@@ -40,8 +40,8 @@ from typing import Any
 
 from headway.core.lazy import resolved
 from headway.core.machine.apart import DETACHED, RUN_CACHES, caches_of, name_process, step_apart
+from headway.core.machine.child import unheard
 from headway.core.machine.interruptions import pass_on, raised_behind
-from headway.core.machine.own_children import unheard
 from headway.runtime.host.device import in_use
 from headway.runtime.recorder.probes import NEVER, RECORDING, Probes, now
 from headway.runtime.script.draws import own_generators, restorer

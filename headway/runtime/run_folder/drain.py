@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from headway.core.errors import FormatError
 from headway.runtime.run_folder.finalise import windows_of
 from headway.runtime.run_folder.problems import Problems, disk_full
-from headway.trace.rings import spool
+from headway.trace.rings import records as spool
 from headway.trace.rings.records import RECORD_DTYPE, RecordRingReader, RingHeader
 from headway.trace.rings.ring_folders import live_folder
 

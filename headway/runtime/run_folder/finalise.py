@@ -18,20 +18,19 @@ from typing import Any
 
 import msgspec
 
-from headway.core.files.bounded_json import decode_json
-from headway.core.files.regular_file import whole_file
+from headway.core.files.safe_files import decode_json, whole_file
 from headway.runtime.recorder.rereading import settle
 from headway.runtime.run_folder.recording import RankDoings
 from headway.trace.events import parquet
 from headway.trace.recording.assemble import applied, build, by_rank, loaders
-from headway.trace.rings import spool
+from headway.trace.rings import records
 from headway.trace.rings.rank_tables import counted_calls, rank_tables
 from headway.trace.rings.ring_folders import ring_folders
 
 
 def finalise(run: Path) -> list[Path]:
     """Write the events of every attempt whose rings are still there; returns the files written."""
-    attempts = sorted({spool.attempt_of(stem) for stem in spool.stems_of_run(run)})
+    attempts = sorted({records.attempt_of(stem) for stem in records.stems_of_run(run)})
     written = [path for attempt in attempts for path in finalise_attempt(run, attempt)]
     pack_windows(run / "windows")
     return written
@@ -50,8 +49,8 @@ def finalise_attempt(
     `rows` are the launcher's facts of each rank (start_ns, end_ns); `rings` restricts it to one host's rings, `ranks`
     to those that their processes opened.
     """
-    every = spool.stems_of_run(run, attempt=attempt) if rings is None else spool.stems(rings, attempt=attempt)
-    stems = every if rings is None else spool.stems(rings, attempt=attempt, ranks=ranks)
+    every = records.stems_of_run(run, attempt=attempt) if rings is None else records.stems(rings, attempt=attempt)
+    stems = every if rings is None else records.stems(rings, attempt=attempt, ranks=ranks)
     # Children that train get free numbers: none is free while only some of the ranks are at hand.
     split = len(stems) == len(every) and (rings is None or ring_folders(run) == [rings])
     written = []
@@ -62,7 +61,7 @@ def finalise_attempt(
         parquet.write(trace, path)
         written.append(path)
     for stem in stems:
-        spool.remove(stem)
+        records.remove(stem)
     return written
 
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from headway.core.files.bounded_json import read_json
-from headway.ledger.live.live_ledger import LiveFigures, LiveLedger
+from headway.core.files.safe_files import read_json
+from headway.ledger.live_ledger import LiveFigures, LiveLedger
 from headway.trace.events import parquet
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import SPAN_OF_CODE, SPANS

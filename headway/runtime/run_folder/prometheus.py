@@ -39,7 +39,7 @@ from headway import __version__
 from headway.core.errors import InputError
 from headway.core.units import NS_PER_S
 from headway.ledger.buckets import BUCKETS
-from headway.ledger.live.live_ledger import STEP_BOUNDS_S, LiveFigures, LiveLedger
+from headway.ledger.live_ledger import STEP_BOUNDS_S, LiveFigures, LiveLedger
 from headway.trace.rings.rank_tables import json_object
 
 if TYPE_CHECKING:

@@ -28,9 +28,8 @@ import msgspec
 
 from headway import __version__
 from headway.core.errors import InputError
-from headway.core.files.bounded_json import read_json
 from headway.core.files.private import PRIVATE, file_mode, private_folder
-from headway.core.files.regular_file import whole_file
+from headway.core.files.safe_files import read_json, whole_file
 from headway.core.machine.host import host_cores
 from headway.runtime.host.device import host_has_devices
 from headway.runtime.host.host_memory import host_memory

@@ -29,8 +29,8 @@ from headway.runtime.run_folder.streams import Streams, write_all
 from headway.trace.rings.records import RingHeader
 
 if TYPE_CHECKING:
-    from headway.ledger.live.live_ledger import LiveLedger
-    from headway.ledger.live.live_mfu import LiveMfu
+    from headway.ledger.live_ledger import LiveLedger
+    from headway.ledger.live_mfu import LiveMfu
 
 PLAIN_EVERY_S = 10.0
 REDRAW_S = 0.5
@@ -76,8 +76,8 @@ class RunStatus:
     @property
     def _account(self) -> LiveLedger:
         """The account; made in the thread that first needs it, since loading it takes the launcher a moment."""
-        from headway.ledger.live.live_ledger import LiveLedger
-        from headway.ledger.live.live_mfu import LiveMfu
+        from headway.ledger.live_ledger import LiveLedger
+        from headway.ledger.live_mfu import LiveMfu
 
         with self._lock:
             if self._ledger is None:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headway.ledger.jobs.hang_reports import frames
+from headway.ledger.hang_reports import frames
 from headway.runtime.host import process_probe
 from headway.runtime.script.gap_stacks import OWN, is_scripts
 

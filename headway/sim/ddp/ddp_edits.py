@@ -23,7 +23,7 @@ from headway.core.errors import InputError
 from headway.core.units import NS_PER_S
 from headway.cost.codecs import MIN_BYTES, CodecTimes, TensorRange, partitions, wire_bytes
 from headway.sim.ddp import ddp_link as ddp_buckets
-from headway.sim.ddp.ddp_step import DdpStep
+from headway.sim.ddp.ddp_link import DdpStep
 from headway.sim.ddp.ddp_thread import CALL, COPY, GRAD, WAIT, WORK, Thread
 from headway.sim.ddp.ddp_window import Ints, rows_of
 from headway.trace.events.trace import Trace

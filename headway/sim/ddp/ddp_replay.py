@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import BarMissedError, InputError
-from headway.core.files.bounded_json import read_json
+from headway.core.files.safe_files import read_json
 from headway.core.units import NS_PER_S, format_fraction
 from headway.cost.codecs import CodecTimes
 from headway.sim.ddp import ddp_link as ddp_buckets
@@ -34,8 +34,17 @@ from headway.sim.ddp.ddp_edits import (
     with_buckets,
     with_codec,
 )
-from headway.sim.ddp.ddp_link import SMALL_BYTES, Carried, CollectiveLink, fit, paces_of
-from headway.sim.ddp.ddp_step import DdpStep, compiled, makespan_ns, step_of
+from headway.sim.ddp.ddp_link import (
+    SMALL_BYTES,
+    Carried,
+    CollectiveLink,
+    DdpStep,
+    compiled,
+    fit,
+    makespan_ns,
+    paces_of,
+    step_of,
+)
 from headway.sim.ddp.ddp_thread import WAIT, thread_of
 from headway.sim.ddp.ddp_window import StepWindow, models_of, windows_of
 from headway.sim.graph.dag import Dag

@@ -36,8 +36,7 @@ from numpy.typing import ArrayLike, NDArray
 from headway.core.errors import InputError
 from headway.core.machine.host import host_cores
 from headway.core.tables import pick
-from headway.sim.graph.dag import Dag, kernels
-from headway.sim.graph.replay import Span, checked_durations, replay
+from headway.sim.graph.dag import Dag, Span, checked_durations, kernels, replay
 
 MODES: dict[str, bool] = {"keep": True, "fix": False}
 """What a group's column means -> whether the group keeps its base durations (else it alone becomes ideal)."""

@@ -29,8 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import CycleError, FormatError, InputError
-from headway.sim.graph.dag import Dag
-from headway.sim.graph.replay import replay
+from headway.sim.graph.dag import Dag, replay
 
 F, B, I, W, R, SEND, RECV, OPT = range(8)  # noqa: E741 - the names of the papers and of torch
 """Codes: forward, whole backward, gradient of input, of weights, forward again, messages, optimizer."""

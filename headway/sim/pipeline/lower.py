@@ -38,8 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import CycleError, InputError
-from headway.sim.graph.dag import Dag
-from headway.sim.graph.replay import replay
+from headway.sim.graph.dag import Dag, replay
 from headway.sim.pipeline.actions import OPT, RECV, SEND, B, F, I, Orders, PipelineProgram, R, StageGraph, W
 
 Route = Callable[[int, int], int]

@@ -43,8 +43,7 @@ import msgspec
 from msgspec import Meta
 
 from headway.core.errors import InputError
-from headway.core.files.bounded_json import decode_json
-from headway.core.files.regular_file import read_text
+from headway.core.files.safe_files import decode_json, read_text
 from headway.core.tables import suggestion
 from headway.sim.pipeline.actions import Action, B, F, Orders, StageGraph
 

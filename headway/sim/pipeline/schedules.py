@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from headway.sim.pipeline.list_schedule import graph_1f1b
 from headway.sim.pipeline.orders import OrderFn, gpipe, interleaved, one_f_one_b
+from headway.sim.pipeline.simulate import graph_1f1b
 from headway.sim.pipeline.split_backward import v_shape, zero_bubble
 from headway.sim.pipeline.weight_versions import FLUSH_FREE
 

@@ -46,10 +46,9 @@ from headway.core.errors import InputError
 from headway.core.rng import stream
 from headway.sim.graph.dag import Dag
 from headway.sim.pipeline.actions import Action, F, I, Orders, W
-from headway.sim.pipeline.list_schedule import ListSchedule
 from headway.sim.pipeline.lower import lower, peak_activations
 from headway.sim.pipeline.orders import PipelineShape
-from headway.sim.pipeline.simulate import StageCosts, costs_of, simulate
+from headway.sim.pipeline.simulate import ListSchedule, StageCosts, costs_of, simulate
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from headway.sim.graph.replay import greedy
+from headway.sim.graph.dag import greedy
 from headway.sim.recorded.lane import LABEL, LABELS
 from headway.sim.recorded.program import Program
 from headway.sim.whatif import Edit

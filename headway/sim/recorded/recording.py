@@ -21,9 +21,8 @@ from headway.sim.recorded.core_use import cores_used
 from headway.sim.recorded.device_work import DeviceWork
 from headway.sim.recorded.lane import COMPUTE, GARBAGE, LABEL, LABELS, ON_THREAD, PRIORITY, Lane
 from headway.sim.recorded.stage_work import MessagePoints, StageWork, cuts_of
-from headway.trace.events.intervals import enclosing
+from headway.trace.events.intervals import enclosing, sweep
 from headway.trace.events.parts import Parts
-from headway.trace.events.sweep import sweep
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import GC_CALLED, READ_AGAIN
 from headway.trace.profiler.window_effects import steps_before_slowing

@@ -24,7 +24,7 @@ from headway.sim.pipeline.actions import B, F, I, W
 from headway.sim.recorded.lane import Lane
 from headway.trace.events.intervals import number_alike
 from headway.trace.events.trace import Trace
-from headway.trace.sync.posts import message_key, posted_ns
+from headway.trace.sync.meetings import message_key, posted_ns
 
 Ints = NDArray[np.int64]
 

@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.units import NS_PER_MS
-from headway.sim.graph.dag import Dag
-from headway.sim.graph.replay import greedy
+from headway.sim.graph.dag import Dag, greedy
 from headway.sim.recorded.core_use import Contention, rival_cycles
 from headway.sim.recorded.device_work import DeviceWork
 from headway.sim.recorded.lane import LABELS, ON_THREAD, Lane

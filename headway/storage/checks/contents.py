@@ -23,11 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import FormatError, InputError
-from headway.core.files.bounds import FREE_BYTES
-from headway.core.files.regular_file import read_regular
+from headway.core.files.safe_files import FREE_BYTES, read_regular
 from headway.storage.checks.foreign_checks import DCP_SUFFIX, HEAD_BYTES, INDEX, PICKLED, read_index, refuse
-from headway.storage.commits.commit import commit_record, committed, is_own, manifests_of, rebuild
-from headway.storage.commits.object_commit import checkpoint_at
+from headway.storage.commit import commit_record, committed, is_own, manifests_of, rebuild
 from headway.storage.formats.dcp import DcpRecord, read_metadata
 from headway.storage.formats.dtypes import ITEM_BYTES
 from headway.storage.formats.records import PickledTensor, Saved, is_legacy, read_legacy, read_saved
@@ -35,10 +33,10 @@ from headway.storage.formats.safe_pickle import what_runs
 from headway.storage.formats.safetensors import is_safetensors, read_header
 from headway.storage.formats.values import StoredValue
 from headway.storage.formats.zip_files import is_zip
+from headway.storage.object_commit import checkpoint_at
 from headway.storage.stored.boxes import Box, whole
 from headway.storage.stored.manifest import METADATA, CommitRecord, RankManifest, merged_objects
-from headway.storage.stored.objects import url_of
-from headway.storage.stored.store import LocalStore, Store
+from headway.storage.stored.stores import LocalStore, Store, url_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

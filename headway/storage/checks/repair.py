@@ -28,10 +28,18 @@ from headway.core.errors import DamageError, InputError
 from headway.core.files.private import check_links
 from headway.core.units import MIB
 from headway.storage.checks.verification import verify
-from headway.storage.commits.commit import commit_record, is_own, rebuild
-from headway.storage.redundancy.losses import Judgement, Losses, LostBytes
+from headway.storage.commit import commit_record, is_own, rebuild
 from headway.storage.redundancy.parity import bad_parity, best, encode_rank, judge, sweep, write_copies, write_facts
-from headway.storage.redundancy.parity_files import Images, newest_parity, read_at, record_of, state
+from headway.storage.redundancy.parity_files import (
+    Images,
+    Judgement,
+    Losses,
+    LostBytes,
+    newest_parity,
+    read_at,
+    record_of,
+    state,
+)
 from headway.storage.stored.digests import Digester
 from headway.storage.stored.manifest import (
     COMMIT,
@@ -40,7 +48,7 @@ from headway.storage.stored.manifest import (
     encode,
     rank_folder,
 )
-from headway.storage.stored.store import LocalStore, durable_file, make_folder, write_durably
+from headway.storage.stored.stores import LocalStore, durable_file, make_folder, write_durably
 
 STRIDE_BYTES = MIB
 """Bytes of an image that are made at a time."""

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from headway.core.errors import FormatError
-from headway.core.files.bounds import RoomError
 from headway.core.files.inert import Room, StandIn
+from headway.core.files.safe_files import RoomError
 from headway.storage.formats.dtypes import ITEM_BYTES, STORAGE_DTYPES
 from headway.storage.formats.safe_pickle import load_from, loads, path_of
 from headway.storage.formats.values import ATOMS, SHORT, StoredValue, plain

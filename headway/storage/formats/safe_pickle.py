@@ -37,8 +37,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from headway.core.errors import FormatError, InputError
-from headway.core.files.bounds import RoomError
 from headway.core.files.inert import Room, StandIn
+from headway.core.files.safe_files import RoomError
 from headway.core.files.unpickler import UNREADABLE, unpickle
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def loads(
     Every global that the pickle names is added to `named`, as `module.name`. `room` is how much memory and time
     its value may take, by default what its bytes allow.
     Raises `FormatError` for a global that is not allowed, for bytes that are no whole pickle, and for a value that
-    would take more memory or time than such a file can be worth (`headway.core.files.bounds`).
+    would take more memory or time than such a file can be worth (`headway.core.files.safe_files`).
     """
     return load_from(data, 0, name, lenient=lenient, persistent=persistent, named=named, room=room)[0]
 

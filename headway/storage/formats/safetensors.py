@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from headway.core.errors import FormatError
-from headway.core.files.bounded_json import decode_json
+from headway.core.files.safe_files import decode_json
 from headway.storage.formats.dtypes import FROM_SAFETENSORS, ITEM_BYTES
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from headway.core.errors import FormatError
-from headway.core.files.bounds import unpacked_room
+from headway.core.files.safe_files import unpacked_room
 from headway.core.units import MIB
 from headway.storage.stored.digests import crc32
 

@@ -25,24 +25,25 @@ from headway.core.errors import DamageError, FormatError
 from headway.core.files.private import check_links
 from headway.core.units import MIB
 from headway.core.wire.pace import RateLimiter
-from headway.storage.commits.commit import commit_record, read_guarded
-from headway.storage.redundancy.erasure import RS
-from headway.storage.redundancy.losses import Judgement, Losses, LostBytes, judged
+from headway.storage.commit import commit_record, read_guarded
+from headway.storage.redundancy.erasure import RS, Stripes, scheme_of
 from headway.storage.redundancy.parity_files import (
     Images,
+    Judgement,
+    Losses,
+    LostBytes,
     ParityFacts,
     State,
     StoredParity,
     hosts_of,
+    judged,
     newest_parity,
     parities,
     plan,
     record_of,
     state,
 )
-from headway.storage.redundancy.stripes import Stripes, scheme_of
 from headway.storage.stored.digests import Digested, Digester, damaged_blocks, pack_digests
-from headway.storage.stored.findings import Damage
 from headway.storage.stored.manifest import (
     COMMIT,
     COPIES,
@@ -52,11 +53,12 @@ from headway.storage.stored.manifest import (
     PARITY,
     PARITY_FACTS,
     CommitRecord,
+    Damage,
     encode,
     rank_folder,
     read_record,
 )
-from headway.storage.stored.store import LocalStore, durable_file, make_folder, write_durably
+from headway.storage.stored.stores import LocalStore, durable_file, make_folder, write_durably
 
 __all__ = [
     "Judgement",

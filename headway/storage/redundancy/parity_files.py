@@ -10,23 +10,33 @@ facts say, not by its name.
 
 >>> state(Path("nowhere")).status
 'none'
+
+What damage means for the stripes of a checkpoint: which rows still have k good members, and what is lost.
+
+A row is one block of each member of a stripe, as long as the largest block
+that has a digest. Up to m members of a row may be gone. `Losses` spreads
+damage over rows; `judged` names the tensors that no row gives back.
+
+>>> piece = Piece("w", "float32", (20, 10), (7, 0), (3, 10), "f", 0, 300, 100, 120, 0)
+>>> rows_of(piece, 0, 4096), rows_of(piece, 139, 141)
+((7, 9), (7, 8))
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import DamageError, FormatError
-from headway.storage.commits.commit import commit_record, digests_of, manifests_of, rebuild
-from headway.storage.redundancy.erasure import CELL_BYTES, RS
-from headway.storage.redundancy.stripes import Stripes, circle, scheme_of
+from headway.storage.commit import commit_record, digests_of, manifests_of, rebuild
+from headway.storage.redundancy.erasure import CELL_BYTES, RS, Stripes, circle, scheme_of
 from headway.storage.stored.digests import Digested, block_bytes_for, damaged_blocks, unpack_digests
 from headway.storage.stored.manifest import (
     COPIES,
@@ -34,11 +44,14 @@ from headway.storage.stored.manifest import (
     PARITY,
     PARITY_FACTS,
     CommitRecord,
+    Damage,
     FileEntry,
+    Piece,
+    RankManifest,
     rank_folder,
     read_record,
 )
-from headway.storage.stored.store import LocalStore
+from headway.storage.stored.stores import LocalStore
 
 SCHEMA = "headway.ckpt.parity/1"
 
@@ -251,3 +264,200 @@ def state(path: str | Path) -> State:
         return State("none", "none", 0)
     scheme = next((entry.facts.scheme for entry in kept.values()), record.redundancy)
     return State("redundant" if len(kept) == record.world_size else "durable", scheme, len(kept))
+
+
+@dataclass(frozen=True, slots=True)
+class LostBytes:
+    """Bytes that nothing gives back."""
+
+    file: str
+    """Path inside the checkpoint."""
+
+    rank: int
+    """Whose directory it lies in; 0 for what lies beside them."""
+
+    tensor: str | None
+    """The tensor or object that the bytes belong to; None where they belong to none, or its manifest is lost."""
+
+    rows: tuple[int, int] | None
+    """First and last row (index along dimension 0 of the whole tensor) that is touched; None for what has no rows."""
+
+    offset_bytes: int
+    """Where in the file."""
+
+    num_bytes: int
+    """How many; 0: all of a small file."""
+
+    def __str__(self) -> str:
+        rows = "" if self.rows is None else f" rows {self.rows[0]}..{self.rows[1]}"
+        what = f" ({self.tensor}{rows})" if self.tensor else ""
+        return f"{self.file} bytes {self.offset_bytes}..{self.offset_bytes + self.num_bytes}{what}"
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """Whether damage can be undone."""
+
+    status: Literal["repairable", "lost"]
+    """`lost` when anything is missing for good."""
+
+    missing: tuple[LostBytes, ...] = ()
+    """What is lost, in the order of files."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return status and missing entries by name."""
+        entries = [
+            {
+                "file": lost.file, "rank": lost.rank, "tensor": lost.tensor, "rows": lost.rows and list(lost.rows),
+                "offset_bytes": lost.offset_bytes, "num_bytes": lost.num_bytes,
+            }
+            for lost in self.missing
+        ]  # fmt: skip
+        return {"status": self.status, "missing": entries}
+
+
+class Losses:
+    """Damage of the images and of one scheme's parity, row by row of each stripe that it touches."""
+
+    def __init__(
+        self,
+        images: Images,
+        damage: Sequence[Damage],
+        kept: dict[int, StoredParity],
+        bad_parity: Callable[[StoredParity], list[int]],
+    ) -> None:
+        """Spread `damage` over the rows; `bad_parity` tells the damaged blocks of a rank's parity."""
+        self.images, self.kept = images, kept
+        self.damage = damage
+        facts = next(iter(kept.values())).facts if kept else None
+        self.stripes: Stripes | None = facts.stripes if facts else None
+        self.code = facts.code if facts else None
+        self.row_bytes = images.row_bytes
+        self.bad_rows: dict[int, NDArray[np.bool_]] = {}
+        """rank -> [rows of its image] Which are damaged."""
+        for rank, entry in images.entries.items():
+            spans = _spans([hurt for hurt in damage if hurt.file == entry.name], entry.num_bytes)
+            if spans and images.digests(rank) is None:
+                spans = [(0, entry.num_bytes)]  # nobody knows which of its blocks are good
+            if spans:
+                self.bad_rows[rank] = _marked(spans, self.row_bytes, -(-entry.num_bytes // self.row_bytes))
+        self._bad_parity = bad_parity
+        self._parity_rows: dict[int, NDArray[np.bool_]] = {}
+
+    def image_rows(self, rank: int, segment: int) -> NDArray[np.bool_]:
+        """Return [rows of a segment] which rows of a rank's image segment are damaged; rows behind its end are not."""
+        assert self.stripes is not None
+        rows = self.stripes.segment_bytes // self.row_bytes
+        found = np.zeros(rows, np.bool_)
+        part = self.bad_rows.get(rank, found[:0])[segment * rows : (segment + 1) * rows]
+        found[: len(part)] = part
+        return found
+
+    def parity_rows(self, rank: int, slot: int) -> NDArray[np.bool_]:
+        """Return [rows of a segment] which rows of a rank's parity segment are damaged, or were never made."""
+        assert self.stripes is not None
+        rows = self.stripes.segment_bytes // self.row_bytes
+        if rank not in self.kept:
+            return np.ones(rows, np.bool_)
+        if rank not in self._parity_rows:
+            size = self.kept[rank].digested.block_bytes
+            spans = [(block * size, (block + 1) * size) for block in self._bad_parity(self.kept[rank])]
+            self._parity_rows[rank] = _marked(spans, self.row_bytes, self.stripes.m * rows)
+        return self._parity_rows[rank][slot * rows : (slot + 1) * rows]
+
+    def gone(self, stripe: int) -> NDArray[np.bool_]:
+        """Return [k + m, rows] which members of a stripe are gone in which row."""
+        assert self.stripes is not None
+        data = [self.image_rows(*place) for place in self.stripes.data(stripe)]
+        return np.array([*data, *(self.parity_rows(*place) for place in self.stripes.parity(stripe))])
+
+    def lost_rows(self) -> Iterator[tuple[int, int]]:
+        """Yield (rank, row of its image) of all that no parity gives back."""
+        if self.stripes is None:
+            yield from ((rank, int(row)) for rank, rows in self.bad_rows.items() for row in np.flatnonzero(rows))
+            return
+        rows = self.stripes.segment_bytes // self.row_bytes
+        for stripe in range(len(self.stripes.circle)):
+            places = self.stripes.data(stripe)
+            if not any(rank in self.bad_rows and self.image_rows(rank, part).any() for rank, part in places):
+                continue
+            gone = self.gone(stripe)
+            hopeless = gone.sum(axis=0) > self.stripes.m
+            for (rank, segment), lost in zip(places, gone, strict=False):
+                yield from ((rank, segment * rows + int(row)) for row in np.flatnonzero(lost & hopeless))
+
+
+def judged(losses: Losses) -> Judgement:
+    """Return whether the damage can be undone, and what is lost where it cannot."""
+    images = losses.images
+    manifests = manifests_of(images.store, images.record, images.names)
+    lost: dict[int, list[int]] = {}
+    for rank, row in losses.lost_rows():
+        lost.setdefault(rank, []).append(row)
+    missing = [
+        found
+        for rank, rows in sorted(lost.items())
+        for start, stop in _joined(sorted(rows), losses.row_bytes, images.entries[rank].num_bytes)
+        for found in _named(images.entries[rank].name, rank, manifests.get(rank), start, stop)
+    ]
+    images_of = {entry.name for entry in images.entries.values()}
+    small = {entry.name: entry for entry in images.record.files if entry.name not in images_of}
+    for name in sorted({hurt.file for hurt in losses.damage} & set(small)):
+        # Digests follow from an image once it is whole; everything else needs a copy, or what it follows from.
+        if small[name].kind != "digests" and rebuild(images.store, images.record, name) is None:
+            missing.append(LostBytes(name, small[name].rank or 0, None, None, 0, 0))
+    return Judgement("lost" if missing else "repairable", tuple(missing))
+
+
+def _spans(damage: Sequence[Damage], num_bytes: int) -> list[tuple[int, int]]:
+    """Return the byte ranges of an image that are in doubt; behind its end nothing is."""
+    spans = []
+    for hurt in damage:
+        # Where a file is gone, or only its root says that it differs, what lies between the records is gone too.
+        start = 0 if hurt.what in ("missing", "root") else hurt.offset_bytes
+        to_the_end = hurt.what in ("missing", "root", "truncated") or not hurt.num_bytes
+        spans.append((start, num_bytes if to_the_end else min(start + hurt.num_bytes, num_bytes)))
+    return [span for span in spans if span[0] < span[1]]
+
+
+def _marked(spans: Sequence[tuple[int, int]], row_bytes: int, num_rows: int) -> NDArray[np.bool_]:
+    """Return [num_rows] which rows the byte ranges touch."""
+    rows = np.zeros(num_rows, np.bool_)
+    for start, stop in spans:
+        rows[start // row_bytes : -(-stop // row_bytes)] = True
+    return rows
+
+
+def _joined(rows: Sequence[int], row_bytes: int, num_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield the byte ranges of runs of neighbouring rows, cut at the end of the file."""
+    first = last = rows[0]
+    for row in [*rows[1:], -1]:
+        if row != last + 1:
+            yield first * row_bytes, min((last + 1) * row_bytes, num_bytes)
+            first = row
+        last = row
+
+
+def _named(name: str, rank: int, manifest: RankManifest | None, start: int, stop: int) -> Iterator[LostBytes]:
+    """Yield an entry for each tensor and object in bytes [start, stop) of an image; one without a name if none is."""
+    told = False
+    for piece in manifest.pieces if manifest else ():
+        if piece.record_offset < stop and start < piece.record_offset + piece.record_bytes:
+            told = True
+            yield LostBytes(name, rank, piece.fqn, rows_of(piece, start, stop), start, stop - start)
+    for stored in manifest.objects if manifest else ():
+        if stored.record_offset < stop and start < stored.record_offset + stored.record_bytes:
+            told = True
+            yield LostBytes(name, rank, stored.fqn, None, start, stop - start)
+    if not told:
+        yield LostBytes(name, rank, None, None, start, stop - start)
+
+
+def rows_of(piece: Piece, start: int, stop: int) -> tuple[int, int] | None:
+    """Return the first and last row of the whole tensor whose elements lie in bytes [start, stop) of the image."""
+    start, stop = max(start, piece.payload_offset), min(stop, piece.payload_offset + piece.payload_bytes)
+    if not piece.lengths or start >= stop:
+        return None
+    row_bytes = piece.payload_bytes // piece.lengths[0]
+    first, last = (piece.offsets[0] + (at - piece.payload_offset) // row_bytes for at in (start, stop - 1))
+    return first, last

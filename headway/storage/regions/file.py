@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import DamageError, InputError
-from headway.core.files.regular_file import whole_file
+from headway.core.files.safe_files import whole_file
 from headway.core.units import MIB
 from headway.storage.redundancy.erasure import RS
 from headway.storage.regions.dirty import runs_of
@@ -33,7 +33,7 @@ from headway.storage.regions.layout import (
     sidecar_of,
 )
 from headway.storage.stored.digests import DIGESTS, block_digests
-from headway.storage.stored.store import sync_folder
+from headway.storage.stored.stores import sync_folder
 
 Pages = NDArray[np.int64]
 """[n] Page numbers, ascending."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from headway.core.files.bounded_json import converted
+from headway.core.files.safe_files import converted
 
 READING, DATASET = "reading", "dataset"
 """Values of `about` beside a reason: why a dataset's batches may not be read ahead; why they may not be kept either.

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from headway.core.errors import FormatError
-from headway.core.files.bounds import unpacked_room
-from headway.core.files.regular_file import open_regular
+from headway.core.files.safe_files import open_regular, unpacked_room
 
 GZIP_MAGIC = b"\x1f\x8b"
 PARQUET_MAGIC = b"PAR1"

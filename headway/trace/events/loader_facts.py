@@ -17,7 +17,7 @@ from typing import Annotated
 
 import msgspec
 
-from headway.core.files.bounded_json import converted
+from headway.core.files.safe_files import converted
 
 SAFE_SAMPLERS = (
     "SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "DistributedSampler",

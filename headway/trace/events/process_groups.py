@@ -16,7 +16,7 @@ import zlib
 from typing import Any
 
 from headway.core.errors import FormatError
-from headway.core.files.bounded_json import decode_json
+from headway.core.files.safe_files import decode_json
 
 HASHED = 1 << 30
 """Ids at and above this one come from a name that is no number."""

@@ -36,8 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import FormatError, InputError
-from headway.core.files.bounded_json import cost_of, decode_json
-from headway.core.files.bounds import check_room
+from headway.core.files.safe_files import check_room, cost_of, decode_json
 from headway.core.units import us_text_to_ns
 
 ZERO = msgspec.Raw(b"0")

@@ -40,13 +40,11 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from headway.core.errors import FormatError, InputError
-from headway.core.files.bounded_json import decode_json
-from headway.core.files.bounds import check_room
-from headway.core.files.regular_file import whole_file
+from headway.core.files.safe_files import check_room, decode_json, whole_file
 from headway.core.units import NS_PER_US
 from headway.trace.events.intervals import leaves
+from headway.trace.events.parquet import numbered, plain_tables
 from headway.trace.events.process_groups import group_id
-from headway.trace.events.tables import numbered, plain_tables
 from headway.trace.events.trace import COLUMNS, Trace
 from headway.trace.events.vocabulary import COLLECTIVES, KIND, KINDS
 from headway.trace.profiler.messages import SCALARS, delimited, message_classes, prefixed
@@ -146,7 +144,7 @@ def write(trace: Trace, path: str | Path) -> None:
     if trace.edges is None:
         raise InputError(
             f"{target} needs dependencies, and the trace lists none. `headway trace export SOURCE {target}` infers "
-            "them; so does headway.sim.traced.observed.listed(trace)."
+            "them; so does headway.sim.observed.listed(trace)."
         )
     for rank in [rank for rank in np.unique(trace.events["rank"]).tolist() if rank >= 0]:
         own = target if target.name.endswith(f".{rank}.et") else target.with_name(f"{target.stem}.{rank}.et")

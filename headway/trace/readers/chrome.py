@@ -43,10 +43,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import FormatError, InputError
-from headway.core.files.bounded_json import cost_of
-from headway.core.files.bounds import check_room
-from headway.core.files.regular_file import whole_file
-from headway.trace.events.tables import numbered, plain_tables
+from headway.core.files.safe_files import check_room, cost_of, whole_file
+from headway.trace.events.parquet import numbered, plain_tables
 from headway.trace.events.trace import COLUMNS, Trace
 from headway.trace.events.vocabulary import KIND, KINDS
 from headway.trace.profiler.json_pieces import to_ns

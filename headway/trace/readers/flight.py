@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import FormatError
-from headway.core.files.bounded_json import decode_json
+from headway.core.files.safe_files import decode_json
 from headway.core.files.unpickler import UNREADABLE, unpickle
 from headway.core.units import NS_PER_MS
 from headway.trace.events.process_groups import group_id, parse_ranks

@@ -28,7 +28,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
-from headway.core.files.regular_file import whole_file
+from headway.core.files.safe_files import whole_file
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import COLUMNS, Trace
 from headway.trace.events.vocabulary import KIND, KINDS

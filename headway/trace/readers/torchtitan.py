@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from headway.core.errors import FormatError
-from headway.core.files.bounds import check_room
+from headway.core.files.safe_files import check_room
 from headway.core.units import NS_PER_MS, NS_PER_US
 from headway.trace.events.intervals import Nesting
 from headway.trace.events.trace import Trace

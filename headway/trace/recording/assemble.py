@@ -36,9 +36,9 @@ from headway.trace.recording import basis as evaluation
 from headway.trace.recording.gaps import trimmed
 from headway.trace.recording.loads import load_children, name_workers, place_made, thinned
 from headway.trace.recording.rows import RecordedRows, lane_name, raw_rows
-from headway.trace.rings import spool
+from headway.trace.rings import records as spool
 from headway.trace.rings.rank_tables import RankTables, json_object
-from headway.trace.rings.spool import Recorded
+from headway.trace.rings.records import Recorded
 
 UPDATE, BACKWARD, WORKER = (SPANS[name].code for name in ("optimizer.step", "segment.backward", "input.worker"))
 

@@ -20,7 +20,7 @@ from typing import Annotated
 import msgspec
 
 from headway.core.errors import FormatError, InputError
-from headway.core.files.regular_file import whole_file
+from headway.core.files.safe_files import whole_file
 
 SCHEMA = "headway.incidents/1"
 FILE = "incidents.json"
@@ -69,7 +69,7 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True, rename={"cls": "class"
     the schedule without the killed one."""
 
     action: str = ""
-    """One of `headway.fault.restart.supervise.ACTIONS`."""
+    """One of `headway.fault.supervise.ACTIONS`."""
 
     reason: str = ""
     """Why that one."""

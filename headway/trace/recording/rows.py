@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from headway.trace.events.trace import COLUMNS
 from headway.trace.events.vocabulary import IN_BACKGROUND, KIND, SPANS
-from headway.trace.rings.records import RingHeader
-from headway.trace.rings.spool import Recorded
+from headway.trace.rings.records import Recorded, RingHeader
 
 LOADER_LANE = "loader/"
 """Lanes of loader workers begin so; the worker's number follows."""

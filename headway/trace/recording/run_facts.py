@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from headway.core.errors import FormatError
-from headway.core.files.bounded_json import converted
+from headway.core.files.safe_files import converted
 from headway.core.machine.host_load import HostLoad
 from headway.trace.events.active_settings import (
     DATASET,

@@ -22,14 +22,14 @@ from typing import Any
 from msgspec import structs
 
 from headway.core.errors import FormatError, InputError
-from headway.core.files.bounded_json import converted, read_json
+from headway.core.files.safe_files import converted, read_json
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
 from headway.trace.recording.assemble import applied, loaders, trace_of_rings
 from headway.trace.recording.incident import read_incidents
 from headway.trace.recording.loads import counts_of
 from headway.trace.recording.run_facts import SCHEMA, RankRow, RunFacts
-from headway.trace.rings import spool
+from headway.trace.rings import records
 from headway.trace.rings.rank_tables import json_object
 from headway.trace.rings.ring import UNRECORDED, UNRECORDED_SUFFIX
 from headway.trace.rings.ring_folders import ring_folders
@@ -274,7 +274,7 @@ def _facts_from_events(path: Path) -> dict[str, Any]:
 def _attempts(path: Path) -> list[int]:
     """Return the attempts that left events or rings."""
     found = {int(m[1]) for p in (path / "events").glob("*.parquet") if (m := _EVENTS.fullmatch(p.name))}
-    return sorted(found | {spool.attempt_of(stem) for stem in spool.stems_of_run(path)})
+    return sorted(found | {records.attempt_of(stem) for stem in records.stems_of_run(path)})
 
 
 def _why_nothing(path: Path, hosts: Sequence[RunFacts]) -> str:

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import FormatError
-from headway.trace.rings import spool
+from headway.trace.rings import records as spool
 from headway.trace.rings.records import (
     IN_FLIGHT,
     ORDERED_STORES,

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from headway.core.errors import InputError
-from headway.core.files.bounded_json import converted, read_json
+from headway.core.files.safe_files import converted, read_json
 from headway.trace.rings.compute_facts import CallFlops, ComputeFacts
 
 

@@ -13,10 +13,9 @@ import numpy as np
 from cyclopts import Parameter
 from rich.text import Text
 
-from headway.cluster.adaptive.measured import published_jct_s, read_applications, read_workload
-from headway.cluster.adaptive.workload import MeasuredJobs
+from headway.cluster.adaptive.workload import MeasuredJobs, published_jct_s, read_applications, read_workload
 from headway.cluster.model import Cluster, Jobs, Rates, Resize, Values, parse_numbers
-from headway.cluster.policies.table import AT_ONCE, POLICIES, SERVED
+from headway.cluster.policies import AT_ONCE, POLICIES, SERVED
 from headway.cluster.queue.compare import (
     DEFAULT_POLICIES,
     FIDELITY,
@@ -26,14 +25,13 @@ from headway.cluster.queue.compare import (
     compare_with_promise,
 )
 from headway.cluster.queue.engine import simulate
-from headway.cluster.queue.gavel_files import RateTable, generate, read_trace
-from headway.cluster.queue.logs import RecordedQueue, read_queue
+from headway.cluster.queue.logs import RateTable, RecordedQueue, generate, read_queue, read_trace
 from headway.cluster.queue.recorded_rates import queue_rates, run_rate
 from headway.cluster.service.server import log_of
 from headway.cluster.service.state import ServiceState, outcome_of
 from headway.cluster.service.store import EventLog
 from headway.core.errors import InputError
-from headway.core.files.bounds import MOST
+from headway.core.files.safe_files import MOST
 from headway.core.tables import pick
 from headway.core.units import format_fraction, plural
 from headway.report.page.frames import queue_chart

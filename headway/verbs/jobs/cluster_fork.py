@@ -14,7 +14,7 @@ from rich.text import Text
 from headway.cluster.fork.answer import ForkAnswer, fork_answer, read_jobs, read_speeds, run_answer
 from headway.cluster.fork.coordinator import Fork
 from headway.core.errors import InputError
-from headway.core.files.bounds import MOST
+from headway.core.files.safe_files import MOST
 from headway.core.machine.beside import say_beside
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.verbs.shared.output import emit

@@ -12,21 +12,22 @@ from rich.text import Text
 
 from headway.cluster.adaptive.recorded import batch_answer, write_batch_plan
 from headway.cluster.advise import batch_command
-from headway.cluster.prices.answer import (
+from headway.cluster.price_market import DAY_S, HOUR_S, ON_DEMAND, Market, MarketTerms
+from headway.cluster.prices import (
+    Records,
     Rest,
     cheapest,
     deadlines,
     history,
+    read_records,
     sky_task,
     speeds_of,
 )
-from headway.cluster.prices.market import DAY_S, HOUR_S, ON_DEMAND, Market, MarketTerms
-from headway.cluster.prices.read import Records, read_records
 from headway.cluster.queue.logs import relative_speed
 from headway.cluster.queue.recorded_rates import device_name
 from headway.core.errors import InputError
 from headway.core.files.planfile import granted
-from headway.core.files.regular_file import whole_file
+from headway.core.files.safe_files import whole_file
 from headway.core.tables import pick
 from headway.core.units import parse_bytes
 from headway.ledger.answers.compare import steps_per_s

@@ -18,7 +18,7 @@ from cyclopts import Parameter
 from rich.text import Text
 
 from headway.cluster.model import Cluster
-from headway.cluster.policies.table import SERVED
+from headway.cluster.policies import SERVED
 from headway.cluster.service.server import (
     EXECUTORS,
     Answer,

@@ -22,8 +22,8 @@ from headway.core.units import format_fraction, format_seconds, plural
 from headway.fault.attempts import AttemptTimes, ettr_over_time, saves_of, stepped_s
 from headway.fault.backup import Preparation, prepare
 from headway.fault.fleet import Scenario, simulate
+from headway.fault.incidents import expected
 from headway.fault.remedies import INTERVAL, WARM
-from headway.fault.restart.incidents import expected
 from headway.fault.torch_self_check import SelfCheckResult, check
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.answers.metrics import ettr_of_steps

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headway.core.errors import InputError
-from headway.core.files.bounded_json import read_json
+from headway.core.files.safe_files import read_json
 from headway.core.mesh import Mesh
-from headway.ledger.jobs.hang import HangVerdict, localise
-from headway.ledger.jobs.hang_reports import WatchReport, of_dumps, of_watch
+from headway.ledger.hang import HangVerdict, localise
+from headway.ledger.hang_reports import WatchReport, of_dumps, of_watch
 from headway.report.page.hang import render_hang
 from headway.trace.events.trace import Trace
 from headway.trace.recording.run_facts import RunFacts

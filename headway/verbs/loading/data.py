@@ -17,8 +17,8 @@ from rich.text import Text
 
 from headway.core.errors import InputError
 from headway.core.units import format_bytes, format_seconds
-from headway.data.features.sessions import BATCH, cluster_parquet
 from headway.data.loader.audit import VERDICTS, Epoch, Leg, judge, legs_of, passes_of
+from headway.data.sessions import BATCH, cluster_parquet
 from headway.data.stalls.model import StallReport, attribute, what_if
 from headway.ledger.answers.input_counts import count_words
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
@@ -179,7 +179,7 @@ def cluster(
 
     Rows of one session repeat most of each other's id lists. Side by side
     they compress, and a batch stores each different list once
-    (headway.data.features.jagged). Clustered rows are not independent: shuffle whole
+    (headway.data.jagged). Clustered rows are not independent: shuffle whole
     sessions when reading them (headway.data.session_order).
 
     Example: `headway data cluster log.parquet clustered.parquet --by session --time timestamp`

@@ -12,7 +12,7 @@ from typing import Any
 from rich.text import Text
 
 from headway.core.errors import InputError
-from headway.core.files.regular_file import whole_file
+from headway.core.files.safe_files import whole_file
 from headway.core.machine.host import host_cores
 from headway.core.tables import pick
 from headway.core.units import parse_bytes

@@ -18,8 +18,8 @@ import numpy as np
 
 from headway.catalog import MEASUREMENTS
 from headway.core.errors import BarMissedError, InputError
-from headway.core.files.bounded_json import read_json
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
+from headway.core.files.safe_files import read_json
 from headway.core.machine.host import host_cores
 from headway.core.units import format_bytes
 from headway.data.stalls.model import NOISE, STALL_FRACTION, WARMUP_STEPS, StallReport, attribute, from_phases

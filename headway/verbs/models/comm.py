@@ -23,13 +23,19 @@ from headway.comm import EXACT_RANKS
 from headway.comm.compression.advise import MEASURED, measure
 from headway.comm.compression.options import COSTS
 from headway.comm.compression.options import options as tree
-from headway.comm.compression.published import PublishedSetup, read_codecs, read_models, read_setups
-from headway.comm.compression.strategy_search import Pricing, search
-from headway.comm.overlap.chooser import OVERLAP_FILE, SCHEMA
-from headway.comm.overlap.chooser import measure as measure_forms
+from headway.comm.compression.strategy_search import (
+    Pricing,
+    PublishedSetup,
+    read_codecs,
+    read_models,
+    read_setups,
+    search,
+)
+from headway.comm.overlap.advise import OVERLAP_FILE, SCHEMA
+from headway.comm.overlap.advise import measure as measure_forms
 from headway.core.errors import InputError
-from headway.core.files.bounded_json import read_json
 from headway.core.files.planfile import PlanFile, granted, write_plan
+from headway.core.files.safe_files import read_json
 from headway.core.tables import pick
 from headway.core.units import format_fraction, format_seconds, plural
 from headway.cost.codecs import read_codec

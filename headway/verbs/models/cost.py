@@ -10,11 +10,11 @@ import msgspec
 from cyclopts import Parameter
 
 from headway.core.errors import InputError
-from headway.core.files.regular_file import whole_file
+from headway.core.files.safe_files import whole_file
 from headway.core.rng import stream
 from headway.core.tables import pick
-from headway.cost.learned.cost_table import CostTable, LatencyTable, add_line, check_host, read_table
-from headway.cost.learned.predictors import PREDICTORS, SELECTIONS, TransferTask, mape, standardised
+from headway.cost.cost_table import CostTable, LatencyTable, add_line, check_host, read_table
+from headway.cost.predictors import PREDICTORS, SELECTIONS, TransferTask, mape, standardised
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.verbs.shared.learned_step import TABLE, check_threads, learned_step
 from headway.verbs.shared.output import emit
@@ -119,7 +119,7 @@ def calibrate(
     json
         Print one JSON object instead of text.
     """
-    from headway.cost.learned.torch_calibration import here, made_model, measure
+    from headway.cost.torch_calibration import here, made_model, measure
 
     if models < 4:
         raise InputError(f"--models is {models}; pass at least 4.")

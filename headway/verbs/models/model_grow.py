@@ -20,8 +20,7 @@ import numpy as np
 from cyclopts import Parameter
 
 from headway.core.errors import InputError
-from headway.core.files.bounded_json import decode_json, read_json
-from headway.core.files.regular_file import whole_file
+from headway.core.files.safe_files import decode_json, read_json, whole_file
 from headway.core.units import plural
 from headway.model.growth.proposal import Growth, fits, growths
 from headway.report.paper import ScreenOptions, draw, paragraph

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from headway.catalog import PRECISION_PHASES
 from headway.core.errors import InputError
-from headway.core.files.bounded_json import read_json
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
+from headway.core.files.safe_files import read_json
 from headway.core.units import format_seconds
 from headway.model.precision.proposal import PhaseOfRank, Phases, PrecisionChoice, planned
 from headway.model.remedies import PRECISIONS

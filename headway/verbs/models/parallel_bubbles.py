@@ -16,7 +16,7 @@ from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.core.units import NS_PER_S, format_fraction, format_seconds, plural
 from headway.parallel.advise import RecordedBubbles
-from headway.parallel.fill.packing import LARGE, lent
+from headway.parallel.fill.gaps import LARGE, lent
 from headway.parallel.fill.queue import FillFile, PlacedFill, place_jobs
 from headway.plan.fill_scores import SCORES
 from headway.report.page.plots import Gantt, GanttSpan, picture_page, write_page

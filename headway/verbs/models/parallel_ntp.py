@@ -7,15 +7,16 @@ from dataclasses import asdict
 from headway.core.errors import InputError
 from headway.core.mesh import Mesh
 from headway.core.units import format_fraction, plural
-from headway.parallel.tensor.availability import (
+from headway.parallel.availability import (
     AvailabilityRow,
     MeshPlan,
     PowerBoost,
+    ShardMap,
+    attention_units,
     availability,
     failed_devices,
     plan_mesh,
 )
-from headway.parallel.tensor.shards import ShardMap, attention_units
 from headway.report.paper import add_row, draw, grid, paragraph, uncut
 from headway.verbs.shared.output import emit
 

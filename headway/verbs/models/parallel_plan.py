@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.core.errors import InputError
-from headway.core.files.bounds import number_of
+from headway.core.files.safe_files import number_of
 from headway.core.files.settings_files import read_toml
 from headway.core.tables import pick
 from headway.core.units import NS_PER_S, format_bytes, format_seconds, parse_bytes

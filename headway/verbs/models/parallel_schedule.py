@@ -13,13 +13,12 @@ from cyclopts import Parameter
 from rich.text import Text
 
 from headway.core.errors import InputError
-from headway.core.files.regular_file import read_text, whole_file
+from headway.core.files.safe_files import read_text, whole_file
 from headway.core.tables import pick
 from headway.core.units import format_fraction, format_seconds
-from headway.parallel.elastic.replan import ElasticPlan, Replanned
-from headway.parallel.elastic.replan import replan as replan_workers
-from headway.parallel.elastic.reroute import Worker, replicate, reroute
-from headway.parallel.elastic.traces import HostTrace, SwitchCosts, TraceReport, replay_trace
+from headway.parallel.elastic_plan import ElasticPlan, HostTrace, Replanned, SwitchCosts, TraceReport, replay_trace
+from headway.parallel.elastic_plan import replan as replan_workers
+from headway.parallel.rerouted import Worker, replicate, reroute
 from headway.report.page.plots import picture_page, write_page
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.sim.pipeline.actions import F, I, PipelineProgram, R, W

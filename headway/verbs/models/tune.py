@@ -11,8 +11,8 @@ from cyclopts import Parameter
 
 from headway.catalog import REMEDIES
 from headway.core.errors import InputError
-from headway.core.files.bounded_json import converted
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
+from headway.core.files.safe_files import converted
 from headway.core.units import plural
 from headway.model.tuning.space import parsed
 from headway.report.paper import ScreenOptions, draw, paragraph

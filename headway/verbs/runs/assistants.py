@@ -14,7 +14,7 @@ from pathlib import Path
 
 from headway import __version__
 from headway.core.errors import HeadwayError, InputError
-from headway.core.files.bounded_json import read_json
+from headway.core.files.safe_files import read_json
 from headway.verbs.shared.source import recorded_runs
 
 LONGEST_S = 600.0

@@ -17,7 +17,7 @@ from headway.core.errors import BarMissedError, InputError
 from headway.core.files.planfile import granted
 from headway.ledger.cause import Cause
 from headway.ledger.runs.recorded import evaluation_loaders
-from headway.parallel.elastic.recorded import loss_costs
+from headway.parallel.elastic_plan import loss_costs
 from headway.plan.loader_rows import loader_rows
 from headway.plan.planner import SCHEMA
 from headway.plan.setup import Setup, step_seconds

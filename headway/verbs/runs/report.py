@@ -16,7 +16,7 @@ from headway.core.errors import InputError
 from headway.core.units import NS_PER_S, format_bytes
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.buckets import BUCKETS
-from headway.ledger.jobs.waited_for import waited_for
+from headway.ledger.waited_for import waited_for
 from headway.report.answers import created, facts_of
 from headway.report.page.charts import HeatMap
 from headway.report.page.html import ReportData, write_report

@@ -12,8 +12,8 @@ from headway.ledger.operations.compute_factors import meetings_of
 from headway.ledger.operations.straggler import analyse
 from headway.report.alignment import render_alignment
 from headway.report.terminal import render_trace_info
+from headway.sim.observed import listed
 from headway.sim.recorded.program import Program
-from headway.sim.traced.observed import listed
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
 from headway.trace.readers import chrome, perfetto

@@ -12,10 +12,10 @@ from cyclopts import Parameter
 from rich.text import Text
 
 from headway.catalog import TRIES
-from headway.compute.tries import CANDIDATES, Interval, Tries, TryRow, best_of, chosen, rows_of
+from headway.compute.advise import CANDIDATES, Interval, Tries, TryRow, best_of, chosen, rows_of
 from headway.core.errors import InputError
-from headway.core.files.bounded_json import read_json
 from headway.core.files.planfile import ALLOWANCES, PlanFile, Remedy, granted, write_plan
+from headway.core.files.safe_files import read_json
 from headway.core.units import format_seconds, plural
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.runtime.launching.launch import launch

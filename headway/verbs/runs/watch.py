@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from headway.core.errors import HeadwayError, InputError
-from headway.ledger.live.live_ledger import LiveSeries
-from headway.ledger.live.live_mfu import LiveMfu
+from headway.ledger.live_ledger import LiveSeries
+from headway.ledger.live_mfu import LiveMfu
 from headway.report.answers import created, facts_of
 from headway.report.page.html import page
 from headway.report.page.live import LiveView, live_charts, live_key, live_page, live_parts

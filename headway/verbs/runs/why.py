@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.compute.advise import classes_json
 from headway.ledger.answers.compare import steps_per_s
-from headway.ledger.jobs.machines import creation, machine_times
+from headway.ledger.machines import creation, machine_times
 from headway.report.terminal import render_why
 from headway.trace.recording.run_facts import RunFacts
 from headway.verbs.shared.explain import Explanation, explain

@@ -13,16 +13,13 @@ import msgspec
 import numpy as np
 
 from headway.core.errors import HeadwayError, InputError
-from headway.core.files.bounded_json import read_json
-from headway.core.files.regular_file import whole_file
+from headway.core.files.safe_files import read_json, whole_file
 from headway.core.units import NS_PER_S, format_seconds
-from headway.cost.learned.cost_table import ObservedStep, add_line, check_host, read_table, step_costs
-from headway.cost.learned.operators import Operator
+from headway.cost.cost_table import ObservedStep, Operator, add_line, check_host, read_table, step_costs
 from headway.ledger.answers.compare import is_full
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.buckets import BUCKETS
-from headway.sim.graph.dag import Dag
-from headway.sim.graph.replay import replay
+from headway.sim.graph.dag import Dag, replay
 from headway.trace.recording.runs import Run
 from headway.verbs.shared.output import imported
 
@@ -86,7 +83,7 @@ def learned_step(target: str, batch: int, costs: Path, threads: int) -> LearnedS
         raise InputError(f"--batch is {batch}; pass at least 1.")
     if not costs.exists():
         raise InputError(f"there is no table {costs}. Write it: headway cost calibrate -o {costs}")
-    from headway.cost.learned.torch_calibration import graph_of, here, measured_now
+    from headway.cost.torch_calibration import graph_of, here, measured_now
 
     table = read_table(costs)
     check_host(table.host, here(check_threads(threads)), costs)

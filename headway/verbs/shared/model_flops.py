@@ -31,7 +31,7 @@ from headway.cost.specs import DeviceSpec, shipped
 from headway.cost.transformer import RECOMPUTE, Transformer, flops_per_token, hardware_flops_per_token, mfu
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.answers.ledger import Ledger
-from headway.ledger.live.live_mfu import dtype_of_products
+from headway.ledger.live_mfu import dtype_of_products
 from headway.trace.events.parts import Parts
 from headway.trace.recording.basis import LEARNS
 from headway.trace.recording.run_facts import RunFacts

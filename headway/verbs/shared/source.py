@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from headway.core.errors import InputError
-from headway.core.files.bounded_json import read_json
+from headway.core.files.safe_files import read_json
 from headway.runtime.run_folder.recording import RUNS
 from headway.trace.recording.run_facts import RunFacts
 from headway.trace.recording.runs import Run, is_run

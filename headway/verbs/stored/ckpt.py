@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.text import Text
 
-from headway.checkpoint.policy.keep import Keep
+from headway.checkpoint.keep import Keep
 from headway.core.errors import DamageError, FormatError, InputError
 from headway.core.units import format_bytes, format_seconds, plural
 from headway.report.figures import clean
@@ -19,11 +19,10 @@ from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, 
 from headway.storage.checks.contents import Contents, Tensor, contents, opened
 from headway.storage.checks.difference import difference
 from headway.storage.checks.verification import Verified, VerifyReport, scrub, verified, verify
-from headway.storage.commits.commit import CommittedCheckpoint, commit_record, committed, recover, remove
+from headway.storage.commit import CommittedCheckpoint, commit_record, committed, recover, remove
 from headway.storage.redundancy.parity_files import state
 from headway.storage.stored.manifest import METADATA
-from headway.storage.stored.objects import url_of
-from headway.storage.stored.store import LocalStore
+from headway.storage.stored.stores import LocalStore, url_of
 from headway.verbs.shared.output import emit
 from headway.verbs.stored import ckpt_objects
 

@@ -13,9 +13,18 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from rich.text import Text
 
-from headway.checkpoint.advise import measured_mtbf_s, propose, recorded_saves
-from headway.checkpoint.choices import SETTINGS, SaveMethod, SavingJob, job_with, protections, ways
-from headway.checkpoint.policy.costs import measure
+from headway.checkpoint.advise import (
+    SETTINGS,
+    SaveMethod,
+    SavingJob,
+    job_with,
+    measured_mtbf_s,
+    propose,
+    protections,
+    recorded_saves,
+    ways,
+)
+from headway.checkpoint.costs import measure
 from headway.core.errors import HeadwayError, InputError
 from headway.core.units import format_bytes, format_fraction, format_seconds, parse_bytes
 from headway.ledger.answers.ledger import Ledger

@@ -14,10 +14,10 @@ from headway.core.files.private import check_inside
 from headway.core.units import format_bytes, parse_bytes, plural
 from headway.report.paper import ScreenOptions, draw, paragraph
 from headway.storage.checks.repair import repair as repair_checkpoint
-from headway.storage.commits.commit import STEP, is_own
+from headway.storage.commit import STEP, is_own
 from headway.storage.redundancy.parity import state, warnings
 from headway.storage.stored.manifest import COMMIT, CommitRecord
-from headway.storage.stored.objects import url_of
+from headway.storage.stored.stores import url_of
 from headway.verbs.shared.output import emit
 
 # `headway ckpt repair`: rebuild what is damaged of a checkpoint, or say what is lost.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from headway.checkpoint.policy.keep import Keep
+from headway.checkpoint.keep import Keep
 from headway.core.errors import DamageError, FormatError
 from headway.storage.checks.verification import VerifyReport, verify_store
-from headway.storage.commits.object_commit import CommittedObject, committed, recover, remove
-from headway.storage.stored.objects import open_store
+from headway.storage.object_commit import CommittedObject, committed, recover, remove
+from headway.storage.stored.stores import open_store
 
 
 def rows(url: str) -> list[dict[str, Any]]:

@@ -13,12 +13,12 @@ from rich.text import Text
 from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.core.units import format_bytes, format_fraction, plural
-from headway.lab.disks.fleet import DiskFleet
-from headway.lab.disks.logs import Lifetimes, ObservationWindow, read_lifetimes, read_totals, renamed, windows
-from headway.lab.disks.placement import place, replay, saved
-from headway.lab.disks.plan import POLICIES
-from headway.lab.disks.schemes import DEFAULT, HOURS_PER_YEAR, SCHEMES, Scheme, bounds_afr, mttdl_hours
-from headway.lab.disks.sim import Dgroup, SimResult, made, read_clusters
+from headway.lab.failure_logs import Lifetimes, ObservationWindow, read_lifetimes, read_totals, renamed, windows
+from headway.lab.fleet import DiskFleet
+from headway.lab.fleet_plan import POLICIES
+from headway.lab.fleet_sim import Dgroup, SimResult, made, read_clusters
+from headway.lab.placement import place, replay, saved
+from headway.lab.schemes import DEFAULT, HOURS_PER_YEAR, SCHEMES, Scheme, bounds_afr, mttdl_hours
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.verbs.shared.output import emit
 

@@ -10,12 +10,12 @@ from typing import Any
 from headway.core.errors import InputError
 from headway.core.units import format_bytes, plural
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
-from headway.storage.commits.commit import committed, is_own
+from headway.storage.commit import committed, is_own
 from headway.storage.redundancy.restripe import restripe as restripe_checkpoint
 from headway.storage.regions.dirty import BACKENDS, works
 from headway.storage.regions.pagemap import PAGE_BYTES
 from headway.storage.regions.scrub import inspect
-from headway.storage.stored.objects import url_of
+from headway.storage.stored.stores import url_of
 from headway.verbs.shared.output import emit
 
 SHOWN_PAGES = 10

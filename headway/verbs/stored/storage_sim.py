@@ -12,9 +12,9 @@ from rich.text import Text
 from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.core.units import format_fraction, format_seconds, parse_bytes
-from headway.lab.nvm.controller import NvmStats, simulate_nvm
-from headway.lab.nvm.design import DESIGNS, MemorySystem
-from headway.lab.nvm.traces import TRACES, read_trace
+from headway.lab.nvm_controller import NvmStats, simulate_nvm
+from headway.lab.nvm_design import DESIGNS, MemorySystem
+from headway.lab.nvm_traces import TRACES, read_trace
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.verbs.shared.output import emit
 

@@ -1,1 +1,0 @@
-"""How often a job saves, what that costs, and which checkpoints stay."""

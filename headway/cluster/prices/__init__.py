@@ -1,1 +1,0 @@
-"""Where a training job is cheapest: recorded prices of instances, strategies, hindsight, deadlines."""

@@ -1,1 +1,0 @@
-"""What examples are made of: jagged features and sessions (RecD), examples worth training on (Selective-Backprop)."""

@@ -1,1 +1,0 @@
-"""Redundancy of fleets of disks that follows their failure rates (PACEMAKER, HeART, Tiger)."""

@@ -1,1 +1,0 @@
-"""Integrity of non-volatile memory, simulated (Vilamb, TVARAK)."""

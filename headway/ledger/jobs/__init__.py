@@ -1,1 +1,0 @@
-"""Hangs, machines, groups: what ranks wait for."""

@@ -1,1 +1,0 @@
-"""The same account while a run goes on."""

@@ -1,1 +1,0 @@
-"""Pipelines that lost workers train on: their microbatches go to the data-parallel peers (SlipStream)."""

@@ -1,1 +1,0 @@
-"""Nonuniform tensor parallelism: a tensor-parallel group that lost devices trains on with those that remain (NTP)."""

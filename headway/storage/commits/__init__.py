@@ -1,1 +1,0 @@
-"""How a checkpoint becomes visible: drafts, the commit record, in a folder or a bucket."""

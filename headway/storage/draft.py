@@ -1,0 +1,194 @@
+"""A save in progress: a folder that nobody lists, into which every rank's agent writes its part.
+
+    root/.step-<n>.<attempt>.draft/
+        .owner-<r>.json       who writes for rank r: host, process; gone with the commit
+        rank-<r>/__<r>_0.distcp, digests.bin, manifest.json      in this order; the manifest says "done"
+
+Every file goes in through `durable.durable_file`: whole, fsynced, renamed,
+its folder fsynced. Each rank calls `open_draft`, writes its image into
+`draft.rank_path(rank)`, then `finish_rank`. Rank 0's agent calls
+`commit.commit`. Nothing here talks to another rank but through the folder.
+
+>>> import tempfile
+>>> draft = open_draft(tempfile.mkdtemp(), 40, "a1", rank=0)
+>>> draft.path.name, draft.target.name, draft.rank_path(0).name
+('.step-40.a1.draft', 'step-40', 'rank-0')
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from headway.core.errors import DamageError, HeadwayError, InputError
+from headway.core.files.private import check_inside, remove_tree
+from headway.core.files.safe_files import read_json
+from headway.core.machine.host import host_id, process_stat
+from headway.storage.stored.digests import Digested, pack_digests
+from headway.storage.stored.manifest import DIGESTS_FILE, MANIFEST, TWIN, RankManifest, encode, rank_folder, read_record
+from headway.storage.stored.stores import make_folder, sync_folder, write_durably
+
+ATTEMPT = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""What an attempt may be called: it becomes part of a folder's name."""
+
+LEFTOVER = re.compile(r"\.step-(\d+)\.([A-Za-z0-9_-]+)\.(draft|trash)")
+"""Names of drafts, and of checkpoints that are being removed."""
+
+FOREIGN_AGE_S = 3600.0
+"""A draft of another host or container, whose processes cannot be seen from here, is dead after this long without a
+change; a live one changes, or waits for ranks at most as long as `wait_for_ranks` does."""
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """Who writes a rank's part of a draft."""
+
+    host: str
+    """Host and container."""
+
+    pid: int
+    """Number of the process there."""
+
+    birth: str | None
+    """What tells it from a later process of that number; None where the system does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A save in progress."""
+
+    root: Path
+    """Folder of the checkpoints."""
+
+    step: int
+    """Step that is saved."""
+
+    attempt: str
+    """Who saves it; two attempts at one step never share a draft."""
+
+    name: str = ""
+    """What the checkpoint's folder is called, where that is not `step-<n>`."""
+
+    @property
+    def path(self) -> Path:
+        """The folder that is written."""
+        return self.root / f".step-{self.step}.{self.attempt}.draft"
+
+    @property
+    def target(self) -> Path:
+        """Where the checkpoint will stand."""
+        return self.root / (self.name or f"step-{self.step}")
+
+    def rank_path(self, rank: int) -> Path:
+        """Return the folder of one rank."""
+        return self.path / rank_folder(rank)
+
+
+def open_draft(root: str | Path, step: int, attempt: str, *, rank: int, pid: int | None = None) -> Draft:
+    """Create (or join) the draft of one step, with this rank's empty folder in it.
+
+    `pid` is the process that writes, this one by default; while it lives the draft is not stale. What a dead writer
+    of the same rank and attempt left is removed. Raises `InputError` for an attempt, a step or a link out of `root`.
+    """
+    if not ATTEMPT.fullmatch(attempt):
+        raise InputError(f"the attempt {attempt!r} cannot be part of a folder's name. Use letters, digits, - and _.")
+    if step < 0:
+        raise InputError(f"step is {step}; it must be at least 0. Pass the number of steps done.")
+    draft = Draft(Path(root), step, attempt)
+    check_inside(root, draft.rank_path(rank) / MANIFEST)
+    make_folder(draft.path)
+    owner = Owner(host_id(), pid or os.getpid(), _birth(pid or os.getpid()))
+    write_durably(draft.path / f".owner-{rank}.json", [msgspec.json.encode(owner)])
+    if draft.rank_path(rank).exists():
+        shutil.rmtree(draft.rank_path(rank))
+    make_folder(draft.rank_path(rank))
+    return draft
+
+
+def finish_rank(draft: Draft, manifest: RankManifest, written: Digested | None) -> None:
+    """Write the digests of the rank's image (None: it has none), then its manifest: the rank is done.
+
+    The image stands in the rank's folder already, written through `durable.durable_file`.
+    """
+    folder = draft.rank_path(manifest.rank)
+    if (written is None) != (manifest.image is None):
+        raise InputError(f"rank {manifest.rank} has an image or digests, not both. Pass both or neither.")
+    if written is not None:
+        write_durably(folder / DIGESTS_FILE, [pack_digests(written)])
+    write_durably(folder / (MANIFEST + TWIN), [encode(manifest)])
+    write_durably(folder / MANIFEST, [encode(manifest)])
+    sync_folder(draft.path)
+
+
+def ranks_done(draft: Draft, world_size: int) -> set[int]:
+    """Return the ranks whose manifest stands."""
+    return {rank for rank in range(world_size) if (draft.rank_path(rank) / MANIFEST).exists()}
+
+
+def wait_for_ranks(draft: Draft, world_size: int, *, deadline_s: float = 600.0) -> list[RankManifest]:
+    """Wait until every rank is done, by looking at the folder; return their manifests in rank order.
+
+    Raises `HeadwayError` naming the ranks that are missing once `deadline_s` has passed, `DamageError` when the draft
+    has been removed.
+    """
+    until = time.monotonic() + deadline_s
+    while missing := set(range(world_size)) - ranks_done(draft, world_size):
+        if not draft.path.exists():
+            raise DamageError(f"the draft {draft.path} was removed while ranks wrote it. Save again.")
+        if time.monotonic() > until:
+            named = ", ".join(map(str, sorted(missing)[:8])) + (", ..." if len(missing) > 8 else "")
+            raise HeadwayError(
+                f"step {draft.step} is not committed: of {world_size} ranks {len(missing)} ({named}) did not finish "
+                f"writing within {deadline_s:g} s. Look at their agents; the checkpoint before it still stands."
+            )
+        time.sleep(0.01)
+    return [read_record(draft.rank_path(rank) / MANIFEST, RankManifest) for rank in range(world_size)]
+
+
+def abandon(draft: Draft) -> None:
+    """Remove a draft that will not be committed."""
+    remove_tree(draft.path)
+
+
+def _birth(pid: int) -> str | None:
+    """Return what tells a process from a later one with its number: boot and clock tick of its start; None: it is gone.
+
+    Not the time of day, which a correction of the clock moves.
+    """
+    try:
+        facts = process_stat(pid)
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+    return None if facts[0] in "ZX" else f"{boot}/{facts[19]}"
+
+
+def owners(path: Path) -> list[Owner]:
+    """Return who wrote a draft; a note that cannot be read counts as none."""
+    found = []
+    for note in path.glob(".owner-*.json"):
+        try:
+            found.append(read_json(note, Owner))
+        except (OSError, InputError):
+            continue
+    return found
+
+
+def is_stale(path: Path, *, age_s: float = FOREIGN_AGE_S) -> bool:
+    """Say whether a draft's writers are all dead: known for this host, by age for others and where none is noted."""
+    told = owners(path)
+    here = [owner for owner in told if owner.host == host_id() and owner.birth is not None]
+    if any(_birth(owner.pid) == owner.birth for owner in here):
+        return False
+    if told and len(here) == len(told):
+        return True
+    try:
+        newest = max(entry.stat().st_mtime for entry in (path, *path.glob("*"), *path.glob("rank-*/*")))
+    except OSError:  # it is being changed, or removed, right now
+        return False
+    return time.time() - newest > age_s

@@ -1,0 +1,262 @@
+"""Checkpoints in a bucket: written under the attempt's own prefix, made visible by one put of the commit record.
+
+    root/step-<n>.<attempt>/...             the same names as in a folder: rank-<r>/..., .metadata, commit.json
+    root/step-<n>/commit.json               the commit: put if absent, last; it names the attempt
+
+A bucket has no rename, so nothing moves: of two writers of a step one gets
+its record in, and readers go by records only. Whatever an attempt leaves
+without a record is garbage, and removed once nobody has added to it for long.
+
+>>> import tempfile
+>>> from headway.storage.stored.stores import ObjectStore
+>>> store = ObjectStore(f"file://{tempfile.mkdtemp()}")
+>>> draft = ObjectDraft(store.place, 7, "a")
+>>> finish_rank(store, draft, RankManifest(7, "a", 0, 1, None), None)
+>>> committed(store)
+[]
+>>> commit(store, draft, world_size=1).attempt, [one.step for one in committed(store)]
+('a', [7])
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from headway.core.errors import DamageError, FormatError, HeadwayError, InputError
+from headway.storage.commit import STEP, StepTakenError, record_of
+from headway.storage.draft import ATTEMPT, FOREIGN_AGE_S
+from headway.storage.stored.digests import Digested, pack_digests
+from headway.storage.stored.manifest import (
+    COMMIT,
+    DIGESTS_FILE,
+    MANIFEST,
+    METADATA,
+    TWIN,
+    CommitRecord,
+    RankManifest,
+    decode,
+    encode,
+    rank_folder,
+)
+from headway.storage.stored.stores import ObjectStore, open_store
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectDraft:
+    """A save in progress in a bucket. What it writes stays where it is; the commit record names it."""
+
+    root: str
+    """URL of the run's checkpoints."""
+
+    step: int
+    """Step that is saved."""
+
+    attempt: str
+    """Who saves it."""
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` where the names cannot be part of a key."""
+        if not ATTEMPT.fullmatch(self.attempt):
+            raise InputError(f"the attempt {self.attempt!r} cannot be part of a key. Use letters, digits, - and _.")
+        if self.step < 0:
+            raise InputError(f"step is {self.step}; it must be at least 0. Pass the number of steps done.")
+
+    @property
+    def prefix(self) -> str:
+        """Where it is written, inside the root."""
+        return f"step-{self.step}.{self.attempt}"
+
+    @property
+    def path(self) -> str:
+        """The same as a URL."""
+        return f"{self.root}/{self.prefix}"
+
+    @property
+    def target(self) -> str:
+        """Where the checkpoint will be read: the same."""
+        return self.path
+
+    @property
+    def record_name(self) -> str:
+        """The commit, inside the root."""
+        return f"step-{self.step}/{COMMIT}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CommittedObject:
+    """A checkpoint in a bucket that can be restored from."""
+
+    step: int
+    """Its step."""
+
+    url: str
+    """Where its files lie."""
+
+    record: CommitRecord
+    """Its commit record."""
+
+
+def finish_rank(store: ObjectStore, draft: ObjectDraft, manifest: RankManifest, written: Digested | None) -> None:
+    """Put the digests of the rank's image (None: it has none), then its manifest: the rank is done."""
+    if (written is None) != (manifest.image is None):
+        raise InputError(f"rank {manifest.rank} has an image or digests, not both. Pass both or neither.")
+    folder = f"{draft.prefix}/{rank_folder(manifest.rank)}"
+    if written is not None:
+        store.put(f"{folder}/{DIGESTS_FILE}", [pack_digests(written)])
+    for name in (MANIFEST + TWIN, MANIFEST):
+        store.put(f"{folder}/{name}", [encode(manifest)])
+
+
+def ranks_done(store: ObjectStore, draft: ObjectDraft, world_size: int) -> set[int]:
+    """Return the ranks whose manifest is there."""
+    names = store.list(draft.prefix)
+    return {rank for rank in range(world_size) if f"{draft.prefix}/{rank_folder(rank)}/{MANIFEST}" in names}
+
+
+def record_at(store: ObjectStore, step: int) -> CommitRecord | None:
+    """Return the commit record of a step; None where it is not committed. Raises `DamageError` for a broken one."""
+    name = f"step-{step}/{COMMIT}"
+    try:
+        return decode(bytes(store.read(name)), CommitRecord, f"{store.place}/{name}")
+    except FileNotFoundError:
+        return None
+
+
+def commit(
+    store: ObjectStore,
+    draft: ObjectDraft,
+    *,
+    world_size: int,
+    redundancy: str = "none",
+    replaces: CommitRecord | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> CommitRecord:
+    """Check that the whole is whole, and make it the checkpoint of its step by one put.
+
+    All ranks are done (`ranks_done`). Asked again for what this attempt has committed it returns that record. With
+    `replaces` the step's record may be that one, of an attempt that was given up: it changes places with ours in one
+    act, and what it named is removed.
+
+    Raises
+    ------
+    StepTakenError
+        Another writer has committed the step.
+    HeadwayError
+        A rank is not done.
+    InputError, DamageError
+        As `headway.storage.commit.commit`.
+    """
+    standing = record_at(store, draft.step)
+    if standing is not None and standing.attempt == draft.attempt:
+        return standing
+    if standing is not None and standing != replaces:
+        raise StepTakenError(_taken(draft, standing))
+    inner = store.under(draft.prefix)
+    record, metadata = record_of(
+        inner, _manifests(inner, draft, world_size), draft.step, draft.attempt, world_size=world_size,
+        redundancy=redundancy, extra=extra,
+    )  # fmt: skip
+    data = encode(record)
+    inner.put(METADATA, [metadata])
+    for name in (COMMIT + TWIN, COMMIT):
+        inner.put(name, [data])
+    if standing is None:
+        won = store.put_if_absent(draft.record_name, data)
+    else:
+        tag = store.tag(draft.record_name)
+        won = record_at(store, draft.step) == standing and store.put_if_same(draft.record_name, data, tag)
+    if not won:
+        raise StepTakenError(_taken(draft, record_at(store, draft.step)))
+    if standing is not None:
+        store.remove(f"step-{draft.step}.{standing.attempt}")
+    return record
+
+
+def _manifests(inner: ObjectStore, draft: ObjectDraft, world_size: int) -> list[RankManifest]:
+    """Return the manifests of all ranks."""
+    found = []
+    for rank in range(world_size):
+        name = f"{rank_folder(rank)}/{MANIFEST}"
+        try:
+            found.append(decode(bytes(inner.read(name)), RankManifest, f"{inner.place}/{name}"))
+        except FileNotFoundError:
+            raise HeadwayError(
+                f"step {draft.step} is not committed: rank {rank} has not finished. Wait for it, or save again."
+            ) from None
+    return found
+
+
+def _taken(draft: ObjectDraft, standing: CommitRecord | None) -> str:
+    who = f" by attempt {standing.attempt}" if standing is not None else ""
+    return (
+        f"step {draft.step} of {draft.root} is committed already{who}; a checkpoint is never written over. "
+        "Remove it first, or save another step."
+    )
+
+
+def committed(store: ObjectStore) -> list[CommittedObject]:
+    """Return the checkpoints below a root, oldest step first: those, and only those, that have a commit record.
+
+    A record that is broken is passed over: `headway ckpt verify` names it. A bucket that does not exist is an
+    `InputError`.
+    """
+    found = []
+    for folder in store.folders():
+        match = STEP.fullmatch(folder)
+        try:
+            record = record_at(store, int(match[1])) if match else None
+        except (DamageError, FormatError):
+            continue
+        if record is not None:
+            found.append(CommittedObject(record.step, f"{store.place}/step-{record.step}.{record.attempt}", record))
+    return sorted(found, key=lambda one: one.step)
+
+
+def checkpoint_at(url: str) -> ObjectStore:
+    """Return the store of the checkpoint that a URL means: `.../step-<n>`, an attempt's prefix, or the newest below.
+
+    Where there is none, and for a checkpoint of another kind, it is the URL itself.
+    """
+    parent, _, name = url.rpartition("/")
+    match = STEP.fullmatch(name)
+    record = record_at(open_store(parent), int(match[1])) if match else None
+    if record is not None:
+        return open_store(f"{parent}/step-{record.step}.{record.attempt}")
+    store = open_store(url)
+    below = committed(store)
+    return open_store(below[-1].url) if below else store
+
+
+def remove(store: ObjectStore, checkpoint: CommittedObject) -> None:
+    """Remove a checkpoint: its record first, so that nobody sees half of it."""
+    store.remove(f"step-{checkpoint.step}/{COMMIT}")
+    store.remove(f"step-{checkpoint.step}.{checkpoint.record.attempt}")
+
+
+def abandon(store: ObjectStore, draft: ObjectDraft) -> None:
+    """Remove what an attempt wrote that will not be committed."""
+    store.remove(draft.prefix)
+
+
+def recover(store: ObjectStore, *, older_s: float = FOREIGN_AGE_S) -> list[str]:
+    """Remove what attempts left that have no record and to which nothing was added for `older_s` seconds.
+
+    Nobody can see from here whether a writer lives; one that does adds something, or has long given up waiting.
+    Returns the prefixes.
+    """
+    named = {f"step-{one.step}.{one.record.attempt}" for one in committed(store)}
+    removed = []
+    for folder in store.folders():
+        step, dot, _ = folder.partition(".")
+        if not dot or folder in named or not STEP.fullmatch(step):
+            continue
+        changed = store.changed_unix_s(folder)
+        if changed is not None and time.time() - changed > older_s:
+            record = record_at(store, int(step.removeprefix("step-")))
+            if record is None or f"{step}.{record.attempt}" != folder:  # it may have been committed meanwhile
+                store.remove(folder)
+                removed.append(folder)
+    return removed
