@@ -97,6 +97,19 @@ def test_the_verdict_of_a_run_advises_no_remedy_that_the_run_found_unfit(tmp_pat
     assert facts["applied"][0]["parameters"] == {"num_workers": 2}
 
 
+def test_a_plan_of_another_script_is_not_measured_against_it(tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(BEFORE, run)
+    meta = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**meta, "script": ["other.py"]}))
+    plan = PlanFile(remedies=(Remedy("host.gc", {"every_steps": 9}, 1.1),), predicted_speedup=1.1)
+
+    rows = summarise(run, plan, Path(BEFORE))[0]["applied"]
+
+    assert {row["measured_speedup"] for row in rows} == {None}
+    assert "a run of train.py, and this one of other.py" in rows[-1]["inconclusive"]
+
+
 def test_the_last_words_repeat_no_traceback_and_blame_nobody_for_ctrl_c(tmp_path):
     traceback = HEADER + "\nValueError: x"
     first, end = RankEnd(0, 1, stderr=f"before\n{traceback}\n"), Exit(1, "user", 0, traceback)

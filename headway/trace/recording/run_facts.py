@@ -203,7 +203,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             if row.name == "data.workers" and not row.why_without:
                 facts = {group: _with_workers(fact, row) for group, fact in facts.items()}
         for found in unfit(self.applied):
-            reason = f"{found.reason} ({found.remedy} found it in this run)"
+            reason = f"{found.reason.partition(';')[0]} ({found.remedy} found it in this run)"
             more = {"unfit_ahead": reason, **({"unfit": reason} if found.about == DATASET else {})}
             for group, fact in facts.items():
                 if fact.dataset and fact.dataset == found.dataset:

@@ -47,8 +47,9 @@ def summarise(path: Path, plan: PlanFile | None, baseline: Path | None) -> tuple
     if plan is not None:
         batches = learned(first, run) if first is not None and BATCH in run.facts.in_force else None
         facts["batch"] = batches.sentence if batches is not None else None
-        measured = None
-        if batches is None and before is not None and steps_per_s(before):  # steps of unlike batches are not compared
+        measured, other_job = None, _other_job(first, run)
+        comparable = batches is None and not other_job  # steps of unlike batches are not
+        if comparable and before is not None and steps_per_s(before):
             measured = rate / steps_per_s(before)
         facts["applied"] = applied_rows(plan, found, measured, taken_away)
         whole = before and whole_speedup(before, explanation.ledger)
@@ -57,12 +58,20 @@ def summarise(path: Path, plan: PlanFile | None, baseline: Path | None) -> tuple
             loads = (first.facts.host_load, run.facts.host_load)
             why = compare(before, account, loads=loads).inconclusive
             facts["applied"] = [
-                row | {"inconclusive": why if row["measured_speedup"] else ""} for row in facts["applied"]
+                row | {"inconclusive": why if row["measured_speedup"] else other_job} for row in facts["applied"]
             ]
         facts["verified"] = verified(path)
         meta = json.loads((path / "run.json").read_text())
         write_json(path / "run.json", {**meta, "applied": facts["applied"]})
     return facts, explanation
+
+
+def _other_job(first: Run | None, run: Run) -> str:
+    """Say that a plan was made of a run of another script, '' where it was not, or where that is not known."""
+    names = [Path(part).name for facts in (first and first.facts, run.facts) if facts for part in facts.script[:1]]
+    if first is None or len(set(names)) < 2:
+        return ""
+    return f"{first.path} is a run of {names[0]}, and this one of {names[1]}"
 
 
 def applied_rows(
