@@ -53,8 +53,9 @@ def test_what_rises_does_not_rise_backwards(values):
 def test_memory_that_fills_is_named_with_who_holds_it_and_when_it_is_full(rank, worker, who):
     ledger = Ledger.of(RunMaker(ranks=1, steps=100).make())
     at = np.arange(1, 41)
+    moments = tuple((at * sum(ledger.step_wall_ns) / 40e9).tolist())
     series = HostSeries(
-        end_s=tuple(at.astype(float)), own_cores=(1.0,) * 40, other_cores=(0.0,) * 40, memory_bytes=(GIB,) * 40,
+        end_s=moments, own_cores=(1.0,) * 40, other_cores=(0.0,) * 40, memory_bytes=(GIB,) * 40,
         rank_bytes=tuple((GIB + rank * (at << 26)).tolist()), worker_bytes=tuple((GIB + worker * (at << 26)).tolist()),
     )  # fmt: skip
     facts = structs.replace(ledger.facts, host_series=series, memory_available_bytes=64 * GIB)
@@ -64,6 +65,8 @@ def test_memory_that_fills_is_named_with_who_holds_it_and_when_it_is_full(rank, 
     if who is not None:
         assert who in found["memory.grow"]
         assert "full after about" in found["memory.grow"]
+    late = structs.replace(series, end_s=tuple((at * sum(ledger.step_wall_ns) / 10e9).tolist()))  # most was start-up
+    assert "memory.grow" not in named(replace(ledger, facts=structs.replace(facts, host_series=late)))
 
 
 STREAM = """

@@ -171,7 +171,7 @@ def predicted(row: CauseRow | ProposalRow | AppliedRow | PlanAnswer) -> str:
     """
     gain = finite(row.predicted_speedup)
     if isinstance(row, CauseRow) and row.at_most and gain is not None:
-        return f"at most {speedup(gain)}" if gain <= 10 else "at most over 10x"
+        return f"at most {speedup(gain)}"
     text, bounds = speedup(gain), interval(row.interval)
     return f"{text} ({bounds})" if bounds and text != "-" else text
 

@@ -186,7 +186,7 @@ def bubble(ledger: Ledger) -> list[Cause]:
 
 
 SETTLED = 0.4
-"""Share of a run in which memory is filled for good: libraries, the state of optimizers, first batches."""
+"""Share of the training in which memory is filled for good: first batches, the state of optimizers, evaluation."""
 
 LEAST_BYTES, LEAST_SHARE = 64 << 20, 0.05
 """Memory grows where it grew by so much over the rest, and by this share of what it was."""
@@ -237,8 +237,9 @@ def memory_grows(ledger: Ledger) -> list[Cause]:
     series, steps = ledger.facts.host_series, int(ledger.steps)
     if series is None or not series.rank_bytes or steps < LEAST_STEPS or len(series.end_s) < 2 * BLOCKS:
         return []
-    settled = int(SETTLED * len(series.end_s))
     last = len(series.end_s) - 2  # at the end processes go
+    trained_s = min(float(np.sum(ledger.step_wall_ns)) / NS_PER_S, series.end_s[last])
+    settled = int(np.searchsorted(series.end_s, series.end_s[last] - (1 - SETTLED) * trained_s))
     causes = []
     for who, size in (("the training process", series.rank_bytes), ("loader workers", series.worker_bytes)):
         behind = [value for value in size[settled:last] if value]  # before they start, workers have none

@@ -275,8 +275,8 @@ def failed_at_exit(run: Path, rank: int) -> bool:
 
 
 def in_force(run: Path, rank: int) -> list[str]:
-    """Return the names of the remedies that this rank applied."""
-    return [row.name for row in _outcomes(run, rank) if row.applied]
+    """Return the names of the remedies that this rank had to its end."""
+    return [row.name for row in _outcomes(run, rank) if row.applied and not row.why_without]
 
 
 def _outcomes(run: Path, rank: int) -> list[AppliedRow]:
