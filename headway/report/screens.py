@@ -140,11 +140,8 @@ def _applied(run: RunAnswer) -> list[RenderableType]:
         if steady and whole and abs(whole / steady - 1) > UNLIKE_START and not row.reason_not_applied:
             parts.append(paragraph(f"Over as many steps of both, the first included: {speedup(whole)}.", style="dim"))
         if row.inconclusive and row is done[-1]:
-            gain = (
-                f"Measured {speedup(row.measured_speedup)}, which is inconclusive" if steady else "Nothing is measured"
-            )
-            text = f"{gain}: {clean(row.inconclusive)}."
-            parts.append(paragraph(text, style="dim"))
+            gain = f"Measured {speedup(steady)}, which is inconclusive" if steady else "Nothing is measured"
+            parts.append(paragraph(f"{gain}: {clean(row.inconclusive)}.", style="dim"))
         if reason := row.reason_not_applied or row.withdrawn:
             what = "not applied" if row.reason_not_applied else "withdrawn while the run went on"
             parts.append(paragraph(Text.assemble(clean(row.name), (f"  {what}: {clean(reason)}", "dim"))))

@@ -127,8 +127,8 @@ def _fastest(duration_ns: Ints, sub: Ints, step: Ints, inside: NDArray[np.bool_]
     inner = of_both[:, 1:-1]
     floors = np.where(inner > 0, inner, np.inf).min(axis=1, initial=np.inf)
     floors = np.where(np.isinf(floors), of_both.max(axis=1), floors)
-    both = of_both[subs, steps]
-    return np.where(both > 0, ns * np.minimum(floors[subs] / np.maximum(both, 1.0), 1.0), 0.0)
+    fastest: NDArray[np.float64] = ns * np.minimum(floors[subs] / np.maximum(of_both[subs, steps], 1.0), 1.0)
+    return fastest
 
 
 CODE = SUB_CODE["host.cpu_wait"]

@@ -68,10 +68,10 @@ def summarise(path: Path, plan: PlanFile | None, baseline: Path | None) -> tuple
 
 def _other_job(first: Run | None, run: Run) -> str:
     """Say that a plan was made of a run of another script, '' where it was not, or where that is not known."""
-    names = [Path(part).name for facts in (first and first.facts, run.facts) if facts for part in facts.script[:1]]
-    if first is None or len(set(names)) < 2:
+    if first is None or not first.facts.script or not run.facts.script:
         return ""
-    return f"{first.path} is a run of {names[0]}, and this one of {names[1]}"
+    planned, applied = (Path(facts.script[0]).name for facts in (first.facts, run.facts))
+    return "" if planned == applied else f"{first.path} is a run of {planned}, and this one of {applied}"
 
 
 def applied_rows(

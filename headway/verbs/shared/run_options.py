@@ -150,14 +150,14 @@ class RunOptions:
         """The plan file that --apply means: the file itself, or the plan of a run folder. Raises `InputError`."""
         if self.apply is None or not self.apply.is_dir():
             return self.apply
+        inside = self.apply / "plan.json"
+        if inside.is_file():
+            return inside
         from headway.trace.recording.runs import is_run  # the launcher starts without it
 
-        inside = self.apply / "plan.json"
-        if not inside.is_file() and not is_run(self.apply):
+        if not is_run(self.apply):
             raise InputError(f"{self.apply} is neither a plan file nor a run folder. Name what headway plan wrote.")
-        if not inside.is_file():
-            raise InputError(f"{self.apply} holds no plan.json. Write one with: headway plan {self.apply}")
-        return inside
+        raise InputError(f"{self.apply} holds no plan.json. Write one with: headway plan {self.apply}")
 
     def launch_options(self, remedies: dict[str, str], baseline: Path | None) -> LaunchOptions:
         """Return what the launcher takes. Raises `InputError` for values that cannot be."""
