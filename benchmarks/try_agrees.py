@@ -24,7 +24,7 @@ EDITS = {
     "conv": ("channels_last", "fused_optimizer", "compile"), "transformer": ("fused_optimizer", "compile"),
     "narrow": ("fused_optimizer", "compile"),
 }  # fmt: skip
-ROUNDS, STEPS, TOLERANCE, BAR = 3, 30, 0.05, 0.8
+ROUNDS, STEPS, TOLERANCE, BAR = 5, 200, 0.05, 0.8
 
 
 def whole_run(model: str, edit: str) -> dict[str, float]:

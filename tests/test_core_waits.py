@@ -82,7 +82,8 @@ def test_a_gain_on_an_unlike_host_is_inconclusive():
     assert compare(before, faster).verdict == "faster"
 
 
-def test_waits_in_turns_leave_each_stretch_what_the_fastest_of_its_kind_computes():
+@pytest.mark.parametrize(("one_thread_ms", "left_ms"), [(np.inf, 2 + 4), (3.0, 3)])
+def test_waits_in_turns_leave_each_stretch_what_the_fastest_of_its_kind_computes(one_thread_ms, left_ms):
     steps = 10
     forward, backward = np.full(steps, 20 * MS), np.full(steps, 40 * MS)
     forward[3], backward[6] = 2 * MS, 4 * MS  # nobody took the cores there
@@ -94,9 +95,9 @@ def test_waits_in_turns_leave_each_stretch_what_the_fastest_of_its_kind_computes
     sub = np.tile([SUB_CODE["useful.forward"], SUB_CODE["useful.backward"]], steps)
 
     pieces = Pieces(borders[:-1], borders[1:], np.zeros(2 * steps, np.int64))
-    waited = without_core(rows, marked, pieces, sub, np.arange(2 * steps) // 2)
+    waited = without_core(rows, marked, pieces, sub, np.arange(2 * steps) // 2, np.full(steps + 2, one_thread_ms * MS))
 
-    assert (ns - waited).sum() == pytest.approx(steps * (2 + 4) * MS, rel=0.01)
+    assert (ns - waited).sum() == pytest.approx(steps * left_ms * MS, rel=0.01)
 
 
 POOL = """

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from headway.runtime.recorder.rereading import LATER, Rereadings, checksum, detached, start_detached
+from headway.core.machine.child import detached, start_detached
+from headway.runtime.recorder.rereading import LATER, Rereadings, checksum
 from headway.trace.events.loader_facts import LoaderFacts, unkept, unmovable, unshared, unthreadable
 from tests.loaders_made import Ratio, Squares
 from tests.recorded import recording
@@ -117,6 +118,50 @@ def test_a_dataset_that_the_loop_changes_is_found_and_every_remedy_refused(datas
         )
 
 
+def in_passes(change, monkeypatch, *, workers, passes=5, left=()):
+    """Return the facts after passes of 70 steps; `change` is called before each pass and step, `left` ones are left."""
+    monkeypatch.setattr("headway.runtime.recorder.rereading.SHARE", 1e9)
+    recorder, dataset = Recorder(), Ratio()
+    again, loader = Rereadings(recorder), DataLoader(dataset, 5)
+    for number in range(1, passes + 1):
+        change(dataset, number, -1)
+        kept = again.keep(0, dataset, loader.collate_fn, None if workers else [3, 1, 2])
+        if kept is not None and not workers:
+            kept.expected = checksum(loader.collate_fn([dataset[index] for index in [3, 1, 2]]))
+        for step in range(LATER[-1] + 6):
+            change(dataset, number, step)
+            recorder.step()
+            for load in (*again._kept.values(), *again._ended):
+                if load.pipe >= 0:
+                    select.select([load.pipe], [], [], 60)
+        if number not in left:
+            again.ended(0)
+    again.finish()
+    return recorder.loaders[0]
+
+
+@pytest.mark.parametrize("workers", [False, True])
+@pytest.mark.parametrize("late", [1, 2, 4])
+def test_a_change_within_a_later_pass_is_found(late, workers, monkeypatch):
+    def change(dataset, number, step):
+        dataset.ratio = int((number, step) > (late, LATER[-1] + 2))
+
+    first = "its first examples" if late == 1 else f"the first examples of pass {late}"
+    facts = in_passes(change, monkeypatch, workers=workers, passes=late)
+
+    assert facts["changes"] == f"{first}, read again {LATER[-1] + 6} steps later, were others"
+
+
+@pytest.mark.parametrize("workers", [False, True])
+@pytest.mark.parametrize("left", [(), (2,), (1, 2, 4)])
+def test_what_changes_between_passes_is_no_hindrance(left, workers, monkeypatch):
+    facts = in_passes(
+        lambda dataset, number, step: setattr(dataset, "ratio", number), monkeypatch, workers=workers, left=left
+    )
+
+    assert facts == {"changes": "", "changes_unchecked": ""}
+
+
 def test_what_may_not_be_read_in_a_child_is_not_checked_and_says_why():
     facts = changes(Writes())
 
@@ -145,7 +190,7 @@ def test_a_child_that_is_forked_for_other_work_reads_first_and_does_both(dataset
 
 
 def test_a_child_that_hangs_holds_nobody_up_and_ends_itself(monkeypatch):
-    monkeypatch.setattr("headway.runtime.recorder.rereading.TIMEOUT_S", 1)
+    monkeypatch.setattr("headway.core.machine.child.TIMEOUT_S", 1)
     before = psutil.Process().children()
     pipe, _ = detached(lambda: b"%d" % time.sleep(600))
 

@@ -119,15 +119,18 @@ def _rehearsed(
         except Exception:  # views or autograd functions of the model do not bear the edit
             del forms[name]
     ratios: dict[str, list[float]] = {name: [] for name in forms}
+    taken_s = list[float]()
     for _ in range(min(max(int(BUDGET_S / max(first_s, 1e-9)), ROUNDS[0]), ROUNDS[1])):
         before_s = _step_s(model, call)
         for name, form in forms.items():
             edited_s, behind_s = form(), _step_s(model, call)
             ratios[name].append(2 * edited_s / (before_s + behind_s))
             before_s = behind_s
+        taken_s.append(before_s)
     edits = {name: sorted(rows) for name, rows in ratios.items() if rows}
     spans = {name: (rows[0], statistics.median(rows), rows[-1]) for name, rows in edits.items()}
-    return {"examples": call.num_examples, "batch": full.num_examples, "edits": spans}
+    whole_s = statistics.median(taken_s) * full.num_examples / call.num_examples
+    return {"examples": call.num_examples, "batch": full.num_examples, "edits": spans, "step_s": whole_s}
 
 
 def _cut(call: TimedCall, limit: int) -> TimedCall:

@@ -203,7 +203,8 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) ->
 
 def _beside_pools(program: Program, count: int) -> str:
     """Return what to do where torch's threads and `count` workers want more cores than there are; '' = nothing."""
-    threads = pool_threads(float(program.recording.beside.max()))
+    beside = min(float(program.recording.beside.max()), program.cores - 1)  # threads that spin between operators, too
+    threads = pool_threads(beside)
     if not standstill(threads, count, program.cores):
         return ""
     fewer = max(1, program.cores - count)

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import tempfile
@@ -34,8 +35,9 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
-from headway.core.machine.apart import caches_of, die_with_parent, own_caches, step_apart
+from headway.core.machine.apart import DETACHED, caches_of, die_with_parent, name_process, own_caches, step_apart
 from headway.core.machine.hidden_thread import thread_times
 from headway.core.machine.host import readable
 from headway.core.machine.interruptions import pass_on, raised_behind
@@ -157,3 +159,100 @@ def _answers(reading: int, pid: int, timeout_s: float) -> bool:
         return False
     busy_ns = sum(sum(thread_times(int(tid), pid)) for tid in threads)  # CPU time, and waiting for a core
     return busy_ns / NS_PER_S > timeout_s / 2 and readable(reading, EXTENSION * timeout_s)
+
+
+# Children that are nobody's to wait for: their own child works on, while this process goes on.
+
+TIMEOUT_S = 20
+"""Seconds that a child has; it ends itself."""
+
+
+def detached(work: Callable[[], bytes], run: str = "") -> tuple[int, int]:
+    """Run `work` apart in a child of a child; return a pipe that will carry what it returns, and the child's pid.
+
+    b"" comes through the pipe if it fails.
+    """
+    reading, writing = os.pipe()
+    try:
+        return reading, start_detached(work, writing, run=run)
+    except OSError:
+        os.close(reading)
+        raise
+    finally:
+        os.close(writing)
+
+
+@dataclass(frozen=True, slots=True)
+class Aside:
+    """Work that a child does before its own, and the pipe for its answer."""
+
+    work: Callable[[], bytes]
+    writing: int
+
+    def answer(self) -> None:
+        """Do it, and close the pipe: without an answer where it fails."""
+        with contextlib.suppress(BaseException):  # whoever reads the pipe finds nothing in it
+            os.write(self.writing, self.work())
+        os.close(self.writing)
+
+
+def start_detached(
+    work: Callable[[], bytes], writing: int, *, forks: bool = False, run: str = "", first: Aside | None = None
+) -> int:
+    """Run `work` apart in a child of a child, which writes what it returns into `writing`; return its process id.
+
+    What `first` is there to do is done before it, and answered at once: one child for two.
+
+    The child between ends at once and is waited for here, so that no wait of the script's meets a process of ours.
+    With `forks`, `work` may fork children of its own that step apart themselves. Libraries write their caches below
+    `run`, where `settle` removes them.
+    """
+    caches = caches_of(run) if run else ""
+    with unheard(), raised_behind():
+        return _start_detached(work, writing, caches, forks=forks, first=first)
+
+
+def _start_detached(work: Callable[[], bytes], writing: int, caches: str, *, forks: bool, first: Aside | None) -> int:
+    told, telling = os.pipe()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, as every loader does
+            pid = os.fork()
+    except OSError:  # no process is left: then no descriptor is to be lost as well
+        os.close(told)
+        os.close(telling)
+        raise
+    if pid == 0:
+        try:
+            name_process(DETACHED)  # before the fork: the child has the name from its first moment on, and can be ended
+            grandchild = os.fork()
+            if grandchild:
+                os.write(telling, b"%d" % grandchild)
+            else:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+                signal.alarm(3 * TIMEOUT_S if forks else TIMEOUT_S)
+                os.nice(10)  # some take a second of CPU, beside steps that are recorded
+                keep = (writing,) if first is None else (writing, first.writing)
+                step_apart("end at writes", keep=keep, forks=forks, caches=caches)
+                if first is not None:
+                    first.answer()
+                answer = work()
+                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
+                os.write(writing, answer)
+        finally:
+            os._exit(0)
+    os.close(telling)
+    with contextlib.suppress(ChildProcessError):  # a handler of the script may have waited for it already
+        os.waitpid(pid, 0)
+    try:
+        return int(os.read(told, 20) or 0)
+    finally:
+        os.close(told)
+
+
+def end_detached(pid: int) -> None:
+    """End a child of `start_detached`, unless it has ended by itself."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/comm", encoding="utf-8") as file:  # or it is gone
+        if file.read().strip() == DETACHED:
+            os.kill(pid, signal.SIGKILL)

@@ -147,14 +147,6 @@ class Fix:
     """The consent that it needs; '' where it needs none."""
 
 
-class CauseRule(Protocol):
-    """Looks for one cause. Write a function of this shape and list it in `RULES`."""
-
-    def __call__(self, ledger: Ledger) -> list[Cause]:
-        """Return what was found; empty when the cause is absent."""
-        ...
-
-
 def find_causes(
     ledger: Ledger,
     *,

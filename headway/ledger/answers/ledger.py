@@ -200,11 +200,6 @@ class Ledger:
         of the rest; '' without steps."""
         return bound_of(self.step_ns)[0]
 
-    @property
-    def unknown_fraction(self) -> float:
-        """Share of device time that nothing explains."""
-        return self.ledger_ns["unknown"] / self.total_ns if self.total_ns else 0.0
-
     def fraction(self, name: str) -> float:
         """Return the share of a bucket or sub-line in the allocated device time.
 

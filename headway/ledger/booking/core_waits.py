@@ -10,8 +10,10 @@ thread computed, in proportion to its duration:
 
 Where the thread and its pool waited in turns, the two delays add up; where they waited at once, the longer one counts.
 Marks hold the longer ones, and by how much the sum is more: it counts as far as each forward, backward and update still
-computes for as long as the fastest of its kind. (One that has a core spins while another has none: CPU time does not
-tell the two apart. Operators that are short beside a slice of the scheduler's wait in turns, long ones at once.)
+computes for as long as the fastest of its kind, and forward and backward together for no longer than on one thread,
+which a child of the recorded process has timed (`headway.compute.torch_calls`). One that has a core spins while another
+has none, and CPU time does not tell the two apart; operators that are short beside a slice of the scheduler's wait in
+turns, long ones at once.
 
 Waiting inside a load of the training thread is known by itself (`input.cpu_wait`) and left out. Times in int64 ns.
 
@@ -20,15 +22,17 @@ While the run goes on, nothing is known behind the last mark: `shares_from` give
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.units import NS_PER_MS
+from headway.core.units import NS_PER_MS, NS_PER_S
 from headway.ledger.booking.rows import RankRows
 from headway.ledger.buckets import SUB_CODE, SUBS, bucket_of_sub
 from headway.trace.events.intervals import Ints, Pieces
+from headway.trace.rings.compute_facts import CallFlops
 
 SPAN_NS = 500 * NS_PER_MS
 """Marks so close together count as one: the threads of a pool are looked at four times a second."""
@@ -44,6 +48,10 @@ COMPUTES = np.array(
     ]
 )
 """[len(SUBS)] Whether the thread computes, and is not blocked, in a sub-line."""
+
+
+OF_MODEL = [SUB_CODE["useful.forward"], SUB_CODE["useful.backward"]]
+"""Sub-lines of what a model's call computes."""
 
 
 class Marks(NamedTuple):
@@ -91,10 +99,26 @@ def shares_from(moment_ns: Ints, cpu_ns: Ints, waited: Ints) -> tuple[Ints, NDAr
     return moment_ns[chosen], np.append(share, share[-1])
 
 
-def without_core(rows: RankRows, marked: Marks, pieces: Pieces, sub: Ints, step: Ints) -> Ints:
+def most_of_steps(rows: RankRows, step_start: Ints, calls: Sequence[CallFlops]) -> NDArray[np.float64]:
+    """Return [steps + 2] the ns that forward and backward of each step take on one thread; inf where nobody timed them.
+
+    `step_start` [steps] are their begins, `calls` what is known of calls of the models. Outer columns are no steps.
+    """
+    picked = rows.of("forward")
+    timed = {call.model: call.rehearsed.step_s for call in calls if call.rehearsed is not None}
+    models, which = np.unique(rows.column("corr", picked), return_inverse=True)
+    call_s = np.array([timed.get(int(model)) or np.inf for model in models])
+    columns = np.searchsorted(step_start, rows.start_ns[picked], side="right")
+    most_ns = NS_PER_S * np.bincount(columns, weights=call_s[which], minlength=len(step_start) + 2)
+    return np.where(most_ns > 0, most_ns, np.inf)
+
+
+def without_core(
+    rows: RankRows, marked: Marks, pieces: Pieces, sub: Ints, step: Ints, most_ns: NDArray[np.float64]
+) -> Ints:
     """Return [n] the ns of each piece in which its thread had no core; pieces must not straddle a mark.
 
-    `sub` and `step` are their sub-lines and numbers of steps.
+    `sub` and `step` are their sub-lines and numbers of steps, `most_ns` is of `most_of_steps`.
     """
     marked_ns = marked.moment_ns
     nothing = np.zeros(len(sub), np.int64)
@@ -110,16 +134,19 @@ def without_core(rows: RankRows, marked: Marks, pieces: Pieces, sub: Ints, step:
     loaded = np.bincount(of_load[within], weights=(rows.end_ns - rows.start_ns)[loads][within], minlength=spans)
     computed = np.bincount(span[inside], weights=pieces.duration_ns[inside], minlength=spans)
     low, high = ((np.diff(ns) - loaded) / np.maximum(computed, 1.0) for ns in (marked.waited_ns, marked.most_ns))
-    undisturbed = np.bincount(span[inside], weights=_fastest(pieces.duration_ns, sub, step, inside), minlength=spans)
+    fastest_ns = _fastest(pieces.duration_ns, sub, step, inside, most_ns)
+    undisturbed = np.bincount(span[inside], weights=fastest_ns, minlength=spans)
     high = np.minimum(high, 1 - undisturbed / np.maximum(computed, 1.0))
     share = np.clip(np.maximum(low, high), 0.0, MOST_WAITING)
     return np.where(inside, np.rint(pieces.duration_ns * share[np.clip(span, 0, spans - 1)]), 0).astype(np.int64)
 
 
-def _fastest(duration_ns: Ints, sub: Ints, step: Ints, inside: NDArray[np.bool_]) -> NDArray[np.float64]:
+def _fastest(
+    duration_ns: Ints, sub: Ints, step: Ints, inside: NDArray[np.bool_], most_ns: NDArray[np.float64]
+) -> NDArray[np.float64]:
     """Return the ns of each piece inside, had its sub-line taken in its step what it takes in the fastest step.
 
-    A sub-line counts in the steps that have it; the outer steps are none.
+    A sub-line counts in the steps that have it; the outer steps are none. Those of the model take `most_ns` at most.
     """
     subs, steps, ns = sub[inside], step[inside], duration_ns[inside].astype(np.float64)
     of_both = np.zeros((len(SUBS), int(steps.max(initial=0)) + 1))
@@ -128,6 +155,9 @@ def _fastest(duration_ns: Ints, sub: Ints, step: Ints, inside: NDArray[np.bool_]
     floors = np.where(inner > 0, inner, np.inf).min(axis=1, initial=np.inf)
     floors = np.where(np.isinf(floors), of_both.max(axis=1), floors)
     fastest: NDArray[np.float64] = ns * np.minimum(floors[subs] / np.maximum(of_both[subs, steps], 1.0), 1.0)
+    of_model = np.isin(subs, OF_MODEL)
+    model_ns = np.bincount(steps[of_model], weights=fastest[of_model], minlength=len(most_ns))
+    fastest[of_model] *= np.minimum(most_ns / np.maximum(model_ns, 1.0), 1.0)[steps[of_model]]
     return fastest
 
 

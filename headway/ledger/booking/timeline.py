@@ -11,7 +11,7 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +34,7 @@ from headway.trace.events.intervals import Intervals, Ints, Pieces, inside, merg
 from headway.trace.events.vocabulary import BY_EVENTS
 from headway.trace.recording.basis import ROLLOUT
 from headway.trace.recording.segments import ON_DEVICE
+from headway.trace.rings.compute_facts import CallFlops
 
 # What the training thread was doing where no recorded name says so: evaluation, and the phases of a step.
 #
@@ -150,11 +151,11 @@ class BookedRank:
     """What the arrivals of other ranks will split."""
 
 
-def book_rank(rows: RankRows, life: RankLifetime, *, restarted: bool) -> BookedRank:
-    """Book the time of `life`; `restarted` says that an earlier attempt failed."""
+def book_rank(rows: RankRows, life: RankLifetime, calls: Sequence[CallFlops] = (), *, restarted: bool) -> BookedRank:
+    """Book the time of `life`; `restarted` says that an earlier attempt failed, `calls` how long a model's take."""
     sheet = RankAccount.blank(len(life.step_start))
     _book_startup(sheet, rows, life, "restart" if restarted else "startup")
-    waits = _book_steps(sheet, rows, life, restarted=restarted)
+    waits = _book_steps(sheet, rows, life, calls, restarted=restarted)
     end = len(life.step_start) + 1
     sheet.book("unknown.cut_short", end, life.died_ns - life.record_ns)
     sheet.book("idle.exit" if life.seen else "unknown.cut_short", end, life.until_ns - life.died_ns)
@@ -181,7 +182,9 @@ def _book_startup(sheet: RankAccount, rows: RankRows, life: RankLifetime, bucket
     sheet.book_all(sub, np.zeros(len(sub), np.int64), pieces.duration_ns)
 
 
-def _book_steps(sheet: RankAccount, rows: RankRows, life: RankLifetime, *, restarted: bool) -> OpenWaits:
+def _book_steps(
+    sheet: RankAccount, rows: RankRows, life: RankLifetime, calls: Sequence[CallFlops], *, restarted: bool
+) -> OpenWaits:
     """Sweep from the first step to the last trusted record; returns the communication pieces."""
     picked = by_host(rows, rows.of(*BUCKET_OF))
     evaluations, phases = evaluations_of(rows), device_phases(rows)
@@ -226,7 +229,8 @@ def _book_steps(sheet: RankAccount, rows: RankRows, life: RankLifetime, *, resta
     plain = ~(input_piece | comm_piece)
     duration_ns = pieces.duration_ns
     if not timed.any():  # the training thread is the device: it computes only while it has a core
-        no_core_ns = np.where(plain, core_waits.without_core(rows, marked, pieces, sub, column), 0)
+        most_ns = core_waits.most_of_steps(rows, life.step_start, calls)
+        no_core_ns = np.where(plain, core_waits.without_core(rows, marked, pieces, sub, column, most_ns), 0)
         sheet.book_all(core_waits.CODE, column, no_core_ns)
         duration_ns = duration_ns - no_core_ns
     sheet.book_all(sub[plain], column[plain], duration_ns[plain])

@@ -137,7 +137,7 @@ def book_run(
                 row, _ = converted({**parts[index].ranks.get(rank, {}), "rank": rank}, RankRow)
             life = life_of(rows, row, from_ns=from_ns, until_ns=until, failed=not final)
             _add_spans(spans, rows, life)
-            book = book_rank(rows, life, restarted=index > 0)
+            book = book_rank(rows, life, () if facts.compute is None else facts.compute.calls, restarted=index > 0)
             if not final and index in failures:
                 _split_end(book.sheet, life, failures[index])
             if index - 1 in failures:

@@ -150,6 +150,8 @@ def loader_next(original: Callable[..., Any], probes: Probes) -> Callable[..., A
             batch = original(self)
         except StopIteration:
             record(self, start, now() - start, ended=True)
+            if probes.rereadings is not None:
+                read_again(self)
             raise
         duration = now() - start
         try:
@@ -161,6 +163,13 @@ def loader_next(original: Callable[..., Any], probes: Probes) -> Callable[..., A
         if getattr(self, "headway_firsts", None) is not None:
             compare_firsts(self, batch)
         return batch
+
+    def read_again(self: Any) -> None:
+        """Have what the pass began with read again, now that it has ended."""
+        try:
+            probes.rereadings.ended(getattr(self, "headway_ids", UNKNOWN)[0])
+        except Exception as cause:
+            probes.failed("input.again", cause)
 
     def compare_firsts(self: Any, batch: object) -> None:
         """Note, once it is known, whether the workers of this iterator begin with the same examples."""

@@ -19,10 +19,10 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from headway.core.lazy import resolved
+from headway.core.machine.child import start_detached
 from headway.core.units import GIB, format_bytes
 from headway.runtime.recorder.outer_call import Args, Kwargs
 from headway.runtime.recorder.probes import OWN_NS, RECORDING, Probes, now, write_json
-from headway.runtime.recorder.rereading import start_detached
 from headway.runtime.script.compute_facts import call_facts
 
 if TYPE_CHECKING:

@@ -9,6 +9,13 @@ generators as they were before it.
              first load       first child                      second child
              checksum   ==?   checksum                   ==?   checksum
 
+What changes within a pass for the first time after that shows in passes 1, 2, 4, 8, ..., or the next that the share of
+the time allows: the first load of each is read again when the pass has ended. Readings in one pass only are compared
+there: what changes between two passes is no hindrance, for each of them starts anew.
+
+    pass 4   first load ................................ end
+             checksum            ==?                     child
+
 With workers, which have the dataset, a first child reads at the first step what the others are compared with: the one
 that counts the operations of the model's call (`call_flops`), where there is one. A child costs the training thread two
 forks; its answer is read at a later step. Where a script makes loader after loader, forks
@@ -22,15 +29,13 @@ import fcntl
 import json
 import os
 import random
-import resource
 import select
 import shutil
-import signal
 import sys
 import time
-import warnings
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -39,9 +44,9 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from headway.core.lazy import resolved
-from headway.core.machine.apart import DETACHED, RUN_CACHES, caches_of, name_process, step_apart
-from headway.core.machine.child import unheard
-from headway.core.machine.interruptions import pass_on, raised_behind
+from headway.core.machine.apart import RUN_CACHES
+from headway.core.machine.child import Aside, detached, end_detached, start_detached
+from headway.core.machine.interruptions import pass_on
 from headway.runtime.host.device import in_use
 from headway.runtime.recorder.probes import NEVER, RECORDING, Probes, now
 from headway.runtime.script.draws import own_generators, restorer
@@ -59,8 +64,8 @@ POSTPONED = 8
 FEW = 4
 """Examples that are read for a loader with workers."""
 
-TIMEOUT_S = 20
-"""Seconds that a child has; it ends itself."""
+LAST_S = 0.3
+"""Seconds that the end of the job waits for the child whose answer is the last for its loader."""
 
 DEEPEST = 16
 """Levels of a batch that are looked into; an object may hold itself."""
@@ -149,97 +154,6 @@ def collated(dataset: Any, collate_fn: Callable[[Any], Any], index: Any, *, batc
     return collate_fn(many(index) if many else [dataset[one] for one in index])
 
 
-def detached(work: Callable[[], bytes], run: str = "") -> tuple[int, int]:
-    """Run `work` apart in a child of a child; return a pipe that will carry what it returns, and the child's pid.
-
-    b"" comes through the pipe if it fails.
-    """
-    reading, writing = os.pipe()
-    try:
-        return reading, start_detached(work, writing, run=run)
-    except OSError:
-        os.close(reading)
-        raise
-    finally:
-        os.close(writing)
-
-
-@dataclass(frozen=True, slots=True)
-class Aside:
-    """Work that a child does before its own, and the pipe for its answer."""
-
-    work: Callable[[], bytes]
-    writing: int
-
-    def answer(self) -> None:
-        """Do it, and close the pipe: without an answer where it fails."""
-        with contextlib.suppress(BaseException):  # whoever reads the pipe finds nothing in it
-            os.write(self.writing, self.work())
-        os.close(self.writing)
-
-
-def start_detached(
-    work: Callable[[], bytes], writing: int, *, forks: bool = False, run: str = "", first: Aside | None = None
-) -> int:
-    """Run `work` apart in a child of a child, which writes what it returns into `writing`; return its process id.
-
-    What `first` is there to do is done before it, and answered at once: one child for two.
-
-    The child between ends at once and is waited for here, so that no wait of the script's meets a process of ours.
-    With `forks`, `work` may fork children of its own that step apart themselves. Libraries write their caches below
-    `run`, where `settle` removes them.
-    """
-    caches = caches_of(run) if run else ""
-    with unheard(), raised_behind():
-        return _start_detached(work, writing, caches, forks=forks, first=first)
-
-
-def _start_detached(work: Callable[[], bytes], writing: int, caches: str, *, forks: bool, first: Aside | None) -> int:
-    told, telling = os.pipe()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, as every loader does
-            pid = os.fork()
-    except OSError:  # no process is left: then no descriptor is to be lost as well
-        os.close(told)
-        os.close(telling)
-        raise
-    if pid == 0:
-        try:
-            name_process(DETACHED)  # before the fork: the child has the name from its first moment on, and can be ended
-            grandchild = os.fork()
-            if grandchild:
-                os.write(telling, b"%d" % grandchild)
-            else:
-                signal.signal(signal.SIGALRM, signal.SIG_DFL)
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-                signal.alarm(3 * TIMEOUT_S if forks else TIMEOUT_S)
-                os.nice(10)  # some take a second of CPU, beside steps that are recorded
-                keep = (writing,) if first is None else (writing, first.writing)
-                step_apart("end at writes", keep=keep, forks=forks, caches=caches)
-                if first is not None:
-                    first.answer()
-                answer = work()
-                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
-                os.write(writing, answer)
-        finally:
-            os._exit(0)
-    os.close(telling)
-    with contextlib.suppress(ChildProcessError):  # a handler of the script may have waited for it already
-        os.waitpid(pid, 0)
-    try:
-        return int(os.read(told, 20) or 0)
-    finally:
-        os.close(told)
-
-
-def end_detached(pid: int) -> None:
-    """End a child of `start_detached`, unless it has ended by itself."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/comm", encoding="utf-8") as file:  # or it is gone
-        if file.read().strip() == DETACHED:
-            os.kill(pid, signal.SIGKILL)
-
-
 @dataclass(slots=True)
 class FirstLoad:
     """The first load of a loader, and what became of its later readings."""
@@ -264,6 +178,10 @@ class FirstLoad:
     """That child."""
     at: int = 0
     """Steps after the load at which that child was forked."""
+    number: int = 1
+    """Which pass of its loader it belongs to, from 1 on."""
+    at_end: bool = True
+    """Whether a child is still to read at the end of that pass."""
 
     def read(self) -> bytes:
         """Read the indices again; runs in the child."""
@@ -276,6 +194,7 @@ class FirstLoad:
     def let_go(self) -> None:
         """Forget what was to be read, for good: nothing of the script's is kept in memory for it any more."""
         self.due.clear()
+        self.at_end = False
         self.collate_fn, self.restore, self.indices = lambda: None, lambda: None, None
 
 
@@ -285,16 +204,24 @@ class Rereadings:
     def __init__(self, probes: Probes) -> None:
         self._probes = probes
         self._kept: dict[int, FirstLoad] = {}
+        self._ended: list[FirstLoad] = []
+        """Those of passes that are over, with a child under way."""
+        self._passes: Counter[int] = Counter()
         self._pid = os.getpid()
-        self._since_ns = self._spent_ns = 0
+        self._since_ns = self._spent_ns = self._last_ns = 0
+        self._spent_on_passes_ns = 0
+        """The same without those of first passes, which are read again at all events."""
 
     def keep(self, group: int, dataset: Any, collate_fn: Callable[[Any], Any], indices: Any) -> FirstLoad | None:
-        """Begin with a loader's first load, before it is read; None where it is not wanted, or was kept before.
+        """Begin with the first load of a pass of a loader, before it is read; None where this one is not wanted.
 
         Indices of None stand for a loader with workers: a child reads its first few examples for comparison.
         """
         probes = self._probes
-        if group in self._kept or group < 0 or probes.remedied or self._pid != os.getpid():
+        if group < 0 or probes.remedied or self._pid != os.getpid():
+            return None
+        self._passes[group] += 1
+        if not self._is_wanted(group):
             return None
         own = type(dataset).__module__.startswith("headway.data.")
         if own or not hasattr(dataset, "__getitem__") or isinstance(dataset, (list, tuple)):
@@ -305,18 +232,55 @@ class Rereadings:
         due = list(LATER)
         if indices is None:
             indices, due = list(range(min(FEW, len(dataset)))), [1, *LATER]
+        number = self._passes[group]
+        if number > 1:
+            due = due[: -len(LATER)]
         restore = _generators_as_now(dataset, collate_fn)
         # A method would keep its object, often the dataset, in memory.
         method = weakref.WeakMethod(collate_fn) if isinstance(collate_fn, MethodType) else None
         collate = (lambda: collate_fn) if method is None else method
-        kept = FirstLoad(group, weakref.ref(dataset), collate, indices, restore, probes.steps[0], due)
+        kept = FirstLoad(group, weakref.ref(dataset), collate, indices, restore, probes.steps[0], due, number=number)
         self._kept[group] = kept
-        if len(self._kept) == 1:
+        if self.stepped not in probes.listeners:
             self._since_ns = now()
             probes.listeners.append(self.stepped)
         probes.wanted[self.stepped] = 0
         probes.due[0] = 0
         return kept
+
+    def _is_wanted(self, group: int) -> bool:
+        """Say whether the first load of the pass that begins is to be kept; the end of the one before was not seen."""
+        before = self._kept.get(group)
+        if before is None:
+            return True
+        before.at_end = False
+        if not before.due and before.pipe < 0:
+            before.let_go()
+        is_alike = self._probes.loaders.get(group, {}).get("changes") == ""
+        is_time = self._passes[group] >= 2 * before.number and self._is_within_share()
+        if before.due or not is_alike or not is_time:
+            return False
+        if before.pipe >= 0:
+            self._ended.append(before)
+        return True
+
+    def _is_within_share(self) -> bool:
+        return self._spent_on_passes_ns + self._last_ns <= SHARE * (now() - self._since_ns)
+
+    def ended(self, group: int) -> None:
+        """Fork the child that reads again what the pass which has just ended began with, where that is due."""
+        kept = self._kept.get(group)
+        if kept is None or not kept.at_end or self._pid != os.getpid():
+            return
+        kept.at_end = False
+        if kept.due or not self._has_answered(kept):
+            return
+        if kept.expected is not None and self._is_within_share():
+            self._fork(kept, self._probes.steps[0] - kept.step)
+            self._spent_on_passes_ns += self._last_ns
+            self._probes.wanted[self.stepped] = self._probes.due[0] = 0
+        else:
+            kept.let_go()
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[Aside | None]:
@@ -343,7 +307,8 @@ class Rereadings:
     def stepped(self, _: int) -> int:
         """Take answers, and fork the children that are due; return the steps until there is more to do."""
         waits = []
-        for kept in self._kept.values():
+        self._ended = [kept for kept in self._ended if kept.pipe >= 0]
+        for kept in (*self._kept.values(), *self._ended):
             try:
                 waits.append(self._follow(kept, self._probes.steps[0] - kept.step))
             except Exception as cause:
@@ -354,56 +319,75 @@ class Rereadings:
 
     def _follow(self, kept: FirstLoad, since: int) -> int:
         """Go on with one loader, `since` steps after its load; return the steps until its next turn."""
-        if kept.pipe >= 0:
-            if not select.select([kept.pipe], [], [], 0)[0]:
-                return 1
-            answer = os.read(kept.pipe, 64)
-            os.close(kept.pipe)
-            kept.pipe = -1
-            self._judge(kept, answer)
+        if not self._has_answered(kept):
+            return 1
         if not kept.due:
-            kept.let_go()
+            if not kept.at_end:
+                kept.let_go()
             return NEVER
         if since < kept.due[0]:
             return kept.due[0] - since
         if kept.group != next(iter(self._kept)) and self._spent_ns > SHARE * (now() - self._since_ns):
             return POSTPONED
-        kept.at = since
         del kept.due[0]
-        if in_use():
-            kept.let_go()
+        if in_use() and kept.number == 1:
             self._note(kept, unchecked="the process uses a device, and was not forked to read its data again")
-            return NEVER
-        if kept.dataset() is None or kept.collate_fn() is None:
+        self._fork(kept, since)
+        return 1 if kept.pipe >= 0 else NEVER
+
+    def _has_answered(self, kept: FirstLoad) -> bool:
+        """Take the answer of the child under way, if there is one; say whether none is under way any more."""
+        if kept.pipe < 0:
+            return True
+        if not select.select([kept.pipe], [], [], 0)[0]:
+            return False
+        answer = os.read(kept.pipe, 64)
+        os.close(kept.pipe)
+        kept.pipe = -1
+        self._judge(kept, answer)
+        return True
+
+    def _fork(self, kept: FirstLoad, since: int) -> None:
+        """Fork a child that reads a load again, `since` steps after it; where none can be, forget the load."""
+        if in_use() or kept.dataset() is None or kept.collate_fn() is None:
             kept.let_go()
-            return NEVER
-        start = now()
+            return
+        start, kept.at = now(), since
         kept.pipe, kept.pid = detached(kept.read, self._probes.run)
-        self._spent_ns += now() - start
-        self._probes.emit(RECORDING, start, now() - start, READ_AGAIN)
-        return 1
+        self._last_ns = now() - start
+        self._spent_ns += self._last_ns
+        self._probes.emit(RECORDING, start, self._last_ns, READ_AGAIN)
 
     def finish(self) -> None:
-        """End the children that still read: the job does not wait for them, and leaves nobody behind."""
-        for kept in self._kept.values() if self._pid == os.getpid() else ():
-            if kept.pipe >= 0:
+        """End the children that still read: the job does not wait long for them, and leaves nobody behind."""
+        loads = [*self._kept.values(), *self._ended]
+        under_way = [kept for kept in loads if kept.pipe >= 0 and self._pid == os.getpid()]
+        until = time.monotonic() + LAST_S
+        for kept in under_way:
+            if not kept.due:
+                select.select([kept.pipe], [], [], max(0.0, until - time.monotonic()))
+            if not self._has_answered(kept):
                 end_detached(kept.pid)
 
     def _judge(self, kept: FirstLoad, answer: bytes) -> None:
         if not answer:
-            kept.due.clear()
-            self._note(kept, unchecked="a child that read it again failed, or wanted to write or to send something")
+            kept.let_go()
+            if kept.number == 1:
+                self._note(kept, unchecked="a child that read it again failed, or wanted to write or to send something")
         elif kept.expected is None:
             kept.expected = int(answer)
         elif int(answer) != kept.expected:
-            kept.due.clear()
-            self._note(kept, changes=f"its first examples, read again {kept.at} steps later, were others")
+            kept.let_go()
+            first = "its first examples" if kept.number == 1 else f"the first examples of pass {kept.number}"
+            self._note(kept, changes=f"{first}, read again {kept.at} steps later, were others")
         elif not kept.due:
             self._note(kept, changes="")
 
     def _note(self, kept: FirstLoad, *, changes: str | None = None, unchecked: str = "") -> None:
         """Add to the facts of the loader what was seen."""
         facts = self._probes.loaders.setdefault(kept.group, {})
+        if facts.get("changes"):
+            return  # in an earlier pass
         facts["changes"] = changes
         facts["changes_unchecked"] = unchecked
         self._probes.write_tables()
