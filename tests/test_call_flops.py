@@ -220,6 +220,16 @@ def test_a_step_is_rehearsed_on_examples_of_the_batch_and_what_the_model_does_no
     assert counted(Scores(), torch.zeros(8, 64), labels=None)["rehearsed"] is None  # it raises: the script's affair
 
 
+@pytest.mark.parametrize(("longest_s", "is_timed"), [(60.0, True), (0.0, False)])
+def test_a_step_of_the_whole_batch_is_timed_unless_it_takes_long(longest_s, is_timed, monkeypatch):
+    monkeypatch.setattr("headway.compute.torch_calls.STEP_S", 0.0)  # of so many examples as a step has at the least
+    monkeypatch.setattr("headway.compute.torch_calls.WHOLE_S", longest_s)
+    found = counted(torch.nn.Linear(64, 64), torch.randn(32, 64))["rehearsed"]
+
+    assert (found["examples"], found["batch"]) == (2, 32)
+    assert (found["step_s"] is not None and found["step_s"] > 0) == is_timed
+
+
 def test_attention_by_hand_is_a_cause_on_a_cpu_where_its_rows_are_long():
     call = CallFlops(name="Net", flops=3000, scores=4_000_000, masked=4_000_000, longest=1024)
     found = list(causes_by_hand(run_of(call)))

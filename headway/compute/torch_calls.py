@@ -51,6 +51,9 @@ LONGEST_S, LIMIT_S = 0.1, 1.0
 BUDGET_S, ROUNDS = 0.4, (3, 5)
 """CPU time of all rounds, about, and how many there are: fewest, most. One more before them does not count."""
 
+WHOLE_S = 0.3
+"""A step of the whole batch that seems to take longer is not timed."""
+
 FEWEST, SMALL = 2, 8
 """Examples of the smallest step (norms over a batch refuse one), and those up to which a batch may be too small."""
 
@@ -129,8 +132,22 @@ def _rehearsed(
         taken_s.append(before_s)
     edits = {name: sorted(rows) for name, rows in ratios.items() if rows}
     spans = {name: (rows[0], statistics.median(rows), rows[-1]) for name, rows in edits.items()}
-    whole_s = statistics.median(taken_s) * full.num_examples / call.num_examples
+    whole_s = _whole_s(model, call, full, statistics.median(taken_s))
     return {"examples": call.num_examples, "batch": full.num_examples, "edits": spans, "step_s": whole_s}
+
+
+def _whole_s(model: torch.nn.Module, call: TimedCall, full: TimedCall, step_s: float) -> float | None:
+    """Return the CPU time of a step of the whole batch, of which a `call` takes `step_s`; None where that is long.
+
+    It is timed, and not reckoned in proportion: gradients of weights cost as much for few examples. How it grows is
+    seen from twice as many.
+    """
+    if call.num_examples == full.num_examples:
+        return step_s
+    more_s = max(0.0, _step_s(model, _cut(full, 2 * call.num_examples)) - step_s)
+    if step_s + more_s * (full.num_examples / call.num_examples - 1) > WHOLE_S:
+        return None
+    return _step_s(model, full)
 
 
 def _cut(call: TimedCall, limit: int) -> TimedCall:

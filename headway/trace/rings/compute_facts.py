@@ -63,7 +63,7 @@ class Rehearsed(msgspec.Struct, frozen=True):
     batch: int = 0
     """Those of the script's: where it has more, the edits may win more or less of it."""
     step_s: float | None = None
-    """CPU time of forward and backward of the script's batch on one thread, in proportion where fewer were timed."""
+    """CPU time of forward and backward of the script's batch on one thread; None where that would take long."""
     edits: dict[str, tuple[float, float, float]] = {}
     """Edit -> time of a step with it / without: lowest, middle, highest of a few rounds. 'bfloat16', 'channels_last',
     'float32' (of float64 parameters), 'straight' (without checkpoints), 'batch' (per example, four times as many)."""
