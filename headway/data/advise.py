@@ -203,8 +203,8 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) ->
 
 def _beside_pools(program: Program, count: int) -> str:
     """Return what to do where torch's threads and `count` workers want more cores than there are; '' = nothing."""
-    beside = min(float(program.recording.beside.max()), program.cores - 1)  # threads that spin between operators, too
-    threads = pool_threads(beside)
+    # Those that spin between operators count as well, and more of them than there are cores.
+    threads = pool_threads(min(float(program.recording.beside.max()), program.cores - 1))
     if not standstill(threads, count, program.cores):
         return ""
     fewer = max(1, program.cores - count)

@@ -1,14 +1,11 @@
 """Probes of the input pipeline: waiting in `next(loader)`, and the work behind it wherever it runs.
 
-The wait is recorded on the training thread. The work (`input.load`) is
-recorded where the dataset runs: in the main process or in a loader worker,
-each in its own ring, per batch and never per example. Blocked time is wall -
-thread CPU - run delay; the run delay is field 2 of /proc/thread-self/schedstat.
-In the main process CPU time is read for every load that follows one longer
-than 1 ms, and for every 16th otherwise: reading takes 15 us, and 50 us where
-training has emptied the caches. Around the first few loads of each loader the
-states of random number generators are compared: a plan has to know whether
-examples are drawn.
+The wait is recorded on the training thread. The work (`input.load`) is recorded where the dataset runs: in the main
+process or in a loader worker, each in its own ring, per batch and never per example. Blocked time is wall - thread CPU
+- run delay; the run delay is field 2 of /proc/thread-self/schedstat. In the main process CPU time is read for every
+load that follows one longer than 1 ms, and for every 16th otherwise: reading takes 15 us, and 50 us where training has
+emptied the caches. Around the first few loads of each loader the states of random number generators are compared: a
+plan has to know whether examples are drawn.
 """
 
 from __future__ import annotations
@@ -150,8 +147,6 @@ def loader_next(original: Callable[..., Any], probes: Probes) -> Callable[..., A
             batch = original(self)
         except StopIteration:
             record(self, start, now() - start, ended=True)
-            if probes.rereadings is not None:
-                read_again(self)
             raise
         duration = now() - start
         try:
@@ -163,13 +158,6 @@ def loader_next(original: Callable[..., Any], probes: Probes) -> Callable[..., A
         if getattr(self, "headway_firsts", None) is not None:
             compare_firsts(self, batch)
         return batch
-
-    def read_again(self: Any) -> None:
-        """Have what the pass began with read again, now that it has ended."""
-        try:
-            probes.rereadings.ended(getattr(self, "headway_ids", UNKNOWN)[0])
-        except Exception as cause:
-            probes.failed("input.again", cause)
 
     def compare_firsts(self: Any, batch: object) -> None:
         """Note, once it is known, whether the workers of this iterator begin with the same examples."""
@@ -187,6 +175,8 @@ def loader_next(original: Callable[..., Any], probes: Probes) -> Callable[..., A
         try:
             (group, corr), worker = getattr(self, "headway_ids", UNKNOWN), getattr(self, "headway_worker", -1)
             emit(NEXT, start, duration, group, -1 if ended else self._num_yielded - 1, -1 if ended else worker, corr)
+            if ended and probes.rereadings is not None:
+                probes.rereadings.ended(group)
         except Exception as cause:
             probes.failed("DataLoader.__next__", cause)
 

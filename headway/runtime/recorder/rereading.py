@@ -229,12 +229,10 @@ class Rereadings:
         iterable = getattr(sys.modules.get("torch.utils.data"), "IterableDataset", ())
         if isinstance(dataset, iterable) or (indices is None and not hasattr(dataset, "__len__")):
             return None  # it has no examples that could be asked for by their place
-        due = list(LATER)
-        if indices is None:
-            indices, due = list(range(min(FEW, len(dataset)))), [1, *LATER]
         number = self._passes[group]
-        if number > 1:
-            due = due[: -len(LATER)]
+        due = [*([1] if indices is None else ()), *(LATER if number == 1 else ())]
+        if indices is None:
+            indices = list(range(min(FEW, len(dataset))))
         restore = _generators_as_now(dataset, collate_fn)
         # A method would keep its object, often the dataset, in memory.
         method = weakref.WeakMethod(collate_fn) if isinstance(collate_fn, MethodType) else None
@@ -269,18 +267,18 @@ class Rereadings:
 
     def ended(self, group: int) -> None:
         """Fork the child that reads again what the pass which has just ended began with, where that is due."""
-        kept = self._kept.get(group)
-        if kept is None or not kept.at_end or self._pid != os.getpid():
+        load = self._kept.get(group)
+        if load is None or not load.at_end or self._pid != os.getpid():
             return
-        kept.at_end = False
-        if kept.due or not self._has_answered(kept):
+        load.at_end = False
+        if load.due or not self._has_answered(load):
             return
-        if kept.expected is not None and self._is_within_share():
-            self._fork(kept, self._probes.steps[0] - kept.step)
+        if load.expected is not None and self._is_within_share():
+            self._fork(load, self._probes.steps[0] - load.step)
             self._spent_on_passes_ns += self._last_ns
             self._probes.wanted[self.stepped] = self._probes.due[0] = 0
         else:
-            kept.let_go()
+            load.let_go()
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[Aside | None]:
@@ -307,14 +305,14 @@ class Rereadings:
     def stepped(self, _: int) -> int:
         """Take answers, and fork the children that are due; return the steps until there is more to do."""
         waits = []
-        self._ended = [kept for kept in self._ended if kept.pipe >= 0]
-        for kept in (*self._kept.values(), *self._ended):
+        self._ended = [load for load in self._ended if load.pipe >= 0]
+        for load in (*self._kept.values(), *self._ended):
             try:
-                waits.append(self._follow(kept, self._probes.steps[0] - kept.step))
+                waits.append(self._follow(load, self._probes.steps[0] - load.step))
             except Exception as cause:
                 pass_on(cause)
-                kept.let_go()
-                self._note(kept, unchecked=f"{type(cause).__name__}: {cause}")
+                load.let_go()
+                self._note(load, unchecked=f"{type(cause).__name__}: {cause}")
         return min(waits, default=NEVER)
 
     def _follow(self, kept: FirstLoad, since: int) -> int:
@@ -361,13 +359,12 @@ class Rereadings:
     def finish(self) -> None:
         """End the children that still read: the job does not wait long for them, and leaves nobody behind."""
         loads = [*self._kept.values(), *self._ended]
-        under_way = [kept for kept in loads if kept.pipe >= 0 and self._pid == os.getpid()]
         until = time.monotonic() + LAST_S
-        for kept in under_way:
-            if not kept.due:
-                select.select([kept.pipe], [], [], max(0.0, until - time.monotonic()))
-            if not self._has_answered(kept):
-                end_detached(kept.pid)
+        for load in loads if self._pid == os.getpid() else ():
+            if load.pipe >= 0 and not load.due:
+                select.select([load.pipe], [], [], max(0.0, until - time.monotonic()))
+            if not self._has_answered(load):
+                end_detached(load.pid)
 
     def _judge(self, kept: FirstLoad, answer: bytes) -> None:
         if not answer:
