@@ -79,7 +79,10 @@ class Costs:
     """Keeping one example: whether it drew random numbers is watched while it is read."""
 
     look_ns: int = 1_000 * NS_PER_US
-    """Looking, before each batch of the first pass, whether the script has changed what batches are made of."""
+    """The least that a look before a batch of a first pass takes: has the script changed what it is made of?"""
+
+    look_in_training: float = 2.5
+    """How much longer a look takes between steps of training than in a rehearsal: what it reads has left the caches."""
 
     full_looks: int = 64
     """Batches before each of which is looked, however short the passes are; later it takes a hundredth of the time."""

@@ -118,6 +118,9 @@ class LoaderModel:
     cache_trial_ns: NDArray[np.float64]
     """[i] The same of a cache; 0 for a loader of headway's own, which is asked for one."""
 
+    look_ns: NDArray[np.float64]
+    """[i] What a look at all that its batches are made of takes."""
+
     cacheable: NDArray[np.bool_]
     """[i] Whether its examples have an index that a cache can go by."""
 
@@ -175,6 +178,9 @@ class LoaderModel:
             cache_trial_ns=_seconds(
                 [0.0 if fact.own else fact.rehearsal.cache_s for fact in told], costs.cache_trial_ns
             ),
+            look_ns=np.maximum(
+                costs.look_in_training * _seconds([fact.rehearsal.look_s for fact in told], 0), costs.look_ns
+            ),
             cacheable=np.array([not uncacheable(fact) for fact in told], dtype=bool),
             batch_size=np.array([fact.batch_size or 1 for fact in told], dtype=np.int64),
             take_ns=take,
@@ -204,10 +210,10 @@ class LoaderModel:
         # A worker looks, too, whether what it read has changed the dataset.
         pack_ns = np.where(threaded, self.costs.thread_pack_ns, self.costs.pack_ns)
         cpu = cpu * np.where(was_inline & ~now_inline & ~threaded, self.costs.elsewhere, 1.0)
-        cpu = cpu + (pack_ns + self.costs.look_ns * self._looked_at()) * (was_inline & ~now_inline)
+        cpu = cpu + (pack_ns + self._looks_ns()) * (was_inline & ~now_inline)
         inline_ns = np.maximum(self.owned_ns - batches.part_ns.sum(axis=1), 0) * was_inline
         taking = np.where(threaded, float(self.costs.thread_receive_ns), self.take_ns)
-        taking = taking + self.costs.look_ns * (was_inline & self._looked_at())
+        taking = taking + self._looks_ns() * was_inline
         take = np.where(now_inline, inline_ns, taking) * scenario.transfer
         usual = self.costs.receive_ns + self.costs.per_byte_ns * batches.bytes
         late = np.where(now_inline, 0.0, np.maximum(take - usual, 0.0))
@@ -268,20 +274,21 @@ class LoaderModel:
             copied = np.maximum(hits, kept * size)
             copy_ns = self.costs.hit_ns * copied + self.costs.hit_per_byte_ns * self.batches.bytes * copied / size
             copy_ns = copy_ns + self.costs.keep_ns * (copied - hits) + self.costs.cold_ns * (copied > hits)
-            look_ns = self.costs.look_ns * ((kept > 0) & self._looked_at())
+            look_ns = self._looks_ns() * (kept > 0)
             waiting = waiting * (1 - share)
             fetch, prep = fetch * (1 - share), prep * (1 - share) + copy_ns + look_ns
         fetch = fetch * scenario.fetch * scenario.factor("input.fetch") / scenario.storage
         prep = prep * scenario.factor("input.prep") + collate * scenario.factor("input.collate")
         return fetch, waiting, prep * scenario.prep
 
-    def _looked_at(self) -> NDArray[np.bool_]:
-        """Return [b] whether a remedy looks, before the batch, at what it is made of: in a first pass, and early on."""
+    def _looks_ns(self) -> NDArray[np.float64]:
+        """Return [b] what a remedy's look at what the batch is made of takes: in a first pass, and early on."""
         of_pass = self.batches.iterator
         group, order = self.batches.group[of_pass], np.zeros(of_pass.size, np.int64)
         for loader in np.unique(group):
             order[group == loader] = np.arange(np.count_nonzero(group == loader))
-        return np.asarray((self.batches.epoch[of_pass] == 0) | (order < self.costs.full_looks))
+        is_looked_at = (self.batches.epoch[of_pass] == 0) | (order < self.costs.full_looks)
+        return np.asarray(self.look_ns[of_pass] * is_looked_at)
 
     def _turns(
         self, scenario: ResolvedEdits, workers: NDArray[np.int64]

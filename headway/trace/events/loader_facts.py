@@ -59,6 +59,9 @@ class Rehearsal(msgspec.Struct, frozen=True, kw_only=True):
     cache_s: float | None = None
     """Seconds that asking for a cache took."""
 
+    look_s: float | None = None
+    """CPU seconds of a look at all that its batches are made of, as remedies take before batches."""
+
     ended_ns: int | None = None
     """When the child had answered, by the clock of the rows: steps before it shared the cores with it."""
 

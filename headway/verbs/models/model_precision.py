@@ -18,11 +18,12 @@ from headway.core.files.safe_files import read_json
 from headway.core.units import format_seconds
 from headway.model.precision.proposal import PhaseOfRank, Phases, PrecisionChoice, planned
 from headway.model.remedies import PRECISIONS
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.report.paper import ScreenOptions, add_row, draw, grid, next_of, paragraph, uncut
 from headway.runtime.launching.launch import launch
 from headway.runtime.run_folder.recording import RUNS, claim_folder, next_folder
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.run_options import RunOptions
+from headway.verbs.shared.source import run_at, run_command
 
 REMEDY, PHASE = "model.precision", "measure.precision"
 DEFAULT = RunOptions()
@@ -65,7 +66,8 @@ def precision(
     lowered = any(row["precision"] != "float32" for row in choice.operators)
     write_plan(PlanFile((remedy,) if lowered else (), baseline=str(folder / "float32")), plan)
     result = {"schema": "headway.model-precision/1", **msgspec.to_builtins(choice), "path": str(plan)}
-    emit(result, lambda screen: _screen(choice, phases, plan, screen), as_json=options.json)
+    command = run_command(run_at(folder / "float32").facts, "--apply", str(plan)) if lowered else ""
+    emit(result, lambda screen: _screen(choice, phases, command, screen), as_json=options.json)
     return 0
 
 
@@ -92,8 +94,8 @@ def _phase(name: str, folder: Path, options: RunOptions, script: list[str]) -> d
     return {rank.rank: rank for rank in ranks}
 
 
-def _screen(choice: PrecisionChoice, phases: Phases, plan: Path, screen: ScreenOptions) -> str:
-    """Draw a row per rank, and what the phases measured."""
+def _screen(choice: PrecisionChoice, phases: Phases, command: str, screen: ScreenOptions) -> str:
+    """Draw a row per rank, and what the phases measured; `command` comes next."""
     rows = grid("right", "right", "right", "right", "left")
     add_row(rows, "rank", *(f"all {name}" for name in reversed(PRECISIONS)), "the plan", style="dim")
     for rank in sorted(phases["float32"]):
@@ -106,5 +108,4 @@ def _screen(choice: PrecisionChoice, phases: Phases, plan: Path, screen: ScreenO
     if not lowered:
         text = "No mixture is faster here than float32 for all: the plan holds nothing."
     head = Text(f"  {format_seconds(choice.base_step_s)} a step, {format_seconds(choice.step_s)} predicted")
-    apply_it = f"headway run --apply {plan} -- SCRIPT" if lowered else ""
-    return draw([head, "", uncut(rows), "", paragraph(f"{text} {apply_it}".strip())], **screen)
+    return draw([head, "", uncut(rows), "", paragraph(text), *next_of(command)], **screen)

@@ -17,12 +17,13 @@ from headway.core.errors import InputError
 from headway.core.files.planfile import ALLOWANCES, PlanFile, Remedy, granted, write_plan
 from headway.core.files.safe_files import read_json
 from headway.core.units import format_seconds, plural
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.report.paper import ScreenOptions, add_row, draw, grid, next_of, paragraph, uncut
 from headway.runtime.launching.launch import launch
 from headway.runtime.run_folder.recording import RUNS, claim_folder, next_folder
 from headway.verbs.shared.explain import explain
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.run_options import RunOptions
+from headway.verbs.shared.source import run_at, run_command
 
 REMEDY = "measure.try"
 DEFAULT = RunOptions()
@@ -106,7 +107,8 @@ def try_edits(
         "schema": "headway.try/1", "baseline_step_s": tries.step_s, "rows": msgspec.to_builtins(rows),
         "best": list(best.remedies) if best else [], "ended": tries.ended, "path": str(plan),
     }  # fmt: skip
-    emit(result, lambda screen: _screen(tries, rows, best, plan, screen), as_json=options.json)
+    command = run_command(run_at(folder / "run").facts, "--apply", str(plan)) if best else ""
+    emit(result, lambda screen: _screen(tries, rows, best, command, screen), as_json=options.json)
     return 0
 
 
@@ -133,8 +135,8 @@ def _plan(best: TryRow | None, rows: list[TryRow]) -> PlanFile:
     return PlanFile(tuple(remedies), predicted_speedup=mid, interval=(low, high))
 
 
-def _screen(tries: Tries, rows: list[TryRow], best: TryRow | None, plan: Path, screen: ScreenOptions) -> str:
-    """Draw a row per set, and what comes next."""
+def _screen(tries: Tries, rows: list[TryRow], best: TryRow | None, command: str, screen: ScreenOptions) -> str:
+    """Draw a row per set, and what comes next: `command`."""
     foretold = any(row.predicted for row in rows)
     table = grid("left", *["right"] * foretold, "right", "left", "left")
     add_row(table, "what", *["predicted"] * foretold, "gain", "between", "loss", style="dim")
@@ -150,8 +152,7 @@ def _screen(tries: Tries, rows: list[TryRow], best: TryRow | None, plan: Path, s
     if best and best.measured:
         needs = ", ".join(dict.fromkeys(CANDIDATES[name] for name in best.remedies if CANDIDATES[name]))
         names = " + ".join(name.removeprefix("compute.") for name in best.remedies)
-        lines.append(f"Fastest of what is granted ({needs}): {names}, {best.measured[1]:.2f}x. Apply it with")
-        lines.append(f"headway run --apply {plan} -- SCRIPT")
+        lines.append(f"Fastest of what is granted ({needs}): {names}, {best.measured[1]:.2f}x.")
     else:
         lines.append("Nothing that is granted is faster than the script as it is: the plan holds nothing.")
     faster = best_of(rows, ALLOWANCES)
@@ -161,7 +162,7 @@ def _screen(tries: Tries, rows: list[TryRow], best: TryRow | None, plan: Path, s
     if tries.ended:
         lines.append(f"Not all was tried: {tries.ended}.")
     head = Text(f"  {format_seconds(tries.step_s)} a step as it is")
-    return draw([head, "", uncut(table), "", *map(paragraph, lines)], **screen)
+    return draw([head, "", uncut(table), "", *map(paragraph, lines), *next_of(command)], **screen)
 
 
 def _loss(row: TryRow) -> str:
