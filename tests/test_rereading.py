@@ -118,8 +118,8 @@ def test_a_dataset_that_the_loop_changes_is_found_and_every_remedy_refused(datas
         )
 
 
-def in_passes(change, monkeypatch, *, workers, passes=5, left=()):
-    """Return the facts after passes of 70 steps; `change` is called before each pass and step, `left` ones are left."""
+def in_passes(change, monkeypatch, *, workers, passes=5, left=(), steps=LATER[-1] + 6):
+    """Return the facts after passes of `steps`; `change` is called before each pass and step, `left` ones are left."""
     monkeypatch.setattr("headway.runtime.recorder.rereading.SHARE", 1e9)
     recorder, dataset = Recorder(), Ratio()
     again, loader = Rereadings(recorder), DataLoader(dataset, 5)
@@ -128,7 +128,7 @@ def in_passes(change, monkeypatch, *, workers, passes=5, left=()):
         kept = again.keep(0, dataset, loader.collate_fn, None if workers else [3, 1, 2])
         if kept is not None and not workers:
             kept.expected = checksum(loader.collate_fn([dataset[index] for index in [3, 1, 2]]))
-        for step in range(LATER[-1] + 6):
+        for step in range(steps):
             change(dataset, number, step)
             recorder.step()
             for load in (*again._kept.values(), *again._ended):
@@ -160,6 +160,44 @@ def test_what_changes_between_passes_is_no_hindrance(left, workers, monkeypatch)
     )
 
     assert facts == {"changes": "", "changes_unchecked": ""}
+
+
+@pytest.mark.parametrize("workers", [False, True])
+@pytest.mark.parametrize("steps", [5, 20])
+def test_what_changes_between_short_passes_is_a_hindrance_only_for_what_outlives_them(steps, workers, monkeypatch):
+    def change(dataset, number, step):
+        dataset.ratio = number
+
+    facts = in_passes(change, monkeypatch, workers=workers, steps=steps, passes=2 * LATER[-1] // steps)
+    known = LoaderFacts.of({"sampler": "RandomSampler", **facts})
+
+    assert facts["changes"] == ""
+    assert "steps later, were others" in facts["changes_between"]
+    assert unmovable(known) == unthreadable(known) == ""
+    assert "change between passes" in unkept(known)
+    assert "change between passes" in unshared(known)
+
+
+@pytest.mark.parametrize("workers", [False, True])
+def test_what_changes_in_short_passes_whose_ends_nobody_sees_is_a_hindrance(workers, monkeypatch):
+    left = range(1, 20)
+    facts = in_passes(
+        lambda dataset, number, step: setattr(dataset, "ratio", number), monkeypatch, workers=workers, steps=20,
+        left=left,
+    )  # fmt: skip
+
+    assert "steps later, were others" in facts["changes"]
+    assert "changes_between" not in facts
+
+
+@pytest.mark.parametrize("since", [1, 4])
+def test_a_change_within_short_passes_is_found(since, monkeypatch):
+    def change(dataset, number, step):
+        dataset.ratio = 2 * number + int(step > 15) if number >= since else 0
+
+    facts = in_passes(change, monkeypatch, workers=False, steps=20, passes=8)
+
+    assert "steps later, were others" in facts["changes"]
 
 
 def test_what_may_not_be_read_in_a_child_is_not_checked_and_says_why():

@@ -54,6 +54,9 @@ class LoaderState:
     is_persistent: bool = False
     """Whether its workers are kept between epochs."""
 
+    is_renewed: bool = False
+    """Whether its data change between epochs: workers that are kept would not know."""
+
     pins: bool = False
     """Whether its batches are pinned."""
 
@@ -114,7 +117,8 @@ class Hint:
 
     def edit(self, state: LoaderState) -> str:
         """Return the line to copy, '' without one."""
-        return self.script.format(**state.words)
+        line = self.script.format(**state.words)
+        return line.replace(", persistent_workers=True", "") if state.is_renewed else line
 
 
 def _always(_: LoaderState) -> bool:
@@ -165,6 +169,8 @@ HINTS: tuple[Hint, ...] = (
          "keep one iterator instead of making a loader for every few batches"),
     Hint("input.start", "its workers are kept and start slowly", lambda s: s.is_persistent,
          "its workers are kept between epochs already: fewer of them start sooner"),
+    Hint("input.start", "its workers start in each epoch, as its data change between them", lambda s: s.is_renewed,
+         "its data change between epochs, and its workers have to start anew: fewer of them start sooner"),
     Hint("input.start", "its workers start in each epoch", _always,
          "keep the workers between epochs: one loader for all of them, and persistent_workers=True{TRY}persistent=true",
          KEEP),
@@ -322,6 +328,7 @@ def state_of(ledger: Ledger, loader: LoaderWaits) -> LoaderState:
         is_stream=loader.facts.streams,
         on_host=facts.device_type == "cpu",
         is_persistent=loader.facts.persistent,
+        is_renewed=bool(loader.facts.changes_between),
         pins=loader.facts.pin_memory,
         is_small=0 < loads.total_bytes < SMALL_BYTES * loads.count,
         threads=max(facts.threads.values(), default=0),

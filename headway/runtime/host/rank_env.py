@@ -243,6 +243,10 @@ def check_host(host: str, what: str) -> None:
         ) from cause
 
 
+MOST_RANKS = 4096
+"""Ranks of one host, at most: more are a slip of the hand, and would take all memory."""
+
+
 def num_processes(text: str | int | None) -> int:
     """Return how many ranks `--nproc-per-node` means (a number, 'auto', 'gpu', 'xpu', 'cpu', None); no torch here.
 
@@ -250,10 +254,12 @@ def num_processes(text: str | int | None) -> int:
     """
     if text is None:
         return 1
-    if isinstance(text, int) or text.isdigit():
+    if isinstance(text, int) or text.removeprefix("-").isdigit():
         count = int(text)
-        if count < 1:
-            raise InputError(f"--nproc-per-node is {count}; it must be at least 1. Pass 1 for a single process.")
+        if not 1 <= count <= MOST_RANKS:
+            raise InputError(
+                f"--nproc-per-node is {count}; it must be from 1 to {MOST_RANKS:,}. Pass 1 for a single process."
+            )
         return count
     if text not in ("auto", "gpu", "xpu", "cpu"):
         raise InputError(f"--nproc-per-node is {text!r}; it must be a number, auto, gpu, xpu or cpu. Pass a number.")

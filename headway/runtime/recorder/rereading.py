@@ -9,9 +9,9 @@ generators as they were before it.
              first load       first child                      second child
              checksum   ==?   checksum                   ==?   checksum
 
-What changes within a pass for the first time after that shows in passes 1, 2, 4, 8, ..., or the next that the share of
-the time allows: the first load of each is read again when the pass has ended. Readings in one pass only are compared
-there: what changes between two passes is no hindrance, for each of them starts anew.
+Where the pass has ended by then, the dataset may have changed between two passes only, as by a `set_epoch`: that is no
+hindrance but for what outlives a pass. What changes within a pass for the first time after that shows in passes 1, 2,
+4, 8, ..., or the next that the share of the time allows: the first load of each is read again when the pass has ended.
 
     pass 4   first load ................................ end
              checksum            ==?                     child
@@ -63,6 +63,8 @@ POSTPONED = 8
 
 FEW = 4
 """Examples that are read for a loader with workers."""
+
+WITHIN, END, ACROSS = "within", "end", "across"
 
 LAST_S = 0.3
 """Seconds that the end of the job waits for the child whose answer is the last for its loader."""
@@ -182,6 +184,12 @@ class FirstLoad:
     """Which pass of its loader it belongs to, from 1 on."""
     at_end: bool = True
     """Whether a child is still to read at the end of that pass."""
+    is_over: bool = False
+    """Whether that pass has ended, or another one has begun."""
+    moment: str = ""
+    """When the child under way reads: `WITHIN` its pass, at its `END`, or `ACROSS` another one."""
+    is_steady: bool = False
+    """Whether it was the same at the end of its pass."""
 
     def read(self) -> bytes:
         """Read the indices again; runs in the child."""
@@ -251,7 +259,7 @@ class Rereadings:
         before = self._kept.get(group)
         if before is None:
             return True
-        before.at_end = False
+        before.at_end, before.is_over = False, True
         if not before.due and before.pipe < 0:
             before.let_go()
         is_alike = self._probes.loaders.get(group, {}).get("changes") == ""
@@ -270,14 +278,15 @@ class Rereadings:
         load = self._kept.get(group)
         if load is None or not load.at_end or self._pid != os.getpid():
             return
-        load.at_end = False
-        if load.due or not self._has_answered(load):
+        load.at_end, load.is_over = False, True
+        if not self._has_answered(load):
             return
-        if load.expected is not None and self._is_within_share():
-            self._fork(load, self._probes.steps[0] - load.step)
+        is_first = load.number == 1 and group == next(iter(self._kept))
+        if load.expected is not None and (is_first or self._is_within_share()):
+            self._fork(load, self._probes.steps[0] - load.step, END)
             self._spent_on_passes_ns += self._last_ns
             self._probes.wanted[self.stepped] = self._probes.due[0] = 0
-        else:
+        elif not load.due:
             load.let_go()
 
     @contextlib.contextmanager
@@ -330,7 +339,7 @@ class Rereadings:
         del kept.due[0]
         if in_use() and kept.number == 1:
             self._note(kept, unchecked="the process uses a device, and was not forked to read its data again")
-        self._fork(kept, since)
+        self._fork(kept, since, ACROSS if kept.is_over else WITHIN)
         return 1 if kept.pipe >= 0 else NEVER
 
     def _has_answered(self, kept: FirstLoad) -> bool:
@@ -345,12 +354,12 @@ class Rereadings:
         self._judge(kept, answer)
         return True
 
-    def _fork(self, kept: FirstLoad, since: int) -> None:
+    def _fork(self, kept: FirstLoad, since: int, moment: str) -> None:
         """Fork a child that reads a load again, `since` steps after it; where none can be, forget the load."""
         if in_use() or kept.dataset() is None or kept.collate_fn() is None:
             kept.let_go()
             return
-        start, kept.at = now(), since
+        start, kept.at, kept.moment = now(), since, moment
         kept.pipe, kept.pid = detached(kept.read, self._probes.run)
         self._last_ns = now() - start
         self._spent_ns += self._last_ns
@@ -376,17 +385,25 @@ class Rereadings:
         elif int(answer) != kept.expected:
             kept.let_go()
             first = "its first examples" if kept.number == 1 else f"the first examples of pass {kept.number}"
-            self._note(kept, changes=f"{first}, read again {kept.at} steps later, were others")
-        elif not kept.due:
-            self._note(kept, changes="")
+            found = f"{first}, read again {kept.at} steps later, were others"
+            if kept.moment == ACROSS and kept.is_steady:
+                self._note(kept, changes="", between=found)
+            else:
+                self._note(kept, changes=found)
+        else:
+            kept.is_steady |= kept.moment == END
+            if not kept.due:
+                self._note(kept, changes="")
 
-    def _note(self, kept: FirstLoad, *, changes: str | None = None, unchecked: str = "") -> None:
+    def _note(self, kept: FirstLoad, *, changes: str | None = None, unchecked: str = "", between: str = "") -> None:
         """Add to the facts of the loader what was seen."""
         facts = self._probes.loaders.setdefault(kept.group, {})
         if facts.get("changes"):
             return  # in an earlier pass
         facts["changes"] = changes
         facts["changes_unchecked"] = unchecked
+        if between:
+            facts["changes_between"] = between
         self._probes.write_tables()
 
 

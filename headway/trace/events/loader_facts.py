@@ -34,6 +34,9 @@ UNSEEDED = {"device": "a device's generator", "own": "a generator of its own"}
 CHANGES = "the examples of its dataset change while training goes on: {}"
 """Why nothing of a loader may be read ahead, kept or shared; what was seen goes in."""
 
+BETWEEN = "the examples of its dataset change between passes: {}"
+"""Why nothing that outlives a pass may hold its examples; what was seen goes in."""
+
 OWN = "it is headway's own loader: pass {} where the script makes it"
 """Why the loaders of the data room itself are left alone."""
 
@@ -111,6 +114,8 @@ class LoaderFacts(msgspec.Struct, frozen=True, kw_only=True):
     collate_draws: tuple[str, ...] | None = None
     changes: str | None = None
     """How its examples change while training goes on; '' = they do not, None = that is not known."""
+    changes_between: str = ""
+    """How its examples change between two passes, and not within one; '' = nobody saw that."""
     changes_unchecked: str = ""
     """Why that is not known."""
     worker_init_fn: str | None = None
@@ -219,6 +224,8 @@ def uncacheable(facts: LoaderFacts) -> str:
         return facts.reason_untunable
     if facts.changes:
         return CHANGES.format(facts.changes)
+    if facts.changes_between:
+        return BETWEEN.format(facts.changes_between)
     if facts.unfit:
         return facts.unfit
     if facts.draws:
@@ -231,6 +238,8 @@ def unshared(facts: LoaderFacts) -> str:
     """Say why a server may not make the examples of a loader; '' if it may."""
     if facts.own:
         return OWN.format('server="auto"')
+    if facts.changes_between:
+        return BETWEEN.format(facts.changes_between)
     if facts.worker_init_fn:
         return f"its worker_init_fn ({facts.worker_init_fn}) prepares processes that a server has none of"
     return unmovable(facts)
