@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from headway.catalog import REHEARSALS
 from headway.data.workers.apply import untunable, workers
 from headway.data.workers.torch_threads import different
-from headway.runtime.recorder import rereading as rehearsals
+from headway.runtime.recorder import call_flops as rehearsals
 from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.recording.assemble import loaders
 from tests.loaders_made import ByTurns, Noisy, Squares
@@ -89,7 +89,7 @@ def test_a_rehearsal_says_what_the_remedies_say(make, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_dataset_that_hangs_leaves_no_fact_and_no_process(tmp_path, monkeypatch):
-    monkeypatch.setattr("headway.runtime.recorder.rereading.TIMEOUT_S", 1)
+    monkeypatch.setattr("headway.core.machine.child.TIMEOUT_S", 1)
     before = {process.pid for process in psutil.process_iter()}
     monkeypatch.setenv("HEADWAY_REMEDIES", json.dumps(REHEARSALS))
 

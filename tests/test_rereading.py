@@ -154,17 +154,18 @@ def test_a_change_within_a_later_pass_is_found(late, workers, monkeypatch):
 
 @pytest.mark.parametrize("workers", [False, True])
 @pytest.mark.parametrize("left", [(), (2,), (1, 2, 4)])
-def test_what_changes_between_passes_is_no_hindrance(left, workers, monkeypatch):
+def test_what_changes_between_passes_is_a_hindrance_only_for_what_outlives_them(left, workers, monkeypatch):
     facts = in_passes(
         lambda dataset, number, step: setattr(dataset, "ratio", number), monkeypatch, workers=workers, left=left
     )
 
-    assert facts == {"changes": "", "changes_unchecked": ""}
+    assert facts["changes"] == facts["changes_unchecked"] == ""
+    assert ("changes_between" in facts) == (1 not in left)
 
 
 @pytest.mark.parametrize("workers", [False, True])
 @pytest.mark.parametrize("steps", [5, 20])
-def test_what_changes_between_short_passes_is_a_hindrance_only_for_what_outlives_them(steps, workers, monkeypatch):
+def test_what_changes_between_short_passes_is_one_too(steps, workers, monkeypatch):
     def change(dataset, number, step):
         dataset.ratio = number
 
@@ -188,6 +189,17 @@ def test_what_changes_in_short_passes_whose_ends_nobody_sees_is_a_hindrance(work
 
     assert "steps later, were others" in facts["changes"]
     assert "changes_between" not in facts
+
+
+@pytest.mark.parametrize("workers", [False, True])
+def test_a_change_that_lasts_is_seen_at_the_end_of_the_job(workers, monkeypatch):
+    def change(dataset, number, step):
+        dataset.ratio = int((number, step) > (5, 17))  # no pass that is read again is one in which it changes
+
+    facts = in_passes(change, monkeypatch, workers=workers, passes=7)
+
+    assert facts["changes"] == ""
+    assert "were others" in facts["changes_between"]
 
 
 @pytest.mark.parametrize("since", [1, 4])

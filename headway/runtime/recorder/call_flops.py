@@ -1,7 +1,7 @@
 """Has the operations of a model's call counted while the script trains: by a forked child, at the cost of the fork.
 
 Which function counts is not known here: HEADWAY_REMEDIES names it under `NAME`, as it does for the loaders'
-rehearsals (`rereading.begin`), and the child lives as theirs do. What it finds stands in
+rehearsals (`begin`), and the child lives as theirs do. What it finds stands in
 RUN/flops/r<rank>-m<model>.json, whose lock it holds until then.
 
     rank       model(x) --fork--> backward, update, steps ...
@@ -14,13 +14,18 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import sys
+import time
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from headway.core.lazy import resolved
+from headway.core.machine.apart import RUN_CACHES
 from headway.core.machine.child import start_detached
 from headway.core.units import GIB, format_bytes
+from headway.runtime.host.device import in_use
 from headway.runtime.recorder.outer_call import Args, Kwargs
 from headway.runtime.recorder.probes import OWN_NS, RECORDING, Probes, now, write_json
 from headway.runtime.script.compute_facts import call_facts
@@ -75,3 +80,65 @@ def _count(probes: Probes, model: int, module: Module, args: Args, kwargs: Kwarg
         os.close(descriptor)
     if now() - start >= OWN_NS:
         probes.emit(RECORDING, start, now() - start)
+
+
+# Asks, in a child of the recorded process, what remedies would say of a loader, when its first iterator is made.
+#
+# The room that has the remedies is not known here: HEADWAY_REMEDIES names the function under `LOADER`. What the child
+# finds it writes into RUN/loaders/r<rank>-t<group>.json, whose lock it holds until then; nothing waits for it but the
+# end of the recording, for a moment.
+#
+#     rank       iter(loader) --fork--> steps ...
+#     child                    `-- imports, tries apart ------- writes, ends (lock released)
+#     launcher                                                   finalise: takes the lock, reads
+
+LOADER = "rehearsal.loader"
+"""Key of the function in HEADWAY_REMEDIES."""
+
+MOST_LOADERS = 8
+"""Loaders of a run that are asked about: each costs 0.5 s of another core, and the training thread two forks."""
+
+PATIENCE_S = 10.0
+"""Seconds that the end of a recording waits for children that still try."""
+
+
+def begin(probes: Probes, group: int, loader: Any) -> None:
+    """Start the child for the loader of number `group`; nothing where it cannot be, or need not be."""
+    function = json.loads(os.environ.get("HEADWAY_REMEDIES") or "{}").get(LOADER)
+    if not function or group >= MOST_LOADERS or probes.remedied or not probes.leads or probes.recorder.rank != 0:
+        return
+    if in_use():  # what was forked then could not use the device
+        return
+    folder = f"{probes.run}/loaders"
+    os.makedirs(folder, exist_ok=True)
+    descriptor = os.open(f"{folder}/r0-t{group}.json", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+        def work() -> bytes:
+            rehearsal = resolved(function)(loader)
+            return json.dumps({group: {"rehearsal": {**rehearsal, "ended_ns": now()}}}).encode()
+
+        start_detached(work, descriptor, forks=True, run=probes.run)
+    finally:
+        os.close(descriptor)
+
+
+def settle(run: Path, patience_s: float = PATIENCE_S) -> None:
+    """Wait until the children of the ranks in `run` have written, `patience_s` at most."""
+    deadline = time.monotonic() + patience_s
+    for path in sorted([*(run / "loaders").glob("r*-t*.json"), *(run / "flops").glob("r*-m*.json")]):
+        with path.open("rb") as file:
+            while not _is_free(file.fileno()) and time.monotonic() < deadline:
+                time.sleep(0.01)
+    shutil.rmtree(run / RUN_CACHES, ignore_errors=True)
+
+
+def _is_free(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True

@@ -12,6 +12,7 @@ generators as they were before it.
 Where the pass has ended by then, the dataset may have changed between two passes only, as by a `set_epoch`: that is no
 hindrance but for what outlives a pass. What changes within a pass for the first time after that shows in passes 1, 2,
 4, 8, ..., or the next that the share of the time allows: the first load of each is read again when the pass has ended.
+What the first pass began with is read once more when the job ends: a change that lasts shows there at the latest.
 
     pass 4   first load ................................ end
              checksum            ==?                     child
@@ -25,12 +26,9 @@ are put off until they are within a share of the time.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import json
 import os
 import random
 import select
-import shutil
 import sys
 import time
 import weakref
@@ -39,13 +37,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from headway.core.lazy import resolved
-from headway.core.machine.apart import RUN_CACHES
-from headway.core.machine.child import Aside, detached, end_detached, start_detached
+from headway.core.machine.child import Aside, detached, end_detached
 from headway.core.machine.interruptions import pass_on
 from headway.runtime.host.device import in_use
 from headway.runtime.recorder.probes import NEVER, RECORDING, Probes, now
@@ -203,7 +198,20 @@ class FirstLoad:
         """Forget what was to be read, for good: nothing of the script's is kept in memory for it any more."""
         self.due.clear()
         self.at_end = False
+        if self.number == 1 and self.is_steady:  # it is read at the end of the job, if the script still has all of it
+            self.collate_fn = _weakly(self.collate_fn)
+            return
         self.collate_fn, self.restore, self.indices = lambda: None, lambda: None, None
+
+
+def _weakly(returns: Callable[[], Any]) -> Callable[[], Any]:
+    """Return what returns the same as `returns` as long as somebody else holds it."""
+    if isinstance(returns, weakref.ref):
+        return returns
+    try:
+        return weakref.ref(returns())
+    except TypeError:  # such an object cannot be held weakly
+        return lambda: None
 
 
 class Rereadings:
@@ -212,6 +220,8 @@ class Rereadings:
     def __init__(self, probes: Probes) -> None:
         self._probes = probes
         self._kept: dict[int, FirstLoad] = {}
+        self._earliest: dict[int, FirstLoad] = {}
+        """Those of first passes."""
         self._ended: list[FirstLoad] = []
         """Those of passes that are over, with a child under way."""
         self._passes: Counter[int] = Counter()
@@ -247,6 +257,7 @@ class Rereadings:
         collate = (lambda: collate_fn) if method is None else method
         kept = FirstLoad(group, weakref.ref(dataset), collate, indices, restore, probes.steps[0], due, number=number)
         self._kept[group] = kept
+        self._earliest.setdefault(group, kept)
         if self.stepped not in probes.listeners:
             self._since_ns = now()
             probes.listeners.append(self.stepped)
@@ -367,18 +378,32 @@ class Rereadings:
 
     def finish(self) -> None:
         """End the children that still read: the job does not wait long for them, and leaves nobody behind."""
-        loads = [*self._kept.values(), *self._ended]
+        if self._pid != os.getpid():
+            return
         until = time.monotonic() + LAST_S
-        for load in loads if self._pid == os.getpid() else ():
+        for load in (*self._kept.values(), *self._ended, *self._last_readings(until)):
             if load.pipe >= 0 and not load.due:
                 select.select([load.pipe], [], [], max(0.0, until - time.monotonic()))
             if not self._has_answered(load):
                 end_detached(load.pid)
 
+    def _last_readings(self, until: float) -> list[FirstLoad]:
+        """Have read once more what first passes began with, where there were others; return what is read then."""
+        read = list[FirstLoad]()
+        for group, load in self._earliest.items():
+            is_alike = self._probes.loaders.get(group, {}).get("changes") == ""
+            if is_alike and load.is_steady and self._passes[group] > 1 and time.monotonic() < until:
+                if load.pipe < 0:
+                    load.let_go()  # of readings that were due
+                    self._fork(load, self._probes.steps[0] - load.step, ACROSS)
+                read.append(load)
+        return read
+
     def _judge(self, kept: FirstLoad, answer: bytes) -> None:
         if not answer:
+            is_late = kept.is_steady
             kept.let_go()
-            if kept.number == 1:
+            if kept.number == 1 and not is_late:
                 self._note(kept, unchecked="a child that read it again failed, or wanted to write or to send something")
         elif kept.expected is None:
             kept.expected = int(answer)
@@ -422,65 +447,3 @@ def _generators_as_now(*holders: Any) -> Callable[[], None]:
             act()
 
     return restore
-
-
-# Asks, in a child of the recorded process, what remedies would say of a loader, when its first iterator is made.
-#
-# The room that has the remedies is not known here: HEADWAY_REMEDIES names the function under `NAME`. What the child
-# finds it writes into RUN/loaders/r<rank>-t<group>.json, whose lock it holds until then; nothing waits for it but the
-# end of the recording, for a moment.
-#
-#     rank       iter(loader) --fork--> steps ...
-#     child                    `-- imports, tries apart ------- writes, ends (lock released)
-#     launcher                                                   finalise: takes the lock, reads
-
-NAME = "rehearsal.loader"
-"""Key of the function in HEADWAY_REMEDIES."""
-
-MOST_LOADERS = 8
-"""Loaders of a run that are asked about: each costs 0.5 s of another core, and the training thread two forks."""
-
-PATIENCE_S = 10.0
-"""Seconds that the end of a recording waits for children that still try."""
-
-
-def begin(probes: Probes, group: int, loader: Any) -> None:
-    """Start the child for the loader of number `group`; nothing where it cannot be, or need not be."""
-    function = json.loads(os.environ.get("HEADWAY_REMEDIES") or "{}").get(NAME)
-    if not function or group >= MOST_LOADERS or probes.remedied or not probes.leads or probes.recorder.rank != 0:
-        return
-    if in_use():  # what was forked then could not use the device
-        return
-    folder = f"{probes.run}/loaders"
-    os.makedirs(folder, exist_ok=True)
-    descriptor = os.open(f"{folder}/r0-t{group}.json", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-        def work() -> bytes:
-            rehearsal = resolved(function)(loader)
-            return json.dumps({group: {"rehearsal": {**rehearsal, "ended_ns": now()}}}).encode()
-
-        start_detached(work, descriptor, forks=True, run=probes.run)
-    finally:
-        os.close(descriptor)
-
-
-def settle(run: Path, patience_s: float = PATIENCE_S) -> None:
-    """Wait until the children of the ranks in `run` have written, `patience_s` at most."""
-    deadline = time.monotonic() + patience_s
-    for path in sorted([*(run / "loaders").glob("r*-t*.json"), *(run / "flops").glob("r*-m*.json")]):
-        with path.open("rb") as file:
-            while not _is_free(file.fileno()) and time.monotonic() < deadline:
-                time.sleep(0.01)
-    shutil.rmtree(run / RUN_CACHES, ignore_errors=True)
-
-
-def _is_free(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return True
