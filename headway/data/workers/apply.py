@@ -71,6 +71,14 @@ def workers(parameters: WorkersParameters, context: Context) -> Applied | Refuse
     return Applied("data.workers", parameters.to_json())
 
 
+def look_s(loader: DataLoader[Any]) -> float:
+    """Return the CPU seconds of a look at what a loader goes by: of the second one, for the first meets cold memory."""
+    outside((loader.dataset, loader.collate_fn))
+    began = thread_time()
+    outside((loader.dataset, loader.collate_fn))
+    return thread_time() - began
+
+
 def untunable(loader: DataLoader[Any], batches_ahead: int = 0, *, may_draw: bool = False) -> str | None:
     """Say why this loader must keep its settings, or None; `batches_ahead` will lie in shared memory at a time.
 
@@ -376,12 +384,10 @@ class LoaderTuner:
 
     def _too_dear(self, loader: DataLoader[Any]) -> str | None:
         """Say that looking, before each batch, at what a loader goes by would cost more of a step than it may win."""
-        began = thread_time()
-        outside((loader.dataset, loader.collate_fn))
-        look_s, step_s = thread_time() - began, self.decisions.budget.step_s or 0.0
-        if look_s <= max(LOOK_S, LOOK_SHARE * step_s):
+        took_s, step_s = look_s(loader), self.decisions.budget.step_s or 0.0
+        if took_s <= max(LOOK_S, LOOK_SHARE * step_s):
             return None
-        return f"looking, before each batch, at what its dataset and their code reach takes {format_seconds(look_s)}"
+        return f"looking, before each batch, at what its dataset and their code reach takes {format_seconds(took_s)}"
 
     def _retune(self, loader: DataLoader[Any], tuning: _Tuning) -> None:
         """Between epochs: while training still waits, try twice the workers; keep them only if batches came faster."""

@@ -7,16 +7,15 @@ make from the generators that torch seeds are left out here: recorded facts name
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import perf_counter, thread_time
+from time import perf_counter
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from headway.core.units import NS_PER_S
 from headway.data.guard.cache_trial import uncacheable
-from headway.data.guard.picture import outside
 from headway.data.guard.trial import run_delay_ns, waited_ns
-from headway.data.workers.apply import untunable
+from headway.data.workers.apply import look_s, untunable
 from headway.data.workers.torch_threads import barred, different
 
 
@@ -27,14 +26,8 @@ def rehearse(loader: DataLoader[Any]) -> dict[str, str | float]:
     cache, cache_s = _timed(lambda: uncacheable(loader)[0])
     return {
         "processes": processes or "", "processes_s": processes_s, "threads": threads or "", "threads_s": threads_s,
-        "cache": cache or "", "cache_s": cache_s, "look_s": min(_look_s(loader), _look_s(loader)),
+        "cache": cache or "", "cache_s": cache_s, "look_s": look_s(loader),
     }  # fmt: skip
-
-
-def _look_s(loader: DataLoader[Any]) -> float:
-    began = thread_time()
-    outside((loader.dataset, loader.collate_fn))
-    return thread_time() - began
 
 
 def _timed(decide: Callable[[], str | None]) -> tuple[str | None, float]:

@@ -81,7 +81,7 @@ class Costs:
     look_ns: int = 1_000 * NS_PER_US
     """The least that a look before a batch of a first pass takes: has the script changed what it is made of?"""
 
-    look_in_training: float = 2.5
+    look_in_training: float = 1.5
     """How much longer a look takes between steps of training than in a rehearsal: what it reads has left the caches."""
 
     full_looks: int = 64
