@@ -1,15 +1,20 @@
 """A real S3 server for tests and benchmarks: moto, in this process, on a free port of the loopback."""
 
+import functools
 import http.client
 import logging
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 from urllib.parse import urlsplit
 
 
 @contextmanager
 def object_server(bucket: str) -> Iterator[dict[str, str]]:
     """Yield the environment under which `s3://<bucket>` is reached."""
+    from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -20,9 +25,22 @@ def object_server(bucket: str) -> Iterator[dict[str, str]]:
         "AWS_ENDPOINT": f"http://{host}:{port}", "AWS_ALLOW_HTTP": "true", "AWS_REGION": "us-east-1",
         "AWS_ACCESS_KEY_ID": "one", "AWS_SECRET_ACCESS_KEY": "other",
     }  # fmt: skip
+    lock = threading.Lock()
+
+    def alone(put: Any) -> Any:
+        """Have puts follow each other: S3 looks whether an object is absent and puts it in one act, moto in two."""
+
+        @functools.wraps(put)
+        def called(*arguments: Any, **named: Any) -> Any:
+            with lock:
+                return put(*arguments, **named)
+
+        return called
+
     try:
-        make_bucket(environment, bucket)
-        yield environment
+        with mock.patch.object(S3Response, "put_object", alone(S3Response.put_object)):
+            make_bucket(environment, bucket)
+            yield environment
     finally:
         server.stop()
 

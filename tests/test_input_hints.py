@@ -12,10 +12,10 @@ STATES = [
     LoaderState(
         workers=workers, cores=cores, refusal=refusal, is_served=served, on_host=on_host, is_persistent=persistent,
         pins=pins, waits_for_cores=waits, is_small=small, is_stream=stream, threads=4 * full,
+        is_renewed=renewed,
     )
-    for workers, cores, refusal, served, on_host, persistent, pins, waits, small, stream, full in itertools.product(
-        (None, 0, 2, 10), (0, 4), ("", "it reads from a socket"), *[(False, True)] * 8
-    )
+    for workers, cores, refusal, served, on_host, persistent, pins, waits, small, stream, full, renewed
+    in itertools.product((None, 0, 2, 10), (0, 4), ("", "it reads from a socket"), *[(False, True)] * 9)
 ]  # fmt: skip
 
 
@@ -45,3 +45,9 @@ def test_nobody_is_told_to_give_workers_to_a_loader_whose_workers_are_refused_or
             assert not (edit and (refused or state.is_served))
         if state.workers and state.cores and state.workers >= state.cores:
             assert not hint_of("input.prep", state).edit(state)
+
+
+def test_nobody_is_told_to_keep_workers_of_a_loader_whose_data_change_between_epochs():
+    for state in STATES:
+        for row in (hint_of(cause, state) for cause in {row.cause for row in HINTS}):
+            assert not state.is_renewed or "persistent_workers" not in row.edit(state)

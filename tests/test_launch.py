@@ -185,7 +185,9 @@ def test_run_folders_are_numbered_and_a_used_one_is_refused(tmp_path, monkeypatc
     [
         ({}, [], "no script was given"),
         ({}, ["no/such/script.py"], "does not exist"),
-        ({"nproc_per_node": 0}, ["JOB"], "at least 1"),
+        ({"nproc_per_node": 0}, ["JOB"], "from 1 to 4,096"),
+        ({"nproc_per_node": 10**11}, ["JOB"], "from 1 to 4,096"),
+        ({"nproc_per_node": "-3"}, ["JOB"], "from 1 to 4,096"),
         ({"nproc_per_node": "many"}, ["JOB"], "number, auto, gpu, xpu or cpu"),
         ({"nnodes": "4:2"}, ["JOB"], "min <= max"),
         ({"nnodes": "two"}, ["JOB"], "number or min:max"),

@@ -121,6 +121,7 @@ def test_a_dataset_that_the_loop_changes_is_found_and_every_remedy_refused(datas
 def in_passes(change, monkeypatch, *, workers, passes=5, left=(), steps=LATER[-1] + 6):
     """Return the facts after passes of `steps`; `change` is called before each pass and step, `left` ones are left."""
     monkeypatch.setattr("headway.runtime.recorder.rereading.SHARE", 1e9)
+    monkeypatch.setattr("headway.runtime.recorder.rereading.LAST_S", 60)
     recorder, dataset = Recorder(), Ratio()
     again, loader = Rereadings(recorder), DataLoader(dataset, 5)
     for number in range(1, passes + 1):
