@@ -161,7 +161,7 @@ def _answers(reading: int, pid: int, timeout_s: float) -> bool:
     return busy_ns / NS_PER_S > timeout_s / 2 and readable(reading, EXTENSION * timeout_s)
 
 
-# Children that are nobody's to wait for: their own child works on, while this process goes on.
+# Children of a child that ends at once: they work in the background, and this process need not wait for them.
 
 TIMEOUT_S = 20
 """Seconds that a child has; it ends itself."""
@@ -191,7 +191,7 @@ class Aside:
 
     def answer(self) -> None:
         """Do it, and close the pipe: without an answer where it fails."""
-        with contextlib.suppress(BaseException):  # whoever reads the pipe finds nothing in it
+        with contextlib.suppress(BaseException):  # then the pipe is closed without an answer
             os.write(self.writing, self.work())
         os.close(self.writing)
 

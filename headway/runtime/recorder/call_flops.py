@@ -1,5 +1,7 @@
 """Has the operations of a model's call counted while the script trains: by a forked child, at the cost of the fork.
 
+The rehearsals of loaders (`begin`) are asked for in the same way, below.
+
 Which function counts is not known here: HEADWAY_REMEDIES names it under `NAME`, as it does for the loaders'
 rehearsals (`begin`), and the child lives as theirs do. What it finds stands in
 RUN/flops/r<rank>-m<model>.json, whose lock it holds until then.

@@ -401,10 +401,9 @@ class Rereadings:
 
     def _judge(self, kept: FirstLoad, answer: bytes) -> None:
         if not answer:
-            is_late = kept.is_steady
-            kept.let_go()
-            if kept.number == 1 and not is_late:
+            if kept.number == 1 and not kept.is_steady:
                 self._note(kept, unchecked="a child that read it again failed, or wanted to write or to send something")
+            kept.let_go()
         elif kept.expected is None:
             kept.expected = int(answer)
         elif int(answer) != kept.expected:

@@ -208,12 +208,13 @@ class LoaderModel:
         now_inline = workers[batches.iterator] == 0
         threaded = (scenario.threads & tuned & (workers > 0))[batches.iterator]
         # A worker looks, too, whether what it read has changed the dataset.
+        looks_ns = self._looks_ns()
         pack_ns = np.where(threaded, self.costs.thread_pack_ns, self.costs.pack_ns)
         cpu = cpu * np.where(was_inline & ~now_inline & ~threaded, self.costs.elsewhere, 1.0)
-        cpu = cpu + (pack_ns + self._looks_ns()) * (was_inline & ~now_inline)
+        cpu = cpu + (pack_ns + looks_ns) * (was_inline & ~now_inline)
         inline_ns = np.maximum(self.owned_ns - batches.part_ns.sum(axis=1), 0) * was_inline
         taking = np.where(threaded, float(self.costs.thread_receive_ns), self.take_ns)
-        taking = taking + self._looks_ns() * was_inline
+        taking = taking + looks_ns * was_inline
         take = np.where(now_inline, inline_ns, taking) * scenario.transfer
         usual = self.costs.receive_ns + self.costs.per_byte_ns * batches.bytes
         late = np.where(now_inline, 0.0, np.maximum(take - usual, 0.0))
