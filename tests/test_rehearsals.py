@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from headway.catalog import REHEARSALS
 from headway.data.workers.apply import untunable, workers
 from headway.data.workers.torch_threads import different
-from headway.runtime.recorder import call_flops as rehearsals
+from headway.runtime.recorder import rehearsals
 from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.recording.assemble import loaders
 from tests.loaders_made import ByTurns, Noisy, Squares

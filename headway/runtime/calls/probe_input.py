@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headway.core.machine.interruptions import pass_on, suppress_own
-from headway.runtime.recorder import call_flops as rehearsals
+from headway.runtime.recorder import rehearsals
 from headway.runtime.recorder.probes import Probes, now, write_json
 from headway.runtime.recorder.rereading import FirstLoad, Rereadings, batch_bytes, begin_alike, checksum
 from headway.runtime.script.draws import drawn, fingerprints, own_generators, prove_layout, sampler_of, steered

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from time import thread_time_ns
 from typing import Any
 
-from headway.runtime.recorder.call_flops import count
 from headway.runtime.recorder.probes import Probes, now
+from headway.runtime.recorder.rehearsals import count
 from headway.runtime.recorder.timers import out_of_compiler
 from headway.runtime.script.compute_facts import model_facts, note
 from headway.runtime.script.gradients import FORWARD as BY_FORWARD

@@ -18,7 +18,7 @@ What the first pass began with is read once more when the job ends: a change tha
              checksum            ==?                     child
 
 With workers, which have the dataset, a first child reads at the first step what the others are compared with: the one
-that counts the operations of the model's call (`call_flops`), where there is one. A child costs the training thread two
+that counts the operations of the model's call (`rehearsals`), where there is one. A child costs the training thread two
 forks; its answer is read at a later step. Where a script makes loader after loader, forks
 are put off until they are within a share of the time.
 """

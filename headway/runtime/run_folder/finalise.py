@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from headway.core.files.safe_files import decode_json, whole_file
-from headway.runtime.recorder.call_flops import settle
+from headway.runtime.recorder.rehearsals import settle
 from headway.runtime.run_folder.recording import RankDoings
 from headway.trace.events import parquet
 from headway.trace.recording.assemble import applied, build, by_rank, loaders

@@ -1,10 +1,8 @@
-"""Has the operations of a model's call counted while the script trains: by a forked child, at the cost of the fork.
+"""Rehearsals of loaders, and the count of a model call's operations: forked children, at the cost of the fork.
 
-The rehearsals of loaders (`begin`) are asked for in the same way, below.
-
-Which function counts is not known here: HEADWAY_REMEDIES names it under `NAME`, as it does for the loaders'
-rehearsals (`begin`), and the child lives as theirs do. What it finds stands in
-RUN/flops/r<rank>-m<model>.json, whose lock it holds until then.
+Which functions rehearse and count is not known here: HEADWAY_REMEDIES names them, the counting one under `NAME`. The
+children live alike: what one finds stands in its file (RUN/flops/r<rank>-m<model>.json for a model), whose lock it
+holds until then.
 
     rank       model(x) --fork--> backward, update, steps ...
     child               `-- empties the model, counts ------ writes, ends (lock released)
