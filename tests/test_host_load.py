@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.machine.apart import DETACHED
-from headway.core.machine.host_load import HostCounters, HostLoad, LoadSampler, host_load, load_beside
+from headway.core.machine.host_load import LEAST_GOT, HostCounters, HostLoad, LoadSampler, host_load, load_beside
 from headway.runtime.host import device_watch
 from headway.runtime.run_folder.problems import Problems
 from headway.trace.recording.host_series import DeviceGauges, DeviceSeries, HostSeries
@@ -35,7 +35,8 @@ def test_of_steady_load_every_figure_is_the_rate(other, own, runnable, steps):
     assert load.other_quantiles == pytest.approx((other, other, other), abs=1e-6)
     assert load.own_cores == pytest.approx(own, abs=1e-6)
     idle = max(0.0, load.cores - own - other)  # beside an idle core nobody waits for long
-    assert load.demand == pytest.approx(max(other, runnable - idle), abs=1e-6)
+    wanted = max(other, runnable - idle) if other >= LEAST_GOT else other  # who wants a core gets some of it
+    assert load.demand == pytest.approx(wanted, abs=1e-6)
     assert (load.pressure_fraction, load.throttled_s) == (pytest.approx(0.25), None)
 
 
@@ -104,6 +105,22 @@ def test_a_child_that_ended_still_counts_as_the_jobs_own(tmp_path, monkeypatch):
     assert load.other_sessions == pytest.approx(1.0)
     assert load.own_cores == pytest.approx((50 + 20 + 20) / 2 / 100)
     assert load.other_runnable == pytest.approx(1.0)
+
+
+def test_a_thread_of_the_job_that_changes_within_a_look_is_nobody_elses_in_the_mean(tmp_path, monkeypatch):
+    monkeypatch.setattr("headway.core.machine.host_load.os.cpu_count", lambda: 1)
+    monkeypatch.setattr("headway.core.machine.host_load.os.sched_getaffinity", lambda pid: {CPU})
+    clock = [100.0]
+    monkeypatch.setattr("headway.core.machine.host_load.time.perf_counter", lambda: clock[0])
+    sampler = LoadSampler(10, root=tmp_path)
+    for second in range(9):  # it slept when the host counted and runs when the job counts, and then the other way round
+        state, running = ("R", 0) if second % 2 else ("S", 1)
+        proc(tmp_path, 50 * second * TICKS // 100, {10: (1, state, 50 * second, 0)}, running)
+        clock[0] += 1.0
+        sampler.look()
+
+    assert sampler.between().other_runnable == pytest.approx(0.0)
+    assert sampler.between().demand == pytest.approx(0.0)
 
 
 def test_a_look_at_this_host_gives_figures_within_what_it_has():

@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import resource
 import select
 import time
 import weakref
@@ -83,7 +84,9 @@ def changes(dataset, change=lambda dataset, step: None, *, workers=False, until=
         change(dataset, step)
         recorder.step()
         if kept.pipe >= 0:
-            select.select([kept.pipe], [], [], 60)
+            answered = select.poll()
+            answered.register(kept.pipe, select.POLLIN)
+            answered.poll(60_000)
     return recorder.loaders[0]
 
 
@@ -95,6 +98,18 @@ def test_a_dataset_that_gives_the_same_examples_later_does_not_change(dataset, w
 
     assert facts == {"changes": "", "changes_unchecked": ""}
     assert workers is False or (random.getstate() == states[0] and torch.equal(torch.get_rng_state(), states[1]))
+
+
+def test_a_process_with_more_than_a_thousand_descriptors_is_read_again_as_well():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    opened = [os.dup(0) for _ in range(1100)]
+    try:
+        assert changes(Squares()) == {"changes": "", "changes_unchecked": ""}
+    finally:
+        for number in opened:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("workers", [False, True])
@@ -260,11 +275,13 @@ def test_a_child_that_still_reads_at_the_end_of_the_job_is_ended():
         recorder.step()
     (kept,) = again._kept.values()
     assert psutil.pid_exists(kept.pid)
+    pipe = os.dup(kept.pipe)
     again.finish()
 
-    assert select.select([kept.pipe], [], [], 10)[0]
-    assert os.read(kept.pipe, 8) == b""
-    os.close(kept.pipe)
+    assert select.select([pipe], [], [], 10)[0]
+    assert os.read(pipe, 8) == b""
+    os.close(pipe)
+    assert kept.pipe < 0
 
 
 def test_checksums_tell_batches_apart():

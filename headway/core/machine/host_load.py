@@ -60,6 +60,9 @@ MOST_READINGS = 4096
 KERNEL_PARENT = 2
 """Process that all threads of the kernel are children of; they are skipped, what they use is small."""
 
+LEAST_GOT = 0.05
+"""Cores that others got from which on more of their threads may be waiting."""
+
 SPAN_S = 0.5
 """Quantiles are those of means over so many seconds, at least: ticks are too coarse for less."""
 
@@ -117,8 +120,11 @@ class HostLoad(msgspec.Struct, frozen=True, kw_only=True):
     def demand(self) -> float:
         """Return the threads of others that want a core: never fewer than the cores they got.
 
-        What waits beside an idle core waits for a moment, and gets all that it wants in the end.
+        What waits beside an idle core waits for a moment, and gets all that it wants in the end. On a full host who
+        wants a core gets some of it: others that got next to nothing are threads of the job, miscounted.
         """
+        if self.other_cores < LEAST_GOT:
+            return self.other_cores
         idle = max(0.0, self.cores - self.own_cores - self.other_cores)
         return max(self.other_cores, (self.other_runnable or 0.0) - idle)
 
@@ -146,7 +152,7 @@ class HostLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class HostCounters:
-    """Counters at one moment; all but the first only grow."""
+    """Counters at one moment; all but `at_s` and `runnable_s` only grow."""
 
     at_s: float
     """On the monotonic clock."""
@@ -158,7 +164,7 @@ class HostCounters:
     """CPU time of the job's own processes."""
 
     runnable_s: float
-    """Integral over time of the threads of others that ran or waited."""
+    """Integral over time of the threads of others that ran or waited: an estimate, whose noise is below 0 as well."""
 
     sessions_s: float
     """Integral over time of the sessions of others that used a core."""
@@ -238,7 +244,8 @@ class LoadSampler:
                 had_s = sum(before.get(each, 0.0) for each in self._detached.get(pid, ()))
                 self._own_s += max(0.0, sum(self._spent[each] for each in them) - had_s)
             passed_s = now_s - self.readings[-1].at_s
-            self._runnable_s += max(0, others) * passed_s
+            # Own threads that change between the two counts of a look make it too small as often as too large.
+            self._runnable_s += others * passed_s
             used = {pid: self._spent[pid] - before.get(pid, 0.0) for pid in processes if pid not in own}
             if self._detailed:
                 named = {pid: (each.name, each.self_s) for pid, each in processes.items() if pid not in own}
@@ -302,7 +309,7 @@ def host_load(readings: Sequence[HostCounters] = (), *, whole_host: bool = True,
         other_cores=other_cores(first, last),
         other_quantiles=tuple(_quantile(means, share) for share in (0.1, 0.5, 0.9)),
         other_sessions=(last.sessions_s - first.sessions_s) / seconds,
-        other_runnable=(last.runnable_s - first.runnable_s) / seconds if whole_host else None,
+        other_runnable=max(0.0, (last.runnable_s - first.runnable_s) / seconds) if whole_host else None,
         own_cores=(last.own_s - first.own_s) / seconds,
         pressure_fraction=None if pressure is None else min(1.0, pressure / seconds),
         throttled_s=held_s,

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -147,6 +148,10 @@ class Fix:
     """The consent that it needs; '' where it needs none."""
 
 
+NUMBER_OF_WORKERS = re.compile(r"num_workers=\d+")
+"""Where a text says how many workers a loader takes."""
+
+
 def find_causes(
     ledger: Ledger,
     *,
@@ -224,6 +229,8 @@ def _fixed(cause: Cause, fix: Fix | None) -> Cause:
     text = fix.text or _booked(cause).fix
     gain, bounds = fix.predicted_speedup, fix.interval
     script = fix.script or cause.script
+    if number := NUMBER_OF_WORKERS.search(script):  # the advice names as many as the line to copy
+        text = NUMBER_OF_WORKERS.sub(number[0], text)
     said = replace(cause, fix=text, predicted_speedup=gain, interval=bounds, at_most=False, script=script)
     return replace(said, remedy=fix.remedy, allow=fix.allow)
 

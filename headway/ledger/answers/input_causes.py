@@ -127,6 +127,7 @@ def _always(_: LoaderState) -> bool:
 
 MORE_AT_SERVER = "more threads or a cache in the data server: DataServer(threads=..., cache_bytes=...)"
 MORE = "DataLoader(..., num_workers={more}, persistent_workers=True)"
+TWICE = "DataLoader(..., num_workers={twice}, persistent_workers=True)"  # what waits for storage needs no core
 KEEP = "DataLoader(..., persistent_workers=True)"
 ONE = "DataLoader(..., num_workers=1)"
 FEWER = "DataLoader(..., num_workers={each}, persistent_workers=True)"
@@ -140,11 +141,12 @@ HINTS: tuple[Hint, ...] = (
     Hint("input.fetch", "workers are refused", lambda s: bool(s.refusal),
          "make the load itself faster: workers are refused ({refusal})"),
     Hint("input.fetch", "it has no workers", lambda s: s.workers == 0,
-         "read in worker processes: DataLoader(num_workers=4){TRY}workers=4, or --set cache_fraction=1", MORE),
+         "read in worker processes: DataLoader(num_workers={twice}){TRY}workers={twice}, or --set cache_fraction=1",
+         TWICE),
     Hint("input.fetch", "its workers are not known", lambda s: s.workers is None,
          "more workers than {workers}, or a cache{TRY}workers={twice}, or --set cache_fraction=1"),
     Hint("input.fetch", "it has workers", _always,
-         "more workers than {workers}, or a cache{TRY}workers={twice}, or --set cache_fraction=1", MORE),
+         "more workers than {workers}, or a cache{TRY}workers={twice}, or --set cache_fraction=1", TWICE),
     Hint("input.prep", "a data server makes its batches", lambda s: s.is_served, MORE_AT_SERVER),
     Hint("input.prep", "it is a stream without a worker", lambda s: s.is_stream and s.workers == 0 and not s.is_served,
          "prepare it in one worker process; several would each yield all of it, unless it asks get_worker_info(); "
@@ -158,7 +160,7 @@ HINTS: tuple[Hint, ...] = (
          "torch.set_num_threads({threads}), by which sums are rounded in another order",
          "DataLoader(..., num_workers={half}, persistent_workers=True)  # and torch.set_num_threads({threads})"),
     Hint("input.prep", "it has no workers", lambda s: s.workers == 0,
-         "prepare in worker processes: DataLoader(num_workers=2){TRY}workers=2", MORE),
+         "prepare in worker processes: DataLoader(num_workers={more}){TRY}workers={more}", MORE),
     Hint("input.prep", "no core is free", lambda s: s.is_full,
          "the host's cores are busy: make the transforms cheaper or cache their result"),
     Hint("input.prep", "its workers are not known", lambda s: s.workers is None,

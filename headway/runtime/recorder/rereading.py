@@ -194,6 +194,13 @@ class FirstLoad:
         assert collate_fn is not None, "no child is forked without one"
         return b"%d" % checksum(collated(self.dataset(), collate_fn, self.indices, batched=batched))
 
+    def leave(self) -> None:
+        """End the child under way, if there is one."""
+        if self.pipe >= 0:
+            os.close(self.pipe)
+            self.pipe = -1
+            end_detached(self.pid)
+
     def let_go(self) -> None:
         """Forget what was to be read, for good: nothing of the script's is kept in memory for it any more."""
         self.due.clear()
@@ -202,6 +209,13 @@ class FirstLoad:
             self.collate_fn = _weakly(self.collate_fn)
             return
         self.collate_fn, self.restore, self.indices = lambda: None, lambda: None, None
+
+
+def _is_readable(pipe: int, wait_s: float = 0.0) -> bool:
+    """Say whether a pipe has something to read within `wait_s`; its number may be any, which `select` refuses."""
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    return bool(poll.poll(1000 * wait_s))
 
 
 def _weakly(returns: Callable[[], Any]) -> Callable[[], Any]:
@@ -332,6 +346,7 @@ class Rereadings:
             except Exception as cause:
                 pass_on(cause)
                 load.let_go()
+                load.leave()
                 self._note(load, unchecked=f"{type(cause).__name__}: {cause}")
         return min(waits, default=NEVER)
 
@@ -357,7 +372,7 @@ class Rereadings:
         """Take the answer of the child under way, if there is one; say whether none is under way any more."""
         if kept.pipe < 0:
             return True
-        if not select.select([kept.pipe], [], [], 0)[0]:
+        if not _is_readable(kept.pipe):
             return False
         answer = os.read(kept.pipe, 64)
         os.close(kept.pipe)
@@ -383,9 +398,9 @@ class Rereadings:
         until = time.monotonic() + LAST_S
         for load in (*self._kept.values(), *self._ended, *self._last_readings(until)):
             if load.pipe >= 0 and not load.due:
-                select.select([load.pipe], [], [], max(0.0, until - time.monotonic()))
+                _is_readable(load.pipe, max(0.0, until - time.monotonic()))
             if not self._has_answered(load):
-                end_detached(load.pid)
+                load.leave()
 
     def _last_readings(self, until: float) -> list[FirstLoad]:
         """Have read once more what first passes began with, where there were others; return what is read then."""

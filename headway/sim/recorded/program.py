@@ -31,7 +31,7 @@ from headway.sim.recorded.lane import LABEL, LABELS
 from headway.sim.recorded.loader_costs import Costs
 from headway.sim.recorded.loader_model import LoaderModel, busiest_host, host_pressure, own_service, storage_is_shared
 from headway.sim.recorded.recording import Recording, first_alone, first_steady
-from headway.sim.recorded.segment_times import edited_segments, on_busy_cores
+from headway.sim.recorded.segment_times import beside_loads, brings_workers, edited_segments, on_busy_cores
 from headway.sim.recorded.stage_orders import INPUT_SHARES, MOST_STARVED, RecordedPipeline, check_stages, reordered
 from headway.sim.recorded.unroll import Occupancy, Unrolled, unroll
 from headway.sim.whatif import Edit, Prediction, ResolvedEdits, parse_edit, scenario_of
@@ -202,7 +202,7 @@ class Program:
             plain = self.predict(others, max_discrepancy=max_discrepancy, interval=interval, seed=seed)
             return self._from_windows(inside, plain, given)
         self._check(scenario, max_discrepancy)
-        base, after = self.steps_ns(ResolvedEdits(), seed), self.steps_ns(scenario, seed)
+        base, after = self.steps_ns(ResolvedEdits(), seed), self.steps_ns(self._likely(scenario), seed)
         step_s = self.measured_s * float(after.mean() / base.mean())
         speedup = float(base.mean() / max(after.mean(), 1e-9))
         wanted = interval and scenario != ResolvedEdits()
@@ -431,12 +431,12 @@ class Program:
     ) -> tuple[float, float]:
         """Return a range of the speedup: resampled blocks of steps, costs that were assumed, what the replay misses."""
         shifts, point = list[float](), base.mean() / max(after.mean(), 1e-9)
-        if self._assumes_handoff(scenario):
+        if brings_workers(self.recording, scenario):
             for factor in (0.5, 2.0):
                 models = tuple(model.with_handoff(factor) for model in self.models)
-                shifts.append(float(base.mean() / self._replay(scenario, seed, models).mean() / point))
-            slow = on_busy_cores(self.recording, scenario)
-            shifts.append(float(base.mean() / self._replay(slow, seed, self.models).mean() / point))
+                shifts.append(float(base.mean() / self._replay(self._likely(scenario), seed, models).mean() / point))
+            for edits in (scenario, on_busy_cores(self.recording, scenario)):
+                shifts.append(float(base.mean() / self._replay(edits, seed, self.models).mean() / point))
         if self._splits(scenario):
             for share in INPUT_SHARES:
                 shifts.append(float(base.mean() / self.steps_ns(replace(scenario, input_share=share)).mean() / point))
@@ -445,20 +445,19 @@ class Program:
             contended=self.contention(scenario).taken_fraction >= CONTENDED_FRACTION,
         )  # fmt: skip
 
+    def _likely(self, scenario: ResolvedEdits) -> ResolvedEdits:
+        """Return the edits with what new workers usually cost; of a bare trace nothing is known of its host's cores."""
+        return beside_loads(self.recording, scenario, float(self.busy.mean())) if self.run is not None else scenario
+
     def _splits(self, scenario: ResolvedEdits) -> bool:
         """Say whether the edits split backwards that were recorded whole."""
         return scenario.schedule == "zero_bubble" and not RecordedPipeline.of(self.recording).split
-
-    def _assumes_handoff(self, scenario: ResolvedEdits) -> bool:
-        """Say whether the edits bring workers to a run that had none."""
-        recorded = max((int(b.workers.max(initial=0)) for b in self.recording.batches), default=0)
-        return bool(scenario.workers) and recorded == 0
 
     def _notes(self, scenario: ResolvedEdits) -> list[str]:
         """Say what the model had to assume for these edits."""
         notes = []
         loads = any(batches.part_ns[:, 0].any() for batches in self.recording.batches)
-        if self._assumes_handoff(scenario):
+        if brings_workers(self.recording, scenario):
             notes.append("The hand-off from workers was not recorded: typical costs are assumed.")
         kept = sorted({int(g) for m in self.models for g in m.batches.group[~m.tunable] if scenario.reaches(int(g))})
         if scenario.workers is not None and kept:
