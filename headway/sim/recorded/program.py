@@ -202,11 +202,15 @@ class Program:
             plain = self.predict(others, max_discrepancy=max_discrepancy, interval=interval, seed=seed)
             return self._from_windows(inside, plain, given)
         self._check(scenario, max_discrepancy)
-        base, after = self.steps_ns(ResolvedEdits(), seed), self.steps_ns(self._likely(scenario), seed)
+        # Of a bare trace nothing is known of its host's cores.
+        busy = float(self.busy.mean()) if self.run is not None else 0.0
+        likely = beside_loads(self.recording, scenario, busy)
+        base, after = self.steps_ns(ResolvedEdits(), seed), self.steps_ns(likely, seed)
         step_s = self.measured_s * float(after.mean() / base.mean())
         speedup = float(base.mean() / max(after.mean(), 1e-9))
         wanted = interval and scenario != ResolvedEdits()
-        bounds = self._interval(scenario, base, after, seed) if wanted else (speedup, speedup)
+        # What workers cost beside compute may be nothing: the range begins from there.
+        bounds = self._interval(scenario, base, self.steps_ns(scenario, seed), seed) if wanted else (speedup, speedup)
         notes = " ".join([*self._notes(scenario), *([note] if note else [])])
         return Prediction(self.measured_s, step_s, bounds, tuple(map(str, given)), notes)
 
@@ -434,9 +438,9 @@ class Program:
         if brings_workers(self.recording, scenario):
             for factor in (0.5, 2.0):
                 models = tuple(model.with_handoff(factor) for model in self.models)
-                shifts.append(float(base.mean() / self._replay(self._likely(scenario), seed, models).mean() / point))
-            for edits in (scenario, on_busy_cores(self.recording, scenario)):
-                shifts.append(float(base.mean() / self._replay(edits, seed, self.models).mean() / point))
+                shifts.append(float(base.mean() / self._replay(scenario, seed, models).mean() / point))
+            slow = on_busy_cores(self.recording, scenario)
+            shifts.append(float(base.mean() / self._replay(slow, seed, self.models).mean() / point))
         if self._splits(scenario):
             for share in INPUT_SHARES:
                 shifts.append(float(base.mean() / self.steps_ns(replace(scenario, input_share=share)).mean() / point))
@@ -444,10 +448,6 @@ class Program:
             base, after, shifts=shifts, discrepancy=abs(self.fidelity - 1), seed=seed,
             contended=self.contention(scenario).taken_fraction >= CONTENDED_FRACTION,
         )  # fmt: skip
-
-    def _likely(self, scenario: ResolvedEdits) -> ResolvedEdits:
-        """Return the edits with what new workers usually cost; of a bare trace nothing is known of its host's cores."""
-        return beside_loads(self.recording, scenario, float(self.busy.mean())) if self.run is not None else scenario
 
     def _splits(self, scenario: ResolvedEdits) -> bool:
         """Say whether the edits split backwards that were recorded whole."""
