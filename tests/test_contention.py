@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -16,7 +16,9 @@ from headway.sim.recorded.core_use import Contention
 from headway.sim.recorded.lane import COMPUTE
 from headway.sim.recorded.program import Program
 from headway.sim.recorded.recording import Recording
+from headway.sim.recorded.segment_times import USUALLY_BESIDE
 from headway.trace.events.trace import concat
+from headway.trace.recording.runs import Run
 from tests.runs_made import MS, Made, Rows, RunMaker
 from tests.test_program import QUIET as FREE_WORKERS
 from tests.test_program import time_sliced
@@ -105,6 +107,22 @@ def test_threads_of_others_share_as_on_a_time_sliced_host(workers: int, rivals: 
     program = program_of(made, load(other_cores=1.0, other_runnable=float(rivals), sharing="threads"))
 
     assert program.predict([f"workers={workers}"]).step_s == pytest.approx(sliced_s, rel=0.12)
+
+
+@pytest.mark.parametrize("busy", [0.0, 0.5, 1.0])
+def test_new_workers_cost_recorded_compute_as_much_as_it_keeps_its_core_busy(busy: float) -> None:
+    """Steps of 20 ms and loads of 20 ms, on cores enough: each takes a share of `USUALLY_BESIDE` longer."""
+    made = RunMaker(
+        ranks=1, steps=80, cores=4, prep_ns=20 * MS, compute_ns=20 * MS, optimizer_ns=0, transfer_ns=0, iter_ns=0
+    ).make()
+    bare = program_of(made, load(), busy)
+    recorded = dataclasses.replace(bare, run=cast(Run, object()), replays={})
+
+    ideal, usual = (program.predict(["workers=1"]) for program in (bare, recorded))
+
+    assert usual.step_s / ideal.step_s == pytest.approx(1 + (USUALLY_BESIDE - 1) * busy, rel=0.01)
+    assert usual.interval == ideal.interval  # whether they cost anything is not known
+    assert usual.interval[0] <= usual.speedup <= usual.interval[1]
 
 
 @pytest.mark.parametrize(("waiting", "beside"), [(0.0, 0.0), (0.3, 0.0), (0.2, 1.0)])

@@ -324,7 +324,7 @@ def fixes_of(
         won_in_evaluations = row.evaluation_share > 1 / 2
         for cause in ("eval",) if won_in_evaluations else causes_of(row.name):
             best = fixes.get(cause)
-            if row in rest and any(each in won or each in unsure for each in causes_of(row.name)):
+            if row in rest and won.union(unsure).intersection(causes_of(row.name)):
                 continue  # beside a small cause it would stand with what it wins of the large one
             if row.clear and (best is None or row.predicted_speedup > best.predicted_speedup):
                 grant = "" if row in free else f" --allow {row.allow}"
