@@ -41,6 +41,9 @@ LEAST_SAMPLES = 8
 BUSY = 0.1
 """Cores that others want from which on they are named."""
 
+NAMED = 0.05
+"""Cores that another process used from which on it is named."""
+
 LARGE = 0.02
 """Share of the device time from which headway's own work is a cause: twice what deep windows may cost by default. Less
 waiting for a core is what any host has."""
@@ -85,7 +88,7 @@ def host_cpu_wait(ledger: Ledger) -> list[Cause]:
     threads, cores = ranks * max(facts.threads.values(), default=1), facts.cores or 0
     others = load.demand if load is not None else 0.0
     if load is not None and others >= BUSY:
-        named = ", ".join(f"{name} {used:.2f}" for name, used in load.other_names)
+        named = ", ".join(f"{name} {used:.2f}" for name, used in load.other_names if used >= NAMED)
         evidence += f"; other processes wanted {others:.2f} of {plural(load.cores, 'core')}"
         evidence += f" (cores used: {named})" if named else ""
     fix, edit = "give the job cores of its own: end or move what else runs here", ""
