@@ -67,10 +67,7 @@ def test_the_commands_that_are_printed_lead_from_a_default_run_to_compressed_gra
     grant = next_command(typed(tmp_path, "headway plan"))
     assert grant.endswith("--allow lossy"), grant
     baseline = Path(shlex.split(grant)[2])
-    apply = next_command(typed(tmp_path, grant))
-    typed(
-        tmp_path, apply.replace("<your script and its arguments>", name).replace("run ", "run --nproc-per-node 2 ", 1)
-    )
+    typed(tmp_path, next_command(typed(tmp_path, grant)))
     newest = max((tmp_path / "headway-runs").iterdir(), key=lambda path: path.stat().st_mtime)
     answer = json.loads(typed(tmp_path, f"headway compare {baseline} {newest} --json"))
     (remedy,) = json.loads((newest / "applied" / "r0.json").read_text())["remedies"]

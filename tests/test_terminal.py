@@ -62,7 +62,7 @@ SCREENS: dict[str, Any] = {
     "why": lambda **screen: render_why(demo_why(), source="runs/text-1", **screen),
     "why_pipeline": lambda **screen: render_why(pipeline_why(), source="trace-AR.parquet", **screen),
     "plan": lambda **screen: render_plan(
-        demo_plan(), source="runs/text-1", plan_path="runs/text-1/plan.json", **screen
+        demo_plan(), source="runs/text-1", apply="headway run --apply runs/text-1/plan.json -- train.py", **screen
     ),
     "run": lambda **screen: render_run(demo_run(), **screen),
     "stalls": lambda **screen: render_stalls(STALLS, source="runs/text-1", **screen),
@@ -317,9 +317,10 @@ def test_a_command_to_copy_stands_on_one_line_and_takes_a_path_with_spaces():
     path = "/data/a folder of runs with a long name/that has others in it/headway-runs/train-1"
     plan = {"proposals": [], "chosen": ["data.workers"], "predicted_speedup": 1.5}
 
-    told = render_plan(plan, plan_path=f"{path}/plan.json", width=60)
+    apply = f"headway run --apply '{path}/plan.json' -- train.py"
+    told = render_plan(plan, apply=apply, width=60)
     command = f"headway report '{path}' -o report.html"
     why = render_why({"ledger": {"useful": 1.0}, "verdict": {"command": command}}, source=path, width=60)
 
-    assert f"  Next  headway run --apply '{path}/plan.json' -- <your script and its arguments>" in told.splitlines()
+    assert f"  Next  {apply}" in told.splitlines()
     assert f"  Next  {command}" in why.splitlines()

@@ -11,7 +11,6 @@ headway run
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -185,10 +184,10 @@ def _traceback(run: RunAnswer) -> list[RenderableType]:
     return ["", *(Text("  " + line, overflow="fold") for line in lines)]
 
 
-def render_plan(answer: Json, *, source: str = "", plan_path: str = "", **screen: Unpack[ScreenOptions]) -> str:
+def render_plan(answer: Json, *, source: str = "", apply: str = "", **screen: Unpack[ScreenOptions]) -> str:
     """Return the screen of a `headway.plan/1` object: proposals, the chosen ones marked, the command to apply them.
 
-    `source` is the run as the user named it, `plan_path` the file that `headway run --apply` takes. A recording that no
+    `source` is the run as the user named it, `apply` the command that runs the job under the plan. A recording that no
     launcher began says what to write in the script in place of the command.
     """
     plan, width, unicode = PlanAnswer.of(answer), screen.get("width", 88), screen.get("unicode", True)
@@ -219,9 +218,8 @@ def render_plan(answer: Json, *, source: str = "", plan_path: str = "", **screen
         parts += ["", paragraph(clean(plan.note), style="dim")]
     if plan.in_script:  # recorded without a launcher: there may be no script to run under the plan
         parts += ["", *(command_line("Next, in the script", clean(terms)) for terms in plan.in_script)]
-    elif plan.in_script is None and plan.chosen and plan_path:
-        command = f"headway run --apply {shlex.quote(clean(plan_path))} -- <your script and its arguments>"
-        parts += ["", command_line("Next", command)]
+    elif plan.in_script is None and plan.chosen:
+        parts += next_of(apply)
     elif not plan.chosen:
         parts += next_of(found.command)
     return draw(parts, **screen)

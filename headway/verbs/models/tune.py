@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.core.files.safe_files import converted
 from headway.core.units import plural
 from headway.model.tuning.space import parsed
-from headway.report.paper import ScreenOptions, draw, paragraph
+from headway.report.paper import ScreenOptions, draw, next_of, paragraph
 from headway.runtime.launching.launch import launch
 from headway.runtime.launching.options import LaunchOptions, check
 from headway.runtime.run_folder.recording import RUNS, claim_folder, next_folder
@@ -23,6 +24,9 @@ from headway.trace.recording.run_facts import outcomes_of
 from headway.verbs.shared.output import emit
 
 REMEDY = "model.tune"
+
+LABELS = {"converging": "its loss fell clearly", "unstable": "the best of those tried; no loss fell clearly"}
+"""What a label of a trial says to a user."""
 
 
 def tune(
@@ -114,11 +118,14 @@ def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
             [paragraph(f"Not tuned: {answer['reason_not_tuned'].rstrip('.')}. Run: {answer['path']}")], **screen
         )
     chosen = ", ".join(f"{name} = {value:.4g}" for name, value in answer["setting"].items())
-    state = answer["label"] or ("the search had not ended" if answer["trials"] else "nothing to choose from")
+    state = LABELS.get(answer["label"], answer["label"]) or (
+        "the search had not ended" if answer["trials"] else "nothing to choose from"
+    )
     loss = "no loss was seen" if answer["metric"] is None else f"last loss {answer['metric']:.4g}"
     words = [
         f"{chosen} ({state}), after {plural(answer['trials'], 'trial')}; {plural(answer['steps'], 'step')} in all, "
         f"{loss}.",
         f"Run: {answer['path']}",
     ]
-    return draw([paragraph(word) for word in words], **screen)
+    command = shlex.join(["headway", "report", answer["path"], "-o", "report.html"])
+    return draw([*(paragraph(word) for word in words), *next_of(command)], **screen)

@@ -28,7 +28,7 @@ from headway.verbs.shared.explain import explain_run
 from headway.verbs.shared.learned_step import TABLE, in_words, learned_step, save
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.script_terms import chosen_terms
-from headway.verbs.shared.source import run_at
+from headway.verbs.shared.source import run_at, run_command
 
 
 def plan(
@@ -107,7 +107,9 @@ def plan(
     shown = answer if all else asked_for(answer, explanation.causes)
     emit(
         answer,
-        lambda screen: render_plan(shown, source=str(recorded.path), plan_path=str(path), **screen),
+        lambda screen: render_plan(
+            shown, source=str(recorded.path), apply=run_command(recorded.facts, "--apply", str(path)), **screen
+        ),
         as_json=json,
     )
     return 0

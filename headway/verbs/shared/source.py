@@ -65,8 +65,12 @@ def run_at(path: Path | None) -> Run:
 
 
 def run_command(facts: RunFacts, *options: str) -> str:
-    """Return what runs a recorded script again with `options`, on as many ranks of this host."""
-    script = facts.script if facts.script and facts.script[0].endswith(".py") else ()
-    ranks = ["--nproc-per-node", f"{facts.nproc}"] if facts.launched and (facts.nproc or 1) > 1 else []
+    """Return what runs a recorded script again with `options`, on as many ranks of this host.
+
+    What several hosts recorded is started as they were: that is left to the user.
+    """
+    alone = facts.launched and len(facts.hosts) < 2
+    script = facts.script if alone and facts.script and facts.script[0].endswith(".py") else ()
+    ranks = ["--nproc-per-node", f"{facts.nproc}"] if alone and (facts.nproc or 1) > 1 else []
     command = shlex.join(["headway", "run", *ranks, *options])
     return f"{command} -- {shlex.join(script) if script else '<your script and its arguments>'}"
