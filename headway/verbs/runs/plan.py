@@ -101,15 +101,12 @@ def plan(
     answer = {**made.to_json(), "verdict": why["verdict"], "loaders": msgspec.to_builtins(rows)}
     answer |= {"path": str(path), "in_script": by_hand, "failures": loss_costs(explanation.program)}
     if model is not None:  # a recording knows better than a table
-        answer["note"] = " ".join(
-            filter(None, (answer["note"], f"Step times are those recorded; {costs} is not used."))
-        )
+        answer["note"] = " ".join([answer["note"], f"Step times are those recorded; {costs} is not used."]).strip()
+    apply = run_command(recorded.facts, "--apply", str(path))
     shown = answer if all else asked_for(answer, explanation.causes)
     emit(
         answer,
-        lambda screen: render_plan(
-            shown, source=str(recorded.path), apply=run_command(recorded.facts, "--apply", str(path)), **screen
-        ),
+        lambda screen: render_plan(shown, source=str(recorded.path), apply=apply, **screen),
         as_json=json,
     )
     return 0
