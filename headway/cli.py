@@ -4,7 +4,7 @@
 first `--` belongs to the script that is run, and reaches it unchanged.
 
 Exit codes: 0 success, 1 internal error, 2 usage error, 3 check failed (damage, a bar
-missed); `run` exits with the first failing rank's code (128 + signal).
+missed); `run` exits with the first failing rank's code (128 + signal), after Ctrl-C by that signal.
 """
 
 from __future__ import annotations
@@ -73,10 +73,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "cluster watch": ("headway.verbs.jobs.cluster_service:watch", "Serve the jobs of a service as a live page."),
     "comm bench": ("headway.verbs.models.comm:bench", "Measure what codecs of gradients cost on this host."),
     "comm options": ("headway.verbs.models.comm:options", "List every way to compress and send a gradient."),
-    "comm overlap": (
-        "headway.verbs.models.comm:overlap",
-        "Time matmuls beside their collective in every form, and choose.",
-    ),
+    "comm overlap": ("headway.verbs.models.comm:overlap", "Time matmuls beside their collective, and choose a form."),
     "comm plan": (
         "headway.verbs.models.comm:plan",
         "Search the gradient buckets under which a run's step is shortest.",
@@ -375,7 +372,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     is_process = arguments is None  # what is imported then lasts as long as the process does
     if is_process:
         gc.disable()
-    code = 0
+    code, is_interrupted = 0, False
     try:
         code = dispatch(ours, script)
         print(end="", flush=True)  # a standard output that was closed before the start is None, and has no flush
@@ -395,12 +392,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         complain(f"{fault.strerror}{where}. {PLACES[fault.errno]}")
         code = code or 2  # of a job that failed, its own stands
     except KeyboardInterrupt:
-        code = 130
+        code, is_interrupted = 130, True
     leave_stdout()
     if is_process:
         gc.freeze()  # Python's last collections would look at all there is, to give back what ends with the process
     # While Python ends, Ctrl-C has its default effect: a second one would put a signal's code in place of ours.
     atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    if is_process and is_interrupted:
+        from headway.core.machine.interruptions import end_by_ctrl_c
+
+        end_by_ctrl_c()
     sys.exit(code)
 
 

@@ -27,7 +27,8 @@ def test_each_row_is_the_answer_for_some_loader_and_says_a_whole_sentence(row):
     for state in states:
         fix, edit = row.fix(state), row.edit(state)
         assert not re.search(r"[{}]|None|\b0 (core|worker)", fix + edit)
-        assert not edit or re.fullmatch(r"DataLoader\(\.\.\., [a-z_=\w, ]+\)(  # .*)?", edit)
+        statement = r"(torch\.set_num_threads\(\d\); )?DataLoader\(\.\.\., [a-z_=\w, ]+\)(; batch\.to\(.*\))?"
+        assert not edit or re.fullmatch(statement, edit)
         for tried in re.findall(r"--set (\S+?)(?:,|$)", fix):
             parse_edit(tried)  # what-if takes what the advice says
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from headway.runtime.launching.launch import launch
 from headway.runtime.launching.options import LaunchOptions
 from headway.trace.recording.runs import Run
 from tests.launching import DDP, alive, run, script, start, wait_for
+from tests.paths import ROOT
 
 
 def test_the_first_failing_ranks_traceback_comes_last_and_its_code_is_the_exit(tmp_path):
@@ -87,6 +89,39 @@ def test_sigterm_reaches_every_rank_and_the_exit_is_preempted(tmp_path):
 
     assert len(list(tmp_path.glob("left-*"))) == 2
     assert json.loads((tmp_path / "run" / "run.json").read_text())["exit"]["class"] == "preempted"
+
+
+@pytest.mark.parametrize("leave", ["pass", "sys.exit(130)"])
+def test_ctrl_c_ends_the_loop_of_the_shell_where_it_ends_a_plain_scripts(tmp_path, leave):
+    """A shell goes on after a command that exits, with 130 as well, and ends after one that the signal killed."""
+    job = script(
+        tmp_path,
+        f"""
+        import sys, time
+        open(sys.argv[1], "w").close()
+        try:
+            time.sleep(60)
+        except KeyboardInterrupt:
+            {leave}
+            raise
+        """,
+    )
+    ours = [sys.executable, "-m", "headway.cli", "run", "--quiet", "--out", str(tmp_path / "run"), "--"]
+    seen = []
+    for number, command in enumerate(([sys.executable], ours)):
+        ready = tmp_path / f"ready{number}"
+        line = shlex.join([*command, job, str(ready)])
+        shell = subprocess.Popen(
+            ["bash", "-c", f"trap - INT; for turn in 1; do {line}; done; echo on"], cwd=ROOT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        wait_for(ready.exists)
+        os.killpg(shell.pid, signal.SIGINT)
+        stdout, _ = shell.communicate(timeout=60)
+        seen.append((stdout, shell.returncode))
+
+    assert seen[0] == seen[1]
+    assert seen[0] == (("", -signal.SIGINT) if leave == "pass" else ("on\n", 0))
 
 
 def test_a_second_interrupt_kills_a_rank_that_ignores_the_first(tmp_path):

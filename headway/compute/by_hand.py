@@ -81,7 +81,7 @@ LINES = {
     "float32": ScriptHint(
         "compute.precision", "computes in float64",
         "compute in float32: half the memory, twice the numbers per instruction, 7 digits in place of 16",
-        "model.float(); torch.set_default_dtype(torch.float32)  # and inputs.float()", "",
+        "model.float(); torch.set_default_dtype(torch.float32); inputs = inputs.float()", "",
     ),
     "bfloat16": ScriptHint(
         "compute.precision", "computes in float32 on a processor with units for bfloat16",
@@ -91,7 +91,7 @@ LINES = {
     "channels_last": ScriptHint(
         "compute.layout", "convolves images that lie with their channels first",
         "let images and weights lie with their channels last: sums are rounded in another order",
-        "model.to(memory_format=torch.channels_last)  # and images.to(memory_format=torch.channels_last)",
+        "model.to(memory_format=torch.channels_last); images = images.to(memory_format=torch.channels_last)",
         "compute.channels_last",
     ),
     "batch": ScriptHint(

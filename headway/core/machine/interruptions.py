@@ -24,7 +24,9 @@ False
 
 from __future__ import annotations
 
+import atexit
 import inspect
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -114,3 +116,11 @@ def _was_called_by_a_signal(frame: FrameType) -> bool:
         value = frame.f_locals.get(name)
         given += value if isinstance(value, tuple) else (value,)
     return any(at is not None and at is frame.f_back and isinstance(number, int) for number, at in pairwise(given))
+
+
+def end_by_ctrl_c() -> None:
+    """End as Python does after Ctrl-C, by the signal: only then does a shell end the loop that this command runs in."""
+    atexit._run_exitfuncs()
+    sys.stderr.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)

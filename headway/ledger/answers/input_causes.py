@@ -158,7 +158,7 @@ HINTS: tuple[Hint, ...] = (
          lambda s: s.workers == 0 and s.is_shared,
          "prepare in worker processes, and compute on fewer threads so that those have cores: num_workers={half} and "
          "torch.set_num_threads({threads}), by which sums are rounded in another order",
-         "DataLoader(..., num_workers={half}, persistent_workers=True)  # and torch.set_num_threads({threads})"),
+         "torch.set_num_threads({threads}); DataLoader(..., num_workers={half}, persistent_workers=True)"),
     Hint("input.prep", "it has no workers", lambda s: s.workers == 0,
          "prepare in worker processes: DataLoader(num_workers={more}){TRY}workers={more}", MORE),
     Hint("input.prep", "no core is free", lambda s: s.is_full,
@@ -190,7 +190,7 @@ HINTS: tuple[Hint, ...] = (
          "hand over less: smaller dtypes, fewer and larger tensors per batch"),
     Hint("input.transfer", "batches are copied to a device from pageable memory", lambda s: not s.pins,
          "hand over less: smaller dtypes, pin_memory=True and non_blocking copies on a device",
-         "DataLoader(..., pin_memory=True)  # and batch.to(device, non_blocking=True)"),
+         "DataLoader(..., pin_memory=True); batch.to(device, non_blocking=True)"),
     Hint("input.transfer", "batches are pinned", _always,
          "hand over less: smaller dtypes, and non_blocking copies on a device"),
     Hint("eval", "its evaluation's loader has no workers", lambda s: not s.workers,

@@ -105,8 +105,8 @@ def host_cpu_wait(ledger: Ledger) -> list[Cause]:
     elif others < BUSY and any(loader.num_workers for loader in facts.effective_loaders.values()):
         fix = "fewer processes and threads of the job than cores: loader workers count as well"
     elif others < BUSY:
-        evidence += "; nobody else is known to have computed here"
-        fix = "record for longer: headway reads data and times the model again in processes beside the first steps"
+        evidence += "; nobody is known to have computed here but headway's own processes beside the first steps"
+        fix = "record for longer: those processes read data and time the model again, once"
     return [
         Cause("host.cpu_wait", "training thread", booked + waited, evidence + also_waited(waited), fix, script=edit)
     ]

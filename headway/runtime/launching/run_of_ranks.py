@@ -52,6 +52,8 @@ class ExitReport:
     """What the recording lacks, and why."""
     is_first: bool = True
     """Whether this is the only launcher of the run, or the one of its first host that writes run.json."""
+    by_ctrl_c: bool = False
+    """Whether SIGINT killed the rank: a shell then ends the loop that it runs in."""
 
 
 def open_recording(
@@ -174,4 +176,6 @@ def report(
         )
     seconds = (time.perf_counter_ns() - recording.start_ns) / 1e9
     is_first = recording.leads and recording.group_rank == 0
-    return ExitReport(code, shown.cls, shown.first_rank, shown.traceback, seconds, recording.path, problems, is_first)
+    by_ctrl_c = first is not None and first.code == -signal.SIGINT
+    told = shown.cls, shown.first_rank, shown.traceback
+    return ExitReport(code, *told, seconds, recording.path, problems, is_first, by_ctrl_c)

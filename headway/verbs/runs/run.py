@@ -77,6 +77,8 @@ def run(
             raise
     if report.run is not None and report.is_first:
         hand_over(report.run, options.trackers)
+    if report.by_ctrl_c:
+        raise KeyboardInterrupt
     found = verified(report.run) if options.verify and report.run is not None else None
     return 3 if report.code == 0 and found is not None and found["unequal"] else report.code
 
