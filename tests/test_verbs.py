@@ -212,7 +212,7 @@ def test_a_plan_of_a_run_without_a_launcher_ends_with_what_the_script_can_say():
     rows = [replace(proposed("data.workers", 2.0), parameters=given), proposed("comm.order", 1.2)]
     plan = {"proposals": [row.to_json() for row in rows], "chosen": [row.name for row in rows]}
     launched, alone = (
-        render_plan({**plan, "in_script": terms}, plan_path="plan.json", width=120)
+        render_plan({**plan, "in_script": terms}, apply="headway run --apply plan.json -- train.py", width=120)
         for terms in (None, chosen_terms(rows, plan["chosen"]))
     )
 
