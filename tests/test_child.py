@@ -3,11 +3,12 @@
 import os
 import signal
 import time
+import warnings
 
 import psutil
 import pytest
 
-from headway.core.machine.child import said
+from headway.core.machine.child import detached, said
 
 
 def raises():
@@ -48,3 +49,17 @@ def test_nothing_of_the_child_stays():
         said(work)
 
     assert (process.num_fds(), process.children()) == before
+
+
+@pytest.mark.parametrize("forked", [lambda: said(lambda: b""), lambda: os.close(detached(lambda: b"")[0])])
+def test_a_warning_that_is_shown_once_for_its_line_is_not_shown_again_behind_a_fork(forked):
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        before = warnings.filters[:]
+        for _ in range(2):
+            warnings.warn("the script's", UserWarning, stacklevel=1)
+            forked()
+
+        assert warnings.filters == before
+
+    assert [str(warning.message) for warning in shown] == ["the script's"]

@@ -1,5 +1,7 @@
 """The table of patches: every entry goes in, stands for its original, comes out, and may break without harm."""
 
+import os
+import pickle
 import sys
 
 import pytest
@@ -88,6 +90,15 @@ def test_an_undo_leaves_a_later_patch_of_somebody_else_alone():
     undo()
     assert colorsys.rgb_to_hls is theirs
     colorsys.rgb_to_hls = original
+
+
+def test_functions_of_os_can_be_sent_to_another_process_as_before(probes):
+    undos = [install(name, probes) for name in ("os.rename", "os.replace", "os.fsync")]
+    try:
+        assert all(pickle.loads(pickle.dumps(function)) is function for function in (os.rename, os.replace, os.fsync))
+    finally:
+        for undo in undos:
+            undo()
 
 
 def test_a_static_method_stays_one_and_an_inherited_method_is_not_copied_down():

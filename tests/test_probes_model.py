@@ -43,6 +43,18 @@ def test_only_outermost_calls_are_recorded_with_model_gradients_and_mode(tmp_pat
     assert numbers(tmp_path, "mode") == [(0, 0), (0, 1)]
 
 
+def test_a_model_that_gives_groups_for_its_optimizer_as_parameters_is_recorded(tmp_path, capsys):
+    class Grouped(torch.nn.Linear):
+        def parameters(self):
+            return [{"params": [self.weight], "lr": 0.1}, {"params": [self.bias]}]
+
+    with recording(tmp_path):
+        Grouped(4, 2)(torch.ones(2, 4))
+
+    assert numbers(tmp_path, "forward") == [(0, ENABLED + TRAINING)]
+    assert "not recorded" not in capsys.readouterr().err
+
+
 def test_modules_that_a_dataset_calls_are_transforms_and_no_forwards(tmp_path):
     scale, model = torch.nn.LayerNorm(3), torch.nn.Linear(3, 2)
 

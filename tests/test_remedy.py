@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 import os
+import signal
 import threading
 import time
 import weakref
@@ -161,6 +162,32 @@ def test_gc_comes_back_when_memory_grows(context, monkeypatch):
 
     assert collector.facts["guard"] is True
     assert rss_bytes() > 1 << 20
+
+
+@pytest.mark.usefixtures("unfrozen")
+def test_what_a_signals_handler_raises_in_a_collection_of_the_remedys_reaches_the_script(context):
+    from headway.host.apply import Collector
+
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            signal.raise_signal(signal.SIGUSR1)
+
+    def late(*_):
+        raise TimeoutError
+
+    before, collector = signal.signal(signal.SIGUSR1, late), Collector(context, every=10, growth_bytes=1 << 30)
+    try:
+        Cycle()
+        with pytest.raises(TimeoutError):
+            collector.step(0)
+        assert collector.step(0) == 1
+        assert collector.facts["frozen"]
+    finally:
+        collector.undo()
+        signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.usefixtures("unfrozen")

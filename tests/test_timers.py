@@ -222,6 +222,14 @@ def test_a_backward_without_an_update_is_written_at_the_end(tmp_path):
     assert len(rows(tmp_path)["segment.backward"]) == 1
 
 
+def test_a_backward_whose_tensors_are_given_by_name_is_recorded(tmp_path, capsys):
+    with recording(tmp_path):
+        torch.autograd.backward(tensors=[torch.ones(3, requires_grad=True).sum()])
+
+    assert len(rows(tmp_path)["segment.backward"]) == 1
+    assert "not recorded" not in capsys.readouterr().err
+
+
 def test_a_backward_that_raises_raises_and_the_next_one_is_recorded(tmp_path):
     with recording(tmp_path):
         with pytest.raises(RuntimeError, match="does not require grad"):

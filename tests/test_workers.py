@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import re
 import signal
+import threading
 import time
 
 import psutil
@@ -244,10 +245,30 @@ def test_a_loader_whose_batches_workers_could_not_make_is_left_alone(loader, rea
 
 
 def test_a_start_method_other_than_fork_and_a_daemon_are_left_alone(monkeypatch):
-    monkeypatch.setattr(torch.multiprocessing.get_context(), "get_start_method", lambda *_: "spawn", raising=False)
+    defaults = multiprocessing.context._default_context
+    monkeypatch.setattr(defaults, "_actual_context", multiprocessing.get_context("spawn"))
     assert "start by spawn" in untunable(DataLoader(Squares()))
+    monkeypatch.setattr(defaults, "_actual_context", None)
     monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)
     assert "daemon" in untunable(DataLoader(Squares()))
+
+
+def test_threads_process_names_and_start_method_are_as_without_workers(monkeypatch):
+    monkeypatch.setattr(multiprocessing.context._default_context, "_actual_context", None)
+
+    def number():
+        return int(multiprocessing.Process().name.rpartition("-")[2])
+
+    threads, before = threading.enumerate(), number()
+    with applied(workers, PARAMETERS) as context:
+        loader = DataLoader(Squares(), 5)
+        for _ in range(2):
+            list(loader)
+
+        assert threading.enumerate() == threads
+        assert number() == before + 1
+        assert multiprocessing.get_start_method(allow_none=True) is None
+        assert isinstance(context.outcomes[-1], Applied)
 
 
 def test_batches_that_shared_memory_could_not_hold_are_left_alone(monkeypatch):

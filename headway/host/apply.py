@@ -37,7 +37,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from headway.core.errors import HeadwayError
-from headway.core.machine.interruptions import suppress_own
+from headway.core.machine.interruptions import raised_behind, suppress_own
 from headway.core.machine.worker import BackgroundWorker
 from headway.host.handlers import files, later
 from headway.host.remedies import CollectParameters, LoggingParameters
@@ -108,13 +108,13 @@ class Collector:
             return self._begin(steps) if not self.facts["guard"] else NEVER
         if steps % self.every == 0:
             if gc.isenabled():
-                self._collect()
+                self._collect_now()
                 self.facts["collections"] += 1
         elif rss_bytes() + device_bytes() > self._base_bytes + self.growth_bytes:
             self.facts["guard"] = True
             self.undo()
             if gc.isenabled():
-                self._collect()
+                self._collect_now()
             return NEVER
         since = max(1, steps - self._began)  # often at first: what leaks fast fills the memory within some steps
         return min(since, self._look - steps % self._look, self.every - steps % self.every)
@@ -128,13 +128,21 @@ class Collector:
                 RefusedRemedy("host.gc", "the script has switched, frozen or debugged automatic collection itself")
             )
             return NEVER
-        self._collect()
+        self._collect_now()
         gc_freeze()
         self._set_threshold(YOUNG_OBJECTS, *self._thresholds[1:])
         self._active, self._began = True, steps
         self._base_bytes = rss_bytes() + device_bytes()
         self.facts["frozen"] = gc_frozen()
         return 1
+
+    def _collect_now(self) -> None:
+        """Collect; a signal's handler that runs in a finaliser, whose exceptions Python ignores, has its raised here.
+
+        A collection takes tenths of a second, and most signals that arrive in it are handled in the first finaliser.
+        """
+        with raised_behind():
+            self._collect()
 
     def undo(self) -> None:
         """Bring automatic collection back as it was."""

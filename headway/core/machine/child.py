@@ -73,6 +73,22 @@ def _has_ended() -> bool:
     return False
 
 
+@contextmanager
+def _unwarned() -> Iterator[None]:
+    """Leave out, for a fork, Python's warning of forking beside threads, as every loader does.
+
+    Not by `catch_warnings`: after it Python has forgotten which warnings of the script's it has shown, and shows them
+    again.
+    """
+    filters, ignoring = warnings.filters, ("ignore", None, DeprecationWarning, None, 0)
+    filters.insert(0, ignoring)  # type: ignore[attr-defined]  # it is a list, whatever its stub says
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # a handler of a signal has taken all filters away
+            filters.remove(ignoring)  # type: ignore[attr-defined]  # the same
+
+
 EXTENSION = 3.0
 """How much longer than it may a child works that computes: times the time that it has."""
 
@@ -112,10 +128,8 @@ def _folder_of_caches(stack: contextlib.ExitStack) -> str:
 
 def _said(work: Callable[[], bytes], timeout_s: float, apart: str, caches: str) -> tuple[bytes, int]:
     reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, as every loader does
-        with raised_behind():
-            pid = os.fork()
+    with _unwarned(), raised_behind():
+        pid = os.fork()
     if pid == 0:
         code = 1
         try:
@@ -215,8 +229,7 @@ def start_detached(
 def _start_detached(work: Callable[[], bytes], writing: int, caches: str, *, forks: bool, first: Aside | None) -> int:
     told, telling = os.pipe()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads, as every loader does
+        with _unwarned():
             pid = os.fork()
     except OSError:  # no process is left: then no descriptor is to be lost as well
         os.close(told)

@@ -83,6 +83,12 @@ def forget() -> None:
         threading._active.pop(ident, None)  # type: ignore[attr-defined]  # nor this
 
 
+def hide(thread: threading.Thread | None) -> None:
+    """Take a thread that a library has started here for headway out of what `threading` knows; it ends as ever."""
+    if thread is not None and threading._active.pop(thread.ident, None):  # type: ignore[attr-defined]  # not in the stubs
+        vars(thread)["_delete"] = lambda: None  # what does that as it ends
+
+
 def thread_times(tid: int, pid: int | str = "self") -> tuple[int, int]:
     """Return the CPU time and the run delay of a thread of a process, ns; zeros where it has ended, or is not told."""
     try:

@@ -73,10 +73,11 @@ class suppress_own:  # noqa: N801  # reads as `contextlib.suppress`, which it st
 
 @contextmanager
 def raised_behind() -> Iterator[None]:
-    """Raise behind the block, in which this process forks, what a handler of a signal raised in a hook of the fork.
+    """Raise behind the block what a handler of a signal raised in a hook, as this process forks or collects garbage.
 
-    Python ignores exceptions of such hooks (those of `logging`, say), and a signal that arrives during a fork is
-    handled in the first of them. The handlers stay as they are: some are C's, which Python could not put back.
+    Python ignores exceptions of hooks of a fork (those of `logging`, say) and of finalisers, and a signal that arrives
+    meanwhile is handled in the first of them. The handlers stay as they are: some are C's, which Python could not put
+    back.
     """
     lost, before = list[BaseException](), sys.unraisablehook
 

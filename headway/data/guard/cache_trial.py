@@ -1,6 +1,6 @@
 """Whether examples of a dataset may be kept: found in a child that reads some, before a cache stands in front of it.
 
->>> from torch.utils.data import DataLoader, TensorDataset
+>>> import torch; from torch.utils.data import DataLoader, TensorDataset
 >>> uncacheable(DataLoader(TensorDataset(torch.zeros(4, 2))), fresh=False)[0] is None
 True
 """
@@ -11,7 +11,6 @@ import time
 from functools import partial
 from typing import Any
 
-import torch.multiprocessing
 from torch.utils.data import DataLoader, IterableDataset
 
 from headway.core.machine.interruptions import pass_on
@@ -21,6 +20,7 @@ from headway.data.guard.picture import data_of
 from headway.data.guard.purity import impurity
 from headway.data.guard.trial import in_child, pretend_worker
 from headway.data.guard.watch import GeneratorWatch
+from headway.data.loader.read_ahead import start_method
 
 LOOKS = 14
 """Examples between the first and the last that are read twice before a dataset is cached."""
@@ -45,9 +45,8 @@ def barred(loader: DataLoader[Any]) -> str | None:
         return "its dataset is not map-style: examples have no index to keep them under"
     if len(dataset) == 0:
         return "its dataset is empty"
-    context = loader.multiprocessing_context or torch.multiprocessing.get_context()
-    if loader.num_workers and context.get_start_method() != "fork":
-        return f"its workers start by {context.get_start_method()}, and would not share the cache"
+    if loader.num_workers and (method := start_method(loader)) != "fork":
+        return f"its workers start by {method}, and would not share the cache"
     return None
 
 

@@ -31,7 +31,7 @@ from headway.data.guard.picture import outside
 from headway.data.guard.process_state import Looks, listens
 from headway.data.guard.trial import EXAMPLES, beside_seeding, keeps, unfit
 from headway.data.guard.verification import Verification, looks_for, verification_of
-from headway.data.loader.read_ahead import bound_to_the_loop, pass_restorer
+from headway.data.loader.read_ahead import bound_to_the_loop, pass_restorer, start_method
 from headway.data.remedies import WorkersParameters
 from headway.data.workers.worker_iterators import IteratorSettings, ScriptWorkers, Waited
 from headway.runtime.host.device import in_use
@@ -86,9 +86,8 @@ def untunable(loader: DataLoader[Any], batches_ahead: int = 0, *, may_draw: bool
     """
     if torch.multiprocessing.current_process().daemon:
         return "this process is a daemon, which may have no children"
-    context = loader.multiprocessing_context or torch.multiprocessing.get_context()
-    if loader.num_workers == 0 and context.get_start_method() != "fork":
-        return f"its workers would start by {context.get_start_method()}, which not every script allows"
+    if loader.num_workers == 0 and (method := start_method(loader)) != "fork":
+        return f"its workers would start by {method}, which not every script allows"
     reason = bound_to_the_loop(loader)
     if reason is not None:
         return reason

@@ -18,8 +18,10 @@ from __future__ import annotations
 import multiprocessing.process
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import count
 from time import perf_counter_ns
 from typing import Any
 
@@ -29,6 +31,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from headway.core.machine.hidden_thread import hide
 from headway.core.machine.interruptions import pass_on
 from headway.data.bytes.torch_keyed import generator_states
 from headway.data.guard.files_read import changed, noted
@@ -123,7 +126,8 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
         self._looks = looks
         looks.begin()
         try:
-            super().__init__(self._view(loader))
+            with nullcontext() if self._own_workers else _uncounted():
+                super().__init__(self._view(loader))
         except BaseException:  # the host has no more processes, or this one no more files to open
             self._shutdown = True  # or torch would wait for workers that are not all there
             _end(getattr(self, "_workers", []), self._pid)
@@ -190,6 +194,8 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
         )  # fmt: skip
         if not self._own_workers:
             view.__dict__.update(worker_init_fn=self._begins, in_order=True, timeout=0)
+            # By name: starting processes by Python's default would settle it, and the script may set another one yet.
+            view.__dict__.update(multiprocessing_context=multiprocessing.get_context("fork"))
         return view
 
     def _hide(self) -> None:
@@ -204,6 +210,11 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
         self._index_sampler = JustInTimeSampler(source, self._own_workers * (source.prefetch_factor or 2))
         self.waited = Waited()
         super()._reset(loader, first_iter)
+
+    def _try_put_index(self) -> None:
+        super()._try_put_index()
+        for queue in () if self._own_workers else self._index_queues:
+            hide(getattr(queue, "_thread", None))  # the first put into it has started one
 
     def _next_data(self) -> Any:
         if self._single is None:
@@ -356,6 +367,17 @@ class ScriptWorkers(_MultiProcessingDataLoaderIter):
             queue.cancel_join_thread()
         for queue in self._index_queues:
             queue.close()
+
+
+@contextmanager
+def _uncounted() -> Iterator[None]:
+    """Start processes that Python does not count: the script's own ones keep the names that they have without these."""
+    names, name = vars(multiprocessing.process), "_process_counter"
+    counter, names[name] = names[name], count(1)
+    try:
+        yield
+    finally:
+        names[name] = counter
 
 
 def _check_made(data: Any) -> None:

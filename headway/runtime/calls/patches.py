@@ -19,6 +19,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import BuiltinFunctionType, ModuleType
 from typing import Any
 
 from headway.core.errors import InputError
@@ -199,6 +200,8 @@ def replace_attribute(target: str, wrapper: Callable[[Any], Any], *, copies: Seq
         ) from cause
     own = vars(owner).get(name, _INHERITED)
     replacement = wrapper(original)
+    if isinstance(original, BuiltinFunctionType) and isinstance(owner, ModuleType):
+        replacement.__module__ = module_name  # `os.rename` says `posix`, where a pickle of it would not find this one
     setattr(owner, name, replacement)
     for able in SUPPORTS if owner is os else ():
         if original in getattr(os, able):

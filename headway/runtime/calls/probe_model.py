@@ -17,7 +17,7 @@ from typing import Any
 from headway.runtime.recorder.probes import Probes, now
 from headway.runtime.recorder.rehearsals import count
 from headway.runtime.recorder.timers import out_of_compiler
-from headway.runtime.script.compute_facts import model_facts, note
+from headway.runtime.script.compute_facts import model_facts, note, parameters_of
 from headway.runtime.script.gradients import FORWARD as BY_FORWARD
 from headway.trace.events.vocabulary import SPANS, WAIT_NS
 
@@ -78,7 +78,7 @@ class Models:
 
 def first_trainable(module: Any) -> Any:
     """Return the first parameter of a module that takes gradients, None when there is none."""
-    return next((parameter for parameter in module.parameters() if parameter.requires_grad), None)
+    return next((parameter for parameter in parameters_of(module) if parameter.requires_grad), None)
 
 
 def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:

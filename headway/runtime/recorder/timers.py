@@ -75,7 +75,7 @@ def backward(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]
                 if gap.asks[0]:
                     gap.note_loop()
             if not steps[0] & (LOOK_EVERY - 1):
-                look_at(args[0], probes)
+                look_at(args[0] if args else kwargs.get("tensors"), probes)
         except Exception as cause:
             probes.failed("segment.backward", cause)
         return result

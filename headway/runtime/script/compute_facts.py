@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ Row = dict[str, object]
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.nn import Module
+    from torch.nn import Module, Parameter
     from torch.optim import Optimizer
 
 ENVIRONMENTS = frozenset({"gymnasium", "gym", "envpool", "pettingzoo", "ale_py", "procgen", "vizdoom", "dm_control"})
@@ -36,11 +36,18 @@ MOST = 8
 """Models and optimizers that are noted: a script that makes more of them in a loop has seen to it itself."""
 
 
+def parameters_of(module: Module) -> Iterator[Parameter]:
+    """Return the parameters of a module as torch does: a script's own `parameters` may give groups for an optimizer."""
+    import torch
+
+    return torch.nn.Module.parameters(module)
+
+
 def model_facts(module: Module, arguments: Iterable[object]) -> Row:
     """Return `ModelFacts` of a model within, or right behind, a call of it with `arguments`."""
     import torch
 
-    parameters = list(module.parameters())
+    parameters = list(parameters_of(module))
     dtypes = Counter[str]()
     for parameter in parameters:
         dtypes[_name(parameter.dtype)] += parameter.numel()
@@ -81,10 +88,10 @@ def call_facts(module: Module) -> Row:
     settings: Row = {}
     note_settings(settings)
     dtypes, devices = Counter[str](), set[str]()
-    for parameter in module.parameters():
+    for parameter in parameters_of(module):
         dtypes[_name(parameter.dtype)] += parameter.numel()
         devices.add(parameter.device.type)
-    has_convolutions = any(parameter.dim() == 4 for parameter in module.parameters())
+    has_convolutions = any(parameter.dim() == 4 for parameter in parameters_of(module))
     of_matmuls = (settings.get("matmul_precision") or "highest") != "highest"
     return {
         "name": type(getattr(module, "_orig_mod", module)).__name__,
