@@ -18,9 +18,8 @@ from headway.data.bytes.torch_examples import aliased, encode, equal, is_plain_d
 from headway.data.guard.outcome import OfDataset, read_by
 from headway.data.guard.picture import data_of
 from headway.data.guard.purity import impurity
-from headway.data.guard.trial import in_child, pretend_worker
+from headway.data.guard.trial import in_child, pretend_worker, start_method
 from headway.data.guard.watch import GeneratorWatch
-from headway.data.loader.read_ahead import start_method
 
 LOOKS = 14
 """Examples between the first and the last that are read twice before a dataset is cached."""

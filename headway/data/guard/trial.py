@@ -19,6 +19,7 @@ Trials of a user's code in a forked child, which can only read: what it is asked
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import signal
@@ -419,3 +420,9 @@ def _state(loader: DataLoader[Any]) -> dict[str, object]:
         "torch's defaults": (torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()),
         "open files": positions(),
     }
+
+
+def start_method(loader: DataLoader[object]) -> str:
+    """Return how a loader's workers start, or would; asking Python for its default would settle it for the script."""
+    context, known = loader.multiprocessing_context, multiprocessing.get_start_method(allow_none=True)
+    return context.get_start_method() if context is not None else known or multiprocessing.get_all_start_methods()[0]

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
@@ -44,12 +43,6 @@ def bound_to_the_loop(loader: DataLoader[Any]) -> str | None:
     if reason is not None:
         return reason
     return "its dataset is empty" if len(loader.dataset) == 0 else None  # type: ignore[arg-type]  # map-style here
-
-
-def start_method(loader: DataLoader[object]) -> str:
-    """Return how a loader's workers start, or would; asking Python for its default would settle it for the script."""
-    context, known = loader.multiprocessing_context, multiprocessing.get_start_method(allow_none=True)
-    return context.get_start_method() if context is not None else known or multiprocessing.get_all_start_methods()[0]
 
 
 def num_free(loader: DataLoader[Any]) -> int:

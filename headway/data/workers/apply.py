@@ -29,9 +29,9 @@ from headway.data.guard.files_read import FileStat
 from headway.data.guard.outcome import OutcomeWriter, Withdrawal, impure, withdrawal_of
 from headway.data.guard.picture import outside
 from headway.data.guard.process_state import Looks, listens
-from headway.data.guard.trial import EXAMPLES, beside_seeding, keeps, unfit
+from headway.data.guard.trial import EXAMPLES, beside_seeding, keeps, start_method, unfit
 from headway.data.guard.verification import Verification, looks_for, verification_of
-from headway.data.loader.read_ahead import bound_to_the_loop, pass_restorer, start_method
+from headway.data.loader.read_ahead import bound_to_the_loop, pass_restorer
 from headway.data.remedies import WorkersParameters
 from headway.data.workers.worker_iterators import IteratorSettings, ScriptWorkers, Waited
 from headway.runtime.host.device import in_use
