@@ -145,7 +145,6 @@ def test_items_lie_where_the_map_says_without_a_message():
             assert all(host.holds(int(item)) for item in owners.items(f"host{k}"))
 
 
-@pytest.mark.slow  # a host that ends first makes the copying one warn, now and then
 def test_room_that_is_left_is_filled_with_copies_and_then_every_read_is_local():
     sources = [Blobs([100] * 50) for _ in range(2)]
     with started(made(sources, [50 * 101, 30 * 101])) as hosts:
@@ -255,6 +254,21 @@ def test_a_host_that_dies_and_comes_back_costs_storage_reads_and_nothing_else(mo
             assert again.read(item) == sources[1].payload(item)
             wait_for(lambda: not one._away("host1"), 20)
             assert again.holds(item) == (again.statistics().held_items == 1)
+
+
+def test_a_host_that_leaves_between_reads_is_named_by_the_next_read_that_needs_another_host():
+    """The thread that finds it out warns nobody: hosts end one after the other, and most read no more."""
+    sources = [Blobs([100] * 40) for _ in range(2)]
+    one, other = made(sources, [40 * 101] * 2)
+    with started([one, other]):
+        mine, theirs = (PartitionMap(40, ["host0", "host1"]).items(host).tolist() for host in ("host0", "host1"))
+        read_all(one, sources[0], mine)
+        other.close()
+        wait_for(lambda: one.statistics().peer_losses == 1, 20)
+
+        read_all(one, sources[0], mine)
+        with pytest.warns(RuntimeWarning, match="host1 is away"):
+            one.read(theirs[0])
 
 
 def test_a_peer_that_answers_no_more_is_waited_for_once():

@@ -24,6 +24,7 @@ The law is CoorDL's (Mohan et al., VLDB 2021): a job reads its dataset from stor
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import operator
@@ -148,6 +149,7 @@ class Partitioned:
         self._server: PeerServer | None = None
         self._started = False
         self._closed = threading.Event()
+        self._news: list[str] = []
         _ALIVE.add(self)
 
     def start(self, wait_s: float = 60.0) -> Partitioned:
@@ -170,6 +172,7 @@ class Partitioned:
             self._listener = None
             raise
         self._started = True
+        self._warn()
         threading.Thread(target=self._keep_house, name="headway-partitioned", daemon=True).start()
         return self
 
@@ -211,19 +214,9 @@ class Partitioned:
         if held is not None:
             self._share.count(local_hits=1, local_bytes=len(held) - 1)
             return _example(held)
-        holders = self._holders(item)
-        for rank, host in holders:
-            answer = Absent(self._share.refused(item)) if host == self.host else self._asked(host, item)
-            if isinstance(answer, Found):
-                self._share.count(peer_hits=1, peer_bytes=len(answer.payload) - 1)
-                return _example(answer.payload)
-            if isinstance(answer, Absent) and not answer.refused:
-                example, payload = self._stored(item)
-                self._settle(item, payload, itertools.chain([(rank, host)], holders))
-                return example
-            if answer is not None:
-                self._share.raise_level(item, rank)
-        return self._stored(item)[0]
+        example = self._read_elsewhere(item)
+        self._warn()
+        return example
 
     def meta(self, index: int) -> Mapping[str, Any]:
         """Return what the source says of it."""
@@ -285,6 +278,22 @@ class Partitioned:
             self._server.abandon()
         self._server = self._listener = None
 
+    def _read_elsewhere(self, item: int) -> Any:
+        """Return an item that is not in this host's memory: from the host that holds it, else from storage."""
+        holders = self._holders(item)
+        for rank, host in holders:
+            answer = Absent(self._share.refused(item)) if host == self.host else self._asked(host, item)
+            if isinstance(answer, Found):
+                self._share.count(peer_hits=1, peer_bytes=len(answer.payload) - 1)
+                return _example(answer.payload)
+            if isinstance(answer, Absent) and not answer.refused:
+                example, payload = self._stored(item)
+                self._settle(item, payload, itertools.chain([(rank, host)], holders))
+                return example
+            if answer is not None:
+                self._share.raise_level(item, rank)
+        return self._stored(item)[0]
+
     def _holders(self, item: int) -> Iterator[tuple[int, str]]:
         """Yield the hosts that may hold `item`, best first, each with how many are full when it is; not who is away."""
         level = self._share.level(item)
@@ -331,14 +340,22 @@ class Partitioned:
         return example, payload
 
     def _lost(self, host: str, error: Exception) -> None:
-        """Note that a host is away; the first time, say so."""
+        """Note that a host is away; the first time, the next read that needs another host says so.
+
+        The thread that looks after the hosts must not: a warning that is an
+        error would end it, and hosts that end one after the other, as all do, would all warn.
+        """
         before = self._share.set_standing(self._numbers[host], AWAY)
         if before != AWAY:
             self._share.count(peer_losses=1)
         if before == THERE:
-            warnings.warn(
-                f"{host} is away ({error}). Its items come from storage until it is back.", RuntimeWarning, stacklevel=4
-            )
+            self._news.append(f"{host} is away ({error}). Its items come from storage until it is back.")
+
+    def _warn(self) -> None:
+        """Say in the caller's thread which hosts are away since."""
+        while self._news:
+            with contextlib.suppress(IndexError):  # another thread says it
+                warnings.warn(self._news.pop(0), RuntimeWarning, stacklevel=3)
 
     def _meet(self, server: PeerServer, wait_s: float) -> None:
         """Wait for all peers; one that shares something else may find out before we do."""
