@@ -278,7 +278,7 @@ class Partitioned:
             self._server.abandon()
         self._server = self._listener = None
 
-    def _read_elsewhere(self, item: int) -> Any:
+    def _read_elsewhere(self, item: int) -> object:
         """Return an item that is not in this host's memory: from the host that holds it, else from storage."""
         holders = self._holders(item)
         for rank, host in holders:
