@@ -20,7 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headway.runtime.in_rank import bootstrap
 
-WARM, CHUNKS, CHUNK = 24, 8, 8
+WARM, CHUNKS, CHUNK = 160, 8, 8
+"""Steps before the first chunk: a recording forks children that rehearse, and pages are copied behind each."""
+
 STEPS = WARM + CHUNKS * CHUNK + 1
 PLACE = sys.argv[3] if len(sys.argv) > 3 else "cpu"
 ON_DEVICE = PLACE != "cpu"
