@@ -152,7 +152,9 @@ def test_a_ctrl_c_while_recording_is_prepared_ends_the_script_as_one_that_arrive
 def test_a_script_can_still_set_the_environment_before_it_imports_torch(tmp_path):
     code = "import os; os.environ['OMP_NUM_THREADS'] = '2'; import torch; print(torch.get_num_threads())"
 
-    assert run_python(code, tmp_path).stdout == "2\n"
+    result = run_python(code, tmp_path)
+
+    assert result.stdout == "2\n", result.stderr
 
 
 def test_a_library_that_cannot_be_loaded_is_one_line_and_the_script_goes_on(tmp_path):
