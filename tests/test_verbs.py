@@ -22,7 +22,7 @@ from headway.ledger.answers.compare import RunComparison
 from headway.ledger.answers.evidence import TRY
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.cause import Cause
-from headway.plan.planner import GIVEN_UP, IN_FORCE, Plan
+from headway.plan.planner import GIVEN_UP, IN_FORCE, LeftOut, Plan
 from headway.plan.proposal import Proposal, Refusal
 from headway.report.figures import verdict
 from headway.report.page.timeline import timeline
@@ -418,6 +418,15 @@ def test_why_promises_nothing_that_the_plan_leaves_out():
     unclear = replace(proposed("data.cache", 1.2), interval=(0.9, 1.5))
     [script] = {fix.script for fix in fixes_of(Plan(2.0, 1.0, (1.9, 2.1), (unclear,), ())).values()}
     assert script == "headway.data.DataLoader(...)", "the rule's edit, workers, is not what may win"
+
+
+def test_what_a_job_is_too_short_for_is_named_where_its_prediction_stands():
+    """The rule of a cause of input advises workers: beside another remedy's figure it would promise what that wins."""
+    for name, text in (("data.workers", ""), ("data.cache", "data.cache (in the script itself: this job is too short")):
+        plan = Plan(1.0, 1.0, (1.0, 1.0), (proposed(name, 1.9),), (), left_out=(LeftOut(name, "short", ""),))
+        found = fixes_of(plan)["input.fetch"]
+
+        assert (found.text[: len(text) or None], found.predicted_speedup, found.remedy) == (text, 1.9, "")
 
 
 @pytest.mark.parametrize("folder", ["applied", "tables"])

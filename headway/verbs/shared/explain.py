@@ -332,11 +332,14 @@ def fixes_of(
                 how = f"{RECORDS[row.name].changes or DRAWS}: {how}" if grant else how
                 how = "in the script itself: headway could not apply it" if row.name in refused else how
                 edits = ", ".join(edit for edit in row.edits if not edit.startswith(("op:", "accelerator=")))
+                if row.name in short:
+                    how, edits = "in the script itself: this job is too short to win back what trying it costs", ""
                 text = f"{row.name}: {edits} ({how})" if edits else f"{row.name} ({how})"
                 if not launched:
                     text = script_terms(row)
                 by_headway = row.applies and row.name not in (*refused, *short)
-                text = text if by_headway or row.name in refused else ""
+                of_rule = row.name == "data.workers" or not cause.startswith("input.")  # what the cause's rule advises
+                text = text if by_headway or row.name in refused or (row.applies and not of_rule) else ""
                 fixes[cause] = Fix(
                     text,
                     row.predicted_speedup,
