@@ -94,8 +94,9 @@ def try_edits(
     files = sorted((folder / "run" / "try").glob("r*.json"))
     if not files:
         raise InputError(
-            f"the script ended before its step {warmup + 1} (exit code {report.code}); its run is in {folder / 'run'}. "
-            "Make it work with `headway run` first, or pass a smaller --warmup."
+            f"the script ended (exit code {report.code}) before its step {warmup + steps + 2}, where the first trial "
+            f"would be over; its run is in {folder / 'run'}. Make it work with `headway run` first, or pass a smaller "
+            "--warmup or --steps."
         )
     tries = read_json(files[0], Tries)
     if not tries.branches:
@@ -153,8 +154,10 @@ def _screen(tries: Tries, rows: list[TryRow], best: TryRow | None, command: str,
         needs = ", ".join(dict.fromkeys(CANDIDATES[name] for name in best.remedies if CANDIDATES[name]))
         names = " + ".join(name.removeprefix("compute.") for name in best.remedies)
         lines.append(f"Fastest of what is granted ({needs}): {names}, {best.measured[1]:.2f}x.")
-    else:
+    elif any(row.measured for row in rows):
         lines.append("Nothing that is granted is faster than the script as it is: the plan holds nothing.")
+    else:
+        lines.append("No candidate was measured: the plan holds nothing.")
     faster = best_of(rows, ALLOWANCES)
     if faster and faster != best and faster.measured:
         names = " + ".join(name.removeprefix("compute.") for name in faster.remedies)
