@@ -16,7 +16,8 @@ import pytest
 
 from headway.ledger.answers.causes import find_causes
 from headway.ledger.answers.ledger import Ledger
-from headway.ledger.buckets import BUCKETS, SUBS
+from headway.ledger.booking.account import KernelTimes
+from headway.ledger.buckets import BUCKETS, SUB_CODE, SUBS
 from headway.ledger.runs.kernels import profile_account
 from headway.trace.events.trace import Trace, concat
 from headway.trace.profiler import kineto
@@ -367,7 +368,10 @@ def test_device_time_belongs_to_the_step_that_launched_it(marks):
     trace = rows.trace()
     kernels = trace.where(np.array([lane.startswith("stream") for lane in trace.lanes])[trace.events["lane"]])
     assert np.bincount(kernels.events["step"], kernels.events["duration_ns"]).tolist() == [130, 130]
-    assert profile_account(trace).steps == 2
+    found = profile_account(trace)
+    assert found.steps == 2
+    assert found.kernels == KernelTimes({"a": 120, "b": 140}, {"a": 2, "b": 2}, num_steps=2)
+    assert sum(found.kernels.ns.values()) == found.sub_ns[0][SUB_CODE["useful.compute"]]
 
 
 # Other devices.

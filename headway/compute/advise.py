@@ -207,7 +207,8 @@ def words(ledger: Ledger) -> str:
     if step is None:
         return ""
     shares = [f"{name} {format_fraction(step.share(name), 0)}" for name in step.seconds if step.share(name) >= 0.02]
-    return f"the kernels of useful time: {', '.join(shares)} ({sum(step.count.values())} launches a step)"
+    launches = f"{sum(step.count.values())} launches{' a step' if ledger.steps else ''}"
+    return f"the kernels of useful time: {', '.join(shares)} ({launches})"
 
 
 def fused_optimizer(program: Program, optimizers: tuple[OptimizerFacts, ...]) -> Proposal | Refusal:

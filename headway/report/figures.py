@@ -182,26 +182,32 @@ def seconds(value: object) -> str:
     return "-" if time_s is None else "0 s" if time_s == 0 else format_seconds(time_s)
 
 
-def device_seconds(value: object, beside: float | None = None) -> str:
-    """Write device-seconds in seconds only, so that a column of them compares at a glance.
+SHORT_S = 0.5  # traces of a few steps are shorter: their amounts are written in milliseconds
 
-    `beside` is the largest figure of the column: all of it is written with the
-    digits that suit that one.
+
+def device_seconds(value: object, beside: float | None = None) -> str:
+    """Write device-seconds in one unit, so that a column of them compares at a glance.
+
+    `beside` is the largest figure of the column: all of it is written as suits that one, of short traces in ms.
 
     >>> [device_seconds(x) for x in (0.0, 0.004, 1.0, 40.31, 86400.0)]
     ['0 s', '< 0.01 s', '1.00 s', '40.3 s', '86,400 s']
     >>> [device_seconds(x, beside=51.2) for x in (0.004, 1.0, 51.2)]
     ['< 0.1 s', '1.0 s', '51.2 s']
+    >>> [device_seconds(x, beside=0.0498) for x in (0.0, 0.00001, 0.004, 0.0498)]
+    ['0 ms', '< 0.1 ms', '4.0 ms', '49.8 ms']
     """
     amount = finite(value)
     if amount is None:
         return "-"
-    if amount == 0:
-        return "0 s"
     scale = abs(amount if beside is None else beside)
-    digits = 2 if scale < 10 else 1 if scale < 1000 else 0
+    unit, factor = ("ms", 1e3) if beside is not None and 0 < scale < SHORT_S else ("s", 1.0)
+    if amount == 0:
+        return f"0 {unit}"
+    digits = 2 if scale * factor < 10 else 1 if scale * factor < 1000 else 0
     smallest = 10.0**-digits
-    return f"{amount:,.{digits}f} s" if abs(amount) >= smallest / 2 else f"< {smallest:g} s"
+    number = f"{amount * factor:,.{digits}f}" if abs(amount) * factor >= smallest / 2 else f"< {smallest:g}"
+    return f"{number} {unit}"
 
 
 def count(value: object) -> str:
@@ -437,7 +443,8 @@ def lost_words(cause: CauseRow, total_s: float | None = None) -> str:
     if cause.cause in WARNINGS:
         return "loses no time"
     percentage = "" if total_s is None else f" · {percent(share(cause.lost_device_s, total_s))}"
-    return f"{device_seconds(cause.lost_device_s)} lost{percentage}"
+    short = total_s if total_s is not None and total_s < SHORT_S else None
+    return f"{device_seconds(cause.lost_device_s, short)} lost{percentage}"
 
 
 def worth_naming(cause: CauseRow, why: Why) -> bool:

@@ -34,6 +34,7 @@ from headway.report.figures import (
     GAIN_WORTH_NAMING,
     clean,
     count,
+    device_seconds,
     ending,
     finite,
     goodput_of,
@@ -263,6 +264,16 @@ def nothing_to_apply(plan: PlanAnswer) -> str:
     if unsafe:
         return f"Nothing to apply: {unsafe} could change results here, and nothing else gains more than the noise."
     return "Nothing to apply: no remedy of headway's own gains more than the noise of two runs."
+
+
+def whole_amount(total_s: float) -> str:
+    """Write all device-seconds of a run or a trace as one word.
+
+    >>> whole_amount(40.31), whole_amount(0.0498)
+    ('40.3 device-seconds', '49.8 device-milliseconds')
+    """
+    number, _, unit = device_seconds(total_s, total_s).partition(" ")
+    return f"{number} device-{'seconds' if unit == 's' else 'milliseconds'}"
 
 
 def by_hand(plan: PlanAnswer) -> str:

@@ -74,6 +74,7 @@ from headway.report.screens import (
     render_trace_info,
     render_whatif,
     verdict_lines,
+    whole_amount,
 )
 
 # Lines of `headway why` about a job of many ranks: where it hung, machines that stand out, MFU, cost of its groups.
@@ -201,9 +202,7 @@ def _ledger(why: Why, width: int, unicode: bool) -> list[RenderableType]:
         line(bucket, amount, bucket, bar)
         for sub, part in _sub_lines(why, bucket).items():
             line(f"  {sub}", part, bucket, thin_bar, "dim")
-    heading = Text.assemble(
-        "  ", ("Where ", "bold"), (f"{device_seconds(total_s)[:-2]} device-seconds", "bold"), (" went", "bold")
-    )
+    heading = Text.assemble("  ", ("Where ", "bold"), (whole_amount(total_s), "bold"), (" went", "bold"))
     return [heading, table, *_footnotes(why)]
 
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from headway.core.errors import InputError
 from headway.core.integers import narrowed
-from headway.ledger.booking.account import Account, SpanFacts, blank_subs
+from headway.ledger.booking.account import Account, KernelTimes, SpanFacts, blank_subs
 from headway.ledger.booking.arrivals import RankLateness, last_arrivals
 from headway.ledger.buckets import BUCKETS, SUB_CODE, SUBS
 from headway.ledger.runs.kernel_messages import KernelMessages, peers_begun
@@ -141,8 +141,12 @@ def profile_account(source: Trace | Parts) -> Account:
     spans: dict[str, SpanFacts] = {}
     marks: list[tuple[Ints, Ints]] = []
     known: set[int] = set()
+    kernels = KernelTimes()
     for part in parts:
         books = device_books(part, any_device=on_device)
+        for book in books if on_device else ():
+            computes = (book.sub == SUB_CODE["useful.compute"]) & (book.pieces.row >= 0)
+            kernels += kernel_times(part, book.pieces, computes, max(_num_steps(part), 1))
         own, carried, pieces = _calls_of(part, books, first=sum(len(each.rank) for each in calls))
         calls.append(own)
         messages.append(carried)
@@ -165,6 +169,7 @@ def profile_account(source: Trace | Parts) -> Account:
         wall_ns=wall_ns,
         sub_ns=dict(zip(numbers, amounts, strict=True)),
         steps=sum(step >= 0 for step in known),
+        kernels=kernels,
         basis=basis if on_device else {**basis, "useful": "remainder"},
         step_wall_ns=_step_walls(marks),
         lateness=lateness,
@@ -404,6 +409,24 @@ def _meeting_numbers(calls: CommunicationCalls) -> Ints:
     nth[order] = np.arange(len(seq)) - np.searchsorted(code, code)
     del order, code  # Of millions of calls each of these is tens of megabytes.
     return number_alike(np.stack([calls.group, seq, narrowed(nth)], axis=1))
+
+
+def kernel_times(trace: Trace, pieces: Pieces, picked: NDArray[np.bool_], num_steps: int) -> KernelTimes:
+    """Add up the `picked` pieces of a device's time by the kernels that own them."""
+    row, name = pieces.row[picked], trace.events["name"]
+    ns = np.zeros(len(trace.names), np.int64)
+    np.add.at(ns, name[row], pieces.duration_ns[picked])
+    count = np.bincount(name[np.unique(row)], minlength=len(ns))
+    codes = np.flatnonzero(count).tolist()
+    return KernelTimes(
+        {trace.names[code]: int(ns[code]) for code in codes}, {trace.names[code]: int(count[code]) for code in codes},
+        num_steps,
+    )  # fmt: skip
+
+
+def _num_steps(trace: Trace) -> int:
+    """Return how many steps the rows of a trace belong to."""
+    return int((np.unique(trace.events["step"]) >= 0).sum())
 
 
 def kernel_facts(trace: Trace) -> dict[str, SpanFacts]:

@@ -34,12 +34,10 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headway.core.units import format_fraction
 from headway.ledger.booking.account import KernelTimes
@@ -48,8 +46,8 @@ from headway.ledger.booking.rows import NAMES, RankRows
 from headway.ledger.booking.timeline import by_host, evaluations_of
 from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKET_OF, BUCKETS, SUB_CODE, bucket_of_sub
 from headway.ledger.runs.attempts import RunBook
-from headway.ledger.runs.kernels import WAITED, DeviceBook, device_books, lateness_of
-from headway.trace.events.intervals import Ints, Pieces, inside, share_out, sweep
+from headway.ledger.runs.kernels import WAITED, DeviceBook, device_books, kernel_times, lateness_of
+from headway.trace.events.intervals import Ints, inside, share_out, sweep
 from headway.trace.events.trace import Trace, concat
 from headway.trace.events.vocabulary import BY_EVENTS
 
@@ -239,19 +237,7 @@ def _cut(device: DeviceBook, waited: Ints, host: Booked, rows: RankRows, trace: 
     if not table.any():
         return None
     computes = (step < len(ends)) & (device.sub == SUB_CODE["useful.compute"])
-    return WindowShare(table, num_steps, _kernels(trace, pieces, computes, num_steps))
-
-
-def _kernels(trace: Trace, pieces: Pieces, picked: NDArray[np.bool_], num_steps: int) -> KernelTimes:
-    """Add up the `picked` pieces of a device's time by the kernels that own them."""
-    row, duration_ns = pieces.row[picked], (pieces.end_ns - pieces.start_ns)[picked]
-    name = trace.events["name"][row]
-    ns, count = Counter[str](), Counter[str]()
-    for code, amount in zip(name.tolist(), duration_ns.tolist(), strict=True):
-        ns[trace.names[code]] += amount
-    for code in trace.events["name"][np.unique(row)].tolist():
-        count[trace.names[code]] += 1
-    return KernelTimes(dict(ns), dict(count), num_steps)
+    return WindowShare(table, num_steps, kernel_times(trace, pieces, computes, num_steps))
 
 
 def apply_windows(book: RunBook, windows: WindowSamples) -> None:

@@ -44,7 +44,15 @@ from headway.report.figures import (
     verdict,
 )
 from headway.report.page.charts import HeatMap
-from headway.report.screens import WHOLE_PLAN, applied, by_hand, measured_words, nothing_to_apply, prediction_error
+from headway.report.screens import (
+    WHOLE_PLAN,
+    applied,
+    by_hand,
+    measured_words,
+    nothing_to_apply,
+    prediction_error,
+    whole_amount,
+)
 from headway.trace.events.active_settings import AppliedRow
 
 MILD_SLOWDOWN = 1.1
@@ -127,18 +135,13 @@ def key_figures(why: Why, run: RunAnswer) -> str:
 
 
 def ledger_part(why: Why, rank_ledger: Mapping[int, Mapping[str, float]]) -> str:
-    """Return the ledger: bars per rank where known, then the table of buckets and sub-lines.
-
-    `rank_ledger` maps rank -> bucket -> device-seconds; without it one bar
-    stands for all devices. Notes of the ledger follow the table.
-    """
+    """Return bars per rank (`rank_ledger`: rank -> bucket -> device-seconds), or one for all, table, and notes."""
     if not any(why.ledger.values()):
         return ""
     stacks = _stacks(why.ledger, rank_ledger)
-    total = f"{device_seconds(why.total_device_s)[:-2]} device-seconds"
     lead = (
-        f"Every nanosecond of every device is in exactly one bucket; together they are {total} "
-        f"({plural(why.devices, 'device')} x {seconds(why.wall_s)})."
+        "Every nanosecond of every device is in exactly one bucket; together they are "
+        f"{whole_amount(why.total_device_s)} ({plural(why.devices, 'device')} x {seconds(why.wall_s)})."
     )
     usual = _usual_basis(why)
     lead += f" Basis: {usual}." if usual not in ("", "measured", "recorded") else ""

@@ -42,6 +42,8 @@ def why_object(explanation: Explanation, model: ModelSpec | None = None) -> dict
         flops, dtype = operations["flops_per_step"], str(operations["dtype"])
         classes = classes_json(explanation.ledger, flops if isinstance(flops, int) else None, dtype)
         answer["compute"] |= {**operations, "classes": classes}
+    elif explanation.ledger.kernels.ns:
+        answer["compute"] = {"facts": {}, "classes": classes_json(explanation.ledger)}
     return answer
 
 
