@@ -169,6 +169,15 @@ def test_odd_sizes_of_matrix_products_are_named():
     assert "50,304" in found[0].fix
 
 
+def test_of_a_trace_kernels_tell_what_they_can_without_the_scripts_settings():
+    """Conversions of layout beside convolutions; those beside embeddings are no convolution's."""
+    for by_class, named in ((RESNET_MS, ["compute.layout"]), ({"matrix": 8.0, "layout": 2.0}, []), (GPT2_MS, [])):
+        ledger, _, _ = run_with(by_class, facts_of(RESNET))
+        of_trace = replace(ledger, facts=structs.replace(ledger.facts, compute=None, device_type=None))
+
+        assert [cause.cause for cause in causes(of_trace)] == named
+
+
 def test_rates_are_kept_by_device_and_a_damaged_file_counts_as_none(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert not ceilings_of("NVIDIA H200").is_measured

@@ -33,6 +33,7 @@ from headway.compute.gains import (
     PRODUCTS,
     Scale,
     StepKernels,
+    channels_last,
     fused_update,
     gains_of,
     step_kernels,
@@ -129,13 +130,20 @@ def _replayed(name: str, effect: Scale, program: Program, reason: str) -> Propos
 
 
 def causes(ledger: Ledger) -> Iterator[Cause]:
-    """Yield what useful time is spent on that a few lines would shorten, with the seconds that they would win."""
+    """Yield what useful time is spent on that a few lines would shorten, with the seconds that they would win.
+
+    Of a trace the script's settings are not known: what its kernels show by themselves.
+    """
     compute, step = ledger.facts.compute, step_kernels(ledger.kernels)
-    if compute is None or step is None or len(compute.models) != 1:
+    if step is None or (compute is not None and len(compute.models) != 1):
         return
     useful_s = ledger.ledger_ns["useful"] / NS_PER_S
     ceilings = ceilings_of(ledger.facts.device_type or "")
-    effects = dict(_effects(step, ceilings, compute)) if ceilings else {}
+    effects: dict[str, Scale | str] = {}
+    if compute is not None:
+        effects = dict(_effects(step, ceilings, compute)) if ceilings else {}
+    elif step.share("convolution") >= LARGE:
+        effects = {"compute.channels_last": channels_last(step)}
     for cause, remedy, names, what, script in _LINES:
         scale, share = effects.get(remedy), step.share(*names)
         if not isinstance(scale, Scale) or share < LARGE or 1 / scale.likely < MIN_SPEEDUP:
@@ -143,11 +151,12 @@ def causes(ledger: Ledger) -> Iterator[Cause]:
         if remedy in ledger.facts.in_force:
             continue
         count = sum(step.count.get(name, 0) for name in names)
-        evidence = f"{what} take {format_fraction(share)} of the kernels' time ({count} launches a step); "
+        launches = f"{count} launches{' a step' if ledger.steps else ''}"
+        evidence = f"{what} take {format_fraction(share)} of the kernels' time ({launches}); "
         evidence += (
             f"with the edit the kernels take {scale.likely:.2f} ({scale.fast:.2f} to {scale.slow:.2f}) of it all"
         )
-        script = script.format(optimizer=compute.optimizers[0].name if compute.optimizers else "")
+        script = script.format(optimizer=compute.optimizers[0].name if compute and compute.optimizers else "")
         yield Cause(cause, what, useful_s * (1 - scale.likely), evidence, script, script=script)
     if step.unaligned_s / step.total_s >= LARGE:
         evidence = (

@@ -229,7 +229,8 @@ def explain(paths: Sequence[Path], *, allow: tuple[str, ...] = ()) -> Explanatio
         causes = tuple(root_causes(report))
         return Explanation(source, parts, Ledger.of(parts), causes, straggler=report, paths=tuple(paths))
     ledger = Ledger.of(parts)
-    return Explanation(source, parts, ledger, tuple(find_causes(ledger)), paths=tuple(paths))
+    causes = tuple(find_causes(ledger, more=tuple(compute_causes(ledger))))
+    return Explanation(source, parts, ledger, causes, paths=tuple(paths))
 
 
 def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = (), steps: int | None = None) -> Explanation:
