@@ -6,7 +6,7 @@ the last-level cache: it verifies each line that is read and updates checksums
 and parity with each line that is written back. `NvmDesign` says which of its
 parts are there; `MemorySystem` is the memory system that they sit in; `LineLayout` says
 where everything lies. Addresses count bytes, lines are 64 of them, a page is
-64 lines. Used by `nvm.simulate_nvm`; nothing here measures hardware.
+64 lines. Used by `simulate_nvm`; nothing here measures hardware.
 
 >>> layout = LineLayout(MemorySystem(mapped_bytes=12 * PAGE_BYTES, num_dimms=4))
 >>> layout.parity_line(0) == layout.parity_line(2 * LINES_PER_PAGE)      # pages 0, 1, 2 are one stripe

@@ -202,7 +202,7 @@ def from_trace(trace: Trace, model: str = "auto") -> Dag:
     `model` is one of `MODELS`; 'auto' takes 'recorded' for rows of headway's
     own recorder (steps with optimizer steps), else 'observed'. A 'recorded'
     Dag is for `greedy`; its durations are `Program.unrolled().duration_ns`. So is that of 'ddp' on gloo, with
-    `ddp_step.compiled`.
+    `ddp_link.compiled`.
     """
     pick(dict.fromkeys(MODELS), model, "model")
     if trace.edges is not None and trace.meta.get("timed") is False:

@@ -211,7 +211,7 @@ def compress(
 ) -> GradientCompression | ShardedCompression:
     """Compress the gradients of `model` from its next backward on; every rank calls it.
 
-    It is a DistributedDataParallel, or has modules sharded by FSDP2 (`torch_fsdp`: codecs half, bfloat16 and int8,
+    It is a DistributedDataParallel, or has modules sharded by FSDP2 (codecs half, bfloat16 and int8,
     for all parameters, without residuals and sent one way, whatever `feedback` and `two_way` say).
 
     feedback

@@ -1,7 +1,7 @@
 """Which option compresses each gradient so that the iteration is shortest: Espresso's search, from several starts.
 
 A plan is one option per tensor. What a plan costs is a function (`Pricing.score`), so one search serves every model
-of time: the published ones (`compression/strategy_search.py`) and chains of stages (`compression/options.py`).
+of time: the published ones (here) and chains of stages (`compression/options.py`).
 
     starts      raw everywhere, and the best options everywhere
     descent     tensor by tensor, the option that is cheapest with all others as they are, until a pass improves

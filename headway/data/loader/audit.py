@@ -5,7 +5,7 @@ hashes (and of a product of them) modulo 2^64 with their number. Sums do not
 depend on the order, those of ranks and of pieces add up, and two different
 multisets have equal ones by chance only (about 2^-120). A loader that is
 recorded notes its sums as the loop takes its batches (`Deliveries` in
-`runtime/walks.py`); `judge` puts the pieces of interrupted and resumed runs
+`walks.py`); `judge` puts the pieces of interrupted and resumed runs
 together and compares each epoch with what it should have been.
 
 >>> a, b = AuditSum.of(np.arange(6)), AuditSum.of(np.array([3, 5, 1]))

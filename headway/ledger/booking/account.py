@@ -1,7 +1,7 @@
 """What every way of accounting returns: sub-lines per rank, and how far they can be trusted.
 
 Recorded runs (`attempts.py`), profiler traces (`kernels.py`) and operation
-traces (`operations.py`) build an `Account`; `ledger.py` sums it.
+traces (`root_cause.py`) build an `Account`; `ledger.py` sums it.
 
 >>> {sub: int(ns) for sub, ns in zip(SUBS, booked("host.gc", 7), strict=True) if ns}
 {'host.gc': 7}

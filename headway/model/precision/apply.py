@@ -1,8 +1,8 @@
 """'model.precision': named operators of a rank compute in bf16 or int8. Needs `--allow lossy`.
 
 At the first forward of a model in training its operators are looked up by
-name, without DDP's own prefix, and their products replaced
-(`torch_operators`): parameters, keys and values of the state dict, norms,
+name, without DDP's own prefix, and their products replaced:
+parameters, keys and values of the state dict, norms,
 softmax and losses stay. Ranks agree first: where one of them cannot do what
 the plan says, none does, because ranks that differ from what was planned wait
 for each other in another way.

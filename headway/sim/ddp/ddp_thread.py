@@ -1,6 +1,6 @@
 """The training thread of one rank in a deep window, or its device's stream, cut where it meets communication.
 
-Use it between `ddp_window` and `ddp_step`. The thread is a chain of items:
+Use it between `ddp_window` and `ddp_link`. The thread is a chain of items:
 work, a gradient that becomes ready, a call that puts a collective into the
 queue, a wait for one, a copy out of a bucket. A wait keeps only what followed
 the end of its collective (waking up); the rest of it is not the thread's own
