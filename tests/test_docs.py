@@ -79,9 +79,22 @@ def test_the_examples_of_a_room_run(readme):
 @pytest.mark.parametrize("document", sorted(path.relative_to(ROOT) for path in DOCUMENTS))
 def test_links_between_documents_lead_somewhere(document):
     text = (ROOT / document).read_text()
-    targets = [target for target in re.findall(r"\]\(([^)#]+)", text) if "://" not in target]
+    targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
+    lost = []
+    for target in targets:
+        name, _, anchor = target.partition("#")
+        path = (ROOT / document).parent / name if name else ROOT / document
+        if not path.exists() or (anchor and anchor not in anchors(path.read_text())):
+            lost.append(target)
 
-    assert not [target for target in targets if not ((ROOT / document).parent / target).exists()]
+    assert not lost
+
+
+def anchors(text: str) -> set[str]:
+    """Return the names under which links find the headings of a document: lower case, hyphens for blanks."""
+    headings = re.findall(r"^#+ +(.+?) *$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
 
 
 @pytest.mark.parametrize(
