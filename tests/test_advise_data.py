@@ -65,7 +65,7 @@ def test_a_loader_that_is_made_anew_for_each_epoch_keeps_no_workers() -> None:
 
 
 def test_the_cache_is_as_large_as_the_data_or_the_memory() -> None:
-    made = made_of(fetch_ns=20 * MS)
+    made = made_of(fetch_ns=60 * MS)
     whole, half = advice(made)["data.cache"], advice(made, memory_bytes=4 * 10**6)["data.cache"]
 
     assert whole.edits[:2] == ("cache_fraction=1", "cache_cold=1")

@@ -8,11 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from headway.core.errors import InputError
 from headway.data import DataLoader
 from headway.data.bytes import account
+from headway.data.cached.apply import CachedDataset
+from headway.data.guard.picture import BatchEntries
 from headway.data.loader.loader_cache import data_bytes
 
 READS = mmap.mmap(-1, 4096)
@@ -83,6 +85,43 @@ def test_each_later_epoch_hits_exactly_what_fits(n, kept, slack, seed):
 
 
 @pytest.mark.slow
+class Rows(Dataset):
+    """Rows of an array, and their labels, which read like an index of it."""
+
+    def __init__(self):
+        self.rows, self.labels = np.arange(12 * 2**14, dtype=float).reshape(12, -1), torch.arange(12).flip(0)
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return self.rows[index].copy(), int(self.labels[index])
+
+
+@given(st.lists(st.integers(0, 11), min_size=1, max_size=8))
+def test_entries_of_a_batch_are_those_of_its_examples(indices):
+    aligned = BatchEntries(Rows())
+
+    assert len(aligned.large) == 1
+    assert aligned.each(indices) == [aligned.of([index]) for index in indices]
+
+
+def test_a_batch_is_looked_at_once_and_an_edited_row_is_read_anew(monkeypatch):
+    looks, is_of_now = [], CachedDataset.is_of_now
+    monkeypatch.setattr(CachedDataset, "is_of_now", lambda *args: looks.append(1) or is_of_now(*args))
+    dataset = Rows()
+    loader = DataLoader(dataset, 4, cache_bytes=10**7)
+    passes = [list(loader) for _ in range(2)]
+    dataset.rows[5] += 1
+    assert len(looks) == 6
+    passes.append(list(loader))
+
+    for read, rows in zip(passes, (0, 0, 1), strict=True):
+        expected = Rows().rows
+        expected[5] += rows
+        assert torch.equal(torch.cat([batch[0] for batch in read]), torch.from_numpy(expected))
+
+
 @pytest.mark.parametrize("options", MODES, ids=str)
 @pytest.mark.parametrize("fraction", [0.2, 0.35, 0.65])
 def test_workers_share_what_is_kept_over_epochs(options, fraction):

@@ -112,7 +112,7 @@ def test_a_job_with_nothing_to_win_gets_no_plan(name: str) -> None:
 
 def test_a_composition_is_replayed_not_multiplied() -> None:
     """Workers and a cache fight the same loss: together they win little more than the better one."""
-    plan = plan_of()
+    plan = plan_of(fetch_ns=5 * JOB["fetch_ns"])
 
     alone = {row.name: row.predicted_speedup for row in plan.proposals}
     assert alone["data.workers"] > 2

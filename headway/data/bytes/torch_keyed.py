@@ -19,6 +19,7 @@ True
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -200,9 +201,10 @@ class KeyedDataset:
                 examples = self.many(keys)
         else:
             examples = []
-            for item, seed in zip(keys, keys.item_seeds(), strict=True):
-                with Draws(seed, shared=True):
-                    examples.append(self.one(item))
+            with contextlib.nullcontext() if self.cached is None else self.cached.batch(list(keys)):
+                for item, seed in zip(keys, keys.item_seeds(), strict=True):
+                    with Draws(seed, shared=True):
+                        examples.append(self.one(item))
         # Not entered: block would hold block, from the first batch of a worker on.
         Draws(keys.batch_seed("collate", self.rank), shared=True).stay()
         return examples

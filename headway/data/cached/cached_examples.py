@@ -13,6 +13,7 @@ Where a cache keeps examples, encoded, by their index; and what each was read fr
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -103,12 +104,19 @@ def packed(example: Any, origin: ExampleOrigin) -> bytes:
     return encode(Sourced(example, origin) if origin else example)
 
 
-def unpacked(payload: memoryview, aligned: BatchEntries, index: int) -> tuple[Any, bool]:
-    """Return example `index` as it was kept, and whether what it was read from is another since."""
+def unpacked(
+    payload: memoryview, aligned: BatchEntries, index: int, entries: list[object] | None = None
+) -> tuple[Any, bool]:
+    """Return example `index` as it was kept, and whether what it was read from is another since.
+
+    `entries` is what `aligned` says of it now, where that is known.
+    """
     kept = decode(payload)
     if type(kept) is not Sourced:
         return kept, False
-    is_edited = bool(kept.origin.entries) and aligned.of([index]) != kept.origin.entries
+    if not kept.origin.entries:
+        return kept.example, changed(kept.origin.files) is not None
+    is_edited = (aligned.of([index]) if entries is None else entries) != kept.origin.entries
     return kept.example, is_edited or changed(kept.origin.files) is not None
 
 
@@ -120,6 +128,8 @@ class _Examples(list[Any]):
 class _Readings:
     """What one batch read from the dataset."""
 
+    entries: dict[object, list[object]]
+    """Index -> what stands for its entries, of all of the batch: looked at before anything is read."""
     data: object = None
     """What the dataset went by before the first of them; None before it."""
     pending: list[tuple[int, Any, ExampleOrigin]] = field(default_factory=list)
@@ -150,6 +160,8 @@ class CachedExamples:
         self._has_read = self._has_found = False
         self._files, self._aligned = files_read(), BatchEntries(dataset)
         self._of_script = OfScript()
+        self._batch: _Readings | None = None
+        """What the batch under way has read, where `batch` has looked for all of it."""
         self._fresh: dict[int, Any] = {}
         """Identity of an index -> what the dataset has given for it, in the batch under way."""
 
@@ -179,6 +191,24 @@ class CachedExamples:
             self._failed(error)
         return self._directly(indices, many) if examples is None else examples
 
+    @contextlib.contextmanager
+    def batch(self, indices: Sequence[object]) -> Iterator[None]:
+        """Look at the dataset once for a batch whose examples are read one by one in the block."""
+        try:
+            self._batch = self._begun(indices) if self._is_of_now() else None
+        except Exception as error:
+            self._failed(error)
+        try:
+            yield
+            read = self._batch
+        finally:
+            self._batch = None
+        try:
+            if read is not None:
+                self._keep_all(read)
+        except Exception as error:
+            self._failed(error)
+
     def _failed(self, cause: Exception) -> None:
         """Use the cache no more."""
         with suppress_own():
@@ -195,9 +225,11 @@ class CachedExamples:
         return [self._fresh[id(index)] if id(index) in self._fresh else next(read) for index in indices]
 
     def _one_by_one(self, indices: Sequence[Any]) -> list[Any] | None:
+        if self._batch is not None and not self._scrutiny.over:
+            return [self._one(index, self._batch)[0] for index in indices]
         if not self._is_of_now():
             return None
-        readings = _Readings()
+        readings = self._begun(indices)
         pairs = [self._one(index, readings) for index in indices]
         self._keep_all(readings)
         return [example for example, _ in pairs]
@@ -206,7 +238,7 @@ class CachedExamples:
         """Return examples, or None where the dataset is to be asked as if there was no cache."""
         if not self._is_of_now() or (many and (type(indices) is not list or self._scrutiny.over)):
             return None
-        readings = _Readings()
+        readings = self._begun(indices)
         if many:
             pairs = self._together(many, list(indices), readings)
         else:
@@ -217,6 +249,11 @@ class CachedExamples:
             with self._of_script:
                 return [alone(index) if old else example for index, (example, old) in zip(indices, pairs, strict=True)]
         return [example for example, _ in pairs]
+
+    def _begun(self, indices: Sequence[object]) -> _Readings:
+        """Look at the entries of a batch, all at once: one by one that took longer than many an example."""
+        slots = [index for index in indices if self._is_slot(index)] if self._aligned.large else []
+        return _Readings(dict(zip(slots, self._aligned.each(slots), strict=True)))
 
     def _one(self, index: Any, readings: _Readings) -> tuple[Any, bool]:
         """Return an example, and whether it comes from the cache and was not compared."""
@@ -273,7 +310,9 @@ class CachedExamples:
     def _handed(self, index: int, found: memoryview, read: Callable[[], Any], readings: _Readings) -> tuple[Any, bool]:
         """Return the example found, or, where a comparison is due, what the dataset gives."""
         first, self._has_found = not self._has_found, True
-        kept, is_old = unpacked(found, self._aligned, index)
+        # What was read for this batch may have changed entries since they were looked at.
+        entries = None if readings.data is not None else readings.entries.get(index)
+        kept, is_old = unpacked(found, self._aligned, index, entries)
         if not is_old and (self._scrutiny.over or not self._scrutiny.is_due(len(found), first=first)):
             return kept, True
         example, drew, _ = self._read(read, readings, [index])
@@ -317,7 +356,8 @@ class CachedExamples:
         may = self._is_slot(index) and self._scrutiny.may_keep(index, drew=drew) and not aliased(example)
         # Of a file that was written just now, another write might leave no trace.
         if may and written_since(files, time.time_ns()) is None:
-            readings.pending.append((index, example, ExampleOrigin(files, self._aligned.of([index]))))
+            # Of before the reading: an entry that reading changes is another the next time, and the example read anew.
+            readings.pending.append((index, example, ExampleOrigin(files, readings.entries.get(index, []))))
         speak(self._dataset, self._scrutiny)
 
     def _keep_all(self, readings: _Readings) -> None:

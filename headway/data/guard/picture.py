@@ -20,7 +20,7 @@ from __future__ import annotations
 import pickle
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from io import IOBase
 from itertools import chain, islice
@@ -33,6 +33,7 @@ from weakref import ReferenceType
 import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 from torch.utils.data import Subset
 
 from headway.core.machine.interruptions import pass_on, suppress_own
@@ -271,6 +272,30 @@ class BatchEntries:
         rows = np.array(places, np.int64) if all(type(place) is int for place in places) else None
         return [self._entries(value, places, rows) for value in self.large]
 
+    def each(self, indices: Sequence[object]) -> list[list[object]]:
+        """Return what `of` returns for each example alone; arrays are read once for all of them.
+
+        >>> aligned = BatchEntries(np.arange(6.0).reshape(3, 2))
+        >>> aligned.each([2, 0]) == [aligned.of([2]), aligned.of([0])]
+        True
+        """
+        if not self.large:
+            return [[] for _ in indices]
+        numbers, width = self.places(list(indices)), 1 + len(self._indices)
+        plain = len(numbers) == len(indices) * width and all(type(place) is int for place in numbers)
+        if not numbers or not plain or not all(isinstance(value, (np.ndarray, torch.Tensor)) for value in self.large):
+            return [self.of([index]) for index in indices]
+        flat = np.array(numbers, np.int64).reshape(width, -1).T.reshape(-1)  # those of an example side by side
+        try:
+            read = [_rows(value, flat) for value in self.large]
+        except (IndexError, TypeError):
+            return [self.of([index]) for index in indices]
+        sizes = [len(data) // len(indices) for data in read]
+        return [
+            [xxhash.xxh3_128_digest(data[k * size : (k + 1) * size]) for data, size in zip(read, sizes, strict=True)]
+            for k in range(len(indices))
+        ]
+
     def places(self, indices: list[Any]) -> list[Any]:
         """Return where the entries of examples may lie: at their own indices, and where an index of a split leads."""
         found = list[Any]()
@@ -289,12 +314,18 @@ class BatchEntries:
     def _entries(self, value: Any, places: list[Any], rows: np.ndarray[Any, Any] | None) -> object:
         """Return what stands for the entries of a container: one digest of all rows of an array, in one step."""
         with suppress(IndexError, TypeError):
-            if rows is not None and isinstance(value, np.ndarray):
-                return xxhash.xxh3_128_digest(np.ascontiguousarray(value[rows]).tobytes())
-            if rows is not None and isinstance(value, torch.Tensor):
-                taken = value.detach()[torch.from_numpy(rows)].resolve_conj().resolve_neg().contiguous()
-                return xxhash.xxh3_128_digest(taken.view(-1).view(torch.uint8).numpy().data)
+            if rows is not None and isinstance(value, (np.ndarray, torch.Tensor)):
+                return xxhash.xxh3_128_digest(_rows(value, rows))
         return [_entry(value, place) for place in places]
+
+
+def _rows(value: object, rows: NDArray[np.int64]) -> memoryview:
+    """Return the bytes of some rows of an array or a tensor; raises `IndexError` outside of it."""
+    if isinstance(value, np.ndarray):
+        return memoryview(np.ascontiguousarray(value[rows]).tobytes())
+    assert isinstance(value, torch.Tensor)
+    taken = value.detach()[torch.from_numpy(rows)].resolve_conj().resolve_neg().contiguous()
+    return taken.view(-1).view(torch.uint8).numpy().data
 
 
 def _entry(value: Any, place: Any) -> object:

@@ -106,7 +106,7 @@ def host_cpu_wait(ledger: Ledger) -> list[Cause]:
         fix = "fewer processes and threads of the job than cores: loader workers count as well"
     elif others < BUSY:
         evidence += "; nobody is known to have computed here but headway's own processes beside the first steps"
-        fix = "record for longer: those processes read data and time the model again, once"
+        fix = "record for longer: headway's own processes read data and time the model beside the first steps, once"
     return [
         Cause("host.cpu_wait", "training thread", booked + waited, evidence + also_waited(waited), fix, script=edit)
     ]

@@ -72,11 +72,11 @@ class Costs:
     cache_trial_ns: int = 200 * NS_PER_MS
     """Trying in forked children whether a loader's examples may be kept."""
 
-    hit_ns: int = 20 * NS_PER_US
-    """Serving one example from the cache."""
+    hit_ns: int = 90 * NS_PER_US
+    """Serving one example from the cache, between steps of training: its tensors are made anew."""
 
-    keep_ns: int = 180 * NS_PER_US
-    """Keeping one example: whether it drew random numbers is watched while it is read."""
+    keep_ns: int = 420 * NS_PER_US
+    """Keeping one example: whether it drew random numbers is watched while it is read, which leaves the caches cold."""
 
     look_ns: int = 1_000 * NS_PER_US
     """The least that a look before a batch of a first pass takes: has the script changed what it is made of?"""
