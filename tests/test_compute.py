@@ -48,6 +48,7 @@ BY_CLASS: dict[str, tuple[str, ...]] = {
         "sage_fwd",
         "fmhaSm100aKernel_QkvE4m3OBfloat16H64PagedKvCausalP16VarSeqQ128Kv128PersistentContext",
         "kernel_unified_attention_2d",
+        "void flashinfer::BatchDecodeWithPagedKVCacheKernel<bf16>",
     ),
     "convolution": (
         "sm80_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc_tilesize128x128x64",

@@ -79,7 +79,7 @@ def test_the_examples_of_a_room_run(readme):
 @pytest.mark.parametrize("document", sorted(path.relative_to(ROOT) for path in DOCUMENTS))
 def test_links_between_documents_lead_somewhere(document):
     text = (ROOT / document).read_text()
-    targets = [target for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
+    targets = [target for target in re.findall(r"\]\(([^)]+)\)", text) if "://" not in target]
     lost = []
     for target in targets:
         name, _, anchor = target.partition("#")

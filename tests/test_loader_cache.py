@@ -84,7 +84,6 @@ def test_each_later_epoch_hits_exactly_what_fits(n, kept, slack, seed):
     assert loader.cache.refused == 3 * (n - fits)
 
 
-@pytest.mark.slow
 class Rows(Dataset):
     """Rows of an array, and their labels, which read like an index of it."""
 
@@ -122,6 +121,7 @@ def test_a_batch_is_looked_at_once_and_an_edited_row_is_read_anew(monkeypatch):
         assert torch.equal(torch.cat([batch[0] for batch in read]), torch.from_numpy(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", MODES, ids=str)
 @pytest.mark.parametrize("fraction", [0.2, 0.35, 0.65])
 def test_workers_share_what_is_kept_over_epochs(options, fraction):

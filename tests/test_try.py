@@ -143,8 +143,8 @@ def test_a_script_that_draws_its_batches_and_one_that_ends_early(tmp_path):
 
 
 BAD = {
-    "ends before": ("print('nothing is trained')", "where the first trial would be over"),
-    "too short": (SCRIPT.replace("EPOCHS", "0"), "where the first trial would be over"),
+    "ends before": ("print('nothing is trained')", "before its step 15, where the first trial would be over"),
+    "too short": (SCRIPT.replace("EPOCHS", "0"), "before its step 15, where the first trial would be over"),
     "fails": ("raise SystemExit(4)", "exit code 4"),
 }
 

@@ -151,8 +151,7 @@ def causes(ledger: Ledger) -> Iterator[Cause]:
         if remedy in ledger.facts.in_force:
             continue
         count = sum(step.count.get(name, 0) for name in names)
-        launches = f"{count} launches{' a step' if ledger.steps else ''}"
-        evidence = f"{what} take {format_fraction(share)} of the kernels' time ({launches}); "
+        evidence = f"{what} take {format_fraction(share)} of the kernels' time ({_launches(count, ledger)}); "
         evidence += (
             f"with the edit the kernels take {scale.likely:.2f} ({scale.fast:.2f} to {scale.slow:.2f}) of it all"
         )
@@ -216,8 +215,12 @@ def words(ledger: Ledger) -> str:
     if step is None:
         return ""
     shares = [f"{name} {format_fraction(step.share(name), 0)}" for name in step.seconds if step.share(name) >= 0.02]
-    launches = f"{sum(step.count.values())} launches{' a step' if ledger.steps else ''}"
-    return f"the kernels of useful time: {', '.join(shares)} ({launches})"
+    return f"the kernels of useful time: {', '.join(shares)} ({_launches(sum(step.count.values()), ledger)})"
+
+
+def _launches(count: int, ledger: Ledger) -> str:
+    """Return a mean step's count in words; of a trace without steps that of all."""
+    return f"{count} launches{' a step' if ledger.steps else ''}"
 
 
 def fused_optimizer(program: Program, optimizers: tuple[OptimizerFacts, ...]) -> Proposal | Refusal:

@@ -46,20 +46,18 @@ RULES: tuple[tuple[str, str], ...] = (
                   r"amp_update_scale|lpnorm|_foreach_"),
     ("normalisation", r"rms_?norm"),
     ("cast", r"\bquantize_with|_quant_kernel|fp8_quant"),
-    ("attention", r"flash(?!infer)|fmha|\bmha_|_mha|attention|attn|cutlass[fb]_|sdpa|sage_fwd|paged_kv|mla_|"
-                  r"kv_indices|compute_dot_do_o|convert_dq_"),
+    ("attention", r"flash|fmha|\bmha_|_mha|attention|attn|cutlass[fb]_|sdpa|sage_fwd|paged_kv|mla_|compute_dot_do_o|"
+                  r"convert_dq_"),
     ("matrix", r"rnn_blockpersist"),
-    ("elementwise", r"elementwise_[bf]p|elemwise_?rnn|persistrnn_addbias|rotary|rope_|subtensorop|"
-                    r"kernel_manual_unroll.*(mul|add|div|sub)functor"),
-    ("layout", r"nchw\w*to\w*nhwc|nhwc\w*to\w*nchw"),
+    ("elementwise", r"elementwise_[bf]p|elemwise_?rnn|persistrnn_addbias|rotary|rope_|subtensorop"),
     ("convolution", r"conv(?!ert)|implicit_?gemm|dgrad|wgrad|fprop|winograd|fft2d|[sh]cudnn_|cask_cudnn|"
                     r"cutlass\w*_cudnn|igemm|depthwise|xdlops_(fwd|bwd|wrw)|cudnn_(infer|train)_\w+_(scudnn|hcudnn|int8)"),
-    ("layout", r"nchwaddpadding|nhwcaddpadding|permute|transpose(?!params)|im2d?2?col|"
-               r"col2im|batched_?transpose|tensortransform|flip_filter"),
+    ("layout", r"nchw\w*to\w*nhwc|nhwc\w*to\w*nchw|nchwaddpadding|nhwcaddpadding|permute|"
+               r"transpose(?!params)|im2d?2?col|col2im|batched_?transpose|tensortransform|flip_filter"),
     ("reduction", r"rocprim|hipcub"),
-    ("cast", r"direct_copy|(?<!index_)copy_kernel|float_?to_?|_to_float|bfloat16_copy|cast_kernel|convert|"
+    ("cast", r"direct_copy|(?<!index_)copy_kernel|float_?to_?|_to_float|bfloat16_copy|(?<!broad)cast_kernel|convert|"
              r"quantize|hfp8|fp8_qparam"),
-    ("normalisation", r"(layer|batch|group|instance|rms)_?norm|rowwisemoments|bn_(fw|bw)|softmax|welford|"
+    ("normalisation", r"(layer|batch|group|instance)_?norm|rowwisemoments|bn_(fw|bw)|softmax|welford|"
                       r"compute(backward)?(fused)?(params|internalgradients)|gamma_?beta|local_response_norm|lrn_|nll_loss|cross_entropy"),
     ("reduction", r"embedding|\breduce_kernel|cub::|thrust|radix|topk|sort|scan_|cumsum|"
                   r"histogram|pool|index(_|ing_|select|put|add|func)|gather|scatter|nonzero|masked_select|bincount|argm(ax|in)|"

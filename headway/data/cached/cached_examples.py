@@ -252,7 +252,7 @@ class CachedExamples:
 
     def _begun(self, indices: Sequence[object]) -> _Readings:
         """Look at the entries of a batch, all at once: one by one that took longer than many an example."""
-        slots = [index for index in indices if self._is_slot(index)] if self._aligned.large else []
+        slots = [index for index in indices if self._is_slot(index)]
         return _Readings(dict(zip(slots, self._aligned.each(slots), strict=True)))
 
     def _one(self, index: Any, readings: _Readings) -> tuple[Any, bool]:
@@ -357,7 +357,7 @@ class CachedExamples:
         # Of a file that was written just now, another write might leave no trace.
         if may and written_since(files, time.time_ns()) is None:
             # Of before the reading: an entry that reading changes is another the next time, and the example read anew.
-            readings.pending.append((index, example, ExampleOrigin(files, readings.entries.get(index, []))))
+            readings.pending.append((index, example, ExampleOrigin(files, readings.entries[index])))
         speak(self._dataset, self._scrutiny)
 
     def _keep_all(self, readings: _Readings) -> None:

@@ -349,6 +349,7 @@ class Partitioned:
         if before != AWAY:
             self._share.count(peer_losses=1)
         if before == THERE:
+            _log.info("%s is away: %s", host, error)  # where only forked workers read, nobody else says it
             self._news.append(f"{host} is away ({error}). Its items come from storage until it is back.")
 
     def _warn(self) -> None:

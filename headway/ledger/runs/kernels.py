@@ -144,15 +144,16 @@ def profile_account(source: Trace | Parts) -> Account:
     kernels = KernelTimes()
     for part in parts:
         books = device_books(part, any_device=on_device)
+        steps = [step for step in np.unique(part.events["step"]).tolist() if step >= 0]
         for book in books if on_device else ():
-            computes = (book.sub == SUB_CODE["useful.compute"]) & (book.pieces.row >= 0)
-            kernels += kernel_times(part, book.pieces, computes, max(_num_steps(part), 1))
+            computes = book.sub == SUB_CODE["useful.compute"]
+            kernels += kernel_times(part, book.pieces, computes, max(len(steps), 1))
         own, carried, pieces = _calls_of(part, books, first=sum(len(each.rank) for each in calls))
         calls.append(own)
         messages.append(carried)
         opens += pieces
         marks.append(_step_marks(part))
-        known.update(np.unique(part.events["step"]).tolist())
+        known.update(steps)
         for name, facts in kernel_facts(part).items() if on_device else ():
             spans[name] = spans[name] + facts if name in spans else facts
     if not opens:
@@ -168,7 +169,7 @@ def profile_account(source: Trace | Parts) -> Account:
     return Account(
         wall_ns=wall_ns,
         sub_ns=dict(zip(numbers, amounts, strict=True)),
-        steps=sum(step >= 0 for step in known),
+        steps=len(known),
         kernels=kernels,
         basis=basis if on_device else {**basis, "useful": "remainder"},
         step_wall_ns=_step_walls(marks),
@@ -412,21 +413,17 @@ def _meeting_numbers(calls: CommunicationCalls) -> Ints:
 
 
 def kernel_times(trace: Trace, pieces: Pieces, picked: NDArray[np.bool_], num_steps: int) -> KernelTimes:
-    """Add up the `picked` pieces of a device's time by the kernels that own them."""
-    row, name = pieces.row[picked], trace.events["name"]
-    ns = np.zeros(len(trace.names), np.int64)
-    np.add.at(ns, name[row], pieces.duration_ns[picked])
+    """Add up the `picked` pieces of a device's time by the kernels that own them, those that have a name."""
+    name = trace.events["name"]
+    picked = picked & (name[pieces.row] >= 0)
+    row = pieces.row[picked]
+    ns = np.bincount(name[row], weights=pieces.duration_ns[picked], minlength=len(trace.names))
     count = np.bincount(name[np.unique(row)], minlength=len(ns))
     codes = np.flatnonzero(count).tolist()
     return KernelTimes(
         {trace.names[code]: int(ns[code]) for code in codes}, {trace.names[code]: int(count[code]) for code in codes},
         num_steps,
     )  # fmt: skip
-
-
-def _num_steps(trace: Trace) -> int:
-    """Return how many steps the rows of a trace belong to."""
-    return int((np.unique(trace.events["step"]) >= 0).sum())
 
 
 def kernel_facts(trace: Trace) -> dict[str, SpanFacts]:

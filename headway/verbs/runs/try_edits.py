@@ -93,6 +93,7 @@ def try_edits(
         return report.code  # the launcher has said so
     files = sorted((folder / "run" / "try").glob("r*.json"))
     if not files:
+        # Behind the warm-up one step begins the trials, and each trial has one that does not count.
         raise InputError(
             f"the script ended (exit code {report.code}) before its step {warmup + steps + 2}, where the first trial "
             f"would be over; its run is in {folder / 'run'}. Make it work with `headway run` first, or pass a smaller "
