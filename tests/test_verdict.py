@@ -8,6 +8,7 @@ import pytest
 
 from headway.core.files.planfile import PlanFile, Remedy
 from headway.core.tracebacks import HEADER
+from headway.ledger.cause import RECORD_LONGER
 from headway.report.figures import NOT_RESOLVED, NOTHING_PAYS, verdict
 from headway.runtime.run_folder.exit_class import RankEnd, failure_text
 from headway.runtime.run_folder.recording import Exit
@@ -153,5 +154,11 @@ def test_the_verdict_is_about_the_largest_loss_unless_a_remedy_wins_another():
     for other_s, leads in ((1.6, "input.prep"), (1.7, "host.script")):
         causes = [lost, script | {"lost_device_s": other_s, "at_most": True}]
         assert verdict({**facts, "causes": causes}).cause == leads, "far larger, if nothing is known that pays"
-    assert verdict({**facts, "causes": [script | {"cause": "host.recording"}]}).cause == ""
+    own = script | {
+        "cause": "host.cpu_wait",
+        "fix": f"{RECORD_LONGER}: headway's own processes read data",
+        "lost_device_s": 9.0,
+    }
+    assert verdict({**facts, "causes": [own]}).cause == ""
+    assert verdict({**facts, "causes": [own, script]}).cause == script["cause"]
     assert verdict({**facts, "causes": [script | {"lost_device_s": 0.1, "predicted_speedup": None}]}).cause == ""

@@ -24,6 +24,9 @@ from typing import Any
 
 import msgspec
 
+RECORD_LONGER = "record for longer"
+"""How advice on time that headway itself took begins: such a cause is listed, and never leads a verdict."""
+
 
 def in_library(text: str, library: str) -> str:
     """Return advice on a DataLoader in the terms of the library that constructs it.

@@ -20,6 +20,7 @@ import msgspec
 from headway.core import units
 from headway.core.tracebacks import raised
 from headway.core.units import format_seconds
+from headway.ledger.cause import RECORD_LONGER
 from headway.report.answers import NOT_RESOLVED, CauseRow, Json, PlanAnswer, ProposalRow, RunAnswer, Verdict, Why
 from headway.trace.events.active_settings import AppliedRow
 from headway.trace.recording.run_facts import RunExit
@@ -269,7 +270,7 @@ def verdict(answer: Json | Why) -> Verdict:
     if why.hang.get("ended_the_run"):
         sentence = f"The run made no more progress after {plural(why.steps, 'step')} and was ended: it hung."
         return Verdict(sentence=f"{sentence} {useful}.", fix=HUNG)
-    named = [c for c in why.causes if worth_naming(c, why)]
+    named = [c for c in why.causes if worth_naming(c, why) and not c.fix.startswith(RECORD_LONGER)]
     known = [c for c in named if c.remedy or c.fix.startswith(NOT_RESOLVED)]
     first = next((c for c in known if _gain(c) >= GAIN_THAT_LEADS), None)
     largest = max(named, key=_lost_s, default=None)
@@ -277,8 +278,7 @@ def verdict(answer: Json | Why) -> Verdict:
         first = largest  # what else the run shows is of a busy host, or small beside what one line wins
     if first is None:
         first = next((c for c in named if headline(c, why)), None)
-        most = max((c for c in named if c.cause != "host.recording"), key=_lost_s, default=None)
-        first = most if first and most and _lost_s(most) > FAR_LARGER * _lost_s(first) else first
+        first = largest if first and largest and _lost_s(largest) > FAR_LARGER * _lost_s(first) else first
     if first is None:
         return Verdict(sentence=f"{end}{useful}{_larger_loss(why, '') or '; no loss stands out'}.")
     rest = _larger_loss(why, first.cause.partition(".")[0])
@@ -390,9 +390,9 @@ def _lost_s(cause: CauseRow) -> float:
 
 
 def headline(cause: CauseRow, why: Why) -> bool:
-    """Tell whether a cause may be what a verdict is about: above the noise, to be mended, and not headway's own."""
+    """Tell whether a cause may be what a verdict is about: above the noise, and to be mended."""
     lost = share(cause.lost_device_s, why.total_device_s) or 0.0
-    return lost >= LEAST_HEADLINE and not cause.fix.startswith(NOTHING_PAYS) and cause.cause != "host.recording"
+    return lost >= LEAST_HEADLINE and not cause.fix.startswith(NOTHING_PAYS)
 
 
 def named_causes(answer: Json | Why) -> list[CauseRow]:

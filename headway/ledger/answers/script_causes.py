@@ -31,7 +31,7 @@ from headway.ledger.answers.input_causes import LoaderState, hint_of, where_of
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.booking.waits import KINDS
 from headway.ledger.buckets import BUCKETS
-from headway.ledger.cause import Cause, SampledLine
+from headway.ledger.cause import RECORD_LONGER, Cause, SampledLine
 from headway.ledger.growth import BLOCKS, LEAST_STEPS, rising, slowed
 from headway.trace.events.loader_facts import unmovable_by_hand
 
@@ -106,7 +106,7 @@ def host_cpu_wait(ledger: Ledger) -> list[Cause]:
         fix = "fewer processes and threads of the job than cores: loader workers count as well"
     elif others < BUSY:
         evidence += "; nobody is known to have computed here but headway's own processes beside the first steps"
-        fix = "record for longer: headway's own processes read data and time the model beside the first steps, once"
+        fix = f"{RECORD_LONGER}: headway's own processes read data and time the model beside the first steps, once"
     return [
         Cause("host.cpu_wait", "training thread", booked + waited, evidence + also_waited(waited), fix, script=edit)
     ]
@@ -122,7 +122,7 @@ def host_recording(ledger: Ledger) -> list[Cause]:
     times = f" {plural(span.count, 'time')}" if span.count else ""
     evidence = f"headway stopped training{times} for itself, {mean_of(own, span.count)}"
     evidence += f"; {plural(windows, 'deep window')} opened and closed" if windows else ""
-    fix = "record without deep windows (--windows 0), or for longer" if windows else "record for longer"
+    fix = f"{RECORD_LONGER}, or without deep windows (--windows 0)" if windows else RECORD_LONGER
     fix += f": most of it is done once, or bounded by a share of the time{TRY}op:host.recording=none"
     return [Cause("host.recording", "headway's recorder", own + waited, evidence + also_waited(waited), fix)]
 
