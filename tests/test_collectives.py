@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.cost.collectives import (
-    COLLECTIVES,
-    collective_seconds,
-    fit,
-)
+from headway.cost.collectives import COLLECTIVES, collective_seconds
 from headway.cost.specs import LinkSpec
 from headway.sim import Dag, replay
 
@@ -114,37 +110,6 @@ def test_the_broadcast_tree_equals_the_tree_played_hop_by_hop(num_ranks: int) ->
     assert form == pytest.approx(played)
 
 
-@pytest.mark.parametrize(("kind", "algorithm"), EVERY)
-@given(latency=st.floats(1e-7, 1e-3), rate=st.floats(1e6, 1e12), num_ranks=st.integers(2, 64))
-def test_a_fit_recovers_the_link_that_made_the_times(
-    kind: str, algorithm: str, latency: float, rate: float, num_ranks: int
-) -> None:
-    link = LinkSpec("truth", bytes_per_s=rate, latency_s=latency, source="drawn")
-    knee = latency * rate
-    assume(knee > 1)
-    measured = [
-        (size, collective_seconds(kind, size, num_ranks=num_ranks, link=link, algorithm=algorithm))
-        for size in (knee / 10, knee, knee * 10, knee * 100)
-    ]
-    found = fit(measured, kind=kind, algorithm=algorithm, num_ranks=num_ranks)
-
-    assert found.link.latency_s == pytest.approx(latency, rel=1e-6)
-    assert found.link.bytes_per_s == pytest.approx(rate, rel=1e-6)
-    assert found.error_fraction < 1e-6
-
-
-@given(st.lists(st.tuples(st.floats(1, 1e6), st.floats(1e-6, 1)), min_size=3, max_size=8))
-def test_a_fit_is_never_negative(measured: list[tuple[float, float]]) -> None:
-    assume(len({size for size, _ in measured}) > 1)
-    try:
-        link = fit(measured).link
-    except InputError:  # times that do not grow with the size
-        return
-
-    assert link.latency_s >= 0
-    assert link.bytes_per_s > 0
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -155,10 +120,6 @@ def test_a_fit_is_never_negative(measured: list[tuple[float, float]]) -> None:
         ),
         (lambda: collective_seconds("send", -1, num_ranks=2, link=LINK), r"num_bytes is -1; pass a finite size >= 0"),
         (lambda: collective_seconds("send", 1, num_ranks=0, link=LINK), r"num_ranks is 0; give at least 1"),
-        (lambda: fit([(1, 1.0), (1, 2.0)]), r"cannot be told apart from one size; measure at least two"),
-        (lambda: fit([(1, 1.0), (2, 0.0)]), r"measurement \(2 B, 0.0 s\) is not positive and finite; leave it out"),
-        (lambda: fit([(1, 1.0), (2, 1.0)], num_ranks=1), r"one rank sends nothing; measure with num_ranks"),
-        (lambda: fit([(1, 5.0), (100, 1.0)]), r"the times do not grow with the size; measure larger"),
     ],
 )
 def test_bad_input_is_refused(call, message: str) -> None:

@@ -1,4 +1,4 @@
-"""How long collectives take: alpha-beta closed forms, and fits of alpha and beta to measurements.
+"""How long collectives take: alpha-beta closed forms.
 
 A message of n bytes takes alpha + n / rate on a link. Every algorithm here
 is then `rounds(p) * alpha + volume(p) * n / rate` for p ranks, where n is the
@@ -16,7 +16,7 @@ else shares them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from headway.core.errors import InputError
@@ -89,67 +89,6 @@ def collective_seconds(
     if num_ranks == 1:
         return 0.0
     return form.rounds(num_ranks) * link.latency_s + form.volume(num_ranks) * num_bytes / link.bytes_per_s
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """A link as measurements show it."""
-
-    link: LinkSpec
-    """Fitted latency and rate."""
-
-    error_fraction: float
-    """Mean of |fitted - measured| / measured over the measurements."""
-
-    num_measurements: int
-    """How many there were."""
-
-
-def fit(
-    measured: Sequence[tuple[float, float]],
-    *,
-    kind: str = "send",
-    num_ranks: int = 2,
-    algorithm: str | None = None,
-    name: str = "fitted",
-) -> Fit:
-    """Fit latency and rate, neither negative, to (bytes, seconds) of one collective by least squares.
-
-    The squares are of relative errors: a microsecond matters to a small message and not to a
-    large one. Raises `InputError` with fewer than two different sizes, with
-    values that are not positive and finite, or when time does not grow with size.
-    """
-    form = collective_form(kind, algorithm)
-    _check(1, num_ranks)
-    if num_ranks < 2:
-        raise InputError("one rank sends nothing; measure with num_ranks of at least 2.")
-    for num_bytes, seconds in measured:
-        if not (0 < num_bytes < math.inf and 0 < seconds < math.inf):
-            raise InputError(f"the measurement ({num_bytes} B, {seconds} s) is not positive and finite; leave it out.")
-    if len({num_bytes for num_bytes, _ in measured}) < 2:
-        raise InputError("latency and rate cannot be told apart from one size; measure at least two sizes.")
-    # seconds = alpha * rounds + (1 / rate) * volume * bytes; divided by the seconds measured.
-    rows = [(form.rounds(num_ranks) / t, form.volume(num_ranks) * n / t) for n, t in measured]
-    alpha, inverse = _nonnegative_least_squares(rows)
-    if inverse <= 0:
-        raise InputError("the times do not grow with the size; measure larger messages.")
-    error = sum(abs(alpha * a + inverse * b - 1) for a, b in rows) / len(rows)
-    link = LinkSpec(name, bytes_per_s=1 / inverse, latency_s=alpha, source=f"fit of {len(rows)} measurements of {kind}")
-    return Fit(link, error, len(rows))
-
-
-def _nonnegative_least_squares(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return x, y >= 0 that minimise the sum of (x a + y b - 1)^2."""
-    aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-    a, b = sum(row[0] for row in rows), sum(row[1] for row in rows)
-    # Scaled so that the determinant does not cancel: latencies are 1e-6, inverse rates 1e-10.
-    determinant = 1 - ab * ab / (aa * bb)
-    x = (a / aa - ab * b / (aa * bb)) / determinant if determinant > 0 else -1.0
-    y = (b / bb - ab * a / (aa * bb)) / determinant if determinant > 0 else -1.0
-    if x >= 0 and y >= 0:
-        return x, y
-    # One of them is at its bound: the better of the two.
-    return min(((0.0, b / bb), (a / aa, 0.0)), key=lambda at: sum((at[0] * r[0] + at[1] * r[1] - 1) ** 2 for r in rows))
 
 
 def _check(num_bytes: float, num_ranks: int) -> None:
