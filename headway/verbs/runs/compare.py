@@ -14,7 +14,6 @@ from headway.cluster.adaptive.recorded import BatchesCompared, learned
 from headway.ledger.answers.compare import SCHEMA, by_useful_examples, unlike_loads
 from headway.ledger.answers.compare import compare as compare_ledgers
 from headway.ledger.answers.ledger import Ledger
-from headway.report.figures import ending
 from headway.report.paper import draw, paragraph
 from headway.report.screens import WHOLE_PLAN
 from headway.report.terminal import render_compare
@@ -24,8 +23,9 @@ from headway.verbs.models.model_grow import growth_sentence, judged_growth, loss
 from headway.verbs.shared.learned_step import judged, sentence
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.run_options import fraction
-from headway.verbs.shared.script_terms import withdrawn
 from headway.verbs.shared.source import run_at
+from headway.why.terms import withdrawn
+from headway.why.verdict import ending
 
 SENT_LOSSY = ("comm.compress", "comm.loose")
 """Remedies that change what is learned: the loss of their runs is shown beside the speed."""

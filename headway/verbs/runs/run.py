@@ -22,7 +22,7 @@ from headway.runtime.launching.run_of_ranks import ExitReport
 from headway.trace.recording.runs import is_run
 from headway.verbs.shared.output import emit, emit_beside
 from headway.verbs.shared.run_options import RecordingOptions
-from headway.verbs.shared.script_terms import verified
+from headway.why.terms import verified
 
 DEFAULTS = RecordingOptions()
 

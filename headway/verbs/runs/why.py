@@ -17,10 +17,10 @@ from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.machines import creation, machine_times
 from headway.report.terminal import render_why
 from headway.trace.recording.run_facts import RunFacts
-from headway.verbs.shared.explain import Explanation, explain
-from headway.verbs.shared.model_flops import ModelSpec, mfu_entry, run_flops
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.source import newest_run
+from headway.why.explanation import Explanation, explain
+from headway.why.model_flops import ModelSpec, mfu_entry, run_flops
 
 if TYPE_CHECKING:
     from headway.report.page.charts import HeatMap
@@ -69,9 +69,9 @@ def hang_of(explanation: Explanation) -> dict[str, Any] | None:
 
 def heat_maps_of(explanation: Explanation, why: dict[str, Any]) -> list[HeatMap]:
     """Return the heat maps of compute time, behind that of the what-if analysis of an operation trace."""
-    from headway.report.answers import Why
     from headway.report.page.charts import worker_heat_map
     from headway.report.page.machines import machine_heat_maps
+    from headway.why.answer import Why
 
     ranks = explanation.parts.ranks
     where = {rank: (row["dp"], row["pp"]) for rank, row in ranks.items() if "dp" in row and "pp" in row}

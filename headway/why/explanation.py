@@ -28,8 +28,6 @@ from headway.ledger.answers.ledger import Ledger
 from headway.ledger.cause import Cause
 from headway.plan.planner import Plan
 from headway.plan.setup import Setup
-from headway.report.answers import NOT_RESOLVED, Verdict
-from headway.report.figures import GAIN_THAT_LEADS, NOTHING_PAYS, verdict
 from headway.sim.ddp.ddp_window import windows_of
 from headway.sim.recorded.ideal import replayed_trace
 from headway.sim.recorded.program import Program
@@ -40,8 +38,9 @@ from headway.trace.readers.formats import open_parts
 from headway.trace.recording.incident import Incident
 from headway.trace.recording.run_facts import RunFacts, memory_headroom, outcomes_of
 from headway.trace.recording.runs import Run, is_described, is_run, merge
-from headway.verbs.shared.script_terms import KEPT, script_terms, withdrawn
-from headway.verbs.shared.source import run_command
+from headway.why.answer import NOT_RESOLVED, Verdict
+from headway.why.terms import KEPT, run_command, script_terms, withdrawn
+from headway.why.verdict import GAIN_THAT_LEADS, NOTHING_PAYS, verdict
 
 if TYPE_CHECKING:
     from headway.ledger.operations.straggler import StragglerReport
