@@ -40,8 +40,8 @@ from headway.verbs.runs.trace import interval
 from headway.verbs.runs.verdict import applied_rows, next_command
 from headway.verbs.runs.why import why as why_verb
 from headway.verbs.shared.source import newest_run
-from headway.why.explanation import explain, fixes_of, refuted
-from headway.why.terms import OF_REMEDY, chosen_terms
+from headway.why.explanation import explain
+from headway.why.fixes import OF_REMEDY, chosen_terms, fixes_of, refuted
 from headway.why.verdict import verdict
 from tests.launching import headway_here, refusal
 from tests.paths import ROOT

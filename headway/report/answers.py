@@ -19,8 +19,7 @@ from headway.core.units import NS_PER_S, format_bytes, format_seconds
 from headway.trace.events.active_settings import AppliedRow
 from headway.trace.events.trace import Trace
 from headway.trace.recording.run_facts import RunExit, RunFacts
-from headway.why.answer import Answer, Interval, Verdict
-from headway.why.terms import LoaderRow
+from headway.why.answer import Answer, Interval, LoaderRow, Verdict
 
 
 class VerifiedRow(Answer, frozen=True):

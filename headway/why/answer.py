@@ -190,3 +190,20 @@ class Why(Answer, frozen=True):
     def total_device_s(self) -> float:
         """Devices x wall, in seconds."""
         return (self.devices or 0.0) * (self.wall_s or 0.0)
+
+
+class LoaderRow(msgspec.Struct, frozen=True):
+    """One entry of `loaders` in `headway plan --json`."""
+
+    loader: int
+    """Its group."""
+    line: str | None = None
+    """Where the script makes it."""
+    dataset: str = ""
+    """Class of its dataset."""
+    used_by: str = ""
+    """'training' or 'evaluation'."""
+    remedies: tuple[str, ...] = ()
+    """The chosen ones that are for it."""
+    reason: str = ""
+    """Why it takes none."""

@@ -37,7 +37,7 @@ from headway.report.paper import ScreenOptions, add_row, draw, grid, next_of, pa
 from headway.trace.recording.runs import Run
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.source import run_at
-from headway.why.terms import run_command
+from headway.why.fixes import run_command
 
 Facts = dict[str, Any]
 """An answer, as it is printed as JSON."""

@@ -24,7 +24,7 @@ from headway.verbs.shared.learned_step import judged, sentence
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.run_options import fraction
 from headway.verbs.shared.source import run_at
-from headway.why.terms import withdrawn
+from headway.why.fixes import withdrawn
 from headway.why.verdict import ending
 
 SENT_LOSSY = ("comm.compress", "comm.loose")

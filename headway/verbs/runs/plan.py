@@ -27,7 +27,7 @@ from headway.verbs.shared.learned_step import TABLE, in_words, learned_step, sav
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.source import run_at
 from headway.why.explanation import explain_run
-from headway.why.terms import chosen_terms, loader_rows, run_command
+from headway.why.fixes import chosen_terms, loader_rows, run_command
 
 
 def plan(

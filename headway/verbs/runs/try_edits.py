@@ -24,7 +24,7 @@ from headway.verbs.shared.output import emit
 from headway.verbs.shared.run_options import RunOptions
 from headway.verbs.shared.source import run_at
 from headway.why.explanation import explain
-from headway.why.terms import run_command
+from headway.why.fixes import run_command
 
 REMEDY = "measure.try"
 DEFAULT = RunOptions()

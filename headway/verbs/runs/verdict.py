@@ -22,8 +22,8 @@ from headway.runtime.run_folder.recording import write_json
 from headway.trace.events import active_settings
 from headway.trace.events.active_settings import AppliedRow
 from headway.trace.recording.runs import Run
-from headway.why.explanation import Explanation, explain_run, outcomes
-from headway.why.terms import verified, withdrawn
+from headway.why.explanation import Explanation, explain_run
+from headway.why.fixes import outcomes, verified, withdrawn
 
 
 def summarise(path: Path, plan: PlanFile | None, baseline: Path | None) -> tuple[dict[str, Any], Explanation]:

@@ -20,15 +20,27 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-
+from headway.catalog import RECORDS, causes_of
+from headway.core.errors import BarMissedError, InputError
+from headway.core.units import format_fraction
 from headway.fault.remedies import FOLLOWS_FAILURES
+from headway.ledger.answers.causes import Fix
+from headway.ledger.answers.evidence import TRY
+from headway.ledger.cause import Cause
 from headway.plan.proposal import Proposal, Refusal
+from headway.trace.events.active_settings import AppliedRow
 from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.recording.run_facts import RunFacts, outcomes_of
+from headway.why.answer import NOT_RESOLVED, LoaderRow
+from headway.why.verdict import GAIN_THAT_LEADS, NOTHING_PAYS
+
+if TYPE_CHECKING:
+    from headway.plan.planner import Plan
+    from headway.sim.recorded.program import Program
 
 KEPT = "persistent=true"
 """The edit that keeps a loader's workers for the next pass."""
@@ -96,6 +108,99 @@ def call(name: str, given: Mapping[str, Any], *keys: str) -> str:
     return f"{name}({', '.join(['...', *(f'{key}={given[key]!r}' for key in keys if given.get(key))])})"
 
 
+# Of the causes of a run: which remedy answers each, and what else the run says of them.
+
+
+def fixes_of(
+    plan: Plan, refused: Collection[str] = (), *, launched: bool = True, allow: Collection[str] = ()
+) -> dict[str, Fix]:
+    """Return, for each cause, the proposal that wins most against it; a `refused` one is left to the script.
+
+    What headway can apply is promised only where the plan holds it, or would hold it with one more consent: that one
+    is named, with the consent, where no other one wins. Where one that needs none may win, and this run is too noisy to
+    tell, that is said instead.
+    Of a proposal that headway cannot apply the prediction is taken; what to do is what the cause's rule says.
+    """
+    fixes: dict[str, Fix] = {}
+    unsure: dict[str, Fix] = {}
+    free = [row for row in plan.proposals if row.allow is None or row.allow in allow]
+    rest = [row for row in plan.proposals if row not in free]
+    short = {row.name for row in plan.left_out if row.kind == "short"}  # by hand it costs no trial
+    free = [row for row in free if not row.applies or row.name in (*plan.chosen, *refused, *short)]
+    won = {cause for row in free if row.clear for cause in causes_of(row.name)}
+    for row in plan.proposals:
+        if not row.applies or row.clear or row.allow is not None or row.predicted_speedup < GAIN_THAT_LEADS:
+            continue
+        low, high = row.interval
+        text = f"{NOT_RESOLVED}: {row.name} may win {row.predicted_speedup:.2f}x ({low:.2f} to {high:.2f}); "
+        text += "record for longer, or on a quieter host"
+        found = Fix(text, row.predicted_speedup, row.interval, script_terms(row))
+        unsure |= {cause: found for cause in causes_of(row.name) if cause not in won}
+    for row in [*free, *rest]:
+        won_in_evaluations = row.evaluation_share > 1 / 2
+        for cause in ("eval",) if won_in_evaluations else causes_of(row.name):
+            best = fixes.get(cause)
+            if row in rest and won.union(unsure).intersection(causes_of(row.name)):
+                continue  # beside a small cause it would stand with what it wins of the large one
+            if row.clear and (best is None or row.predicted_speedup > best.predicted_speedup):
+                grant = "" if row in free else f" --allow {row.allow}"
+                how = f"headway plan{grant}, then headway run --apply"
+                how = f"{RECORDS[row.name].changes or DRAWS}: {how}" if grant else how
+                how = "in the script itself: headway could not apply it" if row.name in refused else how
+                edits = ", ".join(edit for edit in row.edits if not edit.startswith(("op:", "accelerator=")))
+                if row.name in short:
+                    how, edits = "in the script itself: this job is too short to win back what trying it costs", ""
+                text = f"{row.name}: {edits} ({how})" if edits else f"{row.name} ({how})"
+                if not launched:
+                    text = script_terms(row)
+                by_headway = row.applies and row.name not in (*refused, *short)
+                of_rule = row.name == "data.workers" or not cause.startswith("input.")  # what the cause's rule advises
+                text = text if by_headway or row.name in refused or (row.applies and not of_rule) else ""
+                fixes[cause] = Fix(
+                    text,
+                    row.predicted_speedup,
+                    row.interval,
+                    script_terms(row),
+                    row.name if by_headway else "",
+                    row.allow or "" if by_headway and grant else "",
+                )
+    return {**unsure, **fixes}
+
+
+DRAWS = "with other random draws of the same distribution"
+"""What a grant admits, as a fix says it, of a remedy whose record does not say: it needs one for some scripts alone."""
+
+
+def refuted(cause: Cause, plan: Plan) -> Cause:
+    """Take back the advice to try an edit where the planner tried its like on this run and none of it pays."""
+    about = "input.prep" if cause.cause == "input.transfer" and f"{TRY}workers=" in cause.fix else cause.cause
+    tried = [row for row in plan.proposals if about in causes_of(row.name)]
+    given = [f"{row.name} {row.known}" for row in plan.refused if row.known and about in causes_of(row.name)]
+    if TRY not in cause.fix or not (tried or given) or any(row.clear for row in tried):
+        return cause
+    predicted = ", ".join(f"{row.name} {row.predicted_speedup:.2f}x" for row in tried)
+    known = [*([f"predicted: {predicted}"] if tried else []), *given]
+    fix = f"{NOTHING_PAYS} ({'; '.join(known)})"
+    return replace(cause, fix=fix, predicted_speedup=None, interval=None, at_most=False, script="")
+
+
+def with_reasons(cause: Cause, program: Program) -> Cause:
+    """Say of a pipeline's bubble what it comes from, where the run shows it."""
+    if cause.cause != "bubble.p2p":
+        return cause
+    from headway.parallel.advise import reasons_of
+
+    try:
+        reasons = reasons_of(program)
+    except (InputError, BarMissedError):
+        return cause
+    order, unequal, transfers = (
+        format_fraction(max(reasons[name], 0.0) / program.measured_s) for name in ("order", "unequal", "transfers")
+    )
+    said = f"the order costs {order} of a step, unequal stages {unequal}, transfers {transfers}"
+    return replace(cause, evidence=f"{cause.evidence}; {said}")
+
+
 # What `headway run --verify` found: batches under remedies compared with the script's own, over all ranks.
 
 COUNTS = ("batches", "compared", "equal", "unequal")
@@ -144,23 +249,6 @@ def run_command(facts: RunFacts, *options: str) -> str:
     return f"{command} -- {shlex.join(script) if script else '<your script and its arguments>'}"
 
 
-class LoaderRow(msgspec.Struct, frozen=True):
-    """One entry of `loaders` in `headway plan --json`."""
-
-    loader: int
-    """Its group."""
-    line: str | None = None
-    """Where the script makes it."""
-    dataset: str = ""
-    """Class of its dataset."""
-    used_by: str = ""
-    """'training' or 'evaluation'."""
-    remedies: tuple[str, ...] = ()
-    """The chosen ones that are for it."""
-    reason: str = ""
-    """Why it takes none."""
-
-
 def loader_rows(
     proposals: Sequence[Proposal],
     refused: Sequence[Refusal],
@@ -194,3 +282,12 @@ def _reason(group: int, about: Sequence[Proposal | Refusal], chosen: Collection[
     if any(group in row.loaders for row in about if isinstance(row, Proposal)):
         return "no remedy for it is in the plan"
     return "the replayed steps did not wait for it" if about else "no remedy was considered"
+
+
+def outcomes(path: Path) -> dict[str, AppliedRow]:
+    """Return remedy -> its outcome over all ranks of the run at `path`: refused as soon as one rank refused it."""
+    found: dict[str, AppliedRow] = {}
+    for row in outcomes_of(path):
+        if row.name not in found or row.reason_not_applied:
+            found[row.name] = row
+    return found
