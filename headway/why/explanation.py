@@ -13,7 +13,6 @@ import msgspec
 from msgspec import structs
 
 from headway.catalog import ADVISERS
-from headway.cluster.advise import BATCH
 from headway.comm.compression.advise import GRANT, NOT_GRANTED, UNKNOWN
 from headway.comm.compression.advise import NAME as COMPRESS
 from headway.compute.advise import causes as compute_causes
@@ -34,10 +33,10 @@ from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
 from headway.trace.readers.formats import open_parts
 from headway.trace.recording.incident import Incident
-from headway.trace.recording.run_facts import RunFacts, memory_headroom
+from headway.trace.recording.run_facts import RunFacts, memory_headroom, outcomes_of
 from headway.trace.recording.runs import Run, is_described, is_run, merge
 from headway.why.answer import Verdict
-from headway.why.fixes import KEPT, fixes_of, outcomes, refuted, run_command, with_reasons, withdrawn
+from headway.why.fixes import fixes_of_run, notes_of, refusals, refuted, run_command, with_reasons
 from headway.why.verdict import verdict
 
 if TYPE_CHECKING:
@@ -91,6 +90,10 @@ class Explanation:
 
     def to_json(self) -> dict[str, Any]:
         """Return the `headway.why/2` object."""
+        return dict(self._json)
+
+    @functools.cached_property
+    def _json(self) -> dict[str, Any]:
         fidelity = self.program.fidelity if self.program else self.straggler.fidelity if self.straggler else None
         straggler = self.straggler.to_json() if self.straggler else None
         answer = self.ledger.to_json(causes=self.causes, straggler=straggler, fidelity=fidelity)
@@ -237,31 +240,13 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = (), steps: in
     try:
         program = Program.from_run(run)
         plan = Plan.of(ledger, program, Setup.from_facts(run.facts, allow=allow, steps=steps), ADVISERS)
-    except (
-        InputError,
-        BarMissedError,
-    ) as reason:  # too short, or not replayable: the ledger stands without predictions
+    except (InputError, BarMissedError) as reason:  # too short, or not replayable: the ledger needs no predictions
         causes = tuple(find_causes(ledger, more=(*more, *causes_by_hand(ledger))))
         return Explanation(source, run.parts, ledger, causes, run, notes=(str(reason),), paths=(run.path,))
-    refused = {name: why for name, row in outcomes(run.path).items() if (why := row.reason_not_applied)}
-    fixes = fixes_of(plan, refused, launched=run.facts.launched, allow=allow)
-    keeps = any(row.name == "data.workers" and KEPT in row.edits for row in plan.proposals)
-    workers = next((fix for fix in fixes.values() if fix.remedy == "data.workers"), None)
-    loaders = run.facts.effective_loaders.values()
-    collates = not any(loader.num_workers for loader in loaders)  # workers would do that too
-    fixes |= {"input.start": workers} if workers is not None and keeps else {}
-    fixes |= {"input.transfer": workers} if workers is not None and collates else {}
+    applied = outcomes_of(run.path)
     more = (*more, *causes_by_hand(ledger, program.predict))
+    fixes = fixes_of_run(plan, run.facts, refusals(applied), allow)
     found = find_causes(ledger, predict=program.predict, fixes=fixes, more=more)
     causes = tuple(with_reasons(refuted(cause, plan), program) for cause in found)
-    notes = (
-        *(f"{name} was not applied to this run: {why}" for name, why in refused.items()),
-        *(f"{name} was withdrawn while the run went on: {why}" for name, why in withdrawn(run.path).items()),
-        *(
-            f"{row.reason}: {row.name} guards against that, with headway plan --allow {row.allow}"
-            for row in plan.proposals
-            if row.protects and row.allow
-        ),
-        *(f"{row.name}: {row.reason}" for row in plan.refused if row.name == BATCH),
-    )
+    notes = notes_of(plan, applied)
     return Explanation(source, run.parts, ledger, causes, run, program, plan, notes=notes, paths=(run.path,))

@@ -21,10 +21,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.catalog import RECORDS, causes_of
+from headway.cluster.advise import BATCH
 from headway.core.errors import BarMissedError, InputError
 from headway.core.units import format_fraction
 from headway.fault.remedies import FOLLOWS_FAILURES
@@ -34,7 +34,7 @@ from headway.ledger.cause import Cause
 from headway.plan.proposal import Proposal, Refusal
 from headway.trace.events.active_settings import AppliedRow
 from headway.trace.events.loader_facts import LoaderFacts
-from headway.trace.recording.run_facts import RunFacts, outcomes_of
+from headway.trace.recording.run_facts import RunFacts
 from headway.why.answer import NOT_RESOLVED, LoaderRow
 from headway.why.verdict import GAIN_THAT_LEADS, NOTHING_PAYS
 
@@ -167,6 +167,30 @@ def fixes_of(
     return {**unsure, **fixes}
 
 
+def fixes_of_run(plan: Plan, facts: RunFacts, refused: Collection[str], allow: Collection[str]) -> dict[str, Fix]:
+    """Return the same of a run; workers are the fix too of what they would do besides reading."""
+    fixes = fixes_of(plan, refused, launched=facts.launched, allow=allow)
+    workers = next((fix for fix in fixes.values() if fix.remedy == "data.workers"), None)
+    keeps = any(row.name == "data.workers" and KEPT in row.edits for row in plan.proposals)
+    collates = not any(loader.num_workers for loader in facts.effective_loaders.values())
+    also = {"input.start": keeps, "input.transfer": collates}
+    return fixes | {cause: workers for cause, does in also.items() if does and workers is not None}
+
+
+def notes_of(plan: Plan, applied: Sequence[AppliedRow]) -> tuple[str, ...]:
+    """Say what became of remedies in the run, and what a plan has beside its proposals."""
+    return (
+        *(f"{name} was not applied to this run: {why}" for name, why in refusals(applied).items()),
+        *(f"{name} was withdrawn while the run went on: {why}" for name, why in withdrawn(applied).items()),
+        *(
+            f"{row.reason}: {row.name} guards against that, with headway plan --allow {row.allow}"
+            for row in plan.proposals
+            if row.protects and row.allow
+        ),
+        *(f"{row.name}: {row.reason}" for row in plan.refused if row.name == BATCH),
+    )
+
+
 DRAWS = "with other random draws of the same distribution"
 """What a grant admits, as a fix says it, of a remedy whose record does not say: it needs one for some scripts alone."""
 
@@ -206,13 +230,13 @@ def with_reasons(cause: Cause, program: Program) -> Cause:
 COUNTS = ("batches", "compared", "equal", "unequal")
 
 
-def verified(path: Path) -> dict[str, Any] | None:
-    """Return how many batches of the run at `path` remedies made, how many of them were compared, equal and unequal.
+def verified(applied: Iterable[AppliedRow]) -> dict[str, Any] | None:
+    """Return how many batches of a run remedies made, how many of them were compared, equal and unequal.
 
     `not_compared` says why some that were due were not. None where the run was not verified, or no remedy was applied.
     """
     found: dict[str, Any] = {**dict.fromkeys(COUNTS, 0), "not_compared": {}}
-    facts = [row.facts for row in outcomes_of(path) if row.facts is not None and "verification" in row.facts]
+    facts = [row.facts for row in applied if row.facts is not None and "verification" in row.facts]
     for fact in facts:
         for name in COUNTS:
             found[name] += int(fact["verification"][name])
@@ -221,10 +245,10 @@ def verified(path: Path) -> dict[str, Any] | None:
     return found if facts else None
 
 
-def withdrawn(path: Path) -> dict[str, str]:
-    """Return remedy -> why it was taken away from a loader, or gave one back, while the run at `path` went on."""
+def withdrawn(applied: Iterable[AppliedRow]) -> dict[str, str]:
+    """Return remedy -> why it was taken away from a loader, or gave one back, while the run went on."""
     found: dict[str, dict[str, None]] = {}
-    for row in outcomes_of(path):
+    for row in applied:
         reasons = [(entry.dataset, entry.reason) for entry in row.decisions("withdrawn")]
         taken = set()
         for entry in row.decisions("loaders"):  # in the order of the decisions
@@ -284,10 +308,15 @@ def _reason(group: int, about: Sequence[Proposal | Refusal], chosen: Collection[
     return "the replayed steps did not wait for it" if about else "no remedy was considered"
 
 
-def outcomes(path: Path) -> dict[str, AppliedRow]:
-    """Return remedy -> its outcome over all ranks of the run at `path`: refused as soon as one rank refused it."""
+def outcomes(applied: Iterable[AppliedRow]) -> dict[str, AppliedRow]:
+    """Return remedy -> its outcome over all ranks: refused as soon as one rank refused it."""
     found: dict[str, AppliedRow] = {}
-    for row in outcomes_of(path):
+    for row in applied:
         if row.name not in found or row.reason_not_applied:
             found[row.name] = row
     return found
+
+
+def refusals(applied: Iterable[AppliedRow]) -> dict[str, str]:
+    """Return remedy -> why it was not applied, for those of a run that were not."""
+    return {name: why for name, row in outcomes(applied).items() if (why := row.reason_not_applied)}

@@ -19,7 +19,7 @@ from headway.ledger.cause import Cause
 from headway.ledger.runs.recorded import evaluation_loaders
 from headway.parallel.elastic_plan import loss_costs
 from headway.plan.planner import SCHEMA
-from headway.plan.setup import Setup, step_seconds
+from headway.plan.setup import step_seconds
 from headway.report.terminal import render_hints, render_plan, render_whatif
 from headway.sim.recorded.program import Program
 from headway.sim.whatif import EDITS
@@ -92,8 +92,8 @@ def plan(
             as_json=json,
         )
         return BarMissedError.exit_code
-    known = Setup.from_facts(recorded.facts, allow=grants).loaders
-    rows = loader_rows(made.proposals, made.refused, made.chosen, known, evaluation=evaluation_loaders(ledger))
+    loaders = recorded.facts.effective_loaders
+    rows = loader_rows(made.proposals, made.refused, made.chosen, loaders, evaluation=evaluation_loaders(ledger))
     path = out or recorded.path / ("next-plan.json" if recorded.facts.plan else "plan.json")
     made.save(path, baseline=str(recorded.path.resolve()), step_s=step_seconds(recorded.parts))
     by_hand = None if recorded.facts.launched else chosen_terms(made.proposals, made.chosen)

@@ -80,9 +80,10 @@ def run(
         raise KeyboardInterrupt
     found = None
     if options.verify and report.run is not None:
+        from headway.trace.recording.run_facts import outcomes_of
         from headway.why.fixes import verified
 
-        found = verified(report.run)
+        found = verified(outcomes_of(report.run))
     return 3 if report.code == 0 and found is not None and found["unequal"] else report.code
 
 

@@ -16,7 +16,6 @@ from headway.compute.advise import classes_json
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.machines import creation, machine_times
 from headway.report.terminal import render_why
-from headway.trace.recording.run_facts import RunFacts
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.source import newest_run
 from headway.why.explanation import Explanation, explain
@@ -41,7 +40,7 @@ def why_object(explanation: Explanation, model: ModelSpec | None = None) -> dict
         operations = run_flops(explanation.parts, explanation.ledger, explanation.run.facts)
         flops, dtype = operations["flops_per_step"], str(operations["dtype"])
         classes = classes_json(explanation.ledger, flops if isinstance(flops, int) else None, dtype)
-        answer["compute"] |= {**operations, "classes": classes}
+        answer["compute"] = {**answer["compute"], **operations, "classes": classes}
     elif explanation.ledger.kernels.ns:
         answer["compute"] = {"facts": {}, "classes": classes_json(explanation.ledger)}
     return answer
@@ -49,7 +48,7 @@ def why_object(explanation: Explanation, model: ModelSpec | None = None) -> dict
 
 def mfu_of(explanation: Explanation, model: ModelSpec) -> dict[str, Any]:
     """Return the `mfu` entry at the rate of the run's steady steps."""
-    facts = explanation.run.facts if explanation.run else RunFacts.of(explanation.parts.meta)
+    facts = explanation.run.facts if explanation.run else explanation.ledger.facts
     rate = steps_per_s(explanation.ledger)
     return mfu_entry(model, steps_per_s=rate, facts=facts, ranks=explanation.ledger.devices)
 
