@@ -41,8 +41,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from headway.core.figures import clean, count, finite, seconds, speedup
-from headway.core.units import NS_PER_S, format_seconds
+from headway.core.units import NS_PER_S, clean, count, finite, format_seconds, seconds, speedup
 from headway.report.paper import ScreenOptions, add_row, command_line, draw, grid, paragraph, title
 from headway.why.answer import Json
 

@@ -1,6 +1,6 @@
 """How buckets are coloured and the figures of an answer are said, on every screen and page.
 
-One place decides, so that the terminal and the HTML report never disagree; digits are those of `headway.core.figures`.
+One place decides, so that the terminal and the HTML report never disagree; digits are those of `headway.core.units`.
 
 >>> bucket_style("input").light, bucket_style("a newer one") is UNKNOWN_STYLE
 ('#db7b16', True)
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from headway.core.figures import clean, finite, magnitude, percent
+from headway.core.units import clean, finite, magnitude, percent
 from headway.report.answers import RunAnswer
 from headway.why.answer import Why
 

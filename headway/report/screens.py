@@ -19,8 +19,19 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from headway.core.figures import clean, count, device_seconds, finite, interval, percent, plural, seconds, speedup
-from headway.core.units import format_bytes, format_rate
+from headway.core.units import (
+    clean,
+    count,
+    device_seconds,
+    finite,
+    format_bytes,
+    format_rate,
+    interval,
+    percent,
+    plural,
+    seconds,
+    speedup,
+)
 from headway.report.answers import PlanAnswer, RunAnswer, VerifiedRow, start_of
 from headway.report.figures import goodput_of
 from headway.report.paper import ScreenOptions, add_row, command_line, draw, grid, joined, next_of, paragraph, title

@@ -32,7 +32,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from headway.core.figures import clean, count, device_seconds, finite, percent, plural, seconds, share, speedup
+from headway.core.units import clean, count, device_seconds, finite, percent, plural, seconds, share, speedup
 from headway.ledger.buckets import UNSPLIT
 from headway.report.figures import bucket_style, goodput_of, operation_lines
 from headway.report.paper import (

@@ -14,7 +14,8 @@ from typing import Protocol
 
 import msgspec
 
-from headway.core.figures import (
+from headway.core.tracebacks import raised
+from headway.core.units import (
     SHORT_S,
     clean,
     device_seconds,
@@ -26,7 +27,6 @@ from headway.core.figures import (
     share,
     speedup,
 )
-from headway.core.tracebacks import raised
 from headway.trace.recording.run_facts import RunExit
 from headway.why.answer import NOT_RESOLVED, CauseRow, Json, Verdict, Why
 

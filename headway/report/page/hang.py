@@ -21,8 +21,8 @@ from typing import Unpack
 from rich.console import RenderableType
 from rich.text import Text
 
-from headway.core.figures import clean, count, plural
 from headway.core.mesh import Mesh
+from headway.core.units import clean, count, plural
 from headway.report.page.sections import section, text
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, title
 from headway.why.answer import Json

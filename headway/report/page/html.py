@@ -40,8 +40,8 @@ from numpy.typing import NDArray
 
 import headway
 from headway.core.errors import InputError
-from headway.core.figures import clean, finite
 from headway.core.files.safe_files import whole_file
+from headway.core.units import clean, finite
 from headway.report.answers import PlanAnswer, RunAnswer
 from headway.report.figures import BUCKET_STYLES
 from headway.report.page import frames, sections

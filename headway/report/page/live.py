@@ -16,8 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.core.figures import count, plural, seconds
-from headway.core.units import NS_PER_S, format_fraction, format_rate
+from headway.core.units import NS_PER_S, count, format_fraction, format_rate, plural, seconds
 from headway.ledger.buckets import BUCKETS
 from headway.ledger.live_ledger import LiveFigures, LiveSeries, RankState
 from headway.report.page import frames, sections

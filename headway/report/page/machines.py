@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from headway.core.figures import clean, count, device_seconds, finite, plural, speedup
+from headway.core.units import clean, count, device_seconds, finite, plural, speedup
 from headway.ledger.machines import BASES, LEAST_MACHINES, MachineTimes
 from headway.report.page.charts import HeatMap
 from headway.report.page.sections import section, text

@@ -17,8 +17,18 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headway.core.figures import clean, count, device_seconds, finite, percent, plural, seconds, share, speedup
-from headway.core.units import format_rate
+from headway.core.units import (
+    clean,
+    count,
+    device_seconds,
+    finite,
+    format_rate,
+    percent,
+    plural,
+    seconds,
+    share,
+    speedup,
+)
 from headway.ledger.buckets import ONCE_PER_RUN, SUB_LINES
 from headway.report.answers import PlanAnswer, ProposalRow, RunAnswer, start_of
 from headway.report.figures import BUCKET_STYLES, STARTS_SHOW, TILES, columns, operation_lines

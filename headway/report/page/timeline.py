@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
-from headway.core.figures import clean
+from headway.core.units import clean
 from headway.ledger.buckets import BUCKET_OF, BUCKETS, bucket_of_sub
 from headway.report.page.charts import encode
 from headway.trace.events.trace import Trace

@@ -12,8 +12,7 @@ from cyclopts import Parameter
 from rich.text import Text
 
 from headway.core.errors import InputError, UnknownNameError
-from headway.core.figures import magnitude
-from headway.core.units import format_fraction, format_seconds
+from headway.core.units import format_fraction, format_seconds, magnitude
 from headway.cost.power import PowerModel
 from headway.power.advise import (
     SCHEMA,
