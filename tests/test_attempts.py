@@ -13,7 +13,7 @@ from headway.ledger.answers.ledger import Ledger
 from headway.ledger.runs.attempts import kept_steps
 from headway.trace.events.trace import Trace
 from headway.trace.recording.runs import SCHEMA
-from headway.verbs.shared.explain import explain
+from headway.why.explanation import explain
 from tests.rings_made import Process
 from tests.runs_made import MS, NAMES, Made, RunMaker, cut_short, joined
 

@@ -26,7 +26,7 @@ from headway.runtime.run_folder.live_feed import finalised
 from headway.runtime.run_folder.status import RunStatus
 from headway.trace.recording.run_facts import RankMemory, RunFacts
 from headway.trace.rings.compute_facts import CallFlops, ComputeFacts, ModelFacts, Rehearsed
-from headway.verbs.shared.model_flops import dtype_in_use
+from headway.why.model_flops import dtype_in_use
 from tests.launching import headway, headway_here, script
 from tests.runs_made import MS, RunMaker
 from tests.spawn import on_ranks

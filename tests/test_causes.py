@@ -29,9 +29,9 @@ from headway.ledger.answers.script_causes import LARGE
 from headway.ledger.booking.account import SpanFacts
 from headway.ledger.buckets import BUCKETS, SUBS, bucket_of_sub
 from headway.ledger.cause import Cause, SampledLine, ranked
-from headway.report.figures import verdict
 from headway.trace.events.trace import concat
 from headway.trace.events.vocabulary import FROM_CACHE, SPANS
+from headway.why.verdict import verdict
 from tests.runs_made import MS, Made, Rows, RunMaker
 
 QUIET: dict[str, Any] = {"iter_ns": 0, "transfer_ns": 0, "comm_ns": 0, "steps": 40}

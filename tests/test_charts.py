@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.report.answers import StragglerRow
 from headway.report.page.charts import (
     HEAT_COLUMNS,
     HEAT_ROWS,
@@ -25,6 +24,7 @@ from headway.report.page.charts import (
     thinned,
     worker_heat_map,
 )
+from headway.why.answer import StragglerRow
 
 times_s = st.one_of(st.floats(0, 1e5), st.just(math.nan), st.just(math.inf))
 

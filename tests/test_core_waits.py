@@ -19,10 +19,10 @@ from headway.ledger.answers.ledger import Ledger
 from headway.ledger.booking.core_waits import Marks, without_core
 from headway.ledger.booking.rows import RankRows
 from headway.ledger.buckets import SUB_CODE
-from headway.report.figures import verdict
 from headway.sim.recorded.recording import Recording
 from headway.trace.events.intervals import Pieces
 from headway.trace.events.trace import concat
+from headway.why.verdict import verdict
 from tests.paths import ROOT
 from tests.runs_made import MS, Made, Rows, RunMaker
 

@@ -12,7 +12,7 @@ from headway.cost.fused import ADAPTIVE, OF_CALLS, fused_share
 from headway.ledger.answers.compute_causes import share_of
 from headway.runtime.script.compute_facts import model_facts, optimizer_facts
 from headway.trace.rings.compute_facts import ComputeFacts, ModelFacts, OptimizerFacts
-from headway.verbs.shared.explain import explain
+from headway.why.explanation import explain
 from tests.launching import headway, script
 from tests.remedy_context import applied
 

@@ -16,7 +16,6 @@ from headway.core.mesh import Mesh
 from headway.cost.transformer import flops_per_token
 from headway.ledger.hang import localise
 from headway.ledger.machines import Creation, creation, machine_times
-from headway.report.answers import MachinesRow, Why
 from headway.report.page.hang import hang_part, render_hang, rows_of_grid, sentences
 from headway.report.page.html import ReportData, page
 from headway.report.page.machines import machine_heat_maps, machine_lines, machines_part
@@ -25,8 +24,9 @@ from headway.trace.events.trace import Trace
 from headway.trace.recording.run_facts import RunFacts
 from headway.verbs.jobs.hang import mesh_of
 from headway.verbs.runs.why import heat_maps_of, why_object
-from headway.verbs.shared.explain import explain
-from headway.verbs.shared.model_flops import ModelSpec, mfu_entry
+from headway.why.answer import MachinesRow, Why
+from headway.why.explanation import explain
+from headway.why.model_flops import ModelSpec, mfu_entry
 from tests.hung_jobs import HungJob, hung_reports
 from tests.launching import headway_here
 from tests.paths import GOLDEN, ROOT

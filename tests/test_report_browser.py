@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.report.figures import seconds
+from headway.core.units import seconds
 from headway.report.page.charts import HeatMap
 from headway.report.page.html import ReportData, write_report
 from tests.report_data import demo_report, demo_why, pipeline_report

@@ -16,8 +16,8 @@ from headway.runtime.run_folder.recording import Exit, LaunchedRank, RunRecordin
 from headway.trace.recording.run_facts import RankMemory
 from headway.trace.recording.runs import Run, is_run, merge
 from headway.trace.rings.ring import Recorder
-from headway.verbs.shared.explain import explain_run
 from headway.verbs.shared.run_options import RunOptions
+from headway.why.explanation import explain_run
 from tests.rings_made import Process
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headway.data.stalls.model import StallReport
 from headway.ledger.answers.compare import BucketChange, RunComparison
-from headway.report.figures import BUCKET_STYLES, named_causes
+from headway.report.figures import BUCKET_STYLES
 from headway.report.paper import bar, screen_of, thin_bar, to_ascii
 from headway.report.terminal import (
     render_compare,
@@ -28,6 +28,7 @@ from headway.report.terminal import (
 )
 from headway.runtime.host.doctor import Finding
 from headway.sim.whatif import Prediction
+from headway.why.verdict import named_causes
 from tests.report_data import demo_plan, demo_run, demo_why, pipeline_why
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -17,7 +17,7 @@ from headway.report.page.html import ReportData, write_report
 from headway.report.page.timeline import MOST_GROUPED_RANKS, Timeline, rank_groups, timeline
 from headway.trace.events.trace import Trace
 from headway.verbs.runs.report import report_data
-from headway.verbs.shared.explain import explain
+from headway.why.explanation import explain
 from tests.report_data import demo_why
 
 CHROMIUM = next((p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None)

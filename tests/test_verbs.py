@@ -24,7 +24,6 @@ from headway.ledger.answers.ledger import Ledger
 from headway.ledger.cause import Cause
 from headway.plan.planner import GIVEN_UP, IN_FORCE, LeftOut, Plan
 from headway.plan.proposal import Proposal, Refusal
-from headway.report.figures import verdict
 from headway.report.page.timeline import timeline
 from headway.report.screens import render_compare, render_plan
 from headway.runtime.launching.run_of_ranks import ExitReport
@@ -40,9 +39,10 @@ from headway.verbs.runs.run import tell
 from headway.verbs.runs.trace import interval
 from headway.verbs.runs.verdict import applied_rows, next_command
 from headway.verbs.runs.why import why as why_verb
-from headway.verbs.shared.explain import explain, fixes_of, refuted
-from headway.verbs.shared.script_terms import OF_REMEDY, chosen_terms
 from headway.verbs.shared.source import newest_run
+from headway.why.explanation import explain
+from headway.why.fixes import OF_REMEDY, chosen_terms, fixes_of, refuted
+from headway.why.verdict import verdict
 from tests.launching import headway_here, refusal
 from tests.paths import ROOT
 from tests.runs_made import RunMaker
@@ -241,7 +241,7 @@ def test_where_the_replay_misses_the_run_plan_says_what_to_do_without_prediction
     def refuse(*_, **__):
         raise BarMissedError("the replay misses by 6.2 %. Record a quieter run.")
 
-    monkeypatch.setattr("headway.verbs.shared.explain.Plan.of", refuse)
+    monkeypatch.setattr("headway.why.explanation.Plan.of", refuse)
     assert plan_verb(run) == 3
     screen = capsys.readouterr().out
     assert plan_verb(run, json=True) == 3
@@ -263,7 +263,7 @@ def test_run_why_and_plan_name_one_next_command_where_nothing_applies(predicts, 
         raise BarMissedError("the replay misses by 6.2 %. Record a quieter run.")
 
     if not predicts:
-        monkeypatch.setattr("headway.verbs.shared.explain.Plan.of", refuse)
+        monkeypatch.setattr("headway.why.explanation.Plan.of", refuse)
     explained = explain([run])
     answers = []
     for verb in (why_verb, plan_verb):

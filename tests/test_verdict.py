@@ -9,11 +9,12 @@ import pytest
 from headway.core.files.planfile import PlanFile, Remedy
 from headway.core.tracebacks import HEADER
 from headway.ledger.cause import RECORD_LONGER
-from headway.report.figures import NOT_RESOLVED, NOTHING_PAYS, verdict
 from headway.runtime.run_folder.exit_class import RankEnd, failure_text
 from headway.runtime.run_folder.recording import Exit
 from headway.verbs.runs.verdict import next_command, summarise
-from headway.verbs.shared.explain import explain
+from headway.why.answer import NOT_RESOLVED
+from headway.why.explanation import explain
+from headway.why.verdict import NOTHING_PAYS, verdict
 from tests.paths import ROOT
 
 FAILED = HEADER + '\n  File "train.py", line 3, in <module>\nValueError: x'

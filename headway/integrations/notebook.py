@@ -18,7 +18,7 @@ from headway.runtime.in_rank.in_process import Shown
 
 if TYPE_CHECKING:
     from headway.ledger.answers.ledger import Ledger
-    from headway.verbs.shared.explain import Explanation
+    from headway.why.explanation import Explanation
 
 
 class Answers:
@@ -51,7 +51,7 @@ class Answers:
     def _explained(self) -> Explanation:
         # Here and not above: the ledger and its reports (numpy, pyarrow, rich) are not for the start of every rank.
         from headway.trace.recording.runs import is_run
-        from headway.verbs.shared.explain import explain
+        from headway.why.explanation import explain
 
         if not self.path or not is_run(Path(self.path)):
             raise InputError(f"{self!r} has no run folder to read. Record first, or name a run folder.")

@@ -45,7 +45,7 @@ def account_of(run: Path) -> TrackedRun:
     """Explain a run, write its page and answer into its folder, and return what a tracker is given."""
     from headway.report.page.html import write_report
     from headway.verbs.runs.report import report_data
-    from headway.verbs.shared.explain import explain
+    from headway.why.explanation import explain
 
     explanation = explain([run])
     data = report_data(explanation)

@@ -41,10 +41,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from headway.core.units import NS_PER_S, format_seconds
-from headway.report.answers import Json
-from headway.report.figures import clean, count, finite, seconds, speedup
+from headway.core.units import NS_PER_S, clean, count, finite, format_seconds, seconds, speedup
 from headway.report.paper import ScreenOptions, add_row, command_line, draw, grid, paragraph, title
+from headway.why.answer import Json
 
 SHOWN = 32
 """Ranks in the table: the reference and those whose clocks were farthest off; `--json` has all."""

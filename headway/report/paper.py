@@ -21,7 +21,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from headway.report.figures import clean
+from headway.core.units import clean
 
 DEFAULT_WIDTH = 88
 """Columns when nobody said otherwise: a file, a pipe."""

@@ -19,35 +19,25 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from headway.core.units import format_bytes, format_rate
-from headway.plan.loader_rows import LoaderRow
-from headway.report.answers import (
-    NOT_RESOLVED,
-    Json,
-    PlanAnswer,
-    RunAnswer,
-    VerifiedRow,
-    Why,
-    start_of,
-)
-from headway.report.figures import (
-    GAIN_WORTH_NAMING,
+from headway.core.units import (
     clean,
     count,
     device_seconds,
-    ending,
     finite,
-    goodput_of,
+    format_bytes,
+    format_rate,
     interval,
     percent,
     plural,
-    predicted,
     seconds,
     speedup,
-    verdict,
 )
+from headway.report.answers import PlanAnswer, RunAnswer, VerifiedRow, start_of
+from headway.report.figures import goodput_of
 from headway.report.paper import ScreenOptions, add_row, command_line, draw, grid, joined, next_of, paragraph, title
 from headway.trace.events.active_settings import AppliedRow
+from headway.why.answer import NOT_RESOLVED, Json, LoaderRow, Why
+from headway.why.verdict import GAIN_WORTH_NAMING, ending, predicted, verdict
 
 if TYPE_CHECKING:
     from headway.data.stalls.model import StallReport

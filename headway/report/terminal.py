@@ -32,26 +32,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from headway.core.units import clean, count, device_seconds, finite, percent, plural, seconds, share, speedup
 from headway.ledger.buckets import UNSPLIT
-from headway.report.answers import CauseRow, Json, StragglerRow, Why
-from headway.report.figures import (
-    bucket_style,
-    clean,
-    count,
-    device_seconds,
-    finite,
-    gain_words,
-    goodput_of,
-    is_win,
-    lost_words,
-    named_causes,
-    operation_lines,
-    percent,
-    plural,
-    seconds,
-    share,
-    speedup,
-)
+from headway.report.figures import bucket_style, goodput_of, operation_lines
 from headway.report.paper import (
     ScreenOptions,
     add_row,
@@ -76,6 +59,8 @@ from headway.report.screens import (
     verdict_lines,
     whole_amount,
 )
+from headway.why.answer import CauseRow, Json, StragglerRow, Why
+from headway.why.verdict import gain_words, is_win, lost_words, named_causes
 
 # Lines of `headway why` about a job of many ranks: where it hung, machines that stand out, MFU, cost of its groups.
 

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from headway.core.errors import InputError
-from headway.report.answers import StragglerRow
+from headway.why.answer import StragglerRow
 
 Array = NDArray[np.float64]
 

@@ -17,8 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from headway.core.units import format_bytes
-from headway.report.figures import count, percent, plural, seconds
+from headway.core.units import count, format_bytes, percent, plural, seconds
 from headway.report.page.charts import HeatMap
 from headway.report.page.sections import heat_table, legend, section, text
 from headway.trace.recording.host_series import DeviceSeries, HostSeries

@@ -22,10 +22,10 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from headway.core.mesh import Mesh
-from headway.report.answers import Json
-from headway.report.figures import clean, count, plural
+from headway.core.units import clean, count, plural
 from headway.report.page.sections import section, text
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, title
+from headway.why.answer import Json
 
 MOST_ORIGINS = 8
 """Origins told in a sentence each; the rest is counted."""

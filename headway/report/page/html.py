@@ -41,16 +41,9 @@ from numpy.typing import NDArray
 import headway
 from headway.core.errors import InputError
 from headway.core.files.safe_files import whole_file
-from headway.report.answers import CauseRow, Json, PlanAnswer, RunAnswer, Why
-from headway.report.figures import (
-    BUCKET_STYLES,
-    clean,
-    finite,
-    gain_words,
-    lost_words,
-    named_causes,
-    verdict,
-)
+from headway.core.units import clean, finite
+from headway.report.answers import PlanAnswer, RunAnswer
+from headway.report.figures import BUCKET_STYLES
 from headway.report.page import frames, sections
 from headway.report.page.charts import HeatMap, heat_chart, share_chart, step_chart, worker_heat_map
 from headway.report.page.frames import device_part, host_part
@@ -60,6 +53,8 @@ from headway.report.page.sections import text
 from headway.report.page.timeline import Timeline
 from headway.trace.recording.host_series import DeviceSeries, HostSeries
 from headway.trace.recording.run_facts import RankMemory
+from headway.why.answer import CauseRow, Json, Why
+from headway.why.verdict import gain_words, lost_words, named_causes, verdict
 
 ASSETS = Path(__file__).parent.parent / "assets"
 """Template, style and script of the page; uPlot and its licence."""

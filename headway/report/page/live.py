@@ -16,15 +16,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.core.units import NS_PER_S, format_fraction, format_rate
+from headway.core.units import NS_PER_S, count, format_fraction, format_rate, plural, seconds
 from headway.ledger.buckets import BUCKETS
 from headway.ledger.live_ledger import LiveFigures, LiveSeries, RankState
-from headway.report.answers import Why
-from headway.report.figures import count, plural, seconds
 from headway.report.page import frames, sections
 from headway.report.page.charts import MOST_LINES, share_chart, step_chart
 from headway.report.page.html import Live, ReportData, head_part, page
 from headway.report.page.sections import text
+from headway.why.answer import Why
 
 CAUSES = ("input", "comm", "bubble", "straggler", "checkpoint", "host")
 """Buckets that a live verdict blames: what a remedy could win back."""

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from headway.core.units import clean, count, device_seconds, finite, plural, speedup
 from headway.ledger.machines import BASES, LEAST_MACHINES, MachineTimes
-from headway.report.answers import MachinesRow
-from headway.report.figures import clean, count, device_seconds, finite, plural, speedup
 from headway.report.page.charts import HeatMap
 from headway.report.page.sections import section, text
+from headway.why.answer import MachinesRow
 
 MOST_OUTLIERS = 5
 """Machines named; the rest is counted."""

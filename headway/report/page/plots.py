@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from headway.core.files.safe_files import whole_file
-from headway.report.figures import seconds
+from headway.core.units import seconds
 from headway.report.page.charts import thinned
 from headway.report.page.html import ReportData, head_part, page
 from headway.report.page.sections import text

@@ -17,32 +17,21 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headway.core.units import format_rate
-from headway.ledger.buckets import ONCE_PER_RUN, SUB_LINES
-from headway.report.answers import CauseRow, PlanAnswer, ProposalRow, RunAnswer, Why, start_of
-from headway.report.figures import (
-    BUCKET_STYLES,
-    STARTS_SHOW,
-    TILES,
+from headway.core.units import (
     clean,
-    columns,
     count,
     device_seconds,
-    ending,
     finite,
-    gain_words,
-    is_win,
-    lost_words,
-    named_causes,
-    operation_lines,
+    format_rate,
     percent,
     plural,
-    predicted,
     seconds,
     share,
     speedup,
-    verdict,
 )
+from headway.ledger.buckets import ONCE_PER_RUN, SUB_LINES
+from headway.report.answers import PlanAnswer, ProposalRow, RunAnswer, start_of
+from headway.report.figures import BUCKET_STYLES, STARTS_SHOW, TILES, columns, operation_lines
 from headway.report.page.charts import HeatMap
 from headway.report.screens import (
     WHOLE_PLAN,
@@ -54,6 +43,8 @@ from headway.report.screens import (
     whole_amount,
 )
 from headway.trace.events.active_settings import AppliedRow
+from headway.why.answer import CauseRow, Why
+from headway.why.verdict import ending, gain_words, is_win, lost_words, named_causes, predicted, verdict
 
 MILD_SLOWDOWN = 1.1
 """A heat map's darkest colour stands for at least this slowdown, so that noise stays pale."""

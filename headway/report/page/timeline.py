@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
+from headway.core.units import clean
 from headway.ledger.buckets import BUCKET_OF, BUCKETS, bucket_of_sub
-from headway.report.figures import clean
 from headway.report.page.charts import encode
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND

@@ -36,7 +36,8 @@ from headway.report.page.plots import Bars, Candidate, picture_page, write_page
 from headway.report.paper import ScreenOptions, add_row, draw, grid, next_of, paragraph, uncut
 from headway.trace.recording.runs import Run
 from headway.verbs.shared.output import emit
-from headway.verbs.shared.source import run_at, run_command
+from headway.verbs.shared.source import run_at
+from headway.why.fixes import run_command
 
 Facts = dict[str, Any]
 """An answer, as it is printed as JSON."""

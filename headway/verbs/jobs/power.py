@@ -12,7 +12,7 @@ from cyclopts import Parameter
 from rich.text import Text
 
 from headway.core.errors import InputError, UnknownNameError
-from headway.core.units import format_fraction, format_seconds
+from headway.core.units import format_fraction, format_seconds, magnitude
 from headway.cost.power import PowerModel
 from headway.power.advise import (
     SCHEMA,
@@ -28,7 +28,6 @@ from headway.power.grid_spec import GridSpec, ramps, ranges
 from headway.power.grid_spec import check as hold_against
 from headway.power.search import PowerCosts, optimise
 from headway.power.smoothing import Waveform, of_file, of_run
-from headway.report.figures import magnitude
 from headway.report.page.plots import Line, picture_page, write_page
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.trace.recording.runs import is_run

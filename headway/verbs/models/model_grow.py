@@ -26,10 +26,10 @@ from headway.model.growth.proposal import Growth, fits, growths
 from headway.report.paper import ScreenOptions, draw, paragraph
 from headway.trace.recording.runs import Run
 from headway.trace.rings.rank_tables import json_object, rank_tables
-from headway.verbs.shared.model_flops import ModelSpec, mfu_entry
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.source import run_at
 from headway.verbs.stored.ckpt_convert import checkpoint_at
+from headway.why.model_flops import ModelSpec, mfu_entry
 
 if TYPE_CHECKING:
     from headway.model.growth.apply import Grown

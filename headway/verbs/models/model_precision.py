@@ -23,7 +23,8 @@ from headway.runtime.launching.launch import launch
 from headway.runtime.run_folder.recording import RUNS, claim_folder, next_folder
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.run_options import RunOptions
-from headway.verbs.shared.source import run_at, run_command
+from headway.verbs.shared.source import run_at
+from headway.why.fixes import run_command
 
 REMEDY, PHASE = "model.precision", "measure.precision"
 DEFAULT = RunOptions()

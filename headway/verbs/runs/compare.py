@@ -14,18 +14,19 @@ from headway.cluster.adaptive.recorded import BatchesCompared, learned
 from headway.ledger.answers.compare import SCHEMA, by_useful_examples, unlike_loads
 from headway.ledger.answers.compare import compare as compare_ledgers
 from headway.ledger.answers.ledger import Ledger
-from headway.report.figures import ending
 from headway.report.paper import draw, paragraph
 from headway.report.screens import WHOLE_PLAN
 from headway.report.terminal import render_compare
+from headway.trace.recording.run_facts import outcomes_of
 from headway.trace.recording.runs import Run
 from headway.verbs.jobs.fault import ettr_beside, ettr_sentence
 from headway.verbs.models.model_grow import growth_sentence, judged_growth, losses_of, trained_parameters
 from headway.verbs.shared.learned_step import judged, sentence
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.run_options import fraction
-from headway.verbs.shared.script_terms import withdrawn
 from headway.verbs.shared.source import run_at
+from headway.why.fixes import withdrawn
+from headway.why.verdict import ending
 
 SENT_LOSSY = ("comm.compress", "comm.loose")
 """Remedies that change what is learned: the loss of their runs is shown beside the speed."""
@@ -122,7 +123,7 @@ def losses_beside(before: Run, after: Run, batches: BatchesCompared | None) -> l
 
 def taken_away(run: Run) -> list[str]:
     """Return a note per remedy that the second run applied and withdrew again."""
-    return [f"the second run withdrew {name}: {why}" for name, why in withdrawn(run.path).items()]
+    return [f"the second run withdrew {name}: {why}" for name, why in withdrawn(outcomes_of(run.path)).items()]
 
 
 def unapplied(run: Run) -> list[str]:

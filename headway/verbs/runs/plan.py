@@ -18,17 +18,16 @@ from headway.core.files.planfile import granted
 from headway.ledger.cause import Cause
 from headway.ledger.runs.recorded import evaluation_loaders
 from headway.parallel.elastic_plan import loss_costs
-from headway.plan.loader_rows import loader_rows
 from headway.plan.planner import SCHEMA
-from headway.plan.setup import Setup, step_seconds
+from headway.plan.setup import step_seconds
 from headway.report.terminal import render_hints, render_plan, render_whatif
 from headway.sim.recorded.program import Program
 from headway.sim.whatif import EDITS
-from headway.verbs.shared.explain import explain_run
 from headway.verbs.shared.learned_step import TABLE, in_words, learned_step, save
 from headway.verbs.shared.output import emit
-from headway.verbs.shared.script_terms import chosen_terms
-from headway.verbs.shared.source import run_at, run_command
+from headway.verbs.shared.source import run_at
+from headway.why.explanation import explain_run
+from headway.why.fixes import chosen_terms, loader_rows, run_command
 
 
 def plan(
@@ -93,8 +92,8 @@ def plan(
             as_json=json,
         )
         return BarMissedError.exit_code
-    known = Setup.from_facts(recorded.facts, allow=grants).loaders
-    rows = loader_rows(made.proposals, made.refused, made.chosen, known, evaluation=evaluation_loaders(ledger))
+    loaders = recorded.facts.effective_loaders
+    rows = loader_rows(made.proposals, made.refused, made.chosen, loaders, evaluation=evaluation_loaders(ledger))
     path = out or recorded.path / ("next-plan.json" if recorded.facts.plan else "plan.json")
     made.save(path, baseline=str(recorded.path.resolve()), step_s=step_seconds(recorded.parts))
     by_hand = None if recorded.facts.launched else chosen_terms(made.proposals, made.chosen)

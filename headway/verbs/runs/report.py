@@ -28,10 +28,10 @@ from headway.trace.events.vocabulary import BY_EVENTS
 from headway.trace.recording.run_facts import RunFacts
 from headway.trace.sync.clocks import on_common_clock
 from headway.verbs.runs.why import heat_maps_of, why_object
-from headway.verbs.shared.explain import Explanation, explain, ideal_of
-from headway.verbs.shared.model_flops import ModelSpec
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.source import newest_run
+from headway.why.explanation import Explanation, explain, ideal_of
+from headway.why.model_flops import ModelSpec
 
 HEAT_BINS = 48
 """Columns of the heat map at most."""

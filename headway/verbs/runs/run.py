@@ -22,7 +22,6 @@ from headway.runtime.launching.run_of_ranks import ExitReport
 from headway.trace.recording.runs import is_run
 from headway.verbs.shared.output import emit, emit_beside
 from headway.verbs.shared.run_options import RecordingOptions
-from headway.verbs.shared.script_terms import verified
 
 DEFAULTS = RecordingOptions()
 
@@ -79,7 +78,12 @@ def run(
         hand_over(report.run, options.trackers)
     if report.by_ctrl_c:
         raise KeyboardInterrupt
-    found = verified(report.run) if options.verify and report.run is not None else None
+    found = None
+    if options.verify and report.run is not None:
+        from headway.trace.recording.run_facts import outcomes_of
+        from headway.why.fixes import verified
+
+        found = verified(outcomes_of(report.run))
     return 3 if report.code == 0 and found is not None and found["unequal"] else report.code
 
 

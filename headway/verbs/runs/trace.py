@@ -23,8 +23,8 @@ from headway.trace.recording.runs import Run, is_run
 from headway.trace.sync.alignment import WINDOW_S, Alignment
 from headway.trace.sync.alignment import align as align_trace
 from headway.trace.sync.clocks import on_common_clock
-from headway.verbs.shared.explain import ideal_of
 from headway.verbs.shared.output import emit
+from headway.why.explanation import ideal_of
 
 STREAMED = (".pftrace", ".perfetto-trace")
 """Targets that are written a rank at a time."""

@@ -20,10 +20,11 @@ from headway.core.units import format_seconds, plural
 from headway.report.paper import ScreenOptions, add_row, draw, grid, next_of, paragraph, uncut
 from headway.runtime.launching.launch import launch
 from headway.runtime.run_folder.recording import RUNS, claim_folder, next_folder
-from headway.verbs.shared.explain import explain
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.run_options import RunOptions
-from headway.verbs.shared.source import run_at, run_command
+from headway.verbs.shared.source import run_at
+from headway.why.explanation import explain
+from headway.why.fixes import run_command
 
 REMEDY = "measure.try"
 DEFAULT = RunOptions()

@@ -21,9 +21,10 @@ from headway.report.screens import WHOLE_PLAN
 from headway.runtime.run_folder.recording import write_json
 from headway.trace.events import active_settings
 from headway.trace.events.active_settings import AppliedRow
+from headway.trace.recording.run_facts import outcomes_of
 from headway.trace.recording.runs import Run
-from headway.verbs.shared.explain import Explanation, explain_run, outcomes
-from headway.verbs.shared.script_terms import verified, withdrawn
+from headway.why.explanation import Explanation, explain_run
+from headway.why.fixes import outcomes, verified, withdrawn
 
 
 def summarise(path: Path, plan: PlanFile | None, baseline: Path | None) -> tuple[dict[str, Any], Explanation]:
@@ -32,7 +33,8 @@ def summarise(path: Path, plan: PlanFile | None, baseline: Path | None) -> tuple
     Writes the outcome of an applied plan into run.json, so that a report of the run shows it later.
     """
     run = Run.open(path)
-    found, taken_away = outcomes(path), withdrawn(path)
+    applied = outcomes_of(path)
+    found, taken_away = outcomes(applied), withdrawn(applied)
     if plan is not None:  # what this run made of the remedies is known before it is asked what to do next
         rows = active_settings.applied_rows(applied_rows(plan, found, None, taken_away))
         run = replace(run, facts=structs.replace(run.facts, applied=rows))
@@ -60,7 +62,7 @@ def summarise(path: Path, plan: PlanFile | None, baseline: Path | None) -> tuple
             facts["applied"] = [
                 row | {"inconclusive": why if row["measured_speedup"] else other_job} for row in facts["applied"]
             ]
-        facts["verified"] = verified(path)
+        facts["verified"] = verified(applied)
         meta = json.loads((path / "run.json").read_text())
         write_json(path / "run.json", {**meta, "applied": facts["applied"]})
     return facts, explanation

@@ -105,7 +105,7 @@ class WatchedRun:
         if self._report is None:
             # The analysis is loaded when a run is over: following one takes little of the host it runs on.
             from headway.verbs.runs.report import report_data
-            from headway.verbs.shared.explain import explain
+            from headway.why.explanation import explain
 
             try:
                 self._report = page(report_data(explain([self._path])))

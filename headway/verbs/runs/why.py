@@ -16,11 +16,10 @@ from headway.compute.advise import classes_json
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.machines import creation, machine_times
 from headway.report.terminal import render_why
-from headway.trace.recording.run_facts import RunFacts
-from headway.verbs.shared.explain import Explanation, explain
-from headway.verbs.shared.model_flops import ModelSpec, mfu_entry, run_flops
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.source import newest_run
+from headway.why.explanation import Explanation, explain
+from headway.why.model_flops import ModelSpec, mfu_entry, run_flops
 
 if TYPE_CHECKING:
     from headway.report.page.charts import HeatMap
@@ -41,7 +40,7 @@ def why_object(explanation: Explanation, model: ModelSpec | None = None) -> dict
         operations = run_flops(explanation.parts, explanation.ledger, explanation.run.facts)
         flops, dtype = operations["flops_per_step"], str(operations["dtype"])
         classes = classes_json(explanation.ledger, flops if isinstance(flops, int) else None, dtype)
-        answer["compute"] |= {**operations, "classes": classes}
+        answer["compute"] = {**answer["compute"], **operations, "classes": classes}
     elif explanation.ledger.kernels.ns:
         answer["compute"] = {"facts": {}, "classes": classes_json(explanation.ledger)}
     return answer
@@ -49,7 +48,7 @@ def why_object(explanation: Explanation, model: ModelSpec | None = None) -> dict
 
 def mfu_of(explanation: Explanation, model: ModelSpec) -> dict[str, Any]:
     """Return the `mfu` entry at the rate of the run's steady steps."""
-    facts = explanation.run.facts if explanation.run else RunFacts.of(explanation.parts.meta)
+    facts = explanation.run.facts if explanation.run else explanation.ledger.facts
     rate = steps_per_s(explanation.ledger)
     return mfu_entry(model, steps_per_s=rate, facts=facts, ranks=explanation.ledger.devices)
 
@@ -69,9 +68,9 @@ def hang_of(explanation: Explanation) -> dict[str, Any] | None:
 
 def heat_maps_of(explanation: Explanation, why: dict[str, Any]) -> list[HeatMap]:
     """Return the heat maps of compute time, behind that of the what-if analysis of an operation trace."""
-    from headway.report.answers import Why
     from headway.report.page.charts import worker_heat_map
     from headway.report.page.machines import machine_heat_maps
+    from headway.why.answer import Why
 
     ranks = explanation.parts.ranks
     where = {rank: (row["dp"], row["pp"]) for rank, row in ranks.items() if "dp" in row and "pp" in row}

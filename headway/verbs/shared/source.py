@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 
 from headway.core.errors import InputError
 from headway.core.files.safe_files import read_json
 from headway.runtime.run_folder.recording import RUNS
-from headway.trace.recording.run_facts import RunFacts
 from headway.trace.recording.runs import Run, is_run
 
 
@@ -62,15 +60,3 @@ def run_at(path: Path | None) -> Run:
     if not is_run(path):
         raise InputError(f"{path} is not a run folder (it has no run.json). Name one that headway run made.")
     return Run.open(path)
-
-
-def run_command(facts: RunFacts, *options: str) -> str:
-    """Return what runs a recorded script again with `options`, on as many ranks of this host.
-
-    What several hosts recorded is started as they were: that is left to the user.
-    """
-    alone = facts.launched and len(facts.hosts) < 2
-    script = facts.script if alone and facts.script and facts.script[0].endswith(".py") else ()
-    ranks = ["--nproc-per-node", f"{facts.nproc}"] if alone and (facts.nproc or 1) > 1 else []
-    command = shlex.join(["headway", "run", *ranks, *options])
-    return f"{command} -- {shlex.join(script) if script else '<your script and its arguments>'}"

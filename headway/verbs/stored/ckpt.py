@@ -13,8 +13,7 @@ from rich.text import Text
 
 from headway.checkpoint.keep import Keep
 from headway.core.errors import DamageError, FormatError, InputError
-from headway.core.units import format_bytes, format_seconds, plural
-from headway.report.figures import clean
+from headway.core.units import clean, format_bytes, format_seconds, plural
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.storage.checks.contents import Contents, Tensor, contents, opened
 from headway.storage.checks.difference import difference

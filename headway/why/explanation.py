@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,36 +12,32 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec import structs
 
-from headway.catalog import ADVISERS, RECORDS, causes_of
-from headway.cluster.advise import BATCH
+from headway.catalog import ADVISERS
 from headway.comm.compression.advise import GRANT, NOT_GRANTED, UNKNOWN
 from headway.comm.compression.advise import NAME as COMPRESS
 from headway.compute.advise import causes as compute_causes
 from headway.compute.advise import words as kernels_in_words
 from headway.compute.by_hand import causes as causes_by_hand
 from headway.core.errors import BarMissedError, InputError
-from headway.core.units import format_bytes, format_fraction
+from headway.core.units import format_bytes
 from headway.fault.advise import causes as failure_causes
-from headway.ledger.answers.causes import Fix, find_causes
-from headway.ledger.answers.evidence import TRY
+from headway.ledger.answers.causes import find_causes
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.cause import Cause
 from headway.plan.planner import Plan
 from headway.plan.setup import Setup
-from headway.report.answers import NOT_RESOLVED, Verdict
-from headway.report.figures import GAIN_THAT_LEADS, NOTHING_PAYS, verdict
 from headway.sim.ddp.ddp_window import windows_of
 from headway.sim.recorded.ideal import replayed_trace
 from headway.sim.recorded.program import Program
-from headway.trace.events.active_settings import AppliedRow
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
 from headway.trace.readers.formats import open_parts
 from headway.trace.recording.incident import Incident
 from headway.trace.recording.run_facts import RunFacts, memory_headroom, outcomes_of
 from headway.trace.recording.runs import Run, is_described, is_run, merge
-from headway.verbs.shared.script_terms import KEPT, script_terms, withdrawn
-from headway.verbs.shared.source import run_command
+from headway.why.answer import Verdict
+from headway.why.fixes import fixes_of_run, notes_of, refusals, refuted, run_command, with_reasons
+from headway.why.verdict import verdict
 
 if TYPE_CHECKING:
     from headway.ledger.operations.straggler import StragglerReport
@@ -94,6 +90,10 @@ class Explanation:
 
     def to_json(self) -> dict[str, Any]:
         """Return the `headway.why/2` object."""
+        return dict(self._json)
+
+    @functools.cached_property
+    def _json(self) -> dict[str, Any]:
         fidelity = self.program.fidelity if self.program else self.straggler.fidelity if self.straggler else None
         straggler = self.straggler.to_json() if self.straggler else None
         answer = self.ledger.to_json(causes=self.causes, straggler=straggler, fidelity=fidelity)
@@ -240,130 +240,13 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = (), steps: in
     try:
         program = Program.from_run(run)
         plan = Plan.of(ledger, program, Setup.from_facts(run.facts, allow=allow, steps=steps), ADVISERS)
-    except (
-        InputError,
-        BarMissedError,
-    ) as reason:  # too short, or not replayable: the ledger stands without predictions
+    except (InputError, BarMissedError) as reason:  # too short, or not replayable: the ledger needs no predictions
         causes = tuple(find_causes(ledger, more=(*more, *causes_by_hand(ledger))))
         return Explanation(source, run.parts, ledger, causes, run, notes=(str(reason),), paths=(run.path,))
-    refused = {name: why for name, row in outcomes(run.path).items() if (why := row.reason_not_applied)}
-    fixes = fixes_of(plan, refused, launched=run.facts.launched, allow=allow)
-    keeps = any(row.name == "data.workers" and KEPT in row.edits for row in plan.proposals)
-    workers = next((fix for fix in fixes.values() if fix.remedy == "data.workers"), None)
-    loaders = run.facts.effective_loaders.values()
-    collates = not any(loader.num_workers for loader in loaders)  # workers would do that too
-    fixes |= {"input.start": workers} if workers is not None and keeps else {}
-    fixes |= {"input.transfer": workers} if workers is not None and collates else {}
+    applied = outcomes_of(run.path)
     more = (*more, *causes_by_hand(ledger, program.predict))
+    fixes = fixes_of_run(plan, run.facts, refusals(applied), allow)
     found = find_causes(ledger, predict=program.predict, fixes=fixes, more=more)
     causes = tuple(with_reasons(refuted(cause, plan), program) for cause in found)
-    notes = (
-        *(f"{name} was not applied to this run: {why}" for name, why in refused.items()),
-        *(f"{name} was withdrawn while the run went on: {why}" for name, why in withdrawn(run.path).items()),
-        *(
-            f"{row.reason}: {row.name} guards against that, with headway plan --allow {row.allow}"
-            for row in plan.proposals
-            if row.protects and row.allow
-        ),
-        *(f"{row.name}: {row.reason}" for row in plan.refused if row.name == BATCH),
-    )
+    notes = notes_of(plan, applied)
     return Explanation(source, run.parts, ledger, causes, run, program, plan, notes=notes, paths=(run.path,))
-
-
-def with_reasons(cause: Cause, program: Program) -> Cause:
-    """Say of a pipeline's bubble what it comes from, where the run shows it."""
-    if cause.cause != "bubble.p2p":
-        return cause
-    from headway.parallel.advise import reasons_of
-
-    try:
-        reasons = reasons_of(program)
-    except (InputError, BarMissedError):
-        return cause
-    order, unequal, transfers = (
-        format_fraction(max(reasons[name], 0.0) / program.measured_s) for name in ("order", "unequal", "transfers")
-    )
-    said = f"the order costs {order} of a step, unequal stages {unequal}, transfers {transfers}"
-    return replace(cause, evidence=f"{cause.evidence}; {said}")
-
-
-def outcomes(path: Path) -> dict[str, AppliedRow]:
-    """Return remedy -> its outcome over all ranks of the run at `path`: refused as soon as one rank refused it."""
-    found: dict[str, AppliedRow] = {}
-    for row in outcomes_of(path):
-        if row.name not in found or row.reason_not_applied:
-            found[row.name] = row
-    return found
-
-
-def fixes_of(
-    plan: Plan, refused: Collection[str] = (), *, launched: bool = True, allow: Collection[str] = ()
-) -> dict[str, Fix]:
-    """Return, for each cause, the proposal that wins most against it; a `refused` one is left to the script.
-
-    What headway can apply is promised only where the plan holds it, or would hold it with one more consent: that one
-    is named, with the consent, where no other one wins. Where one that needs none may win, and this run is too noisy to
-    tell, that is said instead.
-    Of a proposal that headway cannot apply the prediction is taken; what to do is what the cause's rule says.
-    """
-    fixes: dict[str, Fix] = {}
-    unsure: dict[str, Fix] = {}
-    free = [row for row in plan.proposals if row.allow is None or row.allow in allow]
-    rest = [row for row in plan.proposals if row not in free]
-    short = {row.name for row in plan.left_out if row.kind == "short"}  # by hand it costs no trial
-    free = [row for row in free if not row.applies or row.name in (*plan.chosen, *refused, *short)]
-    won = {cause for row in free if row.clear for cause in causes_of(row.name)}
-    for row in plan.proposals:
-        if not row.applies or row.clear or row.allow is not None or row.predicted_speedup < GAIN_THAT_LEADS:
-            continue
-        low, high = row.interval
-        text = f"{NOT_RESOLVED}: {row.name} may win {row.predicted_speedup:.2f}x ({low:.2f} to {high:.2f}); "
-        text += "record for longer, or on a quieter host"
-        found = Fix(text, row.predicted_speedup, row.interval, script_terms(row))
-        unsure |= {cause: found for cause in causes_of(row.name) if cause not in won}
-    for row in [*free, *rest]:
-        won_in_evaluations = row.evaluation_share > 1 / 2
-        for cause in ("eval",) if won_in_evaluations else causes_of(row.name):
-            best = fixes.get(cause)
-            if row in rest and won.union(unsure).intersection(causes_of(row.name)):
-                continue  # beside a small cause it would stand with what it wins of the large one
-            if row.clear and (best is None or row.predicted_speedup > best.predicted_speedup):
-                grant = "" if row in free else f" --allow {row.allow}"
-                how = f"headway plan{grant}, then headway run --apply"
-                how = f"{RECORDS[row.name].changes or DRAWS}: {how}" if grant else how
-                how = "in the script itself: headway could not apply it" if row.name in refused else how
-                edits = ", ".join(edit for edit in row.edits if not edit.startswith(("op:", "accelerator=")))
-                if row.name in short:
-                    how, edits = "in the script itself: this job is too short to win back what trying it costs", ""
-                text = f"{row.name}: {edits} ({how})" if edits else f"{row.name} ({how})"
-                if not launched:
-                    text = script_terms(row)
-                by_headway = row.applies and row.name not in (*refused, *short)
-                of_rule = row.name == "data.workers" or not cause.startswith("input.")  # what the cause's rule advises
-                text = text if by_headway or row.name in refused or (row.applies and not of_rule) else ""
-                fixes[cause] = Fix(
-                    text,
-                    row.predicted_speedup,
-                    row.interval,
-                    script_terms(row),
-                    row.name if by_headway else "",
-                    row.allow or "" if by_headway and grant else "",
-                )
-    return {**unsure, **fixes}
-
-
-DRAWS = "with other random draws of the same distribution"
-"""What a grant admits, as a fix says it, of a remedy whose record does not say: it needs one for some scripts alone."""
-
-
-def refuted(cause: Cause, plan: Plan) -> Cause:
-    """Take back the advice to try an edit where the planner tried its like on this run and none of it pays."""
-    about = "input.prep" if cause.cause == "input.transfer" and f"{TRY}workers=" in cause.fix else cause.cause
-    tried = [row for row in plan.proposals if about in causes_of(row.name)]
-    given = [f"{row.name} {row.known}" for row in plan.refused if row.known and about in causes_of(row.name)]
-    if TRY not in cause.fix or not (tried or given) or any(row.clear for row in tried):
-        return cause
-    predicted = ", ".join(f"{row.name} {row.predicted_speedup:.2f}x" for row in tried)
-    known = [*([f"predicted: {predicted}"] if tried else []), *given]
-    fix = f"{NOTHING_PAYS} ({'; '.join(known)})"
-    return replace(cause, fix=fix, predicted_speedup=None, interval=None, at_most=False, script="")

@@ -1,0 +1,1 @@
+"""Why a run took as long as it did: opened, booked, replayed, explained, and planned for."""
