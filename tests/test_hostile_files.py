@@ -86,6 +86,7 @@ ATTACKS = {
     "a key that doubles.pt": (pickled(b"\x80\x02})" + b"2\x86" * 60 + b"Ns."), 3),
     "a value that doubles.pt": (pickled(b"\x80\x02]" + b"2\x86" * 60 + b"."), 2),
     "lists in lists.pt": (pickled(b"\x80\x02" + b"]" * DEEP + b"a" * (DEEP - 1) + b"."), 3),
+    "a long number.pt": (pickled(b"\x80\x02F" + bytes(40_000_000) + b"\n."), 3),
     "empty lists.pt": (pickled(b"\x80\x02](" + b"]" * 3_000_000 + b"e."), 2),
     "colliding keys.pt": (
         pickled(b"\x80\x02}(" + b"".join(b"\x8a\x0a" + (k * (2**61 - 1)).to_bytes(10, "little") + b"N"

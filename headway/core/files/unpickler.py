@@ -6,7 +6,9 @@ Here every global is either an inert `StandIn`, one of the few containers and
 numbers of `MAKERS`, or refused by the caller; every object that is made is
 counted against the size of the pickle (`headway.core.files.safe_files`), and a key that
 would be dear to hash is refused. All opcodes of the protocols 0 to 5 are
-read, but for those that name something outside of the pickle.
+read, but for those that name something outside of the pickle. (In a child
+under limits the standard unpickler were safe, but each record of a checkpoint
+is a pickle: a round trip each is dearer, and ranks would have to fork.)
 
 >>> import pickle
 >>> unpickle(pickle.dumps({"a": [1, (2, "x")]}), 0, find=refuse_all, refer=refuse_all)[0]
@@ -210,6 +212,13 @@ def _int_line(machine: _Machine) -> None:
     machine.push(int(line, 0) if truth is None else truth, len(line) + NUMBER_BYTES)
 
 
+def _float_line(machine: _Machine) -> None:
+    line = machine.line()
+    if len(line) > MOST_NAME_BYTES:  # or the error would write all of it out, in four bytes for each
+        raise ValueError("a number is longer than any that a program writes")
+    machine.push(float(line), NUMBER_BYTES)
+
+
 def _string_line(machine: _Machine) -> None:
     line = machine.line()
     if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b'"', b"'"):
@@ -362,7 +371,7 @@ _ACTS: dict[str, Callable[[_Machine], None]] = {
     "BININT": lambda m: m.push(m.number(_INT32), NUMBER_BYTES), "BININT1": lambda m: m.push(m.take(1)[0], 0),
     "BININT2": lambda m: m.push(m.number(_UINT16), NUMBER_BYTES),
     "LONG1": lambda m: _long(m, m.take(m.take(1)[0])), "LONG4": lambda m: _long(m, m.take(_signed_size(m))),
-    "FLOAT": lambda m: m.push(float(m.line()), NUMBER_BYTES), "BINFLOAT": lambda m: m.push(m.number(_DOUBLE), 24),
+    "FLOAT": _float_line, "BINFLOAT": lambda m: m.push(m.number(_DOUBLE), 24),
     "STRING": _string_line, "BINSTRING": lambda m: _old_text(m, m.take(_signed_size(m))),
     "SHORT_BINSTRING": lambda m: _old_text(m, m.take(m.take(1)[0])),
     "UNICODE": lambda m: _text(m, m.line().decode("raw-unicode-escape").encode("utf-8", "surrogatepass")),

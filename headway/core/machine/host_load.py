@@ -11,6 +11,8 @@ two readings give the mean between them:
 
 Threads that want a core while none is free show in `runnable` only, so load
 on a full host is larger than the cores that it got. Times are seconds.
+Read here and not by psutil, which takes twice the time for the same of each
+process, and numbers cores by their place among those that are online.
 
 >>> load = HostLoad(cores=2, cores_available=1.5, quota_cores=1.5, other_cores=0.3)
 >>> load.left_cores, load.words()

@@ -9,7 +9,7 @@ not shown it gives way once there are `MOST_STRANGERS` of them. Events hold whol
 changes: a browser that was away for a while misses nothing, and one that
 knows the newest state (Last-Event-ID) is not told again. Seconds.
 
->>> refusal("GET", {"host": "127.0.0.1:8000"}, Allowed()), refusal("GET", {"host": "evil.example"}, Allowed())[0]
+>>> refusal({"host": "127.0.0.1:8000"}, Allowed()), refusal({"host": "evil.example"}, Allowed())[0]
 (None, 421)
 """
 
@@ -28,14 +28,16 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.datastructures import MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from headway.core.errors import InputError
@@ -119,20 +121,18 @@ def _is_loopback(host: str) -> bool:
     return host.lower() == "localhost"
 
 
-def refusal(method: str, headers: Mapping[str, str], allowed: Allowed) -> tuple[int, str] | None:
+def refusal(headers: Mapping[str, str], allowed: Allowed) -> tuple[int, str] | None:
     """Return (status, sentence) when a request is refused, None when it is answered.
 
     `headers` have lower-case names. A host that is an address cannot have been rebound; a name must be known.
+    starlette's TrustedHostMiddleware knows no such rule: behind a NAT nobody here can list the addresses.
     """
-    if method not in ("GET", "HEAD"):
-        return 405, "Only GET is answered here."
-    host = headers.get("host", "")
+    host, origin = headers.get("host", "").lower(), headers.get("origin", "").lower()
     if not _known_host(host, allowed):
         return 421, f"This server is not {host[:80]!r}. Open the address that headway watch printed."
-    origin = headers.get("origin", "").lower()
-    if origin in allowed.origins and origin:
+    if origin and origin in allowed.origins:
         return None
-    if origin and origin not in (f"http://{host.lower()}", f"https://{host.lower()}"):
+    if origin and origin not in (f"http://{host}", f"https://{host}"):
         return 403, "Another origin asked. Allow it with: headway watch RUN --allow-origin ORIGIN"
     site, mode = headers.get("sec-fetch-site", "none"), headers.get("sec-fetch-mode", "")
     if site not in ("none", "same-origin") and mode != "navigate":
@@ -141,30 +141,10 @@ def refusal(method: str, headers: Mapping[str, str], allowed: Allowed) -> tuple[
 
 
 def _known_host(host: str, allowed: Allowed) -> bool:
-    try:
+    with contextlib.suppress(ValueError):
         name = urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return False
-    if name == "localhost" or name in allowed.hosts:
-        return True
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
-def token_of(headers: Mapping[str, str], query: str, cookie: str) -> str:
-    """Return the token that a request shows, '' where it shows none: in its address, a bearer header or the cookie.
-
-    >>> token_of({"cookie": "a=b; headway-watch-80=x"}, "", "headway-watch-80"), token_of({}, "token=y", "")
-    ('x', 'y')
-    """
-    shown = parse_qs(query).get("token", [""])[0]
-    scheme, _, bearer = headers.get("authorization", "").partition(" ")
-    shown = shown or (bearer.strip() if scheme.lower() == "bearer" else "")
-    pairs = (pair.strip().partition("=") for pair in headers.get("cookie", "").split(";"))
-    return shown or next((value for name, _, value in pairs if name == cookie), "")
+        return name == "localhost" or name in allowed.hosts or bool(ipaddress.ip_address(name))
+    return False
 
 
 class PendingConnections:
@@ -196,31 +176,29 @@ class AccessGuard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        added = dict(HEADERS)
-        if headers.get("origin", "").lower() in self._allowed.origins:
-            added |= {"Access-Control-Allow-Origin": headers["origin"], "Vary": "Origin"}
+        request, added = HTTPConnection(scope), dict(HEADERS)
         cookie = f"{COOKIE}-{(scope.get('server') or ('', 0))[1]}"
-        shown = token_of(headers, scope["query_string"].decode("latin-1"), cookie)
-        refused = refusal(scope["method"], headers, self._allowed)
-        if refused is None and not hmac.compare_digest(shown.encode(), self._token.encode()):
+        refused = refusal(request.headers, self._allowed)
+        if refused is None and not hmac.compare_digest(_token_of(request, cookie).encode(), self._token.encode()):
             refused = 403, "The token is missing or wrong. Open the whole address that headway watch printed."
         if refused is None:
             self._strangers.forget(scope.get("client"))
             added["Set-Cookie"] = f"{cookie}={self._token}; HttpOnly; SameSite=Lax; Path=/"
 
-        async def answer(message: Any) -> None:
+        async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [
-                    *message["headers"],
-                    *((k.lower().encode(), v.encode()) for k, v in added.items()),
-                ]
+                MutableHeaders(scope=message).update(added)
             await send(message)
 
-        if refused is not None:
-            await PlainTextResponse(f"{refused[1]}\n", refused[0])(scope, receive, answer)
-            return
-        await self._app(scope, receive, answer)
+        app = self._app if refused is None else PlainTextResponse(f"{refused[1]}\n", refused[0])
+        await app(scope, receive, answer)
+
+
+def _token_of(request: HTTPConnection, cookie: str) -> str:
+    """Return the token that a request shows in its address, a bearer header or the cookie; '' where it shows none."""
+    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+    bearer = bearer.strip() if scheme.lower() == "bearer" else ""
+    return request.query_params.get("token") or bearer or request.cookies.get(cookie, "")
 
 
 class LiveServer:
@@ -242,9 +220,8 @@ class LiveServer:
         self.closing: Callable[[], bool] = lambda: False
         """Whether the server is about to stop: the streams then end."""
         routes = [Route("/", self._page, methods=["GET"]), Route("/events", self._events, methods=["GET"])]
-        self.app: ASGIApp = AccessGuard(
-            Starlette(routes=routes, lifespan=self._lifespan), allowed, token, self.strangers
-        )
+        guarded = AccessGuard(Starlette(routes=routes, lifespan=self._lifespan), allowed, token, self.strangers)
+        self.app: ASGIApp = CORSMiddleware(guarded, allow_origins=allowed.origins, allow_headers=("Authorization",))
         """The application."""
 
     @contextlib.asynccontextmanager
