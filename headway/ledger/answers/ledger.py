@@ -23,7 +23,7 @@ import numpy as np
 from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.core.units import NS_PER_S, format_fraction
-from headway.ledger.booking.account import Account, Booked, blank_subs, bound_of
+from headway.ledger.booking.account import Account, BookedTime, blank_subs, bound_of
 from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKETS, ONCE_PER_RUN, SUB_LINES, SUBS
 from headway.ledger.cause import Cause
 from headway.ledger.runs.kernels import profile_account
@@ -45,7 +45,7 @@ MAX_UNKNOWN_FRACTION = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ledger(Booked):
+class Ledger(BookedTime):
     """An exact partition of device time. Build it with `Ledger.of`."""
 
     devices: int
@@ -101,7 +101,7 @@ class Ledger(Booked):
             lines = [f"{sub} ({SUB_LINES[sub]})" for sub in subs_of(total) if sub.startswith("unknown.")]
             share = format_fraction(ledger_ns["unknown"] / total_ns)
             notes.append(f"{share} of device time is unknown: {', '.join(lines)}")
-        booked = {shared.name: getattr(account, shared.name) for shared in fields(Booked)}
+        booked = {shared.name: getattr(account, shared.name) for shared in fields(BookedTime)}
         booked |= {"notes": tuple(notes), "loader_calls": dict(sorted(account.loader_calls.items()))}
         return cls(
             **booked,

@@ -113,7 +113,7 @@ class KernelTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Booked:
+class BookedTime:
     """What is told of booked time whether it stands by rank (`Account`) or is summed (`Ledger`)."""
 
     wall_ns: int
@@ -163,8 +163,8 @@ class Booked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Account(Booked):
-    """Booked time of every rank; each adds up to `wall_ns`."""
+class Account(BookedTime):
+    """BookedTime time of every rank; each adds up to `wall_ns`."""
 
     sub_ns: Mapping[int, Ints]
     """Device (rank) -> [len(SUBS)] ns."""
