@@ -164,7 +164,7 @@ class BookedTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account(BookedTime):
-    """BookedTime time of every rank; each adds up to `wall_ns`."""
+    """Booked time of every rank; each adds up to `wall_ns`."""
 
     sub_ns: Mapping[int, Ints]
     """Device (rank) -> [len(SUBS)] ns."""
