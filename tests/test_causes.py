@@ -126,7 +126,10 @@ def test_no_sentence_counts_0_of_anything(booked_ns, counts, lines_ns):
     ledger_ns = {bucket: sum(ns for sub, ns in booked_ns.items() if bucket_of_sub(sub) == bucket) for bucket in BUCKETS}
     spans = {name: SpanFacts(count, count * 10**6, count, count * 10**6) for name, count in counts.items()}
     lines = tuple(SampledLine(f"train.py:{k + 1}", "", ns, 10) for k, ns in enumerate(sorted(lines_ns)[::-1]))
-    ledger = Ledger(1, 1, whole, ledger_ns, booked_ns, {}, 1.0, spans=spans, script_lines=lines)
+    ledger = Ledger(
+        devices=1, steps=1, wall_ns=whole, ledger_ns=ledger_ns, sub_ns=booked_ns,
+        basis={}, coverage=1.0, spans=spans, script_lines=lines,
+    )  # fmt: skip
     answer = {**ledger.to_json(), "causes": [cause.to_json() for cause in find_causes(ledger)]}
     said = [verdict(answer).sentence, *(cause["evidence"] for cause in answer["causes"])]
 

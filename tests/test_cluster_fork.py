@@ -141,7 +141,10 @@ def test_the_verb_prints_the_four_keys_and_names_the_device_that_it_leaves_out(t
 def test_copies_are_proposed_where_a_rank_is_slower_all_along(own_s, times_last, allow, said):
     rows = {rank: {"useful": int(seconds * 100e9), "straggler": 10**9} for rank, seconds in enumerate(own_s)}
     late = RankLateness(num_collectives=100, times_last={len(own_s) - 1: times_last})
-    ledger = Ledger(len(own_s), 100, 10**11, {}, {}, {}, 1.0, by_rank_ns=rows, lateness=late)
+    ledger = Ledger(
+        devices=len(own_s), steps=100, wall_ns=10**11, ledger_ns={}, sub_ns={},
+        basis={}, coverage=1.0, by_rank_ns=rows, lateness=late,
+    )  # fmt: skip
     setup = Setup(len(own_s), len(own_s), 4, "cpu", PlanLimits(10**9, 4, allow))
     (answer,) = list(propose(ledger, SimpleNamespace(run=None, measured_s=0.4), setup)) or [None]
 

@@ -6,6 +6,7 @@ import dis
 import sys
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,8 +89,11 @@ def test_a_look_that_waited_for_the_interpreter_counts_for_no_line():
 def test_ending_the_waits_wins_no_more_than_they_take_nor_than_the_device_idles(waited, won):
     total_ns = 1000 * MS
     booked = {**dict.fromkeys(BUCKETS, 0), "useful": 700 * MS, "host": 300 * MS}
+    lines = {"host.launch": 300 * MS}
     row = SampledLine("train.py:41", "item", int(waited * total_ns), count=40)
-    ledger = Ledger(1, 1, total_ns, booked, {"host.launch": 300 * MS}, {}, 1.0, wait_lines=(row,))
+    ledger = Ledger(
+        devices=1, steps=1, wall_ns=total_ns, ledger_ns=booked, sub_ns=lines, basis={}, coverage=1.0, wait_lines=(row,)
+    )
 
     causes = {cause.cause: cause for cause in find_causes(ledger)}
 
@@ -98,7 +102,7 @@ def test_ending_the_waits_wins_no_more_than_they_take_nor_than_the_device_idles(
     assert sync.where == "item at train.py:41"
     assert "loss.detach()" in sync.script
     assert sum(cause.lost_device_s for cause in causes.values()) == pytest.approx(0.3)
-    few = Ledger(1, 1, total_ns, booked, {"host.launch": 300 * MS}, {}, 1.0, wait_lines=(SampledLine("a:1", "", 9, 2),))
+    few = replace(ledger, wait_lines=(SampledLine("a:1", "", 9, 2),))
     assert [cause.cause for cause in find_causes(few)] == ["host.launch"]
 
 

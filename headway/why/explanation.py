@@ -35,7 +35,7 @@ from headway.trace.readers.formats import open_parts
 from headway.trace.recording.incident import Incident
 from headway.trace.recording.run_facts import RunFacts, memory_headroom, outcomes_of
 from headway.trace.recording.runs import Run, is_described, is_run, merge
-from headway.why.answer import Verdict
+from headway.why.answer import Json, Verdict
 from headway.why.fixes import fixes_of_run, notes_of, refusals, refuted, run_command, with_reasons
 from headway.why.verdict import verdict
 
@@ -93,7 +93,7 @@ class Explanation:
         return dict(self._json)
 
     @functools.cached_property
-    def _json(self) -> dict[str, Any]:
+    def _json(self) -> Json:
         fidelity = self.program.fidelity if self.program else self.straggler.fidelity if self.straggler else None
         straggler = self.straggler.to_json() if self.straggler else None
         answer = self.ledger.to_json(causes=self.causes, straggler=straggler, fidelity=fidelity)

@@ -15,25 +15,22 @@ device-seconds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.core.units import NS_PER_S, format_fraction
-from headway.ledger.booking.account import Account, KernelTimes, SpanFacts, blank_steps, blank_subs, bound_of, no_steps
-from headway.ledger.booking.arrivals import RankLateness
+from headway.ledger.booking.account import Account, BookedTime, blank_subs, bound_of
 from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKETS, ONCE_PER_RUN, SUB_LINES, SUBS
-from headway.ledger.cause import Cause, SampledLine
+from headway.ledger.cause import Cause
 from headway.ledger.runs.kernels import profile_account
 from headway.ledger.runs.recorded import RECORDED, RunSource, recorded_account, recorded_trace_account
 from headway.trace.events.intervals import Ints
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
-from headway.trace.recording.run_facts import RunFacts
 
 SCHEMA = "headway.why/2"
 
@@ -47,27 +44,18 @@ MAX_UNKNOWN_FRACTION = 0.02
 """More than this in `unknown` and the ledger says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ledger:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger(BookedTime):
     """An exact partition of device time. Build it with `Ledger.of`."""
 
     devices: int
-    """Devices that the run held; for a trace, the ranks seen in its rows."""
-
-    steps: int
-    """Optimizer steps whose result was kept."""
-
-    wall_ns: int
-    """Launcher start to exit, per device: the buckets sum to `devices * wall_ns`."""
+    """Devices that the run held, each for `wall_ns`; for a trace, the ranks seen in its rows."""
 
     ledger_ns: Mapping[str, int]
-    """Bucket -> device-nanoseconds; every bucket is there."""
+    """Bucket -> device-nanoseconds; every bucket is there, they sum to `devices * wall_ns`."""
 
     sub_ns: Mapping[str, int]
     """Sub-line -> device-nanoseconds; they partition their bucket; empty ones are left out."""
-
-    basis: Mapping[str, str]
-    """Bucket -> how it is known: 'recorded', 'remainder', 'sampled ...', 'replayed', 'kernels'."""
 
     coverage: float
     """Share of device time that is not unknown."""
@@ -75,48 +63,12 @@ class Ledger:
     by_rank_ns: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     """Rank -> bucket -> ns."""
 
-    step_ns: Ints = field(default_factory=blank_steps)
-    """[len(BUCKETS), n] Device-ns of each bucket in each step of the last attempt, over all ranks."""
-
-    step_wall_ns: Ints = field(default_factory=no_steps)
-    """[n] Wall of each step of the last attempt: the mean over ranks, whole ns."""
-
-    undisturbed: NDArray[np.bool_] | None = None
-    """[n] Steps that no deep window made longer; None = all of them."""
-
-    lateness: RankLateness = field(default_factory=RankLateness)
-    """Who waited for whom, over all attempts."""
-
-    spans: Mapping[str, SpanFacts] = field(default_factory=dict)
-    """Recorded name -> its totals."""
-
     loader_ns: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
-    """Loader (group of the run's loader facts; -1 = not known) -> sub-line -> device-ns spent on it.
+    """Loader -> sub-line -> device-ns spent on it.
 
     The lines of bucket `input` add up to the bucket where a loader brought every batch; `eval.input` is what
     evaluations waited for it.
     """
-
-    loader_calls: Mapping[int, int] = field(default_factory=dict)
-    """Loader -> calls of next(loader) by training."""
-
-    script_lines: tuple[SampledLine, ...] = ()
-    """Where training threads were seen between the steps, most time first."""
-
-    wait_lines: tuple[SampledLine, ...] = ()
-    """Where training threads were seen to wait for their devices, most time first."""
-
-    facts: RunFacts = field(default_factory=RunFacts)
-    """Facts of the run: run.json, or the trace's own."""
-
-    hosts: Mapping[int, str] = field(default_factory=dict)
-    """Rank -> host, where known."""
-
-    kernels: KernelTimes = field(default_factory=KernelTimes)
-    """What windows of a device showed of its kernels."""
-
-    notes: tuple[str, ...] = ()
-    """What a reader must know to judge the numbers, such as why `unknown` is large."""
 
     @classmethod
     def of(cls, source: RunSource | Trace | Parts | Sequence[Trace | Parts | RunSource]) -> Ledger:
@@ -149,28 +101,16 @@ class Ledger:
             lines = [f"{sub} ({SUB_LINES[sub]})" for sub in subs_of(total) if sub.startswith("unknown.")]
             share = format_fraction(ledger_ns["unknown"] / total_ns)
             notes.append(f"{share} of device time is unknown: {', '.join(lines)}")
+        booked = {shared.name: getattr(account, shared.name) for shared in fields(BookedTime)}
+        booked |= {"notes": tuple(notes), "loader_calls": dict(sorted(account.loader_calls.items()))}
         return cls(
+            **booked,
             devices=len(by_rank),
-            steps=account.steps,
-            wall_ns=account.wall_ns,
             ledger_ns=ledger_ns,
             sub_ns=subs_of(total),
-            basis=account.basis,
             coverage=1.0 - ledger_ns["unknown"] / total_ns if total_ns else 0.0,
             by_rank_ns=by_rank,
-            step_ns=account.step_ns,
-            step_wall_ns=account.step_wall_ns,
-            undisturbed=account.undisturbed,
-            lateness=account.lateness,
-            spans=account.spans,
             loader_ns={loader: subs_of(amounts) for loader, amounts in sorted(account.loader_ns.items())},
-            loader_calls=dict(sorted(account.loader_calls.items())),
-            script_lines=account.script_lines,
-            wait_lines=account.wait_lines,
-            facts=account.facts,
-            hosts=account.hosts,
-            kernels=account.kernels,
-            notes=tuple(notes),
         )
 
     @property

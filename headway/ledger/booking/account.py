@@ -112,42 +112,36 @@ class KernelTimes:
         return KernelTimes(ns, count, self.num_steps + more.num_steps)
 
 
-@dataclass(frozen=True, slots=True)
-class Account:
-    """Booked time of every rank; each adds up to `wall_ns`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BookedTime:
+    """What is told of booked time whether it stands by rank (`Account`) or is summed (`Ledger`)."""
 
     wall_ns: int
-    """What each device is accounted for."""
-
-    sub_ns: Mapping[int, Ints]
-    """Device (rank) -> [len(SUBS)] ns."""
+    """Launcher start to exit: what each device is accounted for."""
 
     steps: int
-    """Steps whose result was kept."""
+    """Optimizer steps whose result was kept."""
 
     basis: Mapping[str, str]
-    """Bucket -> how it is known."""
+    """Bucket -> how it is known: 'recorded', 'remainder', 'sampled ...', 'replayed', 'kernels'."""
 
     step_ns: Ints = field(default_factory=blank_steps)
-    """[len(BUCKETS), n] Device-ns per step, over all ranks."""
+    """[len(BUCKETS), n] Device-ns of each bucket in each step of the last attempt, over all ranks."""
 
     step_wall_ns: Ints = field(default_factory=no_steps)
-    """[n] Wall of each step, the mean over ranks."""
+    """[n] Wall of each step of the last attempt: the mean over ranks, whole ns."""
 
     undisturbed: NDArray[np.bool_] | None = None
     """[n] Steps that no deep window made longer; None = all of them."""
 
     lateness: RankLateness = field(default_factory=RankLateness)
-    """Who waited for whom."""
+    """Who waited for whom, over all attempts."""
 
     spans: Mapping[str, SpanFacts] = field(default_factory=dict)
     """Recorded name -> its totals."""
 
-    loader_ns: Mapping[int, Ints] = field(default_factory=dict)
-    """Loader (group; -1 = not known) -> [len(SUBS)] ns that training threads spent on it, over all ranks."""
-
     loader_calls: Mapping[int, int] = field(default_factory=dict)
-    """Loader -> calls of next(loader) by training, over all ranks."""
+    """Loader (group of the run's loader facts; -1 = not known) -> calls of next(loader) by training, over all ranks."""
 
     script_lines: tuple[SampledLine, ...] = ()
     """Where training threads were seen between the steps, most time first."""
@@ -156,16 +150,27 @@ class Account:
     """Where training threads were seen to wait for their devices, most time first."""
 
     facts: RunFacts = field(default_factory=RunFacts)
-    """Facts of the run or trace."""
+    """Facts of the run: run.json, or the trace's own."""
 
     hosts: Mapping[int, str] = field(default_factory=dict)
     """Rank -> host, where known."""
 
     kernels: KernelTimes = field(default_factory=KernelTimes)
-    """What windows showed of kernels; empty without a window of a device."""
+    """What windows of a device showed of its kernels; empty without one."""
 
     notes: tuple[str, ...] = ()
-    """What limits the account."""
+    """What a reader must know to judge the numbers, such as why `unknown` is large."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account(BookedTime):
+    """Booked time of every rank; each adds up to `wall_ns`."""
+
+    sub_ns: Mapping[int, Ints]
+    """Device (rank) -> [len(SUBS)] ns."""
+
+    loader_ns: Mapping[int, Ints] = field(default_factory=dict)
+    """Loader -> [len(SUBS)] ns that training threads spent on it, over all ranks."""
 
     def __post_init__(self) -> None:
         """Check that no nanosecond was lost or counted twice."""

@@ -300,17 +300,7 @@ class VerifyReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `headway ckpt verify --json` prints."""
-        return {
-            "schema": "headway.ckpt.verify/1",
-            "path": self.path,
-            "format": self.format,
-            "status": self.status,
-            "damaged": [damage.to_json() for damage in self.damaged],
-            "checked_bytes": self.checked_bytes,
-            "unchecked_bytes": self.unchecked_bytes,
-            "root": self.root,
-            "notes": list(self.notes),
-        }
+        return {"schema": "headway.ckpt.verify/1", **msgspec.to_builtins(self)}
 
 
 def verify(path: str | Path, *, deep: bool = True, bytes_per_s: float = 0.0) -> VerifyReport:

@@ -306,14 +306,7 @@ class Judgement:
 
     def to_json(self) -> dict[str, Any]:
         """Return status and missing entries by name."""
-        entries = [
-            {
-                "file": lost.file, "rank": lost.rank, "tensor": lost.tensor, "rows": lost.rows and list(lost.rows),
-                "offset_bytes": lost.offset_bytes, "num_bytes": lost.num_bytes,
-            }
-            for lost in self.missing
-        ]  # fmt: skip
-        return {"status": self.status, "missing": entries}
+        return {"status": self.status, "missing": msgspec.to_builtins(self.missing)}
 
 
 class Losses:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +61,7 @@ class Restriped:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields by name."""
-        return {
-            "path": self.path, "before": self.before, "after": self.after, "read_bytes": self.read_bytes,
-            "written_bytes": self.written_bytes,
-        }  # fmt: skip
+        return asdict(self)
 
 
 def restripe(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -161,23 +161,17 @@ class RunOptions:
 
     def launch_options(self, remedies: dict[str, str], baseline: Path | None) -> LaunchOptions:
         """Return what the launcher takes. Raises `InputError` for values that cannot be."""
-        same = (
-            "nproc_per_node", "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "standalone",
-            "max_restarts", "role", "monitor_interval", "master_addr", "master_port", "local_addr", "log_dir", "module",
-            "no_python", "out", "no_launch", "windows", "window_at", "verify", "grace_s", "quiet", "json",
-            "metrics_port", "metrics_host", "warm", "update_from", "standby",
-        )  # fmt: skip
-        return LaunchOptions(
-            rdzv_conf=rendezvous_settings(self.rdzv_conf),
-            supervisor=SUPERVISOR,
-            apply=self.plan_path,
-            baseline=str(baseline) if baseline else None,
-            remedies=remedies,
-            hang_timeout_s=self.hang_timeout,
-            max_run_bytes=parse_bytes(self.max_run_bytes),
-            mode=folder_mode(self.mode),
-            **{name: getattr(self, name) for name in same},
-        )
+        same = {name: getattr(self, name) for row in fields(LaunchOptions) if hasattr(self, name := row.name)}
+        return LaunchOptions(**same | {
+            "rdzv_conf": rendezvous_settings(self.rdzv_conf),
+            "supervisor": SUPERVISOR,
+            "apply": self.plan_path,
+            "baseline": str(baseline) if baseline else None,
+            "remedies": remedies,
+            "hang_timeout_s": self.hang_timeout,
+            "max_run_bytes": parse_bytes(self.max_run_bytes),
+            "mode": folder_mode(self.mode),
+        })  # fmt: skip
 
 
 def folder_mode(text: str) -> int:
