@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -34,29 +33,14 @@ from headway.core.errors import CycleError, InputError
 from headway.core.units import NS_PER_US
 from headway.trace.events.trace import Trace
 from headway.trace.sync.causality import Link, Projection, middle_end, project, violations
-from headway.trace.sync.clock_steps import find_steps, with_steps, without_step
 from headway.trace.sync.clocks import MAPPED, ClockMap, aligned_ns
-from headway.trace.sync.end_differences import edges_of, estimate
+from headway.trace.sync.end_differences import estimate
 from headway.trace.sync.meetings import Ints, Meetings, match
 
 Floats = NDArray[np.float64]
 
 WINDOW_S = 60.0
 """Longest window over which a clock's drift counts as constant; windows in which it changes are divided."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClockStep:
-    """A clock that was set forward or back."""
-
-    rank: int
-    """First rank that reads it."""
-
-    before_ns: int
-    """Last raw time that is known to lie before the step."""
-
-    by_ns: int
-    """How far forward; negative = back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +57,7 @@ class Alignment:
     """[Q] Borders of the windows on the reference clock."""
 
     knot_ns: Ints
-    """[R, K] Where each rank's map bends, on its raw clock: the same borders, and with steps also the steps' sides."""
+    """[R, K] Where each rank's map bends, on its raw clock: the same borders."""
 
     theta_ns: Ints
     """[R, K] What to add to a rank's raw time there; linear between the knots and beyond them."""
@@ -105,23 +89,15 @@ class Alignment:
     skipped: int
     """Calls without a partner, at the edges of windows."""
 
-    steps: tuple[ClockStep, ...] = ()
-    """Clocks that were set forward or back while they recorded."""
-
     set_aside: int = 0
     """Starts and ends that contradicted the clocks by far more than their scatter, where that was tolerated."""
 
     @property
     def drift_ppm(self) -> Floats:
-        """[R] Mean drift over all windows without the steps, parts per million; 0 without windows."""
+        """[R] Mean drift over all windows, parts per million; 0 without windows."""
         if len(self.windows_ns) == 1:
             return np.zeros(len(self.ranks))
-        # What a rank's map rises by from its first to its last knot; a step is no drift, and is taken out again.
         rise = (self.theta_ns[:, -1] - self.theta_ns[:, 0]).astype(np.float64)
-        for step in self.steps:
-            same = self.hosts[int(np.searchsorted(self.ranks, step.rank))]
-            own = [rank == step.rank or (host == same != "") for rank, host in zip(self.ranks, self.hosts, strict=True)]
-            rise[own] += step.by_ns
         return np.asarray(1e6 * rise / (self.knot_ns[:, -1] - self.knot_ns[:, 0]))
 
     def apply(self, trace: Trace) -> Trace:
@@ -145,9 +121,6 @@ class Alignment:
             "meetings": self.num_meetings,
             "skipped": self.skipped,
             "set_aside": self.set_aside,
-            "steps": [
-                {"rank": step.rank, "before_ns": step.before_ns, "by_us": step.by_ns / NS_PER_US} for step in self.steps
-            ],
             "violations_before": self.violations_before,
             "estimate_violations": self.estimate_violations,
             "violations": self.violations,
@@ -173,7 +146,7 @@ def align(
 
     `window_s` is about the longest window over which a drift counts as
     constant (`headway.trace.sync.drift_windows` divides those in which it changes),
-    None for offsets alone, without steps. `meetings` are those of `headway.trace.sync.meetings.match`
+    None for offsets alone. `meetings` are those of `headway.trace.sync.meetings.match`
     unless given. Raises `InputError` on a rank without events or without
     anything in common with the others, on unmatched messages and on mixed
     clock units; `CycleError`, with the offending cycle, when no clocks fulfil
@@ -189,25 +162,16 @@ def align(
     # met is call by call: [n] rank -> its place in `ranks` -> the clock that it reads.
     clock = clock_of_rank[np.searchsorted(ranks, met.rank)]
     num_clocks = int(clock_of_rank.max(initial=0)) + 1
-    steps = () if window_s is None else find_steps(edges_of(met, clock, num_clocks), met, clock)
-    # Ends that are late together may look like a step; then no clocks fulfil the order with it, and it is left out.
-    for taken_out in (steps, ()) if steps else ((),):
-        # 1. set stepped clocks back   2. estimate smooth maps   3. put the steps in again   4. hold them to causality
-        even = reduce(lambda rest, step: without_step(rest, clock, step), taken_out, met)
-        first = estimate(even, clock, num_clocks, window_s=window_s)
-        _check_reached(first.reached[clock_of_rank], ranks, met)
-        estimated = with_steps(first.clocks, taken_out)
-        found = project(met, clock, estimated, tolerate=tolerate and not taken_out)
-        if not found.cycle:
-            break
+    # 1. estimate smooth maps   2. hold them to causality
+    first = estimate(met, clock, num_clocks, window_s=window_s)
+    _check_reached(first.reached[clock_of_rank], ranks, met)
+    found = project(met, clock, first.clocks, tolerate=tolerate)
     if found.cycle and not tolerate:
         raise CycleError(
             _contradiction(trace, met, found, window_s),
             tuple(int(met.row[call]) for link in found.cycle for call in link),
         )
-    first_rank = {which: int(ranks[clock_of_rank == which][0]) for which in range(num_clocks)}
-    shown = tuple(ClockStep(first_rank[step.clock], step.before_ns, step.by_ns) for step in taken_out)
-    return _alignment(trace, ranks, hosts, clock_of_rank, met, clock, (estimated, first.window_ns), found, shown)
+    return _alignment(trace, ranks, hosts, clock_of_rank, met, clock, (first.clocks, first.window_ns), found)
 
 
 def _check_events(trace: Trace) -> None:
@@ -275,7 +239,6 @@ def _alignment(
     clock: Ints,
     first: tuple[ClockMap, Ints],
     found: Projection,
-    steps: tuple[ClockStep, ...],
 ) -> Alignment:
     """Gather the figures."""
     estimated, windows_ns = first
@@ -299,7 +262,6 @@ def _alignment(
         num_meetings=met.num_meetings,
         skipped=met.skipped,
         set_aside=found.set_aside,
-        steps=steps,
     )
 
 

@@ -117,11 +117,6 @@ def origins(meetings: Meetings, clock: Ints, num_clocks: int) -> Ints:
     return origin
 
 
-def edges_of(meetings: Meetings, clock: Ints, num_clocks: int) -> list[Edge]:
-    """Return the pairs of clocks that have meetings in common; `MOST` meetings of each channel are looked at."""
-    return _edges(_pairs(meetings, clock, origins(meetings, clock, num_clocks), most=MOST))
-
-
 def estimate(
     meetings: Meetings, clock: Ints, num_clocks: int, *, window_s: float | None, reference: int = 0
 ) -> Estimate:

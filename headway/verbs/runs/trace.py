@@ -239,8 +239,8 @@ def align(
     target
         File to write; its suffix decides the format.
     window_s
-        Longest time in seconds over which a clock's drift counts as constant; windows in which it changes are divided,
-        steps are found. 0 = offsets alone, without drift.
+        Longest time in seconds over which a clock's drift counts as constant; windows in which it changes are divided.
+        0 = offsets alone, without drift.
     tolerate
         Where no clocks fulfil the order, set wrong records aside and take the least violation instead of an error.
     json
