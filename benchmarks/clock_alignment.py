@@ -34,7 +34,7 @@ def offsets_alone(trace: Trace) -> Trace:
     """Return the trace with one offset per rank: the peer."""
     met = match(trace)
     ranks = np.unique(met.rank)
-    found = estimate(met, np.searchsorted(ranks, met.rank), len(ranks), window_s=None)
+    found = estimate(met, np.searchsorted(ranks, met.rank), len(ranks), drift=False)
     table = {
         int(rank): {"offset_ns": int(theta)} for rank, theta in zip(ranks, found.clocks.theta_ns[:, 0], strict=True)
     }

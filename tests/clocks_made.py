@@ -48,41 +48,11 @@ class Wrong:
         return np.abs(np.stack(shown) - shown[0])
 
 
-@dataclass(frozen=True)
-class Unsteady(Wrong):
-    """Clocks whose drift changes twice, and some of which are set forward or back once."""
-
-    bend_ns: np.ndarray = None
-    """[R, 2] True times at which the drift changes."""
-    change: np.ndarray = None
-    """[R, 2] By how much."""
-    step_at_ns: np.ndarray = None
-    """[R] True time of the step."""
-    step_ns: np.ndarray = None
-    """[R] How far forward, 0 = none."""
-
-    @classmethod
-    def drawn(cls, seed: int, ranks: int, *, change: float = 0.0, step_ns: int = 0) -> Unsteady:
-        """Draw the signs, and times within 5 to 55 s; a third of the clocks steps, of two clocks the second."""
-        rng = np.random.default_rng(seed)
-        wrong = Wrong.draw(rng, ranks)
-        bend = np.sort(rng.uniform(5 * S, 55 * S, (ranks, 2)), axis=1)
-        change = change * rng.choice([-1, 1], (ranks, 2))
-        at, sign = rng.uniform(5 * S, 55 * S, ranks), rng.choice([-1, 1], ranks)
-        steps = rng.random(ranks) < 0.3 if ranks > 2 else np.arange(ranks) == 1
-        return cls(wrong.offset_ns, wrong.drift, 0, bend, change, at, step_ns * sign * steps)
-
-    def tell(self, rank: np.ndarray, true_ns: np.ndarray) -> np.ndarray:
-        """Return what the clock of each rank shows at true times."""
-        bent = (self.change[rank] * np.maximum(true_ns[..., None] - self.bend_ns[rank], 0)).sum(axis=-1)
-        stepped = self.step_ns[rank] * (true_ns > self.step_at_ns[rank])
-        return super().tell(rank, true_ns) + np.rint(bent + stepped).astype(np.int64)
-
-    def steady_ns(self, pause_ns: int) -> np.ndarray:
-        """Return true times, ten per second of a minute, farther than `pause_ns` from every step."""
-        at_ns = np.linspace(0, 60 * S, 601).astype(np.int64)
-        steps = self.step_at_ns[self.step_ns != 0]
-        return at_ns[(np.abs(at_ns[:, None] - steps) > pause_ns).all(axis=1)]
+def stepped(trace: Trace, rank: int, at_ns: int, by_ns: int) -> Trace:
+    """Return `trace` with the clock of `rank` set forward by `by_ns` when it shows `at_ns`."""
+    start, end = trace.events["start_ns"], trace.events["start_ns"] + trace.events["duration_ns"]
+    start, end = (x + by_ns * ((trace.events["rank"] == rank) & (x > at_ns)) for x in (start, end))
+    return replace(trace, events={**trace.events, "start_ns": start, "duration_ns": end - start})
 
 
 class Maker:

@@ -4,7 +4,7 @@ Takes the object that the verb prints with `--json`. Offsets in seconds with
 their unit, drift in ppm, residuals in us.
 
 >>> rank = {"rank": 1, "host": "b", "offset_ns": -900, "drift_ppm": 1.5, "residual_us": 0.25, "moved_us": 0.0}
->>> print(render_alignment({"ranks": [rank], "violations_before": 2, "violations": 0, "meetings": 9, "steps": []},
+>>> print(render_alignment({"ranks": [rank], "violations_before": 2, "violations": 0, "meetings": 9},
 ...                        width=69))
 headway trace align
 <BLANKLINE>
@@ -61,10 +61,6 @@ def render_alignment(answer: Json, *, source: str = "", target: str = "", **scre
     )
     if before == 0:
         parts.append(paragraph("The clocks as recorded agree already: the offsets are informational.", style="dim"))
-    for step in answer["steps"][:SHOWN]:
-        size = format_seconds(abs(float(step["by_us"])) / 1e6)
-        way = "forward" if step["by_us"] > 0 else "back"
-        parts.append(paragraph(f"The clock of rank {int(step['rank'])} was set {way} by {size} while it recorded."))
     if after:
         worst = format_seconds(float(answer["shortfall_us"]) / 1e6)
         aside = count(answer["set_aside"])

@@ -329,7 +329,7 @@ def _offsets(met: Meetings, table: OperationTable) -> dict[int, int]:
     place = np.argsort(ranks)
     # Clocks are numbered by their place in the job: the answer does not hang on what the ranks are called.
     clock = place[np.searchsorted(ranks[place], met.rank)]
-    found = estimate(met, clock, len(ranks), window_s=None)
+    found = estimate(met, clock, len(ranks), drift=False)
     value = found.clocks.theta_ns[:, 0]
     reference = float(np.median(value[found.reached]))
     moved = {int(ranks[at]): round(value[at] - reference) for at in np.flatnonzero(found.reached).tolist()}

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -34,34 +33,16 @@ from headway.core.errors import CycleError, InputError
 from headway.core.units import NS_PER_US
 from headway.trace.events.trace import Trace
 from headway.trace.sync.causality import Link, Projection, middle_end, project, violations
-from headway.trace.sync.clock_steps import find_steps, with_steps, without_step
 from headway.trace.sync.clocks import MAPPED, ClockMap, aligned_ns
-from headway.trace.sync.end_differences import edges_of, estimate
+from headway.trace.sync.end_differences import ACCURACY_NS, Break, estimate
 from headway.trace.sync.meetings import Ints, Meetings, match
 
 Floats = NDArray[np.float64]
 
-WINDOW_S = 60.0
-"""Longest window over which a clock's drift counts as constant; windows in which it changes are divided."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClockStep:
-    """A clock that was set forward or back."""
-
-    rank: int
-    """First rank that reads it."""
-
-    before_ns: int
-    """Last raw time that is known to lie before the step."""
-
-    by_ns: int
-    """How far forward; negative = back."""
-
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """What puts the clocks of R ranks on that of the first one; Q borders of Q - 1 windows (Q = 1: no drift)."""
+    """What puts the clocks of R ranks on that of the first one; Q = 2 knots, 1 without drift."""
 
     ranks: Ints
     """[R] Ranks, ascending; the first is the reference."""
@@ -69,17 +50,11 @@ class Alignment:
     hosts: tuple[str, ...]
     """[R] Host of each rank, '' = unknown; ranks of one host have equal maps."""
 
-    windows_ns: Ints
-    """[Q] Borders of the windows on the reference clock."""
-
     knot_ns: Ints
-    """[R, K] Where each rank's map bends, on its raw clock: the same borders, and with steps also the steps' sides."""
+    """[R, Q] First and last time of all ranks, on each rank's raw clock."""
 
     theta_ns: Ints
-    """[R, K] What to add to a rank's raw time there; linear between the knots and beyond them."""
-
-    slope: Floats
-    """[R, K - 1] Rise of `theta_ns` between knots, ns per ns."""
+    """[R, Q] What to add to a rank's raw time there; linear between the knots and beyond them."""
 
     residual_us: Floats
     """[R] Median distance of the rank's aligned ends from the middle end of their meetings, NaN without any."""
@@ -105,24 +80,14 @@ class Alignment:
     skipped: int
     """Calls without a partner, at the edges of windows."""
 
-    steps: tuple[ClockStep, ...] = ()
-    """Clocks that were set forward or back while they recorded."""
-
     set_aside: int = 0
     """Starts and ends that contradicted the clocks by far more than their scatter, where that was tolerated."""
 
     @property
     def drift_ppm(self) -> Floats:
-        """[R] Mean drift over all windows without the steps, parts per million; 0 without windows."""
-        if len(self.windows_ns) == 1:
-            return np.zeros(len(self.ranks))
-        # What a rank's map rises by from its first to its last knot; a step is no drift, and is taken out again.
-        rise = (self.theta_ns[:, -1] - self.theta_ns[:, 0]).astype(np.float64)
-        for step in self.steps:
-            same = self.hosts[int(np.searchsorted(self.ranks, step.rank))]
-            own = [rank == step.rank or (host == same != "") for rank, host in zip(self.ranks, self.hosts, strict=True)]
-            rise[own] += step.by_ns
-        return np.asarray(1e6 * rise / (self.knot_ns[:, -1] - self.knot_ns[:, 0]))
+        """[R] Drift, parts per million; 0 for offsets alone."""
+        rise, span = self.theta_ns[:, -1] - self.theta_ns[:, 0], self.knot_ns[:, -1] - self.knot_ns[:, 0]
+        return np.asarray(1e6 * rise / np.maximum(span, 1))
 
     def apply(self, trace: Trace) -> Trace:
         """Return `trace` with the maps in `trace.ranks`, in place of older ones; its times stay raw."""
@@ -137,17 +102,12 @@ class Alignment:
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures per rank and in all, plain values."""
-        drift, span = self.drift_ppm, self.windows_ns
+        drift = self.drift_ppm
         return {
             "reference": int(self.ranks[0]),
-            "windows": max(len(span) - 1, 0),
-            "window_s": float(span[-1] - span[0]) / 1e9 / (len(span) - 1) if len(span) > 1 else None,
             "meetings": self.num_meetings,
             "skipped": self.skipped,
             "set_aside": self.set_aside,
-            "steps": [
-                {"rank": step.rank, "before_ns": step.before_ns, "by_us": step.by_ns / NS_PER_US} for step in self.steps
-            ],
             "violations_before": self.violations_before,
             "estimate_violations": self.estimate_violations,
             "violations": self.violations,
@@ -166,20 +126,17 @@ class Alignment:
         }
 
 
-def align(
-    trace: Trace, window_s: float | None = WINDOW_S, *, tolerate: bool = False, meetings: Meetings | None = None
-) -> Alignment:
+def align(trace: Trace, *, drift: bool = True, tolerate: bool = False, meetings: Meetings | None = None) -> Alignment:
     """Estimate the clocks of the ranks of `trace` from its raw times.
 
-    `window_s` is about the longest window over which a drift counts as
-    constant (`headway.trace.sync.drift_windows` divides those in which it changes),
-    None for offsets alone, without steps. `meetings` are those of `headway.trace.sync.meetings.match`
+    Without `drift` each has an offset alone. `meetings` are those of `headway.trace.sync.meetings.match`
     unless given. Raises `InputError` on a rank without events or without
-    anything in common with the others, on unmatched messages and on mixed
-    clock units; `CycleError`, with the offending cycle, when no clocks fulfil
-    the order: a result that promises an order must not lack it in silence.
-    With `tolerate` wrong records are set aside then, and clocks of least
-    violation taken for the rest (`headway.trace.sync.causality`).
+    anything in common with the others, on unmatched messages, on mixed clock
+    units and on a clock that was set while it recorded; `CycleError`, with the
+    offending calls, when no clocks fulfil the order: a result that promises an
+    order must not lack it in silence. With `tolerate` wrong records are set
+    aside then, and clocks of least violation taken for the rest
+    (`headway.trace.sync.causality`); a clock that was set gets the best line.
     """
     _check_events(trace)
     met = match(trace) if meetings is None else meetings
@@ -189,25 +146,18 @@ def align(
     # met is call by call: [n] rank -> its place in `ranks` -> the clock that it reads.
     clock = clock_of_rank[np.searchsorted(ranks, met.rank)]
     num_clocks = int(clock_of_rank.max(initial=0)) + 1
-    steps = () if window_s is None else find_steps(edges_of(met, clock, num_clocks), met, clock)
-    # Ends that are late together may look like a step; then no clocks fulfil the order with it, and it is left out.
-    for taken_out in (steps, ()) if steps else ((),):
-        # 1. set stepped clocks back   2. estimate smooth maps   3. put the steps in again   4. hold them to causality
-        even = reduce(lambda rest, step: without_step(rest, clock, step), taken_out, met)
-        first = estimate(even, clock, num_clocks, window_s=window_s)
-        _check_reached(first.reached[clock_of_rank], ranks, met)
-        estimated = with_steps(first.clocks, taken_out)
-        found = project(met, clock, estimated, tolerate=tolerate and not taken_out)
-        if not found.cycle:
-            break
+    # 1. estimate the maps   2. hold them to causality
+    first = estimate(met, clock, num_clocks, drift=drift)
+    _check_reached(first.reached[clock_of_rank], ranks, met)
+    if first.broken is not None and not tolerate:
+        raise InputError(_broken(first.broken, ranks, clock_of_rank))
+    found = project(met, clock, first.clocks, tolerate=tolerate)
     if found.cycle and not tolerate:
         raise CycleError(
-            _contradiction(trace, met, found, window_s),
+            _contradiction(trace, met, found, drift=drift),
             tuple(int(met.row[call]) for link in found.cycle for call in link),
         )
-    first_rank = {which: int(ranks[clock_of_rank == which][0]) for which in range(num_clocks)}
-    shown = tuple(ClockStep(first_rank[step.clock], step.before_ns, step.by_ns) for step in taken_out)
-    return _alignment(trace, ranks, hosts, clock_of_rank, met, clock, (estimated, first.window_ns), found, shown)
+    return _alignment(trace, ranks, hosts, clock_of_rank, met, clock, first.clocks, found)
 
 
 def _check_events(trace: Trace) -> None:
@@ -239,20 +189,26 @@ def _check_reached(reached: NDArray[np.bool_], ranks: Ints, met: Meetings) -> No
         )
 
 
-def _contradiction(trace: Trace, met: Meetings, found: Projection, window_s: float | None) -> str:
+def _broken(found: Break, ranks: Ints, clock_of_rank: Ints) -> str:
+    """Say which clock does not keep one offset and drift."""
+    rank, partner = (int(ranks[clock_of_rank == which][0]) for which in (found.clock, found.partner))
+    return (
+        f"the clock of rank {rank} was set while it recorded, or its drift changed: about {found.after_ns / 1e9:.3g} s "
+        f"after its first call it jumps by {found.jump_ns / NS_PER_US:+.0f} us against rank {partner} and drifts by "
+        f"{1e6 * found.drift:+.1f} ppm more, and one offset and drift would be {found.missed_ns / NS_PER_US:.0f} us "
+        f"off; at most {ACCURACY_NS / NS_PER_US:.0f} us are allowed. Align what lies before and after on its own (cut "
+        "it out with headway trace export --between), or take the best line (tolerate=True, --tolerate)."
+    )
+
+
+def _contradiction(trace: Trace, met: Meetings, found: Projection, *, drift: bool) -> str:
     """Say which calls contradict each other."""
     parts = [_words(trace, met, link) for link in found.cycle[:6]]
     more = f"; and {len(found.cycle) - 6} more" if len(found.cycle) > 6 else ""
-    fixed = window_s is None
-    remedy = (
-        f"Pass a window length, so that clocks may drift (window_s={WINDOW_S:g}, --window-s {WINDOW_S:g})"
-        if window_s is None
-        else f"Pass shorter windows (window_s={window_s / 4:g}, --window-s {window_s / 4:g}), correct the matching or "
-        "the host names"
-    )
     return (
-        f"no offsets{'' if fixed else ' and drifts'} of the clocks fulfil the order of these calls; they are "
-        f"{found.cycle_ns / NS_PER_US:.3f} us short, whatever the clocks: {'; '.join(parts)}{more}. {remedy}, drop "
+        f"no offsets{' and drifts' if drift else ''} of the clocks fulfil the order of these calls; they are "
+        f"{found.cycle_ns / NS_PER_US:.3f} us short, whatever the clocks: {'; '.join(parts)}{more}. "
+        f"{'Correct the matching or the host names' if drift else 'Let clocks drift (drift=True)'}, drop "
         "these steps, or take the least violation (tolerate=True, --tolerate)."
     )
 
@@ -273,12 +229,10 @@ def _alignment(
     clock_of_rank: Ints,
     met: Meetings,
     clock: Ints,
-    first: tuple[ClockMap, Ints],
+    estimated: ClockMap,
     found: Projection,
-    steps: tuple[ClockStep, ...],
 ) -> Alignment:
     """Gather the figures."""
-    estimated, windows_ns = first
     # [C, K] of clocks -> [R, K] of ranks: those of one host share a row.
     knots, theta = found.clocks.knot_ns[clock_of_rank], found.clocks.theta_ns[clock_of_rank]
     start, end = as_known(met, trace.ranks)
@@ -286,10 +240,8 @@ def _alignment(
     return Alignment(
         ranks=ranks,
         hosts=hosts,
-        windows_ns=windows_ns,
         knot_ns=knots,
         theta_ns=theta,
-        slope=np.diff(theta, axis=1) / np.maximum(np.diff(knots, axis=1), 1),
         residual_us=_residual_us(met, ranks, aligned),
         violations_before=violations(met, start, end)[0],
         violations=found.violations,
@@ -299,7 +251,6 @@ def _alignment(
         num_meetings=met.num_meetings,
         skipped=met.skipped,
         set_aside=found.set_aside,
-        steps=steps,
     )
 
 

@@ -2,24 +2,22 @@
 
 A collective ends at about the same moment for all its members, so the
 difference of its raw ends is the difference of two clocks plus noise. The
-differences of a pair of clocks are fitted with a line per window, continuous
-over the windows' borders, by least absolute deviations: medians, for a line.
-Clocks are joined by the spanning tree of the least scattered pairs, then all
-pairs are settled together, each with the weight of its scatter. What sends
-messages one way only weighs least, because a sender may be done early.
+differences of a pair of clocks are fitted with one line, offset and drift, by
+medians (`robust_line`). Clocks are joined by the spanning tree of the least
+scattered pairs, then all pairs are settled together, each with the weight of
+its scatter. What sends messages one way only weighs least, because a sender
+may be done early.
 
-The fit is held by what oscillators do (`headway.trace.sync.drift_windows`): a
-drift of `DRIFT` and a change of drift of `DRIFT_CHANGE` from window to window
-are one standard deviation. It outweighs nothing that was measured; it fills
-windows without a meeting and keeps a short trace from fitting a slope to
-noise. Windows in which a drift changes are halved. Raw times in int64 ns.
+One line is all that is fitted. Where two lines, before and after some moment,
+fit the differences of a pair much better, a clock was set while it recorded,
+or its drift changed; `Estimate.broken` says so. Raw times in int64 ns.
 
 >>> import numpy as np
 >>> from headway.trace.sync.meetings import Meetings
 >>> end = np.array([100, 1100, 205, 1205])
 >>> met = Meetings(np.arange(4), np.array([0, 1, 0, 1]), end - 50, end, np.array([0, 2, 4]), np.zeros(2, int),
 ...                np.zeros(2, bool), np.zeros(4, bool))
->>> estimate(met, met.rank, 2, window_s=None).clocks.theta_ns.tolist()
+>>> estimate(met, met.rank, 2, drift=False).clocks.theta_ns.tolist()
 [[0], [-1000]]
 """
 
@@ -33,9 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
-from headway.core.units import NS_PER_S
 from headway.trace.sync.clocks import ClockMap
-from headway.trace.sync.drift_windows import Differences, fit_windows
 from headway.trace.sync.meetings import Bools, Ints, Meetings
 
 Floats = NDArray[np.float64]
@@ -44,13 +40,20 @@ ALL_PAIRS = 8
 """Up to so many members every pair of a group is looked at; of larger groups the pairs with their calmest member."""
 
 MOST = 512
-"""Meetings of a channel that are looked at per window, evenly spread: more would make no visible difference."""
+"""Meetings of a channel that are looked at, evenly spread: more would make no visible difference."""
+
+DRIFT = 50e-6
+"""Standard deviation of the drift of crystals, ns per ns: what a slope is held to where its noise is larger."""
+
+ACCURACY_NS = 50_000
+"""A line that misses an eighth of its differences by no more than this, in the median, is good enough."""
+
+SPLITS, FEWEST, BROKEN = 16, 12, 0.5
+"""A pair's differences are divided at so many splits less one, into sides of at least so many; they are broken where
+lines on both sides leave less than this fraction of the deviations that one line leaves."""
 
 STRAY, SETTLINGS = 6.0, 3
 """Standard errors beyond which a pair of clocks loses weight, and rounds of settling all pairs."""
-
-MOST_STEPS, SETTLED_NS = 300, 0.01
-"""Steps of conjugate gradients, and the change below which they end."""
 
 UNITS, UNITS_FROM_NS = 2.0, 1_000_000
 """Two clocks of which one runs so many times faster, over at least so long, do not count in one unit."""
@@ -63,11 +66,34 @@ class Estimate:
     clocks: ClockMap
     """Their maps; the reference's adds nothing."""
 
-    window_ns: Ints
-    """[Q] Borders of the windows on the reference clock; one entry without drift."""
-
     reached: Bools
     """[C] Joined to the reference by meetings; the others' maps say nothing."""
+
+    broken: Break | None
+    """The clock that least keeps one offset and drift, None where all do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """Where one line does not describe a clock."""
+
+    clock: int
+    """The clock."""
+
+    partner: int
+    """A clock against which it shows."""
+
+    after_ns: float
+    """About when, after the first call of `clock`."""
+
+    jump_ns: float
+    """How far the clock jumps forward there; negative = back."""
+
+    drift: float
+    """How much faster it runs from there on, ns per ns."""
+
+    missed_ns: float
+    """How far one line is off, in the median of an eighth of the meetings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +114,16 @@ class _Series:
 
     bias: float
     """Square of what a sender may end early, ns^2; 0 for collectives."""
+
+    @property
+    def noise(self) -> float:
+        """Return the scatter of one difference, ns."""
+        return float(np.sqrt(self.variance * len(self.end_a)))
+
+    def steady(self) -> tuple[Floats, Floats]:
+        """Return time [m] and difference [m] of the meetings; a clock that is set does not move the time."""
+        between = np.minimum(np.diff(self.end_a), np.diff(self.end_b))
+        return np.concatenate([[0.0], np.cumsum(np.maximum(between, 0.0))]), self.end_a - self.end_b
 
 
 Pair = tuple[int, int]
@@ -117,31 +153,24 @@ def origins(meetings: Meetings, clock: Ints, num_clocks: int) -> Ints:
     return origin
 
 
-def edges_of(meetings: Meetings, clock: Ints, num_clocks: int) -> list[Edge]:
-    """Return the pairs of clocks that have meetings in common; `MOST` meetings of each channel are looked at."""
-    return _edges(_pairs(meetings, clock, origins(meetings, clock, num_clocks), most=MOST))
-
-
-def estimate(
-    meetings: Meetings, clock: Ints, num_clocks: int, *, window_s: float | None, reference: int = 0
-) -> Estimate:
+def estimate(meetings: Meetings, clock: Ints, num_clocks: int, *, drift: bool, reference: int = 0) -> Estimate:
     """Estimate the maps of the clocks; `clock` [n] is the clock that each call's rank reads.
 
-    `window_s` None means offsets without drift. Deterministic, and the same
-    whatever the ranks are called. Raises `InputError` on clocks that do not
-    count in one unit.
+    Without `drift` the maps are offsets, and no break is looked for. Deterministic, and the same whatever the ranks
+    are called. Raises `InputError` on clocks that do not count in one unit.
     """
     origin = origins(meetings, clock, num_clocks)
-    windows = 1 if window_s is None else _num_windows(meetings, clock, origin, window_s)
-    edges = _edges(_pairs(meetings, clock, origin, most=MOST * windows))
+    edges = _edges(_pairs(meetings, clock, origin))
     tree, coarse = _tree(edges, num_clocks, reference)
     reached = np.zeros(num_clocks, bool)
     reached[[reference, *(new for _, new, _ in tree)]] = True
-    for _, _, index in tree:
-        _same_unit(edges[index], meetings, clock)
     edges_used = [edge for edge in edges if reached[edge.a]]
-    border = _borders(meetings, clock, origin, coarse, reached, windows if window_s is not None else 0)
-    border, apart = _fit(edges_used, coarse, border)
+    broken = _break(edges_used, num_clocks, reference) if drift else None
+    if broken is None:
+        for _, _, index in tree:
+            _same_unit(edges[index], meetings, clock)
+    border = _borders(meetings, clock, origin, coarse, reached) if drift else np.zeros(1)
+    apart = _apart(edges_used, coarse, border)
     place = {(edge.a, edge.b): at for at, edge in enumerate(edges_used)}
     theta = np.zeros((num_clocks, len(border)))
     for known, new, _ in tree:
@@ -151,18 +180,10 @@ def estimate(
     origin = np.where(reached, origin, 0)
     knots = np.rint(border[None, :] - coarse[:, None]).astype(np.int64) + origin[:, None]
     whole = np.where(reached[:, None], np.rint(theta).astype(np.int64) + origin[reference] - origin[:, None], 0)
-    return Estimate(ClockMap(knots, whole), np.rint(border).astype(np.int64) + origin[reference], reached)
+    return Estimate(ClockMap(knots, whole), reached, broken)
 
 
-def _num_windows(meetings: Meetings, clock: Ints, origin: Ints, window_s: float) -> int:
-    """Return in how many equal windows of about `window_s` the longest clock is cut."""
-    if not window_s > 0:
-        raise InputError(f"a window of {window_s} s is none. Pass a length above 0, or None for offsets without drift.")
-    span = int((meetings.end_ns - origin[clock]).max(initial=0))
-    return max(1, round(span / (window_s * NS_PER_S)))
-
-
-def _pairs(meetings: Meetings, clock: Ints, origin: Ints, *, most: int) -> dict[Pair, list[_Series]]:
+def _pairs(meetings: Meetings, clock: Ints, origin: Ints) -> dict[Pair, list[_Series]]:
     """Return the series of each pair of clocks (first < second) that have meetings in common."""
     found: dict[Pair, list[_Series]] = {}
     relative = (meetings.end_ns - origin[clock]).astype(np.float64)
@@ -171,7 +192,7 @@ def _pairs(meetings: Meetings, clock: Ints, origin: Ints, *, most: int) -> dict[
     size = np.diff(meetings.first)
     for begin, end in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
         picked = order[begin:end]
-        picked = picked[np.linspace(0, len(picked) - 1, min(most, len(picked))).astype(np.int64)]
+        picked = picked[np.linspace(0, len(picked) - 1, min(MOST, len(picked))).astype(np.int64)]
         # The calls of the picked meetings, one meeting after the other: each is the range first[i] .. first[i] +
         # size[i] - 1, written as one running arange plus an offset per meeting. `column` says which of the picked
         # meetings each is of.
@@ -224,8 +245,10 @@ def _series(end_a: Floats, end_b: Floats, kind: int, early: float) -> _Series:
     a, b = end_a[both], end_b[both]
     order = np.argsort(a + b, kind="stable")  # As the pair has it, whichever of them is called the first.
     a, b = a[order], b[order]
-    steps = np.abs(np.diff(a - b))
-    scatter = max(float(np.median(steps)) if len(steps) else 1e6, 1.0)
+    # The changes from one meeting to the next, less the usual one where there are enough: noise without drift.
+    steps = np.diff(a - b)
+    usual = np.median(steps) if len(steps) >= FEWEST else 0.0
+    scatter = max(float(np.median(np.abs(steps - usual))) if len(steps) else 1e6, 1.0)
     return _Series(kind, a, b, scatter**2 / max(len(a), 1), 0.0 if kind == 0 else early**2)
 
 
@@ -283,29 +306,98 @@ def _middle(edge: Edge) -> float:
     return float(np.mean([np.median(s.end_a - s.end_b) for s in edge.series]))
 
 
-def _borders(meetings: Meetings, clock: Ints, origin: Ints, offset: Floats, reached: Bools, windows: int) -> Floats:
-    """Return the borders [Q] of the windows, ns after the reference's origin; one border for no window."""
+def _borders(meetings: Meetings, clock: Ints, origin: Ints, offset: Floats, reached: Bools) -> Floats:
+    """Return first and last time [2] of all calls, ns after the reference's origin."""
     mine = reached[clock]
-    if not windows or not mine.any():
+    if not mine.any():
         return np.zeros(1)
     shift = offset[clock[mine]]
     low = float((meetings.start_ns[mine] - origin[clock[mine]] + shift).min())
     high = float((meetings.end_ns[mine] - origin[clock[mine]] + shift).max())
-    return np.rint(np.linspace(low, max(high, low + windows), windows + 1))
+    return np.rint(np.array([low, max(high, low + 1)]))
 
 
-def _fit(edges: list[Edge], offset: Floats, border: Floats) -> tuple[Floats, Floats]:
-    """Return the borders [Q] of windows that fit, and [E, Q] what puts the second clock of each edge on the first."""
-    if len(border) == 1 or not edges:
-        return border, np.array([[_middle(edge)] * len(border) for edge in edges]).reshape(len(edges), len(border))
-    flat = [(edge, s) for edge in edges for s in edge.series]
-    owner = np.repeat(np.arange(len(flat)), [len(s.end_a) for _, s in flat])
-    apart = np.concatenate([s.end_a - s.end_b for _, s in flat])
-    when = np.concatenate([(s.end_a + offset[edge.a] + s.end_b + offset[edge.b]) / 2 for edge, s in flat])
-    noise = np.sqrt(np.array([s.variance * len(s.end_a) for _, s in flat]))
-    border, values = fit_windows(Differences(owner, when, apart, noise), border)
-    size = np.array([len(edge.series) for edge in edges])
-    return border, np.asarray(np.add.reduceat(values, np.cumsum(size) - size, axis=0) / size[:, None])
+def _apart(edges: list[Edge], offset: Floats, border: Floats) -> Floats:
+    """[E, Q] What puts the second clock of each edge on the first, at `border` [Q]; one border for no drift."""
+    result = np.zeros((len(edges), len(border)))
+    for index, edge in enumerate(edges):
+        if len(border) == 1:
+            result[index] = _middle(edge)
+            continue
+        for s in edge.series:
+            when = (s.end_a + offset[edge.a] + s.end_b + offset[edge.b]) / 2
+            level, slope = robust_line(when, s.end_a - s.end_b, s.noise)
+            result[index] += (level + slope * border) / len(edge.series)
+    return result
+
+
+def robust_line(when: Floats, value: Floats, noise: float) -> tuple[float, float]:
+    """Return (level at 0, slope) of a line through the points [n], in order of time; three in ten may be outliers.
+
+    Theil's incomplete method: each point of the first half is paired with one half a series later, and the slope is
+    the median of the pairs'. A slope that the points' `noise` may feign is drawn to 0 by the prior `DRIFT`: a short
+    trace has none.
+    """
+    half = len(when) // 2
+    run, rise = (x[len(x) - half :] - x[:half] for x in (when, value))
+    apart = run > 0
+    slope = 0.0
+    if apart.any():
+        run, rise = run[apart], rise[apart]
+        error = noise / float(np.median(run)) * np.sqrt(np.pi / len(run))  # of a median of slopes of two noisy points
+        slope = float(np.median(rise / run)) * DRIFT**2 / (DRIFT**2 + error**2)
+    return float(np.median(value - slope * when)), slope
+
+
+def _break(edges: list[Edge], num_clocks: int, reference: int) -> Break | None:
+    """Return the break of the clock that breaks against the largest share of its partners, None without any."""
+    broken = [(edge, s, *split) for edge in edges for s in edge.series if (split := _split(s)) is not None]
+    if not broken:
+        return None
+    degree, count = (
+        np.bincount([end for edge in some for end in (edge.a, edge.b)], minlength=num_clocks)
+        for some in ([edge for edge in edges for _ in edge.series], [row[0] for row in broken])
+    )
+    share = count / np.maximum(degree, 1)
+    share[reference] -= 1e-9  # Of two clocks alone, the one that is not the reference.
+    clock = int(np.argmax(share))
+    edge, s, index, missed_ns = max((row for row in broken if clock in (row[0].a, row[0].b)), key=lambda row: row[3])
+    ends, sign = (s.end_a, 1.0) if clock == edge.a else (s.end_b, -1.0)
+    # What the second clock lacks grows where the first is set forward, and falls where the second is.
+    when, value = s.steady()
+    before, after = (robust_line(when[part], value[part], s.noise) for part in (slice(index), slice(index, None)))
+    jump = after[0] - before[0] + (after[1] - before[1]) * float(when[index])
+    return Break(
+        clock, edge.a + edge.b - clock, float(ends[index - 1]), sign * jump, sign * (after[1] - before[1]), missed_ns
+    )
+
+
+def _split(s: _Series) -> tuple[int, float] | None:
+    """Return before which meeting two lines fit a series much better than one, and how far one is off; else None."""
+    (when, value), count = s.steady(), len(s.end_a)
+    if count < 2 * FEWEST:
+        return None
+    rest = _deviations(when, value, s.noise)
+    missed = max(abs(float(np.median(part))) for part in np.array_split(rest, 8))
+    if missed <= ACCURACY_NS:
+        return None
+    splits = [at for k in range(1, SPLITS) if FEWEST <= (at := k * count // SPLITS) <= count - FEWEST]
+    deviations = [
+        sum(float(np.abs(_deviations(when[part], value[part], s.noise)).sum()) for part in (slice(at), slice(at, None)))
+        for at in splits
+    ]
+    best = int(np.argmin(deviations))
+    if deviations[best] >= BROKEN * float(np.abs(rest).sum()):
+        return None
+    # A clock that is set changes the difference most there, between two of the splits.
+    low, high = (max(FEWEST, min(splits[best] + way * (count // SPLITS + 1), count - FEWEST)) for way in (-1, 1))
+    return low + int(np.argmax(np.abs(np.diff(value[low - 1 : high])))), missed
+
+
+def _deviations(when: Floats, value: Floats, noise: float) -> Floats:
+    """[n] Values less their line."""
+    level, slope = robust_line(when, value, noise)
+    return np.asarray(value - level - slope * when)
 
 
 def settled(theta: Floats, edges: list[Edge], apart: Floats, reference: int) -> Floats:
@@ -321,35 +413,19 @@ def settled(theta: Floats, edges: list[Edge], apart: Floats, reference: int) -> 
     for _ in range(SETTLINGS):
         rest = apart - (theta[b] - theta[a])
         stray = np.abs(rest).max(axis=1) / (STRAY * np.sqrt(variance))
-        theta = theta + _pulled(rest, a, b, 1.0 / (variance * np.maximum(stray, 1.0)), len(theta), reference)
+        weight = 1.0 / (variance * np.maximum(stray, 1.0))
+        # Normal equations, the Laplacian of the graph of clocks: sum over its edges of w (move[b] - move[a] - rest) = 0
+        # at each clock but the reference, which does not move, nor do clocks without an edge.
+        matrix, right = np.zeros((len(theta), len(theta))), np.zeros_like(theta)
+        for row, column, sign in ((a, a, 1.0), (b, b, 1.0), (a, b, -1.0), (b, a, -1.0)):
+            np.add.at(matrix, (row, column), sign * weight)
+        np.add.at(right, b, weight[:, None] * rest)
+        np.add.at(right, a, -weight[:, None] * rest)
+        still = np.diagonal(matrix) == 0
+        still[reference] = True
+        matrix[still], right[still] = np.eye(len(theta))[still], 0.0
+        theta = theta + np.linalg.solve(matrix, right)
     return theta
-
-
-def _pulled(rest: Floats, a: Ints, b: Ints, weight: Floats, clocks: int, reference: int) -> Floats:
-    """Return the moves [C, Q] that leave the least weighted squares of `rest` [E, Q]: conjugate gradients."""
-
-    def gathered(flow: Floats) -> Floats:
-        columns = [np.bincount(b, f, clocks) - np.bincount(a, f, clocks) for f in flow.T]
-        result = np.stack(columns, axis=1)
-        result[reference] = 0.0
-        return result
-
-    scale = np.bincount(a, weight, clocks) + np.bincount(b, weight, clocks)
-    scale = np.where(scale > 0, scale, 1.0)[:, None]
-    move = np.zeros((clocks, rest.shape[1]))
-    residue = gathered(weight[:, None] * rest)
-    step = residue / scale
-    power = (residue * step).sum(axis=0)
-    for _ in range(MOST_STEPS):
-        if np.abs(residue / scale).max() < SETTLED_NS:
-            break
-        pull = gathered(weight[:, None] * (step[b] - step[a]))
-        length = power / np.maximum((step * pull).sum(axis=0), np.finfo(float).tiny)
-        move += length * step
-        residue = residue - length * pull
-        before, power = power, (residue * residue / scale).sum(axis=0)
-        step = residue / scale + power / np.maximum(before, np.finfo(float).tiny) * step
-    return move
 
 
 def _same_unit(edge: Edge, meetings: Meetings, clock: Ints) -> None:

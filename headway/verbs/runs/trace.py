@@ -20,7 +20,7 @@ from headway.trace.readers import chrome, perfetto
 from headway.trace.readers.formats import describe, open_parts
 from headway.trace.readers.slices import TraceSlice, moments
 from headway.trace.recording.runs import Run, is_run
-from headway.trace.sync.alignment import WINDOW_S, Alignment
+from headway.trace.sync.alignment import Alignment
 from headway.trace.sync.alignment import align as align_trace
 from headway.trace.sync.clocks import on_common_clock
 from headway.verbs.shared.output import emit
@@ -216,7 +216,6 @@ def align(
     target: Path,
     /,
     *,
-    window_s: float = WINDOW_S,
     tolerate: bool = False,
     json: bool = False,
 ) -> int:
@@ -238,9 +237,6 @@ def align(
         A run, a trace with several ranks, or a folder of profiler files, one or more per rank.
     target
         File to write; its suffix decides the format.
-    window_s
-        Longest time in seconds over which a clock's drift counts as constant; windows in which it changes are divided,
-        steps are found. 0 = offsets alone, without drift.
     tolerate
         Where no clocks fulfil the order, set wrong records aside and take the least violation instead of an error.
     json
@@ -254,7 +250,7 @@ def align(
             f"{source} holds rank {ranks[0]} only, so there is nothing to align it with. "
             "Put the files of all ranks into one folder and name that, or name the run."
         )
-    found = aligned(trace, window_s, tolerate=tolerate)
+    found = aligned(trace, tolerate=tolerate)
     write(found.apply(trace), target)
     answer = {
         "schema": "headway.trace-align/1",
@@ -267,8 +263,8 @@ def align(
     return 0
 
 
-def aligned(trace: Trace, window_s: float, *, tolerate: bool = False) -> Alignment:
+def aligned(trace: Trace, *, tolerate: bool = False) -> Alignment:
     """Align any trace; an operation trace counts each step from zero, so its clocks have offsets and no drift."""
     if trace.meta.get("source") == "straggler":
-        return align_trace(trace, None, tolerate=tolerate, meetings=meetings_of(trace))
-    return align_trace(trace, window_s or None, tolerate=tolerate)
+        return align_trace(trace, drift=False, tolerate=tolerate, meetings=meetings_of(trace))
+    return align_trace(trace, tolerate=tolerate)
