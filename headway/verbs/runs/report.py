@@ -71,6 +71,8 @@ def report(
     """
     if out.is_dir():
         raise InputError(f"{out} is a folder; a report is a file. Name one in it: -o {out / 'report.html'}")
+    if out.is_file() and out.open("rb").read(9).lower() not in (b"", b"<!doctype"):
+        raise InputError(f"{out} exists and is no page: it is not overwritten. Name another file: -o report.html")
     spec = None if model is None else ModelSpec.parse(model)
     explanation = explain(list(source) or [newest_run()])
     size = write_report(report_data(explanation, steps, spec), out)
