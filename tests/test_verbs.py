@@ -84,6 +84,7 @@ def test_a_grant_that_nothing_needs_changes_no_plan(tmp_path):
         (["compare", BEFORE, BEFORE, "--gate", "-5%"], "--gate is '-5%'; it must not be negative."),
         (["whatif", BEFORE, "--set", "workers=99999999999999"], "is too many. Write a whole number, at most"),
         (["whatif", BEFORE, "--set", "prefetch=99999999999999"], "is too many. Write a whole number, at most"),
+        (["plan", BEFORE, "-o", "README.md"], "README.md exists and is no plan: it is not overwritten."),
         (["report", BEFORE, "-o", "README.md"], "README.md exists and is no page: it is not overwritten."),
         (["report", BEFORE, "-o", "docs"], "docs is a folder; a report is a file."),
         (["report", BEFORE, "--steps", "900:910"], "holds steps 0 to"),

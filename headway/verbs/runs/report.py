@@ -13,6 +13,7 @@ from cyclopts import Parameter
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
+from headway.core.files.safe_files import check_replaceable
 from headway.core.units import NS_PER_S, format_bytes
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.buckets import BUCKETS
@@ -71,8 +72,7 @@ def report(
     """
     if out.is_dir():
         raise InputError(f"{out} is a folder; a report is a file. Name one in it: -o {out / 'report.html'}")
-    if out.is_file() and out.open("rb").read(9).lower() not in (b"", b"<!doctype"):
-        raise InputError(f"{out} exists and is no page: it is not overwritten. Name another file: -o report.html")
+    check_replaceable(out, b"<!doctype html", "page")
     spec = None if model is None else ModelSpec.parse(model)
     explanation = explain(list(source) or [newest_run()])
     size = write_report(report_data(explanation, steps, spec), out)
