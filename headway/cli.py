@@ -478,19 +478,19 @@ def misuse(ours: Sequence[str], error: CycloptsError) -> str:
     verb = next((verb for verb in VERBS if list(ours[: len(verb.split())]) == verb.split()), "")
     see = f"headway {verb}".strip()
     unused = list(error.unused_tokens or ()) if isinstance(error, UnusedCliTokensError) else []
-    scripts = unused[:1] or [word for word in ours if word.endswith(".py")]
-    if verb == "run" and scripts:
+    if verb == "run" and (scripts := unused[:1] or [word for word in ours if word.endswith(".py")]):
         cut = ours.index(scripts[0])
-        return (
-            "put the script and its arguments after `--`. "
-            f"Write: headway {shlex.join(ours[:cut])} -- {shlex.join(ours[cut:])}"
-        )
+        right = f"headway {shlex.join(ours[:cut])} -- {shlex.join(ours[cut:])}"
+        return f"put the script and its arguments after `--`. Write: {right}"
     if unused:
         words = f"argument{'' if len(unused) == 1 else 's'} {' '.join(map(repr, unused))}"
         return f"`{see}` does not take the {words}. Drop {'it' if len(unused) == 1 else 'them'}; see: {see} --help"
     text = " ".join(str(error).split()).removeprefix(f'Command "{verb}" ')
     name, missing, _ = text.removeprefix("parameter ").removeprefix("Parameter ").partition(" requires an argument")
     text = (f"{name} needs a value" if name in ours else f"argument {name} is missing") if missing else text
+    below = next(iter(ours[ours.index(name) + 1 :]), "") if name in ours else ""
+    if missing and below[:1] == "-" and below[1:2].isdigit():
+        text = f"{name} is {below!r}; it must not be negative"
     if verb == "run" and "unknown option" in text.lower() and "Did you mean" not in text:
         return f"{text[:1].lower()}{text[1:].rstrip(' .')}. Put the script's own options behind it: {see} -- SCRIPT ..."
     return f"{text[:1].lower()}{text[1:].rstrip(' .,?')}{'?' if text.endswith('?') else '.'} See: {see} --help"

@@ -233,6 +233,19 @@ def test_of_a_whole_job_a_plan_wins_less_by_what_headway_costs() -> None:
     assert replace(plan, chosen=()).of_job(1.0) == 1.0
 
 
+def test_no_consent_is_asked_for_what_the_job_is_too_short_for() -> None:
+    program, setup = PROGRAM
+    row = proposal("data.threads", "input.fetch=none", speedup=1.75, allow="data.threads", start_s=2.0)
+    kinds = {}
+    for steps in (1, 10**6):
+        limits = replace(setup.limits, steps=steps)
+        [left_out] = compose([row], program, replace(setup, limits=limits)).left_out
+        granted = compose([row], program, replace(setup, limits=replace(limits, allow=("data.threads",))))
+        kinds[left_out.kind] = granted.chosen
+
+    assert kinds == {"short": (), "grant": ("data.threads",)}
+
+
 @pytest.mark.parametrize(("recording_s", "kind"), [(0.2, "little"), (2.0, "short")])
 def test_what_headway_itself_costs_is_won_back_or_nothing_is_promised(recording_s: float, kind: str) -> None:
     row = proposal("data.cache", "input.fetch=none", speedup=1.25)  # 10 s become 8
@@ -246,10 +259,10 @@ def test_a_screen_without_a_plan_names_what_keeps_the_best_gain_out() -> None:
     rows = [proposal("data.workers", "input.fetch=none", speedup=1.75, allow="result-equivalent")]
     refusal = Refusal("data.cache", "data", "its examples change", unsafe=True)
 
-    barred = render_plan(compose(rows, program, setup, refused=[refusal]).to_json())
+    barred = render_plan(compose(rows, program, setup, refused=[refusal]).to_json(), source="runs/a 1")
     unsafe = render_plan(compose([], program, setup, refused=[refusal]).to_json())
     assert "needs your consent: data.workers, predicted 1.75x" in barred
-    assert "--allow result-equivalent" in barred
+    assert "headway plan 'runs/a 1' --allow result-equivalent" in " ".join(barred.split())
     assert "noise" not in barred
     assert "data.cache could change results here" in unsafe
     assert "its examples change" in unsafe

@@ -50,6 +50,7 @@ from tests.runs_made import RunMaker
 FAILED = HEADER + '\n  File "train.py", line 3, in <module>\nValueError: x'
 
 BEFORE = str(ROOT / "tests" / "golden" / "runs" / "before")
+AFTER = str(ROOT / "tests" / "golden" / "runs" / "after")
 
 
 def test_a_grant_that_nothing_needs_changes_no_plan(tmp_path):
@@ -74,6 +75,17 @@ def test_a_grant_that_nothing_needs_changes_no_plan(tmp_path):
         (["whatif", BEFORE, "--set", "workers=-1"], "workers: '-1' is not a count."),
         (["plan", BEFORE, "--allow", "all"], "'all' is unknown: choose result-equivalent or lossy"),
         (["plan", BEFORE, "--allow", "lossy,"], "'' is unknown: choose result-equivalent or lossy"),
+        (["plan", BEFORE, "--steps", "-1"], "--steps is -1; it must be at least 1."),
+        (["plan", f"{BEFORE}/run.json"], f"It is a file of the run {BEFORE}: name that folder."),
+        (["why", f"{BEFORE}/run.json"], f"It is a file of the run {BEFORE}: name that folder."),
+        (["plan", str(Path(BEFORE).parent)], f"It holds the runs {AFTER}, {BEFORE}"),
+        (["why", str(Path(BEFORE).parent)], f"It holds the runs {AFTER}, {BEFORE}"),
+        (["watch", str(Path(BEFORE).parent)], f"It holds the runs {AFTER}, {BEFORE}"),
+        (["compare", BEFORE, BEFORE, "--gate", "-5%"], "--gate is '-5%'; it must not be negative."),
+        (["whatif", BEFORE, "--set", "workers=99999999999999"], "is too many. Write a whole number, at most"),
+        (["whatif", BEFORE, "--set", "prefetch=99999999999999"], "is too many. Write a whole number, at most"),
+        (["plan", BEFORE, "-o", "README.md"], "README.md exists and is no plan: it is not overwritten."),
+        (["report", BEFORE, "-o", "README.md"], "README.md exists and is no page: it is not overwritten."),
         (["report", BEFORE, "-o", "docs"], "docs is a folder; a report is a file."),
         (["report", BEFORE, "--steps", "900:910"], "holds steps 0 to"),
         (["trace", "export", BEFORE, "x.json", "--ranks", "7:9"], "lies in ranks 7:9."),

@@ -36,7 +36,7 @@ from headway.sim.recorded.program import Program
 from headway.sim.whatif import Edit, Prediction, parse_edit
 from headway.trace.events.active_settings import GivenUp
 
-KINDS = ("hand", "noise", "memory", "grant", "short", "excluded", "little")
+KINDS = ("hand", "noise", "memory", "short", "grant", "excluded", "little")
 """Values of `LeftOut.kind`: only the user can do it; its gain is inside the noise; it needs more memory than is free;
 it changes results without a grant; the job is too short to win back what it costs at the start; a remedy in the plan
 excludes it; it adds little to those in the plan."""
@@ -85,13 +85,13 @@ def reason_of(
     if row.memory_bytes > room_bytes:
         needs = f"needs {format_bytes(row.memory_bytes)} per rank, {format_bytes(room_bytes)} are free"
         return LeftOut(row.name, "memory", needs)
+    if not row.protects and (short := _too_short(row, gain, steps, base_step_s, recording_s)):
+        return LeftOut(row.name, "short", short)  # before the grant, which would not bring it into the plan
     if row.allow is not None and row.allow not in allowed:
         risk = row.risk or "it changes results"
         if row.protects:
             return LeftOut(row.name, "grant", f"{row.reason}; --allow {row.allow} admits it: {risk}")
         return LeftOut(row.name, "grant", f"{gain} with --allow {row.allow}: {risk}")
-    if not row.protects and (short := _too_short(row, gain, steps, base_step_s, recording_s)):
-        return LeftOut(row.name, "short", short)
     if rivals:
         return LeftOut(row.name, "excluded", f"{gain}, but it cannot be applied with {' and '.join(rivals)}")
     least = f"{100 * (MIN_SPEEDUP - 1):.0f} %"

@@ -11,6 +11,7 @@ headway run
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -183,7 +184,8 @@ def render_plan(answer: Json, *, source: str = "", apply: str = "", **screen: Un
     """
     plan, width, unicode = PlanAnswer.of(answer), screen.get("width", 88), screen.get("unicode", True)
     found, proposals = plan.verdict, plan.proposals
-    parts: list[RenderableType] = [title("headway plan", source, width=width), "", paragraph(_plan_sentence(plan))]
+    sentence = paragraph(_plan_sentence(plan, source))
+    parts: list[RenderableType] = [title("headway plan", source, width=width), "", sentence]
     if not plan.chosen and found.fix and not found.allow:
         is_open = found.fix.startswith(NOT_RESOLVED)
         fix = found.fix[:1].upper() + found.fix[1:] if is_open else f"For you to do: {found.fix}"
@@ -202,7 +204,7 @@ def render_plan(answer: Json, *, source: str = "", apply: str = "", **screen: Un
         parts += ["", Text("  Considered, not proposed", style="bold"), *(paragraph(r, style="dim") for r in refused)]
     if plan.hidden:
         more = f"{count(plan.hidden)} more for losses that this run does not have, or for you to apply"
-        parts += ["", paragraph(f"{more}: headway plan --all", style="dim")]
+        parts += ["", paragraph(f"{more}: {shlex.join(_plan_of(source, '--all'))}", style="dim")]
     if plan.failures.note:
         parts += ["", Text("  Lost ranks", style="bold"), paragraph(clean(plan.failures.note))]
     if plan.note:
@@ -216,21 +218,26 @@ def render_plan(answer: Json, *, source: str = "", apply: str = "", **screen: Un
     return draw(parts, **screen)
 
 
-def _plan_sentence(plan: PlanAnswer) -> Text:
+def _plan_of(source: str, *options: str) -> list[str]:
+    """Return the command that plans for the run `source` (none: the newest) with `options`."""
+    return ["headway", "plan", *([source] if source else []), *options]
+
+
+def _plan_sentence(plan: PlanAnswer, source: str) -> Text:
     """Return what the chosen remedies gain together, or that there is nothing to apply."""
     protecting = {row.name for row in plan.proposals if row.protects}
     guards = [clean(name) for name in plan.chosen if name in protecting]
     number = len(plan.chosen) - len(guards)
     if not plan.chosen:
-        return Text(nothing_to_apply(plan) + by_hand(plan), style="bold")
+        return Text(nothing_to_apply(plan, source) + by_hand(plan), style="bold")
     if not number:
         return Text(f"{joined(guards, ', ')} protects the job; it makes no step faster.", style="bold")
     together = f"{number} remedies together" if number > 1 else "One remedy"
     return Text(f"{together}: predicted {predicted(plan)} the steps per second.{start_of(plan)}", style="bold")
 
 
-def nothing_to_apply(plan: PlanAnswer) -> str:
-    """Return the sentence on why no remedy is in the plan: the reason that keeps out what gains most.
+def nothing_to_apply(plan: PlanAnswer, source: str = "") -> str:
+    """Return the sentence on why no remedy is in the plan of the run `source`: the reason that bars what gains most.
 
     >>> left_out = {"kind": "memory", "reason": "needs 2 GB"}
     >>> row = {"name": "data.cache", "predicted_speedup": 1.75, "left_out": left_out}
@@ -245,7 +252,8 @@ def nothing_to_apply(plan: PlanAnswer) -> str:
             what = f"{clean(best.name)}, {clean(best.reason)}"
         elif plan.verdict.allow:  # the next command has it
             return f"1 remedy needs your consent: {what}."
-        return f"1 remedy needs your consent: {what}. Grant it with: headway plan --allow {clean(best.allow)}"
+        command = shlex.join(_plan_of(source, "--allow", clean(best.allow)))
+        return f"1 remedy needs your consent: {what}. Grant it with: {command}"
     if best is not None:
         reason = clean(best.left_out.reason)
         why = reason if reason.startswith("predicted ") else f"predicted {predicted(best)}, {reason}"

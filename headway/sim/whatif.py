@@ -76,8 +76,14 @@ class WorkerEdit:
             raise InputError(
                 f"{text!r} is not a count. Write a whole number, at least 0; 4@0+2 gives 4 to loaders 0 and 2."
             )
+        if int(match[1]) > MOST_COUNTED:
+            raise InputError(f"{text!r} is too many. Write a whole number, at most {MOST_COUNTED:,}.")
         groups = None if match[2] is None else tuple(sorted({int(group) for group in match[2].split("+")}))
         return cls(int(match[1]), groups)
+
+
+MOST_COUNTED = 2**20
+"""The largest count of an edit: beyond it the replay's sums of nanoseconds would leave an int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +262,8 @@ def _count(lowest: int) -> Callable[[str], int]:
     def read(text: str) -> int:
         if not re.fullmatch(r"[0-9]+", text) or int(text) < lowest:
             raise InputError(f"{text!r} is not a count. Write a whole number, at least {lowest}.")
+        if int(text) > MOST_COUNTED:
+            raise InputError(f"{text!r} is too many. Write a whole number, at most {MOST_COUNTED:,}.")
         return int(text)
 
     return read

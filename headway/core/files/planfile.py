@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.errors import FormatError, InputError
-from headway.core.files.safe_files import read_json, whole_file
+from headway.core.files.safe_files import check_replaceable, read_json, whole_file
 
 SCHEMA = "headway.plan-file/1"
 """Value of the key "schema"."""
@@ -181,6 +181,7 @@ def write_plan(plan: PlanFile, path: str | os.PathLike[str]) -> None:
     except (TypeError, ValueError) as cause:
         raise InputError(f"a parameter of the plan is no JSON value ({cause}); use numbers, strings, lists.") from cause
     try:
+        check_replaceable(path, b"{", "plan")
         with whole_file(Path(path)) as draft:
             draft.write_text(text, encoding="utf-8")
     except OSError as cause:

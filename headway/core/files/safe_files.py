@@ -182,6 +182,16 @@ def _refuse_others(mode: int, path: str | os.PathLike[str]) -> None:
         raise InputError(f"{path} is {kind}, not a regular file. Name a file, or copy its content into one.")
 
 
+def check_replaceable(path: str | os.PathLike[str], begin: bytes, what: str) -> None:
+    """Raise `InputError` where writing `what`, which begins with `begin`, would replace a file of another content."""
+    if not os.path.isfile(path):
+        return
+    with open(path, "rb") as file:
+        head = file.read(256).lstrip().lower()
+    if head and not head.startswith(begin):
+        raise InputError(f"{path} exists and is no {what}: it is not overwritten. Name another file.")
+
+
 def read_lines(path: str | os.PathLike[str]) -> list[str]:
     """Return the lines of a table that another program wrote, whose names may be of people: UTF-8, else Latin-1.
 

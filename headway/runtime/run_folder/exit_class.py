@@ -44,6 +44,9 @@ ADVICE: Final = {
 }
 """Exit class -> whether to start again."""
 
+TRIAL: Final = "measure.try"
+"""What `headway try` has in force in the one run of its script."""
+
 FIXES: Final = (
     (
         r"insufficient shared memory|signal: Bus error",
@@ -256,6 +259,8 @@ def failure_text(first: RankEnd, end: Exit, run: Path, *, interrupted: bool, alo
     if end.cls == "user" and not first.hung and not guarded and (names := in_force(run, first.rank)):
         do = f"an error while {', '.join(names)} changed how the script runs: run it once more without --apply, and "
         do += "report it if that succeeds"
+        if names == [TRIAL]:  # the user asked for `headway try`, not for --apply
+            do = "an error of the script, or of a trial: run it with headway run, and report it if that succeeds"
     begin = "\n" if first.rank == 0 and first.stderr and not first.stderr.endswith("\n") else ""
     what = raised(end.traceback or "")
     who = f"{what}. Rank" if what else "rank"

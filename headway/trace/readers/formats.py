@@ -58,6 +58,10 @@ class Format:
     """Which attribute of `Content` the reader is called with: 'path' or the whole content, 'itself'."""
 
 
+RUN_NEAR = "headway.trace.recording.runs:run_near"
+"""What says which run a path may mean that is no trace."""
+
+
 def open_any(path: str | Path) -> Trace:
     """Read the trace at `path`, whatever it is.
 
@@ -77,6 +81,8 @@ def open_any(path: str | Path) -> Trace:
     looks = _looks(content)
     if looks in (EMPTY, DAMAGED):
         raise FormatError(f"{path} is not a trace headway can read: it {looks}. Write or copy the file again.")
+    if near := resolved(RUN_NEAR)(path):
+        raise FormatError(f"{path} is not a trace. {near}")
     known = "; ".join(entry.title for entry in READERS.values())
     raise FormatError(f"{path} is not a trace headway can read: it {looks}. Give one of: {known}.")
 
@@ -183,7 +189,8 @@ def _in_folder(path: Path) -> list[tuple[str, Content]]:
     contents = [Content(file) for file in sorted(path.iterdir()) if file.is_file()]
     found = [(name, content) for content in contents if (name := recognise(content))]
     if not found:
-        raise FormatError(f"the folder {path} is no run and holds no trace file. Name a run folder or a trace.")
+        near = resolved(RUN_NEAR)(path) or "Name a run folder or a trace."
+        raise FormatError(f"the folder {path} is no run and holds no trace file. {near}")
     return found
 
 

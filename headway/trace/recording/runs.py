@@ -118,6 +118,20 @@ def is_run(path: str | Path) -> bool:
     return path.is_dir() and (is_described(path) or bool(ring_folders(path)) or (path / "events").is_dir())
 
 
+def run_near(path: str | Path) -> str:
+    """Return which run `path` may mean where it is none: the run of a file, or the first runs in a folder; '' for none.
+
+    >>> run_near("/nonexistent")
+    ''
+    """
+    path = Path(path)
+    if path.is_file() and is_run(path.parent):
+        return f"It is a file of the run {path.parent}: name that folder."
+    runs = sorted(str(folder) for folder in path.iterdir() if is_run(folder)) if path.is_dir() else []
+    more = f" and {len(runs) - 3} more" if len(runs) > 3 else ""
+    return f"It holds the run{'s' if len(runs) > 1 else ''} {', '.join(runs[:3])}{more}: name one." if runs else ""
+
+
 def is_described(path: Path) -> bool:
     """Say whether a run folder has what its launcher writes: run.json, or one of each host."""
     return (path / "run.json").is_file() or any(path.glob("run-host*.json"))

@@ -19,6 +19,7 @@ from headway.core.files.safe_files import read_json
 from headway.core.units import format_seconds, plural
 from headway.report.paper import ScreenOptions, add_row, draw, grid, next_of, paragraph, uncut
 from headway.runtime.launching.launch import launch
+from headway.runtime.launching.options import check
 from headway.runtime.run_folder.recording import RUNS, claim_folder, next_folder
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.run_options import RunOptions
@@ -78,6 +79,7 @@ def try_edits(
     if not plan.absolute().parent.is_dir():
         raise InputError(f"--plan {plan} lies in a folder that does not exist. Create {plan.parent} first.")
     grants, names = granted(allow), chosen(only or [])
+    check(options.launch_options(TRIES, None), script)  # before anything is said or made
     predicted = _predicted(recorded) if recorded else {}
     folder = claim_folder(options.out) if options.out else next_folder(RUNS, f"{Path(script[0]).stem}-try")
     path = folder / "trial.json"

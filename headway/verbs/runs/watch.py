@@ -14,7 +14,7 @@ from headway.report.answers import created, facts_of
 from headway.report.page.html import page
 from headway.report.page.live import LiveView, live_charts, live_key, live_page, live_parts
 from headway.runtime.run_folder.live_feed import LiveFeed
-from headway.trace.recording.runs import is_run
+from headway.trace.recording.runs import is_run, run_near
 from headway.verbs.shared.live_pages import serve_page
 from headway.verbs.shared.source import newest_run, recorded
 
@@ -57,6 +57,8 @@ def watch(
         )
     if path == Path() and not is_run(path):  # the word "" too: a shell's variable that is not set
         raise InputError(f"the current folder is no run. Name the folder of one. {recorded()}")
+    if not is_run(path) and not wait and (near := run_near(path)):
+        raise InputError(f"{path} is no run. {near}")
     if not path.exists() and not wait:
         raise InputError(f"{path} does not exist. {recorded()} For one that a run will make, add --wait.")
     source = WatchedRun(path)

@@ -7,7 +7,7 @@ from pathlib import Path
 from headway.core.errors import InputError
 from headway.core.files.safe_files import read_json
 from headway.runtime.run_folder.recording import RUNS
-from headway.trace.recording.runs import Run, is_run
+from headway.trace.recording.runs import Run, is_run, run_near
 
 
 def newest_run() -> Path:
@@ -58,5 +58,5 @@ def run_at(path: Path | None) -> Run:
     if not path.exists():
         raise InputError(f"{path} does not exist. Name a run folder. {recorded()}")
     if not is_run(path):
-        raise InputError(f"{path} is not a run folder (it has no run.json). Name one that headway run made.")
+        raise InputError(f"{path} is not a run folder. {run_near(path) or 'Name one that headway run made.'}")
     return Run.open(path)
