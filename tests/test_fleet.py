@@ -25,18 +25,16 @@ from headway.data.fleet.reader import FleetReader, PrepareError
 from headway.data.fleet.splits import FleetPass
 from headway.data.fleet.supervisor import MAX_ENDS, FleetSettings, start
 from headway.data.fleet.torch_fleet import Fleet, FleetLoader, work_for
+from tests.datasets import Sized
 from tests.launching import wait_for
 from tests.served_made import has_ended
 
 
-class Drawn(torch.utils.data.Dataset):
+class Drawn(Sized):
     """Items with random numbers of every kind; one of them may be broken."""
 
     def __init__(self, size, broken=None, ends=None):
         self.size, self.broken, self.ends = size, broken, ends
-
-    def __len__(self):
-        return self.size
 
     def __getitem__(self, index):
         if index == self.broken:
