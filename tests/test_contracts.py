@@ -11,8 +11,6 @@ import pytest
 
 from tests.paths import ROOT
 
-LINT = Path(sys.executable).with_name("lint-imports")
-
 
 def lint(checkout: Path) -> subprocess.CompletedProcess[str]:
     code = f"import sys; sys.path.insert(0, {str(checkout)!r}); from importlinter.cli import lint_imports; "

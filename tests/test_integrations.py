@@ -43,14 +43,6 @@ def epochs_of(path):
     return trace.events["corr"][trace.named("epoch")].tolist()
 
 
-def test_importing_the_room_loads_no_trainer():
-    code = "import sys, headway.integrations; print({'torch', 'transformers', 'lightning', 'keras'} & set(sys.modules))"
-    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
-    answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-
-    assert answer.stdout == "set()\n"
-
-
 def test_a_report_gives_its_last_figures_once_when_training_ends(tmp_path):
     report = TrainerReport(every_s=1000.0)
     with headway.run(tmp_path / "run"):
