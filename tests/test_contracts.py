@@ -46,8 +46,13 @@ def is_for_torch(module: str) -> bool:
     return module.startswith(WITH_TORCH) or name == "apply" or name.startswith("torch_")
 
 
-def test_torch_is_imported_only_where_a_file_or_a_folder_says_so():
-    graph = grimp.build_graph("headway", include_external_packages=True, exclude_type_checking_imports=True)
+@pytest.fixture(scope="module")
+def graph():
+    """Which modules import which."""
+    return grimp.build_graph("headway", include_external_packages=True, exclude_type_checking_imports=True)
+
+
+def test_torch_is_imported_only_where_a_file_or_a_folder_says_so(graph):
     importing = graph.find_modules_that_directly_import("torch") | graph.find_modules_that_directly_import("ray")
 
     assert "headway.comm.torch_buckets" in importing
@@ -62,8 +67,7 @@ LEADING = (
 """What may lead to torch without importing it: it starts jobs, runs inside them, or is imported by them."""
 
 
-def test_what_leads_to_torch_works_on_it_or_starts_what_does():
-    graph = grimp.build_graph("headway", include_external_packages=True, exclude_type_checking_imports=True)
+def test_what_leads_to_torch_works_on_it_or_starts_what_does(graph):
     leading = graph.find_downstream_modules("torch") | graph.find_downstream_modules("ray")
 
     assert "headway.data.loader.loader" in leading
