@@ -23,6 +23,13 @@ Part = tuple[str, torch.Tensor, Sequence[int], Sequence[int]]
 """Name, the local box, the whole tensor's shape, and where the box begins."""
 
 
+def flip(path: Path, at: int, bits: int = 1) -> None:
+    """Flip bits of one byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= bits
+    path.write_bytes(data)
+
+
 def record_of(value: object) -> bytes:
     """Return what torch.save writes."""
     file = io.BytesIO()

@@ -63,6 +63,14 @@ def headway(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=env)
 
 
+def under_plan(folder: Path, job: str, remedy: dict[str, Any], *arguments: str) -> tuple[int, str]:
+    """Run a script on two ranks under a plan of one remedy; return the exit code, and what headway said."""
+    (folder / "plan.json").write_text(json.dumps({"schema": "headway.plan-file/1", "remedies": [remedy]}))
+    places = ["--apply", folder / "plan.json", "--out", folder / "run", "--", script(folder, job)]
+    done = headway("run", "--nproc-per-node", 2, "--windows", 0, *places, *arguments)
+    return done.returncode, done.stderr
+
+
 def headway_here(*arguments: object, folder: Path = ROOT) -> subprocess.CompletedProcess:
     """Run a command of headway's that starts no script in this process, in `folder`, its output kept."""
     with contextlib.chdir(folder), redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as error:

@@ -1,9 +1,10 @@
 """Small datasets and samplers for remedies of loaders, and what a loop over a loader sees."""
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import IterableDataset, Sampler
 
 from headway.data.workers.torch_threads import barred, different, slow
+from tests.datasets import Sized
 
 
 def unthreadable(loader):
@@ -11,14 +12,8 @@ def unthreadable(loader):
     return barred(loader) or different(loader) or slow(loader)
 
 
-class Squares(Dataset):
+class Squares(Sized):
     """A pure dataset."""
-
-    def __init__(self, size=37):
-        self.size = size
-
-    def __len__(self):
-        return self.size
 
     def __getitem__(self, index):
         return torch.tensor([index, index**2])

@@ -5,9 +5,10 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from headway.runtime.in_rank import bootstrap
 from headway.trace.events.vocabulary import SPAN_OF_CODE
@@ -122,3 +123,10 @@ def recording(folder: Path, **env: str) -> Iterator[bootstrap.Session]:
     finally:
         if bootstrap.active() is session:
             session.stop()
+
+
+def with_and_without(run: Callable[[], Any], folder: Path) -> tuple[Any, Any]:
+    """Return what `run` gives in this process without and with its recording."""
+    plain = run()
+    with recording(folder):
+        return plain, run()

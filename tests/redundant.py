@@ -11,6 +11,7 @@ import torch
 from headway.storage.commit import commit
 from headway.storage.draft import open_draft
 from headway.storage.redundancy.parity import encode_rank
+from tests import checkpoints
 from tests.checkpoints import rows_of, write_rank
 
 
@@ -86,6 +87,4 @@ def lose(path: Path, *ranks: int) -> None:
 
 def flip(path: Path, name: str, offset: int, bit: int = 0) -> None:
     """Flip one bit of a file."""
-    data = bytearray((path / name).read_bytes())
-    data[offset] ^= 1 << bit
-    (path / name).write_bytes(data)
+    checkpoints.flip(path / name, offset, 1 << bit)

@@ -10,22 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from headway.core.errors import HeadwayError
 from headway.core.wire.channel import connect
 from headway.data.service.messages import FROM_SERVER
+from tests.datasets import Sized
 from tests.launching import wait_for
 
 
-class Rows(Dataset):
+class Rows(Sized):
     """Item -> tensors, numbers, texts, nested; reads are noted in a file, so that any process's count."""
 
     def __init__(self, size=40, note=None, nap_s=0.0):
         self.size, self.note, self.nap_s = size, note, nap_s
-
-    def __len__(self):
-        return self.size
 
     def __getitem__(self, k):
         if self.note is not None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from headway.data import DataLoader as OwnLoader
@@ -18,6 +18,7 @@ from headway.ledger.answers.ledger import Ledger
 from headway.sim.recorded.recording import Recording
 from headway.trace.recording.assemble import trace_of_rings
 from headway.trace.recording.runs import Run
+from tests.datasets import Sized
 from tests.recorded import recording, rows
 
 MS = 1_000_000
@@ -75,9 +76,8 @@ class Loader(DataLoader):
         return Threaded(self)
 
 
-class Numbers(Dataset):
-    def __len__(self):
-        return 32
+class Numbers(Sized):
+    size = 32
 
     def __getitem__(self, index):
         return index
@@ -157,14 +157,13 @@ def test_without_a_recorder_a_call_costs_less_than_twenty_empty_ones(call):
     assert min(cpu_ns(call) for _ in range(5)) < 20 * min(cpu_ns(lambda: None) for _ in range(5))
 
 
-class Work(Dataset):
+class Work(Sized):
     """Examples that sleep, or sort numbers: what sorts lets go of the interpreter lock, as decoders do."""
+
+    size = 160
 
     def __init__(self, what):
         self.what, self.numbers = what, np.random.default_rng(0).random(20_000)
-
-    def __len__(self):
-        return 160
 
     def __getitem__(self, index):
         if self.what == "fetch":

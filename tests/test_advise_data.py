@@ -37,18 +37,14 @@ def test_loads_that_sleep_get_more_workers_than_there_are_cores() -> None:
     assert row.predicted_speedup > 3
 
 
-@pytest.mark.parametrize("fetch_ns", [0, 2 * MS])
-def test_loads_that_compute_get_no_more_workers_than_there_are_cores(fetch_ns: int) -> None:
+@pytest.mark.parametrize(("prep_ns", "fetch_ns", "workers"), [(30 * MS, 0, 2), (30 * MS, 2 * MS, 2), (0, 3 * MS, 1)])
+def test_loads_that_compute_get_no_more_workers_than_cores_and_of_settings_as_good_the_smallest_is_proposed(
+    prep_ns: int, fetch_ns: int, workers: int
+) -> None:
     """More would take turns on the two cores, though they sleep for a sixteenth of a load."""
-    row = advice(made_of(prep_ns=30 * MS, fetch_ns=fetch_ns))["data.workers"]
+    row = advice(made_of(prep_ns=prep_ns, fetch_ns=fetch_ns))["data.workers"]
 
-    assert row.parameters["num_workers"] == 2
-
-
-def test_of_settings_that_are_as_good_the_smallest_is_proposed() -> None:
-    row = advice(made_of(fetch_ns=3 * MS))["data.workers"]
-
-    assert row.parameters["num_workers"] == 1
+    assert row.parameters["num_workers"] == workers
 
 
 def test_persistence_is_proposed_only_where_iterators_are_made_again() -> None:

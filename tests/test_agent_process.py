@@ -89,13 +89,6 @@ def test_a_save_is_persisted_then_committed_and_its_image_can_be_had_from_memory
         assert psutil.Process(link.pid).nice() == agents.NICE
 
 
-def test_the_agent_imports_no_torch_and_shows_up_under_its_own_name():
-    code = "import sys, headway.checkpoint.agent.agent; print('torch' in sys.modules, 'numba' in sys.modules)"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-
-    assert answer.stdout.split() == ["False", "False"]
-
-
 def test_an_agent_that_is_left_ends_once_it_has_finished_and_leaves_no_file_behind(tmp_path):
     with link_to(tmp_path) as link:
         link.persist(save(3))

@@ -10,23 +10,19 @@ import headway
 from headway.runtime.in_rank import bootstrap
 from headway.trace.events.trace import Trace
 from tests.recorded import recording, rows, run_script
+from tests.training import small, train
 
 
-def train(loader, r):
+def trained(loader, r):
     """Train on `loader` with a region of our own; returns the losses."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for x in headway.steps(loader):
-        with r.region("augment"):
-            x = x + 1
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+
+    def augmented():
+        for x in headway.steps(loader):
+            with r.region("augment"):
+                x = x + 1
+            yield x
+
+    return train(*small(), augmented())
 
 
 def batches():
@@ -38,10 +34,10 @@ def batches():
 
 def test_a_block_without_a_launcher_becomes_a_finalised_run_folder(tmp_path):
     with headway.run(enabled=False) as r:
-        plain = train(batches(), r)
+        plain = trained(batches(), r)
     with headway.run(tmp_path / "run") as r:
         path = r.path
-        recorded = train(batches(), r)
+        recorded = trained(batches(), r)
     (events,) = (tmp_path / "run" / "events").glob("*.parquet")
     trace = Trace.open(events)
     meta = json.loads((tmp_path / "run" / "run.json").read_text())
@@ -59,7 +55,7 @@ def test_a_block_without_a_launcher_becomes_a_finalised_run_folder(tmp_path):
 
 def test_inside_a_recording_the_block_joins_it(tmp_path):
     with recording(tmp_path) as session, headway.run("/never/made") as r:
-        train(batches(), r)
+        trained(batches(), r)
         assert r.path == str(tmp_path)
         assert bootstrap.active() is session
     found = rows(tmp_path)
@@ -71,7 +67,7 @@ def test_inside_a_recording_the_block_joins_it(tmp_path):
 def test_a_torch_loader_is_not_recorded_twice(tmp_path):
     loader = torch.utils.data.DataLoader(torch.ones(6, 4), batch_size=2)
     with recording(tmp_path), headway.run() as r:
-        train(loader, r)
+        trained(loader, r)
 
     assert [row["b"] for row in rows(tmp_path)["input.next"]] == [0, 1, 2, -1]
 
@@ -91,7 +87,7 @@ def test_an_exception_passes_and_the_folder_is_finalised_all_the_same(tmp_path):
         raise ValueError("mine")
 
     with pytest.raises(ValueError, match="mine"), headway.run(tmp_path / "run") as r:
-        train(fails(), r)
+        trained(fails(), r)
 
     assert list((tmp_path / "run" / "events").glob("*.parquet"))
 

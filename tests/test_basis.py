@@ -62,25 +62,19 @@ def test_without_an_optimizer_accumulated_backwards_are_one_step():
     assert (found.name, found.ends_ns.tolist()) == ("backward", ends)
 
 
-@pytest.mark.parametrize(("name", "basis"), [("segment.grad", "grad"), ("graph.replay", "replay"),
-                                             ("forward", "inference")])  # fmt: skip
-def test_where_no_backward_runs_other_work_is_counted(name, basis):
+@pytest.mark.parametrize(
+    ("warm_up", "name", "basis"),
+    [(0, "segment.grad", "grad"), (0, "graph.replay", "replay"), (0, "forward", "inference"),
+     (3, "graph.replay", "replay")],
+)  # fmt: skip
+def test_where_no_backward_runs_other_work_is_counted_and_the_warm_up_of_a_captured_step(warm_up, name, basis):
     thread = Thread()
-    for _ in range(7):
+    thread.train(warm_up)
+    for _ in range(20):
         thread.add(name, corr=0, seq=0)
     found = basis_of(thread.rows())
 
-    assert (found.name, len(found.ends_ns)) == (basis, 7)
-
-
-def test_a_captured_step_is_its_warm_up_and_its_replays():
-    thread = Thread()
-    thread.train(3)
-    for _ in range(20):
-        thread.add("graph.replay", corr=0)
-    found = basis_of(thread.rows())
-
-    assert (found.name, len(found.ends_ns)) == ("replay", 23)
+    assert (found.name, len(found.ends_ns)) == (basis, warm_up + 20)
 
 
 def test_replays_inside_of_forwards_count_nothing():

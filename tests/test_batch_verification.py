@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.data.bytes.torch_examples import equal
@@ -16,6 +16,7 @@ from headway.data.cached.apply import cache
 from headway.data.workers import hand_over as in_process_tail
 from headway.data.workers.apply import workers
 from headway.data.workers.torch_threads import threads
+from tests.datasets import Sized
 from tests.loaders_made import Squares
 from tests.paths import ROOT, python_path
 from tests.recorded import environment
@@ -37,11 +38,10 @@ def _threads_that_do_not_wait(monkeypatch):
     monkeypatch.setattr("headway.data.workers.torch_threads.lock_wait_fraction", lambda work, keys: 0.0)
 
 
-class Mixed(Dataset):
+class Mixed(Sized):
     """Its examples depend on a number outside, which the loop changes, and which no look finds."""
 
-    def __len__(self):
-        return 40
+    size = 40
 
     def __getitem__(self, index):
         return torch.tensor([float(index), ctypes.cast(ADDRESS, ctypes.py_object).value[0]])

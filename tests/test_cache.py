@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from headway.data import DataLoader as OwnLoader
 from headway.data.bytes import scrutiny
@@ -16,6 +16,7 @@ from headway.data.cached.apply import cache
 from headway.data.guard.decisions import NOT_TRIED
 from headway.data.workers.apply import workers
 from headway.runtime.in_rank.remedy import Applied, RefusedRemedy
+from tests.datasets import Sized
 from tests.loaders_made import Stream
 from tests.remedy_context import applied
 
@@ -33,14 +34,10 @@ def rarely(monkeypatch):
     monkeypatch.setattr(scrutiny, "CHECK_EVERY", 10**9)
 
 
-class Counted(Dataset):
+class Counted(Sized):
     """Pure as far as anybody can see; the reads are counted outside."""
 
-    def __init__(self, size=30):
-        self.size = size
-
-    def __len__(self):
-        return self.size
+    size = 30
 
     def __getitem__(self, index):
         ctypes.c_uint8.from_address(ADDRESS + index).value += 1
@@ -295,13 +292,11 @@ def test_a_dataset_that_the_script_changes_during_a_pass_is_read_as_it_is_now(re
         assert batches() == plain
 
 
-class OpenedLate(Dataset):
+class OpenedLate(Sized):
     """Opens its file when it is first read, as tar and zip files are."""
 
+    size = 20
     file = None
-
-    def __len__(self):
-        return 20
 
     def __getitem__(self, index):
         if self.file is None:

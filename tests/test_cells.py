@@ -3,11 +3,11 @@
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +19,7 @@ from headway.trace.events.intervals import merged, without
 from headway.trace.events.trace import concat
 from headway.trace.recording.gaps import elapsed, without_pauses
 from headway.trace.recording.runs import Run
+from tests import training
 from tests.rings_made import Process, built, rows
 from tests.runs_made import MS, RunMaker
 from tests.runs_made import Rows as MadeRows
@@ -54,15 +55,7 @@ class Notebook:
 @pytest.fixture
 def train():
     """Return what trains a small model for a number of steps."""
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def train(steps):
-        for _ in range(steps):
-            model(torch.ones(2, 4)).square().mean().backward()
-            optimizer.step()
-
-    return train
+    return partial(training.train, *training.small())
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from headway.storage.redundancy.parity import encode_rank
 from headway.storage.redundancy.restripe import restripe
 from headway.storage.stored.manifest import COMMIT, TWIN, CommitRecord, encode, read_record
 from headway.verbs.stored.ckpt import parse_keep
-from tests.checkpoints import Caller, some_state, unsynced, write_checkpoint
+from tests.checkpoints import Caller, flip, some_state, unsynced, write_checkpoint
 
 
 @pytest.fixture
@@ -50,9 +50,7 @@ def quick():
 
 
 def damage(path) -> None:
-    content = bytearray(path.read_bytes())
-    content[min(2000, len(content) // 2)] ^= 1  # of an image: the first tensor's elements
-    path.write_bytes(bytes(content))
+    flip(path, min(2000, path.stat().st_size // 2))  # of an image: the first tensor's elements
 
 
 def test_verify_answers_in_the_form_that_is_promised(root, run):

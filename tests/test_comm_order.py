@@ -45,20 +45,16 @@ def network() -> Any:
     return model
 
 
-def losses_of(model: Any, steps: int = 3) -> list[str]:
+def losses_of(model: Any, steps: int = 3) -> list[float]:
     """Train; return the losses, bit for bit."""
     import torch
     import torch.distributed as dist
 
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for step in range(steps):
-        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item().hex())
-    return losses
+    from tests.training import train
+
+    seeds = [10 * step + dist.get_rank() for step in range(steps)]
+    draws = (torch.randn(4, 32, generator=torch.Generator().manual_seed(seed)) for seed in seeds)
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.1), draws)
 
 
 def prefetches(model: Any) -> dict[str, int]:
@@ -84,21 +80,21 @@ def both(job: Callable[[Any], Any], ahead: int = 1, counted: bool = False, early
     return {"plain": plain, "mine": mine, "outcomes": outcomes, "gathered": gathered, "after": after}
 
 
-def out_of_order(model: Any) -> list[str]:
+def out_of_order(model: Any) -> list[float]:
     """Leave the last layer out of a forward, with parameters that change before it runs again."""
     import torch
 
     losses = losses_of(model, 2)
     model.skip = frozenset([LAYERS - 1])
     with torch.no_grad():
-        losses.append(model(torch.ones(2, 32)).sum().item().hex())
+        losses.append(model(torch.ones(2, 32)).sum().item())
         for parameter in model.parameters():
             parameter.mul_(1.5)
     model.skip = frozenset()
     return losses + losses_of(model, 2)
 
 
-def an_exception(model: Any) -> list[str]:
+def an_exception(model: Any) -> list[float]:
     """Fail in the middle of a forward, and go on."""
     import torch
 
@@ -112,20 +108,20 @@ def an_exception(model: Any) -> list[str]:
     return losses + losses_of(model, 2)
 
 
-def twice(model: Any) -> list[str]:
+def twice(model: Any) -> list[float]:
     """Run a layer twice in a forward."""
     model.twice = frozenset([1])
     return losses_of(model)
 
 
-def own_order(model: Any) -> list[str]:
+def own_order(model: Any) -> list[float]:
     """Say an order in the script."""
     losses = losses_of(model, 1)
     model.set_modules_to_forward_prefetch([model.layers[1]])
     return losses + losses_of(model, 1)
 
 
-def edited_within_forwards(model: Any) -> list[str]:
+def edited_within_forwards(model: Any) -> list[float]:
     """Change the parameters of a layer, from the third forward on, while the layer before it runs."""
     import torch
 
@@ -140,7 +136,7 @@ def edited_within_forwards(model: Any) -> list[str]:
     return losses + losses_of(model, 2)
 
 
-def recomputed(model: Any) -> list[str]:
+def recomputed(model: Any) -> list[float]:
     """Compute each layer again in backward."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
@@ -179,7 +175,7 @@ def test_what_is_no_chain_is_refused_and_results_stay_the_same(job: Callable[[An
         assert not reason or reason in found["outcomes"][-1].reason
 
 
-def edited_after_updates(model: Any) -> list[str]:
+def edited_after_updates(model: Any) -> list[float]:
     """Change the parameters of the first layers after an update, as an average of weights would."""
     import torch
 
@@ -190,7 +186,7 @@ def edited_after_updates(model: Any) -> list[str]:
     return losses + losses_of(model, 2)
 
 
-def one_layer_between(model: Any) -> list[str]:
+def one_layer_between(model: Any) -> list[float]:
     """Run one layer alone after an update, then change all parameters."""
     import torch
 
@@ -202,7 +198,7 @@ def one_layer_between(model: Any) -> list[str]:
     return losses + losses_of(model, 2)
 
 
-def updated_twice(model: Any) -> list[str]:
+def updated_twice(model: Any) -> list[float]:
     """Update again without a forward between, then save."""
     import torch
 
@@ -212,7 +208,7 @@ def updated_twice(model: Any) -> list[str]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     saved = sum(float(value.full_tensor().sum()) for value in model.state_dict().values())
-    return [*losses, saved.hex(), *losses_of(model, 2)]
+    return [*losses, saved, *losses_of(model, 2)]
 
 
 @pytest.mark.parametrize(

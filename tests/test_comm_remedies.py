@@ -10,6 +10,7 @@ from headway.comm.torch_buckets import bucket, gradient_view, static_graph
 from headway.core.units import MIB
 from headway.runtime.in_rank.remedy import Applied, RefusedRemedy
 from tests.remedy_context import applied, apply
+from tests.training import train
 
 DDP = torch.nn.parallel.DistributedDataParallel
 SIZES = [0.01, 0.02]
@@ -30,16 +31,10 @@ def model(**arguments):
     return DDP(torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)]), **arguments)
 
 
-def trained(ddp) -> list[str]:
+def trained(ddp) -> list[float]:
     """Return the losses of three steps, bit for bit."""
-    optimizer, losses = torch.optim.SGD(ddp.parameters(), lr=0.1), []
-    for step in range(3):
-        loss = ddp(torch.randn(4, 64, generator=torch.Generator().manual_seed(step))).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item().hex())
-    return losses
+    draws = [torch.randn(4, 64, generator=torch.Generator().manual_seed(step)) for step in range(3)]
+    return train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), draws)
 
 
 @takes_list

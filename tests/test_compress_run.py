@@ -2,10 +2,7 @@
 
 import contextlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,8 +12,7 @@ from headway.core.errors import InputError
 from headway.core.files.planfile import read_plan
 from headway.verbs.models.comm import bench
 from headway.verbs.runs.plan import plan, whatif
-from tests.launching import script
-from tests.paths import ROOT, python_path
+from tests.launching import under_plan
 from tests.test_ddp_run import GOLDEN
 
 JOB = """
@@ -43,15 +39,7 @@ dist.destroy_process_group()
 def applied(folder: Path, *arguments: str) -> tuple[int, str]:
     """Run the job with compressed gradients; returns the exit code, and what headway said."""
     remedy = {"name": "comm.compress", "parameters": {"codec": "topk:0.01", "min_bytes": 1000}, "allow": "lossy"}
-    (folder / "plan.json").write_text(json.dumps({"schema": "headway.plan-file/1", "remedies": [remedy]}))
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "headway", "run", "--nproc-per-node", "2", "--windows", "0", "--apply",
-            str(folder / "plan.json"), "--out", str(folder / "run"), "--", script(folder, JOB), *arguments,
-        ],
-        capture_output=True, text=True, timeout=90, env={**os.environ, "PYTHONPATH": python_path(ROOT)},
-    )  # fmt: skip
-    return done.returncode, done.stderr
+    return under_plan(folder, JOB, remedy, *arguments)
 
 
 @pytest.mark.slow  # starts two ranks that import torch

@@ -1,5 +1,6 @@
 """The import contracts hold, and would notice if they did not."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -9,8 +10,6 @@ import grimp
 import pytest
 
 from tests.paths import ROOT
-
-LINT = Path(sys.executable).with_name("lint-imports")
 
 
 def lint(checkout: Path) -> subprocess.CompletedProcess[str]:
@@ -47,8 +46,13 @@ def is_for_torch(module: str) -> bool:
     return module.startswith(WITH_TORCH) or name == "apply" or name.startswith("torch_")
 
 
-def test_torch_is_imported_only_where_a_file_or_a_folder_says_so():
-    graph = grimp.build_graph("headway", include_external_packages=True, exclude_type_checking_imports=True)
+@pytest.fixture(scope="module")
+def graph():
+    """Which modules import which."""
+    return grimp.build_graph("headway", include_external_packages=True, exclude_type_checking_imports=True)
+
+
+def test_torch_is_imported_only_where_a_file_or_a_folder_says_so(graph):
     importing = graph.find_modules_that_directly_import("torch") | graph.find_modules_that_directly_import("ray")
 
     assert "headway.comm.torch_buckets" in importing
@@ -63,28 +67,31 @@ LEADING = (
 """What may lead to torch without importing it: it starts jobs, runs inside them, or is imported by them."""
 
 
-def test_what_leads_to_torch_works_on_it_or_starts_what_does():
-    graph = grimp.build_graph("headway", include_external_packages=True, exclude_type_checking_imports=True)
+def test_what_leads_to_torch_works_on_it_or_starts_what_does(graph):
     leading = graph.find_downstream_modules("torch") | graph.find_downstream_modules("ray")
 
     assert "headway.data.loader.loader" in leading
     assert not sorted(name for name in leading if not is_for_torch(name) and not name.startswith(LEADING))
 
 
-@pytest.mark.parametrize(
-    ("file", "line", "broken"),
-    [
-        ("headway/core/units.py", "import headway.ledger.answers.ledger", "imports go down only"),
-        ("headway/host/advise.py", "import headway.data.advise", "imports go down only"),
-        ("headway/checkpoint/advise.py", "import torch", "nothing leads to torch"),
-        ("headway/report/answers.py", "import headway.runtime.lane", "nothing leads to torch"),
-    ],
-)
-def test_a_forbidden_import_is_seen(checkout, file, line, broken):
-    path = checkout / file
-    path.write_text(path.read_text() + f"\n{line}\n")
+FORBIDDEN = [
+    ("headway.core.units", "headway.ledger.answers.ledger", "imports go down only"),
+    ("headway.host.advise", "headway.data.advise", "imports go down only"),
+    ("headway.checkpoint.advise", "torch", "nothing leads to torch"),
+    ("headway.report.answers", "headway.runtime.lane", "nothing leads to torch"),
+]
+"""Module, what it may not import, what the contract says that this breaks."""
+
+
+def test_forbidden_imports_are_seen(checkout):
+    for module, imported, _ in FORBIDDEN:
+        path = (checkout / module.replace(".", "/")).with_suffix(".py")
+        path.write_text(path.read_text() + f"\nimport {imported}\n")
 
     answer = lint(checkout)
 
     assert answer.returncode != 0
-    assert broken in answer.stdout
+    _, *parts = re.split(r"\n(.+)\n-+\n", answer.stdout.partition("Broken contracts")[2])
+    for module, imported, contract in FORBIDDEN:
+        broken = [text for title, text in zip(parts[::2], parts[1::2], strict=True) if contract in title]
+        assert f"{module} -> {imported} (l." in "".join(broken)

@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from headway.checkpoint import restore_into
-from headway.checkpoint.torch_dcp.convert import _groups, export, rewrite
+from headway.checkpoint.torch_dcp.convert import export, rewrite
 from headway.checkpoint.torch_dcp.sources import open_source
 from headway.core.errors import DamageError, FormatError, InputError
 from headway.storage import verify
 from headway.storage.commit import committed
 from headway.storage.stored.boxes import Box
+from tests.checkpoints import flip
 from tests.launching import code_and_json
 from tests.layouts_made import write, write_part
 
@@ -52,13 +53,15 @@ def equal(found, wanted):
     return torch.equal(found, wanted) and found.dtype == wanted.dtype if torch.is_tensor(wanted) else found == wanted
 
 
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(1, 60))
-def test_files_hold_every_name_once_in_order_and_no_more_than_they_may(sizes, most):
-    named = {str(index): size for index, size in enumerate(sizes)}
-    groups = _groups(named, most)
+@given(sizes=st.lists(st.integers(0, 50), min_size=1, max_size=12), most=st.integers(1, 60))
+def test_files_hold_every_name_once_in_order_and_no_more_than_they_may(sizes, most, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("named")
+    torch.save({f"{k:02}": torch.zeros(size, dtype=torch.uint8) for k, size in enumerate(sizes)}, folder / "m.pt")
+    done = export(folder / "m.pt", folder / "m.safetensors", file_bytes=most)
+    files = [load_file(folder / name) for name in done.files if name.endswith(".safetensors")]
 
-    assert [name for group in groups for name in group] == list(named)
-    assert all(len(group) == 1 or sum(named[name] for name in group) <= most for group in groups)
+    assert [int(name) for file in files for name in sorted(file)] == list(range(len(sizes)))
+    assert all(len(file) == 1 or sum(map(len, file.values())) <= most for file in files)
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
@@ -145,10 +148,7 @@ def test_objects_of_single_ranks_are_kept_refused_or_left_out(tmp_path):
 
 
 def test_damage_stops_a_conversion_and_leaves_nothing(tmp_path, folder):
-    image = folder / "rank-0" / "__0_0.distcp"
-    data = bytearray(image.read_bytes())
-    data[20_000] ^= 4
-    image.write_bytes(data)
+    flip(folder / "rank-0" / "__0_0.distcp", 20_000, 4)
 
     with pytest.raises(DamageError, match=r"in model.w"):
         rewrite(folder, tmp_path / "step-13")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -125,9 +123,3 @@ def test_a_long_cycle_is_cut_in_the_message_but_whole_in_the_error() -> None:
 def test_asking_for_no_copies_is_refused() -> None:
     with pytest.raises(InputError, match=r"copies is 0; ask for at least 1"):
         Dag.from_edges(1, [], []).tile(0)
-
-
-def test_importing_the_dag_does_not_load_numba() -> None:
-    code = "import sys, headway.sim; sys.exit('numba' in sys.modules)"
-
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

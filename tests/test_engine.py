@@ -17,6 +17,7 @@ from headway.checkpoint.saves import saver
 from headway.checkpoint.saves.snapshot import Snapshot
 from headway.core.errors import BackgroundError, DamageError, HeadwayError, InputError
 from headway.storage.commit import committed
+from tests.checkpoints import flip
 from tests.launching import wait_for
 
 
@@ -185,10 +186,7 @@ def test_without_a_checkpoint_nothing_changes(tmp_path):
 def test_a_damaged_newest_checkpoint_is_passed_over_and_named(tmp_path):
     job = Job(tmp_path, 1).run(2)
     job.ckpt.close()
-    image = tmp_path / "step-2" / "rank-0" / "__0_0.distcp"
-    data = bytearray(image.read_bytes())
-    data[700] ^= 1
-    image.write_bytes(data)
+    flip(tmp_path / "step-2" / "rank-0" / "__0_0.distcp", 700)
 
     again = Job(tmp_path, 1)
     report = again.ckpt.restore()

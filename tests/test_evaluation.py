@@ -12,11 +12,25 @@ from headway.trace.recording.basis import LEARNS, ROLLOUT, basis_of, evaluations
 from tests.training_rows import Thread
 
 
-def spans(thread):
-    """Return (begin, end) of each span of evaluation, and how many forwards learn."""
+def marked(thread):
+    """Return the rows of a thread, of which the forwards that learn are marked, its gradients and its steps."""
     rows = thread.rows()
     gradients, basis = gradients_of(rows), basis_of(rows)
     mark_learning(rows, gradients, basis)
+    return rows, gradients, basis
+
+
+def between(thread):
+    """Return (start, duration) of each gap that is the script's own time."""
+    rows, gradients, basis = marked(thread)
+    bounds = np.concatenate([[0], basis.ends_ns])
+    found = gap_rows.gaps(rows, bounds, evaluations(rows, gradients), gradients, basis)
+    return list(zip(found.start_ns.tolist(), found.duration_ns.tolist(), strict=True))
+
+
+def spans(thread):
+    """Return (begin, end) of each span of evaluation, and how many forwards learn."""
+    rows, gradients, _ = marked(thread)
     found = evaluations(rows, gradients)
     ends = (found.start_ns + found.duration_ns).tolist()
     return list(zip(found.start_ns.tolist(), ends, strict=True)), int(
@@ -150,9 +164,7 @@ def test_rollouts_of_the_trained_model_are_evaluation():
         thread.train(2)
 
     assert spans(thread) == (expected, 6)
-    rows = thread.rows()
-    gradients = gradients_of(rows)
-    mark_learning(rows, gradients, basis_of(rows))
+    rows, gradients, _ = marked(thread)
     assert evaluations(rows, gradients, acts=True).seq.tolist() == [ROLLOUT] * 3
 
 
@@ -169,9 +181,7 @@ def test_a_policy_that_is_tested_on_a_loader_or_in_eval_mode_does_not_act():
             thread.forward(grad=False)
             thread.batch(1, seq=-1)
     thread.train(1)
-    rows = thread.rows()
-    gradients = gradients_of(rows)
-    mark_learning(rows, gradients, basis_of(rows))
+    rows, gradients, _ = marked(thread)
 
     assert evaluations(rows, gradients, acts=True).seq.tolist() == [0] * 4
 
@@ -214,13 +224,8 @@ def test_the_scripts_time_ends_with_the_first_forward_and_leaves_evaluation_out(
         expected.append((thread.now_ns, 20))
         thread.add("host.gc", 20)
         thread.train()
-    rows = thread.rows()
-    gradients, basis = gradients_of(rows), basis_of(rows)
-    mark_learning(rows, gradients, basis)
-    bounds = np.concatenate([[0], basis.ends_ns])
-    found = gap_rows.gaps(rows, bounds, evaluations(rows, gradients), gradients, basis)
 
-    assert list(zip(found.start_ns.tolist(), found.duration_ns.tolist(), strict=True)) == expected
+    assert between(thread) == expected
 
 
 def test_waiting_between_two_forwards_of_a_step_is_the_scripts_time_and_computing_is_not():
@@ -232,15 +237,8 @@ def test_waiting_between_two_forwards_of_a_step_is_the_scripts_time_and_computin
         thread.now_ns += 3 * ms
     thread.backward(fresh=True)
     thread.update()
-    rows = thread.rows()
-    gradients, basis = gradients_of(rows), basis_of(rows)
-    mark_learning(rows, gradients, basis)
-    bounds = np.concatenate([[0], basis.ends_ns])
-    found = gap_rows.gaps(rows, bounds, evaluations(rows, gradients), gradients, basis)
 
-    waited = [
-        (start - first, ns) for start, ns in zip(found.start_ns.tolist(), found.duration_ns.tolist(), strict=True)
-    ]
+    waited = [(start_ns - first, ns) for start_ns, ns in between(thread)]
     assert waited == [(100, 3 * ms), (2 * (3 * ms + 100) + 100, 3 * ms)]
 
 
@@ -262,9 +260,7 @@ def test_whatever_happens_spans_are_disjoint_and_hold_no_learning(events):
             thread.update()
         else:
             thread.train()
-    rows = thread.rows()
-    gradients, basis = gradients_of(rows), basis_of(rows)
-    mark_learning(rows, gradients, basis)
+    rows, gradients, basis = marked(thread)
     found = evaluations(rows, gradients)
     start, end = found.start_ns, found.start_ns + found.duration_ns
     learning = (rows.name == FORWARD) & (rows.seq & LEARNS > 0)

@@ -10,6 +10,7 @@ from headway.checkpoint.restores.exchange import agreed
 from headway.core.errors import DamageError, FormatError, HeadwayError, InputError
 from headway.core.units import KIB
 from headway.storage.stored.manifest import MANIFEST, RankManifest, read_record
+from tests.checkpoints import flip
 from tests.layouts_made import write
 from tests.spawn import on_ranks
 
@@ -61,9 +62,7 @@ def test_damage_that_one_reader_meets_is_raised_on_all(tmp_path):
     folder = write({"model": {"w11": state(1)["model"]["w11"].contiguous()}}, tmp_path)
     image = folder / "rank-0" / "__0_0.distcp"
     piece = read_record(folder / "rank-0" / MANIFEST, RankManifest).pieces[0]
-    data = bytearray(image.read_bytes())
-    data[piece.payload_offset + piece.payload_bytes - 1] ^= 1
-    image.write_bytes(data)
+    flip(image, piece.payload_offset + piece.payload_bytes - 1)
 
     answers = on_ranks(_fails, 2, str(folder), ["w11", "w11"])
 

@@ -4,7 +4,6 @@ import contextlib
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -25,18 +24,16 @@ from headway.data.fleet.reader import FleetReader, PrepareError
 from headway.data.fleet.splits import FleetPass
 from headway.data.fleet.supervisor import MAX_ENDS, FleetSettings, start
 from headway.data.fleet.torch_fleet import Fleet, FleetLoader, work_for
+from tests.datasets import Sized
 from tests.launching import wait_for
 from tests.served_made import has_ended
 
 
-class Drawn(torch.utils.data.Dataset):
+class Drawn(Sized):
     """Items with random numbers of every kind; one of them may be broken."""
 
     def __init__(self, size, broken=None, ends=None):
         self.size, self.broken, self.ends = size, broken, ends
-
-    def __len__(self):
-        return self.size
 
     def __getitem__(self, index):
         if index == self.broken:
@@ -396,12 +393,6 @@ def test_a_second_reader_of_a_rank_puts_the_first_out(tmp_path):
     second.close()
     channel.close()
     os.waitpid(pid, 0)
-
-
-def test_processes_of_a_fleet_import_no_torch():
-    code = "import sys, headway.data.fleet.supervisor, headway.data.fleet.reader; print('torch' in sys.modules)"
-
-    assert psutil.subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
 
 
 @pytest.mark.parametrize(("make", "message"), [

@@ -17,6 +17,7 @@ from headway.data.bytes.scrutiny import Scrutiny, unseen
 from headway.data.cached.apply import CachedDataset, Shelf, cache
 from headway.data.cached.cached_examples import CachedExamples
 from headway.data.guard.watch import GeneratorWatch
+from tests.datasets import Sized
 from tests.remedy_context import applied
 from tests.served_made import runtime  # noqa: F401 - servers of these tests have a folder of their own
 
@@ -170,9 +171,8 @@ def test_a_normal_draw_of_the_loop_leaves_the_cache_in_use():
 EPOCH = [0]
 
 
-class ByGlobal(torch.utils.data.Dataset):
-    def __len__(self):
-        return 12
+class ByGlobal(Sized):
+    size = 12
 
     def __getitem__(self, index):
         return index + 100 * EPOCH[0]
@@ -198,11 +198,9 @@ def test_an_epoch_in_a_global_variable_is_seen_at_the_next_pass(kind, num_worker
 
 
 def test_no_probe_reads_in_the_training_process():
-    class Counting(torch.utils.data.Dataset):
+    class Counting(Sized):
+        size = 8
         reads = 0
-
-        def __len__(self):
-            return 8
 
         def __getitem__(self, index):
             Counting.reads += 1

@@ -7,23 +7,13 @@ import sys
 import textwrap
 
 import pytest
-import torch
 
 import headway
 from headway.runtime.in_rank import bootstrap
 from headway.trace.recording.runs import Run
 from tests.paths import ROOT, python_path
 from tests.recorded import recording
-
-
-def train(steps=4):
-    """Train a small model."""
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.ones(2, 4)).square().mean().backward()
-        optimizer.step()
+from tests.training import small, train
 
 
 def steps_of(path):
@@ -36,9 +26,9 @@ def test_a_recording_spans_what_lies_between_start_and_stop(tmp_path):
     run = headway.run(tmp_path / "run")
     before = repr(run)
     run.start()
-    train(3)
+    train(*small(), 3)
     during = repr(run)
-    train(4)
+    train(*small(), 4)
     run.stop()
     run.stop()
 
@@ -51,9 +41,9 @@ def test_a_recording_spans_what_lies_between_start_and_stop(tmp_path):
 
 def test_a_cell_that_is_run_twice_makes_two_recordings(tmp_path, capsys):
     first = headway.run(tmp_path / "run").start()
-    train(2)
+    train(*small(), 2)
     second = headway.run(tmp_path / "run").start()
-    train(3)
+    train(*small(), 3)
     second.stop()
 
     assert (first.path, second.path) == (str(tmp_path / "run"), str(tmp_path / "run-2"))
@@ -66,8 +56,8 @@ def test_a_cell_that_is_run_twice_makes_two_recordings(tmp_path, capsys):
 def test_a_block_inside_a_recording_joins_it(tmp_path):
     outer = headway.run(tmp_path / "run").start()
     with headway.run() as inner:
-        train(2)
-    train(1)
+        train(*small(), 2)
+    train(*small(), 1)
     outer.stop()
 
     assert repr(inner) == f"<headway.run: was part of the recording into {tmp_path}/run>"
@@ -84,7 +74,7 @@ def test_a_start_never_ends_the_recording_of_a_launcher(tmp_path):
 @pytest.mark.parametrize(("error", "kind"), [(KeyboardInterrupt, "preempted"), (ValueError, "user")])
 def test_how_a_block_ended_is_said_and_the_exception_passes(tmp_path, error, kind):
     def fails():
-        train(2)
+        train(*small(), 2)
         raise error("mine")
 
     with pytest.raises(error), headway.run(tmp_path / "run"):
@@ -96,7 +86,7 @@ def test_how_a_block_ended_is_said_and_the_exception_passes(tmp_path, error, kin
 def test_a_folder_that_cannot_be_made_costs_the_recording_and_not_the_training(tmp_path, capsys):
     (tmp_path / "file").touch()
     with headway.run(tmp_path / "file" / "run") as run:
-        train(2)
+        train(*small(), 2)
 
     assert run.path in ("", str(tmp_path / "file" / "run"))
     assert "headway:" in capsys.readouterr().err
@@ -123,9 +113,9 @@ def test_a_kernel_that_goes_away_leaves_a_run_that_can_be_opened(tmp_path, end):
 
 def test_marks_of_evaluation_and_epochs_are_recorded(tmp_path):
     with headway.run(tmp_path / "run") as run:
-        train(1)
+        train(*small(), 1)
         with run.evaluation():
-            train(1)
+            train(*small(), 1)
         mark = headway.evaluation()
         mark.end()
         mark.begin()

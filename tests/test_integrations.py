@@ -16,19 +16,15 @@ import torch
 import headway
 from headway.integrations.trainer_report import TrainerReport
 from headway.trace.recording.runs import Run
+from tests.datasets import Sized
 from tests.paths import ROOT, python_path
+from tests.training import small, train
 
 FIGURES = {"headway/step_s", "headway/steps_per_s", "headway/goodput"}
 
 
-class Slow(torch.utils.data.Dataset):
+class Slow(Sized):
     """Examples that take their time."""
-
-    def __init__(self, size):
-        self.size = size
-
-    def __len__(self):
-        return self.size
 
     def __getitem__(self, index):
         time.sleep(0.001)
@@ -47,29 +43,12 @@ def epochs_of(path):
     return trace.events["corr"][trace.named("epoch")].tolist()
 
 
-def train(steps=3):
-    """Train a small model."""
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(steps):
-        model(torch.ones(2, 4)).mean().backward()
-        optimizer.step()
-
-
-def test_importing_the_room_loads_no_trainer():
-    code = "import sys, headway.integrations; print({'torch', 'transformers', 'lightning', 'keras'} & set(sys.modules))"
-    environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
-    answer = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-
-    assert answer.stdout == "set()\n"
-
-
 def test_a_report_gives_its_last_figures_once_when_training_ends(tmp_path):
     report = TrainerReport(every_s=1000.0)
     with headway.run(tmp_path / "run"):
         report.begin()
         report.epoch(0)
-        train()
+        train(*small(), 3)
         report.begin_evaluation()
         figures, again = report.end(), report.end()
 

@@ -114,9 +114,9 @@ def test_a_headway_whose_patches_all_fail_still_lets_the_job_finish(job, tmp_pat
 
 
 def test_switched_off_it_does_nothing(tmp_path):
-    bare = plain("gan")
+    bare = plain("amp")
 
-    with_headway, run = recorded("gan", tmp_path, HEADWAY="off")
+    with_headway, run = recorded("amp", tmp_path, HEADWAY="off")
 
     assert with_headway == bare
     assert run["exit"]["code"] == 0

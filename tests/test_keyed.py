@@ -11,19 +11,17 @@ from torch.utils.data import ConcatDataset, Subset
 
 from headway.data import DataLoader, generator, torch_generator
 from headway.data.bytes.torch_keyed import Draws, generator_states, generators_kept, reads_batches, set_generators
+from tests.datasets import Sized
 from tests.spawn import run_threads
 
 MODES = [{}, {"num_workers": 2}, {"num_workers": 2, "workers": "threads"}]
 
 
-class Drawn:
+class Drawn(Sized):
     """Draws from whatever it is told to."""
 
     def __init__(self, n, draw):
-        self.n, self.draw = n, draw
-
-    def __len__(self):
-        return self.n
+        self.size, self.draw = n, draw
 
     def __getitem__(self, item):
         return item, self.draw()

@@ -159,14 +159,6 @@ def test_a_command_whose_output_is_redirected_writes_what_python_writes(tmp_path
     assert b"headway why" in recorded.stderr or b"Nothing to account for" in recorded.stderr
 
 
-def test_the_launcher_starts_ranks_without_numpy_or_torch():
-    code = "import sys, headway.runtime.launching.launch\n"
-    code += "print([m for m in ('torch', 'numpy', 'pyarrow') if m in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-
-    assert found.stdout.strip() == "[]"
-
-
 def test_run_folders_are_numbered_and_a_used_one_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     job = script(tmp_path, "pass", "train it.py")

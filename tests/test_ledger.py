@@ -16,9 +16,6 @@ from headway.trace.events.trace import Trace, concat
 from headway.trace.recording.runs import Run, merge
 from tests.runs_made import MS, Cost, Made, RunMaker, cut_short, joined, write_folder
 
-MINE = ("useful", "input", "checkpoint", "startup", "host", "idle")
-"""Buckets that a rank's own rows decide, whatever the others do."""
-
 
 def spread(seed: int, high_ms: int, share: float) -> Cost:
     """Return a cost that is drawn anew, but the same each time, for every rank and step."""

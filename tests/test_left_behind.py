@@ -8,7 +8,6 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from headway.core.errors import InputError
 from headway.data import DataLoader, Fleet, Pipeline
@@ -17,6 +16,7 @@ from headway.data.fleet.splits import FleetPass
 from headway.data.fleet.torch_fleet import prepared
 from headway.data.partitioned.partitioned import Partitioned
 from headway.data.partitioned.peers import listen
+from tests.datasets import Sized
 from tests.launching import wait_for
 from tests.served_made import runtime as runtime
 from tests.spawn import in_fork
@@ -24,9 +24,8 @@ from tests.spawn import in_fork
 NUM, BATCH = 40, 4
 
 
-class Numbers(Dataset):
-    def __len__(self):
-        return NUM
+class Numbers(Sized):
+    size = NUM
 
     def __getitem__(self, item):
         return torch.full((3,), item)

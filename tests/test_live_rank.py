@@ -97,13 +97,20 @@ def test_forwards_before_the_first_update_were_an_evaluation(cut):
     assert rank.steps_made == 6
 
 
-def test_when_the_first_optimizer_is_done_for_good_another_ends_the_steps():
+@pytest.mark.parametrize(
+    ("parts", "steps"),
+    [
+        ([([0] * 5, 0, 0), ([7] * STRAY_UPDATES, 50, 0), ([7] * 10, 50 + 10 * STRAY_UPDATES, 0)], 15 + STRAY_UPDATES),
+        ([([0] * 2, 0, 3), ([0] * 4, 20, 0), ([0] * 4, 60, 3)], 6),
+    ],
+    ids=["the first optimizer is done for good", "updates of the main thread go before those of others"],
+)
+def test_steps_end_with_the_updates_of_one_optimizer_in_one_thread(parts, steps):
     rank = LiveRank(0, 1, 0)
-    rank.take(updates([0] * 5))
-    rank.take(updates([7] * STRAY_UPDATES, first_ns=50 * MS))
-    rank.take(updates([7] * 10, first_ns=(50 + 10 * STRAY_UPDATES) * MS))
+    for optimizers, first_ms, lane in parts:
+        rank.take(updates(optimizers, first_ns=first_ms * MS, lane=lane))
 
-    assert rank.steps == 5 + STRAY_UPDATES + 10
+    assert rank.steps == steps
 
 
 def test_step_0_begins_with_the_first_iterator():
@@ -124,15 +131,6 @@ def test_training_in_another_thread_is_followed_there():
     window = rank.window(6)
 
     assert set(window.records["lane"].tolist()) == {2}
-
-
-def test_the_main_threads_updates_go_before_those_of_other_threads():
-    rank = LiveRank(0, 1, 0)
-    rank.take(updates([0] * 2, lane=3))
-    rank.take(updates([0] * 4, first_ns=20 * MS))
-    rank.take(updates([0] * 4, first_ns=60 * MS, lane=3))
-
-    assert rank.steps == 6
 
 
 def test_a_record_that_reaches_into_the_next_steps_is_handed_out_with_both():

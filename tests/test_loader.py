@@ -15,16 +15,11 @@ from torch.utils.data import IterableDataset, RandomSampler, TensorDataset
 
 from headway.core.errors import InputError
 from headway.data import DataLoader, DatasetChangedError
+from tests.datasets import Sized
 
 
-class Augmented:
+class Augmented(Sized):
     """Examples that draw from all three generators."""
-
-    def __init__(self, n):
-        self.n = n
-
-    def __len__(self):
-        return self.n
 
     def __getitem__(self, item):
         return item, random.random(), np.random.randn(), torch.rand(2)

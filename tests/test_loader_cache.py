@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 from headway.core.errors import InputError
 from headway.data import DataLoader
@@ -16,6 +16,7 @@ from headway.data.bytes import account
 from headway.data.cached.apply import CachedDataset
 from headway.data.guard.picture import BatchEntries
 from headway.data.loader.loader_cache import data_bytes
+from tests.datasets import Sized
 
 READS = mmap.mmap(-1, 4096)
 """How often each example was read, shared with forked workers."""
@@ -30,14 +31,10 @@ MODES = [
 ]
 
 
-class Counted:
+class Counted(Sized):
     """Examples of `SIZE` bytes and a label; the reads are counted outside."""
 
-    def __init__(self, n=40):
-        self.n = n
-
-    def __len__(self):
-        return self.n
+    size = 40
 
     def __getitem__(self, item):
         READS[item] = (READS[item] + 1) % 256
@@ -84,14 +81,13 @@ def test_each_later_epoch_hits_exactly_what_fits(n, kept, slack, seed):
     assert loader.cache.refused == 3 * (n - fits)
 
 
-class Rows(Dataset):
+class Rows(Sized):
     """Rows of an array, and their labels, which read like an index of it."""
+
+    size = 12
 
     def __init__(self):
         self.rows, self.labels = np.arange(12 * 2**14, dtype=float).reshape(12, -1), torch.arange(12).flip(0)
-
-    def __len__(self):
-        return 12
 
     def __getitem__(self, index):
         return self.rows[index].copy(), int(self.labels[index])

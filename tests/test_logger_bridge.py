@@ -12,6 +12,7 @@ from headway.core.errors import InputError
 from headway.runtime.in_rank.logger_bridge import QUEUE, LoggerBridge, writer_of
 from tests.recorded import recording, run_script
 from tests.spawn import in_fork
+from tests.training import small, train
 
 
 class Wandb:
@@ -41,20 +42,9 @@ class TensorBoard(Wandb):
         self.rows.append((step, {name: value}))
 
 
-def train(steps, *, wait_s=0.002):
+def trained(steps, *, wait_s=0.002):
     """Train a small model; returns its losses, bit by bit."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for _ in headway.steps(range(steps)):
-        time.sleep(wait_s)
-        optimizer.zero_grad()
-        loss = model(torch.ones(2, 4)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return train(*small(), (time.sleep(wait_s) or torch.ones(2, 4) for _ in headway.steps(range(steps))))
 
 
 TARGETS = {"W&B": Wandb, "MLflow": Mlflow, "TensorBoard": TensorBoard}
@@ -74,7 +64,7 @@ def test_what_is_reported_is_what_happened(tmp_path):
     target = Wandb()
     with headway.run(tmp_path / "run"):
         bridge = headway.log_to(target, every_steps=10)
-        train(60, wait_s=0.004)
+        trained(60, wait_s=0.004)
 
     steps = [step for step, _ in target.rows]
     values = target.rows[-1][1]
@@ -97,7 +87,7 @@ def test_a_time_between_reports_is_kept_without_looking_at_every_step(tmp_path):
         session.probes.listeners.remove(listener)
         session.probes.listeners.append(lambda index: looks.append(1) or listener(index))
         begun = time.perf_counter()
-        train(300, wait_s=0.003)
+        trained(300, wait_s=0.003)
         elapsed = time.perf_counter() - begun
         bridge.close()
 
@@ -110,10 +100,10 @@ def test_a_logger_that_raises_costs_one_warning_and_no_step(tmp_path, capfd):
         def log(self, values, step):
             raise ConnectionError("no network")
 
-    plain = train(20, wait_s=0)
+    plain = trained(20, wait_s=0)
     with headway.run(tmp_path / "run"):
         bridge = headway.log_to(Broken(), every_steps=1)
-        losses = train(20)
+        losses = trained(20)
 
     error = capfd.readouterr().err
     assert losses == plain
@@ -130,12 +120,12 @@ def test_a_logger_that_blocks_delays_no_step_and_drops_are_counted(tmp_path, cap
             entered.set()
             release.wait(60)
 
-    plain = train(60, wait_s=0)
+    plain = trained(60, wait_s=0)
     with recording(tmp_path):
         bridge = headway.log_to(Stuck(), every_steps=1)
-        train(2)
+        trained(2)
         assert entered.wait(30)
-        losses = train(60)  # would never end if a step waited for the logger
+        losses = trained(60)  # would never end if a step waited for the logger
         dropped = bridge.dropped
         release.set()
         bridge.close()
@@ -155,7 +145,7 @@ def test_the_end_of_the_recording_waits_for_a_stuck_logger_only_so_long(tmp_path
 
     with headway.run(tmp_path / "run"):
         headway.log_to(Stuck(), every_steps=5)
-        train(10)
+        trained(10)
     release.set()
 
     assert "Stuck did not take its last reports" in capfd.readouterr().err
@@ -165,7 +155,7 @@ def test_the_end_of_the_recording_waits_for_a_stuck_logger_only_so_long(tmp_path
 def test_where_nothing_is_recorded_it_says_so_and_does_nothing(capfd):
     target = Wandb()
     bridge = headway.log_to(target)
-    train(3)
+    trained(3)
     bridge.close()
 
     assert "log_to reports nothing: nothing is recorded here. Use `headway run`" in capfd.readouterr().err
@@ -198,7 +188,7 @@ def test_an_object_that_takes_no_values_is_refused():
 def test_a_forked_child_neither_reports_nor_complains(tmp_path, capfd):
     with recording(tmp_path):
         bridge = headway.log_to(Wandb(), every_steps=1)
-        train(2)
+        trained(2)
         code = in_fork(lambda: (bridge._after_step(0), bridge.close()))
         bridge.close()
 

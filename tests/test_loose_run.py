@@ -1,9 +1,6 @@
 """'comm.loose' in an unmodified DDP script: proposed from a recorded run, applied, and withdrawn where it must be."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +15,7 @@ from headway.sim.recorded.program import Program
 from headway.trace.rings.rank_tables import DdpModel
 from headway.verbs.runs.compare import compare
 from tests.ddp_made import Job, play
-from tests.launching import script
-from tests.paths import ROOT, python_path
+from tests.launching import under_plan
 from tests.remedy_context import applied
 from tests.runs_made import MS, RunMaker
 from tests.spawn import on_ranks
@@ -50,15 +46,7 @@ dist.destroy_process_group()
 def run(folder: Path, *arguments: str) -> tuple[int, str]:
     """Run the job loosely synchronised; returns the exit code, and what headway said."""
     remedy = {"name": "comm.loose", "parameters": {"rule": "fedavg:5", "travel_steps": 10}, "allow": "lossy"}
-    (folder / "plan.json").write_text(json.dumps({"schema": "headway.plan-file/1", "remedies": [remedy]}))
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "headway", "run", "--nproc-per-node", "2", "--windows", "0", "--apply",
-            str(folder / "plan.json"), "--out", str(folder / "run"), "--", script(folder, JOB), *arguments,
-        ],
-        capture_output=True, text=True, timeout=90, env={**os.environ, "PYTHONPATH": python_path(ROOT)},
-    )  # fmt: skip
-    return done.returncode, done.stderr
+    return under_plan(folder, JOB, remedy, *arguments)
 
 
 @pytest.mark.slow  # starts two ranks that import torch

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from headway.catalog import MEASUREMENTS
 from headway.core.lazy import resolved
@@ -14,6 +14,7 @@ from headway.core.remedies import record_at
 from headway.data.stalls import torch_measurements as measurements
 from headway.data.stalls.torch_measurements import Filling, Stopwatch
 from headway.runtime.calls.patches import replace_attribute
+from tests.datasets import Sized
 
 READS = mmap.mmap(-1, 4096)
 """How often each example was read, shared with forked workers."""
@@ -22,9 +23,8 @@ UNRECORDED = -1
 """Group of a loader in a process without headway's recording."""
 
 
-class Counted(Dataset):
-    def __len__(self):
-        return 24
+class Counted(Sized):
+    size = 24
 
     def __getitem__(self, index):
         READS[index] += 1
@@ -131,15 +131,11 @@ def test_a_filled_loader_reads_the_same_examples_again_in_a_pass_of_the_same_len
     assert all(READS[example] >= 2 for example in timed)
 
 
-def test_filling_more_than_a_pass_reads_each_example_once_before_it_is_handed_out():
-    reads, batches, _ = filled_and_read(100)
+@pytest.mark.parametrize(
+    ("fill", "reads"), [(100, [1] * 20 + [2] * 4), (0, [0] * 20 + [1] * 4)], ids=["more than a pass", "nothing"]
+)
+def test_what_is_filled_is_read_once_before_it_is_handed_out(fill, reads):
+    counts, batches, _ = filled_and_read(fill)
 
-    assert sorted(reads) == [1] * 20 + [2] * 4
-    assert len(batches) == 6
-
-
-def test_nothing_to_fill_reads_nothing_ahead():
-    reads, batches, _ = filled_and_read(0)
-
-    assert sum(reads) == 4
+    assert sorted(counts) == reads
     assert len(batches) == 6

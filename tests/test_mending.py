@@ -11,6 +11,7 @@ from headway.core.errors import DamageError
 from headway.storage.commit import commit
 from headway.storage.redundancy.parity import encode_rank
 from headway.storage.stored.manifest import MANIFEST, RankManifest, read_record
+from tests.checkpoints import flip
 from tests.layouts_made import write_part
 
 WORLD = 4
@@ -38,13 +39,11 @@ def restored(folder):
     return report
 
 
-def flip(folder, rank):
+def flipped(folder, rank):
     piece = read_record(folder / f"rank-{rank}" / MANIFEST, RankManifest).pieces[0]
     path = folder / piece.file
-    data = bytearray(path.read_bytes())
-    data[piece.payload_offset + 1000] ^= 1
-    path.write_bytes(data)
-    return path, bytes(data)
+    flip(path, piece.payload_offset + 1000)
+    return path, path.read_bytes()
 
 
 def test_whole_files_are_read_as_they_are(folder):
@@ -52,7 +51,7 @@ def test_whole_files_are_read_as_they_are(folder):
 
 
 def test_a_flipped_bit_is_mended_in_memory_and_left_on_disk(folder):
-    path, damaged = flip(folder, 1)
+    path, damaged = flipped(folder, 1)
 
     report = restored(folder)
 
@@ -72,7 +71,7 @@ def test_two_rank_directories_may_be_lost(folder):
 def test_more_than_the_parity_bears_is_damage(folder):
     for rank in (0, 2):
         shutil.rmtree(folder / f"rank-{rank}")
-    flip(folder, 1)
+    flipped(folder, 1)
 
     with pytest.raises(DamageError, match="rank-"):
         restored(folder)

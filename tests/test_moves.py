@@ -94,16 +94,16 @@ def test_every_bucket_but_the_last_has_reached_its_size_and_none_before_its_last
     assert (held - last < cap * MIB).all()
 
 
-def test_ddp_closes_a_first_small_bucket_and_then_those_of_25_mib() -> None:
-    step = default_buckets(chain(0.5, 0.6, 20, 4, 2, 30, 1))
+@pytest.mark.parametrize(
+    ("framework", "gradients", "buckets"),
+    [("ddp", (0.5, 0.6, 20, 4, 2, 30, 1), [1.1, 26.0, 30.0, 1.0]), ("horovod", (30, 30, 10, 70, 5), [60, 10, 70, 5])],
+)
+def test_ddp_closes_a_small_bucket_first_and_horovod_exceeds_its_threshold_only_for_one_gradient(
+    framework: str, gradients: tuple[float, ...], buckets: list[float]
+) -> None:
+    step = default_buckets(chain(*gradients), framework)
 
-    assert (step.bucket_bytes() / MIB).round(1).tolist() == [1.1, 26.0, 30.0, 1.0]
-
-
-def test_horovod_never_exceeds_its_threshold_but_for_one_gradient() -> None:
-    step = default_buckets(chain(30, 30, 10, 70, 5), "horovod")
-
-    assert (step.bucket_bytes() / MIB).round(1).tolist() == [60.0, 10.0, 70.0, 5.0]
+    assert (step.bucket_bytes() / MIB).round(1).tolist() == buckets
 
 
 STEP = chain(1, 2, 3)

@@ -4,7 +4,6 @@ import re
 from html.parser import HTMLParser
 
 import pytest
-import torch
 
 import headway
 from headway.core.errors import InputError
@@ -12,6 +11,7 @@ from headway.report.page.html import fragment
 from headway.runtime.in_rank.in_process import InProcessRun
 from tests.paths import ROOT
 from tests.report_data import demo_why
+from tests.training import small, train
 
 CELLS = [
     "import torch, headway\nmodel = torch.nn.Linear(4, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
@@ -63,21 +63,17 @@ def test_text_of_a_run_is_shown_and_never_interpreted():
     assert "&lt;script&gt;" in fragment(why)
 
 
-def train(run):
+def trained(run):
     """Take five steps while `run` records."""
     with run:
-        model = torch.nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(5):
-            model(torch.ones(2, 4)).mean().backward()
-            optimizer.step()
+        train(*small(), 5)
 
 
 def test_a_finished_recording_shows_every_bucket_that_it_has(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = headway.run()
     assert run._repr_html_() is None
-    train(run)
+    trained(run)
     markup = run._repr_html_()
 
     assert re.search(r"Steps</dt><dd>5<", markup)
@@ -86,7 +82,7 @@ def test_a_finished_recording_shows_every_bucket_that_it_has(tmp_path, monkeypat
 
 def test_a_recording_answers_in_python_when_it_has_ended(tmp_path):
     run = headway.run(tmp_path / "run")
-    train(run)
+    trained(run)
     again = headway.open_run(tmp_path / "run")
 
     assert run.ledger.steps == run.why()["steps"] == again.ledger.steps == 5

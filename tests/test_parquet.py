@@ -152,13 +152,3 @@ def test_listed_edges_survive_and_others_are_not_invented(data, n, tmp_path_fact
 
     assert Trace.open(path) == trace
     assert Trace.from_columns({"start_ns": np.arange(n)}) != trace
-
-
-@pytest.mark.parametrize(
-    "module", ["headway.ledger.live_ledger", "headway.trace.rings.follow", "headway.runtime.run_folder.status"]
-)
-def test_what_runs_beside_training_does_not_load_pyarrow(module):
-    code = f"import {module}, sys; print('pyarrow' in sys.modules)"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-
-    assert answer.stdout.strip() == "False"

@@ -127,22 +127,13 @@ def test_proposals_are_ranked_by_device_hours() -> None:
     assert gains == sorted(gains, reverse=True)
 
 
-def test_a_member_that_adds_less_than_two_percent_is_left_out() -> None:
+def test_a_member_that_adds_less_than_two_percent_is_left_out_and_what_excludes_each_other_is_not_chosen() -> None:
     program, setup = PROGRAM
-    rows = [proposal("big", "input.fetch=none"), proposal("idle", "input.prep=1x")]
+    first = proposal("a", "input.fetch=none")
+    excluded = [proposal("b", "checkpoint=none", conflicts=("a",)), proposal("c", "input.fetch=0.5x")]
 
-    assert compose(rows, program, setup).chosen == ("big",)
-
-
-def test_what_excludes_each_other_is_not_chosen_together() -> None:
-    program, setup = PROGRAM
-    rows = [
-        proposal("a", "input.fetch=none"),
-        proposal("b", "checkpoint=none", conflicts=("a",)),
-        proposal("c", "input.fetch=0.5x"),
-    ]
-
-    assert compose(rows, program, setup).chosen == ("a",)
+    for others in ([proposal("idle", "input.prep=1x")], excluded):
+        assert compose([first, *others], program, setup).chosen == ("a",)
 
 
 def test_memory_is_a_limit_for_one_and_for_all_together() -> None:

@@ -26,6 +26,7 @@ from headway.checkpoint.torch_dcp import stager as stagers
 from headway.core.errors import BackgroundError, DamageError, FormatError, InputError
 from headway.storage import verify
 from headway.storage.commit import committed
+from tests.checkpoints import flip
 from tests.spawn import on_ranks
 
 
@@ -139,9 +140,7 @@ def test_saving_again_changes_places_in_one_act_and_spares_every_other_folder(tm
 def test_a_flipped_bit_and_a_cut_file_are_errors_that_name_file_and_tensor(tmp_path):
     ours.save({"w": torch.ones(3000)}, checkpoint_id=tmp_path / "step-1")
     image = tmp_path / "step-1" / "rank-0" / "__0_0.distcp"
-    data = bytearray(image.read_bytes())
-    data[8000] ^= 1
-    image.write_bytes(data)
+    flip(image, 8000)
 
     found = {"w": torch.zeros(3000)}
     with pytest.raises(DamageError, match=r"rank-0/__0_0\.distcp is damaged at bytes 4096\.\.8192, in w"):

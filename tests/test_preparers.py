@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Subset
 
 from headway.core.errors import InputError
 from headway.data import Pipeline, SyntheticJpeg, generator
@@ -11,6 +11,7 @@ from headway.data.bytes.packing import pack, unpack
 from headway.data.bytes.torch_examples import equal
 from headway.data.service.flights import PreparationTask
 from headway.data.service.torch_preparers import base_of, identity, plain, preparer_of, restored
+from tests.datasets import Sized
 from tests.spawn import run_threads
 
 
@@ -62,12 +63,11 @@ def test_subsets_of_subsets_are_items_of_the_dataset_inside():
         assert base_of(odd) == (odd, None)
 
 
-class Rows(Dataset):
+class Rows(Sized):
+    size = 6
+
     def __init__(self, how="pure", scale=1):
         self.how, self.scale, self.count = how, scale, 0
-
-    def __len__(self):
-        return 6
 
     def __getitem__(self, k):
         if self.how == "counts":

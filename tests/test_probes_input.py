@@ -22,19 +22,17 @@ from headway.runtime.script.draws import _memory_tells
 from headway.runtime.script.run_delay import open_schedstat, read_delay
 from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.recording.assemble import loaders
-from tests.recorded import recording, rows
+from tests.datasets import Sized
+from tests.recorded import recording, rows, with_and_without
 
 MS = 1_000_000
 
 
-class Sleepy(Dataset):
+class Sleepy(Sized):
     """Each example sleeps, then burns CPU; collate burns some more."""
 
     def __init__(self, size, sleep_s=0.0, burn_s=0.0, garbage=False):
         self.size, self.sleep_s, self.burn_s, self.garbage = size, sleep_s, burn_s, garbage
-
-    def __len__(self):
-        return self.size
 
     def __getitem__(self, index):
         time.sleep(self.sleep_s)
@@ -132,9 +130,7 @@ def test_an_iterable_dataset_gives_the_same_data_and_all_its_loads(workers, tmp_
     def run():
         return [batch.tolist() for batch in DataLoader(Stream(), batch_size=2, num_workers=workers)]
 
-    plain = run()
-    with recording(tmp_path):
-        recorded = run()
+    plain, recorded = with_and_without(run, tmp_path)
     found = rows(tmp_path)
 
     assert recorded == plain
@@ -288,14 +284,13 @@ def test_a_kernel_without_scheduler_statistics_gives_unknown_not_zero():
     assert read_delay(12345) == -1
 
 
-class Augmented(Dataset):
+class Augmented(Sized):
     """Draws from the generators it is told to draw from, only `often` enough."""
+
+    size = 24
 
     def __init__(self, *draws, every=1):
         self.draws, self.every = draws, every
-
-    def __len__(self):
-        return 24
 
     def __getitem__(self, index):
         if index % self.every == 0:
@@ -349,11 +344,10 @@ class Counted(np.random.RandomState):
         super().__init__(seed)
 
 
-class MadeHere(Dataset):
+class MadeHere(Sized):
     """Each example says how many `Counted` the process has constructed that reads it."""
 
-    def __len__(self):
-        return 4
+    size = 4
 
     def __getitem__(self, index):
         return Counted.made.count(os.getpid())

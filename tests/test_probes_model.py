@@ -12,7 +12,8 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from headway.runtime.calls import probe_model
 from headway.runtime.script.gradients import CYCLES, FORWARDS
-from tests.recorded import recording, rows
+from tests.datasets import Sized
+from tests.recorded import recording, rows, with_and_without
 
 ENABLED, TRAINING = 1, 2
 
@@ -58,9 +59,8 @@ def test_a_model_that_gives_groups_for_its_optimizer_as_parameters_is_recorded(t
 def test_modules_that_a_dataset_calls_are_transforms_and_no_forwards(tmp_path):
     scale, model = torch.nn.LayerNorm(3), torch.nn.Linear(3, 2)
 
-    class Scaled(torch.utils.data.Dataset):
-        def __len__(self):
-            return 4
+    class Scaled(Sized):
+        size = 4
 
         def __getitem__(self, index):
             return scale(torch.full((3,), float(index)))
@@ -176,9 +176,7 @@ def test_copies_pickles_scripts_traces_and_transforms_of_modules_work_as_before(
         assert not model._forward_pre_hooks
         return [part.tolist() for part in results], str(torch.fx.symbolic_trace(model).graph)
 
-    plain = run()
-    with recording(tmp_path):
-        recorded = run()
+    plain, recorded = with_and_without(run, tmp_path)
 
     assert recorded == plain
 
@@ -199,9 +197,7 @@ def test_a_compiled_model_is_one_graph_and_its_calls_are_seen(tmp_path):
         stats = torch._dynamo.utils.counters
         return losses, sum(stats["graph_break"].values()), stats["stats"]["unique_graphs"]
 
-    plain = run()
-    with recording(tmp_path):
-        recorded = run()
+    plain, recorded = with_and_without(run, tmp_path)
     torch._dynamo.reset()
 
     assert recorded == plain
@@ -277,9 +273,7 @@ def test_a_closure_is_recorded_apart_and_returns_what_it_returned(tmp_path):
 
         return [optimizer.step(closure).item(), optimizer.step(closure=closure).item()]
 
-    plain = run()
-    with recording(tmp_path):
-        recorded = run()
+    plain, recorded = with_and_without(run, tmp_path)
     found = rows(tmp_path)
 
     assert recorded == plain

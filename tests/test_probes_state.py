@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from headway.runtime.script.saves import ProcessSaves
+from tests.datasets import Sized
 from tests.recorded import recording, rows
 
 MS = 1_000_000
@@ -103,9 +104,8 @@ def test_only_the_outermost_save_is_recorded(tmp_path):
 
 
 def test_what_a_dataset_loads_is_input_and_no_checkpoint(tmp_path):
-    class Files(torch.utils.data.Dataset):
-        def __len__(self):
-            return 4
+    class Files(Sized):
+        size = 4
 
         def __getitem__(self, index):
             return torch.load(tmp_path / "example.pt")

@@ -6,26 +6,8 @@ import pytest
 import torch
 
 from headway.runtime.recorder import probes
-from tests.recorded import recording, rows
-
-
-def model_and(optimizer_class, **options):
-    """Return a small model and an optimizer for it."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 4)
-    return model, optimizer_class(model.parameters(), lr=0.1, **options)
-
-
-def train(model, optimizer, steps):
-    """Take plain steps; returns the losses."""
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = model(torch.ones(2, 4)).square().sum()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+from tests.recorded import recording, rows, with_and_without
+from tests.training import small, train
 
 
 @pytest.mark.parametrize(
@@ -33,9 +15,9 @@ def train(model, optimizer, steps):
     [("SGD", {}), ("Adam", {}), ("AdamW", {"fused": True}), ("AdamW", {"foreach": True}), ("Adagrad", {})],
 )
 def test_every_optimizer_is_seen_and_computes_the_same(name, options, tmp_path):
-    plain = train(*model_and(getattr(torch.optim, name), **options), 5)
+    plain = train(*small(getattr(torch.optim, name), **options), 5)
     with recording(tmp_path):
-        recorded = train(*model_and(getattr(torch.optim, name), **options), 5)
+        recorded = train(*small(getattr(torch.optim, name), **options), 5)
     seen = rows(tmp_path)["optimizer.step"]
 
     assert recorded == plain
@@ -58,7 +40,7 @@ def test_headways_own_work_behind_a_step_is_recorded_where_it_takes_long(tmp_pat
 def test_that_work_is_recorded_from_the_end_of_the_step(tmp_path):
     with recording(tmp_path) as session:
         session.probes.listeners.append(lambda _: time.sleep(2 * probes.OWN_NS / 1e9) or 1)
-        train(*model_and(torch.optim.SGD), 3)
+        train(*small(), 3)
     ends = [row["start_ns"] + row["duration_ns"] for row in rows(tmp_path)["optimizer.step"]]
 
     assert [row["start_ns"] for row in rows(tmp_path)["host.recording"]] == ends
@@ -66,7 +48,7 @@ def test_that_work_is_recorded_from_the_end_of_the_step(tmp_path):
 
 def test_two_optimizers_alternate_by_number(tmp_path):
     with recording(tmp_path) as session:
-        pairs = [model_and(torch.optim.SGD), model_and(torch.optim.Adam)]
+        pairs = [small(), small(torch.optim.Adam)]
         for _ in range(3):
             for model, optimizer in pairs:
                 train(model, optimizer, 1)
@@ -96,9 +78,7 @@ def test_a_gan_has_the_same_losses_bit_for_bit(tmp_path):
                 losses.append((c_loss.item(), g_loss.item()))
         return losses
 
-    plain = run()
-    with recording(tmp_path):
-        recorded = run()
+    plain, recorded = with_and_without(run, tmp_path)
 
     assert recorded == plain
     assert [row["a"] for row in rows(tmp_path)["optimizer.step"]] == [0, 0, 0, 1] * 3
@@ -111,7 +91,7 @@ def test_an_optimizer_that_steps_another_one_is_one_step(tmp_path):
             self.inner.step()
 
     with recording(tmp_path):
-        model, outer = model_and(Outer)
+        model, outer = small(Outer)
         outer.inner = torch.optim.SGD(model.parameters(), lr=0.1)
         train(model, outer, 4)
 
@@ -120,7 +100,7 @@ def test_an_optimizer_that_steps_another_one_is_one_step(tmp_path):
 
 def test_a_closure_a_scheduler_and_step_hooks_work_as_before(tmp_path):
     with recording(tmp_path):
-        model, optimizer = model_and(torch.optim.LBFGS)
+        model, optimizer = small(torch.optim.LBFGS)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         calls = []
         optimizer.register_step_post_hook(lambda *_: calls.append(1))
@@ -142,9 +122,7 @@ def test_a_closure_a_scheduler_and_step_hooks_work_as_before(tmp_path):
 
 def test_a_step_that_the_scaler_skips_counts_and_is_marked(tmp_path):
     def run():
-        torch.manual_seed(0)
-        model = torch.nn.Linear(4, 4)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = small()
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         losses = []
         for step in range(6):
@@ -156,9 +134,7 @@ def test_a_step_that_the_scaler_skips_counts_and_is_marked(tmp_path):
             losses.append((loss.item(), scaler.get_scale()))
         return losses
 
-    plain = run()
-    with recording(tmp_path):
-        recorded = run()
+    plain, recorded = with_and_without(run, tmp_path)
 
     assert recorded == plain
     assert [row["b"] for row in rows(tmp_path)["optimizer.step"]] == [0, 0, 1, 0, 0, 0]
@@ -174,7 +150,7 @@ def test_an_exception_in_a_step_passes_and_the_next_step_is_recorded(tmp_path):
             return super().step(closure)
 
     with recording(tmp_path):
-        model, optimizer = model_and(Fails)
+        model, optimizer = small(Fails)
         with pytest.raises(KeyError, match="mine"):
             optimizer.step()
         optimizer.fail = False
@@ -190,7 +166,7 @@ def test_compiled_code_keeps_its_graphs_and_its_result(tmp_path):
     def run():
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        model, optimizer = model_and(torch.optim.SGD)
+        model, optimizer = small()
         forward = torch.compile(model, fullgraph=True, backend="eager")
 
         @torch.compile(backend="eager")
@@ -207,9 +183,7 @@ def test_compiled_code_keeps_its_graphs_and_its_result(tmp_path):
         breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
         return losses, breaks, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
-    plain = run()
-    with recording(tmp_path):
-        recorded = run()
+    plain, recorded = with_and_without(run, tmp_path)
     torch._dynamo.reset()
 
     assert recorded == plain
@@ -219,7 +193,7 @@ def test_compiled_code_keeps_its_graphs_and_its_result(tmp_path):
 
 def test_a_session_that_ended_leaves_optimizers_working_and_unrecorded(tmp_path):
     with recording(tmp_path):
-        model, optimizer = model_and(torch.optim.RMSprop)
+        model, optimizer = small(torch.optim.RMSprop)
         train(model, optimizer, 2)
     before = len(rows(tmp_path)["optimizer.step"])
     train(model, optimizer, 2)

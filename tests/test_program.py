@@ -374,22 +374,18 @@ def test_a_cache_serves_its_share_without_fetch_and_prep(fraction: float) -> Non
     assert predicted == pytest.approx(program.measured_s - fraction * 0.010, rel=0.02)
 
 
-def test_the_first_epoch_fills_the_cache() -> None:
-    made = RunMaker(ranks=1, steps=101, epoch_steps=50, fetch_ns=10 * MS, compute_ns=5 * MS).make()
+@pytest.mark.parametrize(
+    ("steps", "epoch_steps", "edits", "won_s", "within"),
+    [(101, 50, [], 0.010 * 51 / 100, 0.01), (300, 100, ["cache_shards=2"], 0.010 * (0.5 + 0.75) / 3, 0.05)],
+    ids=["the first epoch fills it", "dealt examples come back with odds of one in the number of ranks"],
+)
+def test_a_cold_cache_wins_from_its_second_epoch_on(steps, epoch_steps, edits, won_s, within) -> None:
+    made = RunMaker(ranks=1, steps=steps, epoch_steps=epoch_steps, fetch_ns=10 * MS, compute_ns=5 * MS).make()
     program = Program.from_trace(made.trace, made.meta, costs=FREE_CACHE)
 
-    cold = program.predict(["cache_fraction=1", "cache_cold=1"]).step_s
+    cold = program.predict(["cache_fraction=1", "cache_cold=1", *edits]).step_s
 
-    assert cold == pytest.approx(program.measured_s - 0.010 * 51 / 100, rel=0.01)
-
-
-def test_dealt_examples_come_back_with_odds_of_one_in_the_number_of_ranks() -> None:
-    made = RunMaker(ranks=1, steps=300, epoch_steps=100, fetch_ns=10 * MS, compute_ns=5 * MS).make()
-    program = Program.from_trace(made.trace, made.meta, costs=FREE_CACHE)
-
-    dealt = program.predict(["cache_fraction=1", "cache_cold=1", "cache_shards=2"]).step_s
-
-    assert program.measured_s - dealt == pytest.approx(0.010 * (0.5 + 0.75) / 3, rel=0.05)
+    assert program.measured_s - cold == pytest.approx(won_s, rel=within)
 
 
 def test_a_rank_whose_loads_are_slow_is_a_straggler() -> None:

@@ -260,9 +260,15 @@ def logger():
     return made
 
 
-def test_log_records_keep_their_order_and_none_is_dropped_by_a_full_queue(logger, context):
-    buffer = LogBuffer(context.probes.emit, 4)
+def buffered(context, size):
+    """Return a buffer of log records that is in use."""
+    buffer = LogBuffer(context.probes.emit, size)
     context.patch("logging:Logger.callHandlers", buffer.around_call_handlers)
+    return buffer
+
+
+def test_log_records_keep_their_order_and_none_is_dropped_by_a_full_queue(logger, context):
+    buffer = buffered(context, 4)
     logger.handlers[0].seconds = 0.0005
     for index in range(200):
         logger.info("line %d", index)
@@ -274,8 +280,7 @@ def test_log_records_keep_their_order_and_none_is_dropped_by_a_full_queue(logger
 
 
 def test_the_caller_does_not_wait_for_a_slow_handler(logger, context):
-    buffer = LogBuffer(context.probes.emit, 64)
-    context.patch("logging:Logger.callHandlers", buffer.around_call_handlers)
+    buffer = buffered(context, 64)
     logger.handlers[0].seconds = 0.02
     start = time.perf_counter()
     for index in range(10):
@@ -290,8 +295,7 @@ def test_the_caller_does_not_wait_for_a_slow_handler(logger, context):
 
 
 def test_arguments_that_change_later_are_formatted_at_once(logger, context):
-    buffer = LogBuffer(context.probes.emit, 64)
-    context.patch("logging:Logger.callHandlers", buffer.around_call_handlers)
+    buffer = buffered(context, 64)
     logger.handlers[0].seconds = 0.01
     values, tensor = [1], torch.zeros(1)
     logger.info("first")
@@ -309,8 +313,7 @@ def test_an_error_is_written_before_the_call_returns_and_a_bad_handler_stops_not
         def emit(self, record):
             raise OSError("disk full")
 
-    buffer = LogBuffer(context.probes.emit, 64)
-    context.patch("logging:Logger.callHandlers", buffer.around_call_handlers)
+    buffer = buffered(context, 64)
     logger.handlers.append(Bad())
     logger.info("one")
     logger.error("two")
@@ -329,8 +332,7 @@ def test_handlers_that_log_themselves_do_not_wait_for_themselves(logger, context
                 for _ in range(9):
                     logger.error("nested")
 
-    buffer = LogBuffer(context.probes.emit, 2)
-    context.patch("logging:Logger.callHandlers", buffer.around_call_handlers)
+    buffer = buffered(context, 2)
     logger.handlers.append(Chatty())
     thread = threading.Thread(target=logger.error, args=("outer",), daemon=True)
     thread.start()
@@ -348,8 +350,7 @@ def test_messages_and_extras_that_change_later_are_handled_as_they_were(logger, 
         def emit(self, record):
             seen.append((record.getMessage(), str(getattr(record, "metrics", ""))))
 
-    buffer = LogBuffer(context.probes.emit, 64)
-    context.patch("logging:Logger.callHandlers", buffer.around_call_handlers)
+    buffer = buffered(context, 64)
     logger.handlers[0].seconds = 0.02
     logger.handlers.append(Keeps())
     values = {"loss": 1}

@@ -22,6 +22,7 @@ from headway.core.errors import DamageError, InputError
 from headway.storage.commit import commit
 from headway.storage.stored.digests import block_bytes_for
 from headway.storage.stored.manifest import MANIFEST, RankManifest, read_record
+from tests.checkpoints import flip
 from tests.layouts_made import write, write_part
 from tests.spawn import on_ranks
 
@@ -42,12 +43,6 @@ def equal(a, b):
 
 def image_of(folder):
     return folder / "rank-0" / "__0_0.distcp"
-
-
-def flip(path, at):
-    data = bytearray(path.read_bytes())
-    data[at] ^= 16
-    path.write_bytes(data)
 
 
 def place_of(folder, fqn):
@@ -120,7 +115,7 @@ def test_what_a_module_lacks_is_refused_unless_it_is_to_be_left_out(folder):
 
 def test_a_flip_is_found_when_it_is_read_and_never_reaches_the_tensor(folder):
     piece = place_of(folder, "model.0.weight")
-    flip(image_of(folder), piece.payload_offset + 200_000)
+    flip(image_of(folder), piece.payload_offset + 200_000, 16)
     mine = model(2)
 
     with pytest.raises(DamageError, match=r"__0_0\.distcp is damaged at bytes \d+\.\.\d+, in model\.0\.weight"):
@@ -134,7 +129,7 @@ def test_a_flip_is_found_when_it_is_read_and_never_reaches_the_tensor(folder):
 
 
 def test_full_verification_finds_what_is_not_read(folder):
-    flip(image_of(folder), place_of(folder, "model.0.weight").payload_offset)
+    flip(image_of(folder), place_of(folder, "model.0.weight").payload_offset, 16)
     part = {"model": {"2.bias": torch.zeros(4)}}
 
     restore_into(folder, part)
@@ -244,7 +239,7 @@ def test_parameter_groups_that_differ_are_refused_before_anything_is_changed(tmp
 def test_damage_that_is_met_while_tensors_are_filled_says_that_the_state_is_mixed(tmp_path, size, monkeypatch):
     monkeypatch.setattr(states, "KEPT_BYTES", 1 if size == "large" else states.KEPT_BYTES)
     folder, mine = saved(everything(1), tmp_path), everything(2)
-    flip(image_of(folder), place_of(folder, "model.2.bias").payload_offset)
+    flip(image_of(folder), place_of(folder, "model.2.bias").payload_offset, 16)
 
     with pytest.raises(DamageError, match=r"model\.2\.bias.*The state is mixed now.*restore another step"):
         restore_into(folder, mine)
@@ -254,7 +249,7 @@ def test_damage_that_is_met_while_tensors_are_filled_says_that_the_state_is_mixe
 
 def test_damage_of_what_is_asked_first_changes_nothing(tmp_path):
     folder, mine = saved(everything(1), tmp_path), everything(2)
-    flip(image_of(folder), place_of(folder, "second.seen").payload_offset)
+    flip(image_of(folder), place_of(folder, "second.seen").payload_offset, 16)
     before = frozen(mine)
 
     with pytest.raises(DamageError, match=r"second\.seen") as caught:

@@ -19,15 +19,9 @@ from headway.storage.commit import committed
 from headway.storage.stored.boxes import Box
 from headway.storage.stored.digests import digest_of
 from headway.storage.stored.manifest import MANIFEST, Piece, RankManifest, read_record
-from tests.checkpoints import unsynced
+from tests.checkpoints import flip, unsynced
 from tests.layouts_made import write
 from tests.spawn import on_ranks
-
-
-def rotted(path):
-    data = bytearray(path.read_bytes())
-    data[700] ^= 1
-    path.write_bytes(data)
 
 
 def test_the_newest_image_comes_from_the_agents_memory_though_its_file_is_damaged(tmp_path):
@@ -36,7 +30,7 @@ def test_the_newest_image_comes_from_the_agents_memory_though_its_file_is_damage
         ckpt.save(1, block="durable")
         ckpt.save(2, block="durable")
         kept = model.weight.detach().clone()
-        rotted(tmp_path / "step-2" / "rank-0" / "__0_0.distcp")
+        flip(tmp_path / "step-2" / "rank-0" / "__0_0.distcp", 700)
         model.weight.data.zero_()
 
         report = ckpt.restore()
@@ -65,7 +59,7 @@ def test_when_no_checkpoint_is_whole_that_is_an_error_and_not_a_fresh_start(tmp_
         ckpt.save(1, block="durable")
         ckpt.save(2, block="durable")
     for step in (1, 2):
-        rotted(tmp_path / f"step-{step}" / "rank-0" / "__0_0.distcp")
+        flip(tmp_path / f"step-{step}" / "rank-0" / "__0_0.distcp", 700)
 
     with headway.Checkpointer(tmp_path, model=model) as ckpt, pytest.raises(DamageError, match=r"none of the 2"):
         ckpt.restore()
@@ -162,9 +156,7 @@ def _together(root):
 def test_damage_that_ranks_meet_while_they_read_together_takes_all_to_the_step_before(two_steps):
     image = Path(two_steps) / "step-2" / "rank-0" / "__0_0.distcp"
     piece = read_record(image.parent / MANIFEST, RankManifest).pieces[0]
-    data = bytearray(image.read_bytes())
-    data[piece.payload_offset] ^= 1
-    image.write_bytes(data)
+    flip(image, piece.payload_offset)
 
     assert on_ranks(_together, 2, two_steps) == [(1, 1, 1.0)] * 2
 

@@ -15,6 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from headway import data
 from headway.data.loader.resume_check import ResumeCheck
+from tests.datasets import Sized
 from tests.paths import ROOT, python_path
 
 SCRIPT = """
@@ -38,9 +39,8 @@ SCRIPT = """
 """
 
 
-class Random:
-    def __len__(self):
-        return 30
+class Random(Sized):
+    size = 30
 
     def __getitem__(self, item):
         return torch.tensor([item, random.random()])

@@ -6,13 +6,13 @@ import socket
 import time
 
 import pytest
-from torch.utils.data import Dataset
 
 from headway.core.errors import HeadwayError
 from headway.core.wire.channel import hold_lock
 from headway.data import DataServer
 from headway.data.service import torch_start as serving
 from headway.runtime.in_rank import bootstrap
+from tests.datasets import Sized
 from tests.launching import wait_for
 from tests.served_made import end, has_ended, server_of
 from tests.served_made import runtime as runtime
@@ -20,14 +20,11 @@ from tests.spawn import run_threads
 from tests.test_server import facts
 
 
-class Numbers(Dataset):
+class Numbers(Sized):
     """Says in which process it is read; is odd in ways that are asked for."""
 
     def __init__(self, size=8, refuses=False, hangs=False):
         self.size, self.refuses, self.hangs = size, refuses, hangs
-
-    def __len__(self):
-        return self.size
 
     def __getitem__(self, k):
         time.sleep(60 * self.hangs)

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.ledger.buckets import BUCKET_OF, bucket_of_sub
-from headway.runtime.run_folder.status import RunStatus, StatusLine, _styled
+from headway.runtime.run_folder import status
+from headway.runtime.run_folder.status import RunStatus, StatusLine
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.records import RECORD_DTYPE
 
@@ -91,38 +92,51 @@ def test_of_two_optimizers_the_first_counts_the_steps():
     assert progress.line(SECOND).startswith("step 3 |")
 
 
+@pytest.fixture
+def shown(monkeypatch):
+    """Return what shows the state of a run until it was written twice, and returns what was written."""
+
+    def show(text, *, terminal, at_line_start=True):
+        written: list[str] = []
+        monkeypatch.setattr("os.isatty", lambda descriptor: terminal)
+        monkeypatch.setattr(status, "write_all", lambda descriptor, data: written.append(data.decode()))
+        monkeypatch.setattr(RunStatus, "line", lambda progress, now_ns: text)
+        for pause in ("REDRAW_S", "PLAIN_EVERY_S"):
+            monkeypatch.setattr(status, pause, 0.01)
+        line = StatusLine(SimpleNamespace(at_line_start=at_line_start, before_output=None), world_size=1, start_ns=0)
+        line.start()
+        while len(written) < 2:
+            pass
+        line.stop()
+        return written
+
+    return show
+
+
 @pytest.mark.parametrize("at_line_start", [True, False])
-def test_off_a_terminal_it_is_a_plain_line_of_its_own_and_nothing_is_wiped(monkeypatch, at_line_start):
-    written: list[str] = []
-    streams = SimpleNamespace(at_line_start=at_line_start, before_output=None)
-    line = StatusLine(streams, world_size=1, start_ns=0)
-    monkeypatch.setattr(line, "_write", written.append)
-    monkeypatch.setattr("headway.runtime.run_folder.status.PLAIN_EVERY_S", 0.01)
-    line._terminal = False
-    line.start()
-    while len(written) < 2:
-        pass
-    line.stop()
+def test_off_a_terminal_it_is_a_plain_line_of_its_own_and_nothing_is_wiped(shown, at_line_start):
+    first, *more = shown("step 1", terminal=False, at_line_start=at_line_start)
 
-    first, second = written[:2]
-    assert re.fullmatch(r"headway: starting up for .*\n", first if at_line_start else first.removeprefix("\n"))
-    assert (first.startswith("\n"), second[:9], streams.at_line_start) == (not at_line_start, "headway: ", True)
-    assert not [text for text in written if "\x1b" in text]
+    assert first == ("" if at_line_start else "\n") + "headway: step 1\n"
+    assert set(more) == {"headway: step 1\n"}
 
 
-def test_the_styled_line_fits_the_terminal(monkeypatch):
+def test_the_styled_line_fits_the_terminal(monkeypatch, shown):
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("NO_COLOR", "1")
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", _styled("step 1 | " + "x" * 200))
+    monkeypatch.setenv("TERM", "xterm-256color")
+    line = re.sub(r"\x1b\[[0-9;]*[mK]|\r", "", shown("step 1 | " + "x" * 200, terminal=True)[0])
 
-    assert len(plain) < 40
-    assert plain.startswith("headway step 1")
+    assert len(line) < 40
+    assert line.startswith("headway step 1")
 
 
-def test_only_the_name_is_coloured_on_a_terminal(monkeypatch):
+def test_only_the_name_is_coloured_on_a_terminal_and_the_line_is_wiped_at_the_end(monkeypatch, shown):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
-    name, _, rest = _styled("step 1 | 2 steps/s").partition("\x1b[0m")
+    *drawn, last = shown("step 1 | 2 steps/s", terminal=True)
+    name, _, rest = drawn[0].removeprefix("\r\x1b[2K").partition("\x1b[0m")
 
     assert name.endswith("mheadway ")
     assert "\x1b" not in rest
+    assert last == "\r\x1b[2K"

@@ -16,7 +16,7 @@ from headway.checkpoint.restores.restore_targets import unpack
 from headway.core.errors import DamageError, FormatError
 from headway.storage.formats.dcp import Chunk, StoredTensor
 from headway.storage.stored.stores import LocalStore
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import flip, write_checkpoint
 from tests.layouts_made import write
 
 STATE = {"model": {"w": torch.arange(6.0).view(2, 3), "b": torch.arange(4)}, "step": 3}
@@ -83,9 +83,7 @@ def test_a_store_rooted_at_the_checkpoint_is_as_good_as_a_folder(ours):
 @pytest.mark.parametrize("how", ["flipped", "gone"])
 def test_a_small_file_that_is_damaged_is_taken_from_elsewhere(ours, name, how):
     path = ours / name
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 8
-    path.write_bytes(data) if how == "flipped" else path.unlink()
+    flip(path, path.stat().st_size // 2, 8) if how == "flipped" else path.unlink()
     state = {"model": {"w": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.int64)}, "step": 0}
 
     report = restore_into(ours, state)

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
@@ -20,6 +20,7 @@ from headway.core.machine.hidden_thread import HiddenThread, running
 from headway.data import DataLoader as OwnLoader
 from headway.data.workers.torch_threads import threads
 from headway.runtime.in_rank.remedy import Applied, RefusedRemedy
+from tests.datasets import Sized
 from tests.loaders_made import ByTurns, Stream, epochs, plain, unthreadable
 from tests.paths import ROOT, python_path
 from tests.recorded import environment
@@ -34,14 +35,8 @@ def _threads_that_do_not_wait(monkeypatch):
     monkeypatch.setattr("headway.data.workers.torch_threads.lock_wait_fraction", lambda work, keys: 0.0)
 
 
-class Squares(Dataset):
+class Squares(Sized):
     """A pure dataset, now and then slow."""
-
-    def __init__(self, size=37):
-        self.size = size
-
-    def __len__(self):
-        return self.size
 
     def __getitem__(self, index):
         if index % 5 == 0:

@@ -16,18 +16,13 @@ from headway.core.machine.hidden_thread import running
 from headway.data import DataLoader, generator, torch_generator
 from headway.data.bytes import account
 from headway.data.loader.threads import WORKERS, Task, ThreadPool
+from tests.datasets import Sized
 
 THREADS = {"num_workers": 2, "workers": "threads"}
 
 
-class Augmented:
+class Augmented(Sized):
     """Draws from the generators of the example."""
-
-    def __init__(self, n):
-        self.n = n
-
-    def __len__(self):
-        return self.n
 
     def __getitem__(self, item):
         return item, generator().random(), float(torch.rand(1, generator=torch_generator())), generator().random()

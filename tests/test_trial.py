@@ -22,6 +22,7 @@ from headway.data.guard.watch import listen_here, noting
 from headway.data.service.apply import followed
 from headway.data.service.server import DataServer
 from headway.data.workers.apply import untunable, workers
+from tests.datasets import Sized
 from tests.loaders_made import Reading, Squares, unthreadable
 from tests.remedy_context import applied
 
@@ -125,11 +126,10 @@ class Keeping(Squares):
         return self.kept.setdefault(index, index * index)
 
 
-class Augmented:
+class Augmented(Sized):
     """Draws from Python's generator, as random crops written by hand do."""
 
-    def __len__(self):
-        return 9
+    size = 9
 
     def __getitem__(self, index):
         return torch.tensor([index, random.random()])
@@ -149,11 +149,10 @@ for opened in (MOVED, ONE, OTHER, SHARED_FILE):
     atexit.register(opened.close)  # also where this file is collected, and another process runs its tests
 
 
-class ReadsOn:
+class ReadsOn(Sized):
     """Its later examples read on in a file that the script holds open."""
 
-    def __len__(self):
-        return 9
+    size = 9
 
     def __getitem__(self, index):
         return torch.tensor(list(SHARED_FILE.read(2)) if index > 4 else [index, index])

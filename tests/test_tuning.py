@@ -17,6 +17,7 @@ from headway.model import Choice, Range, Tuner, summarise
 from headway.model.tuning.apply import ReplayedPasses
 from headway.model.tuning.search import MOST_CONFIRMED, Search
 from headway.model.tuning.space import SEARCHERS
+from tests.datasets import Sized
 from tests.launching import code_and_json, refusal
 from tests.made.pool import RankFailedError
 from tests.spawn import on_ranks
@@ -324,9 +325,8 @@ def test_a_batch_that_is_none_does_not_end_the_pass():
     assert list(passes) == [None, 3]
 
 
-class Counted(torch.utils.data.Dataset):
-    def __len__(self):
-        return 80
+class Counted(Sized):
+    size = 80
 
     def __getitem__(self, index):
         return torch.full((4,), float(index))

@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, ConcatDataset, IterableDataset, Rando
 
 from headway.core.errors import InputError
 from headway.data import DataLoader
+from tests.datasets import Sized
 from tests.paths import ROOT, python_path
 
 KINDS = {"none": {}, "processes": {"num_workers": 2}, "threads": {"num_workers": 2, "workers": "threads"}}
@@ -24,11 +25,10 @@ AUTO = {"num_workers": 2, "workers": "auto"}
 Pair = namedtuple("Pair", ["left", "right"])
 
 
-class Nested:
+class Nested(Sized):
     """Examples of every structure that torch's default collate function knows."""
 
-    def __len__(self):
-        return 13
+    size = 13
 
     def __getitem__(self, item):
         return {
@@ -37,12 +37,9 @@ class Nested:
         }  # fmt: skip
 
 
-class Numbers:
+class Numbers(Sized):
     def __init__(self, n, name="x"):
-        self.n, self.name = n, name
-
-    def __len__(self):
-        return self.n
+        self.size, self.name = n, name
 
     def __getitem__(self, item):
         if item == 5 and self.name == "bad":

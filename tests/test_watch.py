@@ -65,19 +65,15 @@ def end(run: Path) -> None:
     (run / "half").replace(run / "run.json")
 
 
-def test_ctrl_c_ends_it_and_that_is_no_error(tmp_path):
-    with watching(tmp_path / "run") as (url, server):
-        assert "Waiting for the run to begin" in fetched(url)
+def test_it_serves_loopback_on_a_free_port_by_default_and_ctrl_c_ends_it_without_an_error(tmp_path):
+    with watching(tmp_path / "a") as (one, server), watching(tmp_path / "b") as (other, _):
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{16,}", one)
+        assert one != other
+        assert "Waiting for the run to begin" in fetched(one)
         server.send_signal(signal.SIGINT)
         output, error = server.communicate(timeout=30)
 
     assert (server.returncode, output, error) == (0, "", "")
-
-
-def test_it_serves_loopback_on_a_free_port_by_default(tmp_path):
-    with watching(tmp_path / "a") as (one, _), watching(tmp_path / "b") as (other, _):
-        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{16,}", one)
-        assert one != other
 
 
 def test_a_finished_run_is_shown_as_its_report(tmp_path):

@@ -8,7 +8,7 @@ import sys
 import textwrap
 import threading
 import time
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from types import SimpleNamespace
 
 import pytest
@@ -65,6 +65,15 @@ def printed(source):
     with redirect_stdout(io.StringIO()) as out:
         exec(textwrap.dedent(source), {})
     return out.getvalue()
+
+
+@contextmanager
+def opened(folder, **env):
+    """Record this process, and open a window of it at once."""
+    with recording(folder, **env) as session:
+        session.windows._cycle, session.windows._first_ns = 1, 1
+        session.windows._begin()
+        yield session.windows
 
 
 def windows_of(folder, rank=0):
@@ -353,10 +362,7 @@ def test_profilers_from_outside_and_annotations_of_the_script_end_the_windows(so
 
 def test_a_fork_inside_a_window_drops_it(tmp_path):
     """The loader's workers are forked in the middle of a window: they must not inherit a running profiler."""
-    with recording(tmp_path / "run", HEADWAY_WINDOWS="1") as session:
-        windows = session.windows
-        windows._cycle, windows._first_ns = 1, 1
-        windows._begin()
+    with opened(tmp_path / "run", HEADWAY_WINDOWS="1") as windows:
         pid = os.fork()
         if pid == 0:
             os._exit(int(torch._C._autograd._profiler_enabled()))
@@ -369,10 +375,7 @@ def test_a_fork_inside_a_window_drops_it(tmp_path):
 
 
 def test_a_fork_in_another_thread_leaves_the_profiler_to_the_thread_that_stops_it(tmp_path):
-    with recording(tmp_path / "run") as session:
-        windows = session.windows
-        windows._cycle, windows._first_ns = 1, 1
-        windows._begin()
+    with opened(tmp_path / "run") as windows:
         thread = threading.Thread(target=windows.drop)
         thread.start()
         thread.join()
@@ -384,10 +387,7 @@ def test_a_fork_in_another_thread_leaves_the_profiler_to_the_thread_that_stops_i
 
 
 def test_a_full_disk_does_not_keep_the_profiler_from_stopping(tmp_path, monkeypatch):
-    with recording(tmp_path / "run") as session:
-        windows = session.windows
-        windows._cycle, windows._first_ns = 1, 1
-        windows._begin()
+    with opened(tmp_path / "run") as windows:
         monkeypatch.setattr("tempfile.TemporaryFile", lambda: 1 // 0)
         windows.listen(0)
 
@@ -455,10 +455,7 @@ def test_a_window_stays_open_until_the_device_has_got_to_its_end(tmp_path, monke
     )
     undo = device.emulate(lambda _: accelerator.device, {("cuda", 0): accelerator.device})
     try:
-        with recording(tmp_path / "run", HEADWAY_WINDOWS="1") as session:
-            windows = session.windows
-            windows._cycle, windows._first_ns = 1, 1
-            windows._begin()
+        with opened(tmp_path / "run", HEADWAY_WINDOWS="1") as windows:
             accelerator.launch(30_000_000)
             looks = 0
             while not stopped:
