@@ -235,6 +235,8 @@ def explain(paths: Sequence[Path], *, allow: tuple[str, ...] = ()) -> Explanatio
 
 def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = (), steps: int | None = None) -> Explanation:
     """Book a recorded run, replay it, and ask every room for remedies."""
+    if steps is not None and steps < 1:
+        raise InputError(f"--steps is {steps}; it must be at least 1. Leave it out for as many as were recorded.")
     ledger = Ledger.of(run)
     more = (*compute_causes(ledger), *failure_causes(ledger, run))
     try:

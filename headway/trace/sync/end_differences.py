@@ -314,7 +314,7 @@ def _borders(meetings: Meetings, clock: Ints, origin: Ints, offset: Floats, reac
     shift = offset[clock[mine]]
     low = float((meetings.start_ns[mine] - origin[clock[mine]] + shift).min())
     high = float((meetings.end_ns[mine] - origin[clock[mine]] + shift).max())
-    return np.rint(np.array([low, max(high, low + 1)]))
+    return np.asarray(np.rint([low, max(high, low + 1)]))
 
 
 def _apart(edges: list[Edge], offset: Floats, border: Floats) -> Floats:

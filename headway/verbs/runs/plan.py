@@ -75,8 +75,6 @@ def plan(
         Print one JSON object (schema headway.plan/1) instead of text.
     """
     grants = granted(allow)
-    if steps is not None and steps < 1:
-        raise InputError(f"--steps is {steps}; it must be at least 1. Leave it out for as many as were recorded.")
     recorded = run_at(run)
     explanation = explain_run(recorded, str(recorded.path), allow=grants, steps=steps)
     ledger, made, why = explanation.ledger, explanation.plan, explanation.to_json()

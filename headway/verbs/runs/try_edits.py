@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -70,8 +71,7 @@ def try_edits(
     plan
         Where to write the plan.
     """
-    if not script:
-        raise InputError("there is no script to try. Put it behind --: headway try -- train.py")
+    _check_script(options, script)
     if options.apply is not None:
         raise InputError("--apply would try the script under a plan. Drop it.")
     if steps < 4 or rounds < 1 or warmup < 1:
@@ -79,12 +79,11 @@ def try_edits(
     if not plan.absolute().parent.is_dir():
         raise InputError(f"--plan {plan} lies in a folder that does not exist. Create {plan.parent} first.")
     grants, names = granted(allow), chosen(only or [])
-    check(options.launch_options(TRIES, None), script)  # before anything is said or made
     predicted = _predicted(recorded) if recorded else {}
     folder = claim_folder(options.out) if options.out else next_folder(RUNS, f"{Path(script[0]).stem}-try")
     path = folder / "trial.json"
-    settings = {"candidates": names, "steps": steps, "rounds": rounds, "warmup": warmup}
-    write_plan(PlanFile((Remedy(REMEDY, settings),)), path)
+    trial = Remedy(REMEDY, {"candidates": names, "steps": steps, "rounds": rounds, "warmup": warmup})
+    write_plan(PlanFile((trial,)), path)
     print(
         f"headway: {script[0]} trains {plural(warmup, 'step')}, then {plural(len(names) + 1, 'trial')} of {steps} "
         f"steps, {rounds} times; then it is ended. What it writes itself stays: checkpoints that it saves meanwhile "
@@ -115,6 +114,13 @@ def try_edits(
     command = run_command(run_at(folder / "run").facts, "--apply", str(plan)) if best else ""
     emit(result, lambda screen: _screen(tries, rows, best, command, screen), as_json=options.json)
     return 0
+
+
+def _check_script(options: RunOptions, script: Sequence[str]) -> None:
+    """Raise `InputError` for a script that cannot be launched, before anything is said or made."""
+    if not script:
+        raise InputError("there is no script to try. Put it behind --: headway try -- train.py")
+    check(replace(options, apply=None).launch_options(TRIES, None), script)
 
 
 def _predicted(recorded: Path) -> dict[str, Interval]:
