@@ -102,7 +102,7 @@ def test_threads_that_send_at_once_do_not_mix_their_messages(ends):
     assert sorted(got) == sorted(texts * 20)
 
 
-def test_descriptors_travel_beside_a_message_and_a_long_one(tmp_path):
+def test_descriptors_travel_beside_a_message_and_a_long_one():
     one, other = pair(types=TYPES)
     memory = os.memfd_create("x")
     os.write(memory, b"inside")

@@ -184,7 +184,7 @@ def test_a_save_whose_end_of_step_cannot_be_read_is_given_up_once_and_the_next_g
         assert after <= before
 
 
-def test_saves_that_cannot_be_handed_over_leave_nothing_behind_and_can_be_tried_again(tmp_path, monkeypatch):
+def test_saves_that_cannot_be_handed_over_leave_nothing_behind_and_can_be_tried_again(tmp_path):
     folder, counts = runtime_directory(), []
     with headway.Checkpointer(tmp_path, model=torch.nn.Linear(2, 2)) as ckpt:
         folder.chmod(0o755)  # nobody may meet an agent there

@@ -314,7 +314,7 @@ def test_prices_that_are_none_say_where(tmp_path, change, message):
         read_records(aws_json(tmp_path, **change))
 
 
-def test_bad_words_exit_with_two(tmp_path):
+def test_bad_words_exit_with_two():
     folder = shared("cluster/market/published.csv").parent
     for words, message in [
         (("--model", "A3D"), "Did you mean 'A3C'"),

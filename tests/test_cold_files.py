@@ -112,7 +112,7 @@ def test_what_c_code_holds_open_is_found_by_its_descriptor_and_its_mapping(tmp_p
     assert not [path for path in found if ".so" in path]
 
 
-def test_usage_of_children_is_counted_while_they_run_and_after(tmp_path):
+def test_usage_of_children_is_counted_while_they_run_and_after():
     before = usage()["cpu_s"]
     subprocess.run(["python3", "-c", "import time\nwhile time.process_time() < 0.3: pass"], check=True)
 

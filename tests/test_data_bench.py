@@ -121,7 +121,7 @@ def test_the_screen_names_every_way(quick, capsys):
     assert max(map(len, screen.splitlines())) <= 88
 
 
-def test_different_pixels_are_an_exit_code(quick, monkeypatch, capsys):
+def test_different_pixels_are_an_exit_code(quick, capsys):
     quick["torch DataLoader"] = lambda source, workers: iter(
         [[(np.zeros((1, 2, 2, 3), np.uint8), [0])] for _ in range(2)]
     )

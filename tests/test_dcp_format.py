@@ -106,7 +106,7 @@ def test_objects_that_ranks_wrote_alike_are_one_and_others_show_the_lowest_ranks
     )
 
 
-def test_a_pickle_of_something_else_is_refused(tmp_path):
+def test_a_pickle_of_something_else_is_refused():
     with pytest.raises(FormatError, match=r"\.metadata is no metadata of a distributed checkpoint"):
         read_metadata(pickle.dumps({"a": 1}))
     with pytest.raises(FormatError, match="is no whole pickle"):

@@ -174,7 +174,7 @@ def test_auto_falls_back_to_rehash_and_says_so(monkeypatch, caplog):
 
 
 @pytest.mark.skipif(bool(works("pagemap_scan")), reason="the kernel tracks no pages here")
-def test_auto_also_falls_back_where_only_this_memory_is_refused(monkeypatch):
+def test_auto_also_falls_back_where_only_this_memory_is_refused():
     memory = mapped()
     holder = pagemap.WrittenPages(np.frombuffer(memory, np.uint8).ctypes.data, PAGES * PAGE_BYTES)
     with DirtyTracker(memory) as tracker:

@@ -73,7 +73,7 @@ def test_every_attempt_of_two_hosts_has_a_store_of_its_own(tmp_path):
     assert [[row["exit_code"] for row in host["ranks"]] for host in hosts] == [[1, 0], [1, 0]]
 
 
-def test_a_rendezvous_without_an_endpoint_is_refused(tmp_path):
+def test_a_rendezvous_without_an_endpoint_is_refused():
     from headway.runtime.launching.elastic import backend_setup
 
     with pytest.raises(InputError, match="HOST:PORT"):

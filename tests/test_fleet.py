@@ -259,7 +259,7 @@ def test_workers_that_end_at_once_are_not_started_for_ever(tmp_path):
     os.waitpid(pid, 0)
 
 
-def test_a_fleet_that_is_gone_is_one_clear_error_and_leaves_no_process(tmp_path):
+def test_a_fleet_that_is_gone_is_one_clear_error_and_leaves_no_process():
     fleet = Fleet(Drawn(20_000), num_workers=2, patience_s=0.3)
     batches = iter(fleet.batches(4))
     next(batches)

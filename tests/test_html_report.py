@@ -173,7 +173,7 @@ def test_eight_ranks_of_twenty_thousand_steps_take_less_than_a_megabyte(tmp_path
     assert size <= MEGABYTE
 
 
-def test_a_million_steps_take_less_than_a_megabyte_and_keep_the_slowest(tmp_path: Path) -> None:
+def test_a_million_steps_take_less_than_a_megabyte_and_keep_the_slowest() -> None:
     step_s = np.full((1, 1_000_000), 0.01)
     step_s[0, 123_456] = 5.5
     data = ReportData("long", demo_why(), step_s=step_s, bucket_s={"useful": step_s[0]})

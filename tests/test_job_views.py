@@ -253,7 +253,7 @@ def test_why_and_the_page_of_a_run_show_what_its_hang_watch_saw(tmp_path):
     assert "Where it hangs" in page(ReportData("run", why))
 
 
-def test_the_verb_prints_one_object_and_refuses_what_is_no_mesh(tmp_path):
+def test_the_verb_prints_one_object_and_refuses_what_is_no_mesh():
     dumps = sorted(GOLDEN.glob("flight_rank_*.json"))
 
     answer = headway_here("hang", *dumps, "--mesh", "dp=4", "--json")

@@ -89,7 +89,7 @@ def test_another_content_of_the_same_size_is_another_dataset(options, bucket):
 
 
 @pytest.mark.slow
-def test_many_objects_come_over_several_pages_and_in_order(options, tmp_path):
+def test_many_objects_come_over_several_pages_and_in_order(options):
     request(options, "many-objects")
     store = obstore.store.from_url("s3://many-objects", **options)
     run_threads(

@@ -184,7 +184,7 @@ def test_bad_input_is_told_with_its_rule(tmp_path, call, rule):
         call(tmp_path)
 
 
-def test_what_is_staged_is_the_state_of_that_moment_in_memory_that_is_used_again(tmp_path):
+def test_what_is_staged_is_the_state_of_that_moment_in_memory_that_is_used_again():
     stager, live = HeadwayStager(), state(1)
     live["tied"] = live["model"]["w"]
     staged = stager.stage(live)

@@ -224,7 +224,7 @@ def test_pauses_between_kernels_are_launch_gaps_where_a_window_shows_nearly_all_
     assert ledger.kernels.ns == {"gemm": kernel_ns}
 
 
-def test_before_its_first_event_nobody_knows_what_a_device_does(tmp_path):
+def test_before_its_first_event_nobody_knows_what_a_device_does():
     made = RunMaker(ranks=1, steps=3, fetch_ns=0, transfer_ns=0, iter_ns=0, compute_ns=10 * MS, optimizer_ns=0).make()
     work = rows_of_device(made, "device.work", 0, 10 * MS)
     made = replace(made, trace=concat([made.trace, work.where(work.events["start_ns"] > steps_of(made, 0)[0][0])]))

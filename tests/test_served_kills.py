@@ -203,7 +203,7 @@ def test_a_rank_that_went_with_the_server_is_named_after_the_grace_and_the_other
     assert "one.0" not in facts(only(runtime))["jobs"]
 
 
-def test_a_server_started_by_hand_ends_its_clients_with_one_clear_error(runtime, tmp_path):
+def test_a_server_started_by_hand_ends_its_clients_with_one_clear_error(runtime):
     command = [sys.executable, "-m", "headway.cli", "data", "serve", "tests.served_made:Rows", "--socket"]
     path = Path(tempfile.mkdtemp()) / "s"
     served = subprocess.Popen([*command, str(path)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -78,7 +78,7 @@ share.raise_level(3, 1)
     assert share.level(3) == 1
 
 
-def test_memory_of_a_process_that_is_gone_is_one_clear_error(tmp_path):
+def test_memory_of_a_process_that_is_gone_is_one_clear_error():
     code = (
         "import pickle, sys; from headway.data.partitioned.peers import CacheShare; "
         "sys.stdout.buffer.write(pickle.dumps(CacheShare(2, 10, own=[], num_hosts=1)))"

@@ -70,7 +70,7 @@ def test_a_fleet_is_simulated_beside_other_policies(capsys, tmp_path):
     assert answer["transitions"][0]["target"] == "30-of-33"
 
 
-def test_screens_show_the_verdict(capsys, logs, tmp_path):
+def test_screens_show_the_verdict(capsys, logs):
     table()
     fit(*logs)
     fleet(synthetic="step", days=40, policy=("static",))
