@@ -158,7 +158,7 @@ def page(data: ReportData, live: Live | None = None) -> str:
         "ranks": live.ranks if live else "",
         "causes": "" if live else sections.causes_part(why),
         "applied": sections.applied_part(run),
-        "plan": sections.plan_part(PlanAnswer.of(data.plan)),
+        "plan": sections.plan_part(PlanAnswer.of(data.plan), data.title),
         "hang": hang_part(why.hang),
         "machines": machines_part(why.machines),
         "stragglers": sections.straggler_part(why),

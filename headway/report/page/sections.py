@@ -336,15 +336,15 @@ def _upright(value: float, axis: tuple[float, float], y1: str, y2: str, stroke: 
     return f'<line x1="{_at(value, axis)}" x2="{_at(value, axis)}" y1="{y1}" y2="{y2}" {stroke}/>'
 
 
-def plan_part(plan: PlanAnswer) -> str:
-    """Return the proposals of every room, chosen ones marked."""
+def plan_part(plan: PlanAnswer, source: str) -> str:
+    """Return the proposals of every room for the run `source`, chosen ones marked."""
     if not plan.proposals:
         return ""
     rows = "".join(_proposal(row, row.name in plan.chosen) for row in plan.proposals)
     head = (
         '<tr><th></th><th>Proposal</th><th class="n">Predicted</th><th>Applied by</th><th>Cost</th><th>Risk</th></tr>'
     )
-    lead = f"{nothing_to_apply(plan)}{by_hand(plan)}"
+    lead = f"{nothing_to_apply(plan, source)}{by_hand(plan)}"
     if plan.chosen:
         lead = f"The chosen ones (✓) together: predicted {predicted(plan)} the steps per second.{start_of(plan)}"
     return section("plan", "Plan", lead, f'<div class="scroll"><table class="proposals">{head}{rows}</table></div>')

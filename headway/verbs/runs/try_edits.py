@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -71,7 +70,7 @@ def try_edits(
     plan
         Where to write the plan.
     """
-    _check_script(options, script)
+    script = _checked(options, script)
     if options.apply is not None:
         raise InputError("--apply would try the script under a plan. Drop it.")
     if steps < 4 or rounds < 1 or warmup < 1:
@@ -116,11 +115,12 @@ def try_edits(
     return 0
 
 
-def _check_script(options: RunOptions, script: Sequence[str]) -> None:
-    """Raise `InputError` for a script that cannot be launched, before anything is said or made."""
+def _checked(options: RunOptions, script: list[str] | None) -> list[str]:
+    """Return the script and its arguments; raises `InputError` for one that cannot be launched, before all else."""
     if not script:
         raise InputError("there is no script to try. Put it behind --: headway try -- train.py")
     check(replace(options, apply=None).launch_options(TRIES, None), script)
+    return script
 
 
 def _predicted(recorded: Path) -> dict[str, Interval]:
