@@ -126,6 +126,7 @@ def test_a_clock_that_was_set_in_mid_run_is_refused_with_where_and_how_far(make,
     after_s, jump_us = re.search(r"about (\S+) s after.* jumps by (\S+) us", str(told.value)).groups()
     assert float(after_s) == pytest.approx(37, abs=5)
     assert float(jump_us) == pytest.approx(by_ns / US, rel=0.1)
+    assert align(spoiled, tolerate=True).drift_ppm.shape == (len(trace.ranks),)
 
 
 def test_a_drift_that_changes_in_mid_run_is_refused():
@@ -231,19 +232,19 @@ def contradiction() -> Trace:
 def test_an_order_that_no_clocks_fulfil_is_told_with_its_circle():
     with pytest.raises(
         CycleError,
-        match=r"40\.000 us short.*rank [01] ends comm.collective \(group 0 seq [01]\) before.*host names.*--tolerate",
+        match=r"19\.7\d\d us short.*rank [01] ends comm.collective \(group 0 seq [01]\) before.*host names.*--tolerate",
     ):
         align(contradiction())
 
 
-def test_on_request_the_least_violation_is_taken():
+def test_on_request_the_estimate_is_taken_and_what_contradicts_it_is_counted():
     found = align(contradiction(), tolerate=True)
 
     assert found.violations >= 1
-    assert found.shortfall_us <= 40.001
+    assert 19.7 <= found.shortfall_us <= 40.001
 
 
-def test_waits_written_for_their_calls_are_set_aside_and_the_clocks_stay_right():
+def test_waits_written_for_their_calls_are_refused_and_do_not_move_the_estimate():
     """A twentieth of the calls is told by a late wait: its start contradicts the others, and no clock is to blame."""
     trace, _ = one_group(3, ranks=32, meetings=60)
     rng = np.random.default_rng(1)
@@ -257,8 +258,7 @@ def test_waits_written_for_their_calls_are_set_aside_and_the_clocks_stay_right()
 
     with pytest.raises(CycleError):
         align(spoiled)
-    assert 0.9 * late.sum() <= found.set_aside <= 1.1 * late.sum()
-    # Strays smaller than the scatter of ends stay, and may move a knot by some times as much.
+    assert found.violations > 0
     assert wrong.error_ns(found.apply(spoiled), np.array([0, 60 * S])).max() < 100 * US
 
 

@@ -1,6 +1,7 @@
 """Projection onto causality: no violation is left where none need be, no move is longer than a brute search's."""
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -55,11 +56,11 @@ def constant(num_clocks: int = 3) -> ClockMap:
     return ClockMap(np.zeros((num_clocks, 1), np.int64), np.zeros((num_clocks, 1), np.int64))
 
 
-def feasible(met: Meetings, margin: int) -> bool:
+def feasible(met: Meetings, margin: int, pairs: Sequence[tuple[int, int]] | None = None) -> bool:
     """Say whether constant offsets fulfil every order: no negative circle of bounds (Floyd and Warshall)."""
     bound = np.full((3, 3), 10**12)
     np.fill_diagonal(bound, 0)
-    for end, start in orders(met):
+    for end, start in orders(met) if pairs is None else pairs:
         i, j = met.rank[end], met.rank[start]
         bound[i, j] = min(bound[i, j], met.end_ns[end] - met.start_ns[start] - margin)
     for k in range(3):
@@ -88,8 +89,8 @@ def least_moves(met: Meetings, margin: int, most: int) -> int:
 def test_offsets_without_violation_are_found_exactly_when_they_exist(met):
     found = project(met, met.rank, constant())
 
-    assert bool(found.cycle) is not feasible(met, 0)
-    if not found.cycle:
+    assert bool(found.contradiction) is not feasible(met, 0)
+    if not found.contradiction:
         assert found.violations == 0
         shift = found.clocks.theta_ns[met.rank, 0]
         short = max((met.start_ns[s] + shift[s] - met.end_ns[e] - shift[e] for e, s in orders(met)), default=0)
@@ -148,60 +149,36 @@ def test_with_drift_the_cuts_reach_the_optimum_of_the_whole_program(met, length_
     knots = np.tile(np.array([-1, length_ms * 1000 * US]), (3, 1))  # A short window, in which no drift counts, or long.
     clocks = ClockMap(knots, np.zeros((3, 2), np.int64))
     found = project(met, met.rank, clocks)
-    best = {margin: whole_program(met, clocks, margin) for margin in (GRAIN_NS, 0)}
+    best = {margin: whole_program(met, clocks, margin) for margin in (GRAIN_NS, 0, -GRAIN_NS)}
 
-    assert bool(found.cycle) is (best[0] is None)
-    if not found.cycle and found.violations_before:
-        expected = best[GRAIN_NS] if best[GRAIN_NS] is not None else best[0]
+    assert bool(found.contradiction) is (best[0] is None)
+    if not found.contradiction and found.violations_before:
+        # Without room for a margin an order may be missed by the grain, which may spare some of the moves.
+        least, most = (best[GRAIN_NS],) * 2 if best[GRAIN_NS] is not None else (best[-GRAIN_NS], best[0])
         assert found.violations == 0
-        assert np.abs(found.clocks.theta_ns).sum() == pytest.approx(expected, abs=6)
-
-
-@given(met=cases(), length_ms=st.integers(1, 40))
-@settings(max_examples=60)
-def test_with_several_windows_a_solution_is_found_when_there_is_one(met, length_ms):
-    knots = np.tile(np.array([0, 4 * US, length_ms * 1000 * US]), (3, 1))
-    clocks = ClockMap(knots, np.zeros((3, 3), np.int64))
-    found = project(met, met.rank, clocks)
-
-    assert bool(found.cycle) is (whole_program(met, clocks, 0) is None)
-    assert found.cycle or found.violations == 0
+        assert least - 6 <= np.abs(found.clocks.theta_ns).sum() <= most + 6
 
 
 @given(met=cases(most_us=4), shift=st.lists(st.integers(-(10**12), 10**12), min_size=3, max_size=3))
-def test_a_contradiction_is_a_closed_circle_whatever_the_clocks(met, shift):
+def test_a_contradiction_excludes_itself_and_is_as_short_as_any_clocks_leave_it(met, shift):
     if feasible(met, 0):
         return
     clocks = ClockMap(np.zeros((3, 1), np.int64), np.array(shift)[:, None])
     found = project(met, met.rank, clocks)
 
-    ends = [int(met.rank[end]) for end, _ in found.cycle]
-    starts = [int(met.rank[start]) for _, start in found.cycle]
-    assert found.cycle
-    assert starts == ends[-1:] + ends[:-1]
-    assert found.cycle_ns == sum(met.start_ns[s] - met.end_ns[e] for e, s in found.cycle) > 0
     assert found.clocks is clocks
-
-
-def test_tolerated_contradictions_leave_the_least_violation():
-    """Two collectives are 9 us short together, whatever the clocks: half each is as good as all in one."""
-    met = meetings([(0, 0, 0, 1 * US), (0, 1, 5 * US, 6 * US), (1, 0, 20 * US, 21 * US), (1, 1, 14 * US, 15 * US)])
-    found = project(met, met.rank, constant(2), tolerate=True)
-    theta = int(found.clocks.theta_ns[1, 0])
-    short = [max(0, 5 * US + theta - 1 * US), max(0, 20 * US - (15 * US + theta))]
-
-    assert found.cycle_ns == 9 * US
-    assert sum(short) == pytest.approx(9 * US, abs=2)
-    assert found.shortfall_ns == max(short)
-    assert found.violations >= 1
+    assert set(found.contradiction) <= set(orders(met))
+    assert not feasible(met, 0, found.contradiction)
+    assert feasible(met, -found.contradiction_ns - 2, found.contradiction)
+    assert not feasible(met, -found.contradiction_ns + 2, found.contradiction)
 
 
 def test_ranks_of_one_clock_can_contradict_each_other():
     met = meetings([(0, 0, 0, 1 * US), (0, 0, 3 * US, 9 * US), (0, 1, 0, 9 * US)])
     found = project(met, met.rank, constant(2))
 
-    assert found.cycle == ((0, 1),)
-    assert found.cycle_ns == 2 * US
+    assert found.contradiction == ((0, 1),)
+    assert found.contradiction_ns == 2 * US
 
 
 def test_clocks_that_keep_the_order_are_returned_as_they_are():

@@ -72,16 +72,13 @@ class Alignment:
     """[R] Largest move of the rank's map by the projection."""
 
     shortfall_us: float
-    """Worst violation left; above 0 only where no clocks fulfil the order."""
+    """Worst violation left; above 0 only where no clocks fulfil the order and that was tolerated."""
 
     num_meetings: int
     """Collectives and messages that were matched."""
 
     skipped: int
     """Calls without a partner, at the edges of windows."""
-
-    set_aside: int = 0
-    """Starts and ends that contradicted the clocks by far more than their scatter, where that was tolerated."""
 
     @property
     def drift_ppm(self) -> Floats:
@@ -107,7 +104,6 @@ class Alignment:
             "reference": int(self.ranks[0]),
             "meetings": self.num_meetings,
             "skipped": self.skipped,
-            "set_aside": self.set_aside,
             "violations_before": self.violations_before,
             "estimate_violations": self.estimate_violations,
             "violations": self.violations,
@@ -134,9 +130,9 @@ def align(trace: Trace, *, drift: bool = True, tolerate: bool = False, meetings:
     anything in common with the others, on unmatched messages, on mixed clock
     units and on a clock that was set while it recorded; `CycleError`, with the
     offending calls, when no clocks fulfil the order: a result that promises an
-    order must not lack it in silence. With `tolerate` wrong records are set
-    aside then, and clocks of least violation taken for the rest
-    (`headway.trace.sync.causality`); a clock that was set gets the best line.
+    order must not lack it in silence. With `tolerate` the estimate stands as
+    it is in both cases, a line through the medians of many ends: what
+    contradicts it is counted.
     """
     _check_events(trace)
     met = match(trace) if meetings is None else meetings
@@ -151,11 +147,11 @@ def align(trace: Trace, *, drift: bool = True, tolerate: bool = False, meetings:
     _check_reached(first.reached[clock_of_rank], ranks, met)
     if first.broken is not None and not tolerate:
         raise InputError(_broken(first.broken, ranks, clock_of_rank))
-    found = project(met, clock, first.clocks, tolerate=tolerate)
-    if found.cycle and not tolerate:
+    found = project(met, clock, first.clocks)
+    if found.contradiction and not tolerate:
         raise CycleError(
             _contradiction(trace, met, found, drift=drift),
-            tuple(int(met.row[call]) for link in found.cycle for call in link),
+            tuple(int(met.row[call]) for link in found.contradiction for call in link),
         )
     return _alignment(trace, ranks, hosts, clock_of_rank, met, clock, first.clocks, found)
 
@@ -203,13 +199,13 @@ def _broken(found: Break, ranks: Ints, clock_of_rank: Ints) -> str:
 
 def _contradiction(trace: Trace, met: Meetings, found: Projection, *, drift: bool) -> str:
     """Say which calls contradict each other."""
-    parts = [_words(trace, met, link) for link in found.cycle[:6]]
-    more = f"; and {len(found.cycle) - 6} more" if len(found.cycle) > 6 else ""
+    parts = [_words(trace, met, link) for link in found.contradiction[:6]]
+    more = f"; and {len(found.contradiction) - 6} more" if len(found.contradiction) > 6 else ""
     return (
-        f"no offsets{' and drifts' if drift else ''} of the clocks fulfil the order of these calls; they are "
-        f"{found.cycle_ns / NS_PER_US:.3f} us short, whatever the clocks: {'; '.join(parts)}{more}. "
+        f"no offsets{' and drifts' if drift else ''} of the clocks fulfil the order of these calls; one of them "
+        f"is {found.contradiction_ns / NS_PER_US:.3f} us short, whatever the clocks: {'; '.join(parts)}{more}. "
         f"{'Correct the matching or the host names' if drift else 'Let clocks drift (drift=True)'}, drop "
-        "these steps, or take the least violation (tolerate=True, --tolerate)."
+        "these steps, or take the estimate without the order (tolerate=True, --tolerate)."
     )
 
 
@@ -250,7 +246,6 @@ def _alignment(
         shortfall_us=found.shortfall_ns / NS_PER_US,
         num_meetings=met.num_meetings,
         skipped=met.skipped,
-        set_aside=found.set_aside,
     )
 
 

@@ -49,7 +49,7 @@ ACCURACY_NS = 50_000
 """A line that misses an eighth of its differences by no more than this, in the median, is good enough."""
 
 SPLITS, FEWEST, BROKEN = 16, 12, 0.5
-"""A pair's differences are divided at so many splits less one, into sides of at least so many; they are broken where
+"""A pair's differences are divided at so many places less one, into sides of at least so many; they are broken where
 lines on both sides leave less than this fraction of the deviations that one line leaves."""
 
 STRAY, SETTLINGS = 6.0, 3

@@ -238,7 +238,7 @@ def align(
     target
         File to write; its suffix decides the format.
     tolerate
-        Where no clocks fulfil the order, set wrong records aside and take the least violation instead of an error.
+        Where no clocks fulfil the order, or one was set while it recorded, take the estimate instead of an error.
     json
         Print one JSON object instead of text.
     """
