@@ -229,7 +229,7 @@ def contradiction() -> Trace:
     return Trace.from_columns(columns, names=["comm.collective"], ranks={0: {}, 1: {}})
 
 
-def test_an_order_that_no_clocks_fulfil_is_told_with_its_circle():
+def test_an_order_that_no_clocks_fulfil_is_refused_with_the_calls():
     with pytest.raises(
         CycleError,
         match=r"19\.7\d\d us short.*rank [01] ends comm.collective \(group 0 seq [01]\) before.*host names.*--tolerate",
