@@ -177,6 +177,8 @@ def test_run_folders_are_numbered_and_a_used_one_is_refused(tmp_path, monkeypatc
     [
         ({}, [], "no script was given"),
         ({}, ["no/such/script.py"], "does not exist"),
+        ({}, [""], "'' does not exist"),
+        ({}, ["/"], "without a __main__.py"),
         ({"nproc_per_node": 0}, ["JOB"], "from 1 to 4,096"),
         ({"nproc_per_node": 10**11}, ["JOB"], "from 1 to 4,096"),
         ({"nproc_per_node": "-3"}, ["JOB"], "from 1 to 4,096"),

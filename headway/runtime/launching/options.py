@@ -79,6 +79,18 @@ class CodeUpdates:
             self._say(f"the last update of the code is undone; the next attempt runs {self.script[0]}")
 
 
+def _check_script(script: Sequence[str]) -> None:
+    """Raise `InputError` unless Python can run the first word: a file, or a folder with a __main__.py."""
+    path = Path(script[0])
+    if not script[0] or not path.exists():
+        module = " ".join(["--module --", *script[1:2]])
+        is_flag = script[0] in ("-m", "--module")
+        fix = f"For a module write: headway run {module}" if is_flag else "Name a script: headway starts Python itself."
+        raise InputError(f"the script {script[0]!r} does not exist in {Path.cwd()}. {fix}")
+    if path.is_dir() and not (path / "__main__.py").exists():
+        raise InputError(f"{script[0]} is a folder without a __main__.py. Name a script in it.")
+
+
 def check_source(source: Path, script: str) -> None:
     """Raise `InputError` unless newer versions of `script` can come from the folder `source`."""
     if not source.is_dir():
@@ -209,14 +221,8 @@ def check(options: LaunchOptions, script: Sequence[str]) -> tuple[int, int]:
         raise InputError(f"--window-at is {options.window_at}; it is a step, 2 or later. Pass 50.")
     if options.window_at is not None and options.windows == 0:
         raise InputError("--window-at asks for a deep window, and --windows 0 rules it out. Leave out one of them.")
-    if not options.module and not options.no_python and not Path(script[0]).exists():
-        module = " ".join(["--module --", *script[1:2]])
-        fix = (
-            f"For a module write: headway run {module}"
-            if script[0] in ("-m", "--module")
-            else "Name a script: headway starts Python itself."
-        )
-        raise InputError(f"the script {script[0]!r} does not exist in {Path.cwd()}. {fix}")
+    if not options.module and not options.no_python:
+        _check_script(script)
     if options.no_python and shutil.which(script[0]) is None:
         raise InputError(f"the program {script[0]!r} cannot be run. Check the path, or drop --no-python for a script.")
     if options.update_from is not None:
