@@ -76,10 +76,8 @@ class WorkerEdit:
             raise InputError(
                 f"{text!r} is not a count. Write a whole number, at least 0; 4@0+2 gives 4 to loaders 0 and 2."
             )
-        if int(match[1]) > MOST_COUNTED:
-            raise InputError(f"{text!r} is too many. Write a whole number, at most {MOST_COUNTED:,}.")
         groups = None if match[2] is None else tuple(sorted({int(group) for group in match[2].split("+")}))
-        return cls(int(match[1]), groups)
+        return cls(_count(0)(match[1]), groups)
 
 
 MOST_COUNTED = 2**20

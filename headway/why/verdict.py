@@ -269,7 +269,7 @@ class Predicted(Protocol):
 
 
 def predicted(row: Predicted) -> str:
-    """Write a row's `predicted_speedup` with its `interval`: '1.90x (1.75 to 2.02)'; '-' when there is none.
+    """Write a row's `predicted_speedup` with its `interval`: '1.90x (1.75 to 2.02)'; '-' without a prediction.
 
     >>> predicted(CauseRow(predicted_speedup=1.9, interval=(1.75, 2.02), at_most=True))
     'at most 1.90x'

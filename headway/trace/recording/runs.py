@@ -119,7 +119,7 @@ def is_run(path: str | Path) -> bool:
 
 
 def run_near(path: str | Path) -> str:
-    """Return which run `path` may mean where it is none: the run of a file, or the first runs in a folder; '' for none.
+    """Return a sentence on the run that `path`, itself no run, is a file of, or on the runs in it; '' without any.
 
     >>> run_near("/nonexistent")
     ''
