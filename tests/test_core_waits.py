@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from headway.core.machine.host_load import HostLoad
+from headway.core.machine.thread_samples import ThreadSamples, code_of
 from headway.ledger.answers.causes import find_causes
 from headway.ledger.answers.compare import compare
 from headway.ledger.answers.ledger import Ledger
@@ -130,3 +133,20 @@ def test_threads_of_a_pool_that_share_one_core_are_waited_for():
 
     assert done.returncode == 0, done.stderr
     assert 0.2 < float(done.stdout) < 1.0
+
+
+def test_samples_tell_which_code_a_thread_runs():
+    try:
+        samples = ThreadSamples()
+    except OSError as cause:
+        pytest.skip(f"the kernel gives no samples: {cause}")
+    ends = time.thread_time() + 0.3
+    while time.thread_time() < ends:
+        hashlib.sha256(bytes(1 << 22)).digest()
+    addresses, behind = samples.addresses(), samples.addresses()
+
+    spans = code_of(("libcrypto", "_sha"))
+    inside = [begin <= address < end for address in addresses for begin, end in spans]
+    assert len(addresses) > 30
+    assert sum(inside) > len(addresses) / 2
+    assert len(behind) < 3  # those were taken

@@ -132,22 +132,23 @@ def _rehearsed(
         taken_s.append(before_s)
     edits = {name: sorted(rows) for name, rows in ratios.items() if rows}
     spans = {name: (rows[0], statistics.median(rows), rows[-1]) for name, rows in edits.items()}
-    whole_s = _whole_s(model, call, full, statistics.median(taken_s))
+    whole_s = _whole_s(model, call, full, min(taken_s))
     return {"examples": call.num_examples, "batch": full.num_examples, "edits": spans, "step_s": whole_s}
 
 
 def _whole_s(model: torch.nn.Module, call: TimedCall, full: TimedCall, step_s: float) -> float | None:
     """Return the CPU time of a step of the whole batch, of which a `call` takes `step_s`; None where that is long.
 
-    It is timed, and not reckoned in proportion: gradients of weights cost as much for few examples. How it grows is
-    seen from twice as many.
+    It is timed, and not reckoned in proportion: gradients of weights cost as much for few examples. It never takes
+    longer than in proportion, which says how many examples may be timed next.
     """
-    if call.num_examples == full.num_examples:
-        return step_s
-    more_s = max(0.0, _step_s(model, _cut(full, 2 * call.num_examples)) - step_s)
-    if step_s + more_s * (full.num_examples / call.num_examples - 1) > WHOLE_S:
-        return None
-    return _step_s(model, full)
+    while call.num_examples < full.num_examples:
+        times = int(WHOLE_S / step_s)
+        if times < 2:
+            return None
+        call = _cut(full, times * call.num_examples)
+        step_s = min(_step_s(model, call) for _ in range(2))  # the first one meets cold memory
+    return step_s
 
 
 def _cut(call: TimedCall, limit: int) -> TimedCall:

@@ -9,10 +9,11 @@ thread computed, in proportion to its duration:
     no core             150              300                50
 
 Where the thread and its pool waited in turns, the two delays add up; where they waited at once, the longer one counts.
-Marks hold the longer ones, and by how much the sum is more: it counts as far as each forward, backward and update still
-computes for as long as the fastest of its kind, and forward and backward together for no longer than on one thread,
-which a child of the recorded process has timed (`headway.compute.torch_calls`). One that has a core spins while another
-has none, and CPU time does not tell the two apart; operators that are short beside a slice of the scheduler's wait in
+One that has a core spins while another has none. Where samples of its code told for how long
+(`headway.runtime.script.run_delay`), marks hold what it waited, itself and so. Elsewhere they hold the longer ones, and
+by how much the sum is more: it counts as far as each forward, backward and update still computes for as long as the
+fastest of its kind, and forward and backward together for no longer than on one thread, which a child of the recorded
+process has timed (`headway.compute.torch_calls`): operators that are short beside a slice of the scheduler's wait in
 turns, long ones at once.
 
 Waiting inside a load of the training thread is known by itself (`input.cpu_wait`) and left out. Times in int64 ns.

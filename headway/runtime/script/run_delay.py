@@ -8,6 +8,10 @@ busy process on two cores. Where a pool has more threads than cores, they wait f
     calling thread   |--- part of the sum ---|. . spins at the barrier . .|no core . .|--- the next sum
     pool thread      |--- part ---|no core . . . . . . . .|--- the rest --|--- part ---|
 
+How long the calling thread spins is what says how much of the other's delay it waited for. CPU time holds both; samples
+of the code that it runs tell spinning from computing, where the kernel gives them. They are asked for when a thread of
+the pool first goes without a core.
+
 Field 2 of /proc/thread-self/schedstat, in ns. A thread that a CPU quota holds
 back counts as ready, so throttling is in it too.
 
@@ -24,6 +28,7 @@ from time import monotonic_ns
 from headway.core.machine.arena import Descriptor
 from headway.core.machine.hidden_thread import thread_times
 from headway.core.machine.interruptions import pass_on
+from headway.core.machine.thread_samples import ThreadSamples, code_of
 
 
 def open_schedstat() -> int:
@@ -74,6 +79,9 @@ COMPUTES = 0.2
 STARVES = 0.1
 """A thread of the pool that waited for less of the time than this may have done so while it had nothing to compute."""
 
+POOLS = ("libgomp", "libiomp", "libomp")
+"""File names of OpenMP's runtimes: GNU's, Intel's, LLVM's."""
+
 
 class PoolDelay:
     """The run delay of a training thread and of the pool that computes with it, added up. One per process."""
@@ -86,6 +94,7 @@ class PoolDelay:
         """Know no thread of this process yet."""
         self._pid, self._extra_ns, self._more_ns, self._own = os.getpid(), 0, 0, (0, 0, 0)
         self._before: dict[int, tuple[int, int]] = {}
+        self._spins: Spins | None = None
 
     def with_pool(self, cpu_ns: int, delay_ns: int) -> tuple[int, int]:
         """Return the ns that the calling thread waited so far, itself or for its pool, at least; and what may be more.
@@ -117,8 +126,47 @@ class PoolDelay:
             for tid, (cpu, delay) in times.items()
             if tid in self._before and cpu - self._before[tid][0] > COMPUTES * spent_ns
         ]
-        longest = max(delays, default=0)
-        self._extra_ns += max(0, longest - waited_ns)
-        if len(delays) < len(os.sched_getaffinity(0)) and longest > STARVES * passed_ns:
-            self._more_ns += max(0, min(longest, waited_ns, passed_ns - max(longest, waited_ns)))
+        longest, fits = max(delays, default=0), len(delays) < len(os.sched_getaffinity(0))
+        starved_ns = sum(delay for delay in delays if delay > STARVES * passed_ns)
+        # Threads of a pool that has more of them than there are cores sleep at once in place of spinning.
+        spun_ns = self._spun_ns(spent_ns, starts=starved_ns > 0) if fits else None
+        if spun_ns is not None:
+            self._extra_ns += min(spun_ns, max(longest, starved_ns))
+        else:
+            self._extra_ns += max(0, longest - waited_ns)
+            if fits and starved_ns:
+                self._more_ns += max(0, min(longest, waited_ns, passed_ns - max(longest, waited_ns)))
         self._before, self._own = times, (moment_ns, cpu_ns, delay_ns)
+
+    def _spun_ns(self, spent_ns: int, *, starts: bool) -> int | None:
+        """Return for how much of its CPU time since the look before the thread spun for its pool; None: not known.
+
+        Where `starts` and nobody counts that yet, it is counted from now on.
+        """
+        if self._spins is None:
+            self._spins = Spins() if starts else None
+            return None
+        share = self._spins.share()
+        return None if share is None else int(share * spent_ns)
+
+
+class Spins:
+    """For which share of its CPU time the thread that makes this object waits in OpenMP's own code for its pool."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_native_id()
+        self._code: list[tuple[int, int]] = []
+        self._samples: ThreadSamples | None = None
+        try:
+            self._code = code_of(POOLS)
+            self._samples = ThreadSamples() if self._code else None
+        except OSError as cause:
+            pass_on(cause)
+
+    def share(self) -> float | None:
+        """Return it since the last call; None where it cannot be told."""
+        if self._samples is None or self._thread != threading.get_native_id():
+            return None
+        addresses = self._samples.addresses()
+        spinning = sum(any(begin <= address < end for begin, end in self._code) for address in addresses)
+        return spinning / len(addresses) if addresses else None
