@@ -21,6 +21,7 @@ OTHERS = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if
 os.environ["PYTHONPATH"] = os.pathsep.join([QUICK_START, *OTHERS])
 
 settings.register_profile("headway", derandomize=True, deadline=None, print_blob=False)
+settings.register_profile("short", settings.get_profile("headway"), max_examples=50)
 settings.register_profile("fast", settings.get_profile("headway"), max_examples=20)
 
 LONGEST = [
@@ -43,12 +44,15 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Take fewer examples with --fast; compile headway once where Python keeps nothing of what it compiles."""
+    """Take fewer examples with --fast, and half where slow tests are left out; compile headway once where Python keeps
+    nothing of what it compiles.
+    """
     if sys.dont_write_bytecode and not hasattr(config, "workerinput"):
         compileall.compile_dir(ROOT / "headway", quiet=2, workers=2)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a shell
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    settings.load_profile("fast" if config.getoption("fast") else "headway")
+    shorter = "short" if config.getoption("markexpr") == "not slow" else "headway"
+    settings.load_profile("fast" if config.getoption("fast") else shorter)
 
 
 def pytest_ignore_collect(collection_path, config):
