@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from headway.core.errors import BarMissedError, InputError
 from headway.core.machine.host_load import HostLoad
-from headway.core.units import NS_PER_S, format_fraction
+from headway.core.units import NS_PER_S, format_fraction, plural
 from headway.sim.ddp.ddp_replay import DdpReplay
 from headway.sim.graph.intervals import CONTENDED_FRACTION, most_discrepancy, speedup_interval
 from headway.sim.recorded.core_use import Contention
@@ -136,7 +136,7 @@ class Program:
         warm = first_steady(recording)
         if recording.num_steps - warm < MIN_STEPS:
             raise InputError(
-                f"the run has {recording.num_steps} steps, of which {warm} are warm-up; a what-if needs at least "
+                f"the run has {plural(recording.num_steps, 'step')}, {warm} of warm-up; a what-if needs at least "
                 f"{MIN_STEPS} steady ones. Record more steps."
             )
         # Cores that nobody counted are taken to have been enough.
