@@ -24,6 +24,7 @@ from typing import Final
 
 from headway.core.machine.host import available_cores, lines_of, number_in, place_of
 from headway.core.machine.host_load import load_beside
+from headway.core.machine.thread_samples import ThreadSamples
 from headway.core.units import GIB, MIB, format_bytes
 from headway.runtime.host.host_memory import cgroup_memory, meminfo
 from headway.trace.rings import ring_folders
@@ -213,6 +214,19 @@ def run_delay(root: Path, env: Mapping[str, str]) -> Finding:
     return Finding("run delay (/proc/self/schedstat)", "yes" if there else "no", "yes", there, fix)
 
 
+def code_samples(root: Path, env: Mapping[str, str]) -> Finding:
+    """Whether a process may sample its own code: without it useful time beside busy processes holds some waiting.
+
+    Many containers forbid it (`kernel.perf_event_paranoid` above 2, seccomp), and only a busy host needs it.
+    """
+    try:
+        ThreadSamples()
+    except OSError as cause:
+        told = f"no ({cause.strerror or cause}): beside busy processes useful time holds some waiting"
+        return Finding("code samples (perf_event_open)", told, None, True)
+    return Finding("code samples (perf_event_open)", "yes", None, True)
+
+
 def disk(root: Path, env: Mapping[str, str]) -> Finding:
     """Free space where run folders go: the working directory."""
     free = shutil.disk_usage(Path.cwd()).free
@@ -273,6 +287,7 @@ CHECKS: Final[Mapping[str, Check]] = {
     "cuda": cuda,
     "ptrace": ptrace,
     "run_delay": run_delay,
+    "code_samples": code_samples,
     "disk": disk,
     "run_folders": run_folders,
     "temporary": temporary,
