@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
 import time
@@ -104,46 +105,67 @@ def test_waits_in_turns_leave_each_stretch_what_the_fastest_of_its_kind_computes
 
 
 POOL = """
-import os, time, torch
-os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+import os, sys, time, torch
+cores = sorted(os.sched_getaffinity(0))[:int(sys.argv[1])]
+os.sched_setaffinity(0, cores)
 torch.set_num_threads(2)
 from headway.runtime.script import run_delay
 pool, x = run_delay.PoolDelay(), torch.randn(600, 600)
 def waited():
     return pool.with_pool(time.thread_time_ns(), run_delay.read_delay(run_delay.open_schedstat()))[0]
-first, began = waited(), time.monotonic()
-while time.monotonic() - began < 2:
+first, began, computed = waited(), time.monotonic(), time.thread_time()
+while time.monotonic() - began < 3:
     for _ in range(8): x @ x
     last = waited()
-took_ns = (time.monotonic() - began) * 1e9
-print((last - first) / took_ns)
+print((last - first) / 1e9, time.monotonic() - began, time.thread_time() - computed)
 """
+
+
+def waits_of_a_pool(cores: int) -> list[float]:
+    """Return the seconds that a pool of two threads waited, took, and had a core in its calling thread."""
+    command = [sys.executable, "-c", POOL, str(cores)]
+    env = {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 0, done.stderr
+    return [float(word) for word in done.stdout.split()]
 
 
 @pytest.mark.slow
 def test_threads_of_a_pool_that_share_one_core_are_waited_for():
-    done = subprocess.run(
-        [sys.executable, "-c", POOL],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={"PYTHONPATH": str(ROOT)},
-    )
+    waited_s, took_s, _ = waits_of_a_pool(cores=1)
 
-    assert done.returncode == 0, done.stderr
-    assert 0.2 < float(done.stdout) < 1.0
+    assert 0.2 < waited_s / took_s < 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) != 2, reason="two busy processes take the cores of a host of two")
+def test_spinning_for_a_thread_without_a_core_is_not_computing():
+    samples()
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True) for _ in range(2)]
+    try:
+        waited_s, took_s, on_core_s = waits_of_a_pool(cores=2)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+    assert 0 < took_s - waited_s < 0.85 * on_core_s
+
+
+def samples() -> ThreadSamples:
+    """Return samples of this thread, where the kernel gives any."""
+    try:
+        return ThreadSamples()
+    except OSError as cause:
+        pytest.skip(f"the kernel gives no samples: {cause}")
 
 
 def test_samples_tell_which_code_a_thread_runs():
-    try:
-        samples = ThreadSamples()
-    except OSError as cause:
-        pytest.skip(f"the kernel gives no samples: {cause}")
+    sampled = samples()
     ends = time.thread_time() + 0.3
     while time.thread_time() < ends:
         hashlib.sha256(bytes(1 << 22)).digest()
-    addresses, behind = samples.addresses(), samples.addresses()
+    addresses, behind = sampled.addresses(), sampled.addresses()
 
     spans = code_of(("libcrypto", "_sha"))
     inside = [begin <= address < end for address in addresses for begin, end in spans]
