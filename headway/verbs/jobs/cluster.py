@@ -38,7 +38,7 @@ from headway.report.page.frames import queue_chart
 from headway.report.page.plots import page_around, write_page
 from headway.report.page.sections import section
 from headway.report.paper import ScreenOptions, add_row, draw, grid, next_of, paragraph, uncut
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 from headway.verbs.shared.source import run_at
 
 GENERATED = {"gavel:single": (False, False), "gavel:multi": (True, False), "gavel:static": (True, True)}
@@ -55,7 +55,7 @@ def sim(
     *, trace: str, policy: str, devices: str = "", data: Path | None = None, jobs_per_hour: float = 4.0,
     num_jobs: int = 0, seed: int = 0, window: str = "", rules: str = "headway", usd_per_h: str = "",
     speed: str = "", round_s: float = 0.0, reset_s: float = 1920.0, load: float = 1.0, resize: str = "",
-    runs: str = "", explain: bool = False, json: bool = False,
+    runs: str = "", explain: bool = False, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Simulate a queue under one policy: completion times, makespan, fairness, by gang size.
 
@@ -103,8 +103,6 @@ def sim(
         left out where it is the script's. A CSV may then have num_steps in place of run_s.
     explain
         Print the prices of devices at each decision, for policies that have prices (hadar).
-    json
-        Print one JSON object instead of text.
     """
     chosen, span = pick(POLICIES, policy, "policy"), _window(window)
     if trace.startswith("pollux:"):
@@ -137,7 +135,7 @@ def compare(
     *, jobs: Path | None = None, devices: str = "", log: Path | None = None,
     policies: str = ",".join(DEFAULT_POLICIES), usd_per_h: str = "", speed: str = "",
     virtual_cluster: str = "", runs: str = "", seed: int = 0, round_s: float = 360.0,
-    restart_s: float | None = None, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False,
+    restart_s: float | None = None, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Measure what a recorded queue suffered, and simulate what each policy would have made of it.
 
@@ -176,8 +174,6 @@ def compare(
         Seconds that a job loses each time it is moved or resumed; without it, what the starts of --runs took, else 60.
     out
         Also write a page of the queue over time, as observed and under each policy: -o page.html.
-    json
-        Print one JSON object instead of text.
     """
     names = [name.strip() for name in policies.split(",") if name.strip()]
     for name in names or [""]:

@@ -17,12 +17,12 @@ from headway.core.errors import InputError
 from headway.core.files.safe_files import MOST
 from headway.core.machine.beside import say_beside
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 
 
 def fork(
     *, speeds: str, jobs: Path | None = None, slot_s: float = 0.0, slot_cost_s: float = 1.0, dir: Path | None = None,
-    json: bool = False, script: Annotated[list[str] | None, Parameter(parse=False)] = None,
+    json: AsJson = False, script: Annotated[list[str] | None, Parameter(parse=False)] = None,
 ) -> int:  # fmt: skip
     """Train with a copy of a script on each of several unlike devices, or simulate that for some jobs.
 
@@ -47,8 +47,6 @@ def fork(
         Seconds that a simulated job pays in a slot in which it has several copies or starts again elsewhere.
     dir
         Folder for the output, the run and the states of each copy; headway-fork-N by default.
-    json
-        Print one JSON object instead of text.
     """
     rates = read_speeds(speeds)
     for index, rate in enumerate(rates):

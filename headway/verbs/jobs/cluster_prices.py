@@ -35,8 +35,8 @@ from headway.ledger.answers.ledger import Ledger
 from headway.report.page.plots import Bars, Candidate, picture_page, write_page
 from headway.report.paper import ScreenOptions, add_row, draw, grid, next_of, paragraph, uncut
 from headway.trace.recording.runs import Run
-from headway.verbs.shared.output import emit
-from headway.verbs.shared.source import run_at
+from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.source import NewestRun, run_at
 from headway.why.fixes import run_command
 
 Facts = dict[str, Any]
@@ -49,7 +49,7 @@ def prices(
     egress_usd_per_gb: float = 0.09, move_s: float = 0.0, hysteresis: float = 0.1,
     from_: Annotated[str, Parameter(name="--from")] = "", extend: str = "", due_hours: float = math.inf,
     restart_s: float = 900.0, sky: Path | None = None, max_restarts: int = 3,
-    out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False,
+    out: Annotated[Path | None, Parameter(alias="-o")] = None, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Price the rest of a job on each offer, and what each way of buying it would have come to.
 
@@ -98,8 +98,6 @@ def prices(
         Restarts on errors that SkyPilot may make.
     out
         Also write a page of the dollars of each offer and of each way of buying: -o page.html.
-    json
-        Print one JSON object instead of text.
     """
     if not (0 < days < 1e5 and steps_left >= 0 and due_hours > 0 and extend in ("", "hold")):
         raise InputError("--days and --due-hours must be above 0, --steps-left not below, --extend empty or hold.")
@@ -242,8 +240,8 @@ def _screen(result: Facts, screen: ScreenOptions) -> str:
 
 
 def batch(
-    run: Path | None = None, /, *, also: str = "", batch_size: int = 0, largest: int = 0, micro_most: int = 0,
-    devices: int = 0, out: Path | None = None, allow: str | None = None, json: bool = False,
+    run: NewestRun = None, /, *, also: str = "", batch_size: int = 0, largest: int = 0, micro_most: int = 0,
+    devices: int = 0, out: Path | None = None, allow: str | None = None, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Find the batch size, accumulation and number of devices with the most useful examples per second.
 
@@ -254,8 +252,6 @@ def batch(
 
     Parameters
     ----------
-    run
-        A run folder; the newest one by default.
     also
         Further run folders of the same job with other batches or ranks, separated by commas: they fit the speed.
     batch_size
@@ -270,8 +266,6 @@ def batch(
         Write a plan for `headway run --apply`.
     allow
         'lossy': the plan may change the batch, which changes what is learned.
-    json
-        Print one JSON object instead of text.
     """
     if min(batch_size, largest, micro_most, devices) < 0:
         raise InputError("--batch-size, --largest, --micro-most and --devices must not be below 0; 0 = not given.")

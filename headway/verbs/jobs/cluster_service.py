@@ -47,7 +47,7 @@ from headway.core.wire.channel import ChannelClosed
 from headway.report.page.html import Live, ReportData, head_part, page
 from headway.report.page.sections import section, text
 from headway.report.paper import ScreenOptions, add_row, draw, grid, next_of, paragraph, uncut
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 from headway.verbs.shared.run_options import whole_number
 
 FOLDER = Path("headway-cluster")
@@ -107,7 +107,7 @@ def serve(
 
 
 def submit(
-    *, dir: Path = FOLDER, name: str = "", scale: int = 1, fewest: int = 0, json: bool = False,
+    *, dir: Path = FOLDER, name: str = "", scale: int = 1, fewest: int = 0, json: AsJson = False,
     script: Annotated[list[str] | None, Parameter(parse=False)] = None,
 ) -> int:  # fmt: skip
     """Hand a training script to the server; it runs under `headway run`, in this folder.
@@ -125,8 +125,6 @@ def submit(
     fewest
         Slots that it can still train on where devices have left and no type has --scale of them: it is restored on as
         many as there are, and on --scale once they are back. 0: it needs exactly --scale.
-    json
-        Print one JSON object instead of text.
     """
     if not script:
         raise InputError("no script was given. Put it behind --, as in: headway cluster submit -- train.py --lr 1e-3")
@@ -137,7 +135,7 @@ def submit(
     return 0
 
 
-def queue(*, dir: Path = FOLDER, json: bool = False) -> int:
+def queue(*, dir: Path = FOLDER, json: AsJson = False) -> int:
     """Show all jobs of a service: what each is given, where it runs, what it did.
 
     Without a server the log says how things were when it ended.
@@ -148,8 +146,6 @@ def queue(*, dir: Path = FOLDER, json: bool = False) -> int:
     ----------
     dir
         Folder of the service.
-    json
-        Print one JSON object instead of text.
     """
     result, serves = queue_of(dir)
     if not serves:
@@ -171,7 +167,7 @@ def queue_of(folder: Path) -> tuple[QueueAnswer, bool]:
         return QueueAnswer(state.round, state.rows()), False
 
 
-def cancel(job: str, /, *, dir: Path = FOLDER, json: bool = False) -> int:
+def cancel(job: str, /, *, dir: Path = FOLDER, json: AsJson = False) -> int:
     """End a job, whether it waits or runs.
 
     Example: `headway cluster cancel job3`
@@ -182,14 +178,12 @@ def cancel(job: str, /, *, dir: Path = FOLDER, json: bool = False) -> int:
         Its id or name.
     dir
         Folder of the service.
-    json
-        Print one JSON object instead of text.
     """
     _emit_job("headway.cluster-cancel/1", _asked(dir, CancelJob(job), JobAnswer).job, as_json=json)
     return 0
 
 
-def explain(job: str, /, *, dir: Path = FOLDER, json: bool = False) -> int:
+def explain(job: str, /, *, dir: Path = FOLDER, json: AsJson = False) -> int:
     """Explain why a job runs or waits: its share, what it is owed, what limits it, and what one more device would give.
 
     Example: `headway cluster explain job3`
@@ -200,8 +194,6 @@ def explain(job: str, /, *, dir: Path = FOLDER, json: bool = False) -> int:
         Its id or name.
     dir
         Folder of the service.
-    json
-        Print one JSON object instead of text.
     """
     result = _asked(dir, ExplainJob(job), ExplainAnswer).job
     emit(

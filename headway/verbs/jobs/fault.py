@@ -34,15 +34,15 @@ from headway.trace.recording.incident import REROUTE, SCHEMA, Incident, read_inc
 from headway.trace.recording.run_facts import outcomes_of
 from headway.trace.recording.runs import Run
 from headway.verbs.jobs.hang import mesh_of
-from headway.verbs.shared.output import emit
-from headway.verbs.shared.source import run_at
+from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.source import NewestRun, run_at
 
 ETTRS = ("ettr", "ettr_simulated", "ettr_closed_form")
 """Measured; of a simulated job with the same failures; by the closed form."""
 
 
 def incidents(
-    run: Path | None = None, /, *, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False
+    run: NewestRun = None, /, *, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False
 ) -> int:
     """List the failures of a run: who failed, what was done, how long each phase took, what was lost.
 
@@ -50,8 +50,6 @@ def incidents(
 
     Parameters
     ----------
-    run
-        A run folder; the newest one by default.
     out
         Also write a page of the ETTR over time: -o page.html. A run of which nothing failed has none.
     json
@@ -179,7 +177,7 @@ def _facts(row: dict[str, Any]) -> list[tuple[str, str]]:
 
 def plan(
     *, mtbf_s: float, restart_s: float, save_s: float, interval_s: float | None = None, hosts: int | None = None,
-    p_daily: float | None = None, mesh: str | None = None, ranks_per_host: int | None = None, json: bool = False,
+    p_daily: float | None = None, mesh: str | None = None, ranks_per_host: int | None = None, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Compute how often to save, what ETTR to expect, how many hosts to keep in reserve, and who holds whose copy.
 
@@ -203,8 +201,6 @@ def plan(
         The parallel axes and their sizes, the fastest-varying first: tp=8,pp=4,dp=16.
     ranks_per_host
         Ranks on a host, for the peers that hold copies.
-    json
-        Print one JSON object instead of text.
     """
     found = prepare(
         mtbf_s=mtbf_s, restart_s=restart_s, save_s=save_s, interval_s=interval_s, hosts=hosts, p_daily=p_daily,
@@ -236,7 +232,7 @@ def _lines(facts: list[tuple[str, str]]) -> Table:
 
 
 def sim(
-    scenario: Path, /, *, seed: int = 0, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False
+    scenario: Path, /, *, seed: int = 0, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: AsJson = False
 ) -> int:
     """Simulate a job on a fleet that fails: its ETTR, and where the rest went.
 
@@ -250,8 +246,6 @@ def sim(
         Seed of the failures.
     out
         Also write a page of the ETTR over time: -o page.html.
-    json
-        Print one JSON object instead of text.
     """
     outcome = simulate(Scenario.read(scenario), seed)
     answer = {"schema": "headway.fault-sim/1", "simulated": True, **outcome.to_json()}
@@ -269,7 +263,7 @@ def sim(
     return 0
 
 
-def probe(*, nproc_per_node: str | None = None, timeout_s: float = 60.0, json: bool = False) -> int:
+def probe(*, nproc_per_node: str | None = None, timeout_s: float = 60.0, json: AsJson = False) -> int:
     """Train a tiny fixed model on every rank of this host; exit 3 when one fails, or ends with other bits than most.
 
     Example: `headway fault probe --nproc-per-node 4`
@@ -280,8 +274,6 @@ def probe(*, nproc_per_node: str | None = None, timeout_s: float = 60.0, json: b
         Ranks: a number, auto, cpu or gpu; one per device by default, two where there is none.
     timeout_s
         Seconds after which a rank that has not answered has failed.
-    json
-        Print one JSON object instead of text.
     """
     found = check(nproc_per_node, timeout_s=timeout_s)
     answer: dict[str, Any] = {

@@ -31,7 +31,7 @@ from headway.power.smoothing import Waveform, of_file, of_run
 from headway.report.page.plots import Line, picture_page, write_page
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.trace.recording.runs import is_run
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 from headway.verbs.shared.source import run_at
 
 ROWS = {"ramp_w_per_s": "ramp, W/s", "range_w": "range, W", "band_rms_w": "band, W rms", "band_share": "band, share"}
@@ -44,7 +44,7 @@ FILLER = "headway applies a filler beside ranks on CPUs only; leave it out on ac
 def check(
     source: Path | None = None, /, *, spec: str, device: str = "", devices: int = 0, step_s: float = 0.01,
     idle_w: float | None = None, overhead_fraction: float = 0.0,
-    out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False,
+    out: Annotated[Path | None, Parameter(alias="-o")] = None, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Hold the power of a site against a specification; exit 3 when a limit does not hold.
 
@@ -68,8 +68,6 @@ def check(
         What hosts draw all the time, as a fraction of the devices' TDP.
     out
         Also write a page of the power over time, and of its ramps and ranges beside the limits: -o page.html.
-    json
-        Print one JSON object instead of text.
     """
     limits = GridSpec.read(spec)
     wave, _, _ = _waveform(source, device, devices, step_s, idle_w, overhead_fraction)
@@ -120,7 +118,7 @@ def plan(
     idle_w: float | None = None, overhead_fraction: float = 0.0, use: str = "", max_storage_j: float = math.inf,
     usd_per_kwh: float = 0.08, storage_usd_per_kwh: float = 400.0, storage_usd_per_kw: float = 150.0,
     compute_usd_per_kwh: float = 3.0,
-    on_after_s: float = 0.02, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False,
+    on_after_s: float = 0.02, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Find the cheapest of floor, ramps, filler and battery with which a specification holds; exit 3 without one.
 
@@ -161,8 +159,6 @@ def plan(
         Seconds of idling after which a filler begins.
     out
         The plan file; power-plan.json in the run folder, or in this directory.
-    json
-        Print one JSON object instead of text.
     """
     limits = GridSpec.read(spec)
     wave, name, count = _waveform(source, device, devices, step_s, idle_w, overhead_fraction)
@@ -187,7 +183,7 @@ def plan(
     return 0 if found.feasible else 3
 
 
-def export(plan: Path, /, *, json: bool = False) -> int:
+def export(plan: Path, /, *, json: AsJson = False) -> int:
     """Print what an operator sets on the devices of a plan: as root, on Blackwell and later. Nothing is applied.
 
     Example: `headway power export power-plan.json`
@@ -196,8 +192,6 @@ def export(plan: Path, /, *, json: bool = False) -> int:
     ----------
     plan
         A file that `headway power plan` wrote.
-    json
-        Print one JSON object instead of text.
     """
     content = read_power_plan(plan)
     settings, others = operator_settings(content), other_parts(content, plan)

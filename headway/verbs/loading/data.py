@@ -28,8 +28,8 @@ from headway.sim.whatif import Prediction
 from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.recording.runs import Run, merge
 from headway.verbs.loading.measure import STEPS, measure
-from headway.verbs.shared.output import emit
-from headway.verbs.shared.source import newest_run, run_at
+from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.source import NewestRun, newest_run, run_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ NOTHING = WhatIfOptions()
 
 
 def stalls(
-    run: Path | None = None,
+    run: NewestRun = None,
     /,
     *,
     options: Annotated[WhatIfOptions, Parameter(name="*")] = NOTHING,
@@ -60,7 +60,7 @@ def stalls(
     nproc_per_node: str | None = None,
     module: Annotated[bool, Parameter(alias="-m")] = False,
     out: Path | None = None,
-    json: bool = False,
+    json: AsJson = False,
     script: Annotated[list[str] | None, Parameter(parse=False)] = None,
 ) -> int:
     """Split a run's input stalls into fetch, prep and transfer, and name the best remedy.
@@ -76,8 +76,6 @@ def stalls(
 
     Parameters
     ----------
-    run
-        A run folder; the newest one by default.
     steps
         With a script: optimizer steps of each of the three runs, the first 5 of which are warm-up. 60 by default.
     nproc_per_node
@@ -86,8 +84,6 @@ def stalls(
         With a script: it is a module, as in python -m.
     out
         With a script: folder for the three runs; headway-runs/SCRIPT-stalls-N by default.
-    json
-        Print one JSON object instead of text.
     """
     if script is not None:
         return _measured(run, options, steps, nproc_per_node, module=module, out=out, json=json, script=script)
@@ -173,7 +169,7 @@ def cluster(
     time: str | None = None,
     shuffle: int | None = None,
     batch_size: int = BATCH,
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Write a Parquet table with the rows of each session side by side, in time order inside.
 
@@ -198,8 +194,6 @@ def cluster(
         Seed of a random order of the sessions; that of their first rows by default.
     batch_size
         Rows of the batches that sessions per batch are reported for.
-    json
-        Print one JSON object instead of text.
     """
     done = cluster_parquet(source, target, by=by, time=time, shuffle=shuffle, batch_size=batch_size)
     answer = {"schema": "headway.data.cluster/1", "target": str(target), **done.to_json()}
@@ -224,7 +218,7 @@ WRONG = ("repeats", "loses")
 """Verdicts that make the exit code 3."""
 
 
-def audit(*runs: Path, json: bool = False) -> int:
+def audit(*runs: Path, json: AsJson = False) -> int:
     """Prove that every example was delivered exactly once per epoch, over interruptions and other world sizes.
 
     Reads what headway's own DataLoader noted in recorded runs: a sum of
@@ -240,8 +234,6 @@ def audit(*runs: Path, json: bool = False) -> int:
     ----------
     runs
         Run folders; the newest one by default. Folders of several hosts of one run count as one.
-    json
-        Print one JSON object instead of text.
     """
     opened = _opened(runs or (newest_run(),))
     loaders = {int(group): facts for run in opened for group, facts in run.facts.loaders.items()}

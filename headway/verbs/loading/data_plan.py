@@ -20,7 +20,7 @@ from headway.data.pipeline.operators import ops_text, read_ops, read_stats, stat
 from headway.data.pipeline.optimize import Op, PipelinePlan, PipelineProfile, Resources, op_costs
 from headway.data.pipeline.optimize import plan as best_plan
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 
 
 def plan(
@@ -38,7 +38,7 @@ def plan(
     explain: bool = False,
     check: bool = False,
     out: Path | None = None,
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Choose order, cache, workers, offload and fusion of an input pipeline from its profile.
 
@@ -77,8 +77,6 @@ def plan(
         With a pipeline: run 64 examples in both orders and compare them bit by bit.
     out
         Write the plan there, as JSON.
-    json
-        Print one JSON object instead of text.
     """
     loaded = _pipeline(pipeline) if pipeline is not None else None
     given = cores if cores is not None else Resources().cores if loaded is None else host_cores()
@@ -137,7 +135,7 @@ def profile(
     *,
     examples: int = 256,
     out: Path | None = None,
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Measure what each operator of a headway.data.Pipeline costs: CPU time and bytes per example.
 
@@ -154,8 +152,6 @@ def profile(
         Examples to run.
     out
         Path of the two files without their ending.
-    json
-        Print one JSON object instead of text.
     """
     loaded = _pipeline(pipeline)
     measured: PipelineProfile = loaded.profile(examples)

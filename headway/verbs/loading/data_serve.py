@@ -19,7 +19,7 @@ from headway.core.wire.channel import ChannelClosed, connect
 from headway.data.service.messages import FROM_SERVER, StatusReply, StatusRequest
 from headway.data.service.server import DataServer
 from headway.report.paper import ScreenOptions, add_row, draw, grid
-from headway.verbs.shared.output import emit, imported
+from headway.verbs.shared.output import AsJson, emit, imported
 
 ANSWER_S = 5.0
 """A server that has not told how it is by then hangs."""
@@ -74,7 +74,7 @@ def serve(
     return 0
 
 
-def status(path: Path | None = None, /, *, json: bool = False) -> int:
+def status(path: Path | None = None, /, *, json: AsJson = False) -> int:
     """Show the status of this user's data servers: jobs, hits, bytes; and which ones died and left their sockets.
 
     Example: `headway data status`
@@ -83,8 +83,6 @@ def status(path: Path | None = None, /, *, json: bool = False) -> int:
     ----------
     path
         Socket of one server; all in the runtime directory by default.
-    json
-        Print one JSON object instead of text.
     """
     paths = [path] if path is not None else sorted(runtime_directory().glob("data-*.sock"))
     servers = [facts for each in paths if (facts := _asked(each, must=path is not None)) is not None]

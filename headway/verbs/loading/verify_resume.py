@@ -17,7 +17,7 @@ from headway.runtime.launching.launch import launch
 from headway.runtime.launching.options import LaunchOptions, check
 from headway.runtime.run_folder.recording import RUNS, claim_folder, next_folder
 from headway.trace.recording.run_facts import outcomes_of
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 
 
 def verify_resume(
@@ -26,7 +26,7 @@ def verify_resume(
     nproc_per_node: str | None = None,
     module: Annotated[bool, Parameter(alias="-m")] = False,
     out: Path | None = None,
-    json: bool = False,
+    json: AsJson = False,
     script: Annotated[list[str] | None, Parameter(parse=False)] = None,
 ) -> int:
     """Interrupt the loaders of a script, go on, and compare every example bit by bit.
@@ -49,8 +49,6 @@ def verify_resume(
         The script is a module, as in python -m.
     out
         Folder for the run; headway-runs/SCRIPT-resume-N by default.
-    json
-        Print one JSON object instead of text.
     """
     if script is None:
         raise InputError("there is no script to verify. Put it behind --: headway data verify-resume -- train.py")

@@ -17,7 +17,7 @@ from headway.cost.cost_table import CostTable, LatencyTable, add_line, check_hos
 from headway.cost.predictors import PREDICTORS, SELECTIONS, TransferTask, mape, standardised
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
 from headway.verbs.shared.learned_step import TABLE, check_threads, learned_step
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 
 DTYPES = {name: name for name in ("float32", "bfloat16", "float64")}
 """Precisions that can be calibrated."""
@@ -28,7 +28,7 @@ PEERS = ("ridge", "one_hot")
 
 def transfer(
     *, data: Path, target: str, sources: str = "", samples: int = 10, seed: int = 0, predictor: str = "kernel",
-    select: str = "clusters", json: bool = False,
+    select: str = "clusters", json: AsJson = False,
 ) -> int:  # fmt: skip
     """Predict a device's latencies from a few of its samples, and say how wrong the predictions of the others are.
 
@@ -53,8 +53,6 @@ def transfer(
         kernel, ridge, one_hot, tree (scikit-learn) or network (about 35 s).
     select
         How the samples are chosen: clusters (of the sources' latencies) or random.
-    json
-        Print one JSON object instead of text.
     """
     pick(PREDICTORS, predictor, "predictor")
     choose = pick(SELECTIONS, select, "selection")
@@ -98,7 +96,7 @@ def _transfer_screen(result: Mapping[str, Any], num_samples: int, screen: Screen
 
 def calibrate(
     *, out: Annotated[Path, Parameter(alias="-o")] = TABLE, models: int = 48, threads: int = 1,
-    dtypes: str = "float32", json: bool = False,
+    dtypes: str = "float32", json: AsJson = False,
 ) -> int:  # fmt: skip
     """Measure this host's operators and steps on small made-up models, under a second each.
 
@@ -116,8 +114,6 @@ def calibrate(
         Threads of one operator.
     dtypes
         Precisions, separated by commas: float32, bfloat16, float64.
-    json
-        Print one JSON object instead of text.
     """
     from headway.cost.torch_calibration import here, made_model, measure
 
@@ -151,7 +147,7 @@ def calibrate(
 
 
 def predict(
-    target: str, /, *, batch: int, costs: Path = TABLE, device: str = "cpu", threads: int = 1, json: bool = False
+    target: str, /, *, batch: int, costs: Path = TABLE, device: str = "cpu", threads: int = 1, json: AsJson = False
 ) -> int:
     """Predict the seconds of a model's training step (forward, backward, SGD) without measuring it.
 
@@ -172,8 +168,6 @@ def predict(
         The table's device; cpu is the only one that can be calibrated.
     threads
         Threads of one operator, as calibrated.
-    json
-        Print one JSON object instead of text.
     """
     pick({"cpu": None}, device, "device")
     result = msgspec.to_builtins(learned_step(target, batch, costs, threads))

@@ -26,7 +26,7 @@ from headway.model.growth.proposal import Growth, fits, growths
 from headway.report.paper import ScreenOptions, draw, paragraph
 from headway.trace.recording.runs import Run
 from headway.trace.rings.rank_tables import json_object, rank_tables
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 from headway.verbs.shared.source import run_at
 from headway.verbs.stored.ckpt_convert import checkpoint_at
 from headway.why.model_flops import ModelSpec, mfu_entry
@@ -261,7 +261,7 @@ def grow(
     plan: Path | None = None,
     model: str = "",
     budget: float = math.inf,
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Write a larger model whose outputs are those of a trained smaller one; or propose how large.
 
@@ -300,8 +300,6 @@ def grow(
         With --plan: the shape that was trained, as in `headway why --model layers=12,hidden=768,...`.
     budget
         With --plan: the most FLOPs for the grown model.
-    json
-        Print one JSON object instead of text.
     """
     _one_mode(plan, (target, small, large, checkpoint, out, family, depth, split, prefix, seed), (model, budget))
     if plan is not None:

@@ -23,7 +23,7 @@ from headway.model.serving.heuristic import transferred
 from headway.model.serving.plan import BETWEEN_HOSTS, ServePlan, ServingGoal, serve_plan, serving_row
 from headway.model.serving.times import pipelines
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 
 ENGINES = ("vllm",)
 """What --export writes for."""
@@ -32,7 +32,7 @@ ENGINES = ("vllm",)
 def serve(
     *, layers: Path, cluster: Path, prompt: int, new: int, batch: int, bits: str = ",".join(map(str, BITS)),
     theta: float | None = None, gap: float = 1e-3, sensitivity: Path | None = None, latency: Path | None = None,
-    heuristic: bool = False, export: str | None = None, json: bool = False,
+    heuristic: bool = False, export: str | None = None, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Choose devices, layers, bits per layer and micro-batches to serve a model on unlike devices (LLM-PQ).
 
@@ -71,8 +71,6 @@ def serve(
         Say beside it what LLM-PQ's heuristic comes to.
     export
         vllm: print VLLM_PP_LAYER_PARTITION for another engine instead.
-    json
-        Print one JSON object instead of text.
     """
     if export is not None:
         pick(dict.fromkeys(ENGINES), export, "engine")

@@ -24,8 +24,8 @@ from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, 
 from headway.sim.pipeline.actions import OPS
 from headway.sim.recorded.program import Program
 from headway.sim.recorded.recording import Recording
-from headway.verbs.shared.output import emit
-from headway.verbs.shared.source import run_at
+from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.source import NewestRun, run_at
 
 Facts = dict[str, Any]
 """An answer, as it is printed as JSON."""
@@ -58,7 +58,7 @@ def pipeline_gantt(title: str, lanes: Sequence[str], rows: NDArray[np.int64]) ->
 
 
 def bubbles(
-    run: Path | None = None, /, *, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False
+    run: NewestRun = None, /, *, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False
 ) -> int:
     """Show what the stages of a recorded pipeline wait for each other, and why.
 
@@ -66,8 +66,6 @@ def bubbles(
 
     Parameters
     ----------
-    run
-        A run folder; the newest one by default.
     out
         Also write a page of a recorded step, what each stage computed when: -o page.html.
     json
@@ -151,7 +149,7 @@ MOST_RANKS = 16
 
 def fill(
     *, jobs: Path, run: Path | None = None, schedule: str | None = None, score: str = "shortest",
-    simulate: bool = False, blocks: int = 4, json: bool = False,
+    simulate: bool = False, blocks: int = 4, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Run other jobs in the two large gaps of each pipeline stage (PipeFill).
 
@@ -178,8 +176,6 @@ def fill(
         Plan only.
     blocks
         Blocks of 4 steps that are run with filling, and as many without.
-    json
-        Print one JSON object instead of text.
     """
     pick(SCORES, score, "score")
     if blocks < 1:

@@ -18,7 +18,7 @@ from headway.parallel.availability import (
     plan_mesh,
 )
 from headway.report.paper import add_row, draw, grid, paragraph, uncut
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 
 
 def ntp(
@@ -36,7 +36,7 @@ def ntp(
     lost: str | None = None,
     power_boost: float | None = None,
     power_exponent: float = 3.0,
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Plan a tensor-parallel group that lost devices and trains on with the others (nonuniform tensor parallelism).
 
@@ -75,8 +75,6 @@ def ntp(
         Power that the remaining devices of a group may take, as a multiple, for example 1.3; no boost without it.
     power_exponent
         Power grows as the clock to this exponent.
-    json
-        Print one JSON object instead of text.
     """
     boost = PowerBoost(1.0 if power_boost is None else power_boost, power_exponent)
     degrees = _integers("--tp", tp, "8,64")

@@ -23,7 +23,7 @@ from headway.parallel.planning.hierarchical import PartitionPlan, Topology, sear
 from headway.parallel.planning.layers import LayerGraph
 from headway.report.paper import add_row, draw, grid, paragraph, uncut
 from headway.sim.pipeline.orders import GraphFile
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 
 
 def plan(
@@ -45,7 +45,7 @@ def plan(
     devices_per_host: int = 8,
     link: str = "infiniband-hdr",
     schedule: str = "1f1b",
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Predict which device runs what of a model best: from a profile or a graph of its layers, or its shape.
 
@@ -92,8 +92,6 @@ def plan(
         Name of the link of a device towards other hosts.
     schedule
         What the pipelines of --shape run: 1f1b, or two_buffer, which trains on weights of one step before.
-    json
-        Print one JSON object instead of text.
     """
     if sum(given is not None for given in (profile, graph, shape)) != 1:
         raise InputError("nothing says what to plan, or two things do. Give --profile, --graph or --shape.")

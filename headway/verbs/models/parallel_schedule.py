@@ -38,7 +38,7 @@ from headway.sim.pipeline.simulate import (
 )  # fmt: skip
 from headway.sim.pipeline.simulate import simulate as replay_program
 from headway.verbs.models.parallel_bubbles import pipeline_gantt
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 
 FORMATS: dict[str, Callable[[PipelineProgram], str]] = {
     "torch-csv": PipelineProgram.to_torch_csv,
@@ -115,7 +115,7 @@ def show(
     return 0
 
 
-def check(file: Path, *, cap: float | None = None, json: bool = False) -> int:
+def check(file: Path, *, cap: float | None = None, json: AsJson = False) -> int:
     """Check an order from a file: complete, in order, free of deadlock, within memory.
 
     Example: `headway parallel schedule check orders.csv --cap 4`
@@ -126,8 +126,6 @@ def check(file: Path, *, cap: float | None = None, json: bool = False) -> int:
         Torch's compute-only CSV (a row per rank, cells like 1F0), or a program as JSON.
     cap
         Activations of a stage and microbatch that a rank may hold.
-    json
-        Print one JSON object instead of text.
     """
     program = _read(file)
     report = check_program(program, cap)
@@ -206,7 +204,7 @@ def simulate(
     graph: Path | None = None,
     replicas: int = 1,
     fail: str | None = None,
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Simulate one step of a pipeline: its length, its bubbles, the activations each rank holds.
 
@@ -245,8 +243,6 @@ def simulate(
     fail
         Failed workers as replica:stage, from 0, separated by commas; they count as idle. --cap is then twice the
         number of stages if not given.
-    json
-        Print one JSON object instead of text.
     """
     if graph is not None:
         if any(given is not None for given in (stages, forward_ns, backward_ns, input_ns, weight_ns)):

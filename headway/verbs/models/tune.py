@@ -21,7 +21,7 @@ from headway.runtime.launching.launch import launch
 from headway.runtime.launching.options import LaunchOptions, check
 from headway.runtime.run_folder.recording import RUNS, claim_folder, next_folder
 from headway.trace.recording.run_facts import outcomes_of
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 
 REMEDY = "model.tune"
 
@@ -36,7 +36,7 @@ def tune(
     seed: int = 0,
     module: Annotated[bool, Parameter(alias="-m")] = False,
     out: Path | None = None,
-    json: bool = False,
+    json: AsJson = False,
     script: Annotated[list[str] | None, Parameter(parse=False)] = None,
 ) -> int:
     """Tune settings of a script's optimizer while it trains; this changes what it learns.
@@ -60,8 +60,6 @@ def tune(
         The script is a module, as in python -m.
     out
         Folder for the plan and, in its folder run, the run; headway-runs/SCRIPT-tune-N by default.
-    json
-        Print one JSON object instead of text.
     """
     if script is None:
         raise InputError("there is no script to tune. Put it behind --: headway tune -- train.py")

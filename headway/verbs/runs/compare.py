@@ -22,7 +22,7 @@ from headway.trace.recording.runs import Run
 from headway.verbs.jobs.fault import ettr_beside, ettr_sentence
 from headway.verbs.models.model_grow import growth_sentence, judged_growth, losses_of, trained_parameters
 from headway.verbs.shared.learned_step import judged, sentence
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 from headway.verbs.shared.run_options import fraction
 from headway.verbs.shared.source import run_at
 from headway.why.fixes import withdrawn
@@ -39,7 +39,7 @@ def compare(
     *,
     threshold: Annotated[float, Parameter(alias="--gate", converter=fraction)] = 0.05,
     whole: bool = False,
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Compare two runs of one job, bucket by bucket; exit 3 when the second surely lost more than the threshold.
 
@@ -63,8 +63,6 @@ def compare(
     whole
         Judge whole runs: what lies before, between and after the steps counts too, and start-up, restarts and rework
         are regressions when they grew by more than threshold x wall of the first run.
-    json
-        Print one JSON object instead of text.
     """
     runs = run_at(before), run_at(after)
     loads = runs[0].facts.host_load, runs[1].facts.host_load

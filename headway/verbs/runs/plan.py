@@ -24,14 +24,14 @@ from headway.report.terminal import render_hints, render_plan, render_whatif
 from headway.sim.recorded.program import Program
 from headway.sim.whatif import EDITS
 from headway.verbs.shared.learned_step import TABLE, in_words, learned_step, save
-from headway.verbs.shared.output import emit
-from headway.verbs.shared.source import run_at
+from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.source import NewestRun, run_at
 from headway.why.explanation import explain_run
 from headway.why.fixes import chosen_terms, loader_rows, run_command
 
 
 def plan(
-    run: Path | None = None,
+    run: NewestRun = None,
     /,
     *,
     out: Annotated[Path | None, Parameter(alias="-o")] = None,
@@ -50,8 +50,6 @@ def plan(
 
     Parameters
     ----------
-    run
-        A run folder; the newest one by default.
     out
         The plan file; RUN/plan.json by default, RUN/next-plan.json where RUN applied a plan, which stays.
     allow
@@ -132,11 +130,11 @@ def asked_for(answer: Mapping[str, Any], causes: Sequence[Cause]) -> dict[str, A
 
 
 def whatif(
-    run: Path | None = None,
+    run: NewestRun = None,
     /,
     *,
     set_: Annotated[list[str], Parameter(name="--set", negative=())] | None = None,
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Predict the step time of RUN after edits; several edits are replayed together.
 
@@ -144,8 +142,6 @@ def whatif(
 
     Parameters
     ----------
-    run
-        A run folder; the newest one by default.
     set_
         EDIT, as target=value. A factor on durations, none, instant or 0.5x: straggler, input (input.fetch, input.prep,
         input.transfer), comm, checkpoint, host (host.gc, host.logging, script), op:GLOB. A speed, 2x: bandwidth,
@@ -153,8 +149,6 @@ def whatif(
         persistent=true, cache_fraction=0.5, cache_cold=1, cache_shards=2, cores=8, other=0.5. The
         rest: bucket_mb=25 (or default), compress=topk:0.01, logging=buffered, gc=frozen:100. A pipeline: schedule=1f1b,
         bubble=none, stage:NUMBER=0.5x.
-    json
-        Print one JSON object instead of text.
     """
     if not set_:
         raise InputError(f"no edit was given. Pass --set target=value with one of: {', '.join(sorted(EDITS))}.")

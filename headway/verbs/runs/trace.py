@@ -23,7 +23,7 @@ from headway.trace.recording.runs import Run, is_run
 from headway.trace.sync.alignment import Alignment
 from headway.trace.sync.alignment import align as align_trace
 from headway.trace.sync.clocks import on_common_clock
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 from headway.why.explanation import ideal_of
 
 STREAMED = (".pftrace", ".perfetto-trace")
@@ -33,7 +33,7 @@ OWN, OTHER = ".parquet", ".straggler.parquet"
 """Suffixes to tell apart: of the two, only headway's own Parquet has room for clocks beside raw times."""
 
 
-def import_(source: Path, target: Path, /, *, json: bool = False) -> int:
+def import_(source: Path, target: Path, /, *, json: AsJson = False) -> int:
     """Convert SOURCE (profiler JSON or folder, Chakra, torchtitan, Flight Recorder, a run, ...) to headway's Parquet.
 
     Example: `headway trace import profile.json.gz profile.parquet`
@@ -44,8 +44,6 @@ def import_(source: Path, target: Path, /, *, json: bool = False) -> int:
         Any trace headway reads; its content decides the format, not its name. NAME.et stands for NAME.<rank>.et.
     target
         File to write; its suffix decides the format: .parquet, .straggler.parquet, .json, .json.gz, .pftrace or .et.
-    json
-        Print one JSON object instead of text.
     """
     spare(source, target)
     trace = Trace.open(source)
@@ -67,7 +65,7 @@ def export(
     kinds: str | None = None,
     between: str | None = None,
     ideal: bool = False,
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Write a slice of SOURCE for Perfetto (ui.perfetto.dev), chrome://tracing, or a simulator that takes Chakra.
 
@@ -93,8 +91,6 @@ def export(
         FROM:TO after the first event, in ns or with a unit: 1.5s:1.6s. Rows that overlap it.
     ideal
         Put the same slice, replayed without the losses, beside the real one (a run or an operation trace; .json only).
-    json
-        Print one JSON object instead of text.
     """
     wanted = slice_of(steps=steps, ranks=ranks, lanes=lanes, names=names, kinds=kinds, between=between)
     spare(source, target)
@@ -176,7 +172,7 @@ def replayed(source: Path, trace: Trace) -> Trace:
     return ideal
 
 
-def info(source: Path, /, *, json: bool = False) -> int:
+def info(source: Path, /, *, json: AsJson = False) -> int:
     """Describe what a trace or a run holds: ranks, steps, kinds, lanes, groups, longest names, coverage.
 
     Example: `headway trace info profile.json.gz`
@@ -185,8 +181,6 @@ def info(source: Path, /, *, json: bool = False) -> int:
     ----------
     source
         A run folder or any trace.
-    json
-        Print one JSON object instead of text.
     """
     answer = describe(open_parts([source]))
     emit(answer, lambda screen: render_trace_info(answer, **screen), as_json=json)
@@ -217,7 +211,7 @@ def align(
     /,
     *,
     tolerate: bool = False,
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Put the clocks of all ranks of SOURCE on that of its first rank, by what the ranks did together.
 
@@ -239,8 +233,6 @@ def align(
         File to write; its suffix decides the format.
     tolerate
         Where no clocks fulfil the order, or one was set while it recorded, take the estimate instead of an error.
-    json
-        Print one JSON object instead of text.
     """
     spare(source, target)
     trace = Trace.open(source)

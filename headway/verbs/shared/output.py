@@ -8,12 +8,17 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from cyclopts import Parameter
 
 from headway.core.errors import InputError
 from headway.core.machine.beside import say_beside
 from headway.report.paper import ScreenOptions, screen_of
 from headway.verbs.shared import at_work
+
+AsJson = Annotated[bool, Parameter(help="Print one JSON object instead of text.")]
+"""The option --json of a verb."""
 
 
 def emit(answer: Mapping[str, Any], render: Callable[[ScreenOptions], str], *, as_json: bool) -> None:

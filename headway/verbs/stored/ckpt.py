@@ -22,14 +22,14 @@ from headway.storage.commit import CommittedCheckpoint, commit_record, committed
 from headway.storage.redundancy.parity_files import state
 from headway.storage.stored.manifest import METADATA
 from headway.storage.stored.stores import LocalStore, url_of
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 from headway.verbs.stored import ckpt_objects
 
 LINES = 20
 """Lines of damage or of tensors on a screen; the JSON has all."""
 
 
-def ls(root: Path, /, *, json: bool = False) -> int:
+def ls(root: Path, /, *, json: AsJson = False) -> int:
     """List the checkpoints of a run: step, age, size, ranks, redundancy, and what the last scrub found.
 
     Only committed ones are listed; a save in progress, or one that was cut
@@ -41,8 +41,6 @@ def ls(root: Path, /, *, json: bool = False) -> int:
     ----------
     root
         The folder that holds the step-<n> of a run, or its URL (s3://...).
-    json
-        Print one JSON object instead of text.
     """
     url = url_of(root)
     if url is None:
@@ -118,7 +116,7 @@ def _protection(row: Mapping[str, Any]) -> str:
     return str(row["parity"]) if done else f"{row['redundancy']}, not yet"
 
 
-def show(path: Path, /, *, only: str = "*", json: bool = False) -> int:
+def show(path: Path, /, *, only: str = "*", json: AsJson = False) -> int:
     """Show what a checkpoint holds: its tensors with dtype, shape, stored boxes and files, and its other values.
 
     Reads checkpoints of headway, of torch.distributed.checkpoint, and files
@@ -133,8 +131,6 @@ def show(path: Path, /, *, only: str = "*", json: bool = False) -> int:
         A checkpoint, a file, or an index of files; a folder of checkpoints stands for the newest.
     only
         Names to show, with * and ? for any characters.
-    json
-        Print one JSON object instead of text.
     """
     held = opened(contents(path))
     tensors = {fqn: tensor for fqn, tensor in held.tensors.items() if fnmatchcase(fqn, only)}
@@ -209,7 +205,7 @@ def _show_screen(answer: Mapping[str, Any], held: Contents, screen: ScreenOption
     return draw(parts, **screen)
 
 
-def verify_(path: Path, /, *, all: bool = False, shallow: bool = False, json: bool = False) -> int:
+def verify_(path: Path, /, *, all: bool = False, shallow: bool = False, json: AsJson = False) -> int:
     """Check that a checkpoint is what was written, and say which tensor is not.
 
     Works on checkpoints of headway, of torch.distributed.checkpoint, and on
@@ -228,8 +224,6 @@ def verify_(path: Path, /, *, all: bool = False, shallow: bool = False, json: bo
         Every checkpoint of a folder of them.
     shallow
         Leave out the elements of tensors: sizes, metadata, containers only.
-    json
-        Print one JSON object instead of text.
     """
     url, deep = url_of(path), not shallow
     if not all:
@@ -288,7 +282,7 @@ def _damage_table(report: VerifyReport) -> Any:
     return uncut(table)
 
 
-def scrub_(root: Path, /, *, rate_mb_s: float = 50.0, json: bool = False) -> int:
+def scrub_(root: Path, /, *, rate_mb_s: float = 50.0, json: AsJson = False) -> int:
     """Verify all checkpoints of a run in the background, at a bounded rate, the longest unverified first.
 
     Exit code 3 when one is damaged. When it was interrupted it goes on with
@@ -302,8 +296,6 @@ def scrub_(root: Path, /, *, rate_mb_s: float = 50.0, json: bool = False) -> int
         The folder that holds the step-<n> of a run.
     rate_mb_s
         Read at most so many MB per second; 0 reads as fast as it goes.
-    json
-        Print one JSON object instead of text.
     """
     if rate_mb_s < 0:
         raise InputError(f"--rate-mb-s is {rate_mb_s:g}; a rate is at least 0. Pass 0 for no limit.")
@@ -326,7 +318,7 @@ def scrub_(root: Path, /, *, rate_mb_s: float = 50.0, json: bool = False) -> int
     return 3 if damaged else 0
 
 
-def diff(first: Path, second: Path, /, *, json: bool = False) -> int:
+def diff(first: Path, second: Path, /, *, json: AsJson = False) -> int:
     """Compare two checkpoints bit by bit: tensors added, removed, of another dtype or shape, with other content.
 
     They may be of different formats, layouts and numbers of ranks. Exit code
@@ -340,8 +332,6 @@ def diff(first: Path, second: Path, /, *, json: bool = False) -> int:
         A checkpoint, or a torch.save or safetensors file.
     second
         Another one.
-    json
-        Print one JSON object instead of text.
     """
     found = difference(contents(first), contents(second))
     answer = {"schema": "headway.ckpt.diff/1", "first": str(first), "second": str(second), **found.to_json()}
@@ -379,7 +369,7 @@ def _changed(change: Mapping[str, Any]) -> str:
     return f"{what}{change['before']} -> {change['after']}"
 
 
-def prune(root: Path, /, *, keep: str = "last=2", yes: bool = False, json: bool = False) -> int:
+def prune(root: Path, /, *, keep: str = "last=2", yes: bool = False, json: AsJson = False) -> int:
     """Remove old checkpoints, and what dead saves left; without --yes say only what would be removed.
 
     The newest checkpoint that is intact, or that parity can repair, always
@@ -395,8 +385,6 @@ def prune(root: Path, /, *, keep: str = "last=2", yes: bool = False, json: bool 
         What stays: last=N, the newest N; every=K, those whose step is a multiple of K.
     yes
         Remove them.
-    json
-        Print one JSON object instead of text.
     """
     rule, url = parse_keep(keep), url_of(root)
     if url is not None:

@@ -31,7 +31,7 @@ from headway.ledger.answers.ledger import Ledger
 from headway.plan.setup import Setup
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, title
 from headway.sim.recorded.program import Program
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 from headway.verbs.shared.source import run_at
 
 STOCK_TIMEOUT_S = 300
@@ -42,7 +42,7 @@ def advise(
     /,
     *,
     set_: Annotated[list[str], Parameter(name="--set", negative=())] | None = None,
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Compute how often to save, whether to write behind the steps, and what a failure loses each way.
 
@@ -60,8 +60,6 @@ def advise(
     set_
         A fact, as name=value: step_s, save_s (seconds), every (steps between saves), state (bytes per rank), copy
         (bytes per second), mtbf_s, budget, ranks, hosts.
-    json
-        Print one JSON object instead of text.
     """
     if run is None and not set_:
         raise InputError(f"there is nothing to advise on. Name a run, or pass --set with {', '.join(SETTINGS)}.")
@@ -138,7 +136,7 @@ def _kept(rows: list[Mapping[str, Any]]) -> Any:
 
 
 def bench(
-    folder: Path, /, *, size: str = "64MiB", state: str = "10GB", ours_only: bool = False, json: bool = False
+    folder: Path, /, *, size: str = "64MiB", state: str = "10GB", ours_only: bool = False, json: AsJson = False
 ) -> int:
     """Measure memory, checksums and FOLDER on this host, and say what a save of a given size would cost.
 
@@ -157,8 +155,6 @@ def bench(
         Bytes that one rank would save.
     ours_only
         Leave out torch's own distributed checkpoint, which needs torch.
-    json
-        Print one JSON object instead of text.
     """
     num_bytes, state_bytes = parse_bytes(size), parse_bytes(state)
     rates = measure(folder, num_bytes)

@@ -18,7 +18,7 @@ from headway.storage.commit import STEP, is_own
 from headway.storage.redundancy.parity import state, warnings
 from headway.storage.stored.manifest import COMMIT, CommitRecord
 from headway.storage.stored.stores import url_of
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 
 # `headway ckpt repair`: rebuild what is damaged of a checkpoint, or say what is lost.
 
@@ -34,7 +34,7 @@ VERDICTS = {
 """Status -> what the screen says last."""
 
 
-def repair(path: Path, /, *, dry_run: bool = False, json: bool = False) -> int:
+def repair(path: Path, /, *, dry_run: bool = False, json: AsJson = False) -> int:
     """Rebuild what is damaged of a checkpoint from parity and copies, bit for bit.
 
     Every rebuilt file is held to the checksum of the commit before it takes
@@ -51,8 +51,6 @@ def repair(path: Path, /, *, dry_run: bool = False, json: bool = False) -> int:
         A checkpoint; of the folder of a run, its newest one.
     dry_run
         Say what would be rebuilt, and write nothing; exit code 3 when there is anything.
-    json
-        Print one JSON object instead of text.
     """
     root, path = path, checkpoint_at(path)
     check_inside(root, path / COMMIT)
@@ -121,7 +119,7 @@ def export(
     prefix: str = "",
     dtype: str | None = None,
     file: str = "5GB",
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Write a checkpoint as safetensors or as a torch.save file.
 
@@ -142,8 +140,6 @@ def export(
         Cast floating-point tensors: bf16, fp16, fp32, fp64.
     file
         Largest safetensors file.
-    json
-        Print one JSON object instead of text.
     """
     from headway.checkpoint.torch_dcp.convert import export as write
 
@@ -164,7 +160,7 @@ def import_(
     prefix: str = "",
     world: int = 1,
     redundancy: str = "none",
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Make a checkpoint of safetensors files, a torch.save file, or another checkpoint.
 
@@ -185,8 +181,6 @@ def import_(
         Number of ranks whose files it consists of.
     redundancy
         Parity over them: none, xor, +m, k+m.
-    json
-        Print one JSON object instead of text.
     """
     from headway.checkpoint.torch_dcp.convert import rewrite
 
@@ -202,7 +196,7 @@ def reshard(
     out: Annotated[Path, Parameter(alias="-o")],
     without: Annotated[list[str], Parameter(negative=())] | None = None,
     redundancy: str = "none",
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Rewrite a checkpoint into the files of another number of ranks, bit for bit.
 
@@ -223,8 +217,6 @@ def reshard(
         An object or tensor to leave out, with all below it; may be given again.
     redundancy
         Parity over the new files: none, xor, +m, k+m.
-    json
-        Print one JSON object instead of text.
     """
     from headway.checkpoint.torch_dcp.convert import rewrite
 

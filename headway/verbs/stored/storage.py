@@ -20,13 +20,13 @@ from headway.lab.fleet_sim import Dgroup, SimResult, made, read_clusters
 from headway.lab.placement import place, replay, saved
 from headway.lab.schemes import DEFAULT, HOURS_PER_YEAR, SCHEMES, Scheme, bounds_afr, mttdl_hours
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 
 SHOWN_TRANSITIONS = 12
 """Rows of transitions on a screen; `--json` holds all."""
 
 
-def table(*, afr: float = 0.02, default_afr: float = DEFAULT[2], mttr_hours: float = 24.0, json: bool = False) -> int:
+def table(*, afr: float = 0.02, default_afr: float = DEFAULT[2], mttr_hours: float = 24.0, json: AsJson = False) -> int:
     """List the schemes of redundancy: the failure rate each tolerates, its space, how long data lives.
 
     A scheme tolerates the AFR (failures per disk and year) up to which it
@@ -43,8 +43,6 @@ def table(*, afr: float = 0.02, default_afr: float = DEFAULT[2], mttr_hours: flo
         AFR that 6-of-9 is trusted with, a fraction.
     mttr_hours
         Hours of one repair.
-    json
-        Print one JSON object instead of text.
     """
     for name, value in {"--afr": afr, "--default-afr": default_afr}.items():
         if not 0 < value <= 1:
@@ -102,7 +100,7 @@ def _table_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
 
 
 def fit(
-    *logs: Path, policy: str = "pacemaker", ahead_days: float = 90.0, same: tuple[str, ...] = (), json: bool = False
+    *logs: Path, policy: str = "pacemaker", ahead_days: float = 90.0, same: tuple[str, ...] = (), json: AsJson = False
 ) -> int:
     """Learn failure rates from logs of disks, and name the scheme that fits each model now.
 
@@ -124,8 +122,6 @@ def fit(
         Days for which the schemes should hold.
     same
         OLD=NEW: a model that was renamed between the logs, or in a log of drives; may be given several times.
-    json
-        Print one JSON object instead of text.
     """
     chosen = pick(POLICIES, policy, "policy")
     if not logs:
@@ -217,7 +213,7 @@ def _fit_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
 
 def fleet(
     *, clusters: Path | None = None, synthetic: str | None = None, days: int = 1095, seed: int = 0,
-    policy: tuple[str, ...] = ("pacemaker", "instant", "reactive"), json: bool = False,
+    policy: tuple[str, ...] = ("pacemaker", "instant", "reactive"), json: AsJson = False,
 ) -> int:  # fmt: skip
     """Simulate years of a fleet of disks whose schemes follow its failure rates, beside other policies.
 
@@ -241,8 +237,6 @@ def fleet(
         Of the made-up fleet and of the failures.
     policy
         Policies to compare; the plan that is shown is the first one's.
-    json
-        Print one JSON object instead of text.
     """
     if (clusters is None) == (synthetic is None) or not policy:
         raise InputError("give either --clusters FILE.toml or --synthetic NAME, and at least one --policy.")

@@ -16,7 +16,7 @@ from headway.storage.regions.dirty import BACKENDS, works
 from headway.storage.regions.pagemap import PAGE_BYTES
 from headway.storage.regions.scrub import inspect
 from headway.storage.stored.stores import url_of
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 
 SHOWN_PAGES = 10
 """Damaged pages on a screen; `--json` holds all."""
@@ -30,7 +30,7 @@ VERDICTS = {
 """Status -> what it means."""
 
 
-def region(file: Path, /, *, repair: bool = False, rate_mb_s: float | None = None, json: bool = False) -> int:
+def region(file: Path, /, *, repair: bool = False, rate_mb_s: float | None = None, json: AsJson = False) -> int:
     """Compare every page of a protected region with its checksum; with --repair rebuild those that changed.
 
     For the file of a headway.storage.ProtectedRegion that nobody has open.
@@ -47,8 +47,6 @@ def region(file: Path, /, *, repair: bool = False, rate_mb_s: float | None = Non
         Write back what can be rebuilt from parity.
     rate_mb_s
         Read at most so many MB (10**6 bytes) per second.
-    json
-        Print one JSON object instead of text.
     """
     if rate_mb_s is not None and not rate_mb_s > 0:
         raise InputError(f"--rate-mb-s is {rate_mb_s}; pass more than 0, or leave it out.")
@@ -98,17 +96,12 @@ def _region_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
     return draw([*lines, paragraph(VERDICTS[answer["status"]], style="bold")], **screen)
 
 
-def backends(*, json: bool = False) -> int:
+def backends(*, json: AsJson = False) -> int:
     """Test which ways to find out what pages of memory were written work on this host, and which one "auto" takes.
 
     Asks the kernel with a small map of each kind of memory.
 
     Example: `headway storage backends`
-
-    Parameters
-    ----------
-    json
-        Print one JSON object instead of text.
     """
     reasons = {name: works(name) for name in BACKENDS}
     chosen = "rehash" if reasons["pagemap_scan"] else "pagemap_scan"
@@ -132,7 +125,7 @@ def _backends_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
 # `headway storage restripe`: give committed checkpoints another scheme of parity.
 
 
-def restripe(path: Path, /, *, to: str, cap_mb_s: float = 0.0, json: bool = False) -> int:
+def restripe(path: Path, /, *, to: str, cap_mb_s: float = 0.0, json: AsJson = False) -> int:
     """Replace the parity of committed checkpoints: the data are read once and stay as they are.
 
     The old parity is removed when the new one is durable; an interrupted
@@ -148,8 +141,6 @@ def restripe(path: Path, /, *, to: str, cap_mb_s: float = 0.0, json: bool = Fals
         The scheme: k+m, or +m for as wide a stripe as there are ranks.
     cap_mb_s
         At most so many MB read and written per second; 0: no cap.
-    json
-        Print one JSON object instead of text.
     """
     if not cap_mb_s >= 0:
         raise InputError(f"--cap-mb-s is {cap_mb_s:g}; use a rate above 0, or 0 for no cap.")

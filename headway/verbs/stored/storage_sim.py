@@ -16,7 +16,7 @@ from headway.lab.nvm_controller import NvmStats, simulate_nvm
 from headway.lab.nvm_design import DESIGNS, MemorySystem
 from headway.lab.nvm_traces import TRACES, read_trace
 from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 
 MOST_ROWS = 5_000_000
 """Longer traces take minutes in every design."""
@@ -30,7 +30,7 @@ def sim(
     seed: int = 0,
     designs: str = ",".join(DESIGNS),
     mapped: str = "256MiB",
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Simulate the cost of checksums and parity over memory that is mapped and written by stores.
 
@@ -54,8 +54,6 @@ def sim(
         Names, separated by commas.
     mapped
         Bytes that are mapped, from address 0 on.
-    json
-        Print one JSON object instead of text.
     """
     memory = MemorySystem(mapped_bytes=parse_bytes(mapped))
     chosen = {name: pick(DESIGNS, name.strip(), "design") for name in designs.split(",")}
