@@ -51,8 +51,7 @@ def bench(name: str | None = None, /, *, full: bool = False, keep: bool = False,
     if name is None:
         claims, rooms = {known: claim(path) for known, path in table.items()}, by_room(table)
         answer = {"schema": "headway.bench/1", "benchmarks": claims, "rooms": rooms}
-        emit(answer, lambda _: listing(claims, rooms), as_json=json)
-        return 0
+        return emit(answer, lambda _: listing(claims, rooms), as_json=json)
     command = [sys.executable, str(pick(table, name, "benchmark")), *(["--full"] if full else [])]
     done = subprocess.run(command, cwd=FOLDER.parent, stdout=subprocess.PIPE, text=True)
     print(done.stdout, end="")

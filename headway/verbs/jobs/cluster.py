@@ -109,8 +109,7 @@ def sim(
         if resize or runs:
             raise InputError("--resize and --runs are for jobs of fixed size; leave them out with --trace pollux:W.")
         result = _pollux(trace, policy, devices, data, load, span, round_s or 60.0, seed)
-        emit(result, lambda screen: _sim_screen(result, screen), as_json=json)
-        return 0
+        return emit(result, lambda screen: _sim_screen(result, screen), as_json=json)
     if not devices:
         raise InputError("--devices is empty; pass type=count, such as --devices v100=36,k80=36.")
     cluster, round_s = Cluster.parse(devices, usd_per_h), round_s or 360.0
@@ -127,8 +126,7 @@ def sim(
         result["rates"] = measured
     if explain:
         result["prices"] = found.price_rows()
-    emit(result, lambda screen: _sim_screen(result, screen), as_json=json)
-    return 0
+    return emit(result, lambda screen: _sim_screen(result, screen), as_json=json)
 
 
 def compare(
@@ -184,8 +182,7 @@ def compare(
         if out is not None or restart_s is not None:
             raise InputError("--restart-s and --out are for a queue of --jobs. Leave them out with --log.")
         logged = _compare_log(log, names)
-        emit(logged, lambda screen: _compare_screen(logged, screen), as_json=json)
-        return 0
+        return emit(logged, lambda screen: _compare_screen(logged, screen), as_json=json)
     if jobs is None or not devices:
         raise InputError("there is no queue to compare on. Pass --jobs FILE --devices type=count, or --log FOLDER.")
     cluster = Cluster.parse(devices, usd_per_h)

@@ -62,8 +62,7 @@ def fork(
         assert script, "checked above"
         result = _train(script, rates, slot_s, dir)
     used = [rate for rate in rates if rate]
-    emit(result, lambda screen: _screen(result, used, screen, ran=jobs is None), as_json=json)
-    return 0
+    return emit(result, lambda screen: _screen(result, used, screen, ran=jobs is None), as_json=json)
 
 
 def _train(script: list[str], rates: Sequence[float], slot_s: float, folder: Path | None) -> ForkAnswer:

@@ -127,8 +127,7 @@ def _answered(result: Facts, out: Path | None, name: str, *, as_json: bool) -> i
     """Write the page where one is wanted, and print the answer."""
     if out is not None:
         result["page"] = _cost_page(out, name, result)
-    emit(result, lambda screen: _screen(result, screen), as_json=as_json)
-    return 0
+    return emit(result, lambda screen: _screen(result, screen), as_json=as_json)
 
 
 def _cost_page(path: Path, name: str, result: Facts) -> str:
@@ -280,8 +279,7 @@ def batch(
         result["next"] = run_command(runs[0].facts, "--apply", str(out))
     else:
         result["next"] = batch_command(str(runs[0].path), lossy=result["noise_scale"] is not None)
-    emit(result, lambda screen: _batch_screen(result, screen), as_json=json)
-    return 0
+    return emit(result, lambda screen: _batch_screen(result, screen), as_json=json)
 
 
 def _batch_screen(result: Facts, screen: ScreenOptions) -> str:

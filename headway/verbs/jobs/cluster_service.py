@@ -131,8 +131,7 @@ def submit(
     if not Path(script[0]).is_file():
         raise InputError(f"the script {script[0]!r} does not exist in {Path.cwd()}. Name a file of Python.")
     result = _asked(dir, SubmitJob(name, scale, script, os.getcwd(), fewest), JobAnswer)
-    _emit_job("headway.cluster-submit/1", result.job, as_json=json, command=_command("queue", dir))
-    return 0
+    return _emit_job("headway.cluster-submit/1", result.job, as_json=json, command=_command("queue", dir))
 
 
 def queue(*, dir: Path = FOLDER, json: AsJson = False) -> int:
@@ -153,8 +152,7 @@ def queue(*, dir: Path = FOLDER, json: AsJson = False) -> int:
     reply = {"schema": "headway.cluster-queue/1", "round": result.round, "jobs": result.jobs}
     ended = any(job["state"] == "finished" for job in result.jobs) and all(job["state"] in ENDED for job in result.jobs)
     command = shlex.join(["headway", "cluster", "compare", "--log", str(dir)]) if ended else ""
-    emit(reply, lambda screen: _queue_screen(result, command, screen), as_json=json)
-    return 0
+    return emit(reply, lambda screen: _queue_screen(result, command, screen), as_json=json)
 
 
 def queue_of(folder: Path) -> tuple[QueueAnswer, bool]:
@@ -179,8 +177,7 @@ def cancel(job: str, /, *, dir: Path = FOLDER, json: AsJson = False) -> int:
     dir
         Folder of the service.
     """
-    _emit_job("headway.cluster-cancel/1", _asked(dir, CancelJob(job), JobAnswer).job, as_json=json)
-    return 0
+    return _emit_job("headway.cluster-cancel/1", _asked(dir, CancelJob(job), JobAnswer).job, as_json=json)
 
 
 def explain(job: str, /, *, dir: Path = FOLDER, json: AsJson = False) -> int:
@@ -196,12 +193,11 @@ def explain(job: str, /, *, dir: Path = FOLDER, json: AsJson = False) -> int:
         Folder of the service.
     """
     result = _asked(dir, ExplainJob(job), ExplainAnswer).job
-    emit(
+    return emit(
         {"schema": "headway.cluster-explain/1", **result},
         lambda screen: draw([Text(f"  {result['id']} ({result['name']})"), paragraph(result["words"])], **screen),
         as_json=json,
     )
-    return 0
 
 
 def _pools(slots: str) -> Mapping[str, int]:
@@ -239,12 +235,12 @@ def _command(verb: str, folder: Path) -> str:
     return shlex.join(["headway", "cluster", verb, *([] if folder == FOLDER else ["--dir", str(folder)])])
 
 
-def _emit_job(schema: str, row: QueueRow, *, as_json: bool, command: str = "") -> None:
+def _emit_job(schema: str, row: QueueRow, *, as_json: bool, command: str = "") -> int:
     """Print one job, and the command that says how it goes."""
     text = f"{row['id']} ({row['name']}): {row['state']}"
     text += f", {row['reason']}" if row["reason"] not in ("", row["state"]) else ""
     parts = [Text(f"  {text}"), *next_of(command)]
-    emit({"schema": schema, **row}, lambda screen: draw(parts, **screen), as_json=as_json)
+    return emit({"schema": schema, **row}, lambda screen: draw(parts, **screen), as_json=as_json)
 
 
 def _queue_screen(result: QueueAnswer, command: str, screen: ScreenOptions) -> str:
@@ -291,12 +287,11 @@ def watch(
 
     if not log_of(dir).is_file():
         raise InputError(f"{dir} holds no service. Start one: headway cluster serve --slots 2 --dir {dir}")
-    serve_page(
+    return serve_page(
         ServicePage(dir),
         lambda url: ({"schema": "headway.cluster-watch/1", "dir": str(dir), "url": url}, f"{dir}: {url}"),
         host=host, port=port, allow_origin=allow_origin, as_json=json,
     )  # fmt: skip
-    return 0
 
 
 class ServicePage:

@@ -62,8 +62,7 @@ def incidents(
             raise InputError(f"nothing failed in {recorded.path}: it has no ETTR to draw. Leave -o out.")
         chart = _ettr_line(*ettr_over_time(book_run(recorded.attempts(), recorded.facts)))
         answer["page"] = write_page(out, picture_page(str(recorded.path), "ETTR over time", [chart]))
-    emit(answer, lambda screen: _screen(answer, str(recorded.path), screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _screen(answer, str(recorded.path), screen), as_json=json)
 
 
 def _ettr_line(end_s: NDArray[np.float64], ettr: NDArray[np.float64]) -> Line:
@@ -207,8 +206,7 @@ def plan(
         mesh=None if mesh is None else mesh_of(mesh), ranks_per_host=ranks_per_host,
     )  # fmt: skip
     answer = {"schema": "headway.fault-plan/1", **found.to_json()}
-    emit(answer, lambda screen: draw([_lines(_plan_facts(found))], **screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: draw([_lines(_plan_facts(found))], **screen), as_json=json)
 
 
 def _plan_facts(found: Preparation) -> list[tuple[str, str]]:
@@ -259,8 +257,7 @@ def sim(
         ("failures", f"{outcome.num_incidents}, the longest cost {format_seconds(outcome.longest_unproductive_s)}"),
         *parts,
     ]
-    emit(answer, lambda screen: draw([_lines(facts)], **screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: draw([_lines(facts)], **screen), as_json=json)
 
 
 def probe(*, nproc_per_node: str | None = None, timeout_s: float = 60.0, json: AsJson = False) -> int:

@@ -37,8 +37,7 @@ def hang(*source: Path, mesh: str | None = None, json: bool = False) -> int:
     sources = list(source) or [newest_run()]
     answer = verdict_of(sources, None if mesh is None else mesh_of(mesh)).to_json()
     named = ", ".join(map(str, sources)) if len(sources) < 3 else f"{len(sources)} dumps"
-    emit(answer, lambda screen: render_hang(answer, source=named, **screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: render_hang(answer, source=named, **screen), as_json=json)
 
 
 def verdict_of(sources: Sequence[Path], mesh: Mesh | None = None) -> HangVerdict:

@@ -198,8 +198,7 @@ def export(plan: Path, /, *, json: AsJson = False) -> int:
     script = operator_script(settings) if settings else ""
     result = {"schema": "headway.power-export/1", "settings": settings, "script": script, "others": others}
     text = "\n".join([*(f"# {line}" for line in others), *([script] if script else [])])
-    emit(result, lambda _: text, as_json=json)
-    return 0
+    return emit(result, lambda _: text, as_json=json)
 
 
 def _finite(value: float) -> float | None:

@@ -99,8 +99,7 @@ def stalls(
     if prediction is not None:
         after = attribute(program, prediction.edits, fixes=False)
         answer |= {"what_if": prediction.to_json(), "after": after.to_json()}
-    emit(answer, lambda screen: _replayed_screen(report, recorded.facts.input, prediction, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _replayed_screen(report, recorded.facts.input, prediction, screen), as_json=json)
 
 
 def _measured(
@@ -124,8 +123,7 @@ def _measured(
     report, answer = measure(
         script, steps=STEPS if steps is None else steps, nproc_per_node=nproc_per_node, module=module, out=out
     )
-    emit(answer, lambda screen: _measured_screen(report, answer, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _measured_screen(report, answer, screen), as_json=json)
 
 
 def _replayed_screen(
@@ -197,8 +195,7 @@ def cluster(
     """
     done = cluster_parquet(source, target, by=by, time=time, shuffle=shuffle, batch_size=batch_size)
     answer = {"schema": "headway.data.cluster/1", "target": str(target), **done.to_json()}
-    emit(answer, lambda screen: _screen(answer, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _screen(answer, screen), as_json=json)
 
 
 def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:

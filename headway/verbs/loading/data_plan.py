@@ -167,8 +167,7 @@ def profile(
     if out is not None:
         _write(out.with_name(out.name + ".yaml"), stats_text(measured))
         _write(out.with_name(out.name + ".toml"), ops_text(declared))
-    emit(answer, lambda screen: draw([_table(rows)], **screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: draw([_table(rows)], **screen), as_json=json)
 
 
 def _write(path: Path, text: str) -> None:

@@ -87,8 +87,7 @@ def status(path: Path | None = None, /, *, json: AsJson = False) -> int:
     paths = [path] if path is not None else sorted(runtime_directory().glob("data-*.sock"))
     servers = [facts for each in paths if (facts := _asked(each, must=path is not None)) is not None]
     answer = {"schema": "headway.data.status/1", "servers": servers}
-    emit(answer, lambda screen: _screen(servers, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _screen(servers, screen), as_json=json)
 
 
 def _imported(target: str) -> Any:

@@ -105,14 +105,13 @@ def plan(
         "interval": None if made.interval is None else list(made.interval),
         "note": note,
     }
-    emit(
+    return emit(
         answer,
         lambda screen: render_optimised(
             answer, source=str(recorded.path), plan_path=str(path) if worth else "", **screen
         ),
         as_json=json,
     )
-    return 0
 
 
 def confirmed(made: PlanFile, replay: DdpReplay, baseline: str) -> tuple[PlanFile, str]:
@@ -165,8 +164,7 @@ def bench(*, codecs: str = "", out: Annotated[Path | None, Parameter(alias="-o")
     path = out or Path("codecs.json")
     measure(list(dict.fromkeys(names)), path)
     answer = read_json(path)
-    emit(answer, lambda screen: _screen(answer, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _screen(answer, screen), as_json=json)
 
 
 def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
@@ -264,8 +262,7 @@ def options(*, devices: str = "gpu,cpu", json: bool = False) -> int:
     """
     found = list(tree(tuple(word.strip() for word in devices.split(","))))
     answer = {"schema": "headway.comm-options/1", "count": len(found), "options": found}
-    emit(answer, lambda screen: "\n".join([*found, f"{len(found)} options."]), as_json=json)
-    return 0
+    return emit(answer, lambda screen: "\n".join([*found, f"{len(found)} options."]), as_json=json)
 
 
 def strategy(
@@ -326,8 +323,7 @@ def strategy(
         "options": [pricing.names[option] if pricing.names else option for option in plan.tolist()],
         "search_s": seconds,
     }
-    emit(answer, lambda screen: _strategy_screen(answer, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _strategy_screen(answer, screen), as_json=json)
 
 
 def _pricing(

@@ -75,8 +75,7 @@ def transfer(
         "peers": {name: errors[name] for name in PEERS}, "predictor": predictor, "select": select,
         "chosen": chosen.tolist(),
     }  # fmt: skip
-    emit(result, lambda screen: _transfer_screen(result, len(target_s), screen), as_json=json)
-    return 0
+    return emit(result, lambda screen: _transfer_screen(result, len(target_s), screen), as_json=json)
 
 
 def _transfer_screen(result: Mapping[str, Any], num_samples: int, screen: ScreenOptions) -> str:
@@ -142,8 +141,7 @@ def calibrate(
         f"{result['operators']:,} operators of {len(known)} models in {out} ({len(wanted)} measured now), "
         f"{result['dropped']} dropped as too noisy."
     )
-    emit(result, lambda screen: draw([paragraph(text)], **screen), as_json=json)
-    return 0
+    return emit(result, lambda screen: draw([paragraph(text)], **screen), as_json=json)
 
 
 def predict(
@@ -171,8 +169,7 @@ def predict(
     """
     pick({"cpu": None}, device, "device")
     result = msgspec.to_builtins(learned_step(target, batch, costs, threads))
-    emit(result, lambda screen: _predict_screen(result, screen), as_json=json)
-    return 0
+    return emit(result, lambda screen: _predict_screen(result, screen), as_json=json)
 
 
 def _predict_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:

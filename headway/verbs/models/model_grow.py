@@ -304,8 +304,7 @@ def grow(
     _one_mode(plan, (target, small, large, checkpoint, out, family, depth, split, prefix, seed), (model, budget))
     if plan is not None:
         made = growth_plan(plan, model, budget)
-        emit(msgspec.to_builtins(made), lambda screen: screen_of_plan(made, screen), as_json=json)
-        return 0
+        return emit(msgspec.to_builtins(made), lambda screen: screen_of_plan(made, screen), as_json=json)
     checkpoint, out = _given(target, small, large, checkpoint, out)
     from headway.checkpoint.torch_dcp.sources import open_source
     from headway.model.growth.apply import grow_saved
@@ -319,8 +318,7 @@ def grow(
             seed=seed,
         )  # fmt: skip
     answer = _written(grown, out)
-    emit(answer, lambda screen: _screen(answer, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _screen(answer, screen), as_json=json)
 
 
 def _written(grown: Grown, out: Path) -> dict[str, Any]:

@@ -68,8 +68,7 @@ def precision(
     write_plan(PlanFile((remedy,) if lowered else (), baseline=str(folder / "float32")), plan)
     result = {"schema": "headway.model-precision/1", **msgspec.to_builtins(choice), "path": str(plan)}
     command = run_command(run_at(folder / "float32").facts, "--apply", str(plan)) if lowered else ""
-    emit(result, lambda screen: _screen(choice, phases, command, screen), as_json=options.json)
-    return 0
+    return emit(result, lambda screen: _screen(choice, phases, command, screen), as_json=options.json)
 
 
 def _phase(name: str, folder: Path, options: RunOptions, script: list[str]) -> dict[int, PhaseOfRank]:

@@ -93,8 +93,7 @@ def serve(
     if export is not None and not json:
         print(f"export {result['vllm']}")
         return 0
-    emit(result, lambda screen: _screen(result, plan, screen), as_json=json)
-    return 0
+    return emit(result, lambda screen: _screen(result, plan, screen), as_json=json)
 
 
 def _result_of(plan: ServePlan) -> dict[str, Any]:

@@ -81,8 +81,7 @@ def bubbles(
     if out is not None:
         chart = recorded_step(program.recording)
         answer["page"] = write_page(out, picture_page(str(recorded.path), "a step of the pipeline", [chart]))
-    emit(answer, lambda screen: _screen(answer, str(recorded.path), screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _screen(answer, str(recorded.path), screen), as_json=json)
 
 
 def recorded_step(recording: Recording) -> Gantt:
@@ -217,8 +216,7 @@ def fill(
                 "measured_large_ns": rank.large_ns, "measured_used_ns": rank.used_ns, "late_ns": rank.late_ns,
                 "chunks": rank.chunks, "ended": rank.ended,
             }  # fmt: skip
-    emit(facts, lambda screen: _fill_screen(facts, screen), as_json=json)
-    return 0
+    return emit(facts, lambda screen: _fill_screen(facts, screen), as_json=json)
 
 
 def _row(rank: int, large_ns: int, placed: Sequence[PlacedFill]) -> Facts:

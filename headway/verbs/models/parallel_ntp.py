@@ -122,8 +122,7 @@ def _mesh(plan: MeshPlan, tp: int, as_json: bool) -> int:
         f"{format_fraction(plan.throughput)} of the throughput is left. One row per replica that lost devices: the "
         f"replica of which each stage has the group; the others are whole."
     )
-    emit(facts, lambda screen: draw([uncut(rows), "", paragraph(explanation)], **screen), as_json=as_json)
-    return 0
+    return emit(facts, lambda screen: draw([uncut(rows), "", paragraph(explanation)], **screen), as_json=as_json)
 
 
 def _plan(shards: ShardMap, boost: PowerBoost, boosted: bool, as_json: bool) -> int:
@@ -149,8 +148,7 @@ def _plan(shards: ShardMap, boost: PowerBoost, boosted: bool, as_json: bool) -> 
         f"two ranks. The smaller replica takes {format_fraction(share)} of a replica's batch"
         + (f", at {speed_up:.3f}x the clock and {boost.power(tp, reduced):.2f}x the power." if boosted else ".")
     )
-    emit(facts, lambda screen: draw([uncut(rows), "", paragraph(explanation)], **screen), as_json=as_json)
-    return 0
+    return emit(facts, lambda screen: draw([uncut(rows), "", paragraph(explanation)], **screen), as_json=as_json)
 
 
 def _table(devices: int, failed: float, degrees: list[int], pp: int, boost: PowerBoost, as_json: bool) -> int:
@@ -165,8 +163,7 @@ def _table(devices: int, failed: float, degrees: list[int], pp: int, boost: Powe
         f"Mean throughput with {failed_devices(devices, failed)} of {devices} devices failed on average, as a fraction "
         "of that without failures. Packed: groups alike share replicas. Dropped: what lost a device is not used."
     )
-    emit(facts, lambda screen: draw([uncut(rows), "", paragraph(explanation)], **screen), as_json=as_json)
-    return 0
+    return emit(facts, lambda screen: draw([uncut(rows), "", paragraph(explanation)], **screen), as_json=as_json)
 
 
 def _cells(row: AvailabilityRow) -> list[str]:

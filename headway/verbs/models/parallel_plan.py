@@ -120,8 +120,7 @@ def _partition(profile: Path, topology: Topology, allreduce: str, transfers: str
     """Print PipeDream's partition."""
     found = search(LayerGraph.from_pipedream(profile), topology, allreduce=allreduce, transfers=transfers)
     answer = {"schema": "headway.parallel.plan/1", "simulated": True, "profile": str(profile), **asdict(found)}
-    emit(answer, lambda screen: draw(_lines(found), **screen), as_json=as_json)
-    return 0
+    return emit(answer, lambda screen: draw(_lines(found), **screen), as_json=as_json)
 
 
 def _connected(
@@ -154,12 +153,11 @@ def _graph(path: Path, cluster: GraphCluster, microbatches: int | None, split_de
     chosen = plan_graph(layers, cluster, microbatches)
     search_s = time.perf_counter() - begin
     facts = {"schema": "headway.parallel.plan/1", "simulated": True, "graph": str(path), "search_s": search_s}
-    emit(
+    return emit(
         facts | asdict(chosen),
         lambda screen: draw([uncut(_stages(chosen)), "", paragraph(_said(chosen, search_s))], **screen),
         as_json=as_json,
     )
-    return 0
 
 
 def _stages(chosen: GraphPlan) -> Table:
@@ -237,8 +235,7 @@ def _grid(model: Transformer, batch: int, cluster: GridCluster, schedule: str, a
     add_row(rows, "step", format_seconds(found.step_s))
     add_row(rows, "memory of a device", format_bytes(found.memory_bytes))
     words = f"{why[0].upper()}{why[1:]}. Rates of devices other than the A100 are assumed to fall short alike."
-    emit(answer, lambda screen: draw([uncut(rows), "", paragraph(words)], **screen), as_json=as_json)
-    return 0
+    return emit(answer, lambda screen: draw([uncut(rows), "", paragraph(words)], **screen), as_json=as_json)
 
 
 def _numbers(option: str, text: str) -> tuple[float, ...]:

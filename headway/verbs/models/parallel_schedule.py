@@ -111,8 +111,7 @@ def show(
         rows = np.stack([program.rank, program.op, program.microbatch, times.start_ns, times.end_ns])
         chart = pipeline_gantt(title, lanes, rows[:, program.op <= R])
         write_page(out, picture_page(schedule, "a step", [chart]))
-    emit(program.to_json(), lambda screen: _timeline(program, times, shape, found, screen), as_json=json)
-    return 0
+    return emit(program.to_json(), lambda screen: _timeline(program, times, shape, found, screen), as_json=json)
 
 
 def check(file: Path, *, cap: float | None = None, json: AsJson = False) -> int:
@@ -130,8 +129,7 @@ def check(file: Path, *, cap: float | None = None, json: AsJson = False) -> int:
     program = _read(file)
     report = check_program(program, cap)
     answer = {"schema": "headway.parallel.check/1", **asdict(report)}
-    emit(answer, lambda screen: draw([_passed(program, report)], **screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: draw([_passed(program, report)], **screen), as_json=json)
 
 
 def export(
@@ -262,8 +260,7 @@ def simulate(
         **asdict(found),
         "bubbles_ns": gaps,
     }
-    emit(answer, lambda screen: draw(_figures(schedule, gaps, found), **screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: draw(_figures(schedule, gaps, found), **screen), as_json=json)
 
 
 def replan(
@@ -340,8 +337,7 @@ def replan(
         "roles": list(step.roles),
         "schedule": step.program.to_json(),
     }
-    emit(facts, lambda screen: _rerouted(step, stages, screen), as_json=json)
-    return 0
+    return emit(facts, lambda screen: _rerouted(step, stages, screen), as_json=json)
 
 
 def shape_of(
@@ -447,8 +443,7 @@ def _traced(report: TraceReport, as_json: bool) -> int:
     add_row(rows, "steps of whole replicas, packed anew at no cost", f"{report.repacked_steps:,.1f}")
     add_row(rows, "switches, restarts among them", f"{report.switches}, {report.restarts}")
     add_row(rows, "time in switches", format_seconds(report.paused_s))
-    emit(facts, lambda screen: draw([uncut(rows)], **screen), as_json=as_json)
-    return 0
+    return emit(facts, lambda screen: draw([uncut(rows)], **screen), as_json=as_json)
 
 
 def _rerouted(step: Replanned, stages: int, screen: ScreenOptions) -> str:

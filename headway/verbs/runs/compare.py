@@ -71,8 +71,7 @@ def compare(
     if predicted is not None and not ledgers[0].steps:  # the prediction is all there is to compare with
         text = sentence(predicted)
         only = {"schema": SCHEMA, "predicted": predicted, "notes": [text], "exit_code": 0}
-        emit(only, lambda screen: draw([paragraph(text[0].upper() + text[1:] + ".")], **screen), as_json=json)
-        return 0
+        return emit(only, lambda screen: draw([paragraph(text[0].upper() + text[1:] + ".")], **screen), as_json=json)
     sizes = (trained_parameters(runs[0]), trained_parameters(runs[1]))
     comparison = compare_ledgers(*ledgers, threshold, whole=whole, loads=loads, parameters=sizes)
     unlike = "" if comparison.inconclusive else unlike_loads(*loads)[0]

@@ -101,12 +101,11 @@ def plan(
         answer["note"] = " ".join([answer["note"], f"Step times are those recorded; {costs} is not used."]).strip()
     apply = run_command(recorded.facts, "--apply", str(path))
     shown = answer if all else asked_for(answer, explanation.causes)
-    emit(
+    return emit(
         answer,
         lambda screen: render_plan(shown, source=str(recorded.path), apply=apply, **screen),
         as_json=json,
     )
-    return 0
 
 
 def asked_for(answer: Mapping[str, Any], causes: Sequence[Cause]) -> dict[str, Any]:
@@ -153,5 +152,4 @@ def whatif(
     if not set_:
         raise InputError(f"no edit was given. Pass --set target=value with one of: {', '.join(sorted(EDITS))}.")
     found = Program.from_run(run_at(run)).predict(set_)
-    emit(found.to_json(), lambda screen: render_whatif(found, **screen), as_json=json)
-    return 0
+    return emit(found.to_json(), lambda screen: render_whatif(found, **screen), as_json=json)

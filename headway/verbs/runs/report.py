@@ -75,8 +75,7 @@ def report(
     explanation = explain(list(source) or [newest_run()])
     size = write_report(report_data(explanation, steps, spec), out)
     answer = {"schema": "headway.report/1", "path": str(out), "bytes": size}
-    emit(answer, lambda _: f"{out}: {format_bytes(size)}, self-contained, works offline", as_json=json)
-    return 0
+    return emit(answer, lambda _: f"{out}: {format_bytes(size)}, self-contained, works offline", as_json=json)
 
 
 def report_data(explanation: Explanation, steps: str | None = None, model: ModelSpec | None = None) -> ReportData:

@@ -49,8 +49,7 @@ def import_(source: Path, target: Path, /, *, json: AsJson = False) -> int:
     trace = Trace.open(source)
     write(trace, target)
     answer = {"schema": "headway.trace-import/1", "source": str(source), "target": str(target), "events": len(trace)}
-    emit(answer, lambda _: f"{target}: {len(trace)} events from {source}", as_json=json)
-    return 0
+    return emit(answer, lambda _: f"{target}: {len(trace)} events from {source}", as_json=json)
 
 
 def export(
@@ -117,8 +116,7 @@ def export(
         write(trace, target)
     answer = {"schema": "headway.trace-export/1", "target": str(target), "events": len(trace), "ideal": ideal}
     written = target.name if target.exists() else f"{target.stem}.<rank>.et"  # Chakra: one file per rank
-    emit(answer, lambda _: f"{target.with_name(written)}: {len(trace)} events", as_json=json)
-    return 0
+    return emit(answer, lambda _: f"{target.with_name(written)}: {len(trace)} events", as_json=json)
 
 
 def write(trace: Trace, target: Path) -> None:
@@ -183,8 +181,7 @@ def info(source: Path, /, *, json: AsJson = False) -> int:
         A run folder or any trace.
     """
     answer = describe(open_parts([source]))
-    emit(answer, lambda screen: render_trace_info(answer, **screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: render_trace_info(answer, **screen), as_json=json)
 
 
 def interval(text: str, what: str) -> tuple[int, int]:
@@ -251,8 +248,7 @@ def align(
         "events": len(trace),
         **found.to_json(),
     }
-    emit(answer, lambda s: render_alignment(answer, source=str(source), target=str(target), **s), as_json=json)
-    return 0
+    return emit(answer, lambda s: render_alignment(answer, source=str(source), target=str(target), **s), as_json=json)
 
 
 def aligned(trace: Trace, *, tolerate: bool = False) -> Alignment:

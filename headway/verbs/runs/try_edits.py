@@ -111,8 +111,7 @@ def try_edits(
         "best": list(best.remedies) if best else [], "ended": tries.ended, "path": str(plan),
     }  # fmt: skip
     command = run_command(run_at(folder / "run").facts, "--apply", str(plan)) if best else ""
-    emit(result, lambda screen: _screen(tries, rows, best, command, screen), as_json=options.json)
-    return 0
+    return emit(result, lambda screen: _screen(tries, rows, best, command, screen), as_json=options.json)
 
 
 def _checked(options: RunOptions, script: list[str] | None) -> list[str]:

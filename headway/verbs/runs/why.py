@@ -98,5 +98,4 @@ def why(*source: Path, model: str | None = None, json: bool = False) -> int:
     spec = None if model is None else ModelSpec.parse(model)
     explanation = explain(list(source) or [newest_run()])
     answer = why_object(explanation, spec)
-    emit(answer, lambda screen: render_why(answer, source=explanation.source, **screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: render_why(answer, source=explanation.source, **screen), as_json=json)

@@ -21,13 +21,14 @@ AsJson = Annotated[bool, Parameter(help="Print one JSON object instead of text."
 """The option --json of a verb."""
 
 
-def emit(answer: Mapping[str, Any], render: Callable[[ScreenOptions], str], *, as_json: bool) -> None:
-    """Print `answer` as exactly one JSON object, or the text that `render` makes for this screen."""
+def emit(answer: Mapping[str, Any], render: Callable[[ScreenOptions], str], *, as_json: bool) -> int:
+    """Print `answer` as exactly one JSON object, or the text that `render` makes for this screen; return 0."""
     at_work.stop()
     if as_json:
         print(json.dumps(finite(answer), allow_nan=False))
     else:
         print(render(screen_of(sys.stdout)).rstrip("\n"))
+    return 0
 
 
 def emit_beside(render: Callable[[ScreenOptions], str]) -> None:

@@ -49,8 +49,7 @@ def ls(root: Path, /, *, json: AsJson = False) -> int:
     else:
         rows = ckpt_objects.rows(url)
     answer = {"schema": "headway.ckpt.ls/1", "root": url or str(root), "checkpoints": rows}
-    emit(answer, lambda screen: _list_screen(answer, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _list_screen(answer, screen), as_json=json)
 
 
 def _folder(root: Path) -> Path:
@@ -151,8 +150,7 @@ def show(path: Path, /, *, only: str = "*", json: AsJson = False) -> int:
         "values": values,
         "notes": list(held.notes),
     }
-    emit(answer, lambda screen: _show_screen(answer, held, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _show_screen(answer, held, screen), as_json=json)
 
 
 def _few(held: Contents) -> str:
@@ -389,8 +387,7 @@ def prune(root: Path, /, *, keep: str = "last=2", yes: bool = False, json: AsJso
     rule, url = parse_keep(keep), url_of(root)
     if url is not None:
         answer = ckpt_objects.prune(url, rule, yes=yes)
-        emit(answer, lambda screen: _prune_screen(answer, screen), as_json=json)
-        return 0
+        return emit(answer, lambda screen: _prune_screen(answer, screen), as_json=json)
     found = committed(_folder(root))
     by_step = {one.step: one for one in found}
     surplus = rule.disposable(by_step, lambda step: _intact(by_step[step]))
@@ -407,8 +404,7 @@ def prune(root: Path, /, *, keep: str = "last=2", yes: bool = False, json: AsJso
         "spared": sorted(rule.surplus(by_step) - surplus), "num_bytes": freed,
         "leftovers": [str(path) for path in leftovers],
     }  # fmt: skip
-    emit(answer, lambda screen: _prune_screen(answer, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _prune_screen(answer, screen), as_json=json)
 
 
 def _intact(checkpoint: CommittedCheckpoint) -> bool:

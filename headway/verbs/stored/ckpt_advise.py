@@ -73,8 +73,7 @@ def advise(
         "ways": [asdict(way) for way in ways(job)],
         "redundancy": [asdict(row) for row in protections(job)],
     }
-    emit(answer, lambda screen: _advice(answer, ways(job), screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _advice(answer, ways(job), screen), as_json=json)
 
 
 def _recorded(path: Path) -> tuple[list[Any], SavingJob]:
@@ -171,8 +170,7 @@ def bench(
         "restored_s": rates.restored_s(state_bytes),
         "dcp_save_s": peer_s,
     }
-    emit(answer, lambda screen: _figures(answer, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _figures(answer, screen), as_json=json)
 
 
 def _stock_save_s(folder: Path, num_bytes: int, state_bytes: int) -> float:

@@ -148,8 +148,7 @@ def export(
         raise InputError(f"--file is {file}; a file holds at least a byte. Pass 5GB.")
     done = write(_source(path), out, prefix=prefix, dtype=dtype, file_bytes=file_bytes)
     answer = {"schema": "headway.ckpt.export/1", "path": str(path), "out": str(out), **asdict(done)}
-    emit(answer, lambda screen: _exported(answer, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _exported(answer, screen), as_json=json)
 
 
 def import_(
@@ -237,8 +236,7 @@ def _told(verb: str, path: Path, out: Path, record: CommitRecord, *, as_json: bo
         "world_size": record.world_size, "num_bytes": sum(images), "root": record.root,
         "redundancy": record.redundancy,
     }  # fmt: skip
-    emit(answer, lambda screen: _rewritten(answer, screen), as_json=as_json)
-    return 0
+    return emit(answer, lambda screen: _rewritten(answer, screen), as_json=as_json)
 
 
 def _exported(answer: Mapping[str, Any], screen: ScreenOptions) -> str:

@@ -62,8 +62,7 @@ def table(*, afr: float = 0.02, default_afr: float = DEFAULT[2], mttr_hours: flo
         "mttr_hours": mttr_hours,
         "schemes": rows,
     }
-    emit(answer, lambda screen: _table_screen(answer, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _table_screen(answer, screen), as_json=json)
 
 
 def _scheme_row(scheme: Scheme, afr: float, default: tuple[int, int, float], mttr_h: float) -> dict[str, Any]:
@@ -140,8 +139,7 @@ def fit(
         }
     answer = {"schema": "headway.storage.fit/1", "logs": [str(path) for path in logs], "policy": policy,
               "confidence": chosen.confidence, **answer}  # fmt: skip
-    emit(answer, lambda screen: _fit_screen(answer, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _fit_screen(answer, screen), as_json=json)
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -258,8 +256,7 @@ def fleet(
         "savings_by_day": first.savings_by_day.tolist(),
         "transitions": [change.to_json() for change in first.transitions],
     }  # fmt: skip
-    emit(answer, lambda screen: _fleet_screen(answer, first, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _fleet_screen(answer, first, screen), as_json=json)
 
 
 def _model_row(model: Dgroup) -> dict[str, Any]:

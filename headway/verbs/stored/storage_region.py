@@ -109,8 +109,7 @@ def backends(*, json: AsJson = False) -> int:
         "schema": "headway.storage.backends/1", "kernel": os.uname().release, "page_bytes": PAGE_BYTES, "auto": chosen,
         "backends": [{"name": name, "works": not reason, "reason": reason} for name, reason in reasons.items()],
     }  # fmt: skip
-    emit(answer, lambda screen: _backends_screen(answer, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _backends_screen(answer, screen), as_json=json)
 
 
 def _backends_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
@@ -155,8 +154,7 @@ def restripe(path: Path, /, *, to: str, cap_mb_s: float = 0.0, json: AsJson = Fa
         )
     done = [restripe_checkpoint(step, to, cap_bytes_per_s=cap_mb_s * 1e6).to_json() for step in steps]
     answer = {"schema": "headway.storage.redundancy.restripe/1", "cap_bytes_per_s": cap_mb_s * 1e6, "checkpoints": done}
-    emit(answer, lambda screen: _screen(answer, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _screen(answer, screen), as_json=json)
 
 
 def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:

@@ -74,8 +74,7 @@ def sim(
         "num_accesses": plain.num_accesses,
         "designs": [_row(name, stats, plain) for name, stats in found.items()],
     }
-    emit(answer, lambda screen: _screen(answer, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _screen(answer, screen), as_json=json)
 
 
 def _row(name: str, stats: NvmStats, plain: NvmStats) -> dict[str, Any]:
