@@ -37,7 +37,7 @@ from headway.core.units import format_fraction, plural
 from headway.report.page.frames import queue_chart
 from headway.report.page.plots import page_around, write_page
 from headway.report.page.sections import section
-from headway.report.paper import ScreenOptions, add_row, draw, grid, next_of, paragraph, uncut
+from headway.report.paper import ScreenOptions, add_row, draw, headed, next_of, paragraph, uncut
 from headway.verbs.shared.output import AsJson, emit
 from headway.verbs.shared.source import run_at
 
@@ -366,8 +366,7 @@ HEAD = ("", "mean JCT, h", "p99", "worst", "makespan", "rho", "in use", "USD", "
 
 def _gangs(title: str, figures: Mapping[str, Any]) -> Any:
     """Return a row per gang size."""
-    rows = grid("left", "right", "right", "right", "right")
-    add_row(rows, title, "jobs", "device-hours", "mean JCT, h", "slowdown", style="dim")
+    rows = headed(title, "jobs", "device-hours", "mean JCT, h", "slowdown")
     for size, row in figures["by_scale"].items():
         jobs, hours = f"{row['num_jobs']:,}", f"{row['device_hours']:,.0f}"
         add_row(
@@ -380,8 +379,7 @@ def _measured(rows: list[dict[str, Any]]) -> list[Any]:
     """Return a row per kind of job and type, where runs measured some; otherwise nothing."""
     if not rows:
         return []
-    table = grid("left", "right", "left", "right", "left")
-    add_row(table, "rates", "devices", "type", "steps/s", "", style="dim")
+    table = headed("rates", "devices", "type", "steps/s", "", align="left right left right left")
     for row in rows:
         cells = row["model"], f"{row['scale']}", row["device_type"], f"{row['steps_per_s']:.4g}", row["source"]
         add_row(table, *cells)
@@ -396,8 +394,7 @@ WORDS = (
 
 
 def _sim_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
-    rows = grid("left", *["right"] * (len(HEAD) - 1))
-    add_row(rows, *HEAD, style="dim")
+    rows = headed(*HEAD)
     add_row(rows, *_row(result["policy"], result))
     notes = [paragraph(note) for note in result["notes"][:8]]
     head = Text(f"  {result['trace']}: {result['num_jobs']:,} jobs, rules {result['rules']}, simulated")
@@ -409,8 +406,7 @@ def _sim_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
 
 
 def _compare_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
-    rows = grid("left", *["right"] * (len(HEAD) - 1))
-    add_row(rows, *HEAD, style="dim")
+    rows = headed(*HEAD)
     parts: list[Any] = []
     if result["observed"]:
         add_row(rows, *_row("observed", result["observed"]))
@@ -419,8 +415,7 @@ def _compare_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
     for figures in result["policies"]:
         add_row(rows, *_row(figures["policy"], figures), style="bold" if figures["policy"] == result["best"] else "")
     if result["observed"]:
-        owners = grid("left", "right")
-        add_row(owners, "owner", "device-hours", style="dim")
+        owners = headed("owner", "device-hours")
         for owner, hours in list(result["observed"]["device_hours_by_owner"].items())[:10]:
             add_row(owners, owner, f"{hours:,.1f}")
         parts = ["", _gangs("observed, by gang", result["observed"]), "", uncut(owners)]
@@ -429,8 +424,7 @@ def _compare_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
     parts += _measured(result.get("rates", []))
     parts += [paragraph(f"{row['policy']} is left out: {row['reason']}") for row in result["unfit"]]
     if "policy" in result:
-        promises = grid("left", "left", "right", "right")
-        add_row(promises, "job", "", "promised, s", "came true, s", style="dim")
+        promises = headed("job", "", "promised, s", "came true, s", align="left left right right")
         for row in result["jobs"]:
             add_row(promises, row["id"], row["name"], f"{row['promised_s']:,.1f}", f"{row['came_true_s']:,.1f}")
         parts += ["", uncut(promises)]

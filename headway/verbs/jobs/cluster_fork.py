@@ -16,7 +16,7 @@ from headway.cluster.fork.coordinator import Fork
 from headway.core.errors import InputError
 from headway.core.files.safe_files import MOST
 from headway.core.machine.beside import say_beside
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.report.paper import ScreenOptions, add_row, draw, headed, paragraph, uncut
 from headway.verbs.shared.output import AsJson, emit
 
 
@@ -85,16 +85,14 @@ def _train(script: list[str], rates: Sequence[float], slot_s: float, folder: Pat
 
 def _screen(result: ForkAnswer, rates: Sequence[float], screen: ScreenOptions, *, ran: bool) -> str:
     """Draw the three times, and a row per job."""
-    totals = grid("left", "right", "right")
-    add_row(totals, "all jobs done after", "seconds", "of las", style="dim")
+    totals = headed("all jobs done after", "seconds", "of las")
     alone = "the fastest device alone" if ran else "whole jobs, las"
     for name, key_s in (("copies", result["total_s"]), (alone, result["las_s"])):
         add_row(totals, name, f"{key_s:,.1f}", f"{key_s / result['las_s']:.2f}")
     add_row(
         totals, "no schedule sooner than", f"{result['bound_s']:,.1f}", f"{result['bound_s'] / result['las_s']:.2f}"
     )
-    rows = grid("left", *["right"] * 6)
-    add_row(rows, "job", "steps", "done, s", "las, s", "copies", "slots", "paid, s", style="dim")
+    rows = headed("job", "steps", "done, s", "las, s", "copies", "slots", "paid, s")
     for row in result["rows"]:
         times = f"{row['end_s']:,.1f}", f"{row['las_end_s']:,.1f}"
         add_row(

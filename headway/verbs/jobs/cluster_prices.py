@@ -33,7 +33,7 @@ from headway.core.units import parse_bytes
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.answers.ledger import Ledger
 from headway.report.page.plots import Bars, Candidate, picture_page, write_page
-from headway.report.paper import ScreenOptions, add_row, draw, grid, next_of, paragraph, uncut
+from headway.report.paper import ScreenOptions, add_row, draw, headed, next_of, paragraph, uncut
 from headway.trace.recording.runs import Run
 from headway.verbs.shared.output import AsJson, emit
 from headway.verbs.shared.source import NewestRun, run_at
@@ -202,20 +202,17 @@ def _device_type(name: str) -> str:
 
 def _screen(result: Facts, screen: ScreenOptions) -> str:
     """Draw the offers, the strategies, and what was asked for on top."""
-    offers = grid("left", "right", "right", "right")
-    add_row(offers, f"offer on {result['day']}", "USD/h", "hours", "rest, USD", style="dim")
+    offers = headed(f"offer on {result['day']}", "USD/h", "hours", "rest, USD")
     for row in result["offers"][:8]:
         add_row(offers, row["offer"], f"{row['usd_per_h']:.3f}", f"{row['hours']:.1f}", f"{row['usd']:,.2f}")
-    ways = grid("left", "right", "right", "right")
-    add_row(ways, f"{result['num_starts']} start days", "mean USD", "least", "most", style="dim")
+    ways = headed(f"{result['num_starts']} start days", "mean USD", "least", "most")
     for row in result["strategies"]:
         add_row(ways, row["name"], *(f"{row[key]:,.2f}" for key in ("mean_usd", "min_usd", "max_usd")))
     add_row(ways, "online", f"{result['online_usd']:,.2f}", "", "", style="bold")
     add_row(ways, "hindsight", f"{result['hindsight_usd']:,.2f}", "", "")
     parts: list[Any] = [uncut(offers), "", uncut(ways)]
     if "from" in result:
-        paid = grid("left", "right", "right", "right", "right")
-        add_row(paid, f"from {result['from']['day']}", "predicted", "paid", "hours", "moves", style="dim")
+        paid = headed(f"from {result['from']['day']}", "predicted", "paid", "hours", "moves")
         for row in result["from"]["rows"]:
             figures = (f"{row[key]:,.2f}" for key in ("predicted_usd", "paid_usd", "hours"))
             add_row(paid, row["name"], *figures, str(row["moves"]))
@@ -285,8 +282,7 @@ def batch(
 def _batch_screen(result: Facts, screen: ScreenOptions) -> str:
     """Draw a row per number of devices."""
     noise, now, best = result["noise_scale"], result["now"], result["best"]
-    rows = grid("left", "right", "right", "right", "right", "right")
-    add_row(rows, "devices", "batch", "of each", "accumulated", "step, s", "useful examples/s", style="dim")
+    rows = headed("devices", "batch", "of each", "accumulated", "step, s", "useful examples/s")
     for row in result["table"]:
         cells = [f"{row[key]:,}" for key in ("num_replicas", "batch_size", "microbatch_size", "accumulation")]
         style = "bold" if row == best else ""

@@ -29,7 +29,7 @@ from headway.power.grid_spec import check as hold_against
 from headway.power.search import PowerCosts, optimise
 from headway.power.smoothing import Waveform, of_file, of_run
 from headway.report.page.plots import Line, picture_page, write_page
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, uncut
 from headway.trace.recording.runs import is_run
 from headway.verbs.shared.output import AsJson, emit
 from headway.verbs.shared.source import run_at
@@ -229,8 +229,7 @@ def _waveform(
 
 def _check_screen(result: Mapping[str, Any], limits: GridSpec, screen: ScreenOptions) -> str:
     """Draw each limit beside what the site does."""
-    rows = grid("left", "right", "right", "left")
-    add_row(rows, "", "site", "allowed", "", style="dim")
+    rows = headed("", "site", "allowed", "", align="left right right left")
     broken = {violation["limit"] for violation in result["violations"]}
     for name, words in ROWS.items():
         allowed = getattr(limits, name)

@@ -21,7 +21,7 @@ from headway.data.loader.audit import VERDICTS, Epoch, Leg, judge, legs_of, pass
 from headway.data.sessions import BATCH, cluster_parquet
 from headway.data.stalls.model import StallReport, attribute, what_if
 from headway.ledger.answers.input_counts import count_words
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
+from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph
 from headway.report.terminal import render_stalls, render_whatif
 from headway.sim.recorded.program import Program
 from headway.sim.whatif import Prediction
@@ -140,8 +140,7 @@ def _replayed_screen(
 
 def _measured_screen(report: StallReport, answer: Mapping[str, Any], screen: ScreenOptions) -> str:
     """Return the split, and below it what each phase measured."""
-    table = grid("left", "right", "right", "right", "right", "right", "right")
-    add_row(table, "phase", "step", "examples/s", "read", "CPU", "memory", "/dev/shm", style="dim")
+    table = headed("phase", "step", "examples/s", "read", "CPU", "memory", "/dev/shm")
     for name, phase in answer["phases"].items():
         rate, read, cpu = phase["examples_per_s"], phase["read_bytes_per_s"], phase["cpu_fraction"]
         add_row(
@@ -200,8 +199,7 @@ def cluster(
 
 def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
     """Return the figures before and after."""
-    table = grid("left", "right", "right")
-    add_row(table, "", "before", "after", style="dim")
+    table = headed("", "before", "after")
     add_row(table, "file", format_bytes(answer["bytes_before"]), format_bytes(answer["bytes_after"]))
     mixed = [f"{answer[f'sessions_per_batch_{when}']:.4g}" for when in ("before", "after")]
     add_row(table, f"sessions per batch of {answer['batch_size']}", *mixed)

@@ -19,7 +19,7 @@ from headway.core.units import parse_bytes
 from headway.data.pipeline.operators import ops_text, read_ops, read_stats, stats_text
 from headway.data.pipeline.optimize import Op, PipelinePlan, PipelineProfile, Resources, op_costs
 from headway.data.pipeline.optimize import plan as best_plan
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
+from headway.report.paper import ScreenOptions, add_row, draw, headed, paragraph
 from headway.verbs.shared.output import AsJson, emit
 
 
@@ -192,8 +192,7 @@ def _screen(
     """Return the plan as a table, and the reasons when they were asked for."""
     names = {op.id: op.name for op in ops}
     costs, place = op_costs(profile, chosen.order), {op: part for part in chosen.slices for op in part.ops}
-    table = grid("right", "left", "right", "left")
-    add_row(table, "id", "operator", "ms", "where", style="dim")
+    table = headed("id", "operator", "ms", "where", align="right left right left")
     for op in chosen.order:
         where = f"{place[op].variant} (with {len(place[op].ops) - 1} more)" if op in place else "worker"
         add_row(table, str(op), names[op], f"{1000 * costs[op]:.4g}", where)
@@ -209,8 +208,7 @@ def _screen(
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Any:
-    table = grid("right", "left", "right", "right", "right")
-    add_row(table, "id", "operator", "ms", "bytes in", "bytes out", style="dim")
+    table = headed("id", "operator", "ms", "bytes in", "bytes out", align="right left right right right")
     for row in rows:
         cells = (f"{1000 * row['seconds']:.4g}", f"{row['in_bytes']:.0f}", f"{row['out_bytes']:.0f}")
         add_row(table, str(row["id"]), row["name"], *cells)

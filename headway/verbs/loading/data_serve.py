@@ -18,7 +18,7 @@ from headway.core.units import format_bytes, format_seconds, parse_bytes
 from headway.core.wire.channel import ChannelClosed, connect
 from headway.data.service.messages import FROM_SERVER, StatusReply, StatusRequest
 from headway.data.service.server import DataServer
-from headway.report.paper import ScreenOptions, add_row, draw, grid
+from headway.report.paper import ScreenOptions, add_row, draw, headed
 from headway.verbs.shared.output import AsJson, emit, imported
 
 ANSWER_S = 5.0
@@ -153,8 +153,7 @@ def _server(facts: Mapping[str, Any]) -> list[Any]:
         f"  storage: {facts['loads']} reads, {format_bytes(facts['read_bytes'])}",
         *(f"  note: {note}" for note in facts["notes"]),
     ]
-    table = grid("left", "right", "right", "right", "right")
-    add_row(table, "job", "epoch", "batches", "examples/s", "ranks here", style="dim")
+    table = headed("job", "epoch", "batches", "examples/s", "ranks here")
     for name, job in facts["jobs"].items():
         here = f"{len(job['ranks'])} of {job['world_size']}"
         add_row(table, name, str(job["epoch"]), str(job["batches"]), f"{job['examples_per_s']:.4g}", here)

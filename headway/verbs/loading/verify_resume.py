@@ -12,7 +12,7 @@ from rich.text import Text
 from headway.catalog import CHECKS
 from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
+from headway.report.paper import ScreenOptions, add_row, draw, headed, paragraph
 from headway.runtime.launching.launch import launch
 from headway.runtime.launching.options import LaunchOptions, check
 from headway.runtime.run_folder.recording import RUNS, claim_folder, next_folder
@@ -104,8 +104,7 @@ def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
         if "reason_not_applied" in row:
             parts.append(paragraph(f"Not verified: {row['reason_not_applied']}"))
             continue
-        table = grid("left", "left", "left")
-        add_row(table, "goes on with", "examples", "batches", style="dim")
+        table = headed("goes on with", "examples", "batches", align="left left left")
         for case in row["cases"]:
             add_row(table, case["case"], words[case["examples"]], words[case["batches"]])
         parts.append(table)

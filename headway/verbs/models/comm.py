@@ -43,7 +43,7 @@ from headway.cost.overlaps import read_shape
 from headway.plan.optimiser import optimise
 from headway.plan.proposal import MIN_SPEEDUP
 from headway.report.alignment import render_optimised
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, uncut
 from headway.sim.ddp.ddp_replay import DdpReplay
 from headway.sim.training.moves import recorded_step
 from headway.sim.training.training_step import TrainingStep
@@ -169,8 +169,7 @@ def bench(*, codecs: str = "", out: Annotated[Path | None, Parameter(alias="-o")
 
 def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
     """Draw the row of each codec's largest size."""
-    rows = grid("left", "right", "right", "right", "right")
-    add_row(rows, "codec", "numbers", "encode", "decode", "of fp32", style="dim")
+    rows = headed("codec", "numbers", "encode", "decode", "of fp32")
     largest = max(row["numel"] for row in answer["rows"])
     for row in answer["rows"]:
         if row["numel"] == largest:
@@ -235,8 +234,7 @@ def overlap(
 
 def _choices(facts: Mapping[str, Any], screen: ScreenOptions) -> str:
     """Draw the choice for each shape."""
-    rows = grid("left", "left", "right", "right", "right", "right")
-    add_row(rows, "shape", "chosen", "plain", "chosen", "ideal", "", style="dim")
+    rows = headed("shape", "chosen", "plain", "chosen", "ideal", "", align="left left right right right right")
     for row in facts["rows"]:
         times = (format_seconds(row[name]) for name in ("plain_s", "chosen_s", "ideal_s"))
         add_row(rows, row["shape"], row["chosen"], *times, f"{row['plain_s'] / row['chosen_s']:.2f}x")

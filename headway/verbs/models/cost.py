@@ -15,7 +15,7 @@ from headway.core.rng import stream
 from headway.core.tables import pick
 from headway.cost.cost_table import CostTable, LatencyTable, add_line, check_host, read_table
 from headway.cost.predictors import PREDICTORS, SELECTIONS, TransferTask, mape, standardised
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.report.paper import ScreenOptions, add_row, draw, headed, paragraph, uncut
 from headway.verbs.shared.learned_step import TABLE, check_threads, learned_step
 from headway.verbs.shared.output import AsJson, emit
 
@@ -79,8 +79,7 @@ def transfer(
 
 
 def _transfer_screen(result: Mapping[str, Any], num_samples: int, screen: ScreenOptions) -> str:
-    rows = grid("left", "right")
-    add_row(rows, "predictor", "mean error, %", style="dim")
+    rows = headed("predictor", "mean error, %")
     add_row(rows, result["predictor"], f"{result['mape']:.2f}", style="bold")
     for name, error in result["peers"].items():
         if name != result["predictor"]:
@@ -174,8 +173,7 @@ def predict(
 
 def _predict_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
     low, high = result["interval"]
-    rows = grid("left", "right", "right")
-    add_row(rows, "operator", "calls", "ms", style="dim")
+    rows = headed("operator", "calls", "ms")
     for row in result["operators"][:8]:
         add_row(rows, row["name"], f"{row['calls']}", f"{1e3 * row['seconds']:.3f}")
     text = f"Step {1e3 * result['step_s']:.2f} ms ({1e3 * low:.2f} to {1e3 * high:.2f}); basis: {result['basis']}."

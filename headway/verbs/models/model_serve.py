@@ -22,7 +22,7 @@ from headway.model.serving.costs import BITS, LayerSeconds, ServingLoad, Serving
 from headway.model.serving.heuristic import transferred
 from headway.model.serving.plan import BETWEEN_HOSTS, ServePlan, ServingGoal, serve_plan, serving_row
 from headway.model.serving.times import pipelines
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.report.paper import ScreenOptions, add_row, draw, headed, paragraph, uncut
 from headway.verbs.shared.output import AsJson, emit
 
 ENGINES = ("vllm",)
@@ -209,13 +209,11 @@ def _read(path: Path) -> Any:
 
 def _screen(result: dict[str, Any], plan: ServePlan, screen: ScreenOptions) -> str:
     """Draw a row per stage, and what it is compared with."""
-    rows = grid("right", "left", "right", "left")
-    add_row(rows, "stage", "device", "layers", "bits", style="dim")
+    rows = headed("stage", "device", "layers", "bits", align="right left right left")
     for number, stage in enumerate(plan.stages):
         counts = ", ".join(f"{stage.bits.count(width)} x {width}" for width in sorted(set(stage.bits), reverse=True))
         add_row(rows, str(number), stage.device, f"{stage.first}..{stage.last}", counts)
-    compared = grid("left", "right", "right")
-    add_row(compared, "", "tokens/s", "indicator", style="dim")
+    compared = headed("", "tokens/s", "indicator")
     add_row(compared, "this plan", f"{plan.tokens_per_s:,.1f}", f"{plan.omega:.4g}", style="bold")
     for uniform in plan.uniforms:
         mark = ", the best" if uniform == plan.uniform else ""

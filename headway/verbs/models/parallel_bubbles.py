@@ -20,7 +20,7 @@ from headway.parallel.fill.gaps import LARGE, lent
 from headway.parallel.fill.queue import FillFile, PlacedFill, place_jobs
 from headway.plan.fill_scores import SCORES
 from headway.report.page.plots import Gantt, GanttSpan, picture_page, write_page
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, title, uncut
+from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, title, uncut
 from headway.sim.pipeline.actions import OPS
 from headway.sim.recorded.program import Program
 from headway.sim.recorded.recording import Recording
@@ -112,8 +112,7 @@ def recorded_step(recording: Recording) -> Gantt:
 def _screen(answer: Facts, source: str, screen: ScreenOptions) -> str:
     """Return the answer as text."""
     step_s, kinds = answer["step_s"], answer["kinds_s"]
-    waits = grid("left", *["right"] * (len(kinds) + 1))
-    add_row(waits, "stage", *(kind.replace("_", " ") for kind in kinds), "of a step", style="dim")
+    waits = headed("stage", *(kind.replace("_", " ") for kind in kinds), "of a step")
     for stage in range(len(answer["orders"])):
         own = [values[stage] for values in kinds.values()]
         add_row(waits, str(stage), *map(format_seconds, own), format_fraction(sum(own) / step_s))
@@ -241,8 +240,7 @@ def _row(rank: int, large_ns: int, placed: Sequence[PlacedFill]) -> Facts:
 
 def _fill_screen(facts: Facts, screen: ScreenOptions) -> str:
     """Return the answer as text."""
-    table = grid("right", "right", "right", "right", "left")
-    add_row(table, "rank", "large gaps", "planned", "measured", "jobs", style="dim")
+    table = headed("rank", "large gaps", "planned", "measured", "jobs", align="right right right right left")
     for row in facts["rows"]:
         gaps = row["large_ns"] / NS_PER_S
         planned = format_fraction(row["planned_used_ns"] / row["large_ns"]) if row["large_ns"] else "-"

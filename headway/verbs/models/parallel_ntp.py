@@ -17,7 +17,7 @@ from headway.parallel.availability import (
     failed_devices,
     plan_mesh,
 )
-from headway.report.paper import add_row, draw, grid, paragraph, uncut
+from headway.report.paper import add_row, draw, grid, headed, paragraph, uncut
 from headway.verbs.shared.output import AsJson, emit
 
 
@@ -112,8 +112,7 @@ def _integers(option: str, text: str, example: str) -> list[int]:
 def _mesh(plan: MeshPlan, tp: int, as_json: bool) -> int:
     """Print the replicas of a mesh."""
     facts = {"schema": "headway.parallel.ntp-mesh/1", **asdict(plan)}
-    rows = grid("left", "left", "right", "right")
-    add_row(rows, "groups of replicas", "devices left", "tp", "batch", style="dim")
+    rows = headed("groups of replicas", "devices left", "tp", "batch", align="left left right right")
     for replica in plan.replicas:
         if replica.remaining != (tp,) * len(replica.remaining):
             texts = (" ".join(map(str, numbers)) for numbers in (replica.groups, replica.remaining))
@@ -155,8 +154,7 @@ def _table(devices: int, failed: float, degrees: list[int], pp: int, boost: Powe
     """Print what throughput is left."""
     table = availability(devices, failed, degrees, pp, boost=boost)
     facts = {"schema": "headway.parallel.ntp-table/1", "rows": [asdict(row) for row in table]}
-    rows = grid("right", "right", "right", "right", "right")
-    add_row(rows, "tp", "dropped, packed", "dropped", "NTP, packed", "NTP", style="dim")
+    rows = headed("tp", "dropped, packed", "dropped", "NTP, packed", "NTP", align="right right right right right")
     for row in table:
         add_row(rows, str(row.tp), *_cells(row))
     explanation = (

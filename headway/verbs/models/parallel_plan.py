@@ -21,7 +21,7 @@ from headway.parallel.planning.graph import GraphCluster, GraphPlan, plan_graph
 from headway.parallel.planning.grid import GridCluster, plan_grid
 from headway.parallel.planning.hierarchical import PartitionPlan, Topology, search
 from headway.parallel.planning.layers import LayerGraph
-from headway.report.paper import add_row, draw, grid, paragraph, uncut
+from headway.report.paper import add_row, draw, grid, headed, paragraph, uncut
 from headway.sim.pipeline.orders import GraphFile
 from headway.verbs.shared.output import AsJson, emit
 
@@ -162,8 +162,7 @@ def _graph(path: Path, cluster: GraphCluster, microbatches: int | None, split_de
 
 def _stages(chosen: GraphPlan) -> Table:
     """Return a row per stage."""
-    rows = grid("right", "left", "right", "right", "left")
-    add_row(rows, "stage", "after", "layers", "devices", "from .. to", style="dim")
+    rows = headed("stage", "after", "layers", "devices", "from .. to", align="right left right right left")
     for number, stage in enumerate(chosen.stages):
         ends = f"{stage.layers[0][:40]} .. {stage.layers[-1][:40]}"
         after = ", ".join(map(str, stage.preds))
@@ -248,8 +247,7 @@ def _numbers(option: str, text: str) -> tuple[float, ...]:
 
 def _lines(found: PartitionPlan) -> list[Any]:
     """Return a row per stage."""
-    rows = grid("right", "right", "right", "left")
-    add_row(rows, "stage", "layers", "devices", "from .. to", style="dim")
+    rows = headed("stage", "layers", "devices", "from .. to", align="right right right left")
     for number, stage in enumerate(found.stages):
         ends = f"{stage.layers[0][:40]} .. {stage.layers[-1][:40]}"
         add_row(rows, str(number), str(stage.num_layers), str(stage.replicas), ends)

@@ -20,7 +20,7 @@ from headway.parallel.elastic_plan import ElasticPlan, HostTrace, Replanned, Swi
 from headway.parallel.elastic_plan import replan as replan_workers
 from headway.parallel.rerouted import Worker, replicate, reroute
 from headway.report.page.plots import picture_page, write_page
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, uncut
 from headway.sim.pipeline.actions import F, I, PipelineProgram, R, W
 from headway.sim.pipeline.lower import ProgramReport, lower
 from headway.sim.pipeline.lower import check as check_program
@@ -453,8 +453,7 @@ def _rerouted(step: Replanned, stages: int, screen: ScreenOptions) -> str:
     add_row(rows, "step, one optimizer step for all", format_seconds(step.makespan_ns / 1e9))
     add_row(rows, "step without failures, 1F1B", format_seconds(step.fault_free_span_ns / 1e9))
     add_row(rows, "bound", format_seconds(step.bound_ns / 1e9))
-    table = grid("left", *["right"] * stages)
-    add_row(table, "microbatches", *(f"stage {stage}" for stage in range(stages)), style="dim")
+    table = headed("microbatches", *(f"stage {stage}" for stage in range(stages)))
     program = step.program
     for first in range(0, program.num_ranks, stages):
         forwards = [int(((program.op == F) & (program.rank == first + stage)).sum()) for stage in range(stages)]

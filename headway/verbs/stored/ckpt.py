@@ -14,7 +14,7 @@ from rich.text import Text
 from headway.checkpoint.keep import Keep
 from headway.core.errors import DamageError, FormatError, InputError
 from headway.core.units import clean, format_bytes, format_seconds, plural
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, uncut
 from headway.storage.checks.contents import Contents, Tensor, contents, opened
 from headway.storage.checks.difference import difference
 from headway.storage.checks.verification import Verified, VerifyReport, scrub, verified, verify
@@ -178,8 +178,7 @@ def _tensor_row(fqn: str, tensor: Tensor) -> dict[str, Any]:
 
 
 def _show_screen(answer: Mapping[str, Any], held: Contents, screen: ScreenOptions) -> str:
-    table = grid("left", "left", "left", "right", "right", "left")
-    add_row(table, "tensor", "dtype", "shape", "size", "boxes", "files", style="dim")
+    table = headed("tensor", "dtype", "shape", "size", "boxes", "files", align="left left left right right left")
     for row in answer["tensors"]:
         files = sorted({box["file"] for box in row["boxes"]})
         named = files[0] if len(files) == 1 else plural(len(files), "file")
@@ -188,8 +187,7 @@ def _show_screen(answer: Mapping[str, Any], held: Contents, screen: ScreenOption
         add_row(table, clean(row["fqn"]), row["dtype"], shape, size, str(len(row["boxes"])), clean(named))
     parts: list[Any] = [uncut(table), ""] if answer["tensors"] else []
     if answer["values"]:
-        others = grid("left", "left", "left")
-        add_row(others, "other value", "type", "value", style="dim")
+        others = headed("other value", "type", "value", align="left left left")
         for row in answer["values"]:
             told = held.values.get(row["name"])
             add_row(others, clean(row["name"]), clean(row["type"]), told.text if told else "not told: see --json")
@@ -271,8 +269,7 @@ def _verify_screen(reports: list[VerifyReport], screen: ScreenOptions) -> str:
 
 
 def _damage_table(report: VerifyReport) -> Any:
-    table = grid("left", "right", "left", "left")
-    add_row(table, "file", "at byte", "what", "tensor", style="dim")
+    table = headed("file", "at byte", "what", "tensor", align="left right left left")
     for damage in report.damaged[:LINES]:
         add_row(table, clean(damage.file), str(damage.offset_bytes), damage.what, clean(damage.tensor or ""))
     if len(report.damaged) > LINES:

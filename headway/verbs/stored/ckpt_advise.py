@@ -29,7 +29,7 @@ from headway.core.errors import HeadwayError, InputError
 from headway.core.units import format_bytes, format_fraction, format_seconds, parse_bytes
 from headway.ledger.answers.ledger import Ledger
 from headway.plan.setup import Setup
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, title
+from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, title
 from headway.sim.recorded.program import Program
 from headway.verbs.shared.output import AsJson, emit
 from headway.verbs.shared.source import run_at
@@ -124,8 +124,7 @@ def _advice(answer: Mapping[str, Any], found: list[SaveMethod], screen: ScreenOp
 
 def _kept(rows: list[Mapping[str, Any]]) -> Any:
     """Return what redundancy survives, as a table."""
-    table = grid("left", "right", "left")
-    add_row(table, "redundancy", "more bytes", "on local disks it survives the loss of", style="dim")
+    table = headed("redundancy", "more bytes", "on local disks it survives the loss of", align="left right left")
     for row in rows:
         ranks, hosts = row["lost_ranks"], row["lost_hosts"]
         survives = f"any {ranks} ranks' parts" if ranks > 1 else "any rank's part" if ranks else "nothing"
@@ -196,8 +195,7 @@ def _figures(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
     for name, text in names.items():
         add_row(rates, text, f"{format_bytes(answer['bytes_per_s'][name])}/s")
     add_row(rates, "make a small file durable", format_seconds(answer["sync_s"]))
-    costs = grid("left", "right", "right")
-    add_row(costs, f"a save of {format_bytes(answer['state_bytes'])}", "blocked", "durable", style="dim")
+    costs = headed(f"a save of {format_bytes(answer['state_bytes'])}", "blocked", "durable")
     add_row(costs, "headway", format_seconds(answer["blocked_s"]), format_seconds(answer["durable_s"]))
     if answer["dcp_save_s"] is not None:
         stock = format_seconds(answer["dcp_save_s"])

@@ -19,7 +19,7 @@ from headway.lab.fleet_plan import POLICIES
 from headway.lab.fleet_sim import Dgroup, SimResult, made, read_clusters
 from headway.lab.placement import place, replay, saved
 from headway.lab.schemes import DEFAULT, HOURS_PER_YEAR, SCHEMES, Scheme, bounds_afr, mttdl_hours
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, uncut
 from headway.verbs.shared.output import AsJson, emit
 
 SHOWN_TRANSITIONS = 12
@@ -177,8 +177,7 @@ def _lived(log: Lifetimes, policy: str) -> dict[str, Any]:
 def _fit_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
     """Return a row per model, or per model and scheme that a fleet lived under."""
     if "lived" in answer:
-        rows = grid("left", "left", "right", "right", "right")
-        add_row(rows, "model", "scheme", "disk-days", "AFR", "tolerated", style="dim")
+        rows = headed("model", "scheme", "disk-days", "AFR", "tolerated", align="left left right right right")
         for row in [one for one in answer["lived"] if one["disk_days"] >= 10_000]:
             add_row(
                 rows, row["model"], row["scheme"], f"{row['disk_days']:,.0f}", format_fraction(row["afr"], 2),
@@ -190,8 +189,7 @@ def _fit_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
             "move. Rows below 10,000 disk-days are left out."
         )
     else:
-        rows = grid("left", "right", "right", "right", "left", "left")
-        add_row(rows, "model", "disks", "AFR", "at most", "scheme", "", style="dim")
+        rows = headed("model", "disks", "AFR", "at most", "scheme", "", align="left right right right left left")
         known = [row for row in answer["models"] if row["reason"] == "known"]
         for row in known:
             add_row(
@@ -271,8 +269,7 @@ def _model_row(model: Dgroup) -> dict[str, Any]:
 
 def _fleet_screen(answer: Mapping[str, Any], first: SimResult, screen: ScreenOptions) -> str:
     """Return a row per policy, and the largest changes of the first."""
-    rows = grid("left", "right", "right", "right", "right")
-    add_row(rows, "policy", "saves", "mean IO", "peak IO", "under-protected disk-days", style="dim")
+    rows = headed("policy", "saves", "mean IO", "peak IO", "under-protected disk-days")
     for name, row in answer["policies"].items():
         add_row(
             rows, name, format_fraction(row["savings"]), format_fraction(row["mean_io"], 2),
@@ -280,8 +277,7 @@ def _fleet_screen(answer: Mapping[str, Any], first: SimResult, screen: ScreenOpt
             style="bold" if name == next(iter(answer["policies"])) else "",
         )  # fmt: skip
     changes = sorted(first.transitions, key=lambda change: -change.io_bytes)[:SHOWN_TRANSITIONS]
-    plan = grid("right", "left", "left", "right", "right", "left")
-    add_row(plan, "day", "change", "to", "disks", "IO", "models", style="dim")
+    plan = headed("day", "change", "to", "disks", "IO", "models", align="right left left right right left")
     for change in sorted(changes, key=lambda change: change.day):
         add_row(
             plan, f"{change.day}", f"{change.kind}, {change.method}", f"{change.source} > {change.target}",

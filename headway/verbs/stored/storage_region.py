@@ -9,7 +9,7 @@ from typing import Any
 
 from headway.core.errors import InputError
 from headway.core.units import format_bytes, plural
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, uncut
 from headway.storage.commit import committed, is_own
 from headway.storage.redundancy.restripe import restripe as restripe_checkpoint
 from headway.storage.regions.dirty import BACKENDS, works
@@ -158,8 +158,7 @@ def restripe(path: Path, /, *, to: str, cap_mb_s: float = 0.0, json: AsJson = Fa
 
 
 def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    table = grid("left", "left", "left", "right", "right")
-    add_row(table, "checkpoint", "before", "now", "read", "written", style="dim")
+    table = headed("checkpoint", "before", "now", "read", "written", align="left left left right right")
     for row in answer["checkpoints"]:
         sizes = (format_bytes(row["read_bytes"]), format_bytes(row["written_bytes"]))
         add_row(table, row["path"], row["before"], row["after"], *sizes)

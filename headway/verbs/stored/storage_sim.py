@@ -15,7 +15,7 @@ from headway.core.units import format_fraction, format_seconds, parse_bytes
 from headway.lab.nvm_controller import NvmStats, simulate_nvm
 from headway.lab.nvm_design import DESIGNS, MemorySystem
 from headway.lab.nvm_traces import TRACES, read_trace
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.report.paper import ScreenOptions, add_row, draw, headed, paragraph, uncut
 from headway.verbs.shared.output import AsJson, emit
 
 MOST_ROWS = 5_000_000
@@ -95,8 +95,7 @@ def _row(name: str, stats: NvmStats, plain: NvmStats) -> dict[str, Any]:
 
 def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
     """Return a row per design."""
-    rows = grid("left", "right", "right", "right", "right", "right", "right")
-    add_row(rows, "design", "NVM for data", "for redundancy", "x", "worst read", "time", "slower", style="dim")
+    rows = headed("design", "NVM for data", "for redundancy", "x", "worst read", "time", "slower")
     for row in answer["designs"]:
         add_row(
             rows, row["design"], f"{row['data_reads'] + row['data_writes']:,}",
