@@ -40,6 +40,18 @@ from headway.sim.pipeline.simulate import simulate as replay_program
 from headway.verbs.models.parallel_bubbles import pipeline_gantt
 from headway.verbs.shared.output import AsJson, emit
 
+OrderName = Annotated[str, Parameter(help="Name of the order.")]
+Ranks = Annotated[int, Parameter(help="Ranks.")]
+Microbatches = Annotated[int, Parameter(help="Microbatches of one step.")]
+Interleave = Annotated[int, Parameter(help="Stages per rank.")]
+ForwardNs = Annotated[int, Parameter(help="Forward of one microbatch on one rank.")]
+InputNs = Annotated[int, Parameter(help="The part of its backward that makes the gradient of the input.")]
+WeightNs = Annotated[int, Parameter(help="The part that makes the gradients of the weights.")]
+MessageNs = Annotated[int, Parameter(help="One message.")]
+BetweenNs = Annotated[int, Parameter(help="One message between stages.")]
+Cap = Annotated[float | None, Parameter(help="Activations that a rank may hold.")]
+"""Options that several of these verbs have."""
+
 FORMATS: dict[str, Callable[[PipelineProgram], str]] = {
     "torch-csv": PipelineProgram.to_torch_csv,
     "json": lambda program: json_format.dumps(program.to_json()) + "\n",
@@ -63,15 +75,15 @@ LEGEND = (
 
 
 def show(
-    schedule: str = "1f1b",
+    schedule: OrderName = "1f1b",
     *,
-    stages: int = 4,
-    microbatches: int = 8,
-    interleave: int = 1,
-    forward_ns: int = 10,
+    stages: Ranks = 4,
+    microbatches: Microbatches = 8,
+    interleave: Interleave = 1,
+    forward_ns: ForwardNs = 10,
     backward_ns: int = 20,
-    comm_ns: int = 0,
-    cap: float | None = None,
+    comm_ns: MessageNs = 0,
+    cap: Cap = None,
     out: Annotated[Path | None, Parameter(alias="-o")] = None,
     json: bool = False,
 ) -> int:
@@ -81,22 +93,8 @@ def show(
 
     Parameters
     ----------
-    schedule
-        Name of the order.
-    stages
-        Ranks.
-    microbatches
-        Microbatches of one step.
-    interleave
-        Stages per rank.
-    forward_ns
-        Forward of one microbatch on one rank.
     backward_ns
         Its backward.
-    comm_ns
-        One message.
-    cap
-        Activations that a rank may hold.
     out
         Also write a page with the picture of it: -o page.html.
     json
@@ -134,15 +132,15 @@ def check(file: Path, *, cap: float | None = None, json: AsJson = False) -> int:
 
 def export(
     *,
-    schedule: str = "1f1b",
-    stages: int = 4,
-    microbatches: int = 8,
-    interleave: int = 1,
-    forward_ns: int = 10,
-    input_ns: int = 10,
-    weight_ns: int = 10,
-    comm_ns: int = 0,
-    cap: float | None = None,
+    schedule: OrderName = "1f1b",
+    stages: Ranks = 4,
+    microbatches: Microbatches = 8,
+    interleave: Interleave = 1,
+    forward_ns: ForwardNs = 10,
+    input_ns: InputNs = 10,
+    weight_ns: WeightNs = 10,
+    comm_ns: MessageNs = 0,
+    cap: Cap = None,
     format: str = "torch-csv",
     output: Path | None = None,
 ) -> int:
@@ -152,24 +150,6 @@ def export(
 
     Parameters
     ----------
-    schedule
-        Name of the order.
-    stages
-        Ranks.
-    microbatches
-        Microbatches of one step.
-    interleave
-        Stages per rank.
-    forward_ns
-        Forward of one microbatch on one rank.
-    input_ns
-        The part of its backward that makes the gradient of the input.
-    weight_ns
-        The part that makes the gradients of the weights.
-    comm_ns
-        One message.
-    cap
-        Activations that a rank may hold.
     format
         torch-csv, or json with the messages.
     output
@@ -189,15 +169,15 @@ def export(
 
 def simulate(
     *,
-    schedule: str = "1f1b",
+    schedule: OrderName = "1f1b",
     stages: int | None = None,
-    microbatches: int = 8,
-    interleave: int = 1,
+    microbatches: Microbatches = 8,
+    interleave: Interleave = 1,
     forward_ns: int | None = None,
     backward_ns: int | None = None,
     input_ns: int | None = None,
     weight_ns: int | None = None,
-    comm_ns: int = 0,
+    comm_ns: BetweenNs = 0,
     cap: float | None = None,
     graph: Path | None = None,
     replicas: int = 1,
@@ -214,14 +194,8 @@ def simulate(
 
     Parameters
     ----------
-    schedule
-        Name of the order.
     stages
         Ranks.
-    microbatches
-        Microbatches of one step.
-    interleave
-        Stages per rank.
     forward_ns
         Forward.
     backward_ns
@@ -230,8 +204,6 @@ def simulate(
         The part that makes the gradient of the input; without both parts, half of the backward.
     weight_ns
         The part that makes the gradients of the weights.
-    comm_ns
-        One message between stages.
     cap
         Activations that a rank may hold, in shares of a whole rank.
     graph
@@ -271,9 +243,9 @@ def replan(
     fail: str | None = None,
     trace: Path | None = None,
     forward_ns: int = 1,
-    input_ns: int = 1,
-    weight_ns: int = 1,
-    comm_ns: int = 0,
+    input_ns: InputNs = 1,
+    weight_ns: WeightNs = 1,
+    comm_ns: BetweenNs = 0,
     cap: int | None = None,
     regroup_s: float = 5.0,
     copy_s: float = 5.0,
@@ -303,12 +275,6 @@ def replan(
         A file of milliseconds,add|remove,host by time, one host per worker; the times of stages count in full then.
     forward_ns
         Forward of one microbatch on one stage.
-    input_ns
-        The part of its backward that makes the gradient of the input.
-    weight_ns
-        The part that makes the gradients of the weights.
-    comm_ns
-        One message between stages.
     cap
         Activations that a worker may hold; twice the number of stages without it.
     regroup_s
