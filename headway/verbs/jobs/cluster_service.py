@@ -53,6 +53,9 @@ from headway.verbs.shared.run_options import whole_number
 FOLDER = Path("headway-cluster")
 """Where a service is, unless another folder is named."""
 
+ServiceFolder = Annotated[Path, Parameter(help="Folder of the service.")]
+"""The option --dir of these verbs."""
+
 ANSWER_S = 30.0
 """A server that has not answered by then hangs."""
 
@@ -107,7 +110,7 @@ def serve(
 
 
 def submit(
-    *, dir: Path = FOLDER, name: str = "", scale: int = 1, fewest: int = 0, json: AsJson = False,
+    *, dir: ServiceFolder = FOLDER, name: str = "", scale: int = 1, fewest: int = 0, json: AsJson = False,
     script: Annotated[list[str] | None, Parameter(parse=False)] = None,
 ) -> int:  # fmt: skip
     """Hand a training script to the server; it runs under `headway run`, in this folder.
@@ -116,8 +119,6 @@ def submit(
 
     Parameters
     ----------
-    dir
-        Folder of the service.
     name
         What to call the job; the script's name and a number by default.
     scale
@@ -134,17 +135,12 @@ def submit(
     return _emit_job("headway.cluster-submit/1", result.job, as_json=json, command=_command("queue", dir))
 
 
-def queue(*, dir: Path = FOLDER, json: AsJson = False) -> int:
+def queue(*, dir: ServiceFolder = FOLDER, json: AsJson = False) -> int:
     """Show all jobs of a service: what each is given, where it runs, what it did.
 
     Without a server the log says how things were when it ended.
 
     Example: `headway cluster queue`
-
-    Parameters
-    ----------
-    dir
-        Folder of the service.
     """
     result, serves = queue_of(dir)
     if not serves:
@@ -165,7 +161,7 @@ def queue_of(folder: Path) -> tuple[QueueAnswer, bool]:
         return QueueAnswer(state.round, state.rows()), False
 
 
-def cancel(job: str, /, *, dir: Path = FOLDER, json: AsJson = False) -> int:
+def cancel(job: str, /, *, dir: ServiceFolder = FOLDER, json: AsJson = False) -> int:
     """End a job, whether it waits or runs.
 
     Example: `headway cluster cancel job3`
@@ -174,13 +170,11 @@ def cancel(job: str, /, *, dir: Path = FOLDER, json: AsJson = False) -> int:
     ----------
     job
         Its id or name.
-    dir
-        Folder of the service.
     """
     return _emit_job("headway.cluster-cancel/1", _asked(dir, CancelJob(job), JobAnswer).job, as_json=json)
 
 
-def explain(job: str, /, *, dir: Path = FOLDER, json: AsJson = False) -> int:
+def explain(job: str, /, *, dir: ServiceFolder = FOLDER, json: AsJson = False) -> int:
     """Explain why a job runs or waits: its share, what it is owed, what limits it, and what one more device would give.
 
     Example: `headway cluster explain job3`
@@ -189,8 +183,6 @@ def explain(job: str, /, *, dir: Path = FOLDER, json: AsJson = False) -> int:
     ----------
     job
         Its id or name.
-    dir
-        Folder of the service.
     """
     result = _asked(dir, ExplainJob(job), ExplainAnswer).job
     return emit(
@@ -260,7 +252,7 @@ COLUMNS = ("Job", "Name", "State", "Scale", "Share", "Slots", "Steps", "Restarts
 
 
 def watch(
-    *, dir: Path = FOLDER, port: int = 0, host: str = "127.0.0.1",
+    *, dir: ServiceFolder = FOLDER, port: int = 0, host: str = "127.0.0.1",
     allow_origin: Annotated[tuple[str, ...], Parameter(negative=())] = (), json: bool = False,
 ) -> int:  # fmt: skip
     """Serve the jobs of a service as a page that follows them: shares, slots, steps, and why. Ctrl-C ends it.
@@ -272,8 +264,6 @@ def watch(
 
     Parameters
     ----------
-    dir
-        Folder of the service.
     port
         Port to serve on; 0 takes a free one.
     host
