@@ -35,17 +35,13 @@ def bench(name: str | None = None, /, *, full: bool = False, keep: bool = False,
 
     Example: `headway bench replay_vs_simpy --keep`
 
-    Parameters
-    ----------
-    name
-        A file of benchmarks/, without its suffix.
-    full
-        The large sweep, with every seed; takes minutes.
-    keep
+    Args:
+      name: A file of benchmarks/, without its suffix.
+      full: The large sweep, with every seed; takes minutes.
+      keep:
         Write the result to benchmarks/results/, also that of a missed bar, and bring docs/results.md up to date (and
         the benchmark's own page, where its folder has a page.py).
-    json
-        Print the list as one JSON object; a benchmark's result is one in any case.
+      json: Print the list as one JSON object; a benchmark's result is one in any case.
     """
     table = benchmarks()
     if name is None:

@@ -65,44 +65,29 @@ def sim(
 
     Example: `headway cluster sim --trace gavel:multi --data shared --devices v100=36,p100=36,k80=36 --policy las`
 
-    Parameters
-    ----------
-    trace
+    Args:
+      trace:
         gavel:single, gavel:multi, gavel:static, a .trace file of Gavel's, a log as `cluster compare` reads, or
         pollux:W: one of the six workloads that Pollux was simulated with, on hosts of 4 devices.
-    devices
-        Type=count, separated by commas; pollux:W has t4=64 where nothing is given.
-    policy
-        A name; a wrong one lists them all.
-    data
+      devices: Type=count, separated by commas; pollux:W has t4=64 where nothing is given.
+      policy: A name; a wrong one lists them all.
+      data:
         Folder with cluster/gavel/throughputs.parquet, or cluster/pollux; without it, the current folder is searched.
-    jobs_per_hour
-        Rate of arrivals of a generated trace.
-    num_jobs
-        Jobs of a generated trace; 0: those of the window and 3,000 more, or 100.
-    seed
-        Seed of the generator and of random choices.
-    window
-        First:last job (excluded) that the figures are means of; the simulation ends when they are done.
-    rules
-        headway: what a job is owed is carried over decisions; gavel: the published round mechanism.
-    usd_per_h
-        Dollars per device and hour, type=price, separated by commas.
-    speed
-        Relative speeds of device types for logs, type=speed, separated by commas.
-    round_s
-        Seconds of a round; 0: 360, or 60 for pollux:W.
-    reset_s
-        Least seconds between two decisions.
-    load
-        Load of a workload of pollux:W, 1.0 or 0.5.
-    resize
-        Devices that leave or come back while it runs, seconds:type=count, separated by commas: 36000:v100=4.
-    runs
+      jobs_per_hour: Rate of arrivals of a generated trace.
+      num_jobs: Jobs of a generated trace; 0: those of the window and 3,000 more, or 100.
+      seed: Seed of the generator and of random choices.
+      window: First:last job (excluded) that the figures are means of; the simulation ends when they are done.
+      rules: headway: what a job is owed is carried over decisions; gavel: the published round mechanism.
+      usd_per_h: Dollars per device and hour, type=price, separated by commas.
+      speed: Relative speeds of device types for logs, type=speed, separated by commas.
+      round_s: Seconds of a round; 0: 360, or 60 for pollux:W.
+      reset_s: Least seconds between two decisions.
+      load: Load of a workload of pollux:W, 1.0 or 0.5.
+      resize: Devices that leave or come back while it runs, seconds:type=count, separated by commas: 36000:v100=4.
+      runs:
         Run folders that measured jobs of a log, NAME=FOLDER, separated by commas; NAME is the job's model, and may be
         left out where it is the script's. A CSV may then have num_steps in place of run_s.
-    explain
-        Print the prices of devices at each decision, for policies that have prices (hadar).
+      explain: Print the prices of devices at each decision, for policies that have prices (hadar).
     """
     chosen, span = pick(POLICIES, policy, "policy"), _window(window)
     if trace.startswith("pollux:"):
@@ -144,34 +129,23 @@ def compare(
 
     Example: `headway cluster compare --jobs sacct.json --devices a100=16,v100=16`
 
-    Parameters
-    ----------
-    jobs
-        What `sacct --json` (.json) or `sacct -P` printed, a CSV, or Philly's jobs (.parquet).
-    devices
-        Type=count, separated by commas: what the jobs ran on.
-    log
-        Folder of a service (`headway cluster serve`), in place of --jobs and --devices.
-    policies
-        Names, separated by commas.
-    usd_per_h
-        Dollars per device and hour, type=price, separated by commas.
-    speed
-        Relative speeds of device types, type=speed; without it the makers' peak rates of 16-bit arithmetic.
-    virtual_cluster
-        One virtual cluster of Philly's.
-    runs
+    Args:
+      jobs: What `sacct --json` (.json) or `sacct -P` printed, a CSV, or Philly's jobs (.parquet).
+      devices: Type=count, separated by commas: what the jobs ran on.
+      log: Folder of a service (`headway cluster serve`), in place of --jobs and --devices.
+      policies: Names, separated by commas.
+      usd_per_h: Dollars per device and hour, type=price, separated by commas.
+      speed: Relative speeds of device types, type=speed; without it the makers' peak rates of 16-bit arithmetic.
+      virtual_cluster: One virtual cluster of Philly's.
+      runs:
         Run folders that measured some of the jobs, NAME=FOLDER, separated by commas: how many times as fast such a
         job is on another type follows from them. NAME is the job's name (model), and may be left out where it is
         the script's.
-    seed
-        Seed of random choices.
-    round_s
-        Seconds of a round.
-    restart_s
+      seed: Seed of random choices.
+      round_s: Seconds of a round.
+      restart_s:
         Seconds that a job loses each time it is moved or resumed; without it, what the starts of --runs took, else 60.
-    out
-        Also write a page of the queue over time, as observed and under each policy: -o page.html.
+      out: Also write a page of the queue over time, as observed and under each policy: -o page.html.
     """
     names = [name.strip() for name in policies.split(",") if name.strip()]
     for name in names or [""]:

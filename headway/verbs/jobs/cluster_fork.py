@@ -33,20 +33,16 @@ def fork(
 
     Example: `headway cluster fork --speeds 4,2,1 -- train.py --lr 1e-3`
 
-    Parameters
-    ----------
-    speeds
+    Args:
+      speeds:
         Steps per second of each device, separated by commas, in the order of CUDA; a device of 0 is left out. For a
         script a first guess, which what is measured replaces.
-    jobs
-        JSON list of jobs, {"name": "a", "steps": 1000}, all there at the start: simulate them.
-    slot_s
+      jobs: JSON list of jobs, {"name": "a", "steps": 1000}, all there at the start: simulate them.
+      slot_s:
         Longest time that copies train apart, in seconds; 0: 360, or 100 steps of the slowest device; of a script so
         long that averages take 5 % of it.
-    slot_cost_s
-        Seconds that a simulated job pays in a slot in which it has several copies or starts again elsewhere.
-    dir
-        Folder for the output, the run and the states of each copy; headway-fork-N by default.
+      slot_cost_s: Seconds that a simulated job pays in a slot in which it has several copies or starts again elsewhere.
+      dir: Folder for the output, the run and the states of each copy; headway-fork-N by default.
     """
     rates = read_speeds(speeds)
     for index, rate in enumerate(rates):

@@ -58,46 +58,26 @@ def prices(
 
     Example: `headway cluster prices --model A3C --data shared --days 4 --region us-east-1`
 
-    Parameters
-    ----------
-    run
-        A run folder: its steps per second and devices are those of the job. Without --model, the newest one.
-    data
-        Folder of price tables, or one file: CSV, Parquet, or JSON of `aws ec2 describe-spot-price-history`.
-    model
-        A row of the table of throughputs: the job itself, or, with RUN, the ratios between device types.
-    days
-        Size of the job: days on the device type it was measured on.
-    steps_left
-        Size of the job in steps, instead of --days.
-    region
-        Region of AWS.
-    device_type
-        What RUN ran on, and what the baseline rents; v100 without RUN.
-    move_usd
-        Dollars of each move.
-    checkpoint
-        Bytes that a move carries, such as 12GB; they cost --egress-usd-per-gb.
-    egress_usd_per_gb
-        Dollars per 10^9 bytes that leave a cloud.
-    move_s
-        Seconds paid at each move without progress: spin-up and lost work.
-    hysteresis
-        The online rule moves where it wins the cost of the move and this fraction more.
-    from_
-        Buy from this day on (2020-03-01): what its prices predicted beside what was paid.
-    extend
-        hold: carry the last prices on where the record ends before the job.
-    due_hours
-        Deadline after the start: on demand once the slack is used up.
-    restart_s
-        Seconds without progress at each start, for deadlines on recorded availability.
-    sky
-        Write the task of the cheapest offer as YAML of SkyPilot's; needs RUN.
-    max_restarts
-        Restarts on errors that SkyPilot may make.
-    out
-        Also write a page of the dollars of each offer and of each way of buying: -o page.html.
+    Args:
+      run: A run folder: its steps per second and devices are those of the job. Without --model, the newest one.
+      data: Folder of price tables, or one file: CSV, Parquet, or JSON of `aws ec2 describe-spot-price-history`.
+      model: A row of the table of throughputs: the job itself, or, with RUN, the ratios between device types.
+      days: Size of the job: days on the device type it was measured on.
+      steps_left: Size of the job in steps, instead of --days.
+      region: Region of AWS.
+      device_type: What RUN ran on, and what the baseline rents; v100 without RUN.
+      move_usd: Dollars of each move.
+      checkpoint: Bytes that a move carries, such as 12GB; they cost --egress-usd-per-gb.
+      egress_usd_per_gb: Dollars per 10^9 bytes that leave a cloud.
+      move_s: Seconds paid at each move without progress: spin-up and lost work.
+      hysteresis: The online rule moves where it wins the cost of the move and this fraction more.
+      from_: Buy from this day on (2020-03-01): what its prices predicted beside what was paid.
+      extend: hold: carry the last prices on where the record ends before the job.
+      due_hours: Deadline after the start: on demand once the slack is used up.
+      restart_s: Seconds without progress at each start, for deadlines on recorded availability.
+      sky: Write the task of the cheapest offer as YAML of SkyPilot's; needs RUN.
+      max_restarts: Restarts on errors that SkyPilot may make.
+      out: Also write a page of the dollars of each offer and of each way of buying: -o page.html.
     """
     if not (0 < days < 1e5 and steps_left >= 0 and due_hours > 0 and extend in ("", "hold")):
         raise InputError("--days and --due-hours must be above 0, --steps-left not below, --extend empty or hold.")
@@ -246,22 +226,14 @@ def batch(
 
     Example: `headway cluster batch headway-runs/train-1 --out batch.json --allow lossy`
 
-    Parameters
-    ----------
-    also
-        Further run folders of the same job with other batches or ranks, separated by commas: they fit the speed.
-    batch_size
-        Examples per rank and step, where no loader says it.
-    largest
-        Largest batch of all ranks; 16 times the recorded one by default.
-    micro_most
-        Most examples that fit a device at once; not limited by default: memory is not modelled.
-    devices
-        Devices that may be used; those of the run by default.
-    out
-        Write a plan for `headway run --apply`.
-    allow
-        'lossy': the plan may change the batch, which changes what is learned.
+    Args:
+      also: Further run folders of the same job with other batches or ranks, separated by commas: they fit the speed.
+      batch_size: Examples per rank and step, where no loader says it.
+      largest: Largest batch of all ranks; 16 times the recorded one by default.
+      micro_most: Most examples that fit a device at once; not limited by default: memory is not modelled.
+      devices: Devices that may be used; those of the run by default.
+      out: Write a plan for `headway run --apply`.
+      allow: 'lossy': the plan may change the batch, which changes what is learned.
     """
     if min(batch_size, largest, micro_most, devices) < 0:
         raise InputError("--batch-size, --largest, --micro-most and --devices must not be below 0; 0 = not given.")

@@ -74,20 +74,14 @@ def serve(
 
     Example: `headway cluster serve --slots 2`
 
-    Parameters
-    ----------
-    slots
-        Slots of this host or of the cluster: a number, or type=count, separated by commas; by default its GPUs.
-    executor
+    Args:
+      slots: Slots of this host or of the cluster: a number, or type=count, separated by commas; by default its GPUs.
+      executor:
         local: processes of this host; ray: actors of a Ray cluster; slurm: batch jobs; kueue: Jobs of Kubernetes.
-    policy
-        Who gets how much time; a wrong name lists them all.
-    dir
-        Folder of the service: its log, its socket, and all that jobs print.
-    round_s
-        Seconds of a round: how long a job keeps its slots at least.
-    port
-        Listen to other hosts that see the folder, too: it holds the token that they prove. 0 takes a free port.
+      policy: Who gets how much time; a wrong name lists them all.
+      dir: Folder of the service: its log, its socket, and all that jobs print.
+      round_s: Seconds of a round: how long a job keeps its slots at least.
+      port: Listen to other hosts that see the folder, too: it holds the token that they prove. 0 takes a free port.
     """
     make, _ = pick(EXECUTORS, executor, "executor"), pick(SERVED, policy, "policy of a service")
     if not 0 < round_s < 1e9:
@@ -117,13 +111,10 @@ def submit(
 
     Example: `headway cluster submit --scale 2 -- train.py --lr 1e-3`
 
-    Parameters
-    ----------
-    name
-        What to call the job; the script's name and a number by default.
-    scale
-        Slots that it needs at once, all of one type: ranks of the script.
-    fewest
+    Args:
+      name: What to call the job; the script's name and a number by default.
+      scale: Slots that it needs at once, all of one type: ranks of the script.
+      fewest:
         Slots that it can still train on where devices have left and no type has --scale of them: it is restored on as
         many as there are, and on --scale once they are back. 0: it needs exactly --scale.
     """
@@ -166,10 +157,8 @@ def cancel(job: str, /, *, dir: ServiceFolder = FOLDER, json: AsJson = False) ->
 
     Example: `headway cluster cancel job3`
 
-    Parameters
-    ----------
-    job
-        Its id or name.
+    Args:
+      job: Its id or name.
     """
     return _emit_job("headway.cluster-cancel/1", _asked(dir, CancelJob(job), JobAnswer).job, as_json=json)
 
@@ -179,10 +168,8 @@ def explain(job: str, /, *, dir: ServiceFolder = FOLDER, json: AsJson = False) -
 
     Example: `headway cluster explain job3`
 
-    Parameters
-    ----------
-    job
-        Its id or name.
+    Args:
+      job: Its id or name.
     """
     result = _asked(dir, ExplainJob(job), ExplainAnswer).job
     return emit(
@@ -262,16 +249,11 @@ def watch(
 
     Example: `headway cluster watch`
 
-    Parameters
-    ----------
-    port
-        Port to serve on; 0 takes a free one.
-    host
-        Address to serve on; only this machine can connect by default.
-    allow_origin
-        Origin of another page that may read the events, as in http://dashboard:3000.
-    json
-        Print one JSON object with the address instead of text.
+    Args:
+      port: Port to serve on; 0 takes a free one.
+      host: Address to serve on; only this machine can connect by default.
+      allow_origin: Origin of another page that may read the events, as in http://dashboard:3000.
+      json: Print one JSON object with the address instead of text.
     """
     from headway.verbs.shared.live_pages import serve_page  # loads a web server, which no other verb here needs
 

@@ -48,12 +48,9 @@ def incidents(
 
     Example: `headway fault incidents headway-runs/train-1`
 
-    Parameters
-    ----------
-    out
-        Also write a page of the ETTR over time: -o page.html. A run of which nothing failed has none.
-    json
-        Print one JSON object (schema headway.incidents/1) instead of text.
+    Args:
+      out: Also write a page of the ETTR over time: -o page.html. A run of which nothing failed has none.
+      json: Print one JSON object (schema headway.incidents/1) instead of text.
     """
     recorded = run_at(run)
     answer = incidents_of(recorded)
@@ -182,24 +179,15 @@ def plan(
 
     Example: `headway fault plan --mtbf-s 11124 --restart-s 600 --save-s 10 --hosts 512 --p-daily 0.0012`
 
-    Parameters
-    ----------
-    mtbf_s
-        Mean seconds between failures of the job.
-    restart_s
-        Seconds from a failure to the first step after it.
-    save_s
-        Seconds for which a save blocks training.
-    interval_s
-        Seconds of work between saves; the best ones by default.
-    hosts
-        Hosts of the job, for the number in reserve.
-    p_daily
-        Chance that a host fails on a day.
-    mesh
-        The parallel axes and their sizes, the fastest-varying first: tp=8,pp=4,dp=16.
-    ranks_per_host
-        Ranks on a host, for the peers that hold copies.
+    Args:
+      mtbf_s: Mean seconds between failures of the job.
+      restart_s: Seconds from a failure to the first step after it.
+      save_s: Seconds for which a save blocks training.
+      interval_s: Seconds of work between saves; the best ones by default.
+      hosts: Hosts of the job, for the number in reserve.
+      p_daily: Chance that a host fails on a day.
+      mesh: The parallel axes and their sizes, the fastest-varying first: tp=8,pp=4,dp=16.
+      ranks_per_host: Ranks on a host, for the peers that hold copies.
     """
     found = prepare(
         mtbf_s=mtbf_s, restart_s=restart_s, save_s=save_s, interval_s=interval_s, hosts=hosts, p_daily=p_daily,
@@ -236,14 +224,10 @@ def sim(
 
     Example: `headway fault sim fleet.toml --seed 1`
 
-    Parameters
-    ----------
-    scenario
-        A TOML file: hosts, devices_per_host, days, mtbf_s or per_1000_host_days, [mix], [times].
-    seed
-        Seed of the failures.
-    out
-        Also write a page of the ETTR over time: -o page.html.
+    Args:
+      scenario: A TOML file: hosts, devices_per_host, days, mtbf_s or per_1000_host_days, [mix], [times].
+      seed: Seed of the failures.
+      out: Also write a page of the ETTR over time: -o page.html.
     """
     outcome = simulate(Scenario.read(scenario), seed)
     answer = {"schema": "headway.fault-sim/1", "simulated": True, **outcome.to_json()}
@@ -265,12 +249,9 @@ def probe(*, nproc_per_node: str | None = None, timeout_s: float = 60.0, json: A
 
     Example: `headway fault probe --nproc-per-node 4`
 
-    Parameters
-    ----------
-    nproc_per_node
-        Ranks: a number, auto, cpu or gpu; one per device by default, two where there is none.
-    timeout_s
-        Seconds after which a rank that has not answered has failed.
+    Args:
+      nproc_per_node: Ranks: a number, auto, cpu or gpu; one per device by default, two where there is none.
+      timeout_s: Seconds after which a rank that has not answered has failed.
     """
     found = check(nproc_per_node, timeout_s=timeout_s)
     answer: dict[str, Any] = {

@@ -68,12 +68,9 @@ def check(
 
     Example: `headway power check headway-runs/train-1 --device H100-SXM5-80GB --devices 20000 --spec moderate`
 
-    Parameters
-    ----------
-    source
-        A run folder (the newest one by default), or an NPZ file with power_w (watts) and step_s (seconds).
-    out
-        Also write a page of the power over time, and of its ramps and ranges beside the limits: -o page.html.
+    Args:
+      source: A run folder (the newest one by default), or an NPZ file with power_w (watts) and step_s (seconds).
+      out: Also write a page of the power over time, and of its ramps and ranges beside the limits: -o page.html.
     """
     limits = GridSpec.read(site.spec)
     wave, _, _ = _waveform(source, site)
@@ -133,26 +130,16 @@ def plan(
 
     Example: `headway power plan headway-runs/train-1 --device H100-SXM5-80GB --devices 20000 --spec moderate`
 
-    Parameters
-    ----------
-    source
-        A run folder (the newest one by default), or an NPZ file with power_w (watts) and step_s (seconds).
-    use
-        What the plan may use, separated by commas: floor, ramps, filler, battery; what the device can do by default.
-    max_storage_j
-        Largest battery, in joules.
-    usd_per_kwh
-        Dollars per kWh that is added.
-    storage_usd_per_kwh
-        Dollars per kWh of battery.
-    storage_usd_per_kw
-        Dollars per kW of its converters.
-    compute_usd_per_kwh
-        Dollars per kWh that slowed devices do not draw: what their work is worth.
-    on_after_s
-        Seconds of idling after which a filler begins.
-    out
-        The plan file; power-plan.json in the run folder, or in this directory.
+    Args:
+      source: A run folder (the newest one by default), or an NPZ file with power_w (watts) and step_s (seconds).
+      use: What the plan may use, separated by commas: floor, ramps, filler, battery; what the device can do by default.
+      max_storage_j: Largest battery, in joules.
+      usd_per_kwh: Dollars per kWh that is added.
+      storage_usd_per_kwh: Dollars per kWh of battery.
+      storage_usd_per_kw: Dollars per kW of its converters.
+      compute_usd_per_kwh: Dollars per kWh that slowed devices do not draw: what their work is worth.
+      on_after_s: Seconds of idling after which a filler begins.
+      out: The plan file; power-plan.json in the run folder, or in this directory.
     """
     limits = GridSpec.read(site.spec)
     wave, name, count = _waveform(source, site)
@@ -182,10 +169,8 @@ def export(plan: Path, /, *, json: AsJson = False) -> int:
 
     Example: `headway power export power-plan.json`
 
-    Parameters
-    ----------
-    plan
-        A file that `headway power plan` wrote.
+    Args:
+      plan: A file that `headway power plan` wrote.
     """
     content = read_power_plan(plan)
     settings, others = operator_settings(content), other_parts(content, plan)

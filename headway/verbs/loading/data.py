@@ -74,16 +74,11 @@ def stalls(
 
     Example: `headway data stalls --steps 60 -- train.py --lr 1e-3`
 
-    Parameters
-    ----------
-    steps
-        With a script: optimizer steps of each of the three runs, the first 5 of which are warm-up. 60 by default.
-    nproc_per_node
-        With a script: ranks on this host, a number, auto, cpu or gpu. 1 by default.
-    module
-        With a script: it is a module, as in python -m.
-    out
-        With a script: folder for the three runs; headway-runs/SCRIPT-stalls-N by default.
+    Args:
+      steps: With a script: optimizer steps of each of the three runs, the first 5 of which are warm-up. 60 by default.
+      nproc_per_node: With a script: ranks on this host, a number, auto, cpu or gpu. 1 by default.
+      module: With a script: it is a module, as in python -m.
+      out: With a script: folder for the three runs; headway-runs/SCRIPT-stalls-N by default.
     """
     if script is not None:
         return _measured(run, options, steps, nproc_per_node, module=module, out=out, json=json, script=script)
@@ -177,20 +172,13 @@ def cluster(
 
     Example: `headway data cluster log.parquet clustered.parquet --by session --time timestamp`
 
-    Parameters
-    ----------
-    source
-        The Parquet file to read.
-    target
-        The Parquet file to write; it appears whole or not at all.
-    by
-        Column that names the session of each row.
-    time
-        Column that orders the rows of a session; the order they have by default.
-    shuffle
-        Seed of a random order of the sessions; that of their first rows by default.
-    batch_size
-        Rows of the batches that sessions per batch are reported for.
+    Args:
+      source: The Parquet file to read.
+      target: The Parquet file to write; it appears whole or not at all.
+      by: Column that names the session of each row.
+      time: Column that orders the rows of a session; the order they have by default.
+      shuffle: Seed of a random order of the sessions; that of their first rows by default.
+      batch_size: Rows of the batches that sessions per batch are reported for.
     """
     done = cluster_parquet(source, target, by=by, time=time, shuffle=shuffle, batch_size=batch_size)
     answer = {"schema": "headway.data.cluster/1", "target": str(target), **done.to_json()}
@@ -225,10 +213,8 @@ def audit(*runs: Path, json: AsJson = False) -> int:
 
     Example: `headway data audit headway-runs/train-1 headway-runs/train-2`
 
-    Parameters
-    ----------
-    runs
-        Run folders; the newest one by default. Folders of several hosts of one run count as one.
+    Args:
+      runs: Run folders; the newest one by default. Folders of several hosts of one run count as one.
     """
     opened = _opened(runs or (newest_run(),))
     loaders = {int(group): facts for run in opened for group, facts in run.facts.loaders.items()}

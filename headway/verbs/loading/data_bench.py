@@ -41,16 +41,11 @@ def bench(folder: Path | None = None, /, *, workers: int = 2, rounds: int = 5, j
 
     Example: `headway data bench ~/imagenet/val`
 
-    Parameters
-    ----------
-    folder
-        Images to read (JPEG, PNG, in folders below too); generated JPEGs of 500 x 375 by default.
-    workers
-        Threads or processes of each way.
-    rounds
-        Epochs of 256 images per way.
-    json
-        Print one JSON object instead of tables.
+    Args:
+      folder: Images to read (JPEG, PNG, in folders below too); generated JPEGs of 500 x 375 by default.
+      workers: Threads or processes of each way.
+      rounds: Epochs of 256 images per way.
+      json: Print one JSON object instead of tables.
     """
     for name, value in (("--workers", workers), ("--rounds", rounds)):
         if value < 1:

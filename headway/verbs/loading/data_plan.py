@@ -51,32 +51,19 @@ def plan(
 
     Example: `headway data plan train.py:pipeline --check`
 
-    Parameters
-    ----------
-    pipeline
-        FILE.py:NAME of a headway.data.Pipeline.
-    stats
-        Profile in cedar's YAML layout; `headway data profile` writes one.
-    ops
-        TOML file with one [[op]] row per operator: id, name, depends_on, fixed, random, source.
-    cores
-        Cores of the host that trains; 8 for a profile (the published set-up), those of this host for a pipeline.
-    slots
-        Actors that may run elsewhere, together; 0 when there are no other machines.
-    variant
-        Where slices may run, as the profile calls it; RAY by default.
-    target
-        Examples/s that training consumes; as fast as it goes by default.
-    cache
-        Free space for a cache, such as 100GB: on disk, in memory for a pipeline.
-    examples
-        Examples of the dataset, which a cache must hold.
-    explain
-        Print why, decision by decision.
-    check
-        With a pipeline: run 64 examples in both orders and compare them bit by bit.
-    out
-        Write the plan there, as JSON.
+    Args:
+      pipeline: FILE.py:NAME of a headway.data.Pipeline.
+      stats: Profile in cedar's YAML layout; `headway data profile` writes one.
+      ops: TOML file with one [[op]] row per operator: id, name, depends_on, fixed, random, source.
+      cores: Cores of the host that trains; 8 for a profile (the published set-up), those of this host for a pipeline.
+      slots: Actors that may run elsewhere, together; 0 when there are no other machines.
+      variant: Where slices may run, as the profile calls it; RAY by default.
+      target: Examples/s that training consumes; as fast as it goes by default.
+      cache: Free space for a cache, such as 100GB: on disk, in memory for a pipeline.
+      examples: Examples of the dataset, which a cache must hold.
+      explain: Print why, decision by decision.
+      check: With a pipeline: run 64 examples in both orders and compare them bit by bit.
+      out: Write the plan there, as JSON.
     """
     loaded = _pipeline(pipeline) if pipeline is not None else None
     given = cores if cores is not None else Resources().cores if loaded is None else host_cores()
@@ -144,14 +131,10 @@ def profile(
 
     Example: `headway data profile train.py:pipeline --out images`
 
-    Parameters
-    ----------
-    pipeline
-        FILE.py:NAME of a headway.data.Pipeline.
-    examples
-        Examples to run.
-    out
-        Path of the two files without their ending.
+    Args:
+      pipeline: FILE.py:NAME of a headway.data.Pipeline.
+      examples: Examples to run.
+      out: Path of the two files without their ending.
     """
     loaded = _pipeline(pipeline)
     measured: PipelineProfile = loaded.profile(examples)

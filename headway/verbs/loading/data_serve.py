@@ -44,22 +44,15 @@ def serve(
 
     Example: `headway data serve my_project.data:train_set --cache 8GiB`
 
-    Parameters
-    ----------
-    target
+    Args:
+      target:
         MODULE:NAME of a map-style dataset, a headway.data.Pipeline, or a function without arguments that returns one.
-    socket
-        Path of the server's socket; one in the runtime directory by default. It is printed.
-    cache
-        Memory for examples, such as 8GiB, besides the batches under way.
-    order
-        In which order jobs get their items: auto, independent, shared, dependent, opportunistic.
-    threads
-        Threads that prepare; as many as there are cores by default.
-    window
-        Batches made ahead per rank.
-    idle
-        End after so many seconds without jobs; never by default.
+      socket: Path of the server's socket; one in the runtime directory by default. It is printed.
+      cache: Memory for examples, such as 8GiB, besides the batches under way.
+      order: In which order jobs get their items: auto, independent, shared, dependent, opportunistic.
+      threads: Threads that prepare; as many as there are cores by default.
+      window: Batches made ahead per rank.
+      idle: End after so many seconds without jobs; never by default.
     """
     options = DataServer(
         order=order, cache_bytes=parse_bytes(cache), threads=threads, window=window,
@@ -79,10 +72,8 @@ def status(path: Path | None = None, /, *, json: AsJson = False) -> int:
 
     Example: `headway data status`
 
-    Parameters
-    ----------
-    path
-        Socket of one server; all in the runtime directory by default.
+    Args:
+      path: Socket of one server; all in the runtime directory by default.
     """
     paths = [path] if path is not None else sorted(runtime_directory().glob("data-*.sock"))
     servers = [facts for each in paths if (facts := _asked(each, must=path is not None)) is not None]

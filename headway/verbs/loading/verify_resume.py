@@ -39,16 +39,11 @@ def verify_resume(
 
     Example: `headway data verify-resume -- train.py --lr 1e-3`
 
-    Parameters
-    ----------
-    batches
-        Global batches to compare, over the ends of epochs.
-    nproc_per_node
-        Ranks on this host, a number, auto, cpu or gpu. 1 by default.
-    module
-        The script is a module, as in python -m.
-    out
-        Folder for the run; headway-runs/SCRIPT-resume-N by default.
+    Args:
+      batches: Global batches to compare, over the ends of epochs.
+      nproc_per_node: Ranks on this host, a number, auto, cpu or gpu. 1 by default.
+      module: The script is a module, as in python -m.
+      out: Folder for the run; headway-runs/SCRIPT-resume-N by default.
     """
     if script is None:
         raise InputError("there is no script to verify. Put it behind --: headway data verify-resume -- train.py")

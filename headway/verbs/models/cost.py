@@ -37,22 +37,14 @@ def transfer(
 
     Example: `headway cost transfer --data fbnet.npz --target raspi4 --samples 10`
 
-    Parameters
-    ----------
-    data
-        NPZ file of ops [n, layers], op_names, settings [s] and latency_ms [s, n].
-    target
-        The setting that stands for the new device.
-    sources
-        Settings that are known in full, separated by commas; all others by default.
-    samples
-        Samples that are measured on the new device, at least 2.
-    seed
-        Seed of the choice of samples and of the learned weights.
-    predictor
-        kernel, ridge, one_hot, tree (scikit-learn) or network (about 35 s).
-    select
-        How the samples are chosen: clusters (of the sources' latencies) or random.
+    Args:
+      data: NPZ file of ops [n, layers], op_names, settings [s] and latency_ms [s, n].
+      target: The setting that stands for the new device.
+      sources: Settings that are known in full, separated by commas; all others by default.
+      samples: Samples that are measured on the new device, at least 2.
+      seed: Seed of the choice of samples and of the learned weights.
+      predictor: kernel, ridge, one_hot, tree (scikit-learn) or network (about 35 s).
+      select: How the samples are chosen: clusters (of the sources' latencies) or random.
     """
     pick(PREDICTORS, predictor, "predictor")
     choose = pick(SELECTIONS, select, "selection")
@@ -102,16 +94,11 @@ def calibrate(
 
     Example: `headway cost calibrate -o costs.jsonl`
 
-    Parameters
-    ----------
-    out
-        The table, JSON Lines.
-    models
-        Models in each precision; perceptrons, convolutional nets and transformers take turns.
-    threads
-        Threads of one operator.
-    dtypes
-        Precisions, separated by commas: float32, bfloat16, float64.
+    Args:
+      out: The table, JSON Lines.
+      models: Models in each precision; perceptrons, convolutional nets and transformers take turns.
+      threads: Threads of one operator.
+      dtypes: Precisions, separated by commas: float32, bfloat16, float64.
     """
     from headway.cost.torch_calibration import here, made_model, measure
 
@@ -152,19 +139,14 @@ def predict(
 
     Example: `headway cost predict my_project.model:build --batch 32`
 
-    Parameters
-    ----------
-    target
+    Args:
+      target:
         MODULE:BUILD; build(batch) returns the module and its inputs, a tensor or a tuple. The loss is the module's
         output, or its sum.
-    batch
-        What build is called with.
-    costs
-        The table that `headway cost calibrate` wrote on this host.
-    device
-        The table's device; cpu is the only one that can be calibrated.
-    threads
-        Threads of one operator, as calibrated.
+      batch: What build is called with.
+      costs: The table that `headway cost calibrate` wrote on this host.
+      device: The table's device; cpu is the only one that can be calibrated.
+      threads: Threads of one operator, as calibrated.
     """
     pick({"cpu": None}, device, "device")
     result = msgspec.to_builtins(learned_step(target, batch, costs, threads))

@@ -270,36 +270,25 @@ def grow(
 
     Example: `headway model grow my.model:build --small s.json --large l.json --checkpoint runs/s -o runs/l/step-0`
 
-    Parameters
-    ----------
-    target
-        MODULE:BUILD of a function, or class, that returns the model.
-    small
-        Its arguments for the trained model: a JSON object, or the path of a file with one.
-    large
-        Its arguments for the larger model.
-    checkpoint
+    Args:
+      target: MODULE:BUILD of a function, or class, that returns the model.
+      small: Its arguments for the trained model: a JSON object, or the path of a file with one.
+      large: Its arguments for the larger model.
+      checkpoint:
         A checkpoint, headway's or torch's, of a run its newest one; or a .safetensors, .pt, .pth, .bin or .ckpt file.
-    out
+      out:
         What to write: a file that ends in .safetensors, .pt, .pth, .bin or .ckpt, or a checkpoint's folder. It must
         not exist.
-    family
-        Names of the parameters: gpt2, llama, bert, vit, torch, or one that was added; found by default.
-    depth
-        What new blocks write at first: zero, or weights that cancel over copies.
-    split
-        Weights of copies: random, so that they learn to differ, or equal.
-    prefix
-        What comes before the model's names in the checkpoint; found by default.
-    seed
-        Of what is drawn.
-    plan
+      family: Names of the parameters: gpt2, llama, bert, vit, torch, or one that was added; found by default.
+      depth: What new blocks write at first: zero, or weights that cancel over copies.
+      split: Weights of copies: random, so that they learn to differ, or equal.
+      prefix: What comes before the model's names in the checkpoint; found by default.
+      seed: Of what is drawn.
+      plan:
         Nothing is grown: propose a size, and a share of the schedule, from the losses of this recorded run.
         `headway compare` with the run of the grown model says what it took.
-    model
-        With --plan: the shape that was trained, as in `headway why --model layers=12,hidden=768,...`.
-    budget
-        With --plan: the most FLOPs for the grown model.
+      model: With --plan: the shape that was trained, as in `headway why --model layers=12,hidden=768,...`.
+      budget: With --plan: the most FLOPs for the grown model.
     """
     _one_mode(plan, (target, small, large, checkpoint, out, family, depth, split, prefix, seed), (model, budget))
     if plan is not None:

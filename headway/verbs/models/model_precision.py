@@ -46,10 +46,8 @@ def precision(
 
     Example: `headway model precision --nproc-per-node 2 -o plan.json -- train.py`
 
-    Parameters
-    ----------
-    plan
-        Where to write the plan.
+    Args:
+      plan: Where to write the plan.
     """
     if not script:
         raise InputError("there is no script to measure. Put it behind --: headway model precision -- train.py")

@@ -41,36 +41,27 @@ def serve(
 
     Example: `headway model serve --layers model.json --cluster hosts.toml --prompt 512 --new 100 --batch 32`
 
-    Parameters
-    ----------
-    layers
+    Args:
+      layers:
         A JSON file: layers, hidden, heads, sequence, vocabulary, and what else `headway.cost.transformer.Transformer`
         has.
-    cluster
+      cluster:
         A TOML file with a [[device]] for each host: name in the table of devices, count, and link to other hosts
         (ethernet-10g by default); within a host the device's own link. [devices.NAME], [links.NAME] add to the tables.
-    prompt
-        Tokens of a prompt.
-    new
-        Tokens generated for each.
-    batch
-        Sequences, served together.
-    bits
-        Bits offered, separated by commas.
-    theta
-        Seconds that one of the indicator is worth; 0 = as fast as can be.
-    gap
-        How far the plan may be above the proven bound, as a share.
-    sensitivity
+      prompt: Tokens of a prompt.
+      new: Tokens generated for each.
+      batch: Sequences, served together.
+      bits: Bits offered, separated by commas.
+      theta: Seconds that one of the indicator is worth; 0 = as fast as can be.
+      gap: How far the plan may be above the proven bound, as a share.
+      sensitivity:
         A JSON file in place of the indicator: bits -> a number for each layer, such as {"4": [1.5, 2.0]}; what 16 bits
         lose is 0 where it is not given.
-    latency
+      latency:
         A JSON file in place of the roofline: a list of measured rows, each with device, bits, phase (prefill, decode,
         head), batch, tokens (of each prompt; behind which one more is made), seconds of one layer.
-    heuristic
-        Say beside it what LLM-PQ's heuristic comes to.
-    export
-        vllm: print VLLM_PP_LAYER_PARTITION for another engine instead.
+      heuristic: Say beside it what LLM-PQ's heuristic comes to.
+      export: vllm: print VLLM_PP_LAYER_PARTITION for another engine instead.
     """
     if export is not None:
         pick(dict.fromkeys(ENGINES), export, "engine")

@@ -64,12 +64,9 @@ def bubbles(
 
     Example: `headway parallel bubbles headway-runs/train-1`
 
-    Parameters
-    ----------
-    out
-        Also write a page of a recorded step, what each stage computed when: -o page.html.
-    json
-        Print one JSON object (schema headway.bubbles/1) instead of text.
+    Args:
+      out: Also write a page of a recorded step, what each stage computed when: -o page.html.
+      json: Print one JSON object (schema headway.bubbles/1) instead of text.
     """
     recorded = run_at(run)
     program = Program.from_run(recorded)
@@ -160,20 +157,14 @@ def fill(
 
     Example: `headway parallel fill --jobs jobs.json --simulate`
 
-    Parameters
-    ----------
-    jobs
-        A JSON file: the main job and the fill jobs.
-    run
+    Args:
+      jobs: A JSON file: the main job and the fill jobs.
+      run:
         A recorded run of a pipeline: its gaps are planned for, instead of those of the file's main job. Nothing runs.
-    schedule
-        The main job's schedule, instead of that in the file.
-    score
-        Which job goes first: shortest, makespan or deadline.
-    simulate
-        Plan only.
-    blocks
-        Blocks of 4 steps that are run with filling, and as many without.
+      schedule: The main job's schedule, instead of that in the file.
+      score: Which job goes first: shortest, makespan or deadline.
+      simulate: Plan only.
+      blocks: Blocks of 4 steps that are run with filling, and as many without.
     """
     pick(SCORES, score, "score")
     if blocks < 1:

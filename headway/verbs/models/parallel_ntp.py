@@ -47,34 +47,21 @@ def ntp(
 
     Example: `headway parallel ntp --units 64 --tp 8 --reduced 7`
 
-    Parameters
-    ----------
-    units
-        What a layer can be cut into: groups of heads, columns of the feed-forward layer, rows of the vocabulary.
-    heads
-        Query heads of an attention layer, instead of --units; with --kv-heads.
-    kv_heads
-        Its key and value heads; a unit is one of them with the query heads that read it.
-    tp
-        Devices of a whole group; with --table several, separated by commas.
-    reduced
-        Devices that remain in the group.
-    table
-        Print the table of throughput.
-    devices
-        Devices of the job, with --table.
-    failed
-        How many of them have failed on average: a fraction below 1 (of whole devices), or a number from 1 on.
-    dp
-        Replicas of the job, with --lost.
-    pp
-        Stages of a pipeline, each a group, with --table and --lost.
-    lost
-        Ranks that failed, separated by commas; ranks are numbered along tp first, then dp, then pp.
-    power_boost
+    Args:
+      units: What a layer can be cut into: groups of heads, columns of the feed-forward layer, rows of the vocabulary.
+      heads: Query heads of an attention layer, instead of --units; with --kv-heads.
+      kv_heads: Its key and value heads; a unit is one of them with the query heads that read it.
+      tp: Devices of a whole group; with --table several, separated by commas.
+      reduced: Devices that remain in the group.
+      table: Print the table of throughput.
+      devices: Devices of the job, with --table.
+      failed: How many of them have failed on average: a fraction below 1 (of whole devices), or a number from 1 on.
+      dp: Replicas of the job, with --lost.
+      pp: Stages of a pipeline, each a group, with --table and --lost.
+      lost: Ranks that failed, separated by commas; ranks are numbered along tp first, then dp, then pp.
+      power_boost:
         Power that the remaining devices of a group may take, as a multiple, for example 1.3; no boost without it.
-    power_exponent
-        Power grows as the clock to this exponent.
+      power_exponent: Power grows as the clock to this exponent.
     """
     boost = PowerBoost(1.0 if power_boost is None else power_boost, power_exponent)
     degrees = _integers("--tp", tp, "8,64")

@@ -55,43 +55,28 @@ def plan(
 
     Example: `headway parallel plan --profile graph.txt --levels 4,4 --bandwidth 1e10,1.25e9`
 
-    Parameters
-    ----------
-    profile
-        A profile as PipeDream's profiler writes it: layers with times in ms and sizes in bytes, then edges.
-    levels
-        Devices of a machine, machines of a rack, ...: sizes of the levels, the fastest links first.
-    bandwidth
-        Bytes per second of the links of each level; with --graph one number, without it messages take no time.
-    memory
-        Memory of a device, for example 16GiB; no limit without it.
-    allreduce
-        How computation and the all-reduce of gradients add up: sum, or overlap.
-    transfers
-        What passes between stages: published (as PipeDream's code counts it), exact, or none.
-    shape
-        A TOML file: layers, hidden, heads, sequence, vocabulary, batch (sequences), and what `Transformer` has.
-    graph
+    Args:
+      profile: A profile as PipeDream's profiler writes it: layers with times in ms and sizes in bytes, then edges.
+      levels: Devices of a machine, machines of a rack, ...: sizes of the levels, the fastest links first.
+      bandwidth: Bytes per second of the links of each level; with --graph one number, without it messages take no time.
+      memory: Memory of a device, for example 16GiB; no limit without it.
+      allreduce: How computation and the all-reduce of gradients add up: sum, or overlap.
+      transfers: What passes between stages: published (as PipeDream's code counts it), exact, or none.
+      shape: A TOML file: layers, hidden, heads, sequence, vocabulary, batch (sequences), and what `Transformer` has.
+      graph:
         A JSON file {"layers": [...]}: name, preds (names of those that feed it), forward_ns and backward_ns of a
         microbatch, and where they matter output_bytes and parameter_bytes.
-    microbatches
-        Microbatches of a step, with --graph; as many as devices without it.
-    overhead_ns
+      microbatches: Microbatches of a step, with --graph; as many as devices without it.
+      overhead_ns:
         What a forward or backward of a stage takes beside its layers, with --graph; it decides the microbatch's size.
-    replicate
-        With --graph, several devices may share a stage; needs --bandwidth.
-    split_dense
+      replicate: With --graph, several devices may share a stage; needs --bandwidth.
+      split_dense:
         With --graph, dense layers on concatenated inputs, with commas: planned as a product per input, and their sum.
-    devices
-        Devices of the job.
-    device
-        Their name in the table of devices, for example A100-SXM4-80GB.
-    devices_per_host
-        Devices of one host.
-    link
-        Name of the link of a device towards other hosts.
-    schedule
-        What the pipelines of --shape run: 1f1b, or two_buffer, which trains on weights of one step before.
+      devices: Devices of the job.
+      device: Their name in the table of devices, for example A100-SXM4-80GB.
+      devices_per_host: Devices of one host.
+      link: Name of the link of a device towards other hosts.
+      schedule: What the pipelines of --shape run: 1f1b, or two_buffer, which trains on weights of one step before.
     """
     if sum(given is not None for given in (profile, graph, shape)) != 1:
         raise InputError("nothing says what to plan, or two things do. Give --profile, --graph or --shape.")

@@ -91,14 +91,10 @@ def show(
 
     Example: `headway parallel schedule show --schedule 1f1b --stages 4 --microbatches 8`
 
-    Parameters
-    ----------
-    backward_ns
-        Its backward.
-    out
-        Also write a page with the picture of it: -o page.html.
-    json
-        Print one JSON object: the program, its messages among the actions.
+    Args:
+      backward_ns: Its backward.
+      out: Also write a page with the picture of it: -o page.html.
+      json: Print one JSON object: the program, its messages among the actions.
     """
     shape = shape_of(stages, microbatches, interleave, forward_ns, backward_ns, None, None, comm_ns, cap)
     program = lower(pick(SCHEDULES, schedule, "schedule")(shape))
@@ -117,12 +113,9 @@ def check(file: Path, *, cap: float | None = None, json: AsJson = False) -> int:
 
     Example: `headway parallel schedule check orders.csv --cap 4`
 
-    Parameters
-    ----------
-    file
-        Torch's compute-only CSV (a row per rank, cells like 1F0), or a program as JSON.
-    cap
-        Activations of a stage and microbatch that a rank may hold.
+    Args:
+      file: Torch's compute-only CSV (a row per rank, cells like 1F0), or a program as JSON.
+      cap: Activations of a stage and microbatch that a rank may hold.
     """
     program = _read(file)
     report = check_program(program, cap)
@@ -148,12 +141,9 @@ def export(
 
     Example: `headway parallel schedule export --schedule interleaved --stages 4 --microbatches 8 --interleave 2`
 
-    Parameters
-    ----------
-    format
-        torch-csv, or json with the messages.
-    output
-        The file; stdout without it.
+    Args:
+      format: torch-csv, or json with the messages.
+      output: The file; stdout without it.
     """
     shape = PipelineShape(stages, microbatches, interleave, forward_ns, input_ns, weight_ns, comm_ns, cap)
     program = lower(pick(SCHEDULES, schedule, "schedule")(shape))
@@ -192,25 +182,16 @@ def simulate(
 
     Example: `headway parallel simulate --stages 4 --microbatches 8 --forward-ns 10 --backward-ns 20`
 
-    Parameters
-    ----------
-    stages
-        Ranks.
-    forward_ns
-        Forward.
-    backward_ns
-        Backward; without it, the sum of its two parts.
-    input_ns
-        The part that makes the gradient of the input; without both parts, half of the backward.
-    weight_ns
-        The part that makes the gradients of the weights.
-    cap
-        Activations that a rank may hold, in shares of a whole rank.
-    graph
-        A JSON file of stages, each with name, preds (names of those that feed it), forward_ns and backward_ns.
-    replicas
-        Pipelines side by side; stage s of replica d is on rank d x stages + s.
-    fail
+    Args:
+      stages: Ranks.
+      forward_ns: Forward.
+      backward_ns: Backward; without it, the sum of its two parts.
+      input_ns: The part that makes the gradient of the input; without both parts, half of the backward.
+      weight_ns: The part that makes the gradients of the weights.
+      cap: Activations that a rank may hold, in shares of a whole rank.
+      graph: A JSON file of stages, each with name, preds (names of those that feed it), forward_ns and backward_ns.
+      replicas: Pipelines side by side; stage s of replica d is on rank d x stages + s.
+      fail:
         Failed workers as replica:stage, from 0, separated by commas; they count as idle. --cap is then twice the
         number of stages if not given.
     """
@@ -261,30 +242,19 @@ def replan(
 
     Example: `headway parallel replan --replicas 3 --stages 4 --microbatches 6 --fail 1:2`
 
-    Parameters
-    ----------
-    replicas
-        Pipelines side by side.
-    stages
-        Stages of each, one per rank.
-    microbatches
-        Microbatches of each in one step.
-    fail
-        Failed workers as replica:stage, from 0, separated by commas.
-    trace
+    Args:
+      replicas: Pipelines side by side.
+      stages: Stages of each, one per rank.
+      microbatches: Microbatches of each in one step.
+      fail: Failed workers as replica:stage, from 0, separated by commas.
+      trace:
         A file of milliseconds,add|remove,host by time, one host per worker; the times of stages count in full then.
-    forward_ns
-        Forward of one microbatch on one stage.
-    cap
-        Activations that a worker may hold; twice the number of stages without it.
-    regroup_s
-        Seconds of every switch, with --trace.
-    copy_s
-        More of them where a worker gets the weights of a stage.
-    restart_s
-        Seconds of a restart from a checkpoint, where a stage lost all its workers.
-    json
-        Print one JSON object instead of text: with the program of the step, the messages among its actions.
+      forward_ns: Forward of one microbatch on one stage.
+      cap: Activations that a worker may hold; twice the number of stages without it.
+      regroup_s: Seconds of every switch, with --trace.
+      copy_s: More of them where a worker gets the weights of a stage.
+      restart_s: Seconds of a restart from a checkpoint, where a stage lost all its workers.
+      json: Print one JSON object instead of text: with the program of the step, the messages among its actions.
     """
     shape = PipelineShape(stages, microbatches, 1, forward_ns, input_ns, weight_ns, comm_ns, cap)
     plan = ElasticPlan.build(shape, replicas, most_failures=0)

@@ -48,18 +48,12 @@ def tune(
 
     Example: `headway tune --setting lr=1e-5:1:log --setting momentum=0:0.99 -- train.py`
 
-    Parameters
-    ----------
-    setting
-        NAME=LOW:HIGH, NAME=LOW:HIGH:log, or NAME=VALUE,VALUE; once for each tunable. lr=1e-5:1:log by default.
-    trials
-        Most trials of the first search.
-    seed
-        Of the settings that are drawn.
-    module
-        The script is a module, as in python -m.
-    out
-        Folder for the plan and, in its folder run, the run; headway-runs/SCRIPT-tune-N by default.
+    Args:
+      setting: NAME=LOW:HIGH, NAME=LOW:HIGH:log, or NAME=VALUE,VALUE; once for each tunable. lr=1e-5:1:log by default.
+      trials: Most trials of the first search.
+      seed: Of the settings that are drawn.
+      module: The script is a module, as in python -m.
+      out: Folder for the plan and, in its folder run, the run; headway-runs/SCRIPT-tune-N by default.
     """
     if script is None:
         raise InputError("there is no script to tune. Put it behind --: headway tune -- train.py")

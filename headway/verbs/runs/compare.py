@@ -52,15 +52,11 @@ def compare(
 
     Example: `headway compare headway-runs/train-1 headway-runs/train-2 --threshold 0.1`
 
-    Parameters
-    ----------
-    before
-        The run that sets the standard.
-    after
-        The run that is judged.
-    threshold
-        Share of the first run's step time that may be lost: 5% or 0.05.
-    whole
+    Args:
+      before: The run that sets the standard.
+      after: The run that is judged.
+      threshold: Share of the first run's step time that may be lost: 5% or 0.05.
+      whole:
         Judge whole runs: what lies before, between and after the steps counts too, and start-up, restarts and rework
         are regressions when they grew by more than threshold x wall of the first run.
     """

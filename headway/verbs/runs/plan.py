@@ -48,29 +48,22 @@ def plan(
 
     Example: `headway plan headway-runs/train-1 -o plan.json`
 
-    Parameters
-    ----------
-    out
-        The plan file; RUN/plan.json by default, RUN/next-plan.json where RUN applied a plan, which stays.
-    allow
+    Args:
+      out: The plan file; RUN/plan.json by default, RUN/next-plan.json where RUN applied a plan, which stays.
+      allow:
         What may change results: 'same-distribution' (other random draws of it), 'data.threads' (threads that share the
         dataset's objects with the loop), 'lossy' (approximations). Several are separated by commas.
-    steps
+      steps:
         Length of the job to plan for, in optimizer steps: what costs more at the start than it wins in so many is left
         out. As many as were recorded by default.
-    all
-        Show too what no cause of this run asks for, and what headway cannot apply.
-    model
+      all: Show too what no cause of this run asks for, and what headway cannot apply.
+      model:
         MODULE:BUILD as for `headway cost predict`: where the run recorded too few steps to predict from, the time of
         a step is learned from --costs.
-    batch
-        What BUILD is called with.
-    costs
-        The table that `headway cost calibrate` wrote on this host.
-    threads
-        Threads of one operator, as calibrated.
-    json
-        Print one JSON object (schema headway.plan/1) instead of text.
+      batch: What BUILD is called with.
+      costs: The table that `headway cost calibrate` wrote on this host.
+      threads: Threads of one operator, as calibrated.
+      json: Print one JSON object (schema headway.plan/1) instead of text.
     """
     grants = granted(allow)
     recorded = run_at(run)
@@ -139,9 +132,8 @@ def whatif(
 
     Example: `headway whatif headway-runs/train-1 --set input=instant --set workers=4`
 
-    Parameters
-    ----------
-    set_
+    Args:
+      set_:
         EDIT, as target=value. A factor on durations, none, instant or 0.5x: straggler, input (input.fetch, input.prep,
         input.transfer), comm, checkpoint, host (host.gc, host.logging, script), op:GLOB. A speed, 2x: bandwidth,
         storage (or shared, parallel), accelerator. The loader: workers=4, threads=true, prefetch=4,

@@ -57,16 +57,11 @@ def report(
 
     Example: `headway report headway-runs/train-1 -o report.html`
 
-    Parameters
-    ----------
-    source
-        A run folder (the newest one by default) or any trace.
-    out
-        The page to write.
-    steps
-        FIRST:END of the steps in the timeline; some in the middle by default.
-    model
-        Shape of the model, for MFU, as `headway why --help` says.
+    Args:
+      source: A run folder (the newest one by default) or any trace.
+      out: The page to write.
+      steps: FIRST:END of the steps in the timeline; some in the middle by default.
+      model: Shape of the model, for MFU, as `headway why --help` says.
     """
     if out.is_dir():
         raise InputError(f"{out} is a folder; a report is a file. Name one in it: -o {out / 'report.html'}")

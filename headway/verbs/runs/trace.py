@@ -38,11 +38,9 @@ def import_(source: Path, target: Path, /, *, json: AsJson = False) -> int:
 
     Example: `headway trace import profile.json.gz profile.parquet`
 
-    Parameters
-    ----------
-    source
-        Any trace headway reads; its content decides the format, not its name. NAME.et stands for NAME.<rank>.et.
-    target
+    Args:
+      source: Any trace headway reads; its content decides the format, not its name. NAME.et stands for NAME.<rank>.et.
+      target:
         File to write; its suffix decides the format: .parquet, .straggler.parquet, .json, .json.gz, .pftrace or .et.
     """
     spare(source, target)
@@ -70,25 +68,16 @@ def export(
 
     Example: `headway trace export headway-runs/train-1 window.json.gz --steps 100:110 --lanes "stream *"`
 
-    Parameters
-    ----------
-    source
-        A run folder or any trace.
-    target
-        .pftrace, .json or .json.gz to look at, .parquet to keep, .et for Chakra (one NAME.<rank>.et per rank).
-    steps
-        FIRST:END, the end excluded; all steps by default.
-    ranks
-        FIRST:END, the end excluded; all ranks by default.
-    lanes
-        Pattern of lane names, as of file names: main, "stream *", "loader/*".
-    names
-        Pattern of event names: "aten::*", "comm.*".
-    kinds
-        Kinds, separated by commas: COMPUTE,COLL.
-    between
-        FROM:TO after the first event, in ns or with a unit: 1.5s:1.6s. Rows that overlap it.
-    ideal
+    Args:
+      source: A run folder or any trace.
+      target: .pftrace, .json or .json.gz to look at, .parquet to keep, .et for Chakra (one NAME.<rank>.et per rank).
+      steps: FIRST:END, the end excluded; all steps by default.
+      ranks: FIRST:END, the end excluded; all ranks by default.
+      lanes: Pattern of lane names, as of file names: main, "stream *", "loader/*".
+      names: Pattern of event names: "aten::*", "comm.*".
+      kinds: Kinds, separated by commas: COMPUTE,COLL.
+      between: FROM:TO after the first event, in ns or with a unit: 1.5s:1.6s. Rows that overlap it.
+      ideal:
         Put the same slice, replayed without the losses, beside the real one (a run or an operation trace; .json only).
     """
     wanted = slice_of(steps=steps, ranks=ranks, lanes=lanes, names=names, kinds=kinds, between=between)
@@ -175,10 +164,8 @@ def info(source: Path, /, *, json: AsJson = False) -> int:
 
     Example: `headway trace info profile.json.gz`
 
-    Parameters
-    ----------
-    source
-        A run folder or any trace.
+    Args:
+      source: A run folder or any trace.
     """
     answer = describe(open_parts([source]))
     return emit(answer, lambda screen: render_trace_info(answer, **screen), as_json=json)
@@ -222,13 +209,10 @@ def align(
 
     All other formats get aligned times.
 
-    Parameters
-    ----------
-    source
-        A run, a trace with several ranks, or a folder of profiler files, one or more per rank.
-    target
-        File to write; its suffix decides the format.
-    tolerate
+    Args:
+      source: A run, a trace with several ranks, or a folder of profiler files, one or more per rank.
+      target: File to write; its suffix decides the format.
+      tolerate:
         Where no clocks fulfil the order, or one was set while it recorded, take the estimate instead of an error.
     """
     spare(source, target)

@@ -52,23 +52,16 @@ def try_edits(
 
     Example: `headway try --allow lossy,result-equivalent -- train.py`
 
-    Parameters
-    ----------
-    steps
-        Steps of a trial; a quarter of them, the first ones, do not count.
-    rounds
-        Trials of each candidate, with the others between them.
-    warmup
-        Steps of the script's own before the first trial.
-    only
-        A candidate, such as compile or autocast; once for each. All by default.
-    recorded
+    Args:
+      steps: Steps of a trial; a quarter of them, the first ones, do not count.
+      rounds: Trials of each candidate, with the others between them.
+      warmup: Steps of the script's own before the first trial.
+      only: A candidate, such as compile or autocast; once for each. All by default.
+      recorded:
         A recorded run of the script, with a window where it trains on a device: what its plan predicts of each
         candidate stands beside what is measured.
-    allow
-        What the plan may hold: result-equivalent, lossy, or both with a comma. All candidates are measured.
-    plan
-        Where to write the plan.
+      allow: What the plan may hold: result-equivalent, lossy, or both with a comma. All candidates are measured.
+      plan: Where to write the plan.
     """
     script = _checked(options, script)
     if options.apply is not None:

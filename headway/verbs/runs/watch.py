@@ -35,18 +35,12 @@ def watch(
 
     Example: `headway watch headway-runs/train-1`
 
-    Parameters
-    ----------
-    port
-        Port to serve on; 0 takes a free one.
-    host
-        Address to serve on; only this machine can connect by default.
-    allow_origin
-        Origin of another page that may read the events, as in http://dashboard:3000.
-    wait
-        The run folder need not exist yet: wait until a run makes it.
-    json
-        Print one JSON object with the address instead of text.
+    Args:
+      port: Port to serve on; 0 takes a free one.
+      host: Address to serve on; only this machine can connect by default.
+      allow_origin: Origin of another page that may read the events, as in http://dashboard:3000.
+      wait: The run folder need not exist yet: wait until a run makes it.
+      json: Print one JSON object with the address instead of text.
     """
     path = run or newest_run()
     if path.exists() and not path.is_dir():

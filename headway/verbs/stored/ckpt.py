@@ -37,10 +37,8 @@ def ls(root: Path, /, *, json: AsJson = False) -> int:
 
     Example: `headway ckpt ls runs/llama/checkpoints`
 
-    Parameters
-    ----------
-    root
-        The folder that holds the step-<n> of a run, or its URL (s3://...).
+    Args:
+      root: The folder that holds the step-<n> of a run, or its URL (s3://...).
     """
     url = url_of(root)
     if url is None:
@@ -124,12 +122,9 @@ def show(path: Path, /, *, only: str = "*", json: AsJson = False) -> int:
 
     Example: `headway ckpt show checkpoints/step-400 --only 'model.layers.0.*'`
 
-    Parameters
-    ----------
-    path
-        A checkpoint, a file, or an index of files; a folder of checkpoints stands for the newest.
-    only
-        Names to show, with * and ? for any characters.
+    Args:
+      path: A checkpoint, a file, or an index of files; a folder of checkpoints stands for the newest.
+      only: Names to show, with * and ? for any characters.
     """
     held = opened(contents(path))
     tensors = {fqn: tensor for fqn, tensor in held.tensors.items() if fnmatchcase(fqn, only)}
@@ -212,14 +207,10 @@ def verify_(path: Path, /, *, all: bool = False, shallow: bool = False, json: As
 
     Example: `headway ckpt verify checkpoints/step-400`
 
-    Parameters
-    ----------
-    path
-        A checkpoint, a folder of checkpoints, a file, or an index of files.
-    all
-        Every checkpoint of a folder of them.
-    shallow
-        Leave out the elements of tensors: sizes, metadata, containers only.
+    Args:
+      path: A checkpoint, a folder of checkpoints, a file, or an index of files.
+      all: Every checkpoint of a folder of them.
+      shallow: Leave out the elements of tensors: sizes, metadata, containers only.
     """
     url, deep = url_of(path), not shallow
     if not all:
@@ -285,12 +276,9 @@ def scrub_(root: Path, /, *, rate_mb_s: float = 50.0, json: AsJson = False) -> i
 
     Example: `headway ckpt scrub runs/llama/checkpoints --rate-mb-s 20`
 
-    Parameters
-    ----------
-    root
-        The folder that holds the step-<n> of a run.
-    rate_mb_s
-        Read at most so many MB per second; 0 reads as fast as it goes.
+    Args:
+      root: The folder that holds the step-<n> of a run.
+      rate_mb_s: Read at most so many MB per second; 0 reads as fast as it goes.
     """
     if rate_mb_s < 0:
         raise InputError(f"--rate-mb-s is {rate_mb_s:g}; a rate is at least 0. Pass 0 for no limit.")
@@ -321,12 +309,9 @@ def diff(first: Path, second: Path, /, *, json: AsJson = False) -> int:
 
     Example: `headway ckpt diff checkpoints/step-400 checkpoints/step-500`
 
-    Parameters
-    ----------
-    first
-        A checkpoint, or a torch.save or safetensors file.
-    second
-        Another one.
+    Args:
+      first: A checkpoint, or a torch.save or safetensors file.
+      second: Another one.
     """
     found = difference(contents(first), contents(second))
     answer = {"schema": "headway.ckpt.diff/1", "first": str(first), "second": str(second), **found.to_json()}
@@ -372,14 +357,10 @@ def prune(root: Path, /, *, keep: str = "last=2", yes: bool = False, json: AsJso
 
     Example: `headway ckpt prune checkpoints --keep last=3,every=1000 --yes`
 
-    Parameters
-    ----------
-    root
-        The folder that holds the step-<n> of a run.
-    keep
-        What stays: last=N, the newest N; every=K, those whose step is a multiple of K.
-    yes
-        Remove them.
+    Args:
+      root: The folder that holds the step-<n> of a run.
+      keep: What stays: last=N, the newest N; every=K, those whose step is a multiple of K.
+      yes: Remove them.
     """
     rule, url = parse_keep(keep), url_of(root)
     if url is not None:

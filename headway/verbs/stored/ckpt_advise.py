@@ -53,11 +53,9 @@ def advise(
 
     Example: `headway ckpt advise headway-runs/train-1 --set mtbf_s=36000`
 
-    Parameters
-    ----------
-    run
-        A run folder; needed unless --set says what a step and a save take.
-    set_
+    Args:
+      run: A run folder; needed unless --set says what a step and a save take.
+      set_:
         A fact, as name=value: step_s, save_s (seconds), every (steps between saves), state (bytes per rank), copy
         (bytes per second), mtbf_s, budget, ranks, hosts.
     """
@@ -143,16 +141,11 @@ def bench(
 
     Example: `headway ckpt bench /mnt/checkpoints --state 40GB`
 
-    Parameters
-    ----------
-    folder
-        The folder that checkpoints go to.
-    size
-        Bytes to measure with; more is steadier.
-    state
-        Bytes that one rank would save.
-    ours_only
-        Leave out torch's own distributed checkpoint, which needs torch.
+    Args:
+      folder: The folder that checkpoints go to.
+      size: Bytes to measure with; more is steadier.
+      state: Bytes that one rank would save.
+      ours_only: Leave out torch's own distributed checkpoint, which needs torch.
     """
     num_bytes, state_bytes = parse_bytes(size), parse_bytes(state)
     rates = measure(folder, num_bytes)

@@ -45,12 +45,9 @@ def repair(path: Path, /, *, dry_run: bool = False, json: AsJson = False) -> int
 
     Example: `headway ckpt repair runs/llama/checkpoints/step-4000`
 
-    Parameters
-    ----------
-    path
-        A checkpoint; of the folder of a run, its newest one.
-    dry_run
-        Say what would be rebuilt, and write nothing; exit code 3 when there is anything.
+    Args:
+      path: A checkpoint; of the folder of a run, its newest one.
+      dry_run: Say what would be rebuilt, and write nothing; exit code 3 when there is anything.
     """
     root, path = path, checkpoint_at(path)
     check_inside(root, path / COMMIT)
@@ -128,18 +125,12 @@ def export(
 
     Example: `headway ckpt export runs/llama/step-4000 -o model.safetensors --prefix model. --dtype bf16`
 
-    Parameters
-    ----------
-    path
-        A checkpoint, headway's or torch's; of the folder of a run, its newest one.
-    out
-        The file to write: .safetensors, or .pt, .pth, .bin, .ckpt. It must not exist.
-    prefix
-        Write only names that begin with it, without it.
-    dtype
-        Cast floating-point tensors: bf16, fp16, fp32, fp64.
-    file
-        Largest safetensors file.
+    Args:
+      path: A checkpoint, headway's or torch's; of the folder of a run, its newest one.
+      out: The file to write: .safetensors, or .pt, .pth, .bin, .ckpt. It must not exist.
+      prefix: Write only names that begin with it, without it.
+      dtype: Cast floating-point tensors: bf16, fp16, fp32, fp64.
+      file: Largest safetensors file.
     """
     from headway.checkpoint.torch_dcp.convert import export as write
 
@@ -168,18 +159,12 @@ def import_(
 
     Example: `headway ckpt import llama/model.safetensors.index.json -o runs/llama/step-0 --prefix model.`
 
-    Parameters
-    ----------
-    path
-        A .safetensors file or index, a .pt, .pth, .bin or .ckpt file, or a checkpoint's folder.
-    out
-        The checkpoint to write, best called step-<n>. It must not exist.
-    prefix
-        Goes before every name.
-    world
-        Number of ranks whose files it consists of.
-    redundancy
-        Parity over them: none, xor, +m, k+m.
+    Args:
+      path: A .safetensors file or index, a .pt, .pth, .bin or .ckpt file, or a checkpoint's folder.
+      out: The checkpoint to write, best called step-<n>. It must not exist.
+      prefix: Goes before every name.
+      world: Number of ranks whose files it consists of.
+      redundancy: Parity over them: none, xor, +m, k+m.
     """
     from headway.checkpoint.torch_dcp.convert import rewrite
 
@@ -204,18 +189,12 @@ def reshard(
 
     Example: `headway ckpt reshard runs/llama/step-4000 --world 8 -o runs/llama-8/step-4000`
 
-    Parameters
-    ----------
-    path
-        A checkpoint, headway's or torch's; of the folder of a run, its newest one.
-    world
-        Number of ranks.
-    out
-        The checkpoint to write, best called step-<n>. It must not exist.
-    without
-        An object or tensor to leave out, with all below it; may be given again.
-    redundancy
-        Parity over the new files: none, xor, +m, k+m.
+    Args:
+      path: A checkpoint, headway's or torch's; of the folder of a run, its newest one.
+      world: Number of ranks.
+      out: The checkpoint to write, best called step-<n>. It must not exist.
+      without: An object or tensor to leave out, with all below it; may be given again.
+      redundancy: Parity over the new files: none, xor, +m, k+m.
     """
     from headway.checkpoint.torch_dcp.convert import rewrite
 

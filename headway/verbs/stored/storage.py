@@ -35,14 +35,10 @@ def table(*, afr: float = 0.02, default_afr: float = DEFAULT[2], mttr_hours: flo
 
     Example: `headway storage table --afr 0.015`
 
-    Parameters
-    ----------
-    afr
-        AFR at which the mean time to data loss is shown, a fraction.
-    default_afr
-        AFR that 6-of-9 is trusted with, a fraction.
-    mttr_hours
-        Hours of one repair.
+    Args:
+      afr: AFR at which the mean time to data loss is shown, a fraction.
+      default_afr: AFR that 6-of-9 is trusted with, a fraction.
+      mttr_hours: Hours of one repair.
     """
     for name, value in {"--afr": afr, "--default-afr": default_afr}.items():
         if not 0 < value <= 1:
@@ -111,16 +107,11 @@ def fit(
 
     Example: `headway storage fit 2021-10.csv 2021-11.csv 2022-09.csv`
 
-    Parameters
-    ----------
-    logs
-        CSV files, the oldest first.
-    policy
-        pacemaker, reactive, instant or static.
-    ahead_days
-        Days for which the schemes should hold.
-    same
-        OLD=NEW: a model that was renamed between the logs, or in a log of drives; may be given several times.
+    Args:
+      logs: CSV files, the oldest first.
+      policy: pacemaker, reactive, instant or static.
+      ahead_days: Days for which the schemes should hold.
+      same: OLD=NEW: a model that was renamed between the logs, or in a log of drives; may be given several times.
     """
     chosen = pick(POLICIES, policy, "policy")
     if not logs:
@@ -220,19 +211,14 @@ def fleet(
 
     Example: `headway storage fleet --synthetic mixed --days 1095`
 
-    Parameters
-    ----------
-    clusters
+    Args:
+      clusters:
         TOML file with a table [[dgroup]] per model: name, arrivals = [[day, disks], ...], afr = [[age, AFR], ...],
         capacity_bytes, disk_bytes_per_s, retire_days.
-    synthetic
-        A made-up fleet: trickle, step, mixed or large.
-    days
-        Days to simulate.
-    seed
-        Of the made-up fleet and of the failures.
-    policy
-        Policies to compare; the plan that is shown is the first one's.
+      synthetic: A made-up fleet: trickle, step, mixed or large.
+      days: Days to simulate.
+      seed: Of the made-up fleet and of the failures.
+      policy: Policies to compare; the plan that is shown is the first one's.
     """
     if (clusters is None) == (synthetic is None) or not policy:
         raise InputError("give either --clusters FILE.toml or --synthetic NAME, and at least one --policy.")

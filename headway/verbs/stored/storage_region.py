@@ -39,14 +39,10 @@ def region(file: Path, /, *, repair: bool = False, rate_mb_s: float | None = Non
 
     Example: `headway storage region cache/state.bin --repair`
 
-    Parameters
-    ----------
-    file
-        The region's data; its sidecar lies beside it, FILE.guard.
-    repair
-        Write back what can be rebuilt from parity.
-    rate_mb_s
-        Read at most so many MB (10**6 bytes) per second.
+    Args:
+      file: The region's data; its sidecar lies beside it, FILE.guard.
+      repair: Write back what can be rebuilt from parity.
+      rate_mb_s: Read at most so many MB (10**6 bytes) per second.
     """
     if rate_mb_s is not None and not rate_mb_s > 0:
         raise InputError(f"--rate-mb-s is {rate_mb_s}; pass more than 0, or leave it out.")
@@ -132,14 +128,10 @@ def restripe(path: Path, /, *, to: str, cap_mb_s: float = 0.0, json: AsJson = Fa
 
     Example: `headway storage restripe runs/llama/checkpoints --to 8+2 --cap-mb-s 50`
 
-    Parameters
-    ----------
-    path
-        A checkpoint, or the folder of a run: then all of its checkpoints, the oldest first.
-    to
-        The scheme: k+m, or +m for as wide a stripe as there are ranks.
-    cap_mb_s
-        At most so many MB read and written per second; 0: no cap.
+    Args:
+      path: A checkpoint, or the folder of a run: then all of its checkpoints, the oldest first.
+      to: The scheme: k+m, or +m for as wide a stripe as there are ranks.
+      cap_mb_s: At most so many MB read and written per second; 0: no cap.
     """
     if not cap_mb_s >= 0:
         raise InputError(f"--cap-mb-s is {cap_mb_s:g}; use a rate above 0, or 0 for no cap.")

@@ -40,20 +40,13 @@ def sim(
 
     Example: `headway storage sim --made tree --requests 12000`
 
-    Parameters
-    ----------
-    trace
-        A text file: lines `R ADDRESS`, `W ADDRESS`, `E NANOSECONDS` (end of a request).
-    made
-        Without a file: set, get, stream or tree.
-    requests
-        Requests of the made trace.
-    seed
-        Seed of the made trace.
-    designs
-        Names, separated by commas.
-    mapped
-        Bytes that are mapped, from address 0 on.
+    Args:
+      trace: A text file: lines `R ADDRESS`, `W ADDRESS`, `E NANOSECONDS` (end of a request).
+      made: Without a file: set, get, stream or tree.
+      requests: Requests of the made trace.
+      seed: Seed of the made trace.
+      designs: Names, separated by commas.
+      mapped: Bytes that are mapped, from address 0 on.
     """
     memory = MemorySystem(mapped_bytes=parse_bytes(mapped))
     chosen = {name: pick(DESIGNS, name.strip(), "design") for name in designs.split(",")}
