@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -26,7 +26,8 @@ from headway.cluster.queue.compare import (
 )
 from headway.cluster.queue.engine import simulate
 from headway.cluster.queue.logs import RateTable, RecordedQueue, generate, read_queue, read_trace
-from headway.cluster.queue.recorded_rates import queue_rates, run_rate
+from headway.cluster.queue.outcome import Outcome
+from headway.cluster.queue.recorded_rates import RunRates, queue_rates, run_rate
 from headway.cluster.service.server import log_of
 from headway.cluster.service.state import ServiceState, outcome_of
 from headway.cluster.service.store import EventLog
@@ -38,6 +39,7 @@ from headway.report.page.frames import queue_chart
 from headway.report.page.plots import page_around, write_page
 from headway.report.page.sections import section
 from headway.report.paper import ScreenOptions, add_row, draw, headed, next_of, paragraph, uncut
+from headway.trace.recording.runs import Run
 from headway.verbs.shared.output import AsJson, emit
 from headway.verbs.shared.source import run_at
 
@@ -93,12 +95,16 @@ def sim(
     if trace.startswith("pollux:"):
         if resize or runs:
             raise InputError("--resize and --runs are for jobs of fixed size; leave them out with --trace pollux:W.")
-        result = _pollux(trace, policy, devices, data, load, span, round_s or 60.0, seed)
+        outcome, published_s = simulate_workload(trace, policy, devices, data, load, span, round_s or 60.0, seed)
+        result = {
+            "schema": "headway.cluster-sim/1", "simulated": True, "trace": trace, "rules": "pollux", "policy": policy,
+            "published_mean_jct_s": published_s, **outcome.figures(),
+        }  # fmt: skip
         return emit(result, lambda screen: _sim_screen(result, screen), as_json=json)
     if not devices:
         raise InputError("--devices is empty; pass type=count, such as --devices v100=36,k80=36.")
     cluster, round_s = Cluster.parse(devices, usd_per_h), round_s or 360.0
-    jobs, rates, measured = _queue(trace, cluster, data, jobs_per_hour, num_jobs, seed, span, speed, runs)
+    jobs, rates, measured = jobs_of(trace, cluster, data, jobs_per_hour, num_jobs, seed, span, speed, runs, run_at)
     found = simulate(
         jobs, cluster, chosen, rates=rates, seed=seed, window=span, round_s=round_s, reset_s=reset_s, rules=rules,
         resizes=Resize.parse(resize),
@@ -107,8 +113,8 @@ def sim(
         "schema": "headway.cluster-sim/1", "simulated": True, "trace": trace, "rules": rules, "policy": policy,
         **found.figures(),
     }  # fmt: skip
-    if measured:
-        result["rates"] = measured
+    if measured is not None:
+        result["rates"] = measured.rows()
     if explain:
         result["prices"] = found.price_rows()
     return emit(result, lambda screen: _sim_screen(result, screen), as_json=json)
@@ -161,7 +167,7 @@ def compare(
         raise InputError("there is no queue to compare on. Pass --jobs FILE --devices type=count, or --log FOLDER.")
     cluster = Cluster.parse(devices, usd_per_h)
     queue = read_queue(jobs, virtual_cluster)
-    rates, measured, starts_s = _log_rates(queue, cluster, speed, runs)
+    rates, measured, starts_s = log_rates(queue, cluster, speed, runs, run_at)
     source = (
         "as given" if restart_s is not None else "median start of --runs" if starts_s else "assumed; see --restart-s"
     )
@@ -172,8 +178,8 @@ def compare(
     compared = compare_policies(queue, cluster, rates, names, seed=seed, round_s=round_s)
     result = {**answer(compared), "skipped": queue.skipped, "restart_s": lost_s, "restart_source": source}
     result["serve"] = _serve_command(compared, devices, round_s)
-    if measured:
-        result["rates"] = measured
+    if measured is not None:
+        result["rates"] = measured.rows()
     if out is not None:
         result["page"] = write_page(out, _queue_page(jobs.name, compared))
     emit(result, lambda screen: _compare_screen(result, screen), as_json=json)
@@ -240,18 +246,17 @@ def _window(text: str) -> tuple[int, int] | None:
     return int(first), int(last)
 
 
-def _queue(
+def jobs_of(
     trace: str, cluster: Cluster, data: Path | None, jobs_per_hour: float, num_jobs: int, seed: int,
-    window: tuple[int, int] | None, speed: str, runs: str,
-) -> tuple[Jobs, Rates, list[dict[str, Any]]]:  # fmt: skip
+    window: tuple[int, int] | None, speed: str, runs: str, open_run: Callable[[Path], Run],
+) -> tuple[Jobs, Rates, RunRates | None]:  # fmt: skip
     """Return the jobs of a trace, their rates, and those that runs measured."""
-    measured = trace in GENERATED or trace.endswith(".trace")
-    if not measured and trace.startswith("gavel:"):
-        pick(GENERATED, trace, "trace")
-    if not measured:
+    if trace not in GENERATED and not trace.endswith(".trace"):
+        if trace.startswith("gavel:"):
+            pick(GENERATED, trace, "trace")
         queue = read_queue(Path(trace))
-        given, rows, _ = _log_rates(queue, cluster, speed, runs)
-        return queue.jobs, Rates.of(given, queue.jobs, cluster), rows
+        given, measured, _ = log_rates(queue, cluster, speed, runs, open_run)
+        return queue.jobs, Rates.of(given, queue.jobs, cluster), measured
     if runs:
         raise InputError(f"--runs gives rates to jobs of a log; {trace} has a table of its own. Leave --runs out.")
     if data is None:
@@ -261,24 +266,24 @@ def _queue(
     table = RateTable.read(folder / "throughputs.parquet")
     if trace not in GENERATED:
         jobs = read_trace(Path(trace), table.alone["v100"])
-        return jobs, table.of(jobs, cluster), []
+        return jobs, table.of(jobs, cluster), None
     multi, static = GENERATED[trace]
     if not static and not 0 < jobs_per_hour < 1e6:
         raise InputError(f"--jobs-per-hour is {jobs_per_hour:g}; pass a rate above 0.")
     size = num_jobs or (window[1] + SPARE_JOBS * (not static) if window else 100)
     jobs = generate(size, seed, table.alone["v100"], jobs_per_hour=0.0 if static else jobs_per_hour, multi=multi)
-    return jobs, table.of(jobs, cluster), []
+    return jobs, table.of(jobs, cluster), None
 
 
-def _log_rates(
-    queue: RecordedQueue, cluster: Cluster, speed: str, runs: str
-) -> tuple[Values, list[dict[str, Any]], list[float]]:
-    """Return the rates of a log's jobs, a row per kind of job and type that runs measured, and seconds of a start."""
+def log_rates(
+    queue: RecordedQueue, cluster: Cluster, speed: str, runs: str, open_run: Callable[[Path], Run]
+) -> tuple[Values, RunRates | None, list[float]]:  # fmt: skip
+    """Return the rates of a log's jobs, those that `runs` (NAME=FOLDER,...) measured, and seconds of a start."""
     speeds = parse_numbers(speed, "speeds")
     if not runs:
-        return queue.rates(cluster, speeds), [], []
+        return queue.rates(cluster, speeds), None, []
     named = (part.strip().rpartition("=") for part in runs.split(",") if part.strip())
-    found = [run_rate(run_at(Path(path)), name) for name, _, path in named]
+    found = [run_rate(open_run(Path(path)), name) for name, _, path in named]
     rates, measured = queue_rates(queue, cluster, speeds, found)
     names, models = sorted({run.model for run in found}), sorted(set(queue.jobs.model))
     if not set(names) & set(models):
@@ -286,18 +291,21 @@ def _log_rates(
             f"no job of the log has the name of a run ({', '.join(names)}); its jobs are "
             f"{', '.join(map(repr, models[:5]))}. Write --runs NAME=FOLDER with one of these names."
         )
-    return rates, measured.rows(), [run.start_s for run in found]
+    return rates, measured, [run.start_s for run in found]
 
 
 HOST_DEVICES = 4
 """Devices of a host of Pollux' measurements."""
 
 
-def _pollux(
+def simulate_workload(
     trace: str, policy: str, devices: str, data: Path | None, load: float, window: tuple[int, int] | None,
     round_s: float, seed: int,
-) -> dict[str, Any]:  # fmt: skip
-    """Simulate a workload of measured applications; the answer has the published figure where there is one."""
+) -> tuple[Outcome, float | None]:  # fmt: skip
+    """Simulate a workload of measured applications; return also the published mean completion time where there is one.
+
+    Raises `InputError` unless the trace is pollux:W, and the devices are whole hosts of one type.
+    """
     number, pool = trace.partition(":")[2], Cluster.parse(devices or "t4=64")
     total = int(pool.count.sum())
     if len(pool.names) != 1 or total % HOST_DEVICES or not number.isdigit():
@@ -315,10 +323,7 @@ def _pollux(
         adapting=found,
     )  # fmt: skip
     published = published_jct_s(folder, policy, int(number), load=load, interval_s=round_s)
-    return {
-        "schema": "headway.cluster-sim/1", "simulated": True, "trace": trace, "rules": "pollux", "policy": policy,
-        "published_mean_jct_s": None if window or total != 64 else published, **outcome.figures(),
-    }  # fmt: skip
+    return outcome, None if window or total != 64 else published
 
 
 def _hours(seconds: float | None) -> str:
