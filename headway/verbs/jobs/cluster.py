@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -13,8 +13,7 @@ import numpy as np
 from cyclopts import Parameter
 from rich.text import Text
 
-from headway.cluster.adaptive.workload import MeasuredJobs, published_jct_s, read_applications, read_workload
-from headway.cluster.model import Cluster, Jobs, Rates, Resize, Values, parse_numbers
+from headway.cluster.model import Cluster, Resize
 from headway.cluster.policies import AT_ONCE, POLICIES, SERVED
 from headway.cluster.queue.compare import (
     DEFAULT_POLICIES,
@@ -23,11 +22,11 @@ from headway.cluster.queue.compare import (
     answer,
     compare_policies,
     compare_with_promise,
+    simulate_workload,
 )
 from headway.cluster.queue.engine import simulate
-from headway.cluster.queue.logs import RateTable, RecordedQueue, generate, read_queue, read_trace
-from headway.cluster.queue.outcome import Outcome
-from headway.cluster.queue.recorded_rates import RunRates, queue_rates, run_rate
+from headway.cluster.queue.logs import read_queue
+from headway.cluster.queue.recorded_rates import jobs_of, log_rates
 from headway.cluster.service.server import log_of
 from headway.cluster.service.state import ServiceState, outcome_of
 from headway.cluster.service.store import EventLog
@@ -39,18 +38,11 @@ from headway.report.page.frames import queue_chart
 from headway.report.page.plots import page_around, write_page
 from headway.report.page.sections import section
 from headway.report.paper import ScreenOptions, add_row, draw, headed, next_of, paragraph, uncut
-from headway.trace.recording.runs import Run
 from headway.verbs.shared.output import AsJson, emit
 from headway.verbs.shared.source import run_at
 
-GENERATED = {"gavel:single": (False, False), "gavel:multi": (True, False), "gavel:static": (True, True)}
-"""Generated trace -> gangs of several devices, all jobs at time 0."""
-
 RESTART_S = 60.0
 """What a move costs a job where nothing measured it: start a process, import torch, restore."""
-
-SPARE_JOBS = 3000
-"""Jobs generated behind the window: the queue goes on while its last jobs are served."""
 
 
 def sim(
@@ -244,86 +236,6 @@ def _window(text: str) -> tuple[int, int] | None:
     if not (colon and first.isdigit() and last.isdigit()):
         raise InputError(f"--window is {text!r}; write first:last, such as 4000:5000.")
     return int(first), int(last)
-
-
-def jobs_of(
-    trace: str, cluster: Cluster, data: Path | None, jobs_per_hour: float, num_jobs: int, seed: int,
-    window: tuple[int, int] | None, speed: str, runs: str, open_run: Callable[[Path], Run],
-) -> tuple[Jobs, Rates, RunRates | None]:  # fmt: skip
-    """Return the jobs of a trace, their rates, and those that runs measured."""
-    if trace not in GENERATED and not trace.endswith(".trace"):
-        if trace.startswith("gavel:"):
-            pick(GENERATED, trace, "trace")
-        queue = read_queue(Path(trace))
-        given, measured, _ = log_rates(queue, cluster, speed, runs, open_run)
-        return queue.jobs, Rates.of(given, queue.jobs, cluster), measured
-    if runs:
-        raise InputError(f"--runs gives rates to jobs of a log; {trace} has a table of its own. Leave --runs out.")
-    if data is None:
-        raise InputError(f"--trace {trace} needs measured rates; pass --data FOLDER with cluster/gavel in it.")
-    places = (data / "data/cluster/gavel", data / "cluster/gavel", data / "gavel", data)
-    folder = next((place for place in places if (place / "throughputs.parquet").exists()), data)
-    table = RateTable.read(folder / "throughputs.parquet")
-    if trace not in GENERATED:
-        jobs = read_trace(Path(trace), table.alone["v100"])
-        return jobs, table.of(jobs, cluster), None
-    multi, static = GENERATED[trace]
-    if not static and not 0 < jobs_per_hour < 1e6:
-        raise InputError(f"--jobs-per-hour is {jobs_per_hour:g}; pass a rate above 0.")
-    size = num_jobs or (window[1] + SPARE_JOBS * (not static) if window else 100)
-    jobs = generate(size, seed, table.alone["v100"], jobs_per_hour=0.0 if static else jobs_per_hour, multi=multi)
-    return jobs, table.of(jobs, cluster), None
-
-
-def log_rates(
-    queue: RecordedQueue, cluster: Cluster, speed: str, runs: str, open_run: Callable[[Path], Run]
-) -> tuple[Values, RunRates | None, list[float]]:  # fmt: skip
-    """Return the rates of a log's jobs, those that `runs` (NAME=FOLDER,...) measured, and seconds of a start."""
-    speeds = parse_numbers(speed, "speeds")
-    if not runs:
-        return queue.rates(cluster, speeds), None, []
-    named = (part.strip().rpartition("=") for part in runs.split(",") if part.strip())
-    found = [run_rate(open_run(Path(path)), name) for name, _, path in named]
-    rates, measured = queue_rates(queue, cluster, speeds, found)
-    names, models = sorted({run.model for run in found}), sorted(set(queue.jobs.model))
-    if not set(names) & set(models):
-        raise InputError(
-            f"no job of the log has the name of a run ({', '.join(names)}); its jobs are "
-            f"{', '.join(map(repr, models[:5]))}. Write --runs NAME=FOLDER with one of these names."
-        )
-    return rates, measured, [run.start_s for run in found]
-
-
-HOST_DEVICES = 4
-"""Devices of a host of Pollux' measurements."""
-
-
-def simulate_workload(
-    trace: str, policy: str, devices: str, data: Path | None, load: float, window: tuple[int, int] | None,
-    round_s: float, seed: int,
-) -> tuple[Outcome, float | None]:  # fmt: skip
-    """Simulate a workload of measured applications; return also the published mean completion time where there is one.
-
-    Raises `InputError` unless the trace is pollux:W, and the devices are whole hosts of one type.
-    """
-    number, pool = trace.partition(":")[2], Cluster.parse(devices or "t4=64")
-    total = int(pool.count.sum())
-    if len(pool.names) != 1 or total % HOST_DEVICES or not number.isdigit():
-        raise InputError(
-            f"--trace is {trace}, --devices {devices}; write pollux:6, and one type with a multiple of {HOST_DEVICES}."
-        )
-    base = data or Path()
-    places = (base / "data/cluster/pollux", base / "cluster/pollux", base / "pollux", base)
-    folder = next((place for place in places if (place / "workloads.parquet").exists()), places[0])
-    submitted = read_workload(folder, int(number), load)
-    found = MeasuredJobs(submitted, read_applications(folder), adaptive=policy == "pollux")
-    hosts = Cluster.of({f"host{index}": HOST_DEVICES for index in range(total // HOST_DEVICES)})
-    outcome = simulate(
-        found.jobs(), hosts, policy, rates=found.rates(len(hosts.names)), seed=seed, window=window, round_s=round_s,
-        adapting=found,
-    )  # fmt: skip
-    published = published_jct_s(folder, policy, int(number), load=load, interval_s=round_s)
-    return outcome, None if window or total != 64 else published
 
 
 def _hours(seconds: float | None) -> str:
