@@ -7,10 +7,7 @@ The proposal is written into the folder of the run; `headway compare` reads it t
 
 from __future__ import annotations
 
-import importlib
 import math
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -26,7 +23,7 @@ from headway.model.growth.proposal import Growth, fits, growths
 from headway.report.paper import ScreenOptions, draw, paragraph
 from headway.trace.recording.runs import Run
 from headway.trace.rings.rank_tables import json_object, rank_tables
-from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.output import AsJson, emit, imported
 from headway.verbs.shared.source import run_at
 from headway.verbs.stored.ckpt_convert import checkpoint_at
 from headway.why.model_flops import ModelSpec, mfu_entry
@@ -349,14 +346,7 @@ def _given(target: str, small: str, large: str, checkpoint: Path | None, out: Pa
 
 def _imported(target: str) -> Any:
     """Return what MODULE:BUILD names."""
-    module, _, name = target.partition(":")
-    if not module or not name:
-        raise InputError(f"{target!r} names no model. Write MODULE:BUILD, such as my_project.model:build.")
-    sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"cannot import {target}: {error}. Run this where Python finds the module.") from error
+    found = imported(target, "my_project.model:build", absent="no model", form="MODULE:BUILD")
     if not callable(found):
         raise InputError(f"{target} is a {type(found).__name__}. Name a function, or a class, that returns a module.")
     return found

@@ -53,11 +53,14 @@ def finite(value: Any) -> Any:
 # What MODULE:NAME on a command line names: imported as Python would from the current folder.
 
 
-def imported(target: str, example: str) -> Any:
-    """Import `target`, written as MODULE:NAME; raises `InputError`, with `example` where it is written otherwise."""
+def imported(target: str, example: str, *, absent: str = "nothing to import", form: str = "MODULE:NAME") -> Any:
+    """Import `target`, written as MODULE:NAME; raises `InputError`, with `example` where it is written otherwise.
+
+    `absent` is what the target then does not name, `form` how a verb writes it.
+    """
     module, _, name = target.partition(":")
     if not module or not name:
-        raise InputError(f"{target!r} names nothing to import. Write MODULE:NAME, such as {example}.")
+        raise InputError(f"{target!r} names {absent}. Write {form}, such as {example}.")
     sys.path.insert(0, os.getcwd())
     try:
         return getattr(importlib.import_module(module), name)
