@@ -171,5 +171,4 @@ def _cell(value: Any) -> str:
 
 
 def _is_range(value: list[Any]) -> bool:
-    """Tell whether a list is a low and a high end."""
     return len(value) == 2 and all(isinstance(entry, (int, float)) and not isinstance(entry, bool) for entry in value)

@@ -256,7 +256,6 @@ HEAD = ("", "mean JCT, h", "p99", "worst", "makespan", "rho", "in use", "USD", "
 
 
 def _gangs(title: str, figures: Mapping[str, Any]) -> Any:
-    """Return a row per gang size."""
     rows = headed(title, "jobs", "device-hours", "mean JCT, h", "slowdown")
     for size, row in figures["by_scale"].items():
         jobs, hours = f"{row['num_jobs']:,}", f"{row['device_hours']:,.0f}"

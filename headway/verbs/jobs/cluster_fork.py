@@ -80,7 +80,6 @@ def _train(script: list[str], rates: Sequence[float], slot_s: float, folder: Pat
 
 
 def _screen(result: ForkAnswer, rates: Sequence[float], screen: ScreenOptions, *, ran: bool) -> str:
-    """Draw the three times, and a row per job."""
     totals = headed("all jobs done after", "seconds", "of las")
     alone = "the fastest device alone" if ran else "whole jobs, las"
     for name, key_s in (("copies", result["total_s"]), (alone, result["las_s"])):

@@ -166,7 +166,6 @@ def _peak_ratios(reference: str, records: Records) -> dict[str, float]:
 
 
 def _date(text: str) -> date:
-    """Read a day."""
     try:
         return date.fromisoformat(text)
     except ValueError:
@@ -181,7 +180,6 @@ def _device_type(name: str) -> str:
 
 
 def _screen(result: Facts, screen: ScreenOptions) -> str:
-    """Draw the offers, the strategies, and what was asked for on top."""
     offers = headed(f"offer on {result['day']}", "USD/h", "hours", "rest, USD")
     for row in result["offers"][:8]:
         add_row(offers, row["offer"], f"{row['usd_per_h']:.3f}", f"{row['hours']:.1f}", f"{row['usd']:,.2f}")
@@ -252,7 +250,6 @@ def batch(
 
 
 def _batch_screen(result: Facts, screen: ScreenOptions) -> str:
-    """Draw a row per number of devices."""
     noise, now, best = result["noise_scale"], result["now"], result["best"]
     rows = headed("devices", "batch", "of each", "accumulated", "step, s", "useful examples/s")
     for row in result["table"]:

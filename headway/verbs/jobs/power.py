@@ -205,7 +205,6 @@ def _waveform(source: Path | None, site: SiteOptions) -> tuple[Waveform, str, in
 
 
 def _check_screen(result: Mapping[str, Any], limits: GridSpec, screen: ScreenOptions) -> str:
-    """Draw each limit beside what the site does."""
     rows = headed("", "site", "allowed", "", align="left right right left")
     broken = {violation["limit"] for violation in result["violations"]}
     for name, words in ROWS.items():
@@ -221,7 +220,6 @@ def _check_screen(result: Mapping[str, Any], limits: GridSpec, screen: ScreenOpt
 
 
 def _plan_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
-    """Draw what the plan consists of and what it costs."""
     rows = grid("left", "left")
     for row in result["mitigations"]:
         add_row(rows, row["kind"], ", ".join(f"{key} {value:,.4g}" for key, value in row.items() if key != "kind"))

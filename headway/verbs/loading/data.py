@@ -186,7 +186,6 @@ def cluster(
 
 
 def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    """Return the figures before and after."""
     table = headed("", "before", "after")
     add_row(table, "file", format_bytes(answer["bytes_before"]), format_bytes(answer["bytes_after"]))
     mixed = [f"{answer[f'sessions_per_batch_{when}']:.4g}" for when in ("before", "after")]
@@ -263,7 +262,6 @@ def _row(epoch: Epoch, facts: LoaderFacts) -> dict[str, Any]:
 
 
 def _audit_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    """Return a row per epoch, and the verdict."""
     table = grid("left", "right", "right", "right", "right", "left")
     add_row(table, "loader", "epoch", "expected", "delivered", "again", "verdict", style="dim")
     for row in answer["epochs"]:

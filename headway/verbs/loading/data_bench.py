@@ -136,7 +136,6 @@ def _say(what: str) -> None:
 
 
 def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    """Return both tables."""
     images = answer["images"]
     where = images["folder"] or f"generated, {WIDTH} x {HEIGHT}"
     loaders = headed(f"{answer['workers']} workers", "CPU per image", "spread", "ratio", "images/s, core")
@@ -174,7 +173,6 @@ def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
 
 
 def _cells(row: Mapping[str, Any], key: str, ratio: str) -> list[str]:
-    """Return median, spread and ratio as text."""
     least, most = row["range"]
     spread = f"±{100 * (most - least) / 2 / row[key]:.0f} %" if row[key] else ""
     return [format_seconds(row[key]), spread, "" if row[ratio] is None else f"{row[ratio]:.2f}"]

@@ -122,7 +122,6 @@ def _screen(servers: list[dict[str, Any]], screen: ScreenOptions) -> str:
 
 
 def _server(facts: Mapping[str, Any]) -> list[Any]:
-    """Return the lines of one server."""
     if facts["dead"]:
         return [
             Text(f"  {facts['path']}", style="bold"),

@@ -90,7 +90,6 @@ def _loaders(run: Path) -> list[dict[str, Any]]:
 
 
 def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    """Return the verdict and a table of the cases."""
     words = {True: "equal", False: "DIFFERENT", None: "-"}
     parts: list[Any] = []
     for row in answer["loaders"]:

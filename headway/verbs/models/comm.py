@@ -220,7 +220,6 @@ def overlap(
 
 
 def _choices(facts: Mapping[str, Any], screen: ScreenOptions) -> str:
-    """Draw the choice for each shape."""
     rows = headed("shape", "chosen", "plain", "chosen", "ideal", "", align="left left right right right right")
     for row in facts["rows"]:
         times = (format_seconds(row[name]) for name in ("plain_s", "chosen_s", "ideal_s"))
@@ -340,7 +339,6 @@ def _plan(wanted: list[str | int], pricing: Pricing) -> NDArray[np.int64]:
 
 
 def _strategy_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    """Draw what the plan costs, and how often it has which option."""
     rows = grid("left", "right")
     for what, key in (
         ("this plan", "cost_us"),

@@ -88,7 +88,6 @@ def serve(
 
 
 def _result_of(plan: ServePlan) -> dict[str, Any]:
-    """Return what the verb says."""
     partition = ",".join(str(stage.last - stage.first + 1) for stage in plan.stages)
     return {
         "schema": "headway.model-serve/1",
@@ -199,7 +198,6 @@ def _read(path: Path) -> Any:
 
 
 def _screen(result: dict[str, Any], plan: ServePlan, screen: ScreenOptions) -> str:
-    """Draw a row per stage, and what it is compared with."""
     rows = headed("stage", "device", "layers", "bits", align="right left right left")
     for number, stage in enumerate(plan.stages):
         counts = ", ".join(f"{stage.bits.count(width)} x {width}" for width in sorted(set(stage.bits), reverse=True))

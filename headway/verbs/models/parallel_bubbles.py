@@ -107,7 +107,6 @@ def recorded_step(recording: Recording) -> Gantt:
 
 
 def _screen(answer: Facts, source: str, screen: ScreenOptions) -> str:
-    """Return the answer as text."""
     step_s, kinds = answer["step_s"], answer["kinds_s"]
     waits = headed("stage", *(kind.replace("_", " ") for kind in kinds), "of a step")
     for stage in range(len(answer["orders"])):
@@ -230,7 +229,6 @@ def _row(rank: int, large_ns: int, placed: Sequence[PlacedFill]) -> Facts:
 
 
 def _fill_screen(facts: Facts, screen: ScreenOptions) -> str:
-    """Return the answer as text."""
     table = headed("rank", "large gaps", "planned", "measured", "jobs", align="right right right right left")
     for row in facts["rows"]:
         gaps = row["large_ns"] / NS_PER_S

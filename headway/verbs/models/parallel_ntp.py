@@ -97,7 +97,6 @@ def _integers(option: str, text: str, example: str) -> list[int]:
 
 
 def _mesh(plan: MeshPlan, tp: int, as_json: bool) -> int:
-    """Print the replicas of a mesh."""
     facts = {"schema": "headway.parallel.ntp-mesh/1", **asdict(plan)}
     rows = headed("groups of replicas", "devices left", "tp", "batch", align="left left right right")
     for replica in plan.replicas:
@@ -112,7 +111,6 @@ def _mesh(plan: MeshPlan, tp: int, as_json: bool) -> int:
 
 
 def _plan(shards: ShardMap, boost: PowerBoost, boosted: bool, as_json: bool) -> int:
-    """Print the two layouts of a group."""
     tp, reduced = len(shards.comp), len(shards.sync)
     facts: dict[str, object] = {
         "schema": "headway.parallel.ntp/1",
@@ -138,7 +136,6 @@ def _plan(shards: ShardMap, boost: PowerBoost, boosted: bool, as_json: bool) -> 
 
 
 def _table(devices: int, failed: float, degrees: list[int], pp: int, boost: PowerBoost, as_json: bool) -> int:
-    """Print what throughput is left."""
     table = availability(devices, failed, degrees, pp, boost=boost)
     facts = {"schema": "headway.parallel.ntp-table/1", "rows": [asdict(row) for row in table]}
     rows = headed("tp", "dropped, packed", "dropped", "NTP, packed", "NTP", align="right right right right right")
@@ -152,5 +149,4 @@ def _table(devices: int, failed: float, degrees: list[int], pp: int, boost: Powe
 
 
 def _cells(row: AvailabilityRow) -> list[str]:
-    """Return the four figures of a row as text."""
     return [f"{value:.3f}" for value in (row.drop_packed, row.drop_unpacked, row.ntp_packed, row.ntp_unpacked)]

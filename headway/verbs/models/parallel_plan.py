@@ -102,7 +102,6 @@ def _topology(levels: str | None, bandwidth: str | None, memory: str | None) -> 
 
 
 def _partition(profile: Path, topology: Topology, allreduce: str, transfers: str, as_json: bool) -> int:
-    """Print PipeDream's partition."""
     found = search(LayerGraph.from_pipedream(profile), topology, allreduce=allreduce, transfers=transfers)
     answer = {"schema": "headway.parallel.plan/1", "simulated": True, "profile": str(profile), **asdict(found)}
     return emit(answer, lambda screen: draw(_lines(found), **screen), as_json=as_json)
@@ -122,7 +121,6 @@ def _connected(
 
 
 def _graph(path: Path, cluster: GraphCluster, microbatches: int | None, split_dense: str | None, as_json: bool) -> int:
-    """Print GraphPipe's partition beside the chain's."""
     content = GraphFile.read(path)
     layers = LayerGraph(
         names=tuple(row.name for row in content.rows),
@@ -146,7 +144,6 @@ def _graph(path: Path, cluster: GraphCluster, microbatches: int | None, split_de
 
 
 def _stages(chosen: GraphPlan) -> Table:
-    """Return a row per stage."""
     rows = headed("stage", "after", "layers", "devices", "from .. to", align="right left right right left")
     for number, stage in enumerate(chosen.stages):
         ends = f"{stage.layers[0][:40]} .. {stage.layers[-1][:40]}"
@@ -194,7 +191,6 @@ def _model(path: Path) -> tuple[Transformer, int]:
 
 
 def _grid(model: Transformer, batch: int, cluster: GridCluster, schedule: str, as_json: bool) -> int:
-    """Print the degrees."""
     found = plan_grid(model, batch, cluster, schedule)
     choice, alone_s = found.choice, found.without_pipeline_s
     why = f"the shortest simulated step of {found.num_simulated} of {found.num_candidates} layouts that fit"
@@ -231,7 +227,6 @@ def _numbers(option: str, text: str) -> tuple[float, ...]:
 
 
 def _lines(found: PartitionPlan) -> list[Any]:
-    """Return a row per stage."""
     rows = headed("stage", "layers", "devices", "from .. to", align="right right right left")
     for number, stage in enumerate(found.stages):
         ends = f"{stage.layers[0][:40]} .. {stage.layers[-1][:40]}"

@@ -335,7 +335,6 @@ def _read(file: Path) -> PipelineProgram:
 
 
 def _passed(program: PipelineProgram, report: ProgramReport) -> Text:
-    """Return the sentence about a program that passed."""
     return Text(
         f"  {program.num_ranks} ranks, {program.num_stages} stages, {program.num_microbatches} microbatches: complete, "
         f"no deadlock without buffers; {report.num_messages} messages; at most {max(report.peak_activations)} "
@@ -359,7 +358,6 @@ def _steady_gaps(order: OrderFn, shape: PipelineShape) -> dict[str, list[float]]
 
 
 def _figures(schedule: str, gaps: dict[str, list[float]], found: PipelineScore) -> list[Any]:
-    """Return the figures of an order as rows."""
     rows = grid("left", "right")
     add_row(rows, "step", format_seconds(found.makespan_ns / 1e9))
     add_row(rows, "idle, of the step", format_fraction(found.bubble_fraction))
@@ -372,7 +370,6 @@ def _figures(schedule: str, gaps: dict[str, list[float]], found: PipelineScore) 
 
 
 def _traced(report: TraceReport, as_json: bool) -> int:
-    """Print what was done over a trace."""
     facts = {"schema": "headway.parallel.replan-trace/1", "simulated": True, **asdict(report), "gain": report.gain}
     rows = grid("left", "right")
     add_row(rows, "steps", f"{report.steps:,.0f}")
@@ -383,7 +380,6 @@ def _traced(report: TraceReport, as_json: bool) -> int:
 
 
 def _rerouted(step: Replanned, stages: int, screen: ScreenOptions) -> str:
-    """Return the figures, and who computes how many microbatches."""
     rows = grid("left", "right")
     add_row(rows, "step, staggered optimizer", format_seconds(step.span_ns / 1e9))
     add_row(rows, "step, one optimizer step for all", format_seconds(step.makespan_ns / 1e9))

@@ -104,7 +104,6 @@ def _nothing(found: Tuned) -> str | None:
 
 
 def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    """Return the setting in a sentence, or why there is none."""
     if answer["reason_not_tuned"]:
         return draw(
             [paragraph(f"Not tuned: {answer['reason_not_tuned'].rstrip('.')}. Run: {answer['path']}")], **screen

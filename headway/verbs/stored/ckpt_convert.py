@@ -81,7 +81,6 @@ def checkpoint_at(path: Path) -> Path:
 
 
 def _screen(answer: Mapping[str, Any], lost: list[str], screen: ScreenOptions) -> str:
-    """Return what was rebuilt or is lost, the warnings, the verdict."""
     parts: list[Any] = []
     files = answer["files"]
     if files:
@@ -208,7 +207,6 @@ def _source(path: Path) -> Path:
 
 
 def _told(verb: str, path: Path, out: Path, record: CommitRecord, *, as_json: bool) -> int:
-    """Print what was written."""
     images = [entry.num_bytes for entry in record.files if entry.kind == "image"]
     answer = {
         "schema": f"headway.ckpt.{verb}/1", "path": str(path), "out": str(out), "step": record.step,

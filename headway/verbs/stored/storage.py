@@ -62,7 +62,6 @@ def table(*, afr: float = 0.02, default_afr: float = DEFAULT[2], mttr_hours: flo
 
 
 def _scheme_row(scheme: Scheme, afr: float, default: tuple[int, int, float], mttr_h: float) -> dict[str, Any]:
-    """Return one scheme's figures."""
     bounds = bounds_afr(scheme.k, scheme.n, default=default, mttr_h=mttr_h)
     return {
         "scheme": scheme.name,
@@ -77,7 +76,6 @@ def _scheme_row(scheme: Scheme, afr: float, default: tuple[int, int, float], mtt
 
 
 def _table_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    """Return a row per scheme."""
     rows = grid("left", "right", "right", "right", "right", "left")
     add_row(rows, "scheme", "tolerated AFR", "space", "saves", "years to loss", "bound by", style="dim")
     for row in answer["schemes"]:
@@ -244,7 +242,6 @@ def fleet(
 
 
 def _model_row(model: Dgroup) -> dict[str, Any]:
-    """Return what a fleet's table says of one model."""
     return {
         "name": model.name,
         "num_disks": model.num_disks,
@@ -254,7 +251,6 @@ def _model_row(model: Dgroup) -> dict[str, Any]:
 
 
 def _fleet_screen(answer: Mapping[str, Any], first: SimResult, screen: ScreenOptions) -> str:
-    """Return a row per policy, and the largest changes of the first."""
     rows = headed("policy", "saves", "mean IO", "peak IO", "under-protected disk-days")
     for name, row in answer["policies"].items():
         add_row(

@@ -64,7 +64,6 @@ def region(file: Path, /, *, repair: bool = False, rate_mb_s: float | None = Non
 
 
 def _region_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    """Return what was looked at, the pages that differ, and the verdict."""
     pages = answer["num_bytes"] // answer["page_bytes"]
     lines: list[Any] = [
         paragraph(
@@ -109,7 +108,6 @@ def backends(*, json: AsJson = False) -> int:
 
 
 def _backends_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    """Return a row per back-end."""
     rows = grid("left", "left", "left")
     for row in answer["backends"]:
         mark = "auto" if row["name"] == answer["auto"] else ""

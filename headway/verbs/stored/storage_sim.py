@@ -71,7 +71,6 @@ def sim(
 
 
 def _row(name: str, stats: NvmStats, plain: NvmStats) -> dict[str, Any]:
-    """Return the figures of a design."""
     return {
         "design": name,
         "data_reads": stats.data_reads,
@@ -87,7 +86,6 @@ def _row(name: str, stats: NvmStats, plain: NvmStats) -> dict[str, Any]:
 
 
 def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    """Return a row per design."""
     rows = headed("design", "NVM for data", "for redundancy", "x", "worst read", "time", "slower")
     for row in answer["designs"]:
         add_row(
