@@ -165,6 +165,16 @@ def grid(*columns: str, gap: int = 2, indent: int = 2) -> Table:
     return table
 
 
+def headed(*titles: str, align: str = "") -> Table:
+    """Return a `grid` under a quiet row of `titles`; `align` is as in "left right fold".
+
+    Without it the first column is aligned to the left, and the others to the right.
+    """
+    table = grid(*(align.split() or ["left", *["right"] * (len(titles) - 1)]))
+    add_row(table, *titles, style="dim")
+    return table
+
+
 def add_row(table: Table, *cells: str | Text, style: str = "") -> None:
     """Add a row below the indent of a `grid`; text is taken literally, but for what would steer the terminal."""
     table.add_row("", *(c if isinstance(c, Text) else Text(c.translate(STEERING)) for c in cells), style=style)

@@ -35,24 +35,19 @@ def bench(name: str | None = None, /, *, full: bool = False, keep: bool = False,
 
     Example: `headway bench replay_vs_simpy --keep`
 
-    Parameters
-    ----------
-    name
-        A file of benchmarks/, without its suffix.
-    full
-        The large sweep, with every seed; takes minutes.
-    keep
+    Args:
+      name: A file of benchmarks/, without its suffix.
+      full: The large sweep, with every seed; takes minutes.
+      keep:
         Write the result to benchmarks/results/, also that of a missed bar, and bring docs/results.md up to date (and
         the benchmark's own page, where its folder has a page.py).
-    json
-        Print the list as one JSON object; a benchmark's result is one in any case.
+      json: Print the list as one JSON object; a benchmark's result is one in any case.
     """
     table = benchmarks()
     if name is None:
         claims, rooms = {known: claim(path) for known, path in table.items()}, by_room(table)
         answer = {"schema": "headway.bench/1", "benchmarks": claims, "rooms": rooms}
-        emit(answer, lambda _: listing(claims, rooms), as_json=json)
-        return 0
+        return emit(answer, lambda _: listing(claims, rooms), as_json=json)
     command = [sys.executable, str(pick(table, name, "benchmark")), *(["--full"] if full else [])]
     done = subprocess.run(command, cwd=FOLDER.parent, stdout=subprocess.PIPE, text=True)
     print(done.stdout, end="")
@@ -176,5 +171,4 @@ def _cell(value: Any) -> str:
 
 
 def _is_range(value: list[Any]) -> bool:
-    """Tell whether a list is a low and a high end."""
     return len(value) == 2 and all(isinstance(entry, (int, float)) and not isinstance(entry, bool) for entry in value)

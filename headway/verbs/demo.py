@@ -36,14 +36,10 @@ def demo(
 
     Example: `headway demo --out demo-run`
 
-    Parameters
-    ----------
-    script_arguments
-        Passed to the script, such as "--epochs 2".
-    out
-        Folder for both runs and the report; an earlier demo there is replaced.
-    nproc_per_node
-        Ranks.
+    Args:
+      script_arguments: Passed to the script, such as "--epochs 2".
+      out: Folder for both runs and the report; an earlier demo there is replaced.
+      nproc_per_node: Ranks.
     """
     clear(out)
     before, after, page = out / "before", out / "after", out / "report.html"

@@ -17,14 +17,12 @@ def doctor(*, device: bool = False, json: bool = False) -> int:
 
     Example: `headway doctor --json`
 
-    Parameters
-    ----------
-    device
+    Args:
+      device:
         Try this host's device too, in processes of their own (25 s): torch sees it, a recorded process starts in
         silence, events, threads, the profiler, MPS and MIG; its rates are measured and kept. What cannot be asked here
         says why.
-    json
-        Print one JSON object instead of a table.
+      json: Print one JSON object instead of a table.
     """
     findings = [*check(), *(device_checks.check() if device else [])]
     is_ok = all(row.ok is not False for row in findings)

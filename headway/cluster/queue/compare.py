@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from headway.cluster.adaptive.workload import MeasuredJobs, published_jct_s, read_applications, read_workload
 from headway.cluster.model import Cluster, Indices, Jobs, Values, check_fits
 from headway.cluster.policies import AT_ONCE, POLICIES, SERVED
 from headway.cluster.queue.engine import simulate
@@ -204,3 +206,37 @@ def answer(found: PolicyComparison) -> dict[str, Any]:
         "unfit": [{"policy": name, "reason": reason} for name, reason in found.unfit.items()],
         "best": found.best,
     }
+
+
+# A published workload, of measured applications.
+
+HOST_DEVICES = 4
+"""Devices of a host of Pollux' measurements."""
+
+
+def simulate_workload(
+    trace: str, policy: str, devices: str, data: Path | None, load: float, window: tuple[int, int] | None,
+    round_s: float, seed: int,
+) -> tuple[Outcome, float | None]:  # fmt: skip
+    """Simulate a workload of measured applications; return also the published mean completion time where there is one.
+
+    Raises `InputError` unless the trace is pollux:W, and the devices are whole hosts of one type.
+    """
+    number, pool = trace.partition(":")[2], Cluster.parse(devices or "t4=64")
+    total = int(pool.count.sum())
+    if len(pool.names) != 1 or total % HOST_DEVICES or not number.isdigit():
+        raise InputError(
+            f"--trace is {trace}, --devices {devices}; write pollux:6, and one type with a multiple of {HOST_DEVICES}."
+        )
+    base = data or Path()
+    places = (base / "data/cluster/pollux", base / "cluster/pollux", base / "pollux", base)
+    folder = next((place for place in places if (place / "workloads.parquet").exists()), places[0])
+    submitted = read_workload(folder, int(number), load)
+    found = MeasuredJobs(submitted, read_applications(folder), adaptive=policy == "pollux")
+    hosts = Cluster.of({f"host{index}": HOST_DEVICES for index in range(total // HOST_DEVICES)})
+    outcome = simulate(
+        found.jobs(), hosts, policy, rates=found.rates(len(hosts.names)), seed=seed, window=window, round_s=round_s,
+        adapting=found,
+    )  # fmt: skip
+    published = published_jct_s(folder, policy, int(number), load=load, interval_s=round_s)
+    return outcome, None if window or total != 64 else published

@@ -21,7 +21,7 @@ True
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -29,11 +29,11 @@ from statistics import median
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from headway.cluster.model import Cluster, Values
-from headway.cluster.queue.logs import RecordedQueue, relative_speed
+from headway.cluster.model import Cluster, Jobs, Rates, Values, parse_numbers
+from headway.cluster.queue.logs import RateTable, RecordedQueue, generate, read_queue, read_trace, relative_speed
 from headway.core.errors import InputError
 from headway.core.rng import stream
-from headway.core.tables import suggestion
+from headway.core.tables import pick, suggestion
 from headway.core.units import NS_PER_S
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.answers.ledger import Ledger
@@ -242,3 +242,60 @@ def _completed(
             rates[rows, j], source[rows, j] = rates[rows, first] * ratio, BY_SPEED
         open_ &= ~rows
     return rates, [tuple(map(str, row)) for row in source]
+
+
+# The jobs of a trace or a log, with their rates.
+
+GENERATED = {"gavel:single": (False, False), "gavel:multi": (True, False), "gavel:static": (True, True)}
+"""Generated trace -> gangs of several devices, all jobs at time 0."""
+
+SPARE_JOBS = 3000
+"""Jobs generated behind the window: the queue goes on while its last jobs are served."""
+
+
+def jobs_of(
+    trace: str, cluster: Cluster, data: Path | None, jobs_per_hour: float, num_jobs: int, seed: int,
+    window: tuple[int, int] | None, speed: str, runs: str, open_run: Callable[[Path], Run],
+) -> tuple[Jobs, Rates, RunRates | None]:  # fmt: skip
+    """Return the jobs of a trace, their rates, and those that runs measured."""
+    if trace not in GENERATED and not trace.endswith(".trace"):
+        if trace.startswith("gavel:"):
+            pick(GENERATED, trace, "trace")
+        queue = read_queue(Path(trace))
+        given, measured, _ = log_rates(queue, cluster, speed, runs, open_run)
+        return queue.jobs, Rates.of(given, queue.jobs, cluster), measured
+    if runs:
+        raise InputError(f"--runs gives rates to jobs of a log; {trace} has a table of its own. Leave --runs out.")
+    if data is None:
+        raise InputError(f"--trace {trace} needs measured rates; pass --data FOLDER with cluster/gavel in it.")
+    places = (data / "data/cluster/gavel", data / "cluster/gavel", data / "gavel", data)
+    folder = next((place for place in places if (place / "throughputs.parquet").exists()), data)
+    table = RateTable.read(folder / "throughputs.parquet")
+    if trace not in GENERATED:
+        jobs = read_trace(Path(trace), table.alone["v100"])
+        return jobs, table.of(jobs, cluster), None
+    multi, static = GENERATED[trace]
+    if not static and not 0 < jobs_per_hour < 1e6:
+        raise InputError(f"--jobs-per-hour is {jobs_per_hour:g}; pass a rate above 0.")
+    size = num_jobs or (window[1] + SPARE_JOBS * (not static) if window else 100)
+    jobs = generate(size, seed, table.alone["v100"], jobs_per_hour=0.0 if static else jobs_per_hour, multi=multi)
+    return jobs, table.of(jobs, cluster), None
+
+
+def log_rates(
+    queue: RecordedQueue, cluster: Cluster, speed: str, runs: str, open_run: Callable[[Path], Run]
+) -> tuple[Values, RunRates | None, list[float]]:  # fmt: skip
+    """Return the rates of a log's jobs, those that `runs` (NAME=FOLDER,...) measured, and seconds of a start."""
+    speeds = parse_numbers(speed, "speeds")
+    if not runs:
+        return queue.rates(cluster, speeds), None, []
+    named = (part.strip().rpartition("=") for part in runs.split(",") if part.strip())
+    found = [run_rate(open_run(Path(path)), name) for name, _, path in named]
+    rates, measured = queue_rates(queue, cluster, speeds, found)
+    names, models = sorted({run.model for run in found}), sorted(set(queue.jobs.model))
+    if not set(names) & set(models):
+        raise InputError(
+            f"no job of the log has the name of a run ({', '.join(names)}); its jobs are "
+            f"{', '.join(map(repr, models[:5]))}. Write --runs NAME=FOLDER with one of these names."
+        )
+    return rates, measured, [run.start_s for run in found]

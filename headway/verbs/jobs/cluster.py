@@ -13,8 +13,7 @@ import numpy as np
 from cyclopts import Parameter
 from rich.text import Text
 
-from headway.cluster.adaptive.workload import MeasuredJobs, published_jct_s, read_applications, read_workload
-from headway.cluster.model import Cluster, Jobs, Rates, Resize, Values, parse_numbers
+from headway.cluster.model import Cluster, Resize
 from headway.cluster.policies import AT_ONCE, POLICIES, SERVED
 from headway.cluster.queue.compare import (
     DEFAULT_POLICIES,
@@ -23,10 +22,11 @@ from headway.cluster.queue.compare import (
     answer,
     compare_policies,
     compare_with_promise,
+    simulate_workload,
 )
 from headway.cluster.queue.engine import simulate
-from headway.cluster.queue.logs import RateTable, RecordedQueue, generate, read_queue, read_trace
-from headway.cluster.queue.recorded_rates import queue_rates, run_rate
+from headway.cluster.queue.logs import read_queue
+from headway.cluster.queue.recorded_rates import jobs_of, log_rates
 from headway.cluster.service.server import log_of
 from headway.cluster.service.state import ServiceState, outcome_of
 from headway.cluster.service.store import EventLog
@@ -37,25 +37,19 @@ from headway.core.units import format_fraction, plural
 from headway.report.page.frames import queue_chart
 from headway.report.page.plots import page_around, write_page
 from headway.report.page.sections import section
-from headway.report.paper import ScreenOptions, add_row, draw, grid, next_of, paragraph, uncut
-from headway.verbs.shared.output import emit
+from headway.report.paper import ScreenOptions, add_row, draw, headed, next_of, paragraph, uncut
+from headway.verbs.shared.output import AsJson, emit
 from headway.verbs.shared.source import run_at
-
-GENERATED = {"gavel:single": (False, False), "gavel:multi": (True, False), "gavel:static": (True, True)}
-"""Generated trace -> gangs of several devices, all jobs at time 0."""
 
 RESTART_S = 60.0
 """What a move costs a job where nothing measured it: start a process, import torch, restore."""
-
-SPARE_JOBS = 3000
-"""Jobs generated behind the window: the queue goes on while its last jobs are served."""
 
 
 def sim(
     *, trace: str, policy: str, devices: str = "", data: Path | None = None, jobs_per_hour: float = 4.0,
     num_jobs: int = 0, seed: int = 0, window: str = "", rules: str = "headway", usd_per_h: str = "",
     speed: str = "", round_s: float = 0.0, reset_s: float = 1920.0, load: float = 1.0, resize: str = "",
-    runs: str = "", explain: bool = False, json: bool = False,
+    runs: str = "", explain: bool = False, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Simulate a queue under one policy: completion times, makespan, fairness, by gang size.
 
@@ -65,58 +59,44 @@ def sim(
 
     Example: `headway cluster sim --trace gavel:multi --data shared --devices v100=36,p100=36,k80=36 --policy las`
 
-    Parameters
-    ----------
-    trace
+    Args:
+      trace:
         gavel:single, gavel:multi, gavel:static, a .trace file of Gavel's, a log as `cluster compare` reads, or
         pollux:W: one of the six workloads that Pollux was simulated with, on hosts of 4 devices.
-    devices
-        Type=count, separated by commas; pollux:W has t4=64 where nothing is given.
-    policy
-        A name; a wrong one lists them all.
-    data
+      devices: Type=count, separated by commas; pollux:W has t4=64 where nothing is given.
+      policy: A name; a wrong one lists them all.
+      data:
         Folder with cluster/gavel/throughputs.parquet, or cluster/pollux; without it, the current folder is searched.
-    jobs_per_hour
-        Rate of arrivals of a generated trace.
-    num_jobs
-        Jobs of a generated trace; 0: those of the window and 3,000 more, or 100.
-    seed
-        Seed of the generator and of random choices.
-    window
-        First:last job (excluded) that the figures are means of; the simulation ends when they are done.
-    rules
-        headway: what a job is owed is carried over decisions; gavel: the published round mechanism.
-    usd_per_h
-        Dollars per device and hour, type=price, separated by commas.
-    speed
-        Relative speeds of device types for logs, type=speed, separated by commas.
-    round_s
-        Seconds of a round; 0: 360, or 60 for pollux:W.
-    reset_s
-        Least seconds between two decisions.
-    load
-        Load of a workload of pollux:W, 1.0 or 0.5.
-    resize
-        Devices that leave or come back while it runs, seconds:type=count, separated by commas: 36000:v100=4.
-    runs
+      jobs_per_hour: Rate of arrivals of a generated trace.
+      num_jobs: Jobs of a generated trace; 0: those of the window and 3,000 more, or 100.
+      seed: Seed of the generator and of random choices.
+      window: First:last job (excluded) that the figures are means of; the simulation ends when they are done.
+      rules: headway: what a job is owed is carried over decisions; gavel: the published round mechanism.
+      usd_per_h: Dollars per device and hour, type=price, separated by commas.
+      speed: Relative speeds of device types for logs, type=speed, separated by commas.
+      round_s: Seconds of a round; 0: 360, or 60 for pollux:W.
+      reset_s: Least seconds between two decisions.
+      load: Load of a workload of pollux:W, 1.0 or 0.5.
+      resize: Devices that leave or come back while it runs, seconds:type=count, separated by commas: 36000:v100=4.
+      runs:
         Run folders that measured jobs of a log, NAME=FOLDER, separated by commas; NAME is the job's model, and may be
         left out where it is the script's. A CSV may then have num_steps in place of run_s.
-    explain
-        Print the prices of devices at each decision, for policies that have prices (hadar).
-    json
-        Print one JSON object instead of text.
+      explain: Print the prices of devices at each decision, for policies that have prices (hadar).
     """
     chosen, span = pick(POLICIES, policy, "policy"), _window(window)
     if trace.startswith("pollux:"):
         if resize or runs:
             raise InputError("--resize and --runs are for jobs of fixed size; leave them out with --trace pollux:W.")
-        result = _pollux(trace, policy, devices, data, load, span, round_s or 60.0, seed)
-        emit(result, lambda screen: _sim_screen(result, screen), as_json=json)
-        return 0
+        outcome, published_s = simulate_workload(trace, policy, devices, data, load, span, round_s or 60.0, seed)
+        result = {
+            "schema": "headway.cluster-sim/1", "simulated": True, "trace": trace, "rules": "pollux", "policy": policy,
+            "published_mean_jct_s": published_s, **outcome.figures(),
+        }  # fmt: skip
+        return emit(result, lambda screen: _sim_screen(result, screen), as_json=json)
     if not devices:
         raise InputError("--devices is empty; pass type=count, such as --devices v100=36,k80=36.")
     cluster, round_s = Cluster.parse(devices, usd_per_h), round_s or 360.0
-    jobs, rates, measured = _queue(trace, cluster, data, jobs_per_hour, num_jobs, seed, span, speed, runs)
+    jobs, rates, measured = jobs_of(trace, cluster, data, jobs_per_hour, num_jobs, seed, span, speed, runs, run_at)
     found = simulate(
         jobs, cluster, chosen, rates=rates, seed=seed, window=span, round_s=round_s, reset_s=reset_s, rules=rules,
         resizes=Resize.parse(resize),
@@ -125,19 +105,18 @@ def sim(
         "schema": "headway.cluster-sim/1", "simulated": True, "trace": trace, "rules": rules, "policy": policy,
         **found.figures(),
     }  # fmt: skip
-    if measured:
-        result["rates"] = measured
+    if measured is not None:
+        result["rates"] = measured.rows()
     if explain:
         result["prices"] = found.price_rows()
-    emit(result, lambda screen: _sim_screen(result, screen), as_json=json)
-    return 0
+    return emit(result, lambda screen: _sim_screen(result, screen), as_json=json)
 
 
 def compare(
     *, jobs: Path | None = None, devices: str = "", log: Path | None = None,
     policies: str = ",".join(DEFAULT_POLICIES), usd_per_h: str = "", speed: str = "",
     virtual_cluster: str = "", runs: str = "", seed: int = 0, round_s: float = 360.0,
-    restart_s: float | None = None, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False,
+    restart_s: float | None = None, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Measure what a recorded queue suffered, and simulate what each policy would have made of it.
 
@@ -148,36 +127,23 @@ def compare(
 
     Example: `headway cluster compare --jobs sacct.json --devices a100=16,v100=16`
 
-    Parameters
-    ----------
-    jobs
-        What `sacct --json` (.json) or `sacct -P` printed, a CSV, or Philly's jobs (.parquet).
-    devices
-        Type=count, separated by commas: what the jobs ran on.
-    log
-        Folder of a service (`headway cluster serve`), in place of --jobs and --devices.
-    policies
-        Names, separated by commas.
-    usd_per_h
-        Dollars per device and hour, type=price, separated by commas.
-    speed
-        Relative speeds of device types, type=speed; without it the makers' peak rates of 16-bit arithmetic.
-    virtual_cluster
-        One virtual cluster of Philly's.
-    runs
+    Args:
+      jobs: What `sacct --json` (.json) or `sacct -P` printed, a CSV, or Philly's jobs (.parquet).
+      devices: Type=count, separated by commas: what the jobs ran on.
+      log: Folder of a service (`headway cluster serve`), in place of --jobs and --devices.
+      policies: Names, separated by commas.
+      usd_per_h: Dollars per device and hour, type=price, separated by commas.
+      speed: Relative speeds of device types, type=speed; without it the makers' peak rates of 16-bit arithmetic.
+      virtual_cluster: One virtual cluster of Philly's.
+      runs:
         Run folders that measured some of the jobs, NAME=FOLDER, separated by commas: how many times as fast such a
         job is on another type follows from them. NAME is the job's name (model), and may be left out where it is
         the script's.
-    seed
-        Seed of random choices.
-    round_s
-        Seconds of a round.
-    restart_s
+      seed: Seed of random choices.
+      round_s: Seconds of a round.
+      restart_s:
         Seconds that a job loses each time it is moved or resumed; without it, what the starts of --runs took, else 60.
-    out
-        Also write a page of the queue over time, as observed and under each policy: -o page.html.
-    json
-        Print one JSON object instead of text.
+      out: Also write a page of the queue over time, as observed and under each policy: -o page.html.
     """
     names = [name.strip() for name in policies.split(",") if name.strip()]
     for name in names or [""]:
@@ -188,13 +154,12 @@ def compare(
         if out is not None or restart_s is not None:
             raise InputError("--restart-s and --out are for a queue of --jobs. Leave them out with --log.")
         logged = _compare_log(log, names)
-        emit(logged, lambda screen: _compare_screen(logged, screen), as_json=json)
-        return 0
+        return emit(logged, lambda screen: _compare_screen(logged, screen), as_json=json)
     if jobs is None or not devices:
         raise InputError("there is no queue to compare on. Pass --jobs FILE --devices type=count, or --log FOLDER.")
     cluster = Cluster.parse(devices, usd_per_h)
     queue = read_queue(jobs, virtual_cluster)
-    rates, measured, starts_s = _log_rates(queue, cluster, speed, runs)
+    rates, measured, starts_s = log_rates(queue, cluster, speed, runs, run_at)
     source = (
         "as given" if restart_s is not None else "median start of --runs" if starts_s else "assumed; see --restart-s"
     )
@@ -205,8 +170,8 @@ def compare(
     compared = compare_policies(queue, cluster, rates, names, seed=seed, round_s=round_s)
     result = {**answer(compared), "skipped": queue.skipped, "restart_s": lost_s, "restart_source": source}
     result["serve"] = _serve_command(compared, devices, round_s)
-    if measured:
-        result["rates"] = measured
+    if measured is not None:
+        result["rates"] = measured.rows()
     if out is not None:
         result["page"] = write_page(out, _queue_page(jobs.name, compared))
     emit(result, lambda screen: _compare_screen(result, screen), as_json=json)
@@ -273,87 +238,6 @@ def _window(text: str) -> tuple[int, int] | None:
     return int(first), int(last)
 
 
-def _queue(
-    trace: str, cluster: Cluster, data: Path | None, jobs_per_hour: float, num_jobs: int, seed: int,
-    window: tuple[int, int] | None, speed: str, runs: str,
-) -> tuple[Jobs, Rates, list[dict[str, Any]]]:  # fmt: skip
-    """Return the jobs of a trace, their rates, and those that runs measured."""
-    measured = trace in GENERATED or trace.endswith(".trace")
-    if not measured and trace.startswith("gavel:"):
-        pick(GENERATED, trace, "trace")
-    if not measured:
-        queue = read_queue(Path(trace))
-        given, rows, _ = _log_rates(queue, cluster, speed, runs)
-        return queue.jobs, Rates.of(given, queue.jobs, cluster), rows
-    if runs:
-        raise InputError(f"--runs gives rates to jobs of a log; {trace} has a table of its own. Leave --runs out.")
-    if data is None:
-        raise InputError(f"--trace {trace} needs measured rates; pass --data FOLDER with cluster/gavel in it.")
-    places = (data / "data/cluster/gavel", data / "cluster/gavel", data / "gavel", data)
-    folder = next((place for place in places if (place / "throughputs.parquet").exists()), data)
-    table = RateTable.read(folder / "throughputs.parquet")
-    if trace not in GENERATED:
-        jobs = read_trace(Path(trace), table.alone["v100"])
-        return jobs, table.of(jobs, cluster), []
-    multi, static = GENERATED[trace]
-    if not static and not 0 < jobs_per_hour < 1e6:
-        raise InputError(f"--jobs-per-hour is {jobs_per_hour:g}; pass a rate above 0.")
-    size = num_jobs or (window[1] + SPARE_JOBS * (not static) if window else 100)
-    jobs = generate(size, seed, table.alone["v100"], jobs_per_hour=0.0 if static else jobs_per_hour, multi=multi)
-    return jobs, table.of(jobs, cluster), []
-
-
-def _log_rates(
-    queue: RecordedQueue, cluster: Cluster, speed: str, runs: str
-) -> tuple[Values, list[dict[str, Any]], list[float]]:
-    """Return the rates of a log's jobs, a row per kind of job and type that runs measured, and seconds of a start."""
-    speeds = parse_numbers(speed, "speeds")
-    if not runs:
-        return queue.rates(cluster, speeds), [], []
-    named = (part.strip().rpartition("=") for part in runs.split(",") if part.strip())
-    found = [run_rate(run_at(Path(path)), name) for name, _, path in named]
-    rates, measured = queue_rates(queue, cluster, speeds, found)
-    names, models = sorted({run.model for run in found}), sorted(set(queue.jobs.model))
-    if not set(names) & set(models):
-        raise InputError(
-            f"no job of the log has the name of a run ({', '.join(names)}); its jobs are "
-            f"{', '.join(map(repr, models[:5]))}. Write --runs NAME=FOLDER with one of these names."
-        )
-    return rates, measured.rows(), [run.start_s for run in found]
-
-
-HOST_DEVICES = 4
-"""Devices of a host of Pollux' measurements."""
-
-
-def _pollux(
-    trace: str, policy: str, devices: str, data: Path | None, load: float, window: tuple[int, int] | None,
-    round_s: float, seed: int,
-) -> dict[str, Any]:  # fmt: skip
-    """Simulate a workload of measured applications; the answer has the published figure where there is one."""
-    number, pool = trace.partition(":")[2], Cluster.parse(devices or "t4=64")
-    total = int(pool.count.sum())
-    if len(pool.names) != 1 or total % HOST_DEVICES or not number.isdigit():
-        raise InputError(
-            f"--trace is {trace}, --devices {devices}; write pollux:6, and one type with a multiple of {HOST_DEVICES}."
-        )
-    base = data or Path()
-    places = (base / "data/cluster/pollux", base / "cluster/pollux", base / "pollux", base)
-    folder = next((place for place in places if (place / "workloads.parquet").exists()), places[0])
-    submitted = read_workload(folder, int(number), load)
-    found = MeasuredJobs(submitted, read_applications(folder), adaptive=policy == "pollux")
-    hosts = Cluster.of({f"host{index}": HOST_DEVICES for index in range(total // HOST_DEVICES)})
-    outcome = simulate(
-        found.jobs(), hosts, policy, rates=found.rates(len(hosts.names)), seed=seed, window=window, round_s=round_s,
-        adapting=found,
-    )  # fmt: skip
-    published = published_jct_s(folder, policy, int(number), load=load, interval_s=round_s)
-    return {
-        "schema": "headway.cluster-sim/1", "simulated": True, "trace": trace, "rules": "pollux", "policy": policy,
-        "published_mean_jct_s": None if window or total != 64 else published, **outcome.figures(),
-    }  # fmt: skip
-
-
 def _hours(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds / 3600:.2f}"
 
@@ -372,9 +256,7 @@ HEAD = ("", "mean JCT, h", "p99", "worst", "makespan", "rho", "in use", "USD", "
 
 
 def _gangs(title: str, figures: Mapping[str, Any]) -> Any:
-    """Return a row per gang size."""
-    rows = grid("left", "right", "right", "right", "right")
-    add_row(rows, title, "jobs", "device-hours", "mean JCT, h", "slowdown", style="dim")
+    rows = headed(title, "jobs", "device-hours", "mean JCT, h", "slowdown")
     for size, row in figures["by_scale"].items():
         jobs, hours = f"{row['num_jobs']:,}", f"{row['device_hours']:,.0f}"
         add_row(
@@ -387,8 +269,7 @@ def _measured(rows: list[dict[str, Any]]) -> list[Any]:
     """Return a row per kind of job and type, where runs measured some; otherwise nothing."""
     if not rows:
         return []
-    table = grid("left", "right", "left", "right", "left")
-    add_row(table, "rates", "devices", "type", "steps/s", "", style="dim")
+    table = headed("rates", "devices", "type", "steps/s", "", align="left right left right left")
     for row in rows:
         cells = row["model"], f"{row['scale']}", row["device_type"], f"{row['steps_per_s']:.4g}", row["source"]
         add_row(table, *cells)
@@ -403,8 +284,7 @@ WORDS = (
 
 
 def _sim_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
-    rows = grid("left", *["right"] * (len(HEAD) - 1))
-    add_row(rows, *HEAD, style="dim")
+    rows = headed(*HEAD)
     add_row(rows, *_row(result["policy"], result))
     notes = [paragraph(note) for note in result["notes"][:8]]
     head = Text(f"  {result['trace']}: {result['num_jobs']:,} jobs, rules {result['rules']}, simulated")
@@ -416,8 +296,7 @@ def _sim_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
 
 
 def _compare_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
-    rows = grid("left", *["right"] * (len(HEAD) - 1))
-    add_row(rows, *HEAD, style="dim")
+    rows = headed(*HEAD)
     parts: list[Any] = []
     if result["observed"]:
         add_row(rows, *_row("observed", result["observed"]))
@@ -426,8 +305,7 @@ def _compare_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
     for figures in result["policies"]:
         add_row(rows, *_row(figures["policy"], figures), style="bold" if figures["policy"] == result["best"] else "")
     if result["observed"]:
-        owners = grid("left", "right")
-        add_row(owners, "owner", "device-hours", style="dim")
+        owners = headed("owner", "device-hours")
         for owner, hours in list(result["observed"]["device_hours_by_owner"].items())[:10]:
             add_row(owners, owner, f"{hours:,.1f}")
         parts = ["", _gangs("observed, by gang", result["observed"]), "", uncut(owners)]
@@ -436,8 +314,7 @@ def _compare_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
     parts += _measured(result.get("rates", []))
     parts += [paragraph(f"{row['policy']} is left out: {row['reason']}") for row in result["unfit"]]
     if "policy" in result:
-        promises = grid("left", "left", "right", "right")
-        add_row(promises, "job", "", "promised, s", "came true, s", style="dim")
+        promises = headed("job", "", "promised, s", "came true, s", align="left left right right")
         for row in result["jobs"]:
             add_row(promises, row["id"], row["name"], f"{row['promised_s']:,.1f}", f"{row['came_true_s']:,.1f}")
         parts += ["", uncut(promises)]

@@ -16,13 +16,13 @@ from headway.cluster.fork.coordinator import Fork
 from headway.core.errors import InputError
 from headway.core.files.safe_files import MOST
 from headway.core.machine.beside import say_beside
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
-from headway.verbs.shared.output import emit
+from headway.report.paper import ScreenOptions, add_row, draw, headed, paragraph, uncut
+from headway.verbs.shared.output import AsJson, emit
 
 
 def fork(
     *, speeds: str, jobs: Path | None = None, slot_s: float = 0.0, slot_cost_s: float = 1.0, dir: Path | None = None,
-    json: bool = False, script: Annotated[list[str] | None, Parameter(parse=False)] = None,
+    json: AsJson = False, script: Annotated[list[str] | None, Parameter(parse=False)] = None,
 ) -> int:  # fmt: skip
     """Train with a copy of a script on each of several unlike devices, or simulate that for some jobs.
 
@@ -33,22 +33,16 @@ def fork(
 
     Example: `headway cluster fork --speeds 4,2,1 -- train.py --lr 1e-3`
 
-    Parameters
-    ----------
-    speeds
+    Args:
+      speeds:
         Steps per second of each device, separated by commas, in the order of CUDA; a device of 0 is left out. For a
         script a first guess, which what is measured replaces.
-    jobs
-        JSON list of jobs, {"name": "a", "steps": 1000}, all there at the start: simulate them.
-    slot_s
+      jobs: JSON list of jobs, {"name": "a", "steps": 1000}, all there at the start: simulate them.
+      slot_s:
         Longest time that copies train apart, in seconds; 0: 360, or 100 steps of the slowest device; of a script so
         long that averages take 5 % of it.
-    slot_cost_s
-        Seconds that a simulated job pays in a slot in which it has several copies or starts again elsewhere.
-    dir
-        Folder for the output, the run and the states of each copy; headway-fork-N by default.
-    json
-        Print one JSON object instead of text.
+      slot_cost_s: Seconds that a simulated job pays in a slot in which it has several copies or starts again elsewhere.
+      dir: Folder for the output, the run and the states of each copy; headway-fork-N by default.
     """
     rates = read_speeds(speeds)
     for index, rate in enumerate(rates):
@@ -64,8 +58,7 @@ def fork(
         assert script, "checked above"
         result = _train(script, rates, slot_s, dir)
     used = [rate for rate in rates if rate]
-    emit(result, lambda screen: _screen(result, used, screen, ran=jobs is None), as_json=json)
-    return 0
+    return emit(result, lambda screen: _screen(result, used, screen, ran=jobs is None), as_json=json)
 
 
 def _train(script: list[str], rates: Sequence[float], slot_s: float, folder: Path | None) -> ForkAnswer:
@@ -87,17 +80,14 @@ def _train(script: list[str], rates: Sequence[float], slot_s: float, folder: Pat
 
 
 def _screen(result: ForkAnswer, rates: Sequence[float], screen: ScreenOptions, *, ran: bool) -> str:
-    """Draw the three times, and a row per job."""
-    totals = grid("left", "right", "right")
-    add_row(totals, "all jobs done after", "seconds", "of las", style="dim")
+    totals = headed("all jobs done after", "seconds", "of las")
     alone = "the fastest device alone" if ran else "whole jobs, las"
     for name, key_s in (("copies", result["total_s"]), (alone, result["las_s"])):
         add_row(totals, name, f"{key_s:,.1f}", f"{key_s / result['las_s']:.2f}")
     add_row(
         totals, "no schedule sooner than", f"{result['bound_s']:,.1f}", f"{result['bound_s'] / result['las_s']:.2f}"
     )
-    rows = grid("left", *["right"] * 6)
-    add_row(rows, "job", "steps", "done, s", "las, s", "copies", "slots", "paid, s", style="dim")
+    rows = headed("job", "steps", "done, s", "las, s", "copies", "slots", "paid, s")
     for row in result["rows"]:
         times = f"{row['end_s']:,.1f}", f"{row['las_end_s']:,.1f}"
         add_row(

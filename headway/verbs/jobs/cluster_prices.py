@@ -33,10 +33,10 @@ from headway.core.units import parse_bytes
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.answers.ledger import Ledger
 from headway.report.page.plots import Bars, Candidate, picture_page, write_page
-from headway.report.paper import ScreenOptions, add_row, draw, grid, next_of, paragraph, uncut
+from headway.report.paper import ScreenOptions, add_row, draw, headed, next_of, paragraph, uncut
 from headway.trace.recording.runs import Run
-from headway.verbs.shared.output import emit
-from headway.verbs.shared.source import run_at
+from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.source import NewestRun, run_at
 from headway.why.fixes import run_command
 
 Facts = dict[str, Any]
@@ -49,7 +49,7 @@ def prices(
     egress_usd_per_gb: float = 0.09, move_s: float = 0.0, hysteresis: float = 0.1,
     from_: Annotated[str, Parameter(name="--from")] = "", extend: str = "", due_hours: float = math.inf,
     restart_s: float = 900.0, sky: Path | None = None, max_restarts: int = 3,
-    out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False,
+    out: Annotated[Path | None, Parameter(alias="-o")] = None, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Price the rest of a job on each offer, and what each way of buying it would have come to.
 
@@ -58,48 +58,26 @@ def prices(
 
     Example: `headway cluster prices --model A3C --data shared --days 4 --region us-east-1`
 
-    Parameters
-    ----------
-    run
-        A run folder: its steps per second and devices are those of the job. Without --model, the newest one.
-    data
-        Folder of price tables, or one file: CSV, Parquet, or JSON of `aws ec2 describe-spot-price-history`.
-    model
-        A row of the table of throughputs: the job itself, or, with RUN, the ratios between device types.
-    days
-        Size of the job: days on the device type it was measured on.
-    steps_left
-        Size of the job in steps, instead of --days.
-    region
-        Region of AWS.
-    device_type
-        What RUN ran on, and what the baseline rents; v100 without RUN.
-    move_usd
-        Dollars of each move.
-    checkpoint
-        Bytes that a move carries, such as 12GB; they cost --egress-usd-per-gb.
-    egress_usd_per_gb
-        Dollars per 10^9 bytes that leave a cloud.
-    move_s
-        Seconds paid at each move without progress: spin-up and lost work.
-    hysteresis
-        The online rule moves where it wins the cost of the move and this fraction more.
-    from_
-        Buy from this day on (2020-03-01): what its prices predicted beside what was paid.
-    extend
-        hold: carry the last prices on where the record ends before the job.
-    due_hours
-        Deadline after the start: on demand once the slack is used up.
-    restart_s
-        Seconds without progress at each start, for deadlines on recorded availability.
-    sky
-        Write the task of the cheapest offer as YAML of SkyPilot's; needs RUN.
-    max_restarts
-        Restarts on errors that SkyPilot may make.
-    out
-        Also write a page of the dollars of each offer and of each way of buying: -o page.html.
-    json
-        Print one JSON object instead of text.
+    Args:
+      run: A run folder: its steps per second and devices are those of the job. Without --model, the newest one.
+      data: Folder of price tables, or one file: CSV, Parquet, or JSON of `aws ec2 describe-spot-price-history`.
+      model: A row of the table of throughputs: the job itself, or, with RUN, the ratios between device types.
+      days: Size of the job: days on the device type it was measured on.
+      steps_left: Size of the job in steps, instead of --days.
+      region: Region of AWS.
+      device_type: What RUN ran on, and what the baseline rents; v100 without RUN.
+      move_usd: Dollars of each move.
+      checkpoint: Bytes that a move carries, such as 12GB; they cost --egress-usd-per-gb.
+      egress_usd_per_gb: Dollars per 10^9 bytes that leave a cloud.
+      move_s: Seconds paid at each move without progress: spin-up and lost work.
+      hysteresis: The online rule moves where it wins the cost of the move and this fraction more.
+      from_: Buy from this day on (2020-03-01): what its prices predicted beside what was paid.
+      extend: hold: carry the last prices on where the record ends before the job.
+      due_hours: Deadline after the start: on demand once the slack is used up.
+      restart_s: Seconds without progress at each start, for deadlines on recorded availability.
+      sky: Write the task of the cheapest offer as YAML of SkyPilot's; needs RUN.
+      max_restarts: Restarts on errors that SkyPilot may make.
+      out: Also write a page of the dollars of each offer and of each way of buying: -o page.html.
     """
     if not (0 < days < 1e5 and steps_left >= 0 and due_hours > 0 and extend in ("", "hold")):
         raise InputError("--days and --due-hours must be above 0, --steps-left not below, --extend empty or hold.")
@@ -129,8 +107,7 @@ def _answered(result: Facts, out: Path | None, name: str, *, as_json: bool) -> i
     """Write the page where one is wanted, and print the answer."""
     if out is not None:
         result["page"] = _cost_page(out, name, result)
-    emit(result, lambda screen: _screen(result, screen), as_json=as_json)
-    return 0
+    return emit(result, lambda screen: _screen(result, screen), as_json=as_json)
 
 
 def _cost_page(path: Path, name: str, result: Facts) -> str:
@@ -189,7 +166,6 @@ def _peak_ratios(reference: str, records: Records) -> dict[str, float]:
 
 
 def _date(text: str) -> date:
-    """Read a day."""
     try:
         return date.fromisoformat(text)
     except ValueError:
@@ -204,21 +180,17 @@ def _device_type(name: str) -> str:
 
 
 def _screen(result: Facts, screen: ScreenOptions) -> str:
-    """Draw the offers, the strategies, and what was asked for on top."""
-    offers = grid("left", "right", "right", "right")
-    add_row(offers, f"offer on {result['day']}", "USD/h", "hours", "rest, USD", style="dim")
+    offers = headed(f"offer on {result['day']}", "USD/h", "hours", "rest, USD")
     for row in result["offers"][:8]:
         add_row(offers, row["offer"], f"{row['usd_per_h']:.3f}", f"{row['hours']:.1f}", f"{row['usd']:,.2f}")
-    ways = grid("left", "right", "right", "right")
-    add_row(ways, f"{result['num_starts']} start days", "mean USD", "least", "most", style="dim")
+    ways = headed(f"{result['num_starts']} start days", "mean USD", "least", "most")
     for row in result["strategies"]:
         add_row(ways, row["name"], *(f"{row[key]:,.2f}" for key in ("mean_usd", "min_usd", "max_usd")))
     add_row(ways, "online", f"{result['online_usd']:,.2f}", "", "", style="bold")
     add_row(ways, "hindsight", f"{result['hindsight_usd']:,.2f}", "", "")
     parts: list[Any] = [uncut(offers), "", uncut(ways)]
     if "from" in result:
-        paid = grid("left", "right", "right", "right", "right")
-        add_row(paid, f"from {result['from']['day']}", "predicted", "paid", "hours", "moves", style="dim")
+        paid = headed(f"from {result['from']['day']}", "predicted", "paid", "hours", "moves")
         for row in result["from"]["rows"]:
             figures = (f"{row[key]:,.2f}" for key in ("predicted_usd", "paid_usd", "hours"))
             add_row(paid, row["name"], *figures, str(row["moves"]))
@@ -242,8 +214,8 @@ def _screen(result: Facts, screen: ScreenOptions) -> str:
 
 
 def batch(
-    run: Path | None = None, /, *, also: str = "", batch_size: int = 0, largest: int = 0, micro_most: int = 0,
-    devices: int = 0, out: Path | None = None, allow: str | None = None, json: bool = False,
+    run: NewestRun = None, /, *, also: str = "", batch_size: int = 0, largest: int = 0, micro_most: int = 0,
+    devices: int = 0, out: Path | None = None, allow: str | None = None, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Find the batch size, accumulation and number of devices with the most useful examples per second.
 
@@ -252,26 +224,14 @@ def batch(
 
     Example: `headway cluster batch headway-runs/train-1 --out batch.json --allow lossy`
 
-    Parameters
-    ----------
-    run
-        A run folder; the newest one by default.
-    also
-        Further run folders of the same job with other batches or ranks, separated by commas: they fit the speed.
-    batch_size
-        Examples per rank and step, where no loader says it.
-    largest
-        Largest batch of all ranks; 16 times the recorded one by default.
-    micro_most
-        Most examples that fit a device at once; not limited by default: memory is not modelled.
-    devices
-        Devices that may be used; those of the run by default.
-    out
-        Write a plan for `headway run --apply`.
-    allow
-        'lossy': the plan may change the batch, which changes what is learned.
-    json
-        Print one JSON object instead of text.
+    Args:
+      also: Further run folders of the same job with other batches or ranks, separated by commas: they fit the speed.
+      batch_size: Examples per rank and step, where no loader says it.
+      largest: Largest batch of all ranks; 16 times the recorded one by default.
+      micro_most: Most examples that fit a device at once; not limited by default: memory is not modelled.
+      devices: Devices that may be used; those of the run by default.
+      out: Write a plan for `headway run --apply`.
+      allow: 'lossy': the plan may change the batch, which changes what is learned.
     """
     if min(batch_size, largest, micro_most, devices) < 0:
         raise InputError("--batch-size, --largest, --micro-most and --devices must not be below 0; 0 = not given.")
@@ -286,15 +246,12 @@ def batch(
         result["next"] = run_command(runs[0].facts, "--apply", str(out))
     else:
         result["next"] = batch_command(str(runs[0].path), lossy=result["noise_scale"] is not None)
-    emit(result, lambda screen: _batch_screen(result, screen), as_json=json)
-    return 0
+    return emit(result, lambda screen: _batch_screen(result, screen), as_json=json)
 
 
 def _batch_screen(result: Facts, screen: ScreenOptions) -> str:
-    """Draw a row per number of devices."""
     noise, now, best = result["noise_scale"], result["now"], result["best"]
-    rows = grid("left", "right", "right", "right", "right", "right")
-    add_row(rows, "devices", "batch", "of each", "accumulated", "step, s", "useful examples/s", style="dim")
+    rows = headed("devices", "batch", "of each", "accumulated", "step, s", "useful examples/s")
     for row in result["table"]:
         cells = [f"{row[key]:,}" for key in ("num_replicas", "batch_size", "microbatch_size", "accumulation")]
         style = "bold" if row == best else ""

@@ -47,11 +47,14 @@ from headway.core.wire.channel import ChannelClosed
 from headway.report.page.html import Live, ReportData, head_part, page
 from headway.report.page.sections import section, text
 from headway.report.paper import ScreenOptions, add_row, draw, grid, next_of, paragraph, uncut
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 from headway.verbs.shared.run_options import whole_number
 
 FOLDER = Path("headway-cluster")
 """Where a service is, unless another folder is named."""
+
+ServiceFolder = Annotated[Path, Parameter(help="Folder of the service.")]
+"""The option --dir of these verbs."""
 
 ANSWER_S = 30.0
 """A server that has not answered by then hangs."""
@@ -71,20 +74,14 @@ def serve(
 
     Example: `headway cluster serve --slots 2`
 
-    Parameters
-    ----------
-    slots
-        Slots of this host or of the cluster: a number, or type=count, separated by commas; by default its GPUs.
-    executor
+    Args:
+      slots: Slots of this host or of the cluster: a number, or type=count, separated by commas; by default its GPUs.
+      executor:
         local: processes of this host; ray: actors of a Ray cluster; slurm: batch jobs; kueue: Jobs of Kubernetes.
-    policy
-        Who gets how much time; a wrong name lists them all.
-    dir
-        Folder of the service: its log, its socket, and all that jobs print.
-    round_s
-        Seconds of a round: how long a job keeps its slots at least.
-    port
-        Listen to other hosts that see the folder, too: it holds the token that they prove. 0 takes a free port.
+      policy: Who gets how much time; a wrong name lists them all.
+      dir: Folder of the service: its log, its socket, and all that jobs print.
+      round_s: Seconds of a round: how long a job keeps its slots at least.
+      port: Listen to other hosts that see the folder, too: it holds the token that they prove. 0 takes a free port.
     """
     make, _ = pick(EXECUTORS, executor, "executor"), pick(SERVED, policy, "policy of a service")
     if not 0 < round_s < 1e9:
@@ -107,49 +104,34 @@ def serve(
 
 
 def submit(
-    *, dir: Path = FOLDER, name: str = "", scale: int = 1, fewest: int = 0, json: bool = False,
+    *, dir: ServiceFolder = FOLDER, name: str = "", scale: int = 1, fewest: int = 0, json: AsJson = False,
     script: Annotated[list[str] | None, Parameter(parse=False)] = None,
 ) -> int:  # fmt: skip
     """Hand a training script to the server; it runs under `headway run`, in this folder.
 
     Example: `headway cluster submit --scale 2 -- train.py --lr 1e-3`
 
-    Parameters
-    ----------
-    dir
-        Folder of the service.
-    name
-        What to call the job; the script's name and a number by default.
-    scale
-        Slots that it needs at once, all of one type: ranks of the script.
-    fewest
+    Args:
+      name: What to call the job; the script's name and a number by default.
+      scale: Slots that it needs at once, all of one type: ranks of the script.
+      fewest:
         Slots that it can still train on where devices have left and no type has --scale of them: it is restored on as
         many as there are, and on --scale once they are back. 0: it needs exactly --scale.
-    json
-        Print one JSON object instead of text.
     """
     if not script:
         raise InputError("no script was given. Put it behind --, as in: headway cluster submit -- train.py --lr 1e-3")
     if not Path(script[0]).is_file():
         raise InputError(f"the script {script[0]!r} does not exist in {Path.cwd()}. Name a file of Python.")
     result = _asked(dir, SubmitJob(name, scale, script, os.getcwd(), fewest), JobAnswer)
-    _emit_job("headway.cluster-submit/1", result.job, as_json=json, command=_command("queue", dir))
-    return 0
+    return _emit_job("headway.cluster-submit/1", result.job, as_json=json, command=_command("queue", dir))
 
 
-def queue(*, dir: Path = FOLDER, json: bool = False) -> int:
+def queue(*, dir: ServiceFolder = FOLDER, json: AsJson = False) -> int:
     """Show all jobs of a service: what each is given, where it runs, what it did.
 
     Without a server the log says how things were when it ended.
 
     Example: `headway cluster queue`
-
-    Parameters
-    ----------
-    dir
-        Folder of the service.
-    json
-        Print one JSON object instead of text.
     """
     result, serves = queue_of(dir)
     if not serves:
@@ -157,8 +139,7 @@ def queue(*, dir: Path = FOLDER, json: bool = False) -> int:
     reply = {"schema": "headway.cluster-queue/1", "round": result.round, "jobs": result.jobs}
     ended = any(job["state"] == "finished" for job in result.jobs) and all(job["state"] in ENDED for job in result.jobs)
     command = shlex.join(["headway", "cluster", "compare", "--log", str(dir)]) if ended else ""
-    emit(reply, lambda screen: _queue_screen(result, command, screen), as_json=json)
-    return 0
+    return emit(reply, lambda screen: _queue_screen(result, command, screen), as_json=json)
 
 
 def queue_of(folder: Path) -> tuple[QueueAnswer, bool]:
@@ -171,45 +152,31 @@ def queue_of(folder: Path) -> tuple[QueueAnswer, bool]:
         return QueueAnswer(state.round, state.rows()), False
 
 
-def cancel(job: str, /, *, dir: Path = FOLDER, json: bool = False) -> int:
+def cancel(job: str, /, *, dir: ServiceFolder = FOLDER, json: AsJson = False) -> int:
     """End a job, whether it waits or runs.
 
     Example: `headway cluster cancel job3`
 
-    Parameters
-    ----------
-    job
-        Its id or name.
-    dir
-        Folder of the service.
-    json
-        Print one JSON object instead of text.
+    Args:
+      job: Its id or name.
     """
-    _emit_job("headway.cluster-cancel/1", _asked(dir, CancelJob(job), JobAnswer).job, as_json=json)
-    return 0
+    return _emit_job("headway.cluster-cancel/1", _asked(dir, CancelJob(job), JobAnswer).job, as_json=json)
 
 
-def explain(job: str, /, *, dir: Path = FOLDER, json: bool = False) -> int:
+def explain(job: str, /, *, dir: ServiceFolder = FOLDER, json: AsJson = False) -> int:
     """Explain why a job runs or waits: its share, what it is owed, what limits it, and what one more device would give.
 
     Example: `headway cluster explain job3`
 
-    Parameters
-    ----------
-    job
-        Its id or name.
-    dir
-        Folder of the service.
-    json
-        Print one JSON object instead of text.
+    Args:
+      job: Its id or name.
     """
     result = _asked(dir, ExplainJob(job), ExplainAnswer).job
-    emit(
+    return emit(
         {"schema": "headway.cluster-explain/1", **result},
         lambda screen: draw([Text(f"  {result['id']} ({result['name']})"), paragraph(result["words"])], **screen),
         as_json=json,
     )
-    return 0
 
 
 def _pools(slots: str) -> Mapping[str, int]:
@@ -247,12 +214,12 @@ def _command(verb: str, folder: Path) -> str:
     return shlex.join(["headway", "cluster", verb, *([] if folder == FOLDER else ["--dir", str(folder)])])
 
 
-def _emit_job(schema: str, row: QueueRow, *, as_json: bool, command: str = "") -> None:
+def _emit_job(schema: str, row: QueueRow, *, as_json: bool, command: str = "") -> int:
     """Print one job, and the command that says how it goes."""
     text = f"{row['id']} ({row['name']}): {row['state']}"
     text += f", {row['reason']}" if row["reason"] not in ("", row["state"]) else ""
     parts = [Text(f"  {text}"), *next_of(command)]
-    emit({"schema": schema, **row}, lambda screen: draw(parts, **screen), as_json=as_json)
+    return emit({"schema": schema, **row}, lambda screen: draw(parts, **screen), as_json=as_json)
 
 
 def _queue_screen(result: QueueAnswer, command: str, screen: ScreenOptions) -> str:
@@ -272,7 +239,7 @@ COLUMNS = ("Job", "Name", "State", "Scale", "Share", "Slots", "Steps", "Restarts
 
 
 def watch(
-    *, dir: Path = FOLDER, port: int = 0, host: str = "127.0.0.1",
+    *, dir: ServiceFolder = FOLDER, port: int = 0, host: str = "127.0.0.1",
     allow_origin: Annotated[tuple[str, ...], Parameter(negative=())] = (), json: bool = False,
 ) -> int:  # fmt: skip
     """Serve the jobs of a service as a page that follows them: shares, slots, steps, and why. Ctrl-C ends it.
@@ -282,29 +249,21 @@ def watch(
 
     Example: `headway cluster watch`
 
-    Parameters
-    ----------
-    dir
-        Folder of the service.
-    port
-        Port to serve on; 0 takes a free one.
-    host
-        Address to serve on; only this machine can connect by default.
-    allow_origin
-        Origin of another page that may read the events, as in http://dashboard:3000.
-    json
-        Print one JSON object with the address instead of text.
+    Args:
+      port: Port to serve on; 0 takes a free one.
+      host: Address to serve on; only this machine can connect by default.
+      allow_origin: Origin of another page that may read the events, as in http://dashboard:3000.
+      json: Print one JSON object with the address instead of text.
     """
     from headway.verbs.shared.live_pages import serve_page  # loads a web server, which no other verb here needs
 
     if not log_of(dir).is_file():
         raise InputError(f"{dir} holds no service. Start one: headway cluster serve --slots 2 --dir {dir}")
-    serve_page(
+    return serve_page(
         ServicePage(dir),
         lambda url: ({"schema": "headway.cluster-watch/1", "dir": str(dir), "url": url}, f"{dir}: {url}"),
         host=host, port=port, allow_origin=allow_origin, as_json=json,
     )  # fmt: skip
-    return 0
 
 
 class ServicePage:

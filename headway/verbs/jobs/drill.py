@@ -56,12 +56,9 @@ def drill(
 
     Example: `headway drill --faults kill,stop -- train.py`
 
-    Parameters
-    ----------
-    faults
-        Which, separated by commas; by default all that the job can be struck by.
-    seed
-        Seed of the ranks and steps that they strike.
+    Args:
+      faults: Which, separated by commas; by default all that the job can be struck by.
+      seed: Seed of the ranks and steps that they strike.
     """
     names = [*FAULTS] if faults is None else [name.strip() for name in faults.split(",") if name.strip()]
     schedule(names, world=1, seed=seed)  # a wrong name is said before anything else

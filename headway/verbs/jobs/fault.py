@@ -34,28 +34,23 @@ from headway.trace.recording.incident import REROUTE, SCHEMA, Incident, read_inc
 from headway.trace.recording.run_facts import outcomes_of
 from headway.trace.recording.runs import Run
 from headway.verbs.jobs.hang import mesh_of
-from headway.verbs.shared.output import emit
-from headway.verbs.shared.source import run_at
+from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.source import NewestRun, run_at
 
 ETTRS = ("ettr", "ettr_simulated", "ettr_closed_form")
 """Measured; of a simulated job with the same failures; by the closed form."""
 
 
 def incidents(
-    run: Path | None = None, /, *, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False
+    run: NewestRun = None, /, *, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False
 ) -> int:
     """List the failures of a run: who failed, what was done, how long each phase took, what was lost.
 
     Example: `headway fault incidents headway-runs/train-1`
 
-    Parameters
-    ----------
-    run
-        A run folder; the newest one by default.
-    out
-        Also write a page of the ETTR over time: -o page.html. A run of which nothing failed has none.
-    json
-        Print one JSON object (schema headway.incidents/1) instead of text.
+    Args:
+      out: Also write a page of the ETTR over time: -o page.html. A run of which nothing failed has none.
+      json: Print one JSON object (schema headway.incidents/1) instead of text.
     """
     recorded = run_at(run)
     answer = incidents_of(recorded)
@@ -64,8 +59,7 @@ def incidents(
             raise InputError(f"nothing failed in {recorded.path}: it has no ETTR to draw. Leave -o out.")
         chart = _ettr_line(*ettr_over_time(book_run(recorded.attempts(), recorded.facts)))
         answer["page"] = write_page(out, picture_page(str(recorded.path), "ETTR over time", [chart]))
-    emit(answer, lambda screen: _screen(answer, str(recorded.path), screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _screen(answer, str(recorded.path), screen), as_json=json)
 
 
 def _ettr_line(end_s: NDArray[np.float64], ettr: NDArray[np.float64]) -> Line:
@@ -179,40 +173,28 @@ def _facts(row: dict[str, Any]) -> list[tuple[str, str]]:
 
 def plan(
     *, mtbf_s: float, restart_s: float, save_s: float, interval_s: float | None = None, hosts: int | None = None,
-    p_daily: float | None = None, mesh: str | None = None, ranks_per_host: int | None = None, json: bool = False,
+    p_daily: float | None = None, mesh: str | None = None, ranks_per_host: int | None = None, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Compute how often to save, what ETTR to expect, how many hosts to keep in reserve, and who holds whose copy.
 
     Example: `headway fault plan --mtbf-s 11124 --restart-s 600 --save-s 10 --hosts 512 --p-daily 0.0012`
 
-    Parameters
-    ----------
-    mtbf_s
-        Mean seconds between failures of the job.
-    restart_s
-        Seconds from a failure to the first step after it.
-    save_s
-        Seconds for which a save blocks training.
-    interval_s
-        Seconds of work between saves; the best ones by default.
-    hosts
-        Hosts of the job, for the number in reserve.
-    p_daily
-        Chance that a host fails on a day.
-    mesh
-        The parallel axes and their sizes, the fastest-varying first: tp=8,pp=4,dp=16.
-    ranks_per_host
-        Ranks on a host, for the peers that hold copies.
-    json
-        Print one JSON object instead of text.
+    Args:
+      mtbf_s: Mean seconds between failures of the job.
+      restart_s: Seconds from a failure to the first step after it.
+      save_s: Seconds for which a save blocks training.
+      interval_s: Seconds of work between saves; the best ones by default.
+      hosts: Hosts of the job, for the number in reserve.
+      p_daily: Chance that a host fails on a day.
+      mesh: The parallel axes and their sizes, the fastest-varying first: tp=8,pp=4,dp=16.
+      ranks_per_host: Ranks on a host, for the peers that hold copies.
     """
     found = prepare(
         mtbf_s=mtbf_s, restart_s=restart_s, save_s=save_s, interval_s=interval_s, hosts=hosts, p_daily=p_daily,
         mesh=None if mesh is None else mesh_of(mesh), ranks_per_host=ranks_per_host,
     )  # fmt: skip
     answer = {"schema": "headway.fault-plan/1", **found.to_json()}
-    emit(answer, lambda screen: draw([_lines(_plan_facts(found))], **screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: draw([_lines(_plan_facts(found))], **screen), as_json=json)
 
 
 def _plan_facts(found: Preparation) -> list[tuple[str, str]]:
@@ -236,22 +218,16 @@ def _lines(facts: list[tuple[str, str]]) -> Table:
 
 
 def sim(
-    scenario: Path, /, *, seed: int = 0, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False
+    scenario: Path, /, *, seed: int = 0, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: AsJson = False
 ) -> int:
     """Simulate a job on a fleet that fails: its ETTR, and where the rest went.
 
     Example: `headway fault sim fleet.toml --seed 1`
 
-    Parameters
-    ----------
-    scenario
-        A TOML file: hosts, devices_per_host, days, mtbf_s or per_1000_host_days, [mix], [times].
-    seed
-        Seed of the failures.
-    out
-        Also write a page of the ETTR over time: -o page.html.
-    json
-        Print one JSON object instead of text.
+    Args:
+      scenario: A TOML file: hosts, devices_per_host, days, mtbf_s or per_1000_host_days, [mix], [times].
+      seed: Seed of the failures.
+      out: Also write a page of the ETTR over time: -o page.html.
     """
     outcome = simulate(Scenario.read(scenario), seed)
     answer = {"schema": "headway.fault-sim/1", "simulated": True, **outcome.to_json()}
@@ -265,23 +241,17 @@ def sim(
         ("failures", f"{outcome.num_incidents}, the longest cost {format_seconds(outcome.longest_unproductive_s)}"),
         *parts,
     ]
-    emit(answer, lambda screen: draw([_lines(facts)], **screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: draw([_lines(facts)], **screen), as_json=json)
 
 
-def probe(*, nproc_per_node: str | None = None, timeout_s: float = 60.0, json: bool = False) -> int:
+def probe(*, nproc_per_node: str | None = None, timeout_s: float = 60.0, json: AsJson = False) -> int:
     """Train a tiny fixed model on every rank of this host; exit 3 when one fails, or ends with other bits than most.
 
     Example: `headway fault probe --nproc-per-node 4`
 
-    Parameters
-    ----------
-    nproc_per_node
-        Ranks: a number, auto, cpu or gpu; one per device by default, two where there is none.
-    timeout_s
-        Seconds after which a rank that has not answered has failed.
-    json
-        Print one JSON object instead of text.
+    Args:
+      nproc_per_node: Ranks: a number, auto, cpu or gpu; one per device by default, two where there is none.
+      timeout_s: Seconds after which a rank that has not answered has failed.
     """
     found = check(nproc_per_node, timeout_s=timeout_s)
     answer: dict[str, Any] = {

@@ -24,21 +24,17 @@ def hang(*source: Path, mesh: str | None = None, json: bool = False) -> int:
 
     Example: `headway hang dumps/nccl_trace_rank_* --mesh tp=8,pp=4,dp=16`
 
-    Parameters
-    ----------
-    source
+    Args:
+      source:
         A run folder whose hang watch reported (the newest run by default), one of its reports, or the Flight Recorder
         dumps of all ranks that still answer.
-    mesh
-        The parallel axes and their sizes, the fastest-varying first; all ranks along dp by default.
-    json
-        Print one JSON object (schema headway.hang/1) instead of text.
+      mesh: The parallel axes and their sizes, the fastest-varying first; all ranks along dp by default.
+      json: Print one JSON object (schema headway.hang/1) instead of text.
     """
     sources = list(source) or [newest_run()]
     answer = verdict_of(sources, None if mesh is None else mesh_of(mesh)).to_json()
     named = ", ".join(map(str, sources)) if len(sources) < 3 else f"{len(sources)} dumps"
-    emit(answer, lambda screen: render_hang(answer, source=named, **screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: render_hang(answer, source=named, **screen), as_json=json)
 
 
 def verdict_of(sources: Sequence[Path], mesh: Mesh | None = None) -> HangVerdict:

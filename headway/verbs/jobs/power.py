@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,9 +30,9 @@ from headway.power.grid_spec import check as hold_against
 from headway.power.search import PowerCosts, optimise
 from headway.power.smoothing import Waveform, of_file, of_run
 from headway.report.page.plots import Line, picture_page, write_page
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, uncut
 from headway.trace.recording.runs import is_run
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 from headway.verbs.shared.source import run_at
 
 ROWS = {"ramp_w_per_s": "ramp, W/s", "range_w": "range, W", "band_rms_w": "band, W rms", "band_share": "band, share"}
@@ -41,38 +42,38 @@ FILLER = "headway applies a filler beside ranks on CPUs only; leave it out on ac
 """What a plan with a filler has to say."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SiteOptions:
+    """A site, and the limits that its power is held against."""
+
+    spec: str
+    """TOML file of ramp_w_per_s, range_w, window_s, band_hz, band_rms_w, band_share; or moderate, strict."""
+    device: str = ""
+    """Name in the table of devices that the ranks stand for; the run's own by default."""
+    devices: int = 0
+    """Devices of the site; those recorded by default."""
+    step_s: float = 0.01
+    """Seconds between samples of a run's power."""
+    idle_w: float | None = None
+    """Idle power of a device where it was measured; a tenth of its TDP by default."""
+    overhead_fraction: float = 0.0
+    """What hosts draw all the time, as a fraction of the devices' TDP."""
+
+
 def check(
-    source: Path | None = None, /, *, spec: str, device: str = "", devices: int = 0, step_s: float = 0.01,
-    idle_w: float | None = None, overhead_fraction: float = 0.0,
-    out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False,
+    source: Path | None = None, /, *, site: Annotated[SiteOptions, Parameter(name="*")],
+    out: Annotated[Path | None, Parameter(alias="-o")] = None, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Hold the power of a site against a specification; exit 3 when a limit does not hold.
 
     Example: `headway power check headway-runs/train-1 --device H100-SXM5-80GB --devices 20000 --spec moderate`
 
-    Parameters
-    ----------
-    source
-        A run folder (the newest one by default), or an NPZ file with power_w (watts) and step_s (seconds).
-    spec
-        TOML file of ramp_w_per_s, range_w, window_s, band_hz, band_rms_w, band_share; or moderate, strict.
-    device
-        Name in the table of devices that the ranks stand for; the run's own by default.
-    devices
-        Devices of the site; those recorded by default.
-    step_s
-        Seconds between samples of a run's power.
-    idle_w
-        Idle power of a device where it was measured; a tenth of its TDP by default.
-    overhead_fraction
-        What hosts draw all the time, as a fraction of the devices' TDP.
-    out
-        Also write a page of the power over time, and of its ramps and ranges beside the limits: -o page.html.
-    json
-        Print one JSON object instead of text.
+    Args:
+      source: A run folder (the newest one by default), or an NPZ file with power_w (watts) and step_s (seconds).
+      out: Also write a page of the power over time, and of its ramps and ranges beside the limits: -o page.html.
     """
-    limits = GridSpec.read(spec)
-    wave, _, _ = _waveform(source, device, devices, step_s, idle_w, overhead_fraction)
+    limits = GridSpec.read(site.spec)
+    wave, _, _ = _waveform(source, site)
     found = hold_against(wave.power_w, wave.step_s, limits)
     result: dict[str, Any] = {
         "schema": "headway.power-check/1", "ok": found.ok,
@@ -116,11 +117,11 @@ def _power_page(wave: Waveform, limits: GridSpec, name: str) -> str:
 
 
 def plan(
-    source: Path | None = None, /, *, spec: str, device: str = "", devices: int = 0, step_s: float = 0.01,
-    idle_w: float | None = None, overhead_fraction: float = 0.0, use: str = "", max_storage_j: float = math.inf,
+    source: Path | None = None, /, *, site: Annotated[SiteOptions, Parameter(name="*")],
+    use: str = "", max_storage_j: float = math.inf,
     usd_per_kwh: float = 0.08, storage_usd_per_kwh: float = 400.0, storage_usd_per_kw: float = 150.0,
     compute_usd_per_kwh: float = 3.0,
-    on_after_s: float = 0.02, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False,
+    on_after_s: float = 0.02, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Find the cheapest of floor, ramps, filler and battery with which a specification holds; exit 3 without one.
 
@@ -129,43 +130,19 @@ def plan(
 
     Example: `headway power plan headway-runs/train-1 --device H100-SXM5-80GB --devices 20000 --spec moderate`
 
-    Parameters
-    ----------
-    source
-        A run folder (the newest one by default), or an NPZ file with power_w (watts) and step_s (seconds).
-    spec
-        TOML file of ramp_w_per_s, range_w, window_s, band_hz, band_rms_w, band_share; or moderate, strict.
-    device
-        Name in the table of devices that the ranks stand for; the run's own by default.
-    devices
-        Devices of the site; those recorded by default.
-    step_s
-        Seconds between samples of a run's power.
-    idle_w
-        Idle power of a device where it was measured; a tenth of its TDP by default.
-    overhead_fraction
-        What hosts draw all the time, as a fraction of the devices' TDP.
-    use
-        What the plan may use, separated by commas: floor, ramps, filler, battery; what the device can do by default.
-    max_storage_j
-        Largest battery, in joules.
-    usd_per_kwh
-        Dollars per kWh that is added.
-    storage_usd_per_kwh
-        Dollars per kWh of battery.
-    storage_usd_per_kw
-        Dollars per kW of its converters.
-    compute_usd_per_kwh
-        Dollars per kWh that slowed devices do not draw: what their work is worth.
-    on_after_s
-        Seconds of idling after which a filler begins.
-    out
-        The plan file; power-plan.json in the run folder, or in this directory.
-    json
-        Print one JSON object instead of text.
+    Args:
+      source: A run folder (the newest one by default), or an NPZ file with power_w (watts) and step_s (seconds).
+      use: What the plan may use, separated by commas: floor, ramps, filler, battery; what the device can do by default.
+      max_storage_j: Largest battery, in joules.
+      usd_per_kwh: Dollars per kWh that is added.
+      storage_usd_per_kwh: Dollars per kWh of battery.
+      storage_usd_per_kw: Dollars per kW of its converters.
+      compute_usd_per_kwh: Dollars per kWh that slowed devices do not draw: what their work is worth.
+      on_after_s: Seconds of idling after which a filler begins.
+      out: The plan file; power-plan.json in the run folder, or in this directory.
     """
-    limits = GridSpec.read(spec)
-    wave, name, count = _waveform(source, device, devices, step_s, idle_w, overhead_fraction)
+    limits = GridSpec.read(site.spec)
+    wave, name, count = _waveform(source, site)
     rated_w = PowerModel.of(name).tdp_w * count if name and count else float(wave.power_w.max())
     allowed = tuple(word.strip() for word in use.split(",") if word.strip()) or default_mitigations(name)
     costs = PowerCosts(usd_per_kwh, compute_usd_per_kwh, storage_usd_per_kwh, storage_usd_per_kw)
@@ -187,57 +164,48 @@ def plan(
     return 0 if found.feasible else 3
 
 
-def export(plan: Path, /, *, json: bool = False) -> int:
+def export(plan: Path, /, *, json: AsJson = False) -> int:
     """Print what an operator sets on the devices of a plan: as root, on Blackwell and later. Nothing is applied.
 
     Example: `headway power export power-plan.json`
 
-    Parameters
-    ----------
-    plan
-        A file that `headway power plan` wrote.
-    json
-        Print one JSON object instead of text.
+    Args:
+      plan: A file that `headway power plan` wrote.
     """
     content = read_power_plan(plan)
     settings, others = operator_settings(content), other_parts(content, plan)
     script = operator_script(settings) if settings else ""
     result = {"schema": "headway.power-export/1", "settings": settings, "script": script, "others": others}
     text = "\n".join([*(f"# {line}" for line in others), *([script] if script else [])])
-    emit(result, lambda _: text, as_json=json)
-    return 0
+    return emit(result, lambda _: text, as_json=json)
 
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _waveform(
-    source: Path | None, device: str, devices: int, step_s: float, idle_w: float | None, overhead_fraction: float
-) -> tuple[Waveform, str, int]:  # fmt: skip
+def _waveform(source: Path | None, site: SiteOptions) -> tuple[Waveform, str, int]:
     """Return the waveform of a run or a file, the name of its devices where known, and their number; 0 = unknown."""
-    if devices < 0:
-        raise InputError(f"--devices is {devices}; pass the number of devices of the site.")
+    if site.devices < 0:
+        raise InputError(f"--devices is {site.devices}; pass the number of devices of the site.")
     if source is not None and not is_run(source):
-        return of_file(source), device, devices
+        return of_file(source), site.device, site.devices
     recorded = run_at(source)
-    name = device or recorded.facts.device_type
+    name = site.device or recorded.facts.device_type
     try:
-        model = PowerModel.of(name, idle_w=idle_w)
+        model = PowerModel.of(name, idle_w=site.idle_w)
     except UnknownNameError as fault:
         raise InputError(f"{fault} Pass --device: the device type that the recorded ranks represent.") from None
-    count = devices or len([rank for rank in recorded.parts.numbers if rank >= 0])
+    count = site.devices or len([rank for rank in recorded.parts.numbers if rank >= 0])
     wave = of_run(
-        recorded.parts, model, devices=count, step_s=step_s, overhead_fraction=overhead_fraction,
+        recorded.parts, model, devices=count, step_s=site.step_s, overhead_fraction=site.overhead_fraction,
         clock_offset_ns=recorded.clock_offset_ns,
     )  # fmt: skip
     return wave, name, count
 
 
 def _check_screen(result: Mapping[str, Any], limits: GridSpec, screen: ScreenOptions) -> str:
-    """Draw each limit beside what the site does."""
-    rows = grid("left", "right", "right", "left")
-    add_row(rows, "", "site", "allowed", "", style="dim")
+    rows = headed("", "site", "allowed", "", align="left right right left")
     broken = {violation["limit"] for violation in result["violations"]}
     for name, words in ROWS.items():
         allowed = getattr(limits, name)
@@ -252,7 +220,6 @@ def _check_screen(result: Mapping[str, Any], limits: GridSpec, screen: ScreenOpt
 
 
 def _plan_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
-    """Draw what the plan consists of and what it costs."""
     rows = grid("left", "left")
     for row in result["mitigations"]:
         add_row(rows, row["kind"], ", ".join(f"{key} {value:,.4g}" for key, value in row.items() if key != "kind"))

@@ -21,15 +21,15 @@ from headway.data.loader.audit import VERDICTS, Epoch, Leg, judge, legs_of, pass
 from headway.data.sessions import BATCH, cluster_parquet
 from headway.data.stalls.model import StallReport, attribute, what_if
 from headway.ledger.answers.input_counts import count_words
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
+from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph
 from headway.report.terminal import render_stalls, render_whatif
 from headway.sim.recorded.program import Program
 from headway.sim.whatif import Prediction
 from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.recording.runs import Run, merge
 from headway.verbs.loading.measure import STEPS, measure
-from headway.verbs.shared.output import emit
-from headway.verbs.shared.source import newest_run, run_at
+from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.source import NewestRun, newest_run, run_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ NOTHING = WhatIfOptions()
 
 
 def stalls(
-    run: Path | None = None,
+    run: NewestRun = None,
     /,
     *,
     options: Annotated[WhatIfOptions, Parameter(name="*")] = NOTHING,
@@ -60,7 +60,7 @@ def stalls(
     nproc_per_node: str | None = None,
     module: Annotated[bool, Parameter(alias="-m")] = False,
     out: Path | None = None,
-    json: bool = False,
+    json: AsJson = False,
     script: Annotated[list[str] | None, Parameter(parse=False)] = None,
 ) -> int:
     """Split a run's input stalls into fetch, prep and transfer, and name the best remedy.
@@ -74,20 +74,11 @@ def stalls(
 
     Example: `headway data stalls --steps 60 -- train.py --lr 1e-3`
 
-    Parameters
-    ----------
-    run
-        A run folder; the newest one by default.
-    steps
-        With a script: optimizer steps of each of the three runs, the first 5 of which are warm-up. 60 by default.
-    nproc_per_node
-        With a script: ranks on this host, a number, auto, cpu or gpu. 1 by default.
-    module
-        With a script: it is a module, as in python -m.
-    out
-        With a script: folder for the three runs; headway-runs/SCRIPT-stalls-N by default.
-    json
-        Print one JSON object instead of text.
+    Args:
+      steps: With a script: optimizer steps of each of the three runs, the first 5 of which are warm-up. 60 by default.
+      nproc_per_node: With a script: ranks on this host, a number, auto, cpu or gpu. 1 by default.
+      module: With a script: it is a module, as in python -m.
+      out: With a script: folder for the three runs; headway-runs/SCRIPT-stalls-N by default.
     """
     if script is not None:
         return _measured(run, options, steps, nproc_per_node, module=module, out=out, json=json, script=script)
@@ -103,8 +94,7 @@ def stalls(
     if prediction is not None:
         after = attribute(program, prediction.edits, fixes=False)
         answer |= {"what_if": prediction.to_json(), "after": after.to_json()}
-    emit(answer, lambda screen: _replayed_screen(report, recorded.facts.input, prediction, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _replayed_screen(report, recorded.facts.input, prediction, screen), as_json=json)
 
 
 def _measured(
@@ -128,8 +118,7 @@ def _measured(
     report, answer = measure(
         script, steps=STEPS if steps is None else steps, nproc_per_node=nproc_per_node, module=module, out=out
     )
-    emit(answer, lambda screen: _measured_screen(report, answer, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _measured_screen(report, answer, screen), as_json=json)
 
 
 def _replayed_screen(
@@ -146,8 +135,7 @@ def _replayed_screen(
 
 def _measured_screen(report: StallReport, answer: Mapping[str, Any], screen: ScreenOptions) -> str:
     """Return the split, and below it what each phase measured."""
-    table = grid("left", "right", "right", "right", "right", "right", "right")
-    add_row(table, "phase", "step", "examples/s", "read", "CPU", "memory", "/dev/shm", style="dim")
+    table = headed("phase", "step", "examples/s", "read", "CPU", "memory", "/dev/shm")
     for name, phase in answer["phases"].items():
         rate, read, cpu = phase["examples_per_s"], phase["read_bytes_per_s"], phase["cpu_fraction"]
         add_row(
@@ -173,7 +161,7 @@ def cluster(
     time: str | None = None,
     shuffle: int | None = None,
     batch_size: int = BATCH,
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Write a Parquet table with the rows of each session side by side, in time order inside.
 
@@ -184,33 +172,21 @@ def cluster(
 
     Example: `headway data cluster log.parquet clustered.parquet --by session --time timestamp`
 
-    Parameters
-    ----------
-    source
-        The Parquet file to read.
-    target
-        The Parquet file to write; it appears whole or not at all.
-    by
-        Column that names the session of each row.
-    time
-        Column that orders the rows of a session; the order they have by default.
-    shuffle
-        Seed of a random order of the sessions; that of their first rows by default.
-    batch_size
-        Rows of the batches that sessions per batch are reported for.
-    json
-        Print one JSON object instead of text.
+    Args:
+      source: The Parquet file to read.
+      target: The Parquet file to write; it appears whole or not at all.
+      by: Column that names the session of each row.
+      time: Column that orders the rows of a session; the order they have by default.
+      shuffle: Seed of a random order of the sessions; that of their first rows by default.
+      batch_size: Rows of the batches that sessions per batch are reported for.
     """
     done = cluster_parquet(source, target, by=by, time=time, shuffle=shuffle, batch_size=batch_size)
     answer = {"schema": "headway.data.cluster/1", "target": str(target), **done.to_json()}
-    emit(answer, lambda screen: _screen(answer, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _screen(answer, screen), as_json=json)
 
 
 def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    """Return the figures before and after."""
-    table = grid("left", "right", "right")
-    add_row(table, "", "before", "after", style="dim")
+    table = headed("", "before", "after")
     add_row(table, "file", format_bytes(answer["bytes_before"]), format_bytes(answer["bytes_after"]))
     mixed = [f"{answer[f'sessions_per_batch_{when}']:.4g}" for when in ("before", "after")]
     add_row(table, f"sessions per batch of {answer['batch_size']}", *mixed)
@@ -224,7 +200,7 @@ WRONG = ("repeats", "loses")
 """Verdicts that make the exit code 3."""
 
 
-def audit(*runs: Path, json: bool = False) -> int:
+def audit(*runs: Path, json: AsJson = False) -> int:
     """Prove that every example was delivered exactly once per epoch, over interruptions and other world sizes.
 
     Reads what headway's own DataLoader noted in recorded runs: a sum of
@@ -236,12 +212,8 @@ def audit(*runs: Path, json: bool = False) -> int:
 
     Example: `headway data audit headway-runs/train-1 headway-runs/train-2`
 
-    Parameters
-    ----------
-    runs
-        Run folders; the newest one by default. Folders of several hosts of one run count as one.
-    json
-        Print one JSON object instead of text.
+    Args:
+      runs: Run folders; the newest one by default. Folders of several hosts of one run count as one.
     """
     opened = _opened(runs or (newest_run(),))
     loaders = {int(group): facts for run in opened for group, facts in run.facts.loaders.items()}
@@ -290,7 +262,6 @@ def _row(epoch: Epoch, facts: LoaderFacts) -> dict[str, Any]:
 
 
 def _audit_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    """Return a row per epoch, and the verdict."""
     table = grid("left", "right", "right", "right", "right", "left")
     add_row(table, "loader", "epoch", "expected", "delivered", "again", "verdict", style="dim")
     for row in answer["epochs"]:

@@ -15,7 +15,7 @@ from headway.core.errors import FormatError, InputError
 from headway.core.machine.host import host_cores
 from headway.core.units import format_bytes, format_seconds
 from headway.data.bytes.source import FolderSource, SyntheticJpeg
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
+from headway.report.paper import ScreenOptions, add_row, draw, headed, paragraph
 from headway.verbs.shared.output import emit
 
 IMAGES, WIDTH, HEIGHT = 64, 500, 375
@@ -41,16 +41,11 @@ def bench(folder: Path | None = None, /, *, workers: int = 2, rounds: int = 5, j
 
     Example: `headway data bench ~/imagenet/val`
 
-    Parameters
-    ----------
-    folder
-        Images to read (JPEG, PNG, in folders below too); generated JPEGs of 500 x 375 by default.
-    workers
-        Threads or processes of each way.
-    rounds
-        Epochs of 256 images per way.
-    json
-        Print one JSON object instead of tables.
+    Args:
+      folder: Images to read (JPEG, PNG, in folders below too); generated JPEGs of 500 x 375 by default.
+      workers: Threads or processes of each way.
+      rounds: Epochs of 256 images per way.
+      json: Print one JSON object instead of tables.
     """
     for name, value in (("--workers", workers), ("--rounds", rounds)):
         if value < 1:
@@ -141,11 +136,9 @@ def _say(what: str) -> None:
 
 
 def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    """Return both tables."""
     images = answer["images"]
     where = images["folder"] or f"generated, {WIDTH} x {HEIGHT}"
-    loaders = grid("left", "right", "right", "right", "right")
-    add_row(loaders, f"{answer['workers']} workers", "CPU per image", "spread", "ratio", "images/s, core", style="dim")
+    loaders = headed(f"{answer['workers']} workers", "CPU per image", "spread", "ratio", "images/s, core")
     for row in answer["loaders"]:
         if "missing" in row:
             add_row(loaders, row["name"], row["missing"])
@@ -153,8 +146,7 @@ def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
             cpu_s = row["cpu_s_per_image"]
             rate = f"{1 / cpu_s:.0f}" if cpu_s else ""
             add_row(loaders, row["name"], *_cells(row, "cpu_s_per_image", "to_common"), rate)
-    moves = grid("left", "right", "right", "right")
-    add_row(moves, format_bytes(answer["batch_bytes"]), "CPU per batch", "spread", "ratio", style="dim")
+    moves = headed(format_bytes(answer["batch_bytes"]), "CPU per batch", "spread", "ratio")
     for row in answer["transports"]:
         add_row(moves, TRANSPORTS[row["name"]], *_cells(row, "cpu_s_per_batch", "to_queue"))
     equal = "Pixels are equal but for Pillow's, which rounds otherwise." if answer["equal_pixels"] else "PIXELS DIFFER."
@@ -181,7 +173,6 @@ def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
 
 
 def _cells(row: Mapping[str, Any], key: str, ratio: str) -> list[str]:
-    """Return median, spread and ratio as text."""
     least, most = row["range"]
     spread = f"±{100 * (most - least) / 2 / row[key]:.0f} %" if row[key] else ""
     return [format_seconds(row[key]), spread, "" if row[ratio] is None else f"{row[ratio]:.2f}"]

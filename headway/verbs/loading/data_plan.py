@@ -19,8 +19,8 @@ from headway.core.units import parse_bytes
 from headway.data.pipeline.operators import ops_text, read_ops, read_stats, stats_text
 from headway.data.pipeline.optimize import Op, PipelinePlan, PipelineProfile, Resources, op_costs
 from headway.data.pipeline.optimize import plan as best_plan
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
-from headway.verbs.shared.output import emit
+from headway.report.paper import ScreenOptions, add_row, draw, headed, paragraph
+from headway.verbs.shared.output import AsJson, emit
 
 
 def plan(
@@ -38,7 +38,7 @@ def plan(
     explain: bool = False,
     check: bool = False,
     out: Path | None = None,
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Choose order, cache, workers, offload and fusion of an input pipeline from its profile.
 
@@ -51,34 +51,19 @@ def plan(
 
     Example: `headway data plan train.py:pipeline --check`
 
-    Parameters
-    ----------
-    pipeline
-        FILE.py:NAME of a headway.data.Pipeline.
-    stats
-        Profile in cedar's YAML layout; `headway data profile` writes one.
-    ops
-        TOML file with one [[op]] row per operator: id, name, depends_on, fixed, random, source.
-    cores
-        Cores of the host that trains; 8 for a profile (the published set-up), those of this host for a pipeline.
-    slots
-        Actors that may run elsewhere, together; 0 when there are no other machines.
-    variant
-        Where slices may run, as the profile calls it; RAY by default.
-    target
-        Examples/s that training consumes; as fast as it goes by default.
-    cache
-        Free space for a cache, such as 100GB: on disk, in memory for a pipeline.
-    examples
-        Examples of the dataset, which a cache must hold.
-    explain
-        Print why, decision by decision.
-    check
-        With a pipeline: run 64 examples in both orders and compare them bit by bit.
-    out
-        Write the plan there, as JSON.
-    json
-        Print one JSON object instead of text.
+    Args:
+      pipeline: FILE.py:NAME of a headway.data.Pipeline.
+      stats: Profile in cedar's YAML layout; `headway data profile` writes one.
+      ops: TOML file with one [[op]] row per operator: id, name, depends_on, fixed, random, source.
+      cores: Cores of the host that trains; 8 for a profile (the published set-up), those of this host for a pipeline.
+      slots: Actors that may run elsewhere, together; 0 when there are no other machines.
+      variant: Where slices may run, as the profile calls it; RAY by default.
+      target: Examples/s that training consumes; as fast as it goes by default.
+      cache: Free space for a cache, such as 100GB: on disk, in memory for a pipeline.
+      examples: Examples of the dataset, which a cache must hold.
+      explain: Print why, decision by decision.
+      check: With a pipeline: run 64 examples in both orders and compare them bit by bit.
+      out: Write the plan there, as JSON.
     """
     loaded = _pipeline(pipeline) if pipeline is not None else None
     given = cores if cores is not None else Resources().cores if loaded is None else host_cores()
@@ -137,7 +122,7 @@ def profile(
     *,
     examples: int = 256,
     out: Path | None = None,
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Measure what each operator of a headway.data.Pipeline costs: CPU time and bytes per example.
 
@@ -146,16 +131,10 @@ def profile(
 
     Example: `headway data profile train.py:pipeline --out images`
 
-    Parameters
-    ----------
-    pipeline
-        FILE.py:NAME of a headway.data.Pipeline.
-    examples
-        Examples to run.
-    out
-        Path of the two files without their ending.
-    json
-        Print one JSON object instead of text.
+    Args:
+      pipeline: FILE.py:NAME of a headway.data.Pipeline.
+      examples: Examples to run.
+      out: Path of the two files without their ending.
     """
     loaded = _pipeline(pipeline)
     measured: PipelineProfile = loaded.profile(examples)
@@ -171,8 +150,7 @@ def profile(
     if out is not None:
         _write(out.with_name(out.name + ".yaml"), stats_text(measured))
         _write(out.with_name(out.name + ".toml"), ops_text(declared))
-    emit(answer, lambda screen: draw([_table(rows)], **screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: draw([_table(rows)], **screen), as_json=json)
 
 
 def _write(path: Path, text: str) -> None:
@@ -197,8 +175,7 @@ def _screen(
     """Return the plan as a table, and the reasons when they were asked for."""
     names = {op.id: op.name for op in ops}
     costs, place = op_costs(profile, chosen.order), {op: part for part in chosen.slices for op in part.ops}
-    table = grid("right", "left", "right", "left")
-    add_row(table, "id", "operator", "ms", "where", style="dim")
+    table = headed("id", "operator", "ms", "where", align="right left right left")
     for op in chosen.order:
         where = f"{place[op].variant} (with {len(place[op].ops) - 1} more)" if op in place else "worker"
         add_row(table, str(op), names[op], f"{1000 * costs[op]:.4g}", where)
@@ -214,8 +191,7 @@ def _screen(
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Any:
-    table = grid("right", "left", "right", "right", "right")
-    add_row(table, "id", "operator", "ms", "bytes in", "bytes out", style="dim")
+    table = headed("id", "operator", "ms", "bytes in", "bytes out", align="right left right right right")
     for row in rows:
         cells = (f"{1000 * row['seconds']:.4g}", f"{row['in_bytes']:.0f}", f"{row['out_bytes']:.0f}")
         add_row(table, str(row["id"]), row["name"], *cells)

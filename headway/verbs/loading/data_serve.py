@@ -18,8 +18,8 @@ from headway.core.units import format_bytes, format_seconds, parse_bytes
 from headway.core.wire.channel import ChannelClosed, connect
 from headway.data.service.messages import FROM_SERVER, StatusReply, StatusRequest
 from headway.data.service.server import DataServer
-from headway.report.paper import ScreenOptions, add_row, draw, grid
-from headway.verbs.shared.output import emit, imported
+from headway.report.paper import ScreenOptions, add_row, draw, headed
+from headway.verbs.shared.output import AsJson, emit, imported
 
 ANSWER_S = 5.0
 """A server that has not told how it is by then hangs."""
@@ -44,22 +44,15 @@ def serve(
 
     Example: `headway data serve my_project.data:train_set --cache 8GiB`
 
-    Parameters
-    ----------
-    target
+    Args:
+      target:
         MODULE:NAME of a map-style dataset, a headway.data.Pipeline, or a function without arguments that returns one.
-    socket
-        Path of the server's socket; one in the runtime directory by default. It is printed.
-    cache
-        Memory for examples, such as 8GiB, besides the batches under way.
-    order
-        In which order jobs get their items: auto, independent, shared, dependent, opportunistic.
-    threads
-        Threads that prepare; as many as there are cores by default.
-    window
-        Batches made ahead per rank.
-    idle
-        End after so many seconds without jobs; never by default.
+      socket: Path of the server's socket; one in the runtime directory by default. It is printed.
+      cache: Memory for examples, such as 8GiB, besides the batches under way.
+      order: In which order jobs get their items: auto, independent, shared, dependent, opportunistic.
+      threads: Threads that prepare; as many as there are cores by default.
+      window: Batches made ahead per rank.
+      idle: End after so many seconds without jobs; never by default.
     """
     options = DataServer(
         order=order, cache_bytes=parse_bytes(cache), threads=threads, window=window,
@@ -74,23 +67,18 @@ def serve(
     return 0
 
 
-def status(path: Path | None = None, /, *, json: bool = False) -> int:
+def status(path: Path | None = None, /, *, json: AsJson = False) -> int:
     """Show the status of this user's data servers: jobs, hits, bytes; and which ones died and left their sockets.
 
     Example: `headway data status`
 
-    Parameters
-    ----------
-    path
-        Socket of one server; all in the runtime directory by default.
-    json
-        Print one JSON object instead of text.
+    Args:
+      path: Socket of one server; all in the runtime directory by default.
     """
     paths = [path] if path is not None else sorted(runtime_directory().glob("data-*.sock"))
     servers = [facts for each in paths if (facts := _asked(each, must=path is not None)) is not None]
     answer = {"schema": "headway.data.status/1", "servers": servers}
-    emit(answer, lambda screen: _screen(servers, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _screen(servers, screen), as_json=json)
 
 
 def _imported(target: str) -> Any:
@@ -134,7 +122,6 @@ def _screen(servers: list[dict[str, Any]], screen: ScreenOptions) -> str:
 
 
 def _server(facts: Mapping[str, Any]) -> list[Any]:
-    """Return the lines of one server."""
     if facts["dead"]:
         return [
             Text(f"  {facts['path']}", style="bold"),
@@ -156,8 +143,7 @@ def _server(facts: Mapping[str, Any]) -> list[Any]:
         f"  storage: {facts['loads']} reads, {format_bytes(facts['read_bytes'])}",
         *(f"  note: {note}" for note in facts["notes"]),
     ]
-    table = grid("left", "right", "right", "right", "right")
-    add_row(table, "job", "epoch", "batches", "examples/s", "ranks here", style="dim")
+    table = headed("job", "epoch", "batches", "examples/s", "ranks here")
     for name, job in facts["jobs"].items():
         here = f"{len(job['ranks'])} of {job['world_size']}"
         add_row(table, name, str(job["epoch"]), str(job["batches"]), f"{job['examples_per_s']:.4g}", here)

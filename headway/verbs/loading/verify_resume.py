@@ -12,12 +12,12 @@ from rich.text import Text
 from headway.catalog import CHECKS
 from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph
+from headway.report.paper import ScreenOptions, add_row, draw, headed, paragraph
 from headway.runtime.launching.launch import launch
 from headway.runtime.launching.options import LaunchOptions, check
 from headway.runtime.run_folder.recording import RUNS, claim_folder, next_folder
 from headway.trace.recording.run_facts import outcomes_of
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 
 
 def verify_resume(
@@ -26,7 +26,7 @@ def verify_resume(
     nproc_per_node: str | None = None,
     module: Annotated[bool, Parameter(alias="-m")] = False,
     out: Path | None = None,
-    json: bool = False,
+    json: AsJson = False,
     script: Annotated[list[str] | None, Parameter(parse=False)] = None,
 ) -> int:
     """Interrupt the loaders of a script, go on, and compare every example bit by bit.
@@ -39,18 +39,11 @@ def verify_resume(
 
     Example: `headway data verify-resume -- train.py --lr 1e-3`
 
-    Parameters
-    ----------
-    batches
-        Global batches to compare, over the ends of epochs.
-    nproc_per_node
-        Ranks on this host, a number, auto, cpu or gpu. 1 by default.
-    module
-        The script is a module, as in python -m.
-    out
-        Folder for the run; headway-runs/SCRIPT-resume-N by default.
-    json
-        Print one JSON object instead of text.
+    Args:
+      batches: Global batches to compare, over the ends of epochs.
+      nproc_per_node: Ranks on this host, a number, auto, cpu or gpu. 1 by default.
+      module: The script is a module, as in python -m.
+      out: Folder for the run; headway-runs/SCRIPT-resume-N by default.
     """
     if script is None:
         raise InputError("there is no script to verify. Put it behind --: headway data verify-resume -- train.py")
@@ -97,7 +90,6 @@ def _loaders(run: Path) -> list[dict[str, Any]]:
 
 
 def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    """Return the verdict and a table of the cases."""
     words = {True: "equal", False: "DIFFERENT", None: "-"}
     parts: list[Any] = []
     for row in answer["loaders"]:
@@ -106,8 +98,7 @@ def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
         if "reason_not_applied" in row:
             parts.append(paragraph(f"Not verified: {row['reason_not_applied']}"))
             continue
-        table = grid("left", "left", "left")
-        add_row(table, "goes on with", "examples", "batches", style="dim")
+        table = headed("goes on with", "examples", "batches", align="left left left")
         for case in row["cases"]:
             add_row(table, case["case"], words[case["examples"]], words[case["batches"]])
         parts.append(table)

@@ -43,7 +43,7 @@ from headway.cost.overlaps import read_shape
 from headway.plan.optimiser import optimise
 from headway.plan.proposal import MIN_SPEEDUP
 from headway.report.alignment import render_optimised
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, uncut
 from headway.sim.ddp.ddp_replay import DdpReplay
 from headway.sim.training.moves import recorded_step
 from headway.sim.training.training_step import TrainingStep
@@ -68,18 +68,12 @@ def plan(
 
     Example: `headway comm plan headway-runs/train-1 -o comm-plan.json`
 
-    Parameters
-    ----------
-    run
-        A run folder with deep windows; the newest one by default.
-    out
-        The plan file; RUN/comm-plan.json by default.
-    ranks
-        Plan for so many ranks on equal links instead of the recorded ones (simulated).
-    allow
-        'result-equivalent' admits what more than two ranks need: they add gradients in the order of their buckets.
-    json
-        Print one JSON object (schema headway.comm-plan/1) instead of text.
+    Args:
+      run: A run folder with deep windows; the newest one by default.
+      out: The plan file; RUN/comm-plan.json by default.
+      ranks: Plan for so many ranks on equal links instead of the recorded ones (simulated).
+      allow: 'result-equivalent' admits what more than two ranks need: they add gradients in the order of their buckets.
+      json: Print one JSON object (schema headway.comm-plan/1) instead of text.
     """
     grant = EQUIVALENT if EQUIVALENT in granted(allow) else None
     recorded = run_at(run)
@@ -105,14 +99,13 @@ def plan(
         "interval": None if made.interval is None else list(made.interval),
         "note": note,
     }
-    emit(
+    return emit(
         answer,
         lambda screen: render_optimised(
             answer, source=str(recorded.path), plan_path=str(path) if worth else "", **screen
         ),
         as_json=json,
     )
-    return 0
 
 
 def confirmed(made: PlanFile, replay: DdpReplay, baseline: str) -> tuple[PlanFile, str]:
@@ -149,15 +142,12 @@ def bench(*, codecs: str = "", out: Annotated[Path | None, Parameter(alias="-o")
 
     Example: `headway comm bench --codecs sign,topk:0.01 -o headway-runs/train-1/codecs.json`
 
-    Parameters
-    ----------
-    codecs
+    Args:
+      codecs:
         Names, separated by commas: half, bfloat16, sign, topk:0.01, randomk:0.01, shared-randomk:0.01, dither:4,
         natural:4, int8.
-    out
-        The file; codecs.json in this directory by default. Put it into a run folder to predict from.
-    json
-        Print one JSON object (schema headway.comm-bench/1) instead of text.
+      out: The file; codecs.json in this directory by default. Put it into a run folder to predict from.
+      json: Print one JSON object (schema headway.comm-bench/1) instead of text.
     """
     names = [name.strip() for name in codecs.split(",")] if codecs else list(MEASURED)
     for name in names:
@@ -165,14 +155,12 @@ def bench(*, codecs: str = "", out: Annotated[Path | None, Parameter(alias="-o")
     path = out or Path("codecs.json")
     measure(list(dict.fromkeys(names)), path)
     answer = read_json(path)
-    emit(answer, lambda screen: _screen(answer, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _screen(answer, screen), as_json=json)
 
 
 def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
     """Draw the row of each codec's largest size."""
-    rows = grid("left", "right", "right", "right", "right")
-    add_row(rows, "codec", "numbers", "encode", "decode", "of fp32", style="dim")
+    rows = headed("codec", "numbers", "encode", "decode", "of fp32")
     largest = max(row["numel"] for row in answer["rows"])
     for row in answer["rows"]:
         if row["numel"] == largest:
@@ -194,20 +182,16 @@ def overlap(
 
     Example: `headway comm overlap --shapes 512x1024x4096,rs:512x4096x1024 --json`
 
-    Parameters
-    ----------
-    shapes
+    Args:
+      shapes:
         MxKxN, separated by commas: the matmul of one rank. The M rows are gathered from all ranks; rs:MxKxN scatters
         the M rows of the sum over ranks instead.
-    ranks
-        Processes on this host, over gloo; a rank that a launcher started measures with the launcher's ranks.
-    out
+      ranks: Processes on this host, over gloo; a rank that a launcher started measures with the launcher's ranks.
+      out:
         The table of what was measured; overlap.json in this directory by default. Put it into a run folder to predict
         from.
-    again
-        Measure the shapes anew that the table has already.
-    json
-        Print one JSON object (schema headway.comm-overlap/1) instead of text.
+      again: Measure the shapes anew that the table has already.
+      json: Print one JSON object (schema headway.comm-overlap/1) instead of text.
     """
     read = [read_shape(name) for name in shapes.split(",")]
     path = out or Path(OVERLAP_FILE)
@@ -236,9 +220,7 @@ def overlap(
 
 
 def _choices(facts: Mapping[str, Any], screen: ScreenOptions) -> str:
-    """Draw the choice for each shape."""
-    rows = grid("left", "left", "right", "right", "right", "right")
-    add_row(rows, "shape", "chosen", "plain", "chosen", "ideal", "", style="dim")
+    rows = headed("shape", "chosen", "plain", "chosen", "ideal", "", align="left left right right right right")
     for row in facts["rows"]:
         times = (format_seconds(row[name]) for name in ("plain_s", "chosen_s", "ideal_s"))
         add_row(rows, row["shape"], row["chosen"], *times, f"{row['plain_s'] / row['chosen_s']:.2f}x")
@@ -255,17 +237,13 @@ def options(*, devices: str = "gpu,cpu", json: bool = False) -> int:
 
     Example: `headway comm options --devices gpu`
 
-    Parameters
-    ----------
-    devices
-        What encodes and decodes: gpu, cpu, or gpu,cpu.
-    json
-        Print one JSON object (schema headway.comm-options/1) instead of text.
+    Args:
+      devices: What encodes and decodes: gpu, cpu, or gpu,cpu.
+      json: Print one JSON object (schema headway.comm-options/1) instead of text.
     """
     found = list(tree(tuple(word.strip() for word in devices.split(","))))
     answer = {"schema": "headway.comm-options/1", "count": len(found), "options": found}
-    emit(answer, lambda screen: "\n".join([*found, f"{len(found)} options."]), as_json=json)
-    return 0
+    return emit(answer, lambda screen: "\n".join([*found, f"{len(found)} options."]), as_json=json)
 
 
 def strategy(
@@ -282,25 +260,20 @@ def strategy(
 
     Example: `headway comm strategy --models models.json --setups setups.json --model vgg16 --cost published-gpu`
 
-    Parameters
-    ----------
-    models
+    Args:
+      models:
         A file {MODEL: {"tensors": [[NAME, NUMBERS], ...], "gap_us": [...]}}, tensors in the order in which backward
         completes them.
-    setups
+      setups:
         A file [{"model", "codec", "hosts", "ranks_per_host", "inside": "pcie" or "nvlink", "wire_fraction",
         "two_level"}, ...], one for each model.
-    model
-        Its name.
-    cost
-        What a plan costs: published-gpu, published-cpu (Espresso's artifact), or stages (every option of the tree).
-    options
-        Price the plan of this file, as --json prints it or a bare list, and search none.
-    codecs
+      model: Its name.
+      cost: What a plan costs: published-gpu, published-cpu (Espresso's artifact), or stages (every option of the tree).
+      options: Price the plan of this file, as --json prints it or a bare list, and search none.
+      codecs:
         A file {CODEC: {"total_us": [4], "decode_us": [4]}}; codecs.json beside SETUPS by default, or the published
         times.
-    json
-        Print one JSON object (schema headway.comm-strategy/1) instead of text.
+      json: Print one JSON object (schema headway.comm-strategy/1) instead of text.
     """
     wanted = None if options is None else _options(options)
     pricing = _pricing(models, setups, model, cost, codecs, wanted or [])
@@ -326,8 +299,7 @@ def strategy(
         "options": [pricing.names[option] if pricing.names else option for option in plan.tolist()],
         "search_s": seconds,
     }
-    emit(answer, lambda screen: _strategy_screen(answer, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _strategy_screen(answer, screen), as_json=json)
 
 
 def _pricing(
@@ -367,7 +339,6 @@ def _plan(wanted: list[str | int], pricing: Pricing) -> NDArray[np.int64]:
 
 
 def _strategy_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    """Draw what the plan costs, and how often it has which option."""
     rows = grid("left", "right")
     for what, key in (
         ("this plan", "cost_us"),

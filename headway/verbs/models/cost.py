@@ -15,9 +15,9 @@ from headway.core.rng import stream
 from headway.core.tables import pick
 from headway.cost.cost_table import CostTable, LatencyTable, add_line, check_host, read_table
 from headway.cost.predictors import PREDICTORS, SELECTIONS, TransferTask, mape, standardised
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.report.paper import ScreenOptions, add_row, draw, headed, paragraph, uncut
 from headway.verbs.shared.learned_step import TABLE, check_threads, learned_step
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 
 DTYPES = {name: name for name in ("float32", "bfloat16", "float64")}
 """Precisions that can be calibrated."""
@@ -28,7 +28,7 @@ PEERS = ("ridge", "one_hot")
 
 def transfer(
     *, data: Path, target: str, sources: str = "", samples: int = 10, seed: int = 0, predictor: str = "kernel",
-    select: str = "clusters", json: bool = False,
+    select: str = "clusters", json: AsJson = False,
 ) -> int:  # fmt: skip
     """Predict a device's latencies from a few of its samples, and say how wrong the predictions of the others are.
 
@@ -37,24 +37,14 @@ def transfer(
 
     Example: `headway cost transfer --data fbnet.npz --target raspi4 --samples 10`
 
-    Parameters
-    ----------
-    data
-        NPZ file of ops [n, layers], op_names, settings [s] and latency_ms [s, n].
-    target
-        The setting that stands for the new device.
-    sources
-        Settings that are known in full, separated by commas; all others by default.
-    samples
-        Samples that are measured on the new device, at least 2.
-    seed
-        Seed of the choice of samples and of the learned weights.
-    predictor
-        kernel, ridge, one_hot, tree (scikit-learn) or network (about 35 s).
-    select
-        How the samples are chosen: clusters (of the sources' latencies) or random.
-    json
-        Print one JSON object instead of text.
+    Args:
+      data: NPZ file of ops [n, layers], op_names, settings [s] and latency_ms [s, n].
+      target: The setting that stands for the new device.
+      sources: Settings that are known in full, separated by commas; all others by default.
+      samples: Samples that are measured on the new device, at least 2.
+      seed: Seed of the choice of samples and of the learned weights.
+      predictor: kernel, ridge, one_hot, tree (scikit-learn) or network (about 35 s).
+      select: How the samples are chosen: clusters (of the sources' latencies) or random.
     """
     pick(PREDICTORS, predictor, "predictor")
     choose = pick(SELECTIONS, select, "selection")
@@ -77,13 +67,11 @@ def transfer(
         "peers": {name: errors[name] for name in PEERS}, "predictor": predictor, "select": select,
         "chosen": chosen.tolist(),
     }  # fmt: skip
-    emit(result, lambda screen: _transfer_screen(result, len(target_s), screen), as_json=json)
-    return 0
+    return emit(result, lambda screen: _transfer_screen(result, len(target_s), screen), as_json=json)
 
 
 def _transfer_screen(result: Mapping[str, Any], num_samples: int, screen: ScreenOptions) -> str:
-    rows = grid("left", "right")
-    add_row(rows, "predictor", "mean error, %", style="dim")
+    rows = headed("predictor", "mean error, %")
     add_row(rows, result["predictor"], f"{result['mape']:.2f}", style="bold")
     for name, error in result["peers"].items():
         if name != result["predictor"]:
@@ -98,7 +86,7 @@ def _transfer_screen(result: Mapping[str, Any], num_samples: int, screen: Screen
 
 def calibrate(
     *, out: Annotated[Path, Parameter(alias="-o")] = TABLE, models: int = 48, threads: int = 1,
-    dtypes: str = "float32", json: bool = False,
+    dtypes: str = "float32", json: AsJson = False,
 ) -> int:  # fmt: skip
     """Measure this host's operators and steps on small made-up models, under a second each.
 
@@ -106,18 +94,11 @@ def calibrate(
 
     Example: `headway cost calibrate -o costs.jsonl`
 
-    Parameters
-    ----------
-    out
-        The table, JSON Lines.
-    models
-        Models in each precision; perceptrons, convolutional nets and transformers take turns.
-    threads
-        Threads of one operator.
-    dtypes
-        Precisions, separated by commas: float32, bfloat16, float64.
-    json
-        Print one JSON object instead of text.
+    Args:
+      out: The table, JSON Lines.
+      models: Models in each precision; perceptrons, convolutional nets and transformers take turns.
+      threads: Threads of one operator.
+      dtypes: Precisions, separated by commas: float32, bfloat16, float64.
     """
     from headway.cost.torch_calibration import here, made_model, measure
 
@@ -146,12 +127,11 @@ def calibrate(
         f"{result['operators']:,} operators of {len(known)} models in {out} ({len(wanted)} measured now), "
         f"{result['dropped']} dropped as too noisy."
     )
-    emit(result, lambda screen: draw([paragraph(text)], **screen), as_json=json)
-    return 0
+    return emit(result, lambda screen: draw([paragraph(text)], **screen), as_json=json)
 
 
 def predict(
-    target: str, /, *, batch: int, costs: Path = TABLE, device: str = "cpu", threads: int = 1, json: bool = False
+    target: str, /, *, batch: int, costs: Path = TABLE, device: str = "cpu", threads: int = 1, json: AsJson = False
 ) -> int:
     """Predict the seconds of a model's training step (forward, backward, SGD) without measuring it.
 
@@ -159,32 +139,23 @@ def predict(
 
     Example: `headway cost predict my_project.model:build --batch 32`
 
-    Parameters
-    ----------
-    target
+    Args:
+      target:
         MODULE:BUILD; build(batch) returns the module and its inputs, a tensor or a tuple. The loss is the module's
         output, or its sum.
-    batch
-        What build is called with.
-    costs
-        The table that `headway cost calibrate` wrote on this host.
-    device
-        The table's device; cpu is the only one that can be calibrated.
-    threads
-        Threads of one operator, as calibrated.
-    json
-        Print one JSON object instead of text.
+      batch: What build is called with.
+      costs: The table that `headway cost calibrate` wrote on this host.
+      device: The table's device; cpu is the only one that can be calibrated.
+      threads: Threads of one operator, as calibrated.
     """
     pick({"cpu": None}, device, "device")
     result = msgspec.to_builtins(learned_step(target, batch, costs, threads))
-    emit(result, lambda screen: _predict_screen(result, screen), as_json=json)
-    return 0
+    return emit(result, lambda screen: _predict_screen(result, screen), as_json=json)
 
 
 def _predict_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
     low, high = result["interval"]
-    rows = grid("left", "right", "right")
-    add_row(rows, "operator", "calls", "ms", style="dim")
+    rows = headed("operator", "calls", "ms")
     for row in result["operators"][:8]:
         add_row(rows, row["name"], f"{row['calls']}", f"{1e3 * row['seconds']:.3f}")
     text = f"Step {1e3 * result['step_s']:.2f} ms ({1e3 * low:.2f} to {1e3 * high:.2f}); basis: {result['basis']}."

@@ -7,10 +7,7 @@ The proposal is written into the folder of the run; `headway compare` reads it t
 
 from __future__ import annotations
 
-import importlib
 import math
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -26,7 +23,7 @@ from headway.model.growth.proposal import Growth, fits, growths
 from headway.report.paper import ScreenOptions, draw, paragraph
 from headway.trace.recording.runs import Run
 from headway.trace.rings.rank_tables import json_object, rank_tables
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit, imported
 from headway.verbs.shared.source import run_at
 from headway.verbs.stored.ckpt_convert import checkpoint_at
 from headway.why.model_flops import ModelSpec, mfu_entry
@@ -261,7 +258,7 @@ def grow(
     plan: Path | None = None,
     model: str = "",
     budget: float = math.inf,
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Write a larger model whose outputs are those of a trained smaller one; or propose how large.
 
@@ -270,44 +267,30 @@ def grow(
 
     Example: `headway model grow my.model:build --small s.json --large l.json --checkpoint runs/s -o runs/l/step-0`
 
-    Parameters
-    ----------
-    target
-        MODULE:BUILD of a function, or class, that returns the model.
-    small
-        Its arguments for the trained model: a JSON object, or the path of a file with one.
-    large
-        Its arguments for the larger model.
-    checkpoint
+    Args:
+      target: MODULE:BUILD of a function, or class, that returns the model.
+      small: Its arguments for the trained model: a JSON object, or the path of a file with one.
+      large: Its arguments for the larger model.
+      checkpoint:
         A checkpoint, headway's or torch's, of a run its newest one; or a .safetensors, .pt, .pth, .bin or .ckpt file.
-    out
+      out:
         What to write: a file that ends in .safetensors, .pt, .pth, .bin or .ckpt, or a checkpoint's folder. It must
         not exist.
-    family
-        Names of the parameters: gpt2, llama, bert, vit, torch, or one that was added; found by default.
-    depth
-        What new blocks write at first: zero, or weights that cancel over copies.
-    split
-        Weights of copies: random, so that they learn to differ, or equal.
-    prefix
-        What comes before the model's names in the checkpoint; found by default.
-    seed
-        Of what is drawn.
-    plan
+      family: Names of the parameters: gpt2, llama, bert, vit, torch, or one that was added; found by default.
+      depth: What new blocks write at first: zero, or weights that cancel over copies.
+      split: Weights of copies: random, so that they learn to differ, or equal.
+      prefix: What comes before the model's names in the checkpoint; found by default.
+      seed: Of what is drawn.
+      plan:
         Nothing is grown: propose a size, and a share of the schedule, from the losses of this recorded run.
         `headway compare` with the run of the grown model says what it took.
-    model
-        With --plan: the shape that was trained, as in `headway why --model layers=12,hidden=768,...`.
-    budget
-        With --plan: the most FLOPs for the grown model.
-    json
-        Print one JSON object instead of text.
+      model: With --plan: the shape that was trained, as in `headway why --model layers=12,hidden=768,...`.
+      budget: With --plan: the most FLOPs for the grown model.
     """
     _one_mode(plan, (target, small, large, checkpoint, out, family, depth, split, prefix, seed), (model, budget))
     if plan is not None:
         made = growth_plan(plan, model, budget)
-        emit(msgspec.to_builtins(made), lambda screen: screen_of_plan(made, screen), as_json=json)
-        return 0
+        return emit(msgspec.to_builtins(made), lambda screen: screen_of_plan(made, screen), as_json=json)
     checkpoint, out = _given(target, small, large, checkpoint, out)
     from headway.checkpoint.torch_dcp.sources import open_source
     from headway.model.growth.apply import grow_saved
@@ -321,8 +304,7 @@ def grow(
             seed=seed,
         )  # fmt: skip
     answer = _written(grown, out)
-    emit(answer, lambda screen: _screen(answer, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _screen(answer, screen), as_json=json)
 
 
 def _written(grown: Grown, out: Path) -> dict[str, Any]:
@@ -364,14 +346,7 @@ def _given(target: str, small: str, large: str, checkpoint: Path | None, out: Pa
 
 def _imported(target: str) -> Any:
     """Return what MODULE:BUILD names."""
-    module, _, name = target.partition(":")
-    if not module or not name:
-        raise InputError(f"{target!r} names no model. Write MODULE:BUILD, such as my_project.model:build.")
-    sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"cannot import {target}: {error}. Run this where Python finds the module.") from error
+    found = imported(target, "my_project.model:build", absent="no model", form="MODULE:BUILD")
     if not callable(found):
         raise InputError(f"{target} is a {type(found).__name__}. Name a function, or a class, that returns a module.")
     return found

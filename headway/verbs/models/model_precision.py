@@ -46,10 +46,8 @@ def precision(
 
     Example: `headway model precision --nproc-per-node 2 -o plan.json -- train.py`
 
-    Parameters
-    ----------
-    plan
-        Where to write the plan.
+    Args:
+      plan: Where to write the plan.
     """
     if not script:
         raise InputError("there is no script to measure. Put it behind --: headway model precision -- train.py")
@@ -68,8 +66,7 @@ def precision(
     write_plan(PlanFile((remedy,) if lowered else (), baseline=str(folder / "float32")), plan)
     result = {"schema": "headway.model-precision/1", **msgspec.to_builtins(choice), "path": str(plan)}
     command = run_command(run_at(folder / "float32").facts, "--apply", str(plan)) if lowered else ""
-    emit(result, lambda screen: _screen(choice, phases, command, screen), as_json=options.json)
-    return 0
+    return emit(result, lambda screen: _screen(choice, phases, command, screen), as_json=options.json)
 
 
 def _phase(name: str, folder: Path, options: RunOptions, script: list[str]) -> dict[int, PhaseOfRank]:

@@ -22,8 +22,8 @@ from headway.model.serving.costs import BITS, LayerSeconds, ServingLoad, Serving
 from headway.model.serving.heuristic import transferred
 from headway.model.serving.plan import BETWEEN_HOSTS, ServePlan, ServingGoal, serve_plan, serving_row
 from headway.model.serving.times import pipelines
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
-from headway.verbs.shared.output import emit
+from headway.report.paper import ScreenOptions, add_row, draw, headed, paragraph, uncut
+from headway.verbs.shared.output import AsJson, emit
 
 ENGINES = ("vllm",)
 """What --export writes for."""
@@ -32,7 +32,7 @@ ENGINES = ("vllm",)
 def serve(
     *, layers: Path, cluster: Path, prompt: int, new: int, batch: int, bits: str = ",".join(map(str, BITS)),
     theta: float | None = None, gap: float = 1e-3, sensitivity: Path | None = None, latency: Path | None = None,
-    heuristic: bool = False, export: str | None = None, json: bool = False,
+    heuristic: bool = False, export: str | None = None, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Choose devices, layers, bits per layer and micro-batches to serve a model on unlike devices (LLM-PQ).
 
@@ -41,38 +41,27 @@ def serve(
 
     Example: `headway model serve --layers model.json --cluster hosts.toml --prompt 512 --new 100 --batch 32`
 
-    Parameters
-    ----------
-    layers
+    Args:
+      layers:
         A JSON file: layers, hidden, heads, sequence, vocabulary, and what else `headway.cost.transformer.Transformer`
         has.
-    cluster
+      cluster:
         A TOML file with a [[device]] for each host: name in the table of devices, count, and link to other hosts
         (ethernet-10g by default); within a host the device's own link. [devices.NAME], [links.NAME] add to the tables.
-    prompt
-        Tokens of a prompt.
-    new
-        Tokens generated for each.
-    batch
-        Sequences, served together.
-    bits
-        Bits offered, separated by commas.
-    theta
-        Seconds that one of the indicator is worth; 0 = as fast as can be.
-    gap
-        How far the plan may be above the proven bound, as a share.
-    sensitivity
+      prompt: Tokens of a prompt.
+      new: Tokens generated for each.
+      batch: Sequences, served together.
+      bits: Bits offered, separated by commas.
+      theta: Seconds that one of the indicator is worth; 0 = as fast as can be.
+      gap: How far the plan may be above the proven bound, as a share.
+      sensitivity:
         A JSON file in place of the indicator: bits -> a number for each layer, such as {"4": [1.5, 2.0]}; what 16 bits
         lose is 0 where it is not given.
-    latency
+      latency:
         A JSON file in place of the roofline: a list of measured rows, each with device, bits, phase (prefill, decode,
         head), batch, tokens (of each prompt; behind which one more is made), seconds of one layer.
-    heuristic
-        Say beside it what LLM-PQ's heuristic comes to.
-    export
-        vllm: print VLLM_PP_LAYER_PARTITION for another engine instead.
-    json
-        Print one JSON object instead of text.
+      heuristic: Say beside it what LLM-PQ's heuristic comes to.
+      export: vllm: print VLLM_PP_LAYER_PARTITION for another engine instead.
     """
     if export is not None:
         pick(dict.fromkeys(ENGINES), export, "engine")
@@ -95,12 +84,10 @@ def serve(
     if export is not None and not json:
         print(f"export {result['vllm']}")
         return 0
-    emit(result, lambda screen: _screen(result, plan, screen), as_json=json)
-    return 0
+    return emit(result, lambda screen: _screen(result, plan, screen), as_json=json)
 
 
 def _result_of(plan: ServePlan) -> dict[str, Any]:
-    """Return what the verb says."""
     partition = ",".join(str(stage.last - stage.first + 1) for stage in plan.stages)
     return {
         "schema": "headway.model-serve/1",
@@ -211,14 +198,11 @@ def _read(path: Path) -> Any:
 
 
 def _screen(result: dict[str, Any], plan: ServePlan, screen: ScreenOptions) -> str:
-    """Draw a row per stage, and what it is compared with."""
-    rows = grid("right", "left", "right", "left")
-    add_row(rows, "stage", "device", "layers", "bits", style="dim")
+    rows = headed("stage", "device", "layers", "bits", align="right left right left")
     for number, stage in enumerate(plan.stages):
         counts = ", ".join(f"{stage.bits.count(width)} x {width}" for width in sorted(set(stage.bits), reverse=True))
         add_row(rows, str(number), stage.device, f"{stage.first}..{stage.last}", counts)
-    compared = grid("left", "right", "right")
-    add_row(compared, "", "tokens/s", "indicator", style="dim")
+    compared = headed("", "tokens/s", "indicator")
     add_row(compared, "this plan", f"{plan.tokens_per_s:,.1f}", f"{plan.omega:.4g}", style="bold")
     for uniform in plan.uniforms:
         mark = ", the best" if uniform == plan.uniform else ""

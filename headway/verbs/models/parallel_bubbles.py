@@ -20,12 +20,12 @@ from headway.parallel.fill.gaps import LARGE, lent
 from headway.parallel.fill.queue import FillFile, PlacedFill, place_jobs
 from headway.plan.fill_scores import SCORES
 from headway.report.page.plots import Gantt, GanttSpan, picture_page, write_page
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, title, uncut
+from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, title, uncut
 from headway.sim.pipeline.actions import OPS
 from headway.sim.recorded.program import Program
 from headway.sim.recorded.recording import Recording
-from headway.verbs.shared.output import emit
-from headway.verbs.shared.source import run_at
+from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.source import NewestRun, run_at
 
 Facts = dict[str, Any]
 """An answer, as it is printed as JSON."""
@@ -58,20 +58,15 @@ def pipeline_gantt(title: str, lanes: Sequence[str], rows: NDArray[np.int64]) ->
 
 
 def bubbles(
-    run: Path | None = None, /, *, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False
+    run: NewestRun = None, /, *, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False
 ) -> int:
     """Show what the stages of a recorded pipeline wait for each other, and why.
 
     Example: `headway parallel bubbles headway-runs/train-1`
 
-    Parameters
-    ----------
-    run
-        A run folder; the newest one by default.
-    out
-        Also write a page of a recorded step, what each stage computed when: -o page.html.
-    json
-        Print one JSON object (schema headway.bubbles/1) instead of text.
+    Args:
+      out: Also write a page of a recorded step, what each stage computed when: -o page.html.
+      json: Print one JSON object (schema headway.bubbles/1) instead of text.
     """
     recorded = run_at(run)
     program = Program.from_run(recorded)
@@ -83,8 +78,7 @@ def bubbles(
     if out is not None:
         chart = recorded_step(program.recording)
         answer["page"] = write_page(out, picture_page(str(recorded.path), "a step of the pipeline", [chart]))
-    emit(answer, lambda screen: _screen(answer, str(recorded.path), screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _screen(answer, str(recorded.path), screen), as_json=json)
 
 
 def recorded_step(recording: Recording) -> Gantt:
@@ -113,10 +107,8 @@ def recorded_step(recording: Recording) -> Gantt:
 
 
 def _screen(answer: Facts, source: str, screen: ScreenOptions) -> str:
-    """Return the answer as text."""
     step_s, kinds = answer["step_s"], answer["kinds_s"]
-    waits = grid("left", *["right"] * (len(kinds) + 1))
-    add_row(waits, "stage", *(kind.replace("_", " ") for kind in kinds), "of a step", style="dim")
+    waits = headed("stage", *(kind.replace("_", " ") for kind in kinds), "of a step")
     for stage in range(len(answer["orders"])):
         own = [values[stage] for values in kinds.values()]
         add_row(waits, str(stage), *map(format_seconds, own), format_fraction(sum(own) / step_s))
@@ -151,7 +143,7 @@ MOST_RANKS = 16
 
 def fill(
     *, jobs: Path, run: Path | None = None, schedule: str | None = None, score: str = "shortest",
-    simulate: bool = False, blocks: int = 4, json: bool = False,
+    simulate: bool = False, blocks: int = 4, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Run other jobs in the two large gaps of each pipeline stage (PipeFill).
 
@@ -164,22 +156,14 @@ def fill(
 
     Example: `headway parallel fill --jobs jobs.json --simulate`
 
-    Parameters
-    ----------
-    jobs
-        A JSON file: the main job and the fill jobs.
-    run
+    Args:
+      jobs: A JSON file: the main job and the fill jobs.
+      run:
         A recorded run of a pipeline: its gaps are planned for, instead of those of the file's main job. Nothing runs.
-    schedule
-        The main job's schedule, instead of that in the file.
-    score
-        Which job goes first: shortest, makespan or deadline.
-    simulate
-        Plan only.
-    blocks
-        Blocks of 4 steps that are run with filling, and as many without.
-    json
-        Print one JSON object instead of text.
+      schedule: The main job's schedule, instead of that in the file.
+      score: Which job goes first: shortest, makespan or deadline.
+      simulate: Plan only.
+      blocks: Blocks of 4 steps that are run with filling, and as many without.
     """
     pick(SCORES, score, "score")
     if blocks < 1:
@@ -221,8 +205,7 @@ def fill(
                 "measured_large_ns": rank.large_ns, "measured_used_ns": rank.used_ns, "late_ns": rank.late_ns,
                 "chunks": rank.chunks, "ended": rank.ended,
             }  # fmt: skip
-    emit(facts, lambda screen: _fill_screen(facts, screen), as_json=json)
-    return 0
+    return emit(facts, lambda screen: _fill_screen(facts, screen), as_json=json)
 
 
 def _row(rank: int, large_ns: int, placed: Sequence[PlacedFill]) -> Facts:
@@ -246,9 +229,7 @@ def _row(rank: int, large_ns: int, placed: Sequence[PlacedFill]) -> Facts:
 
 
 def _fill_screen(facts: Facts, screen: ScreenOptions) -> str:
-    """Return the answer as text."""
-    table = grid("right", "right", "right", "right", "left")
-    add_row(table, "rank", "large gaps", "planned", "measured", "jobs", style="dim")
+    table = headed("rank", "large gaps", "planned", "measured", "jobs", align="right right right right left")
     for row in facts["rows"]:
         gaps = row["large_ns"] / NS_PER_S
         planned = format_fraction(row["planned_used_ns"] / row["large_ns"]) if row["large_ns"] else "-"

@@ -17,8 +17,8 @@ from headway.parallel.availability import (
     failed_devices,
     plan_mesh,
 )
-from headway.report.paper import add_row, draw, grid, paragraph, uncut
-from headway.verbs.shared.output import emit
+from headway.report.paper import add_row, draw, grid, headed, paragraph, uncut
+from headway.verbs.shared.output import AsJson, emit
 
 
 def ntp(
@@ -36,7 +36,7 @@ def ntp(
     lost: str | None = None,
     power_boost: float | None = None,
     power_exponent: float = 3.0,
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Plan a tensor-parallel group that lost devices and trains on with the others (nonuniform tensor parallelism).
 
@@ -47,36 +47,21 @@ def ntp(
 
     Example: `headway parallel ntp --units 64 --tp 8 --reduced 7`
 
-    Parameters
-    ----------
-    units
-        What a layer can be cut into: groups of heads, columns of the feed-forward layer, rows of the vocabulary.
-    heads
-        Query heads of an attention layer, instead of --units; with --kv-heads.
-    kv_heads
-        Its key and value heads; a unit is one of them with the query heads that read it.
-    tp
-        Devices of a whole group; with --table several, separated by commas.
-    reduced
-        Devices that remain in the group.
-    table
-        Print the table of throughput.
-    devices
-        Devices of the job, with --table.
-    failed
-        How many of them have failed on average: a fraction below 1 (of whole devices), or a number from 1 on.
-    dp
-        Replicas of the job, with --lost.
-    pp
-        Stages of a pipeline, each a group, with --table and --lost.
-    lost
-        Ranks that failed, separated by commas; ranks are numbered along tp first, then dp, then pp.
-    power_boost
+    Args:
+      units: What a layer can be cut into: groups of heads, columns of the feed-forward layer, rows of the vocabulary.
+      heads: Query heads of an attention layer, instead of --units; with --kv-heads.
+      kv_heads: Its key and value heads; a unit is one of them with the query heads that read it.
+      tp: Devices of a whole group; with --table several, separated by commas.
+      reduced: Devices that remain in the group.
+      table: Print the table of throughput.
+      devices: Devices of the job, with --table.
+      failed: How many of them have failed on average: a fraction below 1 (of whole devices), or a number from 1 on.
+      dp: Replicas of the job, with --lost.
+      pp: Stages of a pipeline, each a group, with --table and --lost.
+      lost: Ranks that failed, separated by commas; ranks are numbered along tp first, then dp, then pp.
+      power_boost:
         Power that the remaining devices of a group may take, as a multiple, for example 1.3; no boost without it.
-    power_exponent
-        Power grows as the clock to this exponent.
-    json
-        Print one JSON object instead of text.
+      power_exponent: Power grows as the clock to this exponent.
     """
     boost = PowerBoost(1.0 if power_boost is None else power_boost, power_exponent)
     degrees = _integers("--tp", tp, "8,64")
@@ -112,10 +97,8 @@ def _integers(option: str, text: str, example: str) -> list[int]:
 
 
 def _mesh(plan: MeshPlan, tp: int, as_json: bool) -> int:
-    """Print the replicas of a mesh."""
     facts = {"schema": "headway.parallel.ntp-mesh/1", **asdict(plan)}
-    rows = grid("left", "left", "right", "right")
-    add_row(rows, "groups of replicas", "devices left", "tp", "batch", style="dim")
+    rows = headed("groups of replicas", "devices left", "tp", "batch", align="left left right right")
     for replica in plan.replicas:
         if replica.remaining != (tp,) * len(replica.remaining):
             texts = (" ".join(map(str, numbers)) for numbers in (replica.groups, replica.remaining))
@@ -124,12 +107,10 @@ def _mesh(plan: MeshPlan, tp: int, as_json: bool) -> int:
         f"{format_fraction(plan.throughput)} of the throughput is left. One row per replica that lost devices: the "
         f"replica of which each stage has the group; the others are whole."
     )
-    emit(facts, lambda screen: draw([uncut(rows), "", paragraph(explanation)], **screen), as_json=as_json)
-    return 0
+    return emit(facts, lambda screen: draw([uncut(rows), "", paragraph(explanation)], **screen), as_json=as_json)
 
 
 def _plan(shards: ShardMap, boost: PowerBoost, boosted: bool, as_json: bool) -> int:
-    """Print the two layouts of a group."""
     tp, reduced = len(shards.comp), len(shards.sync)
     facts: dict[str, object] = {
         "schema": "headway.parallel.ntp/1",
@@ -151,26 +132,21 @@ def _plan(shards: ShardMap, boost: PowerBoost, boosted: bool, as_json: bool) -> 
         f"two ranks. The smaller replica takes {format_fraction(share)} of a replica's batch"
         + (f", at {speed_up:.3f}x the clock and {boost.power(tp, reduced):.2f}x the power." if boosted else ".")
     )
-    emit(facts, lambda screen: draw([uncut(rows), "", paragraph(explanation)], **screen), as_json=as_json)
-    return 0
+    return emit(facts, lambda screen: draw([uncut(rows), "", paragraph(explanation)], **screen), as_json=as_json)
 
 
 def _table(devices: int, failed: float, degrees: list[int], pp: int, boost: PowerBoost, as_json: bool) -> int:
-    """Print what throughput is left."""
     table = availability(devices, failed, degrees, pp, boost=boost)
     facts = {"schema": "headway.parallel.ntp-table/1", "rows": [asdict(row) for row in table]}
-    rows = grid("right", "right", "right", "right", "right")
-    add_row(rows, "tp", "dropped, packed", "dropped", "NTP, packed", "NTP", style="dim")
+    rows = headed("tp", "dropped, packed", "dropped", "NTP, packed", "NTP", align="right right right right right")
     for row in table:
         add_row(rows, str(row.tp), *_cells(row))
     explanation = (
         f"Mean throughput with {failed_devices(devices, failed)} of {devices} devices failed on average, as a fraction "
         "of that without failures. Packed: groups alike share replicas. Dropped: what lost a device is not used."
     )
-    emit(facts, lambda screen: draw([uncut(rows), "", paragraph(explanation)], **screen), as_json=as_json)
-    return 0
+    return emit(facts, lambda screen: draw([uncut(rows), "", paragraph(explanation)], **screen), as_json=as_json)
 
 
 def _cells(row: AvailabilityRow) -> list[str]:
-    """Return the four figures of a row as text."""
     return [f"{value:.3f}" for value in (row.drop_packed, row.drop_unpacked, row.ntp_packed, row.ntp_unpacked)]

@@ -21,9 +21,9 @@ from headway.parallel.planning.graph import GraphCluster, GraphPlan, plan_graph
 from headway.parallel.planning.grid import GridCluster, plan_grid
 from headway.parallel.planning.hierarchical import PartitionPlan, Topology, search
 from headway.parallel.planning.layers import LayerGraph
-from headway.report.paper import add_row, draw, grid, paragraph, uncut
+from headway.report.paper import add_row, draw, grid, headed, paragraph, uncut
 from headway.sim.pipeline.orders import GraphFile
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 
 
 def plan(
@@ -45,7 +45,7 @@ def plan(
     devices_per_host: int = 8,
     link: str = "infiniband-hdr",
     schedule: str = "1f1b",
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Predict which device runs what of a model best: from a profile or a graph of its layers, or its shape.
 
@@ -55,45 +55,28 @@ def plan(
 
     Example: `headway parallel plan --profile graph.txt --levels 4,4 --bandwidth 1e10,1.25e9`
 
-    Parameters
-    ----------
-    profile
-        A profile as PipeDream's profiler writes it: layers with times in ms and sizes in bytes, then edges.
-    levels
-        Devices of a machine, machines of a rack, ...: sizes of the levels, the fastest links first.
-    bandwidth
-        Bytes per second of the links of each level; with --graph one number, without it messages take no time.
-    memory
-        Memory of a device, for example 16GiB; no limit without it.
-    allreduce
-        How computation and the all-reduce of gradients add up: sum, or overlap.
-    transfers
-        What passes between stages: published (as PipeDream's code counts it), exact, or none.
-    shape
-        A TOML file: layers, hidden, heads, sequence, vocabulary, batch (sequences), and what `Transformer` has.
-    graph
+    Args:
+      profile: A profile as PipeDream's profiler writes it: layers with times in ms and sizes in bytes, then edges.
+      levels: Devices of a machine, machines of a rack, ...: sizes of the levels, the fastest links first.
+      bandwidth: Bytes per second of the links of each level; with --graph one number, without it messages take no time.
+      memory: Memory of a device, for example 16GiB; no limit without it.
+      allreduce: How computation and the all-reduce of gradients add up: sum, or overlap.
+      transfers: What passes between stages: published (as PipeDream's code counts it), exact, or none.
+      shape: A TOML file: layers, hidden, heads, sequence, vocabulary, batch (sequences), and what `Transformer` has.
+      graph:
         A JSON file {"layers": [...]}: name, preds (names of those that feed it), forward_ns and backward_ns of a
         microbatch, and where they matter output_bytes and parameter_bytes.
-    microbatches
-        Microbatches of a step, with --graph; as many as devices without it.
-    overhead_ns
+      microbatches: Microbatches of a step, with --graph; as many as devices without it.
+      overhead_ns:
         What a forward or backward of a stage takes beside its layers, with --graph; it decides the microbatch's size.
-    replicate
-        With --graph, several devices may share a stage; needs --bandwidth.
-    split_dense
+      replicate: With --graph, several devices may share a stage; needs --bandwidth.
+      split_dense:
         With --graph, dense layers on concatenated inputs, with commas: planned as a product per input, and their sum.
-    devices
-        Devices of the job.
-    device
-        Their name in the table of devices, for example A100-SXM4-80GB.
-    devices_per_host
-        Devices of one host.
-    link
-        Name of the link of a device towards other hosts.
-    schedule
-        What the pipelines of --shape run: 1f1b, or two_buffer, which trains on weights of one step before.
-    json
-        Print one JSON object instead of text.
+      devices: Devices of the job.
+      device: Their name in the table of devices, for example A100-SXM4-80GB.
+      devices_per_host: Devices of one host.
+      link: Name of the link of a device towards other hosts.
+      schedule: What the pipelines of --shape run: 1f1b, or two_buffer, which trains on weights of one step before.
     """
     if sum(given is not None for given in (profile, graph, shape)) != 1:
         raise InputError("nothing says what to plan, or two things do. Give --profile, --graph or --shape.")
@@ -119,11 +102,9 @@ def _topology(levels: str | None, bandwidth: str | None, memory: str | None) -> 
 
 
 def _partition(profile: Path, topology: Topology, allreduce: str, transfers: str, as_json: bool) -> int:
-    """Print PipeDream's partition."""
     found = search(LayerGraph.from_pipedream(profile), topology, allreduce=allreduce, transfers=transfers)
     answer = {"schema": "headway.parallel.plan/1", "simulated": True, "profile": str(profile), **asdict(found)}
-    emit(answer, lambda screen: draw(_lines(found), **screen), as_json=as_json)
-    return 0
+    return emit(answer, lambda screen: draw(_lines(found), **screen), as_json=as_json)
 
 
 def _connected(
@@ -140,7 +121,6 @@ def _connected(
 
 
 def _graph(path: Path, cluster: GraphCluster, microbatches: int | None, split_dense: str | None, as_json: bool) -> int:
-    """Print GraphPipe's partition beside the chain's."""
     content = GraphFile.read(path)
     layers = LayerGraph(
         names=tuple(row.name for row in content.rows),
@@ -156,18 +136,15 @@ def _graph(path: Path, cluster: GraphCluster, microbatches: int | None, split_de
     chosen = plan_graph(layers, cluster, microbatches)
     search_s = time.perf_counter() - begin
     facts = {"schema": "headway.parallel.plan/1", "simulated": True, "graph": str(path), "search_s": search_s}
-    emit(
+    return emit(
         facts | asdict(chosen),
         lambda screen: draw([uncut(_stages(chosen)), "", paragraph(_said(chosen, search_s))], **screen),
         as_json=as_json,
     )
-    return 0
 
 
 def _stages(chosen: GraphPlan) -> Table:
-    """Return a row per stage."""
-    rows = grid("right", "left", "right", "right", "left")
-    add_row(rows, "stage", "after", "layers", "devices", "from .. to", style="dim")
+    rows = headed("stage", "after", "layers", "devices", "from .. to", align="right left right right left")
     for number, stage in enumerate(chosen.stages):
         ends = f"{stage.layers[0][:40]} .. {stage.layers[-1][:40]}"
         after = ", ".join(map(str, stage.preds))
@@ -214,7 +191,6 @@ def _model(path: Path) -> tuple[Transformer, int]:
 
 
 def _grid(model: Transformer, batch: int, cluster: GridCluster, schedule: str, as_json: bool) -> int:
-    """Print the degrees."""
     found = plan_grid(model, batch, cluster, schedule)
     choice, alone_s = found.choice, found.without_pipeline_s
     why = f"the shortest simulated step of {found.num_simulated} of {found.num_candidates} layouts that fit"
@@ -239,8 +215,7 @@ def _grid(model: Transformer, batch: int, cluster: GridCluster, schedule: str, a
     add_row(rows, "step", format_seconds(found.step_s))
     add_row(rows, "memory of a device", format_bytes(found.memory_bytes))
     words = f"{why[0].upper()}{why[1:]}. Rates of devices other than the A100 are assumed to fall short alike."
-    emit(answer, lambda screen: draw([uncut(rows), "", paragraph(words)], **screen), as_json=as_json)
-    return 0
+    return emit(answer, lambda screen: draw([uncut(rows), "", paragraph(words)], **screen), as_json=as_json)
 
 
 def _numbers(option: str, text: str) -> tuple[float, ...]:
@@ -252,9 +227,7 @@ def _numbers(option: str, text: str) -> tuple[float, ...]:
 
 
 def _lines(found: PartitionPlan) -> list[Any]:
-    """Return a row per stage."""
-    rows = grid("right", "right", "right", "left")
-    add_row(rows, "stage", "layers", "devices", "from .. to", style="dim")
+    rows = headed("stage", "layers", "devices", "from .. to", align="right right right left")
     for number, stage in enumerate(found.stages):
         ends = f"{stage.layers[0][:40]} .. {stage.layers[-1][:40]}"
         add_row(rows, str(number), str(stage.num_layers), str(stage.replicas), ends)

@@ -20,7 +20,7 @@ from headway.parallel.elastic_plan import ElasticPlan, HostTrace, Replanned, Swi
 from headway.parallel.elastic_plan import replan as replan_workers
 from headway.parallel.rerouted import Worker, replicate, reroute
 from headway.report.page.plots import picture_page, write_page
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, uncut
 from headway.sim.pipeline.actions import F, I, PipelineProgram, R, W
 from headway.sim.pipeline.lower import ProgramReport, lower
 from headway.sim.pipeline.lower import check as check_program
@@ -38,7 +38,19 @@ from headway.sim.pipeline.simulate import (
 )  # fmt: skip
 from headway.sim.pipeline.simulate import simulate as replay_program
 from headway.verbs.models.parallel_bubbles import pipeline_gantt
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
+
+OrderName = Annotated[str, Parameter(help="Name of the order.")]
+Ranks = Annotated[int, Parameter(help="Ranks.")]
+Microbatches = Annotated[int, Parameter(help="Microbatches of one step.")]
+Interleave = Annotated[int, Parameter(help="Stages per rank.")]
+ForwardNs = Annotated[int, Parameter(help="Forward of one microbatch on one rank.")]
+InputNs = Annotated[int, Parameter(help="The part of its backward that makes the gradient of the input.")]
+WeightNs = Annotated[int, Parameter(help="The part that makes the gradients of the weights.")]
+MessageNs = Annotated[int, Parameter(help="One message.")]
+BetweenNs = Annotated[int, Parameter(help="One message between stages.")]
+Cap = Annotated[float | None, Parameter(help="Activations that a rank may hold.")]
+"""Options that several of these verbs have."""
 
 FORMATS: dict[str, Callable[[PipelineProgram], str]] = {
     "torch-csv": PipelineProgram.to_torch_csv,
@@ -63,15 +75,15 @@ LEGEND = (
 
 
 def show(
-    schedule: str = "1f1b",
+    schedule: OrderName = "1f1b",
     *,
-    stages: int = 4,
-    microbatches: int = 8,
-    interleave: int = 1,
-    forward_ns: int = 10,
+    stages: Ranks = 4,
+    microbatches: Microbatches = 8,
+    interleave: Interleave = 1,
+    forward_ns: ForwardNs = 10,
     backward_ns: int = 20,
-    comm_ns: int = 0,
-    cap: float | None = None,
+    comm_ns: MessageNs = 0,
+    cap: Cap = None,
     out: Annotated[Path | None, Parameter(alias="-o")] = None,
     json: bool = False,
 ) -> int:
@@ -79,28 +91,10 @@ def show(
 
     Example: `headway parallel schedule show --schedule 1f1b --stages 4 --microbatches 8`
 
-    Parameters
-    ----------
-    schedule
-        Name of the order.
-    stages
-        Ranks.
-    microbatches
-        Microbatches of one step.
-    interleave
-        Stages per rank.
-    forward_ns
-        Forward of one microbatch on one rank.
-    backward_ns
-        Its backward.
-    comm_ns
-        One message.
-    cap
-        Activations that a rank may hold.
-    out
-        Also write a page with the picture of it: -o page.html.
-    json
-        Print one JSON object: the program, its messages among the actions.
+    Args:
+      backward_ns: Its backward.
+      out: Also write a page with the picture of it: -o page.html.
+      json: Print one JSON object: the program, its messages among the actions.
     """
     shape = shape_of(stages, microbatches, interleave, forward_ns, backward_ns, None, None, comm_ns, cap)
     program = lower(pick(SCHEDULES, schedule, "schedule")(shape))
@@ -111,42 +105,35 @@ def show(
         rows = np.stack([program.rank, program.op, program.microbatch, times.start_ns, times.end_ns])
         chart = pipeline_gantt(title, lanes, rows[:, program.op <= R])
         write_page(out, picture_page(schedule, "a step", [chart]))
-    emit(program.to_json(), lambda screen: _timeline(program, times, shape, found, screen), as_json=json)
-    return 0
+    return emit(program.to_json(), lambda screen: _timeline(program, times, shape, found, screen), as_json=json)
 
 
-def check(file: Path, *, cap: float | None = None, json: bool = False) -> int:
+def check(file: Path, *, cap: float | None = None, json: AsJson = False) -> int:
     """Check an order from a file: complete, in order, free of deadlock, within memory.
 
     Example: `headway parallel schedule check orders.csv --cap 4`
 
-    Parameters
-    ----------
-    file
-        Torch's compute-only CSV (a row per rank, cells like 1F0), or a program as JSON.
-    cap
-        Activations of a stage and microbatch that a rank may hold.
-    json
-        Print one JSON object instead of text.
+    Args:
+      file: Torch's compute-only CSV (a row per rank, cells like 1F0), or a program as JSON.
+      cap: Activations of a stage and microbatch that a rank may hold.
     """
     program = _read(file)
     report = check_program(program, cap)
     answer = {"schema": "headway.parallel.check/1", **asdict(report)}
-    emit(answer, lambda screen: draw([_passed(program, report)], **screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: draw([_passed(program, report)], **screen), as_json=json)
 
 
 def export(
     *,
-    schedule: str = "1f1b",
-    stages: int = 4,
-    microbatches: int = 8,
-    interleave: int = 1,
-    forward_ns: int = 10,
-    input_ns: int = 10,
-    weight_ns: int = 10,
-    comm_ns: int = 0,
-    cap: float | None = None,
+    schedule: OrderName = "1f1b",
+    stages: Ranks = 4,
+    microbatches: Microbatches = 8,
+    interleave: Interleave = 1,
+    forward_ns: ForwardNs = 10,
+    input_ns: InputNs = 10,
+    weight_ns: WeightNs = 10,
+    comm_ns: MessageNs = 0,
+    cap: Cap = None,
     format: str = "torch-csv",
     output: Path | None = None,
 ) -> int:
@@ -154,30 +141,9 @@ def export(
 
     Example: `headway parallel schedule export --schedule interleaved --stages 4 --microbatches 8 --interleave 2`
 
-    Parameters
-    ----------
-    schedule
-        Name of the order.
-    stages
-        Ranks.
-    microbatches
-        Microbatches of one step.
-    interleave
-        Stages per rank.
-    forward_ns
-        Forward of one microbatch on one rank.
-    input_ns
-        The part of its backward that makes the gradient of the input.
-    weight_ns
-        The part that makes the gradients of the weights.
-    comm_ns
-        One message.
-    cap
-        Activations that a rank may hold.
-    format
-        torch-csv, or json with the messages.
-    output
-        The file; stdout without it.
+    Args:
+      format: torch-csv, or json with the messages.
+      output: The file; stdout without it.
     """
     shape = PipelineShape(stages, microbatches, interleave, forward_ns, input_ns, weight_ns, comm_ns, cap)
     program = lower(pick(SCHEDULES, schedule, "schedule")(shape))
@@ -193,20 +159,20 @@ def export(
 
 def simulate(
     *,
-    schedule: str = "1f1b",
+    schedule: OrderName = "1f1b",
     stages: int | None = None,
-    microbatches: int = 8,
-    interleave: int = 1,
+    microbatches: Microbatches = 8,
+    interleave: Interleave = 1,
     forward_ns: int | None = None,
     backward_ns: int | None = None,
     input_ns: int | None = None,
     weight_ns: int | None = None,
-    comm_ns: int = 0,
+    comm_ns: BetweenNs = 0,
     cap: float | None = None,
     graph: Path | None = None,
     replicas: int = 1,
     fail: str | None = None,
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Simulate one step of a pipeline: its length, its bubbles, the activations each rank holds.
 
@@ -216,37 +182,18 @@ def simulate(
 
     Example: `headway parallel simulate --stages 4 --microbatches 8 --forward-ns 10 --backward-ns 20`
 
-    Parameters
-    ----------
-    schedule
-        Name of the order.
-    stages
-        Ranks.
-    microbatches
-        Microbatches of one step.
-    interleave
-        Stages per rank.
-    forward_ns
-        Forward.
-    backward_ns
-        Backward; without it, the sum of its two parts.
-    input_ns
-        The part that makes the gradient of the input; without both parts, half of the backward.
-    weight_ns
-        The part that makes the gradients of the weights.
-    comm_ns
-        One message between stages.
-    cap
-        Activations that a rank may hold, in shares of a whole rank.
-    graph
-        A JSON file of stages, each with name, preds (names of those that feed it), forward_ns and backward_ns.
-    replicas
-        Pipelines side by side; stage s of replica d is on rank d x stages + s.
-    fail
+    Args:
+      stages: Ranks.
+      forward_ns: Forward.
+      backward_ns: Backward; without it, the sum of its two parts.
+      input_ns: The part that makes the gradient of the input; without both parts, half of the backward.
+      weight_ns: The part that makes the gradients of the weights.
+      cap: Activations that a rank may hold, in shares of a whole rank.
+      graph: A JSON file of stages, each with name, preds (names of those that feed it), forward_ns and backward_ns.
+      replicas: Pipelines side by side; stage s of replica d is on rank d x stages + s.
+      fail:
         Failed workers as replica:stage, from 0, separated by commas; they count as idle. --cap is then twice the
         number of stages if not given.
-    json
-        Print one JSON object instead of text.
     """
     if graph is not None:
         if any(given is not None for given in (stages, forward_ns, backward_ns, input_ns, weight_ns)):
@@ -266,8 +213,7 @@ def simulate(
         **asdict(found),
         "bubbles_ns": gaps,
     }
-    emit(answer, lambda screen: draw(_figures(schedule, gaps, found), **screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: draw(_figures(schedule, gaps, found), **screen), as_json=json)
 
 
 def replan(
@@ -278,9 +224,9 @@ def replan(
     fail: str | None = None,
     trace: Path | None = None,
     forward_ns: int = 1,
-    input_ns: int = 1,
-    weight_ns: int = 1,
-    comm_ns: int = 0,
+    input_ns: InputNs = 1,
+    weight_ns: WeightNs = 1,
+    comm_ns: BetweenNs = 0,
     cap: int | None = None,
     regroup_s: float = 5.0,
     copy_s: float = 5.0,
@@ -296,36 +242,19 @@ def replan(
 
     Example: `headway parallel replan --replicas 3 --stages 4 --microbatches 6 --fail 1:2`
 
-    Parameters
-    ----------
-    replicas
-        Pipelines side by side.
-    stages
-        Stages of each, one per rank.
-    microbatches
-        Microbatches of each in one step.
-    fail
-        Failed workers as replica:stage, from 0, separated by commas.
-    trace
+    Args:
+      replicas: Pipelines side by side.
+      stages: Stages of each, one per rank.
+      microbatches: Microbatches of each in one step.
+      fail: Failed workers as replica:stage, from 0, separated by commas.
+      trace:
         A file of milliseconds,add|remove,host by time, one host per worker; the times of stages count in full then.
-    forward_ns
-        Forward of one microbatch on one stage.
-    input_ns
-        The part of its backward that makes the gradient of the input.
-    weight_ns
-        The part that makes the gradients of the weights.
-    comm_ns
-        One message between stages.
-    cap
-        Activations that a worker may hold; twice the number of stages without it.
-    regroup_s
-        Seconds of every switch, with --trace.
-    copy_s
-        More of them where a worker gets the weights of a stage.
-    restart_s
-        Seconds of a restart from a checkpoint, where a stage lost all its workers.
-    json
-        Print one JSON object instead of text: with the program of the step, the messages among its actions.
+      forward_ns: Forward of one microbatch on one stage.
+      cap: Activations that a worker may hold; twice the number of stages without it.
+      regroup_s: Seconds of every switch, with --trace.
+      copy_s: More of them where a worker gets the weights of a stage.
+      restart_s: Seconds of a restart from a checkpoint, where a stage lost all its workers.
+      json: Print one JSON object instead of text: with the program of the step, the messages among its actions.
     """
     shape = PipelineShape(stages, microbatches, 1, forward_ns, input_ns, weight_ns, comm_ns, cap)
     plan = ElasticPlan.build(shape, replicas, most_failures=0)
@@ -344,8 +273,7 @@ def replan(
         "roles": list(step.roles),
         "schedule": step.program.to_json(),
     }
-    emit(facts, lambda screen: _rerouted(step, stages, screen), as_json=json)
-    return 0
+    return emit(facts, lambda screen: _rerouted(step, stages, screen), as_json=json)
 
 
 def shape_of(
@@ -407,7 +335,6 @@ def _read(file: Path) -> PipelineProgram:
 
 
 def _passed(program: PipelineProgram, report: ProgramReport) -> Text:
-    """Return the sentence about a program that passed."""
     return Text(
         f"  {program.num_ranks} ranks, {program.num_stages} stages, {program.num_microbatches} microbatches: complete, "
         f"no deadlock without buffers; {report.num_messages} messages; at most {max(report.peak_activations)} "
@@ -431,7 +358,6 @@ def _steady_gaps(order: OrderFn, shape: PipelineShape) -> dict[str, list[float]]
 
 
 def _figures(schedule: str, gaps: dict[str, list[float]], found: PipelineScore) -> list[Any]:
-    """Return the figures of an order as rows."""
     rows = grid("left", "right")
     add_row(rows, "step", format_seconds(found.makespan_ns / 1e9))
     add_row(rows, "idle, of the step", format_fraction(found.bubble_fraction))
@@ -444,26 +370,22 @@ def _figures(schedule: str, gaps: dict[str, list[float]], found: PipelineScore) 
 
 
 def _traced(report: TraceReport, as_json: bool) -> int:
-    """Print what was done over a trace."""
     facts = {"schema": "headway.parallel.replan-trace/1", "simulated": True, **asdict(report), "gain": report.gain}
     rows = grid("left", "right")
     add_row(rows, "steps", f"{report.steps:,.0f}")
     add_row(rows, "steps of whole replicas, packed anew at no cost", f"{report.repacked_steps:,.1f}")
     add_row(rows, "switches, restarts among them", f"{report.switches}, {report.restarts}")
     add_row(rows, "time in switches", format_seconds(report.paused_s))
-    emit(facts, lambda screen: draw([uncut(rows)], **screen), as_json=as_json)
-    return 0
+    return emit(facts, lambda screen: draw([uncut(rows)], **screen), as_json=as_json)
 
 
 def _rerouted(step: Replanned, stages: int, screen: ScreenOptions) -> str:
-    """Return the figures, and who computes how many microbatches."""
     rows = grid("left", "right")
     add_row(rows, "step, staggered optimizer", format_seconds(step.span_ns / 1e9))
     add_row(rows, "step, one optimizer step for all", format_seconds(step.makespan_ns / 1e9))
     add_row(rows, "step without failures, 1F1B", format_seconds(step.fault_free_span_ns / 1e9))
     add_row(rows, "bound", format_seconds(step.bound_ns / 1e9))
-    table = grid("left", *["right"] * stages)
-    add_row(table, "microbatches", *(f"stage {stage}" for stage in range(stages)), style="dim")
+    table = headed("microbatches", *(f"stage {stage}" for stage in range(stages)))
     program = step.program
     for first in range(0, program.num_ranks, stages):
         forwards = [int(((program.op == F) & (program.rank == first + stage)).sum()) for stage in range(stages)]

@@ -21,7 +21,7 @@ from headway.runtime.launching.launch import launch
 from headway.runtime.launching.options import LaunchOptions, check
 from headway.runtime.run_folder.recording import RUNS, claim_folder, next_folder
 from headway.trace.recording.run_facts import outcomes_of
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 
 REMEDY = "model.tune"
 
@@ -36,7 +36,7 @@ def tune(
     seed: int = 0,
     module: Annotated[bool, Parameter(alias="-m")] = False,
     out: Path | None = None,
-    json: bool = False,
+    json: AsJson = False,
     script: Annotated[list[str] | None, Parameter(parse=False)] = None,
 ) -> int:
     """Tune settings of a script's optimizer while it trains; this changes what it learns.
@@ -48,20 +48,12 @@ def tune(
 
     Example: `headway tune --setting lr=1e-5:1:log --setting momentum=0:0.99 -- train.py`
 
-    Parameters
-    ----------
-    setting
-        NAME=LOW:HIGH, NAME=LOW:HIGH:log, or NAME=VALUE,VALUE; once for each tunable. lr=1e-5:1:log by default.
-    trials
-        Most trials of the first search.
-    seed
-        Of the settings that are drawn.
-    module
-        The script is a module, as in python -m.
-    out
-        Folder for the plan and, in its folder run, the run; headway-runs/SCRIPT-tune-N by default.
-    json
-        Print one JSON object instead of text.
+    Args:
+      setting: NAME=LOW:HIGH, NAME=LOW:HIGH:log, or NAME=VALUE,VALUE; once for each tunable. lr=1e-5:1:log by default.
+      trials: Most trials of the first search.
+      seed: Of the settings that are drawn.
+      module: The script is a module, as in python -m.
+      out: Folder for the plan and, in its folder run, the run; headway-runs/SCRIPT-tune-N by default.
     """
     if script is None:
         raise InputError("there is no script to tune. Put it behind --: headway tune -- train.py")
@@ -112,7 +104,6 @@ def _nothing(found: Tuned) -> str | None:
 
 
 def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    """Return the setting in a sentence, or why there is none."""
     if answer["reason_not_tuned"]:
         return draw(
             [paragraph(f"Not tuned: {answer['reason_not_tuned'].rstrip('.')}. Run: {answer['path']}")], **screen

@@ -22,7 +22,7 @@ from headway.trace.recording.runs import Run
 from headway.verbs.jobs.fault import ettr_beside, ettr_sentence
 from headway.verbs.models.model_grow import growth_sentence, judged_growth, losses_of, trained_parameters
 from headway.verbs.shared.learned_step import judged, sentence
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 from headway.verbs.shared.run_options import fraction
 from headway.verbs.shared.source import run_at
 from headway.why.fixes import withdrawn
@@ -39,7 +39,7 @@ def compare(
     *,
     threshold: Annotated[float, Parameter(alias="--gate", converter=fraction)] = 0.05,
     whole: bool = False,
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Compare two runs of one job, bucket by bucket; exit 3 when the second surely lost more than the threshold.
 
@@ -52,19 +52,13 @@ def compare(
 
     Example: `headway compare headway-runs/train-1 headway-runs/train-2 --threshold 0.1`
 
-    Parameters
-    ----------
-    before
-        The run that sets the standard.
-    after
-        The run that is judged.
-    threshold
-        Share of the first run's step time that may be lost: 5% or 0.05.
-    whole
+    Args:
+      before: The run that sets the standard.
+      after: The run that is judged.
+      threshold: Share of the first run's step time that may be lost: 5% or 0.05.
+      whole:
         Judge whole runs: what lies before, between and after the steps counts too, and start-up, restarts and rework
         are regressions when they grew by more than threshold x wall of the first run.
-    json
-        Print one JSON object instead of text.
     """
     runs = run_at(before), run_at(after)
     loads = runs[0].facts.host_load, runs[1].facts.host_load
@@ -73,8 +67,7 @@ def compare(
     if predicted is not None and not ledgers[0].steps:  # the prediction is all there is to compare with
         text = sentence(predicted)
         only = {"schema": SCHEMA, "predicted": predicted, "notes": [text], "exit_code": 0}
-        emit(only, lambda screen: draw([paragraph(text[0].upper() + text[1:] + ".")], **screen), as_json=json)
-        return 0
+        return emit(only, lambda screen: draw([paragraph(text[0].upper() + text[1:] + ".")], **screen), as_json=json)
     sizes = (trained_parameters(runs[0]), trained_parameters(runs[1]))
     comparison = compare_ledgers(*ledgers, threshold, whole=whole, loads=loads, parameters=sizes)
     unlike = "" if comparison.inconclusive else unlike_loads(*loads)[0]

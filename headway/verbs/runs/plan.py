@@ -24,14 +24,14 @@ from headway.report.terminal import render_hints, render_plan, render_whatif
 from headway.sim.recorded.program import Program
 from headway.sim.whatif import EDITS
 from headway.verbs.shared.learned_step import TABLE, in_words, learned_step, save
-from headway.verbs.shared.output import emit
-from headway.verbs.shared.source import run_at
+from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.source import NewestRun, run_at
 from headway.why.explanation import explain_run
 from headway.why.fixes import chosen_terms, loader_rows, run_command
 
 
 def plan(
-    run: Path | None = None,
+    run: NewestRun = None,
     /,
     *,
     out: Annotated[Path | None, Parameter(alias="-o")] = None,
@@ -48,31 +48,22 @@ def plan(
 
     Example: `headway plan headway-runs/train-1 -o plan.json`
 
-    Parameters
-    ----------
-    run
-        A run folder; the newest one by default.
-    out
-        The plan file; RUN/plan.json by default, RUN/next-plan.json where RUN applied a plan, which stays.
-    allow
+    Args:
+      out: The plan file; RUN/plan.json by default, RUN/next-plan.json where RUN applied a plan, which stays.
+      allow:
         What may change results: 'same-distribution' (other random draws of it), 'data.threads' (threads that share the
         dataset's objects with the loop), 'lossy' (approximations). Several are separated by commas.
-    steps
+      steps:
         Length of the job to plan for, in optimizer steps: what costs more at the start than it wins in so many is left
         out. As many as were recorded by default.
-    all
-        Show too what no cause of this run asks for, and what headway cannot apply.
-    model
+      all: Show too what no cause of this run asks for, and what headway cannot apply.
+      model:
         MODULE:BUILD as for `headway cost predict`: where the run recorded too few steps to predict from, the time of
         a step is learned from --costs.
-    batch
-        What BUILD is called with.
-    costs
-        The table that `headway cost calibrate` wrote on this host.
-    threads
-        Threads of one operator, as calibrated.
-    json
-        Print one JSON object (schema headway.plan/1) instead of text.
+      batch: What BUILD is called with.
+      costs: The table that `headway cost calibrate` wrote on this host.
+      threads: Threads of one operator, as calibrated.
+      json: Print one JSON object (schema headway.plan/1) instead of text.
     """
     grants = granted(allow)
     recorded = run_at(run)
@@ -103,12 +94,11 @@ def plan(
         answer["note"] = " ".join([answer["note"], f"Step times are those recorded; {costs} is not used."]).strip()
     apply = run_command(recorded.facts, "--apply", str(path))
     shown = answer if all else asked_for(answer, explanation.causes)
-    emit(
+    return emit(
         answer,
         lambda screen: render_plan(shown, source=str(recorded.path), apply=apply, **screen),
         as_json=json,
     )
-    return 0
 
 
 def asked_for(answer: Mapping[str, Any], causes: Sequence[Cause]) -> dict[str, Any]:
@@ -132,32 +122,26 @@ def asked_for(answer: Mapping[str, Any], causes: Sequence[Cause]) -> dict[str, A
 
 
 def whatif(
-    run: Path | None = None,
+    run: NewestRun = None,
     /,
     *,
     set_: Annotated[list[str], Parameter(name="--set", negative=())] | None = None,
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Predict the step time of RUN after edits; several edits are replayed together.
 
     Example: `headway whatif headway-runs/train-1 --set input=instant --set workers=4`
 
-    Parameters
-    ----------
-    run
-        A run folder; the newest one by default.
-    set_
+    Args:
+      set_:
         EDIT, as target=value. A factor on durations, none, instant or 0.5x: straggler, input (input.fetch, input.prep,
         input.transfer), comm, checkpoint, host (host.gc, host.logging, script), op:GLOB. A speed, 2x: bandwidth,
         storage (or shared, parallel), accelerator. The loader: workers=4, threads=true, prefetch=4,
         persistent=true, cache_fraction=0.5, cache_cold=1, cache_shards=2, cores=8, other=0.5. The
         rest: bucket_mb=25 (or default), compress=topk:0.01, logging=buffered, gc=frozen:100. A pipeline: schedule=1f1b,
         bubble=none, stage:NUMBER=0.5x.
-    json
-        Print one JSON object instead of text.
     """
     if not set_:
         raise InputError(f"no edit was given. Pass --set target=value with one of: {', '.join(sorted(EDITS))}.")
     found = Program.from_run(run_at(run)).predict(set_)
-    emit(found.to_json(), lambda screen: render_whatif(found, **screen), as_json=json)
-    return 0
+    return emit(found.to_json(), lambda screen: render_whatif(found, **screen), as_json=json)

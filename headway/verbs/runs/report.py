@@ -29,7 +29,7 @@ from headway.trace.events.vocabulary import BY_EVENTS
 from headway.trace.recording.run_facts import RunFacts
 from headway.trace.sync.clocks import on_common_clock
 from headway.verbs.runs.why import heat_maps_of, why_object
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 from headway.verbs.shared.source import newest_run
 from headway.why.explanation import Explanation, explain, ideal_of
 from headway.why.model_flops import ModelSpec
@@ -51,24 +51,17 @@ def report(
     out: Annotated[Path, Parameter(alias="-o")] = Path("report.html"),
     steps: str | None = None,
     model: str | None = None,
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Write one HTML page that needs nothing else: ledger, causes, step times, timeline, predicted beside measured.
 
     Example: `headway report headway-runs/train-1 -o report.html`
 
-    Parameters
-    ----------
-    source
-        A run folder (the newest one by default) or any trace.
-    out
-        The page to write.
-    steps
-        FIRST:END of the steps in the timeline; some in the middle by default.
-    model
-        Shape of the model, for MFU, as `headway why --help` says.
-    json
-        Print one JSON object instead of text.
+    Args:
+      source: A run folder (the newest one by default) or any trace.
+      out: The page to write.
+      steps: FIRST:END of the steps in the timeline; some in the middle by default.
+      model: Shape of the model, for MFU, as `headway why --help` says.
     """
     if out.is_dir():
         raise InputError(f"{out} is a folder; a report is a file. Name one in it: -o {out / 'report.html'}")
@@ -77,8 +70,7 @@ def report(
     explanation = explain(list(source) or [newest_run()])
     size = write_report(report_data(explanation, steps, spec), out)
     answer = {"schema": "headway.report/1", "path": str(out), "bytes": size}
-    emit(answer, lambda _: f"{out}: {format_bytes(size)}, self-contained, works offline", as_json=json)
-    return 0
+    return emit(answer, lambda _: f"{out}: {format_bytes(size)}, self-contained, works offline", as_json=json)
 
 
 def report_data(explanation: Explanation, steps: str | None = None, model: ModelSpec | None = None) -> ReportData:

@@ -23,7 +23,7 @@ from headway.trace.recording.runs import Run, is_run
 from headway.trace.sync.alignment import Alignment
 from headway.trace.sync.alignment import align as align_trace
 from headway.trace.sync.clocks import on_common_clock
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 from headway.why.explanation import ideal_of
 
 STREAMED = (".pftrace", ".perfetto-trace")
@@ -33,26 +33,21 @@ OWN, OTHER = ".parquet", ".straggler.parquet"
 """Suffixes to tell apart: of the two, only headway's own Parquet has room for clocks beside raw times."""
 
 
-def import_(source: Path, target: Path, /, *, json: bool = False) -> int:
+def import_(source: Path, target: Path, /, *, json: AsJson = False) -> int:
     """Convert SOURCE (profiler JSON or folder, Chakra, torchtitan, Flight Recorder, a run, ...) to headway's Parquet.
 
     Example: `headway trace import profile.json.gz profile.parquet`
 
-    Parameters
-    ----------
-    source
-        Any trace headway reads; its content decides the format, not its name. NAME.et stands for NAME.<rank>.et.
-    target
+    Args:
+      source: Any trace headway reads; its content decides the format, not its name. NAME.et stands for NAME.<rank>.et.
+      target:
         File to write; its suffix decides the format: .parquet, .straggler.parquet, .json, .json.gz, .pftrace or .et.
-    json
-        Print one JSON object instead of text.
     """
     spare(source, target)
     trace = Trace.open(source)
     write(trace, target)
     answer = {"schema": "headway.trace-import/1", "source": str(source), "target": str(target), "events": len(trace)}
-    emit(answer, lambda _: f"{target}: {len(trace)} events from {source}", as_json=json)
-    return 0
+    return emit(answer, lambda _: f"{target}: {len(trace)} events from {source}", as_json=json)
 
 
 def export(
@@ -67,34 +62,23 @@ def export(
     kinds: str | None = None,
     between: str | None = None,
     ideal: bool = False,
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Write a slice of SOURCE for Perfetto (ui.perfetto.dev), chrome://tracing, or a simulator that takes Chakra.
 
     Example: `headway trace export headway-runs/train-1 window.json.gz --steps 100:110 --lanes "stream *"`
 
-    Parameters
-    ----------
-    source
-        A run folder or any trace.
-    target
-        .pftrace, .json or .json.gz to look at, .parquet to keep, .et for Chakra (one NAME.<rank>.et per rank).
-    steps
-        FIRST:END, the end excluded; all steps by default.
-    ranks
-        FIRST:END, the end excluded; all ranks by default.
-    lanes
-        Pattern of lane names, as of file names: main, "stream *", "loader/*".
-    names
-        Pattern of event names: "aten::*", "comm.*".
-    kinds
-        Kinds, separated by commas: COMPUTE,COLL.
-    between
-        FROM:TO after the first event, in ns or with a unit: 1.5s:1.6s. Rows that overlap it.
-    ideal
+    Args:
+      source: A run folder or any trace.
+      target: .pftrace, .json or .json.gz to look at, .parquet to keep, .et for Chakra (one NAME.<rank>.et per rank).
+      steps: FIRST:END, the end excluded; all steps by default.
+      ranks: FIRST:END, the end excluded; all ranks by default.
+      lanes: Pattern of lane names, as of file names: main, "stream *", "loader/*".
+      names: Pattern of event names: "aten::*", "comm.*".
+      kinds: Kinds, separated by commas: COMPUTE,COLL.
+      between: FROM:TO after the first event, in ns or with a unit: 1.5s:1.6s. Rows that overlap it.
+      ideal:
         Put the same slice, replayed without the losses, beside the real one (a run or an operation trace; .json only).
-    json
-        Print one JSON object instead of text.
     """
     wanted = slice_of(steps=steps, ranks=ranks, lanes=lanes, names=names, kinds=kinds, between=between)
     spare(source, target)
@@ -121,8 +105,7 @@ def export(
         write(trace, target)
     answer = {"schema": "headway.trace-export/1", "target": str(target), "events": len(trace), "ideal": ideal}
     written = target.name if target.exists() else f"{target.stem}.<rank>.et"  # Chakra: one file per rank
-    emit(answer, lambda _: f"{target.with_name(written)}: {len(trace)} events", as_json=json)
-    return 0
+    return emit(answer, lambda _: f"{target.with_name(written)}: {len(trace)} events", as_json=json)
 
 
 def write(trace: Trace, target: Path) -> None:
@@ -176,21 +159,16 @@ def replayed(source: Path, trace: Trace) -> Trace:
     return ideal
 
 
-def info(source: Path, /, *, json: bool = False) -> int:
+def info(source: Path, /, *, json: AsJson = False) -> int:
     """Describe what a trace or a run holds: ranks, steps, kinds, lanes, groups, longest names, coverage.
 
     Example: `headway trace info profile.json.gz`
 
-    Parameters
-    ----------
-    source
-        A run folder or any trace.
-    json
-        Print one JSON object instead of text.
+    Args:
+      source: A run folder or any trace.
     """
     answer = describe(open_parts([source]))
-    emit(answer, lambda screen: render_trace_info(answer, **screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: render_trace_info(answer, **screen), as_json=json)
 
 
 def interval(text: str, what: str) -> tuple[int, int]:
@@ -217,7 +195,7 @@ def align(
     /,
     *,
     tolerate: bool = False,
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Put the clocks of all ranks of SOURCE on that of its first rank, by what the ranks did together.
 
@@ -231,16 +209,11 @@ def align(
 
     All other formats get aligned times.
 
-    Parameters
-    ----------
-    source
-        A run, a trace with several ranks, or a folder of profiler files, one or more per rank.
-    target
-        File to write; its suffix decides the format.
-    tolerate
+    Args:
+      source: A run, a trace with several ranks, or a folder of profiler files, one or more per rank.
+      target: File to write; its suffix decides the format.
+      tolerate:
         Where no clocks fulfil the order, or one was set while it recorded, take the estimate instead of an error.
-    json
-        Print one JSON object instead of text.
     """
     spare(source, target)
     trace = Trace.open(source)
@@ -259,8 +232,7 @@ def align(
         "events": len(trace),
         **found.to_json(),
     }
-    emit(answer, lambda s: render_alignment(answer, source=str(source), target=str(target), **s), as_json=json)
-    return 0
+    return emit(answer, lambda s: render_alignment(answer, source=str(source), target=str(target), **s), as_json=json)
 
 
 def aligned(trace: Trace, *, tolerate: bool = False) -> Alignment:

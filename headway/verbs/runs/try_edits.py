@@ -52,23 +52,16 @@ def try_edits(
 
     Example: `headway try --allow lossy,result-equivalent -- train.py`
 
-    Parameters
-    ----------
-    steps
-        Steps of a trial; a quarter of them, the first ones, do not count.
-    rounds
-        Trials of each candidate, with the others between them.
-    warmup
-        Steps of the script's own before the first trial.
-    only
-        A candidate, such as compile or autocast; once for each. All by default.
-    recorded
+    Args:
+      steps: Steps of a trial; a quarter of them, the first ones, do not count.
+      rounds: Trials of each candidate, with the others between them.
+      warmup: Steps of the script's own before the first trial.
+      only: A candidate, such as compile or autocast; once for each. All by default.
+      recorded:
         A recorded run of the script, with a window where it trains on a device: what its plan predicts of each
         candidate stands beside what is measured.
-    allow
-        What the plan may hold: result-equivalent, lossy, or both with a comma. All candidates are measured.
-    plan
-        Where to write the plan.
+      allow: What the plan may hold: result-equivalent, lossy, or both with a comma. All candidates are measured.
+      plan: Where to write the plan.
     """
     script = _checked(options, script)
     if options.apply is not None:
@@ -111,8 +104,7 @@ def try_edits(
         "best": list(best.remedies) if best else [], "ended": tries.ended, "path": str(plan),
     }  # fmt: skip
     command = run_command(run_at(folder / "run").facts, "--apply", str(plan)) if best else ""
-    emit(result, lambda screen: _screen(tries, rows, best, command, screen), as_json=options.json)
-    return 0
+    return emit(result, lambda screen: _screen(tries, rows, best, command, screen), as_json=options.json)
 
 
 def _checked(options: RunOptions, script: list[str] | None) -> list[str]:

@@ -16,11 +16,11 @@ from headway.report.page.live import LiveView, live_charts, live_key, live_page,
 from headway.runtime.run_folder.live_feed import LiveFeed
 from headway.trace.recording.runs import is_run, run_near
 from headway.verbs.shared.live_pages import serve_page
-from headway.verbs.shared.source import newest_run, recorded
+from headway.verbs.shared.source import NewestRun, newest_run, recorded
 
 
 def watch(
-    run: Path | None = None,
+    run: NewestRun = None,
     *,
     port: int = 0,
     host: str = "127.0.0.1",
@@ -35,20 +35,12 @@ def watch(
 
     Example: `headway watch headway-runs/train-1`
 
-    Parameters
-    ----------
-    run
-        A run folder; the newest one by default.
-    port
-        Port to serve on; 0 takes a free one.
-    host
-        Address to serve on; only this machine can connect by default.
-    allow_origin
-        Origin of another page that may read the events, as in http://dashboard:3000.
-    wait
-        The run folder need not exist yet: wait until a run makes it.
-    json
-        Print one JSON object with the address instead of text.
+    Args:
+      port: Port to serve on; 0 takes a free one.
+      host: Address to serve on; only this machine can connect by default.
+      allow_origin: Origin of another page that may read the events, as in http://dashboard:3000.
+      wait: The run folder need not exist yet: wait until a run makes it.
+      json: Print one JSON object with the address instead of text.
     """
     path = run or newest_run()
     if path.exists() and not path.is_dir():

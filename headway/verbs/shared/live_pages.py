@@ -14,8 +14,8 @@ from headway.verbs.shared.output import emit
 def serve_page(
     source: LiveSource, answer: Callable[[str], tuple[Mapping[str, object], str]], *, host: str, port: int,
     allow_origin: Sequence[str], as_json: bool,
-) -> None:  # fmt: skip
-    """Serve `source` until Ctrl-C; what `answer` makes of the address is printed before, as JSON or as text.
+) -> int:  # fmt: skip
+    """Serve `source` until Ctrl-C, return 0; what `answer` makes of the address is printed before, as JSON or as text.
 
     Raises `InputError` for an address that cannot be bound, or a
     misspelt origin.
@@ -30,3 +30,4 @@ def serve_page(
         sys.stdout.flush()
         with contextlib.suppress(KeyboardInterrupt):  # the usual way to end it
             server_of(LiveServer(source, allowed, token)).run(sockets=[bound])
+    return 0

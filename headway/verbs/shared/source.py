@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from headway.core.errors import InputError
 from headway.core.files.safe_files import read_json
 from headway.runtime.run_folder.recording import RUNS
 from headway.trace.recording.runs import Run, is_run, run_near
+
+NewestRun = Annotated[Path | None, Parameter(help="A run folder; the newest one by default.")]
+"""The argument RUN of a verb, as `run_at` takes it."""
 
 
 def newest_run() -> Path:

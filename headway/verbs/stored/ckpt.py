@@ -14,7 +14,7 @@ from rich.text import Text
 from headway.checkpoint.keep import Keep
 from headway.core.errors import DamageError, FormatError, InputError
 from headway.core.units import clean, format_bytes, format_seconds, plural
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, uncut
 from headway.storage.checks.contents import Contents, Tensor, contents, opened
 from headway.storage.checks.difference import difference
 from headway.storage.checks.verification import Verified, VerifyReport, scrub, verified, verify
@@ -22,14 +22,14 @@ from headway.storage.commit import CommittedCheckpoint, commit_record, committed
 from headway.storage.redundancy.parity_files import state
 from headway.storage.stored.manifest import METADATA
 from headway.storage.stored.stores import LocalStore, url_of
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 from headway.verbs.stored import ckpt_objects
 
 LINES = 20
 """Lines of damage or of tensors on a screen; the JSON has all."""
 
 
-def ls(root: Path, /, *, json: bool = False) -> int:
+def ls(root: Path, /, *, json: AsJson = False) -> int:
     """List the checkpoints of a run: step, age, size, ranks, redundancy, and what the last scrub found.
 
     Only committed ones are listed; a save in progress, or one that was cut
@@ -37,12 +37,8 @@ def ls(root: Path, /, *, json: bool = False) -> int:
 
     Example: `headway ckpt ls runs/llama/checkpoints`
 
-    Parameters
-    ----------
-    root
-        The folder that holds the step-<n> of a run, or its URL (s3://...).
-    json
-        Print one JSON object instead of text.
+    Args:
+      root: The folder that holds the step-<n> of a run, or its URL (s3://...).
     """
     url = url_of(root)
     if url is None:
@@ -51,8 +47,7 @@ def ls(root: Path, /, *, json: bool = False) -> int:
     else:
         rows = ckpt_objects.rows(url)
     answer = {"schema": "headway.ckpt.ls/1", "root": url or str(root), "checkpoints": rows}
-    emit(answer, lambda screen: _list_screen(answer, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _list_screen(answer, screen), as_json=json)
 
 
 def _folder(root: Path) -> Path:
@@ -118,7 +113,7 @@ def _protection(row: Mapping[str, Any]) -> str:
     return str(row["parity"]) if done else f"{row['redundancy']}, not yet"
 
 
-def show(path: Path, /, *, only: str = "*", json: bool = False) -> int:
+def show(path: Path, /, *, only: str = "*", json: AsJson = False) -> int:
     """Show what a checkpoint holds: its tensors with dtype, shape, stored boxes and files, and its other values.
 
     Reads checkpoints of headway, of torch.distributed.checkpoint, and files
@@ -127,14 +122,9 @@ def show(path: Path, /, *, only: str = "*", json: bool = False) -> int:
 
     Example: `headway ckpt show checkpoints/step-400 --only 'model.layers.0.*'`
 
-    Parameters
-    ----------
-    path
-        A checkpoint, a file, or an index of files; a folder of checkpoints stands for the newest.
-    only
-        Names to show, with * and ? for any characters.
-    json
-        Print one JSON object instead of text.
+    Args:
+      path: A checkpoint, a file, or an index of files; a folder of checkpoints stands for the newest.
+      only: Names to show, with * and ? for any characters.
     """
     held = opened(contents(path))
     tensors = {fqn: tensor for fqn, tensor in held.tensors.items() if fnmatchcase(fqn, only)}
@@ -155,8 +145,7 @@ def show(path: Path, /, *, only: str = "*", json: bool = False) -> int:
         "values": values,
         "notes": list(held.notes),
     }
-    emit(answer, lambda screen: _show_screen(answer, held, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _show_screen(answer, held, screen), as_json=json)
 
 
 def _few(held: Contents) -> str:
@@ -184,8 +173,7 @@ def _tensor_row(fqn: str, tensor: Tensor) -> dict[str, Any]:
 
 
 def _show_screen(answer: Mapping[str, Any], held: Contents, screen: ScreenOptions) -> str:
-    table = grid("left", "left", "left", "right", "right", "left")
-    add_row(table, "tensor", "dtype", "shape", "size", "boxes", "files", style="dim")
+    table = headed("tensor", "dtype", "shape", "size", "boxes", "files", align="left left left right right left")
     for row in answer["tensors"]:
         files = sorted({box["file"] for box in row["boxes"]})
         named = files[0] if len(files) == 1 else plural(len(files), "file")
@@ -194,8 +182,7 @@ def _show_screen(answer: Mapping[str, Any], held: Contents, screen: ScreenOption
         add_row(table, clean(row["fqn"]), row["dtype"], shape, size, str(len(row["boxes"])), clean(named))
     parts: list[Any] = [uncut(table), ""] if answer["tensors"] else []
     if answer["values"]:
-        others = grid("left", "left", "left")
-        add_row(others, "other value", "type", "value", style="dim")
+        others = headed("other value", "type", "value", align="left left left")
         for row in answer["values"]:
             told = held.values.get(row["name"])
             add_row(others, clean(row["name"]), clean(row["type"]), told.text if told else "not told: see --json")
@@ -209,7 +196,7 @@ def _show_screen(answer: Mapping[str, Any], held: Contents, screen: ScreenOption
     return draw(parts, **screen)
 
 
-def verify_(path: Path, /, *, all: bool = False, shallow: bool = False, json: bool = False) -> int:
+def verify_(path: Path, /, *, all: bool = False, shallow: bool = False, json: AsJson = False) -> int:
     """Check that a checkpoint is what was written, and say which tensor is not.
 
     Works on checkpoints of headway, of torch.distributed.checkpoint, and on
@@ -220,16 +207,10 @@ def verify_(path: Path, /, *, all: bool = False, shallow: bool = False, json: bo
 
     Example: `headway ckpt verify checkpoints/step-400`
 
-    Parameters
-    ----------
-    path
-        A checkpoint, a folder of checkpoints, a file, or an index of files.
-    all
-        Every checkpoint of a folder of them.
-    shallow
-        Leave out the elements of tensors: sizes, metadata, containers only.
-    json
-        Print one JSON object instead of text.
+    Args:
+      path: A checkpoint, a folder of checkpoints, a file, or an index of files.
+      all: Every checkpoint of a folder of them.
+      shallow: Leave out the elements of tensors: sizes, metadata, containers only.
     """
     url, deep = url_of(path), not shallow
     if not all:
@@ -279,8 +260,7 @@ def _verify_screen(reports: list[VerifyReport], screen: ScreenOptions) -> str:
 
 
 def _damage_table(report: VerifyReport) -> Any:
-    table = grid("left", "right", "left", "left")
-    add_row(table, "file", "at byte", "what", "tensor", style="dim")
+    table = headed("file", "at byte", "what", "tensor", align="left right left left")
     for damage in report.damaged[:LINES]:
         add_row(table, clean(damage.file), str(damage.offset_bytes), damage.what, clean(damage.tensor or ""))
     if len(report.damaged) > LINES:
@@ -288,7 +268,7 @@ def _damage_table(report: VerifyReport) -> Any:
     return uncut(table)
 
 
-def scrub_(root: Path, /, *, rate_mb_s: float = 50.0, json: bool = False) -> int:
+def scrub_(root: Path, /, *, rate_mb_s: float = 50.0, json: AsJson = False) -> int:
     """Verify all checkpoints of a run in the background, at a bounded rate, the longest unverified first.
 
     Exit code 3 when one is damaged. When it was interrupted it goes on with
@@ -296,14 +276,9 @@ def scrub_(root: Path, /, *, rate_mb_s: float = 50.0, json: bool = False) -> int
 
     Example: `headway ckpt scrub runs/llama/checkpoints --rate-mb-s 20`
 
-    Parameters
-    ----------
-    root
-        The folder that holds the step-<n> of a run.
-    rate_mb_s
-        Read at most so many MB per second; 0 reads as fast as it goes.
-    json
-        Print one JSON object instead of text.
+    Args:
+      root: The folder that holds the step-<n> of a run.
+      rate_mb_s: Read at most so many MB per second; 0 reads as fast as it goes.
     """
     if rate_mb_s < 0:
         raise InputError(f"--rate-mb-s is {rate_mb_s:g}; a rate is at least 0. Pass 0 for no limit.")
@@ -326,7 +301,7 @@ def scrub_(root: Path, /, *, rate_mb_s: float = 50.0, json: bool = False) -> int
     return 3 if damaged else 0
 
 
-def diff(first: Path, second: Path, /, *, json: bool = False) -> int:
+def diff(first: Path, second: Path, /, *, json: AsJson = False) -> int:
     """Compare two checkpoints bit by bit: tensors added, removed, of another dtype or shape, with other content.
 
     They may be of different formats, layouts and numbers of ranks. Exit code
@@ -334,14 +309,9 @@ def diff(first: Path, second: Path, /, *, json: bool = False) -> int:
 
     Example: `headway ckpt diff checkpoints/step-400 checkpoints/step-500`
 
-    Parameters
-    ----------
-    first
-        A checkpoint, or a torch.save or safetensors file.
-    second
-        Another one.
-    json
-        Print one JSON object instead of text.
+    Args:
+      first: A checkpoint, or a torch.save or safetensors file.
+      second: Another one.
     """
     found = difference(contents(first), contents(second))
     answer = {"schema": "headway.ckpt.diff/1", "first": str(first), "second": str(second), **found.to_json()}
@@ -379,7 +349,7 @@ def _changed(change: Mapping[str, Any]) -> str:
     return f"{what}{change['before']} -> {change['after']}"
 
 
-def prune(root: Path, /, *, keep: str = "last=2", yes: bool = False, json: bool = False) -> int:
+def prune(root: Path, /, *, keep: str = "last=2", yes: bool = False, json: AsJson = False) -> int:
     """Remove old checkpoints, and what dead saves left; without --yes say only what would be removed.
 
     The newest checkpoint that is intact, or that parity can repair, always
@@ -387,22 +357,15 @@ def prune(root: Path, /, *, keep: str = "last=2", yes: bool = False, json: bool 
 
     Example: `headway ckpt prune checkpoints --keep last=3,every=1000 --yes`
 
-    Parameters
-    ----------
-    root
-        The folder that holds the step-<n> of a run.
-    keep
-        What stays: last=N, the newest N; every=K, those whose step is a multiple of K.
-    yes
-        Remove them.
-    json
-        Print one JSON object instead of text.
+    Args:
+      root: The folder that holds the step-<n> of a run.
+      keep: What stays: last=N, the newest N; every=K, those whose step is a multiple of K.
+      yes: Remove them.
     """
     rule, url = parse_keep(keep), url_of(root)
     if url is not None:
         answer = ckpt_objects.prune(url, rule, yes=yes)
-        emit(answer, lambda screen: _prune_screen(answer, screen), as_json=json)
-        return 0
+        return emit(answer, lambda screen: _prune_screen(answer, screen), as_json=json)
     found = committed(_folder(root))
     by_step = {one.step: one for one in found}
     surplus = rule.disposable(by_step, lambda step: _intact(by_step[step]))
@@ -419,8 +382,7 @@ def prune(root: Path, /, *, keep: str = "last=2", yes: bool = False, json: bool 
         "spared": sorted(rule.surplus(by_step) - surplus), "num_bytes": freed,
         "leftovers": [str(path) for path in leftovers],
     }  # fmt: skip
-    emit(answer, lambda screen: _prune_screen(answer, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _prune_screen(answer, screen), as_json=json)
 
 
 def _intact(checkpoint: CommittedCheckpoint) -> bool:

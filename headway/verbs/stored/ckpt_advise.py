@@ -29,9 +29,9 @@ from headway.core.errors import HeadwayError, InputError
 from headway.core.units import format_bytes, format_fraction, format_seconds, parse_bytes
 from headway.ledger.answers.ledger import Ledger
 from headway.plan.setup import Setup
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, title
+from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, title
 from headway.sim.recorded.program import Program
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 from headway.verbs.shared.source import run_at
 
 STOCK_TIMEOUT_S = 300
@@ -42,7 +42,7 @@ def advise(
     /,
     *,
     set_: Annotated[list[str], Parameter(name="--set", negative=())] | None = None,
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Compute how often to save, whether to write behind the steps, and what a failure loses each way.
 
@@ -53,15 +53,11 @@ def advise(
 
     Example: `headway ckpt advise headway-runs/train-1 --set mtbf_s=36000`
 
-    Parameters
-    ----------
-    run
-        A run folder; needed unless --set says what a step and a save take.
-    set_
+    Args:
+      run: A run folder; needed unless --set says what a step and a save take.
+      set_:
         A fact, as name=value: step_s, save_s (seconds), every (steps between saves), state (bytes per rank), copy
         (bytes per second), mtbf_s, budget, ranks, hosts.
-    json
-        Print one JSON object instead of text.
     """
     if run is None and not set_:
         raise InputError(f"there is nothing to advise on. Name a run, or pass --set with {', '.join(SETTINGS)}.")
@@ -75,8 +71,7 @@ def advise(
         "ways": [asdict(way) for way in ways(job)],
         "redundancy": [asdict(row) for row in protections(job)],
     }
-    emit(answer, lambda screen: _advice(answer, ways(job), screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _advice(answer, ways(job), screen), as_json=json)
 
 
 def _recorded(path: Path) -> tuple[list[Any], SavingJob]:
@@ -127,8 +122,7 @@ def _advice(answer: Mapping[str, Any], found: list[SaveMethod], screen: ScreenOp
 
 def _kept(rows: list[Mapping[str, Any]]) -> Any:
     """Return what redundancy survives, as a table."""
-    table = grid("left", "right", "left")
-    add_row(table, "redundancy", "more bytes", "on local disks it survives the loss of", style="dim")
+    table = headed("redundancy", "more bytes", "on local disks it survives the loss of", align="left right left")
     for row in rows:
         ranks, hosts = row["lost_ranks"], row["lost_hosts"]
         survives = f"any {ranks} ranks' parts" if ranks > 1 else "any rank's part" if ranks else "nothing"
@@ -138,7 +132,7 @@ def _kept(rows: list[Mapping[str, Any]]) -> Any:
 
 
 def bench(
-    folder: Path, /, *, size: str = "64MiB", state: str = "10GB", ours_only: bool = False, json: bool = False
+    folder: Path, /, *, size: str = "64MiB", state: str = "10GB", ours_only: bool = False, json: AsJson = False
 ) -> int:
     """Measure memory, checksums and FOLDER on this host, and say what a save of a given size would cost.
 
@@ -147,18 +141,11 @@ def bench(
 
     Example: `headway ckpt bench /mnt/checkpoints --state 40GB`
 
-    Parameters
-    ----------
-    folder
-        The folder that checkpoints go to.
-    size
-        Bytes to measure with; more is steadier.
-    state
-        Bytes that one rank would save.
-    ours_only
-        Leave out torch's own distributed checkpoint, which needs torch.
-    json
-        Print one JSON object instead of text.
+    Args:
+      folder: The folder that checkpoints go to.
+      size: Bytes to measure with; more is steadier.
+      state: Bytes that one rank would save.
+      ours_only: Leave out torch's own distributed checkpoint, which needs torch.
     """
     num_bytes, state_bytes = parse_bytes(size), parse_bytes(state)
     rates = measure(folder, num_bytes)
@@ -175,8 +162,7 @@ def bench(
         "restored_s": rates.restored_s(state_bytes),
         "dcp_save_s": peer_s,
     }
-    emit(answer, lambda screen: _figures(answer, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _figures(answer, screen), as_json=json)
 
 
 def _stock_save_s(folder: Path, num_bytes: int, state_bytes: int) -> float:
@@ -202,8 +188,7 @@ def _figures(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
     for name, text in names.items():
         add_row(rates, text, f"{format_bytes(answer['bytes_per_s'][name])}/s")
     add_row(rates, "make a small file durable", format_seconds(answer["sync_s"]))
-    costs = grid("left", "right", "right")
-    add_row(costs, f"a save of {format_bytes(answer['state_bytes'])}", "blocked", "durable", style="dim")
+    costs = headed(f"a save of {format_bytes(answer['state_bytes'])}", "blocked", "durable")
     add_row(costs, "headway", format_seconds(answer["blocked_s"]), format_seconds(answer["durable_s"]))
     if answer["dcp_save_s"] is not None:
         stock = format_seconds(answer["dcp_save_s"])

@@ -18,7 +18,7 @@ from headway.storage.commit import STEP, is_own
 from headway.storage.redundancy.parity import state, warnings
 from headway.storage.stored.manifest import COMMIT, CommitRecord
 from headway.storage.stored.stores import url_of
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 
 # `headway ckpt repair`: rebuild what is damaged of a checkpoint, or say what is lost.
 
@@ -34,7 +34,7 @@ VERDICTS = {
 """Status -> what the screen says last."""
 
 
-def repair(path: Path, /, *, dry_run: bool = False, json: bool = False) -> int:
+def repair(path: Path, /, *, dry_run: bool = False, json: AsJson = False) -> int:
     """Rebuild what is damaged of a checkpoint from parity and copies, bit for bit.
 
     Every rebuilt file is held to the checksum of the commit before it takes
@@ -45,14 +45,9 @@ def repair(path: Path, /, *, dry_run: bool = False, json: bool = False) -> int:
 
     Example: `headway ckpt repair runs/llama/checkpoints/step-4000`
 
-    Parameters
-    ----------
-    path
-        A checkpoint; of the folder of a run, its newest one.
-    dry_run
-        Say what would be rebuilt, and write nothing; exit code 3 when there is anything.
-    json
-        Print one JSON object instead of text.
+    Args:
+      path: A checkpoint; of the folder of a run, its newest one.
+      dry_run: Say what would be rebuilt, and write nothing; exit code 3 when there is anything.
     """
     root, path = path, checkpoint_at(path)
     check_inside(root, path / COMMIT)
@@ -86,7 +81,6 @@ def checkpoint_at(path: Path) -> Path:
 
 
 def _screen(answer: Mapping[str, Any], lost: list[str], screen: ScreenOptions) -> str:
-    """Return what was rebuilt or is lost, the warnings, the verdict."""
     parts: list[Any] = []
     files = answer["files"]
     if files:
@@ -121,7 +115,7 @@ def export(
     prefix: str = "",
     dtype: str | None = None,
     file: str = "5GB",
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Write a checkpoint as safetensors or as a torch.save file.
 
@@ -130,20 +124,12 @@ def export(
 
     Example: `headway ckpt export runs/llama/step-4000 -o model.safetensors --prefix model. --dtype bf16`
 
-    Parameters
-    ----------
-    path
-        A checkpoint, headway's or torch's; of the folder of a run, its newest one.
-    out
-        The file to write: .safetensors, or .pt, .pth, .bin, .ckpt. It must not exist.
-    prefix
-        Write only names that begin with it, without it.
-    dtype
-        Cast floating-point tensors: bf16, fp16, fp32, fp64.
-    file
-        Largest safetensors file.
-    json
-        Print one JSON object instead of text.
+    Args:
+      path: A checkpoint, headway's or torch's; of the folder of a run, its newest one.
+      out: The file to write: .safetensors, or .pt, .pth, .bin, .ckpt. It must not exist.
+      prefix: Write only names that begin with it, without it.
+      dtype: Cast floating-point tensors: bf16, fp16, fp32, fp64.
+      file: Largest safetensors file.
     """
     from headway.checkpoint.torch_dcp.convert import export as write
 
@@ -152,8 +138,7 @@ def export(
         raise InputError(f"--file is {file}; a file holds at least a byte. Pass 5GB.")
     done = write(_source(path), out, prefix=prefix, dtype=dtype, file_bytes=file_bytes)
     answer = {"schema": "headway.ckpt.export/1", "path": str(path), "out": str(out), **asdict(done)}
-    emit(answer, lambda screen: _exported(answer, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _exported(answer, screen), as_json=json)
 
 
 def import_(
@@ -164,7 +149,7 @@ def import_(
     prefix: str = "",
     world: int = 1,
     redundancy: str = "none",
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Make a checkpoint of safetensors files, a torch.save file, or another checkpoint.
 
@@ -173,20 +158,12 @@ def import_(
 
     Example: `headway ckpt import llama/model.safetensors.index.json -o runs/llama/step-0 --prefix model.`
 
-    Parameters
-    ----------
-    path
-        A .safetensors file or index, a .pt, .pth, .bin or .ckpt file, or a checkpoint's folder.
-    out
-        The checkpoint to write, best called step-<n>. It must not exist.
-    prefix
-        Goes before every name.
-    world
-        Number of ranks whose files it consists of.
-    redundancy
-        Parity over them: none, xor, +m, k+m.
-    json
-        Print one JSON object instead of text.
+    Args:
+      path: A .safetensors file or index, a .pt, .pth, .bin or .ckpt file, or a checkpoint's folder.
+      out: The checkpoint to write, best called step-<n>. It must not exist.
+      prefix: Goes before every name.
+      world: Number of ranks whose files it consists of.
+      redundancy: Parity over them: none, xor, +m, k+m.
     """
     from headway.checkpoint.torch_dcp.convert import rewrite
 
@@ -202,7 +179,7 @@ def reshard(
     out: Annotated[Path, Parameter(alias="-o")],
     without: Annotated[list[str], Parameter(negative=())] | None = None,
     redundancy: str = "none",
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Rewrite a checkpoint into the files of another number of ranks, bit for bit.
 
@@ -211,20 +188,12 @@ def reshard(
 
     Example: `headway ckpt reshard runs/llama/step-4000 --world 8 -o runs/llama-8/step-4000`
 
-    Parameters
-    ----------
-    path
-        A checkpoint, headway's or torch's; of the folder of a run, its newest one.
-    world
-        Number of ranks.
-    out
-        The checkpoint to write, best called step-<n>. It must not exist.
-    without
-        An object or tensor to leave out, with all below it; may be given again.
-    redundancy
-        Parity over the new files: none, xor, +m, k+m.
-    json
-        Print one JSON object instead of text.
+    Args:
+      path: A checkpoint, headway's or torch's; of the folder of a run, its newest one.
+      world: Number of ranks.
+      out: The checkpoint to write, best called step-<n>. It must not exist.
+      without: An object or tensor to leave out, with all below it; may be given again.
+      redundancy: Parity over the new files: none, xor, +m, k+m.
     """
     from headway.checkpoint.torch_dcp.convert import rewrite
 
@@ -238,15 +207,13 @@ def _source(path: Path) -> Path:
 
 
 def _told(verb: str, path: Path, out: Path, record: CommitRecord, *, as_json: bool) -> int:
-    """Print what was written."""
     images = [entry.num_bytes for entry in record.files if entry.kind == "image"]
     answer = {
         "schema": f"headway.ckpt.{verb}/1", "path": str(path), "out": str(out), "step": record.step,
         "world_size": record.world_size, "num_bytes": sum(images), "root": record.root,
         "redundancy": record.redundancy,
     }  # fmt: skip
-    emit(answer, lambda screen: _rewritten(answer, screen), as_json=as_json)
-    return 0
+    return emit(answer, lambda screen: _rewritten(answer, screen), as_json=as_json)
 
 
 def _exported(answer: Mapping[str, Any], screen: ScreenOptions) -> str:

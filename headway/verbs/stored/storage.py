@@ -19,14 +19,14 @@ from headway.lab.fleet_plan import POLICIES
 from headway.lab.fleet_sim import Dgroup, SimResult, made, read_clusters
 from headway.lab.placement import place, replay, saved
 from headway.lab.schemes import DEFAULT, HOURS_PER_YEAR, SCHEMES, Scheme, bounds_afr, mttdl_hours
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
-from headway.verbs.shared.output import emit
+from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, uncut
+from headway.verbs.shared.output import AsJson, emit
 
 SHOWN_TRANSITIONS = 12
 """Rows of transitions on a screen; `--json` holds all."""
 
 
-def table(*, afr: float = 0.02, default_afr: float = DEFAULT[2], mttr_hours: float = 24.0, json: bool = False) -> int:
+def table(*, afr: float = 0.02, default_afr: float = DEFAULT[2], mttr_hours: float = 24.0, json: AsJson = False) -> int:
     """List the schemes of redundancy: the failure rate each tolerates, its space, how long data lives.
 
     A scheme tolerates the AFR (failures per disk and year) up to which it
@@ -35,16 +35,10 @@ def table(*, afr: float = 0.02, default_afr: float = DEFAULT[2], mttr_hours: flo
 
     Example: `headway storage table --afr 0.015`
 
-    Parameters
-    ----------
-    afr
-        AFR at which the mean time to data loss is shown, a fraction.
-    default_afr
-        AFR that 6-of-9 is trusted with, a fraction.
-    mttr_hours
-        Hours of one repair.
-    json
-        Print one JSON object instead of text.
+    Args:
+      afr: AFR at which the mean time to data loss is shown, a fraction.
+      default_afr: AFR that 6-of-9 is trusted with, a fraction.
+      mttr_hours: Hours of one repair.
     """
     for name, value in {"--afr": afr, "--default-afr": default_afr}.items():
         if not 0 < value <= 1:
@@ -64,12 +58,10 @@ def table(*, afr: float = 0.02, default_afr: float = DEFAULT[2], mttr_hours: flo
         "mttr_hours": mttr_hours,
         "schemes": rows,
     }
-    emit(answer, lambda screen: _table_screen(answer, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _table_screen(answer, screen), as_json=json)
 
 
 def _scheme_row(scheme: Scheme, afr: float, default: tuple[int, int, float], mttr_h: float) -> dict[str, Any]:
-    """Return one scheme's figures."""
     bounds = bounds_afr(scheme.k, scheme.n, default=default, mttr_h=mttr_h)
     return {
         "scheme": scheme.name,
@@ -84,7 +76,6 @@ def _scheme_row(scheme: Scheme, afr: float, default: tuple[int, int, float], mtt
 
 
 def _table_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    """Return a row per scheme."""
     rows = grid("left", "right", "right", "right", "right", "left")
     add_row(rows, "scheme", "tolerated AFR", "space", "saves", "years to loss", "bound by", style="dim")
     for row in answer["schemes"]:
@@ -102,7 +93,7 @@ def _table_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
 
 
 def fit(
-    *logs: Path, policy: str = "pacemaker", ahead_days: float = 90.0, same: tuple[str, ...] = (), json: bool = False
+    *logs: Path, policy: str = "pacemaker", ahead_days: float = 90.0, same: tuple[str, ...] = (), json: AsJson = False
 ) -> int:
     """Learn failure rates from logs of disks, and name the scheme that fits each model now.
 
@@ -114,18 +105,11 @@ def fit(
 
     Example: `headway storage fit 2021-10.csv 2021-11.csv 2022-09.csv`
 
-    Parameters
-    ----------
-    logs
-        CSV files, the oldest first.
-    policy
-        pacemaker, reactive, instant or static.
-    ahead_days
-        Days for which the schemes should hold.
-    same
-        OLD=NEW: a model that was renamed between the logs, or in a log of drives; may be given several times.
-    json
-        Print one JSON object instead of text.
+    Args:
+      logs: CSV files, the oldest first.
+      policy: pacemaker, reactive, instant or static.
+      ahead_days: Days for which the schemes should hold.
+      same: OLD=NEW: a model that was renamed between the logs, or in a log of drives; may be given several times.
     """
     chosen = pick(POLICIES, policy, "policy")
     if not logs:
@@ -144,8 +128,7 @@ def fit(
         }
     answer = {"schema": "headway.storage.fit/1", "logs": [str(path) for path in logs], "policy": policy,
               "confidence": chosen.confidence, **answer}  # fmt: skip
-    emit(answer, lambda screen: _fit_screen(answer, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _fit_screen(answer, screen), as_json=json)
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -183,8 +166,7 @@ def _lived(log: Lifetimes, policy: str) -> dict[str, Any]:
 def _fit_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
     """Return a row per model, or per model and scheme that a fleet lived under."""
     if "lived" in answer:
-        rows = grid("left", "left", "right", "right", "right")
-        add_row(rows, "model", "scheme", "disk-days", "AFR", "tolerated", style="dim")
+        rows = headed("model", "scheme", "disk-days", "AFR", "tolerated", align="left left right right right")
         for row in [one for one in answer["lived"] if one["disk_days"] >= 10_000]:
             add_row(
                 rows, row["model"], row["scheme"], f"{row['disk_days']:,.0f}", format_fraction(row["afr"], 2),
@@ -196,8 +178,7 @@ def _fit_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
             "move. Rows below 10,000 disk-days are left out."
         )
     else:
-        rows = grid("left", "right", "right", "right", "left", "left")
-        add_row(rows, "model", "disks", "AFR", "at most", "scheme", "", style="dim")
+        rows = headed("model", "disks", "AFR", "at most", "scheme", "", align="left right right right left left")
         known = [row for row in answer["models"] if row["reason"] == "known"]
         for row in known:
             add_row(
@@ -217,7 +198,7 @@ def _fit_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
 
 def fleet(
     *, clusters: Path | None = None, synthetic: str | None = None, days: int = 1095, seed: int = 0,
-    policy: tuple[str, ...] = ("pacemaker", "instant", "reactive"), json: bool = False,
+    policy: tuple[str, ...] = ("pacemaker", "instant", "reactive"), json: AsJson = False,
 ) -> int:  # fmt: skip
     """Simulate years of a fleet of disks whose schemes follow its failure rates, beside other policies.
 
@@ -228,21 +209,14 @@ def fleet(
 
     Example: `headway storage fleet --synthetic mixed --days 1095`
 
-    Parameters
-    ----------
-    clusters
+    Args:
+      clusters:
         TOML file with a table [[dgroup]] per model: name, arrivals = [[day, disks], ...], afr = [[age, AFR], ...],
         capacity_bytes, disk_bytes_per_s, retire_days.
-    synthetic
-        A made-up fleet: trickle, step, mixed or large.
-    days
-        Days to simulate.
-    seed
-        Of the made-up fleet and of the failures.
-    policy
-        Policies to compare; the plan that is shown is the first one's.
-    json
-        Print one JSON object instead of text.
+      synthetic: A made-up fleet: trickle, step, mixed or large.
+      days: Days to simulate.
+      seed: Of the made-up fleet and of the failures.
+      policy: Policies to compare; the plan that is shown is the first one's.
     """
     if (clusters is None) == (synthetic is None) or not policy:
         raise InputError("give either --clusters FILE.toml or --synthetic NAME, and at least one --policy.")
@@ -264,12 +238,10 @@ def fleet(
         "savings_by_day": first.savings_by_day.tolist(),
         "transitions": [change.to_json() for change in first.transitions],
     }  # fmt: skip
-    emit(answer, lambda screen: _fleet_screen(answer, first, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _fleet_screen(answer, first, screen), as_json=json)
 
 
 def _model_row(model: Dgroup) -> dict[str, Any]:
-    """Return what a fleet's table says of one model."""
     return {
         "name": model.name,
         "num_disks": model.num_disks,
@@ -279,9 +251,7 @@ def _model_row(model: Dgroup) -> dict[str, Any]:
 
 
 def _fleet_screen(answer: Mapping[str, Any], first: SimResult, screen: ScreenOptions) -> str:
-    """Return a row per policy, and the largest changes of the first."""
-    rows = grid("left", "right", "right", "right", "right")
-    add_row(rows, "policy", "saves", "mean IO", "peak IO", "under-protected disk-days", style="dim")
+    rows = headed("policy", "saves", "mean IO", "peak IO", "under-protected disk-days")
     for name, row in answer["policies"].items():
         add_row(
             rows, name, format_fraction(row["savings"]), format_fraction(row["mean_io"], 2),
@@ -289,8 +259,7 @@ def _fleet_screen(answer: Mapping[str, Any], first: SimResult, screen: ScreenOpt
             style="bold" if name == next(iter(answer["policies"])) else "",
         )  # fmt: skip
     changes = sorted(first.transitions, key=lambda change: -change.io_bytes)[:SHOWN_TRANSITIONS]
-    plan = grid("right", "left", "left", "right", "right", "left")
-    add_row(plan, "day", "change", "to", "disks", "IO", "models", style="dim")
+    plan = headed("day", "change", "to", "disks", "IO", "models", align="right left left right right left")
     for change in sorted(changes, key=lambda change: change.day):
         add_row(
             plan, f"{change.day}", f"{change.kind}, {change.method}", f"{change.source} > {change.target}",

@@ -9,14 +9,14 @@ from typing import Any
 
 from headway.core.errors import InputError
 from headway.core.units import format_bytes, plural
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
+from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, uncut
 from headway.storage.commit import committed, is_own
 from headway.storage.redundancy.restripe import restripe as restripe_checkpoint
 from headway.storage.regions.dirty import BACKENDS, works
 from headway.storage.regions.pagemap import PAGE_BYTES
 from headway.storage.regions.scrub import inspect
 from headway.storage.stored.stores import url_of
-from headway.verbs.shared.output import emit
+from headway.verbs.shared.output import AsJson, emit
 
 SHOWN_PAGES = 10
 """Damaged pages on a screen; `--json` holds all."""
@@ -30,7 +30,7 @@ VERDICTS = {
 """Status -> what it means."""
 
 
-def region(file: Path, /, *, repair: bool = False, rate_mb_s: float | None = None, json: bool = False) -> int:
+def region(file: Path, /, *, repair: bool = False, rate_mb_s: float | None = None, json: AsJson = False) -> int:
     """Compare every page of a protected region with its checksum; with --repair rebuild those that changed.
 
     For the file of a headway.storage.ProtectedRegion that nobody has open.
@@ -39,16 +39,10 @@ def region(file: Path, /, *, repair: bool = False, rate_mb_s: float | None = Non
 
     Example: `headway storage region cache/state.bin --repair`
 
-    Parameters
-    ----------
-    file
-        The region's data; its sidecar lies beside it, FILE.guard.
-    repair
-        Write back what can be rebuilt from parity.
-    rate_mb_s
-        Read at most so many MB (10**6 bytes) per second.
-    json
-        Print one JSON object instead of text.
+    Args:
+      file: The region's data; its sidecar lies beside it, FILE.guard.
+      repair: Write back what can be rebuilt from parity.
+      rate_mb_s: Read at most so many MB (10**6 bytes) per second.
     """
     if rate_mb_s is not None and not rate_mb_s > 0:
         raise InputError(f"--rate-mb-s is {rate_mb_s}; pass more than 0, or leave it out.")
@@ -70,7 +64,6 @@ def region(file: Path, /, *, repair: bool = False, rate_mb_s: float | None = Non
 
 
 def _region_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    """Return what was looked at, the pages that differ, and the verdict."""
     pages = answer["num_bytes"] // answer["page_bytes"]
     lines: list[Any] = [
         paragraph(
@@ -98,17 +91,12 @@ def _region_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
     return draw([*lines, paragraph(VERDICTS[answer["status"]], style="bold")], **screen)
 
 
-def backends(*, json: bool = False) -> int:
+def backends(*, json: AsJson = False) -> int:
     """Test which ways to find out what pages of memory were written work on this host, and which one "auto" takes.
 
     Asks the kernel with a small map of each kind of memory.
 
     Example: `headway storage backends`
-
-    Parameters
-    ----------
-    json
-        Print one JSON object instead of text.
     """
     reasons = {name: works(name) for name in BACKENDS}
     chosen = "rehash" if reasons["pagemap_scan"] else "pagemap_scan"
@@ -116,12 +104,10 @@ def backends(*, json: bool = False) -> int:
         "schema": "headway.storage.backends/1", "kernel": os.uname().release, "page_bytes": PAGE_BYTES, "auto": chosen,
         "backends": [{"name": name, "works": not reason, "reason": reason} for name, reason in reasons.items()],
     }  # fmt: skip
-    emit(answer, lambda screen: _backends_screen(answer, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _backends_screen(answer, screen), as_json=json)
 
 
 def _backends_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    """Return a row per back-end."""
     rows = grid("left", "left", "left")
     for row in answer["backends"]:
         mark = "auto" if row["name"] == answer["auto"] else ""
@@ -132,7 +118,7 @@ def _backends_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
 # `headway storage restripe`: give committed checkpoints another scheme of parity.
 
 
-def restripe(path: Path, /, *, to: str, cap_mb_s: float = 0.0, json: bool = False) -> int:
+def restripe(path: Path, /, *, to: str, cap_mb_s: float = 0.0, json: AsJson = False) -> int:
     """Replace the parity of committed checkpoints: the data are read once and stay as they are.
 
     The old parity is removed when the new one is durable; an interrupted
@@ -140,16 +126,10 @@ def restripe(path: Path, /, *, to: str, cap_mb_s: float = 0.0, json: bool = Fals
 
     Example: `headway storage restripe runs/llama/checkpoints --to 8+2 --cap-mb-s 50`
 
-    Parameters
-    ----------
-    path
-        A checkpoint, or the folder of a run: then all of its checkpoints, the oldest first.
-    to
-        The scheme: k+m, or +m for as wide a stripe as there are ranks.
-    cap_mb_s
-        At most so many MB read and written per second; 0: no cap.
-    json
-        Print one JSON object instead of text.
+    Args:
+      path: A checkpoint, or the folder of a run: then all of its checkpoints, the oldest first.
+      to: The scheme: k+m, or +m for as wide a stripe as there are ranks.
+      cap_mb_s: At most so many MB read and written per second; 0: no cap.
     """
     if not cap_mb_s >= 0:
         raise InputError(f"--cap-mb-s is {cap_mb_s:g}; use a rate above 0, or 0 for no cap.")
@@ -164,13 +144,11 @@ def restripe(path: Path, /, *, to: str, cap_mb_s: float = 0.0, json: bool = Fals
         )
     done = [restripe_checkpoint(step, to, cap_bytes_per_s=cap_mb_s * 1e6).to_json() for step in steps]
     answer = {"schema": "headway.storage.redundancy.restripe/1", "cap_bytes_per_s": cap_mb_s * 1e6, "checkpoints": done}
-    emit(answer, lambda screen: _screen(answer, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _screen(answer, screen), as_json=json)
 
 
 def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    table = grid("left", "left", "left", "right", "right")
-    add_row(table, "checkpoint", "before", "now", "read", "written", style="dim")
+    table = headed("checkpoint", "before", "now", "read", "written", align="left left left right right")
     for row in answer["checkpoints"]:
         sizes = (format_bytes(row["read_bytes"]), format_bytes(row["written_bytes"]))
         add_row(table, row["path"], row["before"], row["after"], *sizes)

@@ -15,8 +15,8 @@ from headway.core.units import format_fraction, format_seconds, parse_bytes
 from headway.lab.nvm_controller import NvmStats, simulate_nvm
 from headway.lab.nvm_design import DESIGNS, MemorySystem
 from headway.lab.nvm_traces import TRACES, read_trace
-from headway.report.paper import ScreenOptions, add_row, draw, grid, paragraph, uncut
-from headway.verbs.shared.output import emit
+from headway.report.paper import ScreenOptions, add_row, draw, headed, paragraph, uncut
+from headway.verbs.shared.output import AsJson, emit
 
 MOST_ROWS = 5_000_000
 """Longer traces take minutes in every design."""
@@ -30,7 +30,7 @@ def sim(
     seed: int = 0,
     designs: str = ",".join(DESIGNS),
     mapped: str = "256MiB",
-    json: bool = False,
+    json: AsJson = False,
 ) -> int:
     """Simulate the cost of checksums and parity over memory that is mapped and written by stores.
 
@@ -40,22 +40,13 @@ def sim(
 
     Example: `headway storage sim --made tree --requests 12000`
 
-    Parameters
-    ----------
-    trace
-        A text file: lines `R ADDRESS`, `W ADDRESS`, `E NANOSECONDS` (end of a request).
-    made
-        Without a file: set, get, stream or tree.
-    requests
-        Requests of the made trace.
-    seed
-        Seed of the made trace.
-    designs
-        Names, separated by commas.
-    mapped
-        Bytes that are mapped, from address 0 on.
-    json
-        Print one JSON object instead of text.
+    Args:
+      trace: A text file: lines `R ADDRESS`, `W ADDRESS`, `E NANOSECONDS` (end of a request).
+      made: Without a file: set, get, stream or tree.
+      requests: Requests of the made trace.
+      seed: Seed of the made trace.
+      designs: Names, separated by commas.
+      mapped: Bytes that are mapped, from address 0 on.
     """
     memory = MemorySystem(mapped_bytes=parse_bytes(mapped))
     chosen = {name: pick(DESIGNS, name.strip(), "design") for name in designs.split(",")}
@@ -76,12 +67,10 @@ def sim(
         "num_accesses": plain.num_accesses,
         "designs": [_row(name, stats, plain) for name, stats in found.items()],
     }
-    emit(answer, lambda screen: _screen(answer, screen), as_json=json)
-    return 0
+    return emit(answer, lambda screen: _screen(answer, screen), as_json=json)
 
 
 def _row(name: str, stats: NvmStats, plain: NvmStats) -> dict[str, Any]:
-    """Return the figures of a design."""
     return {
         "design": name,
         "data_reads": stats.data_reads,
@@ -97,9 +86,7 @@ def _row(name: str, stats: NvmStats, plain: NvmStats) -> dict[str, Any]:
 
 
 def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    """Return a row per design."""
-    rows = grid("left", "right", "right", "right", "right", "right", "right")
-    add_row(rows, "design", "NVM for data", "for redundancy", "x", "worst read", "time", "slower", style="dim")
+    rows = headed("design", "NVM for data", "for redundancy", "x", "worst read", "time", "slower")
     for row in answer["designs"]:
         add_row(
             rows, row["design"], f"{row['data_reads'] + row['data_writes']:,}",
