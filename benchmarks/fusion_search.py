@@ -22,11 +22,11 @@ from _one_f_one_b import cpu_seconds
 
 from benchmarks._step_dag import expand_step
 from headway.cost.specs import LinkSpec, shipped
-from headway.plan.optimiser import SAFE, optimise
+from headway.plan.optimiser import MOVES, SAFE, optimise
 from headway.plan.step_search import Scorer
 from headway.sim.graph.dag import replay
 from headway.sim.graph.hops import Network
-from headway.sim.training.moves import MOVES, default_buckets, with_buckets
+from headway.sim.training.moves import default_buckets, with_buckets
 from headway.sim.training.training_step import BACKWARD, Block, StepProfile, TrainingStep
 from tests.made.layer_profiles import PROFILES
 

@@ -15,11 +15,11 @@ from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile
 from headway.core.units import MIB
 from headway.cost.specs import LinkSpec, shipped
-from headway.plan.optimiser import KINDS, QUIET_ROUNDS, SAFE, optimise
+from headway.plan.optimiser import KINDS, MOVES, QUIET_ROUNDS, SAFE, optimise
 from headway.plan.step_search import NEIGHBOURHOODS, Scorer, uniform
 from headway.sim.graph.dag import replay
 from headway.sim.graph.hops import Network
-from headway.sim.training.moves import MOVES, bucket_by_size, default_buckets, with_buckets
+from headway.sim.training.moves import bucket_by_size, default_buckets, with_buckets
 from headway.sim.training.training_step import Block, StepProfile, TrainingStep
 from tests.made.layer_profiles import resnet18
 from tests.steps_made import few, steps

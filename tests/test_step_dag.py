@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.sim.graph.hops import Network
-from headway.sim.training.moves import send_first
 from headway.sim.training.step_view import StepView, steady_ns
 from headway.sim.training.training_step import Block, StepProfile, TrainingStep
 from tests.steps_made import WIRE, few, networks, steps
@@ -39,14 +38,14 @@ def test_what_forward_needs_first_overtakes_and_shortens_the_steady_step() -> No
     step = overlapping()
     cut = replace(step, parts=np.array([8, 8]))
 
-    ready, forward = steady_ns(cut), steady_ns(send_first(cut, "forward"))
+    ready, forward = steady_ns(cut), steady_ns(replace(cut, order="forward"))
 
     assert forward < 0.95 * ready
     assert forward >= max(3_202_000, 2 * 4_000_000)  # compute, and what each lane carries
 
 
 def test_overlapped_forward_passes_are_faster_than_waiting_for_all_updates() -> None:
-    step = replace(send_first(overlapping(), "forward"), parts=np.array([8, 8]))
+    step = replace(overlapping(), order="forward", parts=np.array([8, 8]))
     waiting = replace(step, profile=replace(step.profile, overlaps_forward=False))
 
     assert steady_ns(step) < 0.95 * steady_ns(waiting)

@@ -30,15 +30,7 @@ import numpy as np
 from headway.core.errors import InputError
 from headway.sim.graph.attribution import critical_path
 from headway.sim.graph.hops import Network
-from headway.sim.training.moves import (
-    bucket_by_size,
-    default_buckets,
-    fuse_ops,
-    fusible,
-    send_first,
-    unfuse_ops,
-    with_buckets,
-)
+from headway.sim.training.moves import bucket_by_size, default_buckets, fuse_ops, fusible, with_buckets
 from headway.sim.training.step_view import StepView, Variants, steady_ns
 from headway.sim.training.training_step import BACKWARD, FORWARD, ORDERS, Flags, Ints, TrainingStep
 
@@ -350,7 +342,7 @@ def operations(step: TrainingStep, scorer: Scorer) -> TrainingStep:
     if not groups:
         return step
     every = np.concatenate(groups)
-    plain = unfuse_ops(step, every.tolist())
+    plain = fuse_ops(step, every.tolist(), on=False)
     forward = fuse_ops(plain, every[step.profile.kind[every] == FORWARD].tolist())
     candidates = [(ops, not step.fused[ops[0]]) for ops in groups]
     variants = [_fused(step, ops, on, scorer) for ops, on in candidates]
@@ -375,7 +367,7 @@ def _rebucketed(step: TrainingStep, scorer: Scorer) -> TrainingStep:
 
 def _fused(step: TrainingStep, ops: Ints, on: bool, scorer: Scorer) -> TrainingStep:
     """Fuse (or not) each of `ops` with the next one, and join their gradients where that is proved better."""
-    changed = (fuse_ops if on else unfuse_ops)(step, ops.tolist())
+    changed = fuse_ops(step, ops.tolist(), on=on)
     profile = step.profile
     if not on or "join_buckets" not in scorer.allowed or profile.kind[ops[0]] != BACKWARD:
         return changed
@@ -416,12 +408,12 @@ def order(step: TrainingStep, scorer: Scorer) -> TrainingStep:
     """
     if "forward_first" not in scorer.allowed or not step.profile.overlaps_forward:
         return step
-    variants = [send_first(step, name) for name in ORDERS]
+    variants = [replace(step, order=name) for name in ORDERS]
     whole = step.bucket_ends()
     for number in (2, 4, 8, 16):
         cut = step.parts.copy()
         cut[whole] = number
-        variants.append(replace(send_first(step, "forward"), parts=cut))
+        variants.append(replace(step, order="forward", parts=cut))
     took = scorer.steps(variants)
     return variants[int(np.argmin(took))] if took.min() < scorer.steps([step])[0] else step
 
