@@ -21,7 +21,8 @@ from headway.plan.step_search import (
 )
 from headway.sim.graph.hops import Network
 from headway.sim.training.step_view import StepView, Variants
-from headway.sim.training.training_step import Block, StepProfile, TrainingStep
+from headway.sim.training.training_step import TrainingStep
+from tests.made.step_blocks import Block, profile_of
 
 times = st.integers(0, 10**6)
 
@@ -95,7 +96,7 @@ def test_the_buckets_that_are_through_soonest_are_the_best_of_all_on_a_ring(
 ) -> None:
     network = Network("ring", ranks, LinkSpec("wire", 1e9, 2e-5, "made up"))
     blocks = [Block((1,), (t,), (size,)) for size, t in zip(sizes, backward, strict=False)]
-    step = TrainingStep.of(StepProfile.of(blocks), network)
+    step = TrainingStep.of(profile_of(blocks), network)
     every = np.array([[*mask, False] for mask in itertools.product([False, True], repeat=len(sizes) - 1)]).T
     view = StepView.of(step)
 

@@ -10,14 +10,15 @@ from headway.core.errors import InputError
 from headway.core.units import MIB
 from headway.sim.graph.hops import Network
 from headway.sim.training.moves import bucket_by_size, default_buckets
-from headway.sim.training.training_step import Block, StepProfile, TrainingStep
+from headway.sim.training.training_step import TrainingStep
+from tests.made.step_blocks import Block, profile_of
 from tests.steps_made import WIRE
 
 
 def chain(*sizes: float) -> TrainingStep:
     """Gradients of these sizes in MiB, in the order in which they are ready."""
     blocks = [Block((1,), (1,), (round(size * MIB),)) for size in reversed(sizes)]
-    return TrainingStep.of(StepProfile.of(blocks), Network("ring", 2, WIRE))
+    return TrainingStep.of(profile_of(blocks), Network("ring", 2, WIRE))
 
 
 @given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=30), cap=st.integers(1, 60))

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from headway.core.errors import InputError
 from headway.sim.graph.hops import Network
 from headway.sim.training.step_view import StepView, steady_ns
-from headway.sim.training.training_step import Block, StepProfile, TrainingStep
+from headway.sim.training.training_step import TrainingStep
+from tests.made.step_blocks import Block, profile_of
 from tests.steps_made import WIRE, few, networks, steps
 
 small = steps(network=networks(ranks=st.integers(1, 3)))
@@ -26,7 +27,7 @@ def test_without_overlap_steady_steps_take_as_long_as_one(step: TrainingStep) ->
 
 def overlapping(sizes: tuple[int, int] = (4_000_000, 4_000_000)) -> TrainingStep:
     """Two blocks on parameter servers, of which the next forward pass needs the one that is ready last first."""
-    profile = StepProfile.of(
+    profile = profile_of(
         [Block((800_000,), (800_000,), (sizes[0],)), Block((800_000,), (800_000,), (sizes[1],))],
         update_ns=2000,
         overlaps_forward=True,

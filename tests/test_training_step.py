@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from headway.core.errors import InputError
 from headway.sim.graph.hops import Network
 from headway.sim.training.moves import fuse_ops, fusible
-from headway.sim.training.training_step import BACKWARD, FORWARD, UPDATE, Block, StepProfile, TrainingStep
+from headway.sim.training.training_step import BACKWARD, FORWARD, UPDATE, TrainingStep
+from tests.made.step_blocks import Block, profile_of
 from tests.steps_made import WIRE, few, steps
 
 RING = Network("ring", 2, WIRE)
@@ -84,7 +85,7 @@ def test_computing_again_trades_time_for_memory_and_is_restored(step: TrainingSt
 
 def test_computing_again_keeps_only_inputs_and_one_whole_block() -> None:
     block = Block((5,), (9,), (400,), activation_bytes=1000, input_bytes=10)
-    step = replace(TrainingStep.of(StepProfile.of([block] * 4, state_bytes=7), RING), gradient_view=True)
+    step = replace(TrainingStep.of(profile_of([block] * 4, state_bytes=7), RING), gradient_view=True)
 
     assert step.peak_bytes() == 7 + 4 * 1000
     assert recomputed(step, on=True).peak_bytes() == 7 + 4 * 10 + 1000
@@ -106,7 +107,7 @@ def test_micro_batches_pay_launches_again_and_divide_activations(step: TrainingS
 
 
 def test_sixteen_bits_halve_gradients_and_take_their_own_time() -> None:
-    profile = StepProfile.of([Block((100,), (200,), (400,), half_fraction=0.4), Block((100,), (200,), (401,))])
+    profile = profile_of([Block((100,), (200,), (400,), half_fraction=0.4), Block((100,), (200,), (401,))])
     step = replace(TrainingStep.of(profile, RING), half=np.array([True, False]))
 
     assert step.gradient_bytes().tolist() == [401, 200]
@@ -135,7 +136,7 @@ BLOCK = Block((5,), (9,), (400,))
     ],
 )
 def test_profiles_that_contradict_themselves_are_refused(change: dict, message: str) -> None:
-    profile = StepProfile.of([BLOCK])
+    profile = profile_of([BLOCK])
     if "kind" in change and change["kind"][0] == 2:
         change = {**change, "tensor": np.array([0, 0, -1])}
 
@@ -145,9 +146,9 @@ def test_profiles_that_contradict_themselves_are_refused(change: dict, message: 
 
 def test_blocks_that_make_no_step_are_refused() -> None:
     with pytest.raises(InputError, match=r"at least one block"):
-        StepProfile.of([])
+        profile_of([])
     with pytest.raises(InputError, match=r"block 0 has more gradients than backward operations"):
-        StepProfile.of([Block((1,), (1,), (4, 4))])
+        profile_of([Block((1,), (1,), (4, 4))])
 
 
 @pytest.mark.parametrize(
@@ -161,7 +162,7 @@ def test_blocks_that_make_no_step_are_refused() -> None:
     ],
 )
 def test_choices_that_cannot_be_are_refused(change: dict, message: str) -> None:
-    step = TrainingStep.of(StepProfile.of([BLOCK, BLOCK]), RING)
+    step = TrainingStep.of(profile_of([BLOCK, BLOCK]), RING)
 
     with pytest.raises(InputError, match=message):
         replace(step, **change)

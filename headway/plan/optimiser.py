@@ -1,21 +1,12 @@
 """The best plan for a training step: dPRO's optimiser (arXiv 2205.02473) on a compiled Dag.
 
-Use `optimise(step)` on a step built from a profile. Memory comes first: while
-the peak exceeds the budget, blocks are computed again or gradients are
+Use `optimise(step)` on the step of a recorded run (`headway.sim.training.moves.recorded_step`). Memory
+comes first: while the peak exceeds the budget, blocks are computed again or gradients are
 accumulated, whichever costs least. Then rounds over the neighbourhoods of
 `headway.plan.step_search`, until `QUIET_ROUNDS` rounds in a row have changed
 the step time by less than 0.1 %. The answer says which of the moves
 `headway run --apply` can make to an unmodified script, and how to make the
 others by hand. Times are int64 ns, sizes bytes.
-
->>> from headway.cost.specs import LinkSpec
->>> from headway.sim.graph.hops import Network
->>> from headway.sim.training.training_step import Block, StepProfile
->>> profile = StepProfile.of([Block((50_000,), (90_000,), (40_000_000,))] * 6, update_ns=1)
->>> step = TrainingStep.of(profile, Network("ring", 8, LinkSpec("wire", 1e12, 1e-5, "doctest")))
->>> found = optimise(step)
->>> found.base_ns, found.step_ns, [row.name for row in found.moves]
-(1650001, 1230001, ['buckets'])
 """
 
 from __future__ import annotations

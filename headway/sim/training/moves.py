@@ -224,7 +224,6 @@ def _profile(mean: _Mean, gradients: GradientOrder) -> StepProfile:
         activation_bytes=np.zeros(count, np.int64),
         input_bytes=np.zeros(count, np.int64),
         block_kind=np.arange(count),
-        names=tuple(f"gradient {count - 1 - index}" for index in range(count)),
         copy_ns_per_byte=rate,
     )
 
