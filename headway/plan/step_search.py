@@ -21,13 +21,11 @@ True
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from headway.core.errors import InputError
 from headway.sim.graph.attribution import critical_path
 from headway.sim.graph.hops import Network
 from headway.sim.training.moves import bucket_by_size, default_buckets, fuse_ops, fusible, with_buckets
@@ -54,19 +52,6 @@ def gradient_fusion_pays(*, sync_end_ns: float, compute_end_ns: float, fused_syn
     q_e[n-1] > p_e[n] + t_sync(s[n-1] + s[n], k*) - t_sync(s[n], k*_n).
     """
     return sync_end_ns > compute_end_ns + fused_sync_ns - sync_ns
-
-
-def linear_parts(num_bytes: float, *, fast_s_per_byte: float, slow_latency_s: float) -> int:
-    """Return k* of two hops of t = a s + b each: sqrt(s * a(faster hop) / b(slower hop)), rounded, at least 1.
-
-    k parts take (a1 s / k + b1) + (a2 s / k + b2) and k - 1 more on the slower
-    hop; `MOST_PARTS` without latency. Raises `InputError` on negative values.
-    """
-    if min(num_bytes, fast_s_per_byte, slow_latency_s) < 0:
-        raise InputError(f"size {num_bytes}, rate {fast_s_per_byte}, latency {slow_latency_s}: give numbers >= 0.")
-    if slow_latency_s == 0:
-        return MOST_PARTS if num_bytes * fast_s_per_byte > 0 else 1
-    return min(MOST_PARTS, max(1, round(math.sqrt(num_bytes * fast_s_per_byte / slow_latency_s))))
 
 
 def best_parts(network: Network, num_bytes: int) -> int:

@@ -161,16 +161,6 @@ class DdpReplay:
         count = sum(window.num_steps for window in self.windows)
         return float(self.makespans_ns(ResolvedEdits()).sum()) / NS_PER_S / count if count else float("nan")
 
-    @property
-    def unoverlapped_s(self) -> float:
-        """The naive sum: work of the slowest thread, and every collective after it; seconds per step, nan as above."""
-        count = sum(window.num_steps for window in self.windows)
-        total = 0.0
-        for step, link in zip(self.steps, self.links, strict=True):
-            total += max(int(thread.own_ns.sum()) for thread in step.threads)
-            total += sum(link.latency_ns + link.duration_ns(int(size)) for size in step.size)
-        return total / NS_PER_S / count if count else float("nan")
-
     def words(self) -> str:
         """Say what a prediction from the windows stands on."""
         rates = sorted(link.bytes_per_s / 1e6 for link in self.links)
