@@ -11,7 +11,6 @@ others by hand. Times are int64 ns, sizes bytes.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +23,7 @@ from headway.core.search import smallest_true
 from headway.core.tables import pick
 from headway.core.units import MIB, format_bytes
 from headway.plan.step_search import NEIGHBOURHOODS, Scorer, uniform
-from headway.sim.training.training_step import TrainingStep
+from headway.sim.training.training_step import Flags, TrainingStep
 
 QUIET_ROUNDS = 5
 """The search stops after so many rounds in a row that changed little."""
@@ -215,9 +214,7 @@ class Optimised:
         return (int(sizes[:-1].min() if sizes.size > 1 else sizes.sum()) - 0.5) / MIB
 
 
-def optimise(
-    step: TrainingStep, *, memory_bytes: int | None = None, allow: Iterable[str] = SAFE, most_rounds: int = MOST_ROUNDS
-) -> Optimised:
+def optimise(step: TrainingStep, *, memory_bytes: int | None = None, allow: Iterable[str] = SAFE) -> Optimised:
     """Search for the fastest step that fits `memory_bytes` (no limit by default), with the moves in `allow`.
 
     Raises `UnknownNameError` on a move, `InputError` when no allowed move
@@ -235,7 +232,7 @@ def optimise(
         found = fit_memory(found, memory_bytes, scorer)
     if "compute_in_half" in allowed:
         found = _precision(found, scorer)
-    found, rounds = _rounds(found, scorer, most_rounds)
+    found, rounds = _rounds(found, scorer)
     ends = {one.joined.tobytes(): one for one in uniform(found)[3:]}
     took = scorer.steps(list(ends.values()))
     return Optimised(
@@ -251,11 +248,11 @@ def optimise(
     )
 
 
-def _rounds(step: TrainingStep, scorer: Scorer, most_rounds: int) -> tuple[TrainingStep, list[int]]:
+def _rounds(step: TrainingStep, scorer: Scorer) -> tuple[TrainingStep, list[int]]:
     """Take the neighbourhoods in turn until as many rounds in a row as there are of them change little."""
     names, rounds, quiet = list(NEIGHBOURHOODS), list[int](), 0
     now = int(scorer.steps([step])[0])
-    while quiet < QUIET_ROUNDS and len(rounds) < most_rounds:
+    while quiet < QUIET_ROUNDS and len(rounds) < MOST_ROUNDS:
         step = NEIGHBOURHOODS[names[len(rounds) % len(names)]](step, scorer)
         took = int(scorer.steps([step])[0])
         quiet = quiet + 1 if now - took < LEAST_CHANGE * now else 0
@@ -296,8 +293,12 @@ def _recomputing(step: TrainingStep, memory_bytes: int, scorer: Scorer) -> list[
     """Return, for each kind of block, the step with as few of them computed again as fit, or all of them."""
     variants = []
     for kind in np.unique(step.profile.block_kind) if "recompute" in scorer.allowed else []:
-        left = np.flatnonzero((step.profile.block_kind == kind) & ~step.recomputed).tolist()
-        variants += [_fewest(functools.partial(_recomputed, step, left), 1, len(left), memory_bytes)] if left else []
+        able = (step.profile.block_kind == kind) & ~step.recomputed
+
+        def first(count: int, able: Flags = able) -> TrainingStep:
+            return replace(step, recomputed=step.recomputed | (able & (np.cumsum(able) <= count)))
+
+        variants += [_fewest(first, 1, int(able.sum()), memory_bytes)] if able.any() else []
     return variants
 
 
@@ -307,13 +308,6 @@ def _accumulating(step: TrainingStep, memory_bytes: int, scorer: Scorer) -> list
     if "accumulate" not in scorer.allowed or least > most:
         return []
     return [_fewest(lambda count: replace(step, microbatches=count), least, most, memory_bytes)]
-
-
-def _recomputed(step: TrainingStep, blocks: list[int], count: int) -> TrainingStep:
-    """Compute the first `count` of `blocks` again."""
-    recomputed = step.recomputed.copy()
-    recomputed[blocks[:count]] = True
-    return replace(step, recomputed=recomputed)
 
 
 def _fewest(variant: Callable[[int], TrainingStep], least: int, most: int, memory_bytes: int) -> TrainingStep:

@@ -373,13 +373,9 @@ def with_codec(step: DdpStep, compression: Compression) -> DdpStep:
     )
 
 
-def _of_buckets(thread: Thread) -> NDArray[np.bool_]:
-    return np.asarray((thread.what == CALL) & (thread.backward >= 0))
-
-
 def _places(thread: Thread) -> dict[int, int]:
     """Return collective -> number of the bucket within its backward."""
-    calls = _of_buckets(thread)
+    calls = (thread.what == CALL) & (thread.backward >= 0)
     found: dict[int, int] = {}
     for number in np.unique(thread.backward[calls]):
         refs = thread.ref[calls & (thread.backward == number)].tolist()

@@ -171,9 +171,11 @@ class Recording:
         kept = min(recorded, max_steps)
         own, lanes, batches, cut, seen, last, used, devices, stages = [], [], [], [], [], [], [], [], []
         for rank in ranks:
-            rows = _in_order(without_pauses(parts.read({"rank": (rank, rank + 1)})))
+            rows = without_pauses(parts.read({"rank": (rank, rank + 1)}))
+            # In order of start, outer spans first.
+            rows = rows.where(np.lexsort((-rows.events["duration_ns"], rows.events["start_ns"])))
             lanes.append(_lane(rows, rank, kept))
-            own.append(_until(rows, lanes[-1].step_end_ns[-1]))
+            own.append(rows.where(np.arange(np.searchsorted(rows.events["start_ns"], lanes[-1].step_end_ns[-1]))))
             batches.append(_batches(own[-1], lanes[-1]))
             mean = _mean_ns(rows, kept)
             cut.append(_mean_ns(rows, recorded) / np.maximum(mean, 1e-9))
@@ -226,16 +228,6 @@ def _hosts(known: Mapping[int, Mapping[str, Any]], ranks: list[int]) -> NDArray[
     """Return [ranks] the index of each rank's host; ranks of which nothing is known are taken to share one."""
     names = [str(known.get(rank, {}).get("host", "")) for rank in ranks]
     return np.unique(names, return_inverse=True)[1].astype(np.int64)
-
-
-def _in_order(rows: Trace) -> Trace:
-    """Return the rows of one rank in order of start, outer spans first."""
-    return rows.where(np.lexsort((-rows.events["duration_ns"], rows.events["start_ns"])))
-
-
-def _until(rows: Trace, end_ns: int) -> Trace:
-    """Return the rows, in order of start, that start before `end_ns`; they keep their indices."""
-    return rows.where(np.arange(np.searchsorted(rows.events["start_ns"], end_ns)))
 
 
 def _codes(rows: Trace) -> NDArray[np.int64]:
@@ -451,13 +443,12 @@ def _meetings(own: list[Trace], lanes: tuple[Lane, ...]) -> tuple[MatchedCollect
     table = np.concatenate(found) if found else np.zeros((0, 7), np.int64)
     table = table[np.lexsort((table[:, 6], table[:, 2], table[:, 1], table[:, 0]))]
     cut = np.flatnonzero((np.diff(table[:, :3], axis=0) != 0).any(axis=1)) + 1
-    return tuple(_meeting(part) for part in np.split(table, cut) if len(part) > 1)
-
-
-def _meeting(part: NDArray[np.int64]) -> MatchedCollective:
-    """Return one collective; its own time is what is left after the last arrival."""
-    arrival = part[:, 4].max()
-    return MatchedCollective(part[:, 6], part[:, 3], np.maximum(part[:, 5] - arrival, 0))
+    # A collective's own time is what is left after the last arrival.
+    return tuple(
+        MatchedCollective(part[:, 6], part[:, 3], np.maximum(part[:, 5] - part[:, 4].max(), 0))
+        for part in np.split(table, cut)
+        if len(part) > 1
+    )
 
 
 def first_steady(recording: Recording) -> int:

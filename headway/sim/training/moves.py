@@ -31,9 +31,10 @@ from headway.core.units import MIB, NS_PER_S, format_fraction
 from headway.cost.specs import LinkSpec
 from headway.sim.ddp.ddp_edits import GradientOrder, gradients_of
 from headway.sim.ddp.ddp_link import assign, limits
-from headway.sim.ddp.ddp_replay import MAX_DISCREPANCY, DdpReplay
+from headway.sim.ddp.ddp_replay import DdpReplay
 from headway.sim.ddp.ddp_thread import COPY, GRAD, WAIT, Thread
 from headway.sim.graph.hops import Network
+from headway.sim.graph.intervals import MAX_DISCREPANCY
 from headway.sim.training.step_view import StepView
 from headway.sim.training.training_step import BACKWARD, FORWARD, UPDATE, Flags, Ints, StepProfile, TrainingStep
 from headway.sim.whatif import ResolvedEdits

@@ -209,7 +209,8 @@ class TrainingStep:
         # fused[i] joins operation i + 1 to i: its fixed part is saved, and `bincount` moves its time to the head of the
         # group.
         takes = takes - np.concatenate([[0], np.where(self.fused[:-1], np.minimum(fixed, takes)[1:], 0)])
-        head = _heads(self.fused)
+        begins = np.concatenate([[True], ~self.fused[:-1]])
+        head = np.maximum.accumulate(np.where(begins, np.arange(begins.size), 0))
         takes = np.bincount(head, takes, takes.size).astype(np.int64)
         again = self.recomputed[profile.block] & (profile.block >= 0) & (profile.kind == FORWARD)
         for block in np.flatnonzero(self.recomputed):
@@ -240,9 +241,3 @@ class TrainingStep:
         earlier = np.concatenate([[0.0], np.cumsum(kept)[:-1]])
         copies = 0 if self.gradient_view else int(self.gradient_bytes().sum())
         return profile.state_bytes + copies + int(np.ceil((earlier + full).max(initial=0.0)))
-
-
-def _heads(fused: Flags) -> Ints:
-    """Return [n] the first operation of the group that each belongs to."""
-    begins = np.concatenate([[True], ~fused[:-1]])
-    return np.maximum.accumulate(np.where(begins, np.arange(fused.size), 0))
