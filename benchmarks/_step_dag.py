@@ -72,7 +72,7 @@ class StepDag:
             part = ", ".join(f"{name} {int(column[index])}" for name, column in self.hops.identity().items())
             return f"{KIND_NAMES[kind]}: {part}"
         if kind <= UPDATE and profile.block[index] >= 0:
-            return f"rank {rank}: {KIND_NAMES[kind]} of {profile.names[profile.block[index]]}"
+            return f"rank {rank}: {KIND_NAMES[kind]} of block {profile.block[index]}"
         return f"rank {rank}: {KIND_NAMES[kind]} {index}"
 
 

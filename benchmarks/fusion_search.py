@@ -22,13 +22,14 @@ from _one_f_one_b import cpu_seconds
 
 from benchmarks._step_dag import expand_step
 from headway.cost.specs import LinkSpec, shipped
-from headway.plan.optimiser import SAFE, optimise
+from headway.plan.optimiser import MOVES, SAFE, optimise
 from headway.plan.step_search import Scorer
 from headway.sim.graph.dag import replay
 from headway.sim.graph.hops import Network
-from headway.sim.training.moves import MOVES, default_buckets, with_buckets
-from headway.sim.training.training_step import BACKWARD, Block, StepProfile, TrainingStep
+from headway.sim.training.moves import default_buckets, with_buckets
+from headway.sim.training.training_step import BACKWARD, StepProfile, TrainingStep
 from tests.made.layer_profiles import PROFILES
+from tests.made.step_blocks import Block, profile_of
 
 RANKS, LATENCY_S, DEVICE = 32, 10e-6, "V100-SXM2-16GB"
 BATCH = {"mlp": 1024, "resnet18": 32, "resnet50": 32, "vgg16": 32, "bert_large": 8, "gpt_small": 4}
@@ -43,7 +44,7 @@ def random_profile(seed: int, layers: int) -> StepProfile:
     size *= 80e6 / size.sum()
     forward = 10 ** rng.uniform(-4, -3, layers) * 1e9
     rows = zip(size.astype(int).tolist(), forward.astype(int).tolist(), strict=True)
-    return StepProfile.of([Block((t,), (2 * t,), (max(4, n),)) for n, t in rows], update_ns=200_000)
+    return profile_of([Block((t,), (2 * t,), (max(4, n),)) for n, t in rows], update_ns=200_000)
 
 
 def on_ring(profile: StepProfile, ratio: float) -> TrainingStep:
@@ -94,7 +95,7 @@ def exhaustive_gap(seed: int, ratio: float) -> float:
 def large(ranks: int = 1024) -> tuple[int, float, float]:
     """Expand one all-reduce of 25 MB over 1,024 ranks; return (operations, CPU seconds to compile, to replay)."""
     network = Network("ring", ranks, LinkSpec("modelled", 12.5e9, 5e-6, "assumed"))
-    step = TrainingStep.of(StepProfile.of([Block((1_000_000,), (2_000_000,), (25_000_000,))]), network)
+    step = TrainingStep.of(profile_of([Block((1_000_000,), (2_000_000,), (25_000_000,))]), network)
     build_s, whole = cpu_seconds(lambda: expand_step(step))
     replay_s, makespan = cpu_seconds(lambda: replay(whole.dag, whole.duration_ns).makespan_ns)
     assert makespan == 3_000_000 + int(network.sync_ns(25_000_000)), "the ring differs from its closed form"

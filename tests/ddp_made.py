@@ -7,6 +7,7 @@ threads per rank take them first in, first out.
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from headway.sim.ddp.ddp_replay import DdpReplay
 from headway.sim.ddp.ddp_window import StepWindow, joined
 from headway.trace.events.trace import Trace, concat
 from headway.trace.events.vocabulary import KIND
@@ -299,3 +300,12 @@ def _launch_step(job: Job, one: _Launches, lag: float, step: int, buckets: list[
             one.span("c10d::allreduce_", AUTOGRAD, began)
         one.span(GRADIENT, AUTOGRAD, since)
     return calls
+
+
+def unoverlapped_s(replay: DdpReplay) -> float:
+    """Return the naive sum: work of the slowest thread, and every collective after it; seconds per step."""
+    total = 0.0
+    for step, link in zip(replay.steps, replay.links, strict=True):
+        total += max(int(thread.own_ns.sum()) for thread in step.threads)
+        total += sum(link.latency_ns + link.duration_ns(int(size)) for size in step.size)
+    return total / 1e9 / sum(window.num_steps for window in replay.windows)

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from headway.cost.specs import LinkSpec
 from headway.sim.graph.hops import Network
 from headway.sim.training.moves import fuse_ops, fusible
-from headway.sim.training.training_step import Block, StepProfile, TrainingStep
+from headway.sim.training.training_step import StepProfile, TrainingStep
+from tests.made.step_blocks import Block, profile_of
 
 WIRE = LinkSpec("wire", bytes_per_s=1e9, latency_s=1e-6, source="made up")
 FASTER = LinkSpec("faster", bytes_per_s=3e9, latency_s=2e-6, source="made up")
@@ -49,7 +50,7 @@ def blocks(draw: st.DrawFn) -> Block:
 @st.composite
 def profiles(draw: st.DrawFn) -> StepProfile:
     """One to five blocks."""
-    return StepProfile.of(
+    return profile_of(
         draw(st.lists(blocks(), min_size=1, max_size=5)),
         update_ns=draw(times),
         output_ns=draw(times),

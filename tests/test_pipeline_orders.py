@@ -66,7 +66,7 @@ def routed(draw: st.DrawFn) -> tuple[tuple[tuple[Action, ...], ...], StageGraph]
 @given(routed())
 def test_any_graph_any_route_any_order_is_lowered_to_what_runs_without_buffers(case):
     orders, graph = case
-    program = lower(orders, graph, lambda stage, j: next(r for r, done in enumerate(orders) if (F, stage, j) in done))
+    program = lower(orders, graph)
     report = check(program)
 
     assert program.orders() == orders

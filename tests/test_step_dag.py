@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.sim.graph.hops import Network
-from headway.sim.training.moves import send_first
 from headway.sim.training.step_view import StepView, steady_ns
-from headway.sim.training.training_step import Block, StepProfile, TrainingStep
+from headway.sim.training.training_step import TrainingStep
+from tests.made.step_blocks import Block, profile_of
 from tests.steps_made import WIRE, few, networks, steps
 
 small = steps(network=networks(ranks=st.integers(1, 3)))
@@ -27,7 +27,7 @@ def test_without_overlap_steady_steps_take_as_long_as_one(step: TrainingStep) ->
 
 def overlapping(sizes: tuple[int, int] = (4_000_000, 4_000_000)) -> TrainingStep:
     """Two blocks on parameter servers, of which the next forward pass needs the one that is ready last first."""
-    profile = StepProfile.of(
+    profile = profile_of(
         [Block((800_000,), (800_000,), (sizes[0],)), Block((800_000,), (800_000,), (sizes[1],))],
         update_ns=2000,
         overlaps_forward=True,
@@ -39,14 +39,14 @@ def test_what_forward_needs_first_overtakes_and_shortens_the_steady_step() -> No
     step = overlapping()
     cut = replace(step, parts=np.array([8, 8]))
 
-    ready, forward = steady_ns(cut), steady_ns(send_first(cut, "forward"))
+    ready, forward = steady_ns(cut), steady_ns(replace(cut, order="forward"))
 
     assert forward < 0.95 * ready
     assert forward >= max(3_202_000, 2 * 4_000_000)  # compute, and what each lane carries
 
 
 def test_overlapped_forward_passes_are_faster_than_waiting_for_all_updates() -> None:
-    step = replace(send_first(overlapping(), "forward"), parts=np.array([8, 8]))
+    step = replace(overlapping(), order="forward", parts=np.array([8, 8]))
     waiting = replace(step, profile=replace(step.profile, overlaps_forward=False))
 
     assert steady_ns(step) < 0.95 * steady_ns(waiting)

@@ -13,9 +13,10 @@ from benchmarks._step_dag import expand_step
 from headway.core.errors import InputError
 from headway.sim.graph.dag import replay
 from headway.sim.graph.hops import Network
-from headway.sim.training.moves import cut_bucket, send_first, with_buckets
+from headway.sim.training.moves import with_buckets
 from headway.sim.training.step_view import StepView, Variants, bucket_sizes
-from headway.sim.training.training_step import Block, StepProfile, TrainingStep
+from headway.sim.training.training_step import TrainingStep
+from tests.made.step_blocks import Block, profile_of
 from tests.steps_made import WIRE, few, steps
 
 
@@ -72,7 +73,7 @@ def test_bucket_sizes_stand_where_buckets_end() -> None:
     assert bucket_sizes(np.array([[1], [2], [4]]), joined).tolist() == [[0, 1], [3, 0], [4, 6]]
 
 
-PROFILE = StepProfile.of([Block((5,), (9,), (400,)), Block((5,), (9,), (300,))], update_ns=3)
+PROFILE = profile_of([Block((5,), (9,), (400,)), Block((5,), (9,), (300,))], update_ns=3)
 STEP = TrainingStep.of(PROFILE, Network("ring", 2, WIRE))
 
 
@@ -85,14 +86,14 @@ def test_a_suffix_that_cuts_a_bucket_is_refused() -> None:
 
 def test_steps_that_reach_into_the_next_one_are_refused() -> None:
     with pytest.raises(InputError, match=r"use headway.sim.training.step_view.steady_ns"):
-        StepView.of(send_first(STEP, "forward"))
+        StepView.of(replace(STEP, order="forward"))
 
 
 def test_parts_of_a_bucket_overlap_their_push_and_pull() -> None:
     servers = replace(STEP, network=Network("parameter_server", 4, WIRE, num_servers=1))
     wide = with_buckets(servers, np.array([True, False]))
-    big = replace(wide, profile=StepProfile.of([Block((5,), (9,), (10**6,)), Block((5,), (9,), (10**6,))]))
+    big = replace(wide, profile=profile_of([Block((5,), (9,), (10**6,)), Block((5,), (9,), (10**6,))]))
 
-    whole, halves = (int(StepView.of(big).score([cut_bucket(big, 1, parts)])[0]) for parts in (1, 2))
+    whole, halves = (int(StepView.of(big).score([replace(big, parts=np.array([1, parts]))])[0]) for parts in (1, 2))
 
     assert halves < 0.8 * whole

@@ -11,16 +11,9 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.sim.graph.hops import Network
-from headway.sim.training.moves import (
-    accumulate,
-    compute_in_half,
-    fuse_ops,
-    fusible,
-    recompute,
-    unfuse_ops,
-    view_gradients,
-)
-from headway.sim.training.training_step import BACKWARD, FORWARD, UPDATE, Block, StepProfile, TrainingStep
+from headway.sim.training.moves import fuse_ops, fusible
+from headway.sim.training.training_step import BACKWARD, FORWARD, UPDATE, TrainingStep
+from tests.made.step_blocks import Block, profile_of
 from tests.steps_made import WIRE, few, steps
 
 RING = Network("ring", 2, WIRE)
@@ -29,6 +22,10 @@ RING = Network("ring", 2, WIRE)
 def total_ns(step: TrainingStep) -> int:
     before, takes = step.op_ns()
     return before + int(takes.sum())
+
+
+def recomputed(step: TrainingStep, *, on: bool) -> TrainingStep:
+    return replace(step, recomputed=np.full(step.profile.num_blocks, on))
 
 
 def plain(step: TrainingStep) -> TrainingStep:
@@ -42,7 +39,7 @@ def test_without_choices_operations_take_what_was_profiled_plus_the_copies(step:
     copies = np.rint(profile.tensor_bytes * profile.copy_ns_per_byte).astype(int)
 
     assert total_ns(plain(step)) == profile.duration_ns.sum() + 2 * copies.sum()
-    assert total_ns(view_gradients(plain(step))) == profile.duration_ns.sum()
+    assert total_ns(replace(plain(step), gradient_view=True)) == profile.duration_ns.sum()
 
 
 @few
@@ -72,35 +69,34 @@ def test_fusing_two_operations_saves_one_launch_and_makes_no_gradient_earlier_th
     if base.profile.kind[op] == BACKWARD and tensor >= 0:
         group_end = base.op_ns()[1][: op + 2].sum() - saved
         assert fused.ready_ns()[tensor] == group_end
-    assert unfuse_ops(fused, [op]).equals(base)
+    assert fuse_ops(fused, [op], on=False).equals(base)
 
 
 @few
 @given(steps())
 def test_computing_again_trades_time_for_memory_and_is_restored(step: TrainingStep) -> None:
     base = plain(step)
-    every = range(base.profile.num_blocks)
-    again = recompute(base, every)
+    again = recomputed(base, on=True)
 
     forward = base.profile.duration_ns[base.profile.kind == FORWARD].sum()
     assert total_ns(again) == total_ns(base) + forward
-    assert recompute(again, every, on=False).equals(base)
+    assert recomputed(again, on=False).equals(base)
 
 
 def test_computing_again_keeps_only_inputs_and_one_whole_block() -> None:
     block = Block((5,), (9,), (400,), activation_bytes=1000, input_bytes=10)
-    step = view_gradients(TrainingStep.of(StepProfile.of([block] * 4, state_bytes=7), RING))
+    step = replace(TrainingStep.of(profile_of([block] * 4, state_bytes=7), RING), gradient_view=True)
 
     assert step.peak_bytes() == 7 + 4 * 1000
-    assert recompute(step, range(4)).peak_bytes() == 7 + 4 * 10 + 1000
+    assert recomputed(step, on=True).peak_bytes() == 7 + 4 * 10 + 1000
     assert replace(step, gradient_view=False).peak_bytes() == 7 + 4 * 1000 + 4 * 400
 
 
 @few
 @given(step=steps(), count=st.integers(1, 4))
 def test_micro_batches_pay_launches_again_and_divide_activations(step: TrainingStep, count: int) -> None:
-    base = view_gradients(plain(step))
-    cut = accumulate(base, count)
+    base = replace(plain(step), gradient_view=True)
+    cut = replace(base, microbatches=count)
     profile = base.profile
     compute = profile.kind != UPDATE
     fixed = np.minimum(profile.fixed_ns, profile.duration_ns)[compute].sum()
@@ -111,8 +107,8 @@ def test_micro_batches_pay_launches_again_and_divide_activations(step: TrainingS
 
 
 def test_sixteen_bits_halve_gradients_and_take_their_own_time() -> None:
-    profile = StepProfile.of([Block((100,), (200,), (400,), half_fraction=0.4), Block((100,), (200,), (401,))])
-    step = compute_in_half(TrainingStep.of(profile, RING), [0])
+    profile = profile_of([Block((100,), (200,), (400,), half_fraction=0.4), Block((100,), (200,), (401,))])
+    step = replace(TrainingStep.of(profile, RING), half=np.array([True, False]))
 
     assert step.gradient_bytes().tolist() == [401, 200]
     assert step.op_ns()[1].tolist() == [40, 100, 200, 80, 0]
@@ -140,7 +136,7 @@ BLOCK = Block((5,), (9,), (400,))
     ],
 )
 def test_profiles_that_contradict_themselves_are_refused(change: dict, message: str) -> None:
-    profile = StepProfile.of([BLOCK])
+    profile = profile_of([BLOCK])
     if "kind" in change and change["kind"][0] == 2:
         change = {**change, "tensor": np.array([0, 0, -1])}
 
@@ -150,9 +146,9 @@ def test_profiles_that_contradict_themselves_are_refused(change: dict, message: 
 
 def test_blocks_that_make_no_step_are_refused() -> None:
     with pytest.raises(InputError, match=r"at least one block"):
-        StepProfile.of([])
+        profile_of([])
     with pytest.raises(InputError, match=r"block 0 has more gradients than backward operations"):
-        StepProfile.of([Block((1,), (1,), (4, 4))])
+        profile_of([Block((1,), (1,), (4, 4))])
 
 
 @pytest.mark.parametrize(
@@ -166,7 +162,7 @@ def test_blocks_that_make_no_step_are_refused() -> None:
     ],
 )
 def test_choices_that_cannot_be_are_refused(change: dict, message: str) -> None:
-    step = TrainingStep.of(StepProfile.of([BLOCK, BLOCK]), RING)
+    step = TrainingStep.of(profile_of([BLOCK, BLOCK]), RING)
 
     with pytest.raises(InputError, match=message):
         replace(step, **change)

@@ -1,26 +1,16 @@
 """The best plan for a training step: dPRO's optimiser (arXiv 2205.02473) on a compiled Dag.
 
-Use `optimise(step)` on a step built from a profile. Memory comes first: while
-the peak exceeds the budget, blocks are computed again or gradients are
+Use `optimise(step)` on the step of a recorded run (`headway.sim.training.moves.recorded_step`). Memory
+comes first: while the peak exceeds the budget, blocks are computed again or gradients are
 accumulated, whichever costs least. Then rounds over the neighbourhoods of
 `headway.plan.step_search`, until `QUIET_ROUNDS` rounds in a row have changed
 the step time by less than 0.1 %. The answer says which of the moves
 `headway run --apply` can make to an unmodified script, and how to make the
 others by hand. Times are int64 ns, sizes bytes.
-
->>> from headway.cost.specs import LinkSpec
->>> from headway.sim.graph.hops import Network
->>> from headway.sim.training.training_step import Block, StepProfile
->>> profile = StepProfile.of([Block((50_000,), (90_000,), (40_000_000,))] * 6, update_ns=1)
->>> step = TrainingStep.of(profile, Network("ring", 8, LinkSpec("wire", 1e12, 1e-5, "doctest")))
->>> found = optimise(step)
->>> found.base_ns, found.step_ns, [row.name for row in found.moves]
-(1650001, 1230001, ['buckets'])
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,8 +23,7 @@ from headway.core.search import smallest_true
 from headway.core.tables import pick
 from headway.core.units import MIB, format_bytes
 from headway.plan.step_search import NEIGHBOURHOODS, Scorer, uniform
-from headway.sim.training.moves import MOVES, accumulate, recompute, view_gradients
-from headway.sim.training.training_step import TrainingStep
+from headway.sim.training.training_step import Flags, TrainingStep
 
 QUIET_ROUNDS = 5
 """The search stops after so many rounds in a row that changed little."""
@@ -44,6 +33,74 @@ LEAST_CHANGE = 0.001
 
 MOST_ROUNDS = 60
 """Rounds at most, whatever they change."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """One line of `KINDS`."""
+
+    move: str
+    fields: tuple[str, ...]
+    words: Callable[[TrainingStep, TrainingStep], str]
+    remedy: str | None
+    how: str
+
+
+def _bucket_words(before: TrainingStep, after: TrainingStep) -> str:
+    sizes = [format_bytes(int(size)) for size in after.bucket_bytes()]
+    shown = ", ".join(sizes[:6]) + (", ..." if len(sizes) > 6 else "")
+    return f"{before.bucket_ends().size} -> {len(sizes)}: {shown}"
+
+
+KINDS: dict[str, _Kind] = {
+    "gradient_view": _Kind(
+        "view_gradients", ("gradient_view",), lambda _, after: "gradients live inside the buckets",
+        "comm.gradient_view",
+        "DDP: DistributedDataParallel(..., gradient_as_bucket_view=True). FSDP2: nothing to do, sharded gradients are "
+        "views of what was reduced",
+    ),
+    "recompute": _Kind(
+        "recompute", ("recomputed",), lambda _, after: f"{int(after.recomputed.sum())} blocks computed again", None,
+        "DDP: wrap those blocks in torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False). FSDP2: wrap each "
+        "before fully_shard(block)",
+    ),
+    "accumulate": _Kind(
+        "accumulate", ("microbatches",), lambda _, after: f"{after.microbatches} micro-batches accumulated", None,
+        "cut the batch, and sum gradients over ranks at the last micro-batch only. DDP: run the others under "
+        "model.no_sync(). FSDP2: model.set_requires_gradient_sync(False) before them, True before the last",
+    ),
+    "precision": _Kind(
+        "compute_in_half", ("half",), lambda _, after: f"{int(after.half.sum())} blocks in 16 bits", None,
+        "DDP: run those blocks under torch.autocast(device_type, dtype=torch.bfloat16); sums of gradients need a comm "
+        "hook. FSDP2: fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), which gathers "
+        "and sums in 16 bits too",
+    ),
+    "buckets": _Kind(
+        "join_buckets", ("joined",), _bucket_words, "comm.bucket",
+        "DDP: DistributedDataParallel(..., bucket_cap_mb_list=[...]). FSDP2: what one fully_shard call holds is summed "
+        "together, so fully_shard([a, b]) joins and one call each splits",
+    ),
+    "parts": _Kind(
+        "cut_bucket", ("parts",),
+        lambda _, after: f"buckets cut into {sorted(set(after.parts[after.bucket_ends()].tolist()))} parts", None,
+        "set the partition size of the parameter-server library, for BytePS BYTEPS_PARTITION_BYTES. DDP sums a bucket "
+        "in one piece: make it smaller. FSDP2: call fully_shard on smaller modules",
+    ),
+    "operations": _Kind(
+        "fuse_ops", ("fused",), lambda _, after: f"{int(after.fused.sum())} pairs of operations fused", None,
+        "DDP: compile those blocks with torch.compile. FSDP2: block.compile() before fully_shard(block)",
+    ),
+    "order": _Kind(
+        "forward_first", ("order",), lambda _, after: f"order of communication: {after.order}", None,
+        "schedule sums by priority of their layer, for BytePS BYTEPS_SCHEDULING_CREDIT. DDP sums in the order of "
+        "readiness. FSDP2: the remedy comm.order of headway run --apply gathers the next module ahead, or "
+        "set_modules_to_forward_prefetch by hand",
+    ),
+}  # fmt: skip
+"""Kind of move -> its name as a move, what it changes, its words, the remedy that makes it, how to do it by hand."""
+
+MOVES: dict[str, _Kind] = {entry.move: entry for entry in KINDS.values()}
+"""Move, as `optimise` is allowed it -> its line."""
 
 SAFE: tuple[str, ...] = tuple(name for name in MOVES if name != "compute_in_half")
 """Moves that leave results as they are, up to the order in which floating-point numbers are added."""
@@ -67,16 +124,6 @@ class MoveRow:
 
     how: str
     """How to make it by hand with DDP and with FSDP2."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the row of the JSON object."""
-        return {
-            "name": self.name,
-            "what": self.what,
-            "step_s": self.step_ns / 1e9,
-            "remedy": self.remedy,
-            "how": self.how,
-        }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,13 +164,9 @@ class Optimised:
 
     def remedies(self) -> tuple[Remedy, ...]:
         """Return what `headway run --apply` can do of it on an unmodified DDP script."""
-        found = []
-        alone = {row.remedy: row for row in self.moves if row.remedy}
-        if "comm.bucket" in alone:
-            found.append(Remedy("comm.bucket", self.bucket_parameters(), self._gain("comm.bucket")))
-        if "comm.gradient_view" in alone:
-            found.append(Remedy("comm.gradient_view", {}, self._gain("comm.gradient_view")))
-        return tuple(found)
+        made = {row.remedy for row in self.moves}
+        parameters = {"comm.bucket": self.bucket_parameters, "comm.gradient_view": dict[str, Any]}
+        return tuple(Remedy(name, of(), self._gain(name)) for name, of in parameters.items() if name in made)
 
     def bucket_parameters(self) -> dict[str, Any]:
         """Return the sizes in MiB: `bucket_mb_list` per bucket, and the best single size for a torch without lists.
@@ -149,7 +192,10 @@ class Optimised:
             "base_step_s": self.base_ns / 1e9,
             "step_s": self.step_ns / 1e9,
             "predicted_speedup": self.speedup,
-            "moves": [row.to_json() for row in self.moves],
+            "moves": [
+                {"name": row.name, "what": row.what, "step_s": row.step_ns / 1e9, "remedy": row.remedy, "how": row.how}
+                for row in self.moves
+            ],
             "uniform_bucket_mb": self._single(),
             "uniform_step_s": self.uniform_ns / 1e9,
             "peak_bytes": self.after.peak_bytes(),
@@ -168,9 +214,7 @@ class Optimised:
         return (int(sizes[:-1].min() if sizes.size > 1 else sizes.sum()) - 0.5) / MIB
 
 
-def optimise(
-    step: TrainingStep, *, memory_bytes: int | None = None, allow: Iterable[str] = SAFE, most_rounds: int = MOST_ROUNDS
-) -> Optimised:
+def optimise(step: TrainingStep, *, memory_bytes: int | None = None, allow: Iterable[str] = SAFE) -> Optimised:
     """Search for the fastest step that fits `memory_bytes` (no limit by default), with the moves in `allow`.
 
     Raises `UnknownNameError` on a move, `InputError` when no allowed move
@@ -183,12 +227,12 @@ def optimise(
     base_ns = int(scorer.steps([step])[0])
     found = step
     if "view_gradients" in allowed:
-        found = _better(found, [view_gradients(found)], scorer)
+        found = _better(found, [replace(found, gradient_view=True)], scorer)
     if memory_bytes is not None:
         found = fit_memory(found, memory_bytes, scorer)
     if "compute_in_half" in allowed:
         found = _precision(found, scorer)
-    found, rounds = _rounds(found, scorer, most_rounds)
+    found, rounds = _rounds(found, scorer)
     ends = {one.joined.tobytes(): one for one in uniform(found)[3:]}
     took = scorer.steps(list(ends.values()))
     return Optimised(
@@ -204,11 +248,11 @@ def optimise(
     )
 
 
-def _rounds(step: TrainingStep, scorer: Scorer, most_rounds: int) -> tuple[TrainingStep, list[int]]:
+def _rounds(step: TrainingStep, scorer: Scorer) -> tuple[TrainingStep, list[int]]:
     """Take the neighbourhoods in turn until as many rounds in a row as there are of them change little."""
     names, rounds, quiet = list(NEIGHBOURHOODS), list[int](), 0
     now = int(scorer.steps([step])[0])
-    while quiet < QUIET_ROUNDS and len(rounds) < most_rounds:
+    while quiet < QUIET_ROUNDS and len(rounds) < MOST_ROUNDS:
         step = NEIGHBOURHOODS[names[len(rounds) % len(names)]](step, scorer)
         took = int(scorer.steps([step])[0])
         quiet = quiet + 1 if now - took < LEAST_CHANGE * now else 0
@@ -227,7 +271,7 @@ def fit_memory(step: TrainingStep, memory_bytes: int, scorer: Scorer) -> Trainin
     """
     needs = step.peak_bytes()
     if needs > memory_bytes and "view_gradients" in scorer.allowed:
-        step = view_gradients(step)  # never slower
+        step = replace(step, gradient_view=True)  # never slower
     while step.peak_bytes() > memory_bytes:
         variants = [*_recomputing(step, memory_bytes, scorer), *_accumulating(step, memory_bytes, scorer)]
         variants = [variant for variant in variants if variant.peak_bytes() < step.peak_bytes()]
@@ -249,8 +293,12 @@ def _recomputing(step: TrainingStep, memory_bytes: int, scorer: Scorer) -> list[
     """Return, for each kind of block, the step with as few of them computed again as fit, or all of them."""
     variants = []
     for kind in np.unique(step.profile.block_kind) if "recompute" in scorer.allowed else []:
-        left = np.flatnonzero((step.profile.block_kind == kind) & ~step.recomputed).tolist()
-        variants += [_fewest(functools.partial(_recomputed, step, left), 1, len(left), memory_bytes)] if left else []
+        able = (step.profile.block_kind == kind) & ~step.recomputed
+
+        def first(count: int, able: Flags = able) -> TrainingStep:
+            return replace(step, recomputed=step.recomputed | (able & (np.cumsum(able) <= count)))
+
+        variants += [_fewest(first, 1, int(able.sum()), memory_bytes)] if able.any() else []
     return variants
 
 
@@ -259,12 +307,7 @@ def _accumulating(step: TrainingStep, memory_bytes: int, scorer: Scorer) -> list
     least, most = step.microbatches + 1, step.profile.most_microbatches
     if "accumulate" not in scorer.allowed or least > most:
         return []
-    return [_fewest(functools.partial(accumulate, step), least, most, memory_bytes)]
-
-
-def _recomputed(step: TrainingStep, blocks: list[int], count: int) -> TrainingStep:
-    """Compute the first `count` of `blocks` again."""
-    return recompute(step, blocks[:count])
+    return [_fewest(lambda count: replace(step, microbatches=count), least, most, memory_bytes)]
 
 
 def _fewest(variant: Callable[[int], TrainingStep], least: int, most: int, memory_bytes: int) -> TrainingStep:
@@ -310,67 +353,3 @@ def _with_only(before: TrainingStep, after: TrainingStep, remedies: set[str]) ->
     parts = [part for kind in KINDS.values() if kind.remedy in remedies for part in kind.fields]
     step = replace(before, **{part: getattr(after, part) for part in parts})
     return int(Scorer(frozenset()).steps([step])[0])
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """One line of `KINDS`."""
-
-    fields: tuple[str, ...]
-    words: Callable[[TrainingStep, TrainingStep], str]
-    remedy: str | None
-    how: str
-
-
-def _bucket_words(before: TrainingStep, after: TrainingStep) -> str:
-    """Write the sizes of the buckets."""
-    sizes = [format_bytes(int(size)) for size in after.bucket_bytes()]
-    shown = ", ".join(sizes[:6]) + (", ..." if len(sizes) > 6 else "")
-    return f"{before.bucket_ends().size} -> {len(sizes)}: {shown}"
-
-
-KINDS: dict[str, _Kind] = {
-    "gradient_view": _Kind(
-        ("gradient_view",), lambda _, after: "gradients live inside the buckets", "comm.gradient_view",
-        "DDP: DistributedDataParallel(..., gradient_as_bucket_view=True). FSDP2: nothing to do, sharded gradients are "
-        "views of what was reduced",
-    ),
-    "recompute": _Kind(
-        ("recomputed",), lambda _, after: f"{int(after.recomputed.sum())} blocks computed again", None,
-        "DDP: wrap those blocks in torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False). FSDP2: wrap each "
-        "before fully_shard(block)",
-    ),
-    "accumulate": _Kind(
-        ("microbatches",), lambda _, after: f"{after.microbatches} micro-batches accumulated", None,
-        "cut the batch, and sum gradients over ranks at the last micro-batch only. DDP: run the others under "
-        "model.no_sync(). FSDP2: model.set_requires_gradient_sync(False) before them, True before the last",
-    ),
-    "precision": _Kind(
-        ("half",), lambda _, after: f"{int(after.half.sum())} blocks in 16 bits", None,
-        "DDP: run those blocks under torch.autocast(device_type, dtype=torch.bfloat16); sums of gradients need a comm "
-        "hook. FSDP2: fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), which gathers "
-        "and sums in 16 bits too",
-    ),
-    "buckets": _Kind(
-        ("joined",), _bucket_words, "comm.bucket",
-        "DDP: DistributedDataParallel(..., bucket_cap_mb_list=[...]). FSDP2: what one fully_shard call holds is summed "
-        "together, so fully_shard([a, b]) joins and one call each splits",
-    ),
-    "parts": _Kind(
-        ("parts",), lambda _, after: f"buckets cut into {sorted(set(after.parts[after.bucket_ends()].tolist()))} parts",
-        None,
-        "set the partition size of the parameter-server library, for BytePS BYTEPS_PARTITION_BYTES. DDP sums a bucket "
-        "in one piece: make it smaller. FSDP2: call fully_shard on smaller modules",
-    ),
-    "operations": _Kind(
-        ("fused",), lambda _, after: f"{int(after.fused.sum())} pairs of operations fused", None,
-        "DDP: compile those blocks with torch.compile. FSDP2: block.compile() before fully_shard(block)",
-    ),
-    "order": _Kind(
-        ("order",), lambda _, after: f"order of communication: {after.order}", None,
-        "schedule sums by priority of their layer, for BytePS BYTEPS_SCHEDULING_CREDIT. DDP sums in the order of "
-        "readiness. FSDP2: the remedy comm.order of headway run --apply gathers the next module ahead, or "
-        "set_modules_to_forward_prefetch by hand",
-    ),
-}  # fmt: skip
-"""Kind of move -> what it changes, its words, the remedy that makes it, and how to make it by hand."""

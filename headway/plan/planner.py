@@ -329,7 +329,7 @@ def compose(
     What protects the job is chosen beside it, where nothing excludes that.
     """
     base = base or program.predict()
-    hours = _device_hours(program, setup)
+    hours = program.measured_s * program.recording.job_steps * setup.world_size / 3600
     ranked = sorted(proposals, key=lambda row: (-hours * (1 - 1 / row.predicted_speedup), row.name))
     room_bytes = setup.limits.memory_per_rank_bytes(setup)
     steps = setup.limits.steps or program.recording.job_steps
@@ -367,11 +367,6 @@ def _recording_s(program: Program) -> float:
     return recording_ns / NS_PER_S / max(len(lanes), 1)
 
 
-def _device_hours(program: Program, setup: Setup) -> float:
-    """Return what the recorded steps took on all devices."""
-    return program.measured_s * program.recording.job_steps * setup.world_size / 3600
-
-
 def _best_set(able: Sequence[Proposal], program: Program, room_bytes: int, steps: int) -> tuple[Proposal, ...]:
     """Return the combination with which a job of `steps` steps is shortest, without members that add less than 2 %.
 
@@ -386,7 +381,10 @@ def _best_set(able: Sequence[Proposal], program: Program, room_bytes: int, steps
     ]
     if not sets:
         return ()
-    took_s = {_names(members): job_s(members, _step_s(members, program), steps) for members in sets}
+    took_s = {
+        _names(members): job_s(members, program.predict(_edits(members), interval=False).step_s, steps)
+        for members in sets
+    }
     best = min(sets, key=lambda members: (took_s[_names(members)], len(members)))
     while len(best) > 1:
         without = [tuple(row for row in best if row is not member) for member in best]
@@ -400,10 +398,6 @@ def _best_set(able: Sequence[Proposal], program: Program, room_bytes: int, steps
 
 def _names(members: Sequence[Proposal]) -> tuple[str, ...]:
     return tuple(row.name for row in members)
-
-
-def _step_s(members: Sequence[Proposal], program: Program) -> float:
-    return program.predict(_edits(members), interval=False).step_s
 
 
 def _edits(members: Iterable[Proposal]) -> list[Edit | str]:

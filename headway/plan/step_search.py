@@ -21,24 +21,14 @@ True
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from headway.core.errors import InputError
 from headway.sim.graph.attribution import critical_path
 from headway.sim.graph.hops import Network
-from headway.sim.training.moves import (
-    bucket_by_size,
-    default_buckets,
-    fuse_ops,
-    fusible,
-    send_first,
-    unfuse_ops,
-    with_buckets,
-)
+from headway.sim.training.moves import bucket_by_size, default_buckets, fuse_ops, fusible, with_buckets
 from headway.sim.training.step_view import StepView, Variants, steady_ns
 from headway.sim.training.training_step import BACKWARD, FORWARD, ORDERS, Flags, Ints, TrainingStep
 
@@ -62,19 +52,6 @@ def gradient_fusion_pays(*, sync_end_ns: float, compute_end_ns: float, fused_syn
     q_e[n-1] > p_e[n] + t_sync(s[n-1] + s[n], k*) - t_sync(s[n], k*_n).
     """
     return sync_end_ns > compute_end_ns + fused_sync_ns - sync_ns
-
-
-def linear_parts(num_bytes: float, *, fast_s_per_byte: float, slow_latency_s: float) -> int:
-    """Return k* of two hops of t = a s + b each: sqrt(s * a(faster hop) / b(slower hop)), rounded, at least 1.
-
-    k parts take (a1 s / k + b1) + (a2 s / k + b2) and k - 1 more on the slower
-    hop; `MOST_PARTS` without latency. Raises `InputError` on negative values.
-    """
-    if min(num_bytes, fast_s_per_byte, slow_latency_s) < 0:
-        raise InputError(f"size {num_bytes}, rate {fast_s_per_byte}, latency {slow_latency_s}: give numbers >= 0.")
-    if slow_latency_s == 0:
-        return MOST_PARTS if num_bytes * fast_s_per_byte > 0 else 1
-    return min(MOST_PARTS, max(1, round(math.sqrt(num_bytes * fast_s_per_byte / slow_latency_s))))
 
 
 def best_parts(network: Network, num_bytes: int) -> int:
@@ -350,7 +327,7 @@ def operations(step: TrainingStep, scorer: Scorer) -> TrainingStep:
     if not groups:
         return step
     every = np.concatenate(groups)
-    plain = unfuse_ops(step, every.tolist())
+    plain = fuse_ops(step, every.tolist(), on=False)
     forward = fuse_ops(plain, every[step.profile.kind[every] == FORWARD].tolist())
     candidates = [(ops, not step.fused[ops[0]]) for ops in groups]
     variants = [_fused(step, ops, on, scorer) for ops, on in candidates]
@@ -375,7 +352,7 @@ def _rebucketed(step: TrainingStep, scorer: Scorer) -> TrainingStep:
 
 def _fused(step: TrainingStep, ops: Ints, on: bool, scorer: Scorer) -> TrainingStep:
     """Fuse (or not) each of `ops` with the next one, and join their gradients where that is proved better."""
-    changed = (fuse_ops if on else unfuse_ops)(step, ops.tolist())
+    changed = fuse_ops(step, ops.tolist(), on=on)
     profile = step.profile
     if not on or "join_buckets" not in scorer.allowed or profile.kind[ops[0]] != BACKWARD:
         return changed
@@ -416,12 +393,12 @@ def order(step: TrainingStep, scorer: Scorer) -> TrainingStep:
     """
     if "forward_first" not in scorer.allowed or not step.profile.overlaps_forward:
         return step
-    variants = [send_first(step, name) for name in ORDERS]
+    variants = [replace(step, order=name) for name in ORDERS]
     whole = step.bucket_ends()
     for number in (2, 4, 8, 16):
         cut = step.parts.copy()
         cut[whole] = number
-        variants.append(replace(send_first(step, "forward"), parts=cut))
+        variants.append(replace(step, order="forward", parts=cut))
     took = scorer.steps(variants)
     return variants[int(np.argmin(took))] if took.min() < scorer.steps([step])[0] else step
 

@@ -40,6 +40,7 @@ from headway.core.units import format_fraction
 from headway.sim.ddp.ddp_replay import ddp_dag
 from headway.sim.ddp.ddp_window import runs_on_threads
 from headway.sim.graph.dag import Dag, replay
+from headway.sim.graph.intervals import MAX_DISCREPANCY
 from headway.sim.observed_edges import DEVICE, EDGE_CLASSES, FINDERS, Ints, Operations
 from headway.sim.recorded.program import Program
 from headway.sim.whatif import Edit, ResolvedEdits, scenario_of
@@ -107,9 +108,6 @@ DELAYS: tuple[str, ...] = ("none", "host", "all")
 MODELS: tuple[str, ...] = ("auto", "observed", "ddp", "recorded")
 """Names that `Dag.from_trace` takes: 'ddp' insists on collectives, and where threads of the host run them (gloo) lays
 out the step of all ranks with the link they share; 'recorded' is for headway's own runs."""
-
-MAX_DISCREPANCY = 0.05
-"""A replay that misses the observed makespan by more refuses what-ifs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -284,11 +282,7 @@ def _residuals(ops: Operations, src: Ints, dst: Ints, launch: NDArray[np.bool_])
 
 def _check_window(scenario: ResolvedEdits) -> None:
     """Refuse edits whose answer is not in a profiler window."""
-    answered = ResolvedEdits(
-        factors=scenario.factors, fetch=scenario.fetch, prep=scenario.prep, transfer=scenario.transfer,
-        bandwidth=scenario.bandwidth, accelerator=scenario.accelerator,
-    )  # fmt: skip
-    if scenario != answered:
+    if scenario != scenario.only("factors", "fetch", "prep", "transfer", "bandwidth", "accelerator"):
         raise InputError(
             "a profiler window answers op:GLOB, comm, input, host, accelerator and bandwidth. Ask the rest of a run "
             "that headway run recorded."

@@ -166,6 +166,10 @@ class ResolvedEdits:
     stages: tuple[tuple[int, float, float], ...] = ()
     """(stage of a pipeline, factor on its forwards, on its backwards), all that match multiply."""
 
+    def only(self, *names: str) -> ResolvedEdits:
+        """Return these edits of the fields `names`, and no others."""
+        return ResolvedEdits(**{name: getattr(self, name) for name in names})
+
     def reaches(self, group: int) -> bool:
         """Say whether edits of workers concern the loader of number `group`."""
         return self.workers is None or self.workers.groups is None or group in self.workers.groups

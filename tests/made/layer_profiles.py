@@ -20,7 +20,8 @@ from typing import Protocol
 from headway.core.units import seconds_to_ns
 from headway.cost.specs import DeviceSpec
 from headway.cost.transformer import Transformer
-from headway.sim.training.training_step import Block, StepProfile
+from headway.sim.training.training_step import StepProfile
+from tests.made.step_blocks import Block, profile_of
 
 EFFICIENCY = 0.5
 """Share of the peak rate that matrix operations attain, unless told."""
@@ -167,7 +168,7 @@ def _profile(
     rate, memory = device.peak("fp32") * efficiency, device.memory_bytes_per_s
     weights = sum(layer.weights + layer.more_weights for block in blocks for layer in block)
     timed = [_timed(block, batch, rate, memory, kind) for block, kind in zip(blocks, kinds, strict=True)]
-    return StepProfile.of(
+    return profile_of(
         timed,
         update_ns=seconds_to_ns(LAUNCH_S + 4 * weights * (STATE_COPIES + 3) / memory),
         state_bytes=4 * weights * STATE_COPIES,

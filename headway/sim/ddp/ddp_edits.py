@@ -26,6 +26,7 @@ from headway.sim.ddp import ddp_link as ddp_buckets
 from headway.sim.ddp.ddp_link import DdpStep
 from headway.sim.ddp.ddp_thread import CALL, COPY, GRAD, WAIT, WORK, Thread
 from headway.sim.ddp.ddp_window import Ints, rows_of
+from headway.trace.events.intervals import merged
 from headway.trace.events.trace import Trace
 from headway.trace.profiler.kineto_names import FORWARD
 from headway.trace.rings.rank_tables import DdpModel
@@ -115,21 +116,11 @@ def _stretches(trace: Trace, pattern: str) -> tuple[Ints, Ints]:
     main = np.isin(events["lane"], [code for code, name in enumerate(trace.lanes) if name == "main"])
     start, end = events["start_ns"], events["start_ns"] + events["duration_ns"]
     hit = main & matched([*trace.names, ""], pattern)[events["name"]]
-    begin, until = _union(start[hit], end[hit])
+    begin, until = merged(start[hit], end[hit])
     arrows = main & (events["corr"] >= FORWARD)
     inside = arrows & (covered(begin, until, end) - covered(begin, until, start) >= np.maximum(end - start, 1))
     partner = arrows & np.isin(events["corr"], events["corr"][inside])
-    return _union(start[hit | partner], end[hit | partner])
-
-
-def _union(start: Ints, end: Ints) -> tuple[Ints, Ints]:
-    """Return disjoint stretches in order."""
-    if not start.size:
-        return start, end
-    order = np.argsort(start, kind="stable")
-    start, reach = start[order], np.maximum.accumulate(end[order])
-    fresh = np.concatenate([[True], start[1:] > reach[:-1]])
-    return start[fresh], reach[np.concatenate([np.flatnonzero(fresh)[1:] - 1, [start.size - 1]])]
+    return merged(start[hit | partner], end[hit | partner])
 
 
 def covered(begin: Ints, end: Ints, at: Ints) -> Ints:
@@ -382,13 +373,9 @@ def with_codec(step: DdpStep, compression: Compression) -> DdpStep:
     )
 
 
-def _of_buckets(thread: Thread) -> NDArray[np.bool_]:
-    return np.asarray((thread.what == CALL) & (thread.backward >= 0))
-
-
 def _places(thread: Thread) -> dict[int, int]:
     """Return collective -> number of the bucket within its backward."""
-    calls = _of_buckets(thread)
+    calls = (thread.what == CALL) & (thread.backward >= 0)
     found: dict[int, int] = {}
     for number in np.unique(thread.backward[calls]):
         refs = thread.ref[calls & (thread.backward == number)].tolist()

@@ -48,13 +48,11 @@ from headway.sim.ddp.ddp_link import (
 from headway.sim.ddp.ddp_thread import WAIT, thread_of
 from headway.sim.ddp.ddp_window import StepWindow, models_of, windows_of
 from headway.sim.graph.dag import Dag
+from headway.sim.graph.intervals import MAX_DISCREPANCY
 from headway.sim.whatif import ResolvedEdits
 from headway.trace.events.trace import Trace
 from headway.trace.recording.runs import Run
 from headway.trace.rings.rank_tables import DdpModel
-
-MAX_DISCREPANCY = 0.05
-"""A replay that misses the windows by more refuses what-ifs (the cut of the straggler study)."""
 
 MODEL_ERROR = 0.03
 """What a predicted change is off by in the middle (`headway bench ddp_change`): added to either end of an interval."""
@@ -161,16 +159,6 @@ class DdpReplay:
         count = sum(window.num_steps for window in self.windows)
         return float(self.makespans_ns(ResolvedEdits()).sum()) / NS_PER_S / count if count else float("nan")
 
-    @property
-    def unoverlapped_s(self) -> float:
-        """The naive sum: work of the slowest thread, and every collective after it; seconds per step, nan as above."""
-        count = sum(window.num_steps for window in self.windows)
-        total = 0.0
-        for step, link in zip(self.steps, self.links, strict=True):
-            total += max(int(thread.own_ns.sum()) for thread in step.threads)
-            total += sum(link.latency_ns + link.duration_ns(int(size)) for size in step.size)
-        return total / NS_PER_S / count if count else float("nan")
-
     def words(self) -> str:
         """Say what a prediction from the windows stands on."""
         rates = sorted(link.bytes_per_s / 1e6 for link in self.links)
@@ -183,10 +171,7 @@ class DdpReplay:
 
     def answers(self, scenario: ResolvedEdits) -> bool:
         """Say whether the windows can tell what `scenario` asks for; the other edits are for `Program`."""
-        known = ResolvedEdits(
-            factors=scenario.factors, bucket_mb=scenario.bucket_mb, compress=scenario.compress,
-            bandwidth=scenario.bandwidth, accelerator=scenario.accelerator,
-        )  # fmt: skip
+        known = scenario.only("factors", "bucket_mb", "compress", "bandwidth", "accelerator")
         return scenario == known and all(
             pattern == "comm.*" or self.matches(pattern) for pattern, _ in scenario.factors
         )
@@ -238,7 +223,8 @@ class DdpReplay:
 
     def check(self, scenario: ResolvedEdits) -> None:
         """Refuse what the windows cannot tell; raises as `ratio`."""
-        live = f"bucket_mb={_plain(scenario.bucket_mb)}" if scenario.bucket_mb is not None else ""
+        size = scenario.bucket_mb
+        live = "" if size is None else f"bucket_mb={size if isinstance(size, str) else f'{size:g}'}"
         live = live or (f"compress={scenario.compress}" if scenario.compress else "")
         if live and self.busy:
             raise InputError(
@@ -325,11 +311,6 @@ def _busy(steps: Sequence[DdpStep], link: CollectiveLink, cores: int) -> str:
         f"the rate of its collectives varies by {format_fraction(link.spread, 0)} either way{shared}: how long one "
         "takes is a matter of scheduling, not of its size"
     )
-
-
-def _plain(size: float | str) -> str:
-    """Return a bucket size as it is written."""
-    return size if isinstance(size, str) else f"{size:g}"
 
 
 def _links(carried: Sequence[Sequence[Carried]]) -> list[CollectiveLink]:

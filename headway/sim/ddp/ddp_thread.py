@@ -19,7 +19,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headway.core.errors import InputError
 from headway.sim.ddp.ddp_window import DeviceWindow, Ints, collectives
@@ -109,7 +108,8 @@ def thread_of(window: Trace, rank: int) -> Thread:
     points = _Points([], [], [], [], [], [])
     start, duration = trace.events["start_ns"], trace.events["duration_ns"]
     if device is None:
-        host = main = trace.where(_on_main(trace))
+        lanes = [code for code, name in enumerate(trace.lanes) if name == "main"]
+        host = main = trace.where(np.isin(trace.events["lane"], lanes))
         # A collective may run before the call that queued it returns: the call is cut there.
         queued = np.clip(start[ran], start[calls], (start + duration)[calls])
     else:
@@ -123,11 +123,6 @@ def thread_of(window: Trace, rank: int) -> Thread:
     of_buckets = {call for bucket in buckets for call, _ in bucket}
     _other_waits([call for call in range(calls.size) if call not in of_buckets], ended, resumed, points)
     return _chain(rank, main, points, np.flatnonzero(window.events["rank"] == rank)[ran], ended)
-
-
-def _on_main(trace: Trace) -> NDArray[np.bool_]:
-    main = [code for code, name in enumerate(trace.lanes) if name == "main"]
-    return np.isin(trace.events["lane"], main)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +212,8 @@ def _finalisers(
     done: dict[int, int] = {}
     for when, backward in zip(points.end, points.backward, strict=True):
         done[backward] = max(when, done.get(backward, when))
-    number_of = _backward_of_calls(points)
+    rows = zip(points.what, points.ref, points.backward, strict=True)
+    number_of = {ref: backward for what, ref, backward in rows if what == CALL}
     for bucket in buckets:
         backward = number_of[bucket[0][0]]
         at, before, count = done[backward], 0, bucket[-1][1]
@@ -235,12 +231,6 @@ def _finalisers(
                            backward=backward)  # fmt: skip
             at = int(end[first + so_far - 1]) if copied else at
             before = so_far
-
-
-def _backward_of_calls(points: _Points) -> dict[int, int]:
-    """Return which backward each call belongs to."""
-    rows = zip(points.what, points.ref, points.backward, strict=True)
-    return {ref: backward for what, ref, backward in rows if what == CALL}
 
 
 def _wait(call: int, ended: Ints, within: tuple[int, int], resumed: _Resumes, points: _Points, backward: int) -> int:

@@ -40,6 +40,9 @@ OPS = ("F", "B", "I", "W", "R", "SEND", "RECV", "OPT")
 COMPUTE = (F, B, I, W, R)
 """Actions that occupy the rank."""
 
+MOST_IDLE = 1024
+"""Ranks without an action that a file may have."""
+
 TORCH_CELL = re.compile(r"(\d{1,9})(F|B|I|W)(\d{1,9})")
 """A computation in torch's CSV: stage, operation, microbatch."""
 
@@ -213,13 +216,6 @@ class PipelineProgram:
             found[rank].append(Action(*action))
         return tuple(map(tuple, found))
 
-    def route(self, stage: int, microbatch: int) -> int:
-        """Return the rank that computes a microbatch's forward of a stage; raises `InputError` where none does."""
-        rows = np.flatnonzero((self.op == F) & (self.stage == stage) & (self.microbatch == microbatch))
-        if not rows.size:
-            raise InputError(f"no rank computes the forward of stage {stage}, microbatch {microbatch}. Add it.")
-        return int(self.rank[rows[0]])
-
     def positions(self) -> NDArray[np.int64]:
         """Return [5, stages, microbatches] the row of each computation F, B, I, W, R; -1 where there is none."""
         table = np.full((len(COMPUTE), self.num_stages, self.num_microbatches), -1, np.int64)
@@ -276,7 +272,7 @@ class PipelineProgram:
         inside &= (microbatch >= np.where(op == OPT, -1, 0)) & (microbatch < rank.size)
         message = (op == SEND) | (op == RECV)
         inside &= ~message | ((peer >= 0) & (peer < num_ranks) & (peer_stage >= 0) & (peer_stage < len(graph.preds)))
-        if not (rank.size and inside.all() and num_ranks <= rank.size) or (np.diff(rank) < 0).any():
+        if not (rank.size and inside.all() and num_ranks <= rank.size + MOST_IDLE) or (np.diff(rank) < 0).any():
             raise FormatError("the program names a rank, operation, stage or microbatch that is out of range.")
         return cls(rank, op, stage, microbatch, version, peer, peer_stage, num_ranks, graph)
 

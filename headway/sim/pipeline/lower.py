@@ -31,7 +31,7 @@ buffering. Activations and gradients travel on channels of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,20 +41,15 @@ from headway.core.errors import CycleError, InputError
 from headway.sim.graph.dag import Dag, replay
 from headway.sim.pipeline.actions import OPT, RECV, SEND, B, F, I, Orders, PipelineProgram, R, StageGraph, W
 
-Route = Callable[[int, int], int]
-"""(stage, microbatch) -> the rank that computes it."""
 
-
-def lower(orders: Orders, graph: StageGraph | None = None, route: Route | None = None) -> PipelineProgram:
-    """Return the program with its messages. Without `graph`, stages are a chain; `route`, where given, is checked.
+def lower(orders: Orders, graph: StageGraph | None = None) -> PipelineProgram:
+    """Return the program with its messages. Without `graph`, stages are a chain.
 
     Raises `InputError` where a computation is missing, doubled, on the wrong
     rank or before what it needs, and where the orders wait for each other.
     """
     program = PipelineProgram.from_orders(orders, graph)
     table = checked_positions(program)
-    if route is not None:
-        _check_route(program, route)
     order = _global_order(program, table)
     place = np.empty(order.size, np.int64)
     place[order] = np.arange(order.size)
@@ -153,14 +148,6 @@ def _global_order(program: PipelineProgram, table: NDArray[np.int64]) -> NDArray
     return np.asarray(np.argsort(start, kind="stable"))
 
 
-def _check_route(program: PipelineProgram, route: Route) -> None:
-    """Compare each computation's rank with the route's."""
-    for row in np.flatnonzero(program.op == F):
-        asked = route(int(program.stage[row]), int(program.microbatch[row]))
-        if asked != program.rank[row]:
-            raise _wrong(program, int(row), f"is routed to rank {asked}", "Move it there, or change the route")
-
-
 def _wrong(program: PipelineProgram, row: int, fault: str, fix: str) -> InputError:
     """Return the error about one action, with what the ranks do around it."""
     step = int(program.steps()[row])
@@ -175,9 +162,6 @@ def _wrong(program: PipelineProgram, row: int, fault: str, fix: str) -> InputErr
 @dataclass(frozen=True, slots=True)
 class ProgramReport:
     """What a program that passed needs."""
-
-    num_actions: int
-    """Actions of all ranks, messages among them."""
 
     num_messages: int
     """Messages."""
@@ -206,7 +190,7 @@ def check(program: PipelineProgram, caps: Sequence[float] | float | None = None)
                 f"infeasible: stage {stage} needs {peaks[rank]} activations, cap {limits[rank]:g} (rank {rank}). "
                 "Raise the cap, or choose an order that holds fewer."
             )
-    return ProgramReport(program.rank.size, sends.size, tuple(peaks.tolist()))
+    return ProgramReport(sends.size, tuple(peaks.tolist()))
 
 
 def peak_activations(program: PipelineProgram) -> NDArray[np.int64]:
@@ -281,7 +265,7 @@ def message_owners(
     """Return the computations that make and that take the value of each SEND."""
     stage, other, microbatch = program.stage[sends], program.peer_stage[sends], program.microbatch[sends]
     forward = program.graph.feeds()[stage, other]
-    back = np.maximum(table[B], table[2])
+    back = backward_rows(table)
     made = np.where(forward, table[F, stage, microbatch], back[stage, microbatch])
     used = np.where(forward, table[F, other, microbatch], back[other, microbatch])
     return made, used

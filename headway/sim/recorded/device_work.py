@@ -167,9 +167,7 @@ def _held_up(
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return [w] how far ahead a host that is held up may get, and [k] the share of its compute that is its own."""
     num_steps = len(lane.step_end_ns) - 1
-    compute, waited = np.zeros(num_steps), np.zeros(num_steps, bool)
-    mine = COMPUTE[lane.label]
-    np.add.at(compute, lane.step[mine], lane.duration_ns[mine])
+    compute, waited = lane.compute_ns(), np.zeros(num_steps, bool)
     waited[lane.step[waits]] = True
     work, pauses, ahead = np.zeros(num_steps), np.zeros(num_steps, bool), np.zeros(num_steps)
     np.add.at(work, step, work_ns)

@@ -84,3 +84,16 @@ class Lane:
     def once_ns(self, first_step: int) -> int:
         """Return how much of the steps from `first_step` on is work of headway's own that is done once in a run."""
         return int(self.duration_ns[(self.label == LABEL["host.rereading"]) & (self.step >= first_step)].sum())
+
+    def compute_ns(self) -> NDArray[np.int64]:
+        """Return [k] how long each step computes."""
+        total, mine = np.zeros(self.step_end_ns.size - 1, np.int64), COMPUTE[self.label]
+        np.add.at(total, self.step[mine], self.duration_ns[mine])
+        return total
+
+    def last_segment(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the last segment that each of `rows` owns, -1 for none."""
+        owned = np.flatnonzero(self.row >= 0)
+        found = np.full(int(max(self.row.max(initial=-1), rows.max(initial=-1))) + 1, -1, np.int64)
+        found[self.row[owned]] = owned  # of equal indices the last assignment stays
+        return found[rows]

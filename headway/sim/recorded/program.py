@@ -243,9 +243,7 @@ class Program:
         by_device = self.talks_by_device and (
             scenario.bandwidth != 1.0 or any(pattern == COMM_GLOB for pattern, _ in unseen)
         )
-        inside = ResolvedEdits(
-            factors=unseen, bucket_mb=scenario.bucket_mb, compress=scenario.compress, bandwidth=scenario.bandwidth
-        )
+        inside = replace(scenario.only("bucket_mb", "compress", "bandwidth"), factors=unseen)
         if inside == ResolvedEdits():
             return inside, scenario, ""
         # Why they cannot is kept beside the answer of the always-on records, or said with the refusal.

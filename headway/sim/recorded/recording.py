@@ -19,7 +19,7 @@ from headway.core.errors import InputError
 from headway.sim.pipeline.actions import StageGraph
 from headway.sim.recorded.core_use import cores_used
 from headway.sim.recorded.device_work import DeviceWork
-from headway.sim.recorded.lane import COMPUTE, GARBAGE, LABEL, LABELS, ON_THREAD, PRIORITY, Lane
+from headway.sim.recorded.lane import GARBAGE, LABEL, LABELS, ON_THREAD, PRIORITY, Lane
 from headway.sim.recorded.stage_work import MessagePoints, StageWork, cuts_of
 from headway.trace.events.intervals import enclosing, sweep
 from headway.trace.events.parts import Parts
@@ -171,9 +171,11 @@ class Recording:
         kept = min(recorded, max_steps)
         own, lanes, batches, cut, seen, last, used, devices, stages = [], [], [], [], [], [], [], [], []
         for rank in ranks:
-            rows = _in_order(without_pauses(parts.read({"rank": (rank, rank + 1)})))
+            rows = without_pauses(parts.read({"rank": (rank, rank + 1)}))
+            # In order of start, outer spans first.
+            rows = rows.where(np.lexsort((-rows.events["duration_ns"], rows.events["start_ns"])))
             lanes.append(_lane(rows, rank, kept))
-            own.append(_until(rows, lanes[-1].step_end_ns[-1]))
+            own.append(rows.where(np.arange(np.searchsorted(rows.events["start_ns"], lanes[-1].step_end_ns[-1]))))
             batches.append(_batches(own[-1], lanes[-1]))
             mean = _mean_ns(rows, kept)
             cut.append(_mean_ns(rows, recorded) / np.maximum(mean, 1e-9))
@@ -226,16 +228,6 @@ def _hosts(known: Mapping[int, Mapping[str, Any]], ranks: list[int]) -> NDArray[
     """Return [ranks] the index of each rank's host; ranks of which nothing is known are taken to share one."""
     names = [str(known.get(rank, {}).get("host", "")) for rank in ranks]
     return np.unique(names, return_inverse=True)[1].astype(np.int64)
-
-
-def _in_order(rows: Trace) -> Trace:
-    """Return the rows of one rank in order of start, outer spans first."""
-    return rows.where(np.lexsort((-rows.events["duration_ns"], rows.events["start_ns"])))
-
-
-def _until(rows: Trace, end_ns: int) -> Trace:
-    """Return the rows, in order of start, that start before `end_ns`; they keep their indices."""
-    return rows.where(np.arange(np.searchsorted(rows.events["start_ns"], end_ns)))
 
 
 def _codes(rows: Trace) -> NDArray[np.int64]:
@@ -296,19 +288,11 @@ def _lane(rows: Trace, rank: int, kept: int) -> Lane:
     )
 
 
-def _last_segment(lane: Lane, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the last segment that each of `rows` owns, -1 for none."""
-    owned = np.flatnonzero(lane.row >= 0)
-    found = np.full(int(max(lane.row.max(initial=-1), rows.max(initial=-1))) + 1, -1, np.int64)
-    found[lane.row[owned]] = owned
-    return found[rows]
-
-
 def _batches(rows: Trace, lane: Lane) -> ConsumedBatches:
     """Match every next(loader) of the kept steps with the load of its batch."""
     events = rows.events
     calls = np.flatnonzero(rows.named("input.next") & (events["seq"] >= 0))
-    segment = _last_segment(lane, calls)
+    segment = lane.last_segment(calls)
     calls, segment = calls[segment >= 0], segment[segment >= 0]
     made = np.flatnonzero(rows.named("input.iter"))
     keys = np.unique(np.stack([events["group"][calls], events["corr"][calls]], axis=1), axis=0)
@@ -340,8 +324,8 @@ def _batches(rows: Trace, lane: Lane) -> ConsumedBatches:
         group=keys[:, 0].astype(np.int64),
         workers=workers.astype(np.int64),
         epoch=epoch,
-        iter_segment=np.where(created >= 0, _last_segment(lane, np.maximum(created, 0)), -1),
-        end_segment=np.where(ended >= 0, _last_segment(lane, np.maximum(ended, 0)), -1),
+        iter_segment=np.where(created >= 0, lane.last_segment(np.maximum(created, 0)), -1),
+        end_segment=np.where(ended >= 0, lane.last_segment(np.maximum(ended, 0)), -1),
         together=(workers > 0) & ~np.isin(keys[:, 0], events["group"][rows.named("input.worker")]),
     )
 
@@ -450,7 +434,7 @@ def _meetings(own: list[Trace], lanes: tuple[Lane, ...]) -> tuple[MatchedCollect
         events = rows.events
         for which, name in enumerate(("comm.wait", "comm.collective")):
             row = np.flatnonzero(rows.named(name) & (events["seq"] >= 0))
-            segment = _last_segment(lane, row)
+            segment = lane.last_segment(row)
             row, segment = row[segment >= 0], segment[segment >= 0]
             start = events["start_ns"][row]
             # Columns: name, group, seq (one collective has equal ones), segment, start, end, index of the rank.
@@ -459,21 +443,19 @@ def _meetings(own: list[Trace], lanes: tuple[Lane, ...]) -> tuple[MatchedCollect
     table = np.concatenate(found) if found else np.zeros((0, 7), np.int64)
     table = table[np.lexsort((table[:, 6], table[:, 2], table[:, 1], table[:, 0]))]
     cut = np.flatnonzero((np.diff(table[:, :3], axis=0) != 0).any(axis=1)) + 1
-    return tuple(_meeting(part) for part in np.split(table, cut) if len(part) > 1)
-
-
-def _meeting(part: NDArray[np.int64]) -> MatchedCollective:
-    """Return one collective; its own time is what is left after the last arrival."""
-    arrival = part[:, 4].max()
-    return MatchedCollective(part[:, 6], part[:, 3], np.maximum(part[:, 5] - arrival, 0))
+    # A collective's own time is what is left after the last arrival.
+    return tuple(
+        MatchedCollective(part[:, 6], part[:, 3], np.maximum(part[:, 5] - part[:, 4].max(), 0))
+        for part in np.split(table, cut)
+        if len(part) > 1
+    )
 
 
 def first_steady(recording: Recording) -> int:
     """Return the first step that counts: step 0 never does, nor the start-up transient that follows it."""
     compute = np.zeros(recording.num_steps)
     for lane in recording.lanes:
-        mine = COMPUTE[lane.label]
-        np.add.at(compute, lane.step[mine], lane.duration_ns[mine])
+        compute += lane.compute_ns()
     warm, most = 1, min(10, recording.num_steps // 10)
     usual = float(np.median(compute))
     while warm < most and compute[warm] > 2 * usual:

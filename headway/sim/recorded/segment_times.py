@@ -118,10 +118,7 @@ def straggler_pace(recording: Recording, excess: float) -> NDArray[np.float64]:
     pace = np.ones((num_ranks, recording.num_steps))
     if num_ranks == 1 or excess == 1.0:
         return pace
-    work = np.zeros_like(pace)
-    for index, lane in enumerate(recording.lanes):
-        compute = COMPUTE[lane.label]
-        np.add.at(work[index], lane.step[compute], lane.duration_ns[compute])
+    work = np.array([lane.compute_ns() for lane in recording.lanes], np.float64)
     mean = np.median(work, axis=1)
     typical = np.quantile(mean, 0.5, method="lower")
     slow = np.where(mean > 1.02 * typical, typical / np.maximum(mean, 1), 1.0)

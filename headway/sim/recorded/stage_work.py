@@ -150,12 +150,9 @@ def _sides(rows: Trace, lane: Lane, index: int, names: tuple[str, int]) -> Ints:
     post_key = message_key(group[posts], seq[posts], np.full(posts.size, bool(receives)), peers[posts])
     start = events["start_ns"][row].astype(np.int64)
     posted = posted_ns(key, start, post_key, events["start_ns"][posts])
-    # last [rows] is the last segment that each row owns (of equal indices the last assignment stays). A wait ends with
-    # it; a wait that took no time owns none, and the first segment that starts at or after it waits instead.
-    last = np.full(int(max(lane.row.max(initial=-1), row.max(initial=-1))) + 1, -1, np.int64)
-    owned = np.flatnonzero(lane.row >= 0)
-    last[lane.row[owned]] = owned
-    segment = np.where(events["duration_ns"][row] > 0, last[row], np.searchsorted(lane.start_ns, start, side="left"))
+    # A wait ends with its last segment; one that took no time owns none, and the first segment behind it waits instead.
+    behind = np.searchsorted(lane.start_ns, start, side="left")
+    segment = np.where(events["duration_ns"][row] > 0, lane.last_segment(row), behind)
     mine, peer = np.full(row.size, lane.rank, np.int64), events["peer"][row].astype(np.int64)
     ends = (peer, mine) if receives else (mine, peer)
     post = np.searchsorted(lane.start_ns, posted, side="left")

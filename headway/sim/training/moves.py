@@ -1,23 +1,10 @@
-"""Moves: what an optimiser may change about a training step, each a pure function from a step to a step.
+"""Moves: what an optimiser may change about a training step, and the step of a recorded data-parallel job.
 
-Use them directly or as data (`Move`, `apply`). A move sets flags of
-`TrainingStep` and keeps the profile, so the opposite move restores the step
-exactly. Bad targets raise `InputError`. Sizes are bytes.
+A choice is a flag of `TrainingStep`, and a move is `dataclasses.replace`: the profile stays, so the opposite move
+restores the step exactly. Here are those that need a rule: buckets by size and by each framework's default, operations
+that may be fused. `headway.plan.optimiser` lists all of them. Sizes are bytes.
 
->>> from headway.cost.specs import LinkSpec
->>> from headway.sim.graph.hops import Network
->>> from headway.sim.training.training_step import Block, StepProfile
->>> profile = StepProfile.of([Block((5,), (9,), (400,)), Block((5,), (9,), (300,)), Block((5,), (9,), (200,))])
->>> step = TrainingStep.of(profile, Network("ring", 2, LinkSpec("wire", 1e9, 0.0, "doctest")))
->>> joined = join_buckets(step, 0)
->>> joined.bucket_bytes().tolist(), split_bucket(joined, 0).equals(step)
-([500, 400], True)
->>> bucket_by_size(step, 450).bucket_bytes().tolist()
-[500, 400]
-
-A recorded data-parallel job as a training step that moves can change.
-
-Use it on a run whose deep windows `headway.sim.ddp.ddp_replay` can replay. One
+`recorded_step` is for a run whose deep windows `headway.sim.ddp.ddp_replay` can replay. One
 step stands for all: the mean over the windows of the slowest rank, cut at its
 gradients, which DDP's notes name and size; the link that carried them, as a
 ring. What forward and update share on the thread is one operation, because a
@@ -35,10 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headway.core.errors import BarMissedError, InputError
 from headway.core.tables import pick
@@ -46,68 +31,16 @@ from headway.core.units import MIB, NS_PER_S, format_fraction
 from headway.cost.specs import LinkSpec
 from headway.sim.ddp.ddp_edits import GradientOrder, gradients_of
 from headway.sim.ddp.ddp_link import assign, limits
-from headway.sim.ddp.ddp_replay import MAX_DISCREPANCY, DdpReplay
+from headway.sim.ddp.ddp_replay import DdpReplay
 from headway.sim.ddp.ddp_thread import COPY, GRAD, WAIT, Thread
 from headway.sim.graph.hops import Network
+from headway.sim.graph.intervals import MAX_DISCREPANCY
 from headway.sim.training.step_view import StepView
 from headway.sim.training.training_step import BACKWARD, FORWARD, UPDATE, Flags, Ints, StepProfile, TrainingStep
 from headway.sim.whatif import ResolvedEdits
 
 HOROVOD_CAP_BYTES = 64 * MIB
 """Horovod's fusion threshold."""
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A move as data."""
-
-    name: str
-    """One of `MOVES`."""
-
-    targets: tuple[int, ...] = ()
-    """Gradients, operations or blocks that it acts on."""
-
-    value: int = 1
-    """What it sets: on or off, parts, micro-batches."""
-
-
-class MoveFn(Protocol):
-    """A move. Write a function of this shape and list it in `MOVES`."""
-
-    def __call__(self, step: TrainingStep, targets: tuple[int, ...], value: int) -> TrainingStep:
-        """Return the step with the move made."""
-        ...
-
-
-def apply(step: TrainingStep, moves: Iterable[Move]) -> TrainingStep:
-    """Make moves one after the other; raises `UnknownNameError` on a name, `InputError` on a target."""
-    for move in moves:
-        step = pick(MOVES, move.name, "move")(step, move.targets, move.value)
-    return step
-
-
-def join_buckets(step: TrainingStep, tensor: int) -> TrainingStep:
-    """Join the bucket that ends with gradient `tensor` to the one after it."""
-    _check(tensor, step.joined.size - 1, "gradient")
-    if step.joined[tensor]:
-        raise InputError(f"gradient {tensor} ends no bucket; choose one of {step.bucket_ends()[:-1].tolist()[:9]}.")
-    return replace(step, joined=_with(step.joined, (tensor,), on=True))
-
-
-def split_bucket(step: TrainingStep, tensor: int) -> TrainingStep:
-    """Split a bucket after gradient `tensor`."""
-    _check(tensor, step.joined.size - 1, "gradient")
-    if not step.joined[tensor]:
-        raise InputError(f"gradient {tensor} ends a bucket already; choose one inside a bucket.")
-    return replace(step, joined=_with(step.joined, (tensor,), on=False))
-
-
-def cut_bucket(step: TrainingStep, tensor: int, parts: int) -> TrainingStep:
-    """Send the bucket that ends with gradient `tensor` in `parts` equal parts."""
-    _check(tensor, step.parts.size, "gradient")
-    cut = step.parts.copy()
-    cut[tensor] = parts
-    return replace(step, parts=cut)
 
 
 def with_buckets(step: TrainingStep, joined: Flags) -> TrainingStep:
@@ -153,14 +86,11 @@ Horovod fuses what is ready within a cycle; the threshold is the most that it fu
 """
 
 
-def fuse_ops(step: TrainingStep, ops: Iterable[int]) -> TrainingStep:
-    """Run each of `ops` as one with the operation after it: one launch less, but its gradient is ready later."""
-    return replace(step, fused=_with(step.fused, tuple(ops), on=True))
-
-
-def unfuse_ops(step: TrainingStep, ops: Iterable[int]) -> TrainingStep:
-    """Take `fuse_ops` back."""
-    return replace(step, fused=_with(step.fused, tuple(ops), on=False))
+def fuse_ops(step: TrainingStep, ops: Iterable[int], *, on: bool = True) -> TrainingStep:
+    """Run each of `ops` as one with the operation after it, or no longer: one launch less, a gradient ready later."""
+    fused = step.fused.copy()
+    fused[list(ops)] = on
+    return replace(step, fused=fused)
 
 
 def fusible(step: TrainingStep) -> Flags:
@@ -169,68 +99,6 @@ def fusible(step: TrainingStep) -> Flags:
     same = (profile.kind[1:] == profile.kind[:-1]) & (profile.block[1:] == profile.block[:-1])
     inside = (profile.kind[1:] == FORWARD) | (profile.kind[1:] == BACKWARD)
     return np.concatenate([same & inside, [False]])
-
-
-def compute_in_half(step: TrainingStep, blocks: Iterable[int], *, on: bool = True) -> TrainingStep:
-    """Compute `blocks`, and send their gradients, in 16 bits (results change)."""
-    return replace(step, half=_with(step.half, tuple(blocks), on=on))
-
-
-def recompute(step: TrainingStep, blocks: Iterable[int], *, on: bool = True) -> TrainingStep:
-    """Keep only the inputs of `blocks`, and run their forward pass again before their backward pass."""
-    return replace(step, recomputed=_with(step.recomputed, tuple(blocks), on=on))
-
-
-def accumulate(step: TrainingStep, microbatches: int) -> TrainingStep:
-    """Cut the batch into micro-batches; gradients are summed over ranks after the last one."""
-    return replace(step, microbatches=microbatches)
-
-
-def send_first(step: TrainingStep, order: str) -> TrainingStep:
-    """Change the order of communication; `order` is one of `headway.sim.training.training_step.ORDERS`."""
-    return replace(step, order=order)
-
-
-def view_gradients(step: TrainingStep, *, on: bool = True) -> TrainingStep:
-    """Let gradients live inside their buckets: no copies."""
-    return replace(step, gradient_view=on)
-
-
-MOVES: dict[str, MoveFn] = {
-    "join_buckets": lambda step, targets, value: _each(join_buckets if value else split_bucket, step, targets),
-    "cut_bucket": lambda step, targets, value: _each(lambda s, t: cut_bucket(s, t, value), step, targets),
-    "fuse_ops": lambda step, targets, value: (fuse_ops if value else unfuse_ops)(step, targets),
-    "compute_in_half": lambda step, targets, value: compute_in_half(step, targets, on=bool(value)),
-    "recompute": lambda step, targets, value: recompute(step, targets, on=bool(value)),
-    "accumulate": lambda step, targets, value: accumulate(step, value),
-    "forward_first": lambda step, targets, value: send_first(step, "forward" if value else "ready"),
-    "view_gradients": lambda step, targets, value: view_gradients(step, on=bool(value)),
-}
-"""Name of a move -> the function that makes it; value 0 takes it back (1 part, 1 micro-batch)."""
-
-
-def _each(
-    move: Callable[[TrainingStep, int], TrainingStep], step: TrainingStep, targets: tuple[int, ...]
-) -> TrainingStep:
-    """Make a move on one target after the other."""
-    for target in targets:
-        step = move(step, target)
-    return step
-
-
-def _with(flags: Flags, targets: tuple[int, ...], *, on: bool) -> NDArray[np.bool_]:
-    """Return a copy with some flags set."""
-    for target in targets:
-        _check(target, flags.size, "target")
-    changed = flags.copy()
-    changed[list(targets)] = on
-    return changed
-
-
-def _check(target: int, size: int, what: str) -> None:
-    """Refuse a target that does not exist."""
-    if not 0 <= target < size:
-        raise InputError(f"{what} {target} does not exist; choose from 0..{size - 1}.")
 
 
 # A recorded data-parallel job as a training step that moves can change.
@@ -357,7 +225,6 @@ def _profile(mean: _Mean, gradients: GradientOrder) -> StepProfile:
         activation_bytes=np.zeros(count, np.int64),
         input_bytes=np.zeros(count, np.int64),
         block_kind=np.arange(count),
-        names=tuple(f"gradient {count - 1 - index}" for index in range(count)),
         copy_ns_per_byte=rate,
     )
 

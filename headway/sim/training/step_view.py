@@ -8,14 +8,6 @@ operation per lane (partial replay). All three are exact. Fusing, cutting and
 everything about durations only changes durations, never the order: the Dag is
 compiled once and k variants are one replay of [ops, k]. Times are int64 ns.
 
->>> from headway.cost.specs import LinkSpec
->>> from headway.sim.graph.hops import Network
->>> from headway.sim.training.training_step import Block, StepProfile
->>> wire = LinkSpec("wire", 1e9, 0.0, "doctest")
->>> step = TrainingStep.of(StepProfile.of([Block((5,), (9,), (400,))], update_ns=1), Network("ring", 2, wire))
->>> StepView.of(step).score([step]).tolist()  # 5 + 9, 400 ns on the wire, 1
-[415]
-
 A training step in steady state: the next forward pass starts while gradients still travel.
 
 One worker's steps are list scheduled, forward before output before backward before update before communication; by

@@ -6,19 +6,10 @@ travel as one bucket and in how many parts, what is computed in 16 bits, what
 is computed again, how many micro-batches are accumulated. Every choice is a
 flag on the profile, so taking one back restores the step exactly. All workers
 are equal, each has one compute lane. Durations are int64 ns, sizes bytes.
-
->>> from headway.cost.specs import LinkSpec
->>> profile = StepProfile.of([Block((5,), (7, 2), (0, 400)), Block((6,), (9,), (200,))], update_ns=1)
->>> profile.kind.tolist(), profile.tensor.tolist()  # two forwards; the backward of the last block first; the update
-([0, 0, 2, 2, 2, 3], [-1, -1, 0, -1, 1, -1])
->>> step = TrainingStep.of(profile, Network("ring", 2, LinkSpec("wire", 1e9, 0.0, "doctest")))
->>> step.bucket_ends().tolist(), step.ready_ns().tolist()
-([0, 1], [20, 29])
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -39,38 +30,6 @@ ORDERS: dict[str, str] = {
     "forward": "what the next forward pass needs first overtakes the rest, part by part",
 }
 """Order of communication -> what it means."""
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A layer, or a group of layers that is computed again as a whole: what `StepProfile.of` takes."""
-
-    forward_ns: tuple[int, ...]
-    """Durations of its forward operations."""
-
-    backward_ns: tuple[int, ...]
-    """Durations of its backward operations."""
-
-    gradient_bytes: tuple[int, ...] = ()
-    """For each backward operation: the gradient that it completes; 0 = none."""
-
-    fixed_ns: int = 0
-    """Part of each operation that does not shrink with the batch and that fusing saves: launch, reading its input."""
-
-    half_fraction: float = 1.0
-    """Duration in 16 bits / as profiled; 1 = it gains nothing."""
-
-    activation_bytes: int = 0
-    """What its forward pass keeps for its backward pass."""
-
-    input_bytes: int = 0
-    """What is kept instead when the block is computed again."""
-
-    kind: int = -1
-    """Equal blocks have equal kinds; -1 = like no other."""
-
-    name: str = ""
-    """For people."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,9 +66,6 @@ class StepProfile:
     block_kind: Ints
     """[blocks] Equal blocks have equal kinds."""
 
-    names: tuple[str, ...]
-    """[blocks] For people."""
-
     state_bytes: int = 0
     """Weights, one copy of the gradients, optimizer state: what memory holds besides activations."""
 
@@ -142,65 +98,6 @@ class StepProfile:
                 "operations must run forward, output, backward, update, and end with an update; sort them."
             )
 
-    @classmethod
-    def of(
-        cls,
-        blocks: Sequence[Block],
-        *,
-        update_ns: int = 0,
-        output_ns: int = 0,
-        state_bytes: int = 0,
-        copy_ns_per_byte: float = 0.0,
-        most_microbatches: int = 1,
-        overlaps_forward: bool = False,
-    ) -> StepProfile:
-        """Lay blocks out: forward in order, backward in reverse, one update (one per gradient if the forward overlaps).
-
-        Raises `InputError` when there are no blocks or a block names more gradients than backward operations.
-        """
-        if not blocks:
-            raise InputError("a step needs at least one block; pass one per layer.")
-        rows: list[tuple[int, int, int, int, int, int]] = []
-        sizes: list[int] = []
-        home: list[int] = []
-        for index, block in enumerate(blocks):
-            rows += [(FORWARD, t, block.fixed_ns, _halved(t, block), index, -1) for t in block.forward_ns]
-        if output_ns:
-            rows.append((OUTPUT, output_ns, 0, output_ns, len(blocks) - 1, -1))
-        for index in reversed(range(len(blocks))):
-            block = blocks[index]
-            if len(block.gradient_bytes) > len(block.backward_ns):
-                raise InputError(f"block {index} has more gradients than backward operations; give each an operation.")
-            for at, t in enumerate(block.backward_ns):
-                size = block.gradient_bytes[at] if at < len(block.gradient_bytes) else 0
-                rows.append((BACKWARD, t, block.fixed_ns, _halved(t, block), index, len(sizes) if size else -1))
-                sizes += [size] if size else []
-                home += [index] if size else []
-        if overlaps_forward and sizes:
-            share = update_ns // len(sizes)
-            rows += [(UPDATE, share, 0, share, home[t], t) for t in range(len(sizes))]
-        else:
-            rows.append((UPDATE, update_ns, 0, update_ns, -1, -1))
-        kind, duration, fixed, half, block_of, tensor = np.ascontiguousarray(np.array(rows, np.int64).T)
-        kinds = [block.kind if block.kind >= 0 else -1 - index for index, block in enumerate(blocks)]
-        return cls(
-            kind=kind,
-            duration_ns=duration,
-            fixed_ns=fixed,
-            half_ns=half,
-            block=block_of,
-            tensor=tensor,
-            tensor_bytes=np.array(sizes, np.int64),
-            activation_bytes=np.array([block.activation_bytes for block in blocks], np.int64),
-            input_bytes=np.array([block.input_bytes for block in blocks], np.int64),
-            block_kind=np.unique(kinds, return_inverse=True)[1].astype(np.int64),
-            names=tuple(block.name or f"block {index}" for index, block in enumerate(blocks)),
-            state_bytes=state_bytes,
-            copy_ns_per_byte=copy_ns_per_byte,
-            most_microbatches=most_microbatches,
-            overlaps_forward=overlaps_forward,
-        )
-
     @property
     def producer(self) -> Ints:
         """[T] Operation that completes each gradient."""
@@ -209,12 +106,7 @@ class StepProfile:
     @property
     def num_blocks(self) -> int:
         """Number of blocks."""
-        return len(self.names)
-
-
-def _halved(duration_ns: int, block: Block) -> int:
-    """Return a duration in 16 bits."""
-    return round(duration_ns * block.half_fraction)
+        return self.block_kind.size
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -317,7 +209,8 @@ class TrainingStep:
         # fused[i] joins operation i + 1 to i: its fixed part is saved, and `bincount` moves its time to the head of the
         # group.
         takes = takes - np.concatenate([[0], np.where(self.fused[:-1], np.minimum(fixed, takes)[1:], 0)])
-        head = _heads(self.fused)
+        begins = np.concatenate([[True], ~self.fused[:-1]])
+        head = np.maximum.accumulate(np.where(begins, np.arange(begins.size), 0))
         takes = np.bincount(head, takes, takes.size).astype(np.int64)
         again = self.recomputed[profile.block] & (profile.block >= 0) & (profile.kind == FORWARD)
         for block in np.flatnonzero(self.recomputed):
@@ -348,9 +241,3 @@ class TrainingStep:
         earlier = np.concatenate([[0.0], np.cumsum(kept)[:-1]])
         copies = 0 if self.gradient_view else int(self.gradient_bytes().sum())
         return profile.state_bytes + copies + int(np.ceil((earlier + full).max(initial=0.0)))
-
-
-def _heads(fused: Flags) -> Ints:
-    """Return [n] the first operation of the group that each belongs to."""
-    begins = np.concatenate([[True], ~fused[:-1]])
-    return np.maximum.accumulate(np.where(begins, np.arange(fused.size), 0))
