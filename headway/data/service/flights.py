@@ -211,8 +211,6 @@ class Client:
     """A connected process: one rank of a job, once it has joined."""
 
     channel: Channel
-    pid_fd: int = -1
-    """Readable when the process is gone, even if a child of it still has the socket."""
     join: Join | None = None
     begun: int = -1
     """Number of its pass."""
