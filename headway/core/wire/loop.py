@@ -114,9 +114,9 @@ class ServiceLoop:
         """Callers that are connected."""
         return len(self._callers)
 
-    def listen(self, listener: Listening, answer: AnswerFn) -> None:
+    def listen(self, listener: Listening, answer: AnswerFn, gone: GoneFn = lambda *_: None) -> None:
         """Accept callers at `listener`, and let `answer` reply to what they send."""
-        self.admit(listener, lambda channel: self.add(channel, answer))
+        self.admit(listener, lambda channel: self.add(channel, answer, gone))
 
     def admit(self, listener: Listening, came: Callable[[Channel], object]) -> None:
         """Call `came` with the channel of each caller of `listener`."""
