@@ -37,7 +37,7 @@ from headway.core.wire.wires import ChannelClosed
 from headway.data.bytes.packing import Parcel, pack, unpack
 from headway.data.cached.partition import FORMS
 from headway.data.orders.strategies import ORDERS
-from headway.data.service.batches import Ended, FinishedBatch, Ints, Payload, PreparationTime
+from headway.data.service.batches import Batch, Ended, Ints, Payload, PreparationTime
 from headway.data.service.flights import Client, PreparationTask
 from headway.data.service.jobs import JobTerms, not_come
 from headway.data.service.messages import (
@@ -387,7 +387,7 @@ class Daemon:
                 return
             self._send(client, found)
 
-    def _send(self, client: Client, batch: FinishedBatch) -> None:
+    def _send(self, client: Client, batch: Batch) -> None:
         """Gather a batch into a slot and tell the client."""
         assert client.join is not None
         error, parcel, collated = batch.error, None, False
@@ -399,13 +399,13 @@ class Daemon:
         ring, slot, generation = (-1, -1, 0) if parcel is None else self._fill(client, parcel)
         filled = Filled(
             ring=ring, slot=slot, generation=generation, begun=client.begun, collated=collated,
-            num_missing=sum(payload is None for payload in batch.payloads), fetch_ns=batch.fetch_ns,
+            num_missing=batch.payloads.count(None), fetch_ns=batch.fetch_ns,
             prep_ns=batch.prep_ns, read_bytes=batch.read_bytes, error=error,
             everybody=None if error is None else packed_items(batch.everybody),
         )  # fmt: skip
         client.channel.send(filled, timeout_s=SEND_S)
 
-    def _parcel(self, batch: FinishedBatch, *, collated: bool) -> tuple[Parcel, bool]:
+    def _parcel(self, batch: Batch, *, collated: bool) -> tuple[Parcel, bool]:
         """Return the batch, measured, and whether it is collated."""
         here = [place for place, payload in enumerate(batch.payloads) if payload is not None]
         examples = [unpack(payload) for payload in batch.payloads if payload is not None]

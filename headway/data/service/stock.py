@@ -9,13 +9,13 @@ random draws after all, goes to each job once and is not kept; what was found
 is made anew and compared at times (`headway.data.bytes.scrutiny`). Not for several threads at once: the service locks.
 
 >>> stock = ItemStore(3, ("decoded",), ServiceOptions(cache_bytes=100))
->>> batch = Pending("job", 0, epoch=0, number=0, items=np.array([2]), everybody=np.array([2]))
+>>> batch = Batch("job", 0, epoch=0, number=0, items=np.array([2]), everybody=np.array([2]))
 >>> stock.supply(BatchPlace(batch, 0), 2, expected=False, due=0)
 True
 >>> work = stock.next(now_ns=0)
 >>> flight = stock.done(work, {"decoded": b"two"}, PreparationTime())
->>> work.item, batch.finished().payloads, stock.counts.loads
-(2, (b'two',), 1)
+>>> work.item, batch.payloads, stock.counts.loads
+(2, [b'two'], 1)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from headway.data.bytes.order import item_seeds
 from headway.data.bytes.scrutiny import CHANGED, DREW, Scrutiny
 from headway.data.cached.partition import FORMS
 from headway.data.cached.tiered import TieredCache
-from headway.data.service.batches import BatchPlace, Payload, Pending, PreparationTime, ServerCounts
+from headway.data.service.batches import Batch, BatchPlace, Payload, PreparationTime, ServerCounts
 from headway.data.service.flights import Flights, ItemPreparation, PreparationTask
 from headway.data.service.ordering import MeasuredSplit
 
@@ -193,7 +193,7 @@ class ItemStore:
         self.flights.gone(flight.item)
         return flight
 
-    def give_back(self, batch: Pending) -> None:
+    def give_back(self, batch: Batch) -> None:
         """Say that a batch was given away, or is not wanted any more: what it held can be shared no longer."""
         for held in batch.held:
             self.flights.release(held)
@@ -226,7 +226,7 @@ class ItemStore:
         if flight is not None:
             self.counts.booked(flight.start, spent)
             for place in flight.places[:1]:
-                place.batch.spent.append(spent)
+                place.batch.book(spent)
         return flight
 
     def _is_due(self, found: tuple[str, Payload]) -> bool:
