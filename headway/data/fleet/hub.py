@@ -26,6 +26,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from headway.core.errors import InputError
 from headway.core.wire.channel import Channel, Listener, TcpListener
 from headway.core.wire.loop import ServiceLoop
@@ -122,7 +124,7 @@ class Hub:
         self._loop.admit(listener, self._admit)
         if supervisor is not None:
             self._admit(supervisor)
-        self._answers: dict[type, Callable[[_Peer, Any], Any]] = {
+        self._answers: dict[type, Callable[[_Peer, Any], msgspec.Struct | None]] = {
             Register: self._register, Beat: self._beat, SplitRequest: self._want, Ready: self._ready,
             JoinPass: self._join, ReadProgress: self._took, SplitLost: self._lost,
             FleetStatusRequest: self._ask, GaveUp: self._gave_up,
@@ -144,7 +146,7 @@ class Hub:
         self._peers.append(peer)
         self._loop.add(channel, lambda _, message: self._answer(peer, message), lambda *_: self._forget(peer))
 
-    def _answer(self, peer: _Peer, message: Any) -> Any:
+    def _answer(self, peer: _Peer, message: msgspec.Struct) -> msgspec.Struct | None:
         """Do what a peer asks; returns the answer, if there is one."""
         try:
             return self._answers[type(message)](peer, message)
@@ -167,7 +169,7 @@ class Hub:
         for peer in [peer for peer in self._peers if peer.worker == worker]:
             self._forget(peer)
 
-    def _send(self, peer: _Peer, message: Any) -> None:
+    def _send(self, peer: _Peer, message: msgspec.Struct) -> None:
         self._loop.send(peer.channel, message)
 
     def _register(self, peer: _Peer, message: Register) -> Revoke:
