@@ -136,8 +136,9 @@ class Hub:
             self._loop.turn(TICK_S)
             if self._ends:
                 return
-            for name in self.master.tick():
-                self._cut_off(name)
+            silent = self.master.tick()  # when one wakes up it comes back, with what it held
+            for peer in [peer for peer in self._peers if peer.worker in silent]:
+                self._forget(peer)
             self._scale()
             self._tell()
 
@@ -163,11 +164,6 @@ class Hub:
             self.master.gone(peer.worker)
         if peer.client and not any(other.client == peer.client for other in self._peers):
             self.master.leave(peer.client)
-
-    def _cut_off(self, worker: str) -> None:
-        """Close the channel of a silent worker: when it wakes up it comes back, with what it held."""
-        for peer in [peer for peer in self._peers if peer.worker == worker]:
-            self._forget(peer)
 
     def _send(self, peer: _Peer, message: msgspec.Struct) -> None:
         self._loop.send(peer.channel, message)

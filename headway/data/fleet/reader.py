@@ -59,10 +59,12 @@ DIAL_S = 0.05
 class Delivered(NamedTuple):
     """A batch as it came."""
 
-    body: Any
+    body: Any = None
     """A buffer for `headway.data.bytes.packing.unpack`."""
-    spent: ThreadTime
+    spent: ThreadTime = ThreadTime()
     """What making it took, in its worker."""
+    error: str = ""
+    """Why there is no such batch, where that travels with it."""
 
 
 class PrepareError(HeadwayError):

@@ -27,7 +27,6 @@ import functools
 import logging
 import math
 import os
-import select
 import shutil
 import signal
 import socket
@@ -40,6 +39,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headway.core.errors import HeadwayError, InputError
+from headway.core.machine.host import readable
 from headway.core.wire.channel import Channel, ChannelClosed, Listener, TcpListener
 from headway.core.wire.loop import ServiceLoop
 from headway.core.wire.wires import Packets
@@ -429,9 +429,7 @@ def _waited_for(pid: int) -> int | None:
     with contextlib.suppress(OSError):  # it has ended already, or this process can open no more files
         pidfd = os.pidfd_open(pid)
         try:
-            poll = select.poll()
-            poll.register(pidfd, select.POLLIN)
-            poll.poll()
+            readable(pidfd, None)
         finally:
             os.close(pidfd)
     try:

@@ -20,7 +20,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
@@ -438,7 +438,7 @@ class Daemon:
             "options": self._options.shared(),
             "notes": self._preparer.notes,
             "clients": len(self._ranks),
-            "ring_bytes": sum(ring.num_bytes for ring in self._rings()),
+            "ring_bytes": sum(r.num_bytes for client in self._clients.values() for r in client.rings.values()),
             **self._service.status(),
         }
 
@@ -448,10 +448,6 @@ class Daemon:
         counts = {f"hits_{form}": count for form, count in told["hits"].items()}
         counts |= {f"prepared_from_{form}": count for form, count in told["prepared"].items()}
         return counts | {name: told[name] for name in ("shared", "read_bytes", "failed", "dropped")}, told["finding"]
-
-    def _rings(self) -> Iterator[Ring]:
-        for client in self._clients.values():
-            yield from client.rings.values()
 
 
 def listen(path: str) -> Listener:
