@@ -40,7 +40,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import select
 import socket
 import stat
 import struct
@@ -52,6 +51,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headway.core.errors import InputError
+from headway.core.machine.host import readable
 from headway.core.wire.handshake import PendingHandshakes, prove_caller
 from headway.core.wire.wires import ChannelClosed as ChannelClosed
 from headway.core.wire.wires import Frames, Packets, Wire
@@ -282,9 +282,7 @@ def pair(*, types: Any) -> tuple[Channel, Channel]:
 
 
 def _accepted(listening: socket.socket, timeout_s: float | None) -> socket.socket:
-    poll = select.poll()
-    poll.register(listening.fileno(), select.POLLIN)
-    if not poll.poll(None if timeout_s is None else timeout_s * 1e3):
+    if not readable(listening.fileno(), timeout_s):
         raise TimeoutError(f"nobody connected within {timeout_s} s.")
     return listening.accept()[0]
 
