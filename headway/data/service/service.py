@@ -44,7 +44,7 @@ from headway.data.cached.partition import CacheSplit
 from headway.data.loader.audit import AuditSum
 from headway.data.orders.job_order import DataShareError, item_flags
 from headway.data.service.batches import Batch, BatchPlace, Ended, Ints, Payload, PreparationTime
-from headway.data.service.flights import ItemPreparation, PreparationTask
+from headway.data.service.flights import PreparationTask
 from headway.data.service.jobs import NO_MORE, JobPass, JobTerms, Known, Rank, ServedJob
 from headway.data.service.ordering import Ordering
 from headway.data.service.stock import ItemStore, ServiceOptions
@@ -467,7 +467,7 @@ class PreparationScheduler:
         rank.ahead.clear()
         self._stock.flights.tidy()
 
-    def _finish(self, flight: ItemPreparation | None, spent: PreparationTime) -> None:
+    def _finish(self, flight: PreparationTask | None, spent: PreparationTime) -> None:
         """Book the waits that a landed flight has ended, and tell whoever listens."""
         if flight is None:
             return
