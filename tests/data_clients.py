@@ -44,13 +44,19 @@ class Client:
     def __init__(self, name, items, *, batch_size=2, world_size=1, shuffle=True, tail="short", states=None):
         self.name, self.items = name, items
         self.terms = JobTerms(batch_size=batch_size, world_size=world_size, shuffle=shuffle, tail=tail)
-        self.progress = [JobProgress(items, global_batch=self.terms.global_batch, tail=tail) for _ in range(world_size)]
+        self.progress = [self.fresh() for _ in range(world_size)]
         for progress in self.progress if states else ():
             progress.load_state_dict(states)
         self.ended = [False] * world_size
         self.taken: dict[int, Counter] = {}
         """Epoch -> items that the loops took, all ranks together."""
         self.payloads: Counter = Counter()
+
+    def fresh(self, epoch=0):
+        """Return the progress of a rank at the beginning of an epoch."""
+        progress = JobProgress(self.items, global_batch=self.terms.global_batch, tail=self.terms.tail)
+        progress.epoch = epoch
+        return progress
 
     @property
     def world_size(self):
@@ -86,9 +92,9 @@ class Client:
     def next_epoch(self):
         """Begin the next epoch on every rank."""
         for rank, progress in enumerate(self.progress):
-            progress.next_epoch()
+            self.progress[rank] = self.fresh(progress.epoch + 1)
             self.ended[rank] = False
-            self.service.begin(self.name, rank, epoch=progress.epoch)
+            self.service.begin(self.name, rank, epoch=progress.epoch + 1)
 
     @property
     def over(self):

@@ -186,16 +186,17 @@ def test_a_successor_that_is_gone_before_its_answer_leaves_room_for_the_next(tmp
     ours, theirs = pair(types=FROM_CALLER)
     agent, path = agents.Agent(theirs, pace=RateLimiter()), tmp_path / "s"
     agent._listener = Listener(path, types=FROM_CALLER)
+    agent._loop.admit(agent._listener, agent._call)
     for _ in range(3):
         caller = connect(path, types=FROM_AGENT)
-        agent._call()
-        (channel,) = agent._callers
         caller.send(Finish())
-        agent._hear_caller(channel)
+        agent._loop.turn(20.0)
+        agent._loop.turn(20.0)
+        assert agent._loop.num_callers == 1
         caller.close()
         agent._answer_successors()
 
-        assert (len(agent._callers), len(agent._selector.get_map())) == (0, 0)
+        assert (len(agent._callers), agent._loop.num_callers) == (0, 0)
     agent.close("the test ends")
     ours.close()
 

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
-from headway.data.service.batches import BatchPlace, Pending
+from headway.data.service.batches import Batch, BatchPlace
 from headway.data.service.flights import Flights
 
 
 def place(job="a", index=0):
     items = np.arange(3)
-    return BatchPlace(Pending(job, 0, epoch=0, number=0, items=items, everybody=items), index)
+    return BatchPlace(Batch(job, 0, epoch=0, number=0, items=items, everybody=items), index)
 
 
 def launched(flights, item=1, due=0.0):
@@ -26,7 +26,7 @@ def test_all_who_wait_get_one_payload_and_who_comes_later_shares_it(random):
     flights.hold(flights.land(flight.number), b"made")
     flights.share(flights.held(1, "c"), places[2])
 
-    assert [one.batch.finished().payloads[0] for one in places] == [b"made"] * 3
+    assert [one.batch.payloads[0] for one in places] == [b"made"] * 3
     assert (len(flights), flights.held_bytes) == (0, 4)
     for one in places:
         assert flights.usable(1, "d")

@@ -44,23 +44,6 @@ def test_a_padded_batch_counts_its_items_once():
     assert progress.state_dict()["epoch"] == 1
 
 
-def test_the_next_epoch_begins_with_everything_and_no_history():
-    progress = JobProgress([4, 7])
-    progress.took([4])
-    progress.next_epoch()
-
-    assert (progress.epoch, progress.base(), progress.history) == (1, None, [])
-
-
-def test_a_pass_may_go_on_from_where_the_last_one_stood():
-    progress = JobProgress(range(5))
-    progress.took([3, 1])
-    progress.resume()
-
-    assert progress.base().tolist() == [0, 2, 4]
-    assert progress.history == []
-
-
 def test_nothing_to_read_is_an_epoch_that_is_over():
     progress = JobProgress([])
 

@@ -9,6 +9,7 @@ import pytest
 from headway.core.errors import InputError
 from headway.core.wire.channel import ChannelClosed, Listener, connect, pair
 from headway.core.wire.loop import ServiceLoop
+from tests.paths import ROOT
 
 
 class Number(msgspec.Struct, tag=True):
@@ -39,6 +40,45 @@ def test_callers_are_answered_and_one_that_is_refused_hears_why_and_concerns_nob
         good.close()
         loop.turn(1.0)
         assert loop.num_callers == 0
+    listener.close()
+
+
+def test_the_owner_hears_once_why_a_caller_is_gone_and_not_of_those_it_dropped_itself():
+    left = []
+    with ServiceLoop(send_s=0.05) as loop:
+        ends = [pair(types=Number) for _ in range(4)]
+        for channel, _ in ends:
+            loop.add(channel, halved, lambda channel, why: left.append((channel, why)))
+        (leaves, one), (wrong, two), (deaf, _), (dropped, _) = ends
+        one.close()
+        two.send(Number(3))
+        loop.drop(dropped)
+        loop.turn(1.0)
+        while loop.num_callers:
+            loop.send(deaf, Number(1))
+        loop.send(deaf, Number(1))
+
+    assert [channel for channel, _ in left] == [leaves, wrong, deaf]
+    assert "is gone" in left[0][1]
+    assert [why for _, why in left[1:]] == ["3 is odd. Send an even number.", "it does not read its replies"]
+
+
+def test_a_caller_goes_with_its_process_though_a_child_of_that_has_the_socket(tmp_path):
+    code = (
+        "import os, msgspec; from headway.core.wire.channel import connect;"
+        "Number = msgspec.defstruct('Number', [('value', int)], tag='Number');"
+        f"channel = connect({str(tmp_path / 's')!r}, types=Number); channel.send(Number(4));"
+        "os.fork() or os.read(0, 1); os._exit(0)"
+    )
+    listener, heard, left = Listener(tmp_path / "s", types=Number), [], []
+    with ServiceLoop() as loop:
+        answer, gone = (lambda _, message: heard.append(message.value)), (lambda _, why: left.append(why))
+        loop.admit(listener, lambda channel: loop.add(channel, answer, gone, with_process=True))
+        process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, cwd=ROOT)
+        while not left:
+            loop.turn(20.0)
+        assert (heard, left, loop.num_callers) == ([4], ["its process has ended"], 0)
+    process.communicate(b"")
     listener.close()
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from headway.core.errors import InputError
 from headway.data.bytes.scrutiny import Scrutiny
-from headway.data.service.batches import BatchPlace, JobCounts, Pending, PreparationTime, ServerCounts
+from headway.data.service.batches import Batch, BatchPlace, JobCounts, PreparationTime, ServerCounts
 from headway.data.service.stock import ItemStore, ServiceOptions
 
 ALL = ("encoded", "decoded", "augmented")
@@ -22,12 +22,12 @@ def stock(split, *, forms=ALL, num_jobs=1, cache=1000, **more):
 def asked(made, item, job="a"):
     """Ask for an item; prepare what that takes; return (form it began with, draw, forms kept) or None."""
     items = np.array([item])
-    batch = Pending(job, 0, epoch=0, number=0, items=items, everybody=items)
+    batch = Batch(job, 0, epoch=0, number=0, items=items, everybody=items)
     made.supply(BatchPlace(batch, 0), item, expected=False, due=0)
     work = made.next(0)
     if work is not None:
         made.done(work, {form: MADE[form] for form in (*work.keep, made.forms[-1])}, PreparationTime())
-    assert batch.finished().payloads == (MADE[made.forms[-1]],)
+    assert batch.payloads == [MADE[made.forms[-1]]]
     made.give_back(batch)
     return None if work is None else (work.start, work.draw, work.keep)
 

@@ -22,9 +22,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import math
 import mmap
 import os
-import selectors
 import signal
 import socket
 import sys
@@ -60,6 +60,7 @@ from headway.checkpoint.agent.saving import check_sums
 from headway.core.errors import HeadwayError, InputError
 from headway.core.files.private import runtime_directory
 from headway.core.wire.channel import Channel, Listener, PeerProcess
+from headway.core.wire.loop import ServiceLoop
 from headway.core.wire.pace import RateLimiter
 from headway.core.wire.wires import ChannelClosed, Packets
 from headway.storage.draft import Draft
@@ -111,7 +112,7 @@ class Agent:
         self._held: tuple[HeldImage, int] | None = None  # what is held, in which arena
         self._listener: Listener | None = None
         self._callers: dict[Channel, Finish | None] = {}
-        self._selector = selectors.DefaultSelector()
+        self._loop = ServiceLoop(patience_s=math.inf)
         self._orphan_since_s: float | None = None
         self._marks_at_s = 0.0
         self._ends = False
@@ -126,13 +127,10 @@ class Agent:
     def run(self) -> None:
         """Work until the trainer has left, or is dead and nobody may come back for what is held."""
         assert self._trainer is not None
-        self._selector.register(self._trainer, selectors.EVENT_READ, self._hear_trainer)
-        pid_fd = _watched(self._trainer.peer.pid)
-        if pid_fd >= 0:
-            self._selector.register(pid_fd, selectors.EVENT_READ, lambda: self._orphaned(pid_fd))
+        self._loop.watch(self._trainer, self._hear_trainer)
+        self._loop.watch_process(self._trainer.peer.pid or 0, self._orphaned)
         while not self._is_over():
-            for key, _ in self._selector.select(self._patience_s()):
-                key.data()
+            self._loop.turn(self._patience_s())
             self._advance()
         self.close("the agent ends")
 
@@ -140,16 +138,14 @@ class Agent:
 
     def _hear_trainer(self) -> None:
         """Do what the trainer sent, all of it."""
-        while self._trainer is not None:
-            try:
-                message, fds = self._trainer.receive(0.0)
-            except TimeoutError:
-                return
-            except ChannelClosed as error:
-                LOG.info("the trainer is gone: %s", error)
-                self._lose_trainer()
-                return
-            self._do(message, fds)
+        if self._trainer is None:
+            return
+        try:
+            for message, fds in self._trainer.arrived():
+                self._do(message, fds)
+        except ChannelClosed as error:
+            LOG.info("the trainer is gone: %s", error)
+            self._lose_trainer()
 
     def _do(self, message: msgspec.Struct, fds: list[int]) -> None:
         if isinstance(message, ImageArena) and fds:
@@ -188,44 +184,30 @@ class Agent:
             memory.close()
             os.close(file)
 
-    def _orphaned(self, pid_fd: int) -> None:
+    def _orphaned(self) -> None:
         """The trainer's process ended; children that it forked may still hold its end of the channel."""
-        self._selector.unregister(pid_fd)
-        os.close(pid_fd)
         self._hear_trainer()  # what it sent before
         self._lose_trainer()
 
     def _lose_trainer(self) -> None:
         if self._trainer is None:
             return
-        self._selector.unregister(self._trainer)
-        self._trainer.close()
+        self._loop.drop(self._trainer)
         self._trainer = None
         self._orphan_since_s = time.monotonic()
 
-    def _call(self) -> None:
+    def _call(self, channel: Channel) -> None:
         """Let somebody in who may want what is held."""
-        assert self._listener is not None
-        with contextlib.suppress(ChannelClosed, TimeoutError, OSError):
-            channel = self._listener.accept(0.0)
-            self._callers[channel] = None
-            self._selector.register(channel, selectors.EVENT_READ, lambda: self._hear_caller(channel))
+        self._callers[channel] = None
+        self._loop.add(channel, self._hear_caller, self._drop)
 
-    def _hear_caller(self, channel: Channel) -> None:
-        try:
-            message, fds = channel.receive(0.0)
-            for left in fds:
-                os.close(left)
-            if isinstance(message, ImageRequest):
-                self._show(channel, message.step)
-            elif isinstance(message, Finish):
-                self._callers[channel] = message
-            elif isinstance(message, Leave) and self._trainer is None:
-                self._ends = True
-        except TimeoutError:
-            return
-        except ChannelClosed:
-            self._drop(channel)
+    def _hear_caller(self, channel: Channel, message: msgspec.Struct) -> None:
+        if isinstance(message, ImageRequest):
+            self._show(channel, message.step)
+        elif isinstance(message, Finish):
+            self._callers[channel] = message
+        elif isinstance(message, Leave) and self._trainer is None:
+            self._ends = True
 
     def _show(self, channel: Channel, step: int) -> None:
         """Send the image that is held, if it is that of `step`."""
@@ -235,10 +217,9 @@ class Agent:
         held, number = self._held
         channel.send(held, [self._arenas[number][0]], timeout_s=1.0)
 
-    def _drop(self, channel: Channel) -> None:
+    def _drop(self, channel: Channel, _: str = "") -> None:
         self._callers.pop(channel)
-        self._selector.unregister(channel)
-        channel.close()
+        self._loop.drop(channel)
 
     # Saves.
 
@@ -356,7 +337,7 @@ class Agent:
             return
         with contextlib.suppress(InputError):  # an agent of an earlier attempt is there still
             self._listener = Listener(socket_path(self._hello.root, self._hello.rank), types=FROM_CALLER)
-            self._selector.register(self._listener, selectors.EVENT_READ, self._call)
+            self._loop.admit(self._listener, self._call)
 
     def _answer_successors(self) -> None:
         """Nothing is under way: tell the attempts that asked; what is held stays here for all their ranks."""
@@ -391,9 +372,9 @@ class Agent:
         self._saving.sweep({draft for draft in self._abandoned if not self._saving.is_awaited(draft)})
         if self._listener is not None:
             self._listener.close()
-        for channel in [*self._callers, *([self._trainer] if self._trainer is not None else [])]:
-            channel.close(why)
-        self._selector.close()
+        self._loop.close(why)
+        if self._trainer is not None:
+            self._trainer.close(why)
         LOG.info("ended")
 
 
@@ -422,14 +403,6 @@ def _number(environment: Mapping[str, str], name: str, default: float) -> float:
     if not 0 <= value < float("inf"):
         raise InputError(f"{name} is {text!r}; it must be a number of at least 0. Set it to one, or unset it.")
     return value
-
-
-def _watched(pid: int | None) -> int:
-    """Return a descriptor that is readable once process `pid` has ended; -1 where it has already."""
-    try:
-        return os.pidfd_open(pid or 0)
-    except OSError:
-        return -1
 
 
 def _has_room(record: logging.LogRecord) -> bool:

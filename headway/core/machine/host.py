@@ -280,14 +280,14 @@ def process_stat(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
 
 
-def readable(fd: int, timeout_s: float) -> bool:
-    """Whether `fd` has something to read, or its end, within `timeout_s` seconds.
+def readable(fd: int, timeout_s: float | None) -> bool:
+    """Whether `fd` has something to read, or its end, within `timeout_s` seconds; None: however long that takes.
 
     `select.select` refuses descriptors of 1024 and above, which a process with many files open hands out.
     """
     poll = select.poll()
     poll.register(fd, select.POLLIN)
-    return bool(poll.poll(max(timeout_s, 0.0) * 1e3))
+    return bool(poll.poll(None if timeout_s is None else max(timeout_s, 0.0) * 1e3))
 
 
 # Which processes used the cores, by name: of an interpreter its script, as far as others may see it.

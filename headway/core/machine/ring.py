@@ -1,15 +1,15 @@
-"""A ring of equal slots in shared memory: one process fills them, others read them in place, nothing is copied between.
+"""A ring of equal slots in shared memory: one process fills them, another reads them in place, without a copy.
 
 Use it to hand large payloads (batches) from process to process. The memory
 has no name (memfd): pass `Ring.fd` over a `headway.core.wire.channel`, and it is
 gone with its last holder. The writer takes a free slot, fills it in place and
-publishes it for some readers; `slot` and `generation` then travel in a
-message. A slot is free again when every one of those readers has released it.
-A full ring is backpressure: `take` returns None, nothing is overwritten.
+publishes it; `slot` and `generation` then travel in a message. A slot is free
+again when the reader has released that generation. A full ring is backpressure:
+`take` returns None, nothing is overwritten.
 
 Each word in the header has one process that writes it, so no lock or atomic
-operation is needed: the writer owns generation, length and readers; reader r
-owns its word of released generations.
+operation is needed: the writer owns generation and length, the reader the
+generation that it released last.
 
 >>> ring = Ring(num_slots=1, slot_bytes=100)
 >>> slot = ring.take()
@@ -27,34 +27,28 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable
 
 from headway.core.errors import DamageError, InputError
-
-MOST_READERS = 32
-"""Readers of one ring."""
 
 _MAGIC = 0x474E4952_59415748
 _HEAD_WORDS = 8
 _SLOT_WORDS = 8
-"""Words (8 bytes) that the writer owns, per slot: generation, length, readers; the rest is spare."""
+"""Words (8 bytes) that the writer owns, per slot: generation, length; the rest is spare."""
 _READER_WORDS = 8
-"""Words between the releases of two readers of a slot: a cache line, so that readers do not slow each other."""
+"""Words that the reader owns: a cache line of its own, so that the two do not slow each other."""
+_ROW_WORDS = _SLOT_WORDS + _READER_WORDS
 
 
 class _Mapped:
     """The memory of a ring, as both sides see it: a head, a table of slots, the payloads."""
 
-    def __init__(self, fd: int, num_slots: int, slot_bytes: int, num_readers: int) -> None:
-        self.num_slots, self.slot_bytes, self.num_readers = num_slots, slot_bytes, num_readers
-        self._row = _SLOT_WORDS + num_readers * _READER_WORDS
+    def __init__(self, num_slots: int, slot_bytes: int) -> None:
+        self.num_slots, self.slot_bytes = num_slots, slot_bytes
         self._stride = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        table = (_HEAD_WORDS + num_slots * self._row) * 8
+        table = (_HEAD_WORDS + num_slots * _ROW_WORDS) * 8
         self._payloads = -(-table // mmap.PAGESIZE) * mmap.PAGESIZE
         self.num_bytes = self._payloads + num_slots * self._stride
         """Shared memory that the ring takes."""
-        if fd >= 0:
-            self.map(fd)
 
     def map(self, fd: int) -> None:
         """Map the whole ring."""
@@ -64,10 +58,7 @@ class _Mapped:
     def _at(self, slot: int) -> int:
         if not 0 <= slot < self.num_slots:
             raise InputError(f"slot {slot} is outside 0..{self.num_slots - 1}. Use a slot that the ring gave.")
-        return _HEAD_WORDS + slot * self._row
-
-    def _released(self, at: int, reader: int) -> int:
-        return at + _SLOT_WORDS + reader * _READER_WORDS
+        return _HEAD_WORDS + slot * _ROW_WORDS
 
     def _payload(self, slot: int, length: int) -> memoryview:
         begin = self._payloads + slot * self._stride
@@ -77,14 +68,11 @@ class _Mapped:
 class Ring(_Mapped):
     """The writer's side: makes the memory, takes slots, publishes them. Threads must take turns."""
 
-    def __init__(self, num_slots: int, slot_bytes: int, *, num_readers: int = 1) -> None:
+    def __init__(self, num_slots: int, slot_bytes: int) -> None:
         """Raise `InputError` on sizes below 1, and when the machine has not that much memory."""
-        if num_slots < 1 or slot_bytes < 1 or not 1 <= num_readers <= MOST_READERS:
-            raise InputError(
-                f"a ring of {num_slots} slots of {slot_bytes} bytes for {num_readers} readers cannot be. "
-                f"Pass at least 1 of each, and at most {MOST_READERS} readers."
-            )
-        super().__init__(-1, num_slots, slot_bytes, num_readers)
+        if num_slots < 1 or slot_bytes < 1:
+            raise InputError(f"a ring of {num_slots} slots of {slot_bytes} bytes cannot be. Pass at least 1 of each.")
+        super().__init__(num_slots, slot_bytes)
         self.fd = os.memfd_create("headway-ring", os.MFD_CLOEXEC)
         """What a reader maps."""
         try:
@@ -97,7 +85,7 @@ class Ring(_Mapped):
                 "Make batches smaller, keep fewer ahead, or free memory."
             ) from error
         self.map(self.fd)
-        for place, value in enumerate((_MAGIC, num_slots, slot_bytes, num_readers)):
+        for place, value in enumerate((_MAGIC, num_slots, slot_bytes, 1)):  # as earlier releases have it: 1 reader
             self._words[place] = value
         self._filling: set[int] = set()
         self._next = 0
@@ -106,7 +94,7 @@ class Ring(_Mapped):
         """Return a free slot, which is the caller's to fill, or None while every slot is in use."""
         for step in range(self.num_slots):
             slot = (self._next + step) % self.num_slots
-            if slot not in self._filling and not self.refcount(slot):
+            if self.is_free(slot):
                 self._next = slot + 1
                 self._filling.add(slot)
                 self._words[self._at(slot)] += 1
@@ -118,53 +106,28 @@ class Ring(_Mapped):
         self._check_taken(slot)
         return self._payload(slot, self.slot_bytes)
 
-    def publish(self, slot: int, length: int, readers: Iterable[int] = (0,)) -> int:
-        """Give the first `length` bytes of a taken slot to `readers`; return the generation that names them."""
+    def publish(self, slot: int, length: int) -> int:
+        """Give the first `length` bytes of a taken slot to the reader; return the generation that names them."""
         self._check_taken(slot)
         if not 0 <= length <= self.slot_bytes:
             raise InputError(f"{length} bytes do not fit into a slot of {self.slot_bytes}. Make the ring with larger.")
-        at, mask = self._at(slot), 0
-        for reader in readers:
-            mask |= 1 << self._check_reader(reader)
-        self._words[at + 1], self._words[at + 2] = length, mask
+        at = self._at(slot)
+        self._words[at + 1] = length
         self._filling.discard(slot)
         return self._words[at]
 
-    def give_back(self, slot: int) -> None:
-        """Free a taken slot without publishing it."""
-        self._check_taken(slot)
-        self._words[self._at(slot) + 2] = 0
-        self._filling.discard(slot)
-
-    def release(self, slot: int, reader: int = 0) -> None:
-        """Release a published slot in a reader's place."""
-        self._words[self._at(slot) + 2] &= ~(1 << self._check_reader(reader))
-
-    def forget(self, reader: int = 0) -> None:
-        """Release every slot that a reader holds: it is gone."""
-        for slot in range(self.num_slots):
-            self.release(slot, reader)
-
-    def refcount(self, slot: int) -> int:
-        """Return how many readers have not released the slot; 0 when it is free or being filled."""
+    def is_free(self, slot: int) -> bool:
+        """Return whether nobody fills or reads the slot."""
         at = self._at(slot)
-        if slot in self._filling:
-            return 0
-        generation, mask = self._words[at], self._words[at + 2]
-        if not mask:
-            return 0
-        return sum(
-            mask >> reader & 1 and self._words[self._released(at, reader)] != generation
-            for reader in range(self.num_readers)
-        )
+        return slot not in self._filling and self._words[at] == self._words[at + _SLOT_WORDS]
 
     @property
     def num_free(self) -> int:
         """Slots that `take` could give."""
-        return sum(slot not in self._filling and not self.refcount(slot) for slot in range(self.num_slots))
+        return sum(map(self.is_free, range(self.num_slots)))
 
     def close(self) -> None:
-        """Let the memory go; readers keep theirs until they let go too."""
+        """Let the memory go; the reader keeps its own until it lets go too."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -173,29 +136,23 @@ class Ring(_Mapped):
         if slot not in self._filling:
             raise InputError(f"slot {slot} is not taken. Call take() and use the slot that it returns.")
 
-    def _check_reader(self, reader: int) -> int:
-        if not 0 <= reader < self.num_readers:
-            raise InputError(f"reader {reader} is outside 0..{self.num_readers - 1}. Make the ring for more readers.")
-        return reader
-
 
 class RingReader(_Mapped):
     """A reader's side, over the descriptor of the writer's ring; the memory stays as long as a view of it does."""
 
-    def __init__(self, fd: int, reader: int = 0) -> None:
+    def __init__(self, fd: int) -> None:
         """Map the ring at `fd`, which may be closed afterwards. Raises `DamageError` when it is none."""
         try:
             with mmap.mmap(fd, _HEAD_WORDS * 8, mmap.MAP_SHARED, mmap.PROT_READ) as head:
-                magic, num_slots, slot_bytes, num_readers = memoryview(head[:32]).cast("Q")
+                magic, num_slots, slot_bytes = memoryview(head[:24]).cast("Q")
         except (OSError, ValueError) as error:
             raise DamageError(f"descriptor {fd} holds no ring ({error}). Pass Ring.fd.") from error
         if magic != _MAGIC:
             raise DamageError(f"descriptor {fd} holds no ring: its head is {magic:#x}. Pass Ring.fd.")
-        super().__init__(-1, num_slots, slot_bytes, num_readers)
-        if os.fstat(fd).st_size < self.num_bytes or not 0 <= reader < num_readers:
-            raise DamageError(f"the ring at descriptor {fd} is damaged, or has no reader {reader}. Pass Ring.fd whole.")
+        super().__init__(num_slots, slot_bytes)
+        if os.fstat(fd).st_size < self.num_bytes:
+            raise DamageError(f"the ring at descriptor {fd} is damaged. Pass Ring.fd whole.")
         self.map(fd)
-        self._reader = reader
 
     def view(self, slot: int, generation: int, *, writable: bool = False) -> memoryview:
         """Return the payload in place; `writable` only where nobody else reads the slot.
@@ -212,6 +169,6 @@ class RingReader(_Mapped):
         return payload if writable else payload.toreadonly()
 
     def release(self, slot: int, generation: int) -> None:
-        """Say that this reader is done with what `generation` of the slot held; an older one changes nothing."""
-        at = self._released(self._at(slot), self._reader)
+        """Say that the reader is done with what `generation` of the slot held; an older one changes nothing."""
+        at = self._at(slot) + _SLOT_WORDS
         self._words[at] = max(self._words[at], generation)

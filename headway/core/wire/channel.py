@@ -10,6 +10,7 @@ send data, not code. Use it wherever two of our processes talk.
     pair(types=...)                            -> (Channel, Channel)      for threads, forks and tests
     channel.send(message, fds=(), timeout_s=None)      any thread; waits while the peer's buffer is full
     channel.receive(timeout_s=None) -> (message, fds)  one thread at a time; 0.0 only looks
+    channel.arrived()                          -> (message, fds) ...          all that is there, for a loop
     channel.fileno() .peer .close(reason=None)         for selectors; pid and uid; the peer is told the reason
 
 `types` is what this end accepts: one struct type or a union of tagged ones
@@ -39,18 +40,18 @@ from __future__ import annotations
 
 import fcntl
 import os
-import select
 import socket
 import stat
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from headway.core.errors import InputError
+from headway.core.machine.host import readable
 from headway.core.wire.handshake import PendingHandshakes, prove_caller
 from headway.core.wire.wires import ChannelClosed as ChannelClosed
 from headway.core.wire.wires import Frames, Packets, Wire
@@ -102,10 +103,14 @@ class Channel:
                 "Run the same release of headway at both ends."
             ) from error
 
-    @property
-    def waiting(self) -> bool:
-        """Whether more has come already than a selector can see; ask after each `receive` in a selector loop."""
-        return isinstance(self._wire, Frames) and self._wire.buffered
+    def arrived(self) -> Iterator[tuple[Any, list[int]]]:
+        """Yield what has come already, as `receive` returns it, and wait for nothing. Raises `ChannelClosed`."""
+        while True:
+            try:
+                came = self.receive(0.0)
+            except TimeoutError:
+                return
+            yield came
 
     def fileno(self) -> int:
         """Return the descriptor to wait on; -1 once closed."""
@@ -277,9 +282,7 @@ def pair(*, types: Any) -> tuple[Channel, Channel]:
 
 
 def _accepted(listening: socket.socket, timeout_s: float | None) -> socket.socket:
-    poll = select.poll()
-    poll.register(listening.fileno(), select.POLLIN)
-    if not poll.poll(None if timeout_s is None else timeout_s * 1e3):
+    if not readable(listening.fileno(), timeout_s):
         raise TimeoutError(f"nobody connected within {timeout_s} s.")
     return listening.accept()[0]
 

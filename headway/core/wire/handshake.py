@@ -30,6 +30,7 @@ import threading
 import time
 from dataclasses import dataclass
 
+from headway.core.machine.host import readable
 from headway.core.wire.wires import ChannelClosed, Frames
 
 HANDSHAKE_S = 2.0
@@ -81,9 +82,7 @@ class PendingHandshakes:
                 raise TimeoutError(f"nobody who holds the token connected within {timeout_s} s.")
             fd = self.fileno()
             if fd >= 0:
-                poll = select.poll()
-                poll.register(fd, select.POLLIN)
-                poll.poll(None if left_s is None else left_s * 1e3)
+                readable(fd, left_s)
 
     def fileno(self) -> int:
         """Return the descriptor to wait on: readable when a caller comes or one says more; -1 once closed."""

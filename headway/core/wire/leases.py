@@ -1,13 +1,13 @@
-"""Who works on what, for how long, and whose answer counts: leases with generation numbers on an injected clock.
+"""Who works on what, and for how long: leases with generation numbers on an injected clock.
 
-Use it wherever work is handed to holders that may die, hang or be cut off:
-splits of a dataset to workers, hosts to an attempt, rounds to a job. A key
-waits, is leased, or is finished. Every lease has a generation number, larger
-than any before it, so an answer says under which lease the work was done. A
-holder keeps its leases by beating; one that has not beaten for `lease_s`
-loses them, and their keys wait again, first in line. A key may be leased a
-second time while the first lease runs (a straggler); the first to finish
-wins. Keys are any hashable values, times are seconds of the clock given.
+Use it wherever work is handed to holders that may die, hang or be cut off, as
+splits of a dataset are to workers. A key waits or is leased, until it is
+forgotten. Every lease has a generation number, larger than any before it, so
+an answer says under which lease the work was done. A holder keeps its leases
+by beating; one that has not beaten for `lease_s` is `silent`, and once it is
+dropped its keys wait again, first in line. A key may be leased a second time
+while the first lease runs (a straggler). Keys are any hashable values, times
+are seconds of the clock given.
 
 >>> now = [0.0]
 >>> leases = Leases(["a", "b"], lease_s=10.0, clock=lambda: now[0])
@@ -15,10 +15,8 @@ wins. Keys are any hashable values, times are seconds of the clock given.
 >>> first.key, first.generation
 ('a', 1)
 >>> now[0] = 11.0
->>> [lease.key for lease in leases.expire()], leases.take("w1").generation
-(['a'], 2)
->>> leases.finish("a", 2), leases.finish("a", 1)
-(True, False)
+>>> leases.silent(), [lease.key for lease in leases.drop("w0")], leases.take("w1").generation
+(['w0'], ['a'], 2)
 """
 
 from __future__ import annotations
@@ -50,12 +48,7 @@ class Lease(Generic[K]):
 
 
 class Leases(Generic[K]):
-    """A table of keys that wait in order, are leased, or are finished.
-
-    `late` says what becomes of an answer under a lease that was lost: "accept"
-    where equal work gives equal results, "refuse" where a holder that was cut
-    off must not act any more (fencing).
-    """
+    """A table of keys that wait in order, or are leased."""
 
     def __init__(
         self,
@@ -63,20 +56,16 @@ class Leases(Generic[K]):
         *,
         lease_s: float,
         clock: Callable[[], float] = time.monotonic,
-        late: str = "accept",
         term: int = 0,
     ) -> None:
-        """Raise `InputError` on a lease that ends before it begins, or an unknown `late`."""
+        """Raise `InputError` on a lease that ends before it begins."""
         if not lease_s > 0:
             raise InputError(f"lease_s is {lease_s}; a lease lasts longer than 0 s. Pass the silence you can bear.")
-        if late not in ("accept", "refuse"):
-            raise InputError(f"late is {late!r}; choose 'accept' or 'refuse'.")
         self.lease_s, self.term = lease_s, term
-        self._clock, self._late = clock, late
+        self._clock = clock
         self._last = term * TERM
         self._waiting: dict[K, None] = dict.fromkeys(keys)
         self._leased: dict[K, list[Lease[K]]] = {}
-        self._finished: set[K] = set()
         self._seen: dict[str, float] = {}
 
     @property
@@ -87,7 +76,7 @@ class Leases(Generic[K]):
     def add(self, keys: Iterable[K]) -> None:
         """Let more keys wait; those known already stay what they are."""
         for key in keys:
-            if key not in self._leased and key not in self._finished:
+            if key not in self._leased:
                 self._waiting.setdefault(key)
 
     def forget(self, keys: Iterable[K]) -> list[Lease[K]]:
@@ -95,7 +84,6 @@ class Leases(Generic[K]):
         ended = []
         for key in keys:
             self._waiting.pop(key, None)
-            self._finished.discard(key)
             ended += self._leased.pop(key, [])
         return ended
 
@@ -147,22 +135,6 @@ class Leases(Generic[K]):
         """Return the leases of a holder that run."""
         return [lease for held in self._leased.values() for lease in held if lease.holder == holder]
 
-    def finish(self, key: K, generation: int | None = None) -> bool:
-        """Note that work on `key` is done; True for the answer that counts, False for any after it.
-
-        With a `generation` the answer counts only if that lease was given out,
-        and still runs where `late` is "refuse". A key that nobody ever named is never finished.
-        """
-        if key in self._finished or not (key in self._leased or key in self._waiting):
-            return False
-        runs = any(lease.generation == generation for lease in self._leased.get(key, ()))
-        if generation is not None and not runs and (self._late == "refuse" or not 0 < generation <= self._last):
-            return False
-        self._waiting.pop(key, None)
-        self._leased.pop(key, None)
-        self._finished.add(key)
-        return True
-
     def release(self, key: K, generation: int) -> bool:
         """End one lease; its key waits again, first in line, unless another lease runs. False when it had ended."""
         held = self._leased.get(key, [])
@@ -188,21 +160,6 @@ class Leases(Generic[K]):
         """Return the holders that have not beaten for `lease_s`."""
         limit = self._clock() - self.lease_s
         return [holder for holder, seen_s in self._seen.items() if seen_s < limit]
-
-    def expire(self) -> list[Lease[K]]:
-        """Drop every silent holder; returns the leases they lost."""
-        return [lease for holder in self.silent() for lease in self.drop(holder)]
-
-    def state(self) -> dict[str, Any]:
-        """Return what a table goes on from after its process died: leased keys wait again in it."""
-        return {"term": self.term, "waiting": [*self._leased, *self._waiting], "finished": list(self._finished)}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, in the next term."""
-        self.term = int(state["term"]) + 1
-        self._last = self.term * TERM
-        self._waiting, self._finished = dict.fromkeys(state["waiting"]), set(state["finished"])
-        self._leased, self._seen = {}, {}
 
     def _lease(self, key: K, holder: str) -> Lease[K]:
         self._last += 1

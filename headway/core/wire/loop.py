@@ -4,6 +4,9 @@ Use it where one thread serves several processes. Everything that happens is a
 call of a function that was registered for it, in the thread that calls `turn`:
 
     loop.listen(listener, answer)      answer(channel, message) -> reply or None, for every caller of `listener`
+    loop.admit(listener, came)         came(channel) for every caller, who is heard from `add` on
+    loop.add(channel, answer, gone)    gone(channel, why) once that caller has left or was let go
+    loop.watch(source, act)            act() whenever a descriptor, socket or channel can be read
     loop.watch_process(pid, ended)     ended() once the process is gone, whoever its parent is (a pidfd)
     loop.turn(timeout_s)               waits for the first event, at most so long, and handles all that is there
     loop.ring()                        ends a wait early; any thread and signal handler may call it
@@ -33,6 +36,7 @@ import os
 import selectors
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, Self
 
 import msgspec
@@ -49,6 +53,17 @@ SEND_S = 1.0
 PATIENCE_S = 60.0
 """How long a caller may say nothing."""
 
+GoneFn = Callable[[Channel, str], object]
+"""Called when a caller has left or was let go, and why; its channel is closed."""
+
+
+class Watched(Protocol):
+    """What can be waited for: a socket, a channel, a bell."""
+
+    def fileno(self) -> int:
+        """Return the descriptor to wait on."""
+        ...
+
 
 class AnswerFn(Protocol):
     """What a service does with a message."""
@@ -58,79 +73,117 @@ class AnswerFn(Protocol):
         ...
 
 
-class Listening(Protocol):
+class Listening(Watched, Protocol):
     """A `Listener` or `TcpListener`."""
 
     def accept(self, timeout_s: float | None = None) -> Channel:
         """Return the next caller's channel."""
         ...
 
-    def fileno(self) -> int:
-        """Return the descriptor to wait on."""
-        ...
+
+@dataclass(slots=True)
+class _Caller:
+    """A channel that is heard."""
+
+    heard_s: float
+    gone: GoneFn
+    pidfd: int = -1
+    """Readable once its process has ended; -1 where that is not watched."""
 
 
 class ServiceLoop:
     """Callers, processes and a bell, in one selector. Close it: its callers are told."""
 
-    def __init__(self, *, patience_s: float = PATIENCE_S, clock: Callable[[], float] = time.monotonic) -> None:
-        """Let a caller be silent for `patience_s` of `clock`."""
+    def __init__(
+        self,
+        *,
+        patience_s: float = PATIENCE_S,
+        send_s: float = SEND_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Let a caller be silent for `patience_s` of `clock`, and leave a message unread for `send_s`."""
         self._selector = selectors.PollSelector()  # not epoll: a fork of ours would keep what we close in it
-        self._patience_s, self._clock = patience_s, clock
+        self._patience_s, self._send_s, self._clock = patience_s, send_s, clock
         self._wake = Waker()
-        self._heard_s: dict[Channel, float] = {}
+        self._callers: dict[Channel, _Caller] = {}
         self._pidfds: set[int] = set()
-        self._selector.register(self._wake, selectors.EVENT_READ, self._wake.clear)
+        self.watch(self._wake, self._wake.clear)
 
     @property
     def num_callers(self) -> int:
         """Callers that are connected."""
-        return len(self._heard_s)
+        return len(self._callers)
 
-    def listen(self, listener: Listening, answer: AnswerFn) -> None:
+    def listen(self, listener: Listening, answer: AnswerFn, gone: GoneFn = lambda *_: None) -> None:
         """Accept callers at `listener`, and let `answer` reply to what they send."""
-        self._selector.register(listener, selectors.EVENT_READ, lambda: self._accept(listener, answer))
+        self.admit(listener, lambda channel: self.add(channel, answer, gone))
 
-    def add(self, channel: Channel, answer: AnswerFn) -> None:
-        """Hear a caller that is connected already."""
-        self._heard_s[channel] = self._clock()
-        self._selector.register(channel, selectors.EVENT_READ, lambda: self._hear(channel, answer))
+    def admit(self, listener: Listening, came: Callable[[Channel], object]) -> None:
+        """Call `came` with the channel of each caller of `listener`."""
+        self.watch(listener, lambda: self._accept(listener, came))
+
+    def add(
+        self, channel: Channel, answer: AnswerFn, gone: GoneFn = lambda *_: None, *, with_process: bool = False
+    ) -> None:
+        """Hear a caller that is connected already, until it is `gone`: it left, or was let go by the loop.
+
+        `with_process`: also when its process has ended, even if a child of that still has the socket.
+        """
+        caller = self._callers[channel] = _Caller(self._clock(), gone)
+        self.watch(channel, lambda: self._hear(channel, answer))
+        if with_process:
+            caller.pidfd = self._watched(channel.peer.pid or 0, lambda: self._outlived(channel, answer))
+
+    def watch(self, source: Watched | int, act: Callable[[], object]) -> None:
+        """Call `act` whenever `source` can be read, until it is dropped."""
+        self._selector.register(source, selectors.EVENT_READ, act)
 
     def watch_process(self, pid: int, ended: Callable[[], object]) -> bool:
         """Call `ended` once process `pid` is gone; False, and it never is called, where there is no such process."""
-        try:
-            pidfd = os.pidfd_open(pid)
-        except OSError:
-            return False
-        self._pidfds.add(pidfd)
-        self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._gone(pidfd, ended))
-        return True
+
+        def act() -> None:
+            self._unwatch(pidfd)
+            ended()
+
+        pidfd = self._watched(pid, act)
+        return pidfd >= 0
 
     def turn(self, timeout_s: float) -> None:
         """Wait for something to happen, at most `timeout_s`, and handle it; silent callers are let go."""
         for key, _ in self._selector.select(max(timeout_s, 0.0)):
             key.data()
         late_s = self._clock() - self._patience_s
-        for channel in [channel for channel, heard_s in self._heard_s.items() if heard_s < late_s]:
-            self.drop(channel, f"nothing was heard for {self._patience_s:g} s")
+        for channel in [channel for channel, caller in self._callers.items() if caller.heard_s < late_s]:
+            self._let_go(channel, f"nothing was heard for {self._patience_s:g} s")
 
     def ring(self) -> None:
         """End the wait of `turn`, now or when it begins."""
         self._wake.ring()
 
-    def drop(self, channel: Channel, reason: str | None = None) -> None:
-        """Let a caller go, and tell it why."""
-        if self._heard_s.pop(channel, None) is not None:
-            self._selector.unregister(channel)
-            channel.close(reason)
+    def send(self, channel: Channel, message: msgspec.Struct) -> None:
+        """Send to a caller; one that is gone, or does not read, is let go."""
+        try:
+            channel.send(message, timeout_s=self._send_s)
+        except TimeoutError:
+            self._let_go(channel, "it does not read its replies")
+        except ChannelClosed as error:
+            self._lose(channel, str(error))
 
-    def close(self, reason: str = "the server ends") -> None:
-        """Let everybody go; what listens is its owner's to close."""
-        for channel in list(self._heard_s):
+    def drop(self, channel: Channel, reason: str | None = None) -> None:
+        """Close a channel that is heard or watched, and tell the other end why."""
+        caller = self._callers.pop(channel, None)
+        with contextlib.suppress(KeyError, ValueError):  # it was dropped before
+            self._selector.unregister(channel)
+        if caller is not None and caller.pidfd >= 0:
+            self._unwatch(caller.pidfd)
+        channel.close(reason)
+
+    def close(self, reason: str | None = "the server ends") -> None:
+        """Let everybody go; what listens, and what is only watched, is its owner's to close."""
+        for channel in list(self._callers):
             self.drop(channel, reason)
-        for pidfd in self._pidfds:
-            os.close(pidfd)
-        self._pidfds.clear()
+        for pidfd in list(self._pidfds):
+            self._unwatch(pidfd)
         self._selector.close()
         self._wake.close()
 
@@ -142,39 +195,60 @@ class ServiceLoop:
         """Close."""
         self.close()
 
-    def _accept(self, listener: Listening, answer: AnswerFn) -> None:
+    def _accept(self, listener: Listening, came: Callable[[Channel], object]) -> None:
         try:
-            self.add(listener.accept(0.0), answer)
-        except (ChannelClosed, TimeoutError, OSError) as error:
+            channel = listener.accept(0.0)
+        except TimeoutError:  # it has not proved yet that it holds the token
+            return
+        except (ChannelClosed, OSError) as error:
             LOG.warning("a caller was refused: %s", error)
+            return
+        came(channel)
 
     def _hear(self, channel: Channel, answer: AnswerFn) -> None:
         """Reply to all that a caller has sent."""
         try:
-            while channel in self._heard_s:
-                message, fds = channel.receive(0.0)
+            for message, fds in channel.arrived():
                 for fd in fds:  # nobody here asks for any
                     os.close(fd)
-                self._heard_s[channel] = self._clock()
+                if channel not in self._callers:
+                    return
+                self._callers[channel].heard_s = self._clock()
                 reply = answer(channel, message)
                 if reply is not None:
-                    self._send(channel, reply)
+                    self.send(channel, reply)
         except TimeoutError:
             pass
-        except ChannelClosed:
-            self.drop(channel)
+        except ChannelClosed as error:
+            self._lose(channel, str(error))
         except InputError as error:
-            self.drop(channel, str(error))
+            self._let_go(channel, str(error))
 
-    def _send(self, channel: Channel, reply: msgspec.Struct) -> None:
+    def _outlived(self, channel: Channel, answer: AnswerFn) -> None:
+        """Reply to what a process sent before it ended, and let its channel go."""
+        self._hear(channel, answer)
+        self._lose(channel, "its process has ended")
+
+    def _let_go(self, channel: Channel, why: str) -> None:
+        self._lose(channel, why, reason=why)
+
+    def _lose(self, channel: Channel, why: str, reason: str | None = None) -> None:
+        caller = self._callers.get(channel)
+        self.drop(channel, reason)
+        if caller is not None:
+            caller.gone(channel, why)
+
+    def _watched(self, pid: int, act: Callable[[], object]) -> int:
+        """Call `act` once process `pid` is gone; returns its descriptor, -1 where there is no such process."""
         try:
-            channel.send(reply, timeout_s=SEND_S)
-        except TimeoutError:
-            self.drop(channel, "it does not read its replies")
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            return -1
+        self._pidfds.add(pidfd)
+        self.watch(pidfd, act)
+        return pidfd
 
-    def _gone(self, pidfd: int, ended: Callable[[], object]) -> None:
+    def _unwatch(self, pidfd: int) -> None:
         self._selector.unregister(pidfd)
         self._pidfds.discard(pidfd)
-        with contextlib.suppress(OSError):
-            os.close(pidfd)
-        ended()
+        os.close(pidfd)

@@ -284,11 +284,6 @@ class Frames(Wire):
                 raise self.broken("the other end of the channel is gone. Connect again.")
             self._got += piece
 
-    @property
-    def buffered(self) -> bool:
-        """Whether bytes came that no `receive` has returned yet: a selector does not see those."""
-        return bool(self._got)
-
 
 def check_length(num_bytes: int) -> None:
     """Raise `InputError` on a message that the other end would refuse."""

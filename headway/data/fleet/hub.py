@@ -16,17 +16,21 @@ of the fleet, so what ended the masters (a broken checkpoint, say) cannot end it
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-import selectors
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from headway.core.errors import InputError
-from headway.core.wire.channel import Channel, ChannelClosed, Listener, TcpListener
+from headway.core.wire.channel import Channel, Listener, TcpListener
+from headway.core.wire.loop import ServiceLoop
 from headway.data.fleet.autoscale import Autoscaler, Load
 from headway.data.fleet.master import Master, SplitPlacement
 from headway.data.fleet.messages import (
@@ -48,7 +52,6 @@ from headway.data.fleet.messages import (
     Stop,
     Target,
     ToMaster,
-    hang_up,
     listen,
 )
 
@@ -117,11 +120,11 @@ class Hub:
         self._wanted, self._scaling, self._target = num_workers, scaling, Target(-1, [])
         self._failed = ""
         self._peers: list[_Peer] = []
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(listener, selectors.EVENT_READ)
+        self._loop, self._ends = ServiceLoop(patience_s=math.inf, send_s=SEND_S), False
+        self._loop.admit(listener, self._admit)
         if supervisor is not None:
             self._admit(supervisor)
-        self._answers: dict[type, Callable[[_Peer, Any], None]] = {
+        self._answers: dict[type, Callable[[_Peer, Any], msgspec.Struct | None]] = {
             Register: self._register, Beat: self._beat, SplitRequest: self._want, Ready: self._ready,
             JoinPass: self._join, ReadProgress: self._took, SplitLost: self._lost,
             FleetStatusRequest: self._ask, GaveUp: self._gave_up,
@@ -130,69 +133,47 @@ class Hub:
     def run(self) -> None:
         """Serve until the supervisor's channel closes (forever without one)."""
         while True:
-            for key, _ in self._selector.select(TICK_S):
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif isinstance(key.data, _Peer) and not self._hear(key.data):
-                    return
-            for name in self.master.tick():
-                self._cut_off(name)
+            self._loop.turn(TICK_S)
+            if self._ends:
+                return
+            silent = self.master.tick()  # when one wakes up it comes back, with what it held
+            for peer in [peer for peer in self._peers if peer.worker in silent]:
+                self._forget(peer)
             self._scale()
             self._tell()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(ChannelClosed, TimeoutError):
-            self._admit(self._listener.accept(timeout_s=0.0))
 
     def _admit(self, channel: Channel) -> None:
         peer = _Peer(channel)
         self._peers.append(peer)
-        self._selector.register(channel, selectors.EVENT_READ, peer)
+        self._loop.add(channel, lambda _, message: self._answer(peer, message), lambda *_: self._forget(peer))
 
-    def _hear(self, peer: _Peer) -> bool:
-        """Answer what has come from a peer; False when the supervisor is gone."""
-        while True:
-            try:
-                message, _ = peer.channel.receive(timeout_s=0.0)
-                self._answers[type(message)](peer, message)
-            except TimeoutError:
-                return True
-            except InputError as error:
-                self._send(peer, RequestRefused(str(error)))
-            except ChannelClosed:
-                self._forget(peer)
-                return peer.channel is not self._supervisor
-            if peer not in self._peers:
-                return True
+    def _answer(self, peer: _Peer, message: msgspec.Struct) -> msgspec.Struct | None:
+        """Do what a peer asks; returns the answer, if there is one."""
+        try:
+            return self._answers[type(message)](peer, message)
+        except InputError as error:
+            return RequestRefused(str(error))
 
     def _forget(self, peer: _Peer) -> None:
         if peer not in self._peers:
             return
         self._peers.remove(peer)
-        hang_up(self._selector, peer.channel)
+        self._loop.drop(peer.channel)
+        self._ends = self._ends or peer.channel is self._supervisor
         if peer.worker and not any(other.worker == peer.worker for other in self._peers):
             self.master.gone(peer.worker)
         if peer.client and not any(other.client == peer.client for other in self._peers):
             self.master.leave(peer.client)
 
-    def _cut_off(self, worker: str) -> None:
-        """Close the channel of a silent worker: when it wakes up it comes back, with what it held."""
-        for peer in [peer for peer in self._peers if peer.worker == worker]:
-            self._forget(peer)
+    def _send(self, peer: _Peer, message: msgspec.Struct) -> None:
+        self._loop.send(peer.channel, message)
 
-    def _send(self, peer: _Peer, message: Any) -> None:
-        try:
-            peer.channel.send(message, timeout_s=SEND_S)
-        except (ChannelClosed, TimeoutError):
-            self._forget(peer)
-
-    def _register(self, peer: _Peer, message: Register) -> None:
+    def _register(self, peer: _Peer, message: Register) -> Revoke:
         for other in [other for other in self._peers if other.worker == message.name and other is not peer]:
             other.worker = ""
             self._forget(other)
         peer.worker, peer.pid, peer.guest = message.name, message.pid, message.guest
-        kept = self.master.register(message.name, message.address, message.held)
-        self._send(peer, Revoke([], kept))
+        return Revoke([], self.master.register(message.name, message.address, message.held))
 
     def _beat(self, peer: _Peer, message: Beat) -> None:
         self.master.beat(peer.worker, message.report)
@@ -203,10 +184,10 @@ class Hub:
     def _ready(self, peer: _Peer, message: Ready) -> None:
         self.master.ready(peer.worker, message.split, message.generation)
 
-    def _join(self, peer: _Peer, message: JoinPass) -> None:
+    def _join(self, peer: _Peer, message: JoinPass) -> Joined | RequestRefused:
         taken = self.master.join(message.client, message.work, message.rank, message.taken, data=message.data)
         peer.client, peer.placed = message.client, []
-        self._send(peer, RequestRefused(self._failed) if self._failed else Joined(taken))
+        return RequestRefused(self._failed) if self._failed else Joined(taken)
 
     def _took(self, peer: _Peer, message: ReadProgress) -> None:
         self.master.took(peer.client, message.taken, message.waited_s)
@@ -214,9 +195,9 @@ class Hub:
     def _lost(self, peer: _Peer, message: SplitLost) -> None:
         self.master.lost(peer.client, message.split, message.generation)
 
-    def _ask(self, peer: _Peer, _: FleetStatusRequest) -> None:
+    def _ask(self, _: _Peer, __: FleetStatusRequest) -> FleetStatusReply:
         pids = {other.worker: other.pid for other in self._peers if other.worker}
-        self._send(peer, FleetStatusReply({**self.master.statistics(), "wanted": self._wanted, "pids": pids}))
+        return FleetStatusReply({**self.master.statistics(), "wanted": self._wanted, "pids": pids})
 
     def _gave_up(self, _: _Peer, message: GaveUp) -> None:
         self._failed = message.why
@@ -260,8 +241,7 @@ class Hub:
         target = Target(wanted, leaving)
         if self._supervisor is not None and target != self._target and not self._failed:
             self._target = target
-            with contextlib.suppress(ChannelClosed, TimeoutError):
-                self._supervisor.send(target, timeout_s=SEND_S)
+            self._loop.send(self._supervisor, target)
 
     def _serves(self, name: str) -> bool:
         worker = self.master.workers.get(name)
@@ -272,6 +252,8 @@ class Hub:
 
 LOOK_S = 0.2
 """How often the process looks whether its parent lives, and whether it can listen at last."""
+ASKED = (JoinPass, FleetStatusRequest, Register)
+"""What those are told who ask something of a fleet that has ended."""
 START_AGAIN = (
     "Remove the cause, start the fleet again, and go on from the last state: nothing that was taken before it "
     "comes again."
@@ -294,38 +276,19 @@ def refuse_all(address: str, token: str, why: str, user: socket.socket) -> None:
     `user` is connected to that process, the parent of this one. While another process listens at `address`
     (the last master may need a moment to end), it tries again every `LOOK_S`.
     """
-    parent = os.getppid()
+    parent, gone = os.getppid(), threading.Event()
+    refused = RequestRefused(why, fatal=True)
     listener: Listener | TcpListener | None = None
-    with selectors.PollSelector() as selector:
-        selector.register(user, selectors.EVENT_READ)
+    with ServiceLoop(patience_s=math.inf, send_s=SEND_S) as loop:
+        loop.watch(user, gone.set)
         try:
-            while os.getppid() == parent:
+            while os.getppid() == parent and not gone.is_set():
                 if listener is None:
                     with contextlib.suppress(InputError, OSError):
                         listener = listen(address, token, ToMaster)[0]
-                        selector.register(listener, selectors.EVENT_READ, listener)
-                for key, _ in selector.select(LOOK_S):
-                    if key.fileobj is user:
-                        return
-                    if isinstance(key.data, Channel):
-                        _answer(selector, key.data, why)
-                    elif listener is not None:
-                        with contextlib.suppress(ChannelClosed, TimeoutError):
-                            channel = listener.accept(timeout_s=0.0)
-                            selector.register(channel, selectors.EVENT_READ, channel)
+                        # The caller hangs up: were we to do it, over TCP its copy of the answer could be lost.
+                        loop.listen(listener, lambda _, message: refused if isinstance(message, ASKED) else None)
+                loop.turn(LOOK_S)
         finally:
             if listener is not None:
                 listener.close()
-
-
-def _answer(selector: selectors.BaseSelector, channel: Channel, why: str) -> None:
-    """Answer what has come. The caller hangs up: were we to do it, over TCP its copy of the answer could be lost."""
-    try:
-        while True:
-            message, _ = channel.receive(timeout_s=0.0)
-            if isinstance(message, (JoinPass, FleetStatusRequest, Register)):
-                channel.send(RequestRefused(why, fatal=True), timeout_s=SEND_S)
-    except TimeoutError:
-        return
-    except ChannelClosed:
-        hang_up(selector, channel)

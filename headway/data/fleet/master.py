@@ -191,7 +191,7 @@ class Master:
         state = self._workers.get(worker)
         if state is None or state.draining:
             return None
-        names = self._serving()
+        names = [name for name, worker in self._workers.items() if not worker.draining]
         farthest = math.inf if room else 0
         lease = self._leases.take(worker, lambda split: self._lead(split, names.index(worker), len(names), farthest))
         if lease is None and room:
@@ -379,9 +379,6 @@ class Master:
         if any((lease.holder, lease.generation) == (worker, generation) for lease in self._leases.held(split)):
             return True
         return self._leases.adopt(split, worker, generation)
-
-    def _serving(self) -> list[str]:
-        return [name for name, worker in self._workers.items() if not worker.draining]
 
     def _client_of(self, split: Split) -> str:
         readers = self._passes.get(split.work)

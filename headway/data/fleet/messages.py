@@ -12,7 +12,6 @@ True
 
 from __future__ import annotations
 
-import selectors
 from typing import Any
 
 import msgspec
@@ -207,10 +206,3 @@ def _host_and_port(address: str) -> tuple[str, int]:
     if not port.isdigit():
         raise InputError(f"{address!r} is no address. Write tcp://host:port, or the path of a socket.")
     return host, int(port)
-
-
-def hang_up(selector: selectors.BaseSelector, channel: Channel) -> None:
-    """Take a channel out of a selector and close it; one that broke has no descriptor any more, so it is searched."""
-    for key in [key for key in selector.get_map().values() if key.fileobj is channel]:
-        selector.unregister(key.fileobj)
-    channel.close()

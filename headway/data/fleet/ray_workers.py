@@ -22,18 +22,17 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from headway.core.errors import BackgroundError, InputError
-from headway.data.bytes.account import ThreadTime
 from headway.data.bytes.packing import unpack
 from headway.data.fleet.autoscale import Autoscaler
 from headway.data.fleet.hub import Scaling
 from headway.data.fleet.master import Master, SplitPlacement, WorkerReport
-from headway.data.fleet.reader import AHEAD, PrepareError, this_process
+from headway.data.fleet.reader import AHEAD, Delivered, PrepareError, this_process
 from headway.data.fleet.splits import FleetPass, Split
 from headway.data.fleet.torch_fleet import FleetLoader, Loaded, check_first, prepared, worker_bounds
 from headway.data.fleet.worker import SplitPreparer
@@ -46,14 +45,6 @@ LOOK_S = 0.25
 IDLE_S = 0.02
 FETCHES = 8
 """Fetches that a worker answers at once."""
-
-
-class RayBatch(NamedTuple):
-    """What a worker has for a reader: packed bytes, or why there are none."""
-
-    body: Any = None
-    spent: ThreadTime = ThreadTime()
-    error: str = ""
 
 
 class MasterActor:
@@ -130,7 +121,7 @@ class WorkerActor:
         self._thread = threading.Thread(target=self._run, name="headway-ray-worker", daemon=True)
         self._thread.start()
 
-    def fetch(self, split: Split, generation: int, batch: int) -> RayBatch | None:
+    def fetch(self, split: Split, generation: int, batch: int) -> Delivered | None:
         """Return a batch once it is ready; None when this worker does not have it, or no longer."""
         try:
             while (packed := self._preparer.take(split, generation, batch, timeout_s=1.0)) is None:
@@ -138,9 +129,9 @@ class WorkerActor:
         except KeyError:
             return None
         if packed.error:
-            return RayBatch(error=packed.error)
+            return Delivered(error=packed.error)
         # An array, so that Ray keeps it as memory that readers map and do not copy.
-        return RayBatch(np.frombuffer(packed.body(), np.uint8), packed.spent)
+        return Delivered(np.frombuffer(packed.body(), np.uint8), packed.spent)
 
     def alive(self) -> int:
         """Return the process id."""
@@ -308,7 +299,7 @@ class RayReader(Iterator[Loaded]):
         self._coming: dict[Any, tuple[SplitPlacement, int]] = {}
         """Object to come -> who makes it, and which batch it is."""
         self._asked: set[tuple[Split, int, int]] = set()
-        self._have: dict[int, RayBatch] = {}
+        self._have: dict[int, Delivered] = {}
 
     def __next__(self) -> Loaded:
         """Return the next batch. Raises `PrepareError`, `InputError`, `BackgroundError`."""

@@ -16,9 +16,10 @@ why, and the reader raises that at once.
 
 from __future__ import annotations
 
+import functools
+import math
 import mmap
 import os
-import selectors
 import threading
 import time
 import weakref
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple
 
 from headway.core.errors import BackgroundError, HeadwayError
 from headway.core.wire.channel import Channel, ChannelClosed
-from headway.core.wire.wake import Waker
+from headway.core.wire.loop import ServiceLoop
 from headway.data.bytes.account import ThreadTime
 from headway.data.fleet.master import SplitPlacement
 from headway.data.fleet.messages import (
@@ -43,7 +44,6 @@ from headway.data.fleet.messages import (
     RequestRefused,
     SplitLost,
     dial,
-    hang_up,
 )
 from headway.data.fleet.splits import FleetPass, Split
 
@@ -59,10 +59,12 @@ DIAL_S = 0.05
 class Delivered(NamedTuple):
     """A batch as it came."""
 
-    body: Any
+    body: Any = None
     """A buffer for `headway.data.bytes.packing.unpack`."""
-    spent: ThreadTime
+    spent: ThreadTime = ThreadTime()
     """What making it took, in its worker."""
+    error: str = ""
+    """Why there is no such batch, where that travels with it."""
 
 
 class PrepareError(HeadwayError):
@@ -153,9 +155,7 @@ class ReaderConnections:
         self._bad: set[tuple[Split, int]] = set()
         """Leases that the master knows to be lost."""
         self._told: tuple[int, float] = (-1, 0.0)
-        self._selector = selectors.PollSelector()  # not epoll: a fork of ours would keep what we close in it
-        self._wake = Waker()
-        self._selector.register(self._wake, selectors.EVENT_READ)
+        self._loop = ServiceLoop(patience_s=math.inf)
         self.inbox = Inbox(0, 0)
 
     def join(self, taken: int | None) -> Inbox:
@@ -181,7 +181,7 @@ class ReaderConnections:
 
     def nudge(self) -> None:
         """Let the thread look at the inbox now."""
-        self._wake.ring()
+        self._loop.ring()
 
     def stop(self) -> None:
         """Let the thread end."""
@@ -201,8 +201,7 @@ class ReaderConnections:
             for channel in (self._master, *self._workers.values()):
                 if channel is not None:
                     channel.close()
-            self._selector.close()
-            self._wake.close()
+            self._loop.close()
 
     def _turn(self) -> None:
         if self._master is None:
@@ -210,13 +209,7 @@ class ReaderConnections:
             self._dial()
         self._fetch()
         self._tell()
-        for key, _ in self._selector.select(TELL_S if self._master is not None else DIAL_S):
-            if key.fileobj is self._wake:
-                self._wake.clear()
-            elif key.data == "":
-                self._hear_master()
-            else:
-                self._hear_worker(key.data)
+        self._loop.turn(TELL_S if self._master is not None else DIAL_S)
 
     def _dial(self) -> None:
         """Try to reach the master and join. Raises `BackgroundError` after `patience_s` without one, or a `failure`."""
@@ -230,7 +223,7 @@ class ReaderConnections:
                 raise self._left_alone(error) from error
             return
         self._master, self._told = channel, (-1, 0.0)
-        self._selector.register(channel, selectors.EVENT_READ, "")
+        self._loop.watch(channel, self._hear_master)
 
     def _left_alone(self, error: Exception) -> BackgroundError:
         return BackgroundError(
@@ -239,48 +232,41 @@ class ReaderConnections:
         )
 
     def _hear_master(self) -> None:
-        while self._master is not None:
-            try:
-                message, _ = self._master.receive(timeout_s=0.0)
-            except TimeoutError:
-                return
-            except ChannelClosed:
-                self._drop_master()
-                return
-            if isinstance(message, Placed):
-                self._placements = message.placements
-                here = {(place.split, place.generation) for place in message.placements}
-                self._bad &= here
-                self._asked = {key: at for key, at in self._asked.items() if key[:2] in here}
-            elif isinstance(message, RequestRefused):
-                raise message.error()
-            else:
-                assert isinstance(message, Joined)
+        if self._master is None:
+            return
+        try:
+            for message, _ in self._master.arrived():
+                if isinstance(message, Placed):
+                    self._placements = message.placements
+                    here = {(place.split, place.generation) for place in message.placements}
+                    self._bad &= here
+                    self._asked = {key: at for key, at in self._asked.items() if key[:2] in here}
+                elif isinstance(message, RequestRefused):
+                    raise message.error()
+                else:
+                    assert isinstance(message, Joined)
+        except ChannelClosed:
+            self._drop_master()
 
     def _drop_master(self) -> None:
         if self._master is not None:
-            hang_up(self._selector, self._master)
+            self._loop.drop(self._master)
             self._master, self._alone_s = None, time.monotonic()
 
     def _hear_worker(self, address: str) -> None:
-        channel = self._workers[address]
-        while True:
-            try:
-                message, fds = channel.receive(timeout_s=0.0)
-            except TimeoutError:
-                return
-            except ChannelClosed:
-                hang_up(self._selector, self._workers.pop(address))
-                # It may have died, or only the channel: ask once more, and be told then.
-                self._asked = {key: at for key, at in self._asked.items() if at != address}
-                return
-            if isinstance(message, PackedBatch):
-                self.inbox.put(message.batch, Delivered(_memory(message, fds), message.spent))
-            elif isinstance(message, Broken):
-                why = f"batch {message.batch} of rank {message.split.rank} could not be prepared:\n{message.error}"
-                self.inbox.put(message.batch, PrepareError(why))
-            elif message.batch in set(self.inbox.needs(self._ahead)):
-                self._lost(message.split, message.generation)
+        try:
+            for message, fds in self._workers[address].arrived():
+                if isinstance(message, PackedBatch):
+                    self.inbox.put(message.batch, Delivered(_memory(message, fds), message.spent))
+                elif isinstance(message, Broken):
+                    why = f"batch {message.batch} of rank {message.split.rank} could not be prepared:\n{message.error}"
+                    self.inbox.put(message.batch, PrepareError(why))
+                elif message.batch in set(self.inbox.needs(self._ahead)):
+                    self._lost(message.split, message.generation)
+        except ChannelClosed:
+            self._loop.drop(self._workers.pop(address))
+            # It may have died, or only the channel: ask once more, and be told then.
+            self._asked = {key: at for key, at in self._asked.items() if at != address}
 
     def _fetch(self) -> None:
         """Ask workers for the batches that the loop needs soon, each once per lease."""
@@ -298,12 +284,12 @@ class ReaderConnections:
             if channel is None:
                 channel = dial(place.address, self._token, DIAL_S, FromWorker)
                 self._workers[place.address] = channel
-                self._selector.register(channel, selectors.EVENT_READ, place.address)
+                self._loop.watch(channel, functools.partial(self._hear_worker, place.address))
             channel.send(Fetch(place.split, place.generation, batch), timeout_s=SEND_S)
             self._asked[place.split, place.generation, batch] = place.address
         except (ChannelClosed, TimeoutError):
             if place.address in self._workers:
-                hang_up(self._selector, self._workers.pop(place.address))
+                self._loop.drop(self._workers.pop(place.address))
             self._lost(place.split, place.generation)
 
     def _lost(self, split: Split, generation: int) -> None:

@@ -25,9 +25,8 @@ import collections
 import contextlib
 import functools
 import logging
+import math
 import os
-import select
-import selectors
 import shutil
 import signal
 import socket
@@ -39,13 +38,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from headway.core.errors import InputError
+from headway.core.errors import HeadwayError, InputError
+from headway.core.machine.host import readable
 from headway.core.wire.channel import Channel, ChannelClosed, Listener, TcpListener
+from headway.core.wire.loop import ServiceLoop
 from headway.core.wire.wires import Packets
 from headway.data.fleet.autoscale import Autoscaler
 from headway.data.fleet.hub import START_AGAIN, Hub, Scaling, ended_with, refuse_all
 from headway.data.fleet.master import Master
-from headway.data.fleet.messages import SCHEME, GaveUp, Target, ToMaster, hang_up, listen
+from headway.data.fleet.messages import SCHEME, GaveUp, Target, ToMaster, listen
 from headway.data.fleet.worker import Make, serve
 from headway.runtime.launching.agent import die_with
 
@@ -171,37 +172,30 @@ class FleetSupervisor:
         """`user` is connected to the user's process: its end is the end of the fleet."""
         self._make, self._settings, self._user = make, settings, user
         self._parent = os.getppid()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(user, selectors.EVENT_READ)
+        self._loop, self._left = ServiceLoop(patience_s=math.inf), threading.Event()
+        self._loop.watch(user, self._left.set)
         self._hub: Channel | None = None
-        self._hub_socket: socket.socket | None = None
         self._master_pid, self._begun_s, self._quick = 0, 0.0, 0
+        self._pids: set[int] = set()
         self._workers: set[int] = set()
-        self._pidfds: dict[int, int] = {}
         self._leaving: set[int] = set()
         self._wanted, self._next = settings.num_workers, 0
         self._ends: collections.deque[float] = collections.deque(maxlen=MAX_ENDS)
-        self._gave_up, self._master_error = "", ""
+        self._gave_up, self._master_error, self._why = "", "", ""
 
     def run(self) -> str:
         """Run until the user's process goes; returns why it ends earlier, as when masters keep ending, else nothing."""
         try:
             self._start_master()
-            while os.getppid() == self._parent:
+            while os.getppid() == self._parent and not (self._left.is_set() or self._why):
                 self._start_workers()
-                for key, _ in self._selector.select(LOOK_S):
-                    if key.fileobj is self._user:
-                        return ""
-                    if key.data is None:
-                        self._hear()
-                    elif why := self._ended(key.data):
-                        return why
-            return ""
+                self._loop.turn(LOOK_S)
+            return "" if self._left.is_set() else self._why
         except Exception as error:  # as when the system lets it start no more processes
             traceback.print_exc()
             return f"the fleet's supervisor failed with {type(error).__name__}: {error}. {START_AGAIN}"
         finally:
-            for pid in [*self._pidfds]:
+            for pid in self._pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
@@ -223,8 +217,8 @@ class FleetSupervisor:
         self._master_error = ""
         self._master_pid, self._begun_s = self._fork(run), time.monotonic()
         theirs.close()
-        self._hub, self._hub_socket = Channel(Packets(ours), Target | GaveUp), ours
-        self._selector.register(self._hub, selectors.EVENT_READ)
+        self._hub = Channel(Packets(ours), Target | GaveUp)
+        self._loop.watch(self._hub, self._hear)
         if self._gave_up:
             self._tell_why()
 
@@ -235,43 +229,40 @@ class FleetSupervisor:
 
     def _fork(self, run: Callable[[], object]) -> int:
         def child() -> None:
-            for pidfd in self._pidfds.values():
-                os.close(pidfd)
             # Closed, not shut down: the connections live on in the parent.
             self._user.close()
-            if self._hub_socket is not None:
-                self._hub_socket.close()
-            self._selector.close()
+            if self._hub is not None:
+                self._hub.abandon()
+            self._loop.close()
             run()
 
         pid = forked(child)
-        self._pidfds[pid] = os.pidfd_open(pid)
-        self._selector.register(self._pidfds[pid], selectors.EVENT_READ, pid)
+        self._pids.add(pid)
+        if not self._loop.watch_process(pid, lambda: self._ended(pid)):
+            raise HeadwayError(f"process {pid} of the fleet cannot be watched. Allow this process more open files.")
         return pid
 
     def _hear(self) -> None:
         """Do what the master says about the number of workers; note why it ends."""
+        if self._hub is None:
+            return
         try:
-            while self._hub is not None:
-                message, _ = self._hub.receive(timeout_s=0.0)
+            for message, _ in self._hub.arrived():
                 if isinstance(message, GaveUp):
                     self._master_error = message.why
                 else:
                     self._wanted, self._leaving = message.workers, set(message.leaving) & self._workers
-        except TimeoutError:
-            pass
         except ChannelClosed:
             self._drop_hub()
 
     def _drop_hub(self) -> None:
         if self._hub is not None:
-            hang_up(self._selector, self._hub)
-            self._hub, self._hub_socket = None, None
+            self._loop.drop(self._hub)
+            self._hub = None
 
-    def _ended(self, pid: int) -> str:
-        """Reap a process and see to its successor; returns why there is to be none of anything, else nothing."""
-        self._selector.unregister(self._pidfds[pid])
-        os.close(self._pidfds.pop(pid))
+    def _ended(self, pid: int) -> None:
+        """Reap a process and see to its successor, or note why there is to be none of anything."""
+        self._pids.discard(pid)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if pid == self._master_pid:
             self._hear()
@@ -279,12 +270,13 @@ class FleetSupervisor:
             self._quick = self._quick + 1 if time.monotonic() - self._begun_s < QUICK_S else 0
             if self._quick >= MAX_QUICK:
                 error = f" ({self._master_error})" if self._master_error else ""
-                return (
+                self._why = (
                     f"{MAX_QUICK} masters of the fleet in a row ended within {QUICK_S:g} s of their start, the last "
                     f"with {ended_with(code)}{error}, so no more are started. {START_AGAIN}"
                 )
+                return
             self._start_master()
-            return ""
+            return
         self._workers.discard(pid)
         if code:
             self._ends.append(time.monotonic())
@@ -294,7 +286,6 @@ class FleetSupervisor:
                     "Look for the cause in their output, remove it, and start the fleet again."
                 )
                 self._tell_why()
-        return ""
 
     def _tell_why(self) -> None:
         if self._hub is not None:
@@ -438,9 +429,7 @@ def _waited_for(pid: int) -> int | None:
     with contextlib.suppress(OSError):  # it has ended already, or this process can open no more files
         pidfd = os.pidfd_open(pid)
         try:
-            poll = select.poll()
-            poll.register(pidfd, select.POLLIN)
-            poll.poll()
+            readable(pidfd, None)
         finally:
             os.close(pidfd)
     try:

@@ -19,9 +19,9 @@ array([2, 3])
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
-import selectors
 import threading
 import time
 import traceback
@@ -32,7 +32,7 @@ from typing import Any
 
 from headway.core.errors import BackgroundError
 from headway.core.wire.channel import Channel, ChannelClosed
-from headway.core.wire.wake import Waker
+from headway.core.wire.loop import ServiceLoop
 from headway.data.bytes.account import ThreadTime, clocks
 from headway.data.bytes.packing import pack
 from headway.data.fleet.master import WorkerReport
@@ -52,7 +52,6 @@ from headway.data.fleet.messages import (
     SplitRequest,
     Stop,
     dial,
-    hang_up,
     listen,
 )
 from headway.data.fleet.splits import BatchKeys, Split
@@ -239,14 +238,13 @@ class WorkerProcess:
         """Listen at `address`; the master is at `master`."""
         self._guest = guest
         self._name, self._master_address, self._token = name, master, token
-        self._wake = Waker()
+        self._loop = ServiceLoop(patience_s=math.inf)
         self._listener, self._address = listen(address, token, Fetch)
+        self._loop.listen(self._listener, self._hear, self._lose)
         self._passes_fds = not self._address.startswith(SCHEME)
-        self._preparer = SplitPreparer(make, on_change=self._wake.ring, told_s=SEND_S)
-        self._selector = selectors.PollSelector()  # not epoll: a fork of ours would keep what we close in it
-        self._selector.register(self._wake, selectors.EVENT_READ)
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._preparer = SplitPreparer(make, on_change=self._loop.ring, told_s=SEND_S)
         self._master: Channel | None = None
+        self._stopped = False
         self._alone_s = time.monotonic()
         self._beat_s = min(lease_s / 4, 0.5)
         self._beaten_s = 0.0
@@ -262,26 +260,18 @@ class WorkerProcess:
         while True:
             if self._master is None:
                 self._dial(patience_s)
-            for key, _ in self._selector.select(min(self._beat_s, 0.05 if self._master is None else 1.0)):
-                if key.fileobj is self._wake:
-                    self._wake.clear()
-                elif key.fileobj is self._listener:
-                    with contextlib.suppress(ChannelClosed, TimeoutError):
-                        self._selector.register(channel := self._listener.accept(0.0), selectors.EVENT_READ, channel)
-                elif key.data is self._master:
-                    if not self._obey():
-                        return
-                else:
-                    self._hear(key.data)
+            self._loop.turn(min(self._beat_s, 0.05 if self._master is None else 1.0))
+            if self._stopped:
+                return
             self._serve()
             self._say()
 
     def close(self) -> None:
         """Let everybody go."""
-        for key in list(self._selector.get_map().values()):
-            held: Any = key.fileobj
-            held.close()
-        self._selector.close()
+        self._listener.close()
+        if self._master is not None:
+            self._master.close()
+        self._loop.close(None)
 
     def _dial(self, patience_s: float) -> None:
         """Try once to reach the master, and tell it what is left from before."""
@@ -295,50 +285,41 @@ class WorkerProcess:
                 raise BackgroundError(f"worker {self._name} finds no master: {error}") from error
             return
         self._master, self._asked, self._beaten_s = channel, None, 0.0
-        self._selector.register(channel, selectors.EVENT_READ, channel)
+        self._loop.watch(channel, self._obey)
 
-    def _lose(self, channel: Channel) -> None:
+    def _lose(self, channel: Channel, _: str = "") -> None:
         """Let go of a channel that broke."""
-        hang_up(self._selector, channel)
+        self._loop.drop(channel)
+        self._waiting = [entry for entry in self._waiting if entry[0] is not channel]
         if channel is self._master:
             self._master, self._alone_s = None, time.monotonic()
 
-    def _obey(self) -> bool:
-        """Do what the master says; False when that is to stop."""
+    def _obey(self) -> None:
+        """Do what the master says."""
         channel = self._master
-        while channel is not None:
-            try:
-                message, _ = channel.receive(timeout_s=0.0)
-            except TimeoutError:
-                break
-            except ChannelClosed:
-                self._lose(channel)
-                break
-            if isinstance(message, PrepareSplit):
-                self._asked = None
-                self._preparer.begin(message.split, message.generation, message.first)
-            elif isinstance(message, Revoke):
-                if message.kept is not None:
-                    self._preparer.keep(message.kept)
-                for split, generation in message.leases:
-                    self._preparer.revoke(split, generation)
-            elif isinstance(message, RequestRefused):
-                raise message.error()
-            elif isinstance(message, Stop):
-                return False
-        return True
+        if channel is None:
+            return
+        try:
+            for message, _ in channel.arrived():
+                if isinstance(message, PrepareSplit):
+                    self._asked = None
+                    self._preparer.begin(message.split, message.generation, message.first)
+                elif isinstance(message, Revoke):
+                    if message.kept is not None:
+                        self._preparer.keep(message.kept)
+                    for split, generation in message.leases:
+                        self._preparer.revoke(split, generation)
+                elif isinstance(message, RequestRefused):
+                    raise message.error()
+                elif isinstance(message, Stop):
+                    self._stopped = True
+                    return
+        except ChannelClosed:
+            self._lose(channel)
 
-    def _hear(self, channel: Channel) -> None:
+    def _hear(self, channel: Channel, fetch: Any) -> None:
         """Note what a reader wants."""
-        while True:
-            try:
-                self._waiting.append((channel, channel.receive(timeout_s=0.0)[0]))
-            except TimeoutError:
-                return
-            except ChannelClosed:
-                self._lose(channel)
-                self._waiting = [entry for entry in self._waiting if entry[0] is not channel]
-                return
+        self._waiting.append((channel, fetch))
 
     def _serve(self) -> None:
         """Answer every fetch that can be answered now."""

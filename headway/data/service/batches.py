@@ -1,9 +1,9 @@
-"""Batches of a data server: in the making, place by place, and finished.
+"""Batches of a data server, filled place by place.
 
->>> batch = Pending("job", 0, epoch=0, number=3, items=np.array([7, 9]), everybody=np.array([7, 9]))
+>>> batch = Batch("job", 0, epoch=0, number=3, items=np.array([7, 9]), everybody=np.array([7, 9]))
 >>> BatchPlace(batch, 1).fill(HeldPayload(9, b"nine", set()))
->>> batch.left, batch.fill(0, b"seven"), batch.left, batch.finished().payloads
-(1, None, 0, (b'seven', b'nine'))
+>>> batch.left, batch.fill(0, b"seven"), batch.left, batch.payloads
+(1, None, 0, [b'seven', b'nine'])
 
 What a data server counts: where examples came from, what they cost, how long jobs waited and why.
 
@@ -75,31 +75,6 @@ class PreparationTime:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishedBatch:
-    """A finished batch of one rank."""
-
-    job: str
-    rank: int
-    epoch: int
-    number: int
-    """Global batch of this pass, from 0; goes on where `history` ended."""
-    items: Ints
-    """[k] Items of this rank, in order."""
-    occurrence: Ints
-    """[k] How often each came before in this epoch: 0, but in a padded tail."""
-    everybody: Ints
-    """[<= batch_size * world_size] Items of all ranks: what a client that has taken this batch need not get again."""
-    payloads: tuple[Payload | None, ...]
-    """[k] The finished form of each; None where an example was dropped, or the batch failed."""
-    error: str | None
-    """Why there is no such batch: text of the first failure."""
-    fetch_ns: int
-    """Reading that was done for this batch; what it shares was booked on the batch that asked first."""
-    prep_ns: int
-    read_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Ended:
     """A rank has had every batch of its pass."""
 
@@ -122,8 +97,8 @@ class HeldPayload:
     """Places of batches that hold it."""
 
 
-class Pending:
-    """A batch in the making."""
+class Batch:
+    """A batch of one rank: in the making until nothing of it is `left`, then finished."""
 
     def __init__(
         self,
@@ -136,42 +111,49 @@ class Pending:
         everybody: Ints,
         occurrence: Ints | None = None,
     ) -> None:
-        self.job, self.rank, self.epoch, self.number = job, rank, epoch, number
-        self.items, self.everybody = items, everybody
+        self.job, self.rank, self.epoch = job, rank, epoch
+        self.number = number
+        """Global batch of this pass, from 0; goes on where `history` ended."""
+        self.items = items
+        """[k] Items of this rank, in order."""
+        self.everybody = everybody
+        """[<= batch_size * world_size] Items of all ranks: what a client that has taken this batch need not get
+        again."""
         self.occurrence = np.zeros_like(items) if occurrence is None else occurrence
+        """[k] How often each came before in this epoch: 0, but in a padded tail."""
+        self.payloads: list[Payload | None] = [None] * items.size
+        """[k] The finished form of each; None where an example was dropped, or the batch failed."""
         self.left = items.size
         """Places that are not filled."""
         self.error: str | None = None
-        self.spent: list[PreparationTime] = []
-        """What was prepared for it."""
+        """Why there is no such batch: text of the first failure."""
+        self.fetch_ns = self.prep_ns = self.read_bytes = 0
+        """What was spent on it; what it shares was booked on the batch that asked first."""
         self.held: list[HeldPayload] = []
         """What it shares with other batches."""
         self.wanted = True
         """Whether its rank still waits for it."""
         self.waits_since_ns: int | None = None
         """Since when its rank asks for it."""
-        self._payloads: list[Payload | None] = [None] * items.size
+
+    def book(self, spent: PreparationTime) -> None:
+        """Add what a preparation took."""
+        self.fetch_ns += spent.fetch_ns
+        self.prep_ns += spent.prep_ns
+        self.read_bytes += spent.read_bytes
 
     def fill(self, place: int, payload: Payload | None, error: str | None = None) -> None:
         """Fill one place."""
-        self._payloads[place] = payload
+        self.payloads[place] = payload
         self.error = self.error or error
         self.left -= 1
-
-    def finished(self) -> FinishedBatch:
-        """Return the batch."""
-        return FinishedBatch(
-            self.job, self.rank, self.epoch, self.number, self.items, self.occurrence, self.everybody,
-            tuple(self._payloads), self.error, sum(spent.fetch_ns for spent in self.spent),
-            sum(spent.prep_ns for spent in self.spent), sum(spent.read_bytes for spent in self.spent),
-        )  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
 class BatchPlace:
     """One place of a batch in the making."""
 
-    batch: Pending
+    batch: Batch
     index: int
 
     def fill(self, held: HeldPayload) -> None:
@@ -295,21 +277,12 @@ class JobProgress:
         return None if bool((self._base == self._subset).all()) else np.flatnonzero(self._base)
 
     def took(self, everybody: ArrayLike) -> None:
-        """Note that the loop took a batch, whose items for all ranks are `FinishedBatch.everybody`."""
+        """Note that the loop took a batch, whose items for all ranks are `Batch.everybody`."""
         self.history.append(np.asarray(everybody, np.int64))
 
     def remaining(self) -> Ints:
         """Return the items that are still to come in this epoch, ascending."""
         return np.flatnonzero(self._left())
-
-    def next_epoch(self) -> None:
-        """Begin the next epoch, whatever is left of this one."""
-        self.epoch += 1
-        self._base, self.history = self._subset.copy(), []
-
-    def resume(self) -> None:
-        """Begin a pass over what is left: what was taken so far belongs to an earlier one."""
-        self._base, self.history = self._left(), []
 
     def state_dict(self) -> dict[str, Any]:
         """Return {"epoch", "remaining"}: a compressed bitmap of at most items / 8 bytes; the end of an epoch is the

@@ -28,9 +28,9 @@ from headway.data.service.batches import BatchPlace, HeldPayload, Payload
 from headway.data.service.messages import Join
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PreparationTask:
-    """One preparation, as it is given to a thread."""
+    """One preparation on its way; what is above `due` does not change once a thread has it."""
 
     number: int
     """Names it in `done`, `failed` and `dropped`."""
@@ -41,22 +41,11 @@ class PreparationTask:
     """The item in that form."""
     draw: int
     """64-bit seed of this preparation's random numbers: another one each time an item is prepared."""
-    keep: tuple[str, ...]
+    keep: tuple[str, ...] = ()
     """Forms, besides the last one, that the cache would keep: return them, leave out the others."""
     compare: tuple[str, Payload] | None = None
     """A form and what the cache has of it: say whether what is made now is another (`PreparationTime.changed`)."""
-
-
-@dataclass(slots=True, eq=False)
-class ItemPreparation:
-    """One preparation on its way."""
-
-    number: int
-    item: int
-    draw: int
-    start: str | None
-    payload: Payload | None
-    due: float
+    due: float = 0.0
     """When it must start, as a number that only grows; the smallest goes first."""
     shared: bool = True
     """Whether others may join."""
@@ -64,8 +53,6 @@ class ItemPreparation:
     jobs: set[str] = field(default_factory=set)
     """Jobs that are to have its result, or left while it was on its way."""
     started_ns: int | None = None
-    compare: tuple[str, Payload] | None = None
-    """What the cache has of it, where that is to be compared with what is made now."""
 
 
 class Flights:
@@ -75,9 +62,9 @@ class Flights:
         """Keep tensors apart by job where they are `random`."""
         self._random = random
         self._numbers = itertools.count()
-        self._queue: list[tuple[float, int, ItemPreparation]] = []
-        self._flying: dict[int, ItemPreparation] = {}
-        self._open: dict[int, ItemPreparation] = {}
+        self._queue: list[tuple[float, int, PreparationTask]] = []
+        self._flying: dict[int, PreparationTask] = {}
+        self._open: dict[int, PreparationTask] = {}
         self._held: dict[int, HeldPayload] = {}
         self._watchers: list[tuple[Callable[[int], object], Callable[[int], object]]] = []
 
@@ -102,7 +89,7 @@ class Flights:
         """Return whether `job` could have `item` without another preparation."""
         return self.find(item, job) is not None or self.held(item, job) is not None
 
-    def find(self, item: int, job: str) -> ItemPreparation | None:
+    def find(self, item: int, job: str) -> PreparationTask | None:
         """Return the flight of `item` that `job` may join."""
         flight = self._open.get(item)
         return None if flight is None or (self._random and job in flight.jobs) else flight
@@ -123,9 +110,11 @@ class Flights:
 
     def launch(
         self, item: int, *, draw: int, start: str | None, payload: Payload | None, due: float
-    ) -> ItemPreparation:
+    ) -> PreparationTask:
         """Begin a flight; others may join it unless one of the same item is on its way already."""
-        flight = ItemPreparation(next(self._numbers), item, draw, start, payload, due, shared=item not in self._open)
+        flight = PreparationTask(
+            next(self._numbers), item, start, payload, draw, due=due, shared=item not in self._open
+        )
         self._flying[flight.number] = flight
         heapq.heappush(self._queue, (due, flight.number, flight))
         if flight.shared:
@@ -133,7 +122,7 @@ class Flights:
             self._tell(0, item)
         return flight
 
-    def board(self, flight: ItemPreparation, place: BatchPlace, due: float) -> None:
+    def board(self, flight: PreparationTask, place: BatchPlace, due: float) -> None:
         """Let `place` wait for a flight, which starts no later than the place needs it."""
         flight.places.append(place)
         flight.jobs.add(place.batch.job)
@@ -141,7 +130,7 @@ class Flights:
             flight.due = due
             heapq.heappush(self._queue, (due, flight.number, flight))
 
-    def next(self, now_ns: int = 0) -> ItemPreparation | None:
+    def next(self, now_ns: int = 0) -> PreparationTask | None:
         """Start the flight that is due first; None when all have started."""
         while self._queue:
             _, _, flight = heapq.heappop(self._queue)
@@ -150,14 +139,14 @@ class Flights:
                 return flight
         return None
 
-    def land(self, number: int) -> ItemPreparation | None:
+    def land(self, number: int) -> PreparationTask | None:
         """Take a flight out, because it is done or failed; None when it is unknown."""
         flight = self._flying.pop(number, None)
         if flight is not None and flight.shared:
             del self._open[flight.item]
         return flight
 
-    def hold(self, flight: ItemPreparation, payload: Payload, *, once: bool = False) -> None:
+    def hold(self, flight: PreparationTask, payload: Payload, *, once: bool = False) -> None:
         """Hand the payload to all that wait for a landed flight, and hold it for others while a batch has it.
 
         `once`: not to a job that has had it.
@@ -211,8 +200,6 @@ class Client:
     """A connected process: one rank of a job, once it has joined."""
 
     channel: Channel
-    pid_fd: int = -1
-    """Readable when the process is gone, even if a child of it still has the socket."""
     join: Join | None = None
     begun: int = -1
     """Number of its pass."""

@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from headway.core.errors import BackgroundError, InputError
 from headway.core.tables import pick
 from headway.data.bytes.order import TAILS
-from headway.data.service.batches import Ints, JobCounts, Pending
+from headway.data.service.batches import Batch, Ints, JobCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class Rank:
     """Passes that it has begun: all ranks begin the same ones in the same order."""
     number: int = 0
     """Next global batch to be made for it."""
-    ahead: deque[Pending] = field(default_factory=deque)
+    ahead: deque[Batch] = field(default_factory=deque)
     """Batches in the making or ready, in order."""
     over: bool = False
     """Whether all batches of its pass are begun."""

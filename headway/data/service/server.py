@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
-import selectors
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
@@ -32,12 +32,12 @@ from headway.core.machine.host import host_cores
 from headway.core.machine.ring import Ring
 from headway.core.tables import pick
 from headway.core.wire.channel import Channel, Listener
-from headway.core.wire.wake import Waker
+from headway.core.wire.loop import ServiceLoop
 from headway.core.wire.wires import ChannelClosed
 from headway.data.bytes.packing import Parcel, pack, unpack
 from headway.data.cached.partition import FORMS
 from headway.data.orders.strategies import ORDERS
-from headway.data.service.batches import Ended, FinishedBatch, Ints, Payload, PreparationTime
+from headway.data.service.batches import Batch, Ended, Ints, Payload, PreparationTime
 from headway.data.service.flights import Client, PreparationTask
 from headway.data.service.jobs import JobTerms, not_come
 from headway.data.service.messages import (
@@ -156,16 +156,15 @@ class Daemon:
     def __init__(self, listener: Listener, preparer: Preparer, options: DataServer, *, seed: int) -> None:
         """Serve what `preparer` prepares to who connects to `listener`; `seed` must be new for each server."""
         self._listener, self._preparer, self._options = listener, preparer, options
-        self._wake = Waker()
+        self._loop = ServiceLoop(patience_s=math.inf)
         told = options.service()
         if told.split == "auto" and len(preparer.forms) == 1:  # nothing to measure: there is one form to keep
             one, two, three = (float(form in preparer.forms) for form in FORMS)
             told = replace(told, split=(one, two, three))
         self._service = PreparationScheduler(
             preparer.size, fingerprint=preparer.fingerprint, forms=preparer.forms, seed=seed, options=told,
-            on_ready=self._wake.ring,
+            on_ready=self._loop.ring,
         )  # fmt: skip
-        self._selector = selectors.PollSelector()  # not epoll: a fork of ours would keep what we close in it
         self._clients: dict[Channel, Client] = {}
         self._ranks: dict[tuple[str, int], Client] = {}
         self._stopped = threading.Event()
@@ -178,7 +177,7 @@ class Daemon:
     def stop(self) -> None:
         """End the loop soon; any thread and signal handler may call it."""
         self._stopped.set()
-        self._wake.ring()
+        self._loop.ring()
 
     def abandon(self) -> None:
         """In a forked child of ours (a dataset may fork): let go of what would pass for this server after its end."""
@@ -188,8 +187,7 @@ class Daemon:
 
     def run(self) -> None:
         """Serve until idle or stopped, and close everything."""
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._wake, selectors.EVENT_READ, self._wake.clear)
+        self._loop.admit(self._listener, self._admit)
         for thread in self._threads:
             thread.start()
         LOG.info(
@@ -197,8 +195,7 @@ class Daemon:
         )
         try:
             while not self._stopped.is_set() and not self._is_idle():
-                for key, _ in self._selector.select(1.0):
-                    key.data()
+                self._loop.turn(1.0)
                 self._give_up()
                 self._deliver()
         finally:
@@ -218,37 +215,21 @@ class Daemon:
             self._drop(client, "the server ends")
         for thread in self._threads:
             thread.join(5.0)
-        self._selector.close()
-        self._wake.close()
+        self._loop.close()
         LOG.info("ended")
 
     # Clients.
 
-    def _accept(self) -> None:
-        try:
-            channel = self._listener.accept(0.0)
-        except (ChannelClosed, TimeoutError, OSError) as error:
-            LOG.warning("a caller was refused: %s", error)
-            return
+    def _admit(self, channel: Channel) -> None:
         client = self._clients[channel] = Client(channel)
-        self._selector.register(channel, selectors.EVENT_READ, lambda: self._hear(client))
-        with contextlib.suppress(OSError):  # it may be gone again; its socket says so too
-            client.pid_fd = os.pidfd_open(channel.peer.pid or 0)
-            self._selector.register(client.pid_fd, selectors.EVENT_READ, lambda: self._hear(client, gone=True))
+        self._loop.add(
+            channel, lambda _, message: self._hear(client, message), lambda _, why: self._drop(client, log=why),
+            with_process=True,
+        )  # fmt: skip
 
-    def _hear(self, client: Client, *, gone: bool = False) -> None:
-        """Read what a client sent."""
+    def _hear(self, client: Client, message: msgspec.Struct) -> None:
         try:
-            while client.channel in self._clients:
-                message, fds = client.channel.receive(0.0)
-                for fd in fds:
-                    os.close(fd)
-                self._answer(client, message)
-        except TimeoutError:
-            if gone:
-                self._drop(client)
-        except ChannelClosed as error:
-            self._drop(client, log=str(error))
+            self._answer(client, message)
         except InputError as error:
             self._refuse(client, error)
 
@@ -314,11 +295,7 @@ class Daemon:
         """Let a client go: its slots are freed with its ring, its rank leaves the job."""
         if self._clients.pop(client.channel, None) is None:
             return
-        self._selector.unregister(client.channel)
-        if client.pid_fd >= 0:
-            self._selector.unregister(client.pid_fd)
-            os.close(client.pid_fd)
-        client.channel.close(reason)
+        self._loop.drop(client.channel, reason)
         for ring in client.rings.values():
             ring.close()
         if client.join is not None:
@@ -410,7 +387,7 @@ class Daemon:
                 return
             self._send(client, found)
 
-    def _send(self, client: Client, batch: FinishedBatch) -> None:
+    def _send(self, client: Client, batch: Batch) -> None:
         """Gather a batch into a slot and tell the client."""
         assert client.join is not None
         error, parcel, collated = batch.error, None, False
@@ -422,13 +399,13 @@ class Daemon:
         ring, slot, generation = (-1, -1, 0) if parcel is None else self._fill(client, parcel)
         filled = Filled(
             ring=ring, slot=slot, generation=generation, begun=client.begun, collated=collated,
-            num_missing=sum(payload is None for payload in batch.payloads), fetch_ns=batch.fetch_ns,
+            num_missing=batch.payloads.count(None), fetch_ns=batch.fetch_ns,
             prep_ns=batch.prep_ns, read_bytes=batch.read_bytes, error=error,
             everybody=None if error is None else packed_items(batch.everybody),
         )  # fmt: skip
         client.channel.send(filled, timeout_s=SEND_S)
 
-    def _parcel(self, batch: FinishedBatch, *, collated: bool) -> tuple[Parcel, bool]:
+    def _parcel(self, batch: Batch, *, collated: bool) -> tuple[Parcel, bool]:
         """Return the batch, measured, and whether it is collated."""
         here = [place for place, payload in enumerate(batch.payloads) if payload is not None]
         examples = [unpack(payload) for payload in batch.payloads if payload is not None]
@@ -461,7 +438,7 @@ class Daemon:
             "options": self._options.shared(),
             "notes": self._preparer.notes,
             "clients": len(self._ranks),
-            "ring_bytes": sum(ring.num_bytes for ring in self._rings()),
+            "ring_bytes": sum(r.num_bytes for client in self._clients.values() for r in client.rings.values()),
             **self._service.status(),
         }
 
@@ -471,10 +448,6 @@ class Daemon:
         counts = {f"hits_{form}": count for form, count in told["hits"].items()}
         counts |= {f"prepared_from_{form}": count for form, count in told["prepared"].items()}
         return counts | {name: told[name] for name in ("shared", "read_bytes", "failed", "dropped")}, told["finding"]
-
-    def _rings(self) -> Iterator[Ring]:
-        for client in self._clients.values():
-            yield from client.rings.values()
 
 
 def listen(path: str) -> Listener:

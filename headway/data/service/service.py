@@ -43,8 +43,8 @@ from headway.core.tables import pick
 from headway.data.cached.partition import CacheSplit
 from headway.data.loader.audit import AuditSum
 from headway.data.orders.job_order import DataShareError, item_flags
-from headway.data.service.batches import BatchPlace, Ended, FinishedBatch, Ints, Payload, Pending, PreparationTime
-from headway.data.service.flights import ItemPreparation, PreparationTask
+from headway.data.service.batches import Batch, BatchPlace, Ended, Ints, Payload, PreparationTime
+from headway.data.service.flights import PreparationTask
 from headway.data.service.jobs import NO_MORE, JobPass, JobTerms, Known, Rank, ServedJob
 from headway.data.service.ordering import Ordering
 from headway.data.service.stock import ItemStore, ServiceOptions
@@ -234,7 +234,7 @@ class PreparationScheduler:
         All ranks of a job begin the same passes in the same order, each when
         it likes; what is left of a rank's present pass is dropped. After a
         server was lost, each rank passes what its pass began with and, as
-        `history`, the global batches (`FinishedBatch.everybody`) that it took since:
+        `history`, the global batches (`Batch.everybody`) that it took since:
         the pass then waits for all ranks, and goes on behind the foremost, the others first get
         their parts of what it had (`headway.data.service.batches` keeps both). What
         the lost server had told (`known`) makes it wait for fewer; `index` is
@@ -277,7 +277,7 @@ class PreparationScheduler:
                 if rank.attached and (rank.ahead[0].left == 0 if rank.ahead else rank.over and not rank.told)
             ]
 
-    def take(self, job: str, rank: int) -> FinishedBatch | Ended | None:
+    def take(self, job: str, rank: int) -> Batch | Ended | None:
         """Return the next batch of a rank; None while it is not ready; `Ended` when its pass is over.
 
         The batch is the caller's then. Raises `InputError` on a rank that has not begun a pass.
@@ -420,7 +420,7 @@ class PreparationScheduler:
             if items is None or everybody is None or not items.size:
                 rank.over = True
                 return
-            pending = Pending(
+            pending = Batch(
                 job.name, number, epoch=walk.epoch, number=rank.number, items=items, everybody=everybody,
                 occurrence=walk.occurrence(rank.number, number),
             )  # fmt: skip
@@ -450,11 +450,10 @@ class PreparationScheduler:
             job.num_alone = 0
             self._stock.counts.caught_up += self._ordering.catch_up(job.name, self._ahead())
 
-    def _given(self, job: ServedJob, number: int, rank: Rank) -> FinishedBatch:
+    def _given(self, job: ServedJob, number: int, rank: Rank) -> Batch:
         """Hand the first batch of a rank out, and begin another one."""
-        pending = rank.ahead.popleft()
-        batch = pending.finished()
-        self._stock.give_back(pending)
+        batch = rank.ahead.popleft()
+        self._stock.give_back(batch)
         self._rounds += 1 / len(self._jobs)
         job.counts.took(batch.epoch, AuditSum.of(batch.items, batch.occurrence), self._clock())
         self._make_all(job)
@@ -468,7 +467,7 @@ class PreparationScheduler:
         rank.ahead.clear()
         self._stock.flights.tidy()
 
-    def _finish(self, flight: ItemPreparation | None, spent: PreparationTime) -> None:
+    def _finish(self, flight: PreparationTask | None, spent: PreparationTime) -> None:
         """Book the waits that a landed flight has ended, and tell whoever listens."""
         if flight is None:
             return

@@ -9,13 +9,13 @@ random draws after all, goes to each job once and is not kept; what was found
 is made anew and compared at times (`headway.data.bytes.scrutiny`). Not for several threads at once: the service locks.
 
 >>> stock = ItemStore(3, ("decoded",), ServiceOptions(cache_bytes=100))
->>> batch = Pending("job", 0, epoch=0, number=0, items=np.array([2]), everybody=np.array([2]))
+>>> batch = Batch("job", 0, epoch=0, number=0, items=np.array([2]), everybody=np.array([2]))
 >>> stock.supply(BatchPlace(batch, 0), 2, expected=False, due=0)
 True
 >>> work = stock.next(now_ns=0)
 >>> flight = stock.done(work, {"decoded": b"two"}, PreparationTime())
->>> work.item, batch.finished().payloads, stock.counts.loads
-(2, (b'two',), 1)
+>>> work.item, batch.payloads, stock.counts.loads
+(2, [b'two'], 1)
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from headway.data.bytes.order import item_seeds
 from headway.data.bytes.scrutiny import CHANGED, DREW, Scrutiny
 from headway.data.cached.partition import FORMS
 from headway.data.cached.tiered import TieredCache
-from headway.data.service.batches import BatchPlace, Payload, Pending, PreparationTime, ServerCounts
-from headway.data.service.flights import Flights, ItemPreparation, PreparationTask
+from headway.data.service.batches import Batch, BatchPlace, Payload, PreparationTime, ServerCounts
+from headway.data.service.flights import Flights, PreparationTask
 from headway.data.service.ordering import MeasuredSplit
 
 POLICIES = {"encoded": "needed", "decoded": "needed", "augmented": "uses"}
@@ -153,16 +153,13 @@ class ItemStore:
     def next(self, now_ns: int) -> PreparationTask | None:
         """Return the preparation that is due first, or None."""
         flight = self.flights.next(now_ns)
-        if flight is None:
-            return None
-        keep = self._worth_keeping(flight)
-        return PreparationTask(
-            flight.number, flight.item, flight.start, flight.payload, flight.draw, keep, flight.compare
-        )
+        if flight is not None:
+            flight.keep = self._worth_keeping(flight)
+        return flight
 
     def done(
         self, work: PreparationTask, forms: Mapping[str, Payload], spent: PreparationTime
-    ) -> ItemPreparation | None:
+    ) -> PreparationTask | None:
         """Hand out and keep what a preparation made. Returns its flight, None when nobody asked for it."""
         flight = self._landed(work, spent)
         if flight is None:
@@ -181,7 +178,7 @@ class ItemStore:
             self.supply(place, flight.item, expected=False, due=flight.due)
         return flight
 
-    def none(self, work: PreparationTask, error: str | None, spent: PreparationTime) -> ItemPreparation | None:
+    def none(self, work: PreparationTask, error: str | None, spent: PreparationTime) -> PreparationTask | None:
         """Leave the places of a flight empty: it failed, or (None) its example is left out."""
         flight = self._landed(work, spent)
         if flight is None:
@@ -193,7 +190,7 @@ class ItemStore:
         self.flights.gone(flight.item)
         return flight
 
-    def give_back(self, batch: Pending) -> None:
+    def give_back(self, batch: Batch) -> None:
         """Say that a batch was given away, or is not wanted any more: what it held can be shared no longer."""
         for held in batch.held:
             self.flights.release(held)
@@ -220,20 +217,20 @@ class ItemStore:
         self._made[item] += 1
         return int(item_seeds(self._seed, int(self._made[item]), np.array([item]), np.zeros(1, np.int64))[0])
 
-    def _landed(self, work: PreparationTask, spent: PreparationTime) -> ItemPreparation | None:
+    def _landed(self, work: PreparationTask, spent: PreparationTime) -> PreparationTask | None:
         """Take a flight out and book what it cost: on the batch that asked first."""
         flight = self.flights.land(work.number)
         if flight is not None:
             self.counts.booked(flight.start, spent)
             for place in flight.places[:1]:
-                place.batch.spent.append(spent)
+                place.batch.book(spent)
         return flight
 
     def _is_due(self, found: tuple[str, Payload]) -> bool:
         """Tell whether something found is to be made anew and compared; what is random is another each time."""
         return found[0] != "augmented" and self._scrutiny.is_due(memoryview(found[1]).nbytes, first=False)
 
-    def _look(self, flight: ItemPreparation, spent: PreparationTime) -> bool:
+    def _look(self, flight: PreparationTask, spent: PreparationTime) -> bool:
         """Tell whether what was made may be kept; what is kept is dropped when some of it turns out to be random."""
         scrutiny, was_over = self._scrutiny, self._scrutiny.over
         steady = scrutiny.may_keep(flight.item, drew=spent.drew)
@@ -248,7 +245,7 @@ class ItemStore:
         return steady and not scrutiny.over
 
     @staticmethod
-    def _beyond_one(flight: ItemPreparation) -> list[BatchPlace]:
+    def _beyond_one(flight: PreparationTask) -> list[BatchPlace]:
         """Take all places but the first of each job out of a flight: its result is for one use."""
         first: dict[str, BatchPlace] = {}
         for place in flight.places:
@@ -257,7 +254,7 @@ class ItemStore:
         flight.places = list(first.values())
         return beyond
 
-    def _keep(self, flight: ItemPreparation, forms: Mapping[str, Payload], *, steady: bool) -> None:
+    def _keep(self, flight: PreparationTask, forms: Mapping[str, Payload], *, steady: bool) -> None:
         """Offer the cache what was made; `steady`: its deterministic forms are."""
         cache, item = self.cache, flight.item
         for form, payload in forms.items():
@@ -271,7 +268,7 @@ class ItemStore:
         if self.random and cache.capacity_bytes["augmented"]:
             cache.put(item, "augmented", forms["augmented"], uses=int(self._holders[item]), served=flight.jobs)
 
-    def _worth_keeping(self, flight: ItemPreparation) -> tuple[str, ...]:
+    def _worth_keeping(self, flight: PreparationTask) -> tuple[str, ...]:
         """Return the forms on the way to the last one that the cache would take."""
         if self._scrutiny.over:
             return ()
