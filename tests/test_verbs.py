@@ -164,6 +164,9 @@ def test_advice_that_the_planner_tried_without_a_gain_is_not_given():
     told = refuted(advised, Plan(1.0, 1.0, (1.0, 1.0), (worse,)))
 
     assert (told.fix, told.predicted_speedup) == ("none that pays is known (predicted: data.workers 0.65x)", None)
+    may_win = replace(better, interval=(0.9, 1.8))
+    unsure = refuted(advised, Plan(1.0, 1.0, (1.0, 1.0), (may_win,)))
+    assert unsure.fix == "not resolved: inside the noise of two runs (predicted: data.cache 1.30x)"
     assert refuted(advised, Plan(1.0, 1.0, (1.0, 1.0), (worse, better))) == advised
     assert refuted(advised, Plan(1.0, 1.0, (1.0, 1.0))) == advised
     given = Refusal("data.workers", "data", "it is", known=IN_FORCE)

@@ -196,7 +196,7 @@ DRAWS = "with other random draws of the same distribution"
 
 
 def refuted(cause: Cause, plan: Plan) -> Cause:
-    """Take back the advice to try an edit where the planner tried its like on this run and none of it pays."""
+    """Take back the advice to try an edit where the planner tried its like on this run and none of it surely pays."""
     about = "input.prep" if cause.cause == "input.transfer" and f"{TRY}workers=" in cause.fix else cause.cause
     tried = [row for row in plan.proposals if about in causes_of(row.name)]
     given = [f"{row.name} {row.known}" for row in plan.refused if row.known and about in causes_of(row.name)]
@@ -204,7 +204,8 @@ def refuted(cause: Cause, plan: Plan) -> Cause:
         return cause
     predicted = ", ".join(f"{row.name} {row.predicted_speedup:.2f}x" for row in tried)
     known = [*([f"predicted: {predicted}"] if tried else []), *given]
-    fix = f"{NOTHING_PAYS} ({'; '.join(known)})"
+    unsure = any(row.applies and row.predicted_speedup >= GAIN_THAT_LEADS for row in tried)
+    fix = f"{f'{NOT_RESOLVED}: inside the noise of two runs' if unsure else NOTHING_PAYS} ({'; '.join(known)})"
     return replace(cause, fix=fix, predicted_speedup=None, interval=None, at_most=False, script="")
 
 

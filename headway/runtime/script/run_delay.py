@@ -95,6 +95,7 @@ class PoolDelay:
         self._pid, self._extra_ns, self._more_ns, self._own = os.getpid(), 0, 0, (0, 0, 0)
         self._before: dict[int, tuple[int, int]] = {}
         self._spins: Spins | None = None
+        self._thread = 0
 
     def with_pool(self, cpu_ns: int, delay_ns: int) -> tuple[int, int]:
         """Return the ns that the calling thread waited so far, itself or for its pool, at least; and what may be more.
@@ -120,6 +121,10 @@ class PoolDelay:
             pass_on(cause)
             return
         times = {tid: thread_times(tid) for tid in threads[:MOST_THREADS] if tid not in of_python}
+        thread, self._thread = self._thread, threading.get_native_id()
+        if thread not in (0, self._thread):  # two threads train in turns: what passed since is told of neither
+            self._before, self._own = times, (moment_ns, cpu_ns, delay_ns)
+            return
         passed_ns, spent_ns, waited_ns = moment_ns - self._own[0], cpu_ns - self._own[1], delay_ns - self._own[2]
         delays = [
             delay - self._before[tid][1]
