@@ -23,7 +23,7 @@ JOB = ROOT / "benchmarks" / "jobs" / "small_scripts.py"
 JOBS = {
     "examples sleep": ("--sleep-ms", "2", "--batch", "16", "--examples", "640"),
     "examples compute": ("--work-ms", "1", "--batch", "16", "--examples", "640"),
-    "computes itself": ("--width", "2048", "--batch", "64", "--examples", "6400", "--epochs", "4"),
+    "computes itself": ("--width", "2048", "--batch", "64", "--examples", "6400", "--epochs", "1"),
 }
 BESIDE = (0, 1, 3)
 """Busy processes beside the job."""
