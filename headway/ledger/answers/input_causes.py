@@ -60,6 +60,9 @@ class LoaderState:
     pins: bool = False
     """Whether its batches are pinned."""
 
+    is_once: bool = False
+    """Whether it belongs to an evaluation that the run made once: workers cannot be kept for another."""
+
     is_small: bool = False
     """Whether its batches are of kilobytes."""
 
@@ -193,13 +196,15 @@ HINTS: tuple[Hint, ...] = (
          "DataLoader(..., pin_memory=True); batch.to(device, non_blocking=True)"),
     Hint("input.transfer", "batches are pinned", _always,
          "hand over less: smaller dtypes, and non_blocking copies on a device"),
+    Hint("eval", "its only evaluation's loader has no workers", lambda s: s.is_once and not s.workers,
+         "give the loader of the evaluation workers", "DataLoader(..., num_workers=2)"),
     Hint("eval", "its evaluation's loader has no workers", lambda s: not s.workers,
          "give the loader of the evaluation workers, and keep them between evaluations",
          "DataLoader(..., num_workers=2, persistent_workers=True)"),
-    Hint("eval", "its evaluation's workers start each time", lambda s: not s.is_persistent,
+    Hint("eval", "its evaluation's workers start each time", lambda s: not s.is_persistent and not s.is_once,
          "keep the workers of its loader between evaluations: one loader for all, and persistent_workers=True",
          "DataLoader(..., num_workers={workers}, persistent_workers=True)"),
-    Hint("eval", "its evaluation's workers are kept", _always,
+    Hint("eval", "its evaluation's workers are kept, or start once", _always,
          "more workers than {workers} for its loader, or fewer examples"),
 )  # fmt: skip
 """Cause and state of the loader -> what to do. Adding a hint is adding a row."""

@@ -145,7 +145,7 @@ def evaluation(ledger: Ledger) -> list[Cause]:
     if facts is None or seconds["waiting for its loader"] <= own / 4 or unmovable_by_hand(facts):
         fix = "evaluate less often, on fewer examples, or in a process of its own from a checkpoint"
         return [replace(found, fix=fix)]
-    state = LoaderState(workers=facts.num_workers, is_persistent=facts.persistent)
+    state = LoaderState(workers=facts.num_workers, is_persistent=facts.persistent, is_once=count == 1)
     hint = hint_of("eval", state)
     found = replace(found, where=where_of(facts), fix=hint.fix(state), script=hint.edit(state))
     return [replace(found, line=facts.place, library=facts.library)]
