@@ -13,10 +13,11 @@ descriptor stays open: the mapping keeps the event, and a fork has neither.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
-import platform
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 
 _CALLS = {"x86_64": 298, "aarch64": 241}
 """Machine -> number of the system call."""
@@ -33,9 +34,6 @@ _PAGES = 2
 _HEAD, _TAIL = 1024, 1032
 """Offsets in the first page: bytes that the kernel wrote so far, and that were read."""
 
-_SHARED, _READ_WRITE = 1, 3
-"""Of `mmap(2)`."""
-
 PERIOD_NS = 4_000_000
 """CPU time between two samples: each costs a few microseconds."""
 
@@ -44,7 +42,7 @@ class ThreadSamples:
     """Samples of the thread that makes this object, read in its process only. Raises `OSError` where there are none."""
 
     def __init__(self) -> None:
-        number = _CALLS.get(platform.machine())
+        number = _CALLS.get(os.uname().machine)
         if number is None:
             raise OSError("the number of perf_event_open is not known for this machine")
         if _is_filtered():
@@ -60,7 +58,7 @@ class ThreadSamples:
         try:
             libc.mmap.restype = ctypes.c_void_p
             libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-            start = libc.mmap(None, (1 + _PAGES) * page, _READ_WRITE, _SHARED, file, 0)
+            start = libc.mmap(None, (1 + _PAGES) * page, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, 0)
             if start in (None, ctypes.c_void_p(-1).value):
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         finally:
@@ -88,8 +86,8 @@ class ThreadSamples:
 
 def _is_filtered() -> bool:
     """Whether a filter decides which system calls this process makes: some filters end who makes another one."""
-    with open("/proc/self/status", encoding="utf-8") as lines:
-        return any(line.split() == ["Seccomp:", mode] for line in lines for mode in "12")
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields.get("Seccomp", "0")) > 0
 
 
 def code_of(libraries: tuple[str, ...]) -> list[tuple[int, int]]:

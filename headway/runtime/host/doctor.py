@@ -219,12 +219,12 @@ def code_samples(root: Path, env: Mapping[str, str]) -> Finding:
 
     Many containers forbid it (`kernel.perf_event_paranoid` above 2, seccomp), and only a busy host needs it.
     """
+    value = "yes"
     try:
         ThreadSamples()
     except OSError as cause:
-        told = f"no ({cause.strerror or cause}): beside busy processes useful time holds some waiting"
-        return Finding("code samples (perf_event_open)", told, None, True)
-    return Finding("code samples (perf_event_open)", "yes", None, True)
+        value = f"no ({cause.strerror or cause}): beside busy processes useful time holds some waiting"
+    return Finding("code samples (perf_event_open)", value, None, True)
 
 
 def disk(root: Path, env: Mapping[str, str]) -> Finding:

@@ -87,8 +87,8 @@ class Lane:
 
     def compute_ns(self) -> NDArray[np.int64]:
         """Return [k] how long each step computes."""
-        total, mine = np.zeros(self.step_end_ns.size - 1, np.int64), COMPUTE[self.label]
-        np.add.at(total, self.step[mine], self.duration_ns[mine])
+        total, computing = np.zeros(self.step_end_ns.size - 1, np.int64), COMPUTE[self.label]
+        np.add.at(total, self.step[computing], self.duration_ns[computing])
         return total
 
     def last_segment(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
