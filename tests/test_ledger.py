@@ -201,6 +201,19 @@ def test_a_run_cut_short_is_booked_to_its_last_record_and_the_rest_is_unknown():
     assert sum(ledger.ledger_ns.values()) == ledger.wall_ns
 
 
+@pytest.mark.parametrize(("code", "line"), [(-9, "unknown.cut_short"), (1, "idle.teardown")])
+def test_what_follows_the_last_record_is_unknown_unless_the_process_ended_itself(code, line):
+    made = RunMaker(ranks=1, steps=10).make()
+    at = int(made.trace.where(made.trace.named("step")).events["start_ns"][7])
+    ended = made.trace.events["start_ns"] + made.trace.events["duration_ns"] <= at
+    recorded = replace(made, trace=made.trace.where(ended | made.trace.named("process")))
+
+    ledger = Ledger.of(cut_short(recorded, at + 500 * MS, exit_code=code))
+
+    assert ledger.sub_ns[line] >= 500 * MS
+    assert sum(ledger.ledger_ns.values()) == ledger.wall_ns
+
+
 def test_the_step_that_a_dead_rank_did_not_finish_is_rework():
     made = RunMaker(ranks=1, steps=10, num_workers=0, fetch_ns=3 * MS).make()
     nexts = made.trace.where(made.trace.named("input.next")).events

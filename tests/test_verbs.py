@@ -463,6 +463,6 @@ def test_a_comparison_says_when_a_run_failed():
 
     assert unfinished(*(SimpleNamespace(facts=RunFacts(exit=end)) for end in ends)) == [
         "the second run did not end well, its steps are those before that: "
-        "The run was stopped from outside (exit code 143)."
+        "The run was stopped from outside (exit code 143, signal 15)."
     ]
     assert unfinished(*(SimpleNamespace(facts=RunFacts()) for _ in ends)) == []

@@ -57,8 +57,8 @@ def test_a_run_that_a_hang_ended_is_told_so_before_anything_else():
     ("end", "said"),
     [
         ((1, "user", 0, FAILED), "Rank 0 failed after 7 steps (exit code 1): ValueError: x (train.py, line 3). "),
-        ((137, "oom", 3, None), "Rank 3 ran out of memory after 7 steps (exit code 137). "),
-        ((143, "preempted", 0, None), "The run was stopped from outside after 7 steps (exit code 143). "),
+        ((137, "oom", 3, None), "Rank 3 ran out of memory after 7 steps (exit code 137, signal 9). "),
+        ((143, "preempted", 0, None), "The run was stopped from outside after 7 steps (exit code 143, signal 15). "),
         ((130, "user", 0, FAILED), "The run was stopped by Ctrl-C after 7 steps. "),
         ((0, "ok", None, None), ""),
     ],
@@ -161,5 +161,7 @@ def test_the_verdict_is_about_the_largest_loss_unless_a_remedy_wins_another():
         "lost_device_s": 9.0,
     }
     assert verdict({**facts, "causes": [own]}).cause == ""
+    waits = {"causes": [own | {"fix": "x", "lost_device_s": 4.0}], "sub": {"host.cpu_wait": 7.0}}
+    assert verdict({**facts, **waits}).sentence.startswith("70 % of"), "what the ledger has; a replay wins less"
     assert verdict({**facts, "causes": [own, script]}).cause == script["cause"]
     assert verdict({**facts, "causes": [script | {"lost_device_s": 0.1, "predicted_speedup": None}]}).cause == ""

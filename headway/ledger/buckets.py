@@ -105,7 +105,7 @@ SUB_LINES: dict[str, str] = {
     "idle.device": "device idle outside steps",
     "idle.cells": "between two cells of a notebook: none of its code ran",
     "unknown.dropped": "records were overwritten before they were drained",
-    "unknown.cut_short": "after the last record of a process that failed, or whose end nobody saw",
+    "unknown.cut_short": "after the last record of a process that a signal ended, or whose end nobody saw",
     "unknown.missing": "a rank that left no records",
     "unknown.device": "a device whose events do not tell for how much of this time it was at work",
     "unknown.model": "time inside a trace that none of its rows explains",

@@ -198,9 +198,15 @@ def _losing(cause: CauseRow) -> str:
 
 
 def _lost_share(cause: CauseRow, why: Why) -> str:
-    """Return the share of the cause's whole bucket, or of the cause itself where the bucket holds others too."""
-    booked = None if cause.cause in CAUSE_PHRASES else _not_lent(why).get(cause.cause.partition(".")[0])
-    fraction = share(booked or cause.lost_device_s, why.total_device_s)
+    """Return the share of the cause's whole bucket, or of the cause itself where the bucket holds others too.
+
+    Of the cause itself what the ledger has under its name, where a replay without it wins less.
+    """
+    if cause.cause in CAUSE_PHRASES:
+        booked = max(why.sub.get(cause.cause, 0.0), _lost_s(cause))
+    else:
+        booked = _not_lent(why).get(cause.cause.partition(".")[0]) or _lost_s(cause)
+    fraction = share(booked, why.total_device_s)
     return "-" if fraction is None else f"{100 * fraction:.0f} %" if fraction >= 0.1 else percent(fraction)
 
 
@@ -243,7 +249,7 @@ def ending(end: RunExit | None, steps: object = None) -> str:
     >>> ending(RunExit(code=1, cls="user", first_rank=0, traceback=text), 3)
     'Rank 0 failed after 3 steps (exit code 1): KeyError: 7 (a.py, line 5).'
     >>> ending(RunExit(code=143, cls="preempted")), ending(RunExit(code=0))
-    ('The run was stopped from outside (exit code 143).', '')
+    ('The run was stopped from outside (exit code 143, signal 15).', '')
     """
     if end is None or not end.code:
         return ""
@@ -253,7 +259,8 @@ def ending(end: RunExit | None, steps: object = None) -> str:
     what = ENDINGS.get(end.cls, "failed")
     is_one = end.first_rank is not None and what != ENDINGS["preempted"]
     who, why = f"Rank {end.first_rank}" if is_one else "The run", clean(raised(end.traceback or ""))
-    return f"{who} {what}{after} (exit code {end.code}){': ' * bool(why)}{why}."
+    signal = f", signal {end.code - 128}" if end.code > 128 and end.cls != "user" else ""  # not one of `sys.exit(137)`
+    return f"{who} {what}{after} (exit code {end.code}{signal}){': ' * bool(why)}{why}."
 
 
 class Predicted(Protocol):

@@ -32,6 +32,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from headway.core.machine.host import mapped_memory
+
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 """Flags of `open` that can change a file."""
 
@@ -197,17 +199,12 @@ def _part_with_shared_memory(*, copies: bool) -> None:
     libc.mprotect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     libc.mmap.argtypes = *libc.mprotect.argtypes, ctypes.c_int, ctypes.c_int, ctypes.c_long
     libc.mmap.restype = ctypes.c_void_p
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
-        lines = file.read().splitlines()
     left = MOST_COPIED if copies else 0
-    for line in lines:
-        span, permissions, *rest = line.split(maxsplit=5)
-        path = rest[3] if len(rest) > 3 else ""
-        if permissions[1] != "w" or permissions[3] != "s":
+    for first, last, access, _, path in [*mapped_memory()]:
+        if access[1::2] != "ws":
             continue
         if path.startswith("/dev/") and not path.startswith(("/dev/shm", "/dev/zero")):
             continue
-        first, last = (int(end, 16) for end in span.split("-"))
         size = last - first
         left -= size
         if left >= 0:
@@ -219,7 +216,7 @@ def _part_with_shared_memory(*, copies: bool) -> None:
         else:
             failed = libc.mprotect(first, size, mmap.PROT_READ) != 0
         if failed:
-            raise OSError(ctypes.get_errno(), f"the shared memory {line} cannot be parted with")
+            raise OSError(ctypes.get_errno(), f"the shared memory of {path} at {first:x} cannot be parted with")
 
 
 def _deny_changes_of_files(caches: str) -> None:

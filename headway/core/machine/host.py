@@ -41,6 +41,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 # The file systems that this process sees: what lies where, and whether its bytes lie on this host.
 
@@ -49,6 +50,30 @@ REMOTE = frozenset(
      "ocfs2", "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "virtiofs", "wekafs")
 )  # fmt: skip
 """Kinds of file systems whose bytes lie on other hosts, or with the host of a virtual machine."""
+
+
+class Mapped(NamedTuple):
+    """A stretch of this process's memory, of a file or its own: a line of /proc/self/maps."""
+
+    start: int
+    """Its first address."""
+    end: int
+    """The address behind it."""
+    access: str
+    """What it may do: 'r', 'w' and 'x' or '-' in their places, then 's' where others see what is written, else 'p'."""
+    inode: int
+    """Of its file; 0 = it has none."""
+    path: str
+    """Of its file as the kernel names it, or a name in brackets; '' = it has none."""
+
+
+def mapped_memory() -> Iterator[Mapped]:
+    """Yield the mappings of this process by address. Raises `OSError` where the kernel does not list them."""
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
+        for line in lines:
+            span, access, _, _, inode, *path = line.rstrip("\n").split(maxsplit=5)
+            start, end = span.split("-")
+            yield Mapped(int(start, 16), int(end, 16), access, int(inode), path[0] if path else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+from headway.core.machine.host import mapped_memory
+
 _CALLS = {"x86_64": 298, "aarch64": 241}
 """Machine -> number of the system call."""
 
@@ -92,11 +94,5 @@ def _is_filtered() -> bool:
 
 def code_of(libraries: tuple[str, ...]) -> list[tuple[int, int]]:
     """Return begin and end of the code of the loaded libraries whose file names begin with one of `libraries`."""
-    spans = []
-    with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            span, access, *_, path = line.split(maxsplit=5)
-            if "x" in access and os.path.basename(path.rstrip("\n")).startswith(libraries):
-                begin, end = span.split("-")
-                spans.append((int(begin, 16), int(end, 16)))
-    return spans
+    code = (row for row in mapped_memory() if "x" in row.access)
+    return [(row.start, row.end) for row in code if os.path.basename(row.path).startswith(libraries)]

@@ -38,6 +38,7 @@ from functools import cache, wraps
 from typing import Any
 from urllib.parse import unquote
 
+from headway.core.machine.host import mapped_memory
 from headway.runtime.in_rank.bootstrap import active
 
 FileStat = tuple[int, ...] | None
@@ -184,12 +185,11 @@ def mapped_for_writing() -> set[tuple[int, int]]:
     kernel's list has a thousand lines, and is read once.
     """
     found: set[tuple[int, int]] = set()
-    with suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
-        for line in file:
-            _, permissions, _, _, inode, *path = line.split(maxsplit=5)
-            if permissions[1] == "w" and permissions[3] == "s" and inode != "0" and path:
+    with suppress(OSError):
+        for row in mapped_memory():
+            if row.access[1::2] == "ws" and row.inode and row.path:
                 with suppress(OSError):  # it was removed; by its path, as some file systems show two device numbers
-                    facts = _stat(path[0].strip())
+                    facts = _stat(row.path)
                     found.add((facts.st_dev, facts.st_ino))
 
     def heard(event: str, arguments: tuple[Any, ...]) -> None:

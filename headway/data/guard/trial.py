@@ -38,6 +38,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker as _worker
 
 from headway.core.machine.child import said
+from headway.core.machine.host import mapped_memory
 from headway.core.machine.interruptions import suppress_own
 from headway.data.bytes.torch_examples import decode, encode, equal, lost_in_copy
 from headway.data.bytes.torch_keyed import generator_states, set_generators
@@ -322,8 +323,8 @@ def keeps(loader: Any, *, may_draw: bool = False) -> tuple[str | None, Mapping[s
 def _open_files() -> set[str]:
     """Return the files that this process has open for reading, or maps: native readers open some that nobody noted."""
     paths = {path for path, _ in positions().values()}
-    with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
-        paths |= {fields[5].rstrip("\n") for line in file if len(fields := line.split(maxsplit=5)) == 6}
+    with contextlib.suppress(OSError):
+        paths |= {row.path for row in mapped_memory()}
     return {path for path in paths if path.startswith("/")}
 
 

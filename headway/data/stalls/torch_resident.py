@@ -30,6 +30,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
+from headway.core.machine.host import mapped_memory
+
 Paused = Callable[[], AbstractContextManager[None]]
 """Makes a block that is left out of the step times."""
 
@@ -336,13 +338,6 @@ def _open() -> Iterator[str]:
 
 def _mapped() -> set[str]:
     """Return the paths of mappings of which no part can be run and none is written back."""
-    seen: set[str] = set()
-    kept: set[str] = set()
-    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as file:
-        for line in file:
-            fields = line.rstrip("\n").split(maxsplit=5)
-            if len(fields) == 6 and fields[5].startswith("/"):
-                seen.add(fields[5])
-                if "x" in fields[1] or fields[1][1::2] == "ws":
-                    kept.add(fields[5])
-    return {path for path in seen - kept if os.path.isfile(path)}
+    rows = [row for row in mapped_memory() if row.path.startswith("/")]
+    kept = {row.path for row in rows if "x" in row.access or row.access[1::2] == "ws"}
+    return {path for path in {row.path for row in rows} - kept if os.path.isfile(path)}

@@ -64,6 +64,9 @@ SIGNIFICANT = 0.01
 WARM_STEPS, RECOMPILED = 5, 0.1
 """Steps at the start in which any job compiles; share of the others from which on it compiles again and again."""
 
+FAR_FROM_BOOKED = 0.03
+"""Where a replay without a cause wins more or less than was booked by so much of the device time, both are told."""
+
 MOST_RANKS = 8
 """Ranks named in one piece of evidence; the rest is counted."""
 
@@ -214,6 +217,8 @@ def _predicted(cause: Cause, ledger: Ledger, predict: Predictor, part: float) ->
         evidence += (
             f"; {format_seconds(cause.lost_device_s)} over all attempts: replayed is the steady part of the last"
         )
+    elif abs(won_s - cause.lost_device_s) * NS_PER_S > FAR_FROM_BOOKED * ledger.total_ns:
+        evidence += f"; {format_seconds(cause.lost_device_s)} booked, {format_seconds(won_s)} of the job won without it"
     gain, bounds = forecast.speedup, forecast.interval
     if part < 1:
         gain, *ends = (1 / (1 - part * (1 - 1 / max(value, 1e-9))) for value in (gain, *bounds))

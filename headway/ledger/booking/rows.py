@@ -174,6 +174,9 @@ class RankLifetime:
     failed: bool
     """Whether it ended badly, or nobody knows."""
 
+    exited: bool
+    """Whether the process ended itself, with an exit code: no signal did."""
+
 
 def life_of(rows: RankRows, facts: RankRow, *, from_ns: int, until_ns: int | None, failed: bool) -> RankLifetime:
     """Find the borders of a rank's life from its rows and what run.json says of the rank.
@@ -204,8 +207,9 @@ def life_of(rows: RankRows, facts: RankRow, *, from_ns: int, until_ns: int | Non
     last = min(max(int(step_end.max()), born), record) if len(steps) else record
     first = min(max(int(step_start.min()), born), last) if len(steps) else record
     return RankLifetime(
-        from_ns, born, first, last, record if failed else died, died, until, step_start, step_end, seen, failed
-    )
+        from_ns, born, first, last, record if failed else died, died, until, step_start, step_end, seen, failed,
+        exited=(facts.exit_code or 0) > 0 and seen,
+    )  # fmt: skip
 
 
 # What a rank saved in one attempt, and how many of its steps that kept when the attempt failed.

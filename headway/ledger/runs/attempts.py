@@ -140,6 +140,8 @@ def book_run(
             book = book_rank(rows, life, () if facts.compute is None else facts.compute.calls, restarted=index > 0)
             if not final and index in failures:
                 _split_end(book.sheet, life, failures[index])
+            elif final and life.exited:
+                _book_own_end(book.sheet, life, "restart.script" if index else "startup.script")
             if index - 1 in failures:
                 _split_start(book.sheet, life, failures[index - 1])
             books.append(Booked.of(book))
@@ -191,6 +193,16 @@ def _split_end(sheet: RankAccount, life: RankLifetime, phases: Sequence[tuple[in
         sheet.ns[SUB_CODE[sub], end] = 0
     for sub, duration_ns in _pieces(life.record_ns, life.until_ns, phases).items():
         sheet.book(sub, end, duration_ns)
+
+
+def _book_own_end(sheet: RankAccount, life: RankLifetime, startup: str) -> None:
+    """Book what followed the last record of a rank that failed and ended itself: it was never cut off.
+
+    It writes that record as it begins to end, or, before its first step, when it last imported something.
+    """
+    end = len(life.step_start) + 1
+    sheet.book("idle.teardown" if len(life.step_start) else startup, end, life.died_ns - life.record_ns)
+    sheet.book("unknown.cut_short", end, life.record_ns - life.died_ns)
 
 
 def _split_start(sheet: RankAccount, life: RankLifetime, phases: Sequence[tuple[int, str]]) -> None:

@@ -47,7 +47,7 @@ def fraction(_: object, tokens: Sequence[Token]) -> float:
     except ValueError:
         value = math.nan
     name = tokens[0].keyword or "the threshold"
-    if math.isnan(value):
+    if not math.isfinite(value):
         raise InputError(f"{name} is {text!r}; it is a fraction. Pass 5% or 0.05.")
     if value > 1 and not text.endswith("%"):
         raise InputError(f"{name} is {text}, which is {100 * value:g} %. Pass {text}% or {value / 100:g}.")
