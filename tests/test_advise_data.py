@@ -37,6 +37,16 @@ def test_loads_that_sleep_get_more_workers_than_there_are_cores() -> None:
     assert row.predicted_speedup > 3
 
 
+def test_where_a_trial_counts_workers_by_hand_are_predicted_with_their_start_and_without_looks() -> None:
+    row, longer = (advice(made_of(fetch_ns=30 * MS, steps=steps))["data.workers"] for steps in (30, 3000))
+
+    assert row.by_hand is not None
+    assert row.by_hand.clear
+    assert longer.by_hand is None, "nothing but the looks is saved"
+    assert row.by_hand.interval[0] < row.by_hand.predicted_speedup < row.by_hand.interval[1]
+    assert row.by_hand.predicted_speedup < longer.predicted_speedup
+
+
 @pytest.mark.parametrize(("prep_ns", "fetch_ns", "workers"), [(30 * MS, 0, 2), (30 * MS, 2 * MS, 2), (0, 3 * MS, 1)])
 def test_loads_that_compute_get_no_more_workers_than_cores_and_of_settings_as_good_the_smallest_is_proposed(
     prep_ns: int, fetch_ns: int, workers: int

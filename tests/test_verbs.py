@@ -23,7 +23,7 @@ from headway.ledger.answers.evidence import TRY
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.cause import Cause
 from headway.plan.planner import GIVEN_UP, IN_FORCE, LeftOut, Plan
-from headway.plan.proposal import Proposal, Refusal
+from headway.plan.proposal import Gain, Proposal, Refusal
 from headway.report.page.timeline import timeline
 from headway.report.screens import render_compare, render_plan
 from headway.runtime.launching.run_of_ranks import ExitReport
@@ -442,6 +442,16 @@ def test_what_a_job_is_too_short_for_is_named_where_its_prediction_stands():
         found = fixes_of(plan)["input.fetch"]
 
         assert (found.text[: len(text) or None], found.predicted_speedup, found.remedy) == (text, 1.9, "")
+
+
+def test_what_the_script_itself_surely_wins_is_promised_by_hand_where_headway_may_not_win_it():
+    own = Gain(1.5, (1.2, 1.8))
+    for row in (replace(proposed("data.workers", 1.3), interval=(0.9, 1.7)), proposed("data.workers", 1.9)):
+        rows, short = (replace(row, by_hand=own),), (LeftOut("data.workers", "short", ""),) * row.clear
+        found = fixes_of(Plan(1.0, 1.0, (1.0, 1.0), rows, (), left_out=short))["input.fetch"]
+
+        assert (found.text, found.predicted_speedup, found.interval, found.remedy) == ("", 1.5, (1.2, 1.8), "")
+        assert found.script.startswith("DataLoader(")
 
 
 @pytest.mark.parametrize("folder", ["applied", "tables"])

@@ -19,7 +19,7 @@ from headway.core.files.safe_files import read_json
 from headway.core.units import NS_PER_S, format_bytes, format_fraction, plural
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.runs.recorded import evaluation_loaders
-from headway.plan.proposal import Proposal, Refusal
+from headway.plan.proposal import Gain, Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.recorded.program import Program
 from headway.sim.recorded.unroll import pool_threads, standstill
@@ -63,6 +63,9 @@ COMPUTES = "its loads compute for {} of their time: threads might wait for each 
 FIRST_S = 0.25
 """Seconds that a remedy of loaders costs beside its trial before it is in full effect: processes start, the first
 batches are looked at closely. Small scripts on two cores took 0.2 to 0.3 s more than trial and replayed steps."""
+
+TRIAL_COUNTS = 0.02
+"""Share of the recorded steps' time from which on the trial of a remedy is weighed against the script's own workers."""
 
 CLOSE = 1.01
 """Of settings within 1 % of the best, the smallest is taken."""
@@ -177,6 +180,9 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) ->
     kind = "kept between passes" if same else f"instead of {recorded}"
     busiest = f"{plural(count, 'worker')} per rank {kind}"
     draws, pools = drawing(facts), "" if recorded else _beside_pools(program, count)
+    start_s = _trial_s(program, facts, "workers", 1 if same else 3 if any(had) else 2)
+    watched = Gain(prediction.speedup, prediction.interval)
+    by_hand = None if recorded or draws else _by_hand(program, (*edits, "watched=false"), watched, start_s, count)
     return Proposal(
         name="data.workers",
         room="data",
@@ -195,10 +201,27 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) ->
         risk=(f"{draws}, and workers would draw other ones, so augmentation differs" if draws else NO_DRAW) + pools,
         reason=" ".join(part for part in (f"{busiest}, for {_names(facts)}.", prediction.note) if part),
         memory_bytes=memory,
-        start_s=_trial_s(program, facts, "workers", 1 if same else 3 if any(had) else 2),
+        start_s=start_s,
+        by_hand=by_hand,
         allow="result-equivalent" if draws else None,
         conflicts=("data.threads", "data.server"),
     )
+
+
+def _by_hand(program: Program, edits: tuple[str, ...], watched: Gain, start_s: float, count: int) -> Gain | None:
+    """Return what `count` workers of the script's own win, where `watched` ones may not, or their trial counts.
+
+    Of the whole job as it was recorded: they are forked, and begin to load, once.
+    """
+    job_s, costs = program.measured_s * program.recording.recorded_steps, program.costs
+    if watched.clear and start_s < TRIAL_COUNTS * job_s:
+        return None
+    loads_ns = sum(float(batches.part_ns.sum()) for batches in program.recording.batches)
+    load_ns = loads_ns / max(1, sum(len(batches.part_ns) for batches in program.recording.batches))
+    once_s = (count * (costs.fork_ns + costs.stop_ns) + costs.first_ns + load_ns) / NS_PER_S
+    prediction = program.predict(edits)
+    gain, low, high = (job_s / (job_s / speedup + once_s) for speedup in (prediction.speedup, *prediction.interval))
+    return Gain(gain, (low, high))
 
 
 def _beside_pools(program: Program, count: int) -> str:

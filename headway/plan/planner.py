@@ -29,7 +29,7 @@ from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.core.lazy import resolved
 from headway.core.units import NS_PER_S, format_bytes, format_seconds
-from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal, pays_from
+from headway.plan.proposal import MIN_SPEEDUP, Gain, Proposal, Refusal, pays_from
 from headway.plan.setup import Setup
 from headway.sim.recorded.lane import LABEL
 from headway.sim.recorded.program import Program
@@ -75,18 +75,20 @@ def reason_of(
 
     The job has `steps` steps, each of `base_step_s` before; headway's own work takes `recording_s` of it.
     """
-    gain = f"predicted {row.predicted_speedup:.2f}x ({row.interval[0]:.2f} to {row.interval[1]:.2f})"
+    gain = f"predicted {Gain(row.predicted_speedup, row.interval)}"
+    by_hand = f"; by hand {row.by_hand}" if row.by_hand is not None and row.by_hand.clear else ""
     rivals = [member.name for member in chosen if excludes(row, member)]
     if not row.applies:
         return LeftOut(row.name, "hand", "headway cannot apply it")
     if not row.clear and not row.protects:
         slower = row.interval[1] <= 1
-        return LeftOut(row.name, "noise", f"{gain}: {'it costs time' if slower else 'inside the noise of two runs'}")
+        noise = "it costs time" if slower else "inside the noise of two runs"
+        return LeftOut(row.name, "noise", f"{gain}: {noise}{by_hand}")
     if row.memory_bytes > room_bytes:
         needs = f"needs {format_bytes(row.memory_bytes)} per rank, {format_bytes(room_bytes)} are free"
         return LeftOut(row.name, "memory", needs)
     if not row.protects and (short := _too_short(row, gain, steps, base_step_s, recording_s)):
-        return LeftOut(row.name, "short", short)  # before the grant, which would not bring it into the plan
+        return LeftOut(row.name, "short", short + by_hand)  # before the grant, which would not bring it into the plan
     if row.allow is not None and row.allow not in allowed:
         risk = row.risk or "it changes results"
         if row.protects:

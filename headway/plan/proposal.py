@@ -37,6 +37,26 @@ def pays_from(start_s: float, base_step_s: float, step_s: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class Gain:
+    """What an edit wins."""
+
+    predicted_speedup: float
+    """Steps per second after / before."""
+
+    interval: tuple[float, float]
+    """Range of that."""
+
+    @property
+    def clear(self) -> bool:
+        """Say whether it is worth having and is larger than the error of the prediction."""
+        return self.predicted_speedup >= MIN_SPEEDUP and self.interval[0] > 1 + (MIN_SPEEDUP - 1) / 2
+
+    def __str__(self) -> str:
+        """Return it as people read it: '1.50x (1.20 to 1.80)'."""
+        return f"{self.predicted_speedup:.2f}x ({self.interval[0]:.2f} to {self.interval[1]:.2f})"
+
+
+@dataclass(frozen=True, slots=True)
 class Proposal:
     """A remedy for this run."""
 
@@ -91,6 +111,9 @@ class Proposal:
     evaluation_share: float = 0.0
     """Part of the time won that is won in evaluations, 0..1."""
 
+    by_hand: Gain | None = None
+    """What the same wins as a line of the script, where that costs less than headway's own: no trial, no looks."""
+
     start_s: float = 0.0
     """Seconds that applying it costs once, at the start of a job: trials of loaders, as the recording timed them."""
 
@@ -102,7 +125,7 @@ class Proposal:
     @property
     def clear(self) -> bool:
         """Say whether the gain is worth having and is larger than the error of the prediction."""
-        return self.predicted_speedup >= MIN_SPEEDUP and self.interval[0] > 1 + (MIN_SPEEDUP - 1) / 2
+        return Gain(self.predicted_speedup, self.interval).clear
 
     def pays_from(self, base_step_s: float) -> float:
         """Return after how many steps, each of `base_step_s` before, what it costs at the start is won back."""

@@ -11,7 +11,7 @@ Traceback (most recent call last):
 headway.core.errors.UnknownNameError: unknown edit 'worker'. Did you mean 'workers'? Choose one of: accelerator, \
 bandwidth, bubble, bucket_mb, cache_cold, cache_fraction, cache_shards, checkpoint, comm, compress, cores, gc, host, \
 host.gc, host.logging, input, input.fetch, input.prep, input.transfer, logging, op:GLOB, other, \
-persistent, prefetch, schedule, script, stage:NUMBER, storage, straggler, threads, workers.
+persistent, prefetch, schedule, script, stage:NUMBER, storage, straggler, threads, watched, workers.
 
 The answer to a what-if: the step time that was measured, and the one after the edits. Float seconds.
 
@@ -108,6 +108,9 @@ class ResolvedEdits:
 
     threads: bool = False
     """Workers are threads of the rank: nothing is handed over between processes."""
+
+    watched: bool = True
+    """Whether a remedy of headway's makes them: it is tried first, and looks whether what was read has changed."""
 
     prefetch: int | None = None
     """Batches in flight per worker; None = as recorded."""
@@ -379,6 +382,7 @@ EDITS: dict[str, EditRule] = {
     "op:GLOB": EditRule(_factor, _scales(), "operations whose recorded name matches, for example op:optimizer.*=0.5x"),
     "workers": EditRule(WorkerEdit.read, _sets("workers"), "loader workers per rank; 4@0+2: of loaders 0 and 2 alone"),
     "threads": EditRule(_flag, _sets("threads"), "workers are threads, no processes: true or false"),
+    "watched": EditRule(_flag, _sets("watched"), "false: the script's own workers, neither tried nor looked after"),
     "prefetch": EditRule(_count(1), _sets("prefetch"), "batches in flight per worker"),
     "persistent": EditRule(_flag, _sets("persistent"), "workers outlive the epoch: true or false"),
     "cache_fraction": EditRule(_fraction, _sets("cache_fraction"), "share of examples served without fetch and prep"),

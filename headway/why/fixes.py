@@ -123,12 +123,14 @@ def fixes_of(
     """
     fixes: dict[str, Fix] = {}
     unsure: dict[str, Fix] = {}
-    free = [row for row in plan.proposals if row.allow is None or row.allow in allow]
-    rest = [row for row in plan.proposals if row not in free]
     short = {row.name for row in plan.left_out if row.kind == "short"}  # by hand it costs no trial
+    rows = [_by_hand(row) if row.name in short or not row.clear else row for row in plan.proposals]
+    short |= {row.name for row, planned in zip(rows, plan.proposals, strict=True) if row is not planned}
+    free = [row for row in rows if row.allow is None or row.allow in allow]
+    rest = [row for row in rows if row not in free]
     free = [row for row in free if not row.applies or row.name in (*plan.chosen, *refused, *short)]
     won = {cause for row in free if row.clear for cause in causes_of(row.name)}
-    for row in plan.proposals:
+    for row in rows:
         if not row.applies or row.clear or row.allow is not None or row.predicted_speedup < GAIN_THAT_LEADS:
             continue
         low, high = row.interval
@@ -165,6 +167,13 @@ def fixes_of(
                     row.allow or "" if by_headway and grant else "",
                 )
     return {**unsure, **fixes}
+
+
+def _by_hand(row: Proposal) -> Proposal:
+    """Return the proposal with what the script itself wins by it, where that is known and clear."""
+    if row.by_hand is None or not row.by_hand.clear:
+        return row
+    return replace(row, predicted_speedup=row.by_hand.predicted_speedup, interval=row.by_hand.interval)
 
 
 def fixes_of_run(plan: Plan, facts: RunFacts, refused: Collection[str], allow: Collection[str]) -> dict[str, Fix]:

@@ -208,7 +208,7 @@ class LoaderModel:
         now_inline = workers[batches.iterator] == 0
         threaded = (scenario.threads & tuned & (workers > 0))[batches.iterator]
         # A worker looks, too, whether what it read has changed the dataset.
-        looks_ns = self._looks_ns()
+        looks_ns = self._looks_ns(scenario)
         pack_ns = np.where(threaded, self.costs.thread_pack_ns, self.costs.pack_ns)
         cpu = cpu * np.where(was_inline & ~now_inline & ~threaded, self.costs.elsewhere, 1.0)
         cpu = cpu + (pack_ns + looks_ns) * (was_inline & ~now_inline)
@@ -275,21 +275,21 @@ class LoaderModel:
             copied = np.maximum(hits, kept * size)
             copy_ns = self.costs.hit_ns * copied + self.costs.hit_per_byte_ns * self.batches.bytes * copied / size
             copy_ns = copy_ns + self.costs.keep_ns * (copied - hits) + self.costs.cold_ns * (copied > hits)
-            look_ns = self._looks_ns() * (kept > 0)
+            look_ns = self._looks_ns(scenario) * (kept > 0)
             waiting = waiting * (1 - share)
             fetch, prep = fetch * (1 - share), prep * (1 - share) + copy_ns + look_ns
         fetch = fetch * scenario.fetch * scenario.factor("input.fetch") / scenario.storage
         prep = prep * scenario.factor("input.prep") + collate * scenario.factor("input.collate")
         return fetch, waiting, prep * scenario.prep
 
-    def _looks_ns(self) -> NDArray[np.float64]:
+    def _looks_ns(self, scenario: ResolvedEdits) -> NDArray[np.float64]:
         """Return [b] what a remedy's look at what the batch is made of takes: in a first pass, and early on."""
         of_pass = self.batches.iterator
         group, order = self.batches.group[of_pass], np.zeros(of_pass.size, np.int64)
         for loader in np.unique(group):
             order[group == loader] = np.arange(np.count_nonzero(group == loader))
         is_looked_at = (self.batches.epoch[of_pass] == 0) | (order < self.costs.full_looks)
-        return np.asarray(self.look_ns[of_pass] * is_looked_at)
+        return np.asarray(self.look_ns[of_pass] * is_looked_at * scenario.watched)
 
     def _turns(
         self, scenario: ResolvedEdits, workers: NDArray[np.int64]
@@ -316,7 +316,7 @@ class LoaderModel:
         threaded = scenario.threads & tuned & (workers > 0)
         made = np.where(threaded, plain + self.costs.thread_ns * workers, made)
         first, stop = np.where(threaded, 0.0, first), np.where(threaded, bare, stop)
-        trial = np.where(threaded, self.thread_trial_ns, self.trial_ns)
+        trial = np.where(threaded, self.thread_trial_ns, self.trial_ns) * scenario.watched
         made = made + np.where(self.tried & tuned & (workers != had), trial, 0)
         made = made + np.where(self.tried & self.cacheable & (scenario.cache_fraction > 0), self.cache_trial_ns, 0)
         return made.astype(np.float64), first, stop.astype(np.float64)

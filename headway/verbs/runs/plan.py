@@ -137,7 +137,7 @@ def whatif(
         EDIT, as target=value. A factor on durations, none, instant or 0.5x: straggler, input (input.fetch, input.prep,
         input.transfer), comm, checkpoint, host (host.gc, host.logging, script), op:GLOB. A speed, 2x: bandwidth,
         storage (or shared, parallel), accelerator. The loader: workers=4, threads=true, prefetch=4,
-        persistent=true, cache_fraction=0.5, cache_cold=1, cache_shards=2, cores=8, other=0.5. The
+        persistent=true, watched=false, cache_fraction=0.5, cache_cold=1, cache_shards=2, cores=8, other=0.5. The
         rest: bucket_mb=25 (or default), compress=topk:0.01, logging=buffered, gc=frozen:100. A pipeline: schedule=1f1b,
         bubble=none, stage:NUMBER=0.5x.
     """
