@@ -88,7 +88,7 @@ def test_an_orphan_does_not_disown_what_it_has_written(tmp_path):
 
     saving.mark_orphans(told)
 
-    assert saving.marked_gone(draft.path, {0, 1}) == set()
+    assert saving.marked_gone(draft, {0, 1}) == set()
 
 
 def test_a_save_that_was_superseded_before_a_slow_rank_looked_counts_as_committed(tmp_path):

@@ -91,6 +91,19 @@ class CommittedCheckpoint:
         """Whether it was committed here, and so has digests; else it is a stock DCP checkpoint."""
         return is_own(self.path)
 
+    @property
+    def record(self) -> CommitRecord | None:
+        """Its commit record; None where it has none, or a broken one."""
+        try:
+            return read_record(self.path / COMMIT, CommitRecord)
+        except (FileNotFoundError, NotADirectoryError, DamageError, FormatError):
+            return None
+
+    @property
+    def store(self) -> LocalStore:
+        """The store that is rooted at it."""
+        return LocalStore(self.path)
+
 
 class StepTakenError(InputError):
     """Another writer has committed this step; what it wrote stands."""
@@ -198,11 +211,8 @@ def record_of(
 
 def _done_before(draft: Draft) -> CommitRecord | None:
     """Return the record of this very attempt's commit, where it was cut short after the rename."""
-    try:
-        record = read_record(draft.target / COMMIT, CommitRecord)
-    except (FileNotFoundError, NotADirectoryError, FormatError, DamageError):
-        return None
-    if (record.step, record.attempt) != (draft.step, draft.attempt):
+    record = CommittedCheckpoint(draft.step, draft.target).record
+    if record is None or (record.step, record.attempt) != (draft.step, draft.attempt):
         return None
     sync_folder(draft.root)
     return record

@@ -273,6 +273,24 @@ def open_store(url: str) -> ObjectStore:
     return ObjectStore(url)
 
 
+def store_at(root: str | Path) -> LocalStore | ObjectStore:
+    """Return the store of a folder, or of what lies below a URL."""
+    url = url_of(root)
+    return LocalStore(root) if url is None else open_store(url)
+
+
+def present(store: Store, folder: str, names: Iterable[str]) -> set[str] | None:
+    """Return which of the names lie in a folder, None where there is no such folder.
+
+    A look at each here, one request in a bucket.
+    """
+    if isinstance(store, LocalStore):
+        top = store.path(folder)
+        return {name for name in names if (top / name).exists()} if top.exists() else None
+    there = store.list(folder)
+    return {name for name in names if f"{folder}/{name}" in there} if there else None
+
+
 class ObjectStore:
     """Objects below a URL, by name; see `store.Store` for what the methods promise.
 
