@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from headway.storage.digests import digest_of
 from headway.storage.draft import ObjectDraft, finish_rank
-from headway.storage.stored.digests import digest_of
-from headway.storage.stored.manifest import RankManifest, entry_of, image_name
-from headway.storage.stored.stores import ObjectStore, open_store
+from headway.storage.manifest import RankManifest, entry_of, image_name
+from headway.storage.stores import ObjectStore, open_store
 from tests.object_server import object_server
 
 

@@ -11,11 +11,11 @@ from unittest import mock
 import torch
 
 from headway.storage.commit import commit
+from headway.storage.digests import digest_of
 from headway.storage.draft import Draft, finish_rank, open_draft
 from headway.storage.formats.records import read_saved
-from headway.storage.stored.digests import digest_of
-from headway.storage.stored.manifest import Piece, RankManifest, StoredObject, entry_of, image_name
-from headway.storage.stored.stores import write_durably
+from headway.storage.manifest import Piece, RankManifest, StoredObject, entry_of, image_name
+from headway.storage.stores import write_durably
 
 ALIGN = 4096
 

@@ -17,7 +17,7 @@ from headway.core.errors import DamageError, HeadwayError, InputError
 from headway.storage.checks.verification import verify
 from headway.storage.commit import StepTakenError, commit, committed, newest, recover, remove
 from headway.storage.draft import finish_rank, is_stale, open_draft, ranks_done, wait_for_ranks
-from headway.storage.stored.manifest import COMMIT, MANIFEST, METADATA, CommitRecord, read_record
+from headway.storage.manifest import COMMIT, MANIFEST, METADATA, CommitRecord, read_record
 from tests.checkpoints import rows_of, some_state, unsynced, write_checkpoint, write_rank
 from tests.spawn import run_threads
 

@@ -8,10 +8,10 @@ import pytest
 from headway.checkpoint.layout.fetch import LocalFiles, MemoryFiles, RangeFetcher, StoreFiles, fetch
 from headway.checkpoint.layout.reads import Shard, plan_reads
 from headway.core.errors import DamageError
-from headway.storage.stored.boxes import Box, whole
-from headway.storage.stored.digests import digest_of
-from headway.storage.stored.manifest import Piece
-from headway.storage.stored.stores import LocalStore
+from headway.storage.boxes import Box, whole
+from headway.storage.digests import digest_of
+from headway.storage.manifest import Piece
+from headway.storage.stores import LocalStore
 
 ROWS, WIDTH = 3000, 1024
 START = 5000

@@ -15,7 +15,7 @@ from headway.storage.checks.verification import verify_store
 from headway.storage.commit import StepTakenError
 from headway.storage.draft import ObjectDraft, abandon
 from headway.storage.object_commit import commit, committed, record_at, recover, remove
-from headway.storage.stored.stores import PART_BYTES, LocalStore, ObjectStore, claim, open_store, url_of
+from headway.storage.stores import PART_BYTES, LocalStore, ObjectStore, claim, open_store, url_of
 from tests import bucket_saves
 from tests.bucket_saves import save
 from tests.object_race import points, race

@@ -20,8 +20,8 @@ from headway.checkpoint.state import states
 from headway.checkpoint.state.shards import is_tensor, leaves
 from headway.core.errors import DamageError, InputError
 from headway.storage.commit import commit
-from headway.storage.stored.digests import block_bytes_for
-from headway.storage.stored.manifest import MANIFEST, RankManifest, read_record
+from headway.storage.digests import block_bytes_for
+from headway.storage.manifest import MANIFEST, RankManifest, read_record
 from tests.checkpoints import flip
 from tests.layouts_made import write, write_part
 from tests.spawn import on_ranks

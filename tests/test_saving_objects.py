@@ -16,9 +16,9 @@ import torch.distributed.checkpoint as dcp
 import headway
 from headway.core.errors import HeadwayError, InputError
 from headway.storage.checks.verification import verify_store
+from headway.storage.manifest import COMMIT, MANIFEST, image_name
 from headway.storage.object_commit import commit, committed
-from headway.storage.stored.manifest import COMMIT, MANIFEST, image_name
-from headway.storage.stored.stores import open_store
+from headway.storage.stores import open_store
 from headway.verbs.stored.ckpt import ls, prune, show, verify_
 from tests import bucket_saves
 from tests.bucket_saves import save

@@ -8,7 +8,7 @@ checkpoints as they were. A step that is there already is never written into.
 
 >>> import tempfile
 >>> from headway.storage.draft import finish_rank, open_draft
->>> from headway.storage.stored.manifest import RankManifest
+>>> from headway.storage.manifest import RankManifest
 >>> root = tempfile.mkdtemp()
 >>> draft = open_draft(root, 7, "a", rank=0)
 >>> finish_rank(draft, RankManifest(7, "a", 0, 1, None), None)
@@ -27,7 +27,7 @@ rest of the checkpoint says: `.metadata` follows from the manifests, digests
 from the image. Whatever comes back has the root that the commit recorded.
 
 >>> import tempfile
->>> from headway.storage.stored.stores import LocalStore
+>>> from headway.storage.stores import LocalStore
 >>> commit_record(LocalStore(tempfile.mkdtemp())) is None
 True
 """
@@ -48,11 +48,11 @@ from typing import Any
 from headway.core.errors import DamageError, FormatError, InputError
 from headway.core.files.private import remove_tree
 from headway.core.units import MIB
+from headway.storage.boxes import Box, cover_fault
+from headway.storage.digests import Digested, Digester, digest_of, pack_digests, unpack_digests
 from headway.storage.draft import LEFTOVER, Draft, is_stale, wait_for_ranks
 from headway.storage.formats.dcp import metadata_bytes
-from headway.storage.stored.boxes import Box, cover_fault
-from headway.storage.stored.digests import Digested, Digester, digest_of, pack_digests, unpack_digests
-from headway.storage.stored.manifest import (
+from headway.storage.manifest import (
     COMMIT,
     COPIES,
     DIGESTS_FILE,
@@ -71,7 +71,7 @@ from headway.storage.stored.manifest import (
     root_of,
     small_entry,
 )
-from headway.storage.stored.stores import LocalStore, Store, sync_folder, write_durably
+from headway.storage.stores import LocalStore, Store, sync_folder, write_durably
 
 STEP = re.compile(r"step-(\d+)")
 

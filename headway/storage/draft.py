@@ -31,9 +31,9 @@ from headway.core.errors import DamageError, HeadwayError, InputError
 from headway.core.files.private import check_inside, remove_tree
 from headway.core.files.safe_files import read_json
 from headway.core.machine.host import host_id, process_stat
-from headway.storage.stored.digests import Digested, pack_digests
-from headway.storage.stored.manifest import DIGESTS_FILE, MANIFEST, TWIN, RankManifest, encode, rank_folder, read_record
-from headway.storage.stored.stores import Store, make_folder, present, store_at, sync_folder, write_durably
+from headway.storage.digests import Digested, pack_digests
+from headway.storage.manifest import DIGESTS_FILE, MANIFEST, TWIN, RankManifest, encode, rank_folder, read_record
+from headway.storage.stores import Store, make_folder, present, store_at, sync_folder, write_durably
 
 ATTEMPT = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """What an attempt may be called: it becomes part of a folder's name."""

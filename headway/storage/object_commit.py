@@ -33,7 +33,7 @@ from headway.core.errors import DamageError, FormatError, HeadwayError
 from headway.storage import commit as folders
 from headway.storage.commit import STEP, CommittedCheckpoint, StepTakenError, record_of
 from headway.storage.draft import FOREIGN_AGE_S, ObjectDraft
-from headway.storage.stored.manifest import (
+from headway.storage.manifest import (
     COMMIT,
     MANIFEST,
     METADATA,
@@ -44,7 +44,7 @@ from headway.storage.stored.manifest import (
     encode,
     rank_folder,
 )
-from headway.storage.stored.stores import ObjectStore, Store, open_store, url_of
+from headway.storage.stores import ObjectStore, Store, open_store, url_of
 
 
 @dataclass(frozen=True, slots=True, order=True)

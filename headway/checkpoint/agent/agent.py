@@ -63,8 +63,8 @@ from headway.core.wire.loop import ServiceLoop
 from headway.core.wire.pace import RateLimiter
 from headway.core.wire.wires import ChannelClosed, Packets
 from headway.storage.draft import AnyDraft
-from headway.storage.stored.manifest import CommitRecord, image_name
-from headway.storage.stored.stores import url_of
+from headway.storage.manifest import CommitRecord, image_name
+from headway.storage.stores import url_of
 
 LOG = logging.getLogger(__name__)
 LOG.addHandler(logging.NullHandler())

@@ -58,11 +58,9 @@ from headway.core.units import MIB
 from headway.core.wire.pace import RateLimiter
 from headway.storage import object_commit
 from headway.storage.commit import CommittedCheckpoint, commit
+from headway.storage.digests import Digested, Digester, block_bytes_for, crc32
 from headway.storage.draft import LEFTOVER, AnyDraft, Draft, ObjectDraft, abandon, finish_rank, open_draft, ranks_done
-from headway.storage.object_commit import checkpoints, discard, record_at, recover_root
-from headway.storage.redundancy.parity import encode_rank
-from headway.storage.stored.digests import Digested, Digester, block_bytes_for, crc32
-from headway.storage.stored.manifest import (
+from headway.storage.manifest import (
     MANIFEST,
     CommitRecord,
     Piece,
@@ -72,7 +70,9 @@ from headway.storage.stored.manifest import (
     image_name,
     rank_folder,
 )
-from headway.storage.stored.stores import PART_BYTES, LocalStore, ObjectStore, durable_file, present, store_at, url_of
+from headway.storage.object_commit import checkpoints, discard, record_at, recover_root
+from headway.storage.redundancy.parity import encode_rank
+from headway.storage.stores import PART_BYTES, LocalStore, ObjectStore, durable_file, present, store_at, url_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

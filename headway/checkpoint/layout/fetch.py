@@ -8,8 +8,8 @@ have a place in memory as they lie in the file go there window by window,
 small enough to stay in cache. Sizes and offsets are bytes.
 
 >>> from headway.checkpoint.layout.reads import Shard, plan_reads
->>> from headway.storage.stored.boxes import Box
->>> from headway.storage.stored.manifest import Piece
+>>> from headway.storage.boxes import Box
+>>> from headway.storage.manifest import Piece
 >>> piece = Piece("w", "int32", (4,), (0,), (4,), "a", 0, 16, 0, 16, 0)
 >>> plan = plan_reads([Shard("w", (4,), "int32", Box((1,), (2,)))], {"w": [piece]})
 >>> files = {"a": np.arange(4, dtype=np.int32).tobytes()}
@@ -35,8 +35,8 @@ from headway.checkpoint.layout.reads import Read, ShardTransfer
 from headway.core.errors import DamageError
 from headway.core.machine.host import host_cores
 from headway.core.units import MIB
-from headway.storage.stored.digests import Digested, damaged_blocks
-from headway.storage.stored.stores import LocalStore, Store
+from headway.storage.digests import Digested, damaged_blocks
+from headway.storage.stores import LocalStore, Store
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

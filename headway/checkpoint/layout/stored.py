@@ -24,7 +24,7 @@ on right behind what it read last, twice as much is asked for each time, up to
 `AHEAD_BYTES`; a read elsewhere gets just what it wants. So at most as much is
 read in vain as was wanted. Offsets are bytes.
 
->>> from headway.storage.stored.stores import LocalStore
+>>> from headway.storage.stores import LocalStore
 >>> import tempfile
 >>> store = LocalStore(tempfile.mkdtemp())
 >>> store.put("a", [bytes(range(100))])
@@ -61,14 +61,12 @@ from headway.core.units import MIB
 from headway.storage.checks.repair import rebuilt
 from headway.storage.checks.verification import verify
 from headway.storage.commit import commit_record, matches, rebuild
+from headway.storage.digests import Digested, crc32_combine, unpack_digests
 from headway.storage.formats.dcp import Chunk, StoredTensor, read_metadata
 from headway.storage.formats.dtypes import ITEM_BYTES
 from headway.storage.formats.records import read_saved
 from headway.storage.formats.zip_files import entries
-from headway.storage.redundancy.parity import best
-from headway.storage.redundancy.parity_files import Images, Losses
-from headway.storage.stored.digests import Digested, crc32_combine, unpack_digests
-from headway.storage.stored.manifest import (
+from headway.storage.manifest import (
     COMMIT,
     DIGESTS_FILE,
     MANIFEST,
@@ -83,7 +81,9 @@ from headway.storage.stored.manifest import (
     merged_objects,
     rank_folder,
 )
-from headway.storage.stored.stores import LocalStore, Store
+from headway.storage.redundancy.parity import best
+from headway.storage.redundancy.parity_files import Images, Losses
+from headway.storage.stores import LocalStore, Store
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -34,9 +34,9 @@ from headway.checkpoint.restores.restore import MIXED, Restore, RestoreReport, V
 from headway.checkpoint.restores.restore_targets import unpack
 from headway.core.errors import DamageError, HeadwayError, InputError
 from headway.runtime.in_rank.state_account import RESTORE_UP_TO
+from headway.storage.manifest import COMMIT, CommitRecord, decode
 from headway.storage.object_commit import checkpoints, record_at
-from headway.storage.stored.manifest import COMMIT, CommitRecord, decode
-from headway.storage.stored.stores import open_store, url_of
+from headway.storage.stores import open_store, url_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -19,10 +19,10 @@ from headway.storage.checks.contents import Contents, Tensor, contents, opened
 from headway.storage.checks.difference import difference
 from headway.storage.checks.verification import Verified, VerifyReport, scrub, verified, verify
 from headway.storage.commit import CommittedCheckpoint, commit_record
+from headway.storage.manifest import METADATA, CommitRecord
 from headway.storage.object_commit import CommittedObject, checkpoints, discard, recover_root
 from headway.storage.redundancy.parity_files import State, state
-from headway.storage.stored.manifest import METADATA, CommitRecord
-from headway.storage.stored.stores import url_of
+from headway.storage.stores import url_of
 from headway.verbs.shared.output import AsJson, emit
 
 LINES = 20
