@@ -54,7 +54,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headway.checkpoint.layout.fetch import Files, LocalFiles, Room, Source, StoreFiles, too_short
+from headway.checkpoint.layout.fetch import Files, LocalFiles, Room, Source, too_short
 from headway.core.errors import DamageError, FormatError, HeadwayError
 from headway.core.files.safe_files import RoomError
 from headway.core.units import MIB
@@ -363,7 +363,7 @@ def _files_of(place: str | Path | Store | Files) -> tuple[Files, str]:
     if isinstance(place, Files):
         name = getattr(place, "folder", None) or getattr(getattr(place, "store", None), "place", place.source)
         return place, str(name)
-    return StoreFiles(place), place.place
+    return BucketFiles(place), place.place
 
 
 def _read(files: Files, name: str) -> bytes | None:
@@ -397,13 +397,12 @@ class BucketFiles:
         """`store` is rooted at the checkpoint."""
         self.store = store
         """Where they are."""
-        self._files = StoreFiles(store)
         self._sizes: dict[str, int] | None = None
         self._local = threading.local()
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Buffer:
         """Return bytes of a file, as the store gives them."""
-        return self._files.read(name, start, stop)
+        return self.store.read(name, start, stop)
 
     def span(self, name: str, start: int, stop: int, room: Room) -> memoryview:
         """Return bytes of a file: `Files.span`."""
@@ -413,7 +412,13 @@ class BucketFiles:
             return last.data[start - last.start : stop - last.start]
         goes_on = last is not None and last.name == name and last.stop == start
         asked = max(stop - start, min(2 * last.asked_bytes, AHEAD_BYTES)) if last and goes_on else stop - start
-        data = self._files.span(name, start, min(start + asked, max(self._size(name), stop)), room)
+        url = f"{self.store.place}/{name}"
+        try:
+            data = memoryview(self.store.read(name, start, min(start + asked, max(self._size(name), stop)))).cast("B")
+        except FileNotFoundError as cause:
+            raise DamageError(f"{url} is missing. Run: headway ckpt repair") from cause
+        if len(data) < stop - start:
+            raise too_short(url, start + len(data), stop)
         self._local.last = _Last(name, start, data, stop, asked)
         return data[: stop - start]
 
