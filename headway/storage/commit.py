@@ -14,7 +14,7 @@ checkpoints as they were. A step that is there already is never written into.
 >>> finish_rank(draft, RankManifest(7, "a", 0, 1, None), None)
 >>> committed(root)
 []
->>> commit(draft, world_size=1).step, newest(root).path.name
+>>> commit(draft, world_size=1).step, committed(root)[-1].path.name
 (7, 'step-7')
 
 The small files of a checkpoint, from whichever place still has them whole.
@@ -43,14 +43,13 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from headway.core.errors import DamageError, FormatError, InputError
 from headway.core.files.private import remove_tree
 from headway.core.units import MIB
 from headway.storage.boxes import Box, cover_fault
 from headway.storage.digests import Digested, Digester, digest_of, pack_digests, unpack_digests
-from headway.storage.draft import LEFTOVER, Draft, is_stale, wait_for_ranks
+from headway.storage.draft import LEFTOVER, AnyDraft, Draft, is_stale, wait_for_ranks
 from headway.storage.formats.dcp import metadata_bytes
 from headway.storage.manifest import (
     COMMIT,
@@ -71,7 +70,7 @@ from headway.storage.manifest import (
     root_of,
     small_entry,
 )
-from headway.storage.stores import LocalStore, Store, sync_folder, write_durably
+from headway.storage.stores import LocalStore, Store, sync_folder
 
 STEP = re.compile(r"step-(\d+)")
 
@@ -132,11 +131,6 @@ def committed(root: str | Path) -> list[CommittedCheckpoint]:
     return sorted(entry for entry in found if (entry.path / METADATA).exists() or entry.ours)
 
 
-def newest(root: str | Path) -> CommittedCheckpoint | None:
-    """Return the checkpoint of the highest step, or None."""
-    return max(committed(root), default=None)
-
-
 def commit(
     draft: Draft,
     *,
@@ -144,7 +138,6 @@ def commit(
     redundancy: str = "none",
     replace: bool = False,
     deadline_s: float = 600.0,
-    extra: Mapping[str, Any] | None = None,
 ) -> CommitRecord:
     """Wait until all ranks are done, check that the whole is whole, and make the draft a checkpoint.
 
@@ -169,13 +162,8 @@ def commit(
     if draft.target.exists() and not replace:
         raise StepTakenError(_taken(draft))
     manifests = wait_for_ranks(draft, world_size, deadline_s=deadline_s)
-    store = LocalStore(draft.path)
-    record, metadata = record_of(
-        store, manifests, draft.step, draft.attempt, world_size=world_size, redundancy=redundancy, extra=extra
-    )
-    write_durably(draft.path / METADATA, [metadata])
-    for name in (COMMIT + TWIN, COMMIT):
-        write_durably(draft.path / name, [encode(record)])
+    store = LocalStore(draft.path, makes_folders=False)
+    record = seal(store, manifests, draft, world_size=world_size, redundancy=redundancy)
     for note in draft.path.glob(".owner-*.json"):
         note.unlink(missing_ok=True)
     sync_folder(draft.path)
@@ -183,30 +171,25 @@ def commit(
     return record
 
 
-def record_of(
-    store: Store,
-    manifests: Sequence[RankManifest],
-    step: int,
-    attempt: str,
-    *,
-    world_size: int,
-    redundancy: str = "none",
-    extra: Mapping[str, Any] | None = None,
-) -> tuple[CommitRecord, bytes]:
-    """Return the commit record of what ranks wrote into a store, and the `.metadata` that belongs to it.
+def seal(
+    store: Store, manifests: Sequence[RankManifest], draft: AnyDraft, *, world_size: int, redundancy: str
+) -> CommitRecord:
+    """Check what ranks wrote into the store of a draft; put `.metadata` and the commit record beside it, return that.
 
-    Writes nothing. Whoever commits puts `.metadata` into the store, then the record, then makes that visible: a
-    folder by a rename (`commit`), a bucket by a `put_if_absent`. Raises as `commit` does when the whole is not whole.
+    Whoever commits then makes it visible: a folder by a rename (`commit`), a bucket by a `put_if_absent`. Raises as
+    `commit` does when the whole is not whole.
     """
-    sizes = store.list()
-    check_whole(manifests, step, attempt, world_size, sizes)
+    check_whole(manifests, draft.step, draft.attempt, world_size, store.list())
     metadata, digest = metadata_bytes(manifests), manifests[0].digest
     files = (*_files(store, manifests), small_entry(METADATA, metadata, rank=None, kind="metadata", digest=digest))
     record = CommitRecord(
-        step=step, attempt=attempt, world_size=world_size, created_unix_s=time.time(), files=files,
-        root=root_of(files, digest=digest), redundancy=redundancy, digest=digest, extra=dict(extra or {}),
+        step=draft.step, attempt=draft.attempt, world_size=world_size, created_unix_s=time.time(), files=files,
+        root=root_of(files, digest=digest), redundancy=redundancy, digest=digest,
     )  # fmt: skip
-    return record, metadata
+    store.put(METADATA, [metadata])
+    for name in (COMMIT + TWIN, COMMIT):
+        store.put(name, [encode(record)])
+    return record
 
 
 def _done_before(draft: Draft) -> CommitRecord | None:

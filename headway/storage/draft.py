@@ -33,7 +33,7 @@ from headway.core.files.safe_files import read_json
 from headway.core.machine.host import host_id, process_stat
 from headway.storage.digests import Digested, pack_digests
 from headway.storage.manifest import DIGESTS_FILE, MANIFEST, TWIN, RankManifest, encode, rank_folder, read_record
-from headway.storage.stores import Store, make_folder, present, store_at, sync_folder, write_durably
+from headway.storage.stores import LocalStore, Store, make_folder, open_store, present, sync_folder, write_durably
 
 ATTEMPT = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """What an attempt may be called: it becomes part of a folder's name."""
@@ -155,6 +155,13 @@ def open_draft(root: str | Path, step: int, attempt: str, *, rank: int, pid: int
     return draft
 
 
+def store_of(draft: AnyDraft, store: Store | None = None) -> Store:
+    """Return the store of a draft's root, where a folder that somebody has removed is not made again."""
+    if isinstance(draft, Draft):
+        return LocalStore(draft.root, makes_folders=False)
+    return store or open_store(draft.root)
+
+
 def finish_rank(draft: AnyDraft, manifest: RankManifest, written: Digested | None, store: Store | None = None) -> None:
     """Write the digests of the rank's image (None: it has none), then its manifest: the rank is done.
 
@@ -163,7 +170,7 @@ def finish_rank(draft: AnyDraft, manifest: RankManifest, written: Digested | Non
     """
     if (written is None) != (manifest.image is None):
         raise InputError(f"rank {manifest.rank} has an image or digests, not both. Pass both or neither.")
-    store, folder = store or store_at(draft.root), f"{draft.prefix}/{rank_folder(manifest.rank)}"
+    store, folder = store_of(draft, store), f"{draft.prefix}/{rank_folder(manifest.rank)}"
     if written is not None:
         store.put(f"{folder}/{DIGESTS_FILE}", [pack_digests(written)])
     for name in (MANIFEST + TWIN, MANIFEST):
@@ -175,7 +182,7 @@ def finish_rank(draft: AnyDraft, manifest: RankManifest, written: Digested | Non
 def ranks_done(draft: AnyDraft, world_size: int, store: Store | None = None) -> set[int]:
     """Return the ranks whose manifest is there."""
     ranks = {f"{rank_folder(rank)}/{MANIFEST}": rank for rank in range(world_size)}
-    return {ranks[name] for name in present(store or store_at(draft.root), draft.prefix, ranks) or ()}
+    return {ranks[name] for name in present(store_of(draft, store), draft.prefix, ranks) or ()}
 
 
 def wait_for_ranks(draft: Draft, world_size: int, *, deadline_s: float = 600.0) -> list[RankManifest]:
@@ -203,7 +210,7 @@ def abandon(draft: AnyDraft, store: Store | None = None) -> None:
     if isinstance(draft, Draft):
         remove_tree(draft.path)
     else:
-        (store or store_at(draft.root)).remove(draft.prefix)
+        store_of(draft, store).remove(draft.prefix)
 
 
 def _birth(pid: int) -> str | None:

@@ -24,20 +24,17 @@ without a record is garbage, and removed once nobody has added to it for long.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from headway.core.errors import DamageError, FormatError, HeadwayError
 from headway.storage import commit as folders
-from headway.storage.commit import STEP, CommittedCheckpoint, StepTakenError, record_of
+from headway.storage.commit import STEP, CommittedCheckpoint, StepTakenError, seal
 from headway.storage.draft import FOREIGN_AGE_S, ObjectDraft
 from headway.storage.manifest import (
     COMMIT,
     MANIFEST,
-    METADATA,
-    TWIN,
     CommitRecord,
     RankManifest,
     decode,
@@ -87,7 +84,6 @@ def commit(
     world_size: int,
     redundancy: str = "none",
     replaces: CommitRecord | None = None,
-    extra: Mapping[str, Any] | None = None,
 ) -> CommitRecord:
     """Check that the whole is whole, and make it the checkpoint of its step by one put.
 
@@ -110,14 +106,9 @@ def commit(
     if standing is not None and standing != replaces:
         raise StepTakenError(_taken(draft, standing))
     inner = store.under(draft.prefix)
-    record, metadata = record_of(
-        inner, _manifests(inner, draft, world_size), draft.step, draft.attempt, world_size=world_size,
-        redundancy=redundancy, extra=extra,
-    )  # fmt: skip
+    manifests = _manifests(inner, draft, world_size)
+    record = seal(inner, manifests, draft, world_size=world_size, redundancy=redundancy)
     data = encode(record)
-    inner.put(METADATA, [metadata])
-    for name in (COMMIT + TWIN, COMMIT):
-        inner.put(name, [data])
     name = f"step-{draft.step}/{COMMIT}"
     if standing is None:
         won = store.put_if_absent(name, data)

@@ -72,7 +72,7 @@ from headway.storage.manifest import (
 )
 from headway.storage.object_commit import checkpoints, discard, record_at, recover_root
 from headway.storage.redundancy.parity import encode_rank
-from headway.storage.stores import PART_BYTES, LocalStore, ObjectStore, durable_file, present, store_at, url_of
+from headway.storage.stores import PART_BYTES, LocalStore, ObjectStore, durable_file, open_store, present, url_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -177,7 +177,7 @@ request."""
 @cache
 def _store(root: str) -> LocalStore | ObjectStore:
     """Return the store of a root, one per process: a bucket's keeps its connections."""
-    return store_at(root)
+    return LocalStore(root) if url_of(root) is None else open_store(root)
 
 
 def poll_s(hello: Hello) -> tuple[float, float]:
