@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -332,9 +331,3 @@ with torch.")  # fmt: skip
     if last >= max(run.size, 1):
         raise FormatError(f"{stored.file} holds too few bytes for {list(shape[:-1])}. Check it: headway ckpt verify")
     return np.lib.stride_tricks.as_strided(run[first:], shape, strides, writeable=False)
-
-
-def boxes_of(held: Contents) -> Iterator[tuple[str, Tensor, StoredBox]]:
-    """Yield every stored box of every tensor."""
-    for fqn, tensor in held.tensors.items():
-        yield from ((fqn, tensor, stored) for stored in tensor.boxes)
