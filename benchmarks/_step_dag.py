@@ -18,7 +18,7 @@ from benchmarks._hops import Hops, expand
 from headway.core.errors import InputError
 from headway.sim.graph.attribution import critical_path
 from headway.sim.graph.dag import Dag
-from headway.sim.training.training_step import FORWARD, UPDATE, Ints, TrainingStep
+from headway.sim.training_step import FORWARD, UPDATE, Ints, TrainingStep
 
 LEAD, IN, SEND, RECV, OUT = 4, 5, 6, 7, 8
 """Kinds besides those of compute: micro-batches before the last, a rank's entry to a collective, its hops, its end."""

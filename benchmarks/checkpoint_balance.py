@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from headway.checkpoint.layout.reads import ReplicatedTensor, Shard, plan_reads, shares
-from headway.storage.stored.boxes import cover_fault, whole
-from headway.storage.stored.manifest import Piece
+from headway.storage.boxes import cover_fault, whole
+from headway.storage.manifest import Piece
 from tests.public_shapes import LLAMA_3_8B
 
 SIZES = (2, 8, 64)
@@ -90,7 +90,7 @@ def of_ours(num_ranks: int) -> dict[str, Any]:
 
 def whole_of(piece: Piece) -> Any:
     """Return the box of a piece."""
-    from headway.storage.stored.boxes import Box
+    from headway.storage.boxes import Box
 
     return Box(piece.offsets, piece.lengths)
 

@@ -33,7 +33,7 @@ from headway.core.rng import stream
 from headway.data import DataLoader
 from headway.storage import verify
 from headway.storage.commit import committed
-from headway.storage.stored.digests import checksum
+from headway.storage.digests import checksum
 
 GLOBAL_BATCH, EXAMPLES, WIDTH = 8, 64, 160
 STEPS, EVERY = 24, 3

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from headway.storage.checks.verification import verify
 from headway.storage.formats.dcp import read_metadata
 from headway.storage.formats.records import read_saved
-from headway.storage.stored.manifest import METADATA
+from headway.storage.manifest import METADATA
 
 SEED = 20261120
 Place = tuple[str, int, str]

@@ -26,8 +26,8 @@ from headway.plan.optimiser import MOVES, SAFE, optimise
 from headway.plan.step_search import Scorer
 from headway.sim.graph.dag import replay
 from headway.sim.graph.hops import Network
-from headway.sim.training.moves import default_buckets, with_buckets
-from headway.sim.training.training_step import BACKWARD, StepProfile, TrainingStep
+from headway.sim.training_moves import default_buckets, with_buckets
+from headway.sim.training_step import BACKWARD, StepProfile, TrainingStep
 from tests.made.layer_profiles import PROFILES
 from tests.made.step_blocks import Block, profile_of
 

@@ -21,7 +21,7 @@ from headway.checkpoint import FlatShard, restore_into
 from headway.checkpoint.layout.fetch import LocalFiles
 from headway.checkpoint.layout.stored import open_stored
 from headway.core.units import GIB, MIB
-from headway.storage.stored.digests import block_bytes_for
+from headway.storage.digests import block_bytes_for
 from tests.layouts_made import write
 
 ROUNDS = 101

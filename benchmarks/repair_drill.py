@@ -24,9 +24,9 @@ from _command import ROOT, headway
 sys.path.insert(0, str(ROOT))
 
 from headway.storage.checks.repair import repair
+from headway.storage.manifest import read_record
 from headway.storage.redundancy.parity import state
 from headway.storage.redundancy.parity_files import ParityFacts
-from headway.storage.stored.manifest import read_record
 from tests.redundant import content, flip, lose, put_back
 
 RANKS, TOLERATED, ROWS, DEADLINE_S = 6, 2, 30_000, 90.0

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from headway.storage.object_commit import ObjectDraft, finish_rank
-from headway.storage.stored.digests import digest_of
-from headway.storage.stored.manifest import RankManifest, entry_of, image_name
-from headway.storage.stored.stores import ObjectStore, open_store
+from headway.storage.digests import digest_of
+from headway.storage.draft import ObjectDraft, finish_rank
+from headway.storage.manifest import RankManifest, entry_of, image_name
+from headway.storage.stores import ObjectStore, open_store
 from tests.object_server import object_server
 
 
@@ -38,5 +38,5 @@ def save(root: str, step: int, attempt: str, *, ranks: int = 2, world_size: int 
         manifest = RankManifest(
             step, attempt, rank, world_size, entry_of(name, digest_of(image), rank=rank, kind="image")
         )
-        finish_rank(store, draft, manifest, digest_of(image))
+        finish_rank(draft, manifest, digest_of(image), store)
     return store, draft

@@ -5,17 +5,21 @@ import os
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 
+from headway.checkpoint.layout.fetch import Room, Source, too_short
+from headway.core.errors import DamageError
 from headway.storage.commit import commit
+from headway.storage.digests import digest_of
 from headway.storage.draft import Draft, finish_rank, open_draft
 from headway.storage.formats.records import read_saved
-from headway.storage.stored.digests import digest_of
-from headway.storage.stored.manifest import Piece, RankManifest, StoredObject, entry_of, image_name
-from headway.storage.stored.stores import write_durably
+from headway.storage.manifest import Piece, RankManifest, StoredObject, entry_of, image_name
+from headway.storage.stores import write_durably
 
 ALIGN = 4096
 
@@ -139,3 +143,28 @@ class Caller:
     def __reduce__(self) -> tuple[object, tuple[str]]:
         """Return the call that loading makes."""
         return os.system, (self.command,)
+
+
+@dataclass(slots=True)
+class MemoryFiles:
+    """Files whose bytes are at hand: name -> anything with a buffer."""
+
+    files: Mapping[str, Any]
+    """Path inside the checkpoint -> bytes, or a mapping of shared memory."""
+
+    source: Source = "memory"
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Any:
+        """Return bytes of a file."""
+        if name not in self.files:
+            raise FileNotFoundError(name)
+        return memoryview(self.files[name]).cast("B")[start:stop]
+
+    def span(self, name: str, start: int, stop: int, room: Room) -> memoryview:
+        """Return a view of a file."""
+        if name not in self.files:
+            raise DamageError(f"{name} is not in memory. Restore from the stored copy.")
+        found = memoryview(self.files[name]).cast("B")[start:stop]
+        if len(found) < stop - start:
+            raise too_short(f"{name} in memory", start + len(found), stop)
+        return found

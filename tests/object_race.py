@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from headway.storage.checks.verification import verify_store
 from headway.storage.commit import StepTakenError
-from headway.storage.object_commit import ObjectDraft, commit, committed, finish_rank
-from headway.storage.stored.digests import crc32, digest_of
-from headway.storage.stored.manifest import METADATA, Piece, RankManifest, entry_of, image_name
-from headway.storage.stored.stores import PART_BYTES, ObjectStore, open_store
+from headway.storage.digests import crc32, digest_of
+from headway.storage.draft import ObjectDraft, finish_rank
+from headway.storage.manifest import METADATA, Piece, RankManifest, entry_of, image_name
+from headway.storage.object_commit import commit, committed
+from headway.storage.stores import PART_BYTES, ObjectStore, open_store
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -83,7 +84,7 @@ def write(root: str, environment: Mapping[str, str], attempt: str, dies_before: 
             ),
         )  # fmt: skip
         manifest = RankManifest(STEP, attempt, rank, RANKS, entry_of(name, digested, rank=rank, kind="image"), pieces)
-        finish_rank(store, draft, manifest, digested)
+        finish_rank(draft, manifest, digested, store)
     try:
         commit(store, draft, world_size=RANKS)
         answers.put((attempt, "committed", store.count[0]))

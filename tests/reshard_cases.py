@@ -19,8 +19,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from headway.checkpoint.restores.restore import restore_into
 from headway.checkpoint.state.shards import FlatShard, local_shards
+from headway.storage.boxes import whole
 from headway.storage.commit import commit
-from headway.storage.stored.boxes import whole
 from tests.layouts_made import write_part
 
 Whole = dict[str, torch.Tensor]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.storage.stored.boxes import Box, BoxIndex, cover_fault, flat_to_boxes, intersection, whole
+from headway.storage.boxes import Box, BoxIndex, cover_fault, flat_to_boxes, intersection, whole
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
@@ -93,7 +93,7 @@ def test_an_index_finds_what_trying_all_boxes_finds(data):
 def test_an_index_over_columns_looks_at_those_near_the_query_only(monkeypatch):
     index = BoxIndex([Box((0, column), (1000, 1)) for column in range(1000)])
     tried = []
-    monkeypatch.setattr("headway.storage.stored.boxes.intersection", lambda a, b: tried.append(b) or intersection(a, b))
+    monkeypatch.setattr("headway.storage.boxes.intersection", lambda a, b: tried.append(b) or intersection(a, b))
 
     found = index.overlapping(Box((0, 500), (1000, 2)))
 

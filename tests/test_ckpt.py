@@ -15,9 +15,9 @@ from headway.cli import main
 from headway.core.errors import InputError
 from headway.storage.checks.verification import scrub
 from headway.storage.commit import committed
+from headway.storage.manifest import COMMIT, TWIN, CommitRecord, encode, read_record
 from headway.storage.redundancy.parity import encode_rank
 from headway.storage.redundancy.restripe import restripe
-from headway.storage.stored.manifest import COMMIT, TWIN, CommitRecord, encode, read_record
 from headway.verbs.stored.ckpt import parse_keep
 from tests.checkpoints import Caller, flip, some_state, unsynced, write_checkpoint
 

@@ -15,9 +15,9 @@ import torch
 
 from headway.core.errors import DamageError, HeadwayError, InputError
 from headway.storage.checks.verification import verify
-from headway.storage.commit import StepTakenError, commit, committed, newest, recover, remove
+from headway.storage.commit import StepTakenError, commit, committed, recover, remove
 from headway.storage.draft import finish_rank, is_stale, open_draft, ranks_done, wait_for_ranks
-from headway.storage.stored.manifest import COMMIT, MANIFEST, METADATA, CommitRecord, read_record
+from headway.storage.manifest import COMMIT, MANIFEST, METADATA, CommitRecord, read_record
 from tests.checkpoints import rows_of, some_state, unsynced, write_checkpoint, write_rank
 from tests.spawn import run_threads
 
@@ -356,7 +356,7 @@ def test_a_checkpoint_that_is_removed_vanishes_first(tmp_path, monkeypatch):
     for step in (1, 2):
         write_checkpoint(tmp_path, step, {"w": torch.zeros(4)}, world_size=1)
     monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)  # killed right after the rename
-    remove(newest(tmp_path))
+    remove(committed(tmp_path)[-1])
 
     assert [one.step for one in committed(tmp_path)] == [1]
     monkeypatch.undo()

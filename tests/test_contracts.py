@@ -36,7 +36,7 @@ WITH_TORCH = (
     "headway.runtime.", "headway.data.loader.", "headway.data.guard.", "headway.data.workers.", "headway.data.cached.",
     "headway.checkpoint.engine", "headway.checkpoint.state.", "headway.checkpoint.saves.",
     "headway.checkpoint.restores.", "headway.checkpoint.torch_dcp.", "headway.data.fleet.ray_workers",
-    "headway.demo.train", "headway.verbs.loading.data_bench",
+    "headway.verbs.train", "headway.verbs.loading.data_bench",
 )  # fmt: skip
 """Folders and files that work on torch's objects, besides files called apply.py and torch_*.py."""
 
@@ -61,7 +61,7 @@ def test_torch_is_imported_only_where_a_file_or_a_folder_says_so(graph):
 
 
 LEADING = (
-    "headway.verbs.", "headway.integrations.", "headway.demo.", "headway.data.fleet.", "headway.data.bytes.account",
+    "headway.verbs.", "headway.integrations.", "headway.data.fleet.", "headway.data.bytes.account",
     "headway.data.jagged", "headway.data.pipeline.", "headway.fault.",
 )  # fmt: skip
 """What may lead to torch without importing it: it starts jobs, runs inside them, or is imported by them."""

@@ -17,8 +17,8 @@ from headway.checkpoint.torch_dcp.convert import export, rewrite
 from headway.checkpoint.torch_dcp.sources import open_source
 from headway.core.errors import DamageError, FormatError, InputError
 from headway.storage import verify
+from headway.storage.boxes import Box
 from headway.storage.commit import committed
-from headway.storage.stored.boxes import Box
 from tests.checkpoints import flip
 from tests.launching import code_and_json
 from tests.layouts_made import write, write_part

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from headway.core.errors import FormatError
 from headway.storage.formats.dcp import metadata_bytes, read_metadata
-from headway.storage.stored.manifest import METADATA, Piece, RankManifest, StoredObject
+from headway.storage.manifest import METADATA, Piece, RankManifest, StoredObject
 from tests.checkpoints import some_state, write_checkpoint
 
 STATE = {

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from headway.core.errors import FormatError, InputError
 from headway.storage.checks.contents import bits, contents
 from headway.storage.checks.difference import difference
-from headway.storage.stored.manifest import METADATA
+from headway.storage.manifest import METADATA
 from tests.checkpoints import some_state, write_checkpoint
 
 

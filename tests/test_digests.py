@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import DamageError, FormatError, InputError, UnknownNameError
-from headway.storage.stored import digests
-from headway.storage.stored.digests import (
+from headway.storage import digests
+from headway.storage.digests import (
     DIGESTS,
     LARGE_FILE_BYTES,
     Digester,
@@ -154,7 +154,7 @@ def test_bad_input_is_told_with_its_value_and_its_remedy(monkeypatch):
 
 def test_without_the_extras_zlib_takes_over():
     code = "import sys; sys.modules.update(dict.fromkeys(['isal', 'isal.isal_zlib', 'blake3'])); "
-    code += "from headway.storage.stored.digests import crc32, digest_of; "
+    code += "from headway.storage.digests import crc32, digest_of; "
     code += "print(crc32(b'123456789') == 0xCBF43926, digest_of(b'x').root)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
 

@@ -9,7 +9,7 @@ from headway.checkpoint import restore_into
 from headway.checkpoint.restores.exchange import agreed
 from headway.core.errors import DamageError, FormatError, HeadwayError, InputError
 from headway.core.units import KIB
-from headway.storage.stored.manifest import MANIFEST, RankManifest, read_record
+from headway.storage.manifest import MANIFEST, RankManifest, read_record
 from tests.checkpoints import flip
 from tests.layouts_made import write
 from tests.spawn import on_ranks

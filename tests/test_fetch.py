@@ -5,13 +5,15 @@ import os
 import numpy as np
 import pytest
 
-from headway.checkpoint.layout.fetch import LocalFiles, MemoryFiles, RangeFetcher, StoreFiles, fetch
+from headway.checkpoint.layout.fetch import LocalFiles, RangeFetcher, fetch
 from headway.checkpoint.layout.reads import Shard, plan_reads
+from headway.checkpoint.layout.stored import BucketFiles
 from headway.core.errors import DamageError
-from headway.storage.stored.boxes import Box, whole
-from headway.storage.stored.digests import digest_of
-from headway.storage.stored.manifest import Piece
-from headway.storage.stored.stores import LocalStore
+from headway.storage.boxes import Box, whole
+from headway.storage.digests import digest_of
+from headway.storage.manifest import Piece
+from headway.storage.stores import LocalStore
+from tests.checkpoints import MemoryFiles
 
 ROWS, WIDTH = 3000, 1024
 START = 5000
@@ -59,7 +61,7 @@ def test_any_place_gives_the_elements(tmp_path, values, content, flat, verified,
     files = {
         "memory": MemoryFiles({"a": content}),
         "local": LocalFiles(tmp_path),
-        "store": StoreFiles(LocalStore(tmp_path)),
+        "store": BucketFiles(LocalStore(tmp_path)),
     }
     written = digest_of(content)
     fetcher = RangeFetcher(files[kind], (lambda name: written) if verified else None)
@@ -140,13 +142,13 @@ def test_parity_that_rebuilds_something_else_is_not_believed(content):
 
 def test_missing_and_short_files_are_damage_with_the_byte_named(tmp_path, content):
     box = whole((ROWS, WIDTH))
-    for files in (LocalFiles(tmp_path), StoreFiles(LocalStore(tmp_path))):
+    for files in (LocalFiles(tmp_path), BucketFiles(LocalStore(tmp_path))):
         with pytest.raises(DamageError, match=r"a is missing\. Run: headway ckpt repair"):
             read_with(RangeFetcher(files), box, flat=True)
     with pytest.raises(DamageError, match=r"a is not in memory"):
         read_with(RangeFetcher(MemoryFiles({})), box, flat=True)
     (tmp_path / "a").write_bytes(content[:9000])
-    for files in (LocalFiles(tmp_path), StoreFiles(LocalStore(tmp_path)), MemoryFiles({"a": content[:9000]})):
+    for files in (LocalFiles(tmp_path), BucketFiles(LocalStore(tmp_path)), MemoryFiles({"a": content[:9000]})):
         with pytest.raises(DamageError, match="ends at byte 9000; bytes up to"):
             read_with(RangeFetcher(files), box, flat=False)
 

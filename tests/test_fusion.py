@@ -18,8 +18,8 @@ from headway.plan.step_search import (
     op_fusion_pays,
 )
 from headway.sim.graph.hops import Network
-from headway.sim.training.step_view import StepView, Variants
-from headway.sim.training.training_step import TrainingStep
+from headway.sim.step_view import StepView, Variants
+from headway.sim.training_step import TrainingStep
 from tests.made.step_blocks import Block, profile_of
 
 times = st.integers(0, 10**6)

@@ -14,7 +14,7 @@ from headway.storage.draft import open_draft
 from headway.storage.redundancy.parity import encode_rank
 from headway.storage.redundancy.restripe import restripe
 from headway.storage.regions.protected import ProtectedRegion
-from headway.storage.stored.stores import LocalStore
+from headway.storage.stores import LocalStore
 from tests import redundant
 from tests.launching import refusal
 from tests.redundant import content, lose

@@ -7,9 +7,9 @@ import pytest
 
 from headway.storage.checks.repair import repair
 from headway.storage.checks.verification import verify
+from headway.storage.manifest import Piece, read_record
 from headway.storage.redundancy.parity import judge
 from headway.storage.redundancy.parity_files import ParityFacts, rows_of
-from headway.storage.stored.manifest import Piece, read_record
 from tests import redundant
 from tests.redundant import content, flip, protected
 

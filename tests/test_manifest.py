@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import DamageError, FormatError
-from headway.storage.stored.manifest import (
+from headway.storage.manifest import (
     CommitRecord,
     FileEntry,
     Piece,

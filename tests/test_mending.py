@@ -9,8 +9,8 @@ from headway.checkpoint import restore_into
 from headway.checkpoint.layout.stored import ParityRepair
 from headway.core.errors import DamageError
 from headway.storage.commit import commit
+from headway.storage.manifest import MANIFEST, RankManifest, read_record
 from headway.storage.redundancy.parity import encode_rank
-from headway.storage.stored.manifest import MANIFEST, RankManifest, read_record
 from tests.checkpoints import flip
 from tests.layouts_made import write_part
 

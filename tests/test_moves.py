@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from headway.core.errors import InputError
 from headway.core.units import MIB
 from headway.sim.graph.hops import Network
-from headway.sim.training.moves import bucket_by_size, default_buckets
-from headway.sim.training.training_step import TrainingStep
+from headway.sim.training_moves import bucket_by_size, default_buckets
+from headway.sim.training_step import TrainingStep
 from tests.made.step_blocks import Block, profile_of
 from tests.steps_made import WIRE
 

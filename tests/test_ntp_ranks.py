@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from headway.core.errors import InputError
-from headway.parallel.availability import ShardMap, batch_shares, split_together
-from headway.parallel.torch_reshard import join_units, take_units
+from headway.parallel.availability import ShardMap, split_together
+from headway.parallel.torch_reshard import take_units
 from tests.made.pool import RankFailedError
-from tests.made.tensor_block import BlockShape, train
+from tests.made.tensor_block import BlockShape, join_units, train
 from tests.spawn import on_ranks
 
 SHAPE = BlockShape(heads=6, kv_heads=3, head_size=4, ffn=11, vocabulary=7)
@@ -43,8 +43,6 @@ def test_heads_that_share_no_units_say_which_numbers_they_share():
         split_together(ShardMap.build(8, 4, 3), {"query": (0, 32), "key": (0, 12)})
     with pytest.raises(InputError, match=r"dimension of output is -1; give it from the front"):
         split_together(ShardMap.build(8, 4, 3), {"output": (-1, 32)})
-    with pytest.raises(InputError, match=r"6 examples for groups of \[2, 0\] devices; give at least one"):
-        batch_shares(6, [2, 0])
 
 
 def test_degrees_that_are_not_the_job_say_so():

@@ -13,8 +13,9 @@ from headway.checkpoint.layout.stored import BucketFiles
 from headway.core.errors import DamageError, HeadwayError, InputError
 from headway.storage.checks.verification import verify_store
 from headway.storage.commit import StepTakenError
-from headway.storage.object_commit import ObjectDraft, abandon, commit, committed, record_at, recover, remove
-from headway.storage.stored.stores import PART_BYTES, LocalStore, ObjectStore, claim, open_store, url_of
+from headway.storage.draft import ObjectDraft, abandon
+from headway.storage.object_commit import commit, committed, record_at, recover, remove
+from headway.storage.stores import PART_BYTES, LocalStore, ObjectStore, claim, open_store, url_of
 from tests import bucket_saves
 from tests.bucket_saves import save
 from tests.object_race import points, race
@@ -162,8 +163,8 @@ def test_only_what_has_a_commit_record_is_listed(root):
         commit(store, ObjectDraft(root, 4, "a"), world_size=2)
     record = commit(store, draft, world_size=2)
     assert commit(store, draft, world_size=2) == record, "asked again"
-    assert [(one.step, one.url) for one in committed(store)] == [(3, f"{root}/step-3.a")]
-    assert verify_store(open_store(committed(store)[0].url)).status == "good"
+    assert [(one.step, one.path) for one in committed(store)] == [(3, f"{root}/step-3.a")]
+    assert verify_store(open_store(committed(store)[0].path)).status == "good"
 
 
 def test_a_step_is_committed_once_unless_the_old_attempt_was_given_up(root):
@@ -189,7 +190,7 @@ def test_garbage_of_dead_attempts_goes_and_what_is_committed_or_young_stays(root
     assert recover(store, older_s=-1.0) == ["step-4.dead"]
     assert store.folders() == ("notes", "step-3", "step-3.a")
     _, other = save(root, 5, "c")
-    abandon(store, other)
+    abandon(other, store)
     remove(store, committed(store)[0])
     assert list(store.list()) == ["notes/step-9.txt"]
 

@@ -19,8 +19,8 @@ from headway.plan.optimiser import KINDS, MOVES, QUIET_ROUNDS, SAFE, optimise
 from headway.plan.step_search import NEIGHBOURHOODS, Scorer, uniform
 from headway.sim.graph.dag import replay
 from headway.sim.graph.hops import Network
-from headway.sim.training.moves import bucket_by_size, default_buckets, with_buckets
-from headway.sim.training.training_step import TrainingStep
+from headway.sim.training_moves import bucket_by_size, default_buckets, with_buckets
+from headway.sim.training_step import TrainingStep
 from tests.made.layer_profiles import resnet18
 from tests.made.step_blocks import Block, profile_of
 from tests.steps_made import few, steps

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from headway.checkpoint.layout.reads import CHUNK_BYTES, ReplicatedTensor, least_chunk, owned, shares
 from headway.core.errors import InputError
 from headway.core.units import MIB
-from headway.storage.stored.boxes import cover_fault
+from headway.storage.boxes import cover_fault
 from tests.public_shapes import LLAMA_3_8B
 
 shapes = st.lists(st.integers(0, 700), max_size=3).map(tuple).filter(lambda shape: math.prod(shape) < 5e7)

@@ -10,9 +10,9 @@ import pytest
 
 from headway.core.errors import DamageError, FormatError
 from headway.storage.checks.verification import verify
+from headway.storage.manifest import Damage, read_record
 from headway.storage.redundancy.parity import assess, check, encode_rank, judge, state, warnings
 from headway.storage.redundancy.parity_files import ParityFacts
-from headway.storage.stored.manifest import Damage, read_record
 from tests import redundant
 from tests.redundant import content, flip, lose, protected
 

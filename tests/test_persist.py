@@ -12,7 +12,7 @@ from headway.checkpoint.agent import saving as persisting
 from headway.checkpoint.agent.saving import Payload, persist
 from headway.core.errors import InputError
 from headway.core.wire.pace import RateLimiter
-from headway.storage.stored.digests import digest_of
+from headway.storage.digests import digest_of
 
 
 @st.composite

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from headway.checkpoint.layout.reads import READ_BYTES, Shard, plan_reads
 from headway.core.errors import InputError
 from headway.core.units import MIB
-from headway.storage.stored.boxes import Box, flat_to_boxes, whole
-from headway.storage.stored.manifest import Piece
+from headway.storage.boxes import Box, flat_to_boxes, whole
+from headway.storage.manifest import Piece
 from tests.test_boxes import boxes_in, tilings
 
 ITEM = 4

@@ -9,9 +9,9 @@ from msgspec import structs
 from headway.core.errors import BarMissedError, InputError
 from headway.plan.optimiser import optimise
 from headway.sim.ddp.ddp_replay import DdpReplay
-from headway.sim.training.moves import bucket_by_size, recorded_step
-from headway.sim.training.step_view import StepView
-from headway.sim.training.training_step import TrainingStep
+from headway.sim.step_view import StepView
+from headway.sim.training_moves import bucket_by_size, recorded_step
+from headway.sim.training_step import TrainingStep
 from headway.trace.rings.rank_tables import DdpModel
 from tests.ddp_made import MS, Job, changed, play
 

@@ -10,8 +10,8 @@ from headway.core.errors import DamageError, FormatError, InputError
 from headway.storage.checks import repair as module
 from headway.storage.checks.repair import repair
 from headway.storage.checks.verification import verify
+from headway.storage.manifest import read_record
 from headway.storage.redundancy.parity_files import ParityFacts
-from headway.storage.stored.manifest import read_record
 from tests import redundant
 from tests.launching import headway_here, json_of, refusal
 from tests.redundant import content, flip, lose, protected, put_back

@@ -13,16 +13,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from headway.checkpoint import FlatShard, restore_into
-from headway.checkpoint.layout.fetch import MemoryFiles
 from headway.checkpoint.restores.restore import CheckpointReading
 from headway.checkpoint.saves.image_file import host_bytes
 from headway.checkpoint.state import states
 from headway.checkpoint.state.shards import is_tensor, leaves
 from headway.core.errors import DamageError, InputError
 from headway.storage.commit import commit
-from headway.storage.stored.digests import block_bytes_for
-from headway.storage.stored.manifest import MANIFEST, RankManifest, read_record
-from tests.checkpoints import flip
+from headway.storage.digests import block_bytes_for
+from headway.storage.manifest import MANIFEST, RankManifest, read_record
+from tests.checkpoints import MemoryFiles, flip
 from tests.layouts_made import write, write_part
 from tests.spawn import on_ranks
 

@@ -15,10 +15,10 @@ from headway.checkpoint.layout.reads import Shard, plan_reads
 from headway.checkpoint.restores.restore import CheckpointReading
 from headway.checkpoint.restores.restoring import HeldFiles, step_order
 from headway.core.errors import DamageError, HeadwayError, InputError
+from headway.storage.boxes import Box
 from headway.storage.commit import committed
-from headway.storage.stored.boxes import Box
-from headway.storage.stored.digests import digest_of
-from headway.storage.stored.manifest import MANIFEST, Piece, RankManifest, read_record
+from headway.storage.digests import digest_of
+from headway.storage.manifest import MANIFEST, Piece, RankManifest, read_record
 from tests.checkpoints import flip, unsynced
 from tests.layouts_made import write
 from tests.spawn import on_ranks

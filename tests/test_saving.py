@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from headway.checkpoint.agent import saving
@@ -10,7 +11,8 @@ from headway.checkpoint.agent.messages import Hello, Layout, Persist
 from headway.core.errors import HeadwayError, InputError
 from headway.core.wire.pace import RateLimiter
 from headway.storage.commit import committed
-from headway.storage.draft import Draft
+from headway.storage.draft import Draft, abandon, finish_rank
+from headway.storage.manifest import MANIFEST, RankManifest, read_record
 
 
 def hello(root, rank=0, world_size=1, **facts):
@@ -88,7 +90,7 @@ def test_an_orphan_does_not_disown_what_it_has_written(tmp_path):
 
     saving.mark_orphans(told)
 
-    assert saving.marked_gone(draft.path, {0, 1}) == set()
+    assert saving.marked_gone(draft, {0, 1}) == set()
 
 
 def test_a_save_that_was_superseded_before_a_slow_rank_looked_counts_as_committed(tmp_path):
@@ -143,3 +145,13 @@ def test_only_our_own_checkpoints_up_to_the_newest_step_are_pruned(tmp_path):
     saving.prune(told, 3)
 
     assert [entry.step for entry in committed(tmp_path)] == [1, 3, 9]
+
+
+def test_a_part_of_a_draft_that_was_given_up_meanwhile_is_an_error_and_makes_no_draft(tmp_path):
+    draft = part(hello(tmp_path, rank=0, world_size=2))
+    manifest = read_record(draft.rank_path(0) / MANIFEST, RankManifest)
+    abandon(draft)
+
+    with pytest.raises(InputError, match="does not exist"):
+        finish_rank(draft, msgspec.structs.replace(manifest, image=None), None)
+    assert not draft.path.exists()

@@ -16,9 +16,9 @@ import torch.distributed.checkpoint as dcp
 import headway
 from headway.core.errors import HeadwayError, InputError
 from headway.storage.checks.verification import verify_store
+from headway.storage.manifest import COMMIT, MANIFEST, image_name
 from headway.storage.object_commit import commit, committed
-from headway.storage.stored.manifest import COMMIT, MANIFEST, image_name
-from headway.storage.stored.stores import open_store
+from headway.storage.stores import open_store
 from headway.verbs.stored.ckpt import ls, prune, show, verify_
 from tests import bucket_saves
 from tests.bucket_saves import save
@@ -106,7 +106,7 @@ def test_a_checkpointer_saves_to_a_bucket_and_restores_from_it(root, tmp_path):
 
     newest = committed(open_store(root))
     assert [one.step for one in newest] == [2, 3]
-    inner = open_store(newest[-1].url)
+    inner = open_store(newest[-1].path)
     for name in inner.list():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(bytes(inner.read(name)))
@@ -143,4 +143,4 @@ def test_a_save_whose_agent_is_killed_during_the_upload_is_committed_by_another_
         assert checkpointer.restore(2).step == 2
 
     assert torch.equal(model.weight, torch.full_like(model.weight, 2.0))
-    assert [verify_store(open_store(one.url)).status for one in committed(open_store(root))] == ["good", "good"]
+    assert [verify_store(open_store(one.path)).status for one in committed(open_store(root))] == ["good", "good"]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial
 from headway.checkpoint import FlatShard
 from headway.checkpoint.state.shards import leaves, local_shards, pieces
 from headway.core.errors import InputError
-from headway.storage.stored.boxes import cover_fault, whole
+from headway.storage.boxes import cover_fault, whole
 from tests.reshard_cases import LAYOUTS, held, whole_state
 from tests.spawn import on_ranks
 

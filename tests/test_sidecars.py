@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from headway.storage.commit import commit_record, digests_of, manifests_of, read_guarded, rebuild
-from headway.storage.stored.manifest import COMMIT, METADATA
-from headway.storage.stored.stores import LocalStore
+from headway.storage.manifest import COMMIT, METADATA
+from headway.storage.stores import LocalStore
 from tests.checkpoints import some_state, write_checkpoint
 
 SIDECARS = [

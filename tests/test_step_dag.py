@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.sim.graph.hops import Network
-from headway.sim.training.step_view import StepView, steady_ns
-from headway.sim.training.training_step import TrainingStep
+from headway.sim.step_view import StepView, steady_ns
+from headway.sim.training_step import TrainingStep
 from tests.made.step_blocks import Block, profile_of
 from tests.steps_made import WIRE, few, networks, steps
 

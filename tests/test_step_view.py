@@ -13,9 +13,9 @@ from benchmarks._step_dag import expand_step
 from headway.core.errors import InputError
 from headway.sim.graph.dag import replay
 from headway.sim.graph.hops import Network
-from headway.sim.training.moves import with_buckets
-from headway.sim.training.step_view import StepView, Variants, bucket_sizes
-from headway.sim.training.training_step import TrainingStep
+from headway.sim.step_view import StepView, Variants, bucket_sizes
+from headway.sim.training_moves import with_buckets
+from headway.sim.training_step import TrainingStep
 from tests.made.step_blocks import Block, profile_of
 from tests.steps_made import WIRE, few, steps
 
@@ -85,7 +85,7 @@ def test_a_suffix_that_cuts_a_bucket_is_refused() -> None:
 
 
 def test_steps_that_reach_into_the_next_one_are_refused() -> None:
-    with pytest.raises(InputError, match=r"use headway.sim.training.step_view.steady_ns"):
+    with pytest.raises(InputError, match=r"use headway.sim.step_view.steady_ns"):
         StepView.of(replace(STEP, order="forward"))
 
 

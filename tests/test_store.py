@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.storage.stored.stores import LocalStore
+from headway.storage.stores import LocalStore
 from tests.checkpoints import unsynced
 from tests.spawn import run_threads
 

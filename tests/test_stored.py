@@ -15,7 +15,7 @@ from headway.checkpoint.restores.restore import restore_into
 from headway.checkpoint.restores.restore_targets import unpack
 from headway.core.errors import DamageError, FormatError
 from headway.storage.formats.dcp import Chunk, StoredTensor
-from headway.storage.stored.stores import LocalStore
+from headway.storage.stores import LocalStore
 from tests.checkpoints import flip, write_checkpoint
 from tests.layouts_made import write
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.sim.graph.hops import Network
-from headway.sim.training.moves import fuse_ops, fusible
-from headway.sim.training.training_step import BACKWARD, FORWARD, UPDATE, TrainingStep
+from headway.sim.training_moves import fuse_ops, fusible
+from headway.sim.training_step import BACKWARD, FORWARD, UPDATE, TrainingStep
 from tests.made.step_blocks import Block, profile_of
 from tests.steps_made import WIRE, few, steps
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from headway.core.errors import FormatError, InputError
 from headway.storage.checks.verification import verify, verify_store
 from headway.storage.formats.dcp import read_metadata
-from headway.storage.stored.manifest import COMMIT, METADATA, CommitRecord, Piece, RankManifest, encode, read_record
+from headway.storage.manifest import COMMIT, METADATA, CommitRecord, Piece, RankManifest, encode, read_record
 from tests.checkpoints import Caller, some_state, write_checkpoint
 
 NO_CHECKSUM = ".metadata has no checksum: it was held to the records and to what torch writes"

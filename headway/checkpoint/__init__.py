@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from headway.checkpoint.torch_dcp.plugins import HeadwayReader as HeadwayReader
     from headway.checkpoint.torch_dcp.plugins import HeadwayWriter as HeadwayWriter
     from headway.checkpoint.torch_dcp.stager import HeadwayStager as HeadwayStager
-    from headway.storage.stored.boxes import flat_to_boxes as flat_to_boxes
+    from headway.storage.boxes import flat_to_boxes as flat_to_boxes
 
 PUBLIC: dict[str, str] = {
     "Shard": "headway.checkpoint.layout.reads:Shard",
@@ -43,7 +43,7 @@ PUBLIC: dict[str, str] = {
     "SaveTicket": "headway.checkpoint.saves.tickets:SaveTicket",
     "Commit": "headway.checkpoint.saves.tickets:Commit",
     "FlatShard": "headway.checkpoint.state.shards:FlatShard",
-    "flat_to_boxes": "headway.storage.stored.boxes:flat_to_boxes",
+    "flat_to_boxes": "headway.storage.boxes:flat_to_boxes",
     "CheckpointPolicy": "headway.checkpoint.policy:CheckpointPolicy",
     "PolicyReport": "headway.checkpoint.policy:PolicyReport",
     "StepTiming": "headway.checkpoint.policy:StepTiming",

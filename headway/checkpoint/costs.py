@@ -45,8 +45,8 @@ from numpy.typing import NDArray
 from headway.core.errors import InputError
 from headway.core.units import MIB, NS_PER_S, format_bytes
 from headway.ledger.answers.metrics import daly_interval_s, ettr, optimal_interval_s
-from headway.storage.stored.digests import block_bytes_for, digest_of
-from headway.storage.stored.stores import durable_file, sync_folder
+from headway.storage.digests import block_bytes_for, digest_of
+from headway.storage.stores import durable_file, sync_folder
 
 ROUNDING = 1e-9
 """Share of a step by which a quotient may exceed a whole number and still be that number: 0.3 / 0.1 is 3 steps."""

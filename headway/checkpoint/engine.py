@@ -59,9 +59,9 @@ from headway.runtime.host.rank_env import may_restart
 from headway.runtime.in_rank import state_account
 from headway.runtime.launching.save_and_leave import Leaving
 from headway.runtime.torch_state import RngStates
+from headway.storage.manifest import COMMIT, GENERATORS, METADATA
 from headway.storage.redundancy.erasure import scheme_of
-from headway.storage.stored.manifest import COMMIT, GENERATORS, METADATA
-from headway.storage.stored.stores import url_of
+from headway.storage.stores import url_of
 
 POLICY = "headway_policy"
 """Names under which the process's random number generators and the policy's experience are stored."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from headway.core.errors import InputError
 from headway.runtime.host.rank_env import num_devices, num_processes
-from headway.storage.stored.digests import checksum
+from headway.storage.digests import checksum
 
 STEPS, WIDTH, TOKENS = 8, 64, 48
 

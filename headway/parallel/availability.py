@@ -443,18 +443,3 @@ def split_together(shards: ShardMap, tensors: Mapping[str, tuple[int, int]]) -> 
                 f"{', '.join(tensors)} are split together; use a number of units of: {allowed}."
             )
     return {name: TensorSplit(shards, dim, length // shards.units) for name, (dim, length) in tensors.items()}
-
-
-def batch_shares(examples: int, degrees: Sequence[int]) -> list[int]:
-    """[replicas] Split a batch in proportion to the replicas' tensor-parallel degrees, by largest remainders.
-
-    >>> batch_shares(64, [8, 8, 7])
-    [22, 22, 20]
-    """
-    if examples < 0 or not degrees or min(degrees) < 1:
-        raise InputError(f"{examples} examples for groups of {list(degrees)} devices; give at least one device each.")
-    shares = [examples * degree // sum(degrees) for degree in degrees]
-    by_remainder = sorted(range(len(degrees)), key=lambda replica: -(examples * degrees[replica] % sum(degrees)))
-    for replica in by_remainder[: examples - sum(shares)]:
-        shares[replica] += 1
-    return shares

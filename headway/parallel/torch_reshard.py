@@ -98,13 +98,6 @@ def take_units(tensor: Tensor, split: TensorSplit, units: Sequence[int]) -> Tens
     return tensor.index_select(split.dim, _elements(units, split, tensor.device))
 
 
-def join_units(pieces: Sequence[Tensor], split: TensorSplit, layout: Sequence[Sequence[int]]) -> Tensor:
-    """Return the whole tensor of which rank r has the units `layout[r]`: the inverse of `take_units` on every rank."""
-    joined = torch.cat(list(pieces), split.dim)
-    elements = _elements([unit for units in layout for unit in units], split, joined.device)
-    return joined.index_select(split.dim, elements.argsort())
-
-
 def _elements(units: Sequence[int], split: TensorSplit, device: torch.device) -> Tensor:
     """[units * unit_size] Return the indices of units' elements along the split dimension."""
     first = torch.tensor(units, dtype=torch.long, device=device) * split.unit_size

@@ -1,6 +1,6 @@
 """The best plan for a training step: dPRO's optimiser (arXiv 2205.02473) on a compiled Dag.
 
-Use `optimise(step)` on the step of a recorded run (`headway.sim.training.moves.recorded_step`). Memory
+Use `optimise(step)` on the step of a recorded run (`headway.sim.training_moves.recorded_step`). Memory
 comes first: while the peak exceeds the budget, blocks are computed again or gradients are
 accumulated, whichever costs least. Then rounds over the neighbourhoods of
 `headway.plan.step_search`, until `QUIET_ROUNDS` rounds in a row have changed
@@ -23,7 +23,7 @@ from headway.core.search import smallest_true
 from headway.core.tables import pick
 from headway.core.units import MIB, format_bytes
 from headway.plan.step_search import NEIGHBOURHOODS, Scorer, uniform
-from headway.sim.training.training_step import Flags, TrainingStep
+from headway.sim.training_step import Flags, TrainingStep
 
 QUIET_ROUNDS = 5
 """The search stops after so many rounds in a row that changed little."""

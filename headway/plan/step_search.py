@@ -28,9 +28,9 @@ import numpy as np
 
 from headway.sim.graph.attribution import critical_path
 from headway.sim.graph.hops import Network
-from headway.sim.training.moves import bucket_by_size, default_buckets, fuse_ops, fusible, with_buckets
-from headway.sim.training.step_view import StepView, Variants, steady_ns
-from headway.sim.training.training_step import BACKWARD, FORWARD, ORDERS, Flags, Ints, TrainingStep
+from headway.sim.step_view import StepView, Variants, steady_ns
+from headway.sim.training_moves import bucket_by_size, default_buckets, fuse_ops, fusible, with_buckets
+from headway.sim.training_step import BACKWARD, FORWARD, ORDERS, Flags, Ints, TrainingStep
 
 # When fusing pays: the rules of dPRO's optimiser for operations, gradients and parts (arXiv 2205.02473, section 5).
 

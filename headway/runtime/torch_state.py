@@ -62,8 +62,8 @@ import torch
 from headway.core.errors import FormatError, InputError
 from headway.core.machine import native as streamed
 from headway.core.machine.interruptions import pass_on
-from headway.storage.stored.digests import checksum
-from headway.storage.stored.manifest import GENERATORS
+from headway.storage.digests import checksum
+from headway.storage.manifest import GENERATORS
 
 # The random number generators of this process as state: saved and restored with every checkpoint.
 

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from headway.lab.schemes import mttdl_hours as mttdl_hours
     from headway.lab.schemes import mttdl_parallel_hours as mttdl_parallel_hours
     from headway.lab.schemes import tolerated_afr as tolerated_afr
+    from headway.storage.boxes import flat_to_boxes as flat_to_boxes
     from headway.storage.checks.verification import verify as verify
     from headway.storage.redundancy.erasure import RS as RS
     from headway.storage.regions.dirty import DirtyTracker as DirtyTracker
     from headway.storage.regions.protected import ProtectedRegion as ProtectedRegion
-    from headway.storage.stored.boxes import flat_to_boxes as flat_to_boxes
 
 PUBLIC: dict[str, str] = {
-    "flat_to_boxes": "headway.storage.stored.boxes:flat_to_boxes",
+    "flat_to_boxes": "headway.storage.boxes:flat_to_boxes",
     "AfrModel": "headway.lab.afr:AfrModel",
     "Dgroup": "headway.lab.fleet_sim:Dgroup",
     "DirtyTracker": "headway.storage.regions.dirty:DirtyTracker",

@@ -8,13 +8,13 @@ checkpoints as they were. A step that is there already is never written into.
 
 >>> import tempfile
 >>> from headway.storage.draft import finish_rank, open_draft
->>> from headway.storage.stored.manifest import RankManifest
+>>> from headway.storage.manifest import RankManifest
 >>> root = tempfile.mkdtemp()
 >>> draft = open_draft(root, 7, "a", rank=0)
 >>> finish_rank(draft, RankManifest(7, "a", 0, 1, None), None)
 >>> committed(root)
 []
->>> commit(draft, world_size=1).step, newest(root).path.name
+>>> commit(draft, world_size=1).step, committed(root)[-1].path.name
 (7, 'step-7')
 
 The small files of a checkpoint, from whichever place still has them whole.
@@ -27,7 +27,7 @@ rest of the checkpoint says: `.metadata` follows from the manifests, digests
 from the image. Whatever comes back has the root that the commit recorded.
 
 >>> import tempfile
->>> from headway.storage.stored.stores import LocalStore
+>>> from headway.storage.stores import LocalStore
 >>> commit_record(LocalStore(tempfile.mkdtemp())) is None
 True
 """
@@ -43,16 +43,15 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from headway.core.errors import DamageError, FormatError, InputError
 from headway.core.files.private import remove_tree
 from headway.core.units import MIB
-from headway.storage.draft import LEFTOVER, Draft, is_stale, wait_for_ranks
+from headway.storage.boxes import Box, cover_fault
+from headway.storage.digests import Digested, Digester, digest_of, pack_digests, unpack_digests
+from headway.storage.draft import LEFTOVER, AnyDraft, Draft, is_stale, wait_for_ranks
 from headway.storage.formats.dcp import metadata_bytes
-from headway.storage.stored.boxes import Box, cover_fault
-from headway.storage.stored.digests import Digested, Digester, digest_of, pack_digests, unpack_digests
-from headway.storage.stored.manifest import (
+from headway.storage.manifest import (
     COMMIT,
     COPIES,
     DIGESTS_FILE,
@@ -71,7 +70,7 @@ from headway.storage.stored.manifest import (
     root_of,
     small_entry,
 )
-from headway.storage.stored.stores import LocalStore, Store, sync_folder, write_durably
+from headway.storage.stores import LocalStore, Store, sync_folder
 
 STEP = re.compile(r"step-(\d+)")
 
@@ -90,6 +89,19 @@ class CommittedCheckpoint:
     def ours(self) -> bool:
         """Whether it was committed here, and so has digests; else it is a stock DCP checkpoint."""
         return is_own(self.path)
+
+    @property
+    def record(self) -> CommitRecord | None:
+        """Its commit record; None where it has none, or a broken one."""
+        try:
+            return read_record(self.path / COMMIT, CommitRecord)
+        except (FileNotFoundError, NotADirectoryError, DamageError, FormatError):
+            return None
+
+    @property
+    def store(self) -> LocalStore:
+        """The store that is rooted at it."""
+        return LocalStore(self.path)
 
 
 class StepTakenError(InputError):
@@ -119,11 +131,6 @@ def committed(root: str | Path) -> list[CommittedCheckpoint]:
     return sorted(entry for entry in found if (entry.path / METADATA).exists() or entry.ours)
 
 
-def newest(root: str | Path) -> CommittedCheckpoint | None:
-    """Return the checkpoint of the highest step, or None."""
-    return max(committed(root), default=None)
-
-
 def commit(
     draft: Draft,
     *,
@@ -131,7 +138,6 @@ def commit(
     redundancy: str = "none",
     replace: bool = False,
     deadline_s: float = 600.0,
-    extra: Mapping[str, Any] | None = None,
 ) -> CommitRecord:
     """Wait until all ranks are done, check that the whole is whole, and make the draft a checkpoint.
 
@@ -156,13 +162,8 @@ def commit(
     if draft.target.exists() and not replace:
         raise StepTakenError(_taken(draft))
     manifests = wait_for_ranks(draft, world_size, deadline_s=deadline_s)
-    store = LocalStore(draft.path)
-    record, metadata = record_of(
-        store, manifests, draft.step, draft.attempt, world_size=world_size, redundancy=redundancy, extra=extra
-    )
-    write_durably(draft.path / METADATA, [metadata])
-    for name in (COMMIT + TWIN, COMMIT):
-        write_durably(draft.path / name, [encode(record)])
+    store = LocalStore(draft.path, makes_folders=False)
+    record = seal(store, manifests, draft, world_size=world_size, redundancy=redundancy)
     for note in draft.path.glob(".owner-*.json"):
         note.unlink(missing_ok=True)
     sync_folder(draft.path)
@@ -170,39 +171,31 @@ def commit(
     return record
 
 
-def record_of(
-    store: Store,
-    manifests: Sequence[RankManifest],
-    step: int,
-    attempt: str,
-    *,
-    world_size: int,
-    redundancy: str = "none",
-    extra: Mapping[str, Any] | None = None,
-) -> tuple[CommitRecord, bytes]:
-    """Return the commit record of what ranks wrote into a store, and the `.metadata` that belongs to it.
+def seal(
+    store: Store, manifests: Sequence[RankManifest], draft: AnyDraft, *, world_size: int, redundancy: str
+) -> CommitRecord:
+    """Check what ranks wrote into the store of a draft; put `.metadata` and the commit record beside it, return that.
 
-    Writes nothing. Whoever commits puts `.metadata` into the store, then the record, then makes that visible: a
-    folder by a rename (`commit`), a bucket by a `put_if_absent`. Raises as `commit` does when the whole is not whole.
+    Whoever commits then makes it visible: a folder by a rename (`commit`), a bucket by a `put_if_absent`. Raises as
+    `commit` does when the whole is not whole.
     """
-    sizes = store.list()
-    check_whole(manifests, step, attempt, world_size, sizes)
+    check_whole(manifests, draft.step, draft.attempt, world_size, store.list())
     metadata, digest = metadata_bytes(manifests), manifests[0].digest
     files = (*_files(store, manifests), small_entry(METADATA, metadata, rank=None, kind="metadata", digest=digest))
     record = CommitRecord(
-        step=step, attempt=attempt, world_size=world_size, created_unix_s=time.time(), files=files,
-        root=root_of(files, digest=digest), redundancy=redundancy, digest=digest, extra=dict(extra or {}),
+        step=draft.step, attempt=draft.attempt, world_size=world_size, created_unix_s=time.time(), files=files,
+        root=root_of(files, digest=digest), redundancy=redundancy, digest=digest,
     )  # fmt: skip
-    return record, metadata
+    store.put(METADATA, [metadata])
+    for name in (COMMIT + TWIN, COMMIT):
+        store.put(name, [encode(record)])
+    return record
 
 
 def _done_before(draft: Draft) -> CommitRecord | None:
     """Return the record of this very attempt's commit, where it was cut short after the rename."""
-    try:
-        record = read_record(draft.target / COMMIT, CommitRecord)
-    except (FileNotFoundError, NotADirectoryError, FormatError, DamageError):
-        return None
-    if (record.step, record.attempt) != (draft.step, draft.attempt):
+    record = CommittedCheckpoint(draft.step, draft.target).record
+    if record is None or (record.step, record.attempt) != (draft.step, draft.attempt):
         return None
     sync_folder(draft.root)
     return record

@@ -1,4 +1,4 @@
-"""A save in progress: a folder that nobody lists, into which every rank's agent writes its part.
+"""A save in progress: a folder or a prefix of a bucket that nobody lists, into which every rank's agent writes.
 
     root/.step-<n>.<attempt>.draft/
         .owner-<r>.json       who writes for rank r: host, process; gone with the commit
@@ -8,6 +8,7 @@ Every file goes in through `durable.durable_file`: whole, fsynced, renamed,
 its folder fsynced. Each rank calls `open_draft`, writes its image into
 `draft.rank_path(rank)`, then `finish_rank`. Rank 0's agent calls
 `commit.commit`. Nothing here talks to another rank but through the folder.
+In a bucket (`ObjectDraft`) the same names lie under `step-<n>.<attempt>/`.
 
 >>> import tempfile
 >>> draft = open_draft(tempfile.mkdtemp(), 40, "a1", rank=0)
@@ -30,9 +31,9 @@ from headway.core.errors import DamageError, HeadwayError, InputError
 from headway.core.files.private import check_inside, remove_tree
 from headway.core.files.safe_files import read_json
 from headway.core.machine.host import host_id, process_stat
-from headway.storage.stored.digests import Digested, pack_digests
-from headway.storage.stored.manifest import DIGESTS_FILE, MANIFEST, TWIN, RankManifest, encode, rank_folder, read_record
-from headway.storage.stored.stores import make_folder, sync_folder, write_durably
+from headway.storage.digests import Digested, pack_digests
+from headway.storage.manifest import DIGESTS_FILE, MANIFEST, TWIN, RankManifest, encode, rank_folder, read_record
+from headway.storage.stores import LocalStore, Store, make_folder, open_store, present, sync_folder, write_durably
 
 ATTEMPT = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """What an attempt may be called: it becomes part of a folder's name."""
@@ -75,9 +76,14 @@ class Draft:
     """What the checkpoint's folder is called, where that is not `step-<n>`."""
 
     @property
+    def prefix(self) -> str:
+        """Where it is written, inside the root."""
+        return f".step-{self.step}.{self.attempt}.draft"
+
+    @property
     def path(self) -> Path:
         """The folder that is written."""
-        return self.root / f".step-{self.step}.{self.attempt}.draft"
+        return self.root / self.prefix
 
     @property
     def target(self) -> Path:
@@ -87,6 +93,45 @@ class Draft:
     def rank_path(self, rank: int) -> Path:
         """Return the folder of one rank."""
         return self.path / rank_folder(rank)
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectDraft:
+    """A save in progress in a bucket. What it writes stays where it is; the commit record names it."""
+
+    root: str
+    """URL of the run's checkpoints."""
+
+    step: int
+    """Step that is saved."""
+
+    attempt: str
+    """Who saves it."""
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` where the names cannot be part of a key."""
+        if not ATTEMPT.fullmatch(self.attempt):
+            raise InputError(f"the attempt {self.attempt!r} cannot be part of a key. Use letters, digits, - and _.")
+        if self.step < 0:
+            raise InputError(f"step is {self.step}; it must be at least 0. Pass the number of steps done.")
+
+    @property
+    def prefix(self) -> str:
+        """Where it is written, inside the root."""
+        return f"step-{self.step}.{self.attempt}"
+
+    @property
+    def path(self) -> str:
+        """The same as a URL."""
+        return f"{self.root}/{self.prefix}"
+
+    @property
+    def target(self) -> str:
+        """Where the checkpoint will be read: the same."""
+        return self.path
+
+
+AnyDraft = Draft | ObjectDraft
 
 
 def open_draft(root: str | Path, step: int, attempt: str, *, rank: int, pid: int | None = None) -> Draft:
@@ -110,24 +155,34 @@ def open_draft(root: str | Path, step: int, attempt: str, *, rank: int, pid: int
     return draft
 
 
-def finish_rank(draft: Draft, manifest: RankManifest, written: Digested | None) -> None:
+def store_of(draft: AnyDraft, store: Store | None = None) -> Store:
+    """Return the store of a draft's root, where a folder that somebody has removed is not made again."""
+    if isinstance(draft, Draft):
+        return LocalStore(draft.root, makes_folders=False)
+    return store or open_store(draft.root)
+
+
+def finish_rank(draft: AnyDraft, manifest: RankManifest, written: Digested | None, store: Store | None = None) -> None:
     """Write the digests of the rank's image (None: it has none), then its manifest: the rank is done.
 
-    The image stands in the rank's folder already, written through `durable.durable_file`.
+    The image is in the rank's folder already, in a folder through `durable.durable_file`. `store` is that of the
+    draft's root, where one is open.
     """
-    folder = draft.rank_path(manifest.rank)
     if (written is None) != (manifest.image is None):
         raise InputError(f"rank {manifest.rank} has an image or digests, not both. Pass both or neither.")
+    store, folder = store_of(draft, store), f"{draft.prefix}/{rank_folder(manifest.rank)}"
     if written is not None:
-        write_durably(folder / DIGESTS_FILE, [pack_digests(written)])
-    write_durably(folder / (MANIFEST + TWIN), [encode(manifest)])
-    write_durably(folder / MANIFEST, [encode(manifest)])
-    sync_folder(draft.path)
+        store.put(f"{folder}/{DIGESTS_FILE}", [pack_digests(written)])
+    for name in (MANIFEST + TWIN, MANIFEST):
+        store.put(f"{folder}/{name}", [encode(manifest)])
+    if isinstance(draft, Draft):
+        sync_folder(draft.path)
 
 
-def ranks_done(draft: Draft, world_size: int) -> set[int]:
-    """Return the ranks whose manifest stands."""
-    return {rank for rank in range(world_size) if (draft.rank_path(rank) / MANIFEST).exists()}
+def ranks_done(draft: AnyDraft, world_size: int, store: Store | None = None) -> set[int]:
+    """Return the ranks whose manifest is there."""
+    ranks = {f"{rank_folder(rank)}/{MANIFEST}": rank for rank in range(world_size)}
+    return {ranks[name] for name in present(store_of(draft, store), draft.prefix, ranks) or ()}
 
 
 def wait_for_ranks(draft: Draft, world_size: int, *, deadline_s: float = 600.0) -> list[RankManifest]:
@@ -150,9 +205,12 @@ def wait_for_ranks(draft: Draft, world_size: int, *, deadline_s: float = 600.0) 
     return [read_record(draft.rank_path(rank) / MANIFEST, RankManifest) for rank in range(world_size)]
 
 
-def abandon(draft: Draft) -> None:
+def abandon(draft: AnyDraft, store: Store | None = None) -> None:
     """Remove a draft that will not be committed."""
-    remove_tree(draft.path)
+    if isinstance(draft, Draft):
+        remove_tree(draft.path)
+    else:
+        store_of(draft, store).remove(draft.prefix)
 
 
 def _birth(pid: int) -> str | None:

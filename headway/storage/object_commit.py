@@ -7,11 +7,14 @@ A bucket has no rename, so nothing moves: of two writers of a step one gets
 its record in, and readers go by records only. Whatever an attempt leaves
 without a record is garbage, and removed once nobody has added to it for long.
 
+`checkpoints`, `discard` and `recover_root` do for a folder or a bucket what
+`commit` does for the one and this module for the other.
+
 >>> import tempfile
->>> from headway.storage.stored.stores import ObjectStore
+>>> from headway.storage.draft import finish_rank
 >>> store = ObjectStore(f"file://{tempfile.mkdtemp()}")
 >>> draft = ObjectDraft(store.place, 7, "a")
->>> finish_rank(store, draft, RankManifest(7, "a", 0, 1, None), None)
+>>> finish_rank(draft, RankManifest(7, "a", 0, 1, None), None)
 >>> committed(store)
 []
 >>> commit(store, draft, world_size=1).attempt, [one.step for one in committed(store)]
@@ -21,68 +24,24 @@ without a record is garbage, and removed once nobody has added to it for long.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
-from headway.core.errors import DamageError, FormatError, HeadwayError, InputError
-from headway.storage.commit import STEP, StepTakenError, record_of
-from headway.storage.draft import ATTEMPT, FOREIGN_AGE_S
-from headway.storage.stored.digests import Digested, pack_digests
-from headway.storage.stored.manifest import (
+from headway.core.errors import DamageError, FormatError, HeadwayError
+from headway.storage import commit as folders
+from headway.storage.commit import STEP, CommittedCheckpoint, StepTakenError, seal
+from headway.storage.draft import FOREIGN_AGE_S, ObjectDraft
+from headway.storage.manifest import (
     COMMIT,
-    DIGESTS_FILE,
     MANIFEST,
-    METADATA,
-    TWIN,
     CommitRecord,
     RankManifest,
     decode,
     encode,
     rank_folder,
 )
-from headway.storage.stored.stores import ObjectStore, open_store
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectDraft:
-    """A save in progress in a bucket. What it writes stays where it is; the commit record names it."""
-
-    root: str
-    """URL of the run's checkpoints."""
-
-    step: int
-    """Step that is saved."""
-
-    attempt: str
-    """Who saves it."""
-
-    def __post_init__(self) -> None:
-        """Raise `InputError` where the names cannot be part of a key."""
-        if not ATTEMPT.fullmatch(self.attempt):
-            raise InputError(f"the attempt {self.attempt!r} cannot be part of a key. Use letters, digits, - and _.")
-        if self.step < 0:
-            raise InputError(f"step is {self.step}; it must be at least 0. Pass the number of steps done.")
-
-    @property
-    def prefix(self) -> str:
-        """Where it is written, inside the root."""
-        return f"step-{self.step}.{self.attempt}"
-
-    @property
-    def path(self) -> str:
-        """The same as a URL."""
-        return f"{self.root}/{self.prefix}"
-
-    @property
-    def target(self) -> str:
-        """Where the checkpoint will be read: the same."""
-        return self.path
-
-    @property
-    def record_name(self) -> str:
-        """The commit, inside the root."""
-        return f"step-{self.step}/{COMMIT}"
+from headway.storage.stores import ObjectStore, Store, open_store, url_of
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -92,31 +51,24 @@ class CommittedObject:
     step: int
     """Its step."""
 
-    url: str
-    """Where its files lie."""
+    path: str
+    """URL where its files lie."""
 
     record: CommitRecord
     """Its commit record."""
 
+    @property
+    def ours(self) -> bool:
+        """Whether it was committed here: always."""
+        return True
 
-def finish_rank(store: ObjectStore, draft: ObjectDraft, manifest: RankManifest, written: Digested | None) -> None:
-    """Put the digests of the rank's image (None: it has none), then its manifest: the rank is done."""
-    if (written is None) != (manifest.image is None):
-        raise InputError(f"rank {manifest.rank} has an image or digests, not both. Pass both or neither.")
-    folder = f"{draft.prefix}/{rank_folder(manifest.rank)}"
-    if written is not None:
-        store.put(f"{folder}/{DIGESTS_FILE}", [pack_digests(written)])
-    for name in (MANIFEST + TWIN, MANIFEST):
-        store.put(f"{folder}/{name}", [encode(manifest)])
-
-
-def ranks_done(store: ObjectStore, draft: ObjectDraft, world_size: int) -> set[int]:
-    """Return the ranks whose manifest is there."""
-    names = store.list(draft.prefix)
-    return {rank for rank in range(world_size) if f"{draft.prefix}/{rank_folder(rank)}/{MANIFEST}" in names}
+    @property
+    def store(self) -> ObjectStore:
+        """The store that is rooted at it."""
+        return open_store(self.path)
 
 
-def record_at(store: ObjectStore, step: int) -> CommitRecord | None:
+def record_at(store: Store, step: int) -> CommitRecord | None:
     """Return the commit record of a step; None where it is not committed. Raises `DamageError` for a broken one."""
     name = f"step-{step}/{COMMIT}"
     try:
@@ -132,7 +84,6 @@ def commit(
     world_size: int,
     redundancy: str = "none",
     replaces: CommitRecord | None = None,
-    extra: Mapping[str, Any] | None = None,
 ) -> CommitRecord:
     """Check that the whole is whole, and make it the checkpoint of its step by one put.
 
@@ -155,19 +106,15 @@ def commit(
     if standing is not None and standing != replaces:
         raise StepTakenError(_taken(draft, standing))
     inner = store.under(draft.prefix)
-    record, metadata = record_of(
-        inner, _manifests(inner, draft, world_size), draft.step, draft.attempt, world_size=world_size,
-        redundancy=redundancy, extra=extra,
-    )  # fmt: skip
+    manifests = _manifests(inner, draft, world_size)
+    record = seal(inner, manifests, draft, world_size=world_size, redundancy=redundancy)
     data = encode(record)
-    inner.put(METADATA, [metadata])
-    for name in (COMMIT + TWIN, COMMIT):
-        inner.put(name, [data])
+    name = f"step-{draft.step}/{COMMIT}"
     if standing is None:
-        won = store.put_if_absent(draft.record_name, data)
+        won = store.put_if_absent(name, data)
     else:
-        tag = store.tag(draft.record_name)
-        won = record_at(store, draft.step) == standing and store.put_if_same(draft.record_name, data, tag)
+        tag = store.tag(name)
+        won = record_at(store, draft.step) == standing and store.put_if_same(name, data, tag)
     if not won:
         raise StepTakenError(_taken(draft, record_at(store, draft.step)))
     if standing is not None:
@@ -227,18 +174,13 @@ def checkpoint_at(url: str) -> ObjectStore:
         return open_store(f"{parent}/step-{record.step}.{record.attempt}")
     store = open_store(url)
     below = committed(store)
-    return open_store(below[-1].url) if below else store
+    return below[-1].store if below else store
 
 
 def remove(store: ObjectStore, checkpoint: CommittedObject) -> None:
     """Remove a checkpoint: its record first, so that nobody sees half of it."""
     store.remove(f"step-{checkpoint.step}/{COMMIT}")
     store.remove(f"step-{checkpoint.step}.{checkpoint.record.attempt}")
-
-
-def abandon(store: ObjectStore, draft: ObjectDraft) -> None:
-    """Remove what an attempt wrote that will not be committed."""
-    store.remove(draft.prefix)
 
 
 def recover(store: ObjectStore, *, older_s: float = FOREIGN_AGE_S) -> list[str]:
@@ -260,3 +202,23 @@ def recover(store: ObjectStore, *, older_s: float = FOREIGN_AGE_S) -> list[str]:
                 store.remove(folder)
                 removed.append(folder)
     return removed
+
+
+def checkpoints(root: str | Path) -> Sequence[CommittedCheckpoint | CommittedObject]:
+    """Return the checkpoints in a folder or below a URL, oldest step first."""
+    url = url_of(root)
+    return folders.committed(root) if url is None else committed(open_store(url))
+
+
+def discard(checkpoint: CommittedCheckpoint | CommittedObject) -> None:
+    """Remove a checkpoint, wherever it is."""
+    if isinstance(checkpoint, CommittedCheckpoint):
+        folders.remove(checkpoint)
+    else:
+        remove(open_store(checkpoint.path.rpartition("/")[0]), checkpoint)
+
+
+def recover_root(root: str | Path) -> Sequence[Path | str]:
+    """Remove what dead writers left in a folder or below a URL; return what was removed."""
+    url = url_of(root)
+    return folders.recover(root) if url is None else recover(open_store(url))

@@ -11,11 +11,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-import headway.demo
 from headway.core.errors import HeadwayError, InputError
 from headway.trace.recording.runs import is_run
 
-SCRIPT = Path(headway.demo.__file__).with_name("train.py")
+SCRIPT = Path(__file__).with_name("train.py")
 """Plain PyTorch; it has never heard of headway."""
 
 INTRODUCTION = """

@@ -20,7 +20,7 @@ from typing import Protocol
 from headway.core.units import seconds_to_ns
 from headway.cost.specs import DeviceSpec
 from headway.cost.transformer import Transformer
-from headway.sim.training.training_step import StepProfile
+from headway.sim.training_step import StepProfile
 from tests.made.step_blocks import Block, profile_of
 
 EFFICIENCY = 0.5

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.core.errors import InputError
-from headway.sim.training.training_step import BACKWARD, FORWARD, OUTPUT, UPDATE, StepProfile
+from headway.sim.training_step import BACKWARD, FORWARD, OUTPUT, UPDATE, StepProfile
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - torch's own habit
 
-from headway.parallel.availability import ShardMap, TensorSplit, attention_units, batch_shares, split_together
-from headway.parallel.torch_reshard import GradientReshard, ReplicaGroups, join_units, take_units
+from headway.parallel.availability import ShardMap, TensorSplit, attention_units, split_together
+from headway.parallel.torch_reshard import GradientReshard, ReplicaGroups, take_units
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,23 @@ def train(degrees: Sequence[int], shape: BlockShape, examples: int, steps: int) 
         reshard.sum_gradients()
         optimizer.step()
     return {name: whole(tensor.detach(), splits.get(name), groups) for name, tensor in w.items()}
+
+
+def batch_shares(examples: int, degrees: Sequence[int]) -> list[int]:
+    """[replicas] Split a batch in proportion to the replicas' tensor-parallel degrees, by largest remainders."""
+    shares = [examples * degree // sum(degrees) for degree in degrees]
+    by_remainder = sorted(range(len(degrees)), key=lambda replica: -(examples * degrees[replica] % sum(degrees)))
+    for replica in by_remainder[: examples - sum(shares)]:
+        shares[replica] += 1
+    return shares
+
+
+def join_units(pieces: Sequence[Tensor], split: TensorSplit, layout: Sequence[Sequence[int]]) -> Tensor:
+    """Return the whole tensor of which rank r has the units `layout[r]`: the inverse of `take_units` on every rank."""
+    joined = torch.cat(list(pieces), split.dim)
+    size = split.unit_size
+    elements = torch.tensor([unit * size + at for units in layout for unit in units for at in range(size)])
+    return joined.index_select(split.dim, elements.argsort())
 
 
 def whole(tensor: Tensor, split: TensorSplit | None, groups: ReplicaGroups) -> Tensor:

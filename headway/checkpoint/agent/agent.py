@@ -4,8 +4,8 @@
 
 The trainer passes it shared memory once, and a short message per save. The
 agent writes the image, its digests and its manifest into the save's draft, in
-a folder (`saving`) or a bucket (`saving_objects`); rank 0's agent commits once
-all manifests stand; then each encodes its parity.
+a folder or a bucket (`saving`); rank 0's agent commits once all manifests
+stand; then each encodes its parity.
 When the trainer dies the agent finishes what it has, and keeps the newest
 committed image in memory for a while: an attempt that is started again on the
 same host restores from there. Errors go to the trainer.
@@ -32,12 +32,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import NoReturn
 
 import msgspec
 
-from headway.checkpoint.agent import saving, saving_objects
+from headway.checkpoint.agent import saving
 from headway.checkpoint.agent.messages import (
     FROM_CALLER,
     PROTOCOL,
@@ -63,10 +62,9 @@ from headway.core.wire.channel import Channel, Listener, PeerProcess
 from headway.core.wire.loop import ServiceLoop
 from headway.core.wire.pace import RateLimiter
 from headway.core.wire.wires import ChannelClosed, Packets
-from headway.storage.draft import Draft
-from headway.storage.object_commit import ObjectDraft
-from headway.storage.stored.manifest import CommitRecord, image_name
-from headway.storage.stored.stores import url_of
+from headway.storage.draft import AnyDraft
+from headway.storage.manifest import CommitRecord, image_name
+from headway.storage.stores import url_of
 
 LOG = logging.getLogger(__name__)
 LOG.addHandler(logging.NullHandler())
@@ -92,7 +90,7 @@ class UncommittedSave:
     """A save whose part of this rank is durable, but which is not committed yet."""
 
     save: Persist
-    draft: Draft | ObjectDraft
+    draft: AnyDraft
     since_s: float
     since_ns: int
 
@@ -107,8 +105,7 @@ class Agent:
         self._layout = Layout(())
         self._arenas: dict[int, tuple[int, mmap.mmap]] = {}
         self._waiting: list[UncommittedSave] = []
-        self._saving: ModuleType = saving  # or the same on a bucket
-        self._abandoned: set[Draft | ObjectDraft] = set()
+        self._abandoned: set[AnyDraft] = set()
         self._held: tuple[HeldImage, int] | None = None  # what is held, in which arena
         self._listener: Listener | None = None
         self._callers: dict[Channel, Finish | None] = {}
@@ -116,7 +113,8 @@ class Agent:
         self._orphan_since_s: float | None = None
         self._marks_at_s = 0.0
         self._ends = False
-        self._poll_s = saving.POLL_S[0]
+        self._polls_s = saving.POLL_S
+        self._poll_s = self._polls_s[0]
         self.num_failures = 0
         """Errors told to the trainer, or to nobody: they are in the log."""
 
@@ -164,11 +162,10 @@ class Agent:
     def _greet(self, hello: Hello) -> None:
         if hello.protocol != PROTOCOL:
             raise InputError(f"the trainer speaks protocol {hello.protocol}, this agent {PROTOCOL}. Restart the job.")
-        self._hello = hello
-        self._saving = saving_objects if url_of(hello.root) else saving
+        self._hello, self._polls_s = hello, saving.poll_s(hello)
         if hello.rank == 0:
             with contextlib.suppress(OSError, HeadwayError):  # what is left shows at the first save
-                for path in self._saving.recover(hello):
+                for path in saving.recover(hello):
                     LOG.info("removed %s, which a dead attempt left", path)
 
     def _map(self, arena: ImageArena, file: int) -> None:
@@ -226,22 +223,22 @@ class Agent:
     def _persist(self, save: Persist) -> None:
         """Make this rank's part of a save durable; what goes wrong is the trainer's to hear."""
         assert self._hello is not None, "the trainer saves before it has said who it is"
-        hello, draft = self._hello, self._saving.draft_of(self._hello, save)
+        hello, draft = self._hello, saving.draft_of(self._hello, save.step, save.attempt)
         if self._held is not None and self._held[1] == save.number:
             self._held = None
-        self._saving.sweep(self._abandoned)
+        saving.sweep(self._abandoned)
         try:
             memory = self._arenas[save.number][1] if save.num_bytes else b""
             check_sums(memory, self._layout.slots, save.sums)
-            draft, phases = self._saving.persist_rank(hello, self._layout, save, memory, self._pace)
+            draft, phases = saving.persist_rank(hello, self._layout, save, memory, self._pace)
         except Exception as error:  # whatever the disk, the folder or our own code does: the save is lost, we go on
             LOG.exception("step %d was not persisted", save.step)
-            self._saving.mark_gone(hello, draft)
+            saving.mark_gone(hello, draft)
             self._fail(save, draft, error)
             return
         self._tell(Persisted(save.step, phases))
         self._waiting.append(UncommittedSave(save, draft, time.monotonic(), time.perf_counter_ns()))
-        self._poll_s = self._saving.POLL_S[0]
+        self._poll_s = self._polls_s[0]
 
     def _advance(self) -> None:
         """Look whether saves that wait for other ranks are over."""
@@ -257,10 +254,10 @@ class Agent:
             if record is not None:
                 self._waiting.remove(waiting)
                 self._committed(waiting, record)
-        self._poll_s = min(self._poll_s * 1.3, self._saving.POLL_S[1])
+        self._poll_s = min(self._poll_s * 1.3, self._polls_s[1])
         if self._orphan_since_s is not None and self._hello is not None and time.monotonic() > self._marks_at_s:
-            self._saving.mark_orphans(self._hello)
-            self._marks_at_s = time.monotonic() + self._saving.POLL_S[1]
+            saving.mark_orphans(self._hello)
+            self._marks_at_s = time.monotonic() + self._polls_s[1]
         if not self._waiting:
             self._answer_successors()
 
@@ -268,7 +265,7 @@ class Agent:
         """Return the record once a save is committed. Raises when it never will be."""
         assert self._hello is not None
         is_first = self._hello.rank == 0
-        look = self._saving.commit_if_ready if is_first else self._saving.outcome
+        look = saving.commit_if_ready if is_first else saving.outcome
         record: CommitRecord | None = look(self._hello, waiting.draft)
         since_s, most_s = waiting.since_s, COMMIT_S
         if self._orphan_since_s is not None:
@@ -292,7 +289,7 @@ class Agent:
             self._held = (held, save.number)
         try:
             if self._hello.rank == 0:
-                self._saving.prune(self._hello, save.step)
+                saving.prune(self._hello, save.step)
         except (OSError, HeadwayError) as error:
             LOG.exception("old checkpoints were not removed")
             self._tell(Failed(save.step, type(error).__name__, str(error), "retention"))
@@ -304,7 +301,7 @@ class Agent:
         assert self._hello is not None
         begun_ns = time.perf_counter_ns()
         try:
-            num_bytes = self._saving.encode(target, self._hello.rank, self._pace)
+            num_bytes = saving.encode(target, self._hello.rank, self._pace)
         except Exception as error:  # the checkpoint stands, but can bear less than was asked for
             if Path(target).exists():
                 LOG.exception("step %d has no parity of this rank", step)
@@ -312,10 +309,10 @@ class Agent:
             return
         self._tell(Redundant(step, (Phase("checkpoint.parity", begun_ns, time.perf_counter_ns(), num_bytes),)))
 
-    def _fail(self, save: Persist, draft: Draft | ObjectDraft, error: BaseException) -> None:
+    def _fail(self, save: Persist, draft: AnyDraft, error: BaseException) -> None:
         assert self._hello is not None
         if self._hello.rank == 0:
-            self._saving.give_up(draft, f"{type(error).__name__}: {error}")
+            saving.give_up(draft, f"{type(error).__name__}: {error}")
             self._abandoned.add(draft)
         self._tell(Failed(save.step, type(error).__name__, str(error)))
 
@@ -369,7 +366,7 @@ class Agent:
     def close(self, why: str) -> None:
         """Let everybody go, with a word."""
         # Where other ranks' agents may still have to read why, the draft stays: the next attempt removes it.
-        self._saving.sweep({draft for draft in self._abandoned if not self._saving.is_awaited(draft)})
+        saving.sweep({draft for draft in self._abandoned if not saving.is_awaited(draft)})
         if self._listener is not None:
             self._listener.close()
         self._loop.close(why)

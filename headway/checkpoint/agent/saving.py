@@ -1,9 +1,9 @@
 """One save, as an agent sees it: its rank's part into the draft, the commit, what is done when it cannot be.
 
-Agents of other ranks are met in the draft's folder only. A rank that will
-never finish leaves a mark there; rank 0 gives the save up then, and marks the
-whole draft, so that nobody waits for long. Times are int ns of
-`time.perf_counter_ns`.
+Agents of other ranks are met in the draft only, a folder or a prefix of a
+bucket; a bucket is looked at less often. A rank that will never finish leaves
+a mark there; rank 0 gives the save up then, and marks the whole draft, so
+that nobody waits for long. Times are int ns of `time.perf_counter_ns`.
 
 >>> import tempfile
 >>> hello = Hello(root=tempfile.mkdtemp(), attempt="a", rank=0, world_size=1)
@@ -41,9 +41,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -55,13 +56,11 @@ from headway.core.errors import DamageError, FormatError, HeadwayError, InputErr
 from headway.core.files.safe_files import whole_file
 from headway.core.units import MIB
 from headway.core.wire.pace import RateLimiter
-from headway.storage.commit import CommittedCheckpoint, commit, committed, newest, remove
-from headway.storage.commit import recover as recover_drafts
-from headway.storage.draft import Draft, abandon, finish_rank, open_draft, ranks_done
-from headway.storage.redundancy.parity import encode_rank
-from headway.storage.stored.digests import Digested, Digester, block_bytes_for, crc32
-from headway.storage.stored.manifest import (
-    COMMIT,
+from headway.storage import object_commit
+from headway.storage.commit import CommittedCheckpoint, commit
+from headway.storage.digests import Digested, Digester, block_bytes_for, crc32
+from headway.storage.draft import LEFTOVER, AnyDraft, Draft, ObjectDraft, abandon, finish_rank, open_draft, ranks_done
+from headway.storage.manifest import (
     MANIFEST,
     CommitRecord,
     Piece,
@@ -70,9 +69,10 @@ from headway.storage.stored.manifest import (
     entry_of,
     image_name,
     rank_folder,
-    read_record,
 )
-from headway.storage.stored.stores import durable_file
+from headway.storage.object_commit import checkpoints, discard, record_at, recover_root
+from headway.storage.redundancy.parity import encode_rank
+from headway.storage.stores import PART_BYTES, LocalStore, ObjectStore, durable_file, open_store, present, url_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -111,10 +111,11 @@ class Written:
     """[payloads] CRC-32 of each, in their order."""
 
 
-def persist(image: Buffer, payloads: Sequence[Payload], file: Sink, pace: RateLimiter) -> Written:
-    """Write `image` to `file`, patching the CRC-32 of each of the `payloads` (ascending, disjoint) into it first.
+def persist(image: Buffer, payloads: Sequence[Payload], file: Sink | None, pace: RateLimiter) -> Written:
+    """Write `image` to `file` (None: nowhere), patching the CRC-32 of each of the `payloads` into it first.
 
-    Raises `InputError` when a CRC belongs in front of its payload's end; what the file raises passes through.
+    They are ascending and disjoint. Raises `InputError` when a CRC belongs in front of its payload's end; what the file
+    raises passes through.
     """
     view = memoryview(image).cast("B")
     check(payloads, len(view))
@@ -130,7 +131,8 @@ def persist(image: Buffer, payloads: Sequence[Payload], file: Sink, pace: RateLi
             digester.update(view[done:step])
             done = step
             if done - written == WINDOW_BYTES or done == len(view):
-                file.write(view[written:done])
+                if file is not None:
+                    file.write(view[written:done])
                 pace.wait(done - written)
                 written = done
 
@@ -167,37 +169,65 @@ GONE = ".gone-{}"
 ABANDONED = ".abandoned"
 """Mark in a draft: rank 0 will never commit it, and why."""
 
+POLL_S, BUCKET_POLL_S = (0.004, 0.05), (0.2, 2.0)
+"""How often a folder, and a bucket, is looked at while other ranks write, at first and later; a look at a bucket is a
+request."""
 
-POLL_S = (0.004, 0.05)
-"""How often the folder is looked at while other ranks write, at first and later."""
+
+@cache
+def _store(root: str) -> LocalStore | ObjectStore:
+    """Return the store of a root, one per process: a bucket's keeps its connections."""
+    return LocalStore(root) if url_of(root) is None else open_store(root)
 
 
-def draft_of(hello: Hello, save: Persist) -> Draft:
+def poll_s(hello: Hello) -> tuple[float, float]:
+    """Return the seconds between looks for other ranks, at first and later."""
+    return POLL_S if url_of(hello.root) is None else BUCKET_POLL_S
+
+
+def draft_of(hello: Hello, step: int, attempt: str) -> AnyDraft:
     """Return the draft of a save."""
-    return Draft(Path(hello.root), save.step, save.attempt)
+    is_folder = url_of(hello.root) is None
+    return Draft(Path(hello.root), step, attempt) if is_folder else ObjectDraft(hello.root, step, attempt)
 
 
 def persist_rank(
     hello: Hello, layout: Layout, save: Persist, memory: Buffer, pace: RateLimiter
-) -> tuple[Draft, tuple[Phase, ...]]:
+) -> tuple[AnyDraft, tuple[Phase, ...]]:
     """Write the rank's image, digests and manifest into the draft, durably; return the draft and how long it took.
 
     A part that stands already, as an agent that was killed left it, is not written again. What the file system raises
     passes through.
     """
-    draft = draft_of(hello, save)
-    if seen(hello, draft) is not None or (draft.rank_path(hello.rank) / MANIFEST).exists():
+    draft, store = draft_of(hello, save.step, save.attempt), _store(hello.root)
+    if seen(hello, draft) is not None or _has_part(hello, draft):
         return draft, ()
     begun_ns = time.perf_counter_ns()
-    draft = open_draft(hello.root, save.step, save.attempt, rank=hello.rank)
-    name, written = image_name(hello.rank), None
-    if save.num_bytes:
-        image = memoryview(memory)[: save.num_bytes]
+    if isinstance(draft, Draft):
+        open_draft(hello.root, save.step, save.attempt, rank=hello.rank)
+    name, image, written = image_name(hello.rank), memoryview(memory)[: save.num_bytes], None
+    if save.num_bytes and isinstance(draft, Draft):
         with durable_file(draft.path / name) as file:
             written = persist(image, payloads(layout.slots), file, pace)
+    elif save.num_bytes:
+        written = persist(image, payloads(layout.slots), None, RateLimiter())
+        store.put(f"{draft.prefix}/{name}", _paced(image, pace))
     digested = None if written is None else written.digested
-    finish_rank(draft, manifest_of(hello, layout, save, memory, written), digested)
+    finish_rank(draft, manifest_of(hello, layout, save, memory, written), digested, store)
     return draft, (Phase("checkpoint.persist", begun_ns, time.perf_counter_ns(), save.num_bytes),)
+
+
+def _has_part(hello: Hello, draft: AnyDraft) -> bool:
+    """Say whether the rank's manifest is in a draft."""
+    return bool(present(_store(hello.root), f"{draft.prefix}/{rank_folder(hello.rank)}", [MANIFEST]))
+
+
+def _paced(image: memoryview, pace: RateLimiter) -> Iterator[memoryview]:
+    """Yield an image part by part, no faster than the pace."""
+    for start in range(0, len(image), PART_BYTES):
+        part = image[start : start + PART_BYTES]
+        yield part
+        pace.wait(len(part))
 
 
 def payloads(slots: Sequence[Slot]) -> list[Payload]:
@@ -205,7 +235,7 @@ def payloads(slots: Sequence[Slot]) -> list[Payload]:
     return [Payload(slot.payload_offset, slot.payload_offset + slot.payload_bytes, slot.crc_offsets) for slot in slots]
 
 
-def commit_if_ready(hello: Hello, draft: Draft) -> CommitRecord | None:
+def commit_if_ready(hello: Hello, draft: AnyDraft) -> CommitRecord | None:
     """Commit when all ranks are done; return the record, or None while some are not.
 
     Raises `HeadwayError` when a rank will never be done, and as `headway.storage.commit.commit` does.
@@ -213,19 +243,21 @@ def commit_if_ready(hello: Hello, draft: Draft) -> CommitRecord | None:
     record = seen(hello, draft)
     if record is not None:
         return record
-    missing = set(range(hello.world_size)) - ranks_done(draft, hello.world_size)
-    lost = marked_gone(draft.path, missing)
+    store = _store(hello.root)
+    missing = set(range(hello.world_size)) - ranks_done(draft, hello.world_size, store)
+    lost = marked_gone(draft, missing)
     if lost:
         raise lost_part(draft.step, lost)
     if missing:
         return None
-    return commit(
-        draft,
-        world_size=hello.world_size,
-        redundancy=hello.redundancy,
-        replace=_may_replace(hello, draft),
-        deadline_s=0,
-    )
+    size, redundancy = hello.world_size, hello.redundancy
+    if isinstance(draft, Draft):
+        may = _may_replace(hello, draft)
+        return commit(draft, world_size=size, redundancy=redundancy, replace=may, deadline_s=0)
+    assert isinstance(store, ObjectStore), "it is that of the draft's root"
+    standing = record_at(store, draft.step)
+    old = standing if standing is not None and is_superseded(hello, standing) else None
+    return object_commit.commit(store, draft, world_size=size, redundancy=redundancy, replaces=old)
 
 
 def lost_part(step: int, lost: set[int]) -> HeadwayError:
@@ -241,103 +273,129 @@ def is_superseded(hello: Hello, record: CommitRecord) -> bool:
     return record.attempt.startswith(hello.attempt) or record.created_unix_s < hello.started_unix_s
 
 
-def seen(hello: Hello, draft: Draft) -> CommitRecord | None:
+def seen(hello: Hello, draft: AnyDraft) -> CommitRecord | None:
     """Return the record of a draft that has been committed, else None."""
-    record = _record(draft.target)
-    return record if record is not None and record.attempt == draft.attempt else None
+    with suppress(DamageError, FormatError):
+        record = record_at(_store(hello.root), draft.step)
+        return record if record is not None and record.attempt == draft.attempt else None
+    return None
 
 
-def outcome(hello: Hello, draft: Draft) -> CommitRecord | None:
+def outcome(hello: Hello, draft: AnyDraft) -> CommitRecord | None:
     """Return the record once rank 0's agent has committed, else None; raises `HeadwayError` if it gave up."""
-    there = draft.path.exists()
+    store = _store(hello.root)
+    marks = present(store, draft.prefix, [ABANDONED])
     record = seen(hello, draft)
     if record is not None:
         return record
-    with suppress(OSError):
-        raise HeadwayError(f"rank 0 gave it up: {(draft.path / ABANDONED).read_text()}")
-    if there:
+    if marks:
+        with suppress(FileNotFoundError):
+            raise HeadwayError(f"rank 0 gave it up: {bytes(store.read(f'{draft.prefix}/{ABANDONED}')).decode()}")
+    if marks is not None:
         return None
-    later = newest(draft.root)
+    later = max(checkpoints(hello.root), default=None, key=lambda one: one.step)
     if later is not None and later.step > draft.step:
-        return _record(later.path)  # ours was committed, and has been superseded since
-    raise HeadwayError(
-        f"step {draft.step} is not committed: its draft {draft.path} is gone. Save again; look at who removed it."
-    )
+        return later.record  # ours was committed, and has been superseded since
+    named = f"its draft {draft.path}" if isinstance(draft, Draft) else draft.path
+    raise HeadwayError(f"step {draft.step} is not committed: {named} is gone. Save again; look at who removed it.")
 
 
-def give_up(draft: Draft, why: str) -> None:
+def _mark(draft: AnyDraft, name: str, why: str = "") -> None:
+    """Leave a mark in a draft. Who looks finds the whole of it or nothing."""
+    # No room even for that, no folder, no access: the others find out by waiting.
+    with suppress(OSError, HeadwayError):
+        if isinstance(draft, Draft):
+            with whole_file(draft.path / name) as written:
+                written.write_text(why)
+        else:
+            _store(draft.root).put(f"{draft.prefix}/{name}", [why.encode()])
+
+
+def give_up(draft: AnyDraft, why: str) -> None:
     """Tell the other ranks' agents that a save will never be committed."""
-    # No room even for that, or no folder: they find out by waiting. Who looks finds the whole reason or no file.
-    with suppress(OSError, InputError), whole_file(draft.path / ABANDONED) as written:
-        written.write_text(why)
+    _mark(draft, ABANDONED, why)
 
 
-def mark_gone(hello: Hello, draft: Draft) -> None:
+def mark_gone(hello: Hello, draft: AnyDraft) -> None:
     """Tell rank 0's agent that this rank will never finish its part of a draft."""
-    with suppress(OSError):
-        (draft.path / GONE.format(hello.rank)).touch()
+    _mark(draft, GONE.format(hello.rank))
 
 
 def mark_orphans(hello: Hello) -> None:
     """Mark every draft of this attempt that this rank has no part in: its trainer is dead and will send none."""
-    for path in Path(hello.root).glob(f".step-*.{hello.attempt}*.draft"):
-        if not (path / rank_folder(hello.rank) / MANIFEST).exists():
-            with suppress(OSError):
-                (path / GONE.format(hello.rank)).touch()
+    with suppress(OSError, HeadwayError):
+        for draft in _drafts(hello):
+            if not _has_part(hello, draft):
+                mark_gone(hello, draft)
 
 
-def marked_gone(path: Path, ranks: set[int]) -> set[int]:
-    """Return which of the `ranks` will never finish their part of the draft at `path`."""
-    return {rank for rank in ranks if (path / GONE.format(rank)).exists()}
+def _drafts(hello: Hello) -> Iterator[AnyDraft]:
+    """Yield the drafts of this attempt that are not committed."""
+    store = _store(hello.root)
+    if isinstance(store, LocalStore):
+        for path in Path(hello.root).glob(f".step-*.{hello.attempt}*.draft"):
+            if match := LEFTOVER.fullmatch(path.name):
+                yield draft_of(hello, int(match[1]), match[2])
+        return
+    for folder in store.folders():
+        step, _, attempt = folder.partition(".")
+        if attempt.startswith(hello.attempt):
+            draft = draft_of(hello, int(step.removeprefix("step-")), attempt)
+            if seen(hello, draft) is None:
+                yield draft
+
+
+def marked_gone(draft: AnyDraft, ranks: set[int]) -> set[int]:
+    """Return which of the `ranks` will never finish their part of a draft."""
+    marks = {GONE.format(rank): rank for rank in ranks}
+    return {marks[name] for name in present(_store(str(draft.root)), draft.prefix, marks) or ()} if ranks else set()
 
 
 def prune(hello: Hello, step: int) -> None:
     """Remove the checkpoints of ours that need not be kept now that `step` is committed, and what lies after none."""
-    keep = Keep(hello.keep_last, hello.keep_every)
-    known = {entry.step: entry for entry in committed(hello.root) if entry.ours and entry.step <= step}
-    for surplus in sorted(keep.surplus(known)):
-        remove(known[surplus])
+    known = {one.step: one for one in checkpoints(hello.root) if one.ours and one.step <= step}
+    for surplus in sorted(Keep(hello.keep_last, hello.keep_every).surplus(known)):
+        discard(known[surplus])
 
 
-def is_awaited(draft: Draft) -> bool:
+def is_awaited(draft: AnyDraft) -> bool:
     """Say whether agents of other ranks have parts in a draft, and so wait to hear what becomes of it."""
-    return len(list(draft.path.glob(f"rank-*/{MANIFEST}"))) > 1
+    with suppress(HeadwayError):
+        return sum(name.endswith(f"/{MANIFEST}") for name in _store(str(draft.root)).list(draft.prefix)) > 1
+    return False
 
 
-def sweep(failed: set[Draft]) -> None:
+def sweep(failed: set[AnyDraft]) -> None:
     """Remove drafts that were given up."""
     for draft in failed:
-        abandon(draft)
+        with suppress(HeadwayError):  # it is garbage then, which `recover` finds later
+            abandon(draft, _store(str(draft.root)))
     failed.clear()
 
 
-def recover(hello: Hello) -> list[Path]:
+def recover(hello: Hello) -> Sequence[Path | str]:
     """Remove what dead attempts left; return what was removed."""
-    return recover_drafts(hello.root)
+    return recover_root(hello.root)
 
 
-def encode(path: Path, rank: int, pace: RateLimiter) -> int:
-    """Write this rank's parity of a committed checkpoint; return how many bytes. Idempotent."""
+def encode(path: Path | str, rank: int, pace: RateLimiter) -> int:
+    """Write this rank's parity of a committed checkpoint; return how many bytes. Idempotent.
+
+    Raises `InputError` for a bucket, which keeps copies of its own.
+    """
+    if isinstance(path, str):
+        raise InputError(f"{path} has no parity: redundancy is for folders. Save with redundancy='none'.")
     facts = encode_rank(path, rank, pace=pace)
     return 0 if facts is None else facts.m * facts.segment_bytes
 
 
-def _record(path: Path) -> CommitRecord | None:
-    """Return the commit record of a checkpoint's folder; None where there is none, or a broken one."""
-    try:
-        return read_record(path / COMMIT, CommitRecord)
-    except (FileNotFoundError, NotADirectoryError, DamageError, FormatError):
-        return None
-
-
 def _may_replace(hello: Hello, draft: Draft) -> bool:
     """Whether the checkpoint of the same step, if there is one, may give way."""
-    if not CommittedCheckpoint(draft.step, draft.target).ours:
+    standing = CommittedCheckpoint(draft.step, draft.target)
+    if not standing.ours:
         return False  # none, or somebody else's
-    record = _record(draft.target)
-    if record is None:
-        return True  # broken: what it says of itself cannot be read
-    return is_superseded(hello, record)
+    record = standing.record  # None: broken, what it says of itself cannot be read
+    return record is None or is_superseded(hello, record)
 
 
 def manifest_of(hello: Hello, layout: Layout, save: Persist, memory: Buffer, written: Written | None) -> RankManifest:

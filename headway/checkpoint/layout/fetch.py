@@ -8,12 +8,14 @@ have a place in memory as they lie in the file go there window by window,
 small enough to stay in cache. Sizes and offsets are bytes.
 
 >>> from headway.checkpoint.layout.reads import Shard, plan_reads
->>> from headway.storage.stored.boxes import Box
->>> from headway.storage.stored.manifest import Piece
+>>> from headway.storage.boxes import Box
+>>> from headway.storage.manifest import Piece
 >>> piece = Piece("w", "int32", (4,), (0,), (4,), "a", 0, 16, 0, 16, 0)
 >>> plan = plan_reads([Shard("w", (4,), "int32", Box((1,), (2,)))], {"w": [piece]})
->>> files = {"a": np.arange(4, dtype=np.int32).tobytes()}
->>> fetch(plan.reads, RangeFetcher(MemoryFiles(files)), lambda transfer, elements: print(elements)).read_bytes
+>>> import tempfile
+>>> folder = Path(tempfile.mkdtemp())
+>>> _ = (folder / "a").write_bytes(np.arange(4, dtype=np.int32).tobytes())
+>>> fetch(plan.reads, RangeFetcher(LocalFiles(folder)), lambda transfer, elements: print(elements)).read_bytes
 [1 2]
 12
 """
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,8 +37,8 @@ from headway.checkpoint.layout.reads import Read, ShardTransfer
 from headway.core.errors import DamageError
 from headway.core.machine.host import host_cores
 from headway.core.units import MIB
-from headway.storage.stored.digests import Digested, damaged_blocks
-from headway.storage.stored.stores import LocalStore, Store
+from headway.storage.digests import Digested, damaged_blocks
+from headway.storage.stores import LocalStore
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -124,56 +126,6 @@ class LocalFiles:
                 except FileNotFoundError as cause:
                     raise DamageError(f"{self.folder / name} is missing. Run: headway ckpt repair") from cause
             return self._open[name]
-
-
-@dataclass(slots=True)
-class StoreFiles:
-    """Files under a store that is rooted at the checkpoint, such as a bucket's folder."""
-
-    store: Store
-    """Where they are."""
-
-    source: Source = "remote"
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Buffer:
-        """Return bytes of a file."""
-        return self.store.read(name, start, stop)
-
-    def span(self, name: str, start: int, stop: int, room: Room) -> memoryview:
-        """Return bytes of a file, as the store gives them."""
-        place = f"{self.store.place}/{name}"
-        try:
-            found = memoryview(self.store.read(name, start, stop)).cast("B")
-        except FileNotFoundError as cause:
-            raise DamageError(f"{place} is missing. Run: headway ckpt repair") from cause
-        if len(found) < stop - start:
-            raise too_short(place, start + len(found), stop)
-        return found
-
-
-@dataclass(slots=True)
-class MemoryFiles:
-    """Files whose bytes are at hand: name -> anything with a buffer."""
-
-    files: Mapping[str, Buffer]
-    """Path inside the checkpoint -> bytes, or a mapping of shared memory."""
-
-    source: Source = "memory"
-
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Buffer:
-        """Return bytes of a file."""
-        if name not in self.files:
-            raise FileNotFoundError(name)
-        return memoryview(self.files[name]).cast("B")[start:stop]
-
-    def span(self, name: str, start: int, stop: int, room: Room) -> memoryview:
-        """Return a view of a file."""
-        if name not in self.files:
-            raise DamageError(f"{name} is not in memory. Restore from the stored copy.")
-        found = memoryview(self.files[name]).cast("B")[start:stop]
-        if len(found) < stop - start:
-            raise too_short(f"{name} in memory", start + len(found), stop)
-        return found
 
 
 def too_short(name: str, stop: int, wanted: int) -> DamageError:

@@ -58,8 +58,8 @@ from typing import NamedTuple
 
 from headway.core.errors import InputError
 from headway.core.units import KIB, MIB
-from headway.storage.stored.boxes import Box, BoxIndex, Shape, flat_to_boxes, whole
-from headway.storage.stored.manifest import Piece
+from headway.storage.boxes import Box, BoxIndex, Shape, flat_to_boxes, whole
+from headway.storage.manifest import Piece
 
 READ_BYTES = 4 * MIB
 """Reads are no longer: they are spread over threads, and what one has read is still in cache when it is hashed."""

@@ -24,7 +24,7 @@ on right behind what it read last, twice as much is asked for each time, up to
 `AHEAD_BYTES`; a read elsewhere gets just what it wants. So at most as much is
 read in vain as was wanted. Offsets are bytes.
 
->>> from headway.storage.stored.stores import LocalStore
+>>> from headway.storage.stores import LocalStore
 >>> import tempfile
 >>> store = LocalStore(tempfile.mkdtemp())
 >>> store.put("a", [bytes(range(100))])
@@ -54,21 +54,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headway.checkpoint.layout.fetch import Files, LocalFiles, Room, Source, StoreFiles, too_short
+from headway.checkpoint.layout.fetch import Files, LocalFiles, Room, Source, too_short
 from headway.core.errors import DamageError, FormatError, HeadwayError
 from headway.core.files.safe_files import RoomError
 from headway.core.units import MIB
 from headway.storage.checks.repair import rebuilt
 from headway.storage.checks.verification import verify
 from headway.storage.commit import commit_record, matches, rebuild
+from headway.storage.digests import Digested, crc32_combine, unpack_digests
 from headway.storage.formats.dcp import Chunk, StoredTensor, read_metadata
 from headway.storage.formats.dtypes import ITEM_BYTES
 from headway.storage.formats.records import read_saved
 from headway.storage.formats.zip_files import entries
-from headway.storage.redundancy.parity import best
-from headway.storage.redundancy.parity_files import Images, Losses
-from headway.storage.stored.digests import Digested, crc32_combine, unpack_digests
-from headway.storage.stored.manifest import (
+from headway.storage.manifest import (
     COMMIT,
     DIGESTS_FILE,
     MANIFEST,
@@ -83,7 +81,9 @@ from headway.storage.stored.manifest import (
     merged_objects,
     rank_folder,
 )
-from headway.storage.stored.stores import LocalStore, Store
+from headway.storage.redundancy.parity import best
+from headway.storage.redundancy.parity_files import Images, Losses
+from headway.storage.stores import LocalStore, Store
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -363,7 +363,7 @@ def _files_of(place: str | Path | Store | Files) -> tuple[Files, str]:
     if isinstance(place, Files):
         name = getattr(place, "folder", None) or getattr(getattr(place, "store", None), "place", place.source)
         return place, str(name)
-    return StoreFiles(place), place.place
+    return BucketFiles(place), place.place
 
 
 def _read(files: Files, name: str) -> bytes | None:
@@ -397,13 +397,12 @@ class BucketFiles:
         """`store` is rooted at the checkpoint."""
         self.store = store
         """Where they are."""
-        self._files = StoreFiles(store)
         self._sizes: dict[str, int] | None = None
         self._local = threading.local()
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Buffer:
         """Return bytes of a file, as the store gives them."""
-        return self._files.read(name, start, stop)
+        return self.store.read(name, start, stop)
 
     def span(self, name: str, start: int, stop: int, room: Room) -> memoryview:
         """Return bytes of a file: `Files.span`."""
@@ -413,7 +412,13 @@ class BucketFiles:
             return last.data[start - last.start : stop - last.start]
         goes_on = last is not None and last.name == name and last.stop == start
         asked = max(stop - start, min(2 * last.asked_bytes, AHEAD_BYTES)) if last and goes_on else stop - start
-        data = self._files.span(name, start, min(start + asked, max(self._size(name), stop)), room)
+        url = f"{self.store.place}/{name}"
+        try:
+            data = memoryview(self.store.read(name, start, min(start + asked, max(self._size(name), stop)))).cast("B")
+        except FileNotFoundError as cause:
+            raise DamageError(f"{url} is missing. Run: headway ckpt repair") from cause
+        if len(data) < stop - start:
+            raise too_short(url, start + len(data), stop)
         self._local.last = _Last(name, start, data, stop, asked)
         return data[: stop - start]
 

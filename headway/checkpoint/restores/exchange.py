@@ -48,7 +48,7 @@ from headway.checkpoint.layout.fetch import RangeFetcher, fetch
 from headway.checkpoint.layout.reads import Read, ReadPlan, ShardTransfer
 from headway.core.errors import BackgroundError, DamageError, FormatError, HeadwayError, InputError
 from headway.core.units import KIB, MIB
-from headway.storage.stored.stores import url_of
+from headway.storage.stores import url_of
 
 BUCKET_BYTES = 16 * MIB
 """What one reader contributes to a round."""

@@ -55,8 +55,8 @@ from headway.core.errors import DamageError, HeadwayError, InputError
 from headway.core.units import MIB
 from headway.storage.checks.verification import verify as verify_all
 from headway.storage.checks.verification import verify_store
-from headway.storage.stored.manifest import StoredObject
-from headway.storage.stored.stores import Store
+from headway.storage.manifest import StoredObject
+from headway.storage.stores import Store
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

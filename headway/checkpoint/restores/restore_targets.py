@@ -38,7 +38,7 @@ from headway.checkpoint.state.states import States
 from headway.core.errors import DamageError, FormatError, InputError
 from headway.runtime.torch_state import RNG_STATE, branched
 from headway.storage.formats.dcp import Chunk, StoredTensor
-from headway.storage.stored.manifest import StoredObject
+from headway.storage.manifest import StoredObject
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

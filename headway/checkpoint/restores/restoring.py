@@ -34,10 +34,9 @@ from headway.checkpoint.restores.restore import MIXED, Restore, RestoreReport, V
 from headway.checkpoint.restores.restore_targets import unpack
 from headway.core.errors import DamageError, HeadwayError, InputError
 from headway.runtime.in_rank.state_account import RESTORE_UP_TO
-from headway.storage import object_commit
-from headway.storage.commit import committed
-from headway.storage.stored.manifest import COMMIT, CommitRecord, decode
-from headway.storage.stored.stores import open_store, url_of
+from headway.storage.manifest import COMMIT, CommitRecord, decode
+from headway.storage.object_commit import checkpoints, record_at
+from headway.storage.stores import open_store, url_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -199,8 +198,7 @@ def _agreed_steps(root: str, step: int | Literal["latest"], agreement: Agreement
 
     def say() -> str:
         try:
-            url = url_of(root)
-            known = [one.step for one in (committed(root) if url is None else object_commit.committed(open_store(url)))]
+            known = [one.step for one in checkpoints(root)]
             most = os.environ.get(RESTORE_UP_TO) if step == "latest" else None
             known = known if most is None else [one for one in known if one <= int(most)]
             _warn_of_newer(known, step)
@@ -231,7 +229,7 @@ def _files(root: str, step: int) -> LocalFiles | BucketFiles:
     if url is None:
         return LocalFiles(Path(root) / f"step-{step}")
     store = open_store(url)
-    record = object_commit.record_at(store, step)
+    record = record_at(store, step)
     if record is None:
         raise DamageError(f"step {step} of {root} was removed meanwhile. Restore another one.")
     return BucketFiles(store.under(f"step-{step}.{record.attempt}"))

@@ -25,10 +25,10 @@ from headway.checkpoint.agent.messages import Slot
 from headway.checkpoint.agent.saving import WINDOW_BYTES, Sink
 from headway.checkpoint.saves.image import Part, aligned, fits_torch, pickled, plan, template
 from headway.core.errors import InputError
+from headway.storage.digests import Digested, Digester, block_bytes_for, crc32
 from headway.storage.draft import Draft
-from headway.storage.stored.digests import Digested, Digester, block_bytes_for, crc32
-from headway.storage.stored.manifest import FileEntry, Piece, StoredObject, entry_of, image_name
-from headway.storage.stored.stores import durable_file
+from headway.storage.manifest import FileEntry, Piece, StoredObject, entry_of, image_name
+from headway.storage.stores import durable_file
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

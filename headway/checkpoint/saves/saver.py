@@ -44,7 +44,7 @@ from headway.core.errors import BackgroundError, InputError
 from headway.core.units import NS_PER_S
 from headway.runtime.host.device import in_use
 from headway.runtime.in_rank import state_account
-from headway.storage.stored.digests import checksum
+from headway.storage.digests import checksum
 
 LOG = logging.getLogger(__name__)
 LOG.addHandler(logging.NullHandler())

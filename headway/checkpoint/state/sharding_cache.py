@@ -26,7 +26,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from headway.checkpoint.state.shards import PLAIN, Holders, Leaf, LocalShard, LocalState, is_tensor, leaves, pieces
-from headway.storage.stored.boxes import Box, Shape
+from headway.storage.boxes import Box, Shape
 
 
 class _WrittenPart(NamedTuple):

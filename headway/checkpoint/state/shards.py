@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from headway.checkpoint.layout.reads import ReplicatedTensor, Run, boxes_of, deal, owned
 from headway.core.errors import InputError
-from headway.storage.stored.boxes import Box, Shape, flat_to_boxes, whole
+from headway.storage.boxes import Box, Shape, flat_to_boxes, whole
 
 Holders = Sequence[int] | Mapping[str, Sequence[int]] | None
 """Ranks that hold equal copies of the plain tensors: of all, name by name (others: all ranks), or None for all."""

@@ -76,8 +76,8 @@ from headway.checkpoint.torch_dcp.stager import HeadwayStager, Save
 from headway.core.errors import FormatError, HeadwayError, InputError
 from headway.runtime.in_rank import state_account
 from headway.runtime.lane import separate_group
-from headway.storage.stored.boxes import Box
-from headway.storage.stored.digests import checksum
+from headway.storage.boxes import Box
+from headway.storage.digests import checksum
 
 Paths = dict[str, tuple[str | int, ...]]
 """Name -> keys in the nested state dict."""

@@ -44,13 +44,13 @@ from headway.checkpoint.torch_dcp.sources import INDEX, TORCH_SUFFIXES, SavedSta
 from headway.core.errors import InputError
 from headway.core.files.safe_files import whole_file
 from headway.core.tables import pick
+from headway.storage.boxes import Box
 from headway.storage.commit import commit
 from headway.storage.draft import Draft, abandon, finish_rank, open_draft
 from headway.storage.formats.dtypes import FROM_SAFETENSORS, ITEM_BYTES
+from headway.storage.manifest import CommitRecord, RankManifest
 from headway.storage.redundancy.erasure import scheme_of
 from headway.storage.redundancy.parity import encode_rank
-from headway.storage.stored.boxes import Box
-from headway.storage.stored.manifest import CommitRecord, RankManifest
 
 FILE_BYTES = 5 * 10**9
 """Largest safetensors file by default, as published models have it."""

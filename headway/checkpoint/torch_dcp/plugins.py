@@ -63,12 +63,12 @@ from headway.checkpoint.saves.image import Part
 from headway.checkpoint.saves.image_file import SerializedObject, write_image
 from headway.checkpoint.state.shards import LocalShard, dtype_name
 from headway.core.errors import InputError
+from headway.storage.boxes import Box
 from headway.storage.commit import commit, recover
 from headway.storage.draft import Draft, abandon, finish_rank, open_draft
+from headway.storage.manifest import COMMIT, METADATA, TWIN, Piece, RankManifest, StoredObject
 from headway.storage.redundancy.erasure import scheme_of
 from headway.storage.redundancy.parity import encode_rank
-from headway.storage.stored.boxes import Box
-from headway.storage.stored.manifest import COMMIT, METADATA, TWIN, Piece, RankManifest, StoredObject
 
 Place = str | os.PathLike[str]
 

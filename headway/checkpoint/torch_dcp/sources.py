@@ -36,10 +36,10 @@ from headway.checkpoint.state.shards import LocalShard, local_shards
 from headway.core.errors import DamageError, FormatError, InputError
 from headway.core.files.safe_files import open_regular, read_json
 from headway.runtime.torch_state import RNG_STATE, branched
+from headway.storage.boxes import Box, whole
 from headway.storage.formats.dtypes import FROM_SAFETENSORS
 from headway.storage.formats.zip_files import faults, is_zip
-from headway.storage.stored.boxes import Box, whole
-from headway.storage.stored.manifest import COMMIT, METADATA
+from headway.storage.manifest import COMMIT, METADATA
 
 INDEX = ".safetensors.index.json"
 """How the name of an index over several safetensors files ends."""

@@ -37,7 +37,7 @@ import msgspec
 from headway.core.errors import FormatError, HeadwayError, InputError
 from headway.core.machine.child import said
 from headway.data.bytes.source import IMAGE_SUFFIXES, NOTHING, digest_of, labels_of, tar_members
-from headway.storage.stored.stores import USER, claim
+from headway.storage.stores import USER, claim
 
 T = TypeVar("T")
 

@@ -12,6 +12,7 @@ Run on the emulated accelerator of tests/accelerator.py and on an H100: docs/dev
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -25,12 +26,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from headway.cost.specs import keep
+from headway.cost.specs import Ceilings, keep
 from headway.runtime.host import device
-from headway.runtime.host.device import MOST_LATE_NS
+from headway.runtime.host.device import MOST_LATE_NS, Device, module_of
 from headway.runtime.host.doctor import Finding
+
+if TYPE_CHECKING:
+    import torch
 
 LIMIT_S = 60.0
 """For all checks together."""
@@ -277,8 +281,6 @@ def sharing() -> Finding:
 
 def rates() -> Finding:
     """What the device reaches: measured, and kept for the predictions of what precision and fused kernels would win."""
-    from headway.runtime.in_rank.device_rates import measure
-
     device_here = started()
     if device_here.kind != "cuda":
         raise NotAskedError(f"the products of {device_here.kind} are not measured")
@@ -287,6 +289,69 @@ def rates() -> Finding:
     products = ", ".join(f"{name} {rate / 1e12:.0f}" for name, rate in ceilings.flops_per_s.items())
     value = f"{products} TFLOP/s; a copy inside the device {ceilings.bytes_per_s / 1e12:.2f} TB/s; kept in {path}"
     return Finding("rates of the device", value, None, True)
+
+
+# Rates of a device: large matrix products by dtype, a copy inside the device, a small launch. Each takes a few
+# milliseconds at its rate on a recent device; the median of five counts, timed by events. A device whose memory is
+# nearly taken is measured with smaller operands. Kept in `headway.cost.specs`, for the predictions of the compute room.
+
+SIDE = 8192
+"""Rows and columns of the matrices: large enough that every device is filled."""
+
+NUM_LAUNCHES = 1000
+
+
+def measure(device: Device) -> Ceilings:
+    """Return the rates of a device; the flags of torch are put back as they were."""
+    import torch
+
+    on = torch.device(device.kind, device.index)
+    memory = device.free_memory()
+    side = SIDE if memory is None or memory[0] > 3 * 4 * SIDE * SIDE + (1 << 30) else SIDE // 4
+    before = torch.get_float32_matmul_precision()
+    rates = dict[str, float]()
+    try:
+        for name, dtype, precision in _dtypes():
+            torch.set_float32_matmul_precision(precision)
+            first, second = (torch.randn(side, side, device=on, dtype=dtype) for _ in range(2))
+            rates[name] = 2 * side**3 / _seconds(device, functools.partial(torch.mm, first, second))
+    finally:
+        torch.set_float32_matmul_precision(before)
+    source = torch.ones(side * side * 2, device=on)
+    target = torch.empty_like(source)
+    copy_s = _seconds(device, lambda: target.copy_(source))
+    small, module = torch.zeros(8, device=on), module_of(device.kind)
+    module.synchronize()
+    begin = time.perf_counter()
+    for _ in range(NUM_LAUNCHES):
+        small.add_(1)
+    launch_s = (time.perf_counter() - begin) / NUM_LAUNCHES
+    module.synchronize()
+    return Ceilings(flops_per_s=rates, bytes_per_s=2 * source.nbytes / copy_s, launch_s=launch_s, is_measured=True)
+
+
+def _dtypes() -> list[tuple[str, torch.dtype, str]]:
+    """Return the name of each rate, the dtype of its operands, and torch's precision for float32."""
+    import torch
+
+    return [
+        ("fp32", torch.float32, "highest"), ("tf32", torch.float32, "high"), ("bf16", torch.bfloat16, "highest"),
+        ("fp16", torch.float16, "highest"),
+    ]  # fmt: skip
+
+
+def _seconds(device: Device, function: Callable[[], object]) -> float:
+    """Return how long the device takes for one call, the median of five."""
+    for _ in range(2):
+        function()
+    times = []
+    for _ in range(5):
+        begin = device.record()
+        function()
+        end = device.record()
+        module_of(device.kind).synchronize()
+        times.append(float(begin.elapsed_time(end)) / 1e3)
+    return statistics.median(times)
 
 
 CHECKS: Final[Mapping[str, tuple[str, Callable[[], Finding]]]] = {

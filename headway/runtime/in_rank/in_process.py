@@ -8,6 +8,17 @@ recording shows its ledger in a notebook (`_repr_html_`) and in IPython
 below the reports. Nothing here writes to stdout, and a failure of headway's
 is one warning.
 
+Pauses of a recording that spans cells of a notebook: from the end of one cell to the beginning of the next.
+
+IPython tells when a cell begins and ends. Anywhere else nothing is followed, and nothing is recorded.
+
+    cell 1: run.start() ... train() |          | cell 2: train() ... run.stop()
+                                    [  pause   )
+
+A cell may run others inside (`get_ipython().run_cell`): a pause begins with the end of the outermost. What the
+kernel runs between cells, such as a widget's callback, records itself; that is cut out of the pause when the run is
+finalised.
+
 >>> with InProcessRun("/nonexistent/never", enabled=False) as recording:
 ...     with recording.region("anything"):
 ...         total = sum([1, 2, 3])
@@ -21,10 +32,11 @@ import atexit
 import contextlib
 import itertools
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,13 +47,66 @@ from headway.runtime.host.rank_env import INJECT
 from headway.runtime.host.rank_variables import number
 from headway.runtime.in_rank import bootstrap
 from headway.runtime.in_rank.annotate import Evaluation, Timer, mark_epoch
-from headway.runtime.recorder.cells import Cells
-from headway.runtime.recorder.probes import now, write_json
+from headway.runtime.recorder.probes import Probes, now, write_json
 from headway.runtime.run_folder import redact
 from headway.runtime.run_folder.exit_class import RankEnd, classify
+from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.ring import warn
 
 DEFAULT_FOLDER = "headway-runs"
+
+PAUSE = SPANS["pause"].code
+
+
+@dataclass(slots=True)
+class Cells:
+    """The cells of a notebook while a recording goes on; made in one of them."""
+
+    probes: Probes
+    """Where pauses are recorded."""
+
+    _events: Any = None
+    _depth: int = 1
+    _ended_ns: int = field(default=0)
+    """When the last cell ended; 0 while one runs."""
+    _was_open: bool = False
+    """Whether the gap after an update was open then."""
+
+    def follow(self) -> None:
+        """Ask IPython to tell of cells; outside of it nothing happens."""
+        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+        if shell is None:
+            return
+        self._events = shell.events
+        self._events.register("pre_run_cell", self._begins)
+        self._events.register("post_run_cell", self._ends)
+
+    def leave(self) -> None:
+        """Be told no more; a pause that goes on ends here."""
+        self._record()
+        events, self._events = self._events, None
+        if events is not None:
+            events.unregister("pre_run_cell", self._begins)
+            events.unregister("post_run_cell", self._ends)
+
+    def _begins(self, *_: object) -> None:
+        self._record()
+        self._depth += 1
+
+    def _ends(self, *_: object) -> None:
+        # An empty cell ends without having begun: the pause goes on.
+        self._depth = max(self._depth - 1, 0)
+        if self._depth == 0 and not self._ended_ns:
+            self._ended_ns = now()
+            # No line of the script is to be found on the stack until the next cell.
+            self._was_open, self.probes.gap.open[0] = self.probes.gap.open[0], False
+
+    def _record(self) -> None:
+        """Record the pause that ends now, if there is one."""
+        started_ns, self._ended_ns = self._ended_ns, 0
+        if started_ns:
+            self.probes.emit(PAUSE, started_ns, now() - started_ns)
+            self.probes.gap.open[0] = self._was_open or self.probes.gap.open[0]
 
 
 @dataclass(frozen=True, slots=True)

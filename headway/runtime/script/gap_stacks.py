@@ -57,8 +57,8 @@ OWN = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))
 SHARED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 """Folders of packages of another Python that an environment includes."""
 
-DEMO = OWN + "demo" + os.sep
-"""Folder of the demo's script: a script like any other."""
+DEMO = os.path.join(OWN, "verbs", "train.py")
+"""The script of the demo: a script like any other."""
 
 TORCH = os.sep + "torch" + os.sep
 

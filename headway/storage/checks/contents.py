@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 
 from headway.core.errors import FormatError, InputError
 from headway.core.files.safe_files import FREE_BYTES, read_regular
+from headway.storage.boxes import Box, whole
 from headway.storage.checks.foreign_checks import DCP_SUFFIX, HEAD_BYTES, INDEX, PICKLED, read_index, refuse
 from headway.storage.commit import commit_record, committed, is_own, manifests_of, rebuild
 from headway.storage.formats.dcp import DcpRecord, read_metadata
@@ -33,10 +33,9 @@ from headway.storage.formats.safe_pickle import what_runs
 from headway.storage.formats.safetensors import is_safetensors, read_header
 from headway.storage.formats.values import StoredValue
 from headway.storage.formats.zip_files import is_zip
+from headway.storage.manifest import METADATA, CommitRecord, RankManifest, merged_objects
 from headway.storage.object_commit import checkpoint_at
-from headway.storage.stored.boxes import Box, whole
-from headway.storage.stored.manifest import METADATA, CommitRecord, RankManifest, merged_objects
-from headway.storage.stored.stores import LocalStore, Store, url_of
+from headway.storage.stores import LocalStore, Store, url_of
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -332,9 +331,3 @@ with torch.")  # fmt: skip
     if last >= max(run.size, 1):
         raise FormatError(f"{stored.file} holds too few bytes for {list(shape[:-1])}. Check it: headway ckpt verify")
     return np.lib.stride_tricks.as_strided(run[first:], shape, strides, writeable=False)
-
-
-def boxes_of(held: Contents) -> Iterator[tuple[str, Tensor, StoredBox]]:
-    """Yield every stored box of every tensor."""
-    for fqn, tensor in held.tensors.items():
-        yield from ((fqn, tensor, stored) for stored in tensor.boxes)

@@ -5,7 +5,7 @@ checkpoints of ours, boxes that lie alike are compared by the digests of
 their blocks first, so that what is equal is not read.
 
 >>> from headway.storage.checks.contents import Contents
->>> from headway.storage.stored.stores import LocalStore
+>>> from headway.storage.stores import LocalStore
 >>> nothing = Contents(LocalStore("."), "dcp", {}, {})
 >>> difference(nothing, nothing).is_equal
 True
@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from headway.storage.boxes import BoxIndex
 from headway.storage.checks.contents import Contents, StoredBox, Tensor, bits, opened
 from headway.storage.commit import digests_of
+from headway.storage.digests import Digested
 from headway.storage.formats.dtypes import ITEM_BYTES
 from headway.storage.formats.values import StoredValue
-from headway.storage.stored.boxes import BoxIndex
-from headway.storage.stored.digests import Digested
-from headway.storage.stored.manifest import GENERATORS
+from headway.storage.manifest import GENERATORS
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,14 +19,14 @@ import msgspec
 
 from headway.core.errors import FormatError, InputError
 from headway.core.files.safe_files import RoomError, decode_json
+from headway.storage.boxes import Box, cover_fault
 from headway.storage.formats.dcp import DCP_VERSION, Chunk, DcpMetadata, DcpRecord, read_metadata
 from headway.storage.formats.records import Saved, is_legacy, read_legacy, read_saved
 from headway.storage.formats.safe_pickle import what_runs
 from headway.storage.formats.safetensors import is_safetensors, read_header
 from headway.storage.formats.zip_files import entries, faults, has_checksums, is_zip
-from headway.storage.stored.boxes import Box, cover_fault
-from headway.storage.stored.manifest import COMMIT, METADATA, Findings
-from headway.storage.stored.stores import Store
+from headway.storage.manifest import COMMIT, METADATA, Findings
+from headway.storage.stores import Store
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -29,6 +29,14 @@ from headway.core.files.private import check_links
 from headway.core.units import MIB
 from headway.storage.checks.verification import verify
 from headway.storage.commit import commit_record, is_own, rebuild
+from headway.storage.digests import Digester
+from headway.storage.manifest import (
+    COMMIT,
+    TWIN,
+    CommitRecord,
+    encode,
+    rank_folder,
+)
 from headway.storage.redundancy.parity import bad_parity, best, encode_rank, judge, sweep, write_copies, write_facts
 from headway.storage.redundancy.parity_files import (
     Images,
@@ -40,15 +48,7 @@ from headway.storage.redundancy.parity_files import (
     record_of,
     state,
 )
-from headway.storage.stored.digests import Digester
-from headway.storage.stored.manifest import (
-    COMMIT,
-    TWIN,
-    CommitRecord,
-    encode,
-    rank_folder,
-)
-from headway.storage.stored.stores import LocalStore, durable_file, make_folder, write_durably
+from headway.storage.stores import LocalStore, durable_file, make_folder, write_durably
 
 STRIDE_BYTES = MIB
 """Bytes of an image that are made at a time."""

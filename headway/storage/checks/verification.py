@@ -67,14 +67,12 @@ from headway.storage.commit import (
     rebuild,
     whole_record,
 )
+from headway.storage.digests import damaged_blocks
 from headway.storage.draft import LEFTOVER
 from headway.storage.formats.records import read_saved
 from headway.storage.formats.safe_pickle import what_runs
 from headway.storage.formats.zip_files import faults
-from headway.storage.object_commit import checkpoint_at
-from headway.storage.redundancy import parity
-from headway.storage.stored.digests import damaged_blocks
-from headway.storage.stored.manifest import (
+from headway.storage.manifest import (
     COMMIT,
     COPIES,
     METADATA,
@@ -87,7 +85,9 @@ from headway.storage.stored.manifest import (
     RankManifest,
     StoredObject,
 )
-from headway.storage.stored.stores import LocalStore, Store, url_of, write_durably
+from headway.storage.object_commit import checkpoint_at
+from headway.storage.redundancy import parity
+from headway.storage.stores import LocalStore, Store, url_of, write_durably
 
 
 @dataclass(frozen=True, slots=True)

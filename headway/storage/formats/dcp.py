@@ -6,7 +6,7 @@ record (a torch.save zip). Reads what torch 2.6 to 2.13 write; what is
 written here loads in stock `torch.distributed.checkpoint`. Offsets and sizes
 of boxes are elements, those of records bytes.
 
->>> from headway.storage.stored.manifest import FileEntry, Piece, RankManifest
+>>> from headway.storage.manifest import FileEntry, Piece, RankManifest
 >>> piece = Piece("w", "float32", (4,), (0,), (4,), "rank-0/__0_0.distcp", 0, 1600, 640, 16, 0)
 >>> manifest = RankManifest(7, "a", 0, 1, None, pieces=(piece,), paths={"w": ("w",)})
 >>> tensor = read_metadata(metadata_bytes([manifest])).tensors["w"]
@@ -26,7 +26,7 @@ from headway.core.files.inert import Room, StandIn
 from headway.core.files.unpickler import UNREADABLE
 from headway.storage.formats.dtypes import ITEM_BYTES
 from headway.storage.formats.safe_pickle import Call, Global, Instance, Pairs, dumps, loads, path_of
-from headway.storage.stored.manifest import METADATA, Piece, RankManifest, StoredObject, merged_objects
+from headway.storage.manifest import METADATA, Piece, RankManifest, StoredObject, merged_objects
 
 ROOM = "torch.distributed.checkpoint.metadata"
 STORAGE_INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")

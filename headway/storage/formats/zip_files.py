@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from headway.core.errors import FormatError
 from headway.core.files.safe_files import unpacked_room
 from headway.core.units import MIB
-from headway.storage.stored.digests import crc32
+from headway.storage.digests import crc32
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -26,6 +26,21 @@ from headway.core.files.private import check_links
 from headway.core.units import MIB
 from headway.core.wire.pace import RateLimiter
 from headway.storage.commit import commit_record, read_guarded
+from headway.storage.digests import Digested, Digester, damaged_blocks, pack_digests
+from headway.storage.manifest import (
+    COMMIT,
+    COPIES,
+    DIGESTS_FILE,
+    MANIFEST,
+    METADATA,
+    PARITY,
+    PARITY_FACTS,
+    CommitRecord,
+    Damage,
+    encode,
+    rank_folder,
+    read_record,
+)
 from headway.storage.redundancy.erasure import RS, Stripes, scheme_of
 from headway.storage.redundancy.parity_files import (
     Images,
@@ -43,22 +58,7 @@ from headway.storage.redundancy.parity_files import (
     record_of,
     state,
 )
-from headway.storage.stored.digests import Digested, Digester, damaged_blocks, pack_digests
-from headway.storage.stored.manifest import (
-    COMMIT,
-    COPIES,
-    DIGESTS_FILE,
-    MANIFEST,
-    METADATA,
-    PARITY,
-    PARITY_FACTS,
-    CommitRecord,
-    Damage,
-    encode,
-    rank_folder,
-    read_record,
-)
-from headway.storage.stored.stores import LocalStore, durable_file, make_folder, write_durably
+from headway.storage.stores import LocalStore, durable_file, make_folder, write_durably
 
 __all__ = [
     "Judgement",

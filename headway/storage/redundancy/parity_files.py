@@ -36,9 +36,8 @@ from numpy.typing import NDArray
 
 from headway.core.errors import DamageError, FormatError
 from headway.storage.commit import commit_record, digests_of, manifests_of, rebuild
-from headway.storage.redundancy.erasure import CELL_BYTES, RS, Stripes, circle, scheme_of
-from headway.storage.stored.digests import Digested, block_bytes_for, damaged_blocks, unpack_digests
-from headway.storage.stored.manifest import (
+from headway.storage.digests import Digested, block_bytes_for, damaged_blocks, unpack_digests
+from headway.storage.manifest import (
     COPIES,
     DIGESTS_FILE,
     PARITY,
@@ -51,7 +50,8 @@ from headway.storage.stored.manifest import (
     rank_folder,
     read_record,
 )
-from headway.storage.stored.stores import LocalStore
+from headway.storage.redundancy.erasure import CELL_BYTES, RS, Stripes, circle, scheme_of
+from headway.storage.stores import LocalStore
 
 SCHEMA = "headway.ckpt.parity/1"
 

@@ -26,12 +26,12 @@ from numpy.typing import NDArray
 from headway.core.errors import DamageError, InputError
 from headway.core.files.private import check_links
 from headway.core.wire.pace import RateLimiter
+from headway.storage.digests import Digested, block_digests
+from headway.storage.manifest import COPIES, PARITY, PARITY_FACTS, encode, rank_folder
 from headway.storage.redundancy.erasure import RS, Stripes, scheme_of
 from headway.storage.redundancy.parity import STRIDE_BYTES, data_of, facts_of, sweep, write_copies, write_facts
 from headway.storage.redundancy.parity_files import Images, newest_parity, parities, plan, record_of
-from headway.storage.stored.digests import Digested, block_digests
-from headway.storage.stored.manifest import COPIES, PARITY, PARITY_FACTS, encode, rank_folder
-from headway.storage.stored.stores import sync_folder, write_durably
+from headway.storage.stores import sync_folder, write_durably
 
 TURNS_PER_S = 20
 """Reads and writes are cut so that about this many fit into a second of the cap."""

@@ -39,8 +39,8 @@ from numpy.typing import NDArray
 
 from headway.core.errors import HeadwayError, InputError
 from headway.core.tables import pick
+from headway.storage.digests import block_digests
 from headway.storage.regions.pagemap import PAGE_BYTES, Runs, WrittenPages, self_test
-from headway.storage.stored.digests import block_digests
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from headway.core.errors import DamageError, InputError
 from headway.core.files.safe_files import whole_file
 from headway.core.units import MIB
+from headway.storage.digests import DIGESTS, block_digests
 from headway.storage.redundancy.erasure import RS
 from headway.storage.regions.dirty import runs_of
 from headway.storage.regions.layout import (
@@ -32,8 +33,7 @@ from headway.storage.regions.layout import (
     read_header,
     sidecar_of,
 )
-from headway.storage.stored.digests import DIGESTS, block_digests
-from headway.storage.stored.stores import sync_folder
+from headway.storage.stores import sync_folder
 
 Pages = NDArray[np.int64]
 """[n] Page numbers, ascending."""

@@ -45,8 +45,8 @@ from headway.plan.proposal import MIN_SPEEDUP
 from headway.report.alignment import render_optimised
 from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, uncut
 from headway.sim.ddp.ddp_replay import DdpReplay
-from headway.sim.training.moves import recorded_step
-from headway.sim.training.training_step import TrainingStep
+from headway.sim.training_moves import recorded_step
+from headway.sim.training_step import TrainingStep
 from headway.sim.whatif import ResolvedEdits
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.source import run_at

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,12 @@ from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, par
 from headway.storage.checks.contents import Contents, Tensor, contents, opened
 from headway.storage.checks.difference import difference
 from headway.storage.checks.verification import Verified, VerifyReport, scrub, verified, verify
-from headway.storage.commit import CommittedCheckpoint, commit_record, committed, recover, remove
-from headway.storage.redundancy.parity_files import state
-from headway.storage.stored.manifest import METADATA
-from headway.storage.stored.stores import LocalStore, url_of
+from headway.storage.commit import CommittedCheckpoint, commit_record
+from headway.storage.manifest import METADATA, CommitRecord
+from headway.storage.object_commit import CommittedObject, checkpoints, discard, recover_root
+from headway.storage.redundancy.parity_files import State, state
+from headway.storage.stores import url_of
 from headway.verbs.shared.output import AsJson, emit
-from headway.verbs.stored import ckpt_objects
 
 LINES = 20
 """Lines of damage or of tensors on a screen; the JSON has all."""
@@ -41,11 +41,8 @@ def ls(root: Path, /, *, json: AsJson = False) -> int:
       root: The folder that holds the step-<n> of a run, or its URL (s3://...).
     """
     url = url_of(root)
-    if url is None:
-        notes = verified(_folder(root))
-        rows = [_row(checkpoint, notes.get(checkpoint.path.name)) for checkpoint in committed(root)]
-    else:
-        rows = ckpt_objects.rows(url)
+    notes = verified(_folder(root)) if url is None else {}
+    rows = [_row(checkpoint, notes.get(Path(checkpoint.path).name)) for checkpoint in checkpoints(root)]
     answer = {"schema": "headway.ckpt.ls/1", "root": url or str(root), "checkpoints": rows}
     return emit(answer, lambda screen: _list_screen(answer, screen), as_json=json)
 
@@ -58,21 +55,24 @@ def _folder(root: Path) -> Path:
     return root
 
 
-def _row(checkpoint: CommittedCheckpoint, last: Verified | None) -> dict[str, Any]:
+def _row(checkpoint: CommittedCheckpoint | CommittedObject, last: Verified | None) -> dict[str, Any]:
     """Return what there is to say of a checkpoint without reading its elements."""
-    store = LocalStore(checkpoint.path)
-    sizes = store.list()
+    path, sizes = checkpoint.path, checkpoint.store.list()
+    parity: State | None = State("none", "none", 0)
     kind = "headway" if checkpoint.ours else "dcp"
-    try:
-        record = commit_record(store, list(sizes)) if checkpoint.ours else None
-    except FormatError:  # whole, and written by a newer headway: listed all the same
-        kind, record = "headway, newer", None
-    parity = state(checkpoint.path) if record else None
-    created = record.created_unix_s if record else checkpoint.path.stat().st_mtime
+    if isinstance(checkpoint, CommittedObject):
+        record: CommitRecord | None = checkpoint.record
+    else:
+        try:
+            record = commit_record(checkpoint.store, list(sizes)) if checkpoint.ours else None
+        except FormatError:  # whole, and written by a newer headway: listed all the same
+            kind, record = "headway, newer", None
+        parity = state(checkpoint.path) if record else None
+    created = record.created_unix_s if record else Path(path).stat().st_mtime
     known = last if last is not None and last.root == (record.root if record else None) else None
     return {
         "step": checkpoint.step,
-        "path": str(checkpoint.path),
+        "path": str(path),
         "format": kind,
         "created_unix_s": created,
         "age_s": max(0.0, time.time() - created),
@@ -212,13 +212,11 @@ def verify_(path: Path, /, *, all: bool = False, shallow: bool = False, json: As
       all: Every checkpoint of a folder of them.
       shallow: Leave out the elements of tensors: sizes, metadata, containers only.
     """
-    url, deep = url_of(path), not shallow
+    deep = not shallow
     if not all:
         reports = [verify(path, deep=deep)]
-    elif url is not None:
-        reports = ckpt_objects.reports(url, deep=deep)
     else:
-        reports = [verify(one.path, deep=deep) for one in committed(path)]
+        reports = [verify(one.path, deep=deep) for one in checkpoints(path)]
     if not reports:
         raise InputError(f"{path} holds no step-<n>. Drop --all, or name the folder of a run's checkpoints.")
     worst = max(reports, key=lambda report: SEVERITY.index(report.status))
@@ -362,22 +360,19 @@ def prune(root: Path, /, *, keep: str = "last=2", yes: bool = False, json: AsJso
       keep: What stays: last=N, the newest N; every=K, those whose step is a multiple of K.
       yes: Remove them.
     """
-    rule, url = parse_keep(keep), url_of(root)
-    if url is not None:
-        answer = ckpt_objects.prune(url, rule, yes=yes)
-        return emit(answer, lambda screen: _prune_screen(answer, screen), as_json=json)
-    found = committed(_folder(root))
+    rule, top = parse_keep(keep), url_of(root) or _folder(root)
+    found = checkpoints(top)
     by_step = {one.step: one for one in found}
     surplus = rule.disposable(by_step, lambda step: _intact(by_step[step]))
     goes = [one for one in found if one.step in surplus]
-    freed = sum(sum(LocalStore(one.path).list().values()) for one in goes)
-    leftovers: list[Path] = []
+    freed = sum(sum(one.store.list().values()) for one in goes)
+    leftovers: Sequence[Path | str] = []
     if yes:
         for one in goes:
-            remove(one)
-        leftovers = recover(root)
+            discard(one)
+        leftovers = recover_root(top)
     answer = {
-        "schema": "headway.ckpt.prune/1", "root": str(root), "removed": yes,
+        "schema": "headway.ckpt.prune/1", "root": str(top), "removed": yes,
         "steps": [one.step for one in goes], "kept": [one.step for one in found if one.step not in surplus],
         "spared": sorted(rule.surplus(by_step) - surplus), "num_bytes": freed,
         "leftovers": [str(path) for path in leftovers],
@@ -385,11 +380,15 @@ def prune(root: Path, /, *, keep: str = "last=2", yes: bool = False, json: AsJso
     return emit(answer, lambda screen: _prune_screen(answer, screen), as_json=json)
 
 
-def _intact(checkpoint: CommittedCheckpoint) -> bool:
+def _intact(checkpoint: CommittedCheckpoint | CommittedObject) -> bool:
     """Say whether a checkpoint may be relied on: all of it is verified, it is the last one to lose."""
     try:
         return verify(checkpoint.path).status in ("good", "repairable")
-    except (FormatError, DamageError, InputError):
+    except (FormatError, DamageError):
+        return False
+    except InputError:
+        if isinstance(checkpoint, CommittedObject):  # no access: nothing is said of what lies there
+            raise
         return False
 
 

@@ -15,9 +15,9 @@ from headway.core.units import format_bytes, parse_bytes, plural
 from headway.report.paper import ScreenOptions, draw, paragraph
 from headway.storage.checks.repair import repair as repair_checkpoint
 from headway.storage.commit import STEP, is_own
+from headway.storage.manifest import COMMIT, CommitRecord
 from headway.storage.redundancy.parity import state, warnings
-from headway.storage.stored.manifest import COMMIT, CommitRecord
-from headway.storage.stored.stores import url_of
+from headway.storage.stores import url_of
 from headway.verbs.shared.output import AsJson, emit
 
 # `headway ckpt repair`: rebuild what is damaged of a checkpoint, or say what is lost.

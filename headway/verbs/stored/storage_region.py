@@ -15,7 +15,7 @@ from headway.storage.redundancy.restripe import restripe as restripe_checkpoint
 from headway.storage.regions.dirty import BACKENDS, works
 from headway.storage.regions.pagemap import PAGE_BYTES
 from headway.storage.regions.scrub import inspect
-from headway.storage.stored.stores import url_of
+from headway.storage.stores import url_of
 from headway.verbs.shared.output import AsJson, emit
 
 SHOWN_PAGES = 10

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from headway.core.errors import InputError
 from headway.sim.graph.dag import Dag, ReplayTimes, greedy, replay
-from headway.sim.training.training_step import BACKWARD, FORWARD, UPDATE, Flags, Ints, TrainingStep
+from headway.sim.training_step import BACKWARD, FORWARD, UPDATE, Flags, Ints, TrainingStep
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,10 +107,10 @@ class StepView:
         """Compile the view; variants scored with it agree with `step` on every gradient before `first`.
 
         Raises `InputError` when a bucket of `step` reaches across `first`,
-        and when forward passes overlap or buckets overtake each other: see `headway.sim.training.step_view.steady_ns`.
+        and when forward passes overlap or buckets overtake each other: see `headway.sim.step_view.steady_ns`.
         """
         if step.order != "ready" or step.profile.overlaps_forward:
-            raise InputError("this step is not over when its update is; use headway.sim.training.step_view.steady_ns.")
+            raise InputError("this step is not over when its update is; use headway.sim.step_view.steady_ns.")
         tensors = step.profile.tensor_bytes.size
         if not 0 <= first <= tensors or (first and step.joined[first - 1]):
             raise InputError(f"gradient {first} does not begin a bucket; choose one that does.")

@@ -154,8 +154,9 @@ class Store(Protocol):
 class LocalStore:
     """A folder as a store. Reads are views of the page cache: nothing is copied."""
 
-    def __init__(self, root: str | Path) -> None:
-        self._root = Path(root)
+    def __init__(self, root: str | Path, *, makes_folders: bool = True) -> None:
+        """`makes_folders` off: a put where there is no folder is an `InputError`, as in a draft that was given up."""
+        self._root, self._makes_folders = Path(root), makes_folders
 
     @property
     def place(self) -> str:
@@ -174,7 +175,8 @@ class LocalStore:
     def put(self, name: str, parts: Iterable[Buffer]) -> None:
         """See `Store.put`; raises `InputError` where a link leads out of the store."""
         check_inside(self._root, self.path(name))
-        make_folder(self.path(name).parent)
+        if self._makes_folders:
+            make_folder(self.path(name).parent)
         write_durably(self.path(name), parts)
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
@@ -271,6 +273,18 @@ def url_of(place: str | Path) -> str | None:
 def open_store(url: str) -> ObjectStore:
     """Return the store below a URL; the environment says how it is reached."""
     return ObjectStore(url)
+
+
+def present(store: Store, folder: str, names: Iterable[str]) -> set[str] | None:
+    """Return which of the names lie in a folder, None where there is no such folder.
+
+    A look at each here, one request in a bucket.
+    """
+    if isinstance(store, LocalStore):
+        top = store.path(folder)
+        return {name for name in names if (top / name).exists()} if top.exists() else None
+    there = store.list(folder)
+    return {name for name in names if f"{folder}/{name}" in there} if there else None
 
 
 class ObjectStore:

@@ -35,8 +35,8 @@ from headway.sim.ddp.ddp_replay import DdpReplay
 from headway.sim.ddp.ddp_thread import COPY, GRAD, WAIT, Thread
 from headway.sim.graph.hops import Network
 from headway.sim.graph.intervals import MAX_DISCREPANCY
-from headway.sim.training.step_view import StepView
-from headway.sim.training.training_step import BACKWARD, FORWARD, UPDATE, Flags, Ints, StepProfile, TrainingStep
+from headway.sim.step_view import StepView
+from headway.sim.training_step import BACKWARD, FORWARD, UPDATE, Flags, Ints, StepProfile, TrainingStep
 from headway.sim.whatif import ResolvedEdits
 
 HOROVOD_CAP_BYTES = 64 * MIB

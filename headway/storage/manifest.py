@@ -37,7 +37,7 @@ import msgspec
 from headway.core.errors import DamageError, FormatError
 from headway.core.files.safe_files import read_regular
 from headway.core.wire.pace import RateLimiter
-from headway.storage.stored.digests import Digested, checksum, digest_of, tree_root
+from headway.storage.digests import Digested, checksum, digest_of, tree_root
 
 GENERATORS = "headway_rng"
 """Name of the states of random number generators among the objects of a checkpoint."""

@@ -111,7 +111,7 @@ class StepProfile:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingStep:
-    """A profile, the network, and every choice. Build it with `of`, change it with `headway.sim.training.moves`."""
+    """A profile, the network, and every choice. Build it with `of`, change it with `headway.sim.training_moves`."""
 
     profile: StepProfile
     """What never changes."""
