@@ -14,6 +14,7 @@ found, and after how many examples found in the cache.
 
 import contextlib
 import json
+import math
 import os
 import random
 import sys
@@ -30,7 +31,7 @@ import torch.utils.data
 
 from headway import data
 from headway.core.errors import InputError
-from headway.data.bytes.scrutiny import unseen
+from headway.data.bytes.scrutiny import chance
 from headway.data.cached.apply import CachedDataset, ExampleCaches, Shelf
 from headway.data.cached.cached_examples import CachedExamples
 from headway.data.service.server import DataServer
@@ -186,6 +187,11 @@ def found_after(share: float, seed: int) -> int:
         if stored.scrutiny.over:
             return count
     return 10**6
+
+
+def unseen(finds: int, share: float) -> float:
+    """Return how likely a `share` of changing examples at most is to stay unseen over so many finds."""
+    return math.exp(-share * sum(map(chance, range(1, finds + 1))))
 
 
 def costs() -> dict[str, float]:

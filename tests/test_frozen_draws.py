@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.frozen_draws import DRAWS, PATHS, SIZE, Examples, found_after, through
+from benchmarks.frozen_draws import DRAWS, PATHS, SIZE, Examples, found_after, through, unseen
 from headway.data import DataLoader, Pipeline, generator
-from headway.data.bytes.scrutiny import Scrutiny, unseen
+from headway.data.bytes.scrutiny import Scrutiny
 from headway.data.cached.apply import CachedDataset, Shelf, cache
 from headway.data.cached.cached_examples import CachedExamples
 from headway.data.guard.watch import GeneratorWatch

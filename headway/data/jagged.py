@@ -276,19 +276,6 @@ def to_kjt(features: Mapping[str, DedupJagged], dedup: bool = True) -> Any:
     return importlib.import_module(TORCH_PART).to_kjt(features, dedup=dedup)
 
 
-def expected_factor(rows_per_session: float, repeats: float) -> float:
-    """Return the dedup factor of clustered batches, S / (1 + (S - 1)(1 - d)): RecD's model.
-
-    S rows per session; d = `repeats` is the fraction of rows that repeat the list of the row before.
-
-    >>> round(expected_factor(16, 0.9), 2)
-    6.4
-    """
-    if rows_per_session < 1 or not 0 <= repeats <= 1:
-        raise InputError(f"{rows_per_session} rows per session that repeat {repeats}: pass >= 1 and 0 to 1.")
-    return rows_per_session / (1 + (rows_per_session - 1) * (1 - repeats))
-
-
 def _dedup_group(features: Mapping[str, Jagged]) -> dict[str, DedupJagged]:
     """Deduplicate features by one inverse."""
     parts = [part for rows in features.values() for part in _parts(rows)]

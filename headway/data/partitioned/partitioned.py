@@ -300,7 +300,7 @@ class Partitioned:
         if level == 0:
             # Nearly always the answer, and one look into a table.
             owner = self._map.owner(item)
-            if owner is not None and not self._away(owner):
+            if not self._away(owner):
                 yield 1, owner
         if level < len(self._numbers):
             for rank, host in enumerate(self._map.ranked(item)[max(level, 1) :], start=max(level, 1) + 1):

@@ -204,23 +204,6 @@ def check_ops(ops: Sequence[Op]) -> None:
         raise InputError(f"{movable} operators may move; the search takes {MAX_MOVABLE} at most. Fix some of them.")
 
 
-def legal_orders(ops: Sequence[Op]) -> Iterator[tuple[int, ...]]:
-    """Yield every order that keeps fixed operators in place and dependencies first, each once; as written comes first.
-
-    >>> list(legal_orders([Op(3, "source", source=True), Op(2, "a"), Op(1, "b", depends_on=(2,)), Op(0, "c")]))
-    [(3, 2, 1, 0), (3, 2, 0, 1), (3, 0, 2, 1)]
-    """
-    yield from _continued(ops, frozenset(), ())
-
-
-def _continued(ops: Sequence[Op], placed: frozenset[int], order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    if len(order) == len(ops):
-        yield order
-    else:
-        for op in _next_ops(ops, placed):
-            yield from _continued(ops, placed | {op.id}, (*order, op.id))
-
-
 def _next_ops(ops: Sequence[Op], placed: frozenset[int]) -> list[Op]:
     """Return what may stand behind the operators `placed`."""
     here = ops[len(placed)]
