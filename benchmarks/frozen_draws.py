@@ -32,8 +32,8 @@ import torch.utils.data
 from headway import data
 from headway.core.errors import InputError
 from headway.data.bytes.scrutiny import chance
-from headway.data.cached.apply import CachedDataset, ExampleCaches, Shelf
-from headway.data.cached.cached_examples import CachedExamples
+from headway.data.cached.apply import CachedDataset, ExampleCaches
+from headway.data.cached.cached_examples import CachedExamples, ExampleStore
 from headway.data.service.server import DataServer
 
 SIZE, EPOCHS, BUDGET = 101, 4, 1 << 22
@@ -178,8 +178,8 @@ def found_after(share: float, seed: int) -> int:
             return float(int.from_bytes(os.urandom(4), "little")) if hidden[k] else float(k)
 
     dataset = Hidden()
-    stored = CachedDataset.empty(dataset, 1000, 1 << 20)
-    view = CachedExamples(dataset, Shelf(stored.arena), stored.scrutiny)
+    stored = CachedDataset.empty(dataset, ExampleStore(1000, 1 << 20))
+    view = CachedExamples(dataset, stored.store, stored.scrutiny)
     for k in range(1000):
         view[k]
     for count in range(1, 10**6):
@@ -197,8 +197,8 @@ def unseen(finds: int, share: float) -> float:
 def costs() -> dict[str, float]:
     """Return CPU us per example read and found, with and without looks at the generators, of 4 kB each."""
     rows = [torch.full((512,), k) for k in range(2000)]
-    stored = CachedDataset.empty(rows, len(rows), 1 << 26)
-    view = CachedExamples(rows, Shelf(stored.arena), stored.scrutiny)
+    stored = CachedDataset.empty(rows, ExampleStore(len(rows), 1 << 26))
+    view = CachedExamples(rows, stored.store, stored.scrutiny)
 
     def per_example(read: Callable[[int], Any]) -> float:
         began = time.process_time()

@@ -271,7 +271,6 @@ class Partitioned:
     def after_fork(self) -> None:
         """In a forked child: have locks and connections of its own, and let go of the parent's."""
         self._closed = threading.Event()
-        self._share.after_fork()
         for peer in self._peers.values():
             peer.abandon()
         if self._server is not None:
