@@ -284,7 +284,7 @@ def _dedup_group(features: Mapping[str, Jagged]) -> dict[str, DedupJagged]:
     # inverse   0 1 0 2 0        rows == rows[first][inverse]
     inverse, first = _inverse(_digests(parts, num_rows))
     if not _all_equal(parts, first[inverse]):  # two rows of one hash: then their bytes themselves are the key
-        inverse, first = _inverse(_contents(parts, num_rows))
+        inverse, first = _inverse(list(zip(*([bytes(row) for row in part.rows()] for part in parts), strict=True)))
     found = {}
     for name, rows in features.items():
         kept = rows.take(first)
@@ -329,12 +329,6 @@ def _digests(parts: Sequence[_RowBytes], num_rows: int) -> list[Any]:
     if len(digests) == 1:
         return list(digests[0])
     return [b"".join(row) for row in zip(*digests, strict=True)] if num_rows else []
-
-
-def _contents(parts: Sequence[_RowBytes], num_rows: int) -> list[Any]:
-    """Return [B] the bytes of each row, as a key that cannot collide."""
-    contents = [[bytes(row) for row in part.rows()] for part in parts]
-    return list(zip(*contents, strict=True)) if num_rows else []
 
 
 def _first_seen(keys: Iterable[Any]) -> dict[Any, int]:

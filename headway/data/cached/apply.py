@@ -211,7 +211,10 @@ class ExampleCaches:
 
     def _decide(self, loader: DataLoader[Any]) -> None:
         """Give the dataset an arena, or leave it alone and say why."""
-        self._forget_the_dead()
+        # Memory, open files and budget of datasets that the script has let go come back.
+        for key in [key for key in self.stored if key not in self.alive]:
+            gone = self.stored.pop(key)
+            self.budget_bytes += 0 if gone is None else gone.bytes_taken
         dataset, facts = loader.dataset, {"dataset": type(loader.dataset).__name__}
         reason, example_bytes = self._barred(loader), 0
         if reason is None:
@@ -230,12 +233,6 @@ class ExampleCaches:
         stored.bytes_taken = min(needed_bytes, capacity_bytes)
         self.budget_bytes -= stored.bytes_taken
         self.report({**facts, "bytes": capacity_bytes, "examples": size})
-
-    def _forget_the_dead(self) -> None:
-        """Give back the memory, open files and budget of datasets that the script has let go."""
-        for key in [key for key in self.stored if key not in self.alive]:
-            stored = self.stored.pop(key)
-            self.budget_bytes += 0 if stored is None else stored.bytes_taken
 
     def _barred(self, loader: DataLoader[Any]) -> str | None:
         """Say why the dataset is not even tried, or None: asked of every dataset, since it costs next to nothing."""

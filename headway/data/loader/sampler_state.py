@@ -141,7 +141,7 @@ def write_back(sampler: Any, values: dict[Path, Any]) -> None:
                 sampler[:] = value
                 continue
             for step in path[:-1]:
-                holder = _at(holder, step)
+                holder = getattr(holder, step[1]) if step[0] == "attribute" else holder[step[1]]
             _write(holder, path[-1], value)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise InputError(
@@ -219,11 +219,6 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, np.ndarray):
         return one.dtype == other.dtype and np.array_equal(one, other)
     return bool(one == other)
-
-
-def _at(holder: Any, step: tuple[str, Any]) -> Any:
-    kind, name = step
-    return getattr(holder, name) if kind == "attribute" else holder[name]
 
 
 def _write(holder: Any, step: tuple[str, Any], value: Any) -> None:

@@ -334,7 +334,9 @@ class Partitioned:
     def _stored(self, item: int) -> tuple[Any, bytes]:
         """Return item `item` as the source gives it, and as bytes to keep."""
         example = self._source.read(item)
-        payload = _payload(example)
+        # As it is, or packed; the last byte tells which.
+        plain = isinstance(example, (bytes, bytearray, memoryview))
+        payload = b"".join((example, RAW) if plain else (packed(example), PACKED))
         self._share.count(storage_reads=1, storage_bytes=len(payload) - 1)
         return example, payload
 
@@ -425,13 +427,6 @@ class _Pause:
         self._pause_s = TICK_S if calm else min(2 * self._pause_s, LONGEST_PAUSE_S)
         self._next = now + self._pause_s
         return True
-
-
-def _payload(example: Any) -> bytes:
-    """Return what the source gave as bytes to keep: as they are, or packed; the last byte tells which."""
-    if isinstance(example, (bytes, bytearray, memoryview)):
-        return b"".join((example, RAW))
-    return b"".join((packed(example), PACKED))
 
 
 def _example(payload: memoryview) -> Any:

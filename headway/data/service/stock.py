@@ -145,7 +145,9 @@ class ItemStore:
         form, payload = found or (None, None)
         alone = flight is None
         if flight is None:
-            flight = flights.launch(item, draw=self._draw(item), start=form, payload=payload, due=due)
+            self._made[item] += 1  # another preparation draws from another seed
+            draw = int(item_seeds(self._seed, int(self._made[item]), np.array([item]), np.zeros(1, np.int64))[0])
+            flight = flights.launch(item, draw=draw, start=form, payload=payload, due=due)
             flight.compare = compare
         flights.board(flight, place, due)
         return alone and form is None
@@ -211,11 +213,6 @@ class ItemStore:
                 "refused": cache.refused,
             },
         }
-
-    def _draw(self, item: int) -> int:
-        """Return the seed of another preparation of an item."""
-        self._made[item] += 1
-        return int(item_seeds(self._seed, int(self._made[item]), np.array([item]), np.zeros(1, np.int64))[0])
 
     def _landed(self, work: PreparationTask, spent: PreparationTime) -> PreparationTask | None:
         """Take a flight out and book what it cost: on the batch that asked first."""

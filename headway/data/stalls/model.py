@@ -15,8 +15,9 @@ min(F(x), P(cores), G), does not. Times are float seconds per step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -96,19 +97,11 @@ class StallReport:
     def to_json(self) -> dict[str, Any]:
         """Return the object of `headway data stalls --json`."""
         return {
-            "schema": "headway.stalls/1",
-            "step_s": self.step_s,
-            "compute_s": self.compute_s,
-            "fetch_s": self.fetch_s,
-            "prep_s": self.prep_s,
-            "transfer_s": self.transfer_s,
-            "fractions": self.fractions,
-            "per_epoch_s": self.per_epoch(),
-            "bottleneck": self.bottleneck,
-            "fix": [list(pair) for pair in self.fix],
-            "flags": list(self.flags),
-            "note": self.note,
-        }
+            "schema": "headway.stalls/1", "step_s": self.step_s, "compute_s": self.compute_s, "fetch_s": self.fetch_s,
+            "prep_s": self.prep_s, "transfer_s": self.transfer_s, "fractions": self.fractions,
+            "per_epoch_s": self.per_epoch(), "bottleneck": self.bottleneck, "fix": [list(pair) for pair in self.fix],
+            "flags": list(self.flags), "note": self.note,
+        }  # fmt: skip
 
 
 def attribute(program: Program, edits: Sequence[str] = (), *, fixes: bool = True) -> StallReport:
@@ -217,29 +210,12 @@ def _report(
         if after > before * (1 + NOISE):
             flags.append(f"the step with {name} took longer than with {other} ({after:.4g} s against {before:.4g} s)")
         ordered.append(min(after, ordered[-1]))
-    stalls = {
-        "fetch": ordered[0] - ordered[1],
-        "prep": ordered[1] - ordered[2],
-        "transfer": ordered[2] - ordered[3],
-    }
-    return StallReport(
-        compute_s=ordered[3],
-        fetch_s=stalls["fetch"],
-        prep_s=stalls["prep"],
-        transfer_s=stalls["transfer"],
-        steps_per_epoch=steps_per_epoch,
-        bottleneck=_bottleneck(stalls, ordered[0]),
-        fix=fix,
-        flags=tuple(flags),
-        note=note,
-    )
-
-
-def _bottleneck(stalls: Mapping[str, float], step_s: float) -> str:
-    """Name what holds the step up: fetch or prep if they matter, else transfer if it does, else compute."""
-    if stalls["fetch"] + stalls["prep"] > STALL_FRACTION * step_s:
-        return "fetch" if stalls["fetch"] >= stalls["prep"] else "prep"
-    return "transfer" if stalls["transfer"] > TRANSFER_FRACTION * step_s else "compute"
+    fetch, prep, transfer = (before - after for before, after in pairwise(ordered))
+    # Fetch or prep if they matter, else transfer if it does, else compute.
+    bottleneck = "transfer" if transfer > TRANSFER_FRACTION * ordered[0] else "compute"
+    if fetch + prep > STALL_FRACTION * ordered[0]:
+        bottleneck = "fetch" if fetch >= prep else "prep"
+    return StallReport(ordered[3], fetch, prep, transfer, steps_per_epoch, bottleneck, fix, tuple(flags), note)
 
 
 def _fixes(program: Program, edits: Sequence[str], base: Prediction) -> tuple[tuple[str, float], ...]:
