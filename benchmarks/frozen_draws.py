@@ -34,7 +34,7 @@ from headway.core.errors import InputError
 from headway.data.bytes.scrutiny import chance
 from headway.data.cached.apply import CachedDataset, ExampleCaches
 from headway.data.cached.cached_examples import CachedExamples, ExampleStore
-from headway.data.service.server import DataServer
+from headway.data.service.stock import DataServer
 
 SIZE, EPOCHS, BUDGET = 101, 4, 1 << 22
 IN_MODULE = np.random.default_rng(11)

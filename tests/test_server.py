@@ -34,7 +34,8 @@ from headway.data.service.messages import (
     Welcome,
     packed_items,
 )
-from headway.data.service.server import Daemon, DataServer, listen
+from headway.data.service.server import Daemon, listen
+from headway.data.service.stock import DataServer
 from tests.launching import wait_for
 from tests.paths import ROOT
 from tests.spawn import run_threads

@@ -26,6 +26,12 @@ calls = st.lists(
 )
 
 
+def put(cache, item, refs, payload=b"x"):
+    """Offer an item that so many jobs need."""
+    cache.expect([item], refs - cache.refs(item))
+    return cache.put(item, "encoded", payload)
+
+
 @pytest.mark.parametrize("policy", CACHE_POLICIES)
 @settings(max_examples=60)
 @given(calls=calls, bytes=st.integers(0, 120))
@@ -116,12 +122,12 @@ def test_counts_sum_to_what_all_jobs_still_need_as_jobs_come_and_go(seed, name):
 
 def test_refcount_evicts_one_entry_of_the_lowest_count_and_never_a_higher_one():
     cache = TieredCache(2, policies="refcount")
-    assert cache.put(0, "encoded", b"x", refs=1)
-    assert cache.put(1, "encoded", b"x", refs=3)
-    assert cache.put(2, "encoded", b"x", refs=2)
+    assert put(cache, 0, 1)
+    assert put(cache, 1, 3)
+    assert put(cache, 2, 2)
     assert cache.items() == {1, 2}
-    assert not cache.put(3, "encoded", b"x", refs=2)
-    assert not cache.put(4, "encoded", b"x", refs=0)
+    assert not put(cache, 3, 2)
+    assert not put(cache, 4, 0)
     assert (cache.evictions, cache.refused) == (1, 2)
     for _ in range(3):
         cache.get(1)
@@ -131,11 +137,11 @@ def test_refcount_evicts_one_entry_of_the_lowest_count_and_never_a_higher_one():
 def test_one_large_payload_evicts_no_more_than_it_needs_and_nothing_if_that_is_not_enough():
     cache = TieredCache(10, policies="refcount")
     for item, refs in enumerate((1, 2, 9)):
-        cache.put(item, "encoded", b"xxx", refs=refs)
-    assert not cache.put(5, "encoded", b"x" * 11, refs=99)
-    assert not cache.put(6, "encoded", b"x" * 8, refs=5)
+        put(cache, item, refs, b"xxx")
+    assert not put(cache, 5, 99, b"x" * 11)
+    assert not put(cache, 6, 5, b"x" * 8)
     assert cache.items() == {0, 1, 2}
-    assert cache.put(7, "encoded", b"x" * 4, refs=5)
+    assert put(cache, 7, 5, b"x" * 4)
     assert cache.items() == {1, 2, 7}
 
 
@@ -220,12 +226,12 @@ def test_what_is_needed_goes_last_and_what_is_in_nobodys_way_stays_for_the_next_
     cache.expect([1, 2])
     cache.expect([2])
     cache.get(2)
-    assert cache.put(7, "encoded", b"x", refs=1)
+    assert put(cache, 7, 1)
     assert cache.items() == {1, 2, 7}
-    assert cache.put(8, "encoded", b"x", refs=2)
+    assert put(cache, 8, 2)
     assert cache.items() == {2, 7, 8}
-    assert not cache.put(9, "encoded", b"x", refs=0)
-    assert not cache.put(9, "encoded", b"x", refs=1)
+    assert not put(cache, 9, 0)
+    assert not put(cache, 9, 1)
 
 
 @pytest.mark.parametrize("cached", [0.2, 0.5])
@@ -267,7 +273,7 @@ def test_a_cache_that_is_divided_anew_keeps_its_budgets_and_says_before_what_it_
 
 def test_a_get_that_was_not_expected_takes_nobodys_need_away():
     cache = TieredCache(9, policies="refcount")
-    cache.put(1, "encoded", b"x", refs=2)
+    put(cache, 1, 2)
     cache.get(1, expected=False)
     assert cache.refs(1) == 2
 

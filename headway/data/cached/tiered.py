@@ -241,23 +241,18 @@ class TieredCache:
         item: int,
         form: str,
         view: bytes | memoryview,
-        refs: int | None = None,
         *,
         uses: int | None = None,
         served: Iterable[str] = (),
     ) -> bool:
         """Offer a payload; return whether it is here afterwards.
 
-        `refs` says how many jobs still need it (see `expect`), `uses` how
-        often it may be used in all (default: `num_jobs`), `served` which jobs
-        have used it already. Raises `InputError` on an unknown form.
+        `uses` says how often it may be used in all (default: `num_jobs`),
+        `served` which jobs have used it already. Raises `InputError` on an unknown form.
         """
         tier = pick(self._tiers, form, "form")
         if item < 0:
             raise InputError(f"the item is {item}; number items from 0, drop the negative ones.")
-        if refs is not None:
-            self._room_for(item)
-            self._refs[item] = refs
         if item in tier.entries:
             return True
         self._clock += 1
