@@ -16,7 +16,7 @@ import pytest
 from headway.core.errors import InputError
 from headway.core.machine.ring import RingReader
 from headway.core.wire.channel import ChannelClosed, connect
-from headway.data.bytes.packing import collated, packed, unpack
+from headway.data.bytes.packing import collated, pack, unpack
 from headway.data.service.batches import PreparationTime
 from headway.data.service.messages import (
     FROM_SERVER,
@@ -56,7 +56,7 @@ class Squares:
             raise ZeroDivisionError(f"item {work.item} is bad")
         self.prepared.append(work.item)
         return {
-            "decoded": bytes(packed({"x": np.full(self.length(work.item), work.item), "id": work.item}))
+            "decoded": pack({"x": np.full(self.length(work.item), work.item), "id": work.item}).to_bytes()
         }, PreparationTime()
 
     def assemble(self, items, examples):

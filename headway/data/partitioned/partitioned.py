@@ -42,7 +42,7 @@ from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.core.wire.channel import TcpListener
 from headway.core.wire.wires import MOST_BYTES
-from headway.data.bytes.packing import packed, unpack
+from headway.data.bytes.packing import pack, unpack
 from headway.data.bytes.source import Source, digest_of
 from headway.data.cached.partition import PartitionMap
 from headway.data.orders.job_order import DataShareError
@@ -336,7 +336,7 @@ class Partitioned:
         example = self._source.read(item)
         # As it is, or packed; the last byte tells which.
         plain = isinstance(example, (bytes, bytearray, memoryview))
-        payload = b"".join((example, RAW) if plain else (packed(example), PACKED))
+        payload = b"".join((example, RAW) if plain else (pack(example).to_bytes(), PACKED))
         self._share.count(storage_reads=1, storage_bytes=len(payload) - 1)
         return example, payload
 
