@@ -7,13 +7,14 @@ the closed forms, and J jobs with a static cache each to themselves. Simulated: 
 """
 
 import json
+import math
 import sys
 import time
 
 import numpy as np
 
 from headway.data.bytes.order import permute
-from headway.data.cached.tiered import HIT_FRACTIONS, TieredCache
+from headway.data.cached.tiered import TieredCache
 from headway.data.orders.random_orders import Opportunistic
 
 ITEMS, EPOCHS, SHARED_ITEMS = 20_000, 3, 4000
@@ -62,7 +63,7 @@ def main() -> int:
     begin, table, met = time.process_time(), {}, True
     for cached in (0.2, 0.35, 0.5, 0.65, 0.8):
         static, lru = hits("static", cached), [count / ITEMS for count in hits("lru", cached)]
-        law = HIT_FRACTIONS["lru"](cached)
+        law = cached + (1 - cached) * math.log1p(-cached)
         met &= all(count == int(cached * ITEMS) for count in static) and abs(np.mean(lru) - law) <= 0.005
         table[str(cached)] = {"static_hits": static[-1], "lru": round(float(np.mean(lru)), 4), "lru_law": round(law, 4)}
     shared = {}

@@ -14,6 +14,7 @@ found, and after how many examples found in the cache.
 
 import contextlib
 import json
+import math
 import os
 import random
 import sys
@@ -30,10 +31,10 @@ import torch.utils.data
 
 from headway import data
 from headway.core.errors import InputError
-from headway.data.bytes.scrutiny import unseen
-from headway.data.cached.apply import CachedDataset, ExampleCaches, Shelf
-from headway.data.cached.cached_examples import CachedExamples
-from headway.data.service.server import DataServer
+from headway.data.bytes.scrutiny import chance
+from headway.data.cached.apply import CachedDataset, ExampleCaches
+from headway.data.cached.cached_examples import CachedExamples, ExampleStore
+from headway.data.service.stock import DataServer
 
 SIZE, EPOCHS, BUDGET = 101, 4, 1 << 22
 IN_MODULE = np.random.default_rng(11)
@@ -177,8 +178,8 @@ def found_after(share: float, seed: int) -> int:
             return float(int.from_bytes(os.urandom(4), "little")) if hidden[k] else float(k)
 
     dataset = Hidden()
-    stored = CachedDataset.empty(dataset, 1000, 1 << 20)
-    view = CachedExamples(dataset, Shelf(stored.arena), stored.scrutiny)
+    stored = CachedDataset.empty(dataset, ExampleStore(1000, 1 << 20))
+    view = CachedExamples(dataset, stored.store, stored.scrutiny)
     for k in range(1000):
         view[k]
     for count in range(1, 10**6):
@@ -188,11 +189,16 @@ def found_after(share: float, seed: int) -> int:
     return 10**6
 
 
+def unseen(finds: int, share: float) -> float:
+    """Return how likely a `share` of changing examples at most is to stay unseen over so many finds."""
+    return math.exp(-share * sum(map(chance, range(1, finds + 1))))
+
+
 def costs() -> dict[str, float]:
     """Return CPU us per example read and found, with and without looks at the generators, of 4 kB each."""
     rows = [torch.full((512,), k) for k in range(2000)]
-    stored = CachedDataset.empty(rows, len(rows), 1 << 26)
-    view = CachedExamples(rows, Shelf(stored.arena), stored.scrutiny)
+    stored = CachedDataset.empty(rows, ExampleStore(len(rows), 1 << 26))
+    view = CachedExamples(rows, stored.store, stored.scrutiny)
 
     def per_example(read: Callable[[int], Any]) -> float:
         began = time.process_time()

@@ -23,7 +23,7 @@ from _command import ROOT
 from _noise import cheapest
 
 from headway.core.rng import stream
-from headway.data.jagged import Jagged, dedup, expected_factor
+from headway.data.jagged import Jagged, dedup
 from headway.data.sessions import cluster_parquet
 from headway.data.torch_jagged import on_unique
 
@@ -158,7 +158,8 @@ def main() -> int:
     features = []
     for number in (0, 2, 4, 5):
         rows = feature(unstable, number)
-        found, formula = factor(rows), expected_factor(ROWS_PER_SESSION, LESS_STABLE[number])
+        # RecD's model: S / (1 + (S - 1)(1 - d)) for S rows per session, of which d repeat the list before.
+        found, formula = factor(rows), ROWS_PER_SESSION / (1 + (ROWS_PER_SESSION - 1) * (1 - LESS_STABLE[number]))
         tower = tower_speedup(rows)
         features.append({
             "repeats": LESS_STABLE[number], "factor": found, "formula": formula, "off": found / formula - 1,

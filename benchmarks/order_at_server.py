@@ -18,7 +18,7 @@ import numpy as np
 from headway.data.service.batches import Ended
 from headway.data.service.jobs import JobTerms
 from headway.data.service.service import PreparationScheduler
-from headway.data.service.stock import ServiceOptions
+from headway.data.service.stock import DataServer
 from headway.sim.graph.process import Process
 
 NUM, BATCH, EPOCHS, JOBS, THREADS, EXAMPLE_BYTES = 2000, 20, 3, 4, 4, 100
@@ -40,7 +40,7 @@ class World:
         """Start a service with its threads and jobs."""
         form = "augmented" if random else "decoded"
         service = PreparationScheduler(
-            NUM, fingerprint="numbers", forms=(form,), seed=len(self.taken), options=ServiceOptions(**options)
+            NUM, fingerprint="numbers", forms=(form,), seed=len(self.taken), options=DataServer(**options, threads=1)
         )
         for job in jobs:
             service.join(job, fingerprint="numbers", terms=JobTerms(BATCH))

@@ -14,7 +14,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from headway.data import Pipeline, SyntheticJpeg
 from headway.data.pipeline.chain import Chain
-from headway.data.pipeline.optimize import legal_orders, op_costs
+from headway.data.pipeline.optimize import op_costs
+from tests.oracles import legal_orders
 
 
 def main() -> int:

@@ -26,7 +26,7 @@ from headway.data.pipeline import torch_ops as ops
 from headway.data.service.batches import Ended, PreparationTime
 from headway.data.service.jobs import JobTerms
 from headway.data.service.service import PreparationScheduler
-from headway.data.service.stock import ServiceOptions
+from headway.data.service.stock import DataServer
 
 NUM, SEED, THREADS, CHOICES = 64, 5, 2, 7
 FORMS = ("encoded", "decoded", "augmented")
@@ -105,7 +105,7 @@ def epochs(bytes_per_s: float, split, costs: Costs, count: int = 2) -> tuple[Epo
     source = Throttled(SOURCE, bytes_per_s)
     service = PreparationScheduler(
         NUM, fingerprint="jpegs", forms=FORMS, seed=SEED,
-        options=ServiceOptions(order="shared", cache_bytes=CACHE_BYTES, split=split, num_threads=1),
+        options=DataServer(order="shared", cache_bytes=CACHE_BYTES, split=split, threads=1),
     )  # fmt: skip
     threads = Threads(service, source)
     service.join("job", fingerprint="jpegs", terms=JobTerms(batch_size=8))

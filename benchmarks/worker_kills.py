@@ -24,6 +24,7 @@ import psutil
 
 from headway.core.files.safe_files import whole_file
 from headway.core.rng import stream
+from headway.data.bytes.order import item_seeds
 from headway.data.bytes.packing import unpack
 from headway.data.fleet.reader import FleetReader
 from headway.data.fleet.splits import BatchKeys, FleetPass
@@ -43,12 +44,17 @@ class Outcome:
     kills: dict[str, int]
 
 
+def seeds(keys: BatchKeys) -> np.ndarray:
+    """Return the seed of each item's random numbers."""
+    return item_seeds(keys.seed, keys.epoch, np.array(keys.items), np.array(keys.occurrence))
+
+
 def prepared(item_s: float) -> Callable[[BatchKeys], dict[str, np.ndarray]]:
     """Return what prepares a batch: it takes a while, and its rows depend on items and their random numbers."""
 
     def make(keys: BatchKeys) -> dict[str, np.ndarray]:
         time.sleep(item_s * len(keys.items))
-        return {"rows": np.stack([np.array(keys.items, np.uint64), np.array(keys.item_seeds(), np.uint64)], axis=1)}
+        return {"rows": np.stack([np.array(keys.items, np.uint64), seeds(keys)], axis=1)}
 
     return make
 
@@ -79,7 +85,7 @@ def train(address: str, token: str, passes: list[FleetPass], rank: int, every: i
 def expected(passes: list[FleetPass], rank: int) -> list[list[int]]:
     """Return the rows that a rank is to get."""
     keys = [work.keys(batch, rank) for work in passes for batch in range(work.num_batches(rank))]
-    return [[item, seed] for key in keys for item, seed in zip(key.items, key.item_seeds(), strict=True)]
+    return [[item, seed] for key in keys for item, seed in zip(key.items, seeds(key).tolist(), strict=True)]
 
 
 def free_port() -> int:

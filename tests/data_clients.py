@@ -7,7 +7,7 @@ import numpy as np
 from headway.data.service.batches import Ended, JobProgress, PreparationTime
 from headway.data.service.jobs import JobTerms
 from headway.data.service.service import PreparationScheduler
-from headway.data.service.stock import ServiceOptions
+from headway.data.service.stock import DataServer
 
 PRINT = "numbers"
 
@@ -15,7 +15,7 @@ PRINT = "numbers"
 def served(size=40, forms=("decoded",), order="shared", seed=0, **more):
     """A service over numbers."""
     return PreparationScheduler(
-        size, fingerprint=PRINT, forms=forms, seed=seed, options=ServiceOptions(order=order, **more)
+        size, fingerprint=PRINT, forms=forms, seed=seed, options=DataServer(order=order, threads=1, **more)
     )
 
 

@@ -5,7 +5,9 @@ Each takes edges as a list of (source, target, lag) and durations as a list.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+from headway.data.pipeline.optimize import Op
 
 Edge = tuple[int, int, int]
 
@@ -177,3 +179,12 @@ def stored(power, step_s, capacity_j, limit_w, tau_s, efficiency):
         grid.append(asked + flow)
         charges.append(charge)
     return grid, charges
+
+
+def legal_orders(ops: Sequence[Op]) -> Iterator[tuple[int, ...]]:
+    """Yield every order of a pipeline's operators that is legal: all permutations, as written first, but for those."""
+    for order in itertools.permutations(op.id for op in ops):
+        place = {op: k for k, op in enumerate(order)}
+        stays = all(place[op.id] == k for k, op in enumerate(ops) if op.fixed or op.source)
+        if stays and all(place[other] < place[op.id] for op in ops for other in op.depends_on):
+            yield order

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch.utils.data import default_collate
 
-from headway.data.bytes.packing import collated, pack, packed, unpack
+from headway.data.bytes.packing import collated, pack, unpack
 from headway.data.bytes.torch_examples import equal
 from headway.data.service.torch_preparers import plain, restored
 
@@ -39,9 +39,9 @@ def shapes_of_examples(draw):
 
 def through_a_slot(examples):
     """What a server and its client make of examples."""
-    sent = [unpack(packed(plain(example))) for example in examples]
+    sent = [unpack(pack(plain(example)).to_bytes()) for example in examples]
     tree = collated(sent)
-    return None if tree is None else unpack(packed(tree), marked=restored)
+    return None if tree is None else unpack(pack(tree).to_bytes(), marked=restored)
 
 
 @given(shapes_of_examples(), st.integers(1, 4))
@@ -76,7 +76,7 @@ def test_named_tuples_keep_their_names():
     ids=str,
 )
 def test_what_torch_refuses_or_decides_by_rules_of_its_own_is_left_to_torch(examples):
-    assert collated([unpack(packed(plain(example))) for example in examples]) is None
+    assert collated([unpack(pack(plain(example)).to_bytes()) for example in examples]) is None
 
 
 def test_rows_are_not_copied_before_they_are_written():

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.frozen_draws import DRAWS, PATHS, SIZE, Examples, found_after, through
+from benchmarks.frozen_draws import DRAWS, PATHS, SIZE, Examples, found_after, through, unseen
 from headway.data import DataLoader, Pipeline, generator
-from headway.data.bytes.scrutiny import Scrutiny, unseen
-from headway.data.cached.apply import CachedDataset, Shelf, cache
-from headway.data.cached.cached_examples import CachedExamples
+from headway.data.bytes.scrutiny import Scrutiny
+from headway.data.cached.apply import CachedDataset, cache
+from headway.data.cached.cached_examples import CachedExamples, ExampleStore
 from headway.data.guard.watch import GeneratorWatch
 from tests.datasets import Sized
 from tests.remedy_context import applied
@@ -66,8 +66,8 @@ def test_a_finding_is_every_readers_and_is_said_once():
             return {"x": next(clock) if frozen else 0}
 
     dataset = Ticking()
-    stored = CachedDataset.empty(dataset, 9, 1 << 16)
-    readers = [CachedExamples(dataset, Shelf(stored.arena), stored.scrutiny) for _ in range(2)]
+    stored = CachedDataset.empty(dataset, ExampleStore(9, 1 << 16))
+    readers = [CachedExamples(dataset, stored.store, stored.scrutiny) for _ in range(2)]
     for index in range(9):
         readers[0][index]
     frozen.append(True)

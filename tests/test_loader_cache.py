@@ -14,8 +14,8 @@ from headway.core.errors import InputError
 from headway.data import DataLoader
 from headway.data.bytes import account
 from headway.data.cached.apply import CachedDataset
+from headway.data.cached.cached_examples import data_bytes
 from headway.data.guard.picture import BatchEntries
-from headway.data.loader.loader_cache import data_bytes
 from tests.datasets import Sized
 
 READS = mmap.mmap(-1, 4096)

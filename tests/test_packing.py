@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from headway.core.errors import DamageError, InputError
-from headway.data.bytes.packing import ALIGN, Marked, Stacked, pack, packed, unpack
+from headway.data.bytes.packing import ALIGN, Marked, Stacked, pack, unpack
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -38,6 +38,13 @@ values = st.recursive(
 )  # fmt: skip
 
 
+def packed(value):
+    """A value as bytes that may be written to."""
+    room = bytearray((parcel := pack(value)).num_bytes)
+    parcel.write(room)
+    return room
+
+
 def same(one, other):
     """The slow, obvious comparison: types, order of keys, bits."""
     if isinstance(one, np.ndarray):
@@ -58,6 +65,7 @@ def same(one, other):
 @given(values)
 def test_what_is_packed_comes_back(value):
     assert same(value, unpack(packed(value)))
+    assert pack(value).to_bytes() == packed(value)
 
 
 @given(values)

@@ -17,9 +17,10 @@ from headway.data.bytes.torch_keyed import Keys
 from headway.data.loader.threads import LOCK_WAIT, lock_wait_fraction
 from headway.data.pipeline import torch_ops as ops
 from headway.data.pipeline.operators import KINDS
-from headway.data.pipeline.optimize import Op, PipelineProfile, legal_orders
+from headway.data.pipeline.optimize import Op, PipelineProfile
 from headway.data.pipeline.optimize import plan as best_plan
 from tests.launching import json_of
+from tests.oracles import legal_orders
 
 IMAGES = SyntheticJpeg(24, 64, 48, seed=3)
 

@@ -15,7 +15,7 @@ from torch.utils.data import (
 from headway.data import DataLoader as OwnLoader
 from headway.data.loader.read_ahead import CHANGED
 from headway.data.service.apply import followed
-from headway.data.service.server import DataServer
+from headway.data.service.stock import DataServer
 from headway.data.workers.apply import untunable, workers
 from headway.data.workers.torch_threads import threads
 from headway.runtime.calls.probe_input import loader_facts

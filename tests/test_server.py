@@ -16,7 +16,7 @@ import pytest
 from headway.core.errors import InputError
 from headway.core.machine.ring import RingReader
 from headway.core.wire.channel import ChannelClosed, connect
-from headway.data.bytes.packing import collated, packed, unpack
+from headway.data.bytes.packing import collated, pack, unpack
 from headway.data.service.batches import PreparationTime
 from headway.data.service.messages import (
     FROM_SERVER,
@@ -34,7 +34,8 @@ from headway.data.service.messages import (
     Welcome,
     packed_items,
 )
-from headway.data.service.server import Daemon, DataServer, listen
+from headway.data.service.server import Daemon, listen
+from headway.data.service.stock import DataServer
 from tests.launching import wait_for
 from tests.paths import ROOT
 from tests.spawn import run_threads
@@ -55,7 +56,7 @@ class Squares:
             raise ZeroDivisionError(f"item {work.item} is bad")
         self.prepared.append(work.item)
         return {
-            "decoded": bytes(packed({"x": np.full(self.length(work.item), work.item), "id": work.item}))
+            "decoded": pack({"x": np.full(self.length(work.item), work.item), "id": work.item}).to_bytes()
         }, PreparationTime()
 
     def assemble(self, items, examples):

@@ -13,7 +13,7 @@ from headway.data.service.batches import Ended
 from headway.data.service.jobs import JobTerms, Known
 from headway.data.service.messages import Decided, packed_items
 from headway.data.service.service import PreparationScheduler
-from headway.data.service.stock import ServiceOptions
+from headway.data.service.stock import DataServer
 from tests.data_clients import PRINT, work_off
 from tests.launching import wait_for
 from tests.test_server import Caller, facts, flat
@@ -106,7 +106,7 @@ class Ranks:
 
 
 def server(order="shared", seed=0, grace_s=600.0, **more):
-    options = ServiceOptions(order=order, window=2, grace_s=grace_s)
+    options = DataServer(order, window=2, threads=1, grace_s=grace_s)
     return PreparationScheduler(SIZE, fingerprint=PRINT, seed=seed, options=options, **more)
 
 
@@ -223,7 +223,7 @@ def test_names_of_jobs_that_were_given_up_do_not_pile_up():
 
 def test_a_grace_of_nothing_is_refused():
     with pytest.raises(InputError, match="grace_s is 0; pass the seconds"):
-        ServiceOptions(grace_s=0)
+        DataServer(grace_s=0)
 
 
 def test_the_loop_tells_who_waits_whom_it_waited_for_and_the_other_jobs_go_on(serve):

@@ -6,7 +6,7 @@ import pytest
 from headway.core.errors import InputError
 from headway.data.orders.job_order import DataShareError
 from headway.data.service.jobs import JobTerms
-from headway.data.service.stock import ServiceOptions
+from headway.data.service.stock import DataServer
 from tests.data_clients import PRINT, served, work_off
 
 
@@ -40,8 +40,8 @@ def joined(service, **terms):
         (lambda s: s.leave("b"), InputError, "unknown job 'b'"),
         (lambda s: JobTerms(0), InputError, "batch_size is 0"),
         (lambda s: JobTerms(1, tail="shrt"), InputError, "Did you mean 'short'"),
-        (lambda s: ServiceOptions(window=0), InputError, "window is 0"),
-        (lambda s: ServiceOptions(split="even"), InputError, "split is 'even'"),
+        (lambda s: DataServer(window=0), InputError, "window is 0"),
+        (lambda s: DataServer(split="even"), InputError, "split is 'even'"),
         (lambda s: served(0), InputError, "size is 0"),
         (lambda s: served(order="sharde"), InputError, "Did you mean 'shared'"),
         (lambda s: served(forms=("decoded", "encoded")), InputError, "in that order, not 'encoded' last"),

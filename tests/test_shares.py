@@ -46,7 +46,6 @@ def test_forked_children_and_their_threads_count_without_losing_one():
     for _ in range(3):
         pid = os.fork()
         if pid == 0:
-            share.after_fork()
             run_threads(count, [()] * 2)
             os._exit(0)
         children.append(pid)

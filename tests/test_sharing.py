@@ -7,7 +7,7 @@ from torch.utils.data.distributed import DistributedSampler
 from headway.data import DataLoader as OwnLoader
 from headway.data.guard.decisions import Decisions
 from headway.data.service.apply import followed, server
-from headway.data.service.server import DataServer
+from headway.data.service.stock import DataServer
 from headway.runtime.in_rank.remedy import Applied, RefusedRemedy
 from tests.loaders_made import ByTurns, Squares, Stream
 from tests.remedy_context import TestContext, applied, apply

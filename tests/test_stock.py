@@ -3,17 +3,16 @@
 import numpy as np
 import pytest
 
-from headway.core.errors import InputError
 from headway.data.bytes.scrutiny import Scrutiny
 from headway.data.service.batches import Batch, BatchPlace, JobCounts, PreparationTime, ServerCounts
-from headway.data.service.stock import ItemStore, ServiceOptions
+from headway.data.service.stock import DataServer, ItemStore
 
 ALL = ("encoded", "decoded", "augmented")
 MADE = {"encoded": b"e" * 10, "decoded": b"d" * 50, "augmented": b"a" * 30}
 
 
-def stock(split, *, forms=ALL, num_jobs=1, cache=1000, **more):
-    made = ItemStore(20, forms, ServiceOptions(cache_bytes=cache, split=split, **more))
+def stock(split, *, forms=ALL, num_jobs=1, cache=1000):
+    made = ItemStore(20, forms, DataServer(cache_bytes=cache, split=split, threads=1))
     for number in range(num_jobs):
         made.serve(np.ones(20, bool), 1, num_jobs=number + 1, num_ahead=4)
     return made
@@ -89,12 +88,3 @@ def test_counts_are_plain_numbers():
     assert (counts.loads, counts.fetch_ns, counts.prep_ns, counts.read_bytes) == (1, 7, 5, 11)
     assert counts.as_dict()["prepared"]["storage"] == 1
     assert job.as_dict() == {"batches": 0, "examples": 0, "examples_per_s": 0.0, "audit": {}}
-
-
-def test_policies_may_be_chosen_by_form():
-    with pytest.raises(InputError, match="unknown cache policy 'lur'"):
-        stock("auto", policies={"decoded": "lur"})
-    made = stock((0.0, 0.1, 0.0), forms=("decoded",), policies={"decoded": "lru"})
-    for item in (1, 2, 3):
-        asked(made, item)
-    assert made.cache.items() == {2, 3}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from headway.core.errors import InputError
 from headway.data.cached.tiered import TieredCache
 from headway.data.orders import job_order, strategies
-from headway.data.orders.job_order import Buffered, DataShareError, own_order
+from headway.data.orders.job_order import Buffered, DataShareError
 from headway.data.orders.random_orders import Opportunistic
 from headway.data.orders.strategies import ORDERS, Shared
 from tests.chi_square import p_value
@@ -218,9 +218,13 @@ def test_a_job_that_leaves_a_buffer_takes_its_queue_along():
 
 
 def test_ones_own_order_is_a_permutation_per_epoch():
-    flags = np.array([True, False, True, True])
-    assert sorted(own_order(flags, 1, "a", 0).tolist()) == [0, 2, 3]
-    assert len({tuple(own_order(np.ones(30, bool), 1, "a", epoch)) for epoch in range(5)}) == 5
+    order, epochs = made("independent", {"a": range(1, 60, 2)}), set()
+    for _ in range(5):
+        epochs.add(tuple(order.draw("a") for _ in range(30)))
+        order.restart("a")
+
+    assert len(epochs) == 5
+    assert all(sorted(epoch) == list(range(1, 60, 2)) for epoch in epochs)
 
 
 @pytest.mark.parametrize("name", ORDERS)

@@ -20,7 +20,7 @@ from headway.data.guard.cache_trial import uncacheable
 from headway.data.guard.trial import in_child, limited, unfit
 from headway.data.guard.watch import listen_here, noting
 from headway.data.service.apply import followed
-from headway.data.service.server import DataServer
+from headway.data.service.stock import DataServer
 from headway.data.workers.apply import untunable, workers
 from tests.datasets import Sized
 from tests.loaders_made import Reading, Squares, unthreadable

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from headway.data.pipeline.optimize import Resources as Resources
     from headway.data.pipeline.pipeline import Pipeline as Pipeline
     from headway.data.selection import LossSelector as LossSelector
-    from headway.data.service.server import DataServer as DataServer
+    from headway.data.service.stock import DataServer as DataServer
     from headway.data.sessions import cluster_parquet as cluster_parquet
     from headway.data.sessions import session_order as session_order
     from headway.data.torch_selection import WithIds as WithIds
@@ -62,7 +62,7 @@ PUBLIC: dict[str, str] = {
     "Autoscaler": "headway.data.fleet.autoscale:Autoscaler",
     "Buffered": "headway.data.orders.job_order:Buffered",
     "DataLoader": "headway.data.loader.loader:DataLoader",
-    "DataServer": "headway.data.service.server:DataServer",
+    "DataServer": "headway.data.service.stock:DataServer",
     "DataShareError": "headway.data.orders.job_order:DataShareError",
     "DatasetChangedError": "headway.data.loader.loader:DatasetChangedError",
     "DedupJagged": "headway.data.jagged:DedupJagged",

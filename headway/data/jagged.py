@@ -276,19 +276,6 @@ def to_kjt(features: Mapping[str, DedupJagged], dedup: bool = True) -> Any:
     return importlib.import_module(TORCH_PART).to_kjt(features, dedup=dedup)
 
 
-def expected_factor(rows_per_session: float, repeats: float) -> float:
-    """Return the dedup factor of clustered batches, S / (1 + (S - 1)(1 - d)): RecD's model.
-
-    S rows per session; d = `repeats` is the fraction of rows that repeat the list of the row before.
-
-    >>> round(expected_factor(16, 0.9), 2)
-    6.4
-    """
-    if rows_per_session < 1 or not 0 <= repeats <= 1:
-        raise InputError(f"{rows_per_session} rows per session that repeat {repeats}: pass >= 1 and 0 to 1.")
-    return rows_per_session / (1 + (rows_per_session - 1) * (1 - repeats))
-
-
 def _dedup_group(features: Mapping[str, Jagged]) -> dict[str, DedupJagged]:
     """Deduplicate features by one inverse."""
     parts = [part for rows in features.values() for part in _parts(rows)]
@@ -297,7 +284,7 @@ def _dedup_group(features: Mapping[str, Jagged]) -> dict[str, DedupJagged]:
     # inverse   0 1 0 2 0        rows == rows[first][inverse]
     inverse, first = _inverse(_digests(parts, num_rows))
     if not _all_equal(parts, first[inverse]):  # two rows of one hash: then their bytes themselves are the key
-        inverse, first = _inverse(_contents(parts, num_rows))
+        inverse, first = _inverse(list(zip(*([bytes(row) for row in part.rows()] for part in parts), strict=True)))
     found = {}
     for name, rows in features.items():
         kept = rows.take(first)
@@ -342,12 +329,6 @@ def _digests(parts: Sequence[_RowBytes], num_rows: int) -> list[Any]:
     if len(digests) == 1:
         return list(digests[0])
     return [b"".join(row) for row in zip(*digests, strict=True)] if num_rows else []
-
-
-def _contents(parts: Sequence[_RowBytes], num_rows: int) -> list[Any]:
-    """Return [B] the bytes of each row, as a key that cannot collide."""
-    contents = [[bytes(row) for row in part.rows()] for part in parts]
-    return list(zip(*contents, strict=True)) if num_rows else []
 
 
 def _first_seen(keys: Iterable[Any]) -> dict[Any, int]:

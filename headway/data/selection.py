@@ -155,7 +155,8 @@ class LossSelector:
         kept = self._step(rows[:, 0], rows[:, 1].copy().view(np.float64), rows[:, 2])
         cuts = np.cumsum([len(block) for block in blocks])[:-1]
         parts: list[Flags] = np.split(kept, cuts)
-        return parts[self._rank(len(blocks))], [(len(part), int(part.sum())) for part in parts]
+        rank = int(sys.modules["torch.distributed"].get_rank(self.group)) if len(blocks) > 1 else 0
+        return parts[rank], [(len(part), int(part.sum())) for part in parts]
 
     def train_batches(
         self,
@@ -234,9 +235,6 @@ class LossSelector:
             return [block]
         gathered: list[Ints] = importlib.import_module(TORCH_PART).gathered(block, self.group)
         return gathered
-
-    def _rank(self, num_ranks: int) -> int:
-        return int(sys.modules["torch.distributed"].get_rank(self.group)) if num_ranks > 1 else 0
 
     def _step(self, ids: Ints, loss: Floats, source: Ints) -> Flags:
         """Decide over the examples of all ranks; returns [global batch] which to keep."""

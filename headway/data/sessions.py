@@ -157,7 +157,8 @@ def _key(table: pq.ParquetFile, name: str) -> NDArray[Any]:
 def _write(table: pq.ParquetFile, source: Path, target: Path, order: Ints, memory_bytes: int) -> None:
     """Write the rows of `table` in `order`, part by part."""
     schema = table.schema_arrow
-    plain = [column.name for column in schema if not _is_list(column.type)]
+    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    plain = [column.name for column in schema if not any(is_one(column.type) for is_one in lists)]
     metadata = table.metadata
     size = sum(metadata.row_group(index).total_byte_size for index in range(metadata.num_row_groups))
     num_parts = max(1, min(-(-size // max(1, memory_bytes)), len(order)))
@@ -168,10 +169,6 @@ def _write(table: pq.ParquetFile, source: Path, target: Path, order: Ints, memor
     ):
         for part in _parts(table, source, order, num_parts, Path(folder)):
             writer.write_table(part, row_group_size=ROW_GROUP)
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def _batches(table: pq.ParquetFile, source: Path) -> Iterator[pa.RecordBatch]:

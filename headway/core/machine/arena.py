@@ -5,14 +5,19 @@ no name in the file system (memfd), so it cannot be left behind: it is gone
 with its last holder. Payloads are only ever appended; a slot that is filled
 stays as it is. Safe across processes: space is reserved under a record lock
 that the kernel drops with its owner, and a slot becomes visible only after its
-payload is written. Threads of one process must take turns to put. Other processes of the same user get at it by
-pickle, as long as the sender lives: the same memory, not a copy.
+payload is written; threads of one process take turns. Other processes of the same user get at it by pickle, as long
+as the sender lives: the same memory, not a copy. Who makes an arena may have `extra_bytes` of zeros in it for numbers
+of its own: `with arena:` keeps other threads and processes out while they change.
 
 >>> arena = Arena(num_slots=4, capacity_bytes=100)
 >>> arena.put(2, b"payload"), arena.put(3, b"x" * 1000)
 (True, False)
 >>> bytes(arena.get(2)), arena.get(0), arena.used_bytes
 (b'payload', None, 7)
+>>> counts = Arena(num_slots=1, capacity_bytes=1, extra_bytes=8).extra.cast("q")
+>>> counts[0] += 1
+>>> counts.tolist()
+[1]
 """
 
 from __future__ import annotations
@@ -21,6 +26,8 @@ import fcntl
 import mmap
 import os
 import struct
+import threading
+import weakref
 from typing import Any
 
 from headway.core.errors import InputError
@@ -77,7 +84,7 @@ def reopened(path: str) -> tuple[Descriptor, mmap.mmap]:
 class Arena:
     """`num_slots` slots that share `capacity_bytes` of memory; pages are taken only when they are filled."""
 
-    def __init__(self, num_slots: int, capacity_bytes: int) -> None:
+    def __init__(self, num_slots: int, capacity_bytes: int, *, extra_bytes: int = 0) -> None:
         if num_slots < 1 or capacity_bytes < 1:
             raise InputError(
                 f"an arena of {num_slots} slots and {capacity_bytes} bytes holds nothing. Give at least 1 of each."
@@ -86,17 +93,40 @@ class Arena:
         """Slots are numbered 0..num_slots - 1."""
         self.capacity_bytes = capacity_bytes
         """Most bytes that all payloads together may take."""
-        self._data_offset = _HEAD.size + num_slots * _SLOT.size
+        self._extra_offset = _HEAD.size + num_slots * _SLOT.size
+        self._data_offset = self._extra_offset + extra_bytes
         self._file, self._memory = shared_memory("headway-arena", self._data_offset + capacity_bytes)
+        self._new_turn()
 
     def __getstate__(self) -> dict[str, Any]:
         """Name the memory by where this process holds it."""
-        return {**self.__dict__, "_file": held_at(self._file), "_memory": None}
+        return {**self.__dict__, "_file": held_at(self._file), "_memory": None, "turn": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Map the sender's memory."""
         self.__dict__.update(state)
         self._file, self._memory = reopened(state["_file"])
+        self._new_turn()
+
+    def _new_turn(self) -> None:
+        self.turn = threading.RLock()
+        """Keeps out the other threads of this process."""
+        _ARENAS.add(self)
+
+    @property
+    def extra(self) -> memoryview:
+        """The memory that is for whoever made this arena."""
+        return memoryview(self._memory)[self._extra_offset : self._data_offset]
+
+    def __enter__(self) -> None:
+        """Keep the other threads and processes out; the kernel lets go of the lock of one that dies."""
+        self.turn.acquire()
+        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, 1)
+
+    def __exit__(self, *_: object) -> None:
+        """Let them in."""
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, 1)
+        self.turn.release()
 
     @property
     def used_bytes(self) -> int:
@@ -106,7 +136,7 @@ class Arena:
     @property
     def num_filled(self) -> int:
         """Slots that hold a payload; O(num_slots)."""
-        table = self._memory[_HEAD.size : self._data_offset]
+        table = self._memory[_HEAD.size : self._extra_offset]
         return sum(offset != 0 for offset, _ in _SLOT.iter_unpack(table))
 
     def get(self, slot: int) -> memoryview | None:
@@ -119,21 +149,17 @@ class Arena:
     def put(self, slot: int, payload: bytes) -> bool:
         """Fill `slot`; return False when it does not fit. A slot that is filled already keeps its payload."""
         place = self._place(slot)
-        if _SLOT.unpack_from(self._memory, place)[0]:
+        with self.turn:
+            if _SLOT.unpack_from(self._memory, place)[0]:
+                return True
+            offset = self._reserve(len(payload))
+            if offset < 0:
+                return False
+            self._memory[offset : offset + len(payload)] = payload
+            # Published last: a reader sees either an empty slot or a whole payload.
+            struct.pack_into("<q", self._memory, place + 8, len(payload))
+            struct.pack_into("<q", self._memory, place, offset + 1)
             return True
-        offset = self._reserve(len(payload))
-        if offset < 0:
-            return False
-        self._memory[offset : offset + len(payload)] = payload
-        # Published last: a reader sees either an empty slot or a whole payload.
-        struct.pack_into("<q", self._memory, place + 8, len(payload))
-        struct.pack_into("<q", self._memory, place, offset + 1)
-        return True
-
-    def close(self) -> None:
-        """Give the memory back in this process; views handed out must be gone."""
-        self._memory.close()
-        self._file.close()
 
     def _place(self, slot: int) -> int:
         """Return where the slot's entry lies, checking its number."""
@@ -153,3 +179,14 @@ class Arena:
             return int(self._data_offset + used)
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1)
+
+
+_ARENAS: weakref.WeakSet[Arena] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    for arena in list(_ARENAS):  # a thread that is not here may hold the parent's lock
+        arena.turn = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forked)

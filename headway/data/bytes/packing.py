@@ -142,14 +142,6 @@ def pack(value: object) -> Parcel:
     return parcel
 
 
-def packed(value: object) -> bytearray:
-    """Return `value` as bytes of its own."""
-    parcel = pack(value)
-    room = bytearray(parcel.num_bytes)
-    parcel.write(room)
-    return room
-
-
 def unpack(buffer: bytes | bytearray | memoryview, *, marked: Callable[[Array, str], object] = Marked) -> Any:
     """Return what was packed; arrays are views of `buffer`, read-only when it is.
 

@@ -31,7 +31,6 @@ other modules, files that are written. The memory is shared by forked workers.
 
 from __future__ import annotations
 
-import math
 import os
 import random
 
@@ -136,8 +135,3 @@ class Scrutiny:
 def chance(found: int) -> float:
     """Return the chance that the `found`-th example found, from 1, is compared."""
     return max(1 / CHECK_EVERY, FIRST / (found + FIRST))
-
-
-def unseen(found: int, share: float) -> float:
-    """Return how likely a `share` of changing examples at most is to stay unseen over so many finds."""
-    return math.exp(-share * sum(map(chance, range(1, found + 1))))

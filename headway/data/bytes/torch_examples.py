@@ -32,7 +32,7 @@ import struct
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -262,18 +262,6 @@ def _equal_arrays(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> bo
     return left.tobytes() == right.tobytes() and left.flags.f_contiguous == right.flags.f_contiguous
 
 
-def _equal_mappings(left: Mapping[Any, Any], right: Mapping[Any, Any]) -> bool:
-    return list(left) == list(right) and all(equal(left[key], right[key]) for key in left)
-
-
-def _equal_sequences(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    return len(left) == len(right) and all(map(equal, left, right))
-
-
-def _equal_floats(left: float, right: float) -> bool:
-    return struct.pack("<d", left) == struct.pack("<d", right)  # NaN equals itself, 0.0 differs from -0.0
-
-
 def _equal_pickles(left: object, right: object) -> bool:
     """Compare objects without an equality of their own by their pickles."""
     try:
@@ -286,10 +274,10 @@ def _equal_pickles(left: object, right: object) -> bool:
 _COMPARE: tuple[tuple[type | tuple[type, ...], Callable[[Any, Any], bool]], ...] = (
     (torch.Tensor, _equal_tensors),
     (np.ndarray, _equal_arrays),
-    (Mapping, _equal_mappings),
+    (Mapping, lambda left, right: list(left) == list(right) and all(equal(left[key], right[key]) for key in left)),
     ((str, bytes, bytearray, bool, int, type(None)), lambda left, right: bool(left == right)),
-    (float, _equal_floats),
-    ((list, tuple), _equal_sequences),
+    (float, lambda left, right: struct.pack("<d", left) == struct.pack("<d", right)),  # NaN equals itself, 0.0 not -0.0
+    ((list, tuple), lambda left, right: len(left) == len(right) and all(map(equal, left, right))),
     (object, _equal_pickles),
 )
 """Kind of object -> how two of them are compared; the first match decides."""

@@ -21,10 +21,9 @@ from weakref import WeakValueDictionary, ref
 
 from torch.utils.data import DataLoader
 
-from headway.core.machine.arena import Arena
 from headway.core.machine.interruptions import pass_on
 from headway.data.bytes.scrutiny import ALTERED, Scrutiny
-from headway.data.cached.cached_examples import CachedExamples, ExampleStore, Shelf
+from headway.data.cached.cached_examples import CachedExamples, ExampleStore
 from headway.data.guard.cache_trial import barred, probed
 from headway.data.guard.decisions import NOT_TRIED, Decisions, budget_of
 from headway.data.guard.files_read import note_looks
@@ -71,7 +70,7 @@ def _goes_by(dataset: Any) -> tuple[object, tuple[object, object]]:
 class CachedDataset:
     """What is kept of one dataset."""
 
-    arena: Arena
+    store: ExampleStore
     scrutiny: Scrutiny
     unread: tuple[object, tuple[object, object]]
     """Modes, and all else that the dataset goes by, before any of its examples was read."""
@@ -91,10 +90,9 @@ class CachedDataset:
     """`data_of` the dataset where a look before the batch under way has taken it."""
 
     @classmethod
-    def empty(cls, dataset: Any, num_examples: int, capacity_bytes: int, *, any_type: bool = False) -> CachedDataset:
-        """Return room for the examples of a dataset."""
-        arena = Arena(num_examples, capacity_bytes)
-        return cls(arena, Scrutiny(num_examples), _goes_by(dataset), any_type=any_type)
+    def empty(cls, dataset: Any, store: ExampleStore, *, any_type: bool = False) -> CachedDataset:
+        """Return what is kept of a dataset in an empty store."""
+        return cls(store, Scrutiny(store.arena.num_slots), _goes_by(dataset), any_type=any_type)
 
     def note(self, dataset: Any) -> None:
         """Note what the dataset goes by, the first time."""
@@ -107,7 +105,7 @@ class CachedDataset:
 
         Where only workers have read, it still is as it was before.
         """
-        if self.pid != os.getpid() or not self.arena.used_bytes:
+        if self.pid != os.getpid() or not self.store.arena.used_bytes:
             return False
         now = _goes_by(dataset)[1]
         self.before = now[0]
@@ -141,10 +139,10 @@ class CachedDataset:
             notice_change()
         return True
 
-    def in_front(self, dataset: Any, kept: ExampleStore) -> CachedExamples:
-        """Return a view of the dataset for one reader, with `kept` in front."""
+    def in_front(self, dataset: Any) -> CachedExamples:
+        """Return a view of the dataset for one reader, with what is kept in front."""
         return CachedExamples(
-            dataset, kept, self.scrutiny, partial(self.note, dataset), partial(self.is_of_now, dataset),
+            dataset, self.store, self.scrutiny, partial(self.note, dataset), partial(self.is_of_now, dataset),
             lambda: self.before, any_type=self.any_type,
         )  # fmt: skip
 
@@ -207,13 +205,16 @@ class ExampleCaches:
             original(fetcher, dataset, *rest)
             stored = self.stored.get(id(dataset)) if self.alive.get(id(dataset)) is dataset else None
             if stored is not None:
-                fetcher.dataset = stored.in_front(dataset, Shelf(stored.arena))
+                fetcher.dataset = stored.in_front(dataset)
 
         return __init__
 
     def _decide(self, loader: DataLoader[Any]) -> None:
         """Give the dataset an arena, or leave it alone and say why."""
-        self._forget_the_dead()
+        # Memory, open files and budget of datasets that the script has let go come back.
+        for key in [key for key in self.stored if key not in self.alive]:
+            gone = self.stored.pop(key)
+            self.budget_bytes += 0 if gone is None else gone.bytes_taken
         dataset, facts = loader.dataset, {"dataset": type(loader.dataset).__name__}
         reason, example_bytes = self._barred(loader), 0
         if reason is None:
@@ -226,18 +227,12 @@ class ExampleCaches:
         size = len(dataset)  # type: ignore[arg-type]  # map-style: uncacheable() has seen to it
         needed_bytes = size * example_bytes
         capacity_bytes = min(self.budget_bytes, 2 * needed_bytes + 4096)  # twice the first guess: examples vary in size
-        stored = self.stored[id(dataset)] = CachedDataset.empty(dataset, size, capacity_bytes)
+        stored = self.stored[id(dataset)] = CachedDataset.empty(dataset, ExampleStore(size, capacity_bytes))
         stored.looks = looks_for(self.verification)
         stored.looks.begin()
         stored.bytes_taken = min(needed_bytes, capacity_bytes)
         self.budget_bytes -= stored.bytes_taken
         self.report({**facts, "bytes": capacity_bytes, "examples": size})
-
-    def _forget_the_dead(self) -> None:
-        """Give back the memory, open files and budget of datasets that the script has let go."""
-        for key in [key for key in self.stored if key not in self.alive]:
-            stored = self.stored.pop(key)
-            self.budget_bytes += 0 if stored is None else stored.bytes_taken
 
     def _barred(self, loader: DataLoader[Any]) -> str | None:
         """Say why the dataset is not even tried, or None: asked of every dataset, since it costs next to nothing."""

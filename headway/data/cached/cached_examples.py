@@ -6,20 +6,23 @@ as it is.
 
 Where a cache keeps examples, encoded, by their index; and what each was read from.
 
->>> shelf = Shelf(Arena(2, 1000))
->>> shelf.keep(1, [7], ExampleOrigin({}, [])), decode(shelf.get(1)), shelf.get(0)
-(None, [7], None)
+>>> store = ExampleStore(2, 1000, counted=True)
+>>> store.keep(1, ["seven"], ExampleOrigin({}, [])), decode(store.get(1)), store.get(0)
+(None, ['seven'], None)
+>>> dict(zip(COUNTS, store.counts))
+{'hits': 1, 'misses': 1, 'bytes': 5, 'refused': 0}
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
+
+import numpy as np
 
 from headway.core.machine.arena import Arena
 from headway.core.machine.interruptions import suppress_own
@@ -30,26 +33,6 @@ from headway.data.guard.outcome import speak
 from headway.data.guard.picture import BatchEntries, data_of
 from headway.data.guard.watch import GeneratorWatch, noting
 from headway.runtime.in_rank.guard import OfScript
-
-_WRITING = threading.Lock()
-"""Held while an example is kept: an arena keeps processes apart, not the threads of one."""
-
-
-class ExampleStore(Protocol):
-    """Where examples are kept, encoded, by their index."""
-
-    @property
-    def num_slots(self) -> int:
-        """One more than the largest index."""
-        ...
-
-    def get(self, index: int) -> memoryview | None:
-        """Return the encoded example, None when it is not here."""
-        ...
-
-    def keep(self, index: int, example: Any, origin: ExampleOrigin) -> None:
-        """Keep an example that was read from `origin`, if there is room; raises what `encode` raises."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,33 +57,68 @@ class Sourced:
     origin: ExampleOrigin
 
 
-@dataclass(frozen=True, slots=True)
-class Shelf:
-    """An arena of examples."""
+COUNTS = ("hits", "misses", "bytes", "refused")
+"""What a store counts that has a budget: readings that found their example, and that did not; data kept; missed
+examples that found no room."""
 
-    arena: Arena
+FRAMING_BYTES = 4096
+"""Room for what an example's encoding adds to its data, per example; memory is taken only where it is used."""
 
-    @property
-    def num_slots(self) -> int:
-        """Examples that it may hold."""
-        return self.arena.num_slots
+
+class ExampleStore:
+    """Examples, encoded, by their index, in memory that threads and forked workers share; nothing is evicted."""
+
+    def __init__(self, num_examples: int, num_bytes: int, *, counted: bool = False) -> None:
+        """Have room for `num_bytes` of encoded examples; where it is `counted`, of their data."""
+        self.budget_bytes = num_bytes if counted else None
+        framing = num_examples * FRAMING_BYTES if counted else 0
+        self.arena = Arena(num_examples, num_bytes + framing, extra_bytes=8 * len(COUNTS))
+        self.counts = self.arena.extra.cast("q")
+        """[4] COUNTS, over all threads and processes."""
 
     def get(self, index: int) -> memoryview | None:
-        """Return the encoded example, None when it is not here."""
-        return self.arena.get(index)
+        """Return the encoding of example `index`, None when it is not here."""
+        found = self.arena.get(index)
+        if self.budget_bytes is not None:
+            with self.arena:
+                self.counts[found is None] += 1
+        return found
 
     def keep(self, index: int, example: Any, origin: ExampleOrigin) -> None:
-        """Keep an example that was read from `origin`, if there is room and nobody else is writing."""
-        if not _WRITING.acquire(blocking=False):
-            return  # another thread writes, or wrote when this process was forked: the next reading may keep it
-        try:
-            self.arena.put(index, packed(example, origin))
-        finally:
-            _WRITING.release()
+        """Keep an example that was read from `origin`, while there is room; raises what `encode` raises."""
+        if self.budget_bytes is None:
+            self.arena.put(index, _packed(example, origin))
+            return
+        size, payload = data_bytes(example), None
+        if self.counts[2] + size <= self.budget_bytes:  # else it is refused below, without being encoded
+            payload = _packed(example, origin)
+            size = size or len(payload)
+        with self.arena:
+            if self.arena.get(index) is not None:
+                return  # another worker was faster
+            fits = payload is not None and self.counts[2] + size <= self.budget_bytes
+            fits = fits and self.arena.put(index, payload or b"")
+            self.counts[2] += size if fits else 0
+            self.counts[3] += not fits
 
 
-def packed(example: Any, origin: ExampleOrigin) -> bytes:
-    """Return an example as bytes, with what it was read from; raises what `encode` raises."""
+def data_bytes(value: Any) -> int:
+    """Return the bytes of tensors, arrays, bytes and text in a nested example; numbers are free.
+
+    >>> data_bytes({"image": np.zeros((4, 4), np.uint8), "label": 3, "name": "cat"})
+    19
+    """
+    size = getattr(value, "nbytes", None)
+    if isinstance(size, (int, np.integer)):
+        return int(size)
+    if isinstance(value, (bytes, bytearray, str)):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(data_bytes, value.values()))
+    return sum(map(data_bytes, value)) if isinstance(value, (list, tuple)) else 0
+
+
+def _packed(example: Any, origin: ExampleOrigin) -> bytes:
     return encode(Sourced(example, origin) if origin else example)
 
 
@@ -348,7 +366,7 @@ class CachedExamples:
         return made[0], True if acts else drew, files
 
     def _is_slot(self, index: Any) -> bool:
-        return type(index) is int and 0 <= index < self._kept.num_slots and not self._scrutiny.over
+        return type(index) is int and 0 <= index < self._kept.arena.num_slots and not self._scrutiny.over
 
     def _keep(
         self, index: Any, example: Any, drew: bool | None, files: Mapping[str, FileStat], readings: _Readings

@@ -256,8 +256,8 @@ CACHE_MODELS: dict[str, Callable[[dict[str, float], dict[str, float], int, float
 class PartitionMap:
     """Which of several hosts holds which item, by rendezvous hashing: a host that leaves moves its own items only."""
 
-    def __init__(self, num_items: int, hosts: Iterable[str], *, seed: int = 0, capacity: int | None = None) -> None:
-        """Divide items 0 to num_items - 1 over `hosts`, `capacity` items each at most (the rest stays in storage).
+    def __init__(self, num_items: int, hosts: Iterable[str], *, seed: int = 0) -> None:
+        """Divide items 0 to num_items - 1 over `hosts`.
 
         A function of the arguments: every host computes the same map without
         a message, in whatever order it lists the hosts. Raises `InputError`.
@@ -266,8 +266,6 @@ class PartitionMap:
         self._seed = seed
         if num_items < 0 or not self.hosts or len(set(self.hosts)) != len(self.hosts):
             raise InputError(f"{num_items} items over {self.hosts}: give 0 or more items, at least 1 host, each once.")
-        if capacity is not None and capacity < 0:
-            raise InputError(f"capacity is {capacity}; give 0 or more items per host.")
         items = np.arange(num_items, dtype=np.int64)
         best = np.zeros(num_items, np.uint64)
         self._owner = np.zeros(num_items, np.int32)
@@ -275,16 +273,12 @@ class PartitionMap:
             score = self._score(host, items)
             better = score > best
             self._owner[better], best[better] = index, score[better]
-        for index in range(len(self.hosts)) if capacity is not None else ():
-            mine = np.flatnonzero(self._owner == index)
-            self._owner[mine[np.argsort(best[mine], kind="stable")][: max(mine.size - (capacity or 0), 0)]] = -1
 
-    def owner(self, item: int) -> str | None:
-        """Return the host that holds `item`, or None when nobody does. Raises `InputError` outside the dataset."""
+    def owner(self, item: int) -> str:
+        """Return the host that holds `item`. Raises `InputError` outside the dataset."""
         if not 0 <= item < self._owner.size:
             raise InputError(f"item {item} lies outside a dataset of {self._owner.size}; use a smaller number from 0.")
-        index = int(self._owner[item])
-        return None if index < 0 else self.hosts[index]
+        return self.hosts[int(self._owner[item])]
 
     def ranked(self, item: int) -> list[str]:
         """Return all hosts in the order in which they should hold `item`: its owner, then who is next without it."""
@@ -298,7 +292,7 @@ class PartitionMap:
 
     def copies(self, host: str, count: int) -> NDArray[np.int64]:
         """Return `count` items of other hosts, ascending, to fill room that `host` has left: a sample of its own."""
-        theirs = np.flatnonzero((self._owner != self._index(host)) & (self._owner >= 0))
+        theirs = np.flatnonzero(self._owner != self._index(host))
         order = permute(theirs.size, derived_seed(self._seed, "copies", host), 0)
         return np.sort(theirs[order(np.arange(min(max(count, 0), theirs.size)))])
 

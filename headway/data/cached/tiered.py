@@ -22,14 +22,14 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from headway.core.errors import InputError
 from headway.core.tables import pick
-from headway.data.cached.partition import FORMS, CacheSplit, partition_cache
+from headway.data.cached.partition import FORMS, CacheSplit
 
 
 @dataclass(slots=True)
@@ -100,12 +100,6 @@ CACHE_POLICIES: dict[str, CachePolicy] = {
 DEFAULT_POLICIES = {"encoded": "static", "decoded": "static", "augmented": "uses"}
 """Only what is random may be used up: with one job, a use count is worse than none."""
 
-HIT_FRACTIONS: dict[str, Callable[[float], float]] = {
-    "static": lambda cached: cached,
-    "lru": lambda cached: cached + (1 - cached) * math.log1p(-cached) if cached < 1 else 1.0,
-}
-"""Fraction of hits per epoch, one job, every epoch a fresh permutation, when a fraction of the items fits."""
-
 
 class TieredCache:
     """Items in up to three forms; `get` returns the most prepared one."""
@@ -113,16 +107,13 @@ class TieredCache:
     def __init__(
         self,
         bytes: int,
-        split: CacheSplit | tuple[float, float, float] | str = (1.0, 0.0, 0.0),
+        split: CacheSplit | Sequence[float] = (1.0, 0.0, 0.0),
         *,
         policies: str | Mapping[str, str] | None = None,
         num_jobs: int = 1,
-        planned: Mapping[str, Any] | None = None,
     ) -> None:
-        """Divide `bytes` over (encoded, decoded, augmented) by `split`, fractions that sum to 1 at most.
+        """Divide `bytes` over (encoded, decoded, augmented) by `split`: fractions that sum to 1 at most.
 
-        With "auto" they come from `partition_cache`, whose other arguments
-        (rates, sizes, n, model) `planned` holds.
         `policies` is one of CACHE_POLICIES, or one per form; `num_jobs` is the
         number of uses under "uses". Raises `InputError`.
         """
@@ -130,7 +121,7 @@ class TieredCache:
             raise InputError(f"bytes is {bytes}; a cache holds 0 or more. Raise it.")
         if num_jobs < 1:
             raise InputError(f"num_jobs is {num_jobs}; pass 1 or more.")
-        fractions = _fractions(bytes, split, planned)
+        fractions = _fractions(split)
         chosen = dict.fromkeys(FORMS, policies) if isinstance(policies, str) else policies
         named = {**DEFAULT_POLICIES, **(chosen or {})}
         for form in named:
@@ -250,23 +241,18 @@ class TieredCache:
         item: int,
         form: str,
         view: bytes | memoryview,
-        refs: int | None = None,
         *,
         uses: int | None = None,
         served: Iterable[str] = (),
     ) -> bool:
         """Offer a payload; return whether it is here afterwards.
 
-        `refs` says how many jobs still need it (see `expect`), `uses` how
-        often it may be used in all (default: `num_jobs`), `served` which jobs
-        have used it already. Raises `InputError` on an unknown form.
+        `uses` says how often it may be used in all (default: `num_jobs`),
+        `served` which jobs have used it already. Raises `InputError` on an unknown form.
         """
         tier = pick(self._tiers, form, "form")
         if item < 0:
             raise InputError(f"the item is {item}; number items from 0, drop the negative ones.")
-        if refs is not None:
-            self._room_for(item)
-            self._refs[item] = refs
         if item in tier.entries:
             return True
         self._clock += 1
@@ -298,7 +284,7 @@ class TieredCache:
     def divide(self, split: CacheSplit | Sequence[float]) -> None:
         """Divide the same bytes anew; a form that has less room than before lets its latest entries go."""
         left = self._bytes
-        for tier, share in zip(self._tiers.values(), _fractions(self._bytes, split, None), strict=True):
+        for tier, share in zip(self._tiers.values(), _fractions(split), strict=True):
             # The millionth undoes the rounding of shares like 0.35, of which there may be a byte less than is meant.
             tier.capacity_bytes = min(int(self._bytes * share + 1e-6), left)
             left -= tier.capacity_bytes
@@ -371,14 +357,8 @@ class TieredCache:
             self._refs = longer
 
 
-def _fractions(
-    bytes: int, split: CacheSplit | Sequence[float] | str, planned: Mapping[str, Any] | None
-) -> tuple[float, ...]:
+def _fractions(split: CacheSplit | Sequence[float]) -> tuple[float, ...]:
     """Return the share of each form, checked."""
-    if isinstance(split, str):
-        if split != "auto" or planned is None:
-            raise InputError(f"split is {split!r}; give 3 fractions, or 'auto' and planned={{rates, sizes, n}}.")
-        split = partition_cache(bytes=bytes, **planned)
     fractions = split.fractions if isinstance(split, CacheSplit) else tuple(split)
     if len(fractions) != len(FORMS) or not all(0 <= f <= 1 for f in fractions) or sum(fractions) > 1 + 1e-9:
         raise InputError(f"split is {fractions}; give 3 fractions of 0 to 1 that sum to 1 at most.")

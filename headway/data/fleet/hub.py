@@ -125,9 +125,11 @@ class Hub:
         if supervisor is not None:
             self._admit(supervisor)
         self._answers: dict[type, Callable[[_Peer, Any], msgspec.Struct | None]] = {
-            Register: self._register, Beat: self._beat, SplitRequest: self._want, Ready: self._ready,
-            JoinPass: self._join, ReadProgress: self._took, SplitLost: self._lost,
+            Register: self._register, SplitRequest: self._want, Ready: self._ready, JoinPass: self._join,
             FleetStatusRequest: self._ask, GaveUp: self._gave_up,
+            Beat: lambda peer, message: master.beat(peer.worker, message.report),
+            ReadProgress: lambda peer, message: master.took(peer.client, message.taken, message.waited_s),
+            SplitLost: lambda peer, message: master.lost(peer.client, message.split, message.generation),
         }  # fmt: skip
 
     def run(self) -> None:
@@ -175,9 +177,6 @@ class Hub:
         peer.worker, peer.pid, peer.guest = message.name, message.pid, message.guest
         return Revoke([], self.master.register(message.name, message.address, message.held))
 
-    def _beat(self, peer: _Peer, message: Beat) -> None:
-        self.master.beat(peer.worker, message.report)
-
     def _want(self, peer: _Peer, message: SplitRequest) -> None:
         peer.wants = message
 
@@ -188,12 +187,6 @@ class Hub:
         taken = self.master.join(message.client, message.work, message.rank, message.taken, data=message.data)
         peer.client, peer.placed = message.client, []
         return RequestRefused(self._failed) if self._failed else Joined(taken)
-
-    def _took(self, peer: _Peer, message: ReadProgress) -> None:
-        self.master.took(peer.client, message.taken, message.waited_s)
-
-    def _lost(self, peer: _Peer, message: SplitLost) -> None:
-        self.master.lost(peer.client, message.split, message.generation)
 
     def _ask(self, _: _Peer, __: FleetStatusRequest) -> FleetStatusReply:
         pids = {other.worker: other.pid for other in self._peers if other.worker}

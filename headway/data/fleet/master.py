@@ -195,7 +195,9 @@ class Master:
         farthest = math.inf if room else 0
         lease = self._leases.take(worker, lambda split: self._lead(split, names.index(worker), len(names), farthest))
         if lease is None and room:
-            lease = self._leases.repeat(worker, older_than_s=self._slow_s(), choose=self._straggling)
+            median_s = statistics.median(self._durations) if self._durations else self._leases.lease_s
+            slow_s = max(SLOW_S, SLOW * median_s)
+            lease = self._leases.repeat(worker, older_than_s=slow_s, choose=self._straggling)
             self.counts.repeated += lease is not None
         self.counts.leased += lease is not None
         return lease
@@ -398,10 +400,6 @@ class Master:
         if (lease.key, lease.generation) in self._ready or not self._client_of(lease.key):
             return None
         return lease.key.first - self._passes[lease.key.work][lease.key.rank].taken
-
-    def _slow_s(self) -> float:
-        median_s = statistics.median(self._durations) if self._durations else self._leases.lease_s
-        return max(SLOW_S, SLOW * median_s)
 
     def _near(self, work: FleetPass, rank: int) -> list[Split]:
         """Return the splits that a reader needs next, the window that may be out."""

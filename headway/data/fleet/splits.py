@@ -21,11 +21,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
-
 from headway.core.errors import InputError
 from headway.core.rng import derived_seed
-from headway.data.bytes.order import Permutation, Sequence, in_order, item_seeds, permute
+from headway.data.bytes.order import Permutation, Sequence, in_order, permute
 
 
 class BatchKeys(NamedTuple):
@@ -39,12 +37,6 @@ class BatchKeys(NamedTuple):
     batch: int
     """Number of the global batch in its epoch."""
     rank: int
-
-    def item_seeds(self) -> list[int]:
-        """Return a 64-bit seed per item, the one that any headway loader of this seed would give it."""
-        items, again = np.array(self.items, np.int64), np.array(self.occurrence, np.int64)
-        seeds: list[int] = item_seeds(self.seed, self.epoch, items, again).tolist()
-        return seeds
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,7 +188,10 @@ class FleetSupervisor:
         try:
             self._start_master()
             while os.getppid() == self._parent and not (self._left.is_set() or self._why):
-                self._start_workers()
+                while len(self._workers - self._leaving) < self._wanted and not self._gave_up:
+                    run = functools.partial(run_worker, self._make, self._settings, self._next)
+                    self._workers.add(self._fork(run))
+                    self._next += 1
                 self._loop.turn(LOOK_S)
             return "" if self._left.is_set() else self._why
         except Exception as error:  # as when the system lets it start no more processes
@@ -221,11 +224,6 @@ class FleetSupervisor:
         self._loop.watch(self._hub, self._hear)
         if self._gave_up:
             self._tell_why()
-
-    def _start_workers(self) -> None:
-        while len(self._workers - self._leaving) < self._wanted and not self._gave_up:
-            self._workers.add(self._fork(functools.partial(run_worker, self._make, self._settings, self._next)))
-            self._next += 1
 
     def _fork(self, run: Callable[[], object]) -> int:
         def child() -> None:

@@ -368,7 +368,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             raise InputError("cache_bytes needs a map-style dataset: a stream's examples have no index. Leave it out.")
         if self._server is None:
             return
-        from headway.data.service.server import DataServer
+        from headway.data.service.stock import DataServer
 
         if not isinstance(self._server, (str, os.PathLike, DataServer)):
             raise InputError(f"server is {self._server!r}; pass 'auto', the path of a socket, or DataServer(...).")

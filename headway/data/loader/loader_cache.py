@@ -17,39 +17,22 @@ stored besides, to know their types, is some 0.2 kB per example.
 >>> cache = ExampleCache(1 << 20)
 >>> (cache.hits, cache.misses, cache.bytes, cache.refused)
 (0, 0, 0, 0)
->>> data_bytes({"image": np.zeros((4, 4), np.uint8), "label": 3, "name": "cat"})
-19
 """
 
 from __future__ import annotations
 
-import fcntl
-import mmap
-import os
-import struct
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import psutil
 
 from headway.core.errors import InputError
-from headway.core.machine.arena import shared_memory
 from headway.data.bytes import account
 from headway.data.bytes.scrutiny import ALTERED
 from headway.data.cached.apply import CachedDataset
-from headway.data.cached.cached_examples import CachedExamples, ExampleOrigin, packed
+from headway.data.cached.cached_examples import COUNTS, CachedExamples, ExampleStore
 from headway.data.guard.cache_trial import uncacheable
 from headway.data.guard.outcome import speak
 from headway.data.loader.views import View
-
-_COUNTS = struct.Struct("<qqqq")
-"""Hits, misses, bytes, refused."""
-
-FRAMING_BYTES = 4096
-"""Room for what an example's encoding adds to its data, per example; memory is taken only where it is used."""
 
 
 class ExampleCache:
@@ -58,30 +41,28 @@ class ExampleCache:
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         """Most data to keep."""
-        self._file, self._counts = shared_memory("headway-loader-cache", mmap.PAGESIZE)
-        self._turn, self._pid = threading.Lock(), os.getpid()
         self._stored: CachedDataset | None = None
-        self._reported = (0, 0, 0, 0)
+        self._reported = self._counts()
 
     @property
     def hits(self) -> int:
         """Readings that found their example here."""
-        return self._numbers()[0]
+        return self._counts()[0]
 
     @property
     def misses(self) -> int:
         """Readings that did not."""
-        return self._numbers()[1]
+        return self._counts()[1]
 
     @property
     def bytes(self) -> int:
         """Data kept; 0 when it may not be used any more."""
-        return 0 if self.finding else self._numbers()[2]
+        return 0 if self.finding else self._counts()[2]
 
     @property
     def refused(self) -> int:
         """Missed examples that found no room."""
-        return self._numbers()[3]
+        return self._counts()[3]
 
     @property
     def compared(self) -> int:
@@ -93,19 +74,12 @@ class ExampleCache:
         """Why nothing that was kept is used any more; '' while it is."""
         return "" if self._stored is None else self._stored.scrutiny.finding
 
-    @property
-    def num_slots(self) -> int:
-        """Examples of the dataset; 0 before the first iterator."""
-        return 0 if self._stored is None else self._stored.arena.num_slots
-
     def in_front(self, loader: Any) -> CachedExamples | None:
         """Return the loader's dataset with this cache in front, None for an empty one.
 
         Raises `InputError` on a dataset whose examples must be read anew each
         time, workers that could not share the memory, and too little of it.
         """
-        if self._pid != os.getpid():  # a thread of the process that forked may have held the lock just then
-            self._turn, self._pid = threading.Lock(), os.getpid()
         dataset, size = loader.dataset, len(loader.dataset)
         if not size:
             return None
@@ -117,39 +91,21 @@ class ExampleCache:
         elif stored.is_other(dataset):
             stored.scrutiny.end(ALTERED)
         speak(dataset, stored.scrutiny)
-        return stored.in_front(dataset, self)
-
-    def get(self, index: int) -> memoryview | None:
-        """Return the encoding of example `index`, None when it is not here; counts."""
-        assert self._stored is not None
-        found = self._stored.arena.get(index)
-        with self._alone():
-            self._add(hits=found is not None, misses=found is None)
-        return found
-
-    def keep(self, index: int, example: Any, origin: ExampleOrigin) -> None:
-        """Keep an example that was missed, and read from `origin`, while there is room."""
-        size, payload = data_bytes(example), None
-        if self.bytes + size <= self.budget_bytes:  # else it is refused below, without being encoded
-            payload = packed(example, origin)
-            size = size or len(payload)
-        assert self._stored is not None
-        arena = self._stored.arena
-        with self._alone():
-            if arena.get(index) is not None:
-                return  # another worker was faster
-            fits = payload is not None and self.bytes + size <= self.budget_bytes
-            fits = fits and arena.put(index, payload or b"")
-            self._add(bytes=size if fits else 0, refused=not fits)
+        return stored.in_front(dataset)
 
     def report(self) -> None:
         """Tell the recorder what has come since the last report."""
-        numbers = self._numbers()
+        counts = self._counts()
         if self.finding:
             account.told("cache", {"finding": self.finding})
-        hits, misses, kept, refused = (now - before for now, before in zip(numbers, self._reported, strict=True))
-        self._reported = numbers
-        account.counted("cache.loader", hits=hits, misses=misses, bytes=kept, refused=refused)
+        account.counted(
+            "cache.loader",
+            **{name: now - before for name, now, before in zip(COUNTS, counts, self._reported, strict=True)},
+        )
+        self._reported = counts
+
+    def _counts(self) -> list[int]:
+        return [0] * len(COUNTS) if self._stored is None else self._stored.store.counts.tolist()
 
     def _opened(self, loader: Any, size: int) -> CachedDataset:
         """Probe the dataset and return the memory for it."""
@@ -164,34 +120,4 @@ class ExampleCache:
                 f"cache_bytes is {self.budget_bytes}, of which {wanted} would be used; this host has {free} bytes of "
                 "memory left. Pass less."
             )
-        return CachedDataset.empty(loader.dataset, size, self.budget_bytes + size * FRAMING_BYTES, any_type=True)
-
-    def _numbers(self) -> tuple[int, int, int, int]:
-        hits, misses, kept, refused = _COUNTS.unpack_from(self._counts)
-        return hits, misses, kept, refused
-
-    def _add(self, *, hits: int = 0, misses: int = 0, bytes: int = 0, refused: int = 0) -> None:
-        now = self._numbers()
-        _COUNTS.pack_into(self._counts, 0, now[0] + hits, now[1] + misses, now[2] + bytes, now[3] + refused)
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Keep the other threads and processes out; the kernel lets go of the lock of one that dies."""
-        with self._turn:
-            fcntl.lockf(self._file, fcntl.LOCK_EX, 1)
-            try:
-                yield
-            finally:
-                fcntl.lockf(self._file, fcntl.LOCK_UN, 1)
-
-
-def data_bytes(value: Any) -> int:
-    """Return the bytes of tensors, arrays, bytes and text in a nested example; numbers are free."""
-    size = getattr(value, "nbytes", None)
-    if isinstance(size, (int, np.integer)):
-        return int(size)
-    if isinstance(value, (bytes, bytearray, str)):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(data_bytes, value.values()))
-    return sum(map(data_bytes, value)) if isinstance(value, (list, tuple)) else 0
+        return CachedDataset.empty(loader.dataset, ExampleStore(size, self.budget_bytes, counted=True), any_type=True)

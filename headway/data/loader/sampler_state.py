@@ -141,7 +141,7 @@ def write_back(sampler: Any, values: dict[Path, Any]) -> None:
                 sampler[:] = value
                 continue
             for step in path[:-1]:
-                holder = _at(holder, step)
+                holder = getattr(holder, step[1]) if step[0] == "attribute" else holder[step[1]]
             _write(holder, path[-1], value)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise InputError(
@@ -221,24 +221,13 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _at(holder: Any, step: tuple[str, Any]) -> Any:
-    kind, name = step
-    return getattr(holder, name) if kind == "attribute" else holder[name]
-
-
 def _write(holder: Any, step: tuple[str, Any], value: Any) -> None:
     """Put a value at its place: into the object that is there where that can be changed, for others may share it."""
     kind, name = step
     value = value.state if isinstance(value, Drawn) else value
     there = getattr(holder, name, None) if kind == "attribute" else (holder[name] if _has(holder, name) else None)
-    if isinstance(there, torch.Generator):
-        there.set_state(value)
-    elif isinstance(there, np.random.Generator):
-        there.bit_generator.state = value
-    elif isinstance(there, np.random.RandomState):
-        there.set_state(value)
-    elif isinstance(there, random.Random):
-        there.setstate(value)
+    if isinstance(there, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
+        _set_state(there, value)
     elif type(there) is list and type(value) is list:
         there[:] = value
     elif type(there) is type(value) is np.ndarray and _fits(there, value) and there.flags.writeable:
@@ -424,7 +413,7 @@ def _state_of(generator: Any) -> Any:
 def _set_state(generator: Any, state: Any) -> None:
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
-    elif isinstance(generator, np.random.RandomState):
+    elif isinstance(generator, (torch.Generator, np.random.RandomState)):
         generator.set_state(state)
     else:
         generator.setstate(state)

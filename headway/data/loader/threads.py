@@ -202,11 +202,6 @@ class Task:
             again.__context__ = None
             raise again.with_traceback(None) from error
 
-    def anew(self) -> Task:
-        """Drop it, and return another one of the same keys."""
-        self.drop()
-        return Task(self._work, self._keys, self._pin)
-
     def drop(self) -> None:
         """Make nothing more of it."""
         with self._lock:

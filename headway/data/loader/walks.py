@@ -88,10 +88,7 @@ class Deliveries:
         while self._taken < batches and self._ahead:
             self._taken += 1
             self._sum += self._ahead.popleft()
-            self._write()
-
-    def _write(self) -> None:
-        account.delivered(self._number, self._sum.count, self._sum.low, self._sum.high)
+            account.delivered(self._number, self._sum.count, self._sum.low, self._sum.high)
 
 
 # How long two threads that make examples wait for the interpreter's lock.

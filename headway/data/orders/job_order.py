@@ -317,6 +317,13 @@ class JobOrder(ABC):
         self._build()
         self._stale = False
 
+    def _own_order(self, job: str) -> NDArray[np.int64]:
+        """Return what `job` still needs in the order that is its own in its epoch: a uniform permutation."""
+        items = np.flatnonzero(self._subset[job])
+        order = permute(items.size, derived_seed(self.seed, "own order", job), self._epoch[job])
+        ordered: NDArray[np.int64] = items[order(np.arange(items.size))]
+        return ordered[self._needs[job][ordered]]
+
     def _known(self, job: str) -> None:
         """Raise `InputError` on a name that is not here."""
         if job not in self._subset:
@@ -378,13 +385,6 @@ class Buffered:
                 waiting.append(item)
                 if self._limit is not None and len(waiting) >= self._limit:
                     self._full.add(job)
-
-
-def own_order(subset: Flags, seed: int, job: str, epoch: int) -> NDArray[np.int64]:
-    """Return the items of a bitmap in the order that is `job`'s own in `epoch`: a uniform permutation."""
-    items = np.flatnonzero(subset)
-    places: NDArray[np.int64] = permute(items.size, derived_seed(seed, "own order", job), epoch)(np.arange(items.size))
-    return items[places]
 
 
 def item_flags(job: str, items: ArrayLike | range, size: int | None) -> Flags:

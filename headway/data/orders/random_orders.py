@@ -53,7 +53,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from headway.core.rng import stream
 from headway.data.cached.tiered import TieredCache
-from headway.data.orders.job_order import Flags, Given, JobOrder, own_order
+from headway.data.orders.job_order import Flags, Given, JobOrder
 
 BLOCK = 1 << 12
 """Random numbers drawn at once."""
@@ -76,7 +76,7 @@ class Dependent(JobOrder):
         self._sizes = [self._num_needed[job] for job in self._names]
         needs = [self._needs[job] for job in self._names]
         size = max((flags.size for flags in needs), default=0)
-        self._shared, self._private = _bags([_padded(flags, size) for flags in needs])
+        self._shared, self._private = _bags([np.pad(flags, (0, size - flags.size)) for flags in needs])
         rng = stream(self.seed, "dependent", self.num_steps)
         blocks = iter(lambda: rng.random(BLOCK).tolist(), None)
         self._uniform = chain.from_iterable(blocks).__next__
@@ -84,8 +84,9 @@ class Dependent(JobOrder):
     def _draw(self) -> Given:
         """Run the chain once."""
         names, private, uniform = self._names, self._private, self._uniform
-        while names and self._sizes[0] == self._steps:
-            self._drop_first()
+        while names and self._sizes[0] == self._steps:  # it needs nothing any more: nothing is common to it and others
+            for bags in (names, self._sizes, self._shared, private):
+                del bags[0]
         num_jobs, sizes, shared = len(names), self._sizes, self._shared
         common = list(accumulate(map(len, shared)))
         given: Given = {}
@@ -131,16 +132,6 @@ class Dependent(JobOrder):
         for level, item in moved:
             shared[level].append(item)
         return given
-
-    def _drop_first(self) -> None:
-        """Let the smallest job go: it needs nothing any more, so nothing is common to it and the others."""
-        for bags in (self._names, self._sizes, self._shared, self._private):
-            del bags[0]
-
-
-def _padded(flags: Flags, size: int) -> Flags:
-    """Return the bitmap at full length."""
-    return flags if flags.size == size else np.concatenate([flags, np.zeros(size - flags.size, bool)])
 
 
 def _bags(needs: list[Flags]) -> tuple[list[array[int]], list[array[int]]]:
@@ -237,16 +228,11 @@ class Opportunistic(JobOrder):
         self.cache.num_jobs = max(len(self._subset), 1)
         self._rng = stream(self.seed, "opportunistic", self.num_steps)
         self._open = {job: bytearray(self._needs[job].tobytes()) for job in self._active}
-        self._own = {job: array("i", self._left_of(job).astype(np.int32).tobytes()) for job in self._active}
+        self._own = {job: array("i", self._own_order(job).astype(np.int32).tobytes()) for job in self._active}
         self._place = dict.fromkeys(self._active, 0)
         self._pools = {job: _Pool() for job in self._active}
         for item in sorted(self.cache.items().union(self._nearby or ())):
             self._came(item)
-
-    def _left_of(self, job: str) -> NDArray[np.int64]:
-        """Return the items that `job` still needs, in its own order."""
-        order = own_order(self._subset[job], self.seed, job, self._epoch[job])
-        return order[self._needs[job][order]]
 
     def _draw(self) -> Given:
         given: Given = {}

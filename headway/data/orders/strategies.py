@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from headway.core.errors import InputError
 from headway.core.rng import derived_seed
 from headway.data.bytes.order import item_seeds
-from headway.data.orders.job_order import Flags, Given, JobOrder, own_order, packed_flags, unpacked_flags
+from headway.data.orders.job_order import Flags, Given, JobOrder, packed_flags, unpacked_flags
 from headway.data.orders.random_orders import Dependent, Opportunistic
 
 PASS = 1 << 64
@@ -80,8 +80,7 @@ class Independent(_Sequenced):
     """A permutation of its own for every job and epoch."""
 
     def _sequence(self, job: str) -> NDArray[np.int64]:
-        order = own_order(self._subset[job], self.seed, job, self._epoch[job])
-        return order[self._needs[job][order]]
+        return self._own_order(job)
 
 
 @dataclass(slots=True)

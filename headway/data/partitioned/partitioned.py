@@ -42,7 +42,7 @@ from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.core.wire.channel import TcpListener
 from headway.core.wire.wires import MOST_BYTES
-from headway.data.bytes.packing import packed, unpack
+from headway.data.bytes.packing import pack, unpack
 from headway.data.bytes.source import Source, digest_of
 from headway.data.cached.partition import PartitionMap
 from headway.data.orders.job_order import DataShareError
@@ -271,7 +271,6 @@ class Partitioned:
     def after_fork(self) -> None:
         """In a forked child: have locks and connections of its own, and let go of the parent's."""
         self._closed = threading.Event()
-        self._share.after_fork()
         for peer in self._peers.values():
             peer.abandon()
         if self._server is not None:
@@ -300,7 +299,7 @@ class Partitioned:
         if level == 0:
             # Nearly always the answer, and one look into a table.
             owner = self._map.owner(item)
-            if owner is not None and not self._away(owner):
+            if not self._away(owner):
                 yield 1, owner
         if level < len(self._numbers):
             for rank, host in enumerate(self._map.ranked(item)[max(level, 1) :], start=max(level, 1) + 1):
@@ -335,7 +334,9 @@ class Partitioned:
     def _stored(self, item: int) -> tuple[Any, bytes]:
         """Return item `item` as the source gives it, and as bytes to keep."""
         example = self._source.read(item)
-        payload = _payload(example)
+        # As it is, or packed; the last byte tells which.
+        plain = isinstance(example, (bytes, bytearray, memoryview))
+        payload = b"".join((example, RAW) if plain else (pack(example).to_bytes(), PACKED))
         self._share.count(storage_reads=1, storage_bytes=len(payload) - 1)
         return example, payload
 
@@ -426,13 +427,6 @@ class _Pause:
         self._pause_s = TICK_S if calm else min(2 * self._pause_s, LONGEST_PAUSE_S)
         self._next = now + self._pause_s
         return True
-
-
-def _payload(example: Any) -> bytes:
-    """Return what the source gave as bytes to keep: as they are, or packed; the last byte tells which."""
-    if isinstance(example, (bytes, bytearray, memoryview)):
-        return b"".join((example, RAW))
-    return b"".join((packed(example), PACKED))
 
 
 def _example(payload: memoryview) -> Any:

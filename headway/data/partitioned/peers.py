@@ -32,7 +32,6 @@ the user get at the same memory. Any thread may call anything.
 
 from __future__ import annotations
 
-import fcntl
 import threading
 from typing import Any
 
@@ -41,7 +40,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from headway.core.errors import InputError
-from headway.core.machine.arena import Arena, Descriptor, held_at, reopened, shared_memory
+from headway.core.machine.arena import Arena
 from headway.core.machine.host import readable
 from headway.core.wire.channel import Channel, ChannelClosed, TcpListener, connect_tcp
 from headway.data.orders.job_order import DataShareError
@@ -68,15 +67,13 @@ class CacheShare:
 
     def __init__(self, num_items: int, capacity_bytes: int, *, own: ArrayLike, num_hosts: int) -> None:
         """Begin empty; `own` are the [k] items that are this host's. Raises `InputError` on 0 items or bytes."""
-        self._arena = Arena(num_items, capacity_bytes)
+        extra_bytes = 8 * (len(COUNTS) + num_hosts) + 3 * num_items
+        self._arena = Arena(num_items, capacity_bytes, extra_bytes=extra_bytes)
         self.num_items = num_items
         """Items are numbered 0..num_items - 1."""
         self._num_hosts = num_hosts
         self._own = np.zeros(num_items, np.bool_)
         self._own[np.asarray(own, np.int64)] = True
-        size = 8 * (len(COUNTS) + num_hosts) + 3 * num_items
-        self._file, self._memory = shared_memory("headway-share", size)
-        self.after_fork()
         self._lay_out()
 
     @property
@@ -105,7 +102,7 @@ class CacheShare:
 
     def keep(self, item: int, payload: bytes) -> bool:
         """Store a payload, or return False where it does not fit; then it is never asked for again."""
-        with self._lock:
+        with self._arena.turn:
             known = self._refused[item] or self._arena.get(item) is not None
             kept = not self._refused[item] and self._arena.put(item, payload)
             self._refused[item] = not kept
@@ -115,7 +112,7 @@ class CacheShare:
 
     def copy(self, item: int, payload: bytes) -> bool:
         """Store a payload that another host holds too, if there is room."""
-        with self._lock:
+        with self._arena.turn:
             if self._arena.capacity_bytes - self._arena.used_bytes < len(payload):
                 return False
             return self._arena.put(item, payload)
@@ -139,14 +136,14 @@ class CacheShare:
 
     def set_standing(self, host: int, standing: int) -> int:
         """Note whether a host is THERE, AWAY or BACK; returns what it was before."""
-        with self._exclusive():
+        with self._arena:
             before = int(self._standing[host])
             self._standing[host] = standing
         return before
 
     def count(self, **numbers: int) -> None:
         """Add to counts of COUNTS."""
-        with self._exclusive():
+        with self._arena:
             for name, number in numbers.items():
                 self._counts[_PLACE[name]] += number
 
@@ -156,48 +153,21 @@ class CacheShare:
 
     def __getstate__(self) -> dict[str, Any]:
         """Name the memory: a copy in another process is the same share."""
-        kept = ("_arena", "num_items", "_num_hosts", "_own")
-        return {**{name: self.__dict__[name] for name in kept}, "_file": held_at(self._file)}
+        return {name: self.__dict__[name] for name in ("_arena", "num_items", "_num_hosts", "_own")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Map the sender's memory."""
         self.__dict__.update(state)
-        self._file, self._memory = reopened(state["_file"])
-        self.after_fork()
         self._lay_out()
-
-    def after_fork(self) -> None:
-        """Make locks of this process's own: a thread that is not here may hold the parent's."""
-        self._lock, self._counting = threading.Lock(), threading.Lock()
 
     def _lay_out(self) -> None:
         """Name the parts of the memory."""
-        whole: NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8)
+        whole: NDArray[np.uint8] = np.frombuffer(self._arena.extra, np.uint8)
         numbers, levels = 8 * (len(COUNTS) + self._num_hosts), 2 * self.num_items
         self._counts = whole[:numbers].view(np.int64)[: len(COUNTS)]
         self._standing = whole[:numbers].view(np.int64)[len(COUNTS) :]
         self._level = whole[numbers : numbers + levels].view(np.uint16)
         self._refused = whole[numbers + levels :]
-
-    def _exclusive(self) -> _Exclusive:
-        return _Exclusive(self._counting, self._file)
-
-
-class _Exclusive:
-    """Keeps other threads out with a lock, other processes with a record lock that the kernel drops with its owner."""
-
-    __slots__ = ("_file", "_lock")
-
-    def __init__(self, lock: threading.Lock, file: Descriptor) -> None:
-        self._lock, self._file = lock, file
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        fcntl.lockf(self._file, fcntl.LOCK_EX, 1)
-
-    def __exit__(self, *failure: object) -> None:
-        fcntl.lockf(self._file, fcntl.LOCK_UN, 1)
-        self._lock.release()
 
 
 LOST = (ChannelClosed, TimeoutError)

@@ -233,15 +233,12 @@ def ops_text(ops: Sequence[Op]) -> str:
     """Return the TOML text that `parse_ops` reads as `ops`."""
     rows = []
     for op in ops:
-        row = [f"id = {op.id}", f"name = {_quoted(op.name)}", f"fusable = {str(op.fusable).lower()}"]
+        name = op.name.replace("\\", "\\\\").replace('"', '\\"')
+        row = [f"id = {op.id}", f'name = "{name}"', f"fusable = {str(op.fusable).lower()}"]
         row += [f"depends_on = {list(op.depends_on)}"] if op.depends_on else []
         row += [f"{key} = true" for key in ("fixed", "random", "source") if getattr(op, key)]
         rows.append("\n".join(["[[op]]", *row]))
     return "\n\n".join(rows) + "\n"
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _text(path: str | Path, option: str) -> str:

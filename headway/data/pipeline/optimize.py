@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from headway.core.errors import CycleError, InputError
@@ -204,23 +204,6 @@ def check_ops(ops: Sequence[Op]) -> None:
         raise InputError(f"{movable} operators may move; the search takes {MAX_MOVABLE} at most. Fix some of them.")
 
 
-def legal_orders(ops: Sequence[Op]) -> Iterator[tuple[int, ...]]:
-    """Yield every order that keeps fixed operators in place and dependencies first, each once; as written comes first.
-
-    >>> list(legal_orders([Op(3, "source", source=True), Op(2, "a"), Op(1, "b", depends_on=(2,)), Op(0, "c")]))
-    [(3, 2, 1, 0), (3, 2, 0, 1), (3, 0, 2, 1)]
-    """
-    yield from _continued(ops, frozenset(), ())
-
-
-def _continued(ops: Sequence[Op], placed: frozenset[int], order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    if len(order) == len(ops):
-        yield order
-    else:
-        for op in _next_ops(ops, placed):
-            yield from _continued(ops, placed | {op.id}, (*order, op.id))
-
-
 def _next_ops(ops: Sequence[Op], placed: frozenset[int]) -> list[Op]:
     """Return what may stand behind the operators `placed`."""
     here = ops[len(placed)]
@@ -256,7 +239,9 @@ def cheapest_order(ops: Sequence[Op], profile: PipelineProfile) -> tuple[tuple[i
     Raises `CycleError` when no order is legal.
     """
     written = tuple(op.id for op in ops)
-    shares = _bare_costs(profile, written)
+    total = profile.total_s * profile.examples_per_s
+    # Seconds per byte that reaches an operator; of the source, seconds.
+    shares = {op: profile.seconds[op] / total / (profile.in_bytes[op] if op != written[0] else 1.0) for op in written}
     reached: dict[frozenset[int], tuple[float, tuple[int, ...], int]] = {frozenset(): (0.0, (), 1)}
     for _ in ops:
         longer: dict[frozenset[int], tuple[float, tuple[int, ...], int]] = {}
@@ -279,12 +264,6 @@ def cheapest_order(ops: Sequence[Op], profile: PipelineProfile) -> tuple[tuple[i
     legal = all(set(op.depends_on) <= set(written[:place]) for place, op in enumerate(ops))
     tied = legal and sum(op_costs(profile, written).values()) <= sum(op_costs(profile, order).values()) * (1 + 1e-12)
     return (written if tied else order), count
-
-
-def _bare_costs(profile: PipelineProfile, written: Sequence[int]) -> dict[int, float]:
-    """Return operator -> seconds per byte that reaches it; the source's seconds."""
-    total = profile.total_s * profile.examples_per_s
-    return {op: profile.seconds[op] / total / (profile.in_bytes[op] if op != written[0] else 1.0) for op in written}
 
 
 def cache_place(
@@ -407,11 +386,7 @@ def plan(ops: Sequence[Op], profile: PipelineProfile, resources: Resources | Non
         planned += stays - sum(costs[op] for op in ids)
     held = 0 if cache is None else math.ceil(resources.num_examples * sizes[order.index(cache) + 1])
     best = PipelinePlan(order, cost, baseline, planned, num_orders, cache, held, workers, tuple(parts))
-    return PipelinePlan(**{**_fields(best), "reasons": tuple(_reasons(best, ops, profile, resources))})
-
-
-def _fields(one: PipelinePlan) -> dict[str, Any]:
-    return {name: getattr(one, name) for name in PipelinePlan.__dataclass_fields__}
+    return replace(best, reasons=tuple(_reasons(best, ops, profile, resources)))
 
 
 def _reasons(best: PipelinePlan, ops: Sequence[Op], profile: PipelineProfile, resources: Resources) -> Iterator[str]:

@@ -27,7 +27,7 @@ from headway.data.guard.verification import Verification, verification_of
 from headway.data.loader.loader import DataLoader as OwnLoader
 from headway.data.loader.read_ahead import bound_to_the_loop, pass_restorer
 from headway.data.remedies import ServerParameters
-from headway.data.service.server import DataServer
+from headway.data.service.stock import DataServer
 from headway.data.service.torch_served import Served
 from headway.data.workers.hand_over import AsWritten, failure
 from headway.runtime.host.host_memory import host_memory

@@ -21,22 +21,19 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import msgspec
 
 from headway import __version__
 from headway.core.errors import HeadwayError, InputError
-from headway.core.machine.host import host_cores
 from headway.core.machine.ring import Ring
-from headway.core.tables import pick
 from headway.core.wire.channel import Channel, Listener
 from headway.core.wire.loop import ServiceLoop
 from headway.core.wire.wires import ChannelClosed
 from headway.data.bytes.packing import Parcel, pack, unpack
 from headway.data.cached.partition import FORMS
-from headway.data.orders.strategies import ORDERS
 from headway.data.service.batches import Batch, Ended, Ints, Payload, PreparationTime
 from headway.data.service.flights import Client, PreparationTask
 from headway.data.service.jobs import JobTerms, not_come
@@ -60,7 +57,7 @@ from headway.data.service.messages import (
     unpacked_or_none,
 )
 from headway.data.service.service import PreparationScheduler
-from headway.data.service.stock import ServiceOptions
+from headway.data.service.stock import DataServer
 
 LOG = logging.getLogger(__name__)
 LOG.addHandler(logging.NullHandler())
@@ -76,57 +73,6 @@ WORK_S = 0.5
 
 SPARE = 1.125
 """Slots are so much larger than the first batch: examples vary in size."""
-
-
-@dataclass(frozen=True, slots=True)
-class DataServer:
-    """How a data server is started by its first client: pass it as `DataLoader(server=...)`.
-
-    Jobs with an equal dataset share one server; the options of the first count.
-    """
-
-    order: str = "auto"
-    """"independent", "shared", "dependent" (Joader), "opportunistic" (Seneca), or "auto"."""
-    cache_bytes: int = 0
-    """Memory for examples, over and above the batches under way."""
-    split: tuple[float, float, float] | str = "auto"
-    """Shares of it for (encoded, decoded, augmented) examples, or "auto"."""
-    threads: int = 0
-    """Threads that prepare; 0: as many as there are cores for us."""
-    window: int = 4
-    """Batches made ahead per rank."""
-    idle_s: float = 60.0
-    """The server ends after so long without clients."""
-    grace_s: float = 600.0
-    """How long a rank is waited for that others need after a server was lost, or whose job has nobody else left; by
-    default as long as torch's collectives wait, for a rank may have other work."""
-    job: str | None = None
-    """Name of the job, for ranks that are started without torchrun: the same on all of them."""
-    path: str | None = None
-    """Its socket; by default one in the runtime directory, named after the dataset."""
-
-    def __post_init__(self) -> None:
-        """Raise `InputError` on values that cannot be."""
-        pick({"auto": 0, **dict.fromkeys(ORDERS, 0)}, self.order, "order")
-        if self.threads < 0 or self.idle_s <= 0:
-            raise InputError(f"threads is {self.threads}, idle_s {self.idle_s}; pass 0 or more threads, and a time.")
-        self.service()
-
-    @property
-    def num_threads(self) -> int:
-        """Threads that prepare."""
-        return self.threads or host_cores()
-
-    def service(self) -> ServiceOptions:
-        """Return what the service is told."""
-        return ServiceOptions(
-            order=self.order, cache_bytes=self.cache_bytes, split=self.split, window=self.window,
-            num_threads=self.num_threads, grace_s=self.grace_s,
-        )  # fmt: skip
-
-    def shared(self) -> dict[str, Any]:
-        """Return what is the server's rather than one client's."""
-        return {key: value for key, value in asdict(self).items() if key not in ("job", "path")}
 
 
 class Preparer(Protocol):
@@ -157,12 +103,11 @@ class Daemon:
         """Serve what `preparer` prepares to who connects to `listener`; `seed` must be new for each server."""
         self._listener, self._preparer, self._options = listener, preparer, options
         self._loop = ServiceLoop(patience_s=math.inf)
-        told = options.service()
-        if told.split == "auto" and len(preparer.forms) == 1:  # nothing to measure: there is one form to keep
+        if options.split == "auto" and len(preparer.forms) == 1:  # nothing to measure: there is one form to keep
             one, two, three = (float(form in preparer.forms) for form in FORMS)
-            told = replace(told, split=(one, two, three))
+            options = replace(options, split=(one, two, three))
         self._service = PreparationScheduler(
-            preparer.size, fingerprint=preparer.fingerprint, forms=preparer.forms, seed=seed, options=told,
+            preparer.size, fingerprint=preparer.fingerprint, forms=preparer.forms, seed=seed, options=options,
             on_ready=self._loop.ring,
         )  # fmt: skip
         self._clients: dict[Channel, Client] = {}

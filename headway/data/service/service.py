@@ -47,7 +47,7 @@ from headway.data.service.batches import Batch, BatchPlace, Ended, Ints, Payload
 from headway.data.service.flights import PreparationTask
 from headway.data.service.jobs import NO_MORE, JobPass, JobTerms, Known, Rank, ServedJob
 from headway.data.service.ordering import Ordering
-from headway.data.service.stock import ItemStore, ServiceOptions
+from headway.data.service.stock import DataServer, ItemStore
 
 NOTHING = PreparationTime()
 
@@ -68,7 +68,7 @@ class PreparationScheduler:
         fingerprint: str,
         forms: Sequence[str] = ("decoded",),
         seed: int = 0,
-        options: ServiceOptions | None = None,
+        options: DataServer | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
         on_ready: Callable[[], object] | None = None,
     ) -> None:
@@ -85,7 +85,7 @@ class PreparationScheduler:
         if size < 1:
             raise InputError(f"size is {size}; a dataset needs 1 item or more. Give it one.")
         self.size, self.fingerprint, self.forms = size, fingerprint, tuple(forms)
-        self.options = options or ServiceOptions()
+        self.options = options or DataServer()
         self._clock, self._on_ready = clock, on_ready
         self._stock = ItemStore(size, self.forms, self.options, seed=seed)
         self._ordering = Ordering(

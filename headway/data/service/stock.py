@@ -8,7 +8,7 @@ not have it yet. A form that is meant to be the same each time, and came of
 random draws after all, goes to each job once and is not kept; what was found
 is made anew and compared at times (`headway.data.bytes.scrutiny`). Not for several threads at once: the service locks.
 
->>> stock = ItemStore(3, ("decoded",), ServiceOptions(cache_bytes=100))
+>>> stock = ItemStore(3, ("decoded",), DataServer(cache_bytes=100))
 >>> batch = Batch("job", 0, epoch=0, number=0, items=np.array([2]), everybody=np.array([2]))
 >>> stock.supply(BatchPlace(batch, 0), 2, expected=False, due=0)
 True
@@ -21,48 +21,62 @@ True
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
+from headway.core.machine.host import host_cores
 from headway.core.tables import pick
 from headway.data.bytes.order import item_seeds
 from headway.data.bytes.scrutiny import CHANGED, DREW, Scrutiny
 from headway.data.cached.partition import FORMS
 from headway.data.cached.tiered import TieredCache
+from headway.data.orders.strategies import ORDERS
 from headway.data.service.batches import Batch, BatchPlace, Payload, PreparationTime, ServerCounts
 from headway.data.service.flights import Flights, PreparationTask
 from headway.data.service.ordering import MeasuredSplit
 
 POLICIES = {"encoded": "needed", "decoded": "needed", "augmented": "uses"}
-"""Cache policy of each form, unless another one is asked for."""
+"""Cache policy of each form."""
 
 
 @dataclass(frozen=True, slots=True)
-class ServiceOptions:
-    """How a data server serves."""
+class DataServer:
+    """How a data server is started by its first client: pass it as `DataLoader(server=...)`.
+
+    Jobs with an equal dataset share one server; the options of the first count.
+    """
 
     order: str = "auto"
-    """One of `headway.data.orders.strategies.ORDERS`, or "auto" (`headway.data.service.ordering`)."""
+    """"independent", "shared", "dependent" (Joader), "opportunistic" (Seneca), or "auto" (`Ordering`)."""
     cache_bytes: int = 0
+    """Memory for examples, over and above the batches under way."""
     split: tuple[float, float, float] | str = "auto"
-    """Shares of the cache for (encoded, decoded, augmented); "auto": from what the first examples cost
-    (`headway.data.service.ordering`)."""
-    policies: Mapping[str, str] | None = None
-    """Form -> one of CACHE_POLICIES, in place of those in `POLICIES`."""
+    """Shares of it for (encoded, decoded, augmented) examples; "auto": from what the first examples cost
+    (`MeasuredSplit`)."""
+    threads: int = 0
+    """Threads that prepare; 0: as many as there are cores for us."""
     window: int = 4
     """Batches made ahead per rank."""
-    num_threads: int = 1
-    """Threads that prepare: what CPU rates are scaled by."""
+    idle_s: float = 60.0
+    """The server ends after so long without clients."""
     grace_s: float = 600.0
-    """How long a rank that does not come is waited for, where others cannot go on, or are gone."""
+    """How long a rank is waited for that others need after a server was lost, or whose job has nobody else left; by
+    default as long as torch's collectives wait, for a rank may have other work."""
+    job: str | None = None
+    """Name of the job, for ranks that are started without torchrun: the same on all of them."""
+    path: str | None = None
+    """Its socket; by default one in the runtime directory, named after the dataset."""
 
     def __post_init__(self) -> None:
-        """Raise `InputError` on numbers that cannot be."""
-        if self.window < 1 or self.num_threads < 1 or self.cache_bytes < 0:
+        """Raise `InputError` on values that cannot be."""
+        pick({"auto": 0, **dict.fromkeys(ORDERS, 0)}, self.order, "order")
+        if self.threads < 0 or self.idle_s <= 0:
+            raise InputError(f"threads is {self.threads}, idle_s {self.idle_s}; pass 0 or more threads, and a time.")
+        if self.window < 1 or self.cache_bytes < 0:
             raise InputError(
                 f"window is {self.window}, num_threads {self.num_threads}, cache_bytes {self.cache_bytes}; "
                 "pass 1 or more of the first two, 0 or more bytes."
@@ -72,11 +86,20 @@ class ServiceOptions:
         if isinstance(self.split, str) and self.split != "auto":
             raise InputError(f"split is {self.split!r}; give 3 fractions, or 'auto'.")
 
+    @property
+    def num_threads(self) -> int:
+        """Threads that prepare."""
+        return self.threads or host_cores()
+
+    def shared(self) -> dict[str, Any]:
+        """Return what is the server's rather than one client's."""
+        return {key: value for key, value in asdict(self).items() if key not in ("job", "path")}
+
 
 class ItemStore:
     """The items of one dataset: cached, held, under way."""
 
-    def __init__(self, size: int, forms: tuple[str, ...], options: ServiceOptions, *, seed: int = 0) -> None:
+    def __init__(self, size: int, forms: tuple[str, ...], options: DataServer, *, seed: int = 0) -> None:
         """Begin with nothing of items 0 to `size` - 1 in `forms` (`PreparationScheduler`). Raises `InputError`."""
         for form in forms:
             pick(dict.fromkeys(FORMS), form, "form")
@@ -88,7 +111,7 @@ class ItemStore:
         self.cache = TieredCache(
             options.cache_bytes,
             (0.0, 0.0, 0.0) if isinstance(options.split, str) else options.split,
-            policies={**POLICIES, **(options.policies or {})},
+            policies=POLICIES,
         )
         self.flights = Flights(random=self.random)
         self.counts = ServerCounts()
@@ -145,7 +168,9 @@ class ItemStore:
         form, payload = found or (None, None)
         alone = flight is None
         if flight is None:
-            flight = flights.launch(item, draw=self._draw(item), start=form, payload=payload, due=due)
+            self._made[item] += 1  # another preparation draws from another seed
+            draw = int(item_seeds(self._seed, int(self._made[item]), np.array([item]), np.zeros(1, np.int64))[0])
+            flight = flights.launch(item, draw=draw, start=form, payload=payload, due=due)
             flight.compare = compare
         flights.board(flight, place, due)
         return alone and form is None
@@ -211,11 +236,6 @@ class ItemStore:
                 "refused": cache.refused,
             },
         }
-
-    def _draw(self, item: int) -> int:
-        """Return the seed of another preparation of an item."""
-        self._made[item] += 1
-        return int(item_seeds(self._seed, int(self._made[item]), np.array([item]), np.zeros(1, np.int64))[0])
 
     def _landed(self, work: PreparationTask, spent: PreparationTime) -> PreparationTask | None:
         """Take a flight out and book what it cost: on the batch that asked first."""

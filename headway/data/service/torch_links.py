@@ -49,7 +49,7 @@ from headway.data.service.messages import (
     Welcome,
     packed_items,
 )
-from headway.data.service.server import DataServer
+from headway.data.service.stock import DataServer
 from headway.data.service.torch_preparers import base_of, identity
 
 if TYPE_CHECKING:
@@ -89,7 +89,9 @@ class DataServerClient:
             protocol=PROTOCOL, job=_job_name(self.options, world), rank=rank, world_size=world,
             batch_size=loader.batch_size or 1, shuffle=loader._shuffle, tail=loader._tail,
             fingerprint=identity(self._dataset), items=None if items is None else packed_items(items),
-            collated=_collates_by_default(loader), num_held=NUM_HELD,
+            collated=loader.dataset.collate is None if isinstance(loader.dataset, PipelineDataset)
+            else loader.batch_size is not None and loader.collate_fn in (default_collate, default_convert),
+            num_held=NUM_HELD,
         )  # fmt: skip
         self._wait_s: float | None = loader.timeout or None
         self.restarts = 0
@@ -326,12 +328,6 @@ def _job_name(options: DataServer | None, world_size: int) -> str:
     run = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"{'.'.join(here)}.{zlib.crc32(os.fsencode(run)):08x}.{attempt}.{number}"
-
-
-def _collates_by_default(loader: Any) -> bool:
-    if isinstance(loader.dataset, PipelineDataset):
-        return loader.dataset.collate is None
-    return loader.batch_size is not None and loader.collate_fn in (default_collate, default_convert)
 
 
 def _refusal(failed: RequestFailed) -> HeadwayError:

@@ -35,7 +35,8 @@ from headway.core.machine.host import readable
 from headway.core.wire.channel import ChannelClosed, connect, hold_lock
 from headway.data.guard.content_digest import portrait
 from headway.data.service.messages import FROM_SERVER
-from headway.data.service.server import Daemon, DataServer, listen
+from headway.data.service.server import Daemon, listen
+from headway.data.service.stock import DataServer
 from headway.data.service.torch_preparers import identity, preparer_of
 from headway.runtime.in_rank import bootstrap
 

@@ -4,22 +4,20 @@ DS-Analyzer (VLDB 2021) times three runs: synthetic data (T1), everything
 cached (T3), everything read (T2); prep stall = T3 - T1, fetch stall = T2 - T3.
 `attribute` gets the same differences from one recorded run by replaying it
 with fetch = 0 and with fetch = prep = 0; `from_phases` computes them from a
-measurement. Its closed form, speed = min(F(x), P(cores), G), is the quick
-bound; predictions come from the replay, which knows about bounded queues and
-uneven batches. Times are float seconds per step, rates examples per second.
+measurement. Predictions come from the replay too: it knows about bounded
+queues and uneven batches, which the published closed form, speed =
+min(F(x), P(cores), G), does not. Times are float seconds per step.
 
->>> rates = PipelineRates(compute=1000, prep_per_core=400, storage=200, cache=2000)
->>> round(rates.quick_bound(cached=0.5, cores=2)), rates.bottleneck(cached=0.5, cores=2)
-(364, 'fetch')
->>> round(rates.smallest_cache(cores=2), 4), rates.smallest_cores()
-(0.8333, 3)
+>>> report = from_phases([1.0] * 9, [1.5] * 9, [2.5] * 9)
+>>> report.compute_s, report.prep_s, report.fetch_s, report.bottleneck
+(1.0, 0.5, 1.0, 'fetch')
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -99,79 +97,11 @@ class StallReport:
     def to_json(self) -> dict[str, Any]:
         """Return the object of `headway data stalls --json`."""
         return {
-            "schema": "headway.stalls/1",
-            "step_s": self.step_s,
-            "compute_s": self.compute_s,
-            "fetch_s": self.fetch_s,
-            "prep_s": self.prep_s,
-            "transfer_s": self.transfer_s,
-            "fractions": self.fractions,
-            "per_epoch_s": self.per_epoch(),
-            "bottleneck": self.bottleneck,
-            "fix": [list(pair) for pair in self.fix],
-            "flags": list(self.flags),
-            "note": self.note,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineRates:
-    """Speeds of the parts of an input pipeline, in examples per second: the closed form of DS-Analyzer."""
-
-    compute: float
-    """G: what the accelerator consumes."""
-
-    prep_per_core: float
-    """P: what one core prepares."""
-
-    storage: float
-    """S: what storage delivers."""
-
-    cache: float
-    """C: what the cache delivers."""
-
-    def __post_init__(self) -> None:
-        """Check that each rate is positive."""
-        for name in ("compute", "prep_per_core", "storage", "cache"):
-            if not getattr(self, name) > 0:
-                raise InputError(f"the rate {name} is {getattr(self, name)}; give examples per second above 0.")
-
-    def fetch(self, cached: float) -> float:
-        """Return F(x) = 1 / (x / C + (1 - x) / S) for the cached fraction x."""
-        if not 0 <= cached <= 1:
-            raise InputError(f"the cached fraction is {cached}; give a number from 0 to 1.")
-        seconds = cached / self.cache + (1 - cached) / self.storage
-        return 1 / seconds if seconds else math.inf
-
-    def quick_bound(self, *, cached: float = 0.0, cores: float = 1) -> float:
-        """Return min(F(x), P(cores), G): no pipeline is faster, and one with deep queues comes near it."""
-        return min(self._parts(cached, cores).values())
-
-    def bottleneck(self, *, cached: float = 0.0, cores: float = 1) -> str:
-        """Return which of 'compute', 'prep', 'fetch' sets the quick bound; on a tie the first of these."""
-        parts = self._parts(cached, cores)
-        return min(("compute", "prep", "fetch"), key=lambda name: parts[name])
-
-    def smallest_cache(self, *, cores: float = 1) -> float:
-        """Return the smallest cached fraction that removes the fetch stall; inf when no cache is fast enough.
-
-        Solves F(x) >= min(P, G), which is linear in x.
-        """
-        wanted = 1 / min(self.prep_per_core * cores, self.compute)
-        if self.fetch(0.0) >= 1 / wanted:
-            return 0.0
-        if self.fetch(1.0) < (1 - 1e-12) / wanted:
-            return math.inf
-        return min(1.0, (1 / self.storage - wanted) / (1 / self.storage - 1 / self.cache))
-
-    def smallest_cores(self, *, cached: float = 1.0) -> int:
-        """Return the fewest cores with which prep is no bottleneck: P(cores) >= min(F, G)."""
-        return max(1, math.ceil(min(self.fetch(cached), self.compute) / self.prep_per_core - 1e-9))
-
-    def _parts(self, cached: float, cores: float) -> dict[str, float]:
-        if not cores > 0:
-            raise InputError(f"cores is {cores}; give a number above 0.")
-        return {"compute": self.compute, "prep": self.prep_per_core * cores, "fetch": self.fetch(cached)}
+            "schema": "headway.stalls/1", "step_s": self.step_s, "compute_s": self.compute_s, "fetch_s": self.fetch_s,
+            "prep_s": self.prep_s, "transfer_s": self.transfer_s, "fractions": self.fractions,
+            "per_epoch_s": self.per_epoch(), "bottleneck": self.bottleneck, "fix": [list(pair) for pair in self.fix],
+            "flags": list(self.flags), "note": self.note,
+        }  # fmt: skip
 
 
 def attribute(program: Program, edits: Sequence[str] = (), *, fixes: bool = True) -> StallReport:
@@ -242,27 +172,6 @@ def what_if(
     return program.predict(edits)
 
 
-def rates(program: Program) -> PipelineRates:
-    """Return the closed form's rates as the run shows them: per job, not per rank."""
-    _check_loads(program)
-    ranks = len(program.recording.batches)
-    loads = np.concatenate([batches.part_ns for batches in program.recording.batches]).astype(np.float64)
-    model = program.models[0]
-    size = float(np.mean(model.batch_size)) if model.batch_size.size else 1.0
-    num_bytes = float(np.mean(np.concatenate([batches.bytes for batches in program.recording.batches])))
-    mean = loads.mean(axis=0)
-    workers = ranks * max(1, max(int(batches.workers.max(initial=0)) for batches in program.recording.batches))
-    fetch_ns = mean[0] * (program.service if program.shared else 1 / workers)
-    copy_ns = program.costs.hit_ns * size + program.costs.hit_per_byte_ns * num_bytes
-    compute_s = program.predict(["input=none"], interval=False).step_s
-    return PipelineRates(
-        compute=ranks * size / max(compute_s, 1e-9),
-        prep_per_core=size * 1e9 / max(mean[2] + mean[3], 1.0),
-        storage=size * 1e9 / max(fetch_ns, 1.0),
-        cache=workers * size * 1e9 / max(copy_ns, 1.0),
-    )
-
-
 def _check_loads(program: Program) -> None:
     loads = sum(batches.seq.size for batches in program.recording.batches)
     if not loads or not any(batches.part_ns.any() for batches in program.recording.batches):
@@ -301,29 +210,12 @@ def _report(
         if after > before * (1 + NOISE):
             flags.append(f"the step with {name} took longer than with {other} ({after:.4g} s against {before:.4g} s)")
         ordered.append(min(after, ordered[-1]))
-    stalls = {
-        "fetch": ordered[0] - ordered[1],
-        "prep": ordered[1] - ordered[2],
-        "transfer": ordered[2] - ordered[3],
-    }
-    return StallReport(
-        compute_s=ordered[3],
-        fetch_s=stalls["fetch"],
-        prep_s=stalls["prep"],
-        transfer_s=stalls["transfer"],
-        steps_per_epoch=steps_per_epoch,
-        bottleneck=_bottleneck(stalls, ordered[0]),
-        fix=fix,
-        flags=tuple(flags),
-        note=note,
-    )
-
-
-def _bottleneck(stalls: Mapping[str, float], step_s: float) -> str:
-    """Name what holds the step up: fetch or prep if they matter, else transfer if it does, else compute."""
-    if stalls["fetch"] + stalls["prep"] > STALL_FRACTION * step_s:
-        return "fetch" if stalls["fetch"] >= stalls["prep"] else "prep"
-    return "transfer" if stalls["transfer"] > TRANSFER_FRACTION * step_s else "compute"
+    fetch, prep, transfer = (before - after for before, after in pairwise(ordered))
+    # Fetch or prep if they matter, else transfer if it does, else compute.
+    bottleneck = "transfer" if transfer > TRANSFER_FRACTION * ordered[0] else "compute"
+    if fetch + prep > STALL_FRACTION * ordered[0]:
+        bottleneck = "fetch" if fetch >= prep else "prep"
+    return StallReport(ordered[3], fetch, prep, transfer, steps_per_epoch, bottleneck, fix, tuple(flags), note)
 
 
 def _fixes(program: Program, edits: Sequence[str], base: Prediction) -> tuple[tuple[str, float], ...]:

@@ -17,7 +17,7 @@ from headway.core.files.private import runtime_directory
 from headway.core.units import format_bytes, format_seconds, parse_bytes
 from headway.core.wire.channel import ChannelClosed, connect
 from headway.data.service.messages import FROM_SERVER, StatusReply, StatusRequest
-from headway.data.service.server import DataServer
+from headway.data.service.stock import DataServer
 from headway.report.paper import ScreenOptions, add_row, draw, headed
 from headway.verbs.shared.output import AsJson, emit, imported
 
