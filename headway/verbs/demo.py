@@ -26,7 +26,7 @@ again with that applied, still unmodified, and compares.
 
 
 def demo(
-    script_arguments: Annotated[str, Parameter(name="--arguments")] = "",
+    script_arguments: Annotated[str, Parameter(name="--arguments", allow_leading_hyphen=True)] = "",
     *,
     out: Path = Path("demo-run"),
     nproc_per_node: int = 2,

@@ -121,7 +121,11 @@ class Arena:
     def __enter__(self) -> None:
         """Keep the other threads and processes out; the kernel lets go of the lock of one that dies."""
         self.turn.acquire()
-        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, 1)
+        try:
+            fcntl.lockf(self._file, fcntl.LOCK_EX, 1, 1)
+        except BaseException:  # what a signal's handler raises while another process has it
+            self.turn.release()
+            raise
 
     def __exit__(self, *_: object) -> None:
         """Let them in."""
