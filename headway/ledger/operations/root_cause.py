@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from headway.core.units import format_seconds
 from headway.ledger.booking.account import Account, blank_subs
-from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKETS, SUB_CODE, SUBS
+from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKETS, SUB_CODE
 from headway.ledger.cause import Cause, ranked
 from headway.ledger.operations.compute_factors import Factors, aligned, factors
 from headway.ledger.operations.dependencies import COMPUTE, STREAMS, infer
@@ -398,28 +398,6 @@ def operation_account(trace: Trace, *, unknown_as_compute: bool = False) -> Acco
         facts=RunFacts.of(trace.meta),
         notes=("the wall is the traced steps only",),
     )
-
-
-def operation_ledger(trace: Trace) -> dict[str, Any]:
-    """Return the ledger of an operation trace: devices, steps, wall_ns, ledger_ns, sub_ns, basis, coverage.
-
-    `ledger_ns` sums to `devices * wall_ns` exactly. Raises `InputError` as `operation_account` does.
-    """
-    account = operation_account(trace)
-    total = sum(account.sub_ns.values(), start=blank_subs())
-    by_bucket = np.zeros(len(BUCKETS), np.int64)
-    np.add.at(by_bucket, np.array(BUCKET_CODE_OF_SUB), total)
-    ledger_ns = dict(zip(BUCKETS, by_bucket.tolist(), strict=True))
-    allocated = len(account.sub_ns) * account.wall_ns
-    return {
-        "devices": len(account.sub_ns),
-        "steps": account.steps,
-        "wall_ns": account.wall_ns,
-        "ledger_ns": ledger_ns,
-        "sub_ns": {sub: int(amount) for sub, amount in zip(SUBS, total, strict=True) if amount},
-        "basis": dict(account.basis),
-        "coverage": 1 - ledger_ns["unknown"] / allocated if allocated else 0.0,
-    }
 
 
 def _arrivals(table: OperationTable, start: Ints) -> Ints:

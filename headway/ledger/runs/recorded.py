@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 from msgspec import structs
@@ -44,6 +44,9 @@ from headway.trace.events.vocabulary import BY_EVENTS
 from headway.trace.profiler.window_effects import slower_since, undisturbed
 from headway.trace.recording.basis import BASES
 from headway.trace.recording.run_facts import RankRow, RunFacts
+
+if TYPE_CHECKING:
+    from headway.ledger.answers.ledger import Ledger
 
 RECORDED = ("process", "step", "optimizer.step", "input.next")
 """Names that only headway's recorder writes."""
@@ -289,16 +292,7 @@ def _span_facts(book: RunBook) -> dict[str, SpanFacts]:
 # Which loaders of a run are evaluation's: those for which evaluations waited longer than training did.
 
 
-class Waits(Protocol):
-    """The part of a ledger that is read here."""
-
-    @property
-    def loader_ns(self) -> Mapping[int, Mapping[str, int]]:
-        """Loader -> sub-line -> nanoseconds."""
-        ...
-
-
-def evaluation_loaders(ledger: Waits) -> set[int]:
+def evaluation_loaders(ledger: Ledger) -> set[int]:
     """Return the groups of the loaders that evaluations read."""
     evaluation = set()
     for group, amounts in ledger.loader_ns.items():

@@ -11,7 +11,7 @@ Arrays are [n]; times int64 ns.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -89,11 +89,11 @@ class RecordedRows:
     @classmethod
     def concat(cls, parts: Sequence[RecordedRows]) -> RecordedRows:
         """Put `parts` one behind the other."""
-        return cls(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)})
+        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in _BLANK})
 
     def where(self, mask: NDArray[Any]) -> RecordedRows:
         """Return the rows that `mask` (bool [n] or indices) picks."""
-        return RecordedRows(**{f.name: getattr(self, f.name)[mask] for f in fields(self)})
+        return RecordedRows(**{name: getattr(self, name)[mask] for name in _BLANK})
 
     def without(self, name: int) -> RecordedRows:
         """Return the rows that do not bear `name`."""
@@ -105,7 +105,7 @@ class RecordedRows:
 
     def columns(self, order: NDArray[Any], *, rank: int) -> Mapping[str, NDArray[Any]]:
         """Return the trace columns in `order`, all of rank `rank`."""
-        found = {f.name: getattr(self, f.name)[order] for f in fields(self) if f.name in COLUMNS}
+        found = {name: getattr(self, name)[order] for name in _BLANK if name in COLUMNS}
         return {**found, "rank": np.full(len(order), rank, np.int32)}
 
 
