@@ -318,9 +318,9 @@ class LiveLedger:
     def figures(self, now_ns: int) -> LiveFigures:
         """Book what is complete and return how things stand at `now_ns`."""
         with self._lock:
-            self._book(self._horizon())
-            ranks = [self._ranks[number] for number in sorted(self._ranks)]
             moving = self._moving()
+            self._book(min((rank.bookable for rank in moving), default=0))
+            ranks = [self._ranks[number] for number in sorted(self._ranks)]
             slowest = min(moving, key=lambda rank: rank.steps, default=None)
             return LiveFigures(
                 now_ns=now_ns,
@@ -403,10 +403,6 @@ class LiveLedger:
         begun = [rank for rank in self._ranks.values() if rank.first_ns >= 0]
         front = max((rank.steps for rank in begun), default=0)
         return [rank for rank in begun if front - rank.steps <= STRAY_STEPS and not rank.ended] or begun
-
-    def _horizon(self) -> int:
-        """Return the step up to which everything may be booked."""
-        return min((rank.bookable for rank in self._moving()), default=0)
 
     def _begun(self, rank: LiveRank) -> None:
         """Book a rank's way to its first step; the first rank of a later attempt shows what the failed one kept."""

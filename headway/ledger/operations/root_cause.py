@@ -151,7 +151,7 @@ def _worker(job: _JobEvidence) -> _Finding | None:
     names = [f"dp {table.dp[dp[i]]} / pp {pp[i]} (rank {table.rank[dp[i], pp[i]]})" for i in worst]
     names += [f"pp {p} on all DP ranks" for p in np.flatnonzero(whole > 1)]
     return _Finding(
-        _few(names),
+        ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
         f"computes take {float((slow * whole).max()):.2f} times as long as on its peers; the worst 3 % of the workers "
         f"explain M_W = {job.shares['M_W']:.2f} of the loss",
         found.put(job.whatif.observed_s, found.divided((slow * whole)[:, found.rank_of][None, None, :, :, None])),
@@ -345,12 +345,6 @@ def _explained(causes: list[Cause]) -> list[Cause]:
     while at < len(causes) and causes[at].lost_device_s > last.lost_device_s:
         at += 1
     return [*causes[:at], last, *causes[at:]]
-
-
-def _few(names: list[str]) -> str:
-    """Join up to three names."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 BASIS = {"useful": "recorded", "comm": "recorded", "bubble": "recorded", "straggler": "recorded", "host": "remainder"}

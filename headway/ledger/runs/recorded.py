@@ -165,16 +165,10 @@ def _joined_facts(parts: Sequence[tuple[RunSource, list[Parts]]]) -> tuple[RunFa
             offsets[rank] = own.get(rank, 0) + shift
         starts += [facts.start_ns + shift] if facts.start_ns else []
         ends += [facts.end_ns + shift] if facts.end_ns else []
-        rows += [_moved(row, own.get(row.rank, 0) + shift) for row in facts.ranks]
+        rows += [row.moved(own.get(row.rank, 0) + shift) for row in facts.ranks]
     end_ns = max(ends) if len(ends) == len(parts) else None
     joined = structs.replace(first, start_ns=min(starts, default=None), end_ns=end_ns, ranks=tuple(rows))
     return joined, {rank: offset for rank, offset in offsets.items() if offset}
-
-
-def _moved(row: RankRow, by_ns: int) -> RankRow:
-    """Return a rank's row with its moments on another clock."""
-    start_ns, end_ns = (at and at + by_ns for at in (row.start_ns, row.end_ns))
-    return structs.replace(row, start_ns=start_ns, end_ns=end_ns)
 
 
 def said_of_steps(traces: Sequence[Parts]) -> list[str]:

@@ -163,10 +163,11 @@ def named_rows(records: NDArray[np.void]) -> RecordedRows:
     rows = RecordedRows.blank(len(records))
     rows.start_ns[:] = records["start_ns"]
     rows.duration_ns[:] = np.maximum(records["duration_ns"], 0)
+    present = set(np.unique(records["code"]).tolist())
     for index, span in enumerate(SPANS.values()):
-        mask = records["code"] == span.code
-        if not mask.any():
+        if span.code not in present:
             continue
+        mask = records["code"] == span.code
         rows.name[mask], rows.kind[mask] = index, KIND[span.kind]
         for number, column in zip(_NUMBERS, span.columns, strict=False):
             if column:

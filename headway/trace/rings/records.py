@@ -209,19 +209,14 @@ class RecordRingReader:
         block = self._slots[wanted & (capacity - 1)]
         unsafe = int(self._slots["number"].max()) + (0 if final else IN_FLIGHT) - capacity
         complete = (block["number"] == wanted + 1) & (wanted >= unsafe)
-        end = head if final else self._settled(wanted, complete, head)
+        # Up to the first number that may still be being written.
+        fresh = wanted[~complete & (wanted >= head - PATIENCE)]
+        end = head if final or not len(fresh) else int(fresh[0])
         taken = complete & (wanted < end)
         records: NDArray[np.void] = block[taken]
         self.lost += end - self.next - int(taken.sum())
         self.next = end
         return records
-
-    @staticmethod
-    def _settled(wanted: NDArray[np.int64], complete: NDArray[np.bool_], head: int) -> int:
-        """Return the number before which nothing is still being written."""
-        missing = wanted[~complete]
-        fresh = missing[missing >= head - PATIENCE]
-        return int(fresh[0]) if len(fresh) else head
 
     def close(self) -> None:
         """Let go of the file."""
