@@ -95,10 +95,6 @@ class RecordedRows:
         """Return the rows that `mask` (bool [n] or indices) picks."""
         return RecordedRows(**{name: getattr(self, name)[mask] for name in _BLANK})
 
-    def without(self, name: int) -> RecordedRows:
-        """Return the rows that do not bear `name`."""
-        return self.where(self.name != name)
-
     def by_end(self) -> RecordedRows:
         """Return the rows in the order in which they ended."""
         return self.where(np.argsort(self.start_ns + self.duration_ns, kind="stable"))
