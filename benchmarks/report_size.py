@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from headway.core.errors import BarMissedError, InputError
-from headway.report.page.charts import decode
 from headway.report.page.html import ReportData, page, write_report
-from tests.report_data import demo_report
+from tests.report_data import decode, demo_report
 
 RANKS, STEPS, ROUNDS = 8, 20_000, 5
 MOST_BYTES, MOST_CPU_S = 1_000_000, 1.0

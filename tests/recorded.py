@@ -12,8 +12,8 @@ from typing import Any
 
 from headway.runtime.in_rank import bootstrap
 from headway.trace.events.vocabulary import SPAN_OF_CODE
-from headway.trace.rings.records import read_ring
 from tests.paths import ROOT, python_path
+from tests.rings_made import read_ring
 
 INJECT = ROOT / "headway" / "runtime" / "inject"
 

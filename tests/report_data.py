@@ -5,6 +5,7 @@ waits for a slow store, saves checkpoints and logs; and a 16-rank pipeline
 whose first worker is slow.
 """
 
+import base64
 from typing import Any
 
 import numpy as np
@@ -257,3 +258,17 @@ def demo_report(ranks: int = 2, steps: int = 400) -> ReportData:
 def pipeline_report() -> ReportData:
     """Return the page of an operation trace: no ledger, no steps, a dp x pp heat map."""
     return ReportData("trace-AR.parquet", pipeline_why(), created="2026-11-20")
+
+
+def decode(coded: dict[str, Any]) -> np.ndarray:
+    """Return the values of `encode`, as the page's script does; missing ones are NaN."""
+    numbers: list[int] = []
+    number, shift = 0, 0
+    for byte in base64.b64decode(coded["data"]):
+        number |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            numbers.append((number >> 1) ^ -(number & 1))
+            number, shift = 0, 0
+    codes = np.cumsum(np.array(numbers, dtype=np.int64))
+    return np.where(codes > 0, (codes - 1 + coded["base"]) / coded["per"], np.nan)

@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
+
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.recording.assemble import build, by_rank
-from headway.trace.rings.records import stems
+from headway.trace.rings.records import RecordRingReader, RingHeader, stems
 from headway.trace.rings.ring import MAIN, Recorder
 
 
@@ -42,3 +44,12 @@ def rows(trace: Trace, name: str) -> list[tuple[int, int]]:
     """Return (start, duration) of the rows of one name."""
     mask = trace.named(name)
     return list(zip(trace.events["start_ns"][mask].tolist(), trace.events["duration_ns"][mask].tolist(), strict=True))
+
+
+def read_ring(path: str | Path) -> tuple[RingHeader, np.ndarray, int]:
+    """Return header, records (oldest first) and how many were lost, of a ring whose writer is gone."""
+    reader = RecordRingReader(path)
+    records = reader.drain(final=True)
+    header, lost = reader.header, reader.lost
+    reader.close()
+    return header, records, lost

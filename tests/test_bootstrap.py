@@ -11,9 +11,9 @@ import pytest
 
 from headway.runtime.in_rank.bootstrap import WATCHED, rank_of
 from headway.runtime.in_rank.hooks import PostImport
-from headway.trace.rings.records import read_ring
 from tests.paths import ROOT
 from tests.recorded import INJECT, environment, recording, rows, run_script
+from tests.rings_made import read_ring
 
 LOOP = """
     import torch, multiprocessing, sys

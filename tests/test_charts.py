@@ -15,7 +15,6 @@ from headway.report.page.charts import (
     HEAT_ROWS,
     MOST_LINES,
     HeatMap,
-    decode,
     encode,
     heat_chart,
     joined_cells,
@@ -25,6 +24,7 @@ from headway.report.page.charts import (
     worker_heat_map,
 )
 from headway.why.answer import StragglerRow
+from tests.report_data import decode
 
 times_s = st.one_of(st.floats(0, 1e5), st.just(math.nan), st.just(math.inf))
 

@@ -13,8 +13,9 @@ from headway.runtime.run_folder.drain import Drainer
 from headway.runtime.run_folder.problems import Problems
 from headway.trace.rings import follow
 from headway.trace.rings.follow import RingFollower, RunFollower
-from headway.trace.rings.records import IN_FLIGHT, PATIENCE, RECORD_DTYPE, read_ring, remove
+from headway.trace.rings.records import IN_FLIGHT, PATIENCE, RECORD_DTYPE, remove
 from headway.trace.rings.ring import CHILD, HEADER_BYTES, LOADER, SPAWNED, Recorder
+from tests.rings_made import read_ring
 
 
 def writer(rings, *, rank=0, capacity=256, role=0) -> Recorder:

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.report.figures import BUCKET_STYLES
-from headway.report.page.charts import HeatMap, decode
+from headway.report.page.charts import HeatMap
 from headway.report.page.html import TERMS, TITLES, ReportData, page, write_report
 from headway.trace.recording.host_series import DeviceGauges, DeviceSeries, HostSeries
 from headway.trace.recording.run_facts import RankMemory
-from tests.report_data import demo_report, demo_why, pipeline_report
+from tests.report_data import decode, demo_report, demo_why, pipeline_report
 
 VOID = {"meta", "link", "br", "input", "img", "hr"}
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;\x00\x1b[2J‮"

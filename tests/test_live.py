@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from headway.ledger.live_ledger import LiveLedger
-from headway.report.page.charts import decode
 from headway.report.page.live import LATE_NS, STATES, LiveView, live_charts, live_key, live_page, live_parts, live_why
-from headway.runtime.run_folder.live_feed import Finalised, records_of
+from headway.runtime.run_folder.live_feed import records_of
+from headway.trace.rings.records import RingHeader
+from tests.report_data import decode
 from tests.runs_made import MS, RunMaker
 from tests.test_html_report import HOSTILE, _Outline
 
@@ -21,7 +22,7 @@ def grown(steps=40, *, ranks=3, attempt=0):
     made = job.make()
     ledger = LiveLedger(start_ns=made.meta["start_ns"], world_size=ranks)
     for rank in range(ranks if steps else 0):
-        ledger.add(Finalised(rank, attempt, 100 + rank), records_of(made.trace.select(ranks=[rank])))
+        ledger.add(RingHeader(100 + rank, rank, attempt=attempt), records_of(made.trace.select(ranks=[rank])))
     return ledger, made.meta["end_ns"] - 45 * MS
 
 

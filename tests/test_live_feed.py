@@ -14,11 +14,10 @@ from headway.runtime.run_folder import live_feed
 from headway.runtime.run_folder.finalise import finalise
 from headway.runtime.run_folder.live_feed import LiveFeed, finalised, records_of
 from headway.trace.recording.runs import Run
-from headway.trace.rings.records import read_ring
 from headway.trace.rings.ring import Recorder
 from tests.live_writers import write_meta, write_step
 from tests.paths import ROOT
-from tests.rings_made import Process
+from tests.rings_made import Process, read_ring
 from tests.runs_made import RunMaker, joined, write_folder
 
 

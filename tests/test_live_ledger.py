@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.buckets import BUCKETS
 from headway.ledger.live_ledger import OVERDUE_NS, STEP_BOUNDS_S, LiveLedger
-from headway.runtime.run_folder.live_feed import Finalised, records_of
+from headway.runtime.run_folder.live_feed import records_of
+from headway.trace.rings.records import RingHeader
 from tests.runs_made import MS, Made, RunMaker, cut_short, joined
 
 S = 1_000_000_000
 
 
 def header(rank=0, attempt=0, pid=0, role="main", end_ns=0):
-    return Finalised(rank, attempt, pid or 1000 * (attempt + 1) + rank, role, end_ns)
+    return RingHeader(pid or 1000 * (attempt + 1) + rank, rank, attempt=attempt, role=role, end_ns=end_ns)
 
 
 def parts_of(made: Made):
@@ -149,8 +150,9 @@ def test_ranks_that_have_not_begun_are_starting_up():
 
 def test_a_rank_that_falls_silent_loses_goodput():
     made = RunMaker(ranks=1, steps=50).make()
+    ((_, records),) = parts_of(made)
     ledger = fed(made, 1)
-    end = ledger.figures(0).ranks[0].last_record_ns
+    end = int((records["start_ns"] + records["duration_ns"]).max())
 
     soon, late = ledger.figures(end + OVERDUE_NS // 2), ledger.figures(end + OVERDUE_NS + 7 * S)
 

@@ -21,8 +21,9 @@ from headway.core.errors import InputError
 from headway.ledger.buckets import BUCKETS
 from headway.ledger.live_ledger import LiveLedger
 from headway.runtime.launching.options import LaunchOptions, check
-from headway.runtime.run_folder.live_feed import Finalised, records_of
+from headway.runtime.run_folder.live_feed import records_of
 from headway.runtime.run_folder.prometheus import LedgerCollector, Metrics, check_port
+from headway.trace.rings.records import RingHeader
 from tests.paths import ROOT, python_path
 from tests.recorded import environment
 from tests.runs_made import MS, RunMaker
@@ -65,7 +66,7 @@ def test_no_counter_falls_over_any_number_of_restarts(attempts):
         for look in range(looks):
             for rank in (0, 1):
                 part = records[rank][look::looks] if looks == 1 else records[rank]
-                ledger.add(Finalised(rank, attempt, 10 * attempt + rank + 1), part if look == 0 else part[:0])
+                ledger.add(RingHeader(10 * attempt + rank + 1, rank, attempt=attempt), part if look == 0 else part[:0])
             clock[0] += (made.meta["end_ns"] - made.meta["start_ns"]) // looks
             after = counters(scraped(generate_latest(registry).decode()))
             assert all(after[key] >= value for key, value in before.items())
@@ -79,7 +80,7 @@ def test_the_figures_are_those_of_the_account():
     made = RunMaker(ranks=2, steps=50, compute_ns=lambda rank, step: (5 + 4 * rank) * MS, gc_ns=MS).make()
     ledger = LiveLedger(start_ns=made.meta["start_ns"], world_size=2)
     for rank in (0, 1):
-        ledger.add(Finalised(rank, 0, rank + 1), records_of(made.trace.select(ranks=[rank])))
+        ledger.add(RingHeader(rank + 1, rank), records_of(made.trace.select(ranks=[rank])))
     figures = ledger.figures(made.meta["end_ns"] - 40 * MS)
     samples = scraped(exposition(ledger, made.meta["end_ns"] - 40 * MS))
 
@@ -97,7 +98,7 @@ def test_the_figures_are_those_of_the_account():
 def test_lost_and_useful_time_add_up_to_the_device_time():
     made = RunMaker(ranks=1, steps=20).make()
     ledger = LiveLedger(start_ns=made.meta["start_ns"], world_size=1)
-    ledger.add(Finalised(0, 0, 1), records_of(made.trace))
+    ledger.add(RingHeader(1, 0), records_of(made.trace))
     samples = scraped(exposition(ledger, 0))
     lost = sum(value for (name, _), value in samples.items() if name == "headway_lost_seconds_total")
 

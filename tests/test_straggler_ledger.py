@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks._synthetic import SyntheticFault, SyntheticJob, generate
+from headway.ledger.answers.ledger import Ledger
 from headway.ledger.buckets import BUCKETS, SUBS
-from headway.ledger.operations.root_cause import operation_account, operation_ledger
+from headway.ledger.operations.root_cause import operation_account
 from headway.trace.readers import straggler
 from tests.paths import shared
 
@@ -25,13 +26,13 @@ jobs = st.builds(
 @settings(max_examples=20)
 def test_the_buckets_are_a_partition_to_the_nanosecond(job, seed):
     made = generate(job, seed=seed)
-    ledger = operation_ledger(made.trace)
+    ledger = Ledger.of(made.trace)
 
-    assert sum(ledger["ledger_ns"].values()) == ledger["devices"] * ledger["wall_ns"]
-    assert sum(ledger["sub_ns"].values()) == ledger["devices"] * ledger["wall_ns"]
-    assert ledger["wall_ns"] == made.step_ns.sum()
-    assert ledger["devices"] == job.devices
-    assert all(isinstance(amount, int) and amount >= 0 for amount in ledger["ledger_ns"].values())
+    assert sum(ledger.ledger_ns.values()) == ledger.devices * ledger.wall_ns
+    assert sum(ledger.sub_ns.values()) == ledger.devices * ledger.wall_ns
+    assert ledger.wall_ns == made.step_ns.sum()
+    assert ledger.devices == job.devices
+    assert all(isinstance(amount, int) and amount >= 0 for amount in ledger.ledger_ns.values())
 
 
 @given(job=jobs, seed=st.integers(0, 99))
@@ -50,15 +51,15 @@ def test_permuting_rows_changes_nothing():
     trace = generate(SyntheticJob(), seed=1).trace
     order = np.random.default_rng(0).permutation(len(trace))
 
-    assert operation_ledger(trace.where(order)) == operation_ledger(trace)
+    assert Ledger.of(trace.where(order)).to_json() == Ledger.of(trace).to_json()
 
 
 def test_victims_of_a_slow_worker_wait_for_it():
     """The slow worker computes, the others wait."""
     job = SyntheticJob(dp=4, pp=2, num_microbatches=8, num_steps=4)
-    healthy = operation_ledger(generate(job, seed=1).trace)["ledger_ns"]
+    healthy = Ledger.of(generate(job, seed=1).trace).ledger_ns
     trace = generate(job, seed=1, faults=[SyntheticFault("worker", 2.0, dp=0, stage=0)]).trace
-    slow, account = operation_ledger(trace)["ledger_ns"], operation_account(trace)
+    slow, account = Ledger.of(trace).ledger_ns, operation_account(trace)
     waits = np.array([sub.startswith("straggler.") for sub in SUBS])
     waited = {rank: int(amounts[waits].sum()) for rank, amounts in account.sub_ns.items()}
 
@@ -70,26 +71,26 @@ def test_victims_of_a_slow_worker_wait_for_it():
 def test_without_noise_the_bubble_is_the_closed_form():
     """Of m + p - 1 slots, p - 1 are bubble on every stage."""
     job = SyntheticJob(dp=2, pp=4, num_microbatches=8, num_steps=2, noise=0.0, transfer_s=0.0, collective_s=0.0)
-    ledger = operation_ledger(generate(job, seed=0).trace)
+    ledger = Ledger.of(generate(job, seed=0).trace)
     slots = 2 * (8 + 3) * 300_000_000
 
-    assert ledger["ledger_ns"]["bubble"] == slots * 3 // 11 * job.devices
-    assert ledger["ledger_ns"]["useful"] == (slots * 8 // 11 + 2 * 10_000_000) * job.devices
+    assert ledger.ledger_ns["bubble"] == slots * 3 // 11 * job.devices
+    assert ledger.ledger_ns["useful"] == (slots * 8 // 11 + 2 * 10_000_000) * job.devices
 
 
 def test_launch_delays_are_the_hosts_time():
     job = SyntheticJob(dp=2, pp=1, num_microbatches=4, num_steps=2, noise=0.0, launch_s=0.02)
-    ledger = operation_ledger(generate(job, seed=0).trace)
+    ledger = Ledger.of(generate(job, seed=0).trace)
 
-    assert ledger["sub_ns"]["host.launch"] > 0
+    assert ledger.sub_ns["host.launch"] > 0
 
 
 @pytest.mark.parametrize("name", ["AR", "SE"])
 def test_published_traces_are_explained(name):
-    ledger = operation_ledger(straggler.read(shared(f"straggler/trace-{name}.parquet")))
-    total = ledger["devices"] * ledger["wall_ns"]
+    ledger = Ledger.of(straggler.read(shared(f"straggler/trace-{name}.parquet")))
+    total = ledger.devices * ledger.wall_ns
 
-    assert sum(ledger["ledger_ns"].values()) == total
-    assert ledger["ledger_ns"]["unknown"] == 0
-    assert ledger["ledger_ns"]["host"] < 0.01 * total
-    assert 0.4 < ledger["ledger_ns"]["useful"] / total < 0.6
+    assert sum(ledger.ledger_ns.values()) == total
+    assert ledger.ledger_ns["unknown"] == 0
+    assert ledger.ledger_ns["host"] < 0.01 * total
+    assert 0.4 < ledger.ledger_ns["useful"] / total < 0.6

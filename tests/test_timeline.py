@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from headway.core.errors import InputError
 from headway.ledger.buckets import BUCKET_OF, BUCKETS, bucket_of_sub
 from headway.report.figures import BUCKET_STYLES
-from headway.report.page.charts import decode
 from headway.report.page.timeline import ANNOTATION, HIDDEN, MOST_ROWS, Timeline, timeline
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND, SPANS
-from tests.report_data import demo_trace
+from tests.report_data import decode, demo_trace
 
 HOST = {"device_type": "NVIDIA H200"}
 """A device whose remainder is not drawn: a CUDA run's steps are told by its kernels."""

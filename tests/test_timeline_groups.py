@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 
 from benchmarks._synthetic import SyntheticJob, generate
 from headway.ledger.waited_for import waited_for
-from headway.report.page.charts import decode
 from headway.report.page.html import ReportData, write_report
 from headway.report.page.timeline import MOST_GROUPED_RANKS, Timeline, rank_groups, timeline
 from headway.trace.events.trace import Trace
 from headway.verbs.runs.report import report_data
 from headway.why.explanation import explain
-from tests.report_data import demo_why
+from tests.report_data import decode, demo_why
 
 CHROMIUM = next((p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None)
 JOB = SyntheticJob(dp=4, pp=4, num_microbatches=4, num_steps=2)

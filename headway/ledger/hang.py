@@ -171,9 +171,6 @@ class HangVerdict:
         )
         return f"rank {rank} ({where})" if where else f"rank {rank}"
 
-    def _stack_of(self, rank: int) -> tuple[str, ...]:
-        return self.reports[rank].stack if rank in self.reports else ()
-
     def states(self) -> list[str]:
         """Return [world_size] 'waiting', a reason of `REASONS`, 'deadlock', or 'busy', by rank."""
         states = ["waiting"] * self.mesh.world_size
@@ -209,7 +206,7 @@ class HangVerdict:
             "states": self.states(),
             "ongoing": {str(rank): _said(report) for rank, report in sorted(self.reports.items())},
             "explained": {str(rank): row.doing for rank, row in sorted(self.reports.items()) if ": " in row.doing},
-            "stacks": {str(rank): list(self.reports[rank].stack) for rank in self.ranks if self._stack_of(rank)},
+            "stacks": {str(n): list(row.stack) for n in self.ranks if (row := self.reports.get(n)) and row.stack},
             "next_rank": {str(rank): target for rank, target in sorted(self.next_rank.items())},
             "ignored_reports": self.num_ignored,
         }
@@ -280,8 +277,9 @@ class _GroupMembers:
         if group in self.table:
             members = self.table[group]
             if rank not in members:
+                few = ", ".join(map(str, members[:8])) + (", ..." if len(members) > 8 else "")
                 raise InputError(
-                    f"rank {rank} reports group {group}, whose ranks are {_few(members)}. "
+                    f"rank {rank} reports group {group}, whose ranks are {few}. "
                     "Give the table of groups of the same attempt."
                 )
             return (group, -1), members
@@ -300,11 +298,6 @@ class _GroupMembers:
             for rank in members:
                 own[rank] = members
         return own
-
-
-def _few(ranks: Sequence[int]) -> str:
-    """Return up to eight ranks in words."""
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
 @dataclass(slots=True)

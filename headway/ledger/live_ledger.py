@@ -24,10 +24,11 @@ from numpy.typing import NDArray
 
 from headway.ledger.buckets import BUCKETS
 from headway.ledger.growth import slowed
-from headway.ledger.live_rank import FORWARD, LEARNING, BookingWindow, LiveRank, Records, RingFacts
+from headway.ledger.live_rank import FORWARD, LEARNING, BookingWindow, LiveRank, Records
 from headway.ledger.live_sweep import book_windows
 from headway.trace.events.intervals import Ints
 from headway.trace.recording.basis import LEARNS
+from headway.trace.rings.records import RingHeader
 
 USEFUL, STARTUP, RESTART, REWORK, IDLE, UNKNOWN = (
     BUCKETS.index(name) for name in ("useful", "startup", "restart", "rework", "idle", "unknown")
@@ -42,26 +43,7 @@ OVERDUE_STEPS, OVERDUE_NS = 3, 2_000_000_000
 LOOKED_AT = 4096
 """Steps that are looked at, about so many at most, to tell whether they get slower."""
 
-STEP_BOUNDS_S = (
-    0.001,
-    0.002,
-    0.005,
-    0.01,
-    0.02,
-    0.05,
-    0.1,
-    0.2,
-    0.5,
-    1.0,
-    2.0,
-    5.0,
-    10.0,
-    20.0,
-    50.0,
-    100.0,
-    200.0,
-    500.0,
-)
+STEP_BOUNDS_S = tuple(float(f"{digit}e{power}") for power in range(-3, 3) for digit in (1, 2, 5))
 """Upper bounds of the histogram of step times; one more takes what is longer."""
 
 
@@ -83,9 +65,6 @@ class RankState:
 
     begun: bool
     """Whether it has entered its first step."""
-
-    last_record_ns: int
-    """End of its newest record; the launcher's start before the first."""
 
     last_step_ns: int
     """End of its newest complete step; 0 before the first."""
@@ -306,7 +285,7 @@ class LiveLedger:
         self._sum_ns = 0
         self._calls: dict[int, int] = {}
 
-    def add(self, header: RingFacts, records: Records) -> None:
+    def add(self, header: RingHeader, records: Records) -> None:
         """Take in new records of one process; only ranks count, and children that train, of the present attempt."""
         if header.role not in ("main", "spawned", "child") or not len(records):
             return
@@ -328,7 +307,7 @@ class LiveLedger:
         for model, count in zip(*np.unique(records["a"][learns], return_counts=True), strict=True):
             self._calls[int(model)] = self._calls.get(int(model), 0) + int(count)
 
-    def look(self, headers: Sequence[RingFacts]) -> None:
+    def look(self, headers: Sequence[RingHeader]) -> None:
         """Take in what only the headers say: which processes have noted their end."""
         with self._lock:
             for header in headers:
@@ -339,9 +318,9 @@ class LiveLedger:
     def figures(self, now_ns: int) -> LiveFigures:
         """Book what is complete and return how things stand at `now_ns`."""
         with self._lock:
-            self._book(self._horizon())
-            ranks = [self._ranks[number] for number in sorted(self._ranks)]
             moving = self._moving()
+            self._book(min((rank.bookable for rank in moving), default=0))
+            ranks = [self._ranks[number] for number in sorted(self._ranks)]
             slowest = min(moving, key=lambda rank: rank.steps, default=None)
             return LiveFigures(
                 now_ns=now_ns,
@@ -353,7 +332,10 @@ class LiveLedger:
                 steps_per_s_then=slowest.steps_per_s(slowest.last_step_ns) if slowest else 0.0,
                 rank_ns={number: self._so_far(number, now_ns) for number in self._expected()},
                 booked_ns=sum(self._booked.values(), start=np.zeros(len(BUCKETS), np.int64)),
-                ranks=tuple(self._state(rank) for rank in ranks),
+                ranks=tuple(
+                    RankState(r.rank, r.pid, r.steps_made, r.newest_ns, r.first_ns >= 0, r.last_step_ns, r.ended)
+                    for r in ranks
+                ),
                 dropped=self._dropped,
                 step_counts=self._counts.copy(),
                 step_sum_s=self._sum_ns / 1e9,
@@ -375,7 +357,7 @@ class LiveLedger:
             devices = any(rank.device_ns >= 0 for rank in self._ranks.values())
             return LiveSeries(ranks, times, buckets, first, "host" if devices else "")
 
-    def _rank(self, header: RingFacts) -> LiveRank:
+    def _rank(self, header: RingHeader) -> LiveRank:
         """Return the state of a rank; a process that the script spawned for it stands in its parent's place."""
         number = self._children.get(header.pid, header.rank)
         known = self._ranks.get(number)
@@ -384,7 +366,7 @@ class LiveLedger:
             self._ranks[number] = known
         return known
 
-    def _is_device(self, header: RingFacts, records: Records) -> bool:
+    def _is_device(self, header: RingHeader, records: Records) -> bool:
         """Say whether a process is a rank; a child becomes one when it first trains, and gets its number.
 
         It takes the number of a parent that has made no step, or the next free one: as in the finished run.
@@ -409,7 +391,7 @@ class LiveLedger:
         missing = self._world_size - len(seen)
         return sorted(seen | set([n for n in range(self._world_size + len(seen)) if n not in seen][: max(missing, 0)]))
 
-    def _count_dropped(self, header: RingFacts, records: Records) -> None:
+    def _count_dropped(self, header: RingHeader, records: Records) -> None:
         last = self._numbers.get(header.pid, 0)
         newest = int(records["number"][-1])
         self._dropped += max(newest - last - len(records), 0)
@@ -421,10 +403,6 @@ class LiveLedger:
         begun = [rank for rank in self._ranks.values() if rank.first_ns >= 0]
         front = max((rank.steps for rank in begun), default=0)
         return [rank for rank in begun if front - rank.steps <= STRAY_STEPS and not rank.ended] or begun
-
-    def _horizon(self) -> int:
-        """Return the step up to which everything may be booked."""
-        return min((rank.bookable for rank in self._moving()), default=0)
 
     def _begun(self, rank: LiveRank) -> None:
         """Book a rank's way to its first step; the first rank of a later attempt shows what the failed one kept."""
@@ -490,10 +468,3 @@ class LiveLedger:
             patience = max(OVERDUE_STEPS * rank.usual_ns, OVERDUE_NS)
             amounts[UNKNOWN] += max(now_ns - max(rank.last_ns, rank.booked_ns) - patience, 0)
         return amounts
-
-    @staticmethod
-    def _state(rank: LiveRank) -> RankState:
-        return RankState(
-            rank.rank, rank.pid, rank.steps_made, rank.newest_ns, rank.first_ns >= 0, rank.last_ns, rank.last_step_ns,
-            rank.ended,
-        )  # fmt: skip

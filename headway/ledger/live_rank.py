@@ -41,7 +41,6 @@ Times in ns.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -174,35 +173,6 @@ MOST_AHEAD = 64
 
 OPEN_RECORDS = 1 << 16
 """Records (64 bytes each) held of a step that has not ended; of a rank that never updates older ones are given up."""
-
-
-class RingFacts(Protocol):
-    """What is read of a ring's header; `headway.trace.rings.records.RingHeader` has it."""
-
-    @property
-    def rank(self) -> int:
-        """Rank that the process is."""
-        ...
-
-    @property
-    def attempt(self) -> int:
-        """Attempt of the job, from 0."""
-        ...
-
-    @property
-    def role(self) -> str:
-        """One of `headway.trace.rings.ring.ROLES`."""
-        ...
-
-    @property
-    def pid(self) -> int:
-        """The process."""
-        ...
-
-    @property
-    def end_ns(self) -> int:
-        """End of the process; 0 while it runs."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

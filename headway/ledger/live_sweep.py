@@ -20,16 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.ledger.booking import core_waits
-from headway.ledger.booking.arrivals import COLLECTIVES, MESSAGES, last_arrivals, meetings
+from headway.ledger.booking.arrivals import COLLECTIVES, MESSAGES, RankCalls, last_arrivals, meetings
 from headway.ledger.booking.rows import NAME_ID, RankRows
-from headway.ledger.booking.timeline import GAP_PRECEDENCE, checkpoint_gaps
-from headway.ledger.buckets import BUCKET_OF, BUCKETS, IN_EVALUATION, bucket_of_sub
+from headway.ledger.booking.timeline import EVALUATED, GAP_PRECEDENCE, STEP_TABLE, checkpoint_gaps
+from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKETS
 from headway.ledger.live_rank import DEVICE_WORK, BookingWindow, Records, phases
 from headway.trace.events.intervals import Ints, inside, sweep
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.records import RECORD_DTYPE
 
-_SIZE = 1 + max(span.code for span in SPANS.values())
 _USEFUL, _EVAL, _COMM, _BUBBLE, _STRAGGLER, _CHECKPOINT, _STARTUP, _RESTART, _HOST, _UNKNOWN = (
     BUCKETS.index(name)
     for name in ("useful", "eval", "comm", "bubble", "straggler", "checkpoint", "startup", "restart", "host", "unknown")
@@ -37,26 +36,16 @@ _USEFUL, _EVAL, _COMM, _BUBBLE, _STRAGGLER, _CHECKPOINT, _STARTUP, _RESTART, _HO
 _GAP = 0
 """Code of a gap inside a checkpoint; no record bears it."""
 
-_PRECEDENCE, _BUCKET, _NAME = np.full(_SIZE, -1), np.full(_SIZE, _USEFUL), np.full(_SIZE, -1)
-for _name, _span in SPANS.items():
-    _NAME[_span.code] = NAME_ID[_name]
-for _name, _booking in BUCKET_OF.items():
-    _PRECEDENCE[SPANS[_name].code] = _booking.precedence
-    _BUCKET[SPANS[_name].code] = BUCKETS.index(bucket_of_sub(_booking.sub))
+_NAME = np.full(1 + max(span.code for span in SPANS.values()), -1)
+_NAME[[span.code for span in SPANS.values()]] = [NAME_ID[name] for name in SPANS]
+_PRECEDENCE, _BUCKET = STEP_TABLE.precedence[_NAME], np.array(BUCKET_CODE_OF_SUB)[STEP_TABLE.sub[_NAME]]
 _PRECEDENCE[_GAP], _BUCKET[_GAP] = GAP_PRECEDENCE, _CHECKPOINT
-
-
-def _marked(names: Sequence[str]) -> NDArray[np.bool_]:
-    """Return [_SIZE] whether a code is one of `names`: looked up much faster than searched for."""
-    marks = np.zeros(_SIZE, bool)
-    marks[[SPANS[name].code for name in names]] = True
-    return marks
-
-
-_IN_EVALUATION = _marked([*IN_EVALUATION, "host.script"])
-_SEND = SPANS["comm.send"].code
-_IS_MESSAGE, _IS_COMM = _marked(MESSAGES), _marked([*COLLECTIVES, *MESSAGES])
-_IS_STATE = _marked([name for name in SPANS if name.startswith("checkpoint.")])
+# By code, whether its name is one of these: looked up much faster than searched for.
+_IN_EVALUATION = EVALUATED[_NAME] | np.isin(_NAME, NAME_ID["host.script"])
+_IS_MESSAGE, _IS_COMM, _IS_STATE = (
+    np.isin(_NAME, [NAME_ID[name] for name in names])
+    for names in (MESSAGES, (*COLLECTIVES, *MESSAGES), [name for name in SPANS if name.startswith("checkpoint.")])
+)
 
 
 def book_windows(
@@ -74,7 +63,7 @@ def book_windows(
     high = np.array([window.ends_ns[-1] for window in windows], np.int64)
     base = np.concatenate([[0], np.cumsum(high - low)])
     shift = base[:-1] - low
-    own = _PRECEDENCE[records["code"]] >= 0
+    own = _PRECEDENCE[records["code"]] > 0
     records, which = records[own], which[own]
     arrival_ns = _arrivals(records, which, np.array([window.rank for window in windows]))
     start = np.clip(records["start_ns"], low[which], high[which])
@@ -157,13 +146,10 @@ def _arrivals(records: Records, which: Ints, ranks: Ints) -> Ints:
     if not len(found):
         return arrival
     rows, rank = records[found], ranks[which[found]]
-    message = _IS_MESSAGE[rows["code"]]
+    nothing = np.zeros(len(found), np.int64)
     # Columns of both kinds: a = group, b = seq; a message has its peer in d.
-    sends = rows["code"] == _SEND
-    source, target = np.where(sends, rank, rows["d"]), np.where(sends, rows["d"], rank)
-    kind = np.where(message, -1, rows["code"].astype(np.int64))
-    identity = np.stack([kind, rows["a"], np.where(message, source, 0), np.where(message, target, rows["b"])], axis=1)
-    lost = np.where(message, rows["d"] < 0, rows["b"] < 0)
+    calls = RankCalls(_NAME[rows["code"]], rows["start_ns"], rows["a"], rows["b"], rows["d"], nothing, nothing)
+    identity, lost = calls.identity(rank, slice(None))
     key = meetings(identity, which[found], rows["start_ns"], lost)
     arrival[found] = last_arrivals(key, rank, rows["start_ns"]).arrival_ns
     return arrival

@@ -221,7 +221,9 @@ def _sums(source: Trace | Parts) -> _Sums:
 def _sums_of(trace: Trace) -> _Sums:
     """Add up the passes of a trace in memory."""
     names = [name for both in PASSES.values() for name in both]
-    rows = _without_start(trace.where(trace.named(*names) & (trace.events["rank"] >= 0)))
+    rows = trace.where(trace.named(*names) & (trace.events["rank"] >= 0))
+    if (rows.events["step"] > 0).any():  # what a recorded run did up to step 0: lazy imports and cold caches come once
+        rows = rows.where((rows.events["step"] > 0) | ~rows.named("segment.forward", "segment.backward"))
     rows = _without_waits(rows, trace.where(trace.named(*WAITS)))
     events = rows.events
     kinds = [events["rank"], rows.named(*PASSES["backward"]), events["stage"], events["layer"]]
@@ -233,12 +235,6 @@ def _sums_of(trace: Trace) -> _Sums:
         for weights in (None, events["duration_ns"] / NS_PER_S, flops)
     )
     return _Sums(kind[0], kind[1], kind[2], kind[3], number, seconds, work)
-
-
-def _without_start(rows: Trace) -> Trace:
-    """Leave out what a recorded run did up to step 0, if it has more: lazy imports and cold caches come once."""
-    first = (rows.events["step"] <= 0) & rows.named("segment.forward", "segment.backward")
-    return rows.where(~first) if (rows.events["step"] > 0).any() else rows
 
 
 def _without_waits(rows: Trace, waits: Trace) -> Trace:

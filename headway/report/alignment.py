@@ -66,18 +66,14 @@ def render_alignment(answer: Json, *, source: str = "", target: str = "", **scre
         text = f"No clocks fulfil their order: the estimate misses it by {worst} at most."
         parts.append(paragraph(text, style="bold red"))
     rows = answer["ranks"]
-    parts += ["", _table(_farthest(rows))]
+    ranked = sorted(rows[1:], key=lambda row: (-abs(int(row["offset_ns"])), int(row["rank"])))
+    farthest = sorted([*rows[:1], *ranked[: SHOWN - 1]], key=lambda row: int(row["rank"]))
+    parts += ["", _table(farthest)]
     if len(rows) > SHOWN:
         parts += ["", paragraph(f"{len(rows) - SHOWN} more ranks: see --json.", style="dim")]
     if target:
         parts += ["", paragraph(Text.assemble(("written  ", "dim"), clean(target)))]
     return draw(parts, **screen)
-
-
-def _farthest(rows: Sequence[Json]) -> list[Json]:
-    """Return the first rank and those with the largest offsets, in order of rank."""
-    ranked = sorted(rows[1:], key=lambda row: (-abs(int(row["offset_ns"])), int(row["rank"])))
-    return sorted([*rows[:1], *ranked[: SHOWN - 1]], key=lambda row: int(row["rank"]))
 
 
 def _table(rows: Sequence[Json]) -> Table:

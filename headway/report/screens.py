@@ -446,15 +446,12 @@ def render_trace_info(info: Json, **screen: Unpack[ScreenOptions]) -> str:
         if isinstance(value, Mapping):
             add_row(table, Text(_words(name), style="bold"), "")
             for key, inner in value.items():
-                add_row(table, f"  {_cropped(clean(key), LONGEST_KEY)}", _plain(inner, str(key)))
+                label = clean(key)
+                label = label if len(label) <= LONGEST_KEY else label[: LONGEST_KEY - 1] + "…"
+                add_row(table, f"  {label}", _plain(inner, str(key)))
         else:
             add_row(table, _words(name), _plain(value, str(name)))
     return draw([title("headway trace info", source, width=screen.get("width", 88)), "", table], **screen)
-
-
-def _cropped(text: str, most: int) -> str:
-    """Return `text` with at most `most` characters."""
-    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _words(name: str) -> str:

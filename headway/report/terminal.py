@@ -139,7 +139,9 @@ BASIS_PHRASES: dict[str, str] = {
 def render_why(answer: Json, *, source: str = "", **screen: Unpack[ScreenOptions]) -> str:
     """Return the screen of a `headway.why/2` object; `source` is the run or trace as the user named it."""
     why, width, unicode = Why.of(answer), screen.get("width", 88), screen.get("unicode", True)
-    parts: list[RenderableType] = [_head(why, source, width), "", *verdict_lines(why)]
+    steps = plural(why.steps, "step") if why.steps is not None else ""
+    aside = joined([clean(source), plural(why.devices, "device"), steps, seconds(why.wall_s)])
+    parts: list[RenderableType] = [title("headway why", aside, width=width), "", *verdict_lines(why)]
     if any(why.ledger.values()):
         parts += ["", *_ledger(why, width, unicode)]
     if why.straggler:
@@ -160,13 +162,6 @@ def render_hints(answer: Json, *, reason: str, source: str = "", **screen: Unpac
         *_causes(why), *next_of(why.verdict.command),
     ]  # fmt: skip
     return draw(parts, **screen)
-
-
-def _head(why: Why, source: str, width: int) -> Table:
-    """Return the first line: the verb; source, devices, steps and wall at the right edge."""
-    steps = plural(why.steps, "step") if why.steps is not None else ""
-    aside = joined([clean(source), plural(why.devices, "device"), steps, seconds(why.wall_s)])
-    return title("headway why", aside, width=width)
 
 
 def _ledger(why: Why, width: int, unicode: bool) -> list[RenderableType]:

@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from headway.core.binomial import binomial
 from headway.core.errors import InputError
@@ -51,6 +51,9 @@ from headway.ledger.answers.script_causes import (
 )
 from headway.ledger.buckets import BUCKETS
 from headway.ledger.cause import Cause, ranked
+
+if TYPE_CHECKING:
+    from headway.sim.whatif import Prediction
 
 LEAST_FRACTION = 0.005
 """A cause that lost less of the device time than this is not listed."""
@@ -96,36 +99,8 @@ DOING: dict[str, str] = {
 """Bucket of a rank's largest excess -> what the rank was doing, in words."""
 
 
-class Forecast(Protocol):
-    """What a predictor returns; `headway.sim` predictions have it."""
-
-    @property
-    def base_step_s(self) -> float:
-        """Seconds per step as recorded."""
-        ...
-
-    @property
-    def step_s(self) -> float:
-        """Seconds per step after the edits."""
-        ...
-
-    @property
-    def speedup(self) -> float:
-        """`base_step_s / step_s`."""
-        ...
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Range of the speedup."""
-        ...
-
-
-class Predictor(Protocol):
-    """Replays the run under what-if edits; may raise `InputError` when it cannot."""
-
-    def __call__(self, edits: Sequence[str]) -> Forecast:
-        """Return the forecast for `edits`, such as ('input.fetch=none',)."""
-        ...
+Predictor = Callable[[Sequence[str]], "Prediction"]
+"""Replays the run under what-if edits such as ('input.fetch=none',); may raise `InputError` when it cannot."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -299,16 +299,6 @@ def _waited_s(ledger: Ledger, own_s: float, *subs: str) -> float:
     return blamed_s(ledger, "input", share_of(ledger, "input", *subs)) * (own_s / every if every else 0.0)
 
 
-def _is_served(ledger: Ledger) -> bool:
-    """Whether a data server made the batches: the loaders have no workers of their own then."""
-    return "server" in ledger.facts.input
-
-
-def _ranks_per_host(ledger: Ledger) -> int:
-    """Return the ranks of the fullest host; all of them where hosts are not known."""
-    return max(Counter(ledger.hosts.values()).values(), default=ledger.devices)
-
-
 def input_fetch(ledger: Ledger) -> list[Cause]:
     """Awaited batches that were blocked on storage, network or sleep; unsplit waits count here and say so."""
     return [_fetch_of(ledger, loader) for loader in loaders_of(ledger)]
@@ -327,11 +317,12 @@ def _fetch_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
 def state_of(ledger: Ledger, loader: LoaderWaits) -> LoaderState:
     """Return what decides between the hints for a loader."""
     facts, loads = ledger.facts, span_of(ledger, "input.load")
+    ranks_per_host = max(Counter(ledger.hosts.values()).values(), default=ledger.devices)
     return LoaderState(
         workers=loader.workers,
-        cores=max(1, facts.cores // _ranks_per_host(ledger)) if facts.cores else 0,
+        cores=max(1, facts.cores // ranks_per_host) if facts.cores else 0,
         refusal=loader.refusal,
-        is_served=_is_served(ledger),
+        is_served="server" in ledger.facts.input,  # the loaders have no workers of their own then
         is_stream=loader.facts.streams,
         on_host=facts.device_type == "cpu",
         is_persistent=loader.facts.persistent,

@@ -1,28 +1,20 @@
-"""Ratios and rates: goodput, ETTR, MFU, bubble fraction, throughput.
+"""ETTR of a job that saves and fails, and how often it should save.
 
 Plain formulas over seconds and counts; each names its source. `*_s` are
 seconds, fractions lie in [0, 1].
 
 >>> round(ettr(10_000.0, restart_s=600.0, interval_s=300.0, save_s=10.0), 3)
 0.897
->>> bubble_fraction(4, 8), round(optimal_interval_s(10_000.0, save_s=10.0))
-(0.2727272727272727, 441)
+>>> round(optimal_interval_s(10_000.0, save_s=10.0))
+441
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from headway.core.errors import InputError
 from headway.core.search import threshold
-from headway.cost import transformer as flops
-
-
-def goodput(ledger_ns: Mapping[str, int]) -> float:
-    """Return useful device-time whose result was kept / allocated device-time; 0 for an empty ledger."""
-    total = sum(ledger_ns.values())
-    return ledger_ns.get("useful", 0) / total if total else 0.0
 
 
 def ettr(mtbf_s: float, *, restart_s: float, interval_s: float, save_s: float) -> float:
@@ -59,12 +51,6 @@ def ettr_first_order(mtbf_s: float, *, restart_s: float, interval_s: float, save
     return max(0.0, (1.0 - (restart_s + interval_s / 2.0) / mtbf_s) / (1.0 + save_s / interval_s))
 
 
-def young_interval_s(mtbf_s: float, *, save_s: float) -> float:
-    """Return Young's interval between saves, sqrt(2 c M)."""
-    _check(mtbf_s=mtbf_s, save_s=save_s)
-    return math.sqrt(2.0 * save_s * mtbf_s)
-
-
 def daly_interval_s(mtbf_s: float, *, save_s: float) -> float:
     """Return Daly's higher-order interval: Young's with a correction for saves that are not short against `mtbf_s`."""
     _check(mtbf_s=mtbf_s, save_s=save_s)
@@ -86,40 +72,6 @@ def optimal_interval_s(mtbf_s: float, *, save_s: float) -> float:
     root = threshold(lambda x: x >= 1 or math.log1p(-x) + x + a <= 0, 0.0, 1.0, tolerance=1e-9 * min(1.0, math.sqrt(a)))
     assert root is not None, "the slope changes its sign in (0, 1)"
     return root * mtbf_s
-
-
-def mfu(model_flops: float, *, duration_s: float, devices: int, peak_flops: float | None) -> float | None:
-    """Return model FLOPs / (time x peak of all devices): model FLOPs utilisation.
-
-    `model_flops` counts forward and backward once (`headway.cost.transformer.flops_per_token`); give recomputed ones
-    too and the result is HFU. None when the peak is not known or precisions mix. Raises `InputError` on a value that
-    cannot be.
-    """
-    _check(duration_s=duration_s, devices=devices)
-    _check_not_negative(model_flops=model_flops)
-    return flops.mfu(model_flops / (duration_s * devices), peak_flops)
-
-
-def bubble_fraction(num_stages: int, num_microbatches: int, *, stages_per_rank: int = 1) -> float:
-    """Return stage idle time / stage time of a flush schedule, (p - 1) / (v m + p - 1).
-
-    `num_stages` counts pipeline ranks p; `stages_per_rank` v > 1 is the interleaved schedule (PTD-P, section 2.2).
-    """
-    _check(num_stages=num_stages, num_microbatches=num_microbatches, stages_per_rank=stages_per_rank)
-    return (num_stages - 1) / (stages_per_rank * num_microbatches + num_stages - 1)
-
-
-def bubble_overhead(num_stages: int, num_microbatches: int, *, stages_per_rank: int = 1) -> float:
-    """Return bubble time / ideal time, (p - 1) / (v m): PTD-P's ratio, not a fraction."""
-    _check(num_stages=num_stages, num_microbatches=num_microbatches, stages_per_rank=stages_per_rank)
-    return (num_stages - 1) / (stages_per_rank * num_microbatches)
-
-
-def examples_per_s(num_steps: int, *, batch_size: int, duration_s: float, replicas: int = 1) -> float:
-    """Return examples per second of the whole job: steps x batch of one replica x replicas / time."""
-    _check(batch_size=batch_size, duration_s=duration_s, replicas=replicas)
-    _check_not_negative(num_steps=num_steps)
-    return num_steps * batch_size * replicas / duration_s
 
 
 def _check(**values: float) -> None:

@@ -123,8 +123,8 @@ class RankCalls:
     bubble: Ints
     """Sub-line of what the row's rank waits before its peer has come."""
 
-    def identity(self, rank: int, rows: Ints) -> tuple[Ints, Ints]:
-        """Return for `rows` what tells their meeting, [k, 4], and whether that cannot be known, [k]."""
+    def identity(self, rank: int | Ints, rows: Ints | slice) -> tuple[Ints, Ints]:
+        """Return for `rows` of one or more ranks what tells their meeting, [k, 4], and whether it is unknown, [k]."""
         name, peer = self.name[rows].astype(np.int64), self.peer[rows].astype(np.int64)
         message, sends = self.is_message(rows), name == NAME_ID["comm.send"]
         source, target = np.where(sends, rank, peer), np.where(sends, peer, rank)
@@ -292,7 +292,9 @@ def meetings(identity: Ints, book: Ints, start: Ints, lost: Ints) -> Ints:
     begin = np.maximum.accumulate(np.where(opens, np.arange(len(good)), 0))
     nth = np.empty(len(good), np.int64)
     nth[order] = np.arange(len(good)) - begin
-    key[good] = number_alike(np.stack([code, nth], axis=1))
+    identity = np.stack([code, nth], axis=1)
+    del order, opens, begin, code, nth  # Of millions of calls each of these is tens of megabytes.
+    key[good] = number_alike(identity)
     return key
 
 

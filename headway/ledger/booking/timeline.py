@@ -195,7 +195,7 @@ def _book_steps(
     pieces = sweep(
         np.concatenate([rows.start_ns[picked], gap_start]),
         np.concatenate([rows.end_ns[picked], gap_end]),
-        np.concatenate([_STEP_TABLE.precedence[rows.name[picked]], np.full(len(gap_start), GAP_PRECEDENCE, np.int64)]),
+        np.concatenate([STEP_TABLE.precedence[rows.name[picked]], np.full(len(gap_start), GAP_PRECEDENCE, np.int64)]),
         window=(life.first_ns, life.record_ns),
         cuts=np.concatenate([life.step_start, life.step_end, marked.moment_ns, *bounds]),
     )
@@ -207,10 +207,10 @@ def _book_steps(
     over = (name == NAME_ID["host.gc"]) & (pieces.start_ns >= trained_until(rows, life))
     # Forwards and the like outside steps are no part of one.
     by_device = name == NAME_ID["device.work"]
-    over |= (column == len(life.step_start) + 1) & _IS_USEFUL[_STEP_TABLE.sub[name]] & ~by_device
+    over |= (column == len(life.step_start) + 1) & _IS_USEFUL[STEP_TABLE.sub[name]] & ~by_device
     # What follows the last step trains nothing more: its forwards evaluate, whatever mode the model is in.
     tested = over & (name == NAME_ID["forward"]) & (not life.failed)
-    sub = np.where((owner >= 0) & ~over, _STEP_TABLE.sub[name], np.where(tested, SUB_CODE["eval.forward"], place))
+    sub = np.where((owner >= 0) & ~over, STEP_TABLE.sub[name], np.where(tested, SUB_CODE["eval.forward"], place))
     timed = np.isin(name, [NAME_ID[known] for known in BY_EVENTS])
     if timed.any():
         # What the host computes while its device has nothing to do is no work of the device. Before the first event, in
@@ -218,7 +218,7 @@ def _book_steps(
         since = pieces.start_ns >= pieces.start_ns[timed][0]
         sub = np.where(_IS_COMPUTE[sub], np.where(since, SUB_CODE["host.launch"], SUB_CODE["unknown.device"]), sub)
         sub = np.where(by_device, phase_of(pieces.start_ns, phases), sub)
-    evaluates = inside(pieces.start_ns, evaluations) & (_IN_EVALUATION[name] | over | (owner == -1) | _IS_USEFUL[sub])
+    evaluates = inside(pieces.start_ns, evaluations) & (EVALUATED[name] | over | (owner == -1) | _IS_USEFUL[sub])
     sub = np.where(evaluates, _evaluation_sub(rows, name, pieces), sub)
     sub = np.where(owner == GAP, SUB_CODE["checkpoint.persist"], sub)
     if restarted:
@@ -300,11 +300,12 @@ def _as_table(bookings: Mapping[str, Booking], otherwise: str) -> _Table:
     return _Table(np.array([*sub, SUB_CODE[otherwise]], np.int64), np.array([*precedence, 0], np.int64))
 
 
-_STEP_TABLE = _as_table(BUCKET_OF, REMAINDER_SUB)
+STEP_TABLE = _as_table(BUCKET_OF, REMAINDER_SUB)
 _STARTUP_TABLE = _as_table(STARTUP_OF, "startup.script")
 _EVALUATION_SUB = np.array([SUB_CODE[IN_EVALUATION.get(name, "eval.other")] for name in (*NAMES, "")], np.int64)
 """[len(NAMES) + 1] Sub-line of each name inside an evaluation; the last entry is that of time which no name owns."""
-_IN_EVALUATION = np.array([name in IN_EVALUATION for name in (*NAMES, "")])
+EVALUATED = np.array([name in IN_EVALUATION for name in (*NAMES, "")])
+"""[len(NAMES) + 1] Whether an evaluation takes over what bears the name."""
 _IS_COMPUTE = np.array([bucket_of_sub(sub) == "useful" for sub in SUBS])
 _IS_USEFUL = np.array([bucket_of_sub(sub) == "useful" or sub == "host.script" for sub in SUBS])
 """[len(SUBS)] What an evaluation takes over, and what there is none of after the last step."""

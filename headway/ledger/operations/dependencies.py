@@ -179,7 +179,9 @@ def _match_compute(builder: _Builder, stage: int) -> dict[str, list[int]]:
                     # A receive buffer is free again when the compute before it has read it.
                     if seq - 1 in by_seq:
                         builder.edges.add((by_seq[seq - 1], op))
-                if _has_peer(builder.table, own, optype):
+                # The global stage that the compute's message goes to or comes from exists.
+                peer = int(builder.table.global_stage[own]) + PEER[optype][1]
+                if 0 <= peer < builder.table.num_layers * builder.table.num_stages:
                     real[optype].append(op)
     return real
 
@@ -217,12 +219,6 @@ def _first_seq(table: OperationTable, stage: int, optype: str, count: int, num_c
         "an inner stage needs as many, the first and the last as many, one less or none. "
         "Record the step again or drop it from the trace."
     )
-
-
-def _has_peer(table: OperationTable, compute: int, optype: str) -> bool:
-    """Say whether the global stage that `compute`'s message goes to or comes from exists."""
-    peer = int(table.global_stage[compute]) + PEER[optype][1]
-    return 0 <= peer < table.num_layers * table.num_stages
 
 
 def _pair(builder: _Builder, real: Sequence[dict[str, list[int]]]) -> None:

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from headway.core.units import format_seconds
 from headway.ledger.booking.account import Account, blank_subs
-from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKETS, SUB_CODE, SUBS
+from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKETS, SUB_CODE
 from headway.ledger.cause import Cause, ranked
 from headway.ledger.operations.compute_factors import Factors, aligned, factors
 from headway.ledger.operations.dependencies import COMPUTE, STREAMS, infer
@@ -151,7 +151,7 @@ def _worker(job: _JobEvidence) -> _Finding | None:
     names = [f"dp {table.dp[dp[i]]} / pp {pp[i]} (rank {table.rank[dp[i], pp[i]]})" for i in worst]
     names += [f"pp {p} on all DP ranks" for p in np.flatnonzero(whole > 1)]
     return _Finding(
-        _few(names),
+        ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
         f"computes take {float((slow * whole).max()):.2f} times as long as on its peers; the worst 3 % of the workers "
         f"explain M_W = {job.shares['M_W']:.2f} of the loss",
         found.put(job.whatif.observed_s, found.divided((slow * whole)[:, found.rank_of][None, None, :, :, None])),
@@ -347,12 +347,6 @@ def _explained(causes: list[Cause]) -> list[Cause]:
     return [*causes[:at], last, *causes[at:]]
 
 
-def _few(names: list[str]) -> str:
-    """Join up to three names."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
-
-
 BASIS = {"useful": "recorded", "comm": "recorded", "bubble": "recorded", "straggler": "recorded", "host": "remainder"}
 """Bucket -> how an operation trace knows it."""
 
@@ -398,28 +392,6 @@ def operation_account(trace: Trace, *, unknown_as_compute: bool = False) -> Acco
         facts=RunFacts.of(trace.meta),
         notes=("the wall is the traced steps only",),
     )
-
-
-def operation_ledger(trace: Trace) -> dict[str, Any]:
-    """Return the ledger of an operation trace: devices, steps, wall_ns, ledger_ns, sub_ns, basis, coverage.
-
-    `ledger_ns` sums to `devices * wall_ns` exactly. Raises `InputError` as `operation_account` does.
-    """
-    account = operation_account(trace)
-    total = sum(account.sub_ns.values(), start=blank_subs())
-    by_bucket = np.zeros(len(BUCKETS), np.int64)
-    np.add.at(by_bucket, np.array(BUCKET_CODE_OF_SUB), total)
-    ledger_ns = dict(zip(BUCKETS, by_bucket.tolist(), strict=True))
-    allocated = len(account.sub_ns) * account.wall_ns
-    return {
-        "devices": len(account.sub_ns),
-        "steps": account.steps,
-        "wall_ns": account.wall_ns,
-        "ledger_ns": ledger_ns,
-        "sub_ns": {sub: int(amount) for sub, amount in zip(SUBS, total, strict=True) if amount},
-        "basis": dict(account.basis),
-        "coverage": 1 - ledger_ns["unknown"] / allocated if allocated else 0.0,
-    }
 
 
 def _arrivals(table: OperationTable, start: Ints) -> Ints:

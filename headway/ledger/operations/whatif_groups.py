@@ -129,7 +129,9 @@ class WhatIf:
 
     def step_s(self, durations_s: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the time [S] of each step with these durations [S, D, K]."""
-        return _step_s(self.compiled, durations_s, self.finish)
+        # Each step is a component of the Dag: one replay, then the latest of each step's own ends.
+        times = replay(self.compiled.dag, self.compiled.spread(durations_s * NS_PER_S))
+        return np.asarray(times.end_ns[self.finish].reshape(len(durations_s), -1).max(axis=1) / NS_PER_S)
 
     def by(self, code: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return step times [S, G + 2]: group g alone as observed; then all observed, all ideal.
@@ -194,15 +196,6 @@ class WhatIf:
         # With arrivals, an operation that talks has begun when its arrival op ends.
         start = np.where(self.order.group_of >= 0, times.end_ns[compiled.start_index], times.start_ns[compiled.index])
         return start / NS_PER_S, times.end_ns[compiled.index] / NS_PER_S
-
-
-def _step_s(
-    compiled: CompiledOperations, durations_s: NDArray[np.float64], finish: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    # Each step is a component of the Dag: one replay, then the latest of each step's own ends.
-    times = replay(compiled.dag, compiled.spread(durations_s * NS_PER_S))
-    num_steps = len(durations_s)
-    return np.asarray(times.end_ns[finish].reshape(num_steps, -1).max(axis=1) / NS_PER_S)
 
 
 def _ideal(table: OperationTable, order: Dependencies, moved: NDArray[np.floating]) -> NDArray[np.float64]:

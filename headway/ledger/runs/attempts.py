@@ -289,7 +289,9 @@ def _book_attempt(
         saved = saved_steps([book.saves for book in books], restored=restored)
         kept = kept_steps(saved, num_steps=num_steps, resumed=resumed)
         for book in books:
-            _to_rework(book.sheet, kept)
+            again = slice(kept + 1, book.sheet.columns)  # steps that will be done again
+            book.sheet.ns[SUB_CODE["rework.steps"], again] += book.sheet.ns[USEFUL_CODES, again].sum(axis=0)
+            book.sheet.ns[USEFUL_CODES, again] = 0
             _after_failure(book.sheet)
             book.sheet.pack()
     for rank in ranks:
@@ -320,13 +322,6 @@ def kept_steps(saved: Sequence[int | None], *, num_steps: int, resumed: bool) ->
     """
     known = [step for step in saved if step is not None]
     return max(0, min(*known, num_steps)) if resumed and known else 0
-
-
-def _to_rework(sheet: RankAccount, kept: int) -> None:
-    """Move the compute of steps that will be done again to rework."""
-    lost = slice(kept + 1, sheet.ns.shape[1])
-    sheet.ns[SUB_CODE["rework.steps"], lost] += sheet.ns[USEFUL_CODES, lost].sum(axis=0)
-    sheet.ns[USEFUL_CODES, lost] = 0
 
 
 def _after_failure(sheet: RankAccount) -> None:

@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 from headway.core.errors import InputError
 from headway.core.integers import narrowed
 from headway.ledger.booking.account import Account, KernelTimes, SpanFacts, blank_subs
-from headway.ledger.booking.arrivals import RankLateness, last_arrivals
+from headway.ledger.booking.arrivals import RankLateness, last_arrivals, meetings
 from headway.ledger.buckets import BUCKETS, SUB_CODE, SUBS
 from headway.ledger.runs.kernel_messages import KernelMessages, peers_begun
-from headway.trace.events.intervals import Ints, Pieces, number_alike, sweep
+from headway.trace.events.intervals import Ints, Pieces, sweep
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND, MOVING
@@ -377,7 +377,8 @@ def _meetings(calls: CommunicationCalls) -> tuple[Ints, Ints]:
     key, shift = np.full(len(rank), -1, np.int64), np.zeros(len(rank), np.int64)
     if len(np.unique(rank)) < 2:
         return key, shift
-    meeting = _meeting_numbers(calls)
+    numbered = narrowed(np.stack([group, np.maximum(seq, -1)], axis=1))
+    meeting = meetings(numbered, rank, calls.start_ns, np.zeros(len(rank), bool))
     collective = calls.message == 0
     groups = np.unique(group[collective])
     fair = (seq >= 0) | np.isin(group, [value for value in groups if _even(rank[collective & (group == value)])])
@@ -398,18 +399,6 @@ def _meetings(calls: CommunicationCalls) -> tuple[Ints, Ints]:
             ends[key[new]] = end[new] - late
             seen[key[new]] = True
     return key, shift
-
-
-def _meeting_numbers(calls: CommunicationCalls) -> Ints:
-    """[n] A number per (group, sequence number, n-th of that within its rank)."""
-    seq = np.where(calls.seq >= 0, calls.seq, -1)
-    code = number_alike(np.stack([calls.group, seq, calls.rank], axis=1))
-    order = np.lexsort((calls.start_ns, code))
-    code = code[order]
-    nth = np.empty(len(seq), np.int64)
-    nth[order] = np.arange(len(seq)) - np.searchsorted(code, code)
-    del order, code  # Of millions of calls each of these is tens of megabytes.
-    return number_alike(np.stack([calls.group, seq, narrowed(nth)], axis=1))
 
 
 def kernel_times(trace: Trace, pieces: Pieces, picked: NDArray[np.bool_], num_steps: int) -> KernelTimes:

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 from msgspec import structs
@@ -44,6 +44,9 @@ from headway.trace.events.vocabulary import BY_EVENTS
 from headway.trace.profiler.window_effects import slower_since, undisturbed
 from headway.trace.recording.basis import BASES
 from headway.trace.recording.run_facts import RankRow, RunFacts
+
+if TYPE_CHECKING:
+    from headway.ledger.answers.ledger import Ledger
 
 RECORDED = ("process", "step", "optimizer.step", "input.next")
 """Names that only headway's recorder writes."""
@@ -162,16 +165,10 @@ def _joined_facts(parts: Sequence[tuple[RunSource, list[Parts]]]) -> tuple[RunFa
             offsets[rank] = own.get(rank, 0) + shift
         starts += [facts.start_ns + shift] if facts.start_ns else []
         ends += [facts.end_ns + shift] if facts.end_ns else []
-        rows += [_moved(row, own.get(row.rank, 0) + shift) for row in facts.ranks]
+        rows += [row.moved(own.get(row.rank, 0) + shift) for row in facts.ranks]
     end_ns = max(ends) if len(ends) == len(parts) else None
     joined = structs.replace(first, start_ns=min(starts, default=None), end_ns=end_ns, ranks=tuple(rows))
     return joined, {rank: offset for rank, offset in offsets.items() if offset}
-
-
-def _moved(row: RankRow, by_ns: int) -> RankRow:
-    """Return a rank's row with its moments on another clock."""
-    start_ns, end_ns = (at and at + by_ns for at in (row.start_ns, row.end_ns))
-    return structs.replace(row, start_ns=start_ns, end_ns=end_ns)
 
 
 def said_of_steps(traces: Sequence[Parts]) -> list[str]:
@@ -289,16 +286,7 @@ def _span_facts(book: RunBook) -> dict[str, SpanFacts]:
 # Which loaders of a run are evaluation's: those for which evaluations waited longer than training did.
 
 
-class Waits(Protocol):
-    """The part of a ledger that is read here."""
-
-    @property
-    def loader_ns(self) -> Mapping[int, Mapping[str, int]]:
-        """Loader -> sub-line -> nanoseconds."""
-        ...
-
-
-def evaluation_loaders(ledger: Waits) -> set[int]:
+def evaluation_loaders(ledger: Ledger) -> set[int]:
     """Return the groups of the loaders that evaluations read."""
     evaluation = set()
     for group, amounts in ledger.loader_ns.items():

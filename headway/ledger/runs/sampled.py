@@ -272,7 +272,8 @@ def _split_work(ns: Ints, share: WindowShare) -> None:
     missing = min(max(int(kernels.sum() - known.sum()), 0), int(told.sum()))
     parts = share_out(told, np.broadcast_to([missing, told.sum() - missing], (len(told), 2)))
     pauses = np.zeros_like(known)
-    if _are_alike(known + told):
+    low, middle, high = np.quantile((known + told)[1:] if len(told) > 1 else known + told, (0.25, 0.5, 0.75))
+    if high - low <= ALIKE * middle:
         pauses = np.maximum(known - kernels.sum() // len(told), 0)
         pauses[0] = min(pauses[0], int(pauses[1:].mean())) if len(told) > 1 else 0
         if pauses.sum() > ALIKE * known.sum():  # a step that shows so little stands for no other
@@ -284,12 +285,6 @@ def _split_work(ns: Ints, share: WindowShare) -> None:
     ns[unknown] -= told
     ns[SUB_CODE["host.launch"]] += parts[:, 1] + pauses
     ns[_AT_WORK] += work.T
-
-
-def _are_alike(step_ns: Ints) -> bool:
-    """Say whether the middle half of the steps lies within `ALIKE` of their median."""
-    low, middle, high = np.quantile(step_ns[1:] if len(step_ns) > 1 else step_ns, (0.25, 0.5, 0.75))
-    return bool(high - low <= ALIKE * middle)
 
 
 def _split_labels(ns: Ints, share: WindowShare, everyone: WindowShare) -> None:

@@ -45,7 +45,7 @@ def steps_part(chart: Mapping[str, Any] | None, wanted: bool, clock: str = "") -
     caller had step times at all, `clock` (a key of `STEP_CLOCKS`) whose they are.
     """
     if chart is None:
-        return section("steps", "Step time", "", _empty("No step times were recorded.")) if wanted else ""
+        return section("steps", "Step time", "", '<p class="empty">No step times were recorded.</p>') if wanted else ""
     chooser = _rank_chooser(chart) if len(chart["ranks"]) > 1 else ""
     tools = f'{chooser}<label class="check"><input type="checkbox" id="steps-log">Logarithmic</label>'
     return section("steps", "Step time", steps_lead(chart, clock), _frame("steps", "Step time over steps", tools))
@@ -185,11 +185,6 @@ def _heat_frame(index: int, heat: HeatMap, drawn: Mapping[str, Any]) -> str:
         f'<figure id="{name}-figure" tabindex="0" role="group" aria-label="{text(label)}">'
         f'<div class="bar-tools">{scale}{readout}</div><canvas id="{name}-canvas"></canvas></figure>{_without_script()}'
     )
-
-
-def _empty(sentence: str) -> str:
-    """Return the sentence that stands where a picture would."""
-    return f'<p class="empty">{text(sentence)}</p>'
 
 
 def _without_script() -> str:

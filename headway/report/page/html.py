@@ -326,7 +326,9 @@ def fragment(answer: Json) -> str:
     parts = [f'<div class="title">{text(found.sentence)}</div>']
     if found.fix:
         parts.append(f'<p class="remedy"><b>Fix:</b> {text(found.fix.rstrip("."))}.{gain}</p>')
-    parts += [sections.key_figures(why, RunAnswer()), sections.ledger_table(why), _causes(why)]
+    parts += [sections.key_figures(why, RunAnswer()), sections.ledger_table(why)]
+    if causes := "".join(_cause(cause) for cause in named_causes(why)[:MOST_CAUSES]):
+        parts.append(f"<ol>{causes}</ol>")
     parts += [f'<p class="note">{text(note)}</p>' for note in why.notes]
     if why.verdict.command:
         parts.append(f'<p class="note">Next, in a terminal: <code>{text(why.verdict.command)}</code></p>')
@@ -343,13 +345,6 @@ def style() -> str:
     )
     good = "".join(f"{page} .headway .gain.gain.gain.gain {{ color: #63c58a; }} " for page in DARK_PAGES)
     return f"{asset('notebook.css')}{light}{dark}{good}"
-
-
-def _causes(why: Why) -> str:
-    """Return the largest causes that are worth naming, one line each and their fix."""
-    causes = named_causes(why)[:MOST_CAUSES]
-    rows = "".join(_cause(cause) for cause in causes)
-    return f"<ol>{rows}</ol>" if rows else ""
 
 
 def _cause(cause: CauseRow) -> str:

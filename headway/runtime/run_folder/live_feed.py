@@ -16,7 +16,6 @@ import re
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,24 +28,13 @@ from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import SPAN_OF_CODE, SPANS
 from headway.trace.recording.run_facts import RunFacts
 from headway.trace.rings.follow import Records, RunFollower
-from headway.trace.rings.records import RECORD_DTYPE
+from headway.trace.rings.records import RECORD_DTYPE, RingHeader
 
 LEFT_ALONE_NS = 10_000_000_000
 """A run whose processes are all gone, and whose launcher has said nothing for so long, has lost its launcher."""
 
 _EVENTS = re.compile(r"a(\d+)-r(\d+)\.parquet")
 _NUMBERS = ("a", "b", "c", "d")
-
-
-@dataclass(frozen=True, slots=True)
-class Finalised:
-    """Who recorded the events of an attempt that is over: what `LiveLedger.add` asks of a ring's header."""
-
-    rank: int
-    attempt: int
-    pid: int
-    role: str = "main"
-    end_ns: int = 0
 
 
 class LiveFeed:
@@ -145,14 +133,15 @@ def _left_behind(path: Path) -> bool:
     return any((path / "events").glob("a*-r*.parquet")) if path.is_dir() else False
 
 
-def finalised(path: Path, attempt: int) -> Iterator[tuple[Finalised, Records]]:
+def finalised(path: Path, attempt: int) -> Iterator[tuple[RingHeader, Records]]:
     """Return, for each rank, what `finalise` wrote of an attempt, as the records that it was made of."""
     for file in sorted((path / "events").glob(f"a{attempt}-r*.parquet")):
         match = _EVENTS.fullmatch(file.name)
         if match:
             trace = parquet.read(file)
             rank = int(match[2])
-            yield Finalised(rank, attempt, int(trace.ranks.get(rank, {}).get("pid") or 0)), records_of(trace)
+            pid = int(trace.ranks.get(rank, {}).get("pid") or 0)
+            yield RingHeader(pid, rank, attempt=attempt), records_of(trace)
 
 
 def records_of(trace: Trace) -> Records:

@@ -68,9 +68,6 @@ class Unrolled:
     last_op: tuple[NDArray[np.int64], ...]
     """Per rank [m]: the last operation of each segment of its training thread."""
 
-    horizon_ns: float = float("inf")
-    """Until when other load competes for the cores: a replay that ends later needs a later horizon."""
-
     def step_end_ns(self) -> NDArray[np.int64]:
         """Replay it and return [ranks, k] when each step ends, from 0."""
         times = greedy(self.dag, self.duration_ns, capacity=self.capacity)
@@ -186,7 +183,7 @@ def unroll(
     )
     step_op = np.array([end[last_of_steps(lane)] for end, lane in zip(last, recording.lanes, strict=True)])
     capacity = np.tile([contention.cores, 1, 1, 1], int(recording.host.max()) + 1)
-    return Unrolled(dag, np.concatenate(ops.duration), capacity, step_op, tuple(last), horizon_ns)
+    return Unrolled(dag, np.concatenate(ops.duration), capacity, step_op, tuple(last))
 
 
 def _others(ops: _Ops, contention: Contention, horizon_ns: float) -> None:

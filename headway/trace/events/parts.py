@@ -17,7 +17,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,28 +25,6 @@ from numpy.typing import NDArray
 from headway.core.errors import InputError
 from headway.trace.events.parquet import StoredTrace
 from headway.trace.events.trace import COLUMNS, CodeRemap, TableMerger, Trace
-
-
-class RowSource(Protocol):
-    """Where rows come from: a file, or a trace in memory."""
-
-    @property
-    def tables(self) -> Trace:
-        """The tables, without rows."""
-        ...
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that have rows, in order."""
-        ...
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        ...
-
-    def read(self, ranges: Mapping[str, tuple[int, int]] | None = None, columns: Sequence[str] | None = None) -> Trace:
-        """Return the rows whose columns lie in `ranges`, with at least these columns."""
-        ...
 
 
 class _InMemory:
@@ -90,7 +68,7 @@ class _InMemory:
 class _Piece:
     """One source among several."""
 
-    source: RowSource
+    source: StoredTrace | _InMemory
 
     recodings: tuple[CodeRemap, ...] = ()
     """What leads from its own tables to the common ones."""

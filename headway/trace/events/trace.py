@@ -93,7 +93,8 @@ class Trace:
         if not isinstance(other, Trace):
             return NotImplemented
         tables = ("names", "lanes", "groups", "ranks", "meta")
-        if not _same_edges(self.edges, other.edges):
+        one, two = self.edges, other.edges
+        if not (one is two if one is None or two is None else np.array_equal(one, two)):
             return False
         return all(getattr(self, table) == getattr(other, table) for table in tables) and all(
             np.array_equal(self.events[column], other.events[column], equal_nan=column == "flops") for column in COLUMNS
@@ -242,11 +243,6 @@ def in_order(edges: ArrayLike, n: int) -> NDArray[np.int64]:
     fresh = np.ones(pairs.shape[1], bool)
     fresh[1:] = (np.diff(pairs) != 0).any(axis=0)
     return pairs[:, fresh]
-
-
-def _same_edges(one: NDArray[np.int64] | None, other: NDArray[np.int64] | None) -> bool:
-    """Return whether both list the same edges, or neither lists any."""
-    return one is other if one is None or other is None else np.array_equal(one, other)
 
 
 def concat(traces: Sequence[Trace]) -> Trace:

@@ -188,7 +188,8 @@ class _Collector:
     def _keep(self, args: list[Arguments], label: NDArray[np.int64]) -> None:
         """Keep the arguments of the rows that have more to say than numbers."""
         # Decided once per label of the table, then looked up for all rows.
-        telling = [code for code, (category, name) in enumerate(self.labels) if _is_telling(category, name)]
+        labels = enumerate(self.labels)
+        telling = [code for code, (kind, name) in labels if kind in TELLING and name.startswith(TELLING[kind])]
         rows = set(np.flatnonzero(np.isin(label, telling)).tolist())
         rows.update([row for row, arguments in enumerate(args) if arguments.collective is not None])
         self.kept.update((self.rows + row, args[row].detached()) for row in sorted(rows))
@@ -231,11 +232,6 @@ class _Collector:
         ends = [event for event in ends if (event.pid, event.tid) in codes]
         lane = np.array([codes[event.pid, event.tid] for event in ends], dtype=np.int64)
         return Flow(whole_numbers([event.id for event in ends], -1), lane, to_ns([event.start for event in ends]))
-
-
-def _is_telling(category: str | None, name: str) -> bool:
-    """Return whether spans of this label keep their arguments."""
-    return category in TELLING and name.startswith(TELLING[category])
 
 
 def _codes(table: dict[Any, int], keys: Iterable[Any]) -> NDArray[np.int64]:

@@ -454,7 +454,8 @@ class _KinetoRows:
         known = np.array([entry is not None for entry in self.category], dtype=bool)
         working = np.array([entry is not None and entry.works for entry in self.category], dtype=bool)[events.label]
         everything = np.flatnonzero(known[events.label])
-        wall_ns = _span_ns(events.start_ns[everything], events.duration_ns[everything])
+        start_ns, end_ns = events.start_ns[everything], (events.start_ns + events.duration_ns)[everything]
+        wall_ns = int(end_ns.max() - start_ns.min()) if len(everything) else 0
         device = self.on_device[events.label]
         owner = np.array([pid if isinstance(pid, int) else -1 for _, pid, _ in events.lanes], dtype=np.int64)
         by_device: dict[str, float] = {}
@@ -467,11 +468,6 @@ class _KinetoRows:
             by_device[label] = covered_ns / wall_ns if wall_ns else 0.0
         mapped = float(known[events.label].mean()) if self.n else 1.0
         return {"mapped": mapped, "dropped": events.dropped, "wall_ns": wall_ns, "by_device": by_device}
-
-
-def _span_ns(start_ns: NDArray[np.int64], duration_ns: NDArray[np.int64]) -> int:
-    """Return the time from the first start to the last end."""
-    return int((start_ns + duration_ns).max() - start_ns.min()) if len(start_ns) else 0
 
 
 def _whole(value: Any, blank: int) -> int:

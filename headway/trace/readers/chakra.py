@@ -218,7 +218,8 @@ def _put_work(op: Any, values: dict[str, Any], kind: str, trace: Trace, rank: in
         group = values["group"]
         if group >= 0:
             _put(op, "pg_name", "string", str(trace.groups.get(group, {}).get("name") or group))
-        called = COLLECTIVES[values["corr"]] if _own_collective(op.name, values["corr"]) else op.name
+        numbered = op.name == "comm.collective" and 0 <= values["corr"] < len(COLLECTIVES)
+        called = COLLECTIVES[values["corr"]] if numbered else op.name
         which = _collective_type(called)
         if kind == "COLL" and which is not None:
             _put(op, "comm_type", "int64", which)
@@ -235,11 +236,6 @@ def _put_work(op: Any, values: dict[str, Any], kind: str, trace: Trace, rank: in
         _put(op, "headway.flops", "double", flops)
         if np.isfinite(flops) and 0 < flops < 2**63:
             _put(op, "num_ops", "int64", int(flops))
-
-
-def _own_collective(name: str, corr: int) -> bool:
-    """Return whether the row's own number says which collective it is."""
-    return name == "comm.collective" and 0 <= corr < len(COLLECTIVES)
 
 
 def _collective_type(name: str) -> int | None:

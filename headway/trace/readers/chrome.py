@@ -282,7 +282,8 @@ def _window(trace: Trace, window_ns: tuple[int, int]) -> Trace:
 def _texts(trace: Trace, ideal: Trace | None) -> Iterator[bytes]:
     """Yield the file, a piece at a time."""
     base_ns = trace.span_ns[0]
-    rankless = _rankless_pid(trace, ideal)
+    highest = max(int(each.events["rank"].max(initial=0)) for each in (trace, ideal or trace))
+    rankless = (highest // ROOM + 1) * ROOM
     facts = {"schema": SCHEMA, "rankless_pid": rankless, "ideal_pid": 2 * rankless}
     try:
         head = json.dumps({**facts, **plain_tables(trace)}, allow_nan=False)
@@ -294,12 +295,6 @@ def _texts(trace: Trace, ideal: Trace | None) -> Iterator[bytes]:
         yield ("\n" if first else ",\n").encode() + line.encode()
         first = False
     yield b"\n]}\n"
-
-
-def _rankless_pid(trace: Trace, ideal: Trace | None) -> int:
-    """Return the process id of rows without a rank."""
-    highest = max(int(each.events["rank"].max(initial=0)) for each in (trace, ideal or trace))
-    return (highest // ROOM + 1) * ROOM
 
 
 def _lines(trace: Trace, ideal: Trace | None, rankless: int) -> Iterator[str]:

@@ -23,7 +23,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headway.core.errors import InputError
 from headway.core.tables import pick
@@ -78,7 +77,8 @@ class TraceSlice:
             mask &= (events[column] >= first) & (events[column] < end)
         for pattern, words, column in ((self.lanes, trace.lanes, "lane"), (self.names, trace.names, "name")):
             if pattern is not None:
-                mask &= _matching(pattern, words, events[column])
+                # A row without a word has code -1, the last one of the table, and never matches.
+                mask &= np.array([fnmatchcase(word, pattern) for word in words] + [False])[events[column]]
         if self.kinds is not None:
             mask &= np.isin(events["kind"], [KIND[kind] for kind in self.kinds])
         if self.between_ns is not None:
@@ -97,13 +97,6 @@ class TraceSlice:
         if self.between_ns is not None and origin is not None:
             ranges["start_ns"] = (np.iinfo(np.int64).min, origin + self.between_ns[1])
         return self.of(parts.read(ranges), origin_ns=origin)
-
-
-def _matching(pattern: str, words: Sequence[str], codes: NDArray[np.integer]) -> NDArray[np.bool_]:
-    """[n] Whether the word of each row matches; a row without one never does."""
-    table = np.array([fnmatchcase(word, pattern) for word in words] + [False])
-    matched: NDArray[np.bool_] = table[codes]
-    return matched
 
 
 def _origin(parts: Parts) -> int | None:

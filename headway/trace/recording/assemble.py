@@ -53,7 +53,8 @@ def by_rank(stems: Sequence[Path], *, split: bool = True) -> dict[int, list[Reco
     for rank in sorted(groups) if split else ():
         for child in _further_trainers(groups[rank]):
             # Its loader workers go with it; what else runs below the parent stays there.
-            family = [child, *(process for process in groups[rank] if process.header.pid in _workers(child))]
+            workers = {int(pid) for pid in child.records["d"][child.records["code"] == WORKER]}
+            family = [child, *(process for process in groups[rank] if process.header.pid in workers)]
             groups[rank] = [process for process in groups[rank] if not any(process is one for one in family)]
             groups[max(groups) + 1] = family
     return dict(sorted(groups.items()))
@@ -83,12 +84,6 @@ def _further_trainers(processes: Sequence[Recorded]) -> list[Recorded]:
     trainers.sort(key=lambda process: (process.header.clock_ns, process.header.pid))
     parent_trains = any(process.header.role == "main" and updates_of(process) for process in processes)
     return trainers if parent_trains else trainers[1:]
-
-
-def _workers(process: Recorded) -> set[int]:
-    """Return the process ids of its loader workers."""
-    records = process.records
-    return {int(pid) for pid in records["d"][records["code"] == WORKER]}
 
 
 NAMES = tuple(SPANS)

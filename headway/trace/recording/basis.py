@@ -13,7 +13,7 @@ where nothing was trained, by forwards. Times in int64 ns on CLOCK_MONOTONIC.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -84,10 +84,14 @@ def gradients_of(main: RecordedRows) -> GradientCalls:
 
 def basis_of(main: RecordedRows, loops: Mapping[int, int] | None = None) -> Basis:
     """Return what the steps in the rows of a training thread are counted by; `loops` as for `cycles`."""
-    for found in (_by_optimizer(main, loops or {}), _by_backward(main), _by_grad(main), _by_replay(main)):
-        if len(found.ends_ns):
-            return found
-    return _by_forward(main)
+    ways: tuple[Callable[[], Basis], ...] = (
+        lambda: _by_optimizer(main, loops or {}),
+        lambda: _by_backward(main),
+        lambda: _of_all("grad", outermost(main.where(main.name == GRAD))),
+        lambda: _of_all("replay", _outer_replays(main), cycled=True),
+        lambda: _of_all("inference", main.where(main.name == FORWARD).by_end(), cycled=True),
+    )
+    return next((found for way in ways if len((found := way()).ends_ns)), Basis("", np.empty(0, np.int64)))
 
 
 def _by_optimizer(main: RecordedRows, loops: Mapping[int, int]) -> Basis:
@@ -117,19 +121,6 @@ def _by_backward(main: RecordedRows) -> Basis:
     ends = backward.start_ns + backward.duration_ns
     last = np.concatenate([backward.peer[1:] == 1, [True]])[: len(ends)]
     return Basis("backward", np.maximum.accumulate(ends[last]), int(backward.start_ns[0]) if len(ends) else -1)
-
-
-def _by_grad(main: RecordedRows) -> Basis:
-    return _of_all("grad", outermost(main.where(main.name == GRAD)))
-
-
-def _by_replay(main: RecordedRows) -> Basis:
-    return _of_all("replay", _outer_replays(main), cycled=True)
-
-
-def _by_forward(main: RecordedRows) -> Basis:
-    found = _of_all("inference", main.where(main.name == FORWARD).by_end(), cycled=True)
-    return found if len(found.ends_ns) else Basis("", found.ends_ns)
 
 
 def _of_all(name: str, events: RecordedRows, *, cycled: bool = False) -> Basis:

@@ -258,15 +258,9 @@ def thinned(rows: RecordedRows) -> RecordedRows:
     keep = np.ones(len(rows), bool)
     for number in np.unique(rows.peer[notes]):
         own = notes[rows.peer[notes] == number]
-        keep[own] = _kept(len(own))
+        at = np.arange(1, len(own) + 1)
+        keep[own] = (at % EVERY == 0) | (at == len(own))  # one in `EVERY`, and the last
     return rows.where(keep)
-
-
-def _kept(count: int) -> NDArray[np.bool_]:
-    """Return bool [count]: one in `EVERY`, and the last."""
-    at = np.arange(1, count + 1)
-    kept: NDArray[np.bool_] = (at % EVERY == 0) | (at == count)
-    return kept
 
 
 def counts_of(ranks: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, int]]:

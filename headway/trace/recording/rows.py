@@ -11,7 +11,7 @@ Arrays are [n]; times int64 ns.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -89,15 +89,11 @@ class RecordedRows:
     @classmethod
     def concat(cls, parts: Sequence[RecordedRows]) -> RecordedRows:
         """Put `parts` one behind the other."""
-        return cls(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)})
+        return cls(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in _BLANK})
 
     def where(self, mask: NDArray[Any]) -> RecordedRows:
         """Return the rows that `mask` (bool [n] or indices) picks."""
-        return RecordedRows(**{f.name: getattr(self, f.name)[mask] for f in fields(self)})
-
-    def without(self, name: int) -> RecordedRows:
-        """Return the rows that do not bear `name`."""
-        return self.where(self.name != name)
+        return RecordedRows(**{name: getattr(self, name)[mask] for name in _BLANK})
 
     def by_end(self) -> RecordedRows:
         """Return the rows in the order in which they ended."""
@@ -105,7 +101,7 @@ class RecordedRows:
 
     def columns(self, order: NDArray[Any], *, rank: int) -> Mapping[str, NDArray[Any]]:
         """Return the trace columns in `order`, all of rank `rank`."""
-        found = {f.name: getattr(self, f.name)[order] for f in fields(self) if f.name in COLUMNS}
+        found = {name: getattr(self, name)[order] for name in _BLANK if name in COLUMNS}
         return {**found, "rank": np.full(len(order), rank, np.int32)}
 
 
@@ -163,10 +159,11 @@ def named_rows(records: NDArray[np.void]) -> RecordedRows:
     rows = RecordedRows.blank(len(records))
     rows.start_ns[:] = records["start_ns"]
     rows.duration_ns[:] = np.maximum(records["duration_ns"], 0)
+    present = set(np.unique(records["code"]).tolist())
     for index, span in enumerate(SPANS.values()):
-        mask = records["code"] == span.code
-        if not mask.any():
+        if span.code not in present:
             continue
+        mask = records["code"] == span.code
         rows.name[mask], rows.kind[mask] = index, KIND[span.kind]
         for number, column in zip(_NUMBERS, span.columns, strict=False):
             if column:

@@ -55,6 +55,11 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
     group_rank: int = 0
     """Number of its host; of the rows that ranks write themselves."""
 
+    def moved(self, by_ns: int) -> RankRow:
+        """Return the row with its moments on another clock."""
+        start_ns, end_ns = (None if at is None else at + by_ns for at in (self.start_ns, self.end_ns))
+        return msgspec.structs.replace(self, start_ns=start_ns, end_ns=end_ns)
+
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank took at most."""

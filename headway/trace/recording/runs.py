@@ -153,7 +153,7 @@ def merge(runs: Sequence[Run]) -> Run:
     offsets: dict[int, int] = {}
     shifts = [_shift(runs[0], run) for run in runs]
     for run, shift in zip(runs, shifts, strict=True):
-        for rank in _ranks_of(run):
+        for rank in sorted(set(run.parts.numbers) | {row.rank for row in run.facts.ranks}):
             if rank in offsets:
                 raise InputError(f"rank {rank} is in two of the folders. Name each host's part of one run once.")
             offsets[rank] = shift
@@ -188,7 +188,7 @@ def _merged_facts(runs: Sequence[Run], shifts: Sequence[int], offsets: dict[int,
     shifted = list(zip(facts, shifts, strict=True))
     starts = [one.start_ns + shift for one, shift in shifted if one.start_ns is not None]
     ends = [one.end_ns + shift for one, shift in shifted if one.end_ns]
-    rows = [_shifted(row, shift) for one, shift in shifted for row in one.ranks]
+    rows = [row.moved(shift) for one, shift in shifted for row in one.ranks]
     known = [one for one in facts if one.memory_available_bytes is not None]
     fullest = min(known, key=_headroom_bytes, default=facts[0])
     loads = [load for one in facts if (load := one.host_load)]
@@ -214,16 +214,6 @@ def _merged_facts(runs: Sequence[Run], shifts: Sequence[int], offsets: dict[int,
 def _headroom_bytes(facts: RunFacts) -> int:
     """Return the memory of the host that its ranks left free."""
     return (facts.memory_available_bytes or 0) - sum(row.peak_rss_bytes or 0 for row in facts.memory.values() if row)
-
-
-def _shifted(row: RankRow, shift: int) -> RankRow:
-    """Return a rank's row with its moments on the first host's clock."""
-    start_ns, end_ns = (None if at is None else at + shift for at in (row.start_ns, row.end_ns))
-    return structs.replace(row, start_ns=start_ns, end_ns=end_ns)
-
-
-def _ranks_of(run: Run) -> list[int]:
-    return sorted(set(run.parts.numbers) | {row.rank for row in run.facts.ranks})
 
 
 def _hosts(path: Path) -> list[tuple[dict[str, Any], RunFacts]]:

@@ -1,7 +1,6 @@
 """Read the rings that recorded processes write: while they run, and after they died.
 
-Use `RecordRingReader` to follow a ring (the launcher does), `read_ring` to take all
-that is left of one. Records come as a numpy structured array of `RECORD_DTYPE`
+Use `RecordRingReader` to follow a ring (the launcher does). Records come as a numpy structured array of `RECORD_DTYPE`
 in the order in which they were written. What the writer overwrote before it
 was read is counted in `lost`, never guessed.
 
@@ -93,34 +92,34 @@ class RingHeader:
     rank: int
     """Rank that the process is, or belongs to. It wins over the file's name: a spawned rank learns it late."""
 
-    worker: int
+    worker: int = -1
     """Loader worker, -1 for any other process."""
 
-    attempt: int
+    attempt: int = 0
     """Attempt of the job, from 0."""
 
-    local_rank: int
+    local_rank: int = 0
     """Rank on this host."""
 
-    role: str
+    role: str = "main"
     """One of `headway.trace.rings.ring.ROLES`."""
 
-    capacity: int
+    capacity: int = 0
     """Records that the ring holds."""
 
-    process_start_ns: int
+    process_start_ns: int = 0
     """Start of the process to 10 ms, clock of `time.perf_counter_ns`; 0 if unknown."""
 
-    clock_ns: int
+    clock_ns: int = 0
     """`time.perf_counter_ns()` at the same moment as `realtime_ns`."""
 
-    realtime_ns: int
+    realtime_ns: int = 0
     """`time.time_ns()` at the same moment as `clock_ns`."""
 
-    end_ns: int
+    end_ns: int = 0
     """End of the process; 0 while it runs or when it was killed."""
 
-    threads: tuple[str, ...]
+    threads: tuple[str, ...] = ()
     """Names of lanes 1, 2, ...; lane 0 is the main thread."""
 
 
@@ -210,19 +209,14 @@ class RecordRingReader:
         block = self._slots[wanted & (capacity - 1)]
         unsafe = int(self._slots["number"].max()) + (0 if final else IN_FLIGHT) - capacity
         complete = (block["number"] == wanted + 1) & (wanted >= unsafe)
-        end = head if final else self._settled(wanted, complete, head)
+        # Up to the first number that may still be being written.
+        fresh = wanted[~complete & (wanted >= head - PATIENCE)]
+        end = head if final or not len(fresh) else int(fresh[0])
         taken = complete & (wanted < end)
         records: NDArray[np.void] = block[taken]
         self.lost += end - self.next - int(taken.sum())
         self.next = end
         return records
-
-    @staticmethod
-    def _settled(wanted: NDArray[np.int64], complete: NDArray[np.bool_], head: int) -> int:
-        """Return the number before which nothing is still being written."""
-        missing = wanted[~complete]
-        fresh = missing[missing >= head - PATIENCE]
-        return int(fresh[0]) if len(fresh) else head
 
     def close(self) -> None:
         """Let go of the file."""
@@ -239,15 +233,6 @@ def header_of(data: bytes | mmap) -> RingHeader:
     names = tuple(data[at : at + THREAD_BYTES].rstrip(b"\0").decode(errors="replace") for at in spans)
     wanted = {name: numbers[name] for name in RingHeader.__dataclass_fields__ if name in numbers}
     return RingHeader(**{**wanted, "role": ROLES[numbers["role"]], "threads": names})
-
-
-def read_ring(path: str | Path) -> tuple[RingHeader, NDArray[np.void], int]:
-    """Return header, records (oldest first) and how many were lost, of a ring whose writer is gone."""
-    reader = RecordRingReader(path)
-    records = reader.drain(final=True)
-    header, lost = reader.header, reader.lost
-    reader.close()
-    return header, records, lost
 
 
 SEAL_MAGIC = b"HWSEAL1\0"

@@ -138,7 +138,10 @@ def align(trace: Trace, *, drift: bool = True, tolerate: bool = False, meetings:
     met = match(trace) if meetings is None else meetings
     ranks = np.unique(trace.events["rank"][trace.events["rank"] >= 0]).astype(np.int64)
     hosts = tuple(str(trace.ranks.get(rank, {}).get("host") or "") for rank in ranks.tolist())
-    clock_of_rank = _clocks_of(hosts)
+    # [R] one clock per known host, a rank's own otherwise; numbered from 0 in order of rank
+    table: dict[str, int] = {}
+    numbers = [table.setdefault(host or f"\0{index}", len(table)) for index, host in enumerate(hosts)]
+    clock_of_rank = np.array(numbers, np.int64)
     # met is call by call: [n] rank -> its place in `ranks` -> the clock that it reads.
     clock = clock_of_rank[np.searchsorted(ranks, met.rank)]
     num_clocks = int(clock_of_rank.max(initial=0)) + 1
@@ -163,12 +166,6 @@ def _check_events(trace: Trace) -> None:
     silent = sorted({rank for rank in trace.ranks if rank >= 0} - set(np.unique(trace.events["rank"]).tolist()))
     if silent:
         raise InputError(f"rank {silent[0]} has no events, so its clock is unknown. Add its trace, or leave it out.")
-
-
-def _clocks_of(hosts: tuple[str, ...]) -> Ints:
-    """[R] Clock that each rank reads: one per known host, its own otherwise; numbered from 0 in order of rank."""
-    table: dict[str, int] = {}
-    return np.array([table.setdefault(host or f"\0{index}", len(table)) for index, host in enumerate(hosts)], np.int64)
 
 
 def _check_reached(reached: NDArray[np.bool_], ranks: Ints, met: Meetings) -> None:

@@ -28,11 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.trace.events.trace import Trace
-from headway.trace.events.vocabulary import COLLECTIVES
-from headway.trace.sync.meetings import MESSAGE, CommunicationRows, Ints, calls, meet, verb_of
-
-SYNCHRONISING = tuple(name for name in COLLECTIVES if verb_of(name) >= 0)
-"""Collectives that no rank leaves before all have entered; a broadcast's source, for one, leaves at once."""
+from headway.trace.sync.meetings import MESSAGE, CommunicationRows, Ints, calls, meet
 
 WORLD = 0
 """The default process group: the only one whose number is the same on every rank, whoever recorded it."""
