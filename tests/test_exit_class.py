@@ -78,6 +78,7 @@ def test_an_exit_status_is_what_a_shell_reports(code):
         (-signal.SIGKILL, "", "infra"),
         (-signal.SIGTERM, "", "preempted"),
         (-signal.SIGINT, raised("KeyboardInterrupt"), "user"),
+        (-signal.SIGALRM, "", "user"),
     ],
 )
 def test_classes(code, stderr, cls):

@@ -60,6 +60,25 @@ def as_it_is(batch):
     return batch
 
 
+class OpensLate(Squares):
+    """Opens what it reads from at its first example, as workers want it."""
+
+    file = None
+
+    def __getitem__(self, index):
+        self.file = self.file or open(__file__, "rb")  # noqa: SIM115
+        self.file.seek(index)
+        return torch.tensor([*self.file.read(4)])
+
+
+class ComputesLate(Squares):
+    table = None
+
+    def __getitem__(self, index):
+        self.table = torch.arange(100) ** 2 if self.table is None else self.table
+        return self.table[index]
+
+
 class Noisy(Squares):
     def __getitem__(self, index):
         return random.random()
@@ -99,11 +118,23 @@ def test_batches_and_later_random_numbers_are_the_same(name, stop_after):
         (DataLoader(Squares(), sampler=ByTurns()), "read it ahead"),
         (DataLoader(Squares(), num_workers=1, worker_init_fn=print), "worker_init_fn prepares a process"),
         (DataLoader(Noisy()), "draws random numbers"),
+        (DataLoader(OpensLate(), 4), "open BufferedReader, which threads would share"),
+        (DataLoader(ComputesLate(), 4), "its first reading sets what threads would share"),
         (DataLoader(Squares(0)), "empty"),
         (DataLoader(Columns(), 4, collate_fn=as_it_is), "another batch of its examples than torch does"),
         (OwnLoader(Squares(), 4), "headway's own loader"),
     ],
-    ids=["stream", "own sampler", "worker_init_fn", "noisy", "empty", "columns", "own loader"],
+    ids=[
+        "stream",
+        "own sampler",
+        "worker_init_fn",
+        "noisy",
+        "opens late",
+        "computes late",
+        "empty",
+        "columns",
+        "own loader",
+    ],
 )
 def test_a_loader_that_threads_could_change_or_slow_down_is_left_alone(loader, reason):
     assert re.search(reason, unthreadable(loader))

@@ -22,7 +22,7 @@ from headway.ledger.answers.compare import RunComparison
 from headway.ledger.answers.evidence import TRY
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.cause import Cause
-from headway.plan.planner import GIVEN_UP, IN_FORCE, LeftOut, Plan
+from headway.plan.planner import CUT_OFF_STEPS, GIVEN_UP, IN_FORCE, LeftOut, Plan
 from headway.plan.proposal import Gain, Proposal, Refusal
 from headway.report.page.timeline import timeline
 from headway.report.screens import render_compare, render_plan
@@ -152,6 +152,15 @@ def test_why_and_the_page_know_how_the_run_ended():
     assert whole.to_json()["exit"] == whole.run.meta["exit"] != {}
 
 
+def test_a_run_that_was_stopped_does_not_tell_how_long_its_job_is(tmp_path):
+    shutil.copytree(BEFORE, tmp_path / "run")
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    for end, steps in (({"code": 143, "class": "preempted"}, CUT_OFF_STEPS), ({"code": 1, "class": "user"}, 160)):
+        (tmp_path / "run" / "run.json").write_text(json.dumps({**facts, "exit": end}))
+
+        assert explain([tmp_path / "run"]).plan.steps == steps
+
+
 def proposed(name, speedup, *, applies=True):
     return Proposal(name, "data", ("workers=2",), speedup, (speedup, speedup), applies=applies)
 
@@ -166,7 +175,8 @@ def test_advice_that_the_planner_tried_without_a_gain_is_not_given():
     assert (told.fix, told.predicted_speedup) == ("none that pays is known (predicted: data.workers 0.65x)", None)
     may_win = replace(better, interval=(0.9, 1.8))
     unsure = refuted(advised, Plan(1.0, 1.0, (1.0, 1.0), (may_win,)))
-    assert unsure.fix == "not resolved: inside the noise of two runs (predicted: data.cache 1.30x)"
+    noise = "not resolved: inside the noise of two runs (predicted: data.cache 1.30x)"
+    assert unsure.fix == f"{noise}; record for longer, or on a quieter host"
     assert refuted(advised, Plan(1.0, 1.0, (1.0, 1.0), (worse, better))) == advised
     assert refuted(advised, Plan(1.0, 1.0, (1.0, 1.0))) == advised
     given = Refusal("data.workers", "data", "it is", known=IN_FORCE)

@@ -6,6 +6,7 @@ Remedies: data.workers data.threads data.cache
 import json
 import sqlite3
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,26 @@ def seek_and_read():
     file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - open as long as the script runs
     file.write(ROWS.numpy().tobytes())
     train(lambda: DataLoader(Filed(), 8, shuffle=True), 2)
+
+
+class OpenedLate(Rows):
+    file = None
+
+    def row(self, index):
+        if self.file is None:
+            self.file = open(path, "rb", buffering=0)  # noqa: SIM115 - open as long as the script runs
+        self.file.seek(index * 32)
+        time.sleep(0.001)  # as storage that is not here takes
+        return torch.frombuffer(bytearray(self.file.read(32)), dtype=torch.float32)
+
+
+def opened_at_first_example():
+    """A file is opened at the first example, as workers want it; threads would share it, and seek for each other."""
+    global path
+    path = Path(tempfile.mkdtemp()) / "rows"
+    path.write_bytes(ROWS.numpy().tobytes())
+    loader = DataLoader(OpenedLate(), 8, shuffle=True)
+    train(lambda: loader, 3)
 
 
 class Mapped(Rows):

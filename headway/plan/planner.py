@@ -63,6 +63,15 @@ class LeftOut:
     """The same in words, with the numbers that decided."""
 
 
+CUT_OFF_STEPS = 100_000
+"""Steps of a job whose recorded run was stopped, killed, or goes on yet: only its end would tell how many there are."""
+
+BUDGET = 0.01
+"""Share of a step that recording may take once a job has started."""
+
+CTRL_C = 130
+"""Exit code of a run that was interrupted."""
+
 SLOW_START = 1.5
 """How many times as long as it usually does the start of a remedy may take: with other work on the cores, say."""
 
@@ -334,8 +343,8 @@ def compose(
     hours = program.measured_s * program.recording.job_steps * setup.world_size / 3600
     ranked = sorted(proposals, key=lambda row: (-hours * (1 - 1 / row.predicted_speedup), row.name))
     room_bytes = setup.limits.memory_per_rank_bytes(setup)
-    steps = setup.limits.steps or program.recording.job_steps
-    recording_s = _recording_s(program) * steps / max(program.recording.recorded_steps, 1)
+    steps = setup.limits.steps or _job_steps(program)
+    recording_s = _recording_s(program, steps)
     why = partial(
         reason_of, room_bytes=room_bytes, allowed=setup.limits.allow, steps=steps, base_step_s=base.base_step_s,
         recording_s=recording_s,
@@ -362,11 +371,23 @@ def compose(
     )
 
 
-def _recording_s(program: Program) -> float:
-    """Return the seconds of headway's own work on a training thread in the recorded steps, the mean of the ranks."""
-    lanes = program.recording.lanes
+def _job_steps(program: Program) -> int:
+    """Return how many steps a job like the recorded one has, as far as that run tells."""
+    end = program.facts.exit
+    cut_off = program.run is not None and (end is None or end.code == CTRL_C or end.cls in ("infra", "preempted"))
+    return max(program.recording.job_steps, CUT_OFF_STEPS if cut_off else 0)
+
+
+def _recording_s(program: Program, steps: int) -> float:
+    """Return the seconds of headway's own work on a training thread in a job of `steps` steps, the mean of the ranks.
+
+    What the recorded steps had holds what is done once; steps beyond them take what is budgeted.
+    """
+    lanes, recorded = program.recording.lanes, max(program.recording.recorded_steps, 1)
     recording_ns = sum(int(lane.duration_ns[lane.label == LABEL["host.recording"]].sum()) for lane in lanes)
-    return recording_ns / NS_PER_S / max(len(lanes), 1)
+    recorded_s = recording_ns / NS_PER_S / max(len(lanes), 1)
+    further_s = min(recorded_s / recorded, BUDGET * program.measured_s) * max(steps - recorded, 0)
+    return recorded_s * min(steps / recorded, 1) + further_s
 
 
 def _best_set(able: Sequence[Proposal], program: Program, room_bytes: int, steps: int) -> tuple[Proposal, ...]:

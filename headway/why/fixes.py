@@ -215,6 +215,7 @@ def refuted(cause: Cause, plan: Plan) -> Cause:
     known = [*([f"predicted: {predicted}"] if tried else []), *given]
     unsure = any(row.applies and row.predicted_speedup >= GAIN_THAT_LEADS for row in tried)
     fix = f"{f'{NOT_RESOLVED}: inside the noise of two runs' if unsure else NOTHING_PAYS} ({'; '.join(known)})"
+    fix += "; record for longer, or on a quieter host" if unsure else ""
     return replace(cause, fix=fix, predicted_speedup=None, interval=None, at_most=False, script="")
 
 

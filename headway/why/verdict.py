@@ -234,7 +234,8 @@ def named_causes(answer: Json | Why) -> list[CauseRow]:
     why = Why.of(answer)
     for place, cause in enumerate(cause for cause in why.causes if worth_naming(cause, why)):
         wins = _gain(cause) >= GAIN_WORTH_NAMING
-        groups.setdefault((cause.fix, cause.script) if wins else place, []).append(cause)
+        same = (cause.script or cause.fix, cause.predicted_speedup)  # one edit, in whatever words its causes advise it
+        groups.setdefault(same if wins else place, []).append(cause)
     named: list[CauseRow] = []
     for first, *others in groups.values():
         one = {"fix": f"as for cause {len(named) + 1}", "script": "", "together_with": len(named) + 1}

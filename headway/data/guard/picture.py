@@ -73,7 +73,7 @@ OPEN = "it reads from {}, open before its workers start, which they would share:
 
 NEVER_OPEN = (*LEAVES, list, tuple, dict, set, np.ndarray, torch.Tensor, type, FunctionType, ModuleType, mmap)
 
-CONNECTED = ("begin", "close", "commit", "cursor", "fileno", "recv")
+CONNECTED = ("begin", "close", "commit", "cursor", "fileno", "isOpened", "recv", "seek")
 """Methods by which a connection, a database, an environment or a file of a library is known."""
 
 
@@ -121,13 +121,18 @@ class Picture:
 
     @property
     def open_handle(self) -> str | None:
-        """Why workers may not share what is open of the operating system's, None where nothing is.
+        """Why workers may not share what is open of the operating system's, None where nothing is."""
+        return self.handle and OfDataset(OPEN.format(self.handle))
+
+    @property
+    def handle(self) -> str | None:
+        """What is open of the operating system's, None where nothing is.
 
         What only the code of installed packages leads to is theirs to handle.
         """
         for value, how in self.reached:
             if _is_open(value) and (how == OWN or not is_installed(type(value).__module__)):
-                return OfDataset(OPEN.format(f"an open {type(value).__qualname__}"))
+                return f"an open {type(value).__qualname__}"
         return None
 
 

@@ -33,6 +33,7 @@ from headway.data.guard.trial import EXAMPLES, beside_seeding, keeps, start_meth
 from headway.data.guard.verification import Verification, looks_for, verification_of
 from headway.data.loader.read_ahead import bound_to_the_loop, pass_restorer
 from headway.data.remedies import WorkersParameters
+from headway.data.workers.hand_over import not_started
 from headway.data.workers.worker_iterators import IteratorSettings, ScriptWorkers, Waited
 from headway.runtime.host.device import in_use
 from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
@@ -228,7 +229,7 @@ class LoaderTuner:
             except Exception as failure:
                 pass_on(failure)
                 restore()
-                self._leaving(loader)(f"its workers could not be started: {type(failure).__name__}: {failure}")
+                self._leaving(loader)(not_started("workers", failure))
                 return original(loader)
 
         return _get_iterator

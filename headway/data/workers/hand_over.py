@@ -307,3 +307,10 @@ class UnmadeError(Exception):
         super().__init__(reason)
         self.reason = reason
         """Why not, of the type that says what it is about (`outcome`)."""
+
+
+def not_started(what: str, error: Exception) -> str:
+    """Return why a pass has no workers, or threads: they cannot be started, or those that were kept are gone."""
+    if isinstance(error, UnmadeError):
+        return error.reason
+    return f"its {what} could not be started: {type(error).__name__}: {error}"

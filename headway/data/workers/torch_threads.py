@@ -37,8 +37,15 @@ from headway.data.loader.threads import LOCK_WAIT, InThreads, Making, MapStyleWo
 from headway.data.loader.views import View
 from headway.data.loader.walks import lock_wait_fraction
 from headway.data.remedies import ThreadsParameters
-from headway.data.workers.hand_over import FORKED, AsWritten, InProcessTail, UnmadeError, failure
+from headway.data.workers.hand_over import FORKED, AsWritten, InProcessTail, UnmadeError, failure, not_started
 from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
+
+SHARED = "it reads from {}, which threads would share: worker processes have one each"
+"""Why a dataset that opens a file or a connection of its own, if only when it is first read, is left alone."""
+
+FORGOTTEN = "reading it sets what its own workers, made anew for each pass, would forget"
+SETS = "its first reading sets what threads would share, and set at once: worker processes have it for themselves each"
+"""Why a dataset that keeps something of a reading is left alone."""
 
 VISIBLE = "reading a batch prints, logs, warns, changes files, or starts or asks another process"
 """Why a batch is made by the training thread."""
@@ -266,8 +273,10 @@ def different(loader: DataLoader[Any]) -> str | None:
         made = task.result()
         pool.close()
         same = equal(made, batches[0])
-        if loader.num_workers and Picture(read).state != before:
-            return "reading it sets what its own workers, made anew for each pass, would forget", 0
+        if handle := Picture(read).handle:  # one thread's seek would fall between another's seek and read
+            return SHARED.format(handle), 0
+        if Picture(read).state != before:
+            return FORGOTTEN if loader.num_workers else SETS, 0
         return (None if same else "threads make another batch of its examples than torch does"), 0
 
     return in_child(tried)[0]
@@ -343,7 +352,7 @@ class LoaderSwitch:
                 except Exception as failure:
                     pass_on(failure)
                     restore()
-                    left(f"its threads could not be started: {type(failure).__name__}: {failure}")
+                    left(not_started("threads", failure))
                     return original(loader)
 
             if self.verification is None:

@@ -72,6 +72,9 @@ class LoaderState:
     waits_for_cores: bool = False
     """Whether the batches that were awaited waited for a core most of the time."""
 
+    computes: bool = True
+    """Whether its loads compute, or want a core, for longer than they wait for storage, network or sleep."""
+
     @property
     def is_full(self) -> bool:
         """Whether its workers have all cores, or could not get one."""
@@ -185,7 +188,7 @@ HINTS: tuple[Hint, ...] = (
     Hint("input.transfer", "workers are refused", lambda s: s.on_host and s.workers == 0,
          "make the collate function faster: workers are refused ({refusal})"),
     Hint("input.transfer", "its workers are more than twice the cores",  # fewer may wait for storage, not for a core
-         lambda s: s.on_host and 0 < 2 * s.cores < (s.workers or 0),
+         lambda s: s.on_host and s.computes and 0 < 2 * s.cores < (s.workers or 0),
          "fewer workers: {workers} of them take turns on {cores}", FEWER),
     Hint("input.transfer", "batches are small", lambda s: s.is_small,
          "larger batches: handing one over between processes costs about a millisecond, whatever its size"),
@@ -331,6 +334,7 @@ def state_of(ledger: Ledger, loader: LoaderWaits) -> LoaderState:
         is_small=0 < loads.total_bytes < SMALL_BYTES * loads.count,
         threads=max(facts.threads.values(), default=0),
         waits_for_cores=loader.seconds("input.cpu_wait") > loader.seconds(*PREP) / 2,
+        computes=span_of(ledger, "input.load").total_ns > 2 * span_of(ledger, "input.fetch").total_ns,
     )
 
 

@@ -44,6 +44,9 @@ ADVICE: Final = {
 }
 """Exit class -> whether to start again."""
 
+TIMERS: Final = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
+"""Signals of a process's own timers."""
+
 TRIAL: Final = "measure.try"
 """What `headway try` has in force in the one run of its script."""
 
@@ -232,7 +235,7 @@ def classify(end: RankEnd | None, *, preempted: bool = False) -> str:
         return "hang"
     if end.code == -signal.SIGTERM:
         return "preempted"
-    if end.code == -signal.SIGINT:
+    if -end.code in (signal.SIGINT, *TIMERS):
         return "user"
     own = end.code > 0 or bool(message)
     return "user" if own and not is_secondary(end) and not _INFRA.search(text) else "infra"
