@@ -68,11 +68,12 @@ def measured(kind: str, shape: str, folder: Path) -> dict[str, Any]:
     with spinning(1.0 if shape == "busy" else 0.0):
         seen = under_headway("--out", folder / "seen", "--", JOB, *given)
         plan, line = headway("plan", folder / "seen"), by_hand(headway("why", folder / "seen"))
-        number = re.search(r"num_workers=(\d+)", line["script"]) if line else None
+        match = re.search(r"num_workers=(\d+)", line["script"]) if line else None
+        workers = int(match[1]) if match else 2
         rows: dict[str, list[float]] = {"plain": [], "hand": [], "applied": []}
         losses = {seen["loss"]}
         for number in range(ROUNDS):
-            answers = {"plain": plain(*given), "hand": plain(*given, "--workers", number[1] if number else "2")}
+            answers = {"plain": plain(*given), "hand": plain(*given, "--workers", str(workers))}
             if plan["chosen"]:
                 apply = ("--out", folder / f"applied-{number}", "--apply", folder / "seen")
                 answers["applied"] = under_headway(*apply, "--", JOB, *given)
@@ -85,7 +86,7 @@ def measured(kind: str, shape: str, folder: Path) -> dict[str, Any]:
     low, high = plan["job"]["interval"] if plan["chosen"] else (None, None)
     return {
         "planned": plan["chosen"], "equal": len(losses) == 1,
-        "by_hand": round(won, 2), "workers": int(number[1]) if number else 2,
+        "by_hand": round(won, 2), "workers": workers,
         "steps_per_s": round(plan["predicted_speedup"], 2) if plan["chosen"] else None,
         "predicted": round(plan["job"]["predicted_speedup"], 2) if plan["chosen"] else None,
         "interval": [round(low, 2), round(high, 2)] if plan["chosen"] else None,
