@@ -497,13 +497,18 @@ def test_a_loader_without_workers_collates_and_one_with_too_many_is_told_to_have
     assert cause.cause == "input.transfer"
     assert cause.fix.startswith("collate in worker processes")
     assert "num_workers=" in cause.script
-    for facts in made.meta["loaders"].values():
-        facts["num_workers"] = 10
-    made.meta["cores"] = 2
-    cause = find_causes(Ledger.of(made))[0]
+    fixes = {}
+    for fetch_ms, prep_ms in ((0, 6), (6, 0)):
+        made = replace(FAULTS["input.transfer"], fetch_ns=fetch_ms * MS, prep_ns=prep_ms * MS).make()
+        for facts in made.meta["loaders"].values():
+            facts["num_workers"] = 10
+        made.meta["cores"] = 2
+        [cause] = [one for one in find_causes(Ledger.of(made)) if one.cause == "input.transfer"]
+        fixes[prep_ms] = cause.fix, cause.script
 
-    assert cause.fix == "fewer workers: 10 of them take turns on 1 core"
-    assert "num_workers=1," in cause.script
+    assert fixes[6][0] == "fewer workers: 10 of them take turns on 1 core"
+    assert "num_workers=1," in fixes[6][1]
+    assert not fixes[0][0].startswith("fewer workers"), "loads that wait need no core"
 
 
 def test_what_an_evaluation_waits_for_is_no_loss_of_the_training_loader():
