@@ -24,6 +24,7 @@ from headway.plan.proposal import Gain, Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.graph.intervals import CONTENDED_FRACTION
 from headway.sim.recorded.program import Program
+from headway.sim.recorded.recording import steps_beside
 from headway.sim.recorded.segment_times import BESIDE_LOADS, USUALLY_BESIDE
 from headway.sim.recorded.unroll import pool_threads, standstill
 from headway.sim.whatif import WorkerEdit, scenario_of
@@ -229,9 +230,7 @@ def _by_hand(program: Program, edits: tuple[str, ...], watched: Gain, start_s: f
     once_s = (count * (costs.fork_ns + costs.stop_ns) + costs.first_ns + load_ns) / NS_PER_S
     prediction = program.predict(edits)
     gain, low, high = (job_s / (job_s / speedup + once_s) for speedup in (prediction.speedup, *prediction.interval))
-    until_ns, lanes = program.facts.asked_until_ns, program.recording.lanes
-    behind = max(int(np.searchsorted(lane.step_end_ns, until_ns)) for lane in lanes)
-    if 2 * behind > program.recording.num_steps:
+    if 2 * steps_beside(program.recording, program.facts.asked_until_ns) > program.recording.num_steps:
         gain, low = gain / USUALLY_BESIDE, low / BESIDE_LOADS
     if program.contention(scenario_of(edits)).taken_fraction >= CONTENDED_FRACTION:
         wider = (math.exp(-math.hypot(math.log(gain / low), BUSY)), math.exp(math.hypot(math.log(high / gain), BUSY)))

@@ -29,12 +29,13 @@ from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.core.lazy import resolved
 from headway.core.units import NS_PER_S, format_bytes, format_seconds
-from headway.plan.proposal import MIN_SPEEDUP, Gain, Proposal, Refusal, pays_from
+from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal, pays_from
 from headway.plan.setup import Setup
 from headway.sim.recorded.lane import LABEL
 from headway.sim.recorded.program import Program
 from headway.sim.whatif import Edit, Prediction, parse_edit
 from headway.trace.events.active_settings import GivenUp
+from headway.trace.recording.run_facts import CTRL_C
 
 KINDS = ("hand", "noise", "memory", "short", "grant", "excluded", "little")
 """Values of `LeftOut.kind`: only the user can do it; its gain is inside the noise; it needs more memory than is free;
@@ -69,9 +70,6 @@ CUT_OFF_STEPS = 100_000
 BUDGET = 0.01
 """Share of a step that recording may take once a job has started."""
 
-CTRL_C = 130
-"""Exit code of a run that was interrupted."""
-
 SLOW_START = 1.5
 """How many times as long as it usually does the start of a remedy may take: with other work on the cores, say."""
 
@@ -84,7 +82,7 @@ def reason_of(
 
     The job has `steps` steps, each of `base_step_s` before; headway's own work takes `recording_s` of it.
     """
-    gain = f"predicted {Gain(row.predicted_speedup, row.interval)}"
+    gain = f"predicted {row.gain}"
     by_hand = f"; by hand {row.by_hand}" if row.by_hand is not None and row.by_hand.clear else ""
     rivals = [member.name for member in chosen if excludes(row, member)]
     if not row.applies:

@@ -125,7 +125,12 @@ class Proposal:
     @property
     def clear(self) -> bool:
         """Say whether the gain is worth having and is larger than the error of the prediction."""
-        return Gain(self.predicted_speedup, self.interval).clear
+        return self.gain.clear
+
+    @property
+    def gain(self) -> Gain:
+        """Return what it wins alone."""
+        return Gain(self.predicted_speedup, self.interval)
 
     def pays_from(self, base_step_s: float) -> float:
         """Return after how many steps, each of `base_step_s` before, what it costs at the start is won back."""

@@ -176,7 +176,7 @@ def seal(
 ) -> CommitRecord:
     """Check what ranks wrote into the store of a draft; put `.metadata` and the commit record beside it, return that.
 
-    Whoever commits then makes it visible: a folder by a rename (`commit`), a bucket by a `put_if_absent`. Raises as
+    The caller makes it visible: a folder by a rename (`commit`), a bucket by a `put_if_absent`. Raises as
     `commit` does when the whole is not whole.
     """
     check_whole(manifests, draft.step, draft.attempt, world_size, store.list())

@@ -28,7 +28,7 @@ from headway.core.units import (
     speedup,
 )
 from headway.ledger.cause import RECORD_LONGER
-from headway.trace.recording.run_facts import RunExit
+from headway.trace.recording.run_facts import CTRL_C, RunExit
 from headway.why.answer import NOT_RESOLVED, CauseRow, Json, Verdict, Why
 
 GAIN_THAT_LEADS = 1.05
@@ -71,9 +71,6 @@ OVERSHADOWED = 0.2
 
 WARNINGS = ("memory.grow", "input.repeats")
 """Causes that lose no time: they end jobs, or train on the wrong examples."""
-
-CTRL_C = 130
-"""Exit code of a run that was interrupted: nobody failed."""
 
 ENDINGS: dict[str, str] = {
     "oom": "ran out of memory",

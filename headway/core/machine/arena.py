@@ -115,7 +115,7 @@ class Arena:
 
     @property
     def extra(self) -> memoryview:
-        """The memory that is for whoever made this arena."""
+        """The memory that the arena's maker asked for."""
         return memoryview(self._memory)[self._extra_offset : self._data_offset]
 
     def __enter__(self) -> None:

@@ -469,5 +469,10 @@ def first_alone(recording: Recording, warm: int, until_ns: int) -> int:
     Those that began before `until_ns` shared the cores with children of headway's, which asked about loaders and
     models; they count where fewer than half of the recorded steps are left behind them.
     """
-    behind = max(int(np.searchsorted(lane.step_end_ns, until_ns)) for lane in recording.lanes)
+    behind = steps_beside(recording, until_ns)
     return max(warm, behind) if 2 * behind <= recording.num_steps else warm
+
+
+def steps_beside(recording: Recording, until_ns: int) -> int:
+    """Return how many steps began before `until_ns`, beside headway's own children, on the rank with most of them."""
+    return max(int(np.searchsorted(lane.step_end_ns, until_ns)) for lane in recording.lanes)

@@ -72,6 +72,10 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     device_total_bytes: int | None = None
 
 
+CTRL_C = 130
+"""Exit code of a run that was interrupted: nobody failed."""
+
+
 class RunExit(msgspec.Struct, frozen=True, kw_only=True, rename={"cls": "class"}):
     """How a run ended."""
 
