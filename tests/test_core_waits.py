@@ -96,13 +96,25 @@ def test_waits_in_turns_leave_each_stretch_what_the_fastest_of_its_kind_computes
     borders = np.concatenate([[0], np.cumsum(ns)])
     rows = RankRows(0, *(np.zeros(0, np.int64) for _ in range(4)), {})
     ends = np.array([0, borders[-1]])
-    marked = Marks(ends, np.array([0, ns.sum() // 2]), ends)
+    marked = Marks(ends, np.array([0, ns.sum() // 2]), ends, np.full(2, np.nan))
     sub = np.tile([SUB_CODE["useful.forward"], SUB_CODE["useful.backward"]], steps)
 
     pieces = Pieces(borders[:-1], borders[1:], np.zeros(2 * steps, np.int64))
     waited = without_core(rows, marked, pieces, sub, np.arange(2 * steps) // 2, np.full(steps + 2, one_thread_ms * MS))
 
     assert (ns - waited).sum() == pytest.approx(steps * left_ms * MS, rel=0.01)
+
+
+@pytest.mark.parametrize(("waited_ms", "most_ms", "left_ms"), [(300, 600, 30), (300, 400, 200), (590, 600, 30)])
+def test_what_samples_say_was_computed_is_left_as_far_as_marks_allow(waited_ms, most_ms, left_ms):
+    ends = np.array([0, 600 * MS])
+    marked = Marks(ends, np.array([0, waited_ms * MS]), np.array([0, most_ms * MS]), np.array([0.0, 30 * MS]))
+    rows = RankRows(0, *(np.zeros(0, np.int64) for _ in range(4)), {})
+    pieces = Pieces(np.arange(6) * 100 * MS, (np.arange(6) + 1) * 100 * MS, np.zeros(6, np.int64))
+
+    waited = without_core(rows, marked, pieces, np.full(6, SUB_CODE["useful.forward"]), np.arange(6) + 1, np.zeros(8))
+
+    assert (600 * MS - waited.sum()) == pytest.approx(left_ms * MS, rel=0.01)
 
 
 POOL = """

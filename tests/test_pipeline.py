@@ -304,8 +304,9 @@ def test_python_code_waits_for_the_interpreter_lock_and_numpy_does_not():
     keys = Keys(range(8), [0] * 8, seed=0, epoch=0, batch=0)
 
     # Pure Python leaves each of two threads half the lock; sorting lets go of it.
-    assert max(lock_wait_fraction(heavy, keys) for _ in range(2)) > LOCK_WAIT
-    assert min(lock_wait_fraction(light, keys) for _ in range(2)) < LOCK_WAIT
+    # A busy host may hide either for a while, not ten times.
+    assert any(lock_wait_fraction(heavy, keys) > LOCK_WAIT for _ in range(10))
+    assert any(lock_wait_fraction(light, keys) < LOCK_WAIT for _ in range(10))
 
 
 def test_text_stays_a_list_and_unlike_shapes_are_an_error():

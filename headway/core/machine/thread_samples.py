@@ -31,12 +31,15 @@ _SOFTWARE, _TASK_CLOCK, _ADDRESS, _USER_ONLY = 1, 1, 1, 1 << 5 | 1 << 6
 _SAMPLE = 9
 
 _PAGES = 2
-"""Pages of the ring, a power of two: 512 samples."""
+"""Pages of the ring, a power of two."""
+
+MOST_SAMPLES = 500
+"""Samples between two readings from which on some may have been lost: 512 fill the ring."""
 
 _HEAD, _TAIL = 1024, 1032
 """Offsets in the first page: bytes that the kernel wrote so far, and that were read."""
 
-PERIOD_NS = 4_000_000
+PERIOD_NS = 2_000_000
 """CPU time between two samples: each costs a few microseconds."""
 
 

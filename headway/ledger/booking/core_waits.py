@@ -10,11 +10,13 @@ thread computed, in proportion to its duration:
 
 Where the thread and its pool waited in turns, the two delays add up; where they waited at once, the longer one counts.
 One that has a core spins while another has none. Where samples of its code told for how long
-(`headway.runtime.script.run_delay`), marks hold what it waited, itself and so. Elsewhere they hold the longer ones, and
-by how much the sum is more: it counts as far as each forward, backward and update still computes for as long as the
-fastest of its kind, and forward and backward together for no longer than on one thread, which a child of the recorded
-process has timed (`headway.compute.torch_calls`): operators that are short beside a slice of the scheduler's wait in
-turns, long ones at once.
+(`headway.runtime.script.run_delay`), what it computed is known: its CPU time less what it spun, and less what it made
+of loads. The rest was waiting, as far as marks say that anything was: a step that computes 4 ms took up to 290 beside
+three busy processes, and what waiting leaves of it would be mostly the error of the waiting. Elsewhere marks hold the
+longer delays, and by how much the sum is more: it counts as far as each forward, backward and update still computes for
+as long as the fastest of its kind, and forward and backward together for no longer than on one thread, which a child of
+the recorded process has timed (`headway.compute.torch_calls`): operators that are short beside a slice of the
+scheduler's wait in turns, long ones at once.
 
 Waiting inside a load of the training thread is known by itself (`input.cpu_wait`) and left out. Times in int64 ns.
 
@@ -32,6 +34,7 @@ from numpy.typing import NDArray
 from headway.core.units import NS_PER_MS, NS_PER_S
 from headway.ledger.booking.rows import RankRows
 from headway.ledger.buckets import SUB_CODE, SUBS, bucket_of_sub
+from headway.sim.recorded.core_use import unspun_ns
 from headway.trace.events.intervals import Ints, Pieces
 from headway.trace.rings.compute_facts import CallFlops
 
@@ -51,6 +54,9 @@ COMPUTES = np.array(
 """[len(SUBS)] Whether the thread computes, and is not blocked, in a sub-line."""
 
 
+MADE = ("input.prep", "input.collate")
+"""Names of what a load of the training thread computes."""
+
 OF_MODEL = [SUB_CODE["useful.forward"], SUB_CODE["useful.backward"]]
 """Sub-lines of what a model's call computes."""
 
@@ -65,17 +71,24 @@ class Marks(NamedTuple):
     most_ns: Ints
     """[k] The same where the threads of the pool never waited at once."""
 
+    spent_ns: NDArray[np.float64]
+    """[k] CPU time so far, without what the thread spun for its pool; NaN where no samples told it."""
+
 
 def marks(rows: RankRows) -> Marks:
     """Return the marks of a rank."""
     picked = rows.of("host.cpu")
     waited = rows.column("seq", picked)
     if len(picked) < 2 or bool((waited < 0).any()):
-        return Marks(picked[:0], picked[:0], picked[:0])
+        return Marks(picked[:0], picked[:0], picked[:0], np.zeros(0))
     moment_ns = rows.start_ns[picked]
-    chosen = _spaced(moment_ns)
     more_ns = NS_PER_MS * np.maximum(rows.column("peer", picked).astype(np.int64), 0)
-    return Marks(moment_ns[chosen], waited[chosen], (waited + more_ns)[chosen])
+    spins = rows.of("host.spins")
+    spent_ns = unspun_ns(moment_ns, rows.column("corr", picked), rows.start_ns[spins], rows.column("corr", spins))
+    told = ~np.isnan(spent_ns)
+    looked = np.flatnonzero(told | ~np.logical_or.accumulate(told))  # from the first samples on, marks that have some
+    chosen = looked[_spaced(moment_ns[looked])]
+    return Marks(moment_ns[chosen], waited[chosen], (waited + more_ns)[chosen], spent_ns[chosen])
 
 
 def _spaced(moment_ns: Ints) -> list[int]:
@@ -126,20 +139,44 @@ def without_core(
     if len(marked_ns) < 2:
         return nothing
     computes = COMPUTES[sub]
-    loads = rows.of("input.cpu_wait")
     span = np.searchsorted(marked_ns, pieces.start_ns, side="right") - 1
     inside: NDArray[np.bool_] = computes & (span >= 0) & (span < len(marked_ns) - 1)
     spans = len(marked_ns) - 1
-    of_load = np.searchsorted(marked_ns, rows.start_ns[loads], side="right") - 1
-    within = (of_load >= 0) & (of_load < spans)
-    loaded = np.bincount(of_load[within], weights=(rows.end_ns - rows.start_ns)[loads][within], minlength=spans)
+    loaded = _of_rows(rows, rows.of("input.cpu_wait"), marked_ns)
     computed = np.bincount(span[inside], weights=pieces.duration_ns[inside], minlength=spans)
     low, high = ((np.diff(ns) - loaded) / np.maximum(computed, 1.0) for ns in (marked.waited_ns, marked.most_ns))
     fastest_ns = _fastest(pieces.duration_ns, sub, step, inside, most_ns)
     undisturbed = np.bincount(span[inside], weights=fastest_ns, minlength=spans)
+    sampled = np.diff(marked.spent_ns) - _fed(rows, marked, loaded)
+    told = ~np.isnan(sampled)
+    low[told], undisturbed[told] = 0.0, np.maximum(sampled[told], 0.0)
     high = np.minimum(high, 1 - undisturbed / np.maximum(computed, 1.0))
-    share = np.clip(np.maximum(low, high), 0.0, MOST_WAITING)
+    share = np.clip(np.maximum(low, high), 0.0, np.where(told, 1.0, MOST_WAITING))
     return np.where(inside, np.rint(pieces.duration_ns * share[np.clip(span, 0, spans - 1)]), 0).astype(np.int64)
+
+
+def _fed(rows: RankRows, marked: Marks, loaded: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return [k - 1] the CPU ns that loads of the training thread took, with what is about them.
+
+    There the thread had a core for as much of the time as elsewhere between the marks. `loaded` is what loads waited.
+    """
+    marked_ns = marked.moment_ns
+    begins, loads = rows.of("input.next"), rows.of("input.load")
+    around = np.searchsorted(rows.start_ns[begins], rows.start_ns[loads], side="right") - 1
+    nexts = np.unique(begins[around[around >= 0]])
+    about = _of_rows(rows, nexts, marked_ns) - _of_rows(rows, loads, marked_ns)
+    spent, waited = np.diff(marked.spent_ns), np.diff(marked.waited_ns) - loaded
+    on_core = spent / np.maximum(spent + waited, 1.0)
+    return _of_rows(rows, rows.of(*MADE), marked_ns) + np.maximum(about, 0.0) * on_core
+
+
+def _of_rows(rows: RankRows, picked: Ints, marked_ns: Ints) -> NDArray[np.float64]:
+    """Return [k - 1] the ns of those rows that begin between two marks."""
+    spans = len(marked_ns) - 1
+    span = np.searchsorted(marked_ns, rows.start_ns[picked], side="right") - 1
+    within = (span >= 0) & (span < spans)
+    duration_ns = (rows.end_ns - rows.start_ns)[picked][within]
+    return np.bincount(span[within], weights=duration_ns, minlength=spans).astype(np.float64)
 
 
 def _fastest(

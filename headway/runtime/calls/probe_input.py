@@ -114,7 +114,7 @@ def loader_iter(original: Callable[..., Any], probes: Probes) -> Callable[..., A
             if loader.num_workers and probes.rereadings is not None:
                 probes.rereadings.keep(group, loader.dataset, loader.collate_fn, None)
             if probes.leads:
-                probes.worked(begun)
+                probes.begins_pass(begun)
         except Exception as cause:
             probes.failed("loader facts", cause)
             return -1

@@ -81,8 +81,8 @@ PHASES = ("setup", "evaluation", "input", "forward", "backward", "update", "chec
 _STEP, _NEXT, _BACKWARD = (SPANS[name].code for name in ("optimizer.step", "input.next", "segment.backward"))
 _FORWARD, _MODE = SPANS["forward"].code, SPANS["mode"].code
 _SAVES = [SPANS[f"checkpoint.{name}"].code for name in ("save", "snapshot", "wait")]
-_BESIDE = ("host.gc", "host.logging", "host.cpu", "host.recording", "region", "eval.mark", "epoch", *IN_BACKGROUND)
-_MARKS = [SPANS[name].code for name in _BESIDE]
+_HOST = [f"host.{name}" for name in ("gc", "logging", "cpu", "spins", "recording")]
+_MARKS = [SPANS[name].code for name in (*_HOST, "region", "eval.mark", "epoch", *IN_BACKGROUND)]
 
 
 def limit_s(section: str, durations_s: Sequence[float], floors_s: Mapping[str, float] = FLOORS_S) -> float:

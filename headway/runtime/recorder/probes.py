@@ -40,7 +40,7 @@ now = time.perf_counter_ns
 
 NEVER = 1 << 62
 
-CPU, RECORDING = SPANS["host.cpu"].code, SPANS["host.recording"].code
+CPU, SPINS, RECORDING = (SPANS[name].code for name in ("host.cpu", "host.spins", "host.recording"))
 
 OWN_NS = 200_000
 """Work of headway's own that took less has no record: it would cost more than it tells."""
@@ -203,7 +203,7 @@ class Probes:
         What takes long here is recorded: it would pass for the script's own time between its steps. `ended_ns` is when
         the step ended, where the caller knows; what it has done since counts as well.
         """
-        moment = self.mark_cpu()
+        moment, cpu_ns = self.mark_cpu(), time.thread_time_ns()
         start = ended_ns or moment
         steps, due = self.steps[0], NEVER
         for listener in tuple(self.listeners):
@@ -224,14 +224,26 @@ class Probes:
             if self.gradients.watched[0]:
                 self.gap.follow(self.trainer, self._write_in_gap, self.waits.look if in_use() else None)
         self.due[0] = due
-        self.worked(start)
+        if self.worked(start):
+            self.pool.headway_ns += time.thread_time_ns() - cpu_ns
 
-    def worked(self, start_ns: int) -> None:
-        """Record headway's own work on the training thread since `start_ns`, where it is long enough to matter."""
+    def begins_pass(self, start_ns: int) -> None:
+        """Record headway's own work since `start_ns`, and how a training thread stands before its first step.
+
+        That step may wait for a core as well.
+        """
+        self.worked(start_ns)
+        if not self.steps[0]:
+            self.mark_cpu()
+
+    def worked(self, start_ns: int) -> bool:
+        """Record headway's own work on the training thread since `start_ns`; return whether it took long."""
         spent = now() - start_ns
-        if spent >= OWN_NS:
-            self.emit(RECORDING, start_ns, spent)
-            self.gap.resumed[0] = start_ns + spent
+        if spent < OWN_NS:
+            return False
+        self.emit(RECORDING, start_ns, spent)
+        self.gap.resumed[0] = start_ns + spent
+        return True
 
     def advance(self, index: int) -> None:
         """Count a step that no optimizer's wrapper counts itself; `index` as for `wake`."""
@@ -251,6 +263,8 @@ class Probes:
         moment, cpu_ns = now(), time.thread_time_ns()
         delay_ns, more_ns = self.pool.with_pool(cpu_ns, read_delay(open_schedstat()))
         self.emit(CPU, moment, 0, cpu_ns, delay_ns, time.process_time_ns(), more_ns // 1_000_000)
+        if self.pool.sampled:
+            self.emit(SPINS, moment, 0, self.pool.spun_ns + self.pool.headway_ns)
         return moment
 
     def index_of(self, optimizer: Any) -> int:

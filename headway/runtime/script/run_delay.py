@@ -28,7 +28,7 @@ from time import monotonic_ns
 from headway.core.machine.arena import Descriptor
 from headway.core.machine.hidden_thread import thread_times
 from headway.core.machine.interruptions import pass_on
-from headway.core.machine.thread_samples import ThreadSamples, code_of
+from headway.core.machine.thread_samples import MOST_SAMPLES, PERIOD_NS, ThreadSamples, code_of
 
 
 def open_schedstat() -> int:
@@ -93,6 +93,10 @@ class PoolDelay:
     def _begin(self) -> None:
         """Know no thread of this process yet."""
         self._pid, self._extra_ns, self._more_ns, self._own = os.getpid(), 0, 0, (0, 0, 0)
+        self.spun_ns, self.sampled = 0, False
+        """CPU time of the calling thread in which it spun for its pool, and whether the last call sampled it anew."""
+        self.headway_ns = 0
+        """CPU time of the calling thread so far that went into headway's own work beside steps."""
         self._before: dict[int, tuple[int, int]] = {}
         self._spins: Spins | None = None
         self._thread = 0
@@ -105,6 +109,7 @@ class PoolDelay:
         """
         if delay_ns < 0:
             return delay_ns, 0
+        self.sampled = False
         if (moment_ns := monotonic_ns()) >= self._next_ns:
             self._next_ns = moment_ns + LOOK_NS
             self._look(moment_ns, cpu_ns, delay_ns)
@@ -122,21 +127,23 @@ class PoolDelay:
             return
         times = {tid: thread_times(tid) for tid in threads[:MOST_THREADS] if tid not in of_python}
         thread, self._thread = self._thread, threading.get_native_id()
-        if thread not in (0, self._thread):  # two threads train in turns: what passed since is told of neither
+        if thread != self._thread:  # the first look, or two threads train in turns: what passed is told of neither
             self._before, self._own = times, (moment_ns, cpu_ns, delay_ns)
             return
         passed_ns, spent_ns, waited_ns = moment_ns - self._own[0], cpu_ns - self._own[1], delay_ns - self._own[2]
         delays = [
-            delay - self._before[tid][1]
+            delay - then[1]
             for tid, (cpu, delay) in times.items()
-            if tid in self._before and cpu - self._before[tid][0] > COMPUTES * spent_ns
+            if cpu - (then := self._before.get(tid, (0, 0)))[0] > COMPUTES * spent_ns  # or it began since
         ]
         longest, fits = max(delays, default=0), len(delays) < len(os.sched_getaffinity(0))
         starved_ns = sum(delay for delay in delays if delay > STARVES * passed_ns)
         # Threads of a pool that has more of them than there are cores sleep at once in place of spinning.
         spun_ns = self._spun_ns(spent_ns, starts=starved_ns > 0) if fits else None
         if spun_ns is not None:
+            self.spun_ns, self.sampled = self.spun_ns + spun_ns, True
             self._extra_ns += min(spun_ns, max(longest, starved_ns))
+            self._more_ns += max(0, min(max(longest, starved_ns), passed_ns - waited_ns) - spun_ns)  # it slept as well
         else:
             self._extra_ns += max(0, longest - waited_ns)
             if fits and starved_ns:
@@ -151,12 +158,11 @@ class PoolDelay:
         if self._spins is None:
             self._spins = Spins() if starts else None
             return None
-        share = self._spins.share()
-        return None if share is None else int(share * spent_ns)
+        return self._spins.spun_ns(spent_ns)
 
 
 class Spins:
-    """For which share of its CPU time the thread that makes this object waits in OpenMP's own code for its pool."""
+    """For how much of its CPU time the thread that makes this object waits in OpenMP's own code for its pool."""
 
     def __init__(self) -> None:
         self._thread = threading.get_native_id()
@@ -168,10 +174,17 @@ class Spins:
         except OSError as cause:
             pass_on(cause)
 
-    def share(self) -> float | None:
-        """Return it since the last call; None where it cannot be told."""
+    def spun_ns(self, spent_ns: int) -> int | None:
+        """Return it since the last call, of `spent_ns` in all; None where it cannot be told.
+
+        Time in the kernel has no samples and is none of it. A full ring tells the share alone.
+        """
         if self._samples is None or self._thread != threading.get_native_id():
             return None
         addresses = self._samples.addresses()
         spinning = sum(any(begin <= address < end for begin, end in self._code) for address in addresses)
-        return spinning / len(addresses) if addresses else None
+        if not addresses:
+            return None
+        if len(addresses) < MOST_SAMPLES:
+            return spinning * PERIOD_NS
+        return spent_ns * spinning // len(addresses)

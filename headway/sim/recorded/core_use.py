@@ -43,6 +43,7 @@ from numpy.typing import NDArray
 
 from headway.core.machine.host_load import HostLoad
 from headway.core.units import NS_PER_MS
+from headway.trace.events.intervals import Ints
 from headway.trace.events.trace import Trace
 
 if TYPE_CHECKING:
@@ -81,18 +82,36 @@ def cores_used(
     )
     if (delay_ns < 0).any() or not all_ns.any() or not share.size:
         return busy, 0.0, 0.0
+    # Where the threads waited in turns it is more, and the thread that has a core spins: that is no work. What it
+    # computed, samples tell; else no step computes for less than the fastest (`headway.ledger.booking.core_waits`).
+    spins = np.flatnonzero(rows.named("host.spins"))
+    spent_ns = unspun_ns(at, cpu_ns, *(rows.events[name][spins] for name in ("start_ns", "corr")))
+    sampled_ns = np.diff(spent_ns) - np.diff(known_ns)
+    told = ~np.isnan(sampled_ns)
+    if told.any():
+        busy = float(np.clip(sampled_ns[told].sum() / max(float(wall[told].sum()), 1.0), 0.0, busy))
     low = float(np.clip((np.ptp(delay_ns) - np.ptp(waited_ns)) / whole, 0.0, 1.0 - busy))
-    # Where the threads waited in turns it is more, and the thread that has a core spins: that is no work. No step
-    # computes for less than the fastest one (`headway.ledger.booking.core_waits`).
     more = NS_PER_MS * float(np.ptp(np.maximum(rows.events["peer"][marks], 0))) / whole
     of_step = np.bincount(lane.step[compute], weights=lane.duration_ns[compute])
     of_step = of_step[of_step > 0]
-    high = 1 - float(of_step.min() / of_step.mean()) if of_step.size else 0.0
+    fastest = float(of_step.min() / of_step.mean()) if of_step.size else 1.0
+    high = 1 - (busy if told.any() else fastest)
     waiting = max(low, min(low + more, high))
     busy = min(busy, 1.0 - waiting)
     # Threads that make batches would count as those of kernels.
     others_ns = 0.0 if batches.together.any() else float(np.ptp(all_ns) - np.ptp(cpu_ns))
     return busy, waiting, max(0.0, others_ns / whole)
+
+
+def unspun_ns(moment_ns: Ints, cpu_ns: Ints, sampled_ns: Ints, spun_ns: Ints) -> NDArray[np.float64]:
+    """[k] Return what of `cpu_ns` [k] at `moment_ns` [k] a thread did not spin for its pool, NaN where nobody sampled.
+
+    `spun_ns` [n] is what it spun up to `sampled_ns` [n], some of those moments.
+    """
+    spent_ns = np.full(len(moment_ns), np.nan)
+    _, marked, spun = np.intersect1d(moment_ns, sampled_ns, return_indices=True)
+    spent_ns[marked] = cpu_ns[marked] - spun_ns[spun]
+    return spent_ns
 
 
 def _running(end_ns: NDArray[np.int64], amount: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -190,6 +190,10 @@ SPANS: dict[str, Span] = {
                       "instant, now and then at a step: corr = CPU ns of the training thread so far, seq = ns that it "
                       "was ready to run but had no core, itself or its pool of threads (-1 when unknown), bytes = CPU "
                       "ns of all threads of the rank, peer = ms by which seq may be more, where both waited in turns"),
+    "host.spins": Span(88, "MARK", ("corr",),
+                       "instant, with a host.cpu, once samples of the thread's code tell: corr = CPU ns so far in "
+                       "which the training thread did not compute, but spun until others of its pool were ready, or "
+                       "worked for headway beside steps"),
     "host.script": Span(85, "HOST", ("corr",),
                         "derived when the run is finalised: from the end of a step to the first forward of the next "
                         "one, evaluation left out; what has a name inside keeps its own time; corr = -1"),
