@@ -95,6 +95,10 @@ def test_the_share_of_computing_without_a_core_is_no_useful_time():
     for nothing in (marks((0, 0, 0)), marks((0, 0, 0), (1000, 600, -1))):
         ((_, _, step_ns),) = book_windows([replace(one, marks=nothing)])
         assert named(step_ns[1]) == {"useful": 1600 * MS, "input": 400 * MS}
+    # What it spun of its CPU time, and is said to have waited: three quarters of what it took from 0 to 1,000 ms.
+    spun = [marks((0, 0, 0), (1000, 800, 600)), record("host.spins", 1000 * MS, 0, a=600 * MS)]
+    ((_, _, step_ns),) = book_windows([replace(one, marks=np.concatenate(spun))])
+    assert named(step_ns[0]) == {"useful": 250 * MS, "host": 750 * MS}
     ((_, _, step_ns),) = book_windows([replace(marked, device_ns=0)])  # a device computes without a core of the host
     assert "useful" not in named(step_ns[1])
 

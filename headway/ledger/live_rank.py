@@ -153,7 +153,7 @@ STEP, WAIT, SAVE, LOAD = (
     SPANS[name].code for name in ("optimizer.step", "comm.wait", "checkpoint.save", "checkpoint.load")
 )
 SNAPSHOT, COMMIT, RESTORE = (SPANS[f"checkpoint.{name}"].code for name in ("snapshot", "commit", "restore"))
-DEVICE_WORK, CPU_MARK = SPANS["device.work"].code, SPANS["host.cpu"].code
+DEVICE_WORK, CPU_MARK, SPINS = (SPANS[name].code for name in ("device.work", "host.cpu", "host.spins"))
 TIMED = tuple(SPANS[name].code for name in BY_EVENTS)
 LEARNING = tuple(SPANS[name].code for name in ("optimizer.step", "segment.backward", "segment.grad"))
 """Codes that only a thread that trains writes."""
@@ -342,8 +342,8 @@ class LiveRank:
         high, low, first = int(ends[-1]), self.booked_ns, self.booked_steps
         held = np.concatenate(self._held)
         end_ns = held["start_ns"] + held["duration_ns"]
-        marks = np.concatenate([self._marks, held[held["code"] == CPU_MARK]])
-        self._marks = marks[marks["start_ns"] <= high][-2:]
+        marks = np.concatenate([self._marks, held[np.isin(held["code"], (CPU_MARK, SPINS))]])
+        self._marks = marks[marks["start_ns"] <= high][-4:]
         self._held = [held[end_ns > high]]
         records = held[(held["start_ns"] < high) & (end_ns > low)]
         lengths = np.diff(ends, prepend=low)

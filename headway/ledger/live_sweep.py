@@ -24,7 +24,8 @@ from headway.ledger.booking.arrivals import COLLECTIVES, MESSAGES, RankCalls, la
 from headway.ledger.booking.rows import NAME_ID, RankRows
 from headway.ledger.booking.timeline import EVALUATED, GAP_PRECEDENCE, STEP_TABLE, checkpoint_gaps
 from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKETS
-from headway.ledger.live_rank import DEVICE_WORK, BookingWindow, Records, phases
+from headway.ledger.live_rank import CPU_MARK, DEVICE_WORK, SPINS, BookingWindow, Records, phases
+from headway.sim.recorded.core_use import unspun_ns
 from headway.trace.events.intervals import Ints, inside, sweep
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.records import RECORD_DTYPE
@@ -123,8 +124,13 @@ def _core_shares(windows: Sequence[BookingWindow], base: Ints) -> tuple[Ints, ND
     shares: list[NDArray[np.float64]] = []
     for window, begin, end in zip(windows, base[:-1].tolist(), base[1:].tolist(), strict=True):
         marks = window.marks if window.device_ns < 0 else window.marks[:0]
-        columns = [marks[name].astype(np.int64) for name in ("start_ns", "a", "b")]
-        moment_ns, share = core_waits.shares_from(*columns)
+        when, total, waited = (
+            marks[marks["code"] == CPU_MARK][name].astype(np.int64) for name in ("start_ns", "a", "b")
+        )
+        spins = marks[marks["code"] == SPINS]
+        spun = total - unspun_ns(when, total, spins["start_ns"].astype(np.int64), spins["a"].astype(np.int64))
+        spent = total - np.maximum.accumulate(np.nan_to_num(spun)).astype(np.int64)
+        moment_ns, share = core_waits.shares_from(when, spent, waited)
         instants += [np.array([begin]), np.clip(moment_ns - window.low_ns + begin, begin, end)]
         shares += [np.zeros(1), share]
     return np.concatenate(instants), np.concatenate(shares)
