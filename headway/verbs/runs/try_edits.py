@@ -23,7 +23,7 @@ from headway.runtime.launching.options import check
 from headway.runtime.run_folder.recording import RUNS, claim_folder, next_folder
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.run_options import RunOptions
-from headway.verbs.shared.source import run_at
+from headway.verbs.shared.source import RunPath, run_at
 from headway.why.explanation import explain
 from headway.why.fixes import run_command
 
@@ -38,7 +38,7 @@ def try_edits(
     *, options: Annotated[RunOptions, Parameter(name="*")] = DEFAULT,
     steps: int = 10, rounds: int = 5, warmup: int = 5,
     only: list[str] | None = None,
-    recorded: Path | None = None,
+    recorded: RunPath | None = None,
     allow: str = "result-equivalent",
     plan: Annotated[Path, Parameter(name=("--plan", "-o"))] = Path("try-plan.json"),
     script: Annotated[list[str] | None, Parameter(parse=False)] = None,

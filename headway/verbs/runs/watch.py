@@ -47,7 +47,7 @@ def watch(
         raise InputError(
             f"{path} is a file; a run is a folder. Name the folder that headway run writes, or will write."
         )
-    if path == Path() and not is_run(path):  # the word "" too: a shell's variable that is not set
+    if path == Path() and not is_run(path):
         raise InputError(f"the current folder is no run. Name the folder of one. {recorded()}")
     if not is_run(path) and not wait and (near := run_near(path)):
         raise InputError(f"{path} is no run. {near}")
