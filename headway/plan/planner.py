@@ -29,6 +29,7 @@ from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.core.lazy import resolved
 from headway.core.units import NS_PER_S, format_bytes, format_seconds
+from headway.ledger.cause import NOT_RESOLVED, RECORD_ANEW
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal, pays_from
 from headway.plan.setup import Setup
 from headway.sim.recorded.lane import LABEL
@@ -88,8 +89,8 @@ def reason_of(
     if not row.applies:
         return LeftOut(row.name, "hand", "headway cannot apply it")
     if not row.clear and not row.protects:
-        slower = row.interval[1] <= 1
-        noise = "it costs time" if slower else "inside the noise of two runs"
+        noise = "it costs time" if row.interval[1] <= 1 else "inside the noise of two runs"
+        noise = f"{NOT_RESOLVED}; {RECORD_ANEW}" if row.gain.unresolved and not by_hand else noise
         return LeftOut(row.name, "noise", f"{gain}: {noise}{by_hand}")
     if row.memory_bytes > room_bytes:
         needs = f"needs {format_bytes(row.memory_bytes)} per rank, {format_bytes(room_bytes)} are free"
@@ -146,8 +147,7 @@ def unless_in_force(row: Proposal | Refusal, given: Mapping[str, Any] | None) ->
     reason = f"it {IN_FORCE}{f' ({now})' if now else ''}"
     if changed:
         new = ", ".join(f"{key}={value}" for key, value in changed.items())
-        low, high = row.interval
-        reason += f"; {new} is predicted {row.predicted_speedup:.2f}x ({low:.2f} to {high:.2f}): not clear of the noise"
+        reason += f"; {new} is predicted {row.gain}: not clear of the noise"
     return _refused(row, reason, IN_FORCE)
 
 
@@ -155,9 +155,7 @@ def unless_excluded(row: Proposal | Refusal, in_force: Collection[str]) -> Propo
     """Refuse a proposal that excludes a remedy which the run had: one way of doing a thing does not follow another."""
     if isinstance(row, Refusal) or row.name in in_force or not (rivals := sorted({*in_force} & {*row.conflicts})):
         return row
-    low, high = row.interval
-    gain = f"in its place predicted {row.predicted_speedup:.2f}x ({low:.2f} to {high:.2f})"
-    known = f"excludes {' and '.join(rivals)}, which {IN_FORCE}; {gain}"
+    known = f"excludes {' and '.join(rivals)}, which {IN_FORCE}; in its place predicted {row.gain}"
     return _refused(row, f"it {known}: plan the run before anew to choose it", known)
 
 
