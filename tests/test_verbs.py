@@ -163,7 +163,9 @@ def test_a_run_that_was_stopped_does_not_tell_how_long_its_job_is(tmp_path):
     for end, steps in (({"code": 143, "class": "preempted"}, CUT_OFF_STEPS), ({"code": 1, "class": "user"}, 160)):
         (tmp_path / "run" / "run.json").write_text(json.dumps({**facts, "exit": end}))
 
-        assert explain([tmp_path / "run"]).plan.steps == steps
+        plan = explain([tmp_path / "run"]).plan
+        assert plan.steps == steps
+        assert ("The run was stopped; planned as a job of 100,000 steps" in plan.note) == (steps == CUT_OFF_STEPS)
 
 
 def proposed(name, speedup, *, applies=True):

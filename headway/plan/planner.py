@@ -68,6 +68,9 @@ class LeftOut:
 CUT_OFF_STEPS = 100_000
 """Steps of a job whose recorded run was stopped, killed, or goes on yet: only its end would tell how many there are."""
 
+ENDED_EARLY = {"infra": "was killed", "preempted": "was stopped"}
+"""Exit class -> how a run of it ended before its job did."""
+
 BUDGET = 0.01
 """Share of a step that recording may take once a job has started."""
 
@@ -339,7 +342,7 @@ def compose(
     hours = program.measured_s * program.recording.job_steps * setup.world_size / 3600
     ranked = sorted(proposals, key=lambda row: (-hours * (1 - 1 / row.predicted_speedup), row.name))
     room_bytes = setup.limits.memory_per_rank_bytes(setup)
-    steps = setup.limits.steps or _job_steps(program)
+    steps, job_note = (setup.limits.steps, "") if setup.limits.steps else _job_steps(program)
     recording_s = _recording_s(program, steps)
     why = partial(
         reason_of, room_bytes=room_bytes, allowed=setup.limits.allow, steps=steps, base_step_s=base.base_step_s,
@@ -361,17 +364,22 @@ def compose(
         refused=(*refused, *barred),
         left_out=left_out,
         device_hours_won=hours * (1 - 1 / final.speedup),
-        note=final.note,
+        note=" ".join(filter(None, (job_note, final.note))),
         steps=steps,
         recording_s=recording_s,
     )
 
 
-def _job_steps(program: Program) -> int:
-    """Return how many steps a job like the recorded one has, as far as that run tells."""
-    end = program.facts.exit
-    cut_off = program.run is not None and (end is None or end.code == CTRL_C or end.cls in ("infra", "preempted"))
-    return max(program.recording.job_steps, CUT_OFF_STEPS if cut_off else 0)
+def _job_steps(program: Program) -> tuple[int, str]:
+    """Return how many steps a job like the recorded one has, as far as that run tells, and what it does not tell."""
+    end, steps = program.facts.exit, program.recording.job_steps
+    if end is None:
+        ended = "has not ended, or its launcher was killed"
+    else:
+        ended = "was stopped" if end.code == CTRL_C else ENDED_EARLY.get(end.cls, "")
+    if program.run is None or not ended or steps >= CUT_OFF_STEPS:
+        return steps, ""
+    return CUT_OFF_STEPS, f"The run {ended}; planned as a job of {CUT_OFF_STEPS:,} steps (--steps: another number)."
 
 
 def _recording_s(program: Program, steps: int) -> float:
