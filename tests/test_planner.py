@@ -264,6 +264,8 @@ def test_a_screen_without_a_plan_names_what_keeps_the_best_gain_out() -> None:
     assert "noise" not in barred
     assert "data.cache could change results here" in unsafe
     assert "its examples change" in unsafe
+    asked = replace(refusal, unsafe=False, reason="results change: grant --allow lossy to have it predicted")
+    assert "consent (--allow) is not counted." in render_plan(compose([], program, setup, refused=[asked]).to_json())
 
 
 def test_every_remedy_that_is_said_to_apply_is_in_the_catalogue() -> None:
