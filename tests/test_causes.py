@@ -433,38 +433,6 @@ def test_a_loader_that_only_evaluation_waits_for_is_no_cause_of_waiting_for_inpu
     assert (found.script, "workers" in found.fix) == ("", False)  # what a rehearsal refused is no edit either
 
 
-def sampled(*rows: object) -> Ledger:
-    """Return the ledger of a run whose training thread was sampled between the steps."""
-    made = FAULTS["host.script"].make()
-    ranks = {rank: {**facts, "script": list(rows)} for rank, facts in made.trace.ranks.items()} or {
-        0: {"script": list(rows)}
-    }
-    return Ledger.of(replace(made, trace=replace(made.trace, ranks=ranks)))
-
-
-def test_sampled_lines_name_what_the_script_did_and_what_makes_a_batch_belongs_in_a_loader():
-    cause = find_causes(
-        sampled(
-            {"line": "train.py:9", "function": "log", "ns": 20 * MS, "count": 2},
-            {"line": "train.py:7", "function": "get_batch", "ns": 180 * MS, "count": 18, "feeds_forward": True},
-        )
-    )[0]
-
-    assert cause.where == "get_batch at train.py:7"
-    assert "get_batch at train.py:7 90 %, log at train.py:9 10 % of" in cause.evidence
-    assert cause.fix.startswith("get_batch makes the batch: give it to a DataLoader with workers")
-
-
-@pytest.mark.parametrize("few", [{"ns": 900 * MS, "count": 3}, {"ns": 9 * MS, "count": 30}])
-def test_too_few_samples_and_samples_of_little_of_the_time_name_no_line(few):
-    assert find_causes(sampled({"line": "train.py:9", "function": "log", **few}))[0].where == "training loop"
-
-
-@pytest.mark.parametrize("damaged", [{"line": 3}, {"a": 1}, "x"])
-def test_damaged_samples_cost_their_words_only(damaged):
-    assert find_causes(sampled(damaged))[0].where == "training loop"
-
-
 def test_a_pipeline_that_waits_for_its_neighbours_has_a_bubble_and_no_advice_for_ddp():
     ranks = [Rows(0), Rows(1)]
     for rows in ranks:

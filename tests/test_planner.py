@@ -245,6 +245,13 @@ def test_what_headway_itself_costs_is_won_back_or_nothing_is_promised(recording_
     assert reason_of(row, (), **job, recording_s=recording_s).kind == kind
 
 
+def test_a_gain_that_the_run_is_too_noisy_to_tell_says_what_to_do() -> None:
+    row = replace(proposal("data.cache", "input.fetch=none", speedup=1.3), interval=(0.19, 7.72))
+
+    text = reason_of(row, (), room_bytes=10**12, allowed=()).reason
+    assert text == "predicted 1.30x (0.19 to 7.72): not resolved; record for longer, or on a quieter host"
+
+
 def test_a_screen_without_a_plan_names_what_keeps_the_best_gain_out() -> None:
     program, setup = PROGRAM
     rows = [proposal("data.workers", "input.fetch=none", speedup=1.75, allow="result-equivalent")]
@@ -257,6 +264,8 @@ def test_a_screen_without_a_plan_names_what_keeps_the_best_gain_out() -> None:
     assert "noise" not in barred
     assert "data.cache could change results here" in unsafe
     assert "its examples change" in unsafe
+    asked = replace(refusal, unsafe=False, reason="results change: grant --allow lossy to have it predicted")
+    assert "consent (--allow) is not counted." in render_plan(compose([], program, setup, refused=[asked]).to_json())
 
 
 def test_every_remedy_that_is_said_to_apply_is_in_the_catalogue() -> None:

@@ -255,6 +255,13 @@ def test_notes_of_the_ledger_are_told() -> None:
     )
 
 
+def test_two_measured_gains_say_which_steps_each_is_of():
+    row = {"name": "data.workers", "predicted_speedup": 2.0, "measured_speedup": 1.9, "measured_with_start": 1.5}
+
+    told = " ".join(render_run({"steps_per_s": 4.0, "applied": [row]}).split())
+    assert "1.90x is of the steps behind the start; over as many steps of both, the first included: 1.50x." in told
+
+
 def test_an_empty_plan_says_that_nothing_is_worth_it() -> None:
     assert "Nothing to apply" in render_plan({"proposals": [], "chosen": [], "predicted_speedup": 1.0})
 

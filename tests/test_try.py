@@ -163,6 +163,7 @@ def test_options_that_cannot_be_are_refused_before_anything_starts(tmp_path):
         process = headway("try", *options, "--", path)
         assert process.returncode == 2
     assert headway("try").returncode == 2
+    assert "value for -o: nope/plan.json lies in" in headway("try", "-o", "nope/plan.json", "--", "x.py").stderr
     missing = headway("try", "--", tmp_path / "missing.py")
     assert missing.stderr.startswith("headway: the script")
     assert missing.stderr.count("\n") == 1

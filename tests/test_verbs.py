@@ -61,6 +61,10 @@ def test_a_grant_that_nothing_needs_changes_no_plan(tmp_path):
     assert plans[0].read_bytes() == plans[1].read_bytes()
 
 
+READERS = [["why"], ["why", BEFORE], ["plan"], ["report"], ["hang"], ["compare", BEFORE], ["watch"], ["trace", "info"]]
+"""Verbs that read a run, up to its path."""
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -70,6 +74,7 @@ def test_a_grant_that_nothing_needs_changes_no_plan(tmp_path):
         (["run", "--baseline", "nope", "--", "go.py"], "--baseline nope is not a run folder."),
         (["run", "--grace-s", "-1", "--", "go.py"], "--grace-s is -1.0; it must be at least 0."),
         (["run", "--window-at=1.5", "--", "go.py"], "value for --window-at: 1.5 is not a whole number. Pass 2."),
+        *(([*verb, ""], "a run's path is empty. Name a run folder") for verb in READERS),
         (["compare", "a"], "argument AFTER is missing. See: headway compare --help"),
         (["whatif", "a", "b"], "does not take the argument 'b'. Drop it"),
         (["whatif", BEFORE, "--set", "workers=-1"], "workers: '-1' is not a count."),
@@ -158,7 +163,9 @@ def test_a_run_that_was_stopped_does_not_tell_how_long_its_job_is(tmp_path):
     for end, steps in (({"code": 143, "class": "preempted"}, CUT_OFF_STEPS), ({"code": 1, "class": "user"}, 160)):
         (tmp_path / "run" / "run.json").write_text(json.dumps({**facts, "exit": end}))
 
-        assert explain([tmp_path / "run"]).plan.steps == steps
+        plan = explain([tmp_path / "run"]).plan
+        assert plan.steps == steps
+        assert ("The run was stopped; planned as a job of 100,000 steps" in plan.note) == (steps == CUT_OFF_STEPS)
 
 
 def proposed(name, speedup, *, applies=True):

@@ -8,11 +8,10 @@ import pytest
 
 from headway.core.files.planfile import PlanFile, Remedy
 from headway.core.tracebacks import HEADER
-from headway.ledger.cause import RECORD_LONGER
+from headway.ledger.cause import NOT_RESOLVED, RECORD_LONGER
 from headway.runtime.run_folder.exit_class import RankEnd, failure_text
 from headway.runtime.run_folder.recording import Exit
 from headway.verbs.runs.verdict import next_command, summarise
-from headway.why.answer import NOT_RESOLVED
 from headway.why.explanation import explain
 from headway.why.verdict import NOTHING_PAYS, verdict
 from tests.paths import ROOT

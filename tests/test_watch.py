@@ -96,6 +96,7 @@ def test_a_run_that_left_nothing_says_why_there_is_no_report(tmp_path):
     text = source.page()
 
     assert "The run has ended." in text
+    assert source.standing.startswith(f"ended; {tmp_path} holds no events: the script never imported torch")
     assert "holds no events: the script never imported torch" in text
     assert source.key() in json.loads(text.split('id="data">')[1].split("</script>")[0])["live"]
 

@@ -27,6 +27,12 @@ import msgspec
 RECORD_LONGER = "record for longer"
 """How advice on time that headway itself took begins: such a cause is listed, and never leads a verdict."""
 
+RECORD_ANEW = f"{RECORD_LONGER}, or on a quieter host"
+"""What to do about a gain that is not resolved."""
+
+NOT_RESOLVED = "not resolved"
+"""What is said of a gain that this run is too short or too disturbed to tell."""
+
 
 def in_library(text: str, library: str) -> str:
     """Return advice on a DataLoader in the terms of the library that constructs it.

@@ -29,6 +29,7 @@ from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.core.lazy import resolved
 from headway.core.units import NS_PER_S, format_bytes, format_seconds
+from headway.ledger.cause import NOT_RESOLVED, RECORD_ANEW
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal, pays_from
 from headway.plan.setup import Setup
 from headway.sim.recorded.lane import LABEL
@@ -67,6 +68,9 @@ class LeftOut:
 CUT_OFF_STEPS = 100_000
 """Steps of a job whose recorded run was stopped, killed, or goes on yet: only its end would tell how many there are."""
 
+ENDED_EARLY = {"infra": "was killed", "preempted": "was stopped"}
+"""Exit class -> how a run of it ended before its job did."""
+
 BUDGET = 0.01
 """Share of a step that recording may take once a job has started."""
 
@@ -88,8 +92,8 @@ def reason_of(
     if not row.applies:
         return LeftOut(row.name, "hand", "headway cannot apply it")
     if not row.clear and not row.protects:
-        slower = row.interval[1] <= 1
-        noise = "it costs time" if slower else "inside the noise of two runs"
+        noise = "it costs time" if row.interval[1] <= 1 else "inside the noise of two runs"
+        noise = f"{NOT_RESOLVED}; {RECORD_ANEW}" if row.gain.unresolved and not by_hand else noise
         return LeftOut(row.name, "noise", f"{gain}: {noise}{by_hand}")
     if row.memory_bytes > room_bytes:
         needs = f"needs {format_bytes(row.memory_bytes)} per rank, {format_bytes(room_bytes)} are free"
@@ -146,8 +150,7 @@ def unless_in_force(row: Proposal | Refusal, given: Mapping[str, Any] | None) ->
     reason = f"it {IN_FORCE}{f' ({now})' if now else ''}"
     if changed:
         new = ", ".join(f"{key}={value}" for key, value in changed.items())
-        low, high = row.interval
-        reason += f"; {new} is predicted {row.predicted_speedup:.2f}x ({low:.2f} to {high:.2f}): not clear of the noise"
+        reason += f"; {new} is predicted {row.gain}: not clear of the noise"
     return _refused(row, reason, IN_FORCE)
 
 
@@ -155,9 +158,7 @@ def unless_excluded(row: Proposal | Refusal, in_force: Collection[str]) -> Propo
     """Refuse a proposal that excludes a remedy which the run had: one way of doing a thing does not follow another."""
     if isinstance(row, Refusal) or row.name in in_force or not (rivals := sorted({*in_force} & {*row.conflicts})):
         return row
-    low, high = row.interval
-    gain = f"in its place predicted {row.predicted_speedup:.2f}x ({low:.2f} to {high:.2f})"
-    known = f"excludes {' and '.join(rivals)}, which {IN_FORCE}; {gain}"
+    known = f"excludes {' and '.join(rivals)}, which {IN_FORCE}; in its place predicted {row.gain}"
     return _refused(row, f"it {known}: plan the run before anew to choose it", known)
 
 
@@ -341,7 +342,7 @@ def compose(
     hours = program.measured_s * program.recording.job_steps * setup.world_size / 3600
     ranked = sorted(proposals, key=lambda row: (-hours * (1 - 1 / row.predicted_speedup), row.name))
     room_bytes = setup.limits.memory_per_rank_bytes(setup)
-    steps = setup.limits.steps or _job_steps(program)
+    steps, job_note = (setup.limits.steps, "") if setup.limits.steps else _job_steps(program)
     recording_s = _recording_s(program, steps)
     why = partial(
         reason_of, room_bytes=room_bytes, allowed=setup.limits.allow, steps=steps, base_step_s=base.base_step_s,
@@ -363,17 +364,22 @@ def compose(
         refused=(*refused, *barred),
         left_out=left_out,
         device_hours_won=hours * (1 - 1 / final.speedup),
-        note=final.note,
+        note=" ".join(filter(None, (job_note, final.note))),
         steps=steps,
         recording_s=recording_s,
     )
 
 
-def _job_steps(program: Program) -> int:
-    """Return how many steps a job like the recorded one has, as far as that run tells."""
-    end = program.facts.exit
-    cut_off = program.run is not None and (end is None or end.code == CTRL_C or end.cls in ("infra", "preempted"))
-    return max(program.recording.job_steps, CUT_OFF_STEPS if cut_off else 0)
+def _job_steps(program: Program) -> tuple[int, str]:
+    """Return how many steps a job like the recorded one has, as far as that run tells, and what it does not tell."""
+    end, steps = program.facts.exit, program.recording.job_steps
+    if end is None:
+        ended = "has not ended, or its launcher was killed"
+    else:
+        ended = "was stopped" if end.code == CTRL_C else ENDED_EARLY.get(end.cls, "")
+    if program.run is None or not ended or steps >= CUT_OFF_STEPS:
+        return steps, ""
+    return CUT_OFF_STEPS, f"The run {ended}; planned as a job of {CUT_OFF_STEPS:,} steps (--steps: another number)."
 
 
 def _recording_s(program: Program, steps: int) -> float:

@@ -20,6 +20,9 @@ from headway.core.errors import InputError
 MIN_SPEEDUP = 1.02
 """A gain below this is not worth a change."""
 
+GAIN_THAT_LEADS = 1.05
+"""From here on what a remedy wins leads the verdict, however large the losses that none wins back."""
+
 KEYS = (
     "name", "room", "predicted_speedup", "interval", "applies", "cost", "risk", "reason", "edits", "parameters",
     "allow", "protects", "evaluation_share", "start_s",
@@ -50,6 +53,15 @@ class Gain:
     def clear(self) -> bool:
         """Say whether it is worth having and is larger than the error of the prediction."""
         return self.predicted_speedup >= MIN_SPEEDUP and self.interval[0] > 1 + (MIN_SPEEDUP - 1) / 2
+
+    @property
+    def unresolved(self) -> bool:
+        """Say whether it would lead a verdict, if the run told that it is there.
+
+        >>> [Gain(gain, (low, 7.72)).unresolved for gain, low in ((1.31, 0.19), (1.31, 1.2), (1.04, 0.19))]
+        [True, False, False]
+        """
+        return self.predicted_speedup >= GAIN_THAT_LEADS and not self.clear
 
     def __str__(self) -> str:
         """Return it as people read it: '1.50x (1.20 to 1.80)'."""

@@ -33,11 +33,12 @@ from headway.core.units import (
     seconds,
     speedup,
 )
+from headway.ledger.cause import NOT_RESOLVED
 from headway.report.answers import PlanAnswer, RunAnswer, VerifiedRow, start_of
 from headway.report.figures import goodput_of
 from headway.report.paper import ScreenOptions, add_row, command_line, draw, grid, joined, next_of, paragraph, title
 from headway.trace.events.active_settings import AppliedRow
-from headway.why.answer import NOT_RESOLVED, Json, LoaderRow, Why
+from headway.why.answer import Json, LoaderRow, Why
 from headway.why.verdict import GAIN_WORTH_NAMING, ending, predicted, verdict
 
 if TYPE_CHECKING:
@@ -129,7 +130,8 @@ def _applied(run: RunAnswer) -> list[RenderableType]:
     for row in run.applied:
         steady, whole = finite(row.measured_speedup), finite(row.measured_with_start)
         if steady and whole and abs(whole / steady - 1) > UNLIKE_START and not row.reason_not_applied:
-            parts.append(paragraph(f"Over as many steps of both, the first included: {speedup(whole)}.", style="dim"))
+            text = f"{speedup(steady)} is of the steps behind the start; over as many steps of both, the first included"
+            parts.append(paragraph(f"{text}: {speedup(whole)}.", style="dim"))
         if row.inconclusive and row is done[-1]:
             gain = f"Measured {speedup(steady)}, which is inconclusive" if steady else "Nothing is measured"
             parts.append(paragraph(f"{gain}: {clean(row.inconclusive)}.", style="dim"))
@@ -243,6 +245,9 @@ def nothing_to_apply(plan: PlanAnswer, source: str = "") -> str:
     >>> row = {"name": "data.cache", "predicted_speedup": 1.75, "left_out": left_out}
     >>> nothing_to_apply(PlanAnswer.of({"proposals": [row]}))
     'Nothing to apply: data.cache, predicted 1.75x, needs 2 GB.'
+    >>> row = {"name": "comm.compress", "reason": "compressed gradients change results: grant --allow lossy"}
+    >>> nothing_to_apply(PlanAnswer.of({"refused": [row]}))[-68:]
+    'noise of two runs; what needs your consent (--allow) is not counted.'
     """
     barred = [row for row in plan.proposals if row.left_out.kind in ("grant", "memory", "short")]
     best = max(barred, key=lambda row: row.predicted_speedup or 0.0, default=None)
@@ -259,9 +264,12 @@ def nothing_to_apply(plan: PlanAnswer, source: str = "") -> str:
         why = reason if reason.startswith("predicted ") else f"predicted {predicted(best)}, {reason}"
         return f"Nothing to apply: {clean(best.name)}, {why}."
     unsafe = joined([clean(row.name) for row in plan.refused if row.unsafe], ", ")
+    asks = any("--allow" in row.reason for row in plan.refused)
+    unasked = "; what needs your consent (--allow) is not counted" if asks else ""
     if unsafe:
-        return f"Nothing to apply: {unsafe} could change results here, and nothing else gains more than the noise."
-    return "Nothing to apply: no remedy of headway's own gains more than the noise of two runs."
+        what = f"{unsafe} could change results here, and nothing else of headway's own gains more than the noise"
+        return f"Nothing to apply: {what}{unasked}."
+    return f"Nothing to apply: no remedy of headway's own gains more than the noise of two runs{unasked}."
 
 
 def whole_amount(total_s: float) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Self
 import msgspec
 
 from headway.core.files.safe_files import converted
+from headway.ledger.cause import NOT_RESOLVED
 from headway.ledger.machines import Creation
 from headway.trace.recording.run_facts import RunExit
 
@@ -97,10 +98,6 @@ class Verdict(Answer, frozen=True):
         if "(" in self.gain:
             return "predicted"
         return "upper bound" if self.gain else "no prediction"
-
-
-NOT_RESOLVED = "not resolved"
-"""What a fix says whose gain this run is too short or too disturbed to tell."""
 
 
 class StragglerRow(Answer, frozen=True, rename={"m_w": "M_W", "m_s": "M_S"}):

@@ -36,7 +36,7 @@ from headway.trace.recording.incident import Incident
 from headway.trace.recording.run_facts import RunFacts, memory_headroom, outcomes_of
 from headway.trace.recording.runs import Run, is_described, is_run, merge
 from headway.why.answer import Json, Verdict
-from headway.why.fixes import fixes_of_run, notes_of, refusals, refuted, run_command, with_reasons
+from headway.why.fixes import fixes_of_run, notes_of, refusals, refuted, run_command, with_doubt, with_reasons
 from headway.why.verdict import verdict
 
 if TYPE_CHECKING:
@@ -249,6 +249,6 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = (), steps: in
     more = (*more, *causes_by_hand(ledger, program.predict))
     fixes = fixes_of_run(plan, run.facts, refusals(applied), allow)
     found = find_causes(ledger, predict=program.predict, fixes=fixes, more=more)
-    causes = tuple(with_reasons(refuted(cause, plan), program) for cause in found)
+    causes = tuple(with_reasons(with_doubt(refuted(cause, plan)), program) for cause in found)
     notes = notes_of(plan, applied)
     return Explanation(source, run.parts, ledger, causes, run, program, plan, notes=notes, paths=(run.path,))

@@ -30,13 +30,13 @@ from headway.core.units import format_fraction
 from headway.fault.remedies import FOLLOWS_FAILURES
 from headway.ledger.answers.causes import Fix
 from headway.ledger.answers.evidence import TRY
-from headway.ledger.cause import Cause
-from headway.plan.proposal import Proposal, Refusal
+from headway.ledger.cause import NOT_RESOLVED, RECORD_ANEW, Cause
+from headway.plan.proposal import Gain, Proposal, Refusal
 from headway.trace.events.active_settings import AppliedRow
 from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.recording.run_facts import RunFacts
-from headway.why.answer import NOT_RESOLVED, LoaderRow
-from headway.why.verdict import GAIN_THAT_LEADS, NOTHING_PAYS
+from headway.why.answer import LoaderRow
+from headway.why.verdict import NOTHING_PAYS
 
 if TYPE_CHECKING:
     from headway.plan.planner import Plan
@@ -131,11 +131,9 @@ def fixes_of(
     free = [row for row in free if not row.applies or row.name in (*plan.chosen, *refused, *short)]
     won = {cause for row in free if row.clear for cause in causes_of(row.name)}
     for row in rows:
-        if not row.applies or row.clear or row.allow is not None or row.predicted_speedup < GAIN_THAT_LEADS:
+        if not (row.applies and row.allow is None and row.gain.unresolved):
             continue
-        low, high = row.interval
-        text = f"{NOT_RESOLVED}: {row.name} may win {row.predicted_speedup:.2f}x ({low:.2f} to {high:.2f}); "
-        text += "record for longer, or on a quieter host"
+        text = f"{NOT_RESOLVED}: {row.name} may win {row.gain}; {RECORD_ANEW}"
         found = Fix(text, row.predicted_speedup, row.interval, script_terms(row))
         unsure |= {cause: found for cause in causes_of(row.name) if cause not in won}
     for row in [*free, *rest]:
@@ -213,10 +211,23 @@ def refuted(cause: Cause, plan: Plan) -> Cause:
         return cause
     predicted = ", ".join(f"{row.name} {row.predicted_speedup:.2f}x" for row in tried)
     known = [*([f"predicted: {predicted}"] if tried else []), *given]
-    unsure = any(row.applies and row.predicted_speedup >= GAIN_THAT_LEADS for row in tried)
+    unsure = any(row.applies and row.gain.unresolved for row in tried)
     fix = f"{f'{NOT_RESOLVED}: inside the noise of two runs' if unsure else NOTHING_PAYS} ({'; '.join(known)})"
-    fix += "; record for longer, or on a quieter host" if unsure else ""
+    fix += f"; {RECORD_ANEW}" if unsure else ""
     return replace(cause, fix=fix, predicted_speedup=None, interval=None, at_most=False, script="")
+
+
+def with_doubt(cause: Cause) -> Cause:
+    """Say of advice that its gain is not resolved, and what to do about that, where this run is too noisy to tell.
+
+    >>> line = Cause("compute.batch", "train.py:7", 2.0, "", "larger batches", 1.31, (0.19, 7.72))
+    >>> with_doubt(line).fix
+    'larger batches; its gain is not resolved: record for longer, or on a quieter host'
+    """
+    if cause.at_most or cause.predicted_speedup is None or cause.interval is None or NOT_RESOLVED in cause.fix:
+        return cause
+    unsure = Gain(cause.predicted_speedup, cause.interval).unresolved
+    return replace(cause, fix=f"{cause.fix}; its gain is {NOT_RESOLVED}: {RECORD_ANEW}") if unsure else cause
 
 
 def with_reasons(cause: Cause, program: Program) -> Cause:

@@ -27,12 +27,10 @@ from headway.core.units import (
     share,
     speedup,
 )
-from headway.ledger.cause import RECORD_LONGER
+from headway.ledger.cause import NOT_RESOLVED, RECORD_LONGER
+from headway.plan.proposal import GAIN_THAT_LEADS
 from headway.trace.recording.run_facts import CTRL_C, RunExit
-from headway.why.answer import NOT_RESOLVED, CauseRow, Json, Verdict, Why
-
-GAIN_THAT_LEADS = 1.05
-"""From here on what a remedy wins leads the verdict, however large the losses that none wins back."""
+from headway.why.answer import CauseRow, Json, Verdict, Why
 
 LEAST_HEADLINE = 0.02
 """Share of the device time below which a loss is no headline: two runs of one script differ by as much."""

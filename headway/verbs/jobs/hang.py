@@ -16,10 +16,10 @@ from headway.trace.recording.run_facts import RunFacts
 from headway.trace.recording.runs import is_run
 from headway.trace.rings.rank_tables import json_object
 from headway.verbs.shared.output import emit
-from headway.verbs.shared.source import newest_run
+from headway.verbs.shared.source import RunPath, newest_run
 
 
-def hang(*source: Path, mesh: str | None = None, json: bool = False) -> int:
+def hang(*source: RunPath, mesh: str | None = None, json: bool = False) -> int:
     """Find the ranks that block a hung job: silent ones, those that did not enter what others wait in, deadlocks.
 
     Example: `headway hang dumps/nccl_trace_rank_* --mesh tp=8,pp=4,dp=16`

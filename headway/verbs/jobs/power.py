@@ -33,7 +33,7 @@ from headway.report.page.plots import Line, picture_page, write_page
 from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, uncut
 from headway.trace.recording.runs import is_run
 from headway.verbs.shared.output import AsJson, emit
-from headway.verbs.shared.source import run_at
+from headway.verbs.shared.source import RunPath, run_at
 
 ROWS = {"ramp_w_per_s": "ramp, W/s", "range_w": "range, W", "band_rms_w": "band, W rms", "band_share": "band, share"}
 
@@ -61,7 +61,7 @@ class SiteOptions:
 
 
 def check(
-    source: Path | None = None, /, *, site: Annotated[SiteOptions, Parameter(name="*")],
+    source: RunPath | None = None, /, *, site: Annotated[SiteOptions, Parameter(name="*")],
     out: Annotated[Path | None, Parameter(alias="-o")] = None, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Hold the power of a site against a specification; exit 3 when a limit does not hold.
@@ -117,7 +117,7 @@ def _power_page(wave: Waveform, limits: GridSpec, name: str) -> str:
 
 
 def plan(
-    source: Path | None = None, /, *, site: Annotated[SiteOptions, Parameter(name="*")],
+    source: RunPath | None = None, /, *, site: Annotated[SiteOptions, Parameter(name="*")],
     use: str = "", max_storage_j: float = math.inf,
     usd_per_kwh: float = 0.08, storage_usd_per_kwh: float = 400.0, storage_usd_per_kw: float = 150.0,
     compute_usd_per_kwh: float = 3.0,

@@ -29,7 +29,7 @@ from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.recording.runs import Run, merge
 from headway.verbs.loading.measure import STEPS, measure
 from headway.verbs.shared.output import AsJson, emit
-from headway.verbs.shared.source import NewestRun, newest_run, run_at
+from headway.verbs.shared.source import NewestRun, RunPath, newest_run, run_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +200,7 @@ WRONG = ("repeats", "loses")
 """Verdicts that make the exit code 3."""
 
 
-def audit(*runs: Path, json: AsJson = False) -> int:
+def audit(*runs: RunPath, json: AsJson = False) -> int:
     """Prove that every example was delivered exactly once per epoch, over interruptions and other world sizes.
 
     Reads what headway's own DataLoader noted in recorded runs: a sum of

@@ -49,14 +49,14 @@ from headway.sim.training_moves import recorded_step
 from headway.sim.training_step import TrainingStep
 from headway.sim.whatif import ResolvedEdits
 from headway.verbs.shared.output import emit
-from headway.verbs.shared.source import run_at
+from headway.verbs.shared.source import RunPath, run_at
 
 EQUIVALENT = "result-equivalent"
 """The grant under which gradients are summed in another order."""
 
 
 def plan(
-    run: Path | None = None,
+    run: RunPath | None = None,
     /,
     *,
     out: Annotated[Path | None, Parameter(alias="-o")] = None,

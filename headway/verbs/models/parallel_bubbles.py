@@ -25,7 +25,7 @@ from headway.sim.pipeline.actions import OPS
 from headway.sim.recorded.program import Program
 from headway.sim.recorded.recording import Recording
 from headway.verbs.shared.output import AsJson, emit
-from headway.verbs.shared.source import NewestRun, run_at
+from headway.verbs.shared.source import NewestRun, RunPath, run_at
 
 Facts = dict[str, Any]
 """An answer, as it is printed as JSON."""
@@ -142,7 +142,7 @@ MOST_RANKS = 16
 
 
 def fill(
-    *, jobs: Path, run: Path | None = None, schedule: str | None = None, score: str = "shortest",
+    *, jobs: Path, run: RunPath | None = None, schedule: str | None = None, score: str = "shortest",
     simulate: bool = False, blocks: int = 4, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Run other jobs in the two large gaps of each pipeline stage (PipeFill).

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -24,7 +23,7 @@ from headway.verbs.models.model_grow import growth_sentence, judged_growth, loss
 from headway.verbs.shared.learned_step import judged, sentence
 from headway.verbs.shared.output import AsJson, emit
 from headway.verbs.shared.run_options import fraction
-from headway.verbs.shared.source import run_at
+from headway.verbs.shared.source import RunPath, run_at
 from headway.why.fixes import withdrawn
 from headway.why.verdict import ending
 
@@ -33,8 +32,8 @@ SENT_LOSSY = ("comm.compress", "comm.loose")
 
 
 def compare(
-    before: Path,
-    after: Path,
+    before: RunPath,
+    after: RunPath,
     /,
     *,
     threshold: Annotated[float, Parameter(alias="--gate", converter=fraction)] = 0.05,

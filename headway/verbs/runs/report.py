@@ -30,7 +30,7 @@ from headway.trace.recording.run_facts import RunFacts
 from headway.trace.sync.clocks import on_common_clock
 from headway.verbs.runs.why import heat_maps_of, why_object
 from headway.verbs.shared.output import AsJson, emit
-from headway.verbs.shared.source import newest_run
+from headway.verbs.shared.source import RunPath, newest_run
 from headway.why.explanation import Explanation, explain, ideal_of
 from headway.why.model_flops import ModelSpec
 
@@ -47,7 +47,7 @@ Seconds = NDArray[np.float64]
 
 
 def report(
-    *source: Path,
+    *source: RunPath,
     out: Annotated[Path, Parameter(alias="-o")] = Path("report.html"),
     steps: str | None = None,
     model: str | None = None,

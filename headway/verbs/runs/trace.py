@@ -24,6 +24,7 @@ from headway.trace.sync.alignment import Alignment
 from headway.trace.sync.alignment import align as align_trace
 from headway.trace.sync.clocks import on_common_clock
 from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.source import RunPath
 from headway.why.explanation import ideal_of
 
 STREAMED = (".pftrace", ".perfetto-trace")
@@ -33,7 +34,7 @@ OWN, OTHER = ".parquet", ".straggler.parquet"
 """Suffixes to tell apart: of the two, only headway's own Parquet has room for clocks beside raw times."""
 
 
-def import_(source: Path, target: Path, /, *, json: AsJson = False) -> int:
+def import_(source: RunPath, target: Path, /, *, json: AsJson = False) -> int:
     """Convert SOURCE (profiler JSON or folder, Chakra, torchtitan, Flight Recorder, a run, ...) to headway's Parquet.
 
     Example: `headway trace import profile.json.gz profile.parquet`
@@ -51,7 +52,7 @@ def import_(source: Path, target: Path, /, *, json: AsJson = False) -> int:
 
 
 def export(
-    source: Path,
+    source: RunPath,
     target: Path,
     /,
     *,
@@ -159,7 +160,7 @@ def replayed(source: Path, trace: Trace) -> Trace:
     return ideal
 
 
-def info(source: Path, /, *, json: AsJson = False) -> int:
+def info(source: RunPath, /, *, json: AsJson = False) -> int:
     """Describe what a trace or a run holds: ranks, steps, kinds, lanes, groups, longest names, coverage.
 
     Example: `headway trace info profile.json.gz`
@@ -190,7 +191,7 @@ def interval(text: str, what: str) -> tuple[int, int]:
 
 
 def align(
-    source: Path,
+    source: RunPath,
     target: Path,
     /,
     *,

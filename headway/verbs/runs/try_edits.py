@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from cyclopts import Parameter
+from cyclopts import Parameter, Token
 from rich.text import Text
 
 from headway.catalog import TRIES
@@ -23,7 +24,7 @@ from headway.runtime.launching.options import check
 from headway.runtime.run_folder.recording import RUNS, claim_folder, next_folder
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.run_options import RunOptions
-from headway.verbs.shared.source import run_at
+from headway.verbs.shared.source import RunPath, run_at
 from headway.why.explanation import explain
 from headway.why.fixes import run_command
 
@@ -34,13 +35,21 @@ INTERRUPTED = 130
 """Exit code of a script that was stopped by Ctrl-C."""
 
 
+def _plan_path(_: object, tokens: Sequence[Token]) -> Path:
+    """Return where to write a plan. Raises `InputError`, which names the option given, where no folder is there."""
+    path = Path(tokens[0].value)
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"{path} lies in a folder that does not exist. Create {path.parent} first.")
+    return path
+
+
 def try_edits(
     *, options: Annotated[RunOptions, Parameter(name="*")] = DEFAULT,
     steps: int = 10, rounds: int = 5, warmup: int = 5,
     only: list[str] | None = None,
-    recorded: Path | None = None,
+    recorded: RunPath | None = None,
     allow: str = "result-equivalent",
-    plan: Annotated[Path, Parameter(name=("--plan", "-o"))] = Path("try-plan.json"),
+    plan: Annotated[Path, Parameter(name=("--plan", "-o"), converter=_plan_path)] = Path("try-plan.json"),
     script: Annotated[list[str] | None, Parameter(parse=False)] = None,
 ) -> int:  # fmt: skip
     """Try what a few lines would win: precision, memory format, fused updates, torch.compile.
@@ -68,8 +77,6 @@ def try_edits(
         raise InputError("--apply would try the script under a plan. Drop it.")
     if steps < 4 or rounds < 1 or warmup < 1:
         raise InputError(f"--steps is {steps}, --rounds {rounds}, --warmup {warmup}; pass at least 4, 1 and 1.")
-    if not plan.absolute().parent.is_dir():
-        raise InputError(f"--plan {plan} lies in a folder that does not exist. Create {plan.parent} first.")
     grants, names = granted(allow), chosen(only or [])
     predicted = _predicted(recorded) if recorded else {}
     folder = claim_folder(options.out) if options.out else next_folder(RUNS, f"{Path(script[0]).stem}-try")

@@ -14,7 +14,7 @@ from headway.report.answers import created, facts_of
 from headway.report.page.html import page
 from headway.report.page.live import LiveView, live_charts, live_key, live_page, live_parts
 from headway.runtime.run_folder.live_feed import LiveFeed
-from headway.trace.recording.runs import is_run, run_near
+from headway.trace.recording.runs import Run, is_run, run_near
 from headway.verbs.shared.live_pages import serve_page
 from headway.verbs.shared.source import NewestRun, newest_run, recorded
 
@@ -47,7 +47,7 @@ def watch(
         raise InputError(
             f"{path} is a file; a run is a folder. Name the folder that headway run writes, or will write."
         )
-    if path == Path() and not is_run(path):  # the word "" too: a shell's variable that is not set
+    if path == Path() and not is_run(path):
         raise InputError(f"the current folder is no run. Name the folder of one. {recorded()}")
     if not is_run(path) and not wait and (near := run_near(path)):
         raise InputError(f"{path} is no run. {near}")
@@ -59,7 +59,7 @@ def watch(
             source,
             lambda url: (
                 {"schema": "headway.watch/1", "run": str(path), "url": url, "state": source.state},
-                f"{path} ({source.state}): {url}",
+                f"{path} ({source.standing}): {url}",
             ),
             host=host, port=port, allow_origin=allow_origin, as_json=json,
         )  # fmt: skip
@@ -82,6 +82,16 @@ class WatchedRun:
     def state(self) -> str:
         """How the run stands: waiting, running, ended or lost."""
         return self._feed.state
+
+    @property
+    def standing(self) -> str:
+        """The state in words: with what is damaged, or missing, of a run that is over and cannot be read."""
+        if self.state in ("ended", "lost"):
+            try:
+                Run.open(self._path)
+            except HeadwayError as reason:
+                return f"{self.state}; {str(reason).rstrip('.')}"
+        return self.state
 
     def poll(self) -> None:
         """Read what is new and look at it."""

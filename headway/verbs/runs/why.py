@@ -9,7 +9,6 @@ watch of the run reported). What is not known is None.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headway.compute.advise import classes_json
@@ -17,7 +16,7 @@ from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.machines import creation, machine_times
 from headway.report.terminal import render_why
 from headway.verbs.shared.output import emit
-from headway.verbs.shared.source import newest_run
+from headway.verbs.shared.source import RunPath, newest_run
 from headway.why.explanation import Explanation, explain
 from headway.why.model_flops import ModelSpec, mfu_entry, run_flops
 
@@ -78,7 +77,7 @@ def heat_maps_of(explanation: Explanation, why: dict[str, Any]) -> list[HeatMap]
     return [*([worker] if worker else []), *machine_heat_maps(machine_times(explanation.parts), where)]
 
 
-def why(*source: Path, model: str | None = None, json: bool = False) -> int:
+def why(*source: RunPath, model: str | None = None, json: bool = False) -> int:
     """Explain where the device time of a run or a trace went: ledger, ranked causes, next best action.
 
     Example: `headway why headway-runs/train-1` or `headway why trace.parquet`

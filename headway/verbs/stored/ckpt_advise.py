@@ -32,13 +32,13 @@ from headway.plan.setup import Setup
 from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, title
 from headway.sim.recorded.program import Program
 from headway.verbs.shared.output import AsJson, emit
-from headway.verbs.shared.source import run_at
+from headway.verbs.shared.source import RunPath, run_at
 
 STOCK_TIMEOUT_S = 300
 
 
 def advise(
-    run: Path | None = None,
+    run: RunPath | None = None,
     /,
     *,
     set_: Annotated[list[str], Parameter(name="--set", negative=())] | None = None,
