@@ -33,7 +33,7 @@ from headway.ledger.buckets import (
 from headway.trace.events.intervals import Intervals, Ints, Pieces, inside, merged, sweep
 from headway.trace.events.vocabulary import BY_EVENTS
 from headway.trace.recording.basis import ROLLOUT
-from headway.trace.recording.segments import ON_DEVICE
+from headway.trace.recording.rows import ON_DEVICE
 from headway.trace.rings.compute_facts import CallFlops
 
 # What the training thread was doing where no recorded name says so: evaluation, and the phases of a step.
