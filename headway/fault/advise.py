@@ -234,16 +234,11 @@ def _warm(times: AttemptTimes, incidents: Sequence[Incident]) -> Proposal | Refu
     """Propose warm attempts where some were cold: by the plan where the run was asked to, else by the user."""
     if not times.cold:
         return Refusal(WARM, "fault", "all later attempts were warm", known="is in force already")
-    reason = _cold_reason(incidents)
+    cold = next(row for row in incidents if row.first_step_ns is not None and not row.warm)
+    reason = cold.cold_reason or "no warm process"
     applies = reason == COLD_BY_FLAG
     do = "leave out --warm off" if applies else f"undo what kept {times.cold} attempts cold: {reason}"
     return _proposal(WARM, times, times.ettr_with(warm=True), do, applies=applies)
-
-
-def _cold_reason(incidents: Sequence[Incident]) -> str:
-    """Return why the first cold attempt was cold."""
-    cold = next(row for row in incidents if row.first_step_ns is not None and not row.warm)
-    return cold.cold_reason or "no warm process"
 
 
 def _interval(times: AttemptTimes) -> Proposal | Refusal:
@@ -294,7 +289,11 @@ def causes(ledger: Ledger, run: Run) -> Iterator[Cause]:
     warm, interval = _warm(times, run.facts.incidents), _interval(times)
     wins = isinstance(warm, Proposal)
     by_plan = isinstance(warm, Proposal) and warm.applies
-    text = _of(warm) if wins else "the script's own start-up is left: load less before the first step"
+    text = (
+        warm.reason.partition(". Predicted")[0]
+        if wins
+        else "the script's own start-up is left: load less before the first step"
+    )
     text = f"{WARM}: {text} ({APPLIED})" if by_plan else text
     gains = [times.ettr_with(warm=True, script_share=share) / times.ettr for share in (0.0, SCRIPT_SHARE, 1.0)]
     yield Cause(
@@ -320,7 +319,3 @@ def causes(ledger: Ledger, run: Run) -> Iterator[Cause]:
         gain, None if gain is None else (1 + (gain - 1) / 2, 1 + 2 * (gain - 1)),
         script=saving_edit(times) if wins else "", remedy=INTERVAL if applies else "",
     )  # fmt: skip
-
-
-def _of(row: Proposal | Refusal) -> str:
-    return row.reason.partition(". Predicted")[0]

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.ledger.booking import core_waits
-from headway.ledger.booking.rows import NAME_ID, NAMES, RankLifetime, RankRows
-from headway.ledger.booking.sheet import RankAccount
+from headway.ledger.booking.rows import NAME_ID, NAMES, RankAccount, RankLifetime, RankRows
 from headway.ledger.booking.waits import INPUT_IDS, book_evaluation, book_input
 from headway.ledger.buckets import (
     BUCKET_OF,

@@ -22,7 +22,6 @@ from headway.core.tables import pick
 from headway.core.units import NS_PER_S, format_bytes, format_fraction, format_seconds, parse_bytes, plural
 from headway.cost.transformer import Transformer
 from headway.parallel.availability import (
-    AvailabilityRow,
     MeshPlan,
     PowerBoost,
     ShardMap,
@@ -373,13 +372,10 @@ def _table(devices: int, failed: float, degrees: list[int], pp: int, boost: Powe
     facts = {"schema": "headway.parallel.ntp-table/1", "rows": [asdict(row) for row in table]}
     rows = headed("tp", "dropped, packed", "dropped", "NTP, packed", "NTP", align="right right right right right")
     for row in table:
-        add_row(rows, str(row.tp), *_cells(row))
+        cells = (row.drop_packed, row.drop_unpacked, row.ntp_packed, row.ntp_unpacked)
+        add_row(rows, str(row.tp), *(f"{value:.3f}" for value in cells))
     explanation = (
         f"Mean throughput with {failed_devices(devices, failed)} of {devices} devices failed on average, as a fraction "
         "of that without failures. Packed: groups alike share replicas. Dropped: what lost a device is not used."
     )
     return emit(facts, lambda screen: draw([uncut(rows), "", paragraph(explanation)], **screen), as_json=as_json)
-
-
-def _cells(row: AvailabilityRow) -> list[str]:
-    return [f"{value:.3f}" for value in (row.drop_packed, row.drop_unpacked, row.ntp_packed, row.ntp_unpacked)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from rich.text import Text
 from headway.core.errors import InputError
 from headway.core.tables import pick
 from headway.core.units import format_bytes, format_fraction, format_seconds, parse_bytes, plural
-from headway.lab.failure_logs import Lifetimes, ObservationWindow, read_lifetimes, read_totals, renamed, windows
+from headway.lab.failure_logs import Lifetimes, read_lifetimes, read_totals, renamed, windows
 from headway.lab.fleet import DiskFleet
 from headway.lab.fleet_plan import POLICIES
 from headway.lab.fleet_sim import Dgroup, SimResult, made, read_clusters
@@ -129,7 +129,7 @@ def fit(
         spans = [windows(older, newer) for older, newer in itertools.pairwise(totals)]
         found = place(spans, chosen, ahead_days=ahead_days)
         answer = {
-            "windows_days": [_days(span) for span in spans],
+            "windows_days": [span[0].days if span else 0.0 for span in spans],
             "models": [placement.to_json() for placement in sorted(found, key=lambda p: -p.num_disks)],
             "saving": saved(found),
         }
@@ -144,11 +144,6 @@ def _pair(text: str) -> tuple[str, str]:
     if not old or not new:
         raise InputError(f"--same is {text!r}; write OLD=NEW, such as --same 'hitachi x=hgst x'.")
     return old, new
-
-
-def _days(span: Sequence[ObservationWindow]) -> float:
-    """Return the days that windows of one span cover."""
-    return span[0].days if span else 0.0
 
 
 def _lived(log: Lifetimes, policy: str) -> dict[str, Any]:
