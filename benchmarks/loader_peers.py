@@ -26,7 +26,7 @@ from peers.env import python_of, versions
 
 from headway.core.errors import InputError
 from headway.data import SyntheticJpeg
-from headway.data.stalls.torch_image_costs import COMMON
+from headway.data.stalls.torch_costs import COMMON
 
 LOADERS = {
     "headway Pipeline, threads": ("", "headway"),

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from headway.power.advise import HOLD_S, MOST_FLOOR, PowerCosts, optimise
 from headway.power.grid_spec import GridSpec, check
-from headway.power.search import HOLD_S, MOST_FLOOR, PowerCosts, optimise
 from headway.power.smoothing import smooth, store
 
 STEP_S = 0.05

@@ -19,8 +19,14 @@ from torch.nn import functional as F  # noqa: N812 - torch's own habit
 
 from headway.core.rng import stream
 from headway.model.precision.apply import alone_s, lower
-from headway.model.precision.proposal import NO_LINK, PhaseOfRank, operator_times, rest_of
-from headway.model.precision.step import operator_seconds, replayed_step_s
+from headway.model.precision.proposal import (
+    NO_LINK,
+    PhaseOfRank,
+    operator_seconds,
+    operator_times,
+    replayed_step_s,
+    rest_of,
+)
 from headway.model.remedies import PRECISIONS
 
 WIDTH, LAYERS, HEADS, BATCH, LENGTH = 96, 6, 4, 4, 32

@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from headway.data.stalls.torch_transport_costs import BATCH_BYTES, costs
+from headway.data.stalls.torch_costs import BATCH_BYTES, transport_costs
 
 ROUNDS = 9
 
@@ -22,7 +22,7 @@ def main() -> int:
     """Measure the three ways in interleaved rounds; `--full` takes four times as many."""
     torch.set_num_threads(1)
     rounds = ROUNDS * (4 if "--full" in sys.argv[1:] else 1)
-    figures = costs(rounds)
+    figures = transport_costs(rounds)
     to_queue = sorted(ring / other for ring, other in zip(figures["ring"], figures["queue"], strict=True))
     to_pipe = sorted(ring / other for ring, other in zip(figures["ring"], figures["pipe"], strict=True))
     answer = {

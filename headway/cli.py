@@ -148,7 +148,7 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "data status": ("headway.verbs.loading.data_serve:status", "Show the status of data servers: jobs, hits, bytes."),
     "data verify-resume": (
-        "headway.verbs.loading.verify_resume:verify_resume",
+        "headway.verbs.loading.measure:verify_resume",
         "Prove that a script's loaders go on exactly.",
     ),
     "fault incidents": (
@@ -217,7 +217,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "Run other jobs in the gaps of a pipeline.",
     ),
     "parallel ntp": (
-        "headway.verbs.models.parallel_ntp:ntp",
+        "headway.verbs.models.parallel_plan:ntp",
         "Train on with tensor-parallel groups that lost devices.",
     ),
     "parallel plan": (
@@ -239,7 +239,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "Find the cheapest floor, ramps, filler, battery that a spec needs.",
     ),
     "storage sim": (
-        "headway.verbs.stored.storage_sim:sim",
+        "headway.verbs.stored.storage:sim",
         "Simulate what intact non-volatile memory costs, by design.",
     ),
     "storage table": (

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.runtime.in_rank.bootstrap import rank_of
-from headway.runtime.launching.attached import launch_line_id, place_of
+from headway.runtime.launching.launch import launch_line_id, place_of
 from headway.trace.recording.runs import Run
 from tests.launching import DDP, script, wait_for
 from tests.paths import ROOT, python_path

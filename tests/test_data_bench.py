@@ -9,8 +9,7 @@ import pytest
 
 from headway.core.errors import DamageError, InputError
 from headway.data.bytes.source import SyntheticJpeg
-from headway.data.stalls import torch_image_costs as image_costs
-from headway.data.stalls import torch_transport_costs as transport_costs
+from headway.data.stalls import torch_costs
 from headway.verbs.loading import data_bench
 from headway.verbs.loading.data_bench import bench
 from tests.paths import ROOT
@@ -21,17 +20,17 @@ FEW = SyntheticJpeg(34, 80, 60, seed=3)
 @pytest.fixture(scope="module")
 def costs():
     """Two rounds of every way over a batch and a bit of small images."""
-    return {cost.name: cost for cost in image_costs.costs(FEW, 2, rounds=2)}
+    return {cost.name: cost for cost in torch_costs.costs(FEW, 2, rounds=2)}
 
 
 @pytest.fixture
 def quick(monkeypatch):
     """A verb that measures two cheap ways over a few images."""
     ways = {
-        name: image_costs.WAYS[name] for name in ("headway Pipeline, threads", "torch DataLoader", image_costs.COMMON)
+        name: torch_costs.WAYS[name] for name in ("headway Pipeline, threads", "torch DataLoader", torch_costs.COMMON)
     }
-    monkeypatch.setattr(image_costs, "WAYS", ways)
-    monkeypatch.setattr(transport_costs, "BATCHES", 2)
+    monkeypatch.setattr(torch_costs, "WAYS", ways)
+    monkeypatch.setattr(torch_costs, "BATCHES", 2)
     monkeypatch.setattr(data_bench, "EPOCH", 33)
     monkeypatch.setattr(data_bench, "IMAGES", 3)
     return ways
@@ -40,21 +39,21 @@ def quick(monkeypatch):
 def test_every_way_delivers_the_same_pixels_but_for_pillow(costs):
     digests = {name: cost.digest for name, cost in costs.items() if not cost.missing}
 
-    assert set(costs) == set(image_costs.WAYS)
-    assert len({digest for name, digest in digests.items() if name != image_costs.COMMON}) == 1
+    assert set(costs) == set(torch_costs.WAYS)
+    assert len({digest for name, digest in digests.items() if name != torch_costs.COMMON}) == 1
     assert all(len(cost.cpu_s_per_image) == 2 for cost in costs.values())
 
 
 def test_epochs_of_a_way_have_equal_draws():
     for name in ("headway Pipeline, threads", "torch DataLoader"):
-        epochs = image_costs.WAYS[name](FEW, 1)
+        epochs = torch_costs.WAYS[name](FEW, 1)
 
-        assert image_costs.digest(next(epochs)) == image_costs.digest(next(epochs)), name
+        assert torch_costs.digest(next(epochs)) == torch_costs.digest(next(epochs)), name
 
 
 def test_pillows_window_is_that_of_the_others_up_to_rounding():
     data = FEW.read(5)
-    ours, pillows = image_costs.prepared(data, 5), image_costs.prepared_by_pillow(data, 5)
+    ours, pillows = torch_costs.prepared(data, 5), torch_costs.prepared_by_pillow(data, 5)
 
     assert pillows.shape == (3, 224, 224)
     assert np.abs(255 * pillows.numpy().transpose(1, 2, 0) - ours).mean() < 2
@@ -64,7 +63,7 @@ def test_an_image_that_comes_twice_is_no_epoch():
     image = np.zeros((1, 2, 2, 3), np.uint8)
 
     with pytest.raises(InputError, match="image 4 came twice"):
-        image_costs.digest([(image, [4]), (image, [4])])
+        torch_costs.digest([(image, [4]), (image, [4])])
 
 
 def test_a_way_whose_library_is_missing_says_so(monkeypatch):
@@ -72,32 +71,32 @@ def test_a_way_whose_library_is_missing_says_so(monkeypatch):
         raise ImportError("No module named 'spam'", name="spam")
         yield
 
-    monkeypatch.setattr(image_costs, "WAYS", {"without": without})
+    monkeypatch.setattr(torch_costs, "WAYS", {"without": without})
 
-    (cost,) = image_costs.costs(FEW, 1, rounds=1)
+    (cost,) = torch_costs.costs(FEW, 1, rounds=1)
     assert (cost.missing, cost.cpu_s_per_image) == ("spam is not installed", [])
 
 
 def test_every_transport_delivers_what_was_sent_and_costs_something(monkeypatch):
-    monkeypatch.setattr(transport_costs, "BATCHES", 3)
-    found = transport_costs.costs(2)
+    monkeypatch.setattr(torch_costs, "BATCHES", 3)
+    found = torch_costs.transport_costs(2)
 
-    assert set(found) == set(transport_costs.WAYS)
+    assert set(found) == set(torch_costs.TRANSPORTS)
     assert all(len(rounds) == 2 and min(rounds) > 0 for rounds in found.values())
 
 
 def test_a_transport_that_changes_a_byte_is_caught(monkeypatch):
-    class Careless(transport_costs.ByPipe):
+    class Careless(torch_costs.ByPipe):
         def send(self, batch):
             batch = batch.copy()
             batch[0, 0, 0, 0] ^= 1
             super().send(batch)
 
-    monkeypatch.setattr(transport_costs, "WAYS", {"careless": Careless})
-    monkeypatch.setattr(transport_costs, "BATCHES", 1)
+    monkeypatch.setattr(torch_costs, "TRANSPORTS", {"careless": Careless})
+    monkeypatch.setattr(torch_costs, "BATCHES", 1)
 
     with pytest.raises(DamageError, match="came by careless are not those that were sent"):
-        transport_costs.costs(1)
+        torch_costs.transport_costs(1)
 
 
 def test_the_answer_has_a_row_per_way_with_ratios_to_the_common_one(quick, capsys):
@@ -161,8 +160,8 @@ def test_a_folder_without_images_is_one_line(tmp_path):
 
 
 def test_a_consumer_that_is_always_faster_than_the_producer_fills_no_socket():
-    way, batch = transport_costs.ByRing(), transport_costs.batches()[0]
+    way, batch = torch_costs.ByRing(), torch_costs.batches()[0]
 
     for _ in range(400):
         way.send(batch)
-        assert way.receive(len) == transport_costs.BATCH_BYTES
+        assert way.receive(len) == torch_costs.BATCH_BYTES

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from headway.core.errors import FormatError, InputError
 from headway.core.mesh import Mesh
 from headway.fault import Scenario, backup_peers, dual_phase, simulate, standby_size, suspects
-from headway.fault.advise import propose
-from headway.fault.attempts import AttemptTimes
+from headway.fault.advise import AttemptTimes, propose
 from headway.fault.backup import prepare
 from headway.fault.fleet import PARTS, FleetTimes
 from headway.ledger.answers.metrics import ettr

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError
-from headway.trace.events.process_groups import HASHED, group_id, parse_ranks
+from headway.trace.events.content import HASHED, group_id, parse_ranks
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KINDS
 from headway.trace.readers import flight

@@ -9,7 +9,7 @@ from torch import nn
 
 from headway.compute.apply import fuse_optimizer
 from headway.cost.fused import ADAPTIVE, OF_CALLS, fused_share
-from headway.ledger.answers.compute_causes import share_of
+from headway.ledger.answers.script_causes import fused_share_of
 from headway.runtime.script.compute_facts import model_facts, optimizer_facts
 from headway.trace.rings.compute_facts import ComputeFacts, ModelFacts, OptimizerFacts
 from headway.why.explanation import explain
@@ -215,7 +215,7 @@ def test_facts_say_what_decides_the_cost_of_a_step():
     ],
 )
 def test_what_is_not_proposed_has_a_reason(given, said):
-    assert said in share_of(OptimizerFacts(**given))
+    assert said in fused_share_of(OptimizerFacts(**given))
 
 
 def test_shares_are_ordered_and_below_one():

@@ -10,8 +10,8 @@ import pytest
 from headway.data.guard import process_state
 from headway.data.guard.process_state import FULL, NEAR_SHARE, SHARE, Attributes, Looks
 from headway.data.loader.read_ahead import CHANGED
-from headway.sim.recorded.loader_costs import Costs
 from headway.sim.recorded.program import Program
+from headway.sim.recorded.segment_times import Costs
 from tests.runs_made import MS, RunMaker
 
 

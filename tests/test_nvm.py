@@ -11,7 +11,7 @@ from headway.core.errors import FormatError, InputError
 from headway.lab.nvm_controller import simulate_nvm
 from headway.lab.nvm_design import ABLATION, DESIGNS, LINES_PER_PAGE, PAGE_BYTES, LineLayout, MemorySystem, NvmDesign
 from headway.lab.nvm_traces import END, READ, TRACES, WRITE, SetAssociativeCache, checked, read_trace
-from headway.verbs.stored.storage_sim import sim
+from headway.verbs.stored.storage import sim
 
 SMALL = MemorySystem(
     mapped_bytes=64 * PAGE_BYTES, num_cores=2, l1_bytes=512, l2_bytes=1024, llc_bytes=16 * 1024, controller_bytes=256

@@ -11,7 +11,7 @@ from headway.core.errors import InputError
 from headway.ledger.answers.causes import find_causes
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.booking import arrivals
-from headway.ledger.booking.sheet import RankAccount
+from headway.ledger.booking.rows import RankAccount
 from headway.ledger.buckets import SUBS
 from headway.sim.recorded.program import Program
 from headway.trace.events import parquet

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.fault.attempts import ettr_over_time, stepped_s
+from headway.fault.advise import ettr_over_time, stepped_s
 from headway.fault.fleet import Scenario, simulate
 from headway.ledger.answers.metrics import ettr_of_steps
 from headway.ledger.runs.attempts import book_run

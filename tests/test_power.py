@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from benchmarks.power_search import grid_search, job_wave, random_spec
 from headway.core.errors import FormatError, InputError, UnknownNameError
 from headway.power import GridSpec, PowerModel, check, optimise, smooth, store
+from headway.power.advise import PowerCosts
 from headway.power.apply import fill_gaps
-from headway.power.search import PowerCosts
 from headway.power.smoothing import fill, of_run, slowed
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import SPANS

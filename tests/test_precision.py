@@ -20,20 +20,18 @@ from headway.model.precision.apply import precision as precision_remedy
 from headway.model.precision.proposal import (
     NO_LINK,
     OperatorStatistics,
+    OperatorTimes,
     PhaseOfRank,
+    RankStep,
     TensorStatistics,
     omega_of,
     omega_table,
+    operator_seconds,
     operator_times,
     planned,
+    replayed_step_s,
     rest_of,
     rounding_variance,
-)
-from headway.model.precision.step import (
-    OperatorTimes,
-    RankStep,
-    operator_seconds,
-    replayed_step_s,
 )
 from headway.model.remedies import PRECISIONS
 from headway.sim.ddp.ddp_link import CollectiveLink

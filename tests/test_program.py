@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.sim.recorded.lane import LABEL
-from headway.sim.recorded.loader_costs import Costs
 from headway.sim.recorded.loader_model import own_service, storage_is_shared
 from headway.sim.recorded.program import Program
 from headway.sim.recorded.recording import LOAD_PARTS, Recording
-from headway.sim.recorded.segment_times import straggler_pace
+from headway.sim.recorded.segment_times import Costs, straggler_pace
 from headway.trace.events.trace import concat
 from tests.runs_made import MS, Made, Rows, RunMaker
 

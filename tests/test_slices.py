@@ -11,7 +11,7 @@ from headway.core.errors import InputError
 from headway.trace.events import parquet
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND, KINDS
-from headway.trace.readers.slices import TraceSlice, moments
+from headway.trace.readers.formats import TraceSlice, moments
 from tests.runs_made import RunMaker, write_folder
 from tests.test_trace import rows
 from tests.traces_made import traces

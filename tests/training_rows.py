@@ -3,8 +3,7 @@
 import numpy as np
 
 from headway.trace.events.vocabulary import KIND, SPANS
-from headway.trace.recording.rows import RecordedRows
-from headway.trace.recording.segments import CODE
+from headway.trace.recording.rows import CODE, RecordedRows
 
 TICK = 10
 

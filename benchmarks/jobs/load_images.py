@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from headway.data.bytes.account import usage
-from headway.data.stalls.torch_image_costs import BATCH, WAYS, Prepared, digest, prepared, read
+from headway.data.stalls.torch_costs import BATCH, WAYS, Prepared, digest, prepared, read
 
 WORKERS = 2
 ROUNDS = 1_000_000

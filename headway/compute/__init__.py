@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from headway.core.lazy import lazily
 
 if TYPE_CHECKING:
-    from headway.compute.kernels import CLASSES as CLASSES
-    from headway.compute.kernels import classify as classify
+    from headway.compute.gains import CLASSES as CLASSES
+    from headway.compute.gains import classify as classify
     from headway.compute.torch_flops import count_flops as count_flops
 
 PUBLIC: dict[str, str] = {
-    "CLASSES": "headway.compute.kernels:CLASSES",
-    "classify": "headway.compute.kernels:classify",
+    "CLASSES": "headway.compute.gains:CLASSES",
+    "classify": "headway.compute.gains:classify",
     "count_flops": "headway.compute.torch_flops:count_flops",
 }
 """Public name -> "module:attribute"."""

@@ -44,8 +44,8 @@ from headway.core.tables import pick
 from headway.core.units import NS_PER_S, format_fraction
 from headway.cost.fused import Share
 from headway.cost.specs import Ceilings, ceilings_of
-from headway.ledger.answers.compute_causes import share_of
 from headway.ledger.answers.ledger import Ledger
+from headway.ledger.answers.script_causes import fused_share_of
 from headway.ledger.cause import Cause
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup
@@ -227,7 +227,7 @@ def fused_optimizer(program: Program, optimizers: tuple[OptimizerFacts, ...]) ->
     """Propose fused updates where all optimizers of the run may have them, and the replay says that it pays."""
     shares = []
     for optimizer in optimizers:
-        share_or_reason = share_of(optimizer)
+        share_or_reason = fused_share_of(optimizer)
         if isinstance(share_or_reason, str):
             return Refusal(NAME, "compute", share_or_reason)
         shares.append(share_or_reason)

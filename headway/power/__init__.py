@@ -14,9 +14,9 @@ from headway.core.lazy import lazily
 
 if TYPE_CHECKING:
     from headway.cost.power import PowerModel as PowerModel
+    from headway.power.advise import optimise as optimise
     from headway.power.grid_spec import GridSpec as GridSpec
     from headway.power.grid_spec import check as check
-    from headway.power.search import optimise as optimise
     from headway.power.smoothing import smooth as smooth
     from headway.power.smoothing import store as store
 
@@ -24,7 +24,7 @@ PUBLIC: dict[str, str] = {
     "PowerModel": "headway.cost.power:PowerModel",
     "GridSpec": "headway.power.grid_spec:GridSpec",
     "check": "headway.power.grid_spec:check",
-    "optimise": "headway.power.search:optimise",
+    "optimise": "headway.power.advise:optimise",
     "smooth": "headway.power.smoothing:smooth",
     "store": "headway.power.smoothing:store",
 }

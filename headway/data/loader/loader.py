@@ -33,9 +33,8 @@ from headway.data.bytes.torch_examples import BatchMemory
 from headway.data.bytes.torch_keyed import WORD, KeyedDataset, WorkerStart
 from headway.data.loader.loader_cache import ExampleCache
 from headway.data.loader.sampler_state import put_back
-from headway.data.loader.streams import has_state, stream_iterator
 from headway.data.loader.threads import WORKERS, BatchWork, InThreads, MapStyleWork, reason_against
-from headway.data.loader.views import InProcess, InWorkers, KeysOf, View
+from headway.data.loader.views import InProcess, InWorkers, KeysOf, View, has_state, stream_iterator
 from headway.data.loader.walks import OrderWalk, SamplerWalk, State, StreamWalk, between_passes
 
 VERSION = 1

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 from headway.core.binomial import binomial
 from headway.core.errors import InputError
 from headway.core.units import NS_PER_S, format_bytes, format_fraction, format_seconds, plural
-from headway.ledger.answers.compute_causes import host_launch, optimizer_loops
 from headway.ledger.answers.evidence import (
     TRY,
     also_waited,
@@ -43,9 +42,11 @@ from headway.ledger.answers.script_causes import (
     bubble,
     evaluation,
     host_cpu_wait,
+    host_launch,
     host_recording,
     host_script,
     memory_grows,
+    optimizer_loops,
     rollout,
     steps_grow,
 )

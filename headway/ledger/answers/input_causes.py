@@ -22,8 +22,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from headway.core.units import NS_PER_S, format_seconds, plural
-from headway.ledger.answers.evidence import TRY, also_waited, blamed_s, booked_s, counted, mean_of, share_of, span_of
-from headway.ledger.answers.input_counts import count_words
+from headway.ledger.answers.evidence import (
+    TRY,
+    also_waited,
+    blamed_s,
+    booked_s,
+    count_words,
+    counted,
+    mean_of,
+    share_of,
+    span_of,
+)
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.cause import Cause, in_library
 from headway.trace.events.loader_facts import EPOCH_SAMPLERS, LoaderFacts, facts_of, unmovable_by_hand

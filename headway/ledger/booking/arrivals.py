@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.integers import narrowed
-from headway.ledger.booking.rows import NAME_ID, RankRows, RankSaves
-from headway.ledger.booking.sheet import RankAccount
+from headway.ledger.booking.rows import NAME_ID, RankAccount, RankRows, RankSaves
 from headway.ledger.booking.timeline import BookedRank, OpenWaits
 from headway.ledger.booking.waits import bubble_subs
 from headway.ledger.buckets import BLAME, BUCKET_CODE_OF_SUB, BUCKETS, SUB_CODE

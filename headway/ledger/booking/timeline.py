@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.ledger.booking import core_waits
-from headway.ledger.booking.rows import NAME_ID, NAMES, RankLifetime, RankRows
-from headway.ledger.booking.sheet import RankAccount
+from headway.ledger.booking.rows import NAME_ID, NAMES, RankAccount, RankLifetime, RankRows
 from headway.ledger.booking.waits import INPUT_IDS, book_evaluation, book_input
 from headway.ledger.buckets import (
     BUCKET_OF,
@@ -33,7 +32,7 @@ from headway.ledger.buckets import (
 from headway.trace.events.intervals import Intervals, Ints, Pieces, inside, merged, sweep
 from headway.trace.events.vocabulary import BY_EVENTS
 from headway.trace.recording.basis import ROLLOUT
-from headway.trace.recording.segments import ON_DEVICE
+from headway.trace.recording.rows import ON_DEVICE
 from headway.trace.rings.compute_facts import CallFlops
 
 # What the training thread was doing where no recorded name says so: evaluation, and the phases of a step.

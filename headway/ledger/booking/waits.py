@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.units import NS_PER_MS
-from headway.ledger.booking.rows import NAME_ID, RankRows
-from headway.ledger.booking.sheet import RankAccount
+from headway.ledger.booking.rows import NAME_ID, RankAccount, RankRows
 from headway.ledger.buckets import SUB_CODE
 from headway.trace.events.intervals import Ints, Pieces, enclosing, number_alike, share_out
 from headway.trace.events.vocabulary import STAGE_PARTS

@@ -23,6 +23,7 @@ from headway.ledger.booking.arrivals import Booked, RankLateness, settle
 from headway.ledger.booking.rows import (
     NAME_ID,
     NAMES,
+    RankAccount,
     RankLifetime,
     RankRows,
     life_of,
@@ -31,7 +32,6 @@ from headway.ledger.booking.rows import (
     saved_steps,
     worker_codes,
 )
-from headway.ledger.booking.sheet import RankAccount
 from headway.ledger.booking.timeline import book_rank, trained_until
 from headway.ledger.buckets import SUB_CODE, SUBS, bucket_of_sub
 from headway.trace.events.intervals import Ints

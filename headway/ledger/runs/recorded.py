@@ -32,7 +32,7 @@ from headway.core.files.safe_files import read_json
 from headway.core.units import format_fraction, plural
 from headway.ledger.booking.account import Account, KernelTimes, SpanFacts, blank_subs, bound_of
 from headway.ledger.booking.arrivals import RankLateness
-from headway.ledger.booking.sheet import RankAccount
+from headway.ledger.booking.rows import RankAccount
 from headway.ledger.buckets import BUCKET_CODE_OF_SUB, BUCKETS
 from headway.ledger.cause import joined
 from headway.ledger.runs.attempts import AttemptBook, RunBook, book_run

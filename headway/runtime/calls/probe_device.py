@@ -76,7 +76,7 @@ def join_updates(register: Callable[..., Any], probes: Probes) -> Callable[[], N
 #
 # They go in only where the host has devices. What the host waits for is the device at work, no time of its own.
 # `item()` and the like are left alone: torch.compile traces them by identity, and a function around them would break
-# its graphs. That the host waited there shows in the device's events (`headway.sim.recorded.device_work`).
+# its graphs. That the host waited there shows in the device's events (`headway.sim.recorded.lane`).
 
 SYNC = SPANS["host.sync"].code
 

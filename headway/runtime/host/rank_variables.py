@@ -1,6 +1,6 @@
 """Which rank a process is, as the launch line that started it says in its environment: one table for all readers.
 
-The launcher (`attached.py`) and the recording inside the rank
+The launcher (`launch.py`) and the recording inside the rank
 (`bootstrap.py`) both ask here, so that they always agree. It loads nothing:
 every rank imports it when its recording starts.
 

@@ -36,10 +36,17 @@ from headway.runtime.host import rank_env
 from headway.runtime.host.rank_env import Port, RankEnvironment
 from headway.runtime.host.reserve import Reserve
 from headway.runtime.launching.agent import Group, Signals
-from headway.runtime.launching.attempts import RankSupervisor, say
 from headway.runtime.launching.options import LaunchOptions
 from headway.runtime.launching.rendezvous import open_rendezvous, why_ended
-from headway.runtime.launching.run_of_ranks import ExitReport, open_recording, open_streams, report, specs_of
+from headway.runtime.launching.run_of_ranks import (
+    ExitReport,
+    RankSupervisor,
+    open_recording,
+    open_streams,
+    report,
+    say,
+    specs_of,
+)
 from headway.runtime.run_folder.exit_class import OomWatch, RankEnd
 
 DEFAULT_PORT = 29500

@@ -2,7 +2,7 @@
 
 Backward is the call of `torch.autograd.backward`; forward is what lies
 between a batch (or an update) and the backward that follows, so it is derived
-when the run is finalised (`headway.trace.recording.segments`) and costs nothing here. On
+when the run is finalised (`headway.trace.recording.rows`) and costs nothing here. On
 a device the host only launches: there `device_timers` records events as well.
 `HEADWAY_TIMERS=off` leaves all of this and the progress page out.
 """

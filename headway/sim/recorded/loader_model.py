@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from headway.core.units import NS_PER_S
 from headway.sim.recorded.lane import Lane
-from headway.sim.recorded.loader_costs import (
+from headway.sim.recorded.recording import ConsumedBatches, Recording
+from headway.sim.recorded.segment_times import (
     Costs,
     between_loads,
     first_loads,
@@ -26,7 +27,6 @@ from headway.sim.recorded.loader_costs import (
     measure_handoff,
     opening_parts,
 )
-from headway.sim.recorded.recording import ConsumedBatches, Recording
 from headway.sim.whatif import ResolvedEdits
 from headway.trace.events.loader_facts import LoaderFacts, bound, facts_of, uncacheable
 

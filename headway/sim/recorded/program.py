@@ -28,10 +28,9 @@ from headway.sim.ddp.ddp_replay import DdpReplay
 from headway.sim.graph.intervals import CONTENDED_FRACTION, most_discrepancy, speedup_interval
 from headway.sim.recorded.core_use import Contention
 from headway.sim.recorded.lane import LABEL, LABELS
-from headway.sim.recorded.loader_costs import Costs
 from headway.sim.recorded.loader_model import LoaderModel, busiest_host, host_pressure, own_service, storage_is_shared
 from headway.sim.recorded.recording import Recording, first_alone, first_steady
-from headway.sim.recorded.segment_times import beside_loads, brings_workers, edited_segments, on_busy_cores
+from headway.sim.recorded.segment_times import Costs, beside_loads, brings_workers, edited_segments, on_busy_cores
 from headway.sim.recorded.stage_orders import INPUT_SHARES, MOST_STARVED, RecordedPipeline, check_stages, reordered
 from headway.sim.recorded.unroll import Occupancy, Unrolled, unroll
 from headway.sim.whatif import Edit, Prediction, ResolvedEdits, parse_edit, scenario_of

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from headway.core.errors import InputError
 from headway.sim.pipeline.actions import StageGraph
 from headway.sim.recorded.core_use import cores_used
-from headway.sim.recorded.device_work import DeviceWork
-from headway.sim.recorded.lane import GARBAGE, LABEL, LABELS, ON_THREAD, PRIORITY, Lane
+from headway.sim.recorded.lane import GARBAGE, LABEL, LABELS, ON_THREAD, PRIORITY, DeviceWork, Lane
 from headway.sim.recorded.stage_work import MessagePoints, StageWork, cuts_of
 from headway.trace.events.intervals import enclosing, sweep
 from headway.trace.events.parts import Parts

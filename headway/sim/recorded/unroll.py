@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from headway.core.units import NS_PER_MS
 from headway.sim.graph.dag import Dag, greedy
 from headway.sim.recorded.core_use import Contention, rival_cycles
-from headway.sim.recorded.device_work import DeviceWork
-from headway.sim.recorded.lane import LABELS, ON_THREAD, Lane
+from headway.sim.recorded.lane import LABELS, ON_THREAD, DeviceWork, Lane
 from headway.sim.recorded.loader_model import Loading
 from headway.sim.recorded.recording import Recording
 from headway.sim.recorded.segment_times import last_of_steps

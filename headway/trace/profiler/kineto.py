@@ -36,8 +36,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import FormatError
+from headway.trace.events.content import MOST_RANKS, group_id, parse_ranks
 from headway.trace.events.intervals import Nesting, union_ns
-from headway.trace.events.process_groups import MOST_RANKS, group_id, parse_ranks
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND, MOVING
 from headway.trace.profiler import json_events

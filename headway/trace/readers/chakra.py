@@ -42,9 +42,9 @@ from numpy.typing import NDArray
 from headway.core.errors import FormatError, InputError
 from headway.core.files.safe_files import check_room, decode_json, whole_file
 from headway.core.units import NS_PER_US
+from headway.trace.events.content import group_id
 from headway.trace.events.intervals import leaves
 from headway.trace.events.parquet import numbered, plain_tables
-from headway.trace.events.process_groups import group_id
 from headway.trace.events.trace import COLUMNS, Trace
 from headway.trace.events.vocabulary import COLLECTIVES, KIND, KINDS
 from headway.trace.profiler.messages import SCALARS, delimited, message_classes, prefixed

@@ -29,7 +29,7 @@ from headway.core.errors import FormatError
 from headway.core.files.safe_files import decode_json
 from headway.core.files.unpickler import UNREADABLE, unpickle
 from headway.core.units import NS_PER_MS
-from headway.trace.events.process_groups import group_id, parse_ranks
+from headway.trace.events.content import group_id, parse_ranks
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND
 from headway.trace.profiler.kineto_names import dtype_bytes

@@ -31,7 +31,7 @@ from headway.trace.events.intervals import Nesting, inside
 from headway.trace.events.steps import step_of
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import COLLECTIVES, KIND, SPANS
-from headway.trace.recording import basis, gaps, segments
+from headway.trace.recording import basis, gaps, rows
 from headway.trace.recording import basis as evaluation
 from headway.trace.recording.gaps import trimmed
 from headway.trace.recording.loads import load_children, name_workers, place_made, thinned
@@ -139,10 +139,10 @@ def build(
         gaps.gaps(main, bounds, evaluations, gradients, found),
         *(_dropped_rows(p, lanes, p is lead) for p in processes),
     ]
-    kept = columns.where(~np.isin(columns.name, [CODE["input.parts"], segments.FORWARD, segments.BACKWARD]))
-    everything = RecordedRows.concat([kept, segments.with_forwards(main), *marks])
+    kept = columns.where(~np.isin(columns.name, [CODE["input.parts"], rows.FORWARD, rows.BACKWARD]))
+    everything = RecordedRows.concat([kept, rows.with_forwards(main), *marks])
     everything.step[:] = step_of(everything.start_ns, bounds)
-    segments.place(everything, bounds)
+    rows.place(everything, bounds)
     _set_depth(everything)
     order = np.lexsort((everything.depth, everything.lane, everything.start_ns))
     return Trace.from_columns(

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from headway.trace.events.intervals import FIRST, LAST, Intervals, merged
 from headway.trace.events.steps import counted, cycles
 from headway.trace.events.vocabulary import KIND
-from headway.trace.recording.rows import RecordedRows
-from headway.trace.recording.segments import BACKWARD, CODE, ON_DEVICE, outermost
+from headway.trace.recording.rows import BACKWARD, CODE, ON_DEVICE, RecordedRows, outermost
 
 Ints = NDArray[np.int64]
 

@@ -37,8 +37,7 @@ from headway.trace.events.intervals import FIRST, LAST, Intervals, Ints, inside,
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND, WAIT_NS
 from headway.trace.recording.basis import Basis, GradientCalls
-from headway.trace.recording.rows import RecordedRows
-from headway.trace.recording.segments import CODE
+from headway.trace.recording.rows import CODE, RecordedRows
 
 # Pauses of a recording: time between two cells of a notebook, in which none of its code ran.
 

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from headway.core.errors import HeadwayError, InputError
 from headway.core.units import format_fraction, format_seconds, plural
-from headway.fault.attempts import AttemptTimes, ettr_over_time, saves_of, stepped_s
+from headway.fault.advise import AttemptTimes, ettr_over_time, saves_of, stepped_s
 from headway.fault.backup import Preparation, prepare
 from headway.fault.fleet import Scenario, simulate
 from headway.fault.incidents import expected

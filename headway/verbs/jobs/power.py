@@ -17,17 +17,18 @@ from headway.core.units import format_fraction, format_seconds, magnitude
 from headway.cost.power import PowerModel
 from headway.power.advise import (
     SCHEMA,
+    PowerCosts,
     default_mitigations,
     mitigations,
     operator_script,
     operator_settings,
+    optimise,
     other_parts,
     read_power_plan,
     write_power_plan,
 )
 from headway.power.grid_spec import GridSpec, ramps, ranges
 from headway.power.grid_spec import check as hold_against
-from headway.power.search import PowerCosts, optimise
 from headway.power.smoothing import Waveform, of_file, of_run
 from headway.report.page.plots import Line, picture_page, write_page
 from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, uncut

@@ -27,7 +27,7 @@ TRANSPORTS = {
     "queue": "torch.multiprocessing.Queue",
     "pipe": "multiprocessing.Pipe, bytes",
 }
-"""Way of `torch_transport_costs` -> its name on the screen."""
+"""Way of `transport_costs` -> its name on the screen."""
 
 
 def bench(folder: Path | None = None, /, *, workers: int = 2, rounds: int = 5, json: bool = False) -> int:
@@ -89,15 +89,14 @@ def _measured(source: Some, workers: int, rounds: int) -> dict[str, Any]:
     """Return what `--json` prints of both tables."""
     import torch
 
-    from headway.data.stalls import torch_image_costs as image_costs
-    from headway.data.stalls import torch_transport_costs as transport_costs
+    from headway.data.stalls import torch_costs
 
     torch.set_num_threads(1)
     _say("moving batches")
-    moved = transport_costs.costs(rounds)  # first: it forks, and no thread may be there yet
-    found = image_costs.costs(source, workers, rounds=rounds, say=_say)
-    base = next(cost for cost in found if cost.name == image_costs.COMMON)
-    pixels = {cost.digest for cost in found if cost.name != image_costs.COMMON and not cost.missing}
+    moved = torch_costs.transport_costs(rounds)  # first: it forks, and no thread may be there yet
+    found = torch_costs.costs(source, workers, rounds=rounds, say=_say)
+    base = next(cost for cost in found if cost.name == torch_costs.COMMON)
+    pixels = {cost.digest for cost in found if cost.name != torch_costs.COMMON and not cost.missing}
     return {
         "loaders": [
             {"name": cost.name, "missing": cost.missing}
@@ -115,7 +114,7 @@ def _measured(source: Some, workers: int, rounds: int) -> dict[str, Any]:
             {"name": name, **_spread("cpu_s_per_batch", spent), "to_queue": _ratio(spent, moved["queue"])}
             for name, spent in moved.items()
         ],
-        "batch_bytes": transport_costs.BATCH_BYTES,
+        "batch_bytes": torch_costs.BATCH_BYTES,
         "torch": torch.__version__,
     }
 

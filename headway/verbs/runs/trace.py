@@ -17,8 +17,7 @@ from headway.sim.recorded.program import Program
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
 from headway.trace.readers import chrome, perfetto
-from headway.trace.readers.formats import describe, open_parts
-from headway.trace.readers.slices import TraceSlice, moments
+from headway.trace.readers.formats import TraceSlice, describe, moments, open_parts
 from headway.trace.recording.runs import Run, is_run
 from headway.trace.sync.alignment import Alignment
 from headway.trace.sync.alignment import align as align_trace
