@@ -97,8 +97,10 @@ def test_what_a_remedy_found_of_a_dataset_holds_for_the_others(
 
 def test_a_remedy_that_the_last_loader_left_is_not_in_force() -> None:
     had, left = {"dataset": "D", "num_workers": 2}, {"dataset": "D", "reason_not_applied": "it forks"}
-    rows = {"had": [had], "left": [had, left], "came back": [left, had], "elsewhere": [had, {**left, "dataset": "E"}]}
+    gone = {**left, "had_it": True}
+    rows = {"had": [had], "left": [had, gone], "came back": [gone, had], "elsewhere": [had, {**gone, "dataset": "E"}]}
+    rows |= {"evaluates": [had, left], "evaluates first": [left, had]}  # another loader over a dataset of that class
     facts = RunFacts.of({"applied": [{"name": name, "facts": {"loaders": row}} for name, row in rows.items()]})
 
-    assert {*facts.in_force} == {"had", "came back", "elsewhere"}
+    assert {*facts.in_force} == rows.keys() - {"left"}
     assert {name: row.reason for name, row in facts.given_up.items()} == {"left": "it forks"}

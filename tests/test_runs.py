@@ -215,6 +215,12 @@ def test_a_plan_of_a_folder_that_is_no_run_is_not_asked_of_it(tmp_path):
         _ = RunOptions(apply=tmp_path).plan_path
 
 
+def test_of_a_folder_that_was_planned_again_the_newer_plan_is_meant(tmp_path):
+    for name in ("plan.json", "next-plan.json"):
+        (tmp_path / name).write_text("{}")
+        assert RunOptions(apply=tmp_path).plan_path == tmp_path / name
+
+
 def test_a_ring_that_could_not_be_made_is_why_a_run_holds_nothing(tmp_path):
     (tmp_path / "run.json").write_text('{"schema": "headway.run-folder/1"}')
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -267,5 +267,6 @@ class ExampleCaches:
 
     def _leave(self, dataset: Any, reason: str) -> None:
         """Read `dataset` as if there were no cache, from the next iterator on."""
+        had_it = {"had_it": True} if self.stored.get(id(dataset)) is not None else {}
         self.stored[id(dataset)] = None
-        self.report({"dataset": type(dataset).__name__, "reason_not_applied": reason})
+        self.report({"dataset": type(dataset).__name__, "reason_not_applied": reason, **had_it})

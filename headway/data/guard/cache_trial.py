@@ -61,7 +61,7 @@ def probed(loader: DataLoader[Any], *, fresh: bool = True) -> tuple[str | None, 
         finding = finding or _unsteady(dataset)
         example, num_bytes = dataset[0], 0 if finding else len(encode(dataset[0]))
         if finding is None and fresh and not is_plain_data(example):
-            finding = "its examples hold more than arrays, tensors, numbers and text, and copies may differ"
+            finding = "its examples hold more than arrays, contiguous tensors, numbers and text, and copies may differ"
         if finding is None and aliased(example):
             finding = "parts of an example share memory, and parts of a copy would not"
         finding = finding or _differs_in_workers(loader, [0, last])

@@ -142,7 +142,8 @@ class LoaderSharing:
 
         def leave(cause: Exception, indices: Iterator[Any]) -> AsWritten:
             self._leave(loader, "")
-            self.report({"dataset": type(loader.dataset).__name__, "reason_not_applied": failure(cause)})
+            known = {"dataset": type(loader.dataset).__name__, "had_it": True}
+            self.report({**known, "reason_not_applied": failure(cause)})
             return AsWritten(loader, indices)
 
         if isinstance(iterator, Served) and iterator.is_alone:

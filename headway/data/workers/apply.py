@@ -319,7 +319,7 @@ class LoaderTuner:
             found = known()
             if found is not None:
                 self.tunings[found] = None
-            self.report({"dataset": dataset, "reason_not_applied": reason})
+            self.report({"dataset": dataset, "reason_not_applied": reason, "had_it": True})
 
         return leave
 

@@ -44,7 +44,7 @@ SHARED = "it reads from {}, which threads would share: worker processes have one
 """Why a dataset that opens a file or a connection of its own, if only when it is first read, is left alone."""
 
 FORGOTTEN = "reading it sets what its own workers, made anew for each pass, would forget"
-SETS = "its first reading sets what threads would share, and set at once: worker processes have it for themselves each"
+SETS = "its first reading sets what threads would share; worker processes have one each"
 """Why a dataset that keeps something of a reading is left alone."""
 
 VISIBLE = "reading a batch prints, logs, warns, changes files, or starts or asks another process"
@@ -393,7 +393,7 @@ class LoaderSwitch:
         found = loader()
         if found is not None:
             self._leave(found, reason)
-        self.report({"dataset": dataset, "reason_not_applied": reason})
+        self.report({"dataset": dataset, "reason_not_applied": reason, "had_it": True})
 
     def _decide(self, loader: DataLoader[Any]) -> str | None:
         facts = {"dataset": type(loader.dataset).__name__, "before": loader.num_workers}

@@ -42,6 +42,8 @@ class LoaderDecision(msgspec.Struct, frozen=True, kw_only=True):
     """`READING` or `DATASET`."""
     reason_not_applied: str | None = None
     """Why the loader was left alone."""
+    had_it: bool | None = None
+    """Whether a loader that is left alone had the remedy before."""
     reason: str | None = None
     """Why the remedy was withdrawn from it."""
 
@@ -90,7 +92,11 @@ class AppliedRow(msgspec.Struct, frozen=True, kw_only=True):
             return self.unused
         reasons = [entry.reason or "withdrawn" for entry in self.decisions("withdrawn")]
         if not reasons:
-            last = {entry.dataset: entry.reason_not_applied for entry in self.decisions("loaders")}
+            last: dict[str | None, str | None] = {}
+            for entry in self.decisions("loaders"):
+                # A loader that never had it takes it from no other: one that evaluates often reads the same class.
+                if entry.had_it or not entry.reason_not_applied or entry.dataset not in last:
+                    last[entry.dataset] = entry.reason_not_applied
             reasons = [reason for reason in last.values() if reason] if all(last.values()) else []
         return "; ".join(dict.fromkeys(reasons))
 
