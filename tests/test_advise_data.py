@@ -14,6 +14,7 @@ from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.recorded.program import Program
 from headway.trace.events.loader_facts import LoaderFacts
+from headway.trace.events.vocabulary import UNREAD
 from headway.trace.recording.run_facts import RunFacts
 from tests.runs_made import MS, Made, RunMaker
 
@@ -68,6 +69,16 @@ def test_a_loader_that_is_made_anew_for_each_epoch_keeps_no_workers() -> None:
 
     assert "persistent=true" not in row.edits
     assert row.parameters["persistent_workers"] is False
+
+
+@pytest.mark.parametrize("loader", [{"changes_between": "others"}, {"changes_unchecked": UNREAD}])
+def test_nothing_outlives_a_pass_where_nobody_saw_that_later_ones_give_the_same(loader: dict[str, str]) -> None:
+    rows = advice(made_of(fetch_ns=10 * MS), **loader)
+
+    assert isinstance(rows["data.workers"], Proposal)
+    assert rows["data.workers"].parameters["persistent_workers"] is False
+    assert isinstance(rows["data.cache"], Refusal)
+    assert "between passes" in rows["data.cache"].reason
 
 
 def test_the_cache_is_as_large_as_the_data_or_the_memory() -> None:

@@ -218,6 +218,39 @@ def test_a_change_that_lasts_is_seen_at_the_end_of_the_job(workers, monkeypatch)
     assert "were others" in facts["changes_between"]
 
 
+@pytest.mark.parametrize("workers", [False, True])
+@pytest.mark.parametrize("steps", [8, 20])
+def test_a_job_too_short_for_the_last_step_of_a_reading_is_judged_when_it_ends(steps, workers, monkeypatch):
+    change, still = (lambda dataset, number, step: setattr(dataset, "ratio", number)), (lambda *_: None)
+    facts, same = (in_passes(how, monkeypatch, workers=workers, steps=steps, passes=3) for how in (change, still))
+    known = LoaderFacts.of({"sampler": "RandomSampler", **facts})
+
+    assert facts["changes"] == ""
+    assert "change between passes" in unkept(known)
+    assert "change between passes" in unshared(known)
+    assert unmovable(known) == ""
+    assert same == {"changes": "", "changes_unchecked": ""}
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_last_reading_without_an_answer_is_told_where_there_were_several_passes(passes, monkeypatch):
+    monkeypatch.setattr("headway.runtime.recorder.rereading.LAST_S", 0.01)
+    recorder, dataset = Recorder(), Hangs()
+    again = Rereadings(recorder)
+    for number in range(passes):
+        kept = again.keep(0, dataset, DataLoader(dataset, 5).collate_fn, [0])
+        if number == 0:
+            kept.expected = checksum(torch.tensor([0]))
+        recorder.step()
+        again.ended(0)
+    again.finish()
+    known = LoaderFacts.of({"sampler": "RandomSampler", **recorder.loaders[0]})
+
+    assert known.changes is None
+    assert ("is not known: the job ended before" in unkept(known)) == (passes > 1)
+    assert unmovable(known) == ""
+
+
 @pytest.mark.parametrize("since", [1, 4])
 def test_a_change_within_short_passes_is_found(since, monkeypatch):
     def change(dataset, number, step):

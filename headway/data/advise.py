@@ -31,6 +31,7 @@ from headway.sim.whatif import WorkerEdit, scenario_of
 from headway.trace.events.loader_facts import (
     LoaderFacts,
     facts_of,
+    renewed,
     unkept,
     unmovable,
     unshared,
@@ -168,7 +169,7 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) ->
     recorded = max(int(batches.workers.max(initial=0)) for batches in program.recording.batches)
     epochs = _epochs(program, facts)
     # Persistence is only worth an edit where one loader's iterators are created again, and then it costs nothing.
-    kept = all(fact.loaders == 1 and not fact.changes_between for fact in facts.values())
+    kept = all(fact.loaders == 1 and not renewed(fact) for fact in facts.values())
     keep = ("persistent=true",) if kept and epochs > 1 and not all(fact.persistent for fact in facts.values()) else ()
     count = _fewest(program, setup, facts, *keep)
     if not count:

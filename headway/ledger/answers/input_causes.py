@@ -35,7 +35,7 @@ from headway.ledger.answers.evidence import (
 )
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.cause import Cause, in_library
-from headway.trace.events.loader_facts import EPOCH_SAMPLERS, LoaderFacts, facts_of, unmovable_by_hand
+from headway.trace.events.loader_facts import EPOCH_SAMPLERS, LoaderFacts, facts_of, renewed, unmovable_by_hand
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +338,7 @@ def state_of(ledger: Ledger, loader: LoaderWaits) -> LoaderState:
         is_stream=loader.facts.streams,
         on_host=facts.device_type == "cpu",
         is_persistent=loader.facts.persistent,
-        is_renewed=bool(loader.facts.changes_between),
+        is_renewed=bool(renewed(loader.facts)),
         pins=loader.facts.pin_memory,
         is_small=0 < loads.total_bytes < SMALL_BYTES * loads.count,
         threads=max(facts.threads.values(), default=0),

@@ -13,6 +13,7 @@ Where the pass has ended by then, the dataset may have changed between two passe
 hindrance but for what outlives a pass. What changes within a pass for the first time after that shows in passes 1, 2,
 4, 8, ..., or the next that the share of the time allows: the first load of each is read again when the pass has ended.
 What the first pass began with is read once more when the job ends: a change that lasts shows there at the latest.
+Where passes are short it is read at their ends as well, until the 64 steps are over: a short job has no such step.
 
     pass 4   first load ................................ end
              checksum            ==?                     child
@@ -42,10 +43,11 @@ from typing import Any
 
 from headway.core.machine.child import Aside, detached, end_detached
 from headway.core.machine.interruptions import pass_on
+from headway.core.units import NS_PER_S
 from headway.runtime.host.device import in_use
 from headway.runtime.recorder.probes import NEVER, RECORDING, Probes, now
 from headway.runtime.script.draws import own_generators, restorer
-from headway.trace.events.vocabulary import READ_AGAIN
+from headway.trace.events.vocabulary import READ_AGAIN, UNREAD
 
 LATER = (8, 64)
 """Optimizer steps after the first load at which its indices are read again."""
@@ -61,8 +63,9 @@ FEW = 4
 
 WITHIN, END, ACROSS = "within", "end", "across"
 
-LAST_S = 0.3
-"""Seconds that the end of the job waits for the child whose answer is the last for its loader."""
+LAST_S, MOST_LAST_S = 0.3, 2.0
+"""Seconds that the end of the job waits for the children whose answers are the last for their loaders: the first, or
+`SHARE` of the time up to the second."""
 
 DEEPEST = 16
 """Levels of a batch that are looked into; an object may hold itself."""
@@ -301,14 +304,20 @@ class Rereadings:
     def ended(self, group: int) -> None:
         """Fork the child that reads again what the pass which has just ended began with, where that is due."""
         load = self._kept.get(group)
-        if load is None or not load.at_end or self._pid != os.getpid():
+        if load is None or self._pid != os.getpid():
+            return
+        moment = END if load.at_end else ACROSS
+        if moment == ACROSS and not (load.number == 1 and load.due and load.is_over):
             return
         load.at_end, load.is_over = False, True
+        is_first = load.number == 1 and group == next(iter(self._kept)) and self._passes[group] <= 2
+        is_wanted = is_first or self._is_within_share()
         if not self._has_answered(load):
-            return
-        is_first = load.number == 1 and group == next(iter(self._kept))
-        if load.expected is not None and (is_first or self._is_within_share()):
-            self._fork(load, self._probes.steps[0] - load.step, END)
+            if moment == ACROSS or load.moment != WITHIN or load.expected is None or not is_wanted:
+                return
+            load.leave()  # what it would say, the one that reads at the end says as well
+        if load.expected is not None and is_wanted:
+            self._fork(load, self._probes.steps[0] - load.step, moment)
             self._spent_on_passes_ns += self._last_ns
             self._probes.wanted[self.stepped] = self._probes.due[0] = 0
         elif not load.due:
@@ -395,24 +404,37 @@ class Rereadings:
         """End the children that still read: the job does not wait long for them, and leaves nobody behind."""
         if self._pid != os.getpid():
             return
-        until = time.monotonic() + LAST_S
+        share_s = SHARE * (now() - self._since_ns) / NS_PER_S
+        until = time.monotonic() + max(LAST_S, min(share_s, MOST_LAST_S))
         for load in (*self._kept.values(), *self._ended, *self._last_readings(until)):
             if load.pipe >= 0 and not load.due:
                 _is_readable(load.pipe, max(0.0, until - time.monotonic()))
             if not self._has_answered(load):
                 load.leave()
+                if load.moment == ACROSS and load.number == 1 and not load.due:
+                    self._note_unread(load)
 
     def _last_readings(self, until: float) -> list[FirstLoad]:
         """Have read once more what first passes began with, where there were others; return what is read then."""
         read = list[FirstLoad]()
         for group, load in self._earliest.items():
-            is_alike = self._probes.loaders.get(group, {}).get("changes") == ""
-            if is_alike and load.is_steady and self._passes[group] > 1 and time.monotonic() < until:
+            if self._passes[group] < 2 or time.monotonic() >= until:
+                continue
+            if not self._has_answered(load) and load.moment != ACROSS:
+                load.leave()
+            changes = self._probes.loaders.get(group, {}).get("changes")
+            is_unjudged = changes is None and bool(load.due) and load.expected is not None
+            if is_unjudged or (changes == "" and load.is_steady):
+                load.due.clear()
                 if load.pipe < 0:
-                    load.let_go()  # of readings that were due
                     self._fork(load, self._probes.steps[0] - load.step, ACROSS)
                 read.append(load)
         return read
+
+    def _note_unread(self, load: FirstLoad) -> None:
+        """Note that the last reading did not answer, where no other one has said that examples stay the same."""
+        if self._probes.loaders.get(load.group, {}).get("changes") is None:
+            self._note(load, unchecked=UNREAD)
 
     def _judge(self, kept: FirstLoad, answer: bytes) -> None:
         if not answer:

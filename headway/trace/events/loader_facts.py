@@ -18,6 +18,7 @@ from typing import Annotated
 import msgspec
 
 from headway.core.files.safe_files import converted
+from headway.trace.events.vocabulary import UNREAD
 
 SAFE_SAMPLERS = (
     "SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "DistributedSampler",
@@ -36,6 +37,9 @@ CHANGES = "the examples of its dataset change while training goes on: {}"
 
 BETWEEN = "the examples of its dataset change between passes: {}"
 """Why nothing that outlives a pass may hold its examples; what was seen goes in."""
+
+UNJUDGED = "whether the examples of its dataset change between passes is not known: {}"
+"""The same where nobody saw whether they do."""
 
 OWN = "it is headway's own loader: pass {} where the script makes it"
 """Why the loaders of the data room itself are left alone."""
@@ -209,6 +213,13 @@ def unthreadable(facts: LoaderFacts) -> str:
     return bound(facts) or facts.rehearsal.threads or ""
 
 
+def renewed(facts: LoaderFacts) -> str:
+    """Say why nothing that outlives a pass may hold the examples of a loader; '' if it may."""
+    if facts.changes_between:
+        return BETWEEN.format(facts.changes_between)
+    return UNJUDGED.format(UNREAD) if facts.changes is None and facts.changes_unchecked == UNREAD else ""
+
+
 def unkept(facts: LoaderFacts) -> str:
     """Say why the examples of a loader cannot be kept; '' if they can."""
     if facts.datasets > 1:
@@ -224,8 +235,8 @@ def uncacheable(facts: LoaderFacts) -> str:
         return facts.reason_untunable
     if facts.changes:
         return CHANGES.format(facts.changes)
-    if facts.changes_between:
-        return BETWEEN.format(facts.changes_between)
+    if renewed(facts):
+        return renewed(facts)
     if facts.unfit:
         return facts.unfit
     if facts.draws:
@@ -238,8 +249,8 @@ def unshared(facts: LoaderFacts) -> str:
     """Say why a server may not make the examples of a loader; '' if it may."""
     if facts.own:
         return OWN.format('server="auto"')
-    if facts.changes_between:
-        return BETWEEN.format(facts.changes_between)
+    if renewed(facts):
+        return renewed(facts)
     if facts.worker_init_fn:
         return f"its worker_init_fn ({facts.worker_init_fn}) prepares processes that a server has none of"
     return unmovable(facts)

@@ -49,6 +49,9 @@ BLOCKING = 1
 READ_AGAIN = 1
 """What marks forks that read data again among headway's own work; a replay leaves them out."""
 
+UNREAD = "the job ended before its first examples were read again"
+"""What the facts of a loader say where the last of its readings gave no answer."""
+
 GC_CALLED = 4
 """What a garbage collection's generation is raised by where the script called `gc.collect`."""
 
