@@ -73,7 +73,7 @@ class ThreadSamples:
         self._ring = (ctypes.c_char * (_PAGES * page)).from_address(start + page)
 
     def addresses(self) -> list[int]:
-        """Return the addresses sampled since the last call, in order; the oldest 512 where there were more."""
+        """Return the addresses sampled since the last call, in order; the oldest where there were `MOST_SAMPLES`."""
         head = self._head.value
         addresses = list(self._records(self._tail.value, head))
         self._tail.value = head

@@ -72,7 +72,7 @@ class Marks(NamedTuple):
     """[k] The same where the threads of the pool never waited at once."""
 
     spent_ns: NDArray[np.float64]
-    """[k] CPU time so far, without what the thread spun for its pool; NaN where no samples told it."""
+    """[k] CPU time so far, without what the thread spun or worked for headway; NaN where no samples told it."""
 
 
 def marks(rows: RankRows) -> Marks:

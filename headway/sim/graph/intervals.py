@@ -132,18 +132,17 @@ def drift(steps: NDArray[np.float64]) -> float:
     """Return how far the usual step of a run, [k], may be off as a fraction of it, told by medians of blocks of steps.
 
     Medians, the lower of two, since a run has few of its rare long steps (evaluation, saves, the first ones of passes
-    whose workers start anew), and another has as many. Blocks of several
-    lengths, of which the one counts that says most: steps that follow each other are alike, so short blocks say too
-    little (Flyvbjerg and Petersen, Error estimates on averages of correlated data, 1989).
+    whose workers start anew), and another has as many. Blocks of several lengths, of which the one counts that says
+    most: steps that follow each other are alike, so short blocks say too little (Flyvbjerg and Petersen, Error
+    estimates on averages of correlated data, 1989).
 
     >>> drift(np.array([1.0, 1.0, 1.0, 9.0] * 20)), round(drift(np.repeat([1.0, 1.2], 40)), 3)
     (0.0, 0.049)
     >>> drift(np.array([1.0, 1.0, 1.0, 50.0, 40.0, 1.0, 1.0, 1.0] * 12)[3:])
     0.0
     """
-    long_enough = len(steps) // BLOCK_STEPS
-    most = long_enough if long_enough >= FEWER_BLOCKS[-1] else MOST_BLOCKS
-    counts = [min(blocks, most) for blocks in (MOST_BLOCKS, *FEWER_BLOCKS)]
+    most = len(steps) // BLOCK_STEPS  # a short run has blocks of fewer steps
+    counts = [min(blocks, most) if most >= FEWER_BLOCKS[-1] else blocks for blocks in (MOST_BLOCKS, *FEWER_BLOCKS)]
     found = [spread(steps, lambda block: np.quantile(block, 0.5, method="lower"), blocks) for blocks in counts]
     return max(row.sd / max(row.mean, 1e-9) if row is not None else 0.0 for row in found)
 

@@ -150,9 +150,9 @@ class RunOptions:
         """The plan file that --apply means: the file itself, or the plan of a run folder. Raises `InputError`."""
         if self.apply is None or not self.apply.is_dir():
             return self.apply
-        plans = [self.apply / name for name in ("next-plan.json", "plan.json")]  # the newer one first
-        if written := [plan for plan in plans if plan.is_file()]:
-            return written[0]
+        for name in ("next-plan.json", "plan.json"):  # the newer one first
+            if (plan := self.apply / name).is_file():
+                return plan
         from headway.trace.recording.runs import is_run  # the launcher starts without it
 
         if not is_run(self.apply):
