@@ -98,8 +98,8 @@ def test_ctrl_c_ends_the_loop_of_the_shell_where_it_ends_a_plain_scripts(tmp_pat
         tmp_path,
         f"""
         import sys, time
-        open(sys.argv[1], "w").close()
         try:
+            open(sys.argv[1], "w").close()
             time.sleep(60)
         except KeyboardInterrupt:
             {leave}
