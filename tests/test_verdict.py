@@ -154,6 +154,9 @@ def test_the_verdict_is_about_the_largest_loss_unless_a_remedy_wins_another():
     for other_s, leads in ((1.6, "input.prep"), (1.7, "host.script")):
         causes = [lost, script | {"lost_device_s": other_s, "at_most": True}]
         assert verdict({**facts, "causes": causes}).cause == leads, "far larger, if nothing is known that pays"
+    for batch_s, leads in ((5.9, "host.script"), (6.1, "compute.batch")):
+        batch = eval_ | {"cause": "compute.batch", "lost_device_s": batch_s}
+        assert verdict({**facts, "causes": [batch, script]}).cause == leads, "more examples in a batch change training"
     own = script | {
         "cause": "host.cpu_wait",
         "fix": f"{RECORD_LONGER}: headway's own processes read data",

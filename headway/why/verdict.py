@@ -67,6 +67,9 @@ FAR_LARGER = 3.0
 OVERSHADOWED = 0.2
 """Share of the device time from which another bucket is named beside the first cause."""
 
+CHANGES_TRAINING = ("compute.batch",)
+"""Causes whose fix trains another model: one leads where nothing else is worth a headline, or as `FAR_LARGER`."""
+
 WARNINGS = ("memory.grow", "input.repeats")
 """Causes that lose no time: they end jobs, or train on the wrong examples."""
 
@@ -112,11 +115,11 @@ def verdict(answer: Json | Why) -> Verdict:
     """Say in one sentence where the time of a `headway.why/2` object went, and what to do first.
 
     The largest loss that a remedy wins back, or may win back, leads where that is 5 % or more, else the largest loss
-    that advice may mend, or one that is `FAR_LARGER` and that nothing known mends: its bucket gives the share. A run
-    without a loss above the noise is told so, and what headway's recording took is never what to mend. How a run ended
-    that did not end well comes before everything else. A host without free cores leads where that lost most: the rest
-    is said of a busy host. What took more of the time than the headline's loss (useful work, the start-up of a short
-    run) is said behind it.
+    that advice may mend, or one that is `FAR_LARGER` and that nothing known mends: its bucket gives the share. Advice
+    that changes training stands back behind a like loss that is mended without. A run without a loss above the noise is
+    told so, and what headway's recording took is never what to mend. How a run ended that did not end well comes before
+    everything else. A host without free cores leads where that lost most: the rest is said of a busy host. What took
+    more of the time than the headline's loss (useful work, the start-up of a short run) is said behind it.
     """
     why = Why.of(answer)
     devices, wall = plural(why.devices, "device"), seconds(why.wall_s)
@@ -139,7 +142,8 @@ def verdict(answer: Json | Why) -> Verdict:
     if largest is not None and (largest.cause == "host.cpu_wait" or _outweighs(largest, first)):
         first = largest  # what else the run shows is of a busy host, or small beside what one line wins
     if first is None:
-        first = next((c for c in named if headline(c, why)), None)
+        worth = [c for c in named if headline(c, why)]
+        first = next((c for c in worth if c.cause not in CHANGES_TRAINING), next(iter(worth), None))
         first = largest if first and largest and _lost_s(largest) > FAR_LARGER * _lost_s(first) else first
     if first is None:
         return Verdict(sentence=f"{end}{useful}{_larger_loss(why, '') or '; no loss stands out'}.")
