@@ -462,6 +462,24 @@ def test_workers_for_one_loader_leave_the_others_as_they_were() -> None:
     assert program.predict(["workers=4@1+2", "threads=true", "persistent=true"]).speedup == 1.0
 
 
+@pytest.mark.parametrize(("trial_s", "edit"), [(0.1, "workers=4"), (0.6, "workers=4@0")])
+def test_a_loader_that_trials_leave_no_time_for_is_replayed_as_it_was(trial_s: float, edit: str) -> None:
+    """Of two loaders the second is not tried where the trial of the first takes .6 s: so `apply` has it, too."""
+    made = job(ranks=1, num_workers=0, fetch_ns=9 * MS).make()
+    events = made.trace.events
+    first = np.flatnonzero(made.trace.named("input.iter"))
+    second = (events["group"] == 0) & (events["start_ns"] >= events["start_ns"][first[1]])
+    trace = replace(made.trace, events={**events, "group": np.where(second, 1, events["group"])})
+    facts = made.meta["loaders"]["0"]
+    loaders = {"0": {**facts, "rehearsal": {"processes_s": trial_s}}, "1": {**facts, "dataset": "Other"}}
+    program = program_of(replace(made, trace=trace), loaders=loaders)
+
+    assert program.predict(["workers=4"]).step_s == pytest.approx(program.predict([edit]).step_s, rel=0.001)
+    assert program.predict(["workers=4@1"]).speedup > 1.1, "nothing of the first one is tried then"
+    by_hand = program.predict(["workers=4", "watched=false"]).speedup
+    assert by_hand > 1.1 * program.predict(["workers=4@0", "watched=false"]).speedup
+
+
 def test_steps_that_took_no_time_cannot_be_replayed() -> None:
     made = RunMaker(ranks=1, steps=9, compute_ns=0, optimizer_ns=0, iter_ns=0, transfer_ns=0).make()
 

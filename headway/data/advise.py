@@ -392,8 +392,8 @@ def _trial_s(program: Program, facts: Mapping[int, LoaderFacts], remedy: str, ch
     """
     model = program.models[0]
     took_ns = {"workers": model.trial_ns, "threads": model.thread_trial_ns, "cache": model.cache_trial_ns}[remedy]
-    counts = model.tried & np.isin(model.batches.group, list(facts))
-    trial_s = float(took_ns[counts].sum()) / NS_PER_S * children / 2
+    tried, _ = model.trials(np.isin(model.batches.group, list(facts)))
+    trial_s = float(took_ns[tried].sum()) / NS_PER_S * children / 2
     return trial_s + FIRST_S if trial_s else 0.0
 
 

@@ -34,6 +34,7 @@ from headway.data.guard.picture import size_of
 from headway.data.guard.trial import Limit, limited
 from headway.runtime.in_rank.remedy import Context
 from headway.runtime.script.object_graph import attributes, closure_of
+from headway.trace.events.loader_facts import TRIAL_SHARE, may_try
 
 LONGEST_S = 5.0
 """The most time that a child of a trial has; also where no step was recorded."""
@@ -44,13 +45,7 @@ LEAST_S = 3.0
 READINGS = 10
 """A child reads a few examples so often, at most; that takes less than to read whole batches so often."""
 
-FIRST_S = 0.5
-"""A trial may begin while all trials before have taken less than this..."""
-
-SHARE = 0.01
-"""...and this share of the time since the first one."""
-
-NOT_TRIED = f"not tried: trying costs more than {SHARE:.0%} of the time trained"
+NOT_TRIED = f"not tried: trying costs more than {TRIAL_SHARE:.0%} of the time trained"
 """Why a loader is left alone for this pass; a later one may try."""
 
 DEPTH = 12
@@ -92,7 +87,7 @@ class Budget:
         """Whether a question may be tried of a loader now; notes that it is."""
         is_same = self.tried is not None and self.tried() is loader
         is_rest = is_same and question not in self.asked
-        if not (self.began is None or is_rest or self.spent_s < FIRST_S + SHARE * (self.clock() - self.began)):
+        if not (self.began is None or is_rest or may_try(self.spent_s, self.clock() - self.began)):
             return False
         self.tried, self.asked = ref(loader), {*(self.asked if is_same else ()), question}
         return True

@@ -28,7 +28,7 @@ from headway.sim.recorded.segment_times import (
     opening_parts,
 )
 from headway.sim.whatif import ResolvedEdits
-from headway.trace.events.loader_facts import LoaderFacts, bound, facts_of, uncacheable
+from headway.trace.events.loader_facts import LoaderFacts, bound, facts_of, may_try, uncacheable
 
 MAX_PRESSURE = 10.0
 """Beyond this, run-queue wait says more about single wake-ups than about the host."""
@@ -106,8 +106,11 @@ class LoaderModel:
     tunable: NDArray[np.bool_]
     """[i] Whether the number of workers may change."""
 
-    tried: NDArray[np.bool_]
-    """[i] Whether a remedy would be tried before this pass: the first one over loaders with the same facts."""
+    alike: tuple[Hashable, ...]
+    """[i] Facts of the loader of each pass: those with the same ones are tried once."""
+
+    begin_ns: NDArray[np.int64]
+    """[i] When the first batch of each pass was asked for."""
 
     trial_ns: NDArray[np.float64]
     """[i] What trying worker processes takes, as the recording measured it, else as usual."""
@@ -164,6 +167,8 @@ class LoaderModel:
         take[unknown], handoff[unknown] = (batches.end_ns - batches.start_ns)[unknown], 0.0
         created = batches.iter_segment
         persistent = np.array([fact.persistent for fact in told], dtype=bool) & (batches.epoch > 0)
+        begins = np.full(len(told), np.iinfo(np.int64).max)
+        np.minimum.at(begins, batches.iterator, batches.start_ns)
         return cls(
             batches=batches,
             owned_ns=owned[rows],
@@ -172,7 +177,8 @@ class LoaderModel:
             prefetch=prefetch,
             persistent=persistent,
             tunable=np.array([not bound(fact) for fact in told], dtype=bool),
-            tried=_first_of_each([(fact.dataset, fact.batch_size, fact.sampler) for fact in told]),
+            alike=tuple((fact.dataset, fact.batch_size, fact.sampler) for fact in told),
+            begin_ns=begins,
             trial_ns=_seconds([fact.rehearsal.processes_s for fact in told], costs.trial_ns),
             thread_trial_ns=_seconds([fact.rehearsal.threads_s for fact in told], costs.thread_trial_ns),
             cache_trial_ns=_seconds(
@@ -235,10 +241,41 @@ class LoaderModel:
             stop_ns=stop_ns * scenario.factor("input.next"),
         )
 
+    def trials(self, asked: NDArray[np.bool_]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+        """Return [i] whether a remedy is tried before each pass, and the n-th pass over its loader since such a trial.
+
+        A remedy of the loaders `asked` [i] is tried as `may_try` has it; -1 until then.
+        """
+        tried, since = np.zeros(asked.size, bool), np.full(asked.size, -1)
+        known: set[Hashable] = set()
+        first: dict[int, int] = {}
+        began, spent_ns = None, 0.0
+        for place in np.argsort(self.begin_ns, kind="stable"):
+            if not asked[place]:
+                continue
+            facts, group, epoch = self.alike[place], int(self.batches.group[place]), int(self.batches.epoch[place])
+            began = self.begin_ns[place] if began is None else began
+            if facts not in known and may_try(spent_ns / NS_PER_S, (self.begin_ns[place] - began) / NS_PER_S):
+                known.add(facts)
+                tried[place] = True
+                spent_ns += self.trial_ns[place]
+            if facts in known:
+                since[place] = epoch - first.setdefault(group, epoch)
+        return tried, since
+
+    def _asked(self, scenario: ResolvedEdits) -> NDArray[np.bool_]:
+        """Return [i] whether a remedy is for the loader of each pass."""
+        reached = np.array([scenario.reaches(int(group)) for group in self.batches.group], dtype=bool)
+        return np.asarray(self.tunable & reached | self.cacheable & (scenario.cache_fraction > 0))
+
+    def _since(self, scenario: ResolvedEdits) -> NDArray[np.int64]:
+        """Return [i] n-th pass over its loader since a remedy is in force; -1 before."""
+        return self.trials(self._asked(scenario))[1] if scenario.watched else self.batches.epoch
+
     def _tuned(self, scenario: ResolvedEdits) -> NDArray[np.bool_]:
         """Return [i] whether the edits of workers reach the loader of each pass."""
         reached = np.array([scenario.reaches(int(group)) for group in self.batches.group], dtype=bool)
-        return np.asarray(self.tunable & reached)
+        return np.asarray(self.tunable & reached & (self._since(scenario) >= 0))
 
     def with_handoff(self, factor: float) -> LoaderModel:
         """Return the model with the assumed costs of workers scaled."""
@@ -266,8 +303,9 @@ class LoaderModel:
         if scenario.cache_fraction > 0:
             size = self.batch_size[self.batches.iterator]
             # Dealt anew among shards, an example was at this rank in one of `e` epochs with 1 - (1 - 1 / shards)^e.
-            seen = np.maximum(self.batches.epoch[self.batches.iterator] - scenario.cache_cold + 1, 0)
-            kept = scenario.cache_fraction * self.cacheable[self.batches.iterator]
+            epoch = self._since(scenario)[self.batches.iterator]
+            seen = np.maximum(epoch - scenario.cache_cold + 1, 0)
+            kept = scenario.cache_fraction * (self.cacheable[self.batches.iterator] & (epoch >= 0))
             chance = kept * (1 - (1 - 1 / scenario.cache_shards) ** seen)
             hits = np.random.default_rng(seed).binomial(size, chance)
             share = hits / size
@@ -317,14 +355,10 @@ class LoaderModel:
         made = np.where(threaded, plain + self.costs.thread_ns * workers, made)
         first, stop = np.where(threaded, 0.0, first), np.where(threaded, bare, stop)
         trial = np.where(threaded, self.thread_trial_ns, self.trial_ns) * scenario.watched
-        made = made + np.where(self.tried & tuned & (workers != had), trial, 0)
-        made = made + np.where(self.tried & self.cacheable & (scenario.cache_fraction > 0), self.cache_trial_ns, 0)
+        tried, _ = self.trials(self._asked(scenario))
+        made = made + np.where(tried & tuned & (workers != had), trial, 0)
+        made = made + np.where(tried & self.cacheable & (scenario.cache_fraction > 0), self.cache_trial_ns, 0)
         return made.astype(np.float64), first, stop.astype(np.float64)
-
-
-def _first_of_each(keys: list[Hashable]) -> NDArray[np.bool_]:
-    """Return [i] whether key i has not come before."""
-    return np.array([keys.index(key) == place for place, key in enumerate(keys)], dtype=bool)
 
 
 def _seconds(measured: list[float | None], usual_ns: int) -> NDArray[np.float64]:

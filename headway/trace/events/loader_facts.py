@@ -45,6 +45,16 @@ OWN = "it is headway's own loader: pass {} where the script makes it"
 """Why the loaders of the data room itself are left alone."""
 
 
+TRIAL_S, TRIAL_SHARE = 0.5, 0.01
+"""A remedy may be tried while all trials of a rank before have taken less than so many seconds, and this share of the
+time since the first one."""
+
+
+def may_try(spent_s: float, since_s: float) -> bool:
+    """Tell whether a rank may try another loader: trials took `spent_s`, and the first began `since_s` ago."""
+    return spent_s < TRIAL_S + TRIAL_SHARE * since_s
+
+
 class Rehearsal(msgspec.Struct, frozen=True, kw_only=True):
     """What a remedy would say of a loader, asked in a forked child when its first iterator was made."""
 
