@@ -32,6 +32,8 @@ def test_steps_that_get_slower_are_named_with_what_grew(cost):
     where = {"script_ns": "script's own code", "compute_ns": "forward, backward", "prep_ns": "input"}[cost]
 
     assert where in named(grows)["steps.grow"]
+    fixes = {cause.cause: cause.fix for cause in find_causes(grows)}
+    assert fixes.get("host.script", "").startswith(fixes["steps.grow"]) == (cost == "script_ns"), "as its cause has it"
 
 
 @pytest.mark.slow

@@ -5,20 +5,22 @@ import re
 
 import pytest
 
-from headway.runtime.script.hang_place import add_places
+from headway.runtime.script.hang_place import LOCKED, add_places
 from headway.verbs.jobs.hang import verdict_of
 from tests.launching import run, script
 
 JOB = """
-import sys, time, torch, torch.distributed as dist
+import sys, threading, time, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
+lock = threading.Lock()
+lock.acquire()  # as a thread does that is not there behind a fork
 class Rows(Dataset):
     def __len__(self):
         return 48 + 16 * (sys.argv[1] == "uneven") * dist.get_rank()
     def __getitem__(self, index):
-        if sys.argv[1] == "reads" and index == 41 and dist.get_rank() == 1:
-            time.sleep(600)  # hangs
+        if sys.argv[1] in ("reads", "locks") and index == 41 and dist.get_rank() == 1:
+            lock.acquire() if sys.argv[1] == "locks" else time.sleep(600)  # hangs
         return torch.ones(4)
 dist.init_process_group("gloo")
 model = DistributedDataParallel(torch.nn.Linear(4, 4))
@@ -44,11 +46,12 @@ def hung(tmp_path, *words):
 
 
 @pytest.mark.slow
-def test_a_rank_whose_worker_hangs_is_named_with_the_loader_the_worker_and_the_line(tmp_path):
-    stderr, rows, verdict = hung(tmp_path, "reads", "2")
+@pytest.mark.parametrize(("how", "why"), [("reads", ""), ("locks", LOCKED)])
+def test_a_rank_whose_worker_hangs_is_named_with_the_loader_the_worker_and_the_line(tmp_path, how, why):
+    stderr, rows, verdict = hung(tmp_path, how, "2")
     (origin,) = verdict.origins
     place = rf"next\(loader\) at job.py:{LOOP}, for step 11: worker (\d+) is at job.py:{HANGS} in __getitem__"
-    worker = re.fullmatch(place, origin.doing)
+    worker = re.fullmatch(place + re.escape(why), origin.doing)
 
     assert worker, origin
     assert (origin.ranks, origin.num_waiting) == ((1,), 1)

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from headway.ledger.hang_reports import WatchReport, of_dumps, of_watch
 from headway.report.page.hang import hang_part, render_hang
 from headway.trace.events.trace import Trace, concat
 from headway.trace.readers import flight
+from headway.trace.recording.run_facts import RunExit
 from headway.verbs.jobs.hang import verdict_of
+from headway.verbs.runs.why import hang_of
 from tests.hung_nccl import FAULTS, hung_devices
 from tests.spawn import on_ranks
 
@@ -193,6 +196,22 @@ def test_a_run_folder_gives_its_newest_report(tmp_path):
         (tmp_path / "hang" / f"{number}.json").write_text(json.dumps(written))
 
     assert verdict_of([tmp_path]).ranks == (0,)
+
+
+@pytest.mark.parametrize(
+    ("cls", "steps", "ended"),
+    [("preempted", 30, True), ("preempted", 31, False), ("hang", 31, True), ("user", 30, False)],
+)
+def test_a_run_that_was_stopped_hung_where_no_step_came_behind_the_report(tmp_path, cls, steps, ended):
+    for name in ("rings", "hang"):
+        (tmp_path / name).mkdir()
+    rows = [{"rank": rank, "step": 30 - rank, "silent": not rank} for rank in range(2)]
+    (tmp_path / "hang" / "0.json").write_text(json.dumps({"ranks": rows}))
+    run = SimpleNamespace(path=tmp_path, facts=SimpleNamespace(exit=RunExit(code=143, cls=cls)))
+
+    found = hang_of(SimpleNamespace(run=run, ledger=SimpleNamespace(steps=steps)))
+
+    assert found["ended_the_run"] is ended
 
 
 def wait_for(told: Any, what: str) -> Any:

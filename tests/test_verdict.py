@@ -49,6 +49,8 @@ def test_a_run_that_a_hang_ended_is_told_so_before_anything_else():
 
     assert hung.sentence.startswith("The run made no more progress after 30 steps and was ended: it hung. 25.0 %")
     assert "headway hang" in hung.fix
+    place = "a.py:9: it has left the loop at a.py:6 after 30 steps: uneven inputs"
+    assert place in verdict({**why, "hang": {"ended_the_run": True, "explained": {"0": place}}}).fix
     assert recovered == verdict(why)
 
 
@@ -157,6 +159,8 @@ def test_the_verdict_is_about_the_largest_loss_unless_a_remedy_wins_another():
     for batch_s, leads in ((5.9, "host.script"), (6.1, "compute.batch")):
         batch = eval_ | {"cause": "compute.batch", "lost_device_s": batch_s}
         assert verdict({**facts, "causes": [batch, script]}).cause == leads, "more examples in a batch change training"
+    grows = {"cause": "memory.grow", "lost_device_s": 0.0, "fix": "detach"}
+    assert verdict({**facts, "causes": [eval_, grows]}).sentence.endswith("; memory grows from step to step.")
     own = script | {
         "cause": "host.cpu_wait",
         "fix": f"{RECORD_LONGER}: headway's own processes read data",

@@ -70,8 +70,8 @@ OVERSHADOWED = 0.2
 CHANGES_TRAINING = ("compute.batch",)
 """Causes whose fix trains another model: one leads where nothing else is worth a headline, or as `FAR_LARGER`."""
 
-WARNINGS = ("memory.grow", "input.repeats")
-"""Causes that lose no time: they end jobs, or train on the wrong examples."""
+WARNINGS = {"memory.grow": "memory grows from step to step", "input.repeats": "workers repeat examples"}
+"""Causes that lose no time, in words: they end jobs, or train on the wrong examples."""
 
 ENDINGS: dict[str, str] = {
     "oom": "ran out of memory",
@@ -134,7 +134,8 @@ def verdict(answer: Json | Why) -> Verdict:
     useful = f"{share} {devices} x {wall} was useful work"
     if why.hang.get("ended_the_run"):
         sentence = f"The run made no more progress after {plural(why.steps, 'step')} and was ended: it hung."
-        return Verdict(sentence=f"{sentence} {useful}.", fix=HUNG)
+        known = next((f"rank {rank} is at {place}" for rank, place in why.hang.get("explained", {}).items()), HUNG)
+        return Verdict(sentence=f"{sentence} {useful}.", fix=clean(known))
     named = [c for c in why.causes if worth_naming(c, why) and not c.fix.startswith(RECORD_LONGER)]
     known = [c for c in named if c.remedy or c.fix.startswith(NOT_RESOLVED)]
     first = next((c for c in known if _gain(c) >= GAIN_THAT_LEADS), None)
@@ -146,8 +147,8 @@ def verdict(answer: Json | Why) -> Verdict:
         first = next((c for c in worth if c.cause not in CHANGES_TRAINING), next(iter(worth), None))
         first = largest if first and largest and _lost_s(largest) > FAR_LARGER * _lost_s(first) else first
     if first is None:
-        return Verdict(sentence=f"{end}{useful}{_larger_loss(why, '') or '; no loss stands out'}.")
-    rest = _larger_loss(why, first.cause.partition(".")[0])
+        return Verdict(sentence=f"{end}{useful}{_larger_loss(why, '') or '; no loss stands out'}{_warned(why)}.")
+    rest = _larger_loss(why, first.cause.partition(".")[0]) + _warned(why)
     return Verdict(
         sentence=f"{end}{_lost_share(first, why)} of {devices} x {wall} {_losing(first)}{rest}.",
         fix=clean(first.fix),
@@ -176,6 +177,11 @@ def _larger_loss(why: Why, bucket: str) -> str:
     said = [f"{_in_words(name, SHORT_PHRASES)} {'' if at else 'took '}{part}"
             for at, ((_, name), part) in enumerate(zip(larger, said, strict=True))]  # fmt: skip
     return f"; {', '.join(said)}" if said else ""
+
+
+def _warned(why: Why) -> str:
+    """Return '; memory grows from step to step' where a cause that loses no time says so; else ''."""
+    return "".join(f"; {WARNINGS[cause.cause]}" for cause in why.causes if cause.cause in WARNINGS)
 
 
 def _not_lent(why: Why) -> dict[str, float]:

@@ -181,8 +181,8 @@ class HostCounters:
     """What the job's own processes hold of the memory then, added up: what they share counts for each of them."""
 
     shares_bytes: tuple[int, int] = (0, 0)
-    """What ranks and launcher hold, and what their children (loader workers) hold, shared pages split among who shares
-    them. (0, 0) where the kernel does not tell, or nobody asked."""
+    """What ranks and launcher hold, without files and shared memory, and what their children (loader workers) hold,
+    shared pages split among who shares them. (0, 0) where the kernel does not tell, or nobody asked."""
 
 
 class LoadSampler:
@@ -202,7 +202,7 @@ class LoadSampler:
         self._kernel: set[int] = set()
         self._next_s = 0.0
         self._named_use = NamedUse(root)
-        self._shares_bytes, self._next_shares_s, self._shares_spent_s = (0, 0), 0.0, 0.0
+        self._children_bytes, self._next_shares_s, self._shares_spent_s = 0, 0.0, 0.0
         self.readings: list[HostCounters] = []
 
     def look(self, *, at_once: bool = False) -> None:
@@ -267,16 +267,28 @@ class LoadSampler:
         )
 
     def _shares(self, processes: Mapping[int, _Process]) -> tuple[int, int]:
-        """Return the last reading of `HostCounters.shares_bytes`, a new one where that is within the cost."""
+        """Return `HostCounters.shares_bytes`: of children the last reading, a new one where that is within the cost."""
         begin, spent_s = time.perf_counter(), time.thread_time()
         self._shares_spent_s = 0.0
+        ranks = [pid for pid in self._tree if pid == self._pid or processes[pid].parent == self._pid]
         if begin >= self._next_shares_s:
-            ranks = [pid for pid in self._tree if pid == self._pid or processes[pid].parent == self._pid]
-            children = self._tree.difference(ranks)
-            self._shares_bytes = (_held_bytes(self._root, ranks), _held_bytes(self._root, children))
+            self._children_bytes = _held_bytes(self._root, self._tree.difference(ranks))
             self._shares_spent_s = time.thread_time() - spent_s
             self._next_shares_s = begin + max(SHARES_S, self._shares_spent_s / COST_FRACTION)
-        return self._shares_bytes
+        return _private_bytes(self._root, ranks), self._children_bytes
+
+
+def _private_bytes(root: Path, pids: Iterable[int]) -> int:
+    """Return the resident memory of some processes, without that of files and shared memory.
+
+    A process counts what its fork still shares, too: no copy that a child makes of a page changes it.
+    """
+    total = 0
+    for pid in pids:
+        for line in lines_of(root / "proc" / str(pid) / "statm"):
+            _, resident, shared, *_ = map(int, line.split())
+            total += (resident - shared) * PAGE_BYTES
+    return total
 
 
 def _held_bytes(root: Path, pids: Iterable[int]) -> int:

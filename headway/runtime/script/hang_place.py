@@ -28,6 +28,12 @@ MOST_WORKERS = 8
 WORKER_S = 0.5
 """Deadline of each."""
 
+LOCKED = (
+    ", waiting for a lock: if a thread held it when the worker was forked, nobody lets it go there "
+    "(multiprocessing_context='spawn', or no such threads before the workers)"
+)
+"""What is said of a worker that waits in the kernel for a lock of its own process."""
+
 LOADER, FETCH = os.path.join("torch", "utils", "data", ""), os.path.join("_utils", "fetch.py")
 _FRAME = re.compile(r"(.*):(\d+) in (.*)")
 
@@ -87,7 +93,8 @@ def _doing(worker: Mapping[str, Any]) -> str:
     """Say what a worker does; '' where it waits to be given a batch to make."""
     stack = stack_of(worker["stack"])
     if any(frame.file.endswith(FETCH) for frame in stack):
-        return f"is at {_innermost(stack)}"
+        waits_for_lock = str(worker.get("wait_channel") or "").startswith("futex")
+        return f"is at {_innermost(stack)}" + LOCKED * waits_for_lock
     return "" if stack else f"does not say where it is (process state {worker['state']})"
 
 

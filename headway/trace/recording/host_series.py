@@ -35,10 +35,10 @@ class HostSeries(msgspec.Struct, frozen=True, kw_only=True):
     """Cores of the affinity."""
 
     rank_bytes: tuple[int, ...] = ()
-    """Memory of the ranks at the end of the span, shared pages split among who shares them; () = not known."""
+    """Memory of the ranks at the end of the span, without files and shared memory; () = not known."""
 
     worker_bytes: tuple[int, ...] = ()
-    """The same of the ranks' children: loader workers."""
+    """Memory of the ranks' children, loader workers, shared pages split among who shares them."""
 
     @classmethod
     def of(cls, readings: Sequence[HostCounters], most: int = 240) -> HostSeries:

@@ -60,13 +60,13 @@ def verdict_of(sources: Sequence[Path], mesh: Mesh | None = None) -> HangVerdict
                 "Recorder dumps of the ranks."
             )
         sources = reports[-1:]
-    watched = _watched(sources[0]) if len(sources) == 1 else None
+    report = watched(sources[0]) if len(sources) == 1 else None
     # Where hosts run ahead of devices their places say little; what the ranks' queues held does, if they were asked.
-    dumps = _dumps(sources[0].parent) if watched is not None and watched.ahead else []
-    if watched is None or dumps:
+    dumps = _dumps(sources[0].parent) if report is not None and report.ahead else []
+    if report is None or dumps:
         found = of_dumps(Trace.open(dumps or list(sources)), mesh)
     else:
-        found = of_watch(watched, mesh)
+        found = of_watch(report, mesh)
     return localise(found.reports, found.mesh, groups=found.groups)
 
 
@@ -84,7 +84,7 @@ def _dumps(folder: Path) -> list[Path]:
     return [path for _, path in sorted(newest.items())]
 
 
-def _watched(path: Path) -> WatchReport | None:
+def watched(path: Path) -> WatchReport | None:
     """Return a hang watch's report, None when the file is something else."""
     if path.suffix != ".json":
         return None

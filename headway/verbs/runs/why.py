@@ -57,12 +57,16 @@ def hang_of(explanation: Explanation) -> dict[str, Any] | None:
     run = explanation.run
     if run is None or not (run.path / "hang").is_dir():
         return None
-    from headway.verbs.jobs.hang import verdict_of, watch_reports
+    from headway.verbs.jobs.hang import verdict_of, watch_reports, watched
 
-    if not watch_reports(run.path):
+    if not (reports := watch_reports(run.path)):
         return None
-    found = verdict_of([run.path]).to_json()
-    return {**found, "ended_the_run": run.facts.exit is not None and run.facts.exit.cls == "hang"}
+    end, newest = run.facts.exit, watched(reports[-1])
+    # One that was stopped from outside hung to its end where no step came behind the report.
+    steps = max((row.step or 0 for row in newest.ranks), default=0) if newest else 0
+    stopped = end is not None and end.cls == "preempted" and steps >= explanation.ledger.steps
+    ended = stopped or (end is not None and end.cls == "hang")
+    return {**verdict_of([run.path]).to_json(), "ended_the_run": ended}
 
 
 def heat_maps_of(explanation: Explanation, why: dict[str, Any]) -> list[HeatMap]:
