@@ -134,8 +134,8 @@ def verdict(answer: Json | Why) -> Verdict:
     useful = f"{share} {devices} x {wall} was useful work"
     if why.hang.get("ended_the_run"):
         sentence = f"The run made no more progress after {plural(why.steps, 'step')} and was ended: it hung."
-        known = next((f"rank {rank} is at {place}" for rank, place in why.hang.get("explained", {}).items()), HUNG)
-        return Verdict(sentence=f"{sentence} {useful}.", fix=clean(known))
+        stands = next((f"rank {rank} is at {place}" for rank, place in why.hang.get("explained", {}).items()), HUNG)
+        return Verdict(sentence=f"{sentence} {useful}.", fix=clean(stands))
     named = [c for c in why.causes if worth_naming(c, why) and not c.fix.startswith(RECORD_LONGER)]
     known = [c for c in named if c.remedy or c.fix.startswith(NOT_RESOLVED)]
     first = next((c for c in known if _gain(c) >= GAIN_THAT_LEADS), None)
