@@ -32,7 +32,7 @@ LOG = logging.getLogger("tests.visible")
 
 @pytest.fixture(autouse=True)
 def _chance_and_load_decide_nothing(monkeypatch):
-    monkeypatch.setattr(scrutiny, "FIRST", 0)
+    monkeypatch.setattr(scrutiny, "CHECK_FIRST", 0)
     monkeypatch.setattr(scrutiny, "CHECK_EVERY", 10**9)
     monkeypatch.setattr(switch, "lock_wait_fraction", lambda work, keys: 0.0)
 

@@ -9,7 +9,7 @@ that is kept of the dataset is out of use, for all its readers, for good.
 
 How soon is that? The n-th example found is read anew with a chance of
 
-    p(n) = max(1 / CHECK_EVERY, FIRST / (n + FIRST)),
+    p(n) = max(1 / CHECK_EVERY, CHECK_FIRST / (n + CHECK_FIRST)),
 
 besides the first that each reader finds in a pass, and the first of each size
 (a power of two of bytes). After n finds, C(n) = p(1) + .. + p(n) are expected
@@ -35,12 +35,7 @@ import os
 import random
 
 from headway.core.machine.arena import shared_memory
-
-CHECK_EVERY = 128
-"""In the long run one in this many of the examples found is compared."""
-
-FIRST = 4
-"""About so many of the first finds are compared, and so many more each time that the finds have grown e-fold."""
+from headway.trace.events.loader_facts import CHECK_EVERY, CHECK_FIRST
 
 CHANGED, DREW, ALTERED, FAILED = 1, 2, 3, 4
 """What ended the use of kept examples: one read anew differed, one draws by now, the script changed the dataset, or
@@ -134,4 +129,4 @@ class Scrutiny:
 
 def chance(found: int) -> float:
     """Return the chance that the `found`-th example found, from 1, is compared."""
-    return max(1 / CHECK_EVERY, FIRST / (found + FIRST))
+    return max(1 / CHECK_EVERY, CHECK_FIRST / (found + CHECK_FIRST))

@@ -28,7 +28,15 @@ from headway.sim.recorded.segment_times import (
     opening_parts,
 )
 from headway.sim.whatif import ResolvedEdits
-from headway.trace.events.loader_facts import LoaderFacts, bound, facts_of, may_try, uncacheable
+from headway.trace.events.loader_facts import (
+    CHECK_EVERY,
+    CHECK_FIRST,
+    LoaderFacts,
+    bound,
+    facts_of,
+    may_try,
+    uncacheable,
+)
 
 MAX_PRESSURE = 10.0
 """Beyond this, run-queue wait says more about single wake-ups than about the host."""
@@ -308,17 +316,36 @@ class LoaderModel:
             kept = scenario.cache_fraction * (self.cacheable[self.batches.iterator] & (epoch >= 0))
             chance = kept * (1 - (1 - 1 / scenario.cache_shards) ** seen)
             hits = np.random.default_rng(seed).binomial(size, chance)
-            share = hits / size
+            # What is found is read anew at times, to compare it: of the first load of a new worker, which opens files.
+            share = (hits - (self._compared(hits, workers) if scenario.watched else 0)) / size
+            opened = now[:, None] * self.opening_ns * (share < 1)[:, None]
             # What misses and has a place is copied too: into the cache.
             copied = np.maximum(hits, kept * size)
             copy_ns = self.costs.hit_ns * copied + self.costs.hit_per_byte_ns * self.batches.bytes * copied / size
             copy_ns = copy_ns + self.costs.keep_ns * (copied - hits) + self.costs.cold_ns * (copied > hits)
             look_ns = self._looks_ns(scenario) * (kept > 0)
             waiting = waiting * (1 - share)
-            fetch, prep = fetch * (1 - share), prep * (1 - share) + copy_ns + look_ns
+            fetch = (fetch - opened[:, 0]) * (1 - share) + opened[:, 0]
+            prep = (prep - opened[:, 2]) * (1 - share) + opened[:, 2] + copy_ns + look_ns
         fetch = fetch * scenario.fetch * scenario.factor("input.fetch") / scenario.storage
         prep = prep * scenario.factor("input.prep") + collate * scenario.factor("input.collate")
         return fetch, waiting, prep * scenario.prep
+
+    def _compared(self, hits: NDArray[np.int64], workers: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Return [b] how many of a cache's `hits` [b] are read anew to compare them, in the mean.
+
+        The first hit of each reader in a pass is, and the n-th one with p(n) of `headway.data.bytes.scrutiny`.
+        """
+        of_pass = self.batches.iterator
+        group, compared = self.batches.group[of_pass], np.zeros(hits.size)
+        for loader in np.unique(group):
+            own = hits * (group == loader)
+            found = np.stack([np.cumsum(own) - own, np.cumsum(own)])
+            early, late = np.minimum(found, CHECK_FIRST * (CHECK_EVERY - 1)), found / CHECK_EVERY
+            sums = CHECK_FIRST * np.log1p(early / CHECK_FIRST) + np.maximum(late - early / CHECK_EVERY, 0)
+            compared += sums[1] - sums[0]
+        begins = (self.batches.seq < np.maximum(workers, 1)[of_pass]) & (hits > 0)
+        return np.minimum(np.where(begins, np.maximum(compared, 1), compared), hits)
 
     def _looks_ns(self, scenario: ResolvedEdits) -> NDArray[np.float64]:
         """Return [b] what a remedy's look at what the batch is made of takes: in a first pass, and early on."""

@@ -49,6 +49,10 @@ TRIAL_S, TRIAL_SHARE = 0.5, 0.01
 """A remedy may be tried while all trials of a rank before have taken less than so many seconds, and this share of the
 time since the first one."""
 
+CHECK_EVERY, CHECK_FIRST = 128, 4
+"""Of the examples that a cache finds, one in so many is read anew and compared in the long run; about so many of the
+first ones, and so many more each time that they have grown e-fold."""
+
 
 def may_try(spent_s: float, since_s: float) -> bool:
     """Tell whether a rank may try another loader: trials took `spent_s`, and the first began `since_s` ago."""
