@@ -202,6 +202,8 @@ def test_edits_that_a_rehearsed_step_won_by_each_time_are_causes():
     per_example_ns = (useful_ns - updates_ns) * 0.6 + updates_ns * 0.75
     assert found["compute.batch"].lost_device_s == pytest.approx(per_example_ns / 1e9)
     assert "batch_size=16" in found["compute.batch"].script
+    made_by_hand = replace(ledger, facts=structs.replace(ledger.facts, loaders={}))
+    assert [cause.script for cause in causes_by_hand(made_by_hand) if cause.cause == "compute.batch"] == [""]
 
 
 def test_a_step_is_rehearsed_on_examples_of_the_batch_and_what_the_model_does_not_bear_is_left_out():

@@ -120,7 +120,7 @@ def causes(ledger: Ledger, predict: Predictor | None = None) -> Iterator[Cause]:
     for edit, shares in rehearsed_shares(ledger).items():
         if shares.likely >= (FEW if edit == "batch" else LARGE):
             [call] = (call for call in compute.calls if call.rehearsed is not None)
-            yield _forecast(_of_edit(call, edit), shares, useful_s, predict)
+            yield _forecast(_of_edit(ledger, call, edit), shares, useful_s, predict)
 
 
 def _larger_batch(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
@@ -143,7 +143,7 @@ def _larger_batch(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
     yield Cause(
         "compute.batch", model.name, idle_s * (1 - 1 / times), evidence, LINES["batch"].fix, 1 / (1 - won),
         (1 / (1 - won / 2), 1 / (1 - min(MOST, share))),
-        script=LINES["batch"].script.format(size=times * (model.batch_size or 0)),
+        script=_line(ledger, "batch", times * (model.batch_size or 0)),
     )  # fmt: skip
 
 
@@ -169,14 +169,20 @@ def rehearsed_shares(ledger: Ledger, edits: Collection[str] = tuple(LINES)) -> d
     return shares
 
 
-def _of_edit(call: CallFlops, edit: str) -> Cause:
+def _line(ledger: Ledger, edit: str, num_examples: int) -> str:
+    """Return the line to copy; '' for a batch that no DataLoader makes."""
+    by_loader = bool(ledger.facts.effective_loaders)
+    return LINES[edit].script.format(size=num_examples) if by_loader or edit != "batch" else ""
+
+
+def _of_edit(ledger: Ledger, call: CallFlops, edit: str) -> Cause:
     """Return the cause that a rehearsed edit takes away."""
     line, timed = LINES[edit], call.rehearsed
     assert timed is not None, "it was rehearsed"
     low, mid, high = timed.edits[edit]
     evidence = f"{call.name} {line.what}: a step of {timed.examples} examples took {mid:.2f} ({low:.2f} to {high:.2f}) "
     evidence += "of its time with the edit" if edit != "batch" else f"per example with {REPEATS} times as many"
-    script = line.script.format(size=REPEATS * timed.examples)
+    script = _line(ledger, edit, REPEATS * timed.examples)
     return Cause(line.cause, call.name, 0.0, evidence, line.fix, script=script)
 
 
