@@ -72,8 +72,8 @@ def host_script(ledger: Ledger) -> list[Cause]:
         evidence += f": {', '.join(lines_in_words(lines))} of {plural(sum(row.count for row in lines), 'sample')}"
     first = lines[0] if lines else None
     where = first.words if first else "training loop"
-    here = {PHASES["host"], *(line.words for line in ledger.script_lines[:1])}
-    growing = [row for row in steps_grow(ledger) if row.where in here and 2 * row.lost_device_s >= own]
+    host_places = {PHASES["host"], *(line.words for line in ledger.script_lines[:1])}
+    growing = [row for row in steps_grow(ledger) if row.where in host_places and 2 * row.lost_device_s >= own]
     if growing:  # one line, and most of its time is growth: done less often, it would still grow
         fix = growing[0].fix
     elif first and first.feeds_forward:

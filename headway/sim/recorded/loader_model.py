@@ -255,7 +255,7 @@ class LoaderModel:
         A remedy of the loaders `asked` [i] is tried as `may_try` has it; -1 until then.
         """
         tried, since = np.zeros(asked.size, bool), np.full(asked.size, -1)
-        known: set[Hashable] = set()
+        settled: set[Hashable] = set()
         first: dict[int, int] = {}
         began, spent_ns = None, 0.0
         for place in np.argsort(self.begin_ns, kind="stable"):
@@ -263,11 +263,11 @@ class LoaderModel:
                 continue
             facts, group, epoch = self.alike[place], int(self.batches.group[place]), int(self.batches.epoch[place])
             began = self.begin_ns[place] if began is None else began
-            if facts not in known and may_try(spent_ns / NS_PER_S, (self.begin_ns[place] - began) / NS_PER_S):
-                known.add(facts)
+            if facts not in settled and may_try(spent_ns / NS_PER_S, (self.begin_ns[place] - began) / NS_PER_S):
+                settled.add(facts)
                 tried[place] = True
                 spent_ns += self.trial_ns[place]
-            if facts in known:
+            if facts in settled:
                 since[place] = epoch - first.setdefault(group, epoch)
         return tried, since
 
@@ -339,9 +339,10 @@ class LoaderModel:
         of_pass = self.batches.iterator
         group, compared = self.batches.group[of_pass], np.zeros(hits.size)
         for loader in np.unique(group):
-            own = hits * (group == loader)
-            found = np.stack([np.cumsum(own) - own, np.cumsum(own)])
-            early, late = np.minimum(found, CHECK_FIRST * (CHECK_EVERY - 1)), found / CHECK_EVERY
+            by_loader = hits * (group == loader)
+            total = np.cumsum(by_loader)
+            count = np.stack([total - by_loader, total])
+            early, late = np.minimum(count, CHECK_FIRST * (CHECK_EVERY - 1)), count / CHECK_EVERY
             sums = CHECK_FIRST * np.log1p(early / CHECK_FIRST) + np.maximum(late - early / CHECK_EVERY, 0)
             compared += sums[1] - sums[0]
         begins = (self.batches.seq < np.maximum(workers, 1)[of_pass]) & (hits > 0)
