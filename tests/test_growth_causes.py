@@ -69,6 +69,9 @@ def test_memory_that_fills_is_named_with_who_holds_it_and_when_it_is_full(rank, 
         assert "full after about" in found["memory.grow"]
     late = structs.replace(series, end_s=tuple((at * sum(ledger.step_wall_ns) / 10e9).tolist()))  # most was start-up
     assert "memory.grow" not in named(replace(ledger, facts=structs.replace(facts, host_series=late)))
+    anew = Ledger.of(RunMaker(ranks=1, steps=100, epoch_steps=20, num_workers=1).make())
+    anew = replace(anew, facts=structs.replace(anew.facts, host_series=series))
+    assert ("memory.grow" in named(anew)) == bool(rank), "workers that start anew in each pass keep nothing"
 
 
 STREAM = """

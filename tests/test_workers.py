@@ -4,6 +4,8 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -20,6 +22,7 @@ from headway.runtime.in_rank.remedy import Applied, RefusedRemedy
 from headway.runtime.run_folder.finalise import finalise_attempt
 from headway.trace.recording.runs import Run
 from tests.loaders_made import ByTurns, Noisy, Ratio, Squares, Stream, epochs, plain
+from tests.paths import ROOT
 from tests.recorded import recording
 from tests.remedy_context import TestContext, applied, apply
 
@@ -501,3 +504,34 @@ def test_a_wait_for_any_child_finds_none_of_the_workers(monkeypatch):
 
         assert len(list(batches)) == 7
         assert last_reason(context) == WAITS
+
+
+QUEUED = """
+import sys, time, torch
+from torch.utils.data import DataLoader, Dataset
+from headway.data.workers.apply import workers
+from tests.remedy_context import applied
+class Rows(Dataset):
+    def __len__(self):
+        return 4000
+    def __getitem__(self, index):
+        return torch.zeros(1 << 13) + index
+with applied(workers, {"num_workers": 2, "prefetch_factor": 32, "persistent_workers": False}):
+    iterator = iter(DataLoader(Rows(), 4))
+    next(iterator)
+    print(*[worker.pid for worker in iterator._workers], flush=True)
+    time.sleep(600)
+"""
+
+
+def test_workers_leave_a_full_pipe_where_the_training_process_was_killed():
+    command = [sys.executable, "-c", QUEUED]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        started = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+        process.kill()
+    _, alive = psutil.wait_procs(started, timeout=60)
+    for worker in alive:
+        worker.kill()
+
+    assert len(started) == 2
+    assert not alive

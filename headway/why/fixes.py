@@ -111,6 +111,10 @@ def call(name: str, given: Mapping[str, Any], *keys: str) -> str:
 # Of the causes of a run: which remedy answers each, and what else the run says of them.
 
 
+FAR = 100.0
+"""A range whose ends lie further apart than this says nothing, and is not written."""
+
+
 def fixes_of(
     plan: Plan, refused: Collection[str] = (), *, launched: bool = True, allow: Collection[str] = ()
 ) -> dict[str, Fix]:
@@ -133,7 +137,9 @@ def fixes_of(
     for row in rows:
         if not (row.applies and row.allow is None and row.gain.unresolved):
             continue
-        text = f"{NOT_RESOLVED}: {row.name} may win {row.gain}; {RECORD_ANEW}"
+        tells = row.interval[1] <= FAR * row.interval[0]
+        wins = f"{row.name} may win {row.gain}" if tells else f"this run does not tell what {row.name} wins"
+        text = f"{NOT_RESOLVED}: {wins}; {RECORD_ANEW}"
         found = Fix(text, row.predicted_speedup, row.interval, script_terms(row))
         unsure |= {cause: found for cause in causes_of(row.name) if cause not in won}
     for row in [*free, *rest]:

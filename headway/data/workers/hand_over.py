@@ -27,6 +27,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from multiprocessing import util
+from multiprocessing.queues import Queue
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -154,6 +156,7 @@ class WorkerBegins:
     def __call__(self, worker: int) -> None:
         """Prepare this process, which is number `worker`."""
         account.loads_as(worker)  # torch's own word for it is hidden from here on
+        util.Finalize(None, _drop_batches, args=(os.getppid(),), exitpriority=FIRST_OF_ALL)
         information, torch_worker._worker_info = torch_worker._worker_info, None
         multiprocessing.current_process().name = self.process_name
         multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # its stub does not have it
@@ -165,6 +168,18 @@ class WorkerBegins:
             os.close(output)
         packing = _packing(_MapDatasetFetcher.fetch, self, getattr(information, "dataset", None))
         _MapDatasetFetcher.fetch = packing  # type: ignore[method-assign]  # one of torch's own, in this process only
+
+
+FIRST_OF_ALL = 100
+"""Priority at the end of a process: above those of multiprocessing's own, of which one joins the thread of a queue."""
+
+
+def _drop_batches(parent: int) -> None:
+    """Where the training process is gone, do not wait until it has taken what is queued: a full pipe stays full."""
+    if os.getppid() != parent:
+        for last in [*util._finalizer_registry.values()]:  # type: ignore[attr-defined]  # its stub does not have it
+            if last._callback is Queue._finalize_join:  # type: ignore[attr-defined]  # nor this
+                last.cancel()
 
 
 def _drop_handlers() -> None:

@@ -251,8 +251,11 @@ def memory_grows(ledger: Ledger) -> list[Cause]:
     last = len(series.end_s) - 2  # at the end processes go
     trained_s = min(float(np.sum(ledger.step_wall_ns)) / NS_PER_S, series.end_s[last])
     settled = int(np.searchsorted(series.end_s, series.end_s[last] - (1 - SETTLED) * trained_s))
+    loaders, passes = ledger.facts.effective_loaders, span_of(ledger, "input.iter").count / max(ledger.devices, 1)
+    # Workers that start anew in each pass keep nothing from one to the next.
+    stay = passes <= len(loaders) or any(row.persistent for row in loaders.values())
     causes = []
-    for who, size in (("the training process", series.rank_bytes), ("loader workers", series.worker_bytes)):
+    for who, size in (("the training process", series.rank_bytes), ("loader workers", series.worker_bytes * stay)):
         behind = [value for value in size[settled:last] if value]  # before they start, workers have none
         of_workers = who == "loader workers"  # read so rarely that a few readings must do; they load no libraries late
         ends = rising(behind, 2, 1.0) if of_workers else rising(behind, BLOCKS // 2)

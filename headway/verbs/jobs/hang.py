@@ -49,12 +49,10 @@ def verdict_of(sources: Sequence[Path], mesh: Mesh | None = None) -> HangVerdict
 
             facts = json_object(sources[0] / "run.json")
             runs = facts and RunFacts.of(facts).end_ns is None
-            reason = (
-                "so far no rank has stood still for as long as is unusual, by default at least "
-                f"{FLOORS_S['step']:g} s in a step and {FLOORS_S['setup']:g} s before its first ones. Ask again or name"
-                if runs
-                else "its ranks made progress. Name"
-            )
+            asked = "so far no rank has" if runs else "no rank had"
+            usual = f"{FLOORS_S['step']:g} s in a step and {FLOORS_S['setup']:g} s before its first ones"
+            reason = f"{asked} stood still for as long as is unusual, by default at least {usual}. "
+            reason += "Ask again or name" if runs else "Name"
             raise InputError(
                 f"{sources[0]} holds no report of the hang watch in {sources[0] / 'hang'}: {reason} the Flight "
                 "Recorder dumps of the ranks."
