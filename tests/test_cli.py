@@ -81,6 +81,7 @@ def test_json_is_exactly_one_object():
     [
         (errno.ENOSPC, None, "headway: No space left on device. Free some of it, or name another place.\n"),
         (errno.EROFS, "runs", "headway: Read-only file system: runs. Check its permissions, or name another place: "),
+        (errno.ENAMETOOLONG, "a" * 256, f"headway: File name too long: {'a' * 38}...{'a' * 40}. Write a shorter "),
     ],
 )
 def test_a_place_that_takes_nothing_is_one_line_with_what_to_do(number, place, said, monkeypatch, capsys):
