@@ -481,6 +481,8 @@ def misuse(ours: Sequence[str], error: CycloptsError) -> str:
         words = f"argument{'' if len(unused) == 1 else 's'} {' '.join(map(repr, unused))}"
         return f"`{see}` does not take the {words}. Drop {'it' if len(unused) == 1 else 'them'}; see: {see} --help"
     text = " ".join(str(error).split()).removeprefix(f'Command "{verb}" ')
+    prefix, _, message = text.partition(": ")  # a converter's message may begin with the option already
+    text = message if message.startswith(f"{prefix.removeprefix('Invalid value for ')} ") else text
     name, missing, _ = text.removeprefix("parameter ").removeprefix("Parameter ").partition(" requires an argument")
     text = (f"{name} needs a value" if name in ours else f"argument {name} is missing") if missing else text
     below = next(iter(ours[ours.index(name) + 1 :]), "") if name in ours else ""

@@ -54,7 +54,7 @@ def test_every_verb_has_a_page_of_help_with_an_example(verb, capsys):
         (["run"], "headway run -- train.py"),
         (["run", "--epochs", "3", "--", "x.py"], "Put the script's own options behind it"),
         (["run", "--windows", "five", "--", "x.py"], "Pass 5% or 0.05"),
-        (["compare", "a", "b", "--gate", "5"], "--gate is 5, which is 500 %. Pass 5% or 0.05."),
+        (["compare", "a", "b", "--gate", "5"], "headway: --gate is 5, which is 500 %. Pass 5% or 0.05."),
         (["compare", "a"], "argument AFTER is missing"),
         (
             ["why", "--", "x.py"],
