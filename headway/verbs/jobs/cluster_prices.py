@@ -36,6 +36,7 @@ from headway.report.page.plots import Bars, Candidate, picture_page, write_page
 from headway.report.paper import ScreenOptions, add_row, draw, headed, next_of, paragraph, uncut
 from headway.trace.recording.runs import Run
 from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.run_options import Size
 from headway.verbs.shared.source import NewestRun, RunPath, run_at
 from headway.why.fixes import run_command
 
@@ -45,7 +46,7 @@ Facts = dict[str, Any]
 
 def prices(
     run: RunPath | None = None, /, *, data: Path, model: str = "", days: float = 4.0, steps_left: float = 0.0,
-    region: str = "us-east-1", device_type: str = "", move_usd: float = 0.0, checkpoint: str = "0",
+    region: str = "us-east-1", device_type: str = "", move_usd: float = 0.0, checkpoint: Size = "0",
     egress_usd_per_gb: float = 0.09, move_s: float = 0.0, hysteresis: float = 0.1,
     from_: Annotated[str, Parameter(name="--from")] = "", extend: str = "", due_hours: float = math.inf,
     restart_s: float = 900.0, sky: Path | None = None, max_restarts: int = 3,

@@ -21,6 +21,7 @@ from headway.data.pipeline.optimize import Op, PipelinePlan, PipelineProfile, Re
 from headway.data.pipeline.optimize import plan as best_plan
 from headway.report.paper import ScreenOptions, add_row, draw, headed, paragraph
 from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.run_options import Size
 
 
 def plan(
@@ -33,7 +34,7 @@ def plan(
     slots: int = 32,
     variant: str | None = None,
     target: float | None = None,
-    cache: str = "0",
+    cache: Size = "0",
     examples: int = 0,
     explain: bool = False,
     check: bool = False,

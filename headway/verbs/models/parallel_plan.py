@@ -37,6 +37,7 @@ from headway.parallel.planning.layers import LayerGraph
 from headway.report.paper import add_row, draw, grid, headed, paragraph, uncut
 from headway.sim.pipeline.orders import GraphFile
 from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.run_options import Size
 
 
 def plan(
@@ -44,7 +45,7 @@ def plan(
     profile: Path | None = None,
     levels: str | None = None,
     bandwidth: str | None = None,
-    memory: str | None = None,
+    memory: Size | None = None,
     allreduce: str = "sum",
     transfers: str = "published",
     shape: Path | None = None,

@@ -39,6 +39,16 @@ def whole_number(kind: Any, tokens: Sequence[Token]) -> int:
     return int(convert(int, tokens))
 
 
+def size(_: object, tokens: Sequence[Token]) -> str:
+    """Return the size that an option was given, as written. Raises `InputError` for what is not a number of bytes."""
+    parse_bytes(tokens[0].value)
+    return tokens[0].value
+
+
+Size = Annotated[str, Parameter(converter=size)]
+"""A size such as 8GiB."""
+
+
 def fraction(_: object, tokens: Sequence[Token]) -> float:
     """Return what `5%` or `0.05` says. Raises `InputError` for anything else."""
     text = tokens[0].value.strip()
@@ -133,7 +143,7 @@ class RunOptions:
         _help(FAIL, "End the run after so many seconds without progress; by default a hang is only reported."),
     ] = None
     grace_s: Annotated[float, _help(FAIL, "Seconds between SIGTERM and SIGKILL.")] = 30.0
-    max_run_bytes: Annotated[str, _help(JOB, "Most bytes the run folder may take.")] = "512MB"
+    max_run_bytes: Annotated[Size, _help(JOB, "Most bytes the run folder may take.")] = "512MB"
     metrics_port: Annotated[
         int | None, _whole(RECORD, "Serve Prometheus metrics of this host's ranks; 0 takes a free port.")
     ] = None

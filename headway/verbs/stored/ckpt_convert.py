@@ -19,6 +19,7 @@ from headway.storage.manifest import COMMIT, CommitRecord
 from headway.storage.redundancy.parity import state, warnings
 from headway.storage.stores import url_of
 from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.run_options import Size
 
 # `headway ckpt repair`: rebuild what is damaged of a checkpoint, or say what is lost.
 
@@ -114,7 +115,7 @@ def export(
     out: Annotated[Path, Parameter(alias="-o")],
     prefix: str = "",
     dtype: str | None = None,
-    file: str = "5GB",
+    file: Size = "5GB",
     json: AsJson = False,
 ) -> int:
     """Write a checkpoint as safetensors or as a torch.save file.

@@ -28,6 +28,7 @@ from headway.lab.placement import place, replay, saved
 from headway.lab.schemes import DEFAULT, HOURS_PER_YEAR, SCHEMES, Scheme, bounds_afr, mttdl_hours
 from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, uncut
 from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.run_options import Size
 
 SHOWN_TRANSITIONS = 12
 """Rows of transitions on a screen; `--json` holds all."""
@@ -294,7 +295,7 @@ def sim(
     requests: int = 6000,
     seed: int = 0,
     designs: str = ",".join(DESIGNS),
-    mapped: str = "256MiB",
+    mapped: Size = "256MiB",
     json: AsJson = False,
 ) -> int:
     """Simulate the cost of checksums and parity over memory that is mapped and written by stores.
