@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from headway.trace.events.loader_facts import (
     LoaderFacts,
@@ -14,6 +15,7 @@ from headway.trace.events.loader_facts import (
     unthreadable,
 )
 from headway.trace.recording.run_facts import RunFacts
+from headway.why.fixes import withdrawn
 
 RULES = {"processes": unmovable, "threads": unthreadable, "cache": unkept, "server": unshared}
 
@@ -103,4 +105,5 @@ def test_a_remedy_that_the_last_loader_left_is_not_in_force() -> None:
     facts = RunFacts.of({"applied": [{"name": name, "facts": {"loaders": row}} for name, row in rows.items()]})
 
     assert {*facts.in_force} == rows.keys() - {"left"}
+    assert {*withdrawn(structs.replace(row, applied=True) for row in facts.applied)} == {"left"}
     assert {name: row.reason for name, row in facts.given_up.items()} == {"left": "it forks"}

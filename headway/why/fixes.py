@@ -276,7 +276,7 @@ def withdrawn(applied: Iterable[AppliedRow]) -> dict[str, str]:
         for entry in row.decisions("loaders"):  # in the order of the decisions
             if entry.reason_not_applied is None:
                 taken.add(entry.dataset)
-            elif row.applied and entry.dataset in taken:
+            elif row.applied and entry.had_it and entry.dataset in taken:  # not one that evaluates, and never had it
                 reasons.append((entry.dataset, entry.reason_not_applied))
         for dataset, reason in reasons:
             found.setdefault(row.name, {})[f"{dataset}: {reason}"] = None
