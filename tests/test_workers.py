@@ -373,8 +373,8 @@ def test_two_loaders_side_by_side_keep_their_workers_and_their_orders(replacemen
 
 def test_a_loader_made_anew_is_tried_once_and_others_only_while_the_budget_lasts(monkeypatch):
     tried = []
-    for name in ("FIRST_S", "SHARE"):
-        monkeypatch.setattr(f"headway.data.guard.decisions.{name}", 0.0)
+    for name in ("TRIAL_S", "TRIAL_SHARE"):
+        monkeypatch.setattr(f"headway.trace.events.loader_facts.{name}", 0.0)
     monkeypatch.setattr("headway.data.workers.apply.untunable", lambda loader, *_, **__: tried.append(loader))
     with applied(workers, {**PARAMETERS, "num_workers": 1}) as context:
         counts = []
