@@ -47,10 +47,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "trace import": ("headway.verbs.runs.trace:import_", "Convert any known trace format into headway's own."),
     "trace export": ("headway.verbs.runs.trace:export", "Write a window of a trace for Perfetto or chrome://tracing."),
     "trace info": ("headway.verbs.runs.trace:info", "Describe what a trace file or a run holds."),
-    "trace align": (
-        "headway.verbs.runs.trace:align",
-        "Put the clocks of all ranks on one: offset, drift, causality.",
-    ),
+    "trace align": ("headway.verbs.runs.trace:align", "Put the clocks of all ranks on one: offset, drift, causality."),
     "cluster batch": ("headway.verbs.jobs.cluster_prices:batch", "Find the batch size that learns most per second."),
     "cluster cancel": ("headway.verbs.jobs.cluster_service:cancel", "End a job of a service, waiting or running."),
     "cluster compare": (
@@ -78,10 +75,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "headway.verbs.models.comm:plan",
         "Search the gradient buckets under which a run's step is shortest.",
     ),
-    "comm strategy": (
-        "headway.verbs.models.comm:strategy",
-        "Search how to compress each gradient (simulated).",
-    ),
+    "comm strategy": ("headway.verbs.models.comm:strategy", "Search how to compress each gradient (simulated)."),
     "cost calibrate": (
         "headway.verbs.models.cost:calibrate",
         "Measure this host's operators; an interrupted one goes on.",
@@ -100,10 +94,7 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "ckpt bench": ("headway.verbs.stored.ckpt_advise:bench", "Measure what a save costs on this host and folder."),
     "ckpt diff": ("headway.verbs.stored.ckpt:diff", "Compare two checkpoints bit by bit."),
-    "ckpt export": (
-        "headway.verbs.stored.ckpt_convert:export",
-        "Write a checkpoint as safetensors or torch.save.",
-    ),
+    "ckpt export": ("headway.verbs.stored.ckpt_convert:export", "Write a checkpoint as safetensors or torch.save."),
     "ckpt import": (
         "headway.verbs.stored.ckpt_convert:import_",
         "Make a checkpoint of safetensors or torch.save files.",
@@ -299,6 +290,9 @@ PLACES: dict[int, str] = {
 }  # fmt: skip
 """Error of the place that was written to or read from -> what to do about it."""
 
+LONGEST_QUOTE = 255
+"""Most letters of that place that the message quotes whole: no file's name is longer."""
+
 
 def build(explained: str = "") -> App:
     """Make the parser from `VERBS`; no verb's module is imported.
@@ -389,6 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if fault.errno not in PLACES:
             raise
         where = "" if fault.filename is None else f": {fault.filename}"
+        where = where if len(where) <= LONGEST_QUOTE else f"{where[:40]}...{where[-40:]}"
         complain(f"{fault.strerror}{where}. {PLACES[fault.errno]}")
         code = code or 2  # of a job that failed, its own stands
     except KeyboardInterrupt:
@@ -486,6 +481,8 @@ def misuse(ours: Sequence[str], error: CycloptsError) -> str:
         words = f"argument{'' if len(unused) == 1 else 's'} {' '.join(map(repr, unused))}"
         return f"`{see}` does not take the {words}. Drop {'it' if len(unused) == 1 else 'them'}; see: {see} --help"
     text = " ".join(str(error).split()).removeprefix(f'Command "{verb}" ')
+    prefix, _, message = text.partition(": ")  # a converter's message may begin with the option already
+    text = message if message.startswith(f"{prefix.removeprefix('Invalid value for ')} ") else text
     name, missing, _ = text.removeprefix("parameter ").removeprefix("Parameter ").partition(" requires an argument")
     text = (f"{name} needs a value" if name in ours else f"argument {name} is missing") if missing else text
     below = next(iter(ours[ours.index(name) + 1 :]), "") if name in ours else ""

@@ -26,7 +26,10 @@ class TestContext:
         # how busy the host of the tests is.
         self.shared = {"data.trials": Budget(clock=lambda: 0.0, longest_s=60.0)}
         self.probes = SimpleNamespace(
-            failed=lambda name, cause: self.failures.append((name, cause)), emit=lambda *record: None, steps=[0]
+            constructed={},
+            failed=lambda name, cause: self.failures.append((name, cause)),
+            emit=lambda *record: None,
+            steps=[0],
         )
         self.listeners = []
         self.undoes = False

@@ -54,7 +54,7 @@ def test_every_verb_has_a_page_of_help_with_an_example(verb, capsys):
         (["run"], "headway run -- train.py"),
         (["run", "--epochs", "3", "--", "x.py"], "Put the script's own options behind it"),
         (["run", "--windows", "five", "--", "x.py"], "Pass 5% or 0.05"),
-        (["compare", "a", "b", "--gate", "5"], "--gate is 5, which is 500 %. Pass 5% or 0.05."),
+        (["compare", "a", "b", "--gate", "5"], "headway: --gate is 5, which is 500 %. Pass 5% or 0.05."),
         (["compare", "a"], "argument AFTER is missing"),
         (
             ["why", "--", "x.py"],
@@ -81,6 +81,7 @@ def test_json_is_exactly_one_object():
     [
         (errno.ENOSPC, None, "headway: No space left on device. Free some of it, or name another place.\n"),
         (errno.EROFS, "runs", "headway: Read-only file system: runs. Check its permissions, or name another place: "),
+        (errno.ENAMETOOLONG, "a" * 256, f"headway: File name too long: {'a' * 38}...{'a' * 40}. Write a shorter "),
     ],
 )
 def test_a_place_that_takes_nothing_is_one_line_with_what_to_do(number, place, said, monkeypatch, capsys):

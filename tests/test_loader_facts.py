@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from headway.trace.events.loader_facts import (
     LoaderFacts,
@@ -14,6 +15,7 @@ from headway.trace.events.loader_facts import (
     unthreadable,
 )
 from headway.trace.recording.run_facts import RunFacts
+from headway.why.fixes import withdrawn
 
 RULES = {"processes": unmovable, "threads": unthreadable, "cache": unkept, "server": unshared}
 
@@ -97,10 +99,12 @@ def test_what_a_remedy_found_of_a_dataset_holds_for_the_others(
 
 def test_a_remedy_that_the_last_loader_left_is_not_in_force() -> None:
     had, left = {"dataset": "D", "num_workers": 2}, {"dataset": "D", "reason_not_applied": "it forks"}
-    gone = {**left, "had_it": True}
+    gone = {**left, "had_it": True, "line": "train.py:9"}
     rows = {"had": [had], "left": [had, gone], "came back": [gone, had], "elsewhere": [had, {**gone, "dataset": "E"}]}
     rows |= {"evaluates": [had, left], "evaluates first": [left, had]}  # another loader over a dataset of that class
     facts = RunFacts.of({"applied": [{"name": name, "facts": {"loaders": row}} for name, row in rows.items()]})
 
     assert {*facts.in_force} == rows.keys() - {"left"}
+    lost = withdrawn(structs.replace(row, applied=True) for row in facts.applied)
+    assert lost == {"left": "train.py:9, D: it forks"}
     assert {name: row.reason for name, row in facts.given_up.items()} == {"left": "it forks"}

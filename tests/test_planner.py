@@ -31,6 +31,8 @@ from headway.plan.planner import (
 )
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup
+from headway.report.answers import PlanAnswer
+from headway.report.page.sections import plan_part
 from headway.report.terminal import render_plan
 from headway.sim.recorded.program import Program
 from headway.trace.events.active_settings import GivenUp
@@ -264,6 +266,9 @@ def test_a_screen_without_a_plan_names_what_keeps_the_best_gain_out() -> None:
     assert "noise" not in barred
     assert "data.cache could change results here" in unsafe
     assert "its examples change" in unsafe
+    page = plan_part(PlanAnswer.of({"proposals": [{"name": "data.workers"}], "refused": [refusal.to_json()]}), "")
+    assert "data.cache could change results here" in page
+    assert "data.cache: its examples change" in page
     asked = replace(refusal, unsafe=False, reason="results change: grant --allow lossy to have it predicted")
     assert "consent (--allow) is not counted." in render_plan(compose([], program, setup, refused=[asked]).to_json())
 

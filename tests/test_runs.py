@@ -198,6 +198,7 @@ def test_ranks_under_another_launcher_add_their_own_rows(tmp_path):
             },
             "events: nothing is recorded in process 7: /r: .Errno 28. No space left. What",
         ),
+        ({"run.json": '{"schema": "headway.run-folder/1"}', "tables/r0.json": "{}"}, "events: what was recorded is"),
         ({"rings/a0-r0-p1.ring": ""}, "no readable event"),
         ({"events/x": ""}, "neither run.json nor events"),
     ],

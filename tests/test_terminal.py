@@ -245,8 +245,11 @@ def test_what_a_plan_refused_is_told_with_its_reason() -> None:
     plan = demo_plan() | {
         "refused": [{"name": "comm.bucket", "room": "comm", "reason": "one process has no gradients"}]
     }
+    slow = {"name": "data.workers", "predicted_speedup": 0.81, "left_out": {"kind": "noise", "reason": "it costs time"}}
 
     assert "comm.bucket: one process has no gradients" in render_plan(plan)
+    assert render_plan({"proposals": [slow]}).count("data.workers") == 1
+    assert "not proposed\n  data.workers: predicted 0.81x, it costs time" in render_plan({"proposals": [slow]})
 
 
 def test_notes_of_the_ledger_are_told() -> None:

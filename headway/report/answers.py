@@ -69,6 +69,11 @@ class ProposalRow(Answer, frozen=True):
     evaluation_share: float = 0.0
     left_out: LeftOutRow = LeftOutRow()
 
+    @property
+    def slows(self) -> bool:
+        """Whether it is likely to make the job slower, and prevents nothing: it is considered, and not proposed."""
+        return (self.predicted_speedup or 1.0) < 1 and not self.protects
+
 
 class JobGain(Answer, frozen=True):
     """What a plan makes of a whole job, its start included."""

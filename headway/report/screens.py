@@ -34,12 +34,12 @@ from headway.core.units import (
     speedup,
 )
 from headway.ledger.cause import NOT_RESOLVED
-from headway.report.answers import PlanAnswer, RunAnswer, VerifiedRow, start_of
+from headway.report.answers import PlanAnswer, ProposalRow, RunAnswer, VerifiedRow, start_of
 from headway.report.figures import goodput_of
 from headway.report.paper import ScreenOptions, add_row, command_line, draw, grid, joined, next_of, paragraph, title
 from headway.trace.events.active_settings import AppliedRow
 from headway.why.answer import Json, LoaderRow, Why
-from headway.why.verdict import GAIN_WORTH_NAMING, ending, predicted, verdict
+from headway.why.verdict import GAIN_WORTH_NAMING, NOTHING_PAYS, ending, predicted, verdict
 
 if TYPE_CHECKING:
     from headway.data.stalls.model import StallReport
@@ -185,12 +185,13 @@ def render_plan(answer: Json, *, source: str = "", apply: str = "", **screen: Un
     launcher began says what to write in the script in place of the command.
     """
     plan, width, unicode = PlanAnswer.of(answer), screen.get("width", 88), screen.get("unicode", True)
-    found, proposals = plan.verdict, plan.proposals
+    found, proposals = plan.verdict, [row for row in plan.proposals if not row.slows]
     sentence = paragraph(_plan_sentence(plan, source))
     parts: list[RenderableType] = [title("headway plan", source, width=width), "", sentence]
     if not plan.chosen and found.fix and not found.allow:
         is_open = found.fix.startswith(NOT_RESOLVED)
-        fix = found.fix[:1].upper() + found.fix[1:] if is_open else f"For you to do: {found.fix}"
+        owner = "Fix" if found.fix.startswith(NOTHING_PAYS) else "For you to do"
+        fix = found.fix[:1].upper() + found.fix[1:] if is_open else f"{owner}: {found.fix}"
         parts += ["", paragraph(clean(found.sentence)), paragraph(f"{clean(fix)}.")]
         parts += [command_line("In the script", clean(found.script))] if found.script else []
     if proposals:
@@ -201,7 +202,8 @@ def render_plan(answer: Json, *, source: str = "", apply: str = "", **screen: Un
     if reasons:
         lines = (paragraph(f"{name}: {reason}", style="dim") for name, reason in reasons.items())
         parts += ["", Text("  Proposed, not in the plan", style="bold"), *lines]
-    refused = [f"{clean(r.name)}: {clean(r.reason)}" for r in plan.refused if clean(r.name) not in reasons]
+    refused = [f"{clean(r.name)}: {with_gain(r)}" for r in plan.proposals if r.slows]
+    refused += [f"{clean(r.name)}: {clean(r.reason)}" for r in plan.refused if clean(r.name) not in reasons]
     if refused:
         parts += ["", Text("  Considered, not proposed", style="bold"), *(paragraph(r, style="dim") for r in refused)]
     if plan.hidden:
@@ -260,9 +262,7 @@ def nothing_to_apply(plan: PlanAnswer, source: str = "") -> str:
         command = shlex.join(_plan_of(source, "--allow", clean(best.allow)))
         return f"1 remedy needs your consent: {what}. Grant it with: {command}"
     if best is not None:
-        reason = clean(best.left_out.reason)
-        why = reason if reason.startswith("predicted ") else f"predicted {predicted(best)}, {reason}"
-        return f"Nothing to apply: {clean(best.name)}, {why}."
+        return f"Nothing to apply: {clean(best.name)}, {with_gain(best)}."
     unsafe = joined([clean(row.name) for row in plan.refused if row.unsafe], ", ")
     asks = any("--allow" in row.reason for row in plan.refused)
     unasked = "; what needs your consent (--allow) is not counted" if asks else ""
@@ -270,6 +270,12 @@ def nothing_to_apply(plan: PlanAnswer, source: str = "") -> str:
         what = f"{unsafe} could change results here, and nothing else of headway's own gains more than the noise"
         return f"Nothing to apply: {what}{unasked}."
     return f"Nothing to apply: no remedy of headway's own gains more than the noise of two runs{unasked}."
+
+
+def with_gain(row: ProposalRow) -> str:
+    """Return why a proposal is not in the plan, behind its predicted gain."""
+    reason = clean(row.left_out.reason)
+    return reason if reason.startswith("predicted ") else f"predicted {predicted(row)}, {reason}"
 
 
 def whole_amount(total_s: float) -> str:
@@ -301,7 +307,7 @@ def _proposals(plan: PlanAnswer, mark: str) -> list[RenderableType]:
     """Return the table of proposals, chosen ones in bold behind a mark, and the legend of the mark."""
     table = grid("left", "left", "right", "left", "fold")
     add_row(table, "", "proposal", "predicted", "applied by", "cost and risk", style="dim")
-    for row in plan.proposals:
+    for row in (row for row in plan.proposals if not row.slows):
         is_chosen = row.name in plan.chosen
         cost = joined([clean(text) for text in (row.cost, row.risk) if clean(text) not in ("", "none")], "; ") or "none"
         name = Text(clean(row.name), style="bold" if is_chosen else "")

@@ -277,15 +277,16 @@ def withdrawn(applied: Iterable[AppliedRow]) -> dict[str, str]:
     """Return remedy -> why it was taken away from a loader, or gave one back, while the run went on."""
     found: dict[str, dict[str, None]] = {}
     for row in applied:
-        reasons = [(entry.dataset, entry.reason) for entry in row.decisions("withdrawn")]
+        reasons = [(entry, entry.reason) for entry in row.decisions("withdrawn")]
         taken = set()
         for entry in row.decisions("loaders"):  # in the order of the decisions
             if entry.reason_not_applied is None:
                 taken.add(entry.dataset)
-            elif row.applied and entry.dataset in taken:
-                reasons.append((entry.dataset, entry.reason_not_applied))
-        for dataset, reason in reasons:
-            found.setdefault(row.name, {})[f"{dataset}: {reason}"] = None
+            elif row.applied and entry.had_it and entry.dataset in taken:  # not one that evaluates, and never had it
+                reasons.append((entry, entry.reason_not_applied))
+        for entry, reason in reasons:
+            name = ", ".join(filter(None, (entry.line, entry.dataset)))
+            found.setdefault(row.name, {})[f"{name}: {reason}"] = None
     return {name: "; ".join(reasons) for name, reasons in found.items()}
 
 

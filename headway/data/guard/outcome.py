@@ -121,9 +121,14 @@ class OutcomeWriter:
         self._decisions.append(decision)
         self._write()
 
-    def withdrawn(self, dataset: str, reason: str) -> None:
+    def names(self, loader: Any) -> dict[str, str]:
+        """Return what decisions call a loader: the class of its dataset, and the line that made it, where seen."""
+        line = self._context.probes.constructed.get(loader, {}).get("constructed")
+        return {"dataset": type(loader.dataset).__name__, **({"line": line} if line else {})}
+
+    def withdrawn(self, names: Mapping[str, str], reason: str) -> None:
         """Note that the remedy was taken away from a loader that had it."""
-        self._withdrawn.append({"dataset": dataset, "reason": reason, **about(reason)})
+        self._withdrawn.append({**names, "reason": reason, **about(reason)})
         self._write()
 
     def restored(self) -> None:
@@ -281,7 +286,7 @@ class Withdrawal:
             )
             self._in_use, self._mark = self.leave(), 0.0
             self._chunks.clear()
-            self.report.withdrawn("all loaders", reason)
+            self.report.withdrawn({"dataset": "all loaders"}, reason)
             warn(f"{self.report.name} is withdrawn: {reason}")
 
 

@@ -412,7 +412,7 @@ class Verification:
             try:
                 if loader is not None:
                     leave(loader, reason)
-                report.withdrawn(name, reason)
+                report.withdrawn({"dataset": name} if loader is None else report.names(loader), reason)
             except Exception as failure:
                 pass_on(failure)
                 self._failed("taking a remedy away", failure)

@@ -142,7 +142,7 @@ class LoaderSharing:
 
         def leave(cause: Exception, indices: Iterator[Any]) -> AsWritten:
             self._leave(loader, "")
-            known = {"dataset": type(loader.dataset).__name__, "had_it": True}
+            known = {**self.report.names(loader), "had_it": True}
             self.report({**known, "reason_not_applied": failure(cause)})
             return AsWritten(loader, indices)
 

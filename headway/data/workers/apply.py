@@ -313,13 +313,13 @@ class LoaderTuner:
 
         Where the script keeps nothing but the iterator, the loader is gone by then.
         """
-        known, dataset = ref(loader), type(loader.dataset).__name__
+        known, names = ref(loader), self.report.names(loader)
 
         def leave(reason: str) -> None:
             found = known()
             if found is not None:
                 self.tunings[found] = None
-            self.report({"dataset": dataset, "reason_not_applied": reason, "had_it": True})
+            self.report({**names, "reason_not_applied": reason, "had_it": True})
 
         return leave
 

@@ -10,7 +10,7 @@ batch as torch does, and that they do not mostly wait for the interpreter lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -341,7 +341,7 @@ class LoaderSwitch:
             self.withdrawal.has_remedy = True
             count = min(self.num_threads, max(len(loader), 1))
             account.describe(num_workers=count, workers="threads")
-            left = partial(self._left, ref(loader), type(loader.dataset).__name__)
+            left = partial(self._left, ref(loader), self.report.names(loader))
             restore = pass_restorer(loader)
 
             def ours() -> Any:
@@ -388,12 +388,12 @@ class LoaderSwitch:
             self.report({"reason_not_applied": f"{type(failure).__name__}: {failure}"})
             return False
 
-    def _left(self, loader: ref[DataLoader[Any]], dataset: str, reason: str) -> None:
+    def _left(self, loader: ref[DataLoader[Any]], names: Mapping[str, str], reason: str) -> None:
         """Leave a loader alone from the next pass on: threads could not go on with this one."""
         found = loader()
         if found is not None:
             self._leave(found, reason)
-        self.report({"dataset": dataset, "reason_not_applied": reason, "had_it": True})
+        self.report({**names, "reason_not_applied": reason, "had_it": True})
 
     def _decide(self, loader: DataLoader[Any]) -> str | None:
         facts = {"dataset": type(loader.dataset).__name__, "before": loader.num_workers}

@@ -338,16 +338,19 @@ def _upright(value: float, axis: tuple[float, float], y1: str, y2: str, stroke: 
 
 def plan_part(plan: PlanAnswer, source: str) -> str:
     """Return the proposals of every room for the run `source`, chosen ones marked."""
-    if not plan.proposals:
+    rows = "".join(_proposal(row, row.name in plan.chosen) for row in plan.proposals if not row.slows)
+    if not rows:
         return ""
-    rows = "".join(_proposal(row, row.name in plan.chosen) for row in plan.proposals)
     head = (
         '<tr><th></th><th>Proposal</th><th class="n">Predicted</th><th>Applied by</th><th>Cost</th><th>Risk</th></tr>'
     )
     lead = f"{nothing_to_apply(plan, source)}{by_hand(plan)}"
+    notes = "".join(f'<p class="note">{text(row.name)}: {text(row.reason)}</p>' for row in plan.refused if row.unsafe)
     if plan.chosen:
         lead = f"The chosen ones (✓) together: predicted {predicted(plan)} the steps per second.{start_of(plan)}"
-    return section("plan", "Plan", lead, f'<div class="scroll"><table class="proposals">{head}{rows}</table></div>')
+        notes = ""
+    table = f'<div class="scroll"><table class="proposals">{head}{rows}</table></div>'
+    return section("plan", "Plan", lead, f"{table}{notes}")
 
 
 def _proposal(row: ProposalRow, chosen: bool) -> str:

@@ -36,6 +36,8 @@ class LoaderDecision(msgspec.Struct, frozen=True, kw_only=True):
 
     dataset: str | None = None
     """Name of the dataset's class."""
+    line: str | None = None
+    """The line of the script that constructs the loader, where the decision says it."""
     num_workers: int | None = None
     """Workers that it was given."""
     about: str | None = None

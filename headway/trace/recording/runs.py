@@ -297,6 +297,8 @@ def _why_nothing(path: Path, hosts: Sequence[RunFacts]) -> str:
         found = re.search(rf"^headway: ({UNRECORDED}.*)$", log.read_text(errors="replace"), re.MULTILINE)
         if found:
             return found[1]
+    if any((path / "tables").glob("r*.json")):  # a process of torch was recorded
+        return f"what was recorded is gone from {path / 'events'} and {path / 'rings'}"
     return (
         "the script never imported torch, or ended before it did, or its Python was started with another PYTHONPATH "
         "than it was given"

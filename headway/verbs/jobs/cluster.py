@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from cyclopts import Parameter
 from rich.text import Text
 
 from headway.cluster.model import Cluster, Resize
@@ -39,6 +38,7 @@ from headway.report.page.plots import page_around, write_page
 from headway.report.page.sections import section
 from headway.report.paper import ScreenOptions, add_row, draw, headed, next_of, paragraph, uncut
 from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.run_options import GivenPath, OutPath
 from headway.verbs.shared.source import run_at
 
 RESTART_S = 60.0
@@ -46,7 +46,7 @@ RESTART_S = 60.0
 
 
 def sim(
-    *, trace: str, policy: str, devices: str = "", data: Path | None = None, jobs_per_hour: float = 4.0,
+    *, trace: str, policy: str, devices: str = "", data: GivenPath | None = None, jobs_per_hour: float = 4.0,
     num_jobs: int = 0, seed: int = 0, window: str = "", rules: str = "headway", usd_per_h: str = "",
     speed: str = "", round_s: float = 0.0, reset_s: float = 1920.0, load: float = 1.0, resize: str = "",
     runs: str = "", explain: bool = False, json: AsJson = False,
@@ -113,10 +113,10 @@ def sim(
 
 
 def compare(
-    *, jobs: Path | None = None, devices: str = "", log: Path | None = None,
+    *, jobs: GivenPath | None = None, devices: str = "", log: GivenPath | None = None,
     policies: str = ",".join(DEFAULT_POLICIES), usd_per_h: str = "", speed: str = "",
     virtual_cluster: str = "", runs: str = "", seed: int = 0, round_s: float = 360.0,
-    restart_s: float | None = None, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: AsJson = False,
+    restart_s: float | None = None, out: OutPath | None = None, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Measure what a recorded queue suffered, and simulate what each policy would have made of it.
 

@@ -18,11 +18,13 @@ from headway.core.files.safe_files import MOST
 from headway.core.machine.beside import say_beside
 from headway.report.paper import ScreenOptions, add_row, draw, headed, paragraph, uncut
 from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.run_options import GivenPath
 
 
 def fork(
-    *, speeds: str, jobs: Path | None = None, slot_s: float = 0.0, slot_cost_s: float = 1.0, dir: Path | None = None,
-    json: AsJson = False, script: Annotated[list[str] | None, Parameter(parse=False)] = None,
+    *, speeds: str, jobs: GivenPath | None = None, slot_s: float = 0.0, slot_cost_s: float = 1.0,
+    dir: GivenPath | None = None, json: AsJson = False,
+    script: Annotated[list[str] | None, Parameter(parse=False)] = None,
 ) -> int:  # fmt: skip
     """Train with a copy of a script on each of several unlike devices, or simulate that for some jobs.
 

@@ -36,6 +36,7 @@ from headway.report.page.plots import Bars, Candidate, picture_page, write_page
 from headway.report.paper import ScreenOptions, add_row, draw, headed, next_of, paragraph, uncut
 from headway.trace.recording.runs import Run
 from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.run_options import GivenPath, OutPath, Size
 from headway.verbs.shared.source import NewestRun, RunPath, run_at
 from headway.why.fixes import run_command
 
@@ -45,11 +46,11 @@ Facts = dict[str, Any]
 
 def prices(
     run: RunPath | None = None, /, *, data: Path, model: str = "", days: float = 4.0, steps_left: float = 0.0,
-    region: str = "us-east-1", device_type: str = "", move_usd: float = 0.0, checkpoint: str = "0",
+    region: str = "us-east-1", device_type: str = "", move_usd: float = 0.0, checkpoint: Size = "0",
     egress_usd_per_gb: float = 0.09, move_s: float = 0.0, hysteresis: float = 0.1,
     from_: Annotated[str, Parameter(name="--from")] = "", extend: str = "", due_hours: float = math.inf,
-    restart_s: float = 900.0, sky: Path | None = None, max_restarts: int = 3,
-    out: Annotated[Path | None, Parameter(alias="-o")] = None, json: AsJson = False,
+    restart_s: float = 900.0, sky: GivenPath | None = None, max_restarts: int = 3,
+    out: OutPath | None = None, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Price the rest of a job on each offer, and what each way of buying it would have come to.
 
@@ -215,7 +216,7 @@ def _screen(result: Facts, screen: ScreenOptions) -> str:
 
 def batch(
     run: NewestRun = None, /, *, also: str = "", batch_size: int = 0, largest: int = 0, micro_most: int = 0,
-    devices: int = 0, out: Path | None = None, allow: str | None = None, json: AsJson = False,
+    devices: int = 0, out: GivenPath | None = None, allow: str | None = None, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Find the batch size, accumulation and number of devices with the most useful examples per second.
 

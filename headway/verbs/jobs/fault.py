@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
-from cyclopts import Parameter
 from numpy.typing import NDArray
 from rich.table import Table
 from rich.text import Text
@@ -35,15 +34,14 @@ from headway.trace.recording.run_facts import outcomes_of
 from headway.trace.recording.runs import Run
 from headway.verbs.jobs.hang import mesh_of
 from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.run_options import OutPath
 from headway.verbs.shared.source import NewestRun, run_at
 
 ETTRS = ("ettr", "ettr_simulated", "ettr_closed_form")
 """Measured; of a simulated job with the same failures; by the closed form."""
 
 
-def incidents(
-    run: NewestRun = None, /, *, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False
-) -> int:
+def incidents(run: NewestRun = None, /, *, out: OutPath | None = None, json: bool = False) -> int:
     """List the failures of a run: who failed, what was done, how long each phase took, what was lost.
 
     Example: `headway fault incidents headway-runs/train-1`
@@ -217,9 +215,7 @@ def _lines(facts: list[tuple[str, str]]) -> Table:
     return table
 
 
-def sim(
-    scenario: Path, /, *, seed: int = 0, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: AsJson = False
-) -> int:
+def sim(scenario: Path, /, *, seed: int = 0, out: OutPath | None = None, json: AsJson = False) -> int:
     """Simulate a job on a fleet that fails: its ETTR, and where the rest went.
 
     Example: `headway fault sim fleet.toml --seed 1`

@@ -34,6 +34,7 @@ from headway.report.page.plots import Line, picture_page, write_page
 from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, uncut
 from headway.trace.recording.runs import is_run
 from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.run_options import OutPath
 from headway.verbs.shared.source import RunPath, run_at
 
 ROWS = {"ramp_w_per_s": "ramp, W/s", "range_w": "range, W", "band_rms_w": "band, W rms", "band_share": "band, share"}
@@ -63,7 +64,7 @@ class SiteOptions:
 
 def check(
     source: RunPath | None = None, /, *, site: Annotated[SiteOptions, Parameter(name="*")],
-    out: Annotated[Path | None, Parameter(alias="-o")] = None, json: AsJson = False,
+    out: OutPath | None = None, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Hold the power of a site against a specification; exit 3 when a limit does not hold.
 
@@ -122,7 +123,7 @@ def plan(
     use: str = "", max_storage_j: float = math.inf,
     usd_per_kwh: float = 0.08, storage_usd_per_kwh: float = 400.0, storage_usd_per_kw: float = 150.0,
     compute_usd_per_kwh: float = 3.0,
-    on_after_s: float = 0.02, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: AsJson = False,
+    on_after_s: float = 0.02, out: OutPath | None = None, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Find the cheapest of floor, ramps, filler and battery with which a specification holds; exit 3 without one.
 

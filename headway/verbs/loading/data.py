@@ -29,6 +29,7 @@ from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.recording.runs import Run, merge
 from headway.verbs.loading.measure import STEPS, measure
 from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.run_options import GivenPath
 from headway.verbs.shared.source import NewestRun, RunPath, newest_run, run_at
 
 
@@ -59,7 +60,7 @@ def stalls(
     steps: int | None = None,
     nproc_per_node: str | None = None,
     module: Annotated[bool, Parameter(alias="-m")] = False,
-    out: Path | None = None,
+    out: GivenPath | None = None,
     json: AsJson = False,
     script: Annotated[list[str] | None, Parameter(parse=False)] = None,
 ) -> int:

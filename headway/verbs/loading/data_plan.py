@@ -21,23 +21,24 @@ from headway.data.pipeline.optimize import Op, PipelinePlan, PipelineProfile, Re
 from headway.data.pipeline.optimize import plan as best_plan
 from headway.report.paper import ScreenOptions, add_row, draw, headed, paragraph
 from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.run_options import GivenPath, Size
 
 
 def plan(
     pipeline: str | None = None,
     /,
     *,
-    stats: Path | None = None,
-    ops: Path | None = None,
+    stats: GivenPath | None = None,
+    ops: GivenPath | None = None,
     cores: int | None = None,
     slots: int = 32,
     variant: str | None = None,
     target: float | None = None,
-    cache: str = "0",
+    cache: Size = "0",
     examples: int = 0,
     explain: bool = False,
     check: bool = False,
-    out: Path | None = None,
+    out: GivenPath | None = None,
     json: AsJson = False,
 ) -> int:
     """Choose order, cache, workers, offload and fusion of an input pipeline from its profile.
@@ -121,7 +122,7 @@ def profile(
     /,
     *,
     examples: int = 256,
-    out: Path | None = None,
+    out: GivenPath | None = None,
     json: AsJson = False,
 ) -> int:
     """Measure what each operator of a headway.data.Pipeline costs: CPU time and bytes per example.

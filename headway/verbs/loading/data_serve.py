@@ -20,6 +20,7 @@ from headway.data.service.messages import FROM_SERVER, StatusReply, StatusReques
 from headway.data.service.stock import DataServer
 from headway.report.paper import ScreenOptions, add_row, draw, headed
 from headway.verbs.shared.output import AsJson, emit, imported
+from headway.verbs.shared.run_options import GivenPath, Size
 
 ANSWER_S = 5.0
 """A server that has not told how it is by then hangs."""
@@ -29,8 +30,8 @@ def serve(
     target: str,
     /,
     *,
-    socket: Path | None = None,
-    cache: str = "0",
+    socket: GivenPath | None = None,
+    cache: Size = "0",
     order: str = "auto",
     threads: int = 0,
     window: int = 4,

@@ -37,6 +37,7 @@ from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.recording.run_facts import RunFacts, outcomes_of
 from headway.trace.recording.runs import Run
 from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.run_options import GivenPath
 
 STEPS = 60
 """Steps of each phase by default, warm-up included."""
@@ -136,7 +137,7 @@ def measure(
     steps: int = STEPS,
     nproc_per_node: str | None = None,
     module: bool = False,
-    out: Path | None = None,
+    out: GivenPath | None = None,
 ) -> tuple[StallReport, dict[str, Any]]:
     """Run `script` three times; return the split, and the object of `headway data stalls --json` with `phases` in it.
 
@@ -294,7 +295,7 @@ def verify_resume(
     batches: int = 12,
     nproc_per_node: str | None = None,
     module: Annotated[bool, Parameter(alias="-m")] = False,
-    out: Path | None = None,
+    out: GivenPath | None = None,
     json: AsJson = False,
     script: Annotated[list[str] | None, Parameter(parse=False)] = None,
 ) -> int:

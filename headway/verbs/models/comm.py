@@ -13,10 +13,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from cyclopts import Parameter
 from numpy.typing import NDArray
 
 from headway.comm import EXACT_RANKS
@@ -49,6 +48,7 @@ from headway.sim.training_moves import recorded_step
 from headway.sim.training_step import TrainingStep
 from headway.sim.whatif import ResolvedEdits
 from headway.verbs.shared.output import emit
+from headway.verbs.shared.run_options import GivenPath, OutPath
 from headway.verbs.shared.source import RunPath, run_at
 
 EQUIVALENT = "result-equivalent"
@@ -59,7 +59,7 @@ def plan(
     run: RunPath | None = None,
     /,
     *,
-    out: Annotated[Path | None, Parameter(alias="-o")] = None,
+    out: OutPath | None = None,
     ranks: int | None = None,
     allow: str | None = None,
     json: bool = False,
@@ -137,7 +137,7 @@ def on_ranks(step: TrainingStep, ranks: int) -> TrainingStep:
     return replace(step, network=replace(step.network, num_ranks=ranks))
 
 
-def bench(*, codecs: str = "", out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False) -> int:
+def bench(*, codecs: str = "", out: OutPath | None = None, json: bool = False) -> int:
     """Measure encoding and decoding of gradients, which `headway plan --allow lossy` and `whatif compress=` replay.
 
     Example: `headway comm bench --codecs sign,topk:0.01 -o headway-runs/train-1/codecs.json`
@@ -174,7 +174,7 @@ def overlap(
     *,
     shapes: str,
     ranks: int = 2,
-    out: Annotated[Path | None, Parameter(alias="-o")] = None,
+    out: OutPath | None = None,
     again: bool = False,
     json: bool = False,
 ) -> int:
@@ -252,8 +252,8 @@ def strategy(
     setups: Path,
     model: str,
     cost: str,
-    options: Path | None = None,
-    codecs: Path | None = None,
+    options: GivenPath | None = None,
+    codecs: GivenPath | None = None,
     json: bool = False,
 ) -> int:
     """Search the option of each gradient under which an iteration is shortest (simulated).

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from cyclopts import Parameter
 
 from headway.core.errors import InputError
 from headway.core.files.safe_files import whole_file
@@ -18,6 +17,7 @@ from headway.cost.predictors import PREDICTORS, SELECTIONS, TransferTask, mape, 
 from headway.report.paper import ScreenOptions, add_row, draw, headed, paragraph, uncut
 from headway.verbs.shared.learned_step import TABLE, check_threads, learned_step
 from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.run_options import OutPath
 
 DTYPES = {name: name for name in ("float32", "bfloat16", "float64")}
 """Precisions that can be calibrated."""
@@ -85,7 +85,7 @@ def _transfer_screen(result: Mapping[str, Any], num_samples: int, screen: Screen
 
 
 def calibrate(
-    *, out: Annotated[Path, Parameter(alias="-o")] = TABLE, models: int = 48, threads: int = 1,
+    *, out: OutPath = TABLE, models: int = 48, threads: int = 1,
     dtypes: str = "float32", json: AsJson = False,
 ) -> int:  # fmt: skip
     """Measure this host's operators and steps on small made-up models, under a second each.

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import msgspec
 import numpy as np
-from cyclopts import Parameter
 
 from headway.core.errors import InputError
 from headway.core.files.safe_files import decode_json, read_json, whole_file
@@ -24,6 +23,7 @@ from headway.report.paper import ScreenOptions, draw, paragraph
 from headway.trace.recording.runs import Run
 from headway.trace.rings.rank_tables import json_object, rank_tables
 from headway.verbs.shared.output import AsJson, emit, imported
+from headway.verbs.shared.run_options import GivenPath, OutPath
 from headway.verbs.shared.source import run_at
 from headway.verbs.stored.ckpt_convert import checkpoint_at
 from headway.why.model_flops import ModelSpec, mfu_entry
@@ -248,14 +248,14 @@ def grow(
     *,
     small: str = "",
     large: str = "",
-    checkpoint: Path | None = None,
-    out: Annotated[Path | None, Parameter(alias="-o")] = None,
+    checkpoint: GivenPath | None = None,
+    out: OutPath | None = None,
     family: str = "auto",
     depth: str = "zero",
     split: str = "random",
     prefix: str | None = None,
     seed: int = 0,
-    plan: Path | None = None,
+    plan: GivenPath | None = None,
     model: str = "",
     budget: float = math.inf,
     json: AsJson = False,

@@ -24,6 +24,7 @@ from headway.model.serving.plan import BETWEEN_HOSTS, ServePlan, ServingGoal, se
 from headway.model.serving.times import pipelines
 from headway.report.paper import ScreenOptions, add_row, draw, headed, paragraph, uncut
 from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.run_options import GivenPath
 
 ENGINES = ("vllm",)
 """What --export writes for."""
@@ -31,8 +32,8 @@ ENGINES = ("vllm",)
 
 def serve(
     *, layers: Path, cluster: Path, prompt: int, new: int, batch: int, bits: str = ",".join(map(str, BITS)),
-    theta: float | None = None, gap: float = 1e-3, sensitivity: Path | None = None, latency: Path | None = None,
-    heuristic: bool = False, export: str | None = None, json: AsJson = False,
+    theta: float | None = None, gap: float = 1e-3, sensitivity: GivenPath | None = None,
+    latency: GivenPath | None = None, heuristic: bool = False, export: str | None = None, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Choose devices, layers, bits per layer and micro-batches to serve a model on unlike devices (LLM-PQ).
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from cyclopts import Parameter
 from numpy.typing import NDArray
 from rich.text import Text
 
@@ -25,6 +24,7 @@ from headway.sim.pipeline.actions import OPS
 from headway.sim.recorded.program import Program
 from headway.sim.recorded.recording import Recording
 from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.run_options import OutPath
 from headway.verbs.shared.source import NewestRun, RunPath, run_at
 
 Facts = dict[str, Any]
@@ -57,9 +57,7 @@ def pipeline_gantt(title: str, lanes: Sequence[str], rows: NDArray[np.int64]) ->
     return Gantt(title, lanes, spans, float(rows[-1].max()) / NS_PER_S, OP_WORDS)
 
 
-def bubbles(
-    run: NewestRun = None, /, *, out: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False
-) -> int:
+def bubbles(run: NewestRun = None, /, *, out: OutPath | None = None, json: bool = False) -> int:
     """Show what the stages of a recorded pipeline wait for each other, and why.
 
     Example: `headway parallel bubbles headway-runs/train-1`

@@ -37,18 +37,19 @@ from headway.parallel.planning.layers import LayerGraph
 from headway.report.paper import add_row, draw, grid, headed, paragraph, uncut
 from headway.sim.pipeline.orders import GraphFile
 from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.run_options import GivenPath, Size
 
 
 def plan(
     *,
-    profile: Path | None = None,
+    profile: GivenPath | None = None,
     levels: str | None = None,
     bandwidth: str | None = None,
-    memory: str | None = None,
+    memory: Size | None = None,
     allreduce: str = "sum",
     transfers: str = "published",
-    shape: Path | None = None,
-    graph: Path | None = None,
+    shape: GivenPath | None = None,
+    graph: GivenPath | None = None,
     microbatches: int | None = None,
     overhead_ns: int = 0,
     replicate: bool = False,

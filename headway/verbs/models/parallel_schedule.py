@@ -39,6 +39,7 @@ from headway.sim.pipeline.simulate import (
 from headway.sim.pipeline.simulate import simulate as replay_program
 from headway.verbs.models.parallel_bubbles import pipeline_gantt
 from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.run_options import GivenPath, OutPath
 
 OrderName = Annotated[str, Parameter(help="Name of the order.")]
 Ranks = Annotated[int, Parameter(help="Ranks.")]
@@ -84,7 +85,7 @@ def show(
     backward_ns: int = 20,
     comm_ns: MessageNs = 0,
     cap: Cap = None,
-    out: Annotated[Path | None, Parameter(alias="-o")] = None,
+    out: OutPath | None = None,
     json: bool = False,
 ) -> int:
     """Show an order: what each rank computes, on a time axis.
@@ -135,7 +136,7 @@ def export(
     comm_ns: MessageNs = 0,
     cap: Cap = None,
     format: str = "torch-csv",
-    output: Path | None = None,
+    output: GivenPath | None = None,
 ) -> int:
     """Write an order to a file that torch's pipeline runtime, torchtitan or NeMo reads.
 
@@ -169,7 +170,7 @@ def simulate(
     weight_ns: int | None = None,
     comm_ns: BetweenNs = 0,
     cap: float | None = None,
-    graph: Path | None = None,
+    graph: GivenPath | None = None,
     replicas: int = 1,
     fail: str | None = None,
     json: AsJson = False,
@@ -222,7 +223,7 @@ def replan(
     stages: int,
     microbatches: int,
     fail: str | None = None,
-    trace: Path | None = None,
+    trace: GivenPath | None = None,
     forward_ns: int = 1,
     input_ns: InputNs = 1,
     weight_ns: WeightNs = 1,

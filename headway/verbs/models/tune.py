@@ -22,6 +22,7 @@ from headway.runtime.launching.options import LaunchOptions, check
 from headway.runtime.run_folder.recording import RUNS, claim_folder, next_folder
 from headway.trace.recording.run_facts import outcomes_of
 from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.run_options import GivenPath
 
 REMEDY = "model.tune"
 
@@ -35,7 +36,7 @@ def tune(
     trials: int = 16,
     seed: int = 0,
     module: Annotated[bool, Parameter(alias="-m")] = False,
-    out: Path | None = None,
+    out: GivenPath | None = None,
     json: AsJson = False,
     script: Annotated[list[str] | None, Parameter(parse=False)] = None,
 ) -> int:

@@ -25,6 +25,7 @@ from headway.sim.recorded.program import Program
 from headway.sim.whatif import EDITS
 from headway.verbs.shared.learned_step import TABLE, in_words, learned_step, save
 from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.run_options import OutPath
 from headway.verbs.shared.source import NewestRun, run_at
 from headway.why.explanation import explain_run
 from headway.why.fixes import chosen_terms, loader_rows, run_command
@@ -34,7 +35,7 @@ def plan(
     run: NewestRun = None,
     /,
     *,
-    out: Annotated[Path | None, Parameter(alias="-o")] = None,
+    out: OutPath | None = None,
     allow: str | None = None,
     steps: int | None = None,
     all: bool = False,

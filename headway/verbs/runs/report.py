@@ -6,10 +6,9 @@ import warnings
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from cyclopts import Parameter
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
@@ -30,6 +29,7 @@ from headway.trace.recording.run_facts import RunFacts
 from headway.trace.sync.clocks import on_common_clock
 from headway.verbs.runs.why import heat_maps_of, why_object
 from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.run_options import OutPath
 from headway.verbs.shared.source import RunPath, newest_run
 from headway.why.explanation import Explanation, explain, ideal_of
 from headway.why.model_flops import ModelSpec
@@ -48,7 +48,7 @@ Seconds = NDArray[np.float64]
 
 def report(
     *source: RunPath,
-    out: Annotated[Path, Parameter(alias="-o")] = Path("report.html"),
+    out: OutPath = Path("report.html"),
     steps: str | None = None,
     model: str | None = None,
     json: AsJson = False,

@@ -39,6 +39,34 @@ def whole_number(kind: Any, tokens: Sequence[Token]) -> int:
     return int(convert(int, tokens))
 
 
+def size(_: object, tokens: Sequence[Token]) -> str:
+    """Return the size that an option was given, as written. Raises `InputError` for what is not a number of bytes."""
+    parse_bytes(tokens[0].value)
+    return tokens[0].value
+
+
+Size = Annotated[str, Parameter(converter=size)]
+"""A size such as 8GiB."""
+
+
+def given_path(_: object, tokens: Sequence[Token]) -> Path:
+    """Return the path that an argument names. Raises `InputError` for "", which is no path.
+
+    A shell puts "" where a variable is not set: as a path it would mean the current folder.
+    """
+    if not tokens[0].value:
+        name, what = (tokens[0].keyword, "path") if tokens[0].keyword else ("a run's path", "run folder")
+        raise InputError(f"{name} is empty. Name a {what}, or check that the shell's variable is set.")
+    return Path(tokens[0].value)
+
+
+GivenPath = Annotated[Path, Parameter(converter=given_path)]
+"""The path that an option names."""
+
+OutPath = Annotated[Path, Parameter(alias="-o", converter=given_path)]
+"""The option --out of a verb."""
+
+
 def fraction(_: object, tokens: Sequence[Token]) -> float:
     """Return what `5%` or `0.05` says. Raises `InputError` for anything else."""
     text = tokens[0].value.strip()
@@ -85,7 +113,7 @@ class RunOptions:
         ),
     ] = "auto"
     update_from: Annotated[
-        Path | None,
+        GivenPath | None,
         _help(FAIL, "Folder with newer code: later attempts run a copy of it, and go back if it fails twice."),
     ] = None
     monitor_interval: Annotated[float, _help(RANKS, "Seconds between looks at the ranks of several hosts.")] = 0.1
@@ -93,14 +121,14 @@ class RunOptions:
     master_port: Annotated[int | None, _whole(RANKS, "Its port; a free one by default.")] = None
     local_addr: Annotated[str | None, _help(RANKS, "Address of this host.")] = None
     role: Annotated[str, _help(RANKS, "Role of the ranks.")] = "default"
-    log_dir: Annotated[Path | None, _help(JOB, "Where the ranks' output is kept; RUN/logs by default.")] = None
+    log_dir: Annotated[GivenPath | None, _help(JOB, "Where the ranks' output is kept; RUN/logs by default.")] = None
     module: Annotated[bool, Parameter(group=JOB, alias="-m", help="The script is a module, as in python -m.")] = False
     no_python: Annotated[bool, _help(JOB, "The script is a program of its own.")] = False
-    out: Annotated[Path | None, _help(JOB, "The run folder; headway-runs/SCRIPT-N by default.")] = None
+    out: Annotated[GivenPath | None, _help(JOB, "The run folder; headway-runs/SCRIPT-N by default.")] = None
     mode: Annotated[
         str, _help(JOB, "Who else may read the run folder and its logs, as chmod's number; 750 for your group.")
     ] = "700"
-    apply: Annotated[Path | None, _help(PLAN, "A plan file, or the run folder whose plan to apply.")] = None
+    apply: Annotated[GivenPath | None, _help(PLAN, "A plan file, or the run folder whose plan to apply.")] = None
     verify: Annotated[
         bool | None,
         Parameter(
@@ -111,7 +139,7 @@ class RunOptions:
             "allows are compared, and a remedy that changed one is taken away; --no-verify compares none.",
         ),
     ] = None
-    baseline: Annotated[Path | None, _help(PLAN, "Run to compare with; by default the plan's own.")] = None
+    baseline: Annotated[GivenPath | None, _help(PLAN, "Run to compare with; by default the plan's own.")] = None
     no_launch: Annotated[
         bool, _help(RECORD, "Under torchrun, srun or accelerate: record this process as one rank.")
     ] = False
@@ -133,7 +161,7 @@ class RunOptions:
         _help(FAIL, "End the run after so many seconds without progress; by default a hang is only reported."),
     ] = None
     grace_s: Annotated[float, _help(FAIL, "Seconds between SIGTERM and SIGKILL.")] = 30.0
-    max_run_bytes: Annotated[str, _help(JOB, "Most bytes the run folder may take.")] = "512MB"
+    max_run_bytes: Annotated[Size, _help(JOB, "Most bytes the run folder may take.")] = "512MB"
     metrics_port: Annotated[
         int | None, _whole(RECORD, "Serve Prometheus metrics of this host's ranks; 0 takes a free port.")
     ] = None
@@ -204,9 +232,9 @@ class RecordingOptions(RunOptions):
     The class stands in this file, since cyclopts reads all annotations of a class by the names of its module.
     """
 
-    out: Annotated[
-        Path | None, Parameter(group=JOB, alias="-o", help="The run folder; headway-runs/SCRIPT-N by default.")
-    ] = None
+    out: Annotated[OutPath | None, Parameter(group=JOB, help="The run folder; headway-runs/SCRIPT-N by default.")] = (
+        None
+    )
     wandb: Annotated[
         bool, _help(JOB, "Add verdict, ledger and page to the W&B run that the script opened, or WANDB_RUN_ID names.")
     ] = False

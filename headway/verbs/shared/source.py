@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-from cyclopts import Parameter, Token
+from cyclopts import Parameter
 
 from headway.core.errors import InputError
 from headway.core.files.safe_files import read_json
 from headway.runtime.run_folder.recording import RUNS
 from headway.trace.recording.runs import Run, is_run, run_near
+from headway.verbs.shared.run_options import given_path
 
-
-def run_path(_: object, tokens: Sequence[Token]) -> Path:
-    """Return the path of a run or a trace that an argument names. Raises `InputError` for "", which is no path.
-
-    A shell puts "" where a variable is not set: as a path it would mean the current folder.
-    """
-    if not tokens[0].value:
-        name = tokens[0].keyword or "a run's path"
-        raise InputError(f"{name} is empty. Name a run folder, or check that the shell's variable is set.")
-    return Path(tokens[0].value)
-
-
-RunPath = Annotated[Path, Parameter(converter=run_path)]
+RunPath = Annotated[Path, Parameter(converter=given_path)]
 """A run or a trace that a verb reads."""
 
-NewestRun = Annotated[Path | None, Parameter(help="A run folder; the newest one by default.", converter=run_path)]
+NewestRun = Annotated[Path | None, Parameter(help="A run folder; the newest one by default.", converter=given_path)]
 """The argument RUN of a verb, as `run_at` takes it."""
 
 

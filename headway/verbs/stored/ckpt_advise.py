@@ -32,6 +32,7 @@ from headway.plan.setup import Setup
 from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, title
 from headway.sim.recorded.program import Program
 from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.run_options import Size
 from headway.verbs.shared.source import RunPath, run_at
 
 STOCK_TIMEOUT_S = 300
@@ -132,7 +133,7 @@ def _kept(rows: list[Mapping[str, Any]]) -> Any:
 
 
 def bench(
-    folder: Path, /, *, size: str = "64MiB", state: str = "10GB", ours_only: bool = False, json: AsJson = False
+    folder: Path, /, *, size: Size = "64MiB", state: Size = "10GB", ours_only: bool = False, json: AsJson = False
 ) -> int:
     """Measure memory, checksums and FOLDER on this host, and say what a save of a given size would cost.
 

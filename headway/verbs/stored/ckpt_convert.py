@@ -19,6 +19,7 @@ from headway.storage.manifest import COMMIT, CommitRecord
 from headway.storage.redundancy.parity import state, warnings
 from headway.storage.stores import url_of
 from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.run_options import OutPath, Size
 
 # `headway ckpt repair`: rebuild what is damaged of a checkpoint, or say what is lost.
 
@@ -111,10 +112,10 @@ def export(
     path: Path,
     /,
     *,
-    out: Annotated[Path, Parameter(alias="-o")],
+    out: OutPath,
     prefix: str = "",
     dtype: str | None = None,
-    file: str = "5GB",
+    file: Size = "5GB",
     json: AsJson = False,
 ) -> int:
     """Write a checkpoint as safetensors or as a torch.save file.
@@ -145,7 +146,7 @@ def import_(
     path: Path,
     /,
     *,
-    out: Annotated[Path, Parameter(alias="-o")],
+    out: OutPath,
     prefix: str = "",
     world: int = 1,
     redundancy: str = "none",
@@ -176,7 +177,7 @@ def reshard(
     /,
     *,
     world: int,
-    out: Annotated[Path, Parameter(alias="-o")],
+    out: OutPath,
     without: Annotated[list[str], Parameter(negative=())] | None = None,
     redundancy: str = "none",
     json: AsJson = False,

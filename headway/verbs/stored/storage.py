@@ -28,6 +28,7 @@ from headway.lab.placement import place, replay, saved
 from headway.lab.schemes import DEFAULT, HOURS_PER_YEAR, SCHEMES, Scheme, bounds_afr, mttdl_hours
 from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, uncut
 from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.run_options import GivenPath, Size
 
 SHOWN_TRANSITIONS = 12
 """Rows of transitions on a screen; `--json` holds all."""
@@ -199,7 +200,7 @@ def _fit_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
 
 
 def fleet(
-    *, clusters: Path | None = None, synthetic: str | None = None, days: int = 1095, seed: int = 0,
+    *, clusters: GivenPath | None = None, synthetic: str | None = None, days: int = 1095, seed: int = 0,
     policy: tuple[str, ...] = ("pacemaker", "instant", "reactive"), json: AsJson = False,
 ) -> int:  # fmt: skip
     """Simulate years of a fleet of disks whose schemes follow its failure rates, beside other policies.
@@ -288,13 +289,13 @@ MOST_ROWS = 5_000_000
 
 
 def sim(
-    trace: Path | None = None,
+    trace: GivenPath | None = None,
     *,
     made: str = "set",
     requests: int = 6000,
     seed: int = 0,
     designs: str = ",".join(DESIGNS),
-    mapped: str = "256MiB",
+    mapped: Size = "256MiB",
     json: AsJson = False,
 ) -> int:
     """Simulate the cost of checksums and parity over memory that is mapped and written by stores.
