@@ -3,7 +3,7 @@
 A script may make a loader anew for every epoch or update. What guards results and costs nothing is asked of every
 loader (whose sampler, which dataset class); what has to be tried in a forked child is tried once per facts: the
 classes of the dataset and of all that it holds, their settings, the collate function, the loader's own settings.
-Contents are no facts: a replay buffer grows. Trials may take `FIRST_S`, and then 1 % of the time since the first; a
+Contents are no facts: a replay buffer grows. Trials may take `TRIAL_S`, and then 1 % of the time since the first; a
 loader of which one question was tried is asked the others too, once: half an answer has cost time and is of no use.
 
 The job waits for the children of a trial. A dataset that hangs in a forked process, because it asks a thread or an
