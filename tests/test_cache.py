@@ -30,7 +30,7 @@ ADDRESS = ctypes.addressof(ctypes.c_char.from_buffer(READS))
 @pytest.fixture
 def rarely(monkeypatch):
     """Compare only the first example that each reader finds in a pass, and the first of each size."""
-    monkeypatch.setattr(scrutiny, "FIRST", 0)
+    monkeypatch.setattr(scrutiny, "CHECK_FIRST", 0)
     monkeypatch.setattr(scrutiny, "CHECK_EVERY", 10**9)
 
 

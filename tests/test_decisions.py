@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from headway.core.machine.child import said
 from headway.data.cached.apply import cache
-from headway.data.guard import decisions
 from headway.data.guard.decisions import NOT_TRIED, Budget, Decisions, facts_of
 from headway.data.guard.outcome import MOST_DECISIONS, OutcomeWriter
 from headway.data.remedies import CacheParameters
@@ -18,6 +17,7 @@ from headway.data.service.apply import server
 from headway.data.workers.apply import workers
 from headway.data.workers.torch_threads import threads
 from headway.runtime.in_rank.remedy import RefusedRemedy
+from headway.trace.events import loader_facts
 from tests.loaders_made import Squares
 from tests.remedy_context import TestContext, apply
 
@@ -84,7 +84,7 @@ def test_settings_of_the_dataset_do_not_count_where_only_speed_does():
 
 
 def test_trials_stop_at_one_percent_of_the_time_and_go_on_later(monkeypatch):
-    monkeypatch.setattr(decisions, "FIRST_S", 0.0)
+    monkeypatch.setattr(loader_facts, "TRIAL_S", 0.0)
     now = [100.0]
     tried = Decisions(Budget(lambda: now[0]))
 

@@ -178,9 +178,7 @@ def test_other_json_is_no_watch():
         WatchReport.of({"ranks": [{"rank": "zero"}]}, "hang/3.json")
 
 
-@pytest.mark.parametrize(
-    ("end_ns", "said"), [(None, "so far no rank has stood still"), (9, "no rank had stood still")]
-)
+@pytest.mark.parametrize(("end_ns", "said"), [(None, "so far no rank has stood still"), (9, "no rank had stood still")])
 def test_a_run_without_a_report_says_whether_one_may_come(tmp_path, end_ns, said):
     (tmp_path / "run.json").write_text(json.dumps({"end_ns": end_ns}))
     with pytest.raises(InputError, match=said):

@@ -97,6 +97,17 @@ def test_what_a_remedy_found_of_a_dataset_holds_for_the_others(
     assert not any(rule(other) for rule in RULES.values())
 
 
+@pytest.mark.parametrize(("line", "of_both"), [("train.py:3", False), (None, True)])
+def test_what_was_found_with_one_loader_is_not_said_of_another_over_a_dataset_of_its_class(line, of_both) -> None:
+    loaders = {group: {"dataset": "D", "constructed": f"train.py:{group}"} for group in ("3", "7")}
+    rows = found("reading")
+    rows[0]["facts"]["loaders"][0]["line"] = line
+    ours, other = RunFacts.of({"loaders": loaders, "applied": rows}).effective_loaders.values()
+
+    assert any(rule(ours) for rule in RULES.values())
+    assert any(rule(other) for rule in RULES.values()) == of_both
+
+
 def test_a_remedy_that_the_last_loader_left_is_not_in_force() -> None:
     had, left = {"dataset": "D", "num_workers": 2}, {"dataset": "D", "reason_not_applied": "it forks"}
     gone = {**left, "had_it": True, "line": "train.py:9"}

@@ -54,6 +54,14 @@ def test_a_run_that_a_hang_ended_is_told_so_before_anything_else():
     assert recovered == verdict(why)
 
 
+@pytest.mark.parametrize(("still_s", "code", "told"), [(6.0, 143, True), (6.0, 0, False), (2.0, 143, False)])
+def test_a_run_that_was_stopped_long_behind_its_last_record_may_have_hung(still_s, code, told):
+    why = {"devices": 2, "wall_s": 10.0, "steps": 80, "goodput": 0.4, "sub": {"unknown.cut_short": 2 * still_s}}
+    why |= {"ledger": {"useful": 8.0, "unknown": 2 * still_s}, "exit": {"code": code, "class": "preempted"}}
+
+    assert (f"last {still_s:g} s: it may have hung" in verdict(why).sentence) == told
+
+
 @pytest.mark.parametrize(
     ("end", "said"),
     [

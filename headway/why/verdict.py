@@ -73,6 +73,9 @@ CHANGES_TRAINING = ("compute.batch",)
 WARNINGS = {"memory.grow": "memory grows from step to step", "input.repeats": "workers repeat examples"}
 """Causes that lose no time, in words: they end jobs, or train on the wrong examples."""
 
+LEAST_STILL_S, STEPS_STILL = 5.0, 20.0
+"""A run that was stopped may have hung where nothing was recorded for so many seconds, and steps, before its end."""
+
 ENDINGS: dict[str, str] = {
     "oom": "ran out of memory",
     "hang": "made no more progress",
@@ -124,6 +127,7 @@ def verdict(answer: Json | Why) -> Verdict:
     why = Why.of(answer)
     devices, wall = plural(why.devices, "device"), seconds(why.wall_s)
     end = ending(why.exit, why.steps)
+    end += _stood_still(why) if " was stopped " in end else ""
     end += " " * bool(end)
     if not finite(why.steps):
         earlier = why.ledger.get("restart")
@@ -158,6 +162,15 @@ def verdict(answer: Json | Why) -> Verdict:
         allow=first.allow,
         script=first.script,
     )
+
+
+def _stood_still(why: Why) -> str:
+    """Return ' Nothing was recorded of its last 16 s: it may have hung.' of a run that ended so; else ''."""
+    rest_s = why.sub.get("unknown.cut_short", 0.0) / max(finite(why.devices) or 1.0, 1.0)
+    step_s = ((finite(why.wall_s) or 0.0) - rest_s) / max(finite(why.steps) or 0.0, 1.0)
+    if rest_s < max(LEAST_STILL_S, STEPS_STILL * step_s):
+        return ""
+    return f" Nothing was recorded of its last {seconds(rest_s)}: it may have hung."
 
 
 def _outweighs(largest: CauseRow, first: CauseRow | None) -> bool:

@@ -166,7 +166,7 @@ class LoaderSharing:
             except Exception as failure:
                 pass_on(failure)
                 found = f"{type(failure).__name__}: {failure}"
-            facts = {"dataset": type(loader.dataset).__name__}
+            facts = self.report.names(loader)
             reason = found if isinstance(found, str) else None
             self.report({**facts, **({"reason_not_applied": reason} if reason else {"server": "auto"})})
             if found == NOT_TRIED:  # a later pass may try

@@ -356,7 +356,7 @@ class LoaderTuner:
 
     def _decide(self, loader: DataLoader[Any]) -> None:
         """Apply the plan to a loader not seen before, or leave it alone and say why."""
-        facts = {"dataset": type(loader.dataset).__name__, "before": loader.num_workers}
+        facts = {**self.report.names(loader), "before": loader.num_workers}
         ahead = self.max_workers * self.prefetch_factor
         torchs = loader.num_workers > 0 and loader.persistent_workers
         fresh = loader.num_workers > 0 and not torchs  # the script's own workers begin each pass with nothing read
@@ -408,4 +408,4 @@ class LoaderTuner:
         if count == tuning.num_workers:
             return
         tuning.num_workers, tuning.kept = count, None  # the kept workers end here; the next iterator starts `count`
-        self.report({"dataset": type(loader.dataset).__name__, "num_workers": count, "retuned": True})
+        self.report({**self.report.names(loader), "num_workers": count, "retuned": True})

@@ -396,7 +396,7 @@ class LoaderSwitch:
         self.report({**names, "reason_not_applied": reason, "had_it": True})
 
     def _decide(self, loader: DataLoader[Any]) -> str | None:
-        facts = {"dataset": type(loader.dataset).__name__, "before": loader.num_workers}
+        facts = {**self.report.names(loader), "before": loader.num_workers}
         reason = barred(loader) or self.decisions.result(loader, lambda: different(loader)) or self._slow(loader)
         self.report({**facts, **({"reason_not_applied": reason} if reason else {"num_workers": self.num_threads})})
         return reason

@@ -130,6 +130,9 @@ class Unfit:
     reason: str
     """What was found."""
 
+    line: str | None = None
+    """The line that constructs the loader that it was found with; None where that is not said."""
+
 
 def applied_rows(rows: object) -> tuple[AppliedRow, ...]:
     """Return the row of each remedy: not that of the whole plan, nor one of an older run that says nothing of it."""
@@ -155,7 +158,7 @@ def given_up(rows: Sequence[AppliedRow]) -> dict[str, GivenUp]:
 def unfit(rows: Sequence[AppliedRow]) -> list[Unfit]:
     """Return what remedies found of datasets, of the reasons that hold for other remedies too."""
     return [
-        Unfit(row.name, str(entry.dataset), entry.about, reason)
+        Unfit(row.name, str(entry.dataset), entry.about, reason, entry.line)
         for row in rows
         for entry in (*row.decisions("loaders"), *row.decisions("withdrawn"))
         if entry.about in (READING, DATASET) and (reason := entry.reason_not_applied or entry.reason)

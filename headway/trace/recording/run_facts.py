@@ -205,7 +205,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Group -> facts of the loader as remedies left it, with what they found of its dataset.
 
         A remedy that gave a loader workers is in force: what it had is what they made of it, not what the script asks
-        for. Datasets are told apart by their class.
+        for. Loaders are told apart by the class of their dataset and, where a decision says it, their line.
         """
         facts = dict(self.loaders)
         for row in self.applied:
@@ -215,7 +215,7 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             reason = f"{found.reason.partition(';')[0]} ({found.remedy} found it in this run)"
             more = {"unfit_ahead": reason, **({"unfit": reason} if found.about == DATASET else {})}
             for group, fact in facts.items():
-                if fact.dataset and fact.dataset == found.dataset:
+                if fact.dataset and _is_of(fact, found.dataset, found.line):
                     facts[group] = msgspec.structs.replace(fact, **more)
         return facts
 
@@ -244,9 +244,14 @@ def _converted(meta: Mapping[str, Any]) -> tuple[RunFacts, dict[str, str]]:
     ), bad
 
 
+def _is_of(facts: LoaderFacts, dataset: str | None, line: str | None) -> bool:
+    """Tell whether a decision on a loader of `dataset`, made at `line`, is on this one."""
+    return facts.dataset == dataset and (line is None or not facts.constructed or line == facts.constructed)
+
+
 def _with_workers(facts: LoaderFacts, given: AppliedRow) -> LoaderFacts:
     """Return the facts of a loader that data.workers was applied to; of others, what they are."""
-    counts = [row.num_workers for row in given.decisions("loaders") if row.dataset == facts.dataset]
+    counts = [row.num_workers for row in given.decisions("loaders") if _is_of(facts, row.dataset, row.line)]
     if not counts or None in counts:  # left alone: at once, or later
         return facts
     loaders, _ = converted(given.facts or {}, GivenWorkers)
