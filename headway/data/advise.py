@@ -69,6 +69,9 @@ FIRST_S = 0.25
 """Seconds that a remedy of loaders costs beside its trial before it is in full effect: processes start, the first
 batches are looked at closely. Small scripts on two cores took 0.2 to 0.3 s more than trial and replayed steps."""
 
+KEPT = 1.25
+"""Steps may take so many times the shortest where the script's own workers are kept alone, and no more are started."""
+
 TRIAL_COUNTS = 0.02
 """Share of the recorded steps' time from which on the trial of a remedy is weighed against the script's own workers."""
 
@@ -177,6 +180,12 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) ->
     # Nobody asks for fewer workers than the script has where those win nothing: the edit is the other one.
     had = {fact.num_workers for fact in facts.values()}
     same = bool(keep) and had == {recorded} and count < recorded
+    if (
+        keep and had == {recorded} and 0 < recorded < count
+    ):  # the cheapest edit that wins most: more of them have to start
+        best, kept_s = (program.predict(tried, interval=False).step_s
+                        for tried in ((for_loaders(count, program, facts), *keep), keep))  # fmt: skip
+        same = kept_s <= KEPT * best
     edits: tuple[str, ...] = keep if same else (for_loaders(count, program, facts), *keep)
     count = recorded if same else count
     prefetch = max(fact.prefetch_factor or 2 for fact in facts.values())
