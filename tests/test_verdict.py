@@ -167,6 +167,9 @@ def test_the_verdict_is_about_the_largest_loss_unless_a_remedy_wins_another():
     for batch_s, leads in ((5.9, "host.script"), (6.1, "compute.batch")):
         batch = eval_ | {"cause": "compute.batch", "lost_device_s": batch_s}
         assert verdict({**facts, "causes": [batch, script]}).cause == leads, "more examples in a batch change training"
+    saves = {"cause": "checkpoint.stall", "lost_device_s": 3.1, "predicted_speedup": 2.4, "at_most": True, "fix": "x"}
+    for ends, leads in (({}, "host.logging"), ({"interval": [2.1, 2.7]}, "checkpoint.stall")):
+        assert verdict({**facts, "causes": [saves | ends, logging]}).cause == leads, "far larger, where it is predicted"
     grows = {"cause": "memory.grow", "lost_device_s": 0.0, "fix": "detach"}
     assert verdict({**facts, "causes": [eval_, grows]}).sentence.endswith("; memory grows from step to step.")
     own = script | {

@@ -174,8 +174,9 @@ def _stood_still(why: Why) -> str:
 
 
 def _outweighs(largest: CauseRow, first: CauseRow | None) -> bool:
-    """Whether a line of the script wins far more of the job than the remedy that would lead."""
-    return first is not None and bool(largest.script) and _lost_s(largest) > FAR_LARGER * _lost_s(first)
+    """Whether a line of the script, or what was predicted, wins far more of the job than the remedy that would lead."""
+    tells = bool(largest.script or largest.interval)
+    return first is not None and tells and _lost_s(largest) > FAR_LARGER * _lost_s(first)
 
 
 def _larger_loss(why: Why, bucket: str) -> str:
