@@ -179,13 +179,11 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) ->
         return Refusal("data.workers", "data", "the limits allow no worker")
     # Nobody asks for fewer workers than the script has where those win nothing: the edit is the other one.
     had = {fact.num_workers for fact in facts.values()}
-    same = bool(keep) and had == {recorded} and count < recorded
-    if (
-        keep and had == {recorded} and 0 < recorded < count
-    ):  # the cheapest edit that wins most: more of them have to start
-        best, kept_s = (program.predict(tried, interval=False).step_s
-                        for tried in ((for_loaders(count, program, facts), *keep), keep))  # fmt: skip
-        same = kept_s <= KEPT * best
+    keeps = bool(keep) and had == {recorded}
+    same = keeps and count < recorded
+    if keeps and 0 < recorded < count:  # the cheapest edit that wins most: more of them have to start, and to be tried
+        more = program.predict((for_loaders(count, program, facts), *keep), interval=False)
+        same = program.predict(keep, interval=False).step_s <= KEPT * more.step_s
     edits: tuple[str, ...] = keep if same else (for_loaders(count, program, facts), *keep)
     count = recorded if same else count
     prefetch = max(fact.prefetch_factor or 2 for fact in facts.values())

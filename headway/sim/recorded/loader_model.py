@@ -213,11 +213,14 @@ class LoaderModel:
         """
         batches = self.batches
         recorded = batches.workers
-        tuned = self._tuned(scenario)
+        tuned, tried, since = self._in_force(scenario)
         workers = recorded if scenario.workers is None else np.where(tuned, scenario.workers.count, recorded)
         ahead = self.prefetch if scenario.prefetch is None else scenario.prefetch
         prefetch = np.where(tuned, ahead, self.prefetch)
-        fetch, waiting, cpu = self._loads(scenario, workers, seed, starved)
+        keeps = self._keeps(scenario, workers, tuned)
+        processes = np.where(scenario.threads & tuned, 0, workers)
+        now = loads_first(batches, processes, keeps)
+        fetch, waiting, cpu = self._loads(scenario, workers, now, since, seed, starved)
         was_inline = recorded[batches.iterator] == 0
         now_inline = workers[batches.iterator] == 0
         threaded = (scenario.threads & tuned & (workers > 0))[batches.iterator]
@@ -233,7 +236,7 @@ class LoaderModel:
         usual = self.costs.receive_ns + self.costs.per_byte_ns * batches.bytes
         late = np.where(now_inline, 0.0, np.maximum(take - usual, 0.0))
         handoff = np.where(threaded, float(self.costs.thread_handoff_ns), self.handoff_ns) * scenario.transfer
-        iter_ns, first_ns, stop_ns = self._turns(scenario, workers)
+        iter_ns, first_ns, stop_ns = self._turns(scenario, workers, keeps, tuned, tried)
         return Loading(
             workers=workers,
             prefetch=prefetch,
@@ -271,19 +274,12 @@ class LoaderModel:
                 since[place] = epoch - first.setdefault(group, epoch)
         return tried, since
 
-    def _asked(self, scenario: ResolvedEdits) -> NDArray[np.bool_]:
-        """Return [i] whether a remedy is for the loader of each pass."""
-        reached = np.array([scenario.reaches(int(group)) for group in self.batches.group], dtype=bool)
-        return np.asarray(self.tunable & reached | self.cacheable & (scenario.cache_fraction > 0))
-
-    def _since(self, scenario: ResolvedEdits) -> NDArray[np.int64]:
-        """Return [i] n-th pass over its loader since a remedy is in force; -1 before."""
-        return self.trials(self._asked(scenario))[1] if scenario.watched else self.batches.epoch
-
-    def _tuned(self, scenario: ResolvedEdits) -> NDArray[np.bool_]:
-        """Return [i] whether the edits of workers reach the loader of each pass."""
-        reached = np.array([scenario.reaches(int(group)) for group in self.batches.group], dtype=bool)
-        return np.asarray(self.tunable & reached & (self._since(scenario) >= 0))
+    def _in_force(self, scenario: ResolvedEdits) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.int64]]:
+        """Return [i] whether edits of workers reach the loader of each pass, then `tried` and `since` of `trials`."""
+        reached = np.array([scenario.reaches(int(group)) for group in self.batches.group], dtype=bool) & self.tunable
+        tried, since = self.trials(np.asarray(reached | self.cacheable & (scenario.cache_fraction > 0)))
+        since = since if scenario.watched else self.batches.epoch
+        return np.asarray(reached & (since >= 0)), tried, since
 
     def with_handoff(self, factor: float) -> LoaderModel:
         """Return the model with the assumed costs of workers scaled."""
@@ -292,18 +288,22 @@ class LoaderModel:
             costs=replace(self.costs, pack_ns=round(self.costs.pack_ns * factor)),
         )  # fmt: skip
 
-    def _keeps(self, scenario: ResolvedEdits, workers: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def _keeps(
+        self, scenario: ResolvedEdits, workers: NDArray[np.int64], tuned: NDArray[np.bool_]
+    ) -> NDArray[np.bool_]:
         """Return [i] whether the pass is read by the workers of the one before."""
-        edited = self._tuned(scenario) & (scenario.persistent is not None)
+        edited = tuned & (scenario.persistent is not None)
         return np.where(edited, (self.batches.epoch > 0) & bool(scenario.persistent), self.persistent) & (workers > 0)
 
     def _loads(
-        self, scenario: ResolvedEdits, workers: NDArray[np.int64], seed: int, starved: float
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-        """Return of each load what is blocked, waits for a core, and is CPU time, cache hits drawn one by one."""
+        self, scenario: ResolvedEdits, workers: NDArray[np.int64], now: NDArray[np.bool_], since: NDArray[np.int64],
+        seed: int, starved: float,
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:  # fmt: skip
+        """Return of each load what is blocked, waits for a core, and is CPU time, cache hits drawn one by one.
+
+        `now` [b]: whether it is the first load of its process; `since` [i] as `trials` has it.
+        """
         was = loads_first(self.batches, self.batches.workers, self.persistent)
-        processes = np.where(scenario.threads & self._tuned(scenario), 0, workers)
-        now = loads_first(self.batches, processes, self._keeps(scenario, workers))
         change = (now.astype(np.float64) - was)[:, None]  # 1: it opens now, -1: no more
         parts = np.maximum(self.batches.part_ns + change * self.opening_ns, 0.0)
         fetch, starving, prep, collate = parts.T
@@ -311,7 +311,7 @@ class LoaderModel:
         if scenario.cache_fraction > 0:
             size = self.batch_size[self.batches.iterator]
             # Dealt anew among shards, an example was at this rank in one of `e` epochs with 1 - (1 - 1 / shards)^e.
-            epoch = self._since(scenario)[self.batches.iterator]
+            epoch = since[self.batches.iterator]
             seen = np.maximum(epoch - scenario.cache_cold + 1, 0)
             kept = scenario.cache_fraction * (self.cacheable[self.batches.iterator] & (epoch >= 0))
             chance = kept * (1 - (1 - 1 / scenario.cache_shards) ** seen)
@@ -358,13 +358,13 @@ class LoaderModel:
         return np.asarray(self.look_ns[of_pass] * is_looked_at * scenario.watched)
 
     def _turns(
-        self, scenario: ResolvedEdits, workers: NDArray[np.int64]
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+        self, scenario: ResolvedEdits, workers: NDArray[np.int64], keeps: NDArray[np.bool_],
+        tuned: NDArray[np.bool_], tried: NDArray[np.bool_],
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:  # fmt: skip
         """Return, per pass, what making its iterator costs, when its workers begin, and what its end costs."""
         had = self.batches.workers
-        kept, tuned = self.persistent, self._tuned(scenario)
+        kept = self.persistent
         free = tuned & (scenario.persistent is not None)
-        keeps = self._keeps(scenario, workers)
         # Workers are made and ended one after the other. The end of the pass before is paid in the call that finds it.
         per_fork = np.where(had > 0, self.iter_ns / np.maximum(had, 1), self.costs.fork_ns)
         per_fork = np.where(kept, self.costs.fork_ns, per_fork)
@@ -383,7 +383,6 @@ class LoaderModel:
         made = np.where(threaded, plain + self.costs.thread_ns * workers, made)
         first, stop = np.where(threaded, 0.0, first), np.where(threaded, bare, stop)
         trial = np.where(threaded, self.thread_trial_ns, self.trial_ns) * scenario.watched
-        tried, _ = self.trials(self._asked(scenario))
         made = made + np.where(tried & tuned & (workers != had), trial, 0)
         made = made + np.where(tried & self.cacheable & (scenario.cache_fraction > 0), self.cache_trial_ns, 0)
         return made.astype(np.float64), first, stop.astype(np.float64)

@@ -44,7 +44,6 @@ UNJUDGED = "whether the examples of its dataset change between passes is not kno
 OWN = "it is headway's own loader: pass {} where the script makes it"
 """Why the loaders of the data room itself are left alone."""
 
-
 TRIAL_S, TRIAL_SHARE = 0.5, 0.01
 """A remedy may be tried while all trials of a rank before have taken less than so many seconds, and this share of the
 time since the first one."""
