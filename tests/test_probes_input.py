@@ -106,14 +106,14 @@ def test_parts_never_exceed_the_whole(workers, tmp_path):
         assert min(rest) >= 0
 
 
-def test_short_loads_of_the_main_process_are_measured_one_in_sixteen(tmp_path):
+def test_short_loads_of_the_main_process_are_measured_one_in_sixteen_and_later_one_in_sixty_four(tmp_path):
     with recording(tmp_path):
-        for _ in DataLoader(TensorDataset(torch.ones(400, 1)), batch_size=1):
+        for _ in DataLoader(TensorDataset(torch.ones(1024, 1)), batch_size=1):
             pass
     found = rows(tmp_path)
 
-    assert len(found["input.load"]) == len([row for row in found["input.next"] if row["b"] >= 0]) == 400
-    assert 400 // 16 <= len(found["input.parts"]) < 200
+    assert len(found["input.load"]) == len([row for row in found["input.next"] if row["b"] >= 0]) == 1024
+    assert 256 // 16 + 768 // 64 <= len(found["input.parts"]) < 200
 
 
 def test_garbage_collection_inside_a_load_is_told_apart(tmp_path):

@@ -152,6 +152,7 @@ class Looks:
         self.each_batch, self._passes, self._num_batches = each_batch, passes, 0
         self._skipped = self._skipped_near = self._late = 0
         self._since_s = self._spent_s = self._last_s = self._near_spent_s = self._near_last_s = 0.0
+        self._next_s = 0.0  # before then nothing is due: a batch that is not looked at costs one comparison
         self._is_first = True
         self._near: Attributes | None = None
 
@@ -162,20 +163,28 @@ class Looks:
 
     def begin(self) -> None:
         """Begin a pass, another one over the same data or the first."""
-        self._passes, self._is_first = self._passes + 1, True
+        self._passes, self._is_first, self._next_s = self._passes + 1, True, 0.0
 
     def are_alike(self, read: Sequence[object], look: Callable[[], bool]) -> bool:
         """Return what `look` says, True where none is due; `read` is whose attributes are looked at more often."""
         begin_s = perf_counter()
-        is_full = self.each_batch or self._passes < 2 or self._num_batches < FULL
-        self._num_batches += 1
-        if is_full:
+        if begin_s < self._next_s and not self.each_batch:
+            self._skipped += 1
+            self._skipped_near += 1
+            return True
+        if self.each_batch or self._passes < 2 or self._num_batches < FULL:
+            self._num_batches += 1
             self._since_s, self._spent_s, self._near_spent_s, self._near = begin_s, 0.0, 0.0, None
             self._late = 0
-        elif not self._is_due(read, begin_s):
+            return self._looked(look)
+        alike = not self._is_due(read, begin_s)
+        if alike:
             self._skipped += 1
-            return True
-        return self._looked(look)
+        else:
+            alike = self._looked(look)
+        near_s, look_s = self._near_spent_s + self._near_last_s, self._spent_s + self._last_s
+        self._next_s = self._since_s + min(near_s / NEAR_SHARE, look_s / SHARE)
+        return alike
 
     def are_alike_now(self, read: Sequence[object], look: Callable[[], bool]) -> bool:
         """Return what `look` says, at the end of a pass or between two; True where the last batch was looked at."""

@@ -3,9 +3,9 @@
 The wait is recorded on the training thread. The work (`input.load`) is recorded where the dataset runs: in the main
 process or in a loader worker, each in its own ring, per batch and never per example. Blocked time is wall - thread CPU
 - run delay; the run delay is field 2 of /proc/thread-self/schedstat. In the main process CPU time is read for every
-load that follows one longer than 1 ms, and for every 16th otherwise: reading takes 15 us, and 50 us where training has
-emptied the caches. Around the first few loads of each loader the states of random number generators are compared: a
-plan has to know whether examples are drawn.
+load that follows one longer than 1 ms, otherwise for every 16th of the first 256 and every 64th behind them: what a
+measured load costs more is 0.2 ms where training has emptied the caches. Around the first few loads of each loader the
+states of random number generators are compared: a plan has to know whether examples are drawn.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ PARTS, WORKER = SPANS["input.parts"].code, SPANS["input.worker"].code
 LONG_LOAD_NS = 1_000_000
 """A load longer than this pays for reading CPU time, some 0.05 ms between two steps of training, at every batch."""
 
-EVERY = 16
-"""Among shorter loads of the main process one in this many is measured."""
+EVERY, EARLY, LATER = 16, 256, 64
+"""Among shorter loads of the main process one in `EVERY` is measured, behind the first `EARLY` one in `LATER`."""
 
 MOST_RNG_PROBES = 4
 """Loads of each loader around which generators are looked at, in each process that loads for it: 0.1 ms each."""
@@ -226,7 +226,7 @@ def fetch(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
         try:
             emit(LOAD, begin, duration, meter.life, meter.count, meter.worker, meter.bytes)
             meter.count = count = meter.count + 1
-            meter.due = duration > LONG_LOAD_NS or not count % EVERY
+            meter.due = duration > LONG_LOAD_NS or not count % (EVERY if count < EARLY else LATER)
         except Exception as cause:
             probes.failed("input.load", cause)
         return batch
@@ -331,7 +331,7 @@ class Meter:
             emit(LOAD, begin, duration, self.life, self.count, self.worker, self.bytes)
             emit(PARTS, begin, duration, spent, delay, collate, garbage)
             self.count += 1
-            self.due = self.worker >= 0 or duration > LONG_LOAD_NS or not self.count % EVERY
+            self.due = self.worker >= 0 or duration > LONG_LOAD_NS
             if self._rng_probe is not None:
                 self.due = self._rng_probe.report(self._probes, self.group, self.worker) or self.due
         except Exception as cause:

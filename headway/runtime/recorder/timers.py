@@ -27,6 +27,9 @@ CALL = SPANS["forward"].code
 LOOK_EVERY = 8
 """A power of two: at every so many updates a loss on the CPU is read, for the progress page and for what is bad."""
 
+OFTEN, LOOK_NS = 512, 50_000_000
+"""Behind so many updates it is read so often at most: a look takes 0.1 ms where training has emptied the caches."""
+
 
 def backward(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
     """Wrap `torch.autograd.backward`: its time on the host; a backward inside a backward is sorted out later.
@@ -44,6 +47,7 @@ def backward(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]
     probes.tables["losses"] = probes.losses.curve
     begun, optimized, ident = gradients.begun, gradients.optimized, _thread.get_ident
     gradients.watched[0] = True
+    look_from_ns = 0
     probes.tables["timers"] = {"clock": "host"}
     for function in (look_at, probes.page.seen_loss, probes.losses.seen, judge, probes.failed, gradients.began,
                      gradients.ended, leaf_of, begin, gradients._chosen, probes.advance, probes.wake,
@@ -53,6 +57,7 @@ def backward(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> Any:
         """Run backward and record how long that took."""
+        nonlocal look_from_ns
         begun[0] += 1
         trainer[0] = ident()
         fresh = 0 if optimized[0] else begin(probes, args[0] if args else kwargs.get("tensors"))
@@ -74,7 +79,8 @@ def backward(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]
                 gap.open[0] = True
                 if gap.asks[0]:
                     gap.note_loop()
-            if not steps[0] & (LOOK_EVERY - 1):
+            if not steps[0] & (LOOK_EVERY - 1) and start >= look_from_ns:
+                look_from_ns = start + LOOK_NS if steps[0] >= OFTEN else 0
                 look_at(args[0] if args else kwargs.get("tensors"), probes)
         except Exception as cause:
             probes.failed("segment.backward", cause)
