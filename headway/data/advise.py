@@ -20,7 +20,7 @@ from headway.core.files.safe_files import read_json
 from headway.core.units import NS_PER_S, format_bytes, format_fraction, plural
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.runs.recorded import evaluation_loaders
-from headway.plan.proposal import Gain, Proposal, Refusal
+from headway.plan.proposal import MIN_SPEEDUP, Gain, Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.graph.intervals import CONTENDED_FRACTION
 from headway.sim.recorded.program import Program
@@ -95,7 +95,9 @@ def propose(ledger: Ledger | None, program: Program, setup: Setup) -> Iterator[P
         ("data.workers", workers, unmovable), ("data.threads", threads, unthreadable), ("data.cache", cache, unkept),
         ("data.server", server, unshared),
     )  # fmt: skip
-    unsafe = any(group >= 0 for group in groups)  # else there is no loader that anything could be given to
+    # Nobody misses a remedy where no loader was seen, or where steps without any input would be as fast.
+    seen = any(group >= 0 for group in groups)
+    unsafe = seen and program.predict(("input=none",), interval=False).speedup >= MIN_SPEEDUP
     for name, remedy, unfit in remedies:
         reasons = {group: reason for group, fact in facts.items() if (reason := unfit(fact))}
         fit = {group: fact for group, fact in facts.items() if group not in reasons}

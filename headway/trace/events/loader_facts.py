@@ -38,7 +38,10 @@ CHANGES = "the examples of its dataset change while training goes on: {}"
 BETWEEN = "the examples of its dataset change between passes: {}"
 """Why nothing that outlives a pass may hold its examples; what was seen goes in."""
 
-UNJUDGED = "whether the examples of its dataset change between passes is not known: {}"
+UNJUDGED = (
+    "whether the examples of its dataset change between passes is not known: "
+    "the job ended before headway had read its first examples again"
+)
 """The same where nobody saw whether they do."""
 
 OWN = "it is headway's own loader: pass {} where the script makes it"
@@ -230,7 +233,7 @@ def renewed(facts: LoaderFacts) -> str:
     """Say why nothing that outlives a pass may hold the examples of a loader; '' if it may."""
     if facts.changes_between:
         return BETWEEN.format(facts.changes_between)
-    return UNJUDGED.format(UNREAD) if facts.changes is None and facts.changes_unchecked == UNREAD else ""
+    return UNJUDGED if facts.changes is None and facts.changes_unchecked == UNREAD else ""
 
 
 def unkept(facts: LoaderFacts) -> str:
