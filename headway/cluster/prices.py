@@ -264,7 +264,7 @@ def _read(path: Path, columns: Sequence[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def read_events(path: Path, device_type: str) -> tuple[list[dict[str, Any]], dict[str, float]]:
+def read_events(path: Path, device_type: str) -> tuple[list[dict[str, object]], dict[str, float]]:
     """Return the recorded availability of GCP, and dollars per hour of one device by zone; empty without a table."""
     places = (path / "data/cluster/market", path / "cluster/market", path / "market", path)
     folder = next((place for place in places if _table(place, "availability")), path)
@@ -309,7 +309,7 @@ def buy(terms: MarketTerms, start: int, rest: Rest) -> dict[str, Bought]:
 
 def history(
     terms: MarketTerms, calendar: Sequence[date], rest: Rest, day: date | None, *, hold: bool
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Buy on the study's start days (all but the last 5, at most 30), and, where it is named, from one day on.
 
     A calendar of fewer than 6 days starts on its first one; raises `InputError` where the job is longer than it and
@@ -323,7 +323,7 @@ def history(
     return found | ({"from": from_day(terms, day, rest, hold=hold)} if day else {})
 
 
-def over_starts(terms: MarketTerms, starts: Sequence[int], rest: Rest) -> dict[str, Any]:
+def over_starts(terms: MarketTerms, starts: Sequence[int], rest: Rest) -> dict[str, object]:
     """Return mean, least and most dollars of each strategy over start days, `hindsight_usd` and `online_usd`.
 
     As in the study, a job that is not done on the last day of the calendar pays that day's price until it is.
@@ -345,7 +345,7 @@ def over_starts(terms: MarketTerms, starts: Sequence[int], rest: Rest) -> dict[s
     }
 
 
-def from_day(terms: MarketTerms, day: date, rest: Rest, *, hold: bool) -> dict[str, Any]:
+def from_day(terms: MarketTerms, day: date, rest: Rest, *, hold: bool) -> dict[str, object]:
     """Buy from one day on: what that day's prices predicted, and what the days after it made of it.
 
     Raises `InputError` where prices end before the job and `hold` does not carry the last ones on.
@@ -372,7 +372,7 @@ def check_length(market: Market, day: date, duration_s: float, *, hold: bool) ->
         )
 
 
-def cheapest(terms: MarketTerms, day: int, steps: float) -> list[dict[str, Any]]:
+def cheapest(terms: MarketTerms, day: int, steps: float) -> list[dict[str, object]]:
     """Return what the rest of the job costs on each offer that is open on a day, cheapest first."""
     cost = np.where(terms.market.open[day], terms.usd_per_step()[day], np.inf)
     return [
@@ -387,7 +387,7 @@ def cheapest(terms: MarketTerms, day: int, steps: float) -> list[dict[str, Any]]
 
 def deadlines(
     folder: Path, usd_per_h: Mapping[str, float], reference: str, work_s: float, due_s: float, restart_s: float
-) -> dict[str, Any] | None:  # fmt: skip
+) -> dict[str, object] | None:  # fmt: skip
     """Play a deadline from each hour of the recorded availability on; None without a deadline or such a record."""
     if reference not in usd_per_h or not math.isfinite(due_s):
         return None

@@ -226,7 +226,7 @@ class DedupBatch(dict[str, DedupJagged]):
         """Return every feature as it was."""
         return {name: feature.expand() for name, feature in self.items()}
 
-    def lookup(self, weights: Mapping[str, Any], mode: str = "sum") -> dict[str, Any]:
+    def lookup(self, weights: Mapping[str, Any], mode: str = "sum") -> dict[str, object]:
         """Return each feature's [B, D] pooled embeddings from its table `weights[name]`."""
         missing = sorted(set(self) - set(weights))
         if missing:

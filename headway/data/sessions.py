@@ -65,7 +65,7 @@ class Clustered:
         """S of RecD's model; 0 for an empty table."""
         return self.num_rows / self.num_sessions if self.num_sessions else 0.0
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the figures, the derived one too."""
         return {**asdict(self), "rows_per_session": self.rows_per_session}
 

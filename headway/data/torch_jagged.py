@@ -83,7 +83,7 @@ def to_kjt(features: Mapping[str, DedupJagged], *, dedup: bool = True) -> Any:
     return module.KeyedJaggedTensor(**arguments)
 
 
-def kjt_arguments(features: Mapping[str, DedupJagged], *, dedup: bool = True) -> dict[str, Any]:
+def kjt_arguments(features: Mapping[str, DedupJagged], *, dedup: bool = True) -> dict[str, object]:
     """Return the arguments of TorchRec's KeyedJaggedTensor.
 
     With `dedup`, feature f has its own number of rows U_f

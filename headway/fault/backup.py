@@ -40,7 +40,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -261,7 +260,7 @@ class Preparation:
     backup_peer: list[int] | None = None
     """Rank -> the rank that holds its copy; None without a mesh."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the object of `--json`."""
         return asdict(self)
 

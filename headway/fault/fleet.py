@@ -19,7 +19,6 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -171,7 +170,7 @@ class FleetOutcome:
     over_time: Sequence[tuple[float, float]] = ()
     """Time in s and ETTR until then, at each change."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the object of `headway fault sim --json`."""
         return {
             "ettr": self.ettr,

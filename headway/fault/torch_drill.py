@@ -206,7 +206,7 @@ class Due:
     """After this update of an attempt."""
 
 
-def marks(folder: Path) -> list[dict[str, Any]]:
+def marks(folder: Path) -> list[dict[str, object]]:
     """Return what was played so far, in order: name, rank, attempt, injected_ns; None where it found nothing to hit."""
     found = [path for path in folder.glob("*.json") if path.stem.isdecimal()]
     return [json.loads(path.read_text()) for path in sorted(found, key=lambda path: int(path.stem))]
@@ -322,7 +322,7 @@ def not_struck(name: str) -> str:
 
 def score(
     faults: Sequence[str], marks: Sequence[Mapping[str, Any]], incidents: Sequence[Incident], *, steps: int
-) -> tuple[list[dict[str, Any]], int]:
+) -> tuple[list[dict[str, object]], int]:
     """Return a row for each fault, and the number of false alarms.
 
     `marks` are what the ranks noted before each fault struck. A fault without one was never reached: the run ended

@@ -30,7 +30,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -176,7 +176,7 @@ class SimResult:
         """Highest day of `io_frac`."""
         return float(self.io_frac.max())
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the figures by name, without the transitions."""
         kinds = [f"{change.kind}, {change.method}" for change in self.transitions]
         return {

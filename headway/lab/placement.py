@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 
@@ -60,7 +59,7 @@ class DiskPlacement:
     reason: str
     """`known`, or why the model stays under the default scheme."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the fields by name."""
         return asdict(self)
 

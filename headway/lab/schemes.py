@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -269,6 +269,6 @@ class Transition:
     urgent: bool = False
     """The AFR is beyond what `source` tolerates: reliability goes before the cap on IO."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the fields by name."""
         return asdict(self)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -92,7 +91,7 @@ class Cause:
     library: str = ""
     """The package that constructs the loader that the cause is about; '' where the script does, or it is about none."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the row of the `causes` list of schema `headway.why/2`."""
         return {
             "cause": self.cause,

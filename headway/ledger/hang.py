@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from headway.core.errors import InputError
 from headway.core.mesh import Mesh
@@ -184,7 +183,7 @@ class HangVerdict:
                 states[rank] = origin.reason
         return states
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the `headway.hang/1` object."""
         origins = [
             {

@@ -148,7 +148,7 @@ class MachineTimes:
             lost_s,
         )
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the `machines` entry of `headway.why/2`."""
         return {
             "machines": len(self.machines),
@@ -332,7 +332,7 @@ class Creation:
     seconds: float
     """What they took on the rank where they took longest."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the `group_creation` entry of `headway.why/2`."""
         return asdict(self)
 

@@ -168,7 +168,7 @@ class Optimised:
         parameters = {"comm.bucket": self.bucket_parameters, "comm.gradient_view": dict[str, Any]}
         return tuple(Remedy(name, of(), self._gain(name)) for name, of in parameters.items() if name in made)
 
-    def bucket_parameters(self) -> dict[str, Any]:
+    def bucket_parameters(self) -> dict[str, object]:
         """Return the sizes in MiB: `bucket_mb_list` per bucket, and the best single size for a torch without lists.
 
         A bucket closes once it holds its size, so each is written half a byte below what it shall hold.
@@ -185,7 +185,7 @@ class Optimised:
         step_ns = _with_only(self.before, self.after, names)
         return PlanFile(remedies, predicted_speedup=self.base_ns / step_ns, baseline=baseline)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the JSON object, schema headway.optimised/1."""
         return {
             "schema": "headway.optimised/1",

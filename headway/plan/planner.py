@@ -289,7 +289,7 @@ class Plan:
         """Write the plan file; `baseline` is the run folder it was made from, `step_s` the pace of its steps."""
         write_plan(self.plan_file(baseline, step_s), path)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the object of `headway plan --json`."""
         return {
             "schema": SCHEMA,

@@ -148,7 +148,7 @@ class Proposal:
         """Return after how many steps, each of `base_step_s` before, what it costs at the start is won back."""
         return pays_from(self.start_s, base_step_s, base_step_s / self.predicted_speedup)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the row of `headway plan --json`."""
         row = {name: getattr(self, name) for name in KEYS}
         return row | {key: list(row[key]) for key in ("interval", "edits")} | {"parameters": dict(self.parameters)}
@@ -176,6 +176,6 @@ class Refusal:
     known: str = ""
     """What this run made of the remedy already ("is in force already"); empty where it has not had it."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the row of the plan's list of refusals."""
         return {"name": self.name, "room": self.room, "reason": self.reason, "unsafe": self.unsafe}

@@ -302,7 +302,7 @@ def default_mitigations(device: str) -> tuple[str, ...]:
     return tuple(name for name in MITIGATIONS if not (old and name in ("floor", "ramps")))
 
 
-def mitigations(plan: PowerPlan, *, rated_w: float, on_after_s: float) -> list[dict[str, Any]]:
+def mitigations(plan: PowerPlan, *, rated_w: float, on_after_s: float) -> list[dict[str, object]]:
     """Return what a plan consists of, one entry each."""
     rows: list[dict[str, Any]] = []
     level = {"level_w": plan.level_w, "level": plan.level_w / rated_w if rated_w else 0.0}
@@ -328,7 +328,7 @@ def write_power_plan(answer: Mapping[str, Any], path: Path, baseline: str | None
         draft.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def read_power_plan(path: Path) -> dict[str, Any]:
+def read_power_plan(path: Path) -> dict[str, object]:
     """Return the answer of a plan file; raises `FormatError` where it is none of `headway power plan`."""
     if not path.is_file():
         raise InputError(f"{path} does not exist. Write a plan with `headway power plan`, and name its file.")
@@ -343,7 +343,7 @@ def read_power_plan(path: Path) -> dict[str, Any]:
     return answer
 
 
-def operator_settings(answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+def operator_settings(answer: Mapping[str, Any]) -> list[dict[str, object]]:
     """Return the parameters of NVML's power smoothing that a plan needs on each device: name and value.
 
     Percent of the TDP for the floor, watts per second of one device for ramps, milliseconds for the hold.

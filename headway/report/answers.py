@@ -140,7 +140,7 @@ def start_of(plan: PlanAnswer) -> str:
 # The facts of a run as a page shows them: what ran where, and when it began.
 
 
-def facts_of(meta: dict[str, Any], trace: Trace | None) -> dict[str, Any]:
+def facts_of(meta: dict[str, Any], trace: Trace | None) -> dict[str, object]:
     """Return the facts at the foot of the page."""
     facts: dict[str, Any] = {"script": " ".join(map(str, meta.get("script") or []))} if meta else {}
     wanted = ("host", "device_type", "cores", "world_size", "headway_version", "dropped", "run_id")

@@ -431,7 +431,7 @@ class Prediction:
         """Steps per second after / before."""
         return self.base_step_s / self.step_s if self.step_s else float("inf")
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the object of `headway whatif --json`."""
         return {
             "schema": "headway.whatif/1",

@@ -340,7 +340,7 @@ class Damage:
     num_bytes: int = 0
     """How many bytes are in doubt; 0: to the end of the file."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the fields by name."""
         return asdict(self)
 

@@ -258,7 +258,7 @@ def with_reasons(cause: Cause, program: Program) -> Cause:
 COUNTS = ("batches", "compared", "equal", "unequal")
 
 
-def verified(applied: Iterable[AppliedRow]) -> dict[str, Any] | None:
+def verified(applied: Iterable[AppliedRow]) -> dict[str, object] | None:
     """Return how many batches of a run remedies made, how many of them were compared, equal and unequal.
 
     `not_compared` says why some that were due were not. None where the run was not verified, or no remedy was applied.

@@ -317,7 +317,7 @@ def _arrived(staged: dict[str, Any] | Future[dict[str, Any]]) -> dict[str, Any]:
     return staged.result() if isinstance(staged, Future) else staged
 
 
-def without_stateful(state_dict: dict[str, Any]) -> dict[str, Any]:
+def without_stateful(state_dict: dict[str, Any]) -> dict[str, object]:
     """Return a state in which the states of objects replace them, as DCP does before it saves."""
     return {key: part.state_dict() if isinstance(part, Stateful) else part for key, part in state_dict.items()}
 

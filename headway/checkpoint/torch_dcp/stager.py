@@ -95,7 +95,7 @@ class HeadwayStager(AsyncStager):
         self.num_bytes = 0
         """Of the tensors that were staged last."""
 
-    def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
+    def stage(self, state_dict: Mapping[str, Any]) -> dict[str, object] | Future[dict[str, object]]:
         """Return the state with every tensor copied: its future where some lie on a device, and may be changed too.
 
         Raises `BackgroundError` when the save that was `watch`ed has failed, or no image becomes free;

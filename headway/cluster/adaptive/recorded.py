@@ -173,7 +173,7 @@ def learned(before: Run, after: Run) -> BatchesCompared | None:
 
 def batch_answer(
     runs: Sequence[Run], *, batch_size: int = 0, largest: int = 0, micro_most: int = 0, devices: int = 0
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the best batch of a job from its runs, the first of which is the one to change.
 
     `largest` batch of all ranks (0: 16 times the initial one), `micro_most` examples that fit a device (0: not

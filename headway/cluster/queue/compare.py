@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -185,7 +184,7 @@ def device_hours_by_owner(outcome: Outcome) -> dict[str, float]:
     return dict(sorted(hours.items(), key=lambda item: -item[1]))
 
 
-def answer(found: PolicyComparison) -> dict[str, Any]:
+def answer(found: PolicyComparison) -> dict[str, object]:
     """Return the figures as `headway cluster compare --json` prints them."""
     error = found.error_fraction
     off = error is not None and abs(error) > FIDELITY

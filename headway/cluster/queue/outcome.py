@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,7 +135,7 @@ class Outcome:
         edges = [first_s, *(min(max(at_s, first_s), last_s) for at_s, _ in sizes[1:]), last_s]
         return sum(count * (end - start) for (_, count), start, end in zip(sizes, edges, edges[1:], strict=False))
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, object]:
         """Return the figures that a policy is judged by, over the jobs that were done.
 
         Raises `HeadwayError` where none was.

@@ -50,7 +50,7 @@ MEETING_S = 30.0
 T = TypeVar("T")
 
 
-def measured(names: Sequence[str], *, rounds: int = ROUNDS, budget_s: float = BUDGET_S) -> list[dict[str, Any]]:
+def measured(names: Sequence[str], *, rounds: int = ROUNDS, budget_s: float = BUDGET_S) -> list[dict[str, object]]:
     """Return a row per codec and size: codec, numel, encode_s, decode_s, wire_bytes, and `STAGES` where it has them."""
     began = time.monotonic()
     cases = {(name, n): _CodecCase(name, n) for name in names for n in SIZES}

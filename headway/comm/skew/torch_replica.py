@@ -184,7 +184,7 @@ class LooseSynchronisation(Closing):
         """Synchronise no more; replicas stay as they are."""
         _remove(self._hooks)
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         """Return what the rule keeps on this rank: copies."""
         replica = self.replica
         if replica is None:

@@ -124,7 +124,7 @@ class PlanFile:
         if twice:
             raise InputError(f"the plan holds {', '.join(twice)} more than once; keep one of each.")
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the JSON object of the file."""
         return {
             "schema": self.schema,

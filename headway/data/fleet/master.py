@@ -39,7 +39,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -363,7 +363,7 @@ class Master:
         """The ranks that are being read."""
         return [reader for readers in self._passes.values() for reader in readers if reader.client]
 
-    def statistics(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, object]:
         """Return counts, workers and passes, as a status page would show them."""
         return {
             **asdict(self.counts),

@@ -106,7 +106,7 @@ class MasterActor:
             self._master.drain(name)
         return wanted, self._master.drained()
 
-    def statistics(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, object]:
         """Return what the master counts."""
         return self._master.statistics()
 

@@ -142,7 +142,7 @@ class Fleet:
         # Not a generator: that would end with the first exception, and so end an epoch early.
         return map(_loaded, batches)
 
-    def statistics(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, object]:
         """Return what the master counts: workers, leases, batches taken, waiting.
 
         Raises `BackgroundError` with the reason when the fleet has ended, `ChannelClosed` and `TimeoutError` when

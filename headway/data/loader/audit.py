@@ -223,7 +223,7 @@ class Epoch:
     """
     legs: tuple[Leg, ...] = field(default=())
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the entry of `headway data audit --json`."""
         return {
             "loader": self.loader, "replica": self.replica, "epoch": self.epoch,

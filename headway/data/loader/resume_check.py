@@ -90,7 +90,7 @@ class ResumeCheck:
 
         return __iter__
 
-    def found(self, loader: Any) -> dict[str, Any]:
+    def found(self, loader: Any) -> dict[str, object]:
         """Return the facts of one loader: its cases, or 'reason_not_applied'."""
         facts: dict[str, Any] = {
             "dataset": type(loader.dataset).__name__,
@@ -127,7 +127,7 @@ class ResumeCheck:
             "generator and epoch alone, which are put back"
         )
 
-    def cases(self, setting: Setting) -> list[dict[str, Any]]:
+    def cases(self, setting: Setting) -> list[dict[str, object]]:
         """Return [{case, examples, batches}]: whether these were equal to the uninterrupted reading."""
         world, workers = setting.world_size, setting.loader.num_workers
         expected, _ = self.read(setting, world, workers, None, self.batches)

@@ -340,7 +340,7 @@ class OrderCheck:
     largest_difference: float
     """Of any value; infinity where shapes, types or the set of examples differ."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return what `plan --check --json` prints."""
         return asdict(self)
 

@@ -160,7 +160,7 @@ class PipelinePlan:
     reasons: tuple[str, ...] = ()
     """Why, in one line per decision."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return what a JSON file holds."""
         return asdict(self)
 

@@ -211,7 +211,7 @@ class ServerCounts:
         for cause, spent in (("queue", queue), ("fetch", fetch), ("prep", until_ns - since_ns - queue - fetch)):
             self.wait_ns[cause] += spent
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the counts as plain numbers."""
         return {**asdict(self), "loads": self.loads}
 
@@ -242,7 +242,7 @@ class JobCounts:
         spent = self.last_ns - self.first_ns
         return self.examples * 1e9 / spent if self.batches > 1 and spent > 0 else 0.0
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Return the counts as plain numbers."""
         audit = {str(epoch): {"count": found.count, "sum": found.text} for epoch, found in self.audit.items()}
         return {"batches": self.batches, "examples": self.examples, "examples_per_s": self.examples_per_s,

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,7 +90,7 @@ class DataServer:
         """Threads that prepare."""
         return self.threads or host_cores()
 
-    def shared(self) -> dict[str, Any]:
+    def shared(self) -> dict[str, object]:
         """Return what is the server's rather than one client's."""
         return {key: value for key, value in asdict(self).items() if key not in ("job", "path")}
 
@@ -220,7 +219,7 @@ class ItemStore:
         for held in batch.held:
             self.flights.release(held)
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> dict[str, object]:
         """Return counts, cache and flights as plain numbers."""
         cache = self.cache
         return {

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -94,7 +93,7 @@ class StallReport:
             return {}
         return {name: share * self.step_s * self.steps_per_epoch for name, share in self.fractions.items()}
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the object of `headway data stalls --json`."""
         return {
             "schema": "headway.stalls/1", "step_s": self.step_s, "compute_s": self.compute_s, "fetch_s": self.fetch_s,

@@ -161,7 +161,7 @@ class RunComparison:
         """3 when something regressed, else 0."""
         return 3 if self.regressions else 0
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the object of schema `headway.compare/1`."""
         return {
             "schema": SCHEMA,

@@ -89,7 +89,7 @@ class StragglerReport:
     whatif: WhatIf = field(repr=False)
     """The replays behind the numbers; ask it further questions."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the 'straggler' object of schema `headway.why/2`; every key is a string."""
         return {
             "slowdown": self.slowdown,

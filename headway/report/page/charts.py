@@ -19,7 +19,6 @@ import base64
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -45,7 +44,7 @@ RESOLUTION = 1e-4
 """Resolution of an encoded series, relative to its median magnitude."""
 
 
-def encode(values: ArrayLike, per: int | None = None) -> dict[str, Any]:
+def encode(values: ArrayLike, per: int | None = None) -> dict[str, object]:
     """Return `values` [n] as {'n', 'per', 'base', 'data'}: whole numbers of 1 / `per`, missing ones kept.
 
     The data are bytes in base64: per value the zigzag difference to its
@@ -159,7 +158,7 @@ MOST_MARKS = 400
 
 def step_chart(
     step_s: Array, ranks: Sequence[int], first_step: int = 0, marks: Mapping[str, Sequence[int]] | None = None
-) -> dict[str, Any] | None:
+) -> dict[str, object] | None:
     """Return the page's object for step times [ranks, steps], None when not one was recorded.
 
     `marks` are steps by what began in them: 'epoch', 'evaluation'.
@@ -184,7 +183,7 @@ def step_chart(
     }
 
 
-def share_chart(bucket_s: Mapping[str, ArrayLike], first_step: int = 0) -> dict[str, Any] | None:
+def share_chart(bucket_s: Mapping[str, ArrayLike], first_step: int = 0) -> dict[str, object] | None:
     """Return the page's object for shares of device time over steps from device-seconds [steps] per bucket.
 
     Groups of steps are summed before they are divided, so each share is exact
@@ -262,7 +261,7 @@ def _joined_names(names: Sequence[str], width: int) -> tuple[str, ...]:
     return tuple(group[0] if len(group) == 1 else f"{group[0]}–{group[-1]}" for group in groups)
 
 
-def heat_chart(heat: HeatMap) -> dict[str, Any]:
+def heat_chart(heat: HeatMap) -> dict[str, object]:
     """Return the page's object for a heat map too large for a table."""
     small = joined_cells(heat)
     rows, columns = small.names()

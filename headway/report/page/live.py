@@ -105,7 +105,7 @@ def live_parts(view: LiveView) -> dict[str, str]:
     return {name: markup for name, markup in parts.items() if markup}
 
 
-def live_charts(series: LiveSeries) -> dict[str, Any]:
+def live_charts(series: LiveSeries) -> dict[str, object]:
     """Return name -> the page's object of each chart over steps, and the sentences above them."""
     steps = step_chart(series.step_s, series.ranks, series.first_step)
     shares = share_chart(series.bucket_s, series.first_step)
@@ -116,7 +116,7 @@ def live_charts(series: LiveSeries) -> dict[str, Any]:
     return {"steps": steps, "shares": shares, "leads": leads}
 
 
-def live_why(figures: LiveFigures) -> dict[str, Any]:
+def live_why(figures: LiveFigures) -> dict[str, object]:
     """Return the account as a `headway.why/2` object: what the sections of the report are made of.
 
     Its causes are whole buckets, as booked; nothing is predicted.

@@ -87,7 +87,7 @@ class LiveSource(Protocol):
         """Return id -> markup of what changes."""
         ...
 
-    def charts(self) -> dict[str, Any]:
+    def charts(self) -> dict[str, object]:
         """Return what the pictures show."""
         ...
 

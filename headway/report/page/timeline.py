@@ -173,7 +173,7 @@ class Timeline:
     first_ranks: tuple[int, ...] = ()
     """Ranks shown at first, () = all that are drawn."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the page's object, arrays encoded."""
         rows = [
             {

@@ -168,7 +168,7 @@ def new_group(original: Callable[..., Any], probes: Probes) -> Callable[..., Any
     return new_group
 
 
-def argument(original: Callable[..., Any], name: str) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+def argument(original: Callable[..., Any], name: str) -> Callable[[tuple[Any, ...], dict[str, object]], Any]:
     """Return a function that finds argument `name` of a call of `original`; its default when not passed."""
     parameters = inspect.signature(original).parameters
     if name not in parameters:

@@ -118,7 +118,7 @@ def recorded(inner: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
 
 def with_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], probes: Probes
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> tuple[tuple[Any, ...], dict[str, object]]:
     """Return the arguments of a step with a clock around the closure, if they hold one."""
     closure = kwargs.get("closure")
     if callable(closure):

@@ -18,7 +18,6 @@ import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 SIGNAL = signal.SIGRTMIN + 7
 """Asks a rank for its stacks; one of the signals that nobody else has a meaning for."""
@@ -87,7 +86,7 @@ def catches(pid: int, number: int) -> bool:
 
 def ask(
     pids: Mapping[int, int], signals: Mapping[int, int], files: Mapping[int, Path], *, deadline_s: float
-) -> dict[int, dict[str, Any]]:
+) -> dict[int, dict[str, object]]:
     """Return per rank `cpu_fraction`, `wait_channel` and `stack` (text, or why there is none), within `deadline_s`.
 
     `signals` says by which signal a rank writes its stacks, 0 for none, and `files` to which file.

@@ -349,7 +349,7 @@ def unused(path: str | os.PathLike[str]) -> str:
     return next(name for name in names if not any(os.path.exists(os.path.join(name, mark)) for mark in marks))
 
 
-def run_facts(probes: Any, started_ns: tuple[int, int], error: BaseException | None = None) -> dict[str, Any]:
+def run_facts(probes: Any, started_ns: tuple[int, int], error: BaseException | None = None) -> dict[str, object]:
     """Return run.json of a recording without a launcher: no arguments and no environment."""
     from headway import __version__
 
@@ -372,7 +372,7 @@ def run_facts(probes: Any, started_ns: tuple[int, int], error: BaseException | N
     }  # fmt: skip
 
 
-def exit_of(error: BaseException | None, rank: int, end_ns: int) -> dict[str, Any]:
+def exit_of(error: BaseException | None, rank: int, end_ns: int) -> dict[str, object]:
     """Return the `exit` entry of run.json for a block that ended with `error`.
 
     >>> [exit_of(error, 0, 0)["class"] for error in (None, KeyboardInterrupt(), ValueError("x"))]

@@ -41,7 +41,7 @@ class Applied:
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What it did, for the report. A remedy may keep the mapping and fill it in while the job runs."""
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> dict[str, object]:
         """Return the entry of RUN/applied."""
         return {"name": self.name, "applied": True, "facts": dict(self.facts), "reason_not_applied": None}
 
@@ -59,7 +59,7 @@ class RefusedRemedy:
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What was found, for the plans that are made from this run."""
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> dict[str, object]:
         """Return the entry of RUN/applied."""
         return {"name": self.name, "applied": False, "facts": dict(self.facts), "reason_not_applied": self.reason}
 

@@ -446,7 +446,7 @@ class AllTimers:
             self._probes.failed("segments on the device", cause)
             timers.broken = True
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """Return what the tables say of timing on devices, after a last look at what has passed."""
         self._each(DeviceTimers.finish)
         every = list(self._timers.values())

@@ -73,7 +73,7 @@ class Exit:
     first_rank: int | None = None
     traceback: str | None = None
 
-    def json(self) -> dict[str, Any]:
+    def json(self) -> dict[str, object]:
         """Return the entry of run.json; what looks like a secret in the traceback is replaced."""
         return {
             "code": self.code,

@@ -42,7 +42,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
-from typing import Any
 
 from headway.core.machine.hidden_thread import HiddenThread
 
@@ -260,7 +259,7 @@ class GapStacks:
         if loop is not None:
             self._forwards[loop.f_code] = loop.f_lineno
 
-    def report(self) -> list[dict[str, Any]]:
+    def report(self) -> list[dict[str, object]]:
         """Return the lines that took most time: {"line", "function", "ns", "count", "feeds_forward"} each."""
         seen = sorted(self._seen.copy().items(), key=lambda entry: -entry[1][0])
         return [

@@ -175,7 +175,7 @@ COMPILERS = ("numba.", "llvmlite.")
 """Packages whose compiled functions hold their whole compiler; to them, what a function names is constant."""
 
 
-def attributes(value: Any) -> dict[str, Any]:
+def attributes(value: Any) -> dict[str, object]:
     """Return the attributes of an object by name: those in slots too, and the columns of a pandas table.
 
     A logger has none: what it gets at are all others, and no data. The slots of a library's object hold what it has

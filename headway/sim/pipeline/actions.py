@@ -245,7 +245,7 @@ class PipelineProgram:
             lines.append(" ".join([f"rank {rank}:", *words]))
         return "\n".join(lines)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the program as one JSON object."""
         columns = {name: getattr(self, name).tolist() for name in _COLUMNS}
         preds = [list(sources) for sources in self.graph.preds]

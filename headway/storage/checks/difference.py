@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -76,7 +75,7 @@ class Difference:
         """Whether there is no difference."""
         return not (self.added or self.removed or self.changed)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the fields by name."""
         changed = [
             {"name": c.name, "what": c.what, "before": c.before, "after": c.after, "num_elements": c.num_elements}

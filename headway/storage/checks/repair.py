@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,7 +78,7 @@ class Repaired:
         """What the command exits with: 3 when the checkpoint is damaged still."""
         return 3 if self.status in ("lost", "repairable") else 0
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the object that `headway ckpt repair --json` prints."""
         judgement = Judgement("lost" if self.missing else "repairable", self.missing)
         return {

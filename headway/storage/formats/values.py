@@ -66,7 +66,7 @@ class StoredValue:
         """What is equal for values that are equal, whatever bytes say them, and differs for others."""
         return _Digester().of(self.value)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return name, type and value: numbers, text and truth as they are, anything else in short."""
         plain = self.value is None or isinstance(self.value, (bool, float, str))
         plain = plain or (isinstance(self.value, int) and self.value.bit_length() <= MOST_BITS)

@@ -28,7 +28,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -304,7 +304,7 @@ class Judgement:
     missing: tuple[LostBytes, ...] = ()
     """What is lost, in the order of files."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return status and missing entries by name."""
         return {"status": self.status, "missing": msgspec.to_builtins(self.missing)}
 

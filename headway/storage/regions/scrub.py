@@ -17,7 +17,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,7 +62,7 @@ class ScrubReport:
         damaged = self.corrupt.size or self.corrupt_sidecar.size
         return "repairable" if damaged and not self.repairing else "good"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the report as JSON holds it."""
         pages = {
             name: getattr(self, name).tolist() for name in ("corrupt", "corrupt_sidecar", "repaired", "unrepairable")

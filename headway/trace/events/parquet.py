@@ -42,7 +42,7 @@ from headway.core.files.safe_files import check_regular, decode_json, parquet_fa
 from headway.trace.events.trace import COLUMNS, Trace
 
 
-def plain_tables(trace: Trace) -> dict[str, Any]:
+def plain_tables(trace: Trace) -> dict[str, object]:
     """Return lanes, groups, ranks and meta; the numbers that key groups and ranks become text.
 
     Raises `InputError` on a value without a JSON form and on a key that is no text.

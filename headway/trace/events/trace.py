@@ -167,7 +167,7 @@ class Trace:
         code = int(self.events["name"][index])
         return self.names[code] if code >= 0 else ""
 
-    def head(self, count: int = 5) -> list[dict[str, Any]]:
+    def head(self, count: int = 5) -> list[dict[str, object]]:
         """Return the `count` earliest events as dicts, codes replaced by their words, unknown columns left out."""
         rows = np.argsort(self.events["start_ns"], kind="stable")[:count].tolist()
         return [self._row(row) for row in rows]

@@ -428,7 +428,7 @@ class _KinetoRows:
         process = max(count, key=lambda pid: count[pid], default=None)
         return ProfiledProcess(self.rank if is_given else None, str(self.events.facts.host or ""), process)
 
-    def rank_facts(self) -> dict[str, Any]:
+    def rank_facts(self) -> dict[str, object]:
         """Return what is known of the rank: host, device, process id."""
         listed = self.events.facts.devices
         names = {entry.get("id"): str(entry.get("name")) for entry in listed or [] if isinstance(entry, dict)}
@@ -437,7 +437,7 @@ class _KinetoRows:
         facts = {"host": str(self.events.facts.host or ""), "device": names.get(on[0], "") if on else ""}
         return {key: value for key, value in facts.items() if value} | ({"device_index": on[0]} if on else {})
 
-    def meta(self, kind: NDArray[np.uint8]) -> dict[str, Any]:
+    def meta(self, kind: NDArray[np.uint8]) -> dict[str, object]:
         """Return the facts of the trace, its coverage among them."""
         device = self.rank_facts().get("device")
         facts = {

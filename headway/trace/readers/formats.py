@@ -140,7 +140,7 @@ def open_run(path: Path) -> Trace:
     return cast(Trace, run.open(path).trace)
 
 
-def describe(source: Trace | Parts) -> dict[str, Any]:
+def describe(source: Trace | Parts) -> dict[str, object]:
     """Return what `headway trace info` says of a trace: counts, span, kinds, lanes, groups, coverage; JSON values."""
     parts = Parts.of(source)
     tables, totals = parts.tables, _Totals(parts.tables)

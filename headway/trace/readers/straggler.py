@@ -125,7 +125,7 @@ class Sizes:
         if not self.world_size:
             object.__setattr__(self, "world_size", self.dp_size * self.pp_size * self.tp_size * self.dsp_size)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the content of a meta file."""
         return asdict(self)
 

@@ -267,7 +267,7 @@ def applied(run: Path) -> list[Any]:
     return []
 
 
-def loaders(run: Path) -> dict[str, dict[str, Any]]:
+def loaders(run: Path) -> dict[str, dict[str, object]]:
     """Return the facts of each loader, of the lowest rank that has them; what any process saw drawn counts."""
     found: dict[str, dict[str, Any]] = {}
     # In this order a rank's own file comes before those of its loader workers, which know of draws only.

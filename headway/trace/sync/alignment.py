@@ -97,7 +97,7 @@ class Alignment:
                 ranks[rank]["drift_ns"] = np.stack([self.knot_ns[index], more], axis=1).tolist()
         return replace(trace, ranks=ranks)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the figures per rank and in all, plain values."""
         drift = self.drift_ppm
         return {

@@ -72,20 +72,20 @@ def _ettr_line(end_s: NDArray[np.float64], ettr: NDArray[np.float64]) -> Line:
     return Line(title, values, ("0 s", format_seconds(end_s[-1])), top=top, bottom=bottom)
 
 
-def incidents_of(run: Run) -> dict[str, Any]:
+def incidents_of(run: Run) -> dict[str, object]:
     """Return the object that `--json` prints."""
     rows = read_incidents(run.path)
     return {"schema": SCHEMA, "incidents": [row_of(row) for row in rows], **ettr_of(run, rows)}
 
 
-def account_of(path: Path) -> dict[str, Any]:
+def account_of(path: Path) -> dict[str, object]:
     """Return what `headway run --json` says of the attempts of a run."""
     run = Run.open(path)
     answer = incidents_of(run)
     return {"attempts": len(run.attempts()), **{key: answer[key] for key in ("incidents", *ETTRS)}}
 
 
-def row_of(incident: Incident) -> dict[str, Any]:
+def row_of(incident: Incident) -> dict[str, object]:
     """Return an incident as JSON shows it, with the seconds of its phases."""
     row: dict[str, Any] = msgspec.to_builtins(incident)
     return {**row, "phases_s": incident.phases_s(), "downtime_s": incident.downtime_s}

@@ -108,7 +108,7 @@ class PhaseResult:
             max(row.get("dropping_s", 0.0) for row in rows),
         )
 
-    def to_json(self, examples: float | None) -> dict[str, Any]:
+    def to_json(self, examples: float | None) -> dict[str, object]:
         """Return the phase's part of the answer; `examples` = of all ranks in one step, None when not known."""
         used, seconds = self.used, self.used.get("seconds", 0.0)
         return {
@@ -138,7 +138,7 @@ def measure(
     nproc_per_node: str | None = None,
     module: bool = False,
     out: GivenPath | None = None,
-) -> tuple[StallReport, dict[str, Any]]:
+) -> tuple[StallReport, dict[str, object]]:
     """Run `script` three times; return the split, and the object of `headway data stalls --json` with `phases` in it.
 
     The script's output goes to stderr; its three run folders are kept in
@@ -208,7 +208,7 @@ def facts_of_run(run: Path) -> RunFacts:
 
 def answer(
     script: Sequence[str], folder: Path, phases: Mapping[str, PhaseResult]
-) -> tuple[StallReport, dict[str, Any]]:
+) -> tuple[StallReport, dict[str, object]]:
     """Return the split, and the JSON object: with the phases behind it, and beside it the replay of the cold run."""
     count = min(len(phase.step_s) for phase in phases.values())
     phases = {name: replace(phase, step_s=phase.step_s[:count]) for name, phase in phases.items()}

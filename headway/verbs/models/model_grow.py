@@ -193,7 +193,7 @@ def trained_parameters(run: Run) -> int:
     return 0 if None in counts.values() else sum(counts.values())
 
 
-def judged_growth(before: Run, after: Run, steps: int) -> dict[str, Any] | None:
+def judged_growth(before: Run, after: Run, steps: int) -> dict[str, object] | None:
     """Return what was proposed for `before` beside what `after` took in `steps`; None where nothing is to be said.
 
     A run of the same model is left out, and so are the run itself and one that was tuned.

@@ -102,7 +102,7 @@ def plan(
     )
 
 
-def asked_for(answer: Mapping[str, Any], causes: Sequence[Cause]) -> dict[str, Any]:
+def asked_for(answer: Mapping[str, Any], causes: Sequence[Cause]) -> dict[str, object]:
     """Return the plan without what no cause of the run asks for, and how much that is.
 
     What headway cannot apply is for a run without anything to apply. What the user can change stands: a remedy against

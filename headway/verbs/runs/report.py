@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -234,7 +233,7 @@ def heat_maps(ranks: list[int], own_s: Seconds | None) -> list[HeatMap]:
     ]
 
 
-def run_object(explanation: Explanation) -> dict[str, Any]:
+def run_object(explanation: Explanation) -> dict[str, object]:
     """Return the `headway.run/1` object of a recorded run, from its run.json and its ledger."""
     assert explanation.run is not None, "only a recorded run has a run object"
     meta = explanation.run.meta

@@ -27,7 +27,7 @@ from headway.why.explanation import Explanation, explain_run
 from headway.why.fixes import outcomes, verified, withdrawn
 
 
-def summarise(path: Path, plan: PlanFile | None, baseline: Path | None) -> tuple[dict[str, Any], Explanation]:
+def summarise(path: Path, plan: PlanFile | None, baseline: Path | None) -> tuple[dict[str, object], Explanation]:
     """Return the facts of `headway.run/1` that come from the ledger, and the explanation they rest on.
 
     Writes the outcome of an applied plan into run.json, so that a report of the run shows it later.
@@ -81,7 +81,7 @@ def applied_rows(
     found: Mapping[str, AppliedRow],
     measured_speedup: float | None,
     taken_away: Mapping[str, str] = MappingProxyType({}),
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Return one row per remedy, and one for the whole plan: only what ran alone has a measured gain of its own.
 
     A remedy that was `taken_away` while the job ran has none: neither the steps with it nor those without are its gain.

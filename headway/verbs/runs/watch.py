@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import Parameter
 
@@ -123,7 +123,7 @@ class WatchedRun:
         """Return id -> markup of what changes."""
         return live_parts(self._view)
 
-    def charts(self) -> dict[str, Any]:
+    def charts(self) -> dict[str, object]:
         """Return what the pictures show."""
         series = self._series()
         return live_charts(series) if series else {}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from headway.report.page.charts import HeatMap
 
 
-def why_object(explanation: Explanation, model: ModelSpec | None = None) -> dict[str, Any]:
+def why_object(explanation: Explanation, model: ModelSpec | None = None) -> dict[str, object]:
     """Return the `headway.why/2` object of a run or a trace with the views of a job of many ranks.
 
     Raises `InputError` when `model` lacks what MFU needs.
@@ -45,14 +45,14 @@ def why_object(explanation: Explanation, model: ModelSpec | None = None) -> dict
     return answer
 
 
-def mfu_of(explanation: Explanation, model: ModelSpec) -> dict[str, Any]:
+def mfu_of(explanation: Explanation, model: ModelSpec) -> dict[str, object]:
     """Return the `mfu` entry at the rate of the run's steady steps."""
     facts = explanation.run.facts if explanation.run else explanation.ledger.facts
     rate = steps_per_s(explanation.ledger)
     return mfu_entry(model, steps_per_s=rate, facts=facts, ranks=explanation.ledger.devices)
 
 
-def hang_of(explanation: Explanation) -> dict[str, Any] | None:
+def hang_of(explanation: Explanation) -> dict[str, object] | None:
     """Return the `headway.hang/1` object of the run's newest report of its hang watch, None without one."""
     run = explanation.run
     if run is None or not (run.path / "hang").is_dir():

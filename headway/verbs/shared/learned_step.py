@@ -165,7 +165,7 @@ def in_words(step: LearnedStep) -> str:
     )
 
 
-def judged(before: Run, after: Run, ledger: Ledger) -> dict[str, Any] | None:
+def judged(before: Run, after: Run, ledger: Ledger) -> dict[str, object] | None:
     """Return what was predicted for `before` beside what `after` took; None without a prediction, or without steps.
 
     Measured are forward, backward and update of the steps after the first, per device; `ledger` is that of `after`.
