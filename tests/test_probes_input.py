@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from headway.data import DataLoader as OwnLoader
 from headway.runtime.calls.probe_input import loader_facts
-from headway.runtime.recorder.rereading import batch_bytes
+from headway.runtime.script.batches import batch_bytes
 from headway.runtime.script.draws import _memory_tells
 from headway.runtime.script.run_delay import open_schedstat, read_delay
 from headway.trace.events.loader_facts import LoaderFacts

@@ -16,7 +16,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from headway.core.machine.child import detached, start_detached
-from headway.runtime.recorder.rereading import LATER, Rereadings, checksum
+from headway.runtime.recorder.rereading import LATER, Rereadings
+from headway.runtime.script.batches import batch_bytes, checksum
 from headway.trace.events.loader_facts import LoaderFacts, unkept, unmovable, unshared, unthreadable
 from tests.loaders_made import Ratio, Squares
 from tests.recorded import recording
@@ -328,6 +329,24 @@ def test_checksums_tell_batches_apart():
 
     assert len({checksum(batch) for batch in batches}) == len(batches)
     assert checksum(torch.arange(6).view(2, 3).T) == checksum(torch.arange(6).view(2, 3).T.contiguous())
+
+
+def raises(*_, **__):
+    raise RuntimeError("code of the script's ran")
+
+
+ANSWERS = dict.fromkeys(("__iter__", "__len__", "__getitem__", "items", "values", "__repr__", "__getattr__"), raises)
+
+
+def test_a_look_at_a_batch_runs_nothing_of_the_scripts():
+    function = {"__torch_function__": classmethod(raises)}
+    values = [torch.ones(2).as_subclass(type("Counts", (torch.Tensor,), function)), np.ones(2)]
+    classes = [type(base.__name__.title(), (base,), ANSWERS) for base in (list, tuple, dict, str, float, object)]
+    given = [values, values, {"x": values}, "a", 1.5]
+    batch = [classes[-1](), *(kind(value) for kind, value in zip(classes, given, strict=False))]
+
+    assert checksum(batch) == checksum([classes[-1](), *given]) != checksum([classes[-1](), *given[:-1], 2.5])
+    assert batch_bytes(batch) == 3 * (8 + 16)
 
 
 class Graph:

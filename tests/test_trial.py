@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
+from headway.data.cached.apply import cache
 from headway.data.guard.cache_trial import uncacheable
 from headway.data.guard.trial import in_child, limited, unfit
 from headway.data.guard.watch import listen_here, noting
@@ -291,10 +292,11 @@ def test_a_text_in_memory_is_nothing_that_others_see():
         assert in_child(lambda: reading(file))[1] == ["prints"]
 
 
-def test_a_loader_that_is_dear_to_look_at_before_each_batch_is_left_alone(monkeypatch):
-    monkeypatch.setattr("headway.data.workers.apply.LOOK_S", -1.0)
-    monkeypatch.setattr("headway.data.workers.apply.LOOK_SHARE", 0.0)
-    with applied(workers, {"num_workers": 2}) as context:
+@pytest.mark.parametrize(("remedy", "parameters"), [(workers, {"num_workers": 2}), (cache, {"bytes": 2**20})])
+def test_a_loader_that_is_dear_to_look_at_before_each_batch_is_left_alone(remedy, parameters, monkeypatch):
+    monkeypatch.setattr("headway.data.guard.decisions.LOOK_S", -1.0)
+    monkeypatch.setattr("headway.data.guard.decisions.LOOK_SHARE", 0.0)
+    with applied(remedy, parameters) as context:
         assert len(list(DataLoader(Squares(8), 4))) == 2
 
     assert "looking, before each batch" in str(context.outcomes[-1])

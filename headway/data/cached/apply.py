@@ -25,7 +25,7 @@ from headway.core.machine.interruptions import pass_on
 from headway.data.bytes.scrutiny import ALTERED, Scrutiny
 from headway.data.cached.cached_examples import CachedExamples, ExampleStore
 from headway.data.guard.cache_trial import barred, probed
-from headway.data.guard.decisions import NOT_TRIED, Decisions, budget_of
+from headway.data.guard.decisions import NOT_TRIED, Decisions, budget_of, too_dear
 from headway.data.guard.files_read import note_looks
 from headway.data.guard.outcome import OfDataset, OutcomeWriter, speak
 from headway.data.guard.picture import outside
@@ -242,7 +242,9 @@ class ExampleCaches:
             return CONTAINER
         if is_own(loader):
             return "it is read by headway's own loader: give that one cache_bytes"
-        return "the byte budget is spent" if self.budget_bytes < 1 else barred(loader)
+        if self.budget_bytes < 1:
+            return "the byte budget is spent"
+        return barred(loader) or too_dear((loader.dataset,), self.decisions)
 
     def _look(self, dataset: Any) -> None:
         """Leave a dataset that the script has changed, or of which a reader found that it may not be kept."""

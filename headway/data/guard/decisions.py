@@ -15,12 +15,13 @@ event loop of the training process, costs the job one child's time (`Budget.chil
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePath
-from time import perf_counter
+from time import perf_counter, thread_time
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar, cast
 from weakref import ref
@@ -29,8 +30,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from headway.core.units import format_seconds
 from headway.data.guard.files_read import FileStat
-from headway.data.guard.picture import size_of
+from headway.data.guard.picture import outside, size_of
 from headway.data.guard.trial import Limit, limited
 from headway.runtime.in_rank.remedy import Context
 from headway.runtime.script.object_graph import attributes, closure_of
@@ -62,6 +64,11 @@ T = TypeVar("T")
 
 MOST_VALUES = 1024
 """Values that facts look into; of what lies beyond only the type counts."""
+
+
+LOOKS, LOOK_S, LOOK_SHARE = 3, 0.01, 0.1
+"""Looks that are timed at most; one at what a dataset goes by may take so many seconds of CPU, or this share of a
+recorded step."""
 
 
 @dataclass(slots=True)
@@ -114,6 +121,28 @@ class Budget:
                 yield limit
         finally:
             self.spent_s += self.clock() - start
+
+
+def look_s(read: tuple[object, ...]) -> float:
+    """Return the CPU seconds of a look at what `read` goes by: the first meets cold memory, and is not counted.
+
+    The lowest of three where one takes long: a collection of garbage may fall into any of them.
+    """
+    outside(read)
+    took_s: list[float] = []
+    while len(took_s) < LOOKS and min(took_s, default=math.inf) > LOOK_S:
+        began = thread_time()
+        outside(read)
+        took_s.append(thread_time() - began)
+    return min(took_s)
+
+
+def too_dear(read: tuple[object, ...], decisions: Decisions) -> str | None:
+    """Say that looking, before each batch, at what is `read` would cost more of a step than a remedy may win."""
+    took_s = look_s(read)
+    if took_s <= max(LOOK_S, LOOK_SHARE * (decisions.budget.step_s or 0.0)):
+        return None
+    return f"looking, before each batch, at what its dataset and their code reach takes {format_seconds(took_s)}"
 
 
 def budget_of(context: Context) -> Budget:

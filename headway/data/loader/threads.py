@@ -49,7 +49,7 @@ from headway.data.guard.trial import in_child
 from headway.data.loader.views import View, Walked, check_process
 from headway.data.loader.walks import lock_wait_fraction
 from headway.runtime.in_rank.guard import OfScript
-from headway.runtime.recorder.rereading import batch_bytes
+from headway.runtime.script.batches import batch_bytes
 from headway.runtime.script.draws import drawn, fingerprints, own_generators, restorer
 
 WORKERS = {

@@ -8,13 +8,12 @@ reason is named.
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter_ns, thread_time
+from time import perf_counter_ns
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -24,11 +23,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
 from headway.core.machine.interruptions import pass_on
-from headway.core.units import format_seconds
-from headway.data.guard.decisions import NOT_TRIED, Decisions, budget_of
+from headway.data.guard.decisions import NOT_TRIED, Decisions, budget_of, too_dear
 from headway.data.guard.files_read import FileStat
 from headway.data.guard.outcome import OutcomeWriter, Withdrawal, impure, withdrawal_of
-from headway.data.guard.picture import outside
 from headway.data.guard.process_state import Looks, listens
 from headway.data.guard.trial import EXAMPLES, beside_seeding, keeps, start_method, unfit
 from headway.data.guard.verification import Verification, looks_for, verification_of
@@ -38,10 +35,6 @@ from headway.data.workers.hand_over import not_started
 from headway.data.workers.worker_iterators import IteratorSettings, ScriptWorkers, Waited
 from headway.runtime.host.device import in_use
 from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
-
-LOOKS, LOOK_S, LOOK_SHARE = 3, 0.01, 0.1
-"""Looks that are timed at most; one at what a dataset goes by may take so many seconds of CPU, or this share of a
-recorded step."""
 
 WAITS = "the script waits for any of its child processes, which workers would be"
 
@@ -72,20 +65,6 @@ def workers(parameters: WorkersParameters, context: Context) -> Applied | Refuse
         context.patch(f"os:{name}", tuner.around_wait)
     context.undos.append(tuner.release)
     return Applied("data.workers", parameters.to_json())
-
-
-def look_s(loader: DataLoader[Any]) -> float:
-    """Return the CPU seconds of a look at what a loader goes by: the first meets cold memory, and is not counted.
-
-    The lowest of three where one takes long: a collection of garbage may fall into any of them.
-    """
-    outside((loader.dataset, loader.collate_fn))
-    took_s: list[float] = []
-    while len(took_s) < LOOKS and min(took_s, default=math.inf) > LOOK_S:
-        began = thread_time()
-        outside((loader.dataset, loader.collate_fn))
-        took_s.append(thread_time() - began)
-    return min(took_s)
 
 
 def untunable(loader: DataLoader[Any], batches_ahead: int = 0, *, may_draw: bool = False) -> str | None:
@@ -369,7 +348,7 @@ class LoaderTuner:
         torchs = loader.num_workers > 0 and loader.persistent_workers
         fresh = loader.num_workers > 0 and not torchs  # the script's own workers begin each pass with nothing read
         only_kept = fresh and self.persistent_workers and self.max_workers <= loader.num_workers
-        reason = bound_to_the_loop(loader) or self._too_dear(loader)
+        reason = bound_to_the_loop(loader) or too_dear((loader.dataset, loader.collate_fn), self.decisions)
         if reason is None and not only_kept:
             reason = self.decisions.result(loader, lambda: untunable(loader, ahead, may_draw=self.may_draw))
         ended: str | None = None
@@ -389,13 +368,6 @@ class LoaderTuner:
         looks = looks_for(self.verification)
         self.tunings[loader] = _Tuning(count, looks, ended is None, settled=settled, opened=tuple(opened))
         self.report({**facts, "num_workers": count, **({"reason_not_kept": ended} if ended else {})})
-
-    def _too_dear(self, loader: DataLoader[Any]) -> str | None:
-        """Say that looking, before each batch, at what a loader goes by would cost more of a step than it may win."""
-        took_s, step_s = look_s(loader), self.decisions.budget.step_s or 0.0
-        if took_s <= max(LOOK_S, LOOK_SHARE * step_s):
-            return None
-        return f"looking, before each batch, at what its dataset and their code reach takes {format_seconds(took_s)}"
 
     def _retune(self, loader: DataLoader[Any], tuning: _Tuning) -> None:
         """Between epochs: while training still waits, try twice the workers; keep them only if batches came faster."""

@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader
 
 from headway.core.units import NS_PER_S
 from headway.data.guard.cache_trial import uncacheable
+from headway.data.guard.decisions import look_s
 from headway.data.guard.trial import run_delay_ns, waited_ns
-from headway.data.workers.apply import look_s, untunable
+from headway.data.workers.apply import untunable
 from headway.data.workers.torch_threads import barred, different
 
 
@@ -26,7 +27,7 @@ def rehearse(loader: DataLoader[Any]) -> dict[str, str | float]:
     cache, cache_s = _timed(lambda: uncacheable(loader)[0])
     return {
         "processes": processes or "", "processes_s": processes_s, "threads": threads or "", "threads_s": threads_s,
-        "cache": cache or "", "cache_s": cache_s, "look_s": look_s(loader),
+        "cache": cache or "", "cache_s": cache_s, "look_s": look_s((loader.dataset, loader.collate_fn)),
     }  # fmt: skip
 
 

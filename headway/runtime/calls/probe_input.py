@@ -22,7 +22,8 @@ from typing import Any
 from headway.core.machine.interruptions import pass_on, suppress_own
 from headway.runtime.recorder import rehearsals
 from headway.runtime.recorder.probes import Probes, now, write_json
-from headway.runtime.recorder.rereading import FirstLoad, Rereadings, batch_bytes, begin_alike, checksum
+from headway.runtime.recorder.rereading import FirstLoad, Rereadings, begin_alike
+from headway.runtime.script.batches import batch_bytes, checksum
 from headway.runtime.script.draws import drawn, fingerprints, own_generators, prove_layout, sampler_of, steered
 from headway.runtime.script.gap_stacks import calling_library, calling_line
 from headway.runtime.script.run_delay import open_schedstat, read_delay

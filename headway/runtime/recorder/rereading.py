@@ -33,12 +33,11 @@ import select
 import sys
 import time
 import weakref
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from types import MethodType
 from typing import Any
 
 from headway.core.machine.child import Aside, detached, end_detached
@@ -46,6 +45,7 @@ from headway.core.machine.interruptions import pass_on
 from headway.core.units import NS_PER_S
 from headway.runtime.host.device import in_use
 from headway.runtime.recorder.probes import NEVER, RECORDING, Probes, now
+from headway.runtime.script.batches import checksum
 from headway.runtime.script.draws import own_generators, restorer
 from headway.trace.events.vocabulary import READ_AGAIN, UNREAD
 
@@ -67,30 +67,6 @@ LAST_S, MOST_LAST_S = 0.3, 2.0
 """Seconds that the end of the job waits for the children whose answers are the last for their loaders: the first, or
 `SHARE` of the time up to the second."""
 
-DEEPEST = 16
-"""Levels of a batch that are looked into; an object may hold itself."""
-
-
-def batch_bytes(batch: Any, depth: int = 0) -> int:
-    """Return the bytes of the tensors and arrays in a batch of nested lists, tuples and mappings.
-
-    What does not say how large it is, as a sparse tensor, counts as 0.
-    """
-    try:
-        nbytes = getattr(batch, "nbytes", None)
-    except Exception as cause:
-        pass_on(cause)
-        nbytes = 0
-    if isinstance(nbytes, int):
-        return nbytes
-    if depth > 4:
-        return 0
-    if isinstance(batch, dict):
-        return sum(batch_bytes(value, depth + 1) for value in batch.values())
-    if isinstance(batch, (list, tuple)):
-        return sum(batch_bytes(value, depth + 1) for value in batch)
-    return 0
-
 
 def begin_alike(firsts: dict[int, list[int]], worker: int, num_workers: int, batch: object) -> bool | None:
     """Say whether workers of a stream begin with the same two batches; None until two of each were seen.
@@ -105,45 +81,6 @@ def begin_alike(firsts: dict[int, list[int]], worker: int, num_workers: int, bat
         return None
     changing = all(pair[0] != pair[1] for pair in firsts.values())
     return changing and len({tuple(pair) for pair in firsts.values()}) < num_workers
-
-
-def checksum(batch: Any, crc: int = 0, depth: int = 0) -> int:
-    """Return a checksum of the content of a batch: of tensors, arrays and texts in containers and objects.
-
-    What it cannot look into, or lies deeper than `DEEPEST`, counts by its type. Raises what an object raises that is
-    looked at.
-
-    >>> checksum([1, "a"]) == checksum([1, "a"]), checksum([1, "a"]) == checksum([1, "b"])
-    (True, False)
-    """
-    torch, kind = sys.modules.get("torch"), type(batch)
-    if depth > DEEPEST:
-        return zlib.crc32(kind.__name__.encode(), crc)
-    if isinstance(batch, dict):
-        for key, value in batch.items():
-            crc = checksum(value, checksum(key, crc, depth + 1), depth + 1)
-        return crc
-    if isinstance(batch, (list, tuple)):
-        for value in batch:
-            crc = checksum(value, crc, depth + 1)
-        return crc
-    if isinstance(batch, (str, bytes, int, float, bool, type(None))):
-        return zlib.crc32(repr(batch).encode(), crc)
-    if torch is not None and isinstance(batch, torch.Tensor):
-        if batch.layout is torch.sparse_coo:
-            return checksum([batch._indices(), batch._values()], crc, depth + 1)
-        plain = batch.layout is torch.strided and batch.device.type == "cpu"
-        if not plain or batch.is_quantized or batch.is_nested or not batch.numel():
-            return zlib.crc32(kind.__name__.encode(), crc)
-        batch = batch.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8).numpy()
-        return zlib.crc32(batch.tobytes(), crc)
-    if hasattr(kind, "tobytes"):
-        is_of_objects = getattr(getattr(batch, "dtype", None), "hasobject", False)  # its bytes are addresses
-        return checksum(batch.ravel().tolist(), crc, depth + 1) if is_of_objects else zlib.crc32(batch.tobytes(), crc)
-    crc = zlib.crc32(kind.__name__.encode(), crc)
-    # Graph libraries, for example, have a class of their own for a batch.
-    inside = {} if isinstance(batch, (type, FunctionType, ModuleType)) else getattr(batch, "__dict__", {})
-    return checksum(inside, crc, depth + 1)
 
 
 def collated(dataset: Any, collate_fn: Callable[[Any], Any], index: Any, *, batched: bool) -> Any:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headway.runtime.recorder.probes import Probes, now
+from headway.runtime.script.batches import number_of
 from headway.runtime.script.gradients import BACKWARD as BY_BACKWARD
 from headway.runtime.script.gradients import leaf_of
 from headway.trace.events.vocabulary import SPANS
@@ -49,8 +50,8 @@ def backward(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]
     gradients.watched[0] = True
     look_from_ns = 0
     probes.tables["timers"] = {"clock": "host"}
-    for function in (look_at, probes.page.seen_loss, probes.losses.seen, judge, probes.failed, gradients.began,
-                     gradients.ended, leaf_of, begin, gradients._chosen, probes.advance, probes.wake,
+    for function in (look_at, number_of, probes.page.seen_loss, probes.losses.seen, judge, probes.failed,
+                     gradients.began, gradients.ended, leaf_of, begin, gradients._chosen, probes.advance, probes.wake,
                      gap.note_loop):  # fmt: skip
         out_of_compiler(function)
 
@@ -122,11 +123,11 @@ def out_of_compiler(function: Callable[..., Any], *, callees: bool = False) -> C
 def look_at(root: Any, probes: Probes) -> None:
     """Keep the loss that a backward began from, where reading it disturbs nobody; note a device without events."""
     torch = sys.modules["torch"]
-    if type(root) is not torch.Tensor:
+    if type(root) is not torch.Tensor or torch._C._len_torch_function_stack():
         return
     kind = root.device.type
     if kind == "cpu" and root.numel() == 1 and not torch._C._len_torch_dispatch_stack():
-        loss = float(root.detach())
+        loss = number_of(root)
         probes.page.seen_loss(loss)
         if probes.losses.seen(loss, probes.steps[0] + 1):
             probes.tables["bad_losses"] = probes.losses.bad

@@ -37,6 +37,7 @@ from types import ModuleType
 from typing import Any
 
 from headway.runtime.host import device
+from headway.runtime.script.batches import tensor_memory
 from headway.runtime.script.object_graph import attributes, reached
 from headway.trace.events.loader_facts import EPOCH_SAMPLERS
 
@@ -125,7 +126,7 @@ def _state(generator: Any) -> object:
             return string_at(id(generator) + _HEAD, _RANDOM_BYTES), generator.gauss_next  # type: ignore[attr-defined]  # it has one
         return generator.getstate()
     if kind == "torch":
-        return generator.get_state().numpy().tobytes()
+        return tensor_memory(generator.get_state())
     bits = generator if hasattr(generator, "random_raw") else getattr(generator, "bit_generator", None)
     if bits is not None:  # how many were made of its seed shows in no state
         return _flat(bits.state), getattr(getattr(bits, "seed_seq", None), "n_children_spawned", 0)
