@@ -15,7 +15,7 @@ import time
 import numpy as np
 
 from benchmarks.data.public import public
-from headway.comm.compression.options import stages
+from headway.comm.compression.options import StageChains, stages
 from headway.comm.compression.strategy_search import (
     COSTS,
     ModelGradients,
@@ -26,7 +26,6 @@ from headway.comm.compression.strategy_search import (
     search,
 )
 from headway.core.rng import stream
-from headway.sim.ddp.stage_chains import StageChains
 
 BARS, LONGEST_S, NEAR, DRAWS, SEED = {"gpu": 0.11, "cpu": 0.20}, 0.5, 1.03, 100, 38
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from headway.comm import ag_matmul, matmul_rs
 from headway.comm.overlap.advise import OverlapTable, OverlapTimes, measure
-from headway.cost.overlaps import OVERLAPS, SYMM_MEM, read_shape
+from headway.cost.collectives import OVERLAPS, SYMM_MEM, read_shape
 
 SHAPES = ("768x1024x1024", "rs:768x1024x1024")
 RANKS = 2

@@ -59,7 +59,7 @@ REMEDIES: dict[str, str] = {name: place for room in ROOMS for name, place in _ap
 """Remedy -> the tuple that holds its record, for those that are applied inside a rank."""
 
 REHEARSALS: dict[str, str] = {
-    "rehearsal.loader": "headway.data.workers.rehearsal:rehearse",
+    "rehearsal.loader": "headway.data.workers.torch_threads:rehearse",
     "rehearsal.flops": "headway.compute.torch_calls:count_call",
 }
 """What children find out while a run is recorded: the remedies that a loader would not take, the operations of a model.

@@ -428,7 +428,7 @@ def keep_imported() -> None:
 
 def complain(text: str) -> None:
     """Write one line of our own on stderr; a name in it does not steer the terminal."""
-    from headway.core.machine.beside import say_beside
+    from headway.core.errors import say_beside
     from headway.report.paper import STEERING
 
     say_beside(f"headway: {text.translate(STEERING)}\n")

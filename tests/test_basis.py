@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.trace.events.steps import counted
 from headway.trace.recording.basis import basis_of
+from headway.trace.recording.rows import counted
 from tests.training_rows import Thread
 
 

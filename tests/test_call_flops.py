@@ -25,7 +25,7 @@ from headway.ledger.live_mfu import LiveMfu
 from headway.runtime.run_folder.live_feed import finalised
 from headway.runtime.run_folder.status import RunStatus
 from headway.trace.recording.run_facts import RankMemory, RunFacts
-from headway.trace.rings.compute_facts import CallFlops, ComputeFacts, ModelFacts, Rehearsed
+from headway.trace.rings.rank_tables import CallFlops, ComputeFacts, ModelFacts, Rehearsed
 from headway.why.model_flops import dtype_in_use
 from tests.launching import headway, headway_here, script
 from tests.runs_made import MS, RunMaker

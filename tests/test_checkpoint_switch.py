@@ -12,9 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from headway.checkpoint.torch_dcp.switch import Later, behind
-from headway.core.errors import BackgroundError
+from headway.core.errors import HEADER, BackgroundError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
-from headway.core.tracebacks import HEADER
 from headway.runtime.in_rank.remedy import RefusedRemedy
 from headway.storage import verify
 from tests.paths import ROOT, python_path

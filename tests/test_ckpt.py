@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
 
-from headway.checkpoint.keep import Keep
+from headway.checkpoint.policy import Keep
 from headway.cli import main
 from headway.core.errors import InputError
 from headway.storage.checks.verification import scrub

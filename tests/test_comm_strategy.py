@@ -6,10 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from headway.comm.compression.options import CPU, INSIDE, OPTIONS, front, option_stages, stages
+from headway.comm.compression.options import CPU, INSIDE, OPTIONS, StageChains, front, option_stages, stages
 from headway.comm.compression.strategy_search import CODECS_US, ModelGradients, Pricing, PublishedSetup, search
 from headway.core.errors import UnknownNameError
-from headway.sim.ddp.stage_chains import StageChains
 from tests.launching import headway_here, json_of
 
 SETUP = PublishedSetup("m", "dgc", hosts=4, ranks_per_host=8, inside="pcie", wire_fraction=0.02, two_level=True)

@@ -16,7 +16,7 @@ from headway.ledger.booking.account import KernelTimes
 from headway.plan.proposal import Refusal
 from headway.plan.setup import Setup
 from headway.sim.recorded.program import Program
-from headway.trace.rings.compute_facts import ComputeFacts, ModelFacts, OptimizerFacts
+from headway.trace.rings.rank_tables import ComputeFacts, ModelFacts, OptimizerFacts
 from tests.paths import ROOT
 from tests.runs_made import RunMaker
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.core.tracebacks import HEADER
+from headway.core.errors import HEADER
 from headway.runtime.run_folder.exit_class import (
     CLASSES,
     OomWatch,

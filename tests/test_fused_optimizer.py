@@ -11,7 +11,7 @@ from headway.compute.apply import fuse_optimizer
 from headway.cost.fused import ADAPTIVE, OF_CALLS, fused_share
 from headway.ledger.answers.script_causes import fused_share_of
 from headway.runtime.script.compute_facts import model_facts, optimizer_facts
-from headway.trace.rings.compute_facts import ComputeFacts, ModelFacts, OptimizerFacts
+from headway.trace.rings.rank_tables import ComputeFacts, ModelFacts, OptimizerFacts
 from headway.why.explanation import explain
 from tests.launching import headway, script
 from tests.remedy_context import applied

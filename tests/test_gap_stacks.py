@@ -17,8 +17,7 @@ import torch
 
 from headway.runtime.recorder import probes
 from headway.runtime.script import gap_stacks
-from headway.runtime.script.gap_stacks import GapStacks, calling_line, feeds
-from headway.runtime.script.loop_depth import loop_depth, loops_of
+from headway.runtime.script.gap_stacks import GapStacks, calling_line, feeds, loop_depth, loops_of
 from tests.recorded import recording
 
 

@@ -6,7 +6,7 @@ from torch.utils.data import TensorDataset
 
 from headway.data import DataLoader
 from headway.data.bytes import account
-from headway.ledger.answers.evidence import count_words
+from headway.ledger.answers.ledger import count_words
 from headway.trace.recording.runs import Run
 from tests.recorded import recording
 

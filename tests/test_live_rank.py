@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.ledger.live_rank import MOST_AHEAD, OPEN_RECORDS, RECENT, STRAY_UPDATES, LiveRank
-from headway.trace.events.steps import cycles
 from headway.trace.events.vocabulary import SPANS
+from headway.trace.recording.rows import cycles
 from headway.trace.rings.records import RECORD_DTYPE
 
 MS = 1_000_000

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from headway.catalog import MEASUREMENTS
-from headway.core.lazy import resolved
 from headway.core.remedies import record_at
+from headway.core.tables import resolved
 from headway.data.stalls import torch_measurements as measurements
 from headway.data.stalls.torch_measurements import Filling, Stopwatch
 from headway.runtime.calls.patches import replace_attribute

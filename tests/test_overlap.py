@@ -23,7 +23,7 @@ from headway.comm.overlap.torch_ring import ag_matmul, chunk_rows, matmul_rs
 from headway.comm.remedies import OverlapParameters
 from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
-from headway.cost.overlaps import OVERLAPS, MatmulShape
+from headway.cost.collectives import OVERLAPS, MatmulShape
 from headway.trace.rings.rank_tables import rank_tables
 from tests.launching import headway, json_of, refusal
 from tests.paths import ROOT

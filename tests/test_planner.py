@@ -35,7 +35,7 @@ from headway.report.answers import PlanAnswer
 from headway.report.page.sections import plan_part
 from headway.report.terminal import render_plan
 from headway.sim.recorded.program import Program
-from headway.trace.events.active_settings import GivenUp
+from headway.trace.events.loader_facts import GivenUp
 from tests.runs_made import MS, RunMaker
 
 JOB: dict[str, Any] = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from headway.runtime.script.saves import ProcessSaves
+from headway.runtime.recorder.probes import ProcessSaves
 from tests.datasets import Sized
 from tests.recorded import recording, rows
 

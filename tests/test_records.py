@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from headway.core.errors import FormatError
-from headway.storage.formats.dtypes import ITEM_BYTES
 from headway.storage.formats.records import is_legacy, read_legacy, read_saved
+from headway.storage.formats.values import ITEM_BYTES
 
 FORMS = {"zip": True, "legacy": False}
 

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save
 
 from headway.core.errors import FormatError
-from headway.storage.formats.dtypes import FROM_SAFETENSORS
 from headway.storage.formats.safetensors import is_safetensors, read_header
+from headway.storage.formats.values import FROM_SAFETENSORS
 
 
 def file_of(header: object, data: bytes = b"") -> bytes:

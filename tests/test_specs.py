@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from headway.core.errors import FormatError, InputError, UnknownNameError
-from headway.core.files.settings_files import read_toml
+from headway.core.files.safe_files import read_toml
 from headway.cost.specs import KINDS, Specs, shipped, with_entries
 
 

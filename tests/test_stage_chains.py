@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from headway.comm.compression.options import StageChains
 from headway.core.errors import InputError
-from headway.sim.ddp.stage_chains import StageChains
 from headway.sim.graph.dag import Dag, greedy
 
 

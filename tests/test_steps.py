@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.trace.events.steps import cycles, step_of
+from headway.trace.recording.rows import cycles, step_of
 
 
 @given(

@@ -14,13 +14,11 @@ import numpy as np
 import pytest
 
 from headway.catalog import REMEDIES, causes_of
-from headway.core.errors import BarMissedError, InputError
+from headway.core.errors import HEADER, BarMissedError, InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
-from headway.core.tracebacks import HEADER
 from headway.ledger.answers.causes import Fix, find_causes
 from headway.ledger.answers.compare import RunComparison
-from headway.ledger.answers.evidence import TRY
-from headway.ledger.answers.ledger import Ledger
+from headway.ledger.answers.ledger import TRY, Ledger
 from headway.ledger.cause import Cause
 from headway.plan.planner import CUT_OFF_STEPS, GIVEN_UP, IN_FORCE, LeftOut, Plan
 from headway.plan.proposal import Gain, Proposal, Refusal
@@ -28,7 +26,7 @@ from headway.report.page.timeline import timeline
 from headway.report.screens import render_compare, render_plan
 from headway.runtime.launching.run_of_ranks import ExitReport
 from headway.sim.whatif import EDITS
-from headway.trace.events.active_settings import AppliedRow
+from headway.trace.events.loader_facts import AppliedRow
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
 from headway.trace.recording.run_facts import RunExit, RunFacts

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from headway.core.errors import HEADER
 from headway.core.files.planfile import PlanFile, Remedy
-from headway.core.tracebacks import HEADER
 from headway.ledger.cause import NOT_RESOLVED, RECORD_LONGER
 from headway.runtime.run_folder.exit_class import RankEnd, failure_text
 from headway.runtime.run_folder.recording import Exit

@@ -5,7 +5,7 @@ import selectors
 import threading
 
 from headway.core.machine.host import readable
-from headway.core.wire.wake import Waker
+from headway.core.wire.loop import Waker
 
 
 def test_a_thread_that_waits_is_woken_once_for_many_rings():

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headway.core.lazy import lazily
+from headway.core.tables import lazily
 
 if TYPE_CHECKING:
     from headway.checkpoint.costs import young_daly as young_daly
     from headway.checkpoint.engine import Checkpointer as Checkpointer
-    from headway.checkpoint.keep import Keep as Keep
     from headway.checkpoint.layout.reads import Shard as Shard
     from headway.checkpoint.layout.reads import plan_reads as plan_reads
     from headway.checkpoint.policy import CheckpointPolicy as CheckpointPolicy
+    from headway.checkpoint.policy import Keep as Keep
     from headway.checkpoint.policy import PolicyReport as PolicyReport
     from headway.checkpoint.policy import StepTiming as StepTiming
     from headway.checkpoint.restores.restore import RestoreReport as RestoreReport
@@ -39,7 +39,7 @@ PUBLIC: dict[str, str] = {
     "restore_into": "headway.checkpoint.restores.restore:restore_into",
     "RestoreReport": "headway.checkpoint.restores.restore:RestoreReport",
     "Checkpointer": "headway.checkpoint.engine:Checkpointer",
-    "Keep": "headway.checkpoint.keep:Keep",
+    "Keep": "headway.checkpoint.policy:Keep",
     "SaveTicket": "headway.checkpoint.saves.tickets:SaveTicket",
     "Commit": "headway.checkpoint.saves.tickets:Commit",
     "FlatShard": "headway.checkpoint.state.shards:FlatShard",

@@ -43,15 +43,13 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 
-from headway.checkpoint.keep import Keep
-from headway.checkpoint.policy import CheckpointPolicy
+from headway.checkpoint.policy import CheckpointPolicy, Keep
 from headway.checkpoint.restores.restore import RestoreReport, Verify
 from headway.checkpoint.restores.restoring import restore
 from headway.checkpoint.saves.saver import Options, Saver
 from headway.checkpoint.saves.tickets import SaveSchedule, SaveTicket, StepMeter, why_refused
 from headway.checkpoint.state.writers import CAPTURES, REPLAYS, Writers, before
-from headway.core.closing import Closing
-from headway.core.errors import BackgroundError, HeadwayError, InputError
+from headway.core.errors import BackgroundError, Closing, HeadwayError, InputError
 from headway.core.files.private import runtime_directory
 from headway.core.tables import pick
 from headway.runtime.host.device import capturing, host_has_devices

@@ -1,4 +1,4 @@
-"""How many steps lie between two checkpoints, decided while the job runs.
+"""How many steps lie between two checkpoints, decided while the job runs; and which of them stay.
 
 The engine tells the policy of every step: how long it took, how long a save
 held it up, whether a save was under way. From that the policy knows what a
@@ -23,6 +23,13 @@ it as far as they need, and three cheap ones bring it back. Seconds and steps.
 >>> policy.observe(StepTiming(0.1))
 >>> policy.interval(), policy.explain().limit  # 0.04 s / (0.035 * 0.1 s)
 (12, 'budget')
+
+Of the committed ones the newest few stay (`Keep`), and one of every so many steps for ever.
+
+>>> sorted(Keep(last=2, every=100).kept([10, 100, 150, 200, 250, 260]))
+[100, 200, 250, 260]
+>>> sorted(Keep(last=1).surplus([10, 20, 30]))
+[10, 20]
 """
 
 from __future__ import annotations
@@ -30,7 +37,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -377,3 +384,47 @@ class CheckpointPolicy:
 def _agreed(values: list[float]) -> float:
     """Return what the last windows agree on: their (lower) median, 0 where there are none."""
     return statistics.median_low(values) if values else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """How many checkpoints stay; an older one goes only after a newer one is committed."""
+
+    last: int = 2
+    """The newest so many; at least 1."""
+
+    every: int | None = None
+    """Those whose step is a multiple of this stay for ever; None: no others do."""
+
+    def __post_init__(self) -> None:
+        """Raise `InputError` on numbers that keep nothing."""
+        if self.last < 1:
+            raise InputError(f"last is {self.last}; one checkpoint has to stay. Pass 1 or more.")
+        if self.every is not None and self.every < 1:
+            raise InputError(f"every is {self.every}; it counts steps. Pass 1 or more, or None.")
+
+    def kept(self, steps: Iterable[int]) -> set[int]:
+        """Return which of the committed `steps` stay."""
+        known = sorted(set(steps))
+        forever = {step for step in known if self.every and step % self.every == 0}
+        return forever | set(known[-self.last :])
+
+    def surplus(self, steps: Iterable[int]) -> set[int]:
+        """Return which of the committed `steps` may go."""
+        known = set(steps)
+        return known - self.kept(known)
+
+    def disposable(self, steps: Iterable[int], is_intact: Callable[[int], bool]) -> set[int]:
+        """Return which of the surplus may go for sure: where none that stays is intact, the newest intact one does.
+
+        Where none is intact at all, none goes.
+
+        >>> sorted(Keep(last=1).disposable([10, 20, 30], lambda step: step == 20))
+        [10]
+        """
+        newest_first = sorted(set(steps), reverse=True)
+        surplus = self.surplus(newest_first)
+        if surplus and not any(is_intact(step) for step in newest_first if step not in surplus):
+            good = next((step for step in newest_first if step in surplus and is_intact(step)), None)
+            surplus -= surplus if good is None else {good}
+        return surplus

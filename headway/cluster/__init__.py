@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headway.core.lazy import lazily
+from headway.core.tables import lazily
 
 if TYPE_CHECKING:
     from headway.cluster.adaptive.decide import elastic as elastic

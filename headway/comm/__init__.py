@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headway.core.lazy import lazily
+from headway.core.tables import lazily
 
 if TYPE_CHECKING:
     from headway.comm.compression.apply import compress as compress
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from headway.comm.skew.torch_replica import loose as loose
     from headway.comm.skew.torch_replica import swap_norm as swap_norm
     from headway.comm.skew.torch_rules import LOOSE as LOOSE
-    from headway.cost.overlaps import OVERLAPS as OVERLAPS
+    from headway.cost.collectives import OVERLAPS as OVERLAPS
 
 EXACT_RANKS = 2
 """Of so many ranks the sum of gradients is the same in any order."""
@@ -30,7 +30,7 @@ PUBLIC: dict[str, str] = {
     "OPTIONS": "headway.comm.compression.options:OPTIONS",
     "Lans": "headway.comm.compression.torch_lans:Lans",
     "compress": "headway.comm.compression.apply:compress",
-    "OVERLAPS": "headway.cost.overlaps:OVERLAPS",
+    "OVERLAPS": "headway.cost.collectives:OVERLAPS",
     "ag_matmul": "headway.comm.overlap.torch_ring:ag_matmul",
     "matmul_rs": "headway.comm.overlap.torch_ring:matmul_rs",
     "LOOSE": "headway.comm.skew.torch_rules:LOOSE",

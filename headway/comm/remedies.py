@@ -33,7 +33,7 @@ from headway.core.errors import InputError
 from headway.core.remedies import Count, Flag, Parameters, Positive, RemedyRecord, Size, Sizes
 from headway.core.tables import Named
 from headway.cost.codecs import MIN_BYTES, read_codec
-from headway.cost.overlaps import read_form, read_shape
+from headway.cost.collectives import read_form, read_shape
 
 STEPS = (1, 5, 10, 20, 50, 100, 200, 500, 1000)
 

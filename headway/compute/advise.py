@@ -50,7 +50,7 @@ from headway.ledger.cause import Cause
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.recorded.program import Program
-from headway.trace.rings.compute_facts import ComputeFacts, OptimizerFacts
+from headway.trace.rings.rank_tables import ComputeFacts, OptimizerFacts
 
 NAME = "compute.fused_optimizer"
 

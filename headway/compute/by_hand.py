@@ -21,11 +21,10 @@ from headway.compute.gains import Scale
 from headway.core.units import NS_PER_S, format_bytes, format_fraction
 from headway.cost.specs import ceilings_of
 from headway.ledger.answers.causes import Predictor
-from headway.ledger.answers.evidence import booked_s, span_of
-from headway.ledger.answers.ledger import Ledger
+from headway.ledger.answers.ledger import Ledger, booked_s, span_of
 from headway.ledger.cause import Cause
 from headway.trace.recording.run_facts import memory_headroom
-from headway.trace.rings.compute_facts import CallFlops, ComputeFacts
+from headway.trace.rings.rank_tables import CallFlops, ComputeFacts
 
 LARGE = 0.05
 """Share of useful time from which on either is worth a word."""

@@ -42,7 +42,7 @@ from typing import NamedTuple
 from headway.core.units import NS_PER_S
 from headway.cost.specs import Ceilings
 from headway.ledger.booking.account import KernelTimes
-from headway.trace.rings.compute_facts import ComputeFacts, ModelFacts, OptimizerFacts
+from headway.trace.rings.rank_tables import ComputeFacts, ModelFacts, OptimizerFacts
 
 CLASSES = (
     "matrix", "float32 matrix", "attention", "convolution", "normalisation", "reduction", "elementwise", "optimizer",

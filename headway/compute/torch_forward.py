@@ -30,8 +30,7 @@ from headway.compute.apply import LOOKED_AT, on_optimizer_steps
 from headway.core.remedies import NoParameters
 from headway.core.units import format_seconds
 from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy, on_scaled_loss
-from headway.runtime.recorder.outer_call import Args, CallFn, Kwargs
-from headway.runtime.recorder.probes import NEVER
+from headway.runtime.recorder.probes import NEVER, Args, CallFn, Kwargs
 from headway.runtime.torch_state import RngStates
 
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")

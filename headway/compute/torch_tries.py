@@ -35,8 +35,7 @@ from headway.core.machine.interruptions import pass_on
 from headway.core.units import format_bytes
 from headway.runtime.host.device import in_use, synchronize, take_peak_bytes
 from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy, apply_one
-from headway.runtime.recorder.outer_call import Args, CallFn, Kwargs
-from headway.runtime.recorder.probes import NEVER, write_json
+from headway.runtime.recorder.probes import NEVER, Args, CallFn, Kwargs, write_json
 from headway.runtime.script.run_delay import open_schedstat, read_delay
 from headway.runtime.torch_state import RngStates, TrainingState, living
 from headway.trace.rings.ring import warn

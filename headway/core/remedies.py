@@ -27,8 +27,7 @@ import msgspec
 from msgspec import Meta
 
 from headway.core.errors import InputError
-from headway.core.lazy import resolved
-from headway.core.tables import pick
+from headway.core.tables import pick, resolved
 
 Count = Annotated[int, Meta(ge=0, description="a whole number from 0 upwards")]
 Size = Annotated[int, Meta(ge=1, description="a whole number from 1 upwards")]

@@ -35,8 +35,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from headway.core.errors import FormatError, UnknownNameError
-from headway.core.files.safe_files import whole_file
-from headway.core.files.settings_files import read_toml
+from headway.core.files.safe_files import read_toml, whole_file
 from headway.core.tables import pick, suggestion
 
 T = TypeVar("T")

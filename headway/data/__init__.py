@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headway.core.lazy import lazily
+from headway.core.tables import lazily
 
 if TYPE_CHECKING:
     from headway.data.bytes.object_source import ObjectSource as ObjectSource

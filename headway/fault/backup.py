@@ -44,9 +44,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.binomial import binomial
 from headway.core.errors import InputError
 from headway.core.mesh import Mesh
+from headway.core.rng import binomial
 from headway.ledger.answers.metrics import ettr, ettr_first_order, optimal_interval_s
 
 Ranks = NDArray[np.int64]

@@ -37,7 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import FormatError, InputError
-from headway.core.files.settings_files import read_toml
+from headway.core.files.safe_files import read_toml
 from headway.core.rng import stream
 from headway.core.tables import pick
 from headway.lab.afr import DAYS_PER_YEAR, Floats

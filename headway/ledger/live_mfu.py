@@ -14,10 +14,9 @@ from pathlib import Path
 from headway.cost.specs import DeviceSpec, shipped
 from headway.cost.transformer import mfu
 from headway.ledger.live_ledger import LiveFigures
-from headway.trace.events.active_settings import active_settings
+from headway.trace.events.loader_facts import active_settings
 from headway.trace.recording.run_facts import outcomes_of
-from headway.trace.rings.compute_facts import CallFlops
-from headway.trace.rings.rank_tables import counted_calls
+from headway.trace.rings.rank_tables import CallFlops, counted_calls
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 """torch's name of a dtype -> that of `DeviceSpec.flops_per_s`."""

@@ -60,9 +60,9 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from headway.core.binomial import binomial
 from headway.core.errors import InputError
 from headway.core.mesh import Mesh
+from headway.core.rng import binomial
 
 MOST_DEVICES = 1_000_000
 """Devices that a table may be asked for."""

@@ -27,7 +27,7 @@ from typing import Any, Protocol, cast
 
 from headway.core.errors import InputError
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
-from headway.core.lazy import resolved
+from headway.core.tables import resolved
 from headway.core.units import NS_PER_S, format_bytes, format_seconds
 from headway.ledger.cause import NOT_RESOLVED, RECORD_ANEW
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal, pays_from
@@ -35,7 +35,7 @@ from headway.plan.setup import Setup
 from headway.sim.recorded.lane import LABEL
 from headway.sim.recorded.program import Program
 from headway.sim.whatif import Edit, Prediction, parse_edit
-from headway.trace.events.active_settings import GivenUp
+from headway.trace.events.loader_facts import GivenUp
 from headway.trace.recording.run_facts import CTRL_C
 
 KINDS = ("hand", "noise", "memory", "short", "grant", "excluded", "little")

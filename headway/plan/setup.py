@@ -20,8 +20,7 @@ import psutil
 
 from headway.core.errors import InputError
 from headway.core.units import NS_PER_S
-from headway.trace.events.active_settings import GivenUp
-from headway.trace.events.loader_facts import LoaderFacts
+from headway.trace.events.loader_facts import GivenUp, LoaderFacts
 from headway.trace.events.trace import Trace
 from headway.trace.recording.gaps import without_pauses
 from headway.trace.recording.run_facts import RunFacts

@@ -18,9 +18,9 @@ import signal
 import sys
 from pathlib import Path
 
+from headway.core.machine.child import START_S, is_able, start_idle
 from headway.power.remedies import FillerParameters
 from headway.runtime.host.device import device_type
-from headway.runtime.host.idle_process import START_S, is_able, start_idle
 from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
 from headway.trace.events.vocabulary import KIND, MOVING, SPANS
 from headway.trace.rings.ring import OP, PAGE, PAGE_OFFSET, SINCE_NS

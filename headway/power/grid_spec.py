@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from headway.core.errors import FormatError, InputError
-from headway.core.files.safe_files import MOST
-from headway.core.files.settings_files import read_toml
+from headway.core.files.safe_files import MOST, read_toml
 from headway.core.tables import pick, suggestion
 
 Watts = NDArray[np.float64]

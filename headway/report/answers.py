@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from headway.core.units import NS_PER_S, format_bytes, format_seconds
-from headway.trace.events.active_settings import AppliedRow
+from headway.trace.events.loader_facts import AppliedRow
 from headway.trace.events.trace import Trace
 from headway.trace.recording.run_facts import RunExit, RunFacts
 from headway.why.answer import Answer, Interval, LoaderRow, Verdict

@@ -36,8 +36,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.futures import Future
 
-from headway.core.closing import Closing
-from headway.core.errors import BackgroundError, InputError
+from headway.core.errors import BackgroundError, Closing, InputError
 from headway.core.machine.worker import BackgroundWorker
 
 T = TypeVar("T")

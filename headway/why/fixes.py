@@ -29,11 +29,10 @@ from headway.core.errors import BarMissedError, InputError
 from headway.core.units import format_fraction
 from headway.fault.remedies import FOLLOWS_FAILURES
 from headway.ledger.answers.causes import Fix
-from headway.ledger.answers.evidence import TRY
+from headway.ledger.answers.ledger import TRY
 from headway.ledger.cause import NOT_RESOLVED, RECORD_ANEW, Cause
 from headway.plan.proposal import Gain, Proposal, Refusal
-from headway.trace.events.active_settings import AppliedRow
-from headway.trace.events.loader_facts import LoaderFacts
+from headway.trace.events.loader_facts import AppliedRow, LoaderFacts
 from headway.trace.recording.run_facts import RunFacts
 from headway.why.answer import LoaderRow
 from headway.why.verdict import NOTHING_PAYS

@@ -35,7 +35,7 @@ from headway.ledger.live_mfu import dtype_of_products
 from headway.trace.events.parts import Parts
 from headway.trace.recording.basis import LEARNS
 from headway.trace.recording.run_facts import RunFacts
-from headway.trace.rings.compute_facts import CallFlops, ComputeFacts
+from headway.trace.rings.rank_tables import CallFlops, ComputeFacts
 
 FORMULA = "6 L M + 12 L s h + 6 V h per token, forward and backward, nothing computed twice"
 """L layers of M matrix weights, sequence s, hidden size h, vocabulary V; a GPT's 72 L h^2 (1 + s/6h + V/12Lh)."""

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from headway.core.tracebacks import raised
+from headway.core.errors import raised
 from headway.core.units import (
     SHORT_S,
     clean,

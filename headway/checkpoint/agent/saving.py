@@ -51,7 +51,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from headway.checkpoint.agent.messages import Hello, Layout, Persist, Phase, Slot
-from headway.checkpoint.keep import Keep
+from headway.checkpoint.policy import Keep
 from headway.core.errors import DamageError, FormatError, HeadwayError, InputError
 from headway.core.files.safe_files import whole_file
 from headway.core.units import MIB

@@ -63,8 +63,8 @@ from headway.storage.checks.verification import verify
 from headway.storage.commit import commit_record, matches, rebuild
 from headway.storage.digests import Digested, crc32_combine, unpack_digests
 from headway.storage.formats.dcp import Chunk, StoredTensor, read_metadata
-from headway.storage.formats.dtypes import ITEM_BYTES
 from headway.storage.formats.records import read_saved
+from headway.storage.formats.values import ITEM_BYTES
 from headway.storage.formats.zip_files import entries
 from headway.storage.manifest import (
     COMMIT,

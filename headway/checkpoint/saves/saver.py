@@ -31,7 +31,7 @@ import torch
 from headway.checkpoint.agent.link import AgentLink
 from headway.checkpoint.agent.messages import Committed, Failed, Hello, Layout, Persist, Persisted, Phase, SavedObject
 from headway.checkpoint.agent.saving import TornError
-from headway.checkpoint.keep import Keep
+from headway.checkpoint.policy import Keep
 from headway.checkpoint.restores.exchange import Agreement, ReplicaHolders
 from headway.checkpoint.saves.arenas import Arenas, layout_of, parts_of, sources_of, tail_bytes_of
 from headway.checkpoint.saves.image import Image, Part, cuda_device_of, pickled

@@ -47,7 +47,7 @@ from headway.core.tables import pick
 from headway.storage.boxes import Box
 from headway.storage.commit import commit
 from headway.storage.draft import Draft, abandon, finish_rank, open_draft
-from headway.storage.formats.dtypes import FROM_SAFETENSORS, ITEM_BYTES
+from headway.storage.formats.values import FROM_SAFETENSORS, ITEM_BYTES
 from headway.storage.manifest import CommitRecord, RankManifest
 from headway.storage.redundancy.erasure import scheme_of
 from headway.storage.redundancy.parity import encode_rank

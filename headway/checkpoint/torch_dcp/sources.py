@@ -37,7 +37,7 @@ from headway.core.errors import DamageError, FormatError, InputError
 from headway.core.files.safe_files import open_regular, read_json
 from headway.runtime.torch_state import RNG_STATE, branched
 from headway.storage.boxes import Box, whole
-from headway.storage.formats.dtypes import FROM_SAFETENSORS
+from headway.storage.formats.values import FROM_SAFETENSORS
 from headway.storage.formats.zip_files import faults, is_zip
 from headway.storage.manifest import COMMIT, METADATA
 

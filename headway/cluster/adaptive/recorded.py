@@ -17,7 +17,7 @@ from headway.core.units import NS_PER_S
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.buckets import BUCKETS
-from headway.trace.events.active_settings import active_settings, applied_rows
+from headway.trace.events.loader_facts import active_settings, applied_rows
 from headway.trace.recording.runs import Run
 
 BATCH, NOISE = "cluster.batch", "cluster.noise"

@@ -17,10 +17,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from headway.comm.compression.options import StageChains
 from headway.comm.compression.strategy_search import Pricing, search
-from headway.comm.measuring_child import run_measurement
 from headway.core.errors import HeadwayError, InputError
 from headway.core.files.safe_files import read_json
+from headway.core.machine.child import run_measurement
 from headway.core.units import NS_PER_S
 from headway.cost.codecs import MIN_BYTES, CodecTimes, partitions
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
@@ -30,7 +31,6 @@ from headway.sim.ddp.ddp_edits import FLOAT_BYTES, Compression, GradientOrder, g
 from headway.sim.ddp.ddp_link import CollectiveLink
 from headway.sim.ddp.ddp_replay import CODECS_FILE, DdpReplay
 from headway.sim.ddp.ddp_thread import CALL, WAIT, Thread
-from headway.sim.ddp.stage_chains import StageChains
 from headway.sim.recorded.program import Program
 from headway.sim.whatif import ResolvedEdits
 
@@ -42,9 +42,9 @@ from headway.sim.whatif import ResolvedEdits
 #     raw     link: its bytes
 #     codec   thread: encode;  link: to the owners;  thread: sum, encode;  link: to all;  thread: decode
 #
-# Chains of such stages are scored for many plans at once (`headway.sim.ddp.stage_chains`). That takes tensors one by
-# one, where a bucket travels as one: the plan found, and one codec for all, are replayed on the windows as they would
-# run, and the best is improved there bucket by bucket.
+# Chains of such stages are scored for many plans at once (`options.StageChains`). That takes tensors one by one, where
+# a bucket travels as one: the plan found, and one codec for all, are replayed on the windows as they would run, and the
+# best is improved there bucket by bucket.
 #
 # Source: Wang et al., "Hi-Speed DNN Training with Espresso", EuroSys 2023 (the search); stages and times are this
 # host's.

@@ -51,8 +51,7 @@ from headway.comm.compression.torch_codecs import Codec, codec_of
 from headway.comm.compression.torch_push_pull import FLAG, BucketLayout, PushPull, cut
 from headway.comm.remedies import CompressParameters
 from headway.comm.torch_buckets import BucketFn, HookedModels
-from headway.core.closing import Closing
-from headway.core.errors import InputError
+from headway.core.errors import Closing, InputError
 from headway.cost.codecs import MIN_BYTES, read_codec
 from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
 from headway.runtime.lane import SCATTERED, CollectiveLane, separate_group

@@ -12,7 +12,7 @@ what the form makes of the recorded wait, and a replay of the run what that make
 The forms of a matmul beside its collective, and which one a shape gets: plain unless another is 5 % faster.
 
 Use `measure` to time every form of some shapes on ranks of this host, `fastest` to choose from times. Times are
-seconds. Forms and shapes are those of `headway.cost.overlaps`.
+seconds. Forms and shapes are those of `headway.cost.collectives`.
 
 >>> fastest({"plain": [1.0] * 7, "ring:W": [0.93] * 7, "ring:2W": [0.8, 0.7, 0.8, 0.8, 0.8, 0.8, 0.9]})
 'ring:2W'
@@ -33,12 +33,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from headway.comm.measuring_child import run_measurement
 from headway.core.errors import BarMissedError, InputError
 from headway.core.files.safe_files import read_json
+from headway.core.machine.child import run_measurement
 from headway.core.tables import pick
 from headway.core.units import NS_PER_S, format_seconds
-from headway.cost.overlaps import GATHER, OVERLAPS, PLAIN, MatmulShape, read_shape
+from headway.cost.collectives import GATHER, OVERLAPS, PLAIN, MatmulShape, read_shape
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.graph.dag import Dag, replay

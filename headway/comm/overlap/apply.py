@@ -26,7 +26,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from headway.comm.overlap.torch_ring import ag_matmul, chunk_rows, has_symm_mem, matmul_rs
 from headway.comm.remedies import OverlapParameters
-from headway.cost.overlaps import GATHER, PLAIN, SCATTER, SYMM_MEM, MatmulShape
+from headway.cost.collectives import GATHER, PLAIN, SCATTER, SYMM_MEM, MatmulShape
 from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
 
 NAME = "comm.overlap"

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from headway.comm.overlap.advise import ROUNDS, OverlapTable, OverlapTimes
 from headway.comm.overlap.torch_ring import all_gathered, chunk_rows, gathered, has_symm_mem, scattered, sum_scattered
-from headway.cost.overlaps import GATHER, OVERLAPS, SYMM_MEM, MatmulShape, read_shape
+from headway.cost.collectives import GATHER, OVERLAPS, SYMM_MEM, MatmulShape, read_shape
 
 BUDGET_S = 12.0
 """No round of a shape begins after this, but the fewest."""

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from headway.core.errors import InputError
-from headway.cost.overlaps import OVERLAPS, PLAIN, RING, SYMM_MEM, read_form
+from headway.cost.collectives import OVERLAPS, PLAIN, RING, SYMM_MEM, read_form
 from headway.runtime.lane import GATHERED, SCATTERED
 
 DTYPES = sorted((value for value in vars(torch).values() if isinstance(value, torch.dtype)), key=str)

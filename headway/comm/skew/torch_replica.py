@@ -37,8 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from headway.comm.remedies import AVERAGING, LADDERS, LooseRule, read_rule, rung_of
 from headway.comm.skew.advise import SkewController
 from headway.comm.skew.torch_rules import LOOSE, Replica, check_optimizer
-from headway.core.closing import Closing
-from headway.core.errors import InputError
+from headway.core.errors import Closing, InputError
 
 TRAVEL_STEPS = 500
 """Steps between two travels (SkewScout, section 7.2)."""

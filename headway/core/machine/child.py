@@ -1,15 +1,15 @@
-"""What a forked child says: for work whose traces (open files, threads, draws, a crash) must not stay in this process.
+"""Children of headway's own: forked ones, measurements, and idle ones that nobody is the parent of.
+
+What a forked child says: for work whose traces (open files, threads, draws, a crash) must not stay in this process.
 
 >>> said(lambda: b"done")
 (b'done', 0)
 >>> said(lambda: os._exit(3)), said(lambda: b"%d" % (1 // 0))
 ((b'', 3), (b'', 1))
 
-Children of headway's own in a process whose script looks after its children by a signal handler.
-
-A script may stop when a child of it ends, or count those that did. A child that is forked and waited for in a block
-of `unheard` is not a child of the script's: the handler does not run for it. Where a child of the script's own ends
-meanwhile, the signal is raised again after the block.
+A script may look after its children by a signal handler: it may stop when a child of it ends, or count those that did.
+A child that is forked and waited for in a block of `unheard` is not a child of the script's: the handler does not run
+for it. Where a child of the script's own ends meanwhile, the signal is raised again after the block.
 
 >>> import os
 >>> heard = []
@@ -21,6 +21,15 @@ meanwhile, the signal is raised again after the block.
 >>> _ = signal.signal(signal.SIGCHLD, before)
 >>> heard
 []
+
+`start_idle` starts a process that works beside a rank in scheduling class idle, as nobody's child. A script that waits
+for its children does not meet it, and it gets a core only while nobody else wants one. The program forks, prints the id
+of the process that goes on, and ends; what goes on leaves the session, takes class idle, and watches the rank, so that
+it ends with it (see `headway.power.burn`, `headway.parallel.fill.worker`).
+
+>>> import sys
+>>> start_idle([sys.executable, "-c", "print(4711)"])
+4711
 """
 
 from __future__ import annotations
@@ -30,13 +39,16 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+from headway.core.errors import InputError
 from headway.core.machine.apart import DETACHED, caches_of, die_with_parent, name_process, own_caches, step_apart
 from headway.core.machine.hidden_thread import thread_times
 from headway.core.machine.host import readable
@@ -269,3 +281,41 @@ def end_detached(pid: int) -> None:
     with contextlib.suppress(OSError), open(f"/proc/{pid}/comm", encoding="utf-8") as file:  # or it is gone
         if file.read().strip() == DETACHED:
             os.kill(pid, signal.SIGKILL)
+
+
+def run_measurement(module: str, arguments: Sequence[str], *, what: str, longest_s: float, too_late: str) -> str:
+    """Run `python -m module arguments` and return what it has printed.
+
+    Raises `InputError`: `too_late` where it takes longer than `longest_s`, and its last words where it fails; `what` is
+    measured.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=longest_s, check=False)
+    except subprocess.TimeoutExpired as cause:
+        raise InputError(too_late) from cause
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise InputError(f"{what} could not be measured: {last}")
+    return done.stdout
+
+
+START_S = 10.0
+"""Seconds after which a process that has not come up is given up."""
+
+
+def is_able() -> bool:
+    """Whether this system has what such a process needs: class idle, and handles of processes."""
+    return hasattr(os, "SCHED_IDLE") and hasattr(os, "pidfd_open")
+
+
+def start_idle(command: Sequence[str], *, pass_fds: Sequence[int] = ()) -> int | None:
+    """Run a program that forks and prints the id of its child; return that id, None where it says none in time."""
+    environ = {"PATH": os.environ.get("PATH", os.defpath)}
+    try:
+        done = subprocess.run(
+            [*command], env=environ, capture_output=True, text=True, timeout=START_S, check=False, pass_fds=pass_fds
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    return int(done.stdout) if done.returncode == 0 and done.stdout.strip().isdigit() else None

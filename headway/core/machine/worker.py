@@ -21,8 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, Literal, TypeVar
 
-from headway.core.closing import Closing
-from headway.core.errors import BackgroundError, HeadwayError, InputError
+from headway.core.errors import BackgroundError, Closing, HeadwayError, InputError
 from headway.core.machine.hidden_thread import HiddenThread, forget
 
 T = TypeVar("T")

@@ -34,7 +34,7 @@ from headway.data.bytes.scrutiny import Scrutiny
 from headway.data.guard.watch import unheard
 from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
 from headway.runtime.script.object_graph import is_installed
-from headway.trace.events.active_settings import DATASET, READING
+from headway.trace.events.loader_facts import DATASET, READING
 from headway.trace.rings.ring import warn
 
 

@@ -49,8 +49,7 @@ import numpy as np
 import yaml
 
 from headway.core.errors import FormatError, InputError
-from headway.core.files.safe_files import read_regular
-from headway.core.files.settings_files import parse_toml, parse_yaml
+from headway.core.files.safe_files import parse_toml, parse_yaml, read_regular
 from headway.core.machine.host import host_cores
 from headway.core.tables import pick
 from headway.core.units import NS_PER_S

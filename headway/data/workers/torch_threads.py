@@ -6,6 +6,11 @@ from its generators what torch's iterator would have drawn, at the same
 moments. A loader is left alone, and the reason named, unless a trial in a
 forked child finds that its examples are pure, that two threads make the same
 batch as torch does, and that they do not mostly wait for the interpreter lock.
+
+`rehearse` asks what the remedies of the data room would say of a loader while it is recorded: then no plan proposes
+more. The functions that decide are those that decide when a remedy is applied, so the two agree. Random draws that
+workers make from the generators that torch seeds are left out here: recorded facts name them, and the user may allow
+them.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -21,15 +27,17 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from headway.core.machine.interruptions import pass_on
+from headway.core.units import NS_PER_S
 from headway.data.bytes import account
 from headway.data.bytes.torch_examples import equal
 from headway.data.bytes.torch_keyed import KeyedDataset, Keys
-from headway.data.guard.decisions import NOT_TRIED, Decisions, budget_of
+from headway.data.guard.cache_trial import uncacheable
+from headway.data.guard.decisions import NOT_TRIED, Decisions, budget_of, look_s
 from headway.data.guard.files_read import FILE, FileStat, changed, files_read, note_looks
 from headway.data.guard.outcome import OfDataset, OutcomeWriter, Withdrawal, impure, withdrawal_of
 from headway.data.guard.picture import BatchEntries, Picture, outside
 from headway.data.guard.process_state import LISTENS, Looks, listens, modes, modes_of_threads
-from headway.data.guard.trial import EXAMPLES, TriedBatch, in_child, unfit
+from headway.data.guard.trial import EXAMPLES, TriedBatch, in_child, run_delay_ns, unfit, waited_ns
 from headway.data.guard.verification import Verification, looks_for, verification_of
 from headway.data.guard.watch import VisibleError, listen, noting
 from headway.data.loader.read_ahead import CHANGED, Indices, ScriptWalk, bound_to_the_loop, keys_of, pass_restorer
@@ -37,6 +45,7 @@ from headway.data.loader.threads import LOCK_WAIT, InThreads, Making, MapStyleWo
 from headway.data.loader.views import View
 from headway.data.loader.walks import lock_wait_fraction
 from headway.data.remedies import ThreadsParameters
+from headway.data.workers.apply import untunable
 from headway.data.workers.hand_over import FORKED, AsWritten, InProcessTail, UnmadeError, failure, not_started
 from headway.runtime.in_rank.remedy import Applied, Context, RefusedRemedy
 
@@ -406,3 +415,22 @@ class LoaderSwitch:
         if type(loader.dataset).__name__ in self.blocked_datasets:
             return None
         return self.decisions.speed(loader, lambda: slow(loader))
+
+
+def rehearse(loader: DataLoader[Any]) -> dict[str, str | float]:
+    """Return the fields of `trace.events.loader_facts.Rehearsal`; takes 0.1 to 0.5 s, in forked children mostly."""
+    processes, processes_s = _timed(lambda: untunable(loader, may_draw=True))
+    threads, threads_s = _timed(lambda: barred(loader) or different(loader))
+    cache, cache_s = _timed(lambda: uncacheable(loader)[0])
+    return {
+        "processes": processes or "", "processes_s": processes_s, "threads": threads or "", "threads_s": threads_s,
+        "cache": cache or "", "cache_s": cache_s, "look_s": look_s((loader.dataset, loader.collate_fn)),
+    }  # fmt: skip
+
+
+def _timed(decide: Callable[[], str | None]) -> tuple[str | None, float]:
+    """Return what `decide` says, and its seconds without what it waited for a core beside training."""
+    begin, waited = perf_counter(), waited_ns[0] + run_delay_ns()
+    found = decide()
+    delay_s = (waited_ns[0] + run_delay_ns() - waited) / NS_PER_S
+    return found, max(perf_counter() - begin - delay_s, 0.0)

@@ -21,11 +21,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from headway.core.binomial import binomial
 from headway.core.errors import InputError
+from headway.core.rng import binomial
 from headway.core.units import NS_PER_S, format_bytes, format_fraction, format_seconds, plural
-from headway.ledger.answers.evidence import (
+from headway.ledger.answers.input_causes import input_fetch, input_prep, input_repeats, input_start, input_transfer
+from headway.ledger.answers.ledger import (
     TRY,
+    Ledger,
     also_waited,
     blamed_s,
     booked_s,
@@ -35,8 +37,6 @@ from headway.ledger.answers.evidence import (
     span_of,
     the_longest,
 )
-from headway.ledger.answers.input_causes import input_fetch, input_prep, input_repeats, input_start, input_transfer
-from headway.ledger.answers.ledger import Ledger
 from headway.ledger.answers.script_causes import (
     BUSY,
     bubble,

@@ -22,8 +22,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from headway.core.units import NS_PER_S, format_seconds, plural
-from headway.ledger.answers.evidence import (
+from headway.ledger.answers.ledger import (
     TRY,
+    Ledger,
     also_waited,
     blamed_s,
     booked_s,
@@ -33,7 +34,6 @@ from headway.ledger.answers.evidence import (
     share_of,
     span_of,
 )
-from headway.ledger.answers.ledger import Ledger
 from headway.ledger.cause import Cause, in_library
 from headway.trace.events.loader_facts import EPOCH_SAMPLERS, LoaderFacts, facts_of, renewed, unmovable_by_hand
 

@@ -18,8 +18,10 @@ import numpy as np
 
 from headway.core.units import NS_PER_S, format_bytes, format_fraction, format_seconds, plural
 from headway.cost.fused import Share, fused_share
-from headway.ledger.answers.evidence import (
+from headway.ledger.answers.input_causes import LoaderState, hint_of, where_of
+from headway.ledger.answers.ledger import (
     TRY,
+    Ledger,
     also_waited,
     blamed_s,
     booked_s,
@@ -30,14 +32,12 @@ from headway.ledger.answers.evidence import (
     share_words,
     span_of,
 )
-from headway.ledger.answers.input_causes import LoaderState, hint_of, where_of
-from headway.ledger.answers.ledger import Ledger
 from headway.ledger.booking.waits import KINDS
 from headway.ledger.buckets import BUCKETS
 from headway.ledger.cause import RECORD_LONGER, Cause, SampledLine
 from headway.ledger.growth import BLOCKS, LEAST_STEPS, rising, slowed
 from headway.trace.events.loader_facts import unmovable_by_hand
-from headway.trace.rings.compute_facts import OptimizerFacts
+from headway.trace.rings.rank_tables import OptimizerFacts
 
 LEAST_SAMPLES = 8
 """Samples below which no line is named: the next one could turn the shares over."""

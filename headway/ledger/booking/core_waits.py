@@ -36,7 +36,7 @@ from headway.ledger.booking.rows import RankRows
 from headway.ledger.buckets import SUB_CODE, SUBS, bucket_of_sub
 from headway.sim.recorded.core_use import unspun_ns
 from headway.trace.events.intervals import Ints, Pieces
-from headway.trace.rings.compute_facts import CallFlops
+from headway.trace.rings.rank_tables import CallFlops
 
 SPAN_NS = 500 * NS_PER_MS
 """Marks so close together count as one: the threads of a pool are looked at four times a second."""

@@ -33,7 +33,7 @@ from headway.trace.events.intervals import Intervals, Ints, Pieces, inside, merg
 from headway.trace.events.vocabulary import BY_EVENTS
 from headway.trace.recording.basis import ROLLOUT
 from headway.trace.recording.rows import ON_DEVICE
-from headway.trace.rings.compute_facts import CallFlops
+from headway.trace.rings.rank_tables import CallFlops
 
 # What the training thread was doing where no recorded name says so: evaluation, and the phases of a step.
 #

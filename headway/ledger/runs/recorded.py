@@ -41,8 +41,8 @@ from headway.trace.events.intervals import Ints
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import BY_EVENTS
-from headway.trace.profiler.window_effects import slower_since, undisturbed
 from headway.trace.recording.basis import BASES
+from headway.trace.recording.gaps import slower_since, undisturbed
 from headway.trace.recording.run_facts import RankRow, RunFacts
 
 if TYPE_CHECKING:

@@ -42,9 +42,9 @@ from itertools import accumulate
 from pathlib import Path
 
 from headway.core.errors import InputError
+from headway.core.machine.child import START_S, is_able, start_idle
 from headway.core.units import NS_PER_S
 from headway.parallel.fill.worker import ANSWER, INSTRUCTION
-from headway.runtime.host.idle_process import START_S, is_able, start_idle
 from headway.sim.pipeline.simulate import PipelineBubble
 from headway.trace.events.vocabulary import SPANS
 

@@ -42,7 +42,7 @@ from headway.report.screens import (
     prediction_error,
     whole_amount,
 )
-from headway.trace.events.active_settings import AppliedRow
+from headway.trace.events.loader_facts import AppliedRow
 from headway.why.answer import CauseRow, Why
 from headway.why.verdict import ending, gain_words, is_win, lost_words, named_causes, predicted, verdict
 

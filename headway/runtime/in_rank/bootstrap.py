@@ -26,7 +26,7 @@ from typing import Any
 from headway.runtime.calls import patches
 from headway.runtime.host import process_probe
 from headway.runtime.host.host_memory import process_memory
-from headway.runtime.host.rank_variables import number
+from headway.runtime.host.rank_env import number
 from headway.runtime.host.warm_note import VARIABLE as NOTE_VARIABLE
 from headway.runtime.host.warm_note import WarmNote
 from headway.runtime.in_rank import remedy, windows

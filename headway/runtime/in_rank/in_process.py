@@ -43,8 +43,7 @@ from typing import Any
 
 from headway.core.files.private import private_folder
 from headway.core.machine.host import host_cores
-from headway.runtime.host.rank_env import INJECT
-from headway.runtime.host.rank_variables import number
+from headway.runtime.host.rank_env import INJECT, number
 from headway.runtime.in_rank import bootstrap
 from headway.runtime.in_rank.annotate import Evaluation, Timer, mark_epoch
 from headway.runtime.recorder.probes import Probes, now, write_json

@@ -21,14 +21,12 @@ from typing import Any
 
 from headway.core.errors import InputError
 from headway.core.files.planfile import Remedy, read_plan
-from headway.core.lazy import resolved
 from headway.core.machine.interruptions import pass_on
 from headway.core.remedies import record_at
-from headway.core.tables import pick
+from headway.core.tables import pick, resolved
 from headway.runtime.calls.patches import Undo, replace_attribute
 from headway.runtime.in_rank.guard import Passing, Restoring, guarded
-from headway.runtime.recorder.outer_call import CallFn
-from headway.runtime.recorder.probes import Probes, write_json
+from headway.runtime.recorder.probes import CallFn, Probes, write_json
 
 
 @dataclass(frozen=True, slots=True)

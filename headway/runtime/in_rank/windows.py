@@ -43,7 +43,7 @@ from headway.core.machine.hidden_thread import HiddenThread
 from headway.core.machine.interruptions import suppress_own
 from headway.runtime.calls.probe_step import graphs_captured
 from headway.runtime.host import device
-from headway.runtime.host.rank_variables import number
+from headway.runtime.host.rank_env import number
 from headway.runtime.in_rank.window_profiler import (
     LEAVES_NS,
     WindowPace,

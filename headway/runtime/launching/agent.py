@@ -25,8 +25,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType
 
-from headway.core.machine.beside import say_beside
-from headway.core.wire.wake import Waker
+from headway.core.errors import say_beside
+from headway.core.wire.loop import Waker
 from headway.runtime.launching.peers import PeerBoard
 from headway.runtime.launching.save_and_leave import ASK_FRACTION, LeaveBoard
 

@@ -30,8 +30,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousGracefulExitError
 
-from headway.core.errors import InputError
-from headway.core.machine.beside import say_beside
+from headway.core.errors import InputError, say_beside
 from headway.runtime.host import rank_env
 from headway.runtime.host.rank_env import Port, RankEnvironment
 from headway.runtime.host.reserve import Reserve

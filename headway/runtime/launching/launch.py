@@ -28,8 +28,7 @@ from pathlib import Path
 from headway.core.errors import InputError
 from headway.core.files.safe_files import read_json
 from headway.runtime.host import rank_env
-from headway.runtime.host.rank_env import Command, Port, RankEnvironment
-from headway.runtime.host.rank_variables import SOURCES, number
+from headway.runtime.host.rank_env import SOURCES, Command, Port, RankEnvironment, number
 from headway.runtime.launching.agent import RankSpec, Signals
 from headway.runtime.launching.options import CodeUpdates, LaunchOptions, check
 from headway.runtime.launching.run_of_ranks import (

@@ -20,9 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headway.core.errors import InputError
-from headway.core.machine.beside import say_beside
-from headway.core.tracebacks import HEADER
+from headway.core.errors import HEADER, InputError, say_beside
 from headway.runtime.host import rank_env
 from headway.runtime.host.rank_env import Command, RankEnvironment
 from headway.runtime.launching.agent import Group, RankProcess, RankSpec, Signals

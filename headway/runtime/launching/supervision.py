@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.core.lazy import resolved
+from headway.core.tables import resolved
 
 if TYPE_CHECKING:
     from headway.runtime.launching.agent import Group, RankSpec

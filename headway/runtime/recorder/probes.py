@@ -5,10 +5,28 @@ by factories `wrapper(original, probes)` in `probe_*.py`; `patches.py` lists
 where each goes. Rules for all of them: one closure with everything bound, the
 original is called exactly once with exactly the caller's arguments, and what
 headway does around it can fail only into `Probes.failed`.
+
+Remedies change the outermost call of a module (`OuterCall`), each around the one before:
+
+    torch's call  <-  autocast  <-  channels last  <-  the script's `model(x)`
+
+>>> calls = OuterCall()
+>>> calls.plain = lambda module, args, kwargs: module * args[0]
+>>> undo = calls.add(lambda inner: lambda module, args, kwargs: inner(module, args, kwargs) + 1)
+>>> calls.current[0](5, (2,), {}), undo(), calls.current[0]
+(11, None, None)
+
+The sync and the rename of a save are recognised by what the process saved last (`ProcessSaves`).
+
+>>> saves = ProcessSaves()
+>>> saves.saved("/tmp/model.pt.tmp", 5, end_ns=100, steps=7)
+>>> saves.since(descriptor=5, start_ns=130, steps=7), saves.since(descriptor=6, start_ns=130, steps=7)
+(100, 130)
 """
 
 from __future__ import annotations
 
+import _thread
 import functools
 import json
 import os
@@ -23,17 +41,100 @@ from weakref import WeakKeyDictionary
 from headway.core.machine.hidden_thread import HiddenThread
 from headway.core.machine.interruptions import pass_on
 from headway.runtime.host.device import device_type, in_use
-from headway.runtime.recorder.garbage import Garbage
-from headway.runtime.recorder.outer_call import OuterCall
 from headway.runtime.script.compute_facts import note, note_settings, optimizer_facts
-from headway.runtime.script.gap_stacks import GapStacks, WaitStacks
+from headway.runtime.script.gap_stacks import GapStacks, WaitStacks, loop_depth
 from headway.runtime.script.gradients import GradientCounter
-from headway.runtime.script.loop_depth import loop_depth
-from headway.runtime.script.run_delay import PoolDelay, open_schedstat, read_delay
-from headway.runtime.script.saves import ProcessSaves
+from headway.runtime.script.run_delay import Garbage, PoolDelay, open_schedstat, read_delay
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.ring import CHILD, MAIN, PROGRESS_NS, SPAWNED, PageWriter, Recorder, warn
 from headway.trace.rings.ring import STEP as STEPS
+
+CHAIN_NS = 5_000_000_000
+"""A sync this long after the save of the same file no longer starts at the save's end."""
+
+KEEP_PATHS = 64
+"""Saved paths that are remembered for their renames."""
+
+
+class ProcessSaves:
+    """The saves of one process: the last one of each thread, and the paths of the latest ones."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Saves so far."""
+        self._paths: dict[str, None] = {}
+        self._last: dict[int, tuple[int, str, int, int]] = {}
+
+    def saved(self, path: str, descriptor: int, *, end_ns: int, steps: int) -> None:
+        """Note the end of a save to `path` ('' if unknown) through `descriptor` (-1 if closed or unknown)."""
+        self.count += 1
+        self._last[_thread.get_ident()] = (descriptor, path, end_ns, steps)
+        if path:
+            self._paths[path] = None
+            if len(self._paths) > KEEP_PATHS:
+                del self._paths[next(iter(self._paths))]
+
+    def synced(self, end_ns: int) -> None:
+        """Move the end of this thread's last save: its rename is counted from here on."""
+        descriptor, path, _, steps = self._last[_thread.get_ident()]
+        self._last[_thread.get_ident()] = (descriptor, path, end_ns, steps)
+
+    def since(self, *, path: str = "", descriptor: int = -1, start_ns: int, steps: int) -> int:
+        """Return where the span that really started at `start_ns` begins: at the end of its save, if one just ended.
+
+        Same thread, same file and no optimizer step in between: what lies between can only be flush and close.
+        """
+        last_descriptor, last_path, end_ns, last_steps = self._last.get(_thread.get_ident(), (-1, "", 0, -1))
+        same = (descriptor >= 0 and descriptor == last_descriptor) or (path != "" and path == last_path)
+        return end_ns if same and steps == last_steps and start_ns - end_ns < CHAIN_NS else start_ns
+
+    def knows(self, path: str, descriptor: int = -1) -> bool:
+        """Whether a file was saved, or is a folder that something was saved into; `descriptor` where it has no path."""
+        last = self._last.get(_thread.get_ident())
+        if descriptor >= 0 and last is not None and last[0] == descriptor and last[1] in ("", path):
+            return True
+        return path in self._paths or any(saved.startswith(f"{path}/") for saved in self._paths if path)
+
+
+Args = tuple[object, ...]
+Kwargs = dict[str, object]
+
+CallFn = Callable[[Any, Args, Kwargs], object]
+"""Calls a module: (module, args, kwargs) -> what it returns."""
+
+
+class OuterCall:
+    """Which function makes the outermost call of a module."""
+
+    def __init__(self) -> None:
+        self.plain: CallFn | None = None
+        """Torch's own way; None before its modules are there."""
+        self.current: list[CallFn | None] = [None]
+        """[1] What to call instead; None: torch's own way."""
+        self._wrappers: list[Callable[[CallFn], CallFn]] = []
+
+    def add(self, wrapper: Callable[[CallFn], CallFn]) -> Callable[[], None]:
+        """Make calls by `wrapper(the way they were made)` from now on, until the function returned is called."""
+        self._wrappers.append(wrapper)
+        self.compose()
+
+        def undo() -> None:
+            """Leave it out again; the others stay."""
+            if wrapper in self._wrappers:
+                self._wrappers.remove(wrapper)
+                self.compose()
+
+        return undo
+
+    def compose(self) -> None:
+        """Put the wrappers around torch's own way, where that is known."""
+        call = self.plain
+        if call is None:
+            return
+        for wrapper in self._wrappers:
+            call = wrapper(call)
+        self.current[0] = call if self._wrappers else None
+
 
 now = time.perf_counter_ns
 """The clock of every record: CLOCK_MONOTONIC, the same for all processes of a host."""

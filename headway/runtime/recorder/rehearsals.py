@@ -21,13 +21,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headway.core.lazy import resolved
 from headway.core.machine.apart import RUN_CACHES
 from headway.core.machine.child import start_detached
+from headway.core.tables import resolved
 from headway.core.units import GIB, format_bytes
 from headway.runtime.host.device import in_use
-from headway.runtime.recorder.outer_call import Args, Kwargs
-from headway.runtime.recorder.probes import OWN_NS, RECORDING, Probes, now, write_json
+from headway.runtime.recorder.probes import OWN_NS, RECORDING, Args, Kwargs, Probes, now, write_json
 from headway.runtime.script.compute_facts import call_facts
 
 if TYPE_CHECKING:

@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from headway.core.tracebacks import HEADER, raised
+from headway.core.errors import HEADER, raised
 
 if TYPE_CHECKING:
     from headway.runtime.run_folder.recording import Exit
-    from headway.trace.events.active_settings import AppliedRow
+    from headway.trace.events.loader_facts import AppliedRow
 
 CLASSES: Final = ("ok", "user", "oom", "hang", "infra", "preempted")
 """Every exit class."""

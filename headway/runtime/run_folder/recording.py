@@ -36,7 +36,7 @@ from headway.runtime.host.host_memory import host_memory
 from headway.runtime.run_folder import redact
 from headway.runtime.run_folder.problems import Problems
 from headway.trace.rings import ring_folders
-from headway.trace.rings.compute_facts import ComputeFacts
+from headway.trace.rings.rank_tables import ComputeFacts
 
 if TYPE_CHECKING:
     from headway.runtime.host.device_watch import DeviceWatch

@@ -32,7 +32,7 @@ from pathlib import Path
 
 from headway.core.files.private import PRIVATE, private_folder
 from headway.core.machine.host import readable
-from headway.core.wire.wake import Waker
+from headway.core.wire.loop import Waker
 from headway.runtime.run_folder.problems import Problems, disk_full
 
 READ_BYTES = 1 << 16

@@ -103,7 +103,7 @@ def tensor_memory(tensor: Any) -> bytes | None:
             return None
         sizes, strides, width = tuple(base.size(tensor)), base.stride(tensor), int(base.element_size(tensor))
         address = base.data_ptr(tensor) if all(sizes) else 0
-        marks = b"conjugated" * base.is_conj(tensor) + b"negated" * base.is_neg(tensor)
+        marks = b"conjugated" * bool(base.is_conj(tensor)) + b"negated" * bool(base.is_neg(tensor))
     if not address:
         return None
     span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))

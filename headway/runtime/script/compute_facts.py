@@ -1,7 +1,7 @@
 """Reads how a script computes, once per model and optimizer: nothing here is called again in later steps.
 
 None of it starts a driver or waits for a device: flags and shapes only. The answers are rows of JSON with the keys of
-`headway.trace.rings.compute_facts`, whose types are not imported here: every rank and loader worker would pay for them.
+`headway.trace.rings.rank_tables`, whose types are not imported here: every rank and loader worker would pay for them.
 """
 
 from __future__ import annotations

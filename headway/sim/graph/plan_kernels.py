@@ -1,6 +1,6 @@
 """Compiled kernels that score many plans of one step: arrays in, arrays out, as `headway.sim.graph.kernels`.
 
-Use them through `stage_chains` and the cost functions that searches call thousands of times. Plans [k, n] give each of
+Use them through `StageChains` and the cost functions that searches call thousands of times. Plans [k, n] give each of
 n tensors an option; what all of them begin with is computed once, since a search changes one tensor at a time.
 
 >>> common_prefix(np.array([[0, 1, 2], [0, 1, 3]]))
@@ -138,7 +138,7 @@ def run_chains(
 def stage_chains(
     plans: Ints, segment: Ints, lane: Ints, duration: Ints, lanes: tuple[int, int], makespan: Ints, gap: Ints
 ) -> None:
-    """Fill makespan[k] and gap[k] of plans[k, n] by list scheduling (`headway.sim.ddp.stage_chains`).
+    """Fill makespan[k] and gap[k] of plans[k, n] by list scheduling (`headway.comm.compression.options`).
 
     Op i * (stages + 1) is segment i, those behind it are its stages: index order is (tensor, stage). `lanes` is how
     many there are, and the one whose idle gaps count.

@@ -24,8 +24,7 @@ from headway.trace.events.intervals import enclosing, sweep
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import GC_CALLED, READ_AGAIN
-from headway.trace.profiler.window_effects import steps_before_slowing
-from headway.trace.recording.gaps import without_pauses
+from headway.trace.recording.gaps import steps_before_slowing, without_pauses
 
 Events = Mapping[str, NDArray[Any]]
 """Columns of a trace."""

@@ -27,11 +27,10 @@ from headway.storage.boxes import Box, whole
 from headway.storage.checks.foreign_checks import DCP_SUFFIX, HEAD_BYTES, INDEX, PICKLED, read_index, refuse
 from headway.storage.commit import commit_record, committed, is_own, manifests_of, rebuild
 from headway.storage.formats.dcp import DcpRecord, read_metadata
-from headway.storage.formats.dtypes import ITEM_BYTES
 from headway.storage.formats.records import PickledTensor, Saved, is_legacy, read_legacy, read_saved
 from headway.storage.formats.safe_pickle import what_runs
 from headway.storage.formats.safetensors import is_safetensors, read_header
-from headway.storage.formats.values import StoredValue
+from headway.storage.formats.values import ITEM_BYTES, StoredValue
 from headway.storage.formats.zip_files import is_zip
 from headway.storage.manifest import METADATA, CommitRecord, RankManifest, merged_objects
 from headway.storage.object_commit import checkpoint_at

@@ -22,8 +22,7 @@ from headway.storage.boxes import BoxIndex
 from headway.storage.checks.contents import Contents, StoredBox, Tensor, bits, opened
 from headway.storage.commit import digests_of
 from headway.storage.digests import Digested
-from headway.storage.formats.dtypes import ITEM_BYTES
-from headway.storage.formats.values import StoredValue
+from headway.storage.formats.values import ITEM_BYTES, StoredValue
 from headway.storage.manifest import GENERATORS
 
 

@@ -24,8 +24,8 @@ from typing import Any
 from headway.core.errors import FormatError
 from headway.core.files.inert import Room, StandIn
 from headway.core.files.unpickler import UNREADABLE
-from headway.storage.formats.dtypes import ITEM_BYTES
 from headway.storage.formats.safe_pickle import Call, Global, Instance, Pairs, dumps, loads, path_of
+from headway.storage.formats.values import ITEM_BYTES
 from headway.storage.manifest import METADATA, Piece, RankManifest, StoredObject, merged_objects
 
 ROOM = "torch.distributed.checkpoint.metadata"

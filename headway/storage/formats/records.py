@@ -24,9 +24,8 @@ from headway.core.errors import FormatError
 from headway.core.files.inert import Room, StandIn
 from headway.core.files.safe_files import RoomError
 from headway.storage.digests import crc32
-from headway.storage.formats.dtypes import ITEM_BYTES, STORAGE_DTYPES
 from headway.storage.formats.safe_pickle import load_from, loads, path_of
-from headway.storage.formats.values import ATOMS, SHORT, StoredValue, plain
+from headway.storage.formats.values import ATOMS, ITEM_BYTES, SHORT, STORAGE_DTYPES, StoredValue, plain
 from headway.storage.formats.zip_files import ZipEntry, entries, has_checksums
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ import msgspec
 
 from headway.core.errors import FormatError
 from headway.core.files.safe_files import decode_json
-from headway.storage.formats.dtypes import FROM_SAFETENSORS, ITEM_BYTES
+from headway.storage.formats.values import FROM_SAFETENSORS, ITEM_BYTES
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

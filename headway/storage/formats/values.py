@@ -1,4 +1,4 @@
-"""One value of a checkpoint that is no tensor: what it is, and how it is told in short and in full.
+"""What a checkpoint holds: values that are no tensors, in short and in full, and the element types of those that are.
 
 Values come out of `safe_pickle`, so they are plain, or a stand-in for an
 object of which only the class, the arguments and the state are known.
@@ -7,6 +7,11 @@ object of which only the class, the arguments and the state are known.
 ('int', '7')
 >>> StoredValue("ids", list(range(1000))).text
 '[0, 1, 2, 3, 4, 5, ...]'
+
+Element types go by their names in torch; the tables have their sizes, and what other formats call them.
+
+>>> ITEM_BYTES["bfloat16"], FROM_SAFETENSORS["F8_E4M3"], STORAGE_DTYPES["HalfStorage"]
+(2, 'float8_e4m3fn', 'float16')
 """
 
 from __future__ import annotations
@@ -21,6 +26,32 @@ import xxhash
 from headway.core.errors import FormatError
 from headway.core.files.inert import StandIn
 from headway.storage.formats.safe_pickle import path_of
+
+ITEM_BYTES: dict[str, int] = {
+    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint16": 2, "uint32": 4, "uint64": 8,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
+    "float8_e4m3fn": 1, "float8_e4m3fnuz": 1, "float8_e5m2": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1, "qint8": 1, "quint8": 1, "qint32": 4,
+}  # fmt: skip
+"""Name of a dtype in torch -> bytes of one element."""
+
+STORAGE_DTYPES: dict[str, str] = {
+    "BoolStorage": "bool", "ByteStorage": "uint8", "CharStorage": "int8", "ShortStorage": "int16",
+    "IntStorage": "int32", "LongStorage": "int64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
+    "FloatStorage": "float32", "DoubleStorage": "float64", "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128", "QInt8Storage": "qint8", "QUInt8Storage": "quint8",
+    "QInt32Storage": "qint32", "UntypedStorage": "uint8",
+}  # fmt: skip
+"""Class of a storage in a torch.save file -> dtype of its elements."""
+
+FROM_SAFETENSORS: dict[str, str] = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "I32": "int32", "U32": "uint32",
+    "I64": "int64", "U64": "uint64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+    "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E8M0": "float8_e8m0fnu",
+}  # fmt: skip
+"""Name of a dtype in safetensors -> its name in torch."""
+
 
 ATOMS = (type(None), bool, int, float, complex, str, bytes)
 """Types of values that hold no others."""

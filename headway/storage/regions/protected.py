@@ -52,8 +52,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.closing import Closing
-from headway.core.errors import BackgroundError, DamageError, HeadwayError, InputError
+from headway.core.errors import BackgroundError, Closing, DamageError, HeadwayError, InputError
 from headway.core.wire.pace import RateLimiter
 from headway.storage.regions.dirty import DirtyTracker, pages_of
 from headway.storage.regions.file import Pages, RegionFile, create

@@ -40,8 +40,7 @@ from typing import Any, cast
 import numpy as np
 
 from headway.core.errors import FormatError, InputError
-from headway.core.lazy import resolved
-from headway.core.tables import pick
+from headway.core.tables import pick, resolved
 from headway.core.units import NS_PER_MS, NS_PER_S, NS_PER_US
 from headway.trace.events.content import PARQUET_MAGIC, Content
 from headway.trace.events.parts import Parts

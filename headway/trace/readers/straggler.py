@@ -36,8 +36,7 @@ import pyarrow.parquet as pq
 from numpy.typing import ArrayLike, NDArray
 
 from headway.core.errors import FormatError, InputError
-from headway.core.files.safe_files import decode_json, parquet_faults, read_regular, whole_file
-from headway.core.files.settings_files import parse_yaml
+from headway.core.files.safe_files import decode_json, parquet_faults, parse_yaml, read_regular, whole_file
 from headway.core.integers import narrowed
 from headway.core.tables import suggestion
 from headway.core.units import NS_PER_S

@@ -28,14 +28,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.trace.events.intervals import Nesting, inside
-from headway.trace.events.steps import step_of
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import COLLECTIVES, KIND, SPANS
 from headway.trace.recording import basis, gaps, rows
 from headway.trace.recording import basis as evaluation
 from headway.trace.recording.gaps import trimmed
 from headway.trace.recording.loads import load_children, name_workers, place_made, thinned
-from headway.trace.recording.rows import RecordedRows, lane_name, raw_rows
+from headway.trace.recording.rows import RecordedRows, lane_name, raw_rows, step_of
 from headway.trace.rings import records as spool
 from headway.trace.rings.rank_tables import RankTables, json_object
 from headway.trace.rings.records import Recorded

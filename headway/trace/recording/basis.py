@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.trace.events.intervals import FIRST, LAST, Intervals, merged
-from headway.trace.events.steps import counted, cycles
 from headway.trace.events.vocabulary import KIND
-from headway.trace.recording.rows import BACKWARD, CODE, ON_DEVICE, RecordedRows, outermost
+from headway.trace.recording.rows import BACKWARD, CODE, ON_DEVICE, RecordedRows, counted, cycles, outermost
 
 Ints = NDArray[np.int64]
 

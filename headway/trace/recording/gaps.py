@@ -1,4 +1,6 @@
-"""What the script does between its steps: from the end of one to the first forward of the next, as rows.
+"""What lies between steps and around them: the script's own work, pauses, and what deep windows disturb.
+
+What the script does from the end of one step to the first forward of the next, as rows.
 
 Batches made by hand, environments, writers and savers of the script's own run there. What has a name inside keeps
 its own time in the ledger. Evaluation is left out. Times in int64 ns on CLOCK_MONOTONIC.
@@ -24,6 +26,15 @@ durations and replays go by a clock that stands still meanwhile. Times in int64 
 
 >>> elapsed(np.array([10, 25, 50]), (np.array([20]), np.array([40]))).tolist()
 [10, 20, 30]
+
+Which steps of a run a deep window disturbed: those under the profiler, and those that stay slower behind it.
+
+    step       0 1 2 ...  63 | 64 | 65 66 67 ...
+    window                   |====|
+    undisturbed  yes           no   no where steps take NOTED_SLOWER longer from here on, else yes
+
+A device's profiler may stay attached when it is off, and slows every launch then. No comparison and no prediction rests
+on disturbed steps. Times are int64 ns.
 """
 
 from __future__ import annotations
@@ -138,3 +149,59 @@ def _waits(forwards: RecordedRows, bounds_ns: Ints, gradients: GradientCalls, ba
 def _first(moments: Ints, after: Ints) -> Ints:
     found: Ints = np.concatenate([moments, [LAST]])[np.searchsorted(moments, after)]
     return found
+
+
+WARM_STEPS, LEAST_STEPS, NOTED_SLOWER = 16, 24, 0.03
+"""Steps left out at the start of a run, and from the first window on; how many are compared at least; what is said."""
+
+
+def slower_since(step_wall_ns: Ints, first: int) -> float:
+    """Return by which fraction steps take longer since the first window, which opened behind step `first`.
+
+    0.0 for less than `NOTED_SLOWER`, and where too few steps tell.
+
+    >>> slower_since(np.repeat([100, 104], 200), 200), slower_since(np.repeat([100, 102], 200), 200)
+    (0.04, 0.0)
+    """
+    warm = min(WARM_STEPS, max(first - LEAST_STEPS, 1))  # where steps are long, a window opens after few
+    before, behind = step_wall_ns[warm:first], step_wall_ns[first + WARM_STEPS :]
+    if min(len(before), len(behind)) < LEAST_STEPS:
+        return 0.0
+    quarter, half = np.quantile(behind, [0.25, 0.5]) / np.median(before)
+    # Where steps differ much from each other, medians do by chance.
+    return round(float(half) - 1, 6) if half >= 1 + NOTED_SLOWER and quarter > 1 else 0.0
+
+
+def undisturbed(
+    step_start_ns: Ints, step_end_ns: Ints, window_start_ns: Ints, window_end_ns: Ints, *, on_device: bool = True
+) -> NDArray[np.bool_]:
+    """Return [n] whether no window disturbed a step; [n] starts and ends of steps, [k] of windows, in order.
+
+    A window is closed and written behind its last step, in the one after it. Steps of a host alone (`on_device` False)
+    that stay slower have another reason.
+
+    >>> steps = np.arange(0, 100, 10)
+    >>> np.flatnonzero(~undisturbed(steps, steps + 10, np.array([31]), np.array([40]))).tolist()
+    [3, 4]
+    """
+    kept = np.ones(len(step_start_ns), bool)
+    opened = np.searchsorted(step_end_ns, window_start_ns, side="right")
+    closed = np.searchsorted(step_start_ns, window_end_ns, side="right")
+    for first, beyond in zip(opened.tolist(), closed.tolist(), strict=True):
+        kept[first:beyond] = False
+    if on_device and len(opened) and slower_since(step_end_ns - step_start_ns, int(opened[0])):
+        kept[int(opened[0]) :] = False
+    return kept
+
+
+def steps_before_slowing(rows: Trace) -> int | None:
+    """Return how many steps of a rank came before the window behind which steps stay slower; None without one.
+
+    None for a rank without a device, too: a host that slows down has another reason.
+    """
+    windows, steps = rows.where(rows.named("window")).events, rows.where(rows.named("step")).events
+    ends = np.sort(steps["start_ns"] + steps["duration_ns"])
+    if not len(windows["start_ns"]) or not rows.named("device.work").any():
+        return None
+    first = int(np.searchsorted(ends, windows["start_ns"].min(), side="right"))
+    return first if slower_since(np.diff(ends, prepend=steps["start_ns"].min()), first) else None

@@ -26,20 +26,19 @@ import msgspec
 from headway.core.errors import FormatError
 from headway.core.files.safe_files import converted
 from headway.core.machine.host_load import HostLoad
-from headway.trace.events.active_settings import (
+from headway.trace.events.loader_facts import (
     DATASET,
     AppliedRow,
     GivenUp,
+    LoaderFacts,
     active_settings,
     applied_rows,
     given_up,
     unfit,
 )
-from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.recording.host_series import DeviceSeries, HostSeries
 from headway.trace.recording.incident import Incident
-from headway.trace.rings.compute_facts import ComputeFacts
-from headway.trace.rings.rank_tables import json_object
+from headway.trace.rings.rank_tables import ComputeFacts, json_object
 
 SCHEMA = "headway.run-folder/1"
 

@@ -3,6 +3,12 @@
 >>> RankTables.of({"loops": {"0": 1}, "groups": "none", "device_type": "cuda"})
 RankTables(device_type='cuda', groups={}, loops={0: 1}, memory={}, threads=0, bad_losses=[], losses=[], ddp=(), \
 compute=None, matmuls=None)
+
+`ComputeFacts` is how the script computes: settings that decide what a step could cost, as they were at its start.
+
+>>> facts = ComputeFacts(optimizers=(OptimizerFacts("AdamW", num_tensors=8, num_elements=4096, device_type="cpu"),))
+>>> facts.words()
+'AdamW, neither fused nor foreach'
 """
 
 from __future__ import annotations
@@ -15,7 +21,136 @@ import msgspec
 
 from headway.core.errors import InputError
 from headway.core.files.safe_files import converted, read_json
-from headway.trace.rings.compute_facts import CallFlops, ComputeFacts
+
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    """A model with trainable parameters, as it was after its first call."""
+
+    name: str = ""
+    """Its class."""
+    num_elements: int = 0
+    """Numbers in its parameters."""
+    parameter_dtypes: dict[str, int] = {}
+    """dtype -> numbers of it in the parameters."""
+    input_dtypes: tuple[str, ...] = ()
+    """dtypes of the tensors among the arguments of the call, in order."""
+    batch_size: int | None = None
+    """Length of the first of them; None without one."""
+    autocast: str | None = None
+    """dtype of autocast around the call; None without it."""
+    is_compiled: bool = False
+    num_convolution_weights: int = 0
+    """Parameters with four dimensions."""
+    num_channels_last: int = 0
+    """Those of them that lie in memory with their channels last."""
+    acts: bool = False
+    """Whether it acts in an environment, as policies do: reinforcement learning."""
+
+
+class OptimizerFacts(msgspec.Struct, frozen=True):
+    """An optimizer, as it was at its first step."""
+
+    name: str = ""
+    """Its class; with its module where that is not torch's."""
+    num_tensors: int = 0
+    """Tensors that it updates."""
+    num_elements: int = 0
+    """Numbers in them."""
+    device_type: str = ""
+    """Where they lie; '' where they do not lie together."""
+    is_fused: bool | None = None
+    """What all its groups say of `fused`; None: it is left to torch."""
+    is_foreach: bool | None = None
+    """The same of `foreach`."""
+    has_momentum: bool = False
+    is_plain: bool = True
+    """Whether all it updates is dense and real, lies as its gradient does, and nothing is differentiated through it:
+    what fused forms can do. Torch's on a CPU add a gradient that lies in another order to the wrong numbers."""
+
+
+class Rehearsed(msgspec.Struct, frozen=True):
+    """A model's step on a CPU as it is and behind edits, timed in a forked child on examples of the script's batch."""
+
+    examples: int = 0
+    """Examples of the timed step."""
+    batch: int = 0
+    """Those of the script's: where it has more, the edits may win more or less of it."""
+    step_s: float | None = None
+    """CPU time of forward and backward of the script's batch on one thread; None where that would take long."""
+    edits: dict[str, tuple[float, float, float]] = {}
+    """Edit -> time of a step with it / without: lowest, middle, highest of a few rounds. 'bfloat16', 'channels_last',
+    'float32' (of float64 parameters), 'straight' (without checkpoints), 'batch' (per example, four times as many)."""
+
+
+class CallFlops(msgspec.Struct, frozen=True):
+    """The operations of a call of a model in training, counted once by shapes: RUN/flops/r<rank>-m<model>.json."""
+
+    model: int = -1
+    """Its number in the events: `corr` of rows named 'forward'."""
+    name: str = ""
+    """Its class."""
+    flops: int | None = None
+    """Floating-point operations of one forward and backward; None where they could not be counted."""
+    reason: str = "the child that counts them ended before it had"
+    """Why not; '' with a count."""
+    dtype: str = ""
+    """What products are computed in: the dtype of autocast around the call, or of most of the parameters."""
+    autocast: str | None = None
+    """dtype of autocast inside the forward; None without it."""
+    has_convolutions: bool = False
+    device: str = "cpu"
+    """Where it computes, by the name that the driver gives."""
+    in_tf32: bool = False
+    """Whether products of float32 numbers may use TF32: by matmuls' precision, or cuDNN's for convolutions."""
+    recomputed_flops: int = 0
+    """Operations of forwards that the backward calls again (checkpointing); no part of `flops`."""
+    recomputed_bytes: int = 0
+    """Bytes of all that these forwards make, in float32."""
+    scores: int = 0
+    """Elements of the scores of attention that is written by hand: of softmaxes over matrices."""
+    masked: int = 0
+    """Those of them that lie in matrices of which a part was masked."""
+    longest: int = 0
+    """Longest row of scores."""
+    rehearsed: Rehearsed | None = None
+    """How long its step takes behind edits; None where that was not timed."""
+    ended_ns: int | None = None
+    """When the child had counted, by the clock of the rows: steps before it shared the cores with it."""
+
+
+class ComputeFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one rank; run.json holds them as `compute`, of the lowest rank that trained."""
+
+    models: tuple[ModelFacts, ...] = ()
+    """In the order of their first calls."""
+    optimizers: tuple[OptimizerFacts, ...] = ()
+    """In the order of their first steps."""
+    matmul_precision: str | None = None
+    """`torch.get_float32_matmul_precision()`; None where torch would not say."""
+    cudnn_benchmark: bool | None = None
+    """`torch.backends.cudnn.benchmark`."""
+    cudnn_tf32: bool | None = None
+    """`torch.backends.cudnn.allow_tf32`: convolutions of float32 numbers in TF32."""
+    calls: tuple[CallFlops, ...] = ()
+    """One for each model that was called in training."""
+
+    def words(self) -> str:
+        """Return the facts in a sentence without an end, '' without any."""
+        parts = []
+        for model in self.models[:1]:
+            dtypes = " and ".join(model.parameter_dtypes)
+            parts.append(f"{model.name} of {model.num_elements:,} {dtypes} parameters")
+            parts.append(f"autocast to {model.autocast}" if model.autocast else "no autocast")
+            parts.append("compiled" if model.is_compiled else "eager")
+            if model.num_convolution_weights:
+                last = model.num_channels_last == model.num_convolution_weights
+                parts.append("channels last" if last else "channels first")
+        for optimizer in self.optimizers[:1]:
+            form = "fused" if optimizer.is_fused else "foreach" if optimizer.is_foreach else "neither fused nor foreach"
+            if optimizer.device_type == "cuda" and optimizer.is_fused is optimizer.is_foreach is None:
+                form = "foreach by torch's default"
+            parts.append(f"{optimizer.name}, {form}")
+        return "; ".join(parts)
 
 
 class DdpModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +175,7 @@ class MatmulsSeen(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
     """Ranks of their mesh."""
     shapes: dict[str, int]
-    """Shape as `headway.cost.overlaps.read_shape` takes it -> linears that have it."""
+    """Shape as `headway.cost.collectives.read_shape` takes it -> linears that have it."""
 
 
 class RankTables(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,9 +13,8 @@ from rich.text import Text
 
 from headway.cluster.fork.answer import ForkAnswer, fork_answer, read_jobs, read_speeds, run_answer
 from headway.cluster.fork.coordinator import Fork
-from headway.core.errors import InputError
+from headway.core.errors import InputError, say_beside
 from headway.core.files.safe_files import MOST
-from headway.core.machine.beside import say_beside
 from headway.report.paper import ScreenOptions, add_row, draw, headed, paragraph, uncut
 from headway.verbs.shared.output import AsJson, emit
 from headway.verbs.shared.run_options import GivenPath

@@ -20,7 +20,7 @@ from headway.core.units import format_bytes, format_seconds
 from headway.data.loader.audit import VERDICTS, Epoch, Leg, judge, legs_of, passes_of
 from headway.data.sessions import BATCH, cluster_parquet
 from headway.data.stalls.model import StallReport, attribute, what_if
-from headway.ledger.answers.evidence import count_words
+from headway.ledger.answers.ledger import count_words
 from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph
 from headway.report.terminal import render_stalls, render_whatif
 from headway.sim.recorded.program import Program

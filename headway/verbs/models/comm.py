@@ -38,7 +38,7 @@ from headway.core.files.safe_files import read_json
 from headway.core.tables import pick
 from headway.core.units import format_fraction, format_seconds, plural
 from headway.cost.codecs import read_codec
-from headway.cost.overlaps import read_shape
+from headway.cost.collectives import read_shape
 from headway.plan.optimiser import optimise
 from headway.plan.proposal import MIN_SPEEDUP
 from headway.report.alignment import render_optimised

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from rich.text import Text
 
 from headway.core.errors import FormatError, InputError
-from headway.core.files.safe_files import read_json
-from headway.core.files.settings_files import read_toml
+from headway.core.files.safe_files import read_json, read_toml
 from headway.core.tables import pick, suggestion
 from headway.core.units import format_seconds
 from headway.cost.specs import Specs, with_entries

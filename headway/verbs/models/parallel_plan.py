@@ -15,8 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.core.errors import InputError
-from headway.core.files.safe_files import number_of
-from headway.core.files.settings_files import read_toml
+from headway.core.files.safe_files import number_of, read_toml
 from headway.core.mesh import Mesh
 from headway.core.tables import pick
 from headway.core.units import NS_PER_S, format_bytes, format_fraction, format_seconds, parse_bytes, plural

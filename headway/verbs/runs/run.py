@@ -12,9 +12,8 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from headway.catalog import RECORDS, REHEARSALS, REMEDIES
-from headway.core.errors import HeadwayError, InputError
+from headway.core.errors import HeadwayError, InputError, say_beside
 from headway.core.files.planfile import PlanFile, read_plan
-from headway.core.machine.beside import say_beside
 from headway.core.tables import pick
 from headway.fault.remedies import WARM
 from headway.runtime.launching.launch import launch

@@ -19,8 +19,8 @@ from headway.ledger.answers.compare import compare, steps_per_s, whole_speedup
 from headway.ledger.answers.ledger import Ledger
 from headway.report.screens import WHOLE_PLAN
 from headway.runtime.run_folder.recording import write_json
-from headway.trace.events import active_settings
-from headway.trace.events.active_settings import AppliedRow
+from headway.trace.events import loader_facts
+from headway.trace.events.loader_facts import AppliedRow
 from headway.trace.recording.run_facts import outcomes_of
 from headway.trace.recording.runs import Run
 from headway.why.explanation import Explanation, explain_run
@@ -36,7 +36,7 @@ def summarise(path: Path, plan: PlanFile | None, baseline: Path | None) -> tuple
     applied = outcomes_of(path)
     found, taken_away = outcomes(applied), withdrawn(applied)
     if plan is not None:  # what this run made of the remedies is known before it is asked what to do next
-        rows = active_settings.applied_rows(applied_rows(plan, found, None, taken_away))
+        rows = loader_facts.applied_rows(applied_rows(plan, found, None, taken_away))
         run = replace(run, facts=structs.replace(run.facts, applied=rows))
     explanation = explain_run(run, str(path))
     first = Run.open(baseline) if baseline is not None and baseline.exists() else None

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from headway.core.machine.beside import say_beside
+from headway.core.errors import say_beside
 from headway.core.machine.hidden_thread import HiddenThread
 from headway.report.paper import screen_of
 

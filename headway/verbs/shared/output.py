@@ -12,8 +12,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from headway.core.errors import InputError
-from headway.core.machine.beside import say_beside
+from headway.core.errors import InputError, say_beside
 from headway.report.paper import ScreenOptions, screen_of
 from headway.verbs.shared import at_work
 

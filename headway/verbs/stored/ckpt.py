@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.text import Text
 
-from headway.checkpoint.keep import Keep
+from headway.checkpoint.policy import Keep
 from headway.core.errors import DamageError, FormatError, InputError
 from headway.core.units import clean, format_bytes, format_seconds, plural
 from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, uncut
