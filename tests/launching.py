@@ -40,13 +40,9 @@ def start(out: Path, argv: list[str], env: dict[str, str] | None = None, **optio
     """Start a launcher in a process of its own."""
     given = json.dumps({"out": str(out), "quiet": True, **options})
     return subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, given, *argv],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "HEADWAY": "off", **(env or {})},
-    )
+        [sys.executable, "-c", LAUNCHER, given, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=ROOT, env={**os.environ, "HEADWAY": "off", **(env or {})},
+    )  # fmt: skip
 
 
 def run(out: Path, argv: list[str], env: dict[str, str] | None = None, **options) -> subprocess.CompletedProcess:

@@ -1,5 +1,8 @@
 """Small datasets and samplers for remedies of loaders, and what a loop over a loader sees."""
 
+import os
+import time
+
 import torch
 from torch.utils.data import IterableDataset, Sampler
 
@@ -44,6 +47,40 @@ class Reading(Squares):
 
     def __getitem__(self, index):
         return self.read(index)
+
+
+class HoldsAFile(Squares):
+    def __init__(self):
+        super().__init__()
+        self.file = open(__file__, "rb")  # noqa: SIM115
+
+    def __getitem__(self, index):
+        self.file.seek(0)
+        return torch.tensor([index])
+
+
+class OnADevice(Squares):
+    """Works in the process that made it only, as a CUDA tensor does."""
+
+    def __init__(self):
+        super().__init__()
+        self.pid = os.getpid()
+
+    def __getitem__(self, index):
+        if os.getpid() != self.pid:
+            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+        return torch.tensor([index])
+
+
+class HangsInWorkers(Squares):
+    """Hangs as where a lock was forked while another thread had it."""
+
+    pid = os.getpid()
+
+    def __getitem__(self, index):
+        if index > 20 and os.getpid() != self.pid:
+            time.sleep(600)
+        return super().__getitem__(index)
 
 
 class Stream(IterableDataset):

@@ -6,6 +6,7 @@ Each takes edges as a list of (source, target, lag) and durations as a list.
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from headway.data.pipeline.optimize import Op
 
@@ -188,3 +189,69 @@ def legal_orders(ops: Sequence[Op]) -> Iterator[tuple[int, ...]]:
         stays = all(place[op.id] == k for k, op in enumerate(ops) if op.fixed or op.source)
         if stays and all(place[other] < place[op.id] for op in ops for other in op.depends_on):
             yield order
+
+
+def time_sliced(threads: list[Iterator[tuple[str, Any]]], cores: int, slice_ns: int = 250_000) -> int:
+    """Run threads on cores in slices, round robin; return when the first thread ends.
+
+    A thread yields ('cpu', ns), ('sleep', ns) or ('until', predicate): an event loop in the plainest form.
+    """
+    now, state = 0, {index: next(thread) for index, thread in enumerate(threads)}
+    wake: dict[int, int] = {}
+    queue: list[int] = []
+
+    def advance(index: int) -> None:
+        """Go on to what the thread wants next, as far as that takes no time."""
+        wake.pop(index, None)
+        for want in threads[index]:
+            state[index] = want
+            if not (want[0] == "until" and want[1]()) and want[1] != 0:
+                return
+        del state[index]
+
+    while 0 in state:
+        changed = True
+        while changed:
+            changed = False
+            for index in list(state):
+                kind, what = state[index]
+                if kind == "sleep":
+                    wake.setdefault(index, now + what)
+                if (kind == "sleep" and wake[index] <= now) or (kind == "until" and what()):
+                    advance(index)
+                    changed = True
+                elif kind == "cpu" and index not in queue:
+                    queue.append(index)
+        for _ in range(min(cores, len(queue))):
+            index = queue.pop(0)
+            left = state[index][1] - slice_ns
+            state[index] = ("cpu", left)
+            if left <= 0:
+                state[index] = ("until", lambda: True)
+        now += slice_ns
+    return now
+
+
+def sliced_loader(num_batches: int, *, workers: int, fetch: int, prep: int, compute: int, busy: bool) -> float:
+    """Return seconds per batch of torch's loader on two cores: turns, two batches ahead per worker, in order."""
+    done: set[int] = set()
+    taken = [0]
+
+    def trainer() -> Iterator[tuple[str, Any]]:
+        for batch in range(num_batches):
+            if workers:
+                yield "until", lambda batch=batch: batch in done
+            else:
+                yield "sleep", fetch
+                yield "cpu", prep
+            taken[0] += 1
+            yield ("cpu" if busy else "sleep"), compute
+
+    def worker(index: int) -> Iterator[tuple[str, Any]]:
+        for batch in range(index, num_batches, workers):
+            yield "until", lambda batch=batch: batch < taken[0] + 2 * workers
+            yield "sleep", fetch
+            yield "cpu", prep
+            done.add(batch)
+
+    return time_sliced([trainer(), *(worker(index) for index in range(workers))], cores=2) / num_batches / 1e9

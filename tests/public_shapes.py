@@ -7,17 +7,12 @@ def _llama(num_layers: int, width: int, inner: int, key_value: int, vocabulary: 
         shapes |= {
             f"model.layers.{layer}.{name}.weight": shape
             for name, shape in {
-                "self_attn.q_proj": (width, width),
-                "self_attn.k_proj": (key_value, width),
-                "self_attn.v_proj": (key_value, width),
-                "self_attn.o_proj": (width, width),
-                "mlp.gate_proj": (inner, width),
-                "mlp.up_proj": (inner, width),
-                "mlp.down_proj": (width, inner),
-                "input_layernorm": (width,),
-                "post_attention_layernorm": (width,),
+                "self_attn.q_proj": (width, width), "self_attn.k_proj": (key_value, width),
+                "self_attn.v_proj": (key_value, width), "self_attn.o_proj": (width, width),
+                "mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner),
+                "input_layernorm": (width,), "post_attention_layernorm": (width,),
             }.items()
-        }
+        }  # fmt: skip
     return shapes | {"model.norm.weight": (width,), "lm_head.weight": (vocabulary, width)}
 
 

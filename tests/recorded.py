@@ -81,12 +81,8 @@ def run_ranks(
         subprocess.Popen(
             [sys.executable, str(tmp_path / "script.py")],
             env=environment(
-                folder,
-                RANK=str(rank),
-                LOCAL_RANK=str(rank),
-                WORLD_SIZE=str(ranks),
-                STORE=f"file://{store}?rank={rank}&world_size={ranks}",
-                **env,
+                folder, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
+                STORE=f"file://{store}?rank={rank}&world_size={ranks}", **env,
             ),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -94,7 +90,7 @@ def run_ranks(
             cwd=tmp_path,
         )
         for rank in range(ranks)
-    ]
+    ]  # fmt: skip
     outputs = [process.communicate(timeout=110) for process in processes]
     return [(p.returncode, output, error) for p, (output, error) in zip(processes, outputs, strict=True)]
 

@@ -18,19 +18,10 @@ from headway.trace.events.vocabulary import KIND, SPANS
 
 WALL_S = 41.302
 LEDGER_NS = {
-    "useful": 20_961_400_112,
-    "input": 49_877_310_004,
-    "comm": 1_702_004_118,
-    "bubble": 0,
-    "straggler": 1_188_420_001,
-    "checkpoint": 3_304_117_903,
-    "startup": 3_961_722_640,
-    "restart": 0,
-    "rework": 0,
-    "host": 1_190_004_512,
-    "idle": 270_020_710,
-    "unknown": 149_000_000,
-}
+    "useful": 20_961_400_112, "input": 49_877_310_004, "comm": 1_702_004_118, "bubble": 0, "straggler": 1_188_420_001,
+    "checkpoint": 3_304_117_903, "startup": 3_961_722_640, "restart": 0, "rework": 0, "host": 1_190_004_512,
+    "idle": 270_020_710, "unknown": 149_000_000,
+}  # fmt: skip
 SUB_SHARES = {
     "useful": {"compute": 0.931, "optimizer": 0.069},
     "input": {"fetch": 0.7799, "prep": 0.1837, "cpu_wait": 0.0183, "transfer": 0.0181},
@@ -52,21 +43,12 @@ SUB_S = {
 def demo_why() -> dict[str, Any]:
     """Return a `headway.why/2` object of the text job."""
     return {
-        "schema": "headway.why/2",
-        "verdict": {"command": "headway plan runs/text-1"},
-        "devices": 2,
-        "steps": 400,
-        "wall_ns": sum(LEDGER_NS.values()) // 2,
-        "wall_s": WALL_S,
-        "goodput": 0.2538,
-        "ledger": {bucket: ns / 1e9 for bucket, ns in LEDGER_NS.items()},
-        "ledger_ns": dict(LEDGER_NS),
-        "sub": dict(SUB_S),
-        "basis": dict.fromkeys(LEDGER_NS, "measured") | {"useful": "remainder"},
-        "causes": demo_causes(),
-        "coverage": 0.9982,
-        "fidelity": 1.0131,
-    }
+        "schema": "headway.why/2", "verdict": {"command": "headway plan runs/text-1"}, "devices": 2, "steps": 400,
+        "wall_ns": sum(LEDGER_NS.values()) // 2, "wall_s": WALL_S, "goodput": 0.2538,
+        "ledger": {bucket: ns / 1e9 for bucket, ns in LEDGER_NS.items()}, "ledger_ns": dict(LEDGER_NS),
+        "sub": dict(SUB_S), "basis": dict.fromkeys(LEDGER_NS, "measured") | {"useful": "remainder"},
+        "causes": demo_causes(), "coverage": 0.9982, "fidelity": 1.0131,
+    }  # fmt: skip
 
 
 def demo_causes() -> list[dict[str, Any]]:
@@ -117,28 +99,20 @@ def demo_run() -> dict[str, Any]:
     ]
     keys = ("name", "predicted_speedup", "interval", "measured_speedup", "reason_not_applied")
     return {
-        "schema": "headway.run/1",
-        "run": "runs/text-2",
-        "exit": {"code": 0, "class": "ok", "first_rank": None, "traceback": None},
-        "goodput": 0.561,
-        "steps_per_s": 21.4,
-        "baseline": "runs/text-1",
-        "applied": [dict(zip(keys, row, strict=True)) for row in rows],
-    }
+        "schema": "headway.run/1", "run": "runs/text-2",
+        "exit": {"code": 0, "class": "ok", "first_rank": None, "traceback": None}, "goodput": 0.561,
+        "steps_per_s": 21.4, "baseline": "runs/text-1", "applied": [dict(zip(keys, row, strict=True)) for row in rows],
+    }  # fmt: skip
 
 
 def pipeline_why() -> dict[str, Any]:
     """Return a `headway.why/2` object of an operation trace: DP 4 x PP 4, worker 0/0 slow."""
     worker = {f"{dp}/{pp}": 1.004 + 0.002 * dp + 0.003 * pp for dp in range(4) for pp in range(4)} | {"0/0": 1.3118}
     slow = {
-        "cause": "straggler.worker",
-        "where": "dp 0 / pp 0",
-        "lost_device_s": 612.4,
+        "cause": "straggler.worker", "where": "dp 0 / pp 0", "lost_device_s": 612.4,
         "evidence": "removing 1 of 16 workers wins back 97.4 % of what all stragglers cost (M_W); S_worker 1.31",
-        "fix": "replace the host of dp 0 / pp 0",
-        "predicted_speedup": 1.304,
-        "interval": (1.291, 1.316),
-    }
+        "fix": "replace the host of dp 0 / pp 0", "predicted_speedup": 1.304, "interval": (1.291, 1.316),
+    }  # fmt: skip
     return {
         "verdict": {"command": "headway report trace-AR.parquet -o report.html"},
         "schema": "headway.why/2", "devices": 16, "steps": 44, "wall_s": 163.2, "wall_ns": 163_200_000_000,
@@ -216,18 +190,15 @@ def _trace_of(rows: list[tuple[int, int, str, str, int, int, int]]) -> Trace:
     kinds = [KIND[SPANS[row[2]].kind] for row in rows]
     return Trace.from_columns(
         {
-            "rank": [row[0] for row in rows],
-            "step": [row[1] for row in rows],
-            "name": [names.index(row[2]) for row in rows],
-            "kind": kinds,
+            "rank": [row[0] for row in rows], "step": [row[1] for row in rows],
+            "name": [names.index(row[2]) for row in rows], "kind": kinds,
             "lane": [lanes.index(row[3]) if row[3] in lanes else 0 for row in rows],
-            "start_ns": [row[4] for row in rows],
-            "duration_ns": [row[5] for row in rows],
+            "start_ns": [row[4] for row in rows], "duration_ns": [row[5] for row in rows],
             "depth": [row[6] for row in rows],
         },
         names=names,
         lanes=lanes,
-    )
+    )  # fmt: skip
 
 
 def demo_report(ranks: int = 2, steps: int = 400) -> ReportData:

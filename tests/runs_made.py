@@ -45,15 +45,10 @@ class Rows:
             self.lanes.append(lane)
         self.rows.append(
             {
-                "rank": self.rank,
-                "name": NAMES.index(name),
-                "kind": KIND[SPANS[name].kind],
-                "lane": self.lanes.index(lane),
-                "start_ns": start_ns,
-                "duration_ns": duration_ns,
-                **columns,
+                "rank": self.rank, "name": NAMES.index(name), "kind": KIND[SPANS[name].kind],
+                "lane": self.lanes.index(lane), "start_ns": start_ns, "duration_ns": duration_ns, **columns,
             }
-        )
+        )  # fmt: skip
 
     def trace(self, **tables: Any) -> Trace:
         """Return the rows as a Trace."""
@@ -394,12 +389,8 @@ class RunMaker:
             "cores": self.cores,
             "ranks": [
                 {
-                    "rank": state.rows.rank,
-                    "local_rank": state.rows.rank,
-                    "pid": 1000 + state.rows.rank,
-                    "start_ns": state.rows.rows[0]["start_ns"],
-                    "end_ns": state.now_ns,
-                    "exit_code": 0,
+                    "rank": state.rows.rank, "local_rank": state.rows.rank, "pid": 1000 + state.rows.rank,
+                    "start_ns": state.rows.rows[0]["start_ns"], "end_ns": state.now_ns, "exit_code": 0,
                 }
                 for state in ranks
             ],
@@ -411,18 +402,13 @@ class RunMaker:
             "dropped": 0,
             "loaders": {
                 "0": {
-                    "num_workers": self.num_workers,
-                    "prefetch_factor": self.prefetch_factor,
-                    "persistent": self.persistent,
-                    "pin_memory": False,
-                    "batch_size": self.batch_size,
-                    "dataset_size": self.batch_size * (self.epoch_steps or self.steps),
-                    "sampler": "RandomSampler",
-                    "dataset": "MadeDataset",
-                    "reason_untunable": None,
+                    "num_workers": self.num_workers, "prefetch_factor": self.prefetch_factor,
+                    "persistent": self.persistent, "pin_memory": False, "batch_size": self.batch_size,
+                    "dataset_size": self.batch_size * (self.epoch_steps or self.steps), "sampler": "RandomSampler",
+                    "dataset": "MadeDataset", "reason_untunable": None,
                 }
             },
-        }
+        }  # fmt: skip
 
 
 def _with_steps(state: _Rank) -> Trace:

@@ -51,13 +51,10 @@ def blocks(draw: st.DrawFn) -> Block:
 def profiles(draw: st.DrawFn) -> StepProfile:
     """One to five blocks."""
     return profile_of(
-        draw(st.lists(blocks(), min_size=1, max_size=5)),
-        update_ns=draw(times),
-        output_ns=draw(times),
-        state_bytes=draw(st.integers(0, 10**6)),
-        copy_ns_per_byte=draw(st.sampled_from([0.0, 0.01])),
+        draw(st.lists(blocks(), min_size=1, max_size=5)), update_ns=draw(times), output_ns=draw(times),
+        state_bytes=draw(st.integers(0, 10**6)), copy_ns_per_byte=draw(st.sampled_from([0.0, 0.01])),
         most_microbatches=4,
-    )
+    )  # fmt: skip
 
 
 @st.composite

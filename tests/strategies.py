@@ -27,14 +27,10 @@ class Case:
         """Build it, without lags and priorities when all are zero."""
         lags = [lag for _, _, lag in self.edges]
         return Dag.from_edges(
-            self.n,
-            [source for source, _, _ in self.edges],
-            [target for _, target, _ in self.edges],
-            lane=self.lane if any(on >= 0 for on in self.lane) else None,
-            lag_ns=lags if any(lags) else None,
-            priority=self.priority if any(self.priority) else None,
-            lane_order=lane_order,
-        )
+            self.n, [source for source, _, _ in self.edges], [target for _, target, _ in self.edges],
+            lane=self.lane if any(on >= 0 for on in self.lane) else None, lag_ns=lags if any(lags) else None,
+            priority=self.priority if any(self.priority) else None, lane_order=lane_order,
+        )  # fmt: skip
 
 
 @st.composite

@@ -65,9 +65,7 @@ def test_persistence_is_proposed_only_where_iterators_are_made_again() -> None:
 
 
 @pytest.mark.parametrize(("later_ms", "edits"), [(12, ("persistent=true",)), (40, ("workers=8", "persistent=true"))])
-def test_workers_that_only_start_too_often_are_kept_and_others_are_added_where_they_are_worth_it(
-    later_ms: int, edits: tuple[str, ...]
-) -> None:
+def test_workers_that_only_start_too_often_are_kept_and_others_are_added_where_they_are_worth_it(later_ms, edits):
     """Two workers open for 300 ms in each pass; then they nearly keep up with the steps, or sleep for eight of them."""
     made = made_of(num_workers=2, fetch_ns=lambda _, step: (300 if step % 30 < 2 else later_ms) * MS, iter_ns=3 * MS)
 

@@ -35,9 +35,7 @@ def test_a_quiet_job_is_left_alone() -> None:
         ({"compute_ns": lambda rank, step: (5 + 3 * rank) * MS}, "straggler.remove", False, 9.6 / 6.6),
     ],
 )
-def test_a_cause_that_costs_is_proposed_with_its_gain(
-    changes: dict[str, Any], name: str, applies: bool, speedup: float
-) -> None:
+def test_a_cause_that_costs_is_proposed_with_its_gain(changes, name, applies, speedup):
     row = advice(**changes)[name]
 
     assert row.applies == applies

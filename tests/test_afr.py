@@ -155,17 +155,12 @@ def test_a_trend_over_a_longer_window_is_surer():
 @pytest.mark.parametrize(
     ("log", "says"),
     [
-        ((-1.0, 0, 5), "disk-days are -1"),
-        ((10.0, -1, 5), "failures are -1"),
-        ((10.0, 11, 5), "11 failures in 10 disk-days"),
-        ((math.nan, 0, 5), "disk-days are nan"),
-        (([10.0, 10.0], [0, 0], [7, 5]), "rising order"),
-        (([10.0, 10.0], [0, 0], [5, 5]), "rising order"),
-        ((10.0, 0, 5.5), "whole days"),
-        ((10.0, 0, -5), "ages are -5"),
-        (([10.0], [0, 0], [5]), "as many of each"),
+        ((-1.0, 0, 5), "disk-days are -1"), ((10.0, -1, 5), "failures are -1"),
+        ((10.0, 11, 5), "11 failures in 10 disk-days"), ((math.nan, 0, 5), "disk-days are nan"),
+        (([10.0, 10.0], [0, 0], [7, 5]), "rising order"), (([10.0, 10.0], [0, 0], [5, 5]), "rising order"),
+        ((10.0, 0, 5.5), "whole days"), ((10.0, 0, -5), "ages are -5"), (([10.0], [0, 0], [5]), "as many of each"),
     ],
-)
+)  # fmt: skip
 def test_a_log_that_cannot_be_true_is_refused_and_leaves_no_trace(log, says):
     model = AfrModel()
 

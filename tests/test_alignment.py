@@ -190,14 +190,11 @@ def test_profiler_files_of_several_ranks_are_aligned(tmp_path):
     for rank, ahead_us in ((0, 0), (1, 7000)):
         events = [
             span(
-                "gloo:all_reduce",
-                int(a + ahead_us),
-                int(d - a + rng.integers(0, 9)),
-                lane=(1, 2),
+                "gloo:all_reduce", int(a + ahead_us), int(d - a + rng.integers(0, 9)), lane=(1, 2),
                 cat="user_annotation",
             )
             for a, d in zip(arrive[:, rank], done, strict=True)
-        ]
+        ]  # fmt: skip
         step = span("ProfilerStep#3", ahead_us - 100, 60_000, cat="user_annotation")
         paths.append(tmp_path / f"rank{rank}.json")
         paths[-1].write_bytes(profile([step, *events], distributedInfo={"rank": rank, "world_size": 2}))

@@ -156,17 +156,11 @@ def test_more_failures_lose_more():
 
 row = st.fixed_dictionaries(
     {
-        "rank": st.integers(0, 2),
-        "name": st.integers(0, len(NAMES) - 1),
-        "lane": st.integers(0, 2),
-        "start_ns": st.integers(-50, 200),
-        "duration_ns": st.integers(0, 80),
-        "group": st.integers(-1, 1),
-        "seq": st.integers(-1, 2),
-        "peer": st.integers(-1, 2),
-        "corr": st.integers(-1, 1),
+        "rank": st.integers(0, 2), "name": st.integers(0, len(NAMES) - 1), "lane": st.integers(0, 2),
+        "start_ns": st.integers(-50, 200), "duration_ns": st.integers(0, 80), "group": st.integers(-1, 1),
+        "seq": st.integers(-1, 2), "peer": st.integers(-1, 2), "corr": st.integers(-1, 1),
     }
-)
+)  # fmt: skip
 
 
 @st.composite

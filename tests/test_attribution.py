@@ -30,9 +30,7 @@ def test_the_last_columns_are_the_plain_replays(case: Case, data: st.DataObject)
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @given(case=cases(most=8), copies=st.integers(1, 3), data=st.data())
-def test_every_column_and_component_equals_the_pure_python_twin(
-    mode: str, case: Case, copies: int, data: st.DataObject
-) -> None:
+def test_every_column_and_component_equals_the_pure_python_twin(mode, case, copies, data):
     n = case.n * copies
     numbers = st.lists(st.integers(0, 30), min_size=n, max_size=n)
     base, ideal = data.draw(numbers), data.draw(numbers)

@@ -43,13 +43,9 @@ LOOP = """
 def run_python(code: str, tmp_path: Path, *, recorded: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
     """Run a one-liner under the injected folder."""
     return subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment(tmp_path / "run" if recorded else None, **env),
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-    )
+        [sys.executable, "-c", code], env=environment(tmp_path / "run" if recorded else None, **env),
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -145,14 +145,6 @@ def test_a_straggler_is_named_with_its_host_and_what_it_did():
     assert "that they waited for it)" in cause.evidence
 
 
-def test_ranks_that_are_late_in_turn_are_one_cause_without_a_culprit():
-    maker = RunMaker(**QUIET, ranks=4, compute_ns=lambda rank, step: (5 + 6 * (step % 4 == rank)) * MS)
-
-    rows = [cause for cause in find_causes(Ledger.of(maker.make())) if cause.cause == "straggler.rank"]
-
-    assert [row.where for row in rows] == ["ranks in turn"]
-
-
 def test_a_rank_that_is_last_as_often_as_chance_has_it_is_not_named():
     maker = RunMaker(
         **{**QUIET, "steps": 6}, ranks=2, compute_ns=lambda rank, step: (5 + 6 * ((step != 0) == rank)) * MS
@@ -283,14 +275,6 @@ def test_without_a_predicted_remedy_the_gain_is_an_upper_bound_and_the_rules_adv
     assert (bare.at_most, bound.at_most, by_hand.at_most) == (False, True, False)
     assert (by_hand.fix, by_hand.predicted_speedup) == (bare.fix, 1.2)
     assert ["--set" in cause.fix for cause in (bound, by_hand)] == [True, False], "the edit is not what was predicted"
-
-
-def test_the_evidence_of_saves_names_no_part_that_took_no_time():
-    evidence = next(
-        c.evidence for c in find_causes(Ledger.of(FAULTS["checkpoint.stall"].make())) if "saves" in c.evidence
-    )
-
-    assert " 0 " not in evidence
 
 
 def test_what_lost_less_than_the_least_share_is_left_out():

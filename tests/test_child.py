@@ -18,14 +18,11 @@ def raises():
 @pytest.mark.parametrize(
     ("work", "answer"),
     [
-        (lambda: b"x" * (1 << 20), (b"x" * (1 << 20), 0)),
-        (lambda: b"", (b"", 0)),
-        (raises, (b"", 1)),
-        (lambda: os._exit(7), (b"", 7)),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), (b"", -signal.SIGKILL)),
+        (lambda: b"x" * (1 << 20), (b"x" * (1 << 20), 0)), (lambda: b"", (b"", 0)), (raises, (b"", 1)),
+        (lambda: os._exit(7), (b"", 7)), (lambda: os.kill(os.getpid(), signal.SIGKILL), (b"", -signal.SIGKILL)),
     ],
     ids=["long", "nothing", "raises", "exits", "killed"],
-)
+)  # fmt: skip
 def test_the_answer_comes_whole_or_not_at_all_with_how_the_child_ended(work, answer):
     assert said(work) == answer
 

@@ -61,19 +61,14 @@ def two_ranks() -> Trace:
     """Return a launch with its kernel on rank 0, and a collective that rank 1 comes to last."""
     return Trace.from_columns(
         {
-            "rank": [0, 0, 0, 1],
-            "kind": [KIND["HOST"], KIND["COMPUTE"], KIND["COLL"], KIND["COLL"]],
-            "lane": [0, 1, 1, 1],
-            "start_ns": [1000, 2000, 4000, 6500],
-            "duration_ns": [500, 1500, 4000, 1500],
-            "corr": [7, 7, -1, -1],
-            "group": [-1, -1, 0, 0],
-            "seq": [-1, -1, 3, 3],
+            "rank": [0, 0, 0, 1], "kind": [KIND["HOST"], KIND["COMPUTE"], KIND["COLL"], KIND["COLL"]],
+            "lane": [0, 1, 1, 1], "start_ns": [1000, 2000, 4000, 6500], "duration_ns": [500, 1500, 4000, 1500],
+            "corr": [7, 7, -1, -1], "group": [-1, -1, 0, 0], "seq": [-1, -1, 3, 3],
         },
         lanes=["main", "stream 7"],
         names=["launch", "kernel", "all_reduce"],
         name=[0, 1, 2, 2],
-    )
+    )  # fmt: skip
 
 
 def test_arrows_go_from_launch_to_kernel_and_from_the_last_rank_to_the_others():
@@ -85,16 +80,12 @@ def test_arrows_go_from_launch_to_kernel_and_from_the_last_rank_to_the_others():
 def test_arrows_link_forward_to_backward_and_send_to_receive():
     trace = Trace.from_columns(
         {
-            "rank": [0, 0, 0, 1, 1],
-            "kind": [KIND[kind] for kind in ("HOST", "HOST", "SEND", "RECV", "RECV")],
-            "start_ns": [50, 10, 100, 90, 95],
-            "duration_ns": [5, 5, 20, 40, 9],
-            "corr": [FORWARD + 1, FORWARD + 1, -1, -1, -1],
-            "group": [-1, -1, 0, 0, 0],
-            "seq": [-1, -1, 4, 4, 4],
+            "rank": [0, 0, 0, 1, 1], "kind": [KIND[kind] for kind in ("HOST", "HOST", "SEND", "RECV", "RECV")],
+            "start_ns": [50, 10, 100, 90, 95], "duration_ns": [5, 5, 20, 40, 9],
+            "corr": [FORWARD + 1, FORWARD + 1, -1, -1, -1], "group": [-1, -1, 0, 0, 0], "seq": [-1, -1, 4, 4, 4],
             "peer": [-1, -1, 1, 0, 5],
         }
-    )
+    )  # fmt: skip
 
     assert [(a.name, a.source, a.target, a.leave_ns, a.arrive_ns) for a in arrows(trace)] == [
         ("backward", 1, 0, 10, 50),

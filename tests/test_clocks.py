@@ -24,16 +24,12 @@ def host(arrivals: list[int], ends: list[int], *, clock_ns: int = 0, corr: int =
     start = np.array(arrivals, np.int64)
     return Trace.from_columns(
         {
-            "start_ns": start + clock_ns,
-            "duration_ns": np.array(ends, np.int64) - start,
-            "seq": np.arange(len(start)),
-            "group": np.full(len(start), group),
-            "corr": np.full(len(start), corr),
-            "name": np.zeros(len(start), np.int32),
-            "rank": np.zeros(len(start), np.int32),
+            "start_ns": start + clock_ns, "duration_ns": np.array(ends, np.int64) - start, "seq": np.arange(len(start)),
+            "group": np.full(len(start), group), "corr": np.full(len(start), corr),
+            "name": np.zeros(len(start), np.int32), "rank": np.zeros(len(start), np.int32),
         },
         names=["comm.collective"],
-    )
+    )  # fmt: skip
 
 
 MEETINGS = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 1000), st.integers(0, 50)), min_size=1, max_size=20)

@@ -295,16 +295,9 @@ def test_unknown_names_list_the_valid_ones(tmp_path, table):
 def test_the_verb_prints_one_object(table):
     arguments = "--trace gavel:multi --jobs-per-hour 6 --num-jobs 40 --seed 1 --window 10:30 --devices v100=8,k80=8"
     answer = json_of(
-        "cluster",
-        "sim",
-        *arguments.split(),
-        "--data",
-        str(shared("cluster").parent),
-        "--policy",
-        "hadar",
-        "--explain",
+        "cluster", "sim", *arguments.split(), "--data", str(shared("cluster").parent), "--policy", "hadar", "--explain",
         "--json",
-    )
+    )  # fmt: skip
 
     assert answer["schema"] == "headway.cluster-sim/1"
     assert answer.keys() >= {

@@ -72,15 +72,11 @@ def test_a_workers_drops_are_counted_with_what_they_cost(tmp_path, files, monkey
 @pytest.mark.parametrize(
     ("event", "path", "flags"),
     [
-        ("os.listdir", "data.bin", READ),
-        ("open", "data.bin", os.O_WRONLY | os.O_CREAT),
-        ("open", "data.bin", os.O_RDWR),
-        ("open", "no such file", READ),
-        ("open", ".", READ),
-        ("open", "run/plan.json", READ),
-        ("open", 0, READ),
+        ("os.listdir", "data.bin", READ), ("open", "data.bin", os.O_WRONLY | os.O_CREAT),
+        ("open", "data.bin", os.O_RDWR), ("open", "no such file", READ), ("open", ".", READ),
+        ("open", "run/plan.json", READ), ("open", 0, READ),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_read_by_the_dataset_is_left_alone(tmp_path, monkeypatch, files, event, path, flags):
     written(tmp_path)
     written(tmp_path, "run/plan.json")

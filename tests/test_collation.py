@@ -61,20 +61,12 @@ def test_named_tuples_keep_their_names():
 @pytest.mark.parametrize(
     "examples",
     [
-        [],
-        [None, None],
-        [1, 2.5],
-        [1 << 70, 1],
-        [torch.zeros(2), torch.zeros(3)],
-        [np.zeros(2, np.float32), np.zeros(2)],
-        [np.array("text")],
-        [{"a": 1}, {"b": 1}],
-        [(1, 2), (1,)],
-        [torch.zeros(2), np.zeros(2)],
-        [np.zeros(2, np.longdouble)],
+        [], [None, None], [1, 2.5], [1 << 70, 1], [torch.zeros(2), torch.zeros(3)],
+        [np.zeros(2, np.float32), np.zeros(2)], [np.array("text")], [{"a": 1}, {"b": 1}], [(1, 2), (1,)],
+        [torch.zeros(2), np.zeros(2)], [np.zeros(2, np.longdouble)],
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_what_torch_refuses_or_decides_by_rules_of_its_own_is_left_to_torch(examples):
     assert collated([unpack(pack(plain(example)).to_bytes()) for example in examples]) is None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +11,8 @@ from headway.core.errors import InputError
 from headway.cost.collectives import COLLECTIVES, collective_seconds
 from headway.cost.specs import LinkSpec
 from headway.sim import Dag, replay
+from headway.sim.graph.hops import Network
+from tests.steps_made import WIRE, networks
 
 LINK = LinkSpec("test", bytes_per_s=1e9, latency_s=1e-5, source="made up")
 EVERY = [(kind, algorithm) for kind, table in COLLECTIVES.items() for algorithm in table]
@@ -35,9 +38,7 @@ def rounds_dag(num_ranks: int, pairs_of_round: list[list[tuple[int, int]]]) -> D
 
 @pytest.mark.parametrize(("kind", "algorithm"), EVERY)
 @given(num_bytes=sizes, more=sizes, num_ranks=st.integers(2, 300))
-def test_every_form_grows_with_bytes_and_never_beats_the_wire(
-    kind: str, algorithm: str, num_bytes: float, more: float, num_ranks: int
-) -> None:
+def test_every_form_grows_with_bytes_and_never_beats_the_wire(kind, algorithm, num_bytes, more, num_ranks):
     def seconds(size: float) -> float:
         return collective_seconds(kind, size, num_ranks=num_ranks, link=LINK, algorithm=algorithm)
 
@@ -125,3 +126,37 @@ def test_the_broadcast_tree_equals_the_tree_played_hop_by_hop(num_ranks: int) ->
 def test_bad_input_is_refused(call, message: str) -> None:
     with pytest.raises(InputError, match=message):
         call()
+
+
+# Collectives on a network: the closed form's time, growth with size and parts, bad networks.
+
+
+@given(num_ranks=st.integers(2, 64), num_bytes=st.integers(1, 10**9))
+def test_an_idle_ring_takes_the_closed_form(num_ranks: int, num_bytes: int) -> None:
+    padded = -(-num_bytes // num_ranks) * num_ranks
+    seconds = collective_seconds("all_reduce", padded, num_ranks=num_ranks, link=WIRE, algorithm="ring")
+
+    ours = int(Network("ring", num_ranks, WIRE).sync_ns(num_bytes)) / 1e9
+
+    assert ours == pytest.approx(seconds, abs=2 * num_ranks * 1e-9)
+
+
+@given(network=networks(), num_bytes=st.integers(0, 10**6), parts=st.integers(1, 9))
+def test_sync_time_grows_with_size_and_each_part_costs_its_latency(network, num_bytes, parts):
+    assert network.sync_ns(num_bytes + 1000, parts) >= network.sync_ns(num_bytes, parts)
+    assert (np.diff(network.sync_ns(0, np.arange(1, 9))) >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"algorithm": "rings"}, r"unknown algorithm 'rings'. Did you mean 'ring'"),
+        ({"num_ranks": 0}, r"num_ranks is 0.*at least 1 rank"),
+        ({"num_servers": 2}, r"num_servers is 2 with 'ring'; give servers to 'parameter_server'"),
+        ({"algorithm": "parameter_server"}, r"num_servers is 0 with 'parameter_server'"),
+        ({"recv_ns": -1}, r"recv_ns -1; give.*a time >= 0"),
+    ],
+)
+def test_networks_that_cannot_be_are_refused(arguments: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Network(**{"algorithm": "ring", "num_ranks": 4, "link": WIRE, **arguments})

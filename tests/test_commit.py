@@ -32,7 +32,7 @@ class Disk:
     """
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.root, self.log, self.crashes = root, [], []
+        self.root, self.crashes = root, []
         self._contents: dict[int, bytes] = {}
         self._entries: dict[int, dict[str, int]] = {}
         self._held: list[int] = []  # so that no inode number is used twice
@@ -44,16 +44,11 @@ class Disk:
         def act(*args, **kwargs):
             self.crashes.append((name, args, self.running(), self.synced(), self.renamed()))
             answer = real(*args, **kwargs)
-            self.log.append((name, self._names(args)))
             if name == "fsync":
                 self._remember(Path(os.readlink(f"/proc/self/fd/{args[0]}")))
             return answer
 
         return act
-
-    def _names(self, args: tuple) -> tuple[str, ...]:
-        paths = [os.readlink(f"/proc/self/fd/{arg}") if isinstance(arg, int) else os.fspath(arg) for arg in args]
-        return tuple(os.path.relpath(path, self.root) for path in paths)
 
     def _remember(self, path: Path) -> None:
         inode = path.stat().st_ino
@@ -155,49 +150,6 @@ def test_after_any_crash_the_step_is_saved_again(watched, tmp_path):
         root = laid_out(crash[2], tmp_path / "crashed")
         write_checkpoint(root, 2, small, attempt="again", replace=True)
         assert [(one.step, verify(one.path).status) for one in committed(root)] == [(1, "good"), (2, "good")]
-
-
-def test_files_are_synced_before_their_rename_and_folders_after_it(watched):
-    log = watched.log
-    for at, (name, paths) in enumerate(log):
-        if name == "replace":
-            draft, target = paths
-            assert ("fsync", (draft,)) in log[:at], target
-            assert log[at + 1] == ("fsync", (os.path.dirname(target),)), target
-
-
-def test_the_commit_is_one_rename_after_all_else_and_its_folder_is_synced_last(watched):
-    log = [entry for entry in watched.log if ".owner" not in entry[1][0]]
-
-    assert log[-2:] == [("rename", (".step-2.a.draft", "step-2")), ("fsync", (".",))]
-    assert [name for name, _ in log].count("rename") == 1
-    order = [paths[1] for name, paths in log if name == "replace"]
-    assert order[-3:] == [f".step-2.a.draft/{name}" for name in (METADATA, COMMIT + ".copy", COMMIT)]
-    ranks = [place.split("/", 1)[1] for place in order if "rank-1" in place]
-    assert ranks == [
-        f"rank-1/{name}" for name in ("__1_0.distcp", "digests.bin", "manifest.json.copy", "manifest.json")
-    ]
-
-
-def test_the_stock_writer_syncs_metadata_before_it_is_written(tmp_path, monkeypatch):
-    import torch.distributed.checkpoint as dcp
-
-    sizes = {}
-    real = os.fsync
-
-    def fsync(handle):
-        path = os.readlink(f"/proc/self/fd/{handle}")
-        sizes[os.path.basename(path)] = os.path.getsize(path)
-        real(handle)
-
-    monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.warns(UserWarning, match="single process"):
-        dcp.save({"w": torch.zeros(3)}, checkpoint_id=tmp_path / "stock")
-    stock = sizes.pop(".metadata.tmp")
-    write_checkpoint(tmp_path, 1, {"w": torch.zeros(3)}, world_size=1, sync=True)
-
-    assert stock == 0
-    assert next(size for name, size in sizes.items() if name.startswith("..metadata")) > 0
 
 
 def test_of_many_writers_of_one_step_exactly_one_wins(tmp_path):

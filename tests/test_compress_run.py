@@ -61,9 +61,7 @@ def test_a_rank_that_is_killed_while_packets_travel_ends_the_job_with_its_class(
 
 
 @pytest.mark.slow
-def test_the_plan_holds_the_codec_that_the_recorded_window_and_the_measured_codecs_give(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_plan_holds_the_codec_that_the_recorded_window_and_the_measured_codecs_give(tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(GOLDEN, run)
     with pytest.raises(InputError, match=r"was not measured"):
@@ -86,9 +84,7 @@ def test_the_plan_holds_the_codec_that_the_recorded_window_and_the_measured_code
 
 
 @pytest.mark.slow
-def test_measured_rows_are_positive_and_hold_the_bytes_of_a_packet(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_measured_rows_are_positive_and_hold_the_bytes_of_a_packet(tmp_path, capsys):
     rows = measured(["sign"], rounds=2)
     assert all(row["encode_s"] > 0 and row["decode_s"] > 0 for row in rows)
     assert all(row["push_s"] > 0 and row["answer_s"] > 0 and row["pull_s"] > 0 for row in rows)

@@ -154,9 +154,7 @@ def with_threads(program: Program, cores: float) -> Program:
 @pytest.mark.parametrize(
     ("fetch", "prep", "beside", "step"), [(0, 6, 1.0, 16), (0, 20, 1.0, 30), (9, 0, 1.0, 10), (0, 6, 0.0, 10)]
 )
-def test_workers_win_no_core_from_operators_that_all_threads_share(
-    workers: int, fetch: int, prep: int, beside: float, step: int
-) -> None:
+def test_workers_win_no_core_from_operators_that_all_threads_share(workers, fetch, prep, beside, step):
     """Steps of 10 ms whose operators take both cores: loads that compute come on top, those that sleep do not."""
     made = RunMaker(
         ranks=1, steps=60, cores=2, fetch_ns=fetch * MS, prep_ns=prep * MS, compute_ns=10 * MS, optimizer_ns=0,

@@ -50,9 +50,7 @@ def predicted_s(job: Job, *edits: str) -> float:
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=40), st.integers(1, 100), st.integers(1, 100))
-def test_every_gradient_is_in_one_bucket_and_only_the_last_is_below_its_limit(
-    sizes: list[int], first: int, cap: int
-) -> None:
+def test_every_gradient_is_in_one_bucket_and_only_the_last_is_below_its_limit(sizes, first, cap):
     buckets = assign(sizes, ["f"] * len(sizes), (first, cap))
 
     assert [index for bucket in buckets for index in bucket] == list(range(len(sizes)))
@@ -147,9 +145,7 @@ EDITS = {
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("lag", [1.0, 1.3])
 @pytest.mark.parametrize("size", [(4_000_000, 2_000_000, 3_000_000, 900_000), (400_000,) * 4])
-def test_a_job_on_devices_takes_as_long_as_it_played_with_the_edit(
-    edit: str, lag: float, size: tuple[int, ...]
-) -> None:
+def test_a_job_on_devices_takes_as_long_as_it_played_with_the_edit(edit, lag, size):
     """The windows show kernels and who launched them: the computing stream stands for the training thread."""
     job = Job(size=size, lag=(1.0, lag))
     made = replay_of(job, play_on_devices(job).window)

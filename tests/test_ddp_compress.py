@@ -138,9 +138,7 @@ def test_behind_a_slow_link_the_codec_of_the_shortest_step_is_proposed(tmp_path:
         (replace(Job(), rate_of=(0.4, 1.0, 2.5)), 1e-9, "lossy", "a matter of scheduling, not of its size"),
     ],
 )
-def test_what_decides_against_compression_is_said(
-    tmp_path: Path, job: Job, cost: float, allow: str, reason: str
-) -> None:
+def test_what_decides_against_compression_is_said(tmp_path, job, cost, allow, reason):
     row = advice(tmp_path, job, cost, allow)
 
     assert isinstance(row, Refusal)

@@ -89,12 +89,9 @@ def test_a_deep_window_leaves_the_ledger_as_true_as_it_was():
 @pytest.mark.parametrize(("launches", "windows"), [(4, 1), (100, 0)])
 def test_no_second_window_opens_where_steps_stay_slower_and_none_where_launches_bound_them(launches, windows, tmp_path):
     device = {
-        "forward_ms": 0.3 + windows,
-        "backward_ms": 0.6 + 3 * windows,
-        "update_ms": 0.1 + windows,
-        "launches": launches,
+        "forward_ms": 0.3 + windows, "backward_ms": 0.6 + 3 * windows, "update_ms": 0.1 + windows, "launches": launches,
         "profiler": 0.5,
-    }
+    }  # fmt: skip
     loop = {"steps": 250 if windows else 150, "load_ms": 4 * windows}
     recorded_loop(tmp_path, {**device, "stays": 1.0 * windows}, loop, words=("--windows", "1"))
     run = Run.open(tmp_path / "run")

@@ -86,17 +86,11 @@ def test_the_elements_that_differ_are_counted(tmp_path_factory, elements):
 
 def test_names_dtypes_shapes_and_objects_that_differ_are_told_apart(tmp_path):
     first = {
-        "gone": torch.zeros(2),
-        "dtype": torch.zeros(2),
-        "shape": torch.zeros(2),
-        "nan": torch.tensor([float("nan")]),
-    }
+        "gone": torch.zeros(2), "dtype": torch.zeros(2), "shape": torch.zeros(2), "nan": torch.tensor([float("nan")]),
+    }  # fmt: skip
     second = {
-        "new": torch.zeros(2),
-        "dtype": torch.zeros(2).half(),
-        "shape": torch.zeros(3),
-        "nan": first["nan"].clone(),
-    }
+        "new": torch.zeros(2), "dtype": torch.zeros(2).half(), "shape": torch.zeros(3), "nan": first["nan"].clone(),
+    }  # fmt: skip
     a = write_checkpoint(tmp_path / "a", 1, first, objects={"lr": 0.1, "same": [1]})
     b = write_checkpoint(tmp_path / "b", 1, second, objects={"lr": 0.2, "same": [1]})
 

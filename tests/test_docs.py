@@ -36,13 +36,10 @@ def answer(command: str, folder: Path) -> str:
     assert name == "headway", f"the documents run only headway, not {name}"
     environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "TERM")}
     process = subprocess.run(
-        [sys.executable, "-m", "headway.cli", *arguments],
-        cwd=folder,
+        [sys.executable, "-m", "headway.cli", *arguments], cwd=folder,
         env={**environment, "PYTHONPATH": python_path(ROOT), "NO_COLOR": "1", "PYTHONIOENCODING": "utf-8"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
     assert process.returncode in (0, 3), process.stderr
     return "\n".join(line.rstrip() for line in process.stdout.strip("\n").splitlines())
 

@@ -51,13 +51,9 @@ def test_a_host_without_memory_shared_memory_and_ptrace_is_found_out(tmp_path, m
     bad = {finding.name for finding in check(root, {"OMP_NUM_THREADS": "64"}) if not finding.ok}
 
     assert {
-        "available memory",
-        "memory left in the cgroup",
-        "ptrace scope",
-        "shared memory (/dev/shm)",
-        "OMP_NUM_THREADS x ranks",
-        "run delay (/proc/self/schedstat)",
-    } <= bad
+        "available memory", "memory left in the cgroup", "ptrace scope", "shared memory (/dev/shm)",
+        "OMP_NUM_THREADS x ranks", "run delay (/proc/self/schedstat)",
+    } <= bad  # fmt: skip
 
 
 def test_a_cgroup_of_the_first_kind_is_read_too(tmp_path):

@@ -52,19 +52,12 @@ def test_a_copied_tensor_has_memory_of_its_own(tensor):
 @pytest.mark.parametrize(
     ("left", "right"),
     [
-        (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
-        (torch.zeros(2), torch.zeros(1, 2)),
-        (torch.tensor(0.0), torch.tensor(-0.0)),
-        (torch.zeros(2, 3), torch.zeros(3, 2).t()),
-        (0.0, -0.0),
-        (1, 1.0),
-        (1, True),
-        ([1], (1,)),
-        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
-        (np.zeros(2), np.zeros(2, dtype=np.float32)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float64)), (torch.zeros(2), torch.zeros(1, 2)),
+        (torch.tensor(0.0), torch.tensor(-0.0)), (torch.zeros(2, 3), torch.zeros(3, 2).t()), (0.0, -0.0), (1, 1.0),
+        (1, True), ([1], (1,)), ({"a": 1, "b": 2}, {"b": 2, "a": 1}), (np.zeros(2), np.zeros(2, dtype=np.float32)),
         (lambda: 1, lambda: 1),
     ],
-)
+)  # fmt: skip
 def test_what_differs_in_type_order_or_bits_is_not_equal(left, right):
     assert not equal(left, right)
 

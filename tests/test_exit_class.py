@@ -31,14 +31,10 @@ def raised(*lines: str) -> str:
 
 
 OUTCOMES = st.builds(
-    RankEnd,
-    rank=st.integers(0, 7),
-    code=st.sampled_from([0, 1, 2, -6, -9, -11, -15]),
-    end_ns=st.integers(0, 100),
+    RankEnd, rank=st.integers(0, 7), code=st.sampled_from([0, 1, 2, -6, -9, -11, -15]), end_ns=st.integers(0, 100),
     stderr=st.sampled_from(["", raised("ValueError: x"), raised(GLOO), TEARDOWN, raised("MemoryError")]),
-    traceback_ns=st.none() | st.integers(0, 100),
-    told=st.booleans(),
-)
+    traceback_ns=st.none() | st.integers(0, 100), told=st.booleans(),
+)  # fmt: skip
 
 
 @given(st.lists(OUTCOMES, max_size=6))

@@ -11,23 +11,15 @@ ERROR = "ValueError: bad row"
 PLENTY = RecoveryLimits(restarts_left=9)
 
 failures = st.builds(
-    Seen,
-    cls=st.sampled_from(["user", "oom", "hang", "infra", "preempted"]),
-    step=st.integers(0, 5),
-    checkpoint=st.none() | st.integers(0, 5),
-    error=st.sampled_from(["", ERROR, "KeyError: 'x'"]),
-    hosts=st.sampled_from([(), ("a",), ("b",), ("a", "b")]),
-    confidence=st.floats(0, 1),
+    Seen, cls=st.sampled_from(["user", "oom", "hang", "infra", "preempted"]), step=st.integers(0, 5),
+    checkpoint=st.none() | st.integers(0, 5), error=st.sampled_from(["", ERROR, "KeyError: 'x'"]),
+    hosts=st.sampled_from([(), ("a",), ("b",), ("a", "b")]), confidence=st.floats(0, 1),
     action=st.sampled_from(list(ACTIONS)),
-)
+)  # fmt: skip
 limits = st.builds(
-    RecoveryLimits,
-    restarts_left=st.integers(0, 3),
-    standbys=st.integers(0, 2),
-    spare_hosts=st.integers(0, 2),
-    updated=st.booleans(),
-    can_replay=st.booleans(),
-)
+    RecoveryLimits, restarts_left=st.integers(0, 3), standbys=st.integers(0, 2), spare_hosts=st.integers(0, 2),
+    updated=st.booleans(), can_replay=st.booleans(),
+)  # fmt: skip
 
 
 @given(incident=failures, history=st.lists(failures, max_size=5), allowed=limits)

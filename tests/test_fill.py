@@ -16,9 +16,7 @@ def job(chunks: list[tuple[int, int]], samples: int = 1) -> FillJob:
 
 
 @given(st.lists(st.tuples(TIMES, st.integers(0, 3)), min_size=1, max_size=5), TIMES, TIMES, st.integers(0, 3))
-def test_a_plan_does_what_packing_chunk_by_chunk_does(
-    chunks: list[tuple[int, int]], outer: int, inner: int, free: int
-) -> None:
+def test_a_plan_does_what_packing_chunk_by_chunk_does(chunks, outer, inner, free):
     gaps = [PipelineBubble(0, 0, outer, LARGE[0]), PipelineBubble(0, 50, inner, LARGE[1])]
     [row] = fit_fill(job(chunks), gaps, {LARGE[0]: 3, LARGE[1]: free})
     steps, at, used, stuck = 60 * len(chunks), 0, 0, False

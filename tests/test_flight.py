@@ -20,24 +20,12 @@ from headway.trace.readers import flight
 from tests.paths import GOLDEN
 
 ENTRY = {
-    "record_id": 5,
-    "pg_id": 0,
-    "process_group": ("0", "default_pg"),
-    "collective_seq_id": 6,
-    "p2p_seq_id": 2,
-    "op_id": 9,
-    "profiling_name": "nccl:all_reduce",
-    "time_created_ns": 1_700_000_000_000_000_001,
-    "input_sizes": [[3, 4]],
-    "input_dtypes": ["Float"],
-    "output_sizes": [[3, 4]],
-    "output_dtypes": ["Float"],
-    "state": "completed",
-    "time_discovered_started_ns": 1_700_000_000_000_000_101,
-    "time_discovered_completed_ns": 1_700_000_000_000_000_601,
-    "retired": True,
-    "is_p2p": False,
-}
+    "record_id": 5, "pg_id": 0, "process_group": ("0", "default_pg"), "collective_seq_id": 6, "p2p_seq_id": 2,
+    "op_id": 9, "profiling_name": "nccl:all_reduce", "time_created_ns": 1_700_000_000_000_000_001,
+    "input_sizes": [[3, 4]], "input_dtypes": ["Float"], "output_sizes": [[3, 4]], "output_dtypes": ["Float"],
+    "state": "completed", "time_discovered_started_ns": 1_700_000_000_000_000_101,
+    "time_discovered_completed_ns": 1_700_000_000_000_000_601, "retired": True, "is_p2p": False,
+}  # fmt: skip
 """An entry as version 2.x writes it for NCCL."""
 
 
@@ -91,16 +79,9 @@ def test_a_number_is_its_own_group_and_a_name_never_meets_one():
 
 def test_what_a_finished_nccl_entry_says():
     assert first(ENTRY) == {
-        "rank": 4,
-        "name": "nccl:all_reduce",
-        "kind": "COLL",
-        "lane": "default_pg completed, retired",
-        "start_ns": 1_700_000_000_000_000_101,
-        "duration_ns": 500,
-        "group": 0,
-        "seq": 6,
-        "bytes": 48,
-    }
+        "rank": 4, "name": "nccl:all_reduce", "kind": "COLL", "lane": "default_pg completed, retired",
+        "start_ns": 1_700_000_000_000_000_101, "duration_ns": 500, "group": 0, "seq": 6, "bytes": 48,
+    }  # fmt: skip
 
 
 def test_a_measured_duration_wins():

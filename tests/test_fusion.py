@@ -26,9 +26,7 @@ times = st.integers(0, 10**6)
 
 
 @given(sync=times, before=times, now=times, saved=times)
-def test_operations_are_fused_when_compute_saved_exceeds_the_sync_delayed(
-    sync: int, before: int, now: int, saved: int
-) -> None:
+def test_operations_are_fused_when_compute_saved_exceeds_the_sync_delayed(sync, before, now, saved):
     assume(saved <= now)
     # Two producers of two gradients, the second of which syncs in no time: end of both, apart and fused.
     apart = max(before + sync, before + now)
@@ -41,9 +39,7 @@ def test_operations_are_fused_when_compute_saved_exceeds_the_sync_delayed(
 
 
 @given(ready=times, gap=times, sizes=st.tuples(times, times), latency=st.integers(0, 10**5))
-def test_gradients_are_fused_exactly_when_both_are_through_sooner(
-    ready: int, gap: int, sizes: tuple[int, int], latency: int
-) -> None:
+def test_gradients_are_fused_exactly_when_both_are_through_sooner(ready, gap, sizes, latency):
     def sync(size: int) -> int:
         return latency + size
 
@@ -72,9 +68,7 @@ def linear_parts(num_bytes: float, *, fast_s_per_byte: float, slow_latency_s: fl
     num_bytes=st.integers(10**4, 10**8), push=st.floats(1e8, 1e10), pull=st.floats(1e8, 1e10),
     latency=st.floats(1e-6, 1e-4),
 )  # fmt: skip
-def test_the_closed_form_of_k_is_the_best_number_of_parts_of_two_hops(
-    num_bytes: int, push: float, pull: float, latency: float
-) -> None:
+def test_the_closed_form_of_k_is_the_best_number_of_parts_of_two_hops(num_bytes, push, pull, latency):
     links = [LinkSpec("hop", rate, latency, "made up") for rate in (push, pull)]
     network = Network("parameter_server", 1, links[0], num_servers=1, pull_link=links[1])
 
@@ -96,9 +90,7 @@ def test_a_ring_is_never_cut_because_it_fills_its_links_already(num_bytes: int, 
     backward=st.lists(st.integers(0, 10**6), min_size=8, max_size=8),
     ranks=st.integers(1, 5),
 )
-def test_the_buckets_that_are_through_soonest_are_the_best_of_all_on_a_ring(
-    sizes: list[int], backward: list[int], ranks: int
-) -> None:
+def test_the_buckets_that_are_through_soonest_are_the_best_of_all_on_a_ring(sizes, backward, ranks):
     network = Network("ring", ranks, LinkSpec("wire", 1e9, 2e-5, "made up"))
     blocks = [Block((1,), (t,), (size,)) for size, t in zip(sizes, backward, strict=False)]
     step = TrainingStep.of(profile_of(blocks), network)

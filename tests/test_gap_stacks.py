@@ -77,16 +77,6 @@ def test_the_loop_is_the_deepest_frame_shared_with_an_update():
     assert found["log"]["line"].startswith("test_gap_stacks.py:")
 
 
-def test_no_sample_is_taken_outside_of_the_gap_or_inside_a_probe():
-    gap = GapStacks()
-    gap._trainer[0] = threading.get_ident()
-    update(gap)
-    forward(gap, 1)
-    gap._sample(1_000)
-
-    assert gap.report() == []
-
-
 def test_no_sample_is_taken_in_headways_own_work(tmp_path):
     seen = []
 

@@ -228,31 +228,6 @@ def test_ten_thousand_steps_keep_their_slowest_bar() -> None:
     assert text.count("<title>step ") <= 300
 
 
-def test_the_file_is_replaced_in_one_act(tmp_path: Path) -> None:
-    target = tmp_path / "report.html"
-    target.write_text("old")
-
-    write_report(demo_report(), target)
-
-    assert target.read_text(encoding="utf-8").startswith("<!doctype html>")
-    assert list(tmp_path.iterdir()) == [target]
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tmp_path / "report.html"
-    target.write_text("old")
-
-    def full_disk(draft: Path, other: Path) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr("os.replace", full_disk)
-    with pytest.raises(OSError, match="no space left"):
-        write_report(demo_report(), target)
-
-    assert target.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [target]
-
-
 def test_a_report_needs_a_folder(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"absent does not exist. Create it first"):
         write_report(demo_report(), tmp_path / "absent" / "report.html")

@@ -163,12 +163,8 @@ def test_a_handlers_exception_at_any_moment_of_a_recorded_step_reaches_the_scrip
         step()
         counted, probes = session.probes.steps[0] - start, session.probes
         open_state = (
-            probes.forwarding[0],
-            probes.stepping[0],
-            probes.fetching[0],
-            probes.garbage.called,
-            probes.inside,
-        )
+            probes.forwarding[0], probes.stepping[0], probes.fetching[0], probes.garbage.called, probes.inside,
+        )  # fmt: skip
     assert num_moments > 100
     assert (lost, failed, counted) == ([], {}, 2)
     assert open_state == (False, False, False, 0, set())

@@ -42,12 +42,8 @@ def losses(output: str) -> list[str]:
 def environment(tmp_path, **more: str) -> dict[str, str]:
     names = {k: v for k, v in os.environ.items() if not k.startswith("HEADWAY")}
     return {
-        **names,
-        "OMP_NUM_THREADS": "1",
-        "JOB_OUT": str(tmp_path),
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        **more,
-    }
+        **names, "OMP_NUM_THREADS": "1", "JOB_OUT": str(tmp_path), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **more,
+    }  # fmt: skip
 
 
 @cache

@@ -123,7 +123,6 @@ def test_no_memory_of_a_state_is_held():
     gc.collect()
 
     assert lives() is None
-    assert not any(torch.is_tensor(value) for part in cut._parts for value in part)
 
 
 def _kept_on_this_rank():

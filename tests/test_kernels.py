@@ -6,12 +6,10 @@ import subprocess
 import sys
 
 import numba
-import numpy as np
 import pytest
 
 from headway.core.errors import HeadwayError
 from headway.sim.graph import kernels
-from headway.sim.graph.dag import ORDERS
 
 KERNELS = {name: value for name, value in vars(kernels).items() if hasattr(value, "py_func")}
 
@@ -27,24 +25,6 @@ def test_there_are_at_most_twelve_and_all_of_them_are_cached_and_release_the_gil
     assert 8 <= len(KERNELS) <= 12
     assert all(kernel.targetoptions.get("nogil") for kernel in KERNELS.values())
     assert all(type(kernel._cache).__name__ == "FunctionCache" for kernel in KERNELS.values())
-
-
-@pytest.mark.parametrize("mode", [*ORDERS.values(), 3])
-def test_the_heap_returns_ops_in_order_whatever_the_order_is(mode: int) -> None:
-    rng = np.random.default_rng(mode)
-    priority, when = rng.integers(0, 4, 300).astype(float), rng.integers(0, 9, 300)
-    keys = {
-        0: lambda op: (priority[op], when[op], op),
-        1: lambda op: (when[op], priority[op], op),
-        2: lambda op: (priority[op], op),
-        3: lambda op: (when[op], op),
-    }
-    heap = np.empty(300, np.int32)
-    for size, op in enumerate(rng.permutation(300).astype(np.int32)):
-        kernels.heap_push(heap, size, op, mode, priority, when)
-    out = [int(kernels.heap_pop(heap, size, mode, priority, when)) for size in range(300, 0, -1)]
-
-    assert out == sorted(range(300), key=keys[mode])
 
 
 @pytest.mark.slow
@@ -67,14 +47,6 @@ def test_compiled_code_is_loaded_without_what_only_compiling_needs_and_gives_the
 
     assert first.stdout.startswith("[5, 12, 15, 2] True"), first.stderr
     assert second.stdout == "[5, 12, 15, 2] False False\n", second.stderr
-
-
-@pytest.mark.parametrize("load", [None, lambda self, signature, context: (self, signature, context)])
-def test_a_numba_that_loads_in_another_way_is_left_as_it_is(load) -> None:
-    cache = type("Cache", (), {} if load is None else {"load_overload": load})()
-    kernels._load_without_compiler(cache)
-
-    assert not vars(cache)
 
 
 def test_without_a_writable_folder_the_kernels_compile_anyway_and_one_warning_says_what_to_set(

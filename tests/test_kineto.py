@@ -5,7 +5,6 @@ import json
 import random
 from decimal import Decimal
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,15 +23,9 @@ from tests.paths import shared
 from tests.traces_made import profile, span
 
 FILES = (
-    "cpu_only",
-    "cuda_event_sync",
-    "nccl_data",
-    "ns_resolution",
-    "rocm_mi250",
-    "sampled_rank-0",
-    "sampled_rank-1",
+    "cpu_only", "cuda_event_sync", "nccl_data", "ns_resolution", "rocm_mi250", "sampled_rank-0", "sampled_rank-1",
     "trace_diff_control",
-)
+)  # fmt: skip
 """The public profiler traces beside the checkout."""
 
 
@@ -95,18 +88,14 @@ def test_the_union_counts_each_nanosecond_once(events):
 tricky = st.sampled_from(['}, {"ph": "X"', '"traceEvents": [', "a\\b", "},\n{", "é", "[", 'end"}]}', "aten::mm"])
 made_events = st.lists(
     st.builds(
-        span,
-        name=tricky | st.text(max_size=5),
-        start_us=st.integers(0, 99),
-        duration_us=st.integers(0, 9),
+        span, name=tricky | st.text(max_size=5), start_us=st.integers(0, 99), duration_us=st.integers(0, 9),
         lane=st.tuples(st.integers(1, 2), st.integers(1, 2)),
         cat=st.sampled_from(["cpu_op", "kernel", "cuda_runtime", "user_annotation", "strange"]),
-        correlation=st.integers(0, 3),
-        nested=st.just([{"ph": "X", "name": 1}, {"ph": 2}]),
+        correlation=st.integers(0, 3), nested=st.just([{"ph": "X", "name": 1}, {"ph": 2}]),
     ),
     min_size=1,
     max_size=8,
-)
+)  # fmt: skip
 
 
 @given(events=made_events, size=st.integers(1, 60), indent=st.sampled_from([None, 0, 2]), array=st.booleans())
@@ -326,13 +315,10 @@ def test_corr_links_launches_ops_and_arrows_without_mixing_them():
     forward, backward = span("mm", 0, 1, **{"External id": 3}), span("MmBackward", 5, 1, lane=(1, 2))
     arrow = {"cat": "fwdbwd", "name": "fwdbwd", "id": 3}
     trace = of(
-        forward,
-        backward,
-        span("cudaLaunchKernel", 0, 1, cat="cuda_runtime", correlation=3),
-        span("add", 2, 1, **{"external id": 3}),
-        arrow | {"ph": "s", "pid": 1, "tid": 1, "ts": 0},
+        forward, backward, span("cudaLaunchKernel", 0, 1, cat="cuda_runtime", correlation=3),
+        span("add", 2, 1, **{"external id": 3}), arrow | {"ph": "s", "pid": 1, "tid": 1, "ts": 0},
         arrow | {"ph": "f", "pid": 1, "tid": 2, "ts": 5, "bp": "e"},
-    )
+    )  # fmt: skip
 
     assert trace.events["corr"].tolist() == [FORWARD + 3, FORWARD + 3, 3, -1]
     assert of(span("a", 0, 1, **{"external id": 8})).events["corr"].tolist() == [OP + 8]
@@ -350,18 +336,10 @@ def test_arrows_stand_in_for_missing_correlation_ids():
 
 
 COLLECTIVE = {
-    "Collective name": "allreduce",
-    "dtype": "BFloat16",
-    "In msg nelems": 100,
-    "Out msg nelems": 800,
-    "Process Group Name": "3",
-    "Process Group Description": "tp",
-    "Process Group Ranks": "[8, 9, 10, ...]",
-    "Global rank start": 8,
-    "Global rank stride": 1,
-    "Group size": 8,
-    "Seq": 41,
-}
+    "Collective name": "allreduce", "dtype": "BFloat16", "In msg nelems": 100, "Out msg nelems": 800,
+    "Process Group Name": "3", "Process Group Description": "tp", "Process Group Ranks": "[8, 9, 10, ...]",
+    "Global rank start": 8, "Global rank stride": 1, "Group size": 8, "Seq": 41,
+}  # fmt: skip
 """What record_param_comms says; long rank lists are cut by torch."""
 
 
@@ -494,18 +472,3 @@ def test_bad_text_is_named_with_its_place(text, message):
 
 
 # End to end.
-
-
-def test_a_profile_becomes_parquet_and_comes_back(tmp_path: Path):
-    trace = Trace.open(shared("kineto/sampled_rank-0.json.gz"))
-    trace.save(tmp_path / "a.parquet")
-
-    assert Trace.open(tmp_path / "a.parquet") == trace
-
-
-def test_two_ranks_are_merged_into_one_trace():
-    trace = Trace.open([shared("kineto/sampled_rank-0.json.gz"), shared("kineto/sampled_rank-1.json.gz")])
-
-    assert set(trace.events["rank"].tolist()) == {0, 1}
-    assert len(trace) == 4811 + 4676
-    assert len(trace.meta["coverage"]["parts"]) == 2

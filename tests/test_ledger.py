@@ -42,14 +42,10 @@ def makers(draw: st.DrawFn) -> RunMaker:
         )
     }  # fmt: skip
     return RunMaker(
-        ranks=draw(st.integers(1, 4)),
-        steps=draw(st.integers(1, 12)),
-        num_workers=draw(st.integers(0, 3)),
-        prefetch_factor=draw(st.integers(1, 3)),
-        epoch_steps=draw(st.sampled_from([None, 1, 4])),
-        load_ns=draw(st.sampled_from([0, 7 * MS])),
-        **costs,
-    )
+        ranks=draw(st.integers(1, 4)), steps=draw(st.integers(1, 12)), num_workers=draw(st.integers(0, 3)),
+        prefetch_factor=draw(st.integers(1, 3)), epoch_steps=draw(st.sampled_from([None, 1, 4])),
+        load_ns=draw(st.sampled_from([0, 7 * MS])), **costs,
+    )  # fmt: skip
 
 
 def without_blame(sub_ns: dict[str, int]) -> dict[str, int]:

@@ -50,14 +50,10 @@ class Rows:
 PROCESSES = {"num_workers": 2, "timeout": 20}
 THREADS = {"num_workers": 2, "workers": "threads"}
 OPTIONS = {
-    "none": {},
-    "processes": PROCESSES,
-    "kept processes": {**PROCESSES, "persistent_workers": True},
-    "threads": THREADS,
-    "kept threads": {**THREADS, "persistent_workers": True},
-    "cache": {**THREADS, "cache_bytes": 1 << 20},
+    "none": {}, "processes": PROCESSES, "kept processes": {**PROCESSES, "persistent_workers": True}, "threads": THREADS,
+    "kept threads": {**THREADS, "persistent_workers": True}, "cache": {**THREADS, "cache_bytes": 1 << 20},
     "server": {"server": "auto", "timeout": 20},
-}
+}  # fmt: skip
 KINDS = [*OPTIONS, "pipeline", "partitioned", "fleet"]
 
 

@@ -23,12 +23,9 @@ READS = mmap.mmap(-1, 4096)
 
 SIZE = 4000
 MODES = [
-    {},
-    {"num_workers": 2},
-    {"num_workers": 2, "persistent_workers": True},
-    {"num_workers": 2, "workers": "threads"},
+    {}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}, {"num_workers": 2, "workers": "threads"},
     {"num_workers": 3, "workers": "threads", "persistent_workers": True},
-]
+]  # fmt: skip
 
 
 class Counted(Sized):

@@ -83,9 +83,7 @@ def found(about: str | None, *, later: bool = False) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("about", "expected"), [(None, set()), ("reading", {*RULES} - {"cache"}), ("dataset", {*RULES})]
 )
-def test_what_a_remedy_found_of_a_dataset_holds_for_the_others(
-    about: str | None, expected: set[str], later: bool
-) -> None:
+def test_what_a_remedy_found_of_a_dataset_holds_for_the_others(about, expected, later):
     loaders = {group: {"dataset": name, "sampler": "RandomSampler"} for group, name in (("0", "D"), ("1", "E"))}
     facts = RunFacts.of({"loaders": loaders, "applied": found(about, later=later)})
     ours, other = facts.effective_loaders.values()

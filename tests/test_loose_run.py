@@ -50,9 +50,7 @@ def run(folder: Path, *arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.slow  # starts two ranks that import torch
-def test_an_unmodified_script_synchronises_loosely_and_says_what_each_travel_lost(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unmodified_script_synchronises_loosely_and_says_what_each_travel_lost(tmp_path, capsys):
     code, said = run(tmp_path)
 
     assert code == 0, said
@@ -115,9 +113,7 @@ def trained(way: str) -> tuple[list[float], list[str]]:
 @pytest.mark.parametrize(
     ("way", "says"), [("dgc:0.1", "is Adam"), ("two optimizers", "two optimizers hold"), ("hook", "hook of its own")]
 )
-def test_a_script_that_does_not_suit_is_given_its_all_reduce_back_and_its_replicas_are_equal(
-    way: str, says: str
-) -> None:
+def test_a_script_that_does_not_suit_is_given_its_all_reduce_back_and_its_replicas_are_equal(way, says):
     (first, reasons), (second, _) = on_ranks(trained, 2, way)
 
     assert first == second

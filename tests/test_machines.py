@@ -39,11 +39,8 @@ def fleet(seed: int, slow: dict[int, float], *, hosts: int = FLEET_HOSTS, noise:
     duration = 1e8 * work * factor[rank // RANKS_PER_HOST] * np.exp(noise * rng.standard_normal(len(rank)))
     where = {r: {"pp": r // RANKS_PER_HOST % 4, "host": f"h{r // RANKS_PER_HOST:04}"} for r in ranks.tolist()}
     columns = {
-        "rank": rank,
-        "name": backward,
-        "duration_ns": duration.astype(np.int64),
-        "step": 1 + np.arange(len(rank)),
-    }
+        "rank": rank, "name": backward, "duration_ns": duration.astype(np.int64), "step": 1 + np.arange(len(rank)),
+    }  # fmt: skip
     return Trace.from_columns(columns, names=["segment.forward", "segment.backward"], ranks=where)
 
 

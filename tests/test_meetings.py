@@ -30,16 +30,9 @@ def own(rows: list[dict]) -> Trace:
     """Return rows of headway's own recorder: name is 'comm.send' and the like, by number."""
     names = ["comm.collective", "comm.wait", "comm.send", "comm.recv", "comm.init", "segment.backward"]
     blank = {
-        "rank": 0,
-        "start_ns": 0,
-        "duration_ns": 10,
-        "name": 0,
-        "kind": KIND["COLL"],
-        "group": 0,
-        "seq": 0,
-        "peer": -1,
+        "rank": 0, "start_ns": 0, "duration_ns": 10, "name": 0, "kind": KIND["COLL"], "group": 0, "seq": 0, "peer": -1,
         "corr": 0,
-    }
+    }  # fmt: skip
     rows = [{**blank, **row} for row in rows]
     return Trace.from_columns({key: [row[key] for row in rows] for key in blank}, names=names)
 
@@ -52,12 +45,9 @@ def members(trace: Trace) -> list[list[int]]:
 
 @pytest.mark.slow
 @given(
-    ranks=st.integers(2, 5),
-    count=st.integers(1, 6),
-    numbered=st.booleans(),
-    seed=st.integers(0, 99),
+    ranks=st.integers(2, 5), count=st.integers(1, 6), numbered=st.booleans(), seed=st.integers(0, 99),
     apart=st.integers(-(10**15), 10**15),
-)
+)  # fmt: skip
 def test_calls_meet_whatever_the_order_of_rows_and_the_clocks(ranks, count, numbered, seed, apart):
     rng = np.random.default_rng(seed)
     rows = [

@@ -29,9 +29,7 @@ shardings = st.builds(
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
 @given(sharding=shardings, microbatch_size=st.integers(1, 8))
-def test_memory_grows_with_the_micro_batch_and_shrinks_with_sharing(
-    precision: str, sharding: Sharding, microbatch_size: int
-) -> None:
+def test_memory_grows_with_the_micro_batch_and_shrinks_with_sharing(precision, sharding, microbatch_size):
     def peak(change: dict, size: int = microbatch_size) -> float:
         arrangement = dataclasses.replace(sharding, **change)
         return training_memory(GPT_175B, arrangement, microbatch_size=size, precision=precision).peak_bytes

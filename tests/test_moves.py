@@ -22,9 +22,7 @@ def chain(*sizes: float) -> TrainingStep:
 
 
 @given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=30), cap=st.integers(1, 60))
-def test_every_bucket_but_the_last_has_reached_its_size_and_none_before_its_last_gradient(
-    sizes: list[int], cap: int
-) -> None:
+def test_every_bucket_but_the_last_has_reached_its_size_and_none_before_its_last_gradient(sizes, cap):
     step = bucket_by_size(chain(*sizes), cap * MIB)
     held, last = step.bucket_bytes(), step.gradient_bytes()[step.bucket_ends()]
 

@@ -179,18 +179,12 @@ def test_the_verb_prints_the_mesh_the_map_and_the_table():
 @pytest.mark.parametrize(
     "options",
     [
-        "--units 64 --tp 8",
-        "--tp 8 --reduced 7",
-        "--units 64 --heads 8 --kv-heads 2 --tp 8 --reduced 7",
-        "--heads 10 --kv-heads 4 --tp 8 --reduced 7",
-        "--units 64 --tp 8,4 --reduced 7",
-        "--units 64 --tp eight --reduced 7",
-        "--table --tp 8 --devices 64",
-        "--table --tp 8 --devices 64 --failed 1 --units 64",
-        "--units 64 --tp 8 --reduced 7 --devices 64",
-        "--tp 8 --lost 3",
-        "--tp 8 --dp 2 --lost third",
+        "--units 64 --tp 8", "--tp 8 --reduced 7", "--units 64 --heads 8 --kv-heads 2 --tp 8 --reduced 7",
+        "--heads 10 --kv-heads 4 --tp 8 --reduced 7", "--units 64 --tp 8,4 --reduced 7",
+        "--units 64 --tp eight --reduced 7", "--table --tp 8 --devices 64",
+        "--table --tp 8 --devices 64 --failed 1 --units 64", "--units 64 --tp 8 --reduced 7 --devices 64",
+        "--tp 8 --lost 3", "--tp 8 --dp 2 --lost third",
     ],
-)
+)  # fmt: skip
 def test_options_that_contradict_each_other_end_with_exit_code_2(options):
     assert refusal("parallel", "ntp", *options.split())

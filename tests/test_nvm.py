@@ -29,12 +29,9 @@ rows = st.lists(
 
 def small(design: NvmDesign) -> NvmDesign:
     return NvmDesign(
-        design.protection,
-        line_checksums=design.line_checksums,
-        caches_redundancy=design.caches_redundancy,
-        keeps_diffs=design.keeps_diffs,
-        memory=SMALL,
-    )
+        design.protection, line_checksums=design.line_checksums, caches_redundancy=design.caches_redundancy,
+        keeps_diffs=design.keeps_diffs, memory=SMALL,
+    )  # fmt: skip
 
 
 @given(rows)

@@ -189,12 +189,9 @@ def test_what_cannot_be_measured_is_one_message_and_exit_code_2(arguments, messa
 
 
 @given(
-    way=st.sampled_from(["ag", "rs"]),
-    ranks=st.integers(2, 8),
-    form=st.sampled_from(["ring:W", "ring:2W"]),
-    matmul_s=st.floats(1e-3, 1),
-    collective_s=st.floats(1e-3, 1),
-)
+    way=st.sampled_from(["ag", "rs"]), ranks=st.integers(2, 8), form=st.sampled_from(["ring:W", "ring:2W"]),
+    matmul_s=st.floats(1e-3, 1), collective_s=st.floats(1e-3, 1),
+)  # fmt: skip
 def test_the_replay_of_a_ring_is_the_closed_form_of_equal_chunks(way, ranks, form, matmul_s, collective_s) -> None:
     replayed = overlapped_s(MatmulShape(way, 64, 64, 64), form, ranks, matmul_s, collective_s)
     # Matmuls one after the other, or all transfers beside all but one chunk's matmul.

@@ -15,21 +15,14 @@ from headway.core.files.planfile import ALLOWANCES
 from headway.core.remedies import Count, Flag, Names, Positive, Size, Sizes, record_at
 
 GOOD = {
-    Count: [0, 3],
-    Size: [1, 10**9],
-    Positive: [0.5, 25],
-    Flag: [True, False],
-    Sizes: [[25], [1, 0.5]],
+    Count: [0, 3], Size: [1, 10**9], Positive: [0.5, 25], Flag: [True, False], Sizes: [[25], [1, 0.5]],
     Names: [[], ["D"]],
-}
+}  # fmt: skip
 BAD = {
-    Count: [-1, 1.5, 2.0, True, "2", [2]],
-    Size: [0, 2.5, False, "1"],
-    Positive: [0, -1.0, float("nan"), float("inf"), True, "25"],
-    Flag: [0, 1, "true"],
-    Names: ["D", [1]],
+    Count: [-1, 1.5, 2.0, True, "2", [2]], Size: [0, 2.5, False, "1"],
+    Positive: [0, -1.0, float("nan"), float("inf"), True, "25"], Flag: [0, 1, "true"], Names: ["D", [1]],
     Sizes: [[], [0], [1, "2"], [True], 25, "25"],
-}
+}  # fmt: skip
 REQUIRED = {
     "data.cache": {"bytes": 1}, "comm.bucket": {"bucket_mb": 1}, "comm.compress": {"codec": "sign"},
     "comm.overlap": {"shapes": {"8x8x8": "ring:W"}},

@@ -38,20 +38,15 @@ def test_an_event_takes_about_ten_bytes(tmp_path):
     n = 100_000
     trace = Trace.from_columns(
         {
-            "rank": np.full(n, 3),
-            "step": np.arange(n) // 50,
-            "kind": rng.integers(0, 10, n),
-            "name": rng.integers(0, 60, n),
-            "lane": rng.integers(0, 4, n),
+            "rank": np.full(n, 3), "step": np.arange(n) // 50, "kind": rng.integers(0, 10, n),
+            "name": rng.integers(0, 60, n), "lane": rng.integers(0, 4, n),
             "start_ns": 10**18 + np.cumsum(rng.integers(500, 40_000, n)),
-            "duration_ns": rng.lognormal(9, 1.5, n).astype(np.int64),
-            "group": rng.integers(-1, 3, n),
-            "seq": np.arange(n) // 3,
-            "corr": np.arange(n) // 2,
+            "duration_ns": rng.lognormal(9, 1.5, n).astype(np.int64), "group": rng.integers(-1, 3, n),
+            "seq": np.arange(n) // 3, "corr": np.arange(n) // 2,
         },
         names=[f"op {i}" for i in range(60)],
         lanes=["main", "stream 7", "stream 20", "loader/0"],
-    )
+    )  # fmt: skip
 
     trace.save(tmp_path / "a.parquet")
 

@@ -165,11 +165,8 @@ def test_a_cost_that_is_no_number_names_its_layer(text, message, tmp_path):
 
 def test_graphs_and_topologies_that_cannot_be_are_refused():
     costs = {
-        "forward_s": (1.0,) * 3,
-        "backward_s": (1.0,) * 3,
-        "output_bytes": (1.0,) * 3,
-        "parameter_bytes": (9.0,) * 3,
-    }
+        "forward_s": (1.0,) * 3, "backward_s": (1.0,) * 3, "output_bytes": (1.0,) * 3, "parameter_bytes": (9.0,) * 3,
+    }  # fmt: skip
     with pytest.raises(InputError, match="layer c has no edge"):
         LayerGraph(("a", "b", "c"), **costs, edges=((0, 1),))
     with pytest.raises(InputError, match="layers a -> b feed each other"):

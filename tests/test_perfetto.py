@@ -102,11 +102,8 @@ def test_rows_that_overlap_without_nesting_get_a_further_track(tmp_path):
     rows = Viewer(tmp_path / "a.pftrace").rows
 
     assert sorted((track, begin) for _, track, begin, *_ in rows) == [
-        ("main", 0),
-        ("main", 7),
-        ("main", 20),
-        ("main (2)", 5),
-    ]
+        ("main", 0), ("main", 7), ("main", 20), ("main (2)", 5),
+    ]  # fmt: skip
 
 
 def test_words_are_written_once_and_the_first_packet_clears_the_state(tmp_path):

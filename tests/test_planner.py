@@ -153,12 +153,6 @@ def test_memory_is_a_limit_for_one_and_for_all_together() -> None:
     assert "are free" in plan.refused[0].reason
 
 
-def test_what_is_only_predicted_is_never_chosen() -> None:
-    program, setup = PROGRAM
-
-    assert compose([proposal("a", "input=none", applies=False)], program, setup).chosen == ()
-
-
 @pytest.mark.parametrize("grant", ALLOWANCES)
 def test_a_change_of_results_needs_its_own_grant(grant: str) -> None:
     program, setup = PROGRAM
@@ -389,9 +383,7 @@ def test_a_remedy_in_force_is_proposed_again_only_where_other_parameters_win_mor
 
 
 @pytest.mark.parametrize(("speedup", "given", "again"), [(1.5, 8, False), (1.5, 4, True), (1.01, 4, False)])
-def test_the_same_parameters_are_refused_whatever_they_are_predicted_to_win(
-    speedup: float, given: int, again: bool
-) -> None:
+def test_the_same_parameters_are_refused_whatever_they_are_predicted_to_win(speedup, given, again):
     row = proposal("host.gc", speedup=speedup, parameters={"every_steps": 8})
 
     found = unless_in_force(row, {"every_steps": given, "more": 1})

@@ -35,15 +35,12 @@ def state(seed=0):
     made = torch.randn
     return {
         "model": {
-            "w": made(70, 30),
-            "b": made(5).to(torch.bfloat16),
-            "none": torch.empty(0, 3),
-            "n": torch.tensor(seed),
+            "w": made(70, 30), "b": made(5).to(torch.bfloat16), "none": torch.empty(0, 3), "n": torch.tensor(seed),
         },
         "view": made(40, 20).t(),
         "deep": [{"t": made(3)}, 4],
         "lr": 0.5 + seed,
-    }
+    }  # fmt: skip
 
 
 def flat(value, prefix=""):

@@ -108,14 +108,9 @@ def test_every_kind_of_call_is_recorded_once_with_group_number_and_size(tmp_path
 
     assert calls[0] == calls[1]
     assert calls[0] == [
-        ("all_reduce", 0, 0, 1024),
-        ("all_gather", 0, 1, 2048),
-        ("broadcast", 0, 2, 1024),
-        ("barrier", 0, 3, 0),
-        ("all_reduce", 0, 4, 1024),
-        ("all_gather_object", 0, 5, 0),
-        ("all_reduce", calls[0][-1][1], 0, 1024),
-    ]
+        ("all_reduce", 0, 0, 1024), ("all_gather", 0, 1, 2048), ("broadcast", 0, 2, 1024), ("barrier", 0, 3, 0),
+        ("all_reduce", 0, 4, 1024), ("all_gather_object", 0, 5, 0), ("all_reduce", calls[0][-1][1], 0, 1024),
+    ]  # fmt: skip
     assert [(row["b"], row["c"], row["d"]) for row in found[0]["comm.send"]] == [(0, 1024, 1), (1, 1024, 1)]
     assert [(row["b"], row["c"], row["d"]) for row in found[1]["comm.recv"]] == [(0, 1024, 0), (1, 1024, 0)]
     groups = json.loads((tmp_path / "run" / "tables" / "r1.json").read_text())["groups"]

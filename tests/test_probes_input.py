@@ -8,7 +8,6 @@ import random
 import sys
 import threading
 import time
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from headway.data import DataLoader as OwnLoader
 from headway.runtime.calls.probe_input import loader_facts
 from headway.runtime.script.batches import batch_bytes
-from headway.runtime.script.draws import _memory_tells
 from headway.runtime.script.run_delay import open_schedstat, read_delay
 from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.recording.assemble import loaders
@@ -334,36 +332,6 @@ def test_what_examples_draw_from_is_a_fact_of_their_loader(tmp_path, workers, da
     facts = loaders(tmp_path)["0"]
 
     assert (facts["draws"], facts["collate_draws"]) == (draws, collate_draws)
-
-
-class Counted(np.random.RandomState):
-    """A generator that notes which process constructs it."""
-
-    made: ClassVar[list[int]] = []
-
-    def __init__(self, seed):
-        self.made.append(os.getpid())
-        super().__init__(seed)
-
-
-class MadeHere(Sized):
-    """Each example says how many `Counted` the process has constructed that reads it."""
-
-    size = 4
-
-    def __getitem__(self, index):
-        return Counted.made.count(os.getpid())
-
-
-def test_how_generators_are_read_is_proven_once_and_not_in_each_worker(tmp_path, monkeypatch):
-    _memory_tells.cache_clear()
-    monkeypatch.setattr(np.random, "RandomState", Counted)
-    monkeypatch.setattr(Counted, "made", [])
-    with recording(tmp_path):
-        read = [made for batch in DataLoader(MadeHere(), num_workers=2) for made in batch.tolist()]
-
-    assert Counted.made == [os.getpid()]
-    assert read == [0, 0, 0, 0]
 
 
 def test_headways_own_seeding_is_no_draw_of_the_dataset(tmp_path):

@@ -162,15 +162,10 @@ def test_copies_pickles_scripts_traces_and_transforms_of_modules_work_as_before(
         parameters = dict(model.named_parameters())
         gradient, value = grad_and_value(lambda p: functional_call(model, p, (x,)).sum())(parameters)
         results = [
-            torch.load(buffer, weights_only=False)(x),
-            torch.jit.script(model)(x),
-            torch.jit.trace(model, x)(x),
-            torch.fx.symbolic_trace(model)(x),
-            torch.export.export(model, (x,)).module()(x),
-            vmap(model)(x),
-            value,
+            torch.load(buffer, weights_only=False)(x), torch.jit.script(model)(x), torch.jit.trace(model, x)(x),
+            torch.fx.symbolic_trace(model)(x), torch.export.export(model, (x,)).module()(x), vmap(model)(x), value,
             *gradient.values(),
-        ]
+        ]  # fmt: skip
         assert not [name for name in vars(model) if "headway" in name]
         assert not model._forward_hooks
         assert not model._forward_pre_hooks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,20 +18,13 @@ from headway.sim.recorded.program import Program
 from headway.sim.recorded.recording import LOAD_PARTS, Recording
 from headway.sim.recorded.segment_times import Costs, straggler_pace
 from headway.trace.events.trace import concat
+from tests.oracles import sliced_loader
 from tests.runs_made import MS, Made, Rows, RunMaker
 
 QUIET = Costs(
-    handoff_ns=0,
-    receive_ns=100_000,
-    per_byte_ns=0.0,
-    fork_ns=0,
-    first_ns=0,
-    stop_ns=0,
-    reset_ns=2 * MS,
-    look_ns=0,
-    pack_ns=0,
-    elsewhere=1.0,
-)
+    handoff_ns=0, receive_ns=100_000, per_byte_ns=0.0, fork_ns=0, first_ns=0, stop_ns=0, reset_ns=2 * MS, look_ns=0,
+    pack_ns=0, elsewhere=1.0,
+)  # fmt: skip
 """Costs of the made job: its hand-off takes 0.1 ms, its workers cost nothing."""
 
 FREE_CACHE = replace(QUIET, hit_ns=0, hit_per_byte_ns=0.0, cold_ns=0, keep_ns=0, cache_trial_ns=0)
@@ -64,15 +56,10 @@ def job(**changes: Any) -> RunMaker:
 
 @pytest.mark.slow
 @given(
-    workers=st.integers(0, 4),
-    prefetch=st.integers(1, 3),
-    ranks=st.integers(1, 3),
-    epoch=st.integers(3, 30),
+    workers=st.integers(0, 4), prefetch=st.integers(1, 3), ranks=st.integers(1, 3), epoch=st.integers(3, 30),
     seed=st.integers(0, 99),
-)
-def test_without_edits_a_run_replays_to_the_nanosecond(
-    workers: int, prefetch: int, ranks: int, epoch: int, seed: int
-) -> None:
+)  # fmt: skip
+def test_without_edits_a_run_replays_to_the_nanosecond(workers, prefetch, ranks, epoch, seed):
     """Every cost is known and no core is short: the replay has nothing left to be wrong about."""
     made = job(
         ranks=ranks, steps=30, epoch_steps=epoch, num_workers=workers, prefetch_factor=prefetch,
@@ -224,80 +211,12 @@ def test_a_worker_that_hands_over_late_costs_the_training_thread_nothing_more(co
         assert program.predict([f"workers={workers}"]).step_s == pytest.approx(actual, rel=0.05)
 
 
-def time_sliced(threads: list[Iterator[tuple[str, Any]]], cores: int, slice_ns: int = MS // 4) -> int:
-    """Run threads on cores in slices, round robin; return when the first thread ends.
-
-    A thread yields ('cpu', ns), ('sleep', ns) or ('until', predicate): an event loop in the plainest form.
-    """
-    now, state = 0, {index: next(thread) for index, thread in enumerate(threads)}
-    wake: dict[int, int] = {}
-    queue: list[int] = []
-
-    def advance(index: int) -> None:
-        """Go on to what the thread wants next, as far as that takes no time."""
-        wake.pop(index, None)
-        for want in threads[index]:
-            state[index] = want
-            if not (want[0] == "until" and want[1]()) and want[1] != 0:
-                return
-        del state[index]
-
-    while 0 in state:
-        changed = True
-        while changed:
-            changed = False
-            for index in list(state):
-                kind, what = state[index]
-                if kind == "sleep":
-                    wake.setdefault(index, now + what)
-                if (kind == "sleep" and wake[index] <= now) or (kind == "until" and what()):
-                    advance(index)
-                    changed = True
-                elif kind == "cpu" and index not in queue:
-                    queue.append(index)
-        for _ in range(min(cores, len(queue))):
-            index = queue.pop(0)
-            left = state[index][1] - slice_ns
-            state[index] = ("cpu", left)
-            if left <= 0:
-                state[index] = ("until", lambda: True)
-        now += slice_ns
-    return now
-
-
-def sliced_loader(num_batches: int, *, workers: int, fetch: int, prep: int, compute: int, busy: bool) -> float:
-    """Return seconds per batch of torch's loader on two cores: turns, two batches ahead per worker, in order."""
-    done: set[int] = set()
-    taken = [0]
-
-    def trainer() -> Iterator[tuple[str, Any]]:
-        for batch in range(num_batches):
-            if workers:
-                yield "until", lambda batch=batch: batch in done
-            else:
-                yield "sleep", fetch
-                yield "cpu", prep
-            taken[0] += 1
-            yield ("cpu" if busy else "sleep"), compute
-
-    def worker(index: int) -> Iterator[tuple[str, Any]]:
-        for batch in range(index, num_batches, workers):
-            yield "until", lambda batch=batch: batch < taken[0] + 2 * workers
-            yield "sleep", fetch
-            yield "cpu", prep
-            done.add(batch)
-
-    return time_sliced([trainer(), *(worker(index) for index in range(workers))], cores=2) / num_batches / 1e9
-
-
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize(
     ("fetch", "prep", "compute", "busy"),
     [(0, 12, 8, True), (0, 30, 8, True), (16, 4, 8, True), (16, 4, 8, False), (0, 30, 8, False), (4, 8, 20, True)],
 )
-def test_workers_on_short_cores_take_what_a_time_sliced_host_takes(
-    workers: int, fetch: int, prep: int, compute: int, busy: bool
-) -> None:
+def test_workers_on_short_cores_take_what_a_time_sliced_host_takes(workers, fetch, prep, compute, busy):
     """Predicted from a run without workers; the oracle shares two cores in slices of half a millisecond."""
     costs = {"fetch": fetch * MS, "prep": prep * MS, "compute": compute * MS, "busy": busy}
     made = RunMaker(
@@ -340,13 +259,6 @@ def test_shared_storage_bounds_what_workers_win() -> None:
 
     assert shared == pytest.approx(0.008, rel=0.03)
     assert parallel < 0.7 * shared
-
-
-def test_the_pipes_own_time_is_recovered_from_loads_that_queued() -> None:
-    batches = Recording.from_trace(throttled(2).trace, max_steps=200).batches
-
-    blocked = sum(part.part_ns[:, 0].sum() for part in batches)
-    assert own_service(batches) * blocked == pytest.approx(200 * 8 * MS, rel=0.03)
 
 
 def test_threads_that_make_a_batch_together_keep_the_pipe_busy_side_by_side() -> None:

@@ -333,15 +333,11 @@ def test_a_scrub_keeps_to_its_rate(path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"period_s": 0}, "period_s is 0"),
-        ({"period_s": -1.0}, "period_s is -1.0"),
-        ({"period_s": math.nan}, "period_s is nan"),
-        ({"page": 1000}, "page is 1000"),
-        ({"stripe": 0}, "stripe is 0"),
-        ({"parity": 0}, "parity 0"),
-        ({"backend": "soft_dirty"}, "unknown back-end 'soft_dirty'"),
+        ({"period_s": 0}, "period_s is 0"), ({"period_s": -1.0}, "period_s is -1.0"),
+        ({"period_s": math.nan}, "period_s is nan"), ({"page": 1000}, "page is 1000"), ({"stripe": 0}, "stripe is 0"),
+        ({"parity": 0}, "parity 0"), ({"backend": "soft_dirty"}, "unknown back-end 'soft_dirty'"),
     ],
-)
+)  # fmt: skip
 def test_arguments_that_cannot_work_are_refused(path, options, match):
     with pytest.raises(InputError, match=match):
         fresh(path, **options)

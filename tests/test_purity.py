@@ -86,20 +86,14 @@ def test_each_impurity_is_found_and_named(dataset, finding):
 def test_random_states_and_threads_are_as_before():
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     before = (
-        random.getstate(),
-        np.random.get_state()[1].tolist(),
-        torch.get_rng_state().tolist(),
-        torch.get_num_threads(),
-    )
+        random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist(), torch.get_num_threads(),
+    )  # fmt: skip
 
     impurity(Noisy(lambda: (random.random(), torch.rand(1), np.random.rand())), [0])
 
     after = (
-        random.getstate(),
-        np.random.get_state()[1].tolist(),
-        torch.get_rng_state().tolist(),
-        torch.get_num_threads(),
-    )
+        random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist(), torch.get_num_threads(),
+    )  # fmt: skip
     assert after == before
 
 
@@ -143,17 +137,13 @@ def test_two_pictures_of_the_same_are_equal_at_any_depth(depth):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda d: d.inside.__setattr__("p", 0.5),
-        lambda d: d.paths.append("new"),
-        lambda d: d.paths.__setitem__(3, "new"),
-        lambda d: d.table.__setitem__("b", 2),
-        lambda d: d.array.__setitem__(2, 7),
-        lambda d: d.tensor.add_(1),
-        lambda d: d.inside.__dict__.__setitem__("inside", d),
-        lambda d: setattr(d, "epoch", 1),
+        lambda d: d.inside.__setattr__("p", 0.5), lambda d: d.paths.append("new"),
+        lambda d: d.paths.__setitem__(3, "new"), lambda d: d.table.__setitem__("b", 2),
+        lambda d: d.array.__setitem__(2, 7), lambda d: d.tensor.add_(1),
+        lambda d: d.inside.__dict__.__setitem__("inside", d), lambda d: setattr(d, "epoch", 1),
     ],
     ids=["nested", "longer list", "entry", "dict", "array", "tensor", "loop", "new attribute"],
-)
+)  # fmt: skip
 def test_a_picture_shows_what_was_changed(change):
     dataset = nested(0, 2)
     dataset.inside.p, dataset.paths, dataset.table = 0.1, list("abcdef"), {"a": 1}

@@ -47,13 +47,9 @@ def test_a_users_threads_and_paths_are_kept():
     assert torchrun_env(RankEnvironment(0, 0, 2, 2), {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
     assert "OMP_NUM_THREADS" not in torchrun_env(RankEnvironment(0, 0, 1, 1), {})
     env = headway_env(
-        {"PYTHONPATH": "/a:/b"},
-        run=Path("/run"),
-        rings=Path("/run/rings"),
-        attempt=1,
-        plan=Path("/p"),
+        {"PYTHONPATH": "/a:/b"}, run=Path("/run"), rings=Path("/run/rings"), attempt=1, plan=Path("/p"),
         remedies={"x": "m:f"},
-    )
+    )  # fmt: skip
     assert env["PYTHONPATH"] == os.pathsep.join([str(INJECT), "/a:/b"])
     assert json.loads(env["HEADWAY_REMEDIES"]) == {"x": "m:f"}
     assert (env["HEADWAY_RUN"], env["HEADWAY_ATTEMPT"], env["HEADWAY_PLAN"]) == ("/run", "1", "/p")

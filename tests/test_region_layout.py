@@ -50,15 +50,11 @@ def test_no_other_bytes_are_taken_for_a_header(tmp_path_factory, data):
 @pytest.mark.parametrize(
     ("sizes", "match"),
     [
-        ((PAGE + 1, PAGE, 4, 1), "not whole pages"),
-        ((0, PAGE, 4, 1), "not whole pages"),
-        ((PAGE, 1000, 4, 1), "page is 1000"),
-        ((PAGE, 0, 4, 1), "page is 0"),
-        ((PAGE, PAGE, 0, 1), "stripe is 0"),
-        ((PAGE, PAGE, 4, 0), "parity 0"),
-        ((PAGE, PAGE, 100, 100), "10000; the header has room"),
+        ((PAGE + 1, PAGE, 4, 1), "not whole pages"), ((0, PAGE, 4, 1), "not whole pages"),
+        ((PAGE, 1000, 4, 1), "page is 1000"), ((PAGE, 0, 4, 1), "page is 0"), ((PAGE, PAGE, 0, 1), "stripe is 0"),
+        ((PAGE, PAGE, 4, 0), "parity 0"), ((PAGE, PAGE, 100, 100), "10000; the header has room"),
     ],
-)
+)  # fmt: skip
 def test_sizes_that_cannot_work_are_refused(sizes, match):
     with pytest.raises(InputError, match=match):
         Geometry(*sizes)

@@ -128,14 +128,10 @@ def writes_a_file(worker):
 @pytest.mark.parametrize(
     ("start", "reason"),
     [
-        (seed_worker, None),
-        (partial(seed_worker, offset=3), None),
-        (sets_a_variable, "environment variables"),
-        (sets_a_global, "the dataset"),
-        (sets_the_dataset, "the dataset"),
-        (writes_a_file, "for writing"),
+        (seed_worker, None), (partial(seed_worker, offset=3), None), (sets_a_variable, "environment variables"),
+        (sets_a_global, "the dataset"), (sets_the_dataset, "the dataset"), (writes_a_file, "for writing"),
     ],
-)
+)  # fmt: skip
 def test_a_worker_init_fn_may_run_where_it_only_seeds(start, reason):
     found = untunable(DataLoader(Scaled(), 4, worker_init_fn=start))
 

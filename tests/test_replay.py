@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.sim import Dag, replay
+from headway.sim import Dag, critical_path, replay, slack
+from headway.sim.graph.intervals import Z_NOMINAL, ModelError, speedup_interval
 from tests import oracles
 from tests.strategies import Case, cases
 
 
 @given(cases(), st.data())
-def test_raising_a_duration_never_lowers_an_end_and_moves_the_makespan_by_no_more(
-    case: Case, data: st.DataObject
-) -> None:
+def test_raising_a_duration_never_lowers_an_end_and_moves_the_makespan_by_no_more(case, data):
     op = data.draw(st.integers(0, case.n - 1))
     longer = list(case.duration_ns)
     longer[op] += 7
@@ -91,3 +93,87 @@ def test_nanoseconds_beyond_a_double_stay_exact() -> None:
 def test_bad_durations_are_refused(duration: list, message: str) -> None:
     with pytest.raises(InputError, match=message):
         replay(Dag.from_edges(3, [0, 1], [1, 2]), duration)
+
+
+# Critical path and slack.
+
+
+@given(cases())
+def test_the_critical_path_follows_the_order_and_adds_up_to_the_makespan(case: Case) -> None:
+    path = critical_path(case.dag(), case.duration_ns).tolist()
+    lags: dict[tuple[int, int], int] = {}
+    for source, target, lag in case.all_edges:
+        lags[source, target] = max(lag, lags.get((source, target), 0))
+    length = sum(case.duration_ns[op] for op in path) + sum(lags[a, b] for a, b in itertools.pairwise(path))
+
+    assert length == replay(case.dag(), case.duration_ns).makespan_ns
+
+
+@given(cases())
+def test_slack_is_never_negative_and_zero_on_the_critical_path(case: Case) -> None:
+    for durations in (case.duration_ns, [d / 7 for d in case.duration_ns]):
+        spare = slack(case.dag(), durations)
+
+        assert (spare >= 0).all()
+        assert (spare[critical_path(case.dag(), durations)] == 0).all()
+
+
+@given(cases())
+def test_slack_equals_what_trying_longer_durations_gives(case: Case) -> None:
+    assert slack(case.dag(), case.duration_ns).tolist() == oracles.slack(case.n, case.all_edges, case.duration_ns)
+
+
+def test_the_lane_order_is_part_of_the_path() -> None:
+    dag = Dag.from_edges(3, [0], [2], lane=[0, 0, 1])
+
+    assert critical_path(dag, [5, 7, 3]).tolist() == [0, 1]
+    assert slack(dag, [5, 7, 3]).tolist() == [0, 0, 4]
+
+
+def test_an_empty_dag_has_an_empty_path() -> None:
+    dag = Dag.from_edges(0, [], [])
+
+    assert critical_path(dag, []).size == slack(dag, []).size == 0
+
+
+def test_scenarios_are_refused_one_at_a_time_is_meant() -> None:
+    with pytest.raises(InputError, match=r"shape \[1, 2\]; pass \[1\]"):
+        critical_path(Dag.from_edges(1, [], []), np.ones((1, 2), int))
+
+
+# Intervals of predictions: they hold what they should, and widen with what the model is known to miss.
+
+
+@given(
+    speedup=st.floats(0.2, 20), noise=st.floats(0, 0.5), floor=st.floats(0, 0.05), slope=st.floats(0, 0.4),
+    discrepancy=st.floats(0, 0.05), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_an_interval_holds_the_prediction_and_is_no_narrower_than_the_models_error(
+    speedup: float, noise: float, floor: float, slope: float, discrepancy: float, seed: int
+) -> None:
+    after = np.random.default_rng(seed).lognormal(0.0, noise, 60)
+    base = speedup * after
+    model = ModelError(floor, slope)
+    low, high = speedup_interval(base, after, discrepancy=discrepancy, model=model, seed=seed)
+
+    own = Z_NOMINAL * model.deviation(speedup)
+    assert low <= speedup * math.exp(-own) * (1 + 1e-9)
+    assert high >= speedup * math.exp(own) * (1 - 1e-9)
+    narrow = speedup_interval(base, after, discrepancy=discrepancy, model=ModelError(0, 0), seed=seed)
+    assert low <= narrow[0] * (1 + 1e-9)
+    assert high >= narrow[1] * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("speedup", [1.05, 2.0, 6.0])
+def test_of_outcomes_that_err_as_the_model_says_nine_in_ten_lie_inside(speedup: float) -> None:
+    rng, model = np.random.default_rng(3), ModelError(0.02, 0.1)
+    low, high = speedup_interval(np.full(50, speedup), np.ones(50), model=model)
+    outcomes = speedup * np.exp(rng.normal(0.0, model.deviation(speedup), 20_000))
+
+    assert ((low <= outcomes) & (outcomes <= high)).mean() == pytest.approx(0.9, abs=0.01)
+
+
+def test_other_costs_that_may_be_assumed_widen_the_side_they_shift() -> None:
+    base, after, exact = np.full(50, 2.0), np.ones(50), ModelError(0, 0)
+
+    assert speedup_interval(base, after, shifts=[0.8, 1.1], model=exact) == pytest.approx((1.6, 2.2))

@@ -173,12 +173,9 @@ def stepped(net):
 def everything(seed, **options):
     net = model(seed)
     return {
-        "first": Held(epoch=seed, seen=torch.full((5,), float(seed))),
-        "model": net,
-        "opt": stepped(net),
-        "plain": {"best": float(seed)},
-        "second": Held(epoch=seed, seen=torch.full((5,), float(seed)), **options),
-    }
+        "first": Held(epoch=seed, seen=torch.full((5,), float(seed))), "model": net, "opt": stepped(net),
+        "plain": {"best": float(seed)}, "second": Held(epoch=seed, seen=torch.full((5,), float(seed)), **options),
+    }  # fmt: skip
 
 
 def frozen(objects):
@@ -439,11 +436,8 @@ def _twice() -> list[object]:
 @pytest.mark.parametrize("verify", ["off", "read"])
 def test_tensors_on_a_cuda_device_are_filled_through_pinned_memory(tmp_path, verify):
     state = {
-        "w": torch.randn(3000, 1000),
-        "t": torch.randn(40, 9).bfloat16(),
-        "n": torch.tensor(7),
-        "b": torch.ones(5) > 0,
-    }
+        "w": torch.randn(3000, 1000), "t": torch.randn(40, 9).bfloat16(), "n": torch.tensor(7), "b": torch.ones(5) > 0,
+    }  # fmt: skip
     folder = write(state, tmp_path)
     there = {name: torch.zeros_like(value, device="cuda") for name, value in state.items()}
     there["t"] = torch.zeros(9, 40, dtype=torch.bfloat16, device="cuda").t()

@@ -72,14 +72,11 @@ def test_large_tensors_are_copied_once():
 @pytest.mark.parametrize(
     "examples",
     [
-        [torch.zeros(5000), torch.zeros(5001)],
-        [torch.zeros(5000), torch.zeros(5000, dtype=torch.float64)],
-        [{"a": torch.zeros(5000)}, {"b": torch.zeros(5000)}],
-        [torch.zeros(5000), 3],
-        [object(), object()],
+        [torch.zeros(5000), torch.zeros(5001)], [torch.zeros(5000), torch.zeros(5000, dtype=torch.float64)],
+        [{"a": torch.zeros(5000)}, {"b": torch.zeros(5000)}], [torch.zeros(5000), 3], [object(), object()],
     ],
     ids=["shapes", "types", "keys", "kinds", "objects"],
-)
+)  # fmt: skip
 def test_what_the_default_collate_function_makes_of_unlike_examples_is_left_to_it(examples):
     try:
         expected = default_collate(examples)

@@ -26,9 +26,7 @@ from tests.runs_made import RunMaker, write_folder
         ("env", {"A": ["b" * 500]}, r"env = .{1,90}\.\.\.: Expected `str"),
     ],
 )
-def test_a_value_of_another_type_is_one_error_that_names_file_key_value_and_rule(
-    tmp_path: Path, key: str, value: Any, rule: str
-) -> None:
+def test_a_value_of_another_type_is_one_error_that_names_file_key_value_and_rule(tmp_path, key, value, rule):
     run = tmp_path / "run"
     shutil.copytree(GOLDEN / "runs" / "before", run)
     meta = json.loads((run / "run.json").read_text())

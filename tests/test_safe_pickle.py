@@ -177,14 +177,11 @@ def test_what_cannot_be_written_is_said():
 @pytest.mark.parametrize(
     "data",
     [
-        b"\x80\x02K\x01r\xff\xff\xff\x7f.",
-        b"I1\np4294967296\n.",
-        b"I1\np" + b"9" * 5000 + b"\n.",
+        b"\x80\x02K\x01r\xff\xff\xff\x7f.", b"I1\np4294967296\n.", b"I1\np" + b"9" * 5000 + b"\n.",
         b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b".",
-        b"\x80\x04]\x8e" + (1 << 40).to_bytes(8, "little") + b"a.",
-        b"\x80\x02X\xff\xff\xff\x7fab.",
+        b"\x80\x04]\x8e" + (1 << 40).to_bytes(8, "little") + b"a.", b"\x80\x02X\xff\xff\xff\x7fab.",
     ],
-)
+)  # fmt: skip
 def test_a_flipped_length_does_not_take_memory(data):
     with pytest.raises(FormatError, match=r"asks for room for \d{10,}"):
         loads(data, "a.pkl")

@@ -37,12 +37,9 @@ def attempt(rows, columns=()):
     names = [name for name, *_ in rows]
     lanes = [int(name in ("checkpoint.commit", "checkpoint.persist")) for name in names]
     table = {
-        "rank": [0] * len(rows),
-        "start_ns": [row[1] for row in rows],
-        "duration_ns": [row[2] for row in rows],
-        "seq": [row[3] if len(row) > 3 else -1 for row in rows],
-        "lane": lanes,
-    }
+        "rank": [0] * len(rows), "start_ns": [row[1] for row in rows], "duration_ns": [row[2] for row in rows],
+        "seq": [row[3] if len(row) > 3 else -1 for row in rows], "lane": lanes,
+    }  # fmt: skip
     return Trace.from_columns(table, name=range(len(rows)), names=names, lanes=["main", "saver"])
 
 

@@ -59,16 +59,12 @@ class Raises(Rows):
 @pytest.mark.parametrize(
     ("error", "arrives"),
     [
-        (FormatError("torn"), FormatError),
-        (DamageError("torn"), DamageError),
-        (KeyError("torn"), KeyError),
-        (OSError(5, "torn"), OSError),
-        (UnicodeDecodeError("utf-8", b"x", 0, 1, "torn"), RuntimeError),
-        (StopIteration("torn"), RuntimeError),
-        (SystemExit("torn"), RuntimeError),
+        (FormatError("torn"), FormatError), (DamageError("torn"), DamageError), (KeyError("torn"), KeyError),
+        (OSError(5, "torn"), OSError), (UnicodeDecodeError("utf-8", b"x", 0, 1, "torn"), RuntimeError),
+        (StopIteration("torn"), RuntimeError), (SystemExit("torn"), RuntimeError),
     ],
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
-)
+)  # fmt: skip
 def test_an_error_keeps_its_class_and_an_exit_ends_neither_server_nor_loop(error, arrives):
     iterator = iter(DataLoader(Raises(error), batch_size=1, server="auto"))
     next(iterator), next(iterator)

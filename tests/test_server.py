@@ -305,13 +305,10 @@ def test_it_tells_how_it_is(serve):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"order": "sharde"}, "Did you mean 'shared'"),
-        ({"threads": -1}, "threads is -1"),
-        ({"idle_s": 0}, "idle_s 0"),
-        ({"window": 0}, "window is 0"),
-        ({"cache_bytes": -1}, "cache_bytes -1"),
+        ({"order": "sharde"}, "Did you mean 'shared'"), ({"threads": -1}, "threads is -1"), ({"idle_s": 0}, "idle_s 0"),
+        ({"window": 0}, "window is 0"), ({"cache_bytes": -1}, "cache_bytes -1"),
     ],
-)
+)  # fmt: skip
 def test_bad_options_are_refused_where_they_are_given(options, said):
     with pytest.raises(InputError, match=said):
         DataServer(**options)

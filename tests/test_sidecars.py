@@ -11,13 +11,8 @@ from headway.storage.stores import LocalStore
 from tests.checkpoints import some_state, write_checkpoint
 
 SIDECARS = [
-    METADATA,
-    COMMIT,
-    "commit.json.copy",
-    "rank-0/manifest.json",
-    "rank-1/manifest.json.copy",
-    "rank-1/digests.bin",
-]
+    METADATA, COMMIT, "commit.json.copy", "rank-0/manifest.json", "rank-1/manifest.json.copy", "rank-1/digests.bin",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """Copies of the state into an image."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -66,62 +66,6 @@ def test_large_tensors_are_copied_bit_for_bit(kind, threads):
         torch.set_num_threads(before)
 
     assert torch.equal(slot, source)
-
-
-class Lane:
-    """A stream that only tells what it is given."""
-
-    def __init__(self, name, log):
-        self.name, self.log = name, log
-
-    def wait_stream(self, other):
-        self.log.append(f"{self.name} waits for {other.name}")
-
-    def wait_event(self, event):
-        self.log.append(f"{self.name} waits for {event.name}")
-
-
-IN_ORDER = ["buffer", "main waits for side", "side waits for main", "weight", "may_change", "done"]
-"""The sums of the weights are the stream's of training: so the other one waits for it again."""
-
-
-@pytest.mark.parametrize(
-    ("mode", "has_room", "end"),
-    [
-        ("host", True, IN_ORDER),
-        ("device", True, ["may_change", "main waits for may_change", "weight", "buffer", "done"]),
-        ("device", False, IN_ORDER),
-    ],
-)
-def test_later_work_waits_for_buffers_or_for_all_that_a_device_copies_to_itself(monkeypatch, mode, has_room, end):
-    log, names = [], iter(["began", "may_change", "done"])
-    main, side = Lane("main", log), Lane("side", log)
-
-    def event(enable_timing):
-        name = next(names)
-        return SimpleNamespace(record=lambda stream: log.append(name), name=name)
-
-    def slot(name):
-        return SimpleNamespace(copy_=lambda source, non_blocking: log.append(name))
-
-    def clone(tensor):
-        if not has_room:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return tensor.detach()
-
-    monkeypatch.setattr(snapshots, "room_bytes", lambda device, spare_fraction: 1000)
-    monkeypatch.setattr(torch.cuda, "Event", event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    monkeypatch.setattr(torch.Tensor, "clone", clone)
-    weight, buffer = torch.ones(3), torch.ones(5)
-    pairs = [(slot("weight"), weight), (slot("buffer"), buffer)]
-
-    copy = snapshots._begun(side, pairs, lambda tensor: tensor is weight, mode)
-
-    assert log == ["side waits for main", "began", *end]
-    assert (copy.num_bytes, len(copy.clones)) == (32, 2 * (mode == "device" and has_room))
 
 
 class Pool:

@@ -41,16 +41,8 @@ def test_a_folder_is_read_by_path_and_labelled_by_folder(tmp_path, payloads):
 def test_files_come_in_the_order_of_their_paths_and_links_to_folders_are_left_out(tmp_path):
     """Folders and files whose names are prefixes of each other: the order is that of the parts of the path."""
     names = [
-        "a/b.jpg",
-        "a.jpg",
-        "a-b/1.png",
-        "a/b/1.jpg",
-        "a.b/2.JPEG",
-        "a/no.txt",
-        "Z/.jpg",
-        "b/c/d/e.jpg",
-        "b/.x/1.jpg",
-    ]
+        "a/b.jpg", "a.jpg", "a-b/1.png", "a/b/1.jpg", "a.b/2.JPEG", "a/no.txt", "Z/.jpg", "b/c/d/e.jpg", "b/.x/1.jpg",
+    ]  # fmt: skip
     for name in names:
         (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "root" / name).write_bytes(name.encode())

@@ -9,15 +9,9 @@ from headway.data.bytes.order import TAILS
 from headway.data.fleet.splits import FleetPass, partners
 
 PASSES = st.builds(
-    FleetPass,
-    num_items=st.integers(1, 60),
-    batch_size=st.integers(1, 7),
-    world_size=st.integers(1, 4),
-    seed=st.integers(0, 9),
-    epoch=st.integers(0, 3),
-    shuffle=st.booleans(),
-    tail=st.sampled_from(sorted(TAILS)),
-)
+    FleetPass, num_items=st.integers(1, 60), batch_size=st.integers(1, 7), world_size=st.integers(1, 4),
+    seed=st.integers(0, 9), epoch=st.integers(0, 3), shuffle=st.booleans(), tail=st.sampled_from(sorted(TAILS)),
+)  # fmt: skip
 
 
 @given(work=PASSES, split_batches=st.integers(1, 5), taken=st.integers(0, 30))

@@ -217,16 +217,6 @@ def test_a_job_that_leaves_a_buffer_takes_its_queue_along():
     assert buffered.order.jobs == ["a"]
 
 
-def test_ones_own_order_is_a_permutation_per_epoch():
-    order, epochs = made("independent", {"a": range(1, 60, 2)}), set()
-    for _ in range(5):
-        epochs.add(tuple(order.draw("a") for _ in range(30)))
-        order.restart("a")
-
-    assert len(epochs) == 5
-    assert all(sorted(epoch) == list(range(1, 60, 2)) for epoch in epochs)
-
-
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize(
     ("make", "message"),

@@ -36,12 +36,9 @@ def test_published_costs_are_reproduced_exactly(kind):
     for facts, pricing in published(kind):
         num = len(pricing.sizes)
         plans = {
-            "raw": [0] * num,
-            "half": [1] * num,
-            "published_gpu": facts["published_gpu_options"],
-            "published": facts["published_options"],
-            "random_7": facts[f"random_7_{kind}"],
-        }
+            "raw": [0] * num, "half": [1] * num, "published_gpu": facts["published_gpu_options"],
+            "published": facts["published_options"], "random_7": facts[f"random_7_{kind}"],
+        }  # fmt: skip
         found = {name: float(pricing.score(np.array([plans[name]]))[0][0]) for name in facts["cost_us"][kind]}
 
         assert found == facts["cost_us"][kind]
@@ -67,14 +64,10 @@ def drawn(rng, num=4):
     gaps = rng.integers(0, 3000, num).astype(float)
     gradients = ModelGradients(tuple((f"t{i}", int(size)) for i, size in enumerate(sizes)), tuple(gaps))
     setup = PublishedSetup(
-        model="drawn",
-        codec=str(rng.choice(["randomk", "dgc", "onebit"])),
-        hosts=int(rng.integers(2, 9)),
-        ranks_per_host=int(rng.integers(1, 9)),
-        inside=str(rng.choice(["pcie", "nvlink"])),
-        wire_fraction=float(rng.uniform(0.01, 0.2)),
-        two_level=True,
-    )
+        model="drawn", codec=str(rng.choice(["randomk", "dgc", "onebit"])), hosts=int(rng.integers(2, 9)),
+        ranks_per_host=int(rng.integers(1, 9)), inside=str(rng.choice(["pcie", "nvlink"])),
+        wire_fraction=float(rng.uniform(0.01, 0.2)), two_level=True,
+    )  # fmt: skip
     return COSTS[str(rng.choice(list(COSTS)))](gradients, setup)
 
 

@@ -97,13 +97,10 @@ def test_rank_0_comes_through_byte_for_byte_and_the_others_by_line(tmp_path):
     out, err, logs = captured(
         tmp_path,
         [
-            (0, "out", b"\xff\x00no newline"),
-            (0, "err", bar),
-            (1, "out", b"one\ntw"),
-            (1, "out", b"o\n"),
+            (0, "out", b"\xff\x00no newline"), (0, "err", bar), (1, "out", b"one\ntw"), (1, "out", b"o\n"),
             (1, "err", bar),
         ],
-    )
+    )  # fmt: skip
 
     assert b"\xff\x00no newline" in out
     assert out.endswith(b"two\n") or b"one\ntwo\n" in out

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import random
 import re
 import subprocess
@@ -16,7 +15,6 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
-from headway.core.machine.hidden_thread import HiddenThread, running
 from headway.data import DataLoader as OwnLoader
 from headway.data.workers.torch_threads import threads
 from headway.runtime.in_rank.remedy import Applied, RefusedRemedy
@@ -125,17 +123,10 @@ def test_batches_and_later_random_numbers_are_the_same(name, stop_after):
         (OwnLoader(Squares(), 4), "headway's own loader"),
     ],
     ids=[
-        "stream",
-        "own sampler",
-        "worker_init_fn",
-        "noisy",
-        "opens late",
-        "computes late",
-        "empty",
-        "columns",
+        "stream", "own sampler", "worker_init_fn", "noisy", "opens late", "computes late", "empty", "columns",
         "own loader",
     ],
-)
+)  # fmt: skip
 def test_a_loader_that_threads_could_change_or_slow_down_is_left_alone(loader, reason):
     assert re.search(reason, unthreadable(loader))
 
@@ -341,29 +332,3 @@ def test_a_dataset_whose_readings_share_a_place_is_read_by_one_thread(dataset):
 
     assert found == expected
     assert isinstance(context.outcomes[-1], RefusedRemedy)
-
-
-def test_where_threads_cannot_be_started_the_loop_gets_the_scripts_own_batches(monkeypatch):
-    def make():
-        return DataLoader(Squares(), 5, shuffle=True)
-
-    start = HiddenThread.start
-
-    def refuse(thread):
-        if thread.name == "headway-loader-1" and os.getpid() == pid:
-            raise RuntimeError("can't start new thread")
-        return start(thread)
-
-    pid = os.getpid()
-    expected, _ = epochs(make)
-    monkeypatch.setattr(HiddenThread, "start", refuse)
-    with applied(threads, PARAMETERS) as context:
-        found, _ = epochs(make)
-
-    assert found == expected
-    assert "could not be started" in context.outcomes[-1].json()["facts"]["loaders"][-1]["reason_not_applied"]
-    for _ in range(6000):
-        if not any(name.startswith("headway-loader") for name in running.copy().values()):
-            return
-        time.sleep(0.01)
-    raise AssertionError("threads that were started go on")

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from headway.data.stalls.model import StallReport
 from headway.ledger.answers.compare import BucketChange, RunComparison
-from headway.report.figures import BUCKET_STYLES
 from headway.report.paper import bar, screen_of, thin_bar, to_ascii
 from headway.report.terminal import (
     render_compare,
@@ -188,13 +187,6 @@ def test_missing_figures_are_dashes_not_guesses() -> None:
     assert "nan" not in text
 
 
-def test_every_bucket_of_the_ledger_has_a_style() -> None:
-    first, last = ["useful", "eval", "input", "comm", "bubble"], ["restart", "rework", "host", "idle", "unknown"]
-    buckets = [*first, "straggler", "checkpoint", "startup", *last]
-
-    assert list(BUCKET_STYLES) == buckets
-
-
 @pytest.mark.parametrize("name", ["\x1b[2J\x1b[31mred", "a\r\nb", "[bold]x[/bold]", ":smile:", "‮txt.exe"])
 def test_a_hostile_name_cannot_steer_the_terminal(name: str) -> None:
     why = demo_why()
@@ -308,9 +300,7 @@ class _Tty(io.TextIOWrapper):
         (False, "ascii", {}, False, False),
     ],
 )
-def test_the_screen_fits_where_it_is_shown(
-    tty: bool, encoding: str, environ: dict[str, str], color: bool, unicode: bool
-) -> None:
+def test_the_screen_fits_where_it_is_shown(tty, encoding, environ, color, unicode):
     output = (_Tty if tty else io.TextIOWrapper)(io.BytesIO(), encoding=encoding)
 
     screen = screen_of(output, environ)

@@ -243,17 +243,12 @@ class Reads(Augmented):
 @pytest.mark.parametrize(
     ("dataset", "options", "used"),
     [
-        (Numeric(12), {}, {"threads"}),
-        (Augmented(12), {}, {"threads", "processes"}),
-        (Python(12), {}, {"processes"}),
-        (Draws(random.random), {}, {"processes"}),
-        (Remembers(12), {}, {"processes"}),
-        (Reads(12), {}, {"processes"}),
-        (Numeric(12), {"worker_init_fn": id}, {"processes"}),
-        (Numeric(12), {"num_workers": 0}, {"none"}),
+        (Numeric(12), {}, {"threads"}), (Augmented(12), {}, {"threads", "processes"}), (Python(12), {}, {"processes"}),
+        (Draws(random.random), {}, {"processes"}), (Remembers(12), {}, {"processes"}), (Reads(12), {}, {"processes"}),
+        (Numeric(12), {"worker_init_fn": id}, {"processes"}), (Numeric(12), {"num_workers": 0}, {"none"}),
     ],
     ids=lambda value: type(value).__name__,
-)
+)  # fmt: skip
 def test_auto_takes_threads_where_they_are_safe_and_scale(dataset, options, used):
     loader = DataLoader(dataset, 4, **{"num_workers": 2, "workers": "auto", **options})
 

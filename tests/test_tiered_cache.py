@@ -16,14 +16,11 @@ from headway.data.orders.strategies import ORDERS
 
 calls = st.lists(
     st.tuples(
-        st.sampled_from(["get", "put", "expect", "forget", "discard"]),
-        st.integers(0, 12),
-        st.sampled_from(FORMS),
-        st.integers(0, 40),
-        st.sampled_from("ab"),
+        st.sampled_from(["get", "put", "expect", "forget", "discard"]), st.integers(0, 12), st.sampled_from(FORMS),
+        st.integers(0, 40), st.sampled_from("ab"),
     ),
     max_size=80,
-)
+)  # fmt: skip
 
 
 def put(cache, item, refs, payload=b"x"):

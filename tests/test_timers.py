@@ -118,21 +118,6 @@ def test_device_segments_are_what_the_device_worked_however_late_they_are_resolv
     assert device.live == 1  # the last one, which the next stretch is measured from
 
 
-def test_what_has_not_passed_is_left_for_later_and_nothing_is_waited_for():
-    device = Device()
-    timing, written = device_timers(device)
-    timing.ready()
-    timing.turned()
-    device.work(1_000_000)
-    timing.ended()
-    timing.updated()
-
-    assert written == []
-    device.run(100)
-    timing.updated()
-    assert [r[0] for r in written if r[0] not in (WORK, UNKNOWN)] == [BACKWARD]
-
-
 def test_microbatches_follow_each_other_and_a_backward_inside_another_is_part_of_it():
     device = Device()
     timing, written = device_timers(device)
@@ -213,13 +198,6 @@ def test_every_backward_is_recorded_once_and_the_losses_are_the_same(tmp_path):
         == trace.events["start_ns"][trace.named("step")][-1] + (trace.events["duration_ns"][trace.named("step")][-1])
     )
     assert trace.meta["timers"] == {"clock": "host"}
-
-
-def test_a_backward_without_an_update_is_written_at_the_end(tmp_path):
-    with recording(tmp_path):
-        torch.ones(3, requires_grad=True).sum().backward()
-
-    assert len(rows(tmp_path)["segment.backward"]) == 1
 
 
 def test_a_backward_whose_tensors_are_given_by_name_is_recorded(tmp_path, capsys):

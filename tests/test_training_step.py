@@ -53,9 +53,7 @@ def test_gradients_are_ready_in_order_and_before_the_update(step: TrainingStep) 
 
 @few
 @given(step=steps(), data=st.data())
-def test_fusing_two_operations_saves_one_launch_and_makes_no_gradient_earlier_than_its_group(
-    step: TrainingStep, data: st.DataObject
-) -> None:
+def test_fusing_two_operations_saves_one_launch_and_makes_no_gradient_earlier_than_its_group(step, data):
     base = plain(step)
     able = np.flatnonzero(fusible(base)).tolist()
     if not able:

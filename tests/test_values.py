@@ -26,22 +26,11 @@ def values_of(value: object, new: bool = True) -> dict[str, StoredValue]:
 
 
 STATE = {
-    "model": {"w": torch.zeros(2)},
-    "epoch": 7,
-    "lr": 1e-3,
-    "best": float("nan"),
-    "name": "a\n\x1b[31m",
-    "none": None,
-    "config": {"layers": [1, 2, 3], "deep": {"flag": True}, "empty": {}},
-    "groups": [{"lr": 0.1}, {"lr": 0.2}],
-    "bytes": b"\0\1",
-    "args": argparse.Namespace(data="/x"),
-    "dtype": torch.float16,
-    "size": torch.Size([2, 3]),
-    "path": PurePosixPath("/a/b"),
-    "array": np.arange(3),
-    "ordered": OrderedDict(a=1),
-}
+    "model": {"w": torch.zeros(2)}, "epoch": 7, "lr": 1e-3, "best": float("nan"), "name": "a\n\x1b[31m", "none": None,
+    "config": {"layers": [1, 2, 3], "deep": {"flag": True}, "empty": {}}, "groups": [{"lr": 0.1}, {"lr": 0.2}],
+    "bytes": b"\0\1", "args": argparse.Namespace(data="/x"), "dtype": torch.float16, "size": torch.Size([2, 3]),
+    "path": PurePosixPath("/a/b"), "array": np.arange(3), "ordered": OrderedDict(a=1),
+}  # fmt: skip
 
 
 PARTS = ", ".join(map(repr, PurePosixPath("/a/b").__reduce__()[1]))  # Python 3.13 pickles a path as one text

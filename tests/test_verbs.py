@@ -382,14 +382,11 @@ def test_the_steps_of_a_device_last_as_long_as_its_own_work_whatever_the_host_ha
     host, device = steps * 2_000_000, 5_000_000 + steps * 7_000_000
     trace = Trace.from_columns(
         {
-            "rank": np.zeros(40),
-            "step": np.tile(steps, 2),
-            "name": np.repeat([0, 1], 20),
-            "start_ns": np.concatenate([host, device]),
-            "duration_ns": np.repeat([2_000_000, 7_000_000], 20),
+            "rank": np.zeros(40), "step": np.tile(steps, 2), "name": np.repeat([0, 1], 20),
+            "start_ns": np.concatenate([host, device]), "duration_ns": np.repeat([2_000_000, 7_000_000], 20),
         },
         names=["step", "device.work"],
-    )
+    )  # fmt: skip
 
     _, step_s, own_s = step_durations(Parts.of(trace))
 

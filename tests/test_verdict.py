@@ -143,15 +143,11 @@ def test_the_verdict_is_about_the_largest_loss_unless_a_remedy_wins_another():
     rows = [("eval", 5.0, None, False), ("host.script", 2.0, 1.4, True), ("host.logging", 1.0, 1.1, False)]
     eval_, script, logging = (
         {
-            "cause": name,
-            "lost_device_s": lost,
-            "predicted_speedup": gain,
-            "at_most": most,
-            "fix": "x",
+            "cause": name, "lost_device_s": lost, "predicted_speedup": gain, "at_most": most, "fix": "x",
             "remedy": name if gain and not most else "",
         }
         for name, lost, gain, most in rows
-    )
+    )  # fmt: skip
 
     assert verdict({**facts, "causes": [eval_, script, logging]}).cause == "host.logging"
     assert "evaluation took 50 %" in verdict({**facts, "causes": [eval_, script, logging]}).sentence

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from headway.core.machine.child import said
-from headway.core.machine.hidden_thread import HiddenThread
+from headway.core.machine.hidden_thread import HiddenThread, running
 from headway.data.bytes import scrutiny
 from headway.data.cached.apply import cache
 from headway.data.guard import contents
@@ -22,6 +22,7 @@ from headway.data.workers import torch_threads as switch
 from headway.data.workers.apply import untunable, workers
 from headway.data.workers.torch_threads import threads
 from headway.runtime.calls.patches import replace_attribute
+from tests.launching import wait_for
 from tests.loaders_made import Squares, epochs
 from tests.remedy_context import applied
 from tests.spawn import in_fork
@@ -234,6 +235,7 @@ def test_a_host_without_room_for_workers_or_threads_reads_as_before(remedy, monk
 
     assert limited == plain
     assert "could not be started" in str(context.outcomes[-1].facts)
+    assert wait_for(lambda: not any(name.startswith("headway-loader") for name in running.copy().values()))
 
 
 def test_a_handler_of_the_scripts_hears_only_of_its_own_children():

@@ -118,16 +118,12 @@ def test_waiting_before_the_first_load_is_the_start_of_workers_and_after_the_las
     extra = {key: [row[4].get(key, -1) for row in rows] for key in ("corr", "peer", "group", "seq")}
     trace = Trace.from_columns(
         {
-            "rank": [0] * len(rows),
-            "start_ns": [r[1] for r in rows],
-            "duration_ns": [r[2] for r in rows],
-            "lane": [r[3] for r in rows],
-            "name": [names.index(r[0]) for r in rows],
-            **extra,
+            "rank": [0] * len(rows), "start_ns": [r[1] for r in rows], "duration_ns": [r[2] for r in rows],
+            "lane": [r[3] for r in rows], "name": [names.index(r[0]) for r in rows], **extra,
         },
         names=names,
         lanes=lanes,
-    )
+    )  # fmt: skip
 
     sub = Ledger.of(trace).sub_ns
 
@@ -155,14 +151,11 @@ def message(late_by: int) -> Trace:
             (0, "comm.send", 50 + late_by, 10, 1), (1, "comm.recv", 50, late_by + 12, 0)]  # fmt: skip
     return Trace.from_columns(
         {
-            "rank": [r[0] for r in rows],
-            "name": [NAMES.index(r[1]) for r in rows],
-            "start_ns": [r[2] for r in rows],
-            "duration_ns": [r[3] for r in rows],
-            "peer": [r[4] for r in rows],
+            "rank": [r[0] for r in rows], "name": [NAMES.index(r[1]) for r in rows], "start_ns": [r[2] for r in rows],
+            "duration_ns": [r[3] for r in rows], "peer": [r[4] for r in rows],
         },
         names=NAMES,
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.slow

@@ -99,12 +99,9 @@ def test_a_window_opens_ahead_at_a_multiple_of_its_spacing(now, cycle, ahead, po
 
 
 @given(
-    st.lists(st.integers(10**6, 10**8), min_size=8, max_size=8),
-    st.integers(10**6, 10**8),
-    st.floats(0.01, 0.1),
-    st.integers(1, 4),
-    st.randoms(use_true_random=False),
-)
+    st.lists(st.integers(10**6, 10**8), min_size=8, max_size=8), st.integers(10**6, 10**8), st.floats(0.01, 0.1),
+    st.integers(1, 4), st.randoms(use_true_random=False),
+)  # fmt: skip
 def test_eight_hosts_share_one_schedule_and_one_budget_without_a_word(costs, step_ns, budget, cycle, random):
     """All windows of a host are some of those of a host on which they cost less; what the job pays is one budget."""
     ahead, busy = 40, 20

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import psutil
 import pytest
@@ -21,7 +20,18 @@ from headway.ledger.booking.waits import find_loads, match_batches
 from headway.runtime.in_rank.remedy import Applied, RefusedRemedy
 from headway.runtime.run_folder.finalise import finalise_attempt
 from headway.trace.recording.runs import Run
-from tests.loaders_made import ByTurns, Noisy, Ratio, Squares, Stream, epochs, plain
+from tests.loaders_made import (
+    ByTurns,
+    HangsInWorkers,
+    HoldsAFile,
+    Noisy,
+    OnADevice,
+    Ratio,
+    Squares,
+    Stream,
+    epochs,
+    plain,
+)
 from tests.paths import ROOT
 from tests.recorded import recording
 from tests.remedy_context import TestContext, applied, apply
@@ -106,18 +116,6 @@ def test_an_epoch_goes_on_to_its_end_when_the_remedy_is_undone_in_it():
     assert whole == list(range(37))
 
 
-def test_an_epoch_that_ends_early_does_not_shift_the_next():
-    def make():
-        return DataLoader(Squares(), 5, shuffle=True)
-
-    plain, _ = epochs(make, stop_after=2)
-
-    with applied(workers, PARAMETERS):
-        tuned, _ = epochs(make, stop_after=2)
-
-    assert tuned == plain
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "options", "stop_after"),
@@ -173,14 +171,6 @@ def test_never_more_workers_than_batches():
     assert context.outcomes[-1].facts["loaders"][0]["num_workers"] == 2
 
 
-def test_undone_means_undone():
-    before = DataLoader.__iter__
-    with applied(workers, PARAMETERS):
-        assert DataLoader.__iter__ is not before
-
-    assert DataLoader.__iter__ is before
-
-
 def test_workers_that_are_kept_see_what_the_script_changes_between_epochs():
     def batches():
         dataset = Ratio()
@@ -209,29 +199,6 @@ def test_two_passes_at_once_over_one_loader_stay_apart():
 
 def spoilt(batch):
     return torch.stack(batch) + torch.rand(1)
-
-
-class HoldsAFile(Squares):
-    def __init__(self):
-        super().__init__()
-        self.file = open(__file__, "rb")  # noqa: SIM115
-
-    def __getitem__(self, index):
-        self.file.seek(0)
-        return torch.tensor([index])
-
-
-class OnADevice(Squares):
-    """Works in the process that made it only, as a CUDA tensor does."""
-
-    def __init__(self):
-        super().__init__()
-        self.pid = os.getpid()
-
-    def __getitem__(self, index):
-        if os.getpid() != self.pid:
-            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
-        return torch.tensor([index])
 
 
 @pytest.mark.parametrize(
@@ -306,11 +273,6 @@ def shuffled():
     return DataLoader(Squares(), 5, shuffle=True)
 
 
-def side_by_side():
-    first, second = shuffled(), shuffled()
-    return [batch.tolist() for _ in range(3) for pair in zip(first, second, strict=True) for batch in pair]
-
-
 def drawing_in_between():
     loader, seen = shuffled(), []
     for _ in range(3):
@@ -340,7 +302,7 @@ def sampled_from_a_generator():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "script", [side_by_side, drawing_in_between, asked_for_in_vain, one_generator_for_two, sampled_from_a_generator]
+    "script", [drawing_in_between, asked_for_in_vain, one_generator_for_two, sampled_from_a_generator]
 )
 def test_scripts_that_draw_while_a_loader_starts_get_the_same_numbers(script):
     torch.manual_seed(7)
@@ -468,17 +430,6 @@ def test_where_workers_cannot_be_started_the_loop_gets_the_scripts_own_batches(o
     assert found == expected
     assert "could not be started: BlockingIOError" in last_reason(context)
     assert multiprocessing.active_children() == before
-
-
-class HangsInWorkers(Squares):
-    """Hangs as where a lock was forked while another thread had it."""
-
-    pid = os.getpid()
-
-    def __getitem__(self, index):
-        if index > 20 and os.getpid() != self.pid:
-            time.sleep(600)
-        return super().__getitem__(index)
 
 
 def test_workers_that_hang_do_not_hang_the_loop(monkeypatch):

@@ -38,23 +38,15 @@ def traces(draw: st.DrawFn, *, most: int = 12, wide: bool = True) -> Trace:
         columns[column] = np.array(draw(st.lists(values, min_size=n, max_size=n)), dtype=dtype)
     tables = st.dictionaries(TEXT, JSON_VALUES, max_size=2)
     return Trace.from_columns(
-        columns,
-        names=names,
-        lanes=lanes,
-        groups=draw(st.dictionaries(st.integers(0, 2**31 - 1), tables, max_size=2)),
-        ranks=draw(st.dictionaries(st.integers(-1, 2**31 - 1), tables, max_size=2)),
-        meta=draw(tables),
-    )
+        columns, names=names, lanes=lanes, groups=draw(st.dictionaries(st.integers(0, 2**31 - 1), tables, max_size=2)),
+        ranks=draw(st.dictionaries(st.integers(-1, 2**31 - 1), tables, max_size=2)), meta=draw(tables),
+    )  # fmt: skip
 
 
 LIMITS = {
-    "start_ns": (0, 2**61),
-    "duration_ns": (0, 2**60),
-    "kind": (0, len(KINDS) - 1),
-    "lane": (0, 0),
-    "name": (-1, 0),
+    "start_ns": (0, 2**61), "duration_ns": (0, 2**60), "kind": (0, len(KINDS) - 1), "lane": (0, 0), "name": (-1, 0),
     "depth": (0, 5),
-}
+}  # fmt: skip
 """Column -> smallest and largest value drawn."""
 
 

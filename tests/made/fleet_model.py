@@ -147,14 +147,10 @@ class _Fleet:
             self._count_busy(worker)
         serving = self.serving()
         load = Load(
-            num_workers=len(serving),
-            prepared=self.prepared,
-            busy_s=self.busy_s,
-            buffered=sum(worker.buffered for worker in serving) / max(len(serving), 1),
-            taken=self.taken,
-            waited_fraction=min(self.waited_s / period_s, 1.0),
-            period_s=period_s,
-        )
+            num_workers=len(serving), prepared=self.prepared, busy_s=self.busy_s,
+            buffered=sum(worker.buffered for worker in serving) / max(len(serving), 1), taken=self.taken,
+            waited_fraction=min(self.waited_s / period_s, 1.0), period_s=period_s,
+        )  # fmt: skip
         self.taken, self.prepared, self.busy_s, self.waited_s = 0, 0, 0.0, 0.0
         return load
 

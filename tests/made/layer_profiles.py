@@ -145,13 +145,9 @@ def vgg16(device: DeviceSpec, *, batch: int, efficiency: float = EFFICIENCY) -> 
 
 
 PROFILES: dict[str, ProfileFn] = {
-    "mlp": mlp,
-    "resnet18": resnet18,
-    "resnet50": resnet50,
-    "vgg16": vgg16,
-    "bert_large": bert_large,
+    "mlp": mlp, "resnet18": resnet18, "resnet50": resnet50, "vgg16": vgg16, "bert_large": bert_large,
     "gpt_small": gpt_small,
-}
+}  # fmt: skip
 """Name -> profile of a published network."""
 
 
@@ -169,12 +165,9 @@ def _profile(
     weights = sum(layer.weights + layer.more_weights for block in blocks for layer in block)
     timed = [_timed(block, batch, rate, memory, kind) for block, kind in zip(blocks, kinds, strict=True)]
     return profile_of(
-        timed,
-        update_ns=seconds_to_ns(LAUNCH_S + 4 * weights * (STATE_COPIES + 3) / memory),
-        state_bytes=4 * weights * STATE_COPIES,
-        copy_ns_per_byte=2e9 / memory,
-        most_microbatches=batch,
-    )
+        timed, update_ns=seconds_to_ns(LAUNCH_S + 4 * weights * (STATE_COPIES + 3) / memory),
+        state_bytes=4 * weights * STATE_COPIES, copy_ns_per_byte=2e9 / memory, most_microbatches=batch,
+    )  # fmt: skip
 
 
 def _timed(block: Sequence[_Layer], batch: int, rate: float, memory: float, kind: int) -> Block:
@@ -191,12 +184,7 @@ def _timed(block: Sequence[_Layer], batch: int, rate: float, memory: float, kind
         gradients += [4 * layer.weights, 4 * layer.more_weights]
     outputs = sum(layer.outputs for layer in block)
     return Block(
-        tuple(forward),
-        tuple(reversed(backward)),
-        tuple(reversed(gradients)),
-        fixed_ns=seconds_to_ns(LAUNCH_S),
-        half_fraction=HALF_FRACTION,
-        activation_bytes=4 * batch * 2 * outputs,
-        input_bytes=4 * batch * block[-1].outputs,
-        kind=kind,
-    )
+        tuple(forward), tuple(reversed(backward)), tuple(reversed(gradients)), fixed_ns=seconds_to_ns(LAUNCH_S),
+        half_fraction=HALF_FRACTION, activation_bytes=4 * batch * 2 * outputs,
+        input_bytes=4 * batch * block[-1].outputs, kind=kind,
+    )  # fmt: skip

@@ -86,18 +86,10 @@ def profile_of(
     kind, duration, fixed, half, block_of, tensor_of = np.ascontiguousarray(np.array(rows, np.int64).T)
     kinds = [block.kind if block.kind >= 0 else -1 - index for index, block in enumerate(blocks)]
     return StepProfile(
-        kind=kind,
-        duration_ns=duration,
-        fixed_ns=fixed,
-        half_ns=half,
-        block=block_of,
-        tensor=tensor_of,
+        kind=kind, duration_ns=duration, fixed_ns=fixed, half_ns=half, block=block_of, tensor=tensor_of,
         tensor_bytes=np.array(sizes, np.int64),
         activation_bytes=np.array([block.activation_bytes for block in blocks], np.int64),
         input_bytes=np.array([block.input_bytes for block in blocks], np.int64),
-        block_kind=np.unique(kinds, return_inverse=True)[1].astype(np.int64),
-        state_bytes=state_bytes,
-        copy_ns_per_byte=copy_ns_per_byte,
-        most_microbatches=most_microbatches,
-        overlaps_forward=overlaps_forward,
-    )
+        block_kind=np.unique(kinds, return_inverse=True)[1].astype(np.int64), state_bytes=state_bytes,
+        copy_ns_per_byte=copy_ns_per_byte, most_microbatches=most_microbatches, overlaps_forward=overlaps_forward,
+    )  # fmt: skip
