@@ -115,7 +115,7 @@ def test_examples_that_ranks_are_dealt_anew_come_back_less_often() -> None:
         ("data.cache", {"epoch_steps": 120}, {}, "from the second pass on"),
         ("data.cache", {"batch_bytes": 0}, {}, "not known"),
         ("data.cache", {}, {"memory_bytes": 0}, "no memory is free"),
-        ("data.cache", {}, {"datasets": 2}, "made anew for each pass"),
+        ("data.cache", {}, {"datasets": 2}, "made anew 1 time"),
         ("data.threads", {"fetch_ns": 0, "prep_ns": 12 * MS, "compute_ns": MS, "epoch_steps": 10}, {}, "for 100 % of"),
     ],
 )

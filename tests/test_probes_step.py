@@ -59,6 +59,16 @@ def test_two_optimizers_alternate_by_number(tmp_path):
     assert [row["a"] for row in rows(tmp_path)["optimizer.step"]] == [0, 1] * 3
 
 
+def test_an_optimizer_that_is_made_anew_for_each_step_is_one(tmp_path):
+    with recording(tmp_path) as session:
+        model, _ = small()
+        for _ in range(5):
+            train(model, torch.optim.Adam(model.parameters()), 1)
+        assert session.probes.tables["optimizers"] == {"0": "Adam"}
+
+    assert [row["a"] for row in rows(tmp_path)["optimizer.step"]] == [0] * 5
+
+
 def test_a_gan_has_the_same_losses_bit_for_bit(tmp_path):
     def run():
         torch.manual_seed(0)

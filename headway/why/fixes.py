@@ -216,7 +216,7 @@ def refuted(cause: Cause, plan: Plan) -> Cause:
         return cause
     predicted = ", ".join(f"{row.name} {row.predicted_speedup:.2f}x" for row in tried)
     known = [*([f"predicted: {predicted}"] if tried else []), *given]
-    unsure = any(row.applies and row.gain.unresolved for row in tried)
+    unsure = any(row.gain.unresolved for row in tried)
     fix = f"{f'{NOT_RESOLVED}: inside the noise of two runs' if unsure else NOTHING_PAYS} ({'; '.join(known)})"
     fix += f"; {RECORD_ANEW}" if unsure else ""
     return replace(cause, fix=fix, predicted_speedup=None, interval=None, at_most=False, script="")

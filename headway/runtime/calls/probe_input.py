@@ -27,7 +27,7 @@ from headway.runtime.script.batches import batch_bytes, checksum
 from headway.runtime.script.draws import drawn, fingerprints, own_generators, prove_layout, sampler_of, steered
 from headway.runtime.script.gap_stacks import calling_library, calling_line
 from headway.runtime.script.run_delay import open_schedstat, read_delay
-from headway.trace.events.vocabulary import SPANS
+from headway.trace.events.vocabulary import SPANS, UNASKED
 from headway.trace.rings.ring import LOADER
 
 NEXT, ITER, LOAD = SPANS["input.next"].code, SPANS["input.iter"].code, SPANS["input.load"].code
@@ -471,7 +471,7 @@ def loader_facts(loader: Any) -> dict[str, Any]:
         "changes_unchecked": "",
         "worker_init_fn": name_of(loader.worker_init_fn),
         "steered": None if streams else steered(loader),
-        "reason_untunable": "an IterableDataset: only num_workers=1 would not repeat its data" if streams else None,
+        "reason_untunable": UNASKED if streams else None,
     }
 
 

@@ -41,7 +41,7 @@ from weakref import WeakKeyDictionary
 from headway.core.machine.hidden_thread import HiddenThread
 from headway.core.machine.interruptions import pass_on
 from headway.runtime.host.device import device_type, in_use
-from headway.runtime.script.compute_facts import note, note_settings, optimizer_facts
+from headway.runtime.script.compute_facts import first_parameter, note, note_settings, num_parameters, optimizer_facts
 from headway.runtime.script.gap_stacks import GapStacks, WaitStacks, loop_depth
 from headway.runtime.script.gradients import GradientCounter
 from headway.runtime.script.run_delay import Garbage, PoolDelay, open_schedstat, read_delay
@@ -270,6 +270,9 @@ class Probes:
     indices: dict[int, int] = field(default_factory=dict)
     """`id` of a live optimizer -> its number, see `index_of`."""
 
+    gone: dict[tuple[type, int], int] = field(default_factory=dict)
+    """Class and `id` of the first parameter of an optimizer that is gone -> its number."""
+
     _is_full: bool = False
     """Whether an error of the run folder was told."""
 
@@ -369,16 +372,27 @@ class Probes:
         return moment
 
     def index_of(self, optimizer: Any) -> int:
-        """Return a small number for an optimizer, in order of first step; a dead one's `id` is not mistaken for it."""
+        """Return a small number for an optimizer, in order of first step; a dead one's `id` is not mistaken for it.
+
+        One that a script makes anew, over the first parameter of one that is gone, has the number of that one: made for
+        each step, each would be counted as an optimizer of a single step.
+        """
         index = self.indices.get(id(optimizer), -1)
         if index < 0:
-            index = self.indices[id(optimizer)] = len(self.tables["optimizers"])
+            key = type(optimizer), id(first_parameter(optimizer))
+            index = self.gone.pop(key, len(self.tables["optimizers"]))
+            self.indices[id(optimizer)] = index
+            weakref.finalize(optimizer, self._let_go, id(optimizer), key).atexit = False
+            if str(index) in self.tables["optimizers"]:
+                return index
             self.tables["optimizers"][str(index)] = type(optimizer).__name__
             self.tables.setdefault("parameters", {})[str(index)] = num_parameters(optimizer)
             self.tables.setdefault("loops", {})[str(index)] = loop_depth(sys._getframe(1))
             note(self.tables.setdefault("compute", {}), "optimizers", lambda: optimizer_facts(optimizer))
-            weakref.finalize(optimizer, self.indices.pop, id(optimizer), None).atexit = False
         return index
+
+    def _let_go(self, number: int, key: tuple[type, int]) -> None:
+        self.gone[key] = self.indices.pop(number)
 
     @property
     def leads(self) -> bool:
@@ -475,12 +489,3 @@ _replace = os.replace
 
 def _broken_emit(*_: object) -> None:
     raise RuntimeError("HEADWAY_BREAK=run: every record fails on purpose")
-
-
-def num_parameters(optimizer: Any) -> int | None:
-    """Return the numbers that an optimizer updates (of a DTensor those of all ranks); None where it does not say."""
-    try:
-        return sum(int(parameter.numel()) for group in optimizer.param_groups for parameter in group["params"])
-    except Exception as cause:  # an optimizer of the script's own may hold anything: a fact less
-        pass_on(cause)
-        return None

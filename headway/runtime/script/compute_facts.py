@@ -10,9 +10,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from headway.core.machine.interruptions import suppress_own
+from headway.core.machine.interruptions import pass_on, suppress_own
 from headway.runtime.host.device import device_type
 
 Row = dict[str, object]
@@ -191,3 +191,21 @@ def _is_channels_last(weight: Tensor) -> bool:
 
     last = weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last)
     return last and not weight.is_contiguous()
+
+
+def first_parameter(optimizer: Any) -> object:
+    """Return the first parameter that an optimizer updates; None where it does not say."""
+    try:
+        return next((parameter for group in optimizer.param_groups for parameter in group["params"]), None)
+    except Exception as cause:  # an optimizer of the script's own may hold anything
+        pass_on(cause)
+        return None
+
+
+def num_parameters(optimizer: Any) -> int | None:
+    """Return the numbers that an optimizer updates (of a DTensor those of all ranks); None where it does not say."""
+    try:
+        return sum(int(parameter.numel()) for group in optimizer.param_groups for parameter in group["params"])
+    except Exception as cause:  # an optimizer of the script's own may hold anything: a fact less
+        pass_on(cause)
+        return None

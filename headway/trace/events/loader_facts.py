@@ -29,6 +29,7 @@ from typing import Annotated, Any
 import msgspec
 
 from headway.core.files.safe_files import converted
+from headway.core.units import plural
 from headway.trace.events.vocabulary import UNREAD
 
 SAFE_SAMPLERS = (
@@ -250,7 +251,8 @@ def renewed(facts: LoaderFacts) -> str:
 def unkept(facts: LoaderFacts) -> str:
     """Say why the examples of a loader cannot be kept; '' if they can."""
     if facts.datasets > 1:
-        return "its dataset is made anew for each pass, and what is kept goes with it: make it once, before the loop"
+        anew = plural(facts.datasets - 1, "time")
+        return f"its dataset was made anew {anew}, and what is kept goes with it: make it once, before the loop"
     return OWN.format("cache_bytes") if facts.own else uncacheable(facts) or facts.rehearsal.cache or ""
 
 

@@ -52,6 +52,9 @@ READ_AGAIN = 1
 UNREAD = "the job ended before its first examples were read again"
 """What the facts of a loader say where the last of its readings gave no answer."""
 
+UNASKED = "an IterableDataset: workers that do not ask which one they are all yield its data"
+"""Why the workers of a stream are left as they are."""
+
 GC_CALLED = 4
 """What a garbage collection's generation is raised by where the script called `gc.collect`."""
 
