@@ -12,7 +12,9 @@ import pytest
 
 from headway.runtime.launching.launch import launch
 from headway.runtime.launching.options import LaunchOptions
+from headway.trace.recording.run_facts import CUT
 from headway.trace.recording.runs import Run
+from headway.why.verdict import ending
 from tests.launching import DDP, alive, run, script, start, wait_for
 from tests.paths import ROOT
 
@@ -253,8 +255,10 @@ def test_a_run_whose_launcher_was_killed_opens_with_the_steps_that_were_made(tmp
     wait_for((tmp_path / "trained").exists)
     process.kill()
     process.communicate(timeout=60)
+    wait_for(lambda: Run.open(tmp_path / "run").meta["exit"] is not None)  # its rank is gone, too
     opened = Run.open(tmp_path / "run")
 
     assert opened.trace.meta["num_steps"] >= 50
     assert opened.meta["end_ns"] is None
-    assert opened.meta["exit"] is None
+    assert opened.facts.exit.cls == CUT
+    assert ending(opened.facts.exit, 51) == "The run was cut off after 51 steps: its launcher was killed."

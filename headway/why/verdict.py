@@ -29,7 +29,7 @@ from headway.core.units import (
 )
 from headway.ledger.cause import NOT_RESOLVED, RECORD_LONGER
 from headway.plan.proposal import GAIN_THAT_LEADS
-from headway.trace.recording.run_facts import CTRL_C, RunExit
+from headway.trace.recording.run_facts import CTRL_C, CUT, RunExit
 from headway.why.answer import CauseRow, Json, Verdict, Why
 
 LEAST_HEADLINE = 0.02
@@ -276,6 +276,8 @@ def ending(end: RunExit | None, steps: object = None) -> str:
     after = f" after {plural(steps, 'step')}" if finite(steps) else ""
     if end.code == CTRL_C:
         return f"The run was stopped by Ctrl-C{after}."
+    if end.cls == CUT:
+        return f"The run was cut off{after}: its launcher was killed."
     what = ENDINGS.get(end.cls, "failed")
     is_one = end.first_rank is not None and what != ENDINGS["preempted"]
     who, why = f"Rank {end.first_rank}" if is_one else "The run", clean(raised(end.traceback or ""))

@@ -325,7 +325,7 @@ def host_launch(ledger: Ledger) -> list[Cause]:
     waited_ns = sum(row.ns for row in lines) if many else 0
     won_s = min(waited_ns / NS_PER_S, idle_s)
     causes = list[Cause]()
-    if won_s * NS_PER_S >= LARGE_WAIT * ledger.total_ns:
+    if won_s and won_s * NS_PER_S >= LARGE_WAIT * ledger.total_ns:
         evidence = f"the host waited for the device for {format_fraction(waited_ns / ledger.total_ns)} of the time "
         evidence += f"({', '.join(lines_in_words(lines))}) and launched nothing; the device idled {idle} of the time "
         evidence += "for the next kernel"

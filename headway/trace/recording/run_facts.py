@@ -75,13 +75,17 @@ CTRL_C = 130
 """Exit code of a run that was interrupted: nobody failed."""
 
 
+CUT = "cut"
+"""Class of an end that nobody noted: the launcher was killed, and its ranks with it."""
+
+
 class RunExit(msgspec.Struct, frozen=True, kw_only=True, rename={"cls": "class"}):
     """How a run ended."""
 
     code: int | None = None
     """128 + signal; 0 = well."""
     cls: str = ""
-    """One of `headway.runtime.run_folder.exit_class.CLASSES`."""
+    """One of `headway.runtime.run_folder.exit_class.CLASSES`, or `CUT`."""
     first_rank: int | None = None
     """The rank that failed first."""
     traceback: str | None = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from headway.trace.events.trace import Trace
 from headway.trace.recording.assemble import applied, loaders, trace_of_rings
 from headway.trace.recording.incident import read_incidents
 from headway.trace.recording.loads import counts_of
-from headway.trace.recording.run_facts import SCHEMA, RankRow, RunFacts
+from headway.trace.recording.run_facts import CUT, SCHEMA, RankRow, RunFacts
 from headway.trace.rings import records
 from headway.trace.rings.rank_tables import json_object
 from headway.trace.rings.ring import UNRECORDED, UNRECORDED_SUFFIX
@@ -235,8 +236,22 @@ def _hosts(path: Path) -> list[tuple[dict[str, Any], RunFacts]]:
 
 
 def _completed(path: Path, meta: dict[str, Any]) -> dict[str, Any]:
-    """Add what a launcher that was killed has noted no more: the loaders, and what became of remedies."""
-    return {**meta, "loaders": meta.get("loaders") or loaders(path), "applied": meta.get("applied") or applied(path)}
+    """Add what a launcher that was killed has noted no more: the loaders, what became of remedies, and its end."""
+    given = {"loaders": meta.get("loaders") or loaders(path), "applied": meta.get("applied") or applied(path)}
+    return {**meta, **given, **({"exit": {"code": 137, "class": CUT}} if _is_cut_off(path, meta) else {})}
+
+
+def _is_cut_off(path: Path, meta: dict[str, Any]) -> bool:
+    """Whether a run of this host has no end although none of its processes lives."""
+    if meta.get("exit") or meta.get("end_ns", 0) is not None or meta.get("host") != socket.gethostname():
+        return False
+    pids = [
+        pid[1] for folder in ring_folders(path) for file in folder.glob("*.ring") if (pid := _PID.search(file.name))
+    ]
+    return bool(pids) and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+_PID = re.compile(r"-p(\d+)")
 
 
 def _with_rows(path: Path, facts: RunFacts) -> RunFacts:
