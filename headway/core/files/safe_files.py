@@ -270,17 +270,23 @@ def parquet_faults(path: str | os.PathLike[str], *, fix: str = "Fetch or write t
 # A file that appears whole or not at all.
 
 
-@contextmanager
-def whole_file(path: str | Path) -> Iterator[Path]:
-    """Yield the path of a draft; rename it to `path` when the block ends, remove it when the block raises.
-
-    Raises `InputError` when the folder of `path` does not exist, and for a folder.
-    """
+def file_in_folder(path: str | Path) -> Path:
+    """Return the path of a file that is to be written; raises `InputError` for a folder, and where its folder lacks."""
     target = Path(path)
     if not target.name or target.is_dir():
         raise InputError(f"{str(path)!r} is no name of a file that could be written. Name one.")
     if not target.parent.is_dir():
         raise InputError(f"{target} cannot be written: the folder {target.parent} does not exist. Create it first.")
+    return target
+
+
+@contextmanager
+def whole_file(path: str | Path) -> Iterator[Path]:
+    """Yield the path of a draft; rename it to `path` when the block ends, remove it when the block raises.
+
+    Raises `InputError` as `file_in_folder` does.
+    """
+    target = file_in_folder(path)
     draft = target.with_name(f".{target.name}.{os.getpid()}.draft")
     draft.unlink(missing_ok=True)  # of a dead process of our number; or a link that somebody laid there to be followed
     try:

@@ -85,7 +85,8 @@ def _check_script(script: Sequence[str]) -> None:
     if not script[0] or not path.exists():
         module = " ".join(["--module --", *script[1:2]])
         is_flag = script[0] in ("-m", "--module")
-        fix = f"For a module write: headway run {module}" if is_flag else "Name a script: headway starts Python itself."
+        fix = "Check its name." if path.suffix == ".py" else "Name a script: headway starts Python itself."
+        fix = f"For a module write: headway run {module}" if is_flag else fix
         raise InputError(f"the script {script[0]!r} does not exist in {Path.cwd()}. {fix}")
     if path.is_dir() and not (path / "__main__.py").exists():
         raise InputError(f"{script[0]} is a folder without a __main__.py. Name a script in it.")

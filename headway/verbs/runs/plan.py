@@ -15,6 +15,7 @@ from cyclopts import Parameter
 from headway.catalog import causes_of
 from headway.core.errors import BarMissedError, InputError
 from headway.core.files.planfile import granted
+from headway.core.files.safe_files import file_in_folder
 from headway.ledger.cause import Cause
 from headway.ledger.runs.recorded import evaluation_loaders
 from headway.parallel.elastic_plan import loss_costs
@@ -67,6 +68,8 @@ def plan(
       json: Print one JSON object (schema headway.plan/1) instead of text.
     """
     grants = granted(allow)
+    if out is not None:
+        file_in_folder(out)  # before the work of seconds
     recorded = run_at(run)
     explanation = explain_run(recorded, str(recorded.path), allow=grants, steps=steps)
     ledger, made, why = explanation.ledger, explanation.plan, explanation.to_json()

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.core.errors import InputError
-from headway.core.files.safe_files import check_replaceable
+from headway.core.files.safe_files import check_replaceable, file_in_folder
 from headway.core.units import NS_PER_S, format_bytes
 from headway.ledger.answers.compare import steps_per_s
 from headway.ledger.buckets import BUCKETS
@@ -64,6 +64,7 @@ def report(
     """
     if out.is_dir():
         raise InputError(f"{out} is a folder; a report is a file. Name one in it: -o {out / 'report.html'}")
+    file_in_folder(out)
     check_replaceable(out, b"<!doctype html", "page")
     spec = None if model is None else ModelSpec.parse(model)
     explanation = explain(list(source) or [newest_run()])
