@@ -90,8 +90,10 @@ def host_cpu_wait(ledger: Ledger) -> list[Cause]:
     if ledger.fraction("host.cpu_wait") < LARGE:
         return []
     waited = blamed_s(ledger, "host", share_of(ledger, "host", "host.cpu_wait"))
-    share = format_fraction(booked * NS_PER_S / max(ledger.total_ns, 1))
+    inside = booked_s(ledger, "input.cpu_wait")
+    share = format_fraction((booked + inside) * NS_PER_S / max(ledger.total_ns, 1))
     evidence = f"for {share} of the time training was ready to compute and had no core"
+    evidence += f", {format_seconds(inside)} of it while it prepared batches" if inside > LARGE * booked else ""
     load, ranks = facts.host_load, max(1, ledger.devices // max(1, len(facts.hosts)))
     threads, cores = ranks * max(facts.threads.values(), default=1), facts.cores or 0
     others = load.demand if load is not None else 0.0
