@@ -202,6 +202,7 @@ def replace_attribute(target: str, wrapper: Callable[[Any], Any], *, copies: Seq
     replacement = wrapper(original)
     if isinstance(original, BuiltinFunctionType) and isinstance(owner, ModuleType):
         replacement.__module__ = module_name  # `os.rename` says `posix`, where a pickle of it would not find this one
+        replacement.__annotations__ = {}  # a builtin has none
     setattr(owner, name, replacement)
     for able in SUPPORTS if owner is os else ():
         if original in getattr(os, able):

@@ -195,6 +195,9 @@ MOST_LINES = 20
 MOST_PLACES = 1024
 """Different places that are counted."""
 
+WRAPPERS = ("inner", "wrapper", "wrapped", "decorate_context")
+"""Names of functions around another one, as torch's updates have: they say nothing of what the line calls."""
+
 UNTIMED = ("fsync",)
 """Functions of this package around a call of the script whose time no probe owns."""
 
@@ -317,7 +320,8 @@ class GapStacks:
             if is_ours(frame.f_code) and frame.f_code.co_name not in UNTIMED:
                 return False  # in a handler, a save, a wait that a probe times
             frame = frame.f_back
-        place = (loop.f_code, loop.f_lineno, below.f_code.co_name if below is not None else "")
+        called = below.f_code.co_name if below is not None else ""
+        place = (loop.f_code, loop.f_lineno, "" if called in WRAPPERS else called)
         entry = self._seen.get(place)
         if entry is None:
             if len(self._seen) >= MOST_PLACES:
