@@ -46,7 +46,7 @@ def granted(allow: str | None) -> tuple[str, ...]:
     words = [] if allow is None else [ALSO_CALLED.get(word.strip(), word.strip()) for word in allow.split(",")]
     unknown = [word for word in words if word not in ALLOWANCES]
     if unknown:
-        spoken = {grant: word for word, grant in ALSO_CALLED.items()}
+        spoken = {grant: name for name, grant in ALSO_CALLED.items()}
         names = " or ".join(spoken.get(grant, grant) for grant in ALLOWANCES)
         raise InputError(
             f"--allow is {allow!r}; {unknown[0]!r} is unknown: choose {names}, separated by commas, or drop it."
