@@ -50,13 +50,14 @@ def server_of(path):
 
 
 def end(path, number=signal.SIGTERM):
-    """End the server at `path` and wait until it is gone."""
+    """End the server at `path` and wait until it is gone; returns whether one answered."""
     try:
         pid = server_of(path)
     except HeadwayError:
-        return
+        return False
     os.kill(pid, number)
     wait_for(lambda: has_ended(pid))
+    return True
 
 
 def has_ended(pid):

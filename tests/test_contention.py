@@ -19,9 +19,9 @@ from headway.sim.recorded.recording import Recording
 from headway.sim.recorded.segment_times import USUALLY_BESIDE
 from headway.trace.events.trace import concat
 from headway.trace.recording.runs import Run
+from tests.oracles import time_sliced
 from tests.runs_made import MS, Made, Rows, RunMaker
 from tests.test_program import QUIET as FREE_WORKERS
-from tests.test_program import time_sliced
 
 QUIET = dataclasses.replace(FREE_WORKERS, receive_ns=0, reset_ns=0)
 

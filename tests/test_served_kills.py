@@ -36,11 +36,10 @@ def test_it_outlives_its_server_killed_in_mid_epoch_up_to_three_times(runtime):
         for batch in loader:
             taken += batch["id"].tolist()
             if len(taken) in (6, 14, 22):  # 20 batches, 8 at most ahead: behind each of them one is missing
-                end(only(runtime), signal.SIGKILL)
-                kills += 1
+                kills += end(only(runtime), signal.SIGKILL)  # the next one may not answer yet
 
     assert sorted(taken) == list(range(40))
-    assert kills == 3
+    assert 1 <= kills <= 3
     # From Python 3.12 on, forking beside threads warns too.
     found = [re.search(r"behind the (\d+) batches .* none is lost", str(one.message)) for one in told]
     behind = [int(match[1]) for match in found if match]
@@ -49,7 +48,7 @@ def test_it_outlives_its_server_killed_in_mid_epoch_up_to_three_times(runtime):
     assert behind == sorted(behind)
     assert 1 <= len(behind) <= 3
     assert all(any(killed <= at <= killed + 8 for killed in (3, 7, 11)) for at in behind), behind
-    assert loader._links[0].restarts == 3
+    assert loader._links[0].restarts == kills
     iterator = iter(loader)
     next(iterator)
     end(only(runtime), signal.SIGKILL)
