@@ -116,6 +116,8 @@ def test_examples_that_ranks_are_dealt_anew_come_back_less_often() -> None:
         ("data.cache", {"batch_bytes": 0}, {}, "not known"),
         ("data.cache", {}, {"memory_bytes": 0}, "no memory is free"),
         ("data.cache", {}, {"datasets": 2}, "made anew 1 time"),
+        ("data.cache", {}, {"rehearsal": {"look_s": 0.9}}, "looking, before each batch, at what its dataset"),
+        ("data.workers", {}, {"rehearsal": {"look_s": 0.9}}, "takes 900 ms"),
         ("data.threads", {"fetch_ns": 0, "prep_ns": 12 * MS, "compute_ns": MS, "epoch_steps": 10}, {}, "for 100 % of"),
     ],
 )

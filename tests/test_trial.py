@@ -294,8 +294,8 @@ def test_a_text_in_memory_is_nothing_that_others_see():
 
 @pytest.mark.parametrize(("remedy", "parameters"), [(workers, {"num_workers": 2}), (cache, {"bytes": 2**20})])
 def test_a_loader_that_is_dear_to_look_at_before_each_batch_is_left_alone(remedy, parameters, monkeypatch):
-    monkeypatch.setattr("headway.data.guard.decisions.LOOK_S", -1.0)
-    monkeypatch.setattr("headway.data.guard.decisions.LOOK_SHARE", 0.0)
+    monkeypatch.setattr("headway.trace.events.loader_facts.LOOK_S", -1.0)
+    monkeypatch.setattr("headway.trace.events.loader_facts.LOOK_SHARE", 0.0)
     with applied(remedy, parameters) as context:
         assert len(list(DataLoader(Squares(8), 4))) == 2
 

@@ -32,6 +32,7 @@ from headway.trace.events.loader_facts import (
     LoaderFacts,
     facts_of,
     renewed,
+    too_dear,
     unkept,
     unmovable,
     unshared,
@@ -79,6 +80,9 @@ BUSY = 1.645 * 0.05
 """Half the range of log(won / predicted) by which what workers by hand win beside a busy process is less certain: two
 scripts of `headway bench small_scripts` won .92 and 1.11 times what was predicted, with 1.08 for the range."""
 
+LOOK_BEFORE_BATCHES = ("data.workers", "data.cache")
+"""Remedies that look, before batches, whether the script has changed what they are made of."""
+
 CLOSE = 1.01
 """Of settings within 1 % of the best, the smallest is taken."""
 
@@ -99,9 +103,12 @@ def propose(ledger: Ledger | None, program: Program, setup: Setup) -> Iterator[P
     seen = any(group >= 0 for group in groups)
     unsafe = seen and program.predict(("input=none",), interval=False).speedup >= MIN_SPEEDUP
     for name, remedy, unfit in remedies:
-        reasons = {group: reason for group, fact in facts.items() if (reason := unfit(fact))}
+        unsuited = {group: reason for group, fact in facts.items() if (reason := unfit(fact))}
+        dear = {group: reason for group, fact in facts.items() if (reason := _dear(name, fact, program.measured_s))}
+        reasons = {**dear, **unsuited}
         fit = {group: fact for group, fact in facts.items() if group not in reasons}
-        found = remedy(program, setup, fit) if fit else Refusal(name, "data", _why(reasons, facts), unsafe=unsafe)
+        none = Refusal(name, "data", _why(reasons, facts), unsafe=unsafe and bool(unsuited))
+        found = remedy(program, setup, fit) if fit else none
         if isinstance(found, Proposal):
             found = replace(found, evaluation_share=_evaluation_share(program, found, evaluation))
         left = {**reasons, **(found.left_alone if isinstance(found, Proposal) else {})}
@@ -114,6 +121,12 @@ def propose(ledger: Ledger | None, program: Program, setup: Setup) -> Iterator[P
 
 def _why(reasons: Mapping[int, str], facts: Mapping[int, LoaderFacts]) -> str:
     return "; ".join(f"{named(group, facts[group])}: {reason}" for group, reason in reasons.items())
+
+
+def _dear(name: str, fact: LoaderFacts, step_s: float) -> str:
+    """Say that a remedy that looks before batches would be refused for what a look costs, as it was rehearsed."""
+    look_s = fact.rehearsal.look_s
+    return too_dear(look_s, step_s) if name in LOOK_BEFORE_BATCHES and look_s is not None else ""
 
 
 def _groups(program: Program) -> list[int]:

@@ -25,7 +25,7 @@ from headway.core.machine.interruptions import pass_on
 from headway.data.bytes.scrutiny import ALTERED, Scrutiny
 from headway.data.cached.cached_examples import CachedExamples, ExampleStore
 from headway.data.guard.cache_trial import barred, probed
-from headway.data.guard.decisions import NOT_TRIED, Decisions, budget_of, too_dear
+from headway.data.guard.decisions import NOT_TRIED, Decisions, budget_of, too_dear_to_look_at
 from headway.data.guard.files_read import note_looks
 from headway.data.guard.outcome import OfDataset, OutcomeWriter, speak
 from headway.data.guard.picture import outside
@@ -244,7 +244,7 @@ class ExampleCaches:
             return "it is read by headway's own loader: give that one cache_bytes"
         if self.budget_bytes < 1:
             return "the byte budget is spent"
-        return barred(loader) or too_dear((loader.dataset,), self.decisions)
+        return barred(loader) or too_dear_to_look_at((loader.dataset,), self.decisions)
 
     def _look(self, dataset: Any) -> None:
         """Leave a dataset that the script has changed, or of which a reader found that it may not be kept."""

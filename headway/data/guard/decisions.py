@@ -30,13 +30,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from headway.core.units import format_seconds
 from headway.data.guard.files_read import FileStat
 from headway.data.guard.picture import outside, size_of
 from headway.data.guard.trial import Limit, limited
 from headway.runtime.in_rank.remedy import Context
 from headway.runtime.script.object_graph import attributes, closure_of
-from headway.trace.events.loader_facts import TRIAL_SHARE, may_try
+from headway.trace.events.loader_facts import LOOK_S, TRIAL_SHARE, may_try, too_dear
 
 LONGEST_S = 5.0
 """The most time that a child of a trial has; also where no step was recorded."""
@@ -66,9 +65,8 @@ MOST_VALUES = 1024
 """Values that facts look into; of what lies beyond only the type counts."""
 
 
-LOOKS, LOOK_S, LOOK_SHARE = 3, 0.01, 0.1
-"""Looks that are timed at most; one at what a dataset goes by may take so many seconds of CPU, or this share of a
-recorded step."""
+LOOKS = 3
+"""Looks that are timed at most."""
 
 
 @dataclass(slots=True)
@@ -137,12 +135,9 @@ def look_s(read: tuple[object, ...]) -> float:
     return min(took_s)
 
 
-def too_dear(read: tuple[object, ...], decisions: Decisions) -> str | None:
-    """Say that looking, before each batch, at what is `read` would cost more of a step than a remedy may win."""
-    took_s = look_s(read)
-    if took_s <= max(LOOK_S, LOOK_SHARE * (decisions.budget.step_s or 0.0)):
-        return None
-    return f"looking, before each batch, at what its dataset and their code reach takes {format_seconds(took_s)}"
+def too_dear_to_look_at(read: tuple[object, ...], decisions: Decisions) -> str | None:
+    """Say why `read` may not be looked at before each batch, or None."""
+    return too_dear(look_s(read), decisions.budget.step_s or 0.0) or None
 
 
 def budget_of(context: Context) -> Budget:

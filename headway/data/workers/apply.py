@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import signal_handling
 
 from headway.core.machine.interruptions import pass_on
-from headway.data.guard.decisions import NOT_TRIED, Decisions, budget_of, too_dear
+from headway.data.guard.decisions import NOT_TRIED, Decisions, budget_of, too_dear_to_look_at
 from headway.data.guard.files_read import FileStat
 from headway.data.guard.outcome import OutcomeWriter, Withdrawal, impure, withdrawal_of
 from headway.data.guard.process_state import Looks, listens
@@ -348,7 +348,7 @@ class LoaderTuner:
         torchs = loader.num_workers > 0 and loader.persistent_workers
         fresh = loader.num_workers > 0 and not torchs  # the script's own workers begin each pass with nothing read
         only_kept = fresh and self.persistent_workers and self.max_workers <= loader.num_workers
-        reason = bound_to_the_loop(loader) or too_dear((loader.dataset, loader.collate_fn), self.decisions)
+        reason = bound_to_the_loop(loader) or too_dear_to_look_at((loader.dataset, loader.collate_fn), self.decisions)
         if reason is None and not only_kept:
             reason = self.decisions.result(loader, lambda: untunable(loader, ahead, may_draw=self.may_draw))
         ended: str | None = None

@@ -29,7 +29,7 @@ from typing import Annotated, Any
 import msgspec
 
 from headway.core.files.safe_files import converted
-from headway.core.units import plural
+from headway.core.units import format_seconds, plural
 from headway.trace.events.vocabulary import UNREAD
 
 SAFE_SAMPLERS = (
@@ -71,6 +71,21 @@ first ones, and so many more each time that they have grown e-fold."""
 def may_try(spent_s: float, since_s: float) -> bool:
     """Tell whether a rank may try another loader: trials took `spent_s`, and the first began `since_s` ago."""
     return spent_s < TRIAL_S + TRIAL_SHARE * since_s
+
+
+LOOK_S, LOOK_SHARE = 0.01, 0.1
+"""A look at what a dataset goes by may take so many seconds of CPU, or this share of a recorded step."""
+
+
+def too_dear(look_s: float, step_s: float) -> str:
+    """Say that a look of `look_s` before each batch costs more of a step than a remedy may win; '' where it may.
+
+    >>> too_dear(0.02, 0.3), too_dear(0.3, 0.05)[-12:]
+    ('', 'takes 300 ms')
+    """
+    if look_s <= max(LOOK_S, LOOK_SHARE * step_s):
+        return ""
+    return f"looking, before each batch, at what its dataset and their code reach takes {format_seconds(look_s)}"
 
 
 class Rehearsal(msgspec.Struct, frozen=True, kw_only=True):
