@@ -177,11 +177,11 @@ class Looks:
             self._since_s, self._spent_s, self._near_spent_s, self._near = begin_s, 0.0, 0.0, None
             self._late = 0
             return self._looked(look)
-        alike = not self._is_due(read, begin_s)
-        if alike:
-            self._skipped += 1
-        else:
+        alike = True
+        if self._is_due(read, begin_s):
             alike = self._looked(look)
+        else:
+            self._skipped += 1
         near_s, look_s = self._near_spent_s + self._near_last_s, self._spent_s + self._last_s
         self._next_s = self._since_s + min(near_s / NEAR_SHARE, look_s / SHARE)
         return alike

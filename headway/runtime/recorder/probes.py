@@ -270,8 +270,11 @@ class Probes:
     indices: dict[int, int] = field(default_factory=dict)
     """`id` of a live optimizer -> its number, see `index_of`."""
 
-    gone: dict[tuple[type, int], int] = field(default_factory=dict)
-    """Class and `id` of the first parameter of an optimizer that is gone -> its number."""
+    gone: dict[tuple[str, int], int] = field(default_factory=dict)
+    """Name of the class and `id` of the first parameter of an optimizer that is gone -> its number.
+
+    Not the class: one of the script's that lived on would keep its module's files from being flushed at exit.
+    """
 
     _is_full: bool = False
     """Whether an error of the run folder was told."""
@@ -379,7 +382,7 @@ class Probes:
         """
         index = self.indices.get(id(optimizer), -1)
         if index < 0:
-            key = type(optimizer), id(first_parameter(optimizer))
+            key = type(optimizer).__name__, id(first_parameter(optimizer))
             index = self.gone.pop(key, len(self.tables["optimizers"]))
             self.indices[id(optimizer)] = index
             weakref.finalize(optimizer, self._let_go, id(optimizer), key).atexit = False
@@ -391,7 +394,7 @@ class Probes:
             note(self.tables.setdefault("compute", {}), "optimizers", lambda: optimizer_facts(optimizer))
         return index
 
-    def _let_go(self, number: int, key: tuple[type, int]) -> None:
+    def _let_go(self, number: int, key: tuple[str, int]) -> None:
         self.gone[key] = self.indices.pop(number)
 
     @property
