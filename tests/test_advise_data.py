@@ -14,7 +14,7 @@ from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.sim.recorded.program import Program
 from headway.trace.events.loader_facts import LoaderFacts
-from headway.trace.events.vocabulary import UNREAD
+from headway.trace.events.vocabulary import READING_FAILED, UNREAD
 from headway.trace.recording.run_facts import RunFacts
 from tests.runs_made import MS, Made, RunMaker
 
@@ -118,6 +118,8 @@ def test_examples_that_ranks_are_dealt_anew_come_back_less_often() -> None:
         ("data.cache", {}, {"datasets": 2}, "made anew 1 time"),
         ("data.cache", {}, {"rehearsal": {"look_s": 0.9}}, "looking, before each batch, at what its dataset"),
         ("data.workers", {}, {"rehearsal": {"look_s": 0.9}}, "takes 900 ms"),
+        ("data.workers", {}, {"changes_unchecked": READING_FAILED}, "its trial would refuse it: a child that read"),
+        ("data.cache", {}, {"changes_unchecked": READING_FAILED}, "wanted to write or to send"),
         ("data.threads", {"fetch_ns": 0, "prep_ns": 12 * MS, "compute_ns": MS, "epoch_steps": 10}, {}, "for 100 % of"),
     ],
 )

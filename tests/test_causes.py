@@ -61,7 +61,7 @@ FAULTS: dict[str, RunMaker] = {
 
 
 def test_every_rule_but_the_devices_own_has_a_fault_that_shows_it():
-    elsewhere = {"host.launch", "bubble.p2p", "host.cpu_wait", "steps.grow", "compute.optimizer"}
+    elsewhere = {"host.launch", "bubble.p2p", "host.cpu_wait", "steps.grow", "compute.optimizer", "compute.gradients"}
     assert set(RULES) == set(FAULTS) | elsewhere
     assert set(EDIT_OF_CAUSE) <= set(RULES)
 

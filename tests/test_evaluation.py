@@ -153,6 +153,23 @@ def test_a_teacher_and_a_targets_single_forward_are_part_of_the_step():
     assert spans(thread) == ([], 4)
 
 
+def test_a_model_of_which_copies_are_trained_is_evaluated_over_a_loader_of_its_own():
+    thread, expected = Thread(), []
+    for copy in (1, 2):
+        thread.train(3, iterator=2 * copy, model=copy)
+        begin = thread.batch(9)
+        for batch in range(3):
+            thread.forward(model=0, training=False)
+            thread.batch(9, seq=batch + 1 if batch < 2 else -1)
+        expected.append((begin, thread.now_ns))
+    for step in range(4):  # a teacher that is asked one batch of unlabelled examples in each step
+        thread.train(iterator=2)
+        thread.batch(11, seq=step)
+        thread.forward(model=7, grad=False, training=False)
+
+    assert spans(thread) == (expected, 10)
+
+
 def test_rollouts_of_the_trained_model_are_evaluation():
     thread, expected = Thread(), []
     for _ in range(3):

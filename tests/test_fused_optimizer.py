@@ -1,5 +1,6 @@
 """The fused form of an optimizer as a remedy: found, predicted, applied; what the script holds and saves stays."""
 
+import re
 from copy import deepcopy
 
 import pytest
@@ -29,6 +30,12 @@ for _ in range(60):
     optimizer.step()
 print(loss.item())
 """
+
+CLIPPED = SCRIPT.replace("    optimizer.step()\n", """    for parameter in model.parameters():
+        parameter.grad.clamp_(-1, 1)
+        time.sleep(0.0005)
+    optimizer.step()
+""").replace("import torch\n", "import time\nimport torch\n", 1)  # fmt: skip
 
 OPTIMIZERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),
@@ -245,3 +252,16 @@ def test_a_run_names_the_optimizer_and_a_plan_predicts_applies_and_ends_the_caus
     assert found.plan.chosen == ("compute.fused_optimizer",)
     assert after.run.facts.in_force["compute.fused_optimizer"]["updates"] == 60
     assert not [cause for cause in after.causes if cause.cause == "compute.optimizer"]
+
+
+def test_a_loop_over_gradients_is_a_cause_of_its_own_and_no_part_of_the_update(tmp_path):
+    job = script(tmp_path, CLIPPED)
+    assert headway("run", "--out", tmp_path / "run", "--", job).returncode == 0
+    causes = {cause.cause: cause for cause in explain([tmp_path / "run"]).causes}
+
+    loop = causes["compute.gradients"]
+    assert loop.lost_device_s > 60 * 120 * 0.0005
+    assert re.search(r"sleep at job\.py:\d+|job\.py:\d+", loop.where)
+    assert "between a backward and the update" in loop.evidence
+    update = causes.get("compute.optimizer")
+    assert update is None or update.lost_device_s < loop.lost_device_s / 2

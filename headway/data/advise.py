@@ -37,6 +37,7 @@ from headway.trace.events.loader_facts import (
     unmovable,
     unshared,
     unthreadable,
+    untried,
 )
 from headway.trace.recording.run_facts import RunFacts
 from headway.trace.recording.runs import Run
@@ -105,7 +106,8 @@ def propose(ledger: Ledger | None, program: Program, setup: Setup) -> Iterator[P
     for name, remedy, unfit in remedies:
         unsuited = {group: reason for group, fact in facts.items() if (reason := unfit(fact))}
         dear = {group: reason for group, fact in facts.items() if (reason := _dear(name, fact, program.measured_s))}
-        reasons = {**dear, **unsuited}
+        untold = {group: reason for group, fact in facts.items() if (reason := untried(fact))}
+        reasons = {**dear, **untold, **unsuited}
         fit = {group: fact for group, fact in facts.items() if group not in reasons}
         none = Refusal(name, "data", _why(reasons, facts), unsafe=unsafe and bool(unsuited))
         found = remedy(program, setup, fit) if fit else none

@@ -141,6 +141,8 @@ class SampledLine(msgspec.Struct, frozen=True):
     """Samples."""
     feeds_forward: bool = False
     """Whether what the function returned was an argument of the next forward: it made the batch."""
+    loader: int = -1
+    """Group of the loader whose load it is a line of; -1 = of none."""
 
     @property
     def words(self) -> str:
@@ -150,16 +152,15 @@ class SampledLine(msgspec.Struct, frozen=True):
 
 def joined(ranks: Iterable[object]) -> tuple[SampledLine, ...]:
     """Add up the lines that each rank wrote down, most time first; what cannot be read is left out."""
-    total: dict[tuple[str, str], SampledLine] = {}
+    total: dict[tuple[str, str, int], SampledLine] = {}
     for rows in ranks:
         try:
             lines = msgspec.convert(rows, list[SampledLine])
         except msgspec.ValidationError:
             continue
         for row in lines:
-            before = total.get((row.line, row.function), SampledLine(row.line, row.function, 0))
-            feeds = before.feeds_forward or row.feeds_forward
-            total[row.line, row.function] = SampledLine(
-                row.line, row.function, before.ns + row.ns, before.count + row.count, feeds
-            )
+            key = row.line, row.function, row.loader
+            before = total.get(key, SampledLine(row.line, row.function, 0))
+            feeds, count = before.feeds_forward or row.feeds_forward, before.count + row.count
+            total[key] = SampledLine(row.line, row.function, before.ns + row.ns, count, feeds, row.loader)
     return tuple(sorted(total.values(), key=lambda row: -row.ns))

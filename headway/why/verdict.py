@@ -101,6 +101,7 @@ CAUSE_PHRASES: dict[str, str] = {
     "startup.compile": "start-up and compilation",
     "steps.grow": "steps that get slower",
     "compute.optimizer": "an optimizer that loops over its tensors",
+    "compute.gradients": "the script's own work on gradients",
     "compute.precision": "products in more bits than the matrix units want",
     "compute.unfused": "passes over memory that a compiler would fuse",
     "compute.layout": "conversions of layout",

@@ -41,6 +41,7 @@ from headway.ledger.answers.script_causes import (
     BUSY,
     bubble,
     evaluation,
+    gradient_lines,
     host_cpu_wait,
     host_launch,
     host_recording,
@@ -410,5 +411,6 @@ RULES: dict[str, Callable[[Ledger], list[Cause]]] = {
     "startup.compile": _startup_compile,
     "steps.grow": steps_grow,
     "compute.optimizer": optimizer_loops,
+    "compute.gradients": gradient_lines,
 }
 """Every cause that a recorded run can show. Adding one is adding a line here."""

@@ -30,12 +30,16 @@ from headway.ledger.answers.ledger import (
     booked_s,
     count_words,
     counted,
+    lines_in_words,
     mean_of,
     share_of,
     span_of,
 )
 from headway.ledger.cause import Cause, in_library
 from headway.trace.events.loader_facts import EPOCH_SAMPLERS, LoaderFacts, facts_of, renewed, unmovable_by_hand
+
+LEAST_SAMPLES = 8
+"""Samples below which no line is named: the next one could turn the shares over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +247,9 @@ class LoaderWaits:
     facts: LoaderFacts
     """What run.json says of it."""
 
+    group: int
+    """Its number in run.json."""
+
     where: str
     """The loader in words: where the script makes it, its dataset, its workers."""
 
@@ -288,9 +295,9 @@ def loaders_of(ledger: Ledger) -> list[LoaderWaits]:
         where = where_of(facts) if len(waits) == 1 else "; ".join(dict.fromkeys(map(where_of, known.values())))
         # Calls by training where they were counted; a trace of another source tells calls of any kind only.
         calls = sum(ledger.loader_calls.values()) or span_of(ledger, "input.next").count
-        return [LoaderWaits(facts, where or "loader", calls, sub_s)]
+        return [LoaderWaits(facts, only, where or "loader", calls, sub_s)]
     return [
-        LoaderWaits(known[str(loader)], where_of(known[str(loader)]), ledger.loader_calls.get(loader, 0), sub_s)
+        LoaderWaits(known[str(loader)], loader, where_of(known[str(loader)]), ledger.loader_calls.get(loader, 0), sub_s)
         for loader, sub_s in waits.items()
     ]
 
@@ -323,6 +330,8 @@ def _fetch_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
     if blind > own / 2:
         evidence += " (their loads were not recorded, so this may be preparation as well)"
     evidence += "".join(f"; {line}" for line in count_words(ledger.facts.input))
+    if loader.seconds(*FETCH) > loader.seconds(*PREP):
+        evidence += seen_in_loads(ledger, loader.group)
     return _cause("input.fetch", loader, own + waited, evidence + also_waited(waited), state_of(ledger, loader))
 
 
@@ -368,7 +377,17 @@ def _prep_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
     evidence = f"{loader.called} of next(loader) waited {each} while their batch was prepared"
     if queue > 0:
         evidence += f", {format_seconds(queue / max(loader.calls, 1))} of it waiting for a CPU core"
+    if loader.seconds(*PREP) >= loader.seconds(*FETCH):
+        evidence += seen_in_loads(ledger, loader.group)
     return _cause("input.prep", loader, own + waited, evidence + also_waited(waited), state_of(ledger, loader))
+
+
+def seen_in_loads(ledger: Ledger, group: int) -> str:
+    """Return '; seen in its loads: Resize.forward at train.py:9 61 % of 84 samples'; '' where few were seen."""
+    lines = tuple(row for row in ledger.load_lines if row.loader == group)
+    count = sum(row.count for row in lines)
+    words = f"; seen in its loads: {', '.join(lines_in_words(lines))} of {plural(count, 'sample')}"
+    return words if count >= LEAST_SAMPLES else ""
 
 
 def input_transfer(ledger: Ledger) -> list[Cause]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from headway.core.units import NS_PER_S, format_bytes, format_fraction, format_seconds, plural
 from headway.cost.fused import Share, fused_share
-from headway.ledger.answers.input_causes import LoaderState, hint_of, where_of
+from headway.ledger.answers.input_causes import LEAST_SAMPLES, LoaderState, hint_of, seen_in_loads, where_of
 from headway.ledger.answers.ledger import (
     TRY,
     Ledger,
@@ -39,9 +39,6 @@ from headway.ledger.growth import BLOCKS, LEAST_STEPS, rising, slowed
 from headway.trace.events.loader_facts import unmovable_by_hand
 from headway.trace.rings.rank_tables import OptimizerFacts
 
-LEAST_SAMPLES = 8
-"""Samples below which no line is named: the next one could turn the shares over."""
-
 BUSY = 0.1
 """Cores that others want from which on they are named."""
 
@@ -53,17 +50,16 @@ LARGE = 0.02
 waiting for a core is what any host has."""
 
 
-def _telling(ledger: Ledger) -> tuple[SampledLine, ...]:
+def _telling(lines: tuple[SampledLine, ...], booked_ns: float) -> tuple[SampledLine, ...]:
     """Return the sampled lines where they are enough, and of enough of the time, to say where it went."""
-    lines = ledger.script_lines
     seen_ns, count = sum(row.ns for row in lines), sum(row.count for row in lines)
-    enough = count >= LEAST_SAMPLES and 2 * seen_ns >= ledger.sub_ns.get("host.script", 0)
-    return lines if enough else ()
+    return lines if count >= LEAST_SAMPLES and 2 * seen_ns >= booked_ns else ()
 
 
 def host_script(ledger: Ledger) -> list[Cause]:
     """Code of the script between an update and the next forward: batches made by hand, environments, writers."""
-    own, lines = booked_s(ledger, "host.script"), _telling(ledger)
+    own = booked_s(ledger, "host.script")
+    lines = _telling(ledger.script_lines, ledger.sub_ns.get("host.script", 0))
     waited = blamed_s(ledger, "host", share_of(ledger, "host", "host.script"))
     steps = max(ledger.steps * ledger.devices, 1)
     spent = f"{format_seconds(own)} over all attempts" if ledger.facts.attempt else f"{mean_of(own, steps)} step"
@@ -157,7 +153,8 @@ def evaluation(ledger: Ledger) -> list[Cause]:
         return [replace(found, fix=fix)]
     state = LoaderState(workers=facts.num_workers, is_persistent=facts.persistent, is_once=count == 1)
     hint = hint_of("eval", state)
-    found = replace(found, where=where_of(facts), fix=hint.fix(state), script=hint.edit(state))
+    evidence = found.evidence + seen_in_loads(ledger, slowest if slowest is not None else -1)
+    found = replace(found, where=where_of(facts), evidence=evidence, fix=hint.fix(state), script=hint.edit(state))
     return [replace(found, line=facts.place, library=facts.library)]
 
 
@@ -294,7 +291,7 @@ LARGE_UPDATE = 0.05
 def optimizer_loops(ledger: Ledger) -> list[Cause]:
     """Updates that loop over tensors on a CPU, several operators for each, where one fused kernel does the same."""
     compute = ledger.facts.compute
-    own_s = booked_s(ledger, "useful.optimizer")
+    own_s = min(booked_s(ledger, "useful.optimizer"), span_of(ledger, "optimizer.step").total_ns / NS_PER_S)
     fraction = own_s * NS_PER_S / max(int(ledger.step_ns.sum()), 1)
     in_force = "compute.fused_optimizer" in ledger.facts.in_force
     if compute is None or in_force or len(compute.optimizers) != 1 or fraction < LARGE_UPDATE:
@@ -308,6 +305,22 @@ def optimizer_loops(ledger: Ledger) -> list[Cause]:
     evidence += f"{share.high:.2f} of that"
     edit = f"torch.optim.{optimizer.name}(..., fused=True)"
     return [Cause("compute.optimizer", optimizer.name, own_s * (1 - share.mid), evidence, edit, script=edit)]
+
+
+def gradient_lines(ledger: Ledger) -> list[Cause]:
+    """Code of the script between a backward and the update, on a CPU: loops over gradients, one tensor at a time."""
+    between_ns = ledger.sub_ns.get("useful.optimizer", 0) - span_of(ledger, "optimizer.step").total_ns
+    lines = _telling(ledger.gradient_lines, between_ns)
+    fraction = between_ns / max(int(ledger.step_ns.sum()), 1)
+    clips = bool(lines) and lines[0].function.startswith("clip_grad")  # torch's own, one call as it is
+    if fraction < LARGE_UPDATE or not lines or clips or ledger.facts.device_type != "cpu":
+        return []
+    per_step = mean_of(between_ns / NS_PER_S, max(ledger.steps * ledger.devices, 1))
+    evidence = f"between a backward and the update the script ran code of its own for {per_step} step: "
+    evidence += f"{', '.join(lines_in_words(lines))} of {plural(sum(row.count for row in lines), 'sample')}"
+    fix = "loop over fewer tensors, or over all in one call (torch.nn.utils.clip_grad_norm_, torch._foreach_mul_), and "
+    fix += "read values (.item()) once a step, or every 50 steps"
+    return [Cause("compute.gradients", lines[0].words, between_ns / NS_PER_S, evidence, fix)]
 
 
 LARGE_WAIT = 0.02

@@ -146,6 +146,12 @@ class BookedTime:
     script_lines: tuple[SampledLine, ...] = ()
     """Where training threads were seen between the steps, most time first."""
 
+    gradient_lines: tuple[SampledLine, ...] = ()
+    """Where training threads were seen between a backward and the update, most time first."""
+
+    load_lines: tuple[SampledLine, ...] = ()
+    """Where training threads were seen in the loads of loaders without workers, most time first."""
+
     wait_lines: tuple[SampledLine, ...] = ()
     """Where training threads were seen to wait for their devices, most time first."""
 

@@ -225,6 +225,8 @@ def _summed(book: RunBook, traces: Sequence[Parts], facts: RunFacts, windows: Wi
         loader_ns=_loader_ns(book),
         loader_calls=dict(sum((Counter(sheet.loader_calls) for sheet in _sheets(book)), start=Counter())),
         script_lines=joined(row.get("script", []) for trace in traces for row in trace.ranks.values()),
+        gradient_lines=joined(row.get("gradients", []) for trace in traces for row in trace.ranks.values()),
+        load_lines=joined(row.get("loads", []) for trace in traces for row in trace.ranks.values()),
         wait_lines=joined(row.get("waits", []) for trace in traces for row in trace.ranks.values()),
         facts=facts,
         hosts={rank: str(row["host"]) for trace in traces for rank, row in trace.ranks.items() if row.get("host")},

@@ -216,7 +216,7 @@ def fetch(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
         if meter is None:
             return original(self, possibly_batched_index)
         try:
-            fetching[0] = ident()
+            fetching[1], fetching[0] = meter.group, ident()
             if meter.due:
                 return measured(self, possibly_batched_index, meter)
             begin = now()

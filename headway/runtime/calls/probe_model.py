@@ -18,6 +18,7 @@ from headway.runtime.recorder.probes import Probes, now
 from headway.runtime.recorder.rehearsals import count
 from headway.runtime.recorder.timers import out_of_compiler
 from headway.runtime.script.compute_facts import model_facts, note, parameters_of
+from headway.runtime.script.gap_stacks import BEHIND_UPDATE, CLOSED
 from headway.runtime.script.gradients import FORWARD as BY_FORWARD
 from headway.trace.events.vocabulary import SPANS, WAIT_NS
 
@@ -106,9 +107,9 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
         # A dataset's transforms are modules, too: 64 of them a batch took 1.2 ms of a step of 10.
         if fetching[0] == (caller := ident()) or (begun[0] and caller != trainer[0]):
             return original(self, *args, **kwargs)
-        opened, between = gap_open[0], -1
+        opened, between = gap_open[0] == BEHIND_UPDATE, -1
+        gap_open[0] = CLOSED
         if opened:
-            gap_open[0] = False
             if gap_asks[0]:
                 gap.note_forward()
             if probes.device_timers:
@@ -145,7 +146,7 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
                 if probes.device_timers:
                     probes.device_timers.computed()
             if not begun[0] and gradients.inferred():
-                trainer[0], gap_open[0] = ident(), True
+                trainer[0], gap_open[0] = ident(), BEHIND_UPDATE
                 if gap.asks[0]:
                     gap.note_loop()
                 probes.advance(BY_FORWARD)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headway.runtime.recorder.probes import Probes, now
+from headway.runtime.script.gap_stacks import BEHIND_UPDATE, CLOSED
 from headway.runtime.script.gradients import BACKWARD
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.ring import OP, PROGRESS_NS
@@ -72,6 +73,7 @@ def recorded(inner: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
             return inner(*args, **kwargs)
         if kwargs or len(args) > 1:
             args, kwargs = with_closure(args, kwargs, probes)
+        gap_open[0] = CLOSED
         start = now()
         try:
             stepping[0] = True
@@ -103,7 +105,7 @@ def recorded(inner: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
             page[STEPS] = count
             if count == 1:
                 probes.after_first_step()
-            gap_open[0] = True
+            gap_open[0] = BEHIND_UPDATE
             if gap_asks[0]:
                 gap.note_loop()
             if count >= due[0]:

@@ -49,6 +49,7 @@ from headway.runtime.in_rank.annotate import Evaluation, Timer, mark_epoch
 from headway.runtime.recorder.probes import Probes, now, write_json
 from headway.runtime.run_folder import redact
 from headway.runtime.run_folder.exit_class import RankEnd, classify
+from headway.runtime.script.gap_stacks import CLOSED
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.ring import warn
 
@@ -68,8 +69,8 @@ class Cells:
     _depth: int = 1
     _ended_ns: int = field(default=0)
     """When the last cell ended; 0 while one runs."""
-    _was_open: bool = False
-    """Whether the gap after an update was open then."""
+    _was_open: int = CLOSED
+    """Which gap of the script was open then."""
 
     def follow(self) -> None:
         """Ask IPython to tell of cells; outside of it nothing happens."""
@@ -98,7 +99,7 @@ class Cells:
         if self._depth == 0 and not self._ended_ns:
             self._ended_ns = now()
             # No line of the script is to be found on the stack until the next cell.
-            self._was_open, self.probes.gap.open[0] = self.probes.gap.open[0], False
+            self._was_open, self.probes.gap.open[0] = self.probes.gap.open[0], CLOSED
 
     def _record(self) -> None:
         """Record the pause that ends now, if there is one."""

@@ -44,6 +44,7 @@ from headway.runtime.host.device import device_type, in_use
 from headway.runtime.script.compute_facts import first_parameter, note, note_settings, num_parameters, optimizer_facts
 from headway.runtime.script.gap_stacks import GapStacks, WaitStacks, loop_depth
 from headway.runtime.script.gradients import GradientCounter
+from headway.runtime.script.load_stacks import LoadStacks
 from headway.runtime.script.run_delay import Garbage, PoolDelay, open_schedstat, read_delay
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.ring import CHILD, MAIN, PROGRESS_NS, SPAWNED, PageWriter, Recorder, warn
@@ -179,9 +180,9 @@ class Probes:
     garbage: Garbage = field(init=False)
     """The garbage collections."""
 
-    fetching: list[int] = field(default_factory=lambda: [0])
-    """[1] The thread of this process that is inside a dataset, 0 while none is: what it loads there is input, not a
-    checkpoint, and the modules that it calls are transforms, no model."""
+    fetching: list[int] = field(default_factory=lambda: [0, -1])
+    """[2] The thread of this process that is inside a dataset, 0 while none is: what it loads there is input, not a
+    checkpoint, and modules that it calls are transforms, no model. Behind it the group of the loader that read last."""
 
     opening: list[int] = field(default_factory=lambda: [-1])
     """[1] Group of the loader whose iterator is being made; a loader worker inherits that of its own. -1 = none."""
@@ -233,6 +234,9 @@ class Probes:
 
     waits: WaitStacks = field(default_factory=WaitStacks)
     """Where the training thread waits for a device."""
+
+    loads: LoadStacks = field(default_factory=LoadStacks)
+    """What the training thread does in its loads."""
 
     forwarding: list[bool] = field(default_factory=lambda: [False])
     """[1] Whether the training thread is inside a module, or a backward: the modules called there are parts."""
@@ -329,7 +333,8 @@ class Probes:
                 note_settings(self.tables.setdefault("compute", {}))
             self.write_tables_beside()
             if self.gradients.watched[0]:
-                self.gap.follow(self.trainer, self._write_in_gap, self.waits.look if in_use() else None)
+                look = self.loads.watching(self.trainer, self.fetching, self.waits if in_use() else None)
+                self.gap.follow(self.trainer, self._write_in_gap, look)
         self.due[0] = due
         if self.worked(start):
             self.pool.headway_ns += time.thread_time_ns() - cpu_ns
@@ -446,7 +451,7 @@ class Probes:
         if not (self.leads or (self.recorder.role == CHILD and self.steps[0])):
             return []
         rank = self.recorder.rank
-        for name, lines in (("script", self.gap.report()), ("waits", self.waits.report())):
+        for name, lines in (*self.gap.tables(), ("waits", self.waits.report()), ("loads", self.loads.report())):
             if lines:
                 self.tables[name] = lines
         file = f"r{rank}.json" if self.leads else f"p{os.getpid()}.json"

@@ -47,7 +47,7 @@ from headway.runtime.host.device import in_use
 from headway.runtime.recorder.probes import NEVER, RECORDING, Probes, now
 from headway.runtime.script.batches import checksum
 from headway.runtime.script.draws import own_generators, restorer
-from headway.trace.events.vocabulary import READ_AGAIN, UNREAD
+from headway.trace.events.vocabulary import READ_AGAIN, READING_FAILED, UNREAD
 
 LATER = (8, 64)
 """Optimizer steps after the first load at which its indices are read again."""
@@ -376,7 +376,7 @@ class Rereadings:
     def _judge(self, kept: FirstLoad, answer: bytes) -> None:
         if not answer:
             if kept.number == 1 and not kept.is_steady:
-                self._note(kept, unchecked="a child that read it again failed, or wanted to write or to send something")
+                self._note(kept, unchecked=READING_FAILED)
             kept.let_go()
         elif kept.expected is None:
             kept.expected = int(answer)

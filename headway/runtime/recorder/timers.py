@@ -17,6 +17,7 @@ from typing import Any
 
 from headway.runtime.recorder.probes import Probes, now
 from headway.runtime.script.batches import number_of
+from headway.runtime.script.gap_stacks import BEHIND_BACKWARD, BEHIND_UPDATE
 from headway.runtime.script.gradients import BACKWARD as BY_BACKWARD
 from headway.runtime.script.gradients import leaf_of
 from headway.trace.events.vocabulary import SPANS
@@ -47,6 +48,7 @@ def backward(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]
     probes.losses = LossLooks()
     probes.tables["losses"] = probes.losses.curve
     begun, optimized, ident = gradients.begun, gradients.optimized, _thread.get_ident
+    stepping, gap_open = probes.stepping, gap.open
     gradients.watched[0] = True
     look_from_ns = 0
     probes.tables["timers"] = {"clock": "host"}
@@ -77,9 +79,11 @@ def backward(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]
             last[0], last[1], last[2] = start, now() - start, fresh
             if not optimized[0]:
                 gradients.ended()
-                gap.open[0] = True
+                gap_open[0] = BEHIND_UPDATE
                 if gap.asks[0]:
                     gap.note_loop()
+            elif not stepping[0]:  # in a closure, what follows is the update
+                gap_open[0] = BEHIND_BACKWARD
             if not steps[0] & (LOOK_EVERY - 1) and start >= look_from_ns:
                 look_from_ns = start + LOOK_NS if steps[0] >= OFTEN else 0
                 look_at(args[0] if args else kwargs.get("tensors"), probes)

@@ -1,7 +1,8 @@
-r"""What the script does between an update and the next forward: samples of the training thread's stack, only then.
+r"""What the script does between its calls of torch: samples of the training thread's stack, only then.
 
-A thread that the script does not see looks a hundred times a second at most whether the training thread is in that gap
-(one flag, set and cleared on the way), and only then takes its stack. The loop is the deepest frame that the stack
+There are two such gaps: from an update to the next forward, and from a backward to the update. A thread that the script
+does not see looks a hundred times a second at most whether the training thread is in one of them (one flag, set and
+cleared on the way), and only then takes its stack. The loop is the deepest frame that the stack
 shares with that of an update; its line, and the function called there, own the sample. Where a probe owns the time
 already (a wait in next(loader), a save), or headway works for itself, the sample goes. While gaps are short, and once
 much was seen, it looks ten times a second; each sample counts for the time since the look before, so that the estimates
@@ -201,6 +202,9 @@ WRAPPERS = ("inner", "wrapper", "wrapped", "decorate_context")
 UNTIMED = ("fsync",)
 """Functions of this package around a call of the script whose time no probe owns."""
 
+CLOSED, BEHIND_UPDATE, BEHIND_BACKWARD = 0, 1, 2
+"""What the flag of the gap says: none is open, an update has ended, or gradients are there and not used yet."""
+
 Place = tuple[CodeType, int, str]
 """Code of the loop, its line, name of the function called there ('' for none of Python's)."""
 
@@ -209,8 +213,8 @@ Place = tuple[CodeType, int, str]
 class GapStacks:
     """The gap of this process and what was seen in it; the lists are bound by the probes and changed in place."""
 
-    open: list[bool] = field(default_factory=lambda: [False])
-    """[1] Whether an update has ended and no forward has begun since."""
+    open: list[int] = field(default_factory=lambda: [CLOSED])
+    """[1] Whether an update has ended and no forward has begun since, or a backward and no update."""
 
     asks: list[bool] = field(default_factory=lambda: [False])
     """[1] Whether the next update is to note the frames of its stack."""
@@ -228,7 +232,7 @@ class GapStacks:
     """Writes the tables; called on the training thread when much has come."""
 
     _trainer: list[int] = field(default_factory=lambda: [0])
-    _seen: dict[Place, list[int]] = field(default_factory=dict)
+    _seen: dict[int, dict[Place, list[int]]] = field(default_factory=lambda: {BEHIND_UPDATE: {}, BEHIND_BACKWARD: {}})
     _loop: dict[int, CodeType] = field(default_factory=dict)
     _forwards: dict[CodeType, int] = field(default_factory=dict)
     _samples: int = 0
@@ -275,9 +279,13 @@ class GapStacks:
         if loop is not None:
             self._forwards[loop.f_code] = loop.f_lineno
 
-    def report(self) -> list[dict[str, object]]:
+    def tables(self) -> tuple[tuple[str, list[dict[str, object]]], ...]:
+        """Return the lines of both gaps, as `report` has them, under the names that run.json gives them."""
+        return ("script", self.report()), ("gradients", self.report(BEHIND_BACKWARD))
+
+    def report(self, gap: int = BEHIND_UPDATE) -> list[dict[str, object]]:
         """Return the lines that took most time: {"line", "function", "ns", "count", "feeds_forward"} each."""
-        seen = sorted(self._seen.copy().items(), key=lambda entry: -entry[1][0])
+        seen = sorted(self._seen[gap].copy().items(), key=lambda entry: -entry[1][0])
         return [
             {
                 "line": line_of(code, line),
@@ -312,9 +320,9 @@ class GapStacks:
 
     def _sample(self, ns: int) -> bool:
         """Take the stack of the training thread, which counts for `ns`; returns whether the script's own code ran."""
-        frame = sys._current_frames().get(self._trainer[0])
+        gap, frame = self.open[0], sys._current_frames().get(self._trainer[0])
         loop, below = self._shared(frame)
-        if loop is None or not self.open[0]:
+        if loop is None or not gap or self.open[0] != gap:
             return False
         while frame is not None and frame is not loop:
             if is_ours(frame.f_code) and frame.f_code.co_name not in UNTIMED:
@@ -322,11 +330,12 @@ class GapStacks:
             frame = frame.f_back
         called = below.f_code.co_name if below is not None else ""
         place = (loop.f_code, loop.f_lineno, "" if called in WRAPPERS else called)
-        entry = self._seen.get(place)
+        counts = self._seen[gap]
+        entry = counts.get(place)
         if entry is None:
-            if len(self._seen) >= MOST_PLACES:
+            if len(counts) >= MOST_PLACES:
                 return True
-            entry = self._seen[place] = [0, 0]
+            entry = counts[place] = [0, 0]
         entry[0] += ns
         entry[1] += 1
         self._samples += 1

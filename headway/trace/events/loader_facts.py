@@ -30,7 +30,7 @@ import msgspec
 
 from headway.core.files.safe_files import converted
 from headway.core.units import format_seconds, plural
-from headway.trace.events.vocabulary import UNREAD
+from headway.trace.events.vocabulary import READING_FAILED, UNREAD
 
 SAFE_SAMPLERS = (
     "SequentialSampler", "RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler", "DistributedSampler",
@@ -298,6 +298,13 @@ def unshared(facts: LoaderFacts) -> str:
     if facts.worker_init_fn:
         return f"its worker_init_fn ({facts.worker_init_fn}) prepares processes that a server has none of"
     return unmovable(facts)
+
+
+def untried(facts: LoaderFacts) -> str:
+    """Say why the trial of any remedy would refuse a loader, where nobody rehearsed it; '' if it may not."""
+    asked = facts.rehearsal.processes, facts.rehearsal.threads, facts.rehearsal.cache
+    failed = facts.changes_unchecked == READING_FAILED and asked == (None, None, None)
+    return f"its trial would refuse it: {READING_FAILED}" if failed else ""
 
 
 READING, DATASET = "reading", "dataset"

@@ -52,6 +52,9 @@ READ_AGAIN = 1
 UNREAD = "the job ended before its first examples were read again"
 """What the facts of a loader say where the last of its readings gave no answer."""
 
+READING_FAILED = "a child that read it again failed, or wanted to write or to send something"
+"""What they say where a reading ended without one: a trial of a remedy reads in such a child as well."""
+
 UNASKED = "an IterableDataset: workers that do not ask which one they are all yield its data"
 """Why the workers of a stream are left as they are."""
 

@@ -14,7 +14,7 @@ where nothing was trained, by forwards. Times in int64 ns on CLOCK_MONOTONIC.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -140,7 +140,8 @@ def _outer_replays(main: RecordedRows) -> RecordedRows:
 # A forward learns when a backward of its step follows. Evaluation is forwards of a trained model that do not learn,
 # and the time around them: from `eval()`, or the first batch of a loader that training does not use, to `train()`, or
 # the end of the last of them. A model without a parameter of a trained one (a teacher, a target network) is part of the
-# step that asks it. Times in int64 ns on CLOCK_MONOTONIC; arrays are [n].
+# step that asks it; asked for several batches of a loader that training does not use, it is evaluated: the model that
+# copies are trained of and averaged into. Times in int64 ns on CLOCK_MONOTONIC; arrays are [n].
 #
 #     train  F B U | F B U |                       | F B U
 #     eval           eval() n f n f n f train()
@@ -216,7 +217,7 @@ class _Moments:
     learns: Bools
     """[forwards]"""
     idle: Bools
-    """[forwards] Of a trained model, and not learning."""
+    """[forwards] Of a trained model, and not learning; or of another that is evaluated."""
     work_start: Ints
     work_end: Ints
     """[m] Learning forwards, gradients and updates; ends accumulated, so that they never fall."""
@@ -233,6 +234,7 @@ def evaluations(main: RecordedRows, gradients: GradientCalls, *, acts: bool = Fa
     """
     moments = _moments(main, gradients)
     own = _own_input(main, moments)
+    moments = replace(moments, idle=moments.idle | _fed_apart(main, moments, own))
     spans, model, plain = _spans(main, moments, own)
     rows = _with_marks(main, spans, model)
     if acts and len(spans[0]):
@@ -273,6 +275,19 @@ def _own_input(main: RecordedRows, moments: _Moments) -> RecordedRows:
     iterators, of = np.unique(rows.corr[taken], return_inverse=True)
     used = np.bincount(of, weights=feeds) * 2 >= np.bincount(of)
     return rows.where(~np.isin(rows.corr, iterators[used]))
+
+
+def _fed_apart(main: RecordedRows, moments: _Moments, unused: RecordedRows) -> Bools:
+    """Tell which forwards of models that are not trained evaluate: several in a row take `unused` batches."""
+    forward, batches = moments.forward, main.where((main.name == NEXT) & (main.seq >= 0))
+    batches = batches.where(np.argsort(batches.start_ns, kind="stable"))
+    newest = np.searchsorted(batches.start_ns, forward.start_ns) - 1
+    taken_apart = np.append(np.isin(batches.corr, unused.corr[unused.name == NEXT]), False)  # the last: none before
+    quiet = (forward.seq & ENABLED == 0) | (forward.seq & TRAINING == 0)
+    stretch = np.searchsorted(moments.work_start, forward.start_ns, side="right")
+    picked = taken_apart[newest] & quiet & ~moments.learns & ~moments.idle & (stretch > 0)
+    several: Bools = picked & (np.bincount(stretch, weights=picked)[stretch] > 1)
+    return several
 
 
 def _spans(main: RecordedRows, moments: _Moments, own: RecordedRows) -> tuple[Intervals, Ints, NDArray[np.bool_]]:

@@ -1,0 +1,92 @@
+"""What is named of a load: the line of the script, or the function of a library, that the training thread is in."""
+
+import sys
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from headway.runtime.script import load_stacks
+from headway.runtime.script.load_stacks import LoadStacks, place_of
+from tests.recorded import recording
+
+LIBRARY = f"{sys.prefix}/lib/python3/site-packages/pictures/"
+
+
+def stack_in(name, source, caller="fetch", file=load_stacks.PROBE):
+    """Return the place of a look that is taken by `look()` in `source`, a file `name` with a function `load`."""
+    seen = []
+    names = {"look": lambda: seen.append(place_of(sys._getframe(1)))}
+    exec(compile(source, name, "exec"), names)
+    exec(compile(f"def {caller}():\n    load()", file, "exec"), names)
+    names[caller]()
+    return seen[0] and (seen[0][1], seen[0][2])
+
+
+TRANSFORMS = """
+class Resize:
+    def __call__(self):
+        look()
+class Compose:
+    def __call__(self):
+        Resize()()
+def load():
+    Compose()()
+"""
+
+
+@pytest.mark.parametrize(
+    ("file", "place"),
+    [("train.py", (4, "look")), (f"{LIBRARY}folder.py", (9, "Resize.__call__"))],
+    ids=["a line of the script", "what a library's dataset calls"],
+)
+def test_the_innermost_line_of_the_script_or_the_first_function_that_computes_owns_a_sample(file, place):
+    assert stack_in(file, TRANSFORMS) == place
+
+
+def test_nothing_is_named_outside_of_loads():
+    assert stack_in("train.py", TRANSFORMS, caller="step") is None
+    assert stack_in("train.py", TRANSFORMS, file="loop.py") is None
+
+
+class Slow(Dataset):
+    def __len__(self):
+        return 8
+
+    def decode(self):
+        time.sleep(0.006)
+
+    def __getitem__(self, index):
+        self.decode()
+        time.sleep(0.002)
+        return torch.ones(2)
+
+
+def test_the_lines_of_a_recorded_loader_have_the_shares_of_their_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("headway.runtime.script.gap_stacks.RELAXED_S", 0.01)
+    with recording(tmp_path) as session:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(12):
+            for batch in DataLoader(Slow(), batch_size=4):
+                model(batch).sum().backward()
+                optimizer.step()
+        rows = session.probes.loads.report()
+
+    decoding = f"test_load_stacks.py:{Slow.decode.__code__.co_firstlineno + 1}"
+    shares = {row["line"]: row["ns"] / sum(row["ns"] for row in rows) for row in rows}
+    assert 0.5 < shares[decoding] < 0.95
+    assert len({row["loader"] for row in rows}) == 1
+
+
+def test_places_are_bounded(monkeypatch):
+    monkeypatch.setattr(load_stacks, "MOST_PLACES", 1)
+    loads = LoadStacks()
+    for name in ("one", "two"):
+        names = {"look": lambda: loads.count(sys._getframe(1), 1, 0)}
+        exec(compile(f"def load():\n    {name}()\ndef {name}():\n    look()", "train.py", "exec"), names)
+        exec(compile("def fetch():\n    load()", load_stacks.PROBE, "exec"), names)
+        names["fetch"]()
+
+    assert len(loads.report()) == 1
