@@ -465,7 +465,7 @@ def test_a_loader_without_workers_collates_and_one_with_too_many_is_told_to_have
 
 def test_what_an_evaluation_waits_for_is_no_loss_of_the_training_loader():
     ledger = Ledger.of(FAULTS["input.fetch"].make())
-    forecast = SimpleNamespace(base_step_s=1.0, step_s=0.5, speedup=2.0, interval=(1.9, 2.1))
+    forecast = SimpleNamespace(base_step_s=0.02, step_s=0.01, speedup=2.0, interval=(1.9, 2.1))
     alone = find_causes(ledger, predict=lambda edits: forecast)[0]
     ledger.sub_ns["eval.input"] = 9 * ledger.sub_ns["input.fetch"]
     beside = find_causes(ledger, predict=lambda edits: forecast)[0]

@@ -12,7 +12,8 @@ STATES = [
     LoaderState(
         workers=workers, cores=cores, refusal=refusal, is_served=served, on_host=on_host, is_persistent=persistent,
         pins=pins, waits_for_cores=waits, is_small=small, is_stream=stream, threads=4 * full,
-        is_renewed=renewed, is_once=small, computes=not small,
+        is_renewed=renewed, is_once=small, computes=not small, load_s=0.001 * (stream and small),
+        hand_over_s=0.009 * pins,
     )
     for workers, cores, refusal, served, on_host, persistent, pins, waits, small, stream, full, renewed
     in itertools.product((None, 0, 2, 10), (0, 4), ("", "it reads from a socket"), *[(False, True)] * 9)

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from headway.runtime.script import load_stacks
-from headway.runtime.script.load_stacks import LoadStacks, place_of
+from headway.runtime.script.load_stacks import LoadStacks, line_in_load
 from tests.recorded import recording
 
 LIBRARY = f"{sys.prefix}/lib/python3/site-packages/pictures/"
@@ -17,7 +17,7 @@ LIBRARY = f"{sys.prefix}/lib/python3/site-packages/pictures/"
 def stack_in(name, source, caller="fetch", file=load_stacks.PROBE):
     """Return the place of a look that is taken by `look()` in `source`, a file `name` with a function `load`."""
     seen = []
-    names = {"look": lambda: seen.append(place_of(sys._getframe(1)))}
+    names = {"look": lambda: seen.append(line_in_load(sys._getframe(1)))}
     exec(compile(source, name, "exec"), names)
     exec(compile(f"def {caller}():\n    load()", file, "exec"), names)
     names[caller]()
@@ -72,7 +72,7 @@ def test_the_lines_of_a_recorded_loader_have_the_shares_of_their_time(tmp_path, 
             for batch in DataLoader(Slow(), batch_size=4):
                 model(batch).sum().backward()
                 optimizer.step()
-        rows = session.probes.loads.report()
+        rows = session.probes.looks.loads.report()
 
     decoding = f"test_load_stacks.py:{Slow.decode.__code__.co_firstlineno + 1}"
     shares = {row["line"]: row["ns"] / sum(row["ns"] for row in rows) for row in rows}

@@ -18,10 +18,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from headway.compute.gains import Scale
-from headway.core.units import NS_PER_S, format_bytes, format_fraction
+from headway.core.units import NS_PER_S, format_bytes, format_fraction, plural
 from headway.cost.specs import ceilings_of
 from headway.ledger.answers.causes import Predictor
-from headway.ledger.answers.ledger import Ledger, booked_s, span_of
+from headway.ledger.answers.ledger import Ledger, booked_s, lines_in_words, span_of
 from headway.ledger.cause import Cause
 from headway.trace.recording.run_facts import memory_headroom
 from headway.trace.rings.rank_tables import CallFlops, ComputeFacts
@@ -60,6 +60,18 @@ REPEATS = 4
 
 UPDATES = {"batch": 1 - 1 / REPEATS, "float32": 0.5}
 """Edit -> share of the updates' time that it wins besides, per example."""
+
+LARGE_RATE = 4e9
+"""Operations per second and thread of a CPU from which on operators compute, and below which calls take the time."""
+
+MANY = 16
+"""Calls of one layer in a forward, or of the model for one backward, from which on a loop is one over time steps."""
+
+IN_LOOP, FEW_SAMPLES = 0.5, 8
+"""Share of the samples of forwards and losses that a loop is worth a word from, and samples that say it."""
+
+SCALED = Scale(1.0, 0.8, 0.4)
+"""What more threads win / what as many times more cores would: at best, likely, at least."""
 
 FEW = 0.25
 """Share of useful time that a larger batch wins, per example, from which on it is worth a word: it changes training."""
@@ -116,6 +128,9 @@ def causes(ledger: Ledger, predict: Predictor | None = None) -> Iterator[Cause]:
         if pair is not None and pair[1].likely >= LARGE:
             yield _forecast(*pair, useful_s, predict)
     yield from _larger_batch(ledger, compute)
+    yield from _loops(ledger, compute)
+    if (pair := _threads(ledger, compute)) is not None:
+        yield _forecast(*pair, useful_s, predict)
     for edit, shares in rehearsed_shares(ledger).items():
         if shares.likely >= (FEW if edit == "batch" else LARGE):
             [call] = (call for call in compute.calls if call.rehearsed is not None)
@@ -144,6 +159,58 @@ def _larger_batch(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
         (1 / (1 - won / 2), 1 / (1 - min(MOST, share))),
         script=_line(ledger, "batch", times * (model.batch_size or 0)),
     )  # fmt: skip
+
+
+def _rate(ledger: Ledger, compute: ComputeFacts) -> float | None:
+    """Return the operations per second and thread of forwards and backwards on a CPU; None where none were counted."""
+    counted = [call.flops for call in compute.calls if call.flops is not None]
+    useful_s = booked_s(ledger, "useful.forward", "useful.backward", "useful.compute")
+    if ledger.facts.device_type != "cpu" or len(counted) != len(compute.calls) or not counted or not useful_s:
+        return None
+    calls = max(span_of(ledger, "forward").count, ledger.steps * ledger.devices * len(counted))
+    return sum(counted) / len(counted) * calls / useful_s / max(ledger.facts.threads.values(), default=1)
+
+
+def _loops(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
+    """Yield that forwards and losses go through Python loops whose operators are too small to take the time.
+
+    Loops over layers are left alone: of those that call layers only the ones that call the same one again and again.
+    """
+    rate, lines = _rate(ledger, compute), ledger.loop_lines
+    backwards = max(span_of(ledger, "segment.backward").count, 1)
+    again = any(call.repeats >= MANY for call in compute.calls) or span_of(ledger, "forward").count >= MANY * backwards
+    found = [row for row in lines if row.line and (again or not row.calls_layer)]
+    share = sum(row.ns for row in found) / max(sum(row.ns for row in lines), 1)
+    if rate is None or rate >= LARGE_RATE or share < IN_LOOP or sum(row.count for row in found) < FEW_SAMPLES:
+        return
+    lost_s = share * booked_s(ledger, "useful.forward", "useful.backward", "useful.compute")
+    part = lost_s * NS_PER_S / max(int(ledger.step_ns.sum()), 1)
+    evidence = f"{format_fraction(share, 0)} of the samples of forwards and losses lie in Python loops of the script: "
+    evidence += f"{', '.join(lines_in_words(found))}; their operators are small ({rate / 1e9:.2g} GFLOP/s per thread)"
+    fix = "let one call do all passes of the loop: stack them, or broadcast; nn.LSTM or nn.GRU in place of a loop over "
+    fix += "cells; torch.compile where each pass needs the one before it"
+    gain = 1 / (1 - min(part, MOST))
+    yield Cause("compute.loop", found[0].words, lost_s, evidence, fix, gain, (1.0, gain), at_most=True)
+
+
+def _threads(ledger: Ledger, compute: ComputeFacts) -> tuple[Cause, Scale] | None:
+    """Return the cause of operators that leave cores free, and the share of useful time that more threads win."""
+    facts, rate = ledger.facts, _rate(ledger, compute)
+    ranks = max(1, ledger.devices // max(1, len(facts.hosts)))
+    threads = max(facts.threads.values(), default=0)
+    others = facts.host_load.demand if facts.host_load is not None else 0.0
+    workers = sum(loader.num_workers or 0 for loader in facts.effective_loaders.values())
+    idle = int(((facts.cores or 0) - others) / ranks + 1 / 4) - threads - workers
+    if rate is None or rate < LARGE_RATE or not threads or idle < 1:
+        return None
+    times = (threads + idle) / threads
+    evidence = f"torch computes with {plural(threads, 'thread')} per rank, and {plural(idle, 'core')} per rank stayed "
+    evidence += f"free; its operators are large enough to share ({rate / 1e9:.2g} GFLOP/s per thread)"
+    fix = "compute on the cores that are free (torchrun sets OMP_NUM_THREADS=1 for several ranks): sums are rounded in "
+    fix += "another order"
+    edit = f"torch.set_num_threads({threads + idle})"
+    cause = Cause("compute.threads", plural(ranks, "rank"), 0.0, evidence, fix, script=edit)
+    return cause, Scale(*(min(MOST, factor * (1 - 1 / times)) for factor in SCALED))
 
 
 def rehearsed_shares(ledger: Ledger, edits: Collection[str] = tuple(LINES)) -> dict[str, Scale]:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -65,6 +66,9 @@ class CallCount:
 
     masked: int = 0
     """Those of `scores` of which some were masked."""
+
+    repeats: int = 0
+    """How often the forward calls the layer with parameters that it calls most often."""
 
     _filled: set[Sizes] = field(default_factory=set)
 
@@ -166,8 +170,19 @@ def counted(model: torch.nn.Module, inputs: tuple[object, ...], named: Mapping[s
             **dict.fromkeys((aten.add, aten.add_), count.note_sum),
         },
     )
+    times: dict[int, int] = {}
+
+    def called(layer: torch.nn.Module, _: object) -> None:
+        if any(value is not None for value in layer._parameters.values()):
+            times[id(layer)] = times.get(id(layer), 0) + 1
+
     with _watched(model, recurrent, counter, count), counter, torch.enable_grad():
-        results = list(_leaves(model(*inputs, **named)))
+        hook = register_module_forward_pre_hook(called)
+        try:
+            results = list(_leaves(model(*inputs, **named)))
+        finally:
+            hook.remove()
+        count.repeats = max(times.values(), default=0)
         _differentiate([value for value in results if isinstance(value, torch.Tensor) and value.requires_grad])
     count.flops = int(counter.get_total_flops()) + sum(recurrent)
     return count

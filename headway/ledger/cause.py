@@ -143,6 +143,8 @@ class SampledLine(msgspec.Struct, frozen=True):
     """Whether what the function returned was an argument of the next forward: it made the batch."""
     loader: int = -1
     """Group of the loader whose load it is a line of; -1 = of none."""
+    calls_layer: bool = False
+    """Of a line in a loop of a forward: whether it calls a layer."""
 
     @property
     def words(self) -> str:
@@ -152,15 +154,15 @@ class SampledLine(msgspec.Struct, frozen=True):
 
 def joined(ranks: Iterable[object]) -> tuple[SampledLine, ...]:
     """Add up the lines that each rank wrote down, most time first; what cannot be read is left out."""
-    total: dict[tuple[str, str, int], SampledLine] = {}
+    total: dict[tuple[str, str, int, bool], SampledLine] = {}
     for rows in ranks:
         try:
             lines = msgspec.convert(rows, list[SampledLine])
         except msgspec.ValidationError:
             continue
         for row in lines:
-            key = row.line, row.function, row.loader
+            key = row.line, row.function, row.loader, row.calls_layer
             before = total.get(key, SampledLine(row.line, row.function, 0))
             feeds, count = before.feeds_forward or row.feeds_forward, before.count + row.count
-            total[key] = SampledLine(row.line, row.function, before.ns + row.ns, count, feeds, row.loader)
+            total[key] = msgspec.structs.replace(row, ns=before.ns + row.ns, count=count, feeds_forward=feeds)
     return tuple(sorted(total.values(), key=lambda row: -row.ns))

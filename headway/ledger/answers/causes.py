@@ -187,6 +187,8 @@ def _predicted(cause: Cause, ledger: Ledger, predict: Predictor, part: float) ->
         return _booked(cause)
     won_step_s = part * max(0.0, forecast.base_step_s - forecast.step_s)
     won_s = won_step_s * ledger.steps * ledger.devices
+    useful_ns = ledger.ledger_ns["useful"]
+    won_s = min(won_s, (ledger.total_ns - useful_ns) / NS_PER_S)  # steps that grow are not those that were replayed
     if ledger.sub_ns.get("input.open", 0) and cause.cause.startswith("input."):
         won_s = min(won_s, cause.lost_device_s)  # the replay also takes away what new workers open: another cause's
     evidence = cause.evidence

@@ -85,6 +85,12 @@ class LoaderState:
     waits_for_cores: bool = False
     """Whether the batches that were awaited waited for a core most of the time."""
 
+    load_s: float = 0.0
+    """Mean time of a load; 0 = not known."""
+
+    hand_over_s: float = 0.0
+    """What handing over a batch, and starting and ending the workers for it, takes on average."""
+
     computes: bool = True
     """Whether its loads compute, or want a core, for longer than they wait for storage, network or sleep."""
 
@@ -92,6 +98,11 @@ class LoaderState:
     def is_full(self) -> bool:
         """Whether its workers have all cores, or could not get one."""
         return self.waits_for_cores or bool(self.cores and self.workers and self.workers >= self.cores)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether its workers take longer to hand a batch over than the training process would to load it."""
+        return self.on_host and bool(self.workers) and 0 < self.load_s < SHORT * self.hand_over_s
 
     @property
     def is_shared(self) -> bool:
@@ -107,7 +118,8 @@ class LoaderState:
             "workers": str(self.workers or "now"), "twice": str(2 * (self.workers or 2)), "more": str(more),
             "cores": plural(self.cores, "core") if self.cores else "few cores", "each": str(self.cores),
             "half": str(self.cores // 2), "threads": str(self.cores - self.cores // 2),
-            "refusal": self.refusal, "TRY": TRY,
+            "refusal": self.refusal, "TRY": TRY, "load": format_seconds(self.load_s),
+            "hand_over": format_seconds(self.hand_over_s),
         }  # fmt: skip
 
 
@@ -151,6 +163,12 @@ KEEP = "DataLoader(..., persistent_workers=True)"
 ONE = "DataLoader(..., num_workers=1)"
 FEWER = "DataLoader(..., num_workers={each}, persistent_workers=True)"
 
+INSIDE = (
+    "load in the training process: a batch loads in {load}, and workers take {hand_over} to hand it over, with their "
+)
+INSIDE += "start and end"
+NONE = "DataLoader(..., num_workers=0)"
+
 HINTS: tuple[Hint, ...] = (
     Hint("input.fetch", "a data server makes its batches", lambda s: s.is_served, MORE_AT_SERVER),
     Hint("input.fetch", "it is a stream without a worker", lambda s: s.is_stream and s.workers == 0 and not s.is_served,
@@ -188,6 +206,7 @@ HINTS: tuple[Hint, ...] = (
          "more workers than {workers}{TRY}workers={twice}", MORE),
     Hint("input.start", "iterators without workers are made often", lambda s: not s.workers,
          "keep one iterator instead of making a loader for every few batches"),
+    Hint("input.start", "its loads are shorter than what its workers cost", lambda s: s.is_short, INSIDE, NONE),
     Hint("input.start", "its workers are kept and start slowly", lambda s: s.is_persistent,
          "its workers are kept between epochs already: fewer of them start sooner"),
     Hint("input.start", "its workers start in each epoch, as its data change between them", lambda s: s.is_renewed,
@@ -200,6 +219,7 @@ HINTS: tuple[Hint, ...] = (
          "collate in worker processes{TRY}workers=2", MORE),
     Hint("input.transfer", "workers are refused", lambda s: s.on_host and s.workers == 0,
          "make the collate function faster: workers are refused ({refusal})"),
+    Hint("input.transfer", "its loads are shorter than their hand-over", lambda s: s.is_short, INSIDE, NONE),
     Hint("input.transfer", "its workers are more than twice the cores",  # fewer may wait for storage, not for a core
          lambda s: s.on_host and s.computes and 0 < 2 * s.cores < (s.workers or 0),
          "fewer workers: {workers} of them take turns on {cores}", FEWER),
@@ -235,6 +255,9 @@ FETCH = ("input.fetch", "input.unsplit")
 PREP = ("input.prep", "input.cpu_wait")
 TRANSFER = ("input.transfer",)
 START = ("input.start", "input.open")
+
+SHORT = 0.5
+"""Of what its workers cost a batch, what a load may take that is better made in the training process."""
 
 SMALL_BYTES = 1 << 16
 """Batches of fewer bytes cost their hand-over, not their copy."""
@@ -338,6 +361,7 @@ def _fetch_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
 def state_of(ledger: Ledger, loader: LoaderWaits) -> LoaderState:
     """Return what decides between the hints for a loader."""
     facts, loads = ledger.facts, span_of(ledger, "input.load")
+    costs_s = loader.seconds(*TRANSFER, *START)
     ranks_per_host = max(Counter(ledger.hosts.values()).values(), default=ledger.devices)
     return LoaderState(
         workers=loader.workers,
@@ -352,6 +376,8 @@ def state_of(ledger: Ledger, loader: LoaderWaits) -> LoaderState:
         is_small=0 < loads.total_bytes < SMALL_BYTES * loads.count,
         threads=max(facts.threads.values(), default=0),
         waits_for_cores=loader.seconds("input.cpu_wait") > loader.seconds(*PREP) / 2,
+        load_s=loads.total_ns / NS_PER_S / loads.count if loads.count else 0.0,
+        hand_over_s=costs_s / loader.calls if loader.calls else 0.0,
         computes=span_of(ledger, "input.load").total_ns > 2 * span_of(ledger, "input.fetch").total_ns,
     )
 

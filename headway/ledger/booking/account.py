@@ -149,6 +149,10 @@ class BookedTime:
     gradient_lines: tuple[SampledLine, ...] = ()
     """Where training threads were seen between a backward and the update, most time first."""
 
+    loop_lines: tuple[SampledLine, ...] = ()
+    """Loops of the script that training threads were seen in, in forwards and losses, most time first; what was in none
+    has the line ''."""
+
     load_lines: tuple[SampledLine, ...] = ()
     """Where training threads were seen in the loads of loaders without workers, most time first."""
 

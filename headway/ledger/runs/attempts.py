@@ -41,7 +41,7 @@ from headway.trace.events.vocabulary import FROM_CACHE, GC_CALLED, IN_BACKGROUND
 from headway.trace.recording.incident import Incident
 from headway.trace.recording.run_facts import RankRow, RunFacts
 
-_BEHIND = [NAME_ID[name] for name in IN_BACKGROUND]
+_ANYWHERE = [NAME_ID[name] for name in (*IN_BACKGROUND, "input.load", "input.fetch")]
 
 USEFUL_CODES = [SUB_CODE[sub] for sub in SUBS if bucket_of_sub(sub) == "useful"]
 
@@ -66,7 +66,7 @@ class AttemptBook:
     """Complete steps."""
 
     spans: Mapping[str, SpanFacts] = field(default_factory=dict)
-    """Recorded name -> its totals on the training threads, from the first step to the end of training."""
+    """Recorded name -> its totals on the training threads, of loads anywhere, from the first step to the last one."""
 
     step_wall_ns: Ints = field(default_factory=no_steps)
     """[k] Mean wall over the ranks of each step that every rank completed, whole ns."""
@@ -256,7 +256,7 @@ def _add_spans(spans: dict[str, SpanFacts], rows: RankRows, life: RankLifetime) 
     'host.collect' is the part of 'host.gc' that the script called for, 'host.compile.cached' that of 'host.compile'
     which torch's cache cut short.
     """
-    main = ((rows.worker == -1) | np.isin(rows.name, _BEHIND)) & (rows.name >= 0) & (rows.start_ns >= life.first_ns)
+    main = ((rows.worker == -1) | np.isin(rows.name, _ANYWHERE)) & (rows.name >= 0) & (rows.start_ns >= life.first_ns)
     main &= (rows.name != NAME_ID["host.gc"]) | (rows.start_ns < trained_until(rows, life))
     picks = {NAMES[code]: main & (rows.name == code) for code in np.unique(rows.name[main]).tolist()}
     marked = rows.columns["corr"]

@@ -42,9 +42,9 @@ from headway.core.machine.hidden_thread import HiddenThread
 from headway.core.machine.interruptions import pass_on
 from headway.runtime.host.device import device_type, in_use
 from headway.runtime.script.compute_facts import first_parameter, note, note_settings, num_parameters, optimizer_facts
-from headway.runtime.script.gap_stacks import GapStacks, WaitStacks, loop_depth
+from headway.runtime.script.gap_stacks import GapStacks, loop_depth
 from headway.runtime.script.gradients import GradientCounter
-from headway.runtime.script.load_stacks import LoadStacks
+from headway.runtime.script.load_stacks import StackLooks
 from headway.runtime.script.run_delay import Garbage, PoolDelay, open_schedstat, read_delay
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.ring import CHILD, MAIN, PROGRESS_NS, SPAWNED, PageWriter, Recorder, warn
@@ -232,11 +232,8 @@ class Probes:
     gap: GapStacks = field(default_factory=GapStacks)
     """What the script does between an update and the next forward."""
 
-    waits: WaitStacks = field(default_factory=WaitStacks)
-    """Where the training thread waits for a device."""
-
-    loads: LoadStacks = field(default_factory=LoadStacks)
-    """What the training thread does in its loads."""
+    looks: StackLooks = field(default_factory=StackLooks)
+    """What the training thread does in its loads and forwards, and where it waits for a device."""
 
     forwarding: list[bool] = field(default_factory=lambda: [False])
     """[1] Whether the training thread is inside a module, or a backward: the modules called there are parts."""
@@ -333,7 +330,7 @@ class Probes:
                 note_settings(self.tables.setdefault("compute", {}))
             self.write_tables_beside()
             if self.gradients.watched[0]:
-                look = self.loads.watching(self.trainer, self.fetching, self.waits if in_use() else None)
+                look = self.looks.of(self.trainer, self.fetching, self.gap, on_device=in_use())
                 self.gap.follow(self.trainer, self._write_in_gap, look)
         self.due[0] = due
         if self.worked(start):
@@ -451,7 +448,7 @@ class Probes:
         if not (self.leads or (self.recorder.role == CHILD and self.steps[0])):
             return []
         rank = self.recorder.rank
-        for name, lines in (*self.gap.tables(), ("waits", self.waits.report()), ("loads", self.loads.report())):
+        for name, lines in (*self.gap.tables(), *self.looks.tables()):
             if lines:
                 self.tables[name] = lines
         file = f"r{rank}.json" if self.leads else f"p{os.getpid()}.json"

@@ -233,7 +233,7 @@ class GapStacks:
 
     _trainer: list[int] = field(default_factory=lambda: [0])
     _seen: dict[int, dict[Place, list[int]]] = field(default_factory=lambda: {BEHIND_UPDATE: {}, BEHIND_BACKWARD: {}})
-    _loop: dict[int, CodeType] = field(default_factory=dict)
+    _loop: dict[int, tuple[CodeType, int]] = field(default_factory=dict)
     _forwards: dict[CodeType, int] = field(default_factory=dict)
     _samples: int = 0
     _write_at: int = 32
@@ -263,9 +263,9 @@ class GapStacks:
         """Note the frames below an update, or a backward, of the training thread, which calls this."""
         self.asks[0] = False
         frame: FrameType | None = sys._getframe(1)
-        found: dict[int, CodeType] = {}
+        found: dict[int, tuple[CodeType, int]] = {}
         while frame is not None:
-            found[id(frame)] = frame.f_code  # a frame itself would keep everything in it alive
+            found[id(frame)] = frame.f_code, frame.f_lasti  # a frame itself would keep everything in it alive
             frame = frame.f_back
         self._loop = found
         if self._samples >= self._write_at and self.write is not None:
@@ -296,6 +296,11 @@ class GapStacks:
             }
             for (code, line, function), (ns, count) in seen[:MOST_LINES]
         ]
+
+    def updates_at(self, frame: FrameType) -> int | None:
+        """Return the instruction at which a frame of the training loop called the update; None for another frame."""
+        code, offset = self._loop.get(id(frame), (None, -1))
+        return offset if code is frame.f_code else None
 
     def _run(self, stop: threading.Event) -> None:
         period, looks, hits, last = PERIOD_S, 0, 0, time.perf_counter_ns()
@@ -348,7 +353,7 @@ class GapStacks:
         The cell of a notebook that trained has ended when a later one runs: that one's frame stands for the loop's.
         """
         frames: list[FrameType] = []
-        while frame is not None and self._loop.get(id(frame)) is not frame.f_code:
+        while frame is not None and self.updates_at(frame) is None:
             frames.append(frame)
             frame = frame.f_back
         if frame is None:

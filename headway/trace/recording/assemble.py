@@ -92,7 +92,19 @@ CODE = {name: index for index, name in enumerate(NAMES)}
 """Name -> its index in `NAMES`."""
 
 
-TOLD = ("optimizers", "parameters", "patches", "regions", "coverage", "timers", "script", "gradients", "waits", "loads")
+TOLD = (
+    "optimizers",
+    "parameters",
+    "patches",
+    "regions",
+    "coverage",
+    "timers",
+    "script",
+    "gradients",
+    "waits",
+    "loads",
+    "loops",
+)
 """What a rank says of itself in RUN/tables that goes into `meta`."""
 
 AROUND = [CODE[name] for name in ("forward", "optimizer.closure", "host.script")]
@@ -254,7 +266,7 @@ def _rank_facts(lead: Recorded, row: Mapping[str, Any] | None, life: RecordedRow
 
 def _told(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the rank itself said: of its input audit facts, counts, kinds of workers; lines of its gaps."""
-    names = ("deliveries", "input", "workers", "script", "gradients", "waits", "loads", "timers", "pipeline")
+    names = ("deliveries", "input", "workers", "script", "gradients", "waits", "loads", "loops", "timers", "pipeline")
     return {key: tables[key] for key in names if key in tables}
 
 

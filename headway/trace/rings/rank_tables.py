@@ -112,6 +112,8 @@ class CallFlops(msgspec.Struct, frozen=True):
     """Those of them that lie in matrices of which a part was masked."""
     longest: int = 0
     """Longest row of scores."""
+    repeats: int = 0
+    """How often the forward calls the layer with parameters that it calls most often."""
     rehearsed: Rehearsed | None = None
     """How long its step takes behind edits; None where that was not timed."""
     ended_ns: int | None = None

@@ -1,0 +1,121 @@
+"""Causes inside useful time that a stack or the count of operations tells: Python loops, and cores left out."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from msgspec import structs
+
+from headway.compute.by_hand import causes as causes_by_hand
+from headway.compute.torch_flops import counted
+from headway.core.machine.host_load import HostLoad
+from headway.ledger.cause import SampledLine
+from headway.trace.rings.rank_tables import CallFlops
+from headway.why.explanation import explain
+from tests.launching import headway, script
+from tests.test_call_flops import run_of
+
+IN_LOOP, OUTSIDE = SampledLine("train.py:9", "sqrt", 6, 60), SampledLine("", "", 4, 40)
+
+
+def found(*lines, flops=1000, repeats=1, **facts):
+    """Return the causes of a run of 100 ms steps by name, `flops` each on 2 threads."""
+    ledger = run_of(CallFlops(name="Net", flops=flops, repeats=repeats))
+    ledger = replace(ledger, loop_lines=lines, facts=structs.replace(ledger.facts, **facts))
+    return {cause.cause: cause for cause in causes_by_hand(ledger)}
+
+
+def test_a_loop_that_holds_most_of_the_forwards_and_losses_is_a_cause_where_operators_are_small():
+    cause = found(IN_LOOP, OUTSIDE)["compute.loop"]
+
+    assert cause.where == "sqrt at train.py:9"
+    assert "60 % of the samples" in cause.evidence
+    assert cause.at_most
+    assert cause.lost_device_s == pytest.approx(0.6 * 40 * 0.1, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("lines", "changes"),
+    [
+        ((structs.replace(IN_LOOP, ns=3), OUTSIDE), {}),
+        ((structs.replace(IN_LOOP, count=7),), {}),
+        ((IN_LOOP, OUTSIDE), {"flops": 4 * 10**9}),
+        ((IN_LOOP, OUTSIDE), {"flops": None}),
+        ((structs.replace(IN_LOOP, calls_layer=True), OUTSIDE), {}),
+    ],
+    ids=["most is outside", "few samples", "operators compute", "nobody counted", "one layer after the other"],
+)
+def test_other_loops_are_none(lines, changes):
+    assert "compute.loop" not in found(*lines, **changes)
+    assert "compute.loop" in found(structs.replace(IN_LOOP, calls_layer=True), OUTSIDE, repeats=30)
+
+
+def test_the_layer_that_a_forward_calls_most_often_is_counted():
+    class Recurrent(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell, self.relu = torch.nn.Linear(4, 4), torch.nn.ReLU()
+
+        def forward(self, x):
+            for _ in range(5):
+                x = self.relu(self.relu(self.cell(x)))
+            return x
+
+    assert counted(Recurrent(), (torch.ones(2, 4),), {}).repeats == 5
+
+
+def test_cores_that_stay_free_are_a_cause_where_operators_are_large_enough_to_share():
+    cause = found(flops=2 * 10**9, cores=4)["compute.threads"]
+
+    assert cause.script == "torch.set_num_threads(4)"
+    assert cause.lost_device_s == pytest.approx(
+        40 * 0.1 * 0.8 / 2, rel=0.1
+    )  # twice the cores, less what splitting costs
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cores": 2},
+        {"cores": 4, "host_load": HostLoad(cores=4, cores_available=4.0, other_cores=2.0, other_runnable=2.0)},
+        {"cores": 4, "flops": 1000},
+        {"cores": 4, "device_type": "A100"},
+        {"cores": None},
+    ],
+    ids=["all have work", "others want them", "small operators", "a device", "not known"],
+)
+def test_other_cores_are_none(changes):
+    assert "compute.threads" not in found(**{"flops": 2 * 10**9, **changes})
+
+
+JOB = """
+import torch
+torch.manual_seed(0)
+net = torch.nn.Linear(8, 4)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+def pairs(z):
+    total = 0
+    for i in range(len(z)):
+        for j in range(len(z)):
+            total = total + (z[i] - z[j]).square().sum()
+    return total
+
+def step(x):
+    for k in range(2):
+        pairs(net(x)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+for _ in range(20):
+    step(torch.randn(40, 8))
+"""
+
+
+def test_a_loss_written_as_a_loop_is_named_with_its_line(tmp_path):
+    job = script(tmp_path, JOB)
+    assert headway("run", "--out", tmp_path / "run", "--", job).returncode == 0
+    cause = next(cause for cause in explain([tmp_path / "run"]).causes if cause.cause == "compute.loop")
+
+    line = 1 + JOB.splitlines().index("            total = total + (z[i] - z[j]).square().sum()")
+    assert f"job.py:{line}" in cause.where
