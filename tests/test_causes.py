@@ -31,6 +31,7 @@ from headway.ledger.buckets import BUCKETS, SUBS, bucket_of_sub
 from headway.ledger.cause import Cause, SampledLine, ranked
 from headway.trace.events.trace import concat
 from headway.trace.events.vocabulary import FROM_CACHE, SPANS
+from headway.trace.rings.rank_tables import ComputeFacts, ModelFacts
 from headway.why.verdict import verdict
 from tests.runs_made import MS, Made, Rows, RunMaker
 
@@ -472,3 +473,26 @@ def test_what_an_evaluation_waits_for_is_no_loss_of_the_training_loader():
 
     assert alone.cause == beside.cause == "input.fetch"
     assert beside.lost_device_s < 0.2 * alone.lost_device_s
+
+
+def test_gradients_that_are_reduced_in_each_of_several_backwards_a_step_are_told_of_no_sync():
+    ledger = Ledger.of(FAULTS["comm.exposed"].make())
+    once = find_causes(ledger)[0]
+    wait = ledger.spans["comm.wait"]
+    facts = structs.replace(ledger.facts, compute=ComputeFacts(models=(ModelFacts("Net"),)))
+    each = replace(ledger, facts=facts, spans={**ledger.spans, "comm.wait": wait + wait + wait + wait})
+    often = find_causes(each)[0]
+
+    assert (once.cause, once.script) == ("comm.exposed", "")
+    assert "in each of 4 backwards a step" in often.evidence
+    assert often.script.startswith("with model.no_sync()")
+
+
+def test_a_profiler_that_is_on_all_the_time_is_named():
+    ledger = Ledger.of(FAULTS["host.script"].make())
+    compute = ComputeFacts(profiled=0.9)
+    cause = find_causes(replace(ledger, facts=structs.replace(ledger.facts, compute=compute)))[0]
+
+    assert "torch.profiler.schedule" in cause.fix
+    assert "90 % of the looks" in cause.evidence
+    assert "a profiler of torch's on" in compute.words()

@@ -7,10 +7,12 @@ import torch
 from msgspec import structs
 
 from headway.compute.by_hand import causes as causes_by_hand
+from headway.compute.torch_calls import rehearse
 from headway.compute.torch_flops import counted
 from headway.core.machine.host_load import HostLoad
 from headway.ledger.cause import SampledLine
-from headway.trace.rings.rank_tables import CallFlops
+from headway.runtime.script.compute_facts import model_facts
+from headway.trace.rings.rank_tables import CallFlops, ComputeFacts, ModelFacts, OptimizerFacts, Rehearsed
 from headway.why.explanation import explain
 from tests.launching import headway, script
 from tests.test_call_flops import run_of
@@ -18,10 +20,11 @@ from tests.test_call_flops import run_of
 IN_LOOP, OUTSIDE = SampledLine("train.py:9", "sqrt", 6, 60), SampledLine("", "", 4, 40)
 
 
-def found(*lines, flops=1000, repeats=1, **facts):
+def found(*lines, flops=1000, repeats=1, rehearsed=None, backward_s=0.0, **facts):
     """Return the causes of a run of 100 ms steps by name, `flops` each on 2 threads."""
-    ledger = run_of(CallFlops(name="Net", flops=flops, repeats=repeats))
-    ledger = replace(ledger, loop_lines=lines, facts=structs.replace(ledger.facts, **facts))
+    ledger = run_of(CallFlops(name="Net", flops=flops, repeats=repeats, rehearsed=rehearsed))
+    sub_ns = {**ledger.sub_ns, "useful.backward": round(1e9 * backward_s)}
+    ledger = replace(ledger, loop_lines=lines, sub_ns=sub_ns, facts=structs.replace(ledger.facts, **facts))
     return {cause.cause: cause for cause in causes_by_hand(ledger)}
 
 
@@ -62,6 +65,43 @@ def test_the_layer_that_a_forward_calls_most_often_is_counted():
             return x
 
     assert counted(Recurrent(), (torch.ones(2, 4),), {}).repeats == 5
+
+
+def test_rows_that_no_batch_looks_up_are_a_cause_where_their_updates_take_the_time():
+    class Pairs(torch.nn.Module):
+        def __init__(self, sparse, tied):
+            super().__init__()
+            self.rows = torch.nn.Embedding(1000, 8, sparse=sparse)
+            self.out = torch.nn.Linear(8, 1000, bias=False)
+            if tied:
+                self.out.weight = self.rows.weight
+
+        def forward(self, x):
+            return self.out(self.rows(x))
+
+    facts = model_facts(Pairs(sparse=False, tied=False), (torch.zeros(4, 5, dtype=torch.long),))
+    assert (facts["num_dense_rows"], facts["num_dense_elements"], facts["num_lookups"]) == (1000, 8000, 20)
+    for sparse, tied in ((True, False), (False, True)):
+        assert model_facts(Pairs(sparse, tied), ())["num_dense_rows"] == 0
+    model, adam = ModelFacts("Pairs", 16000, num_dense_rows=1000, num_dense_elements=8000), OptimizerFacts("Adam")
+    told = {}
+    for lookups in (20, 200):
+        models = (structs.replace(model, num_lookups=lookups),)
+        told[lookups] = found(backward_s=2.0, compute=ComputeFacts(models=models, optimizers=(adam,)))
+    assert "SparseAdam" in told[20]["compute.embedding"].script
+    assert "compute.embedding" not in told[200]
+
+
+def test_a_step_is_rehearsed_without_anomaly_detection_where_that_is_on():
+    with torch.autograd.set_detect_anomaly(True):
+        edits = rehearse(torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(9)]), (torch.ones(4, 8),), {})[
+            "edits"
+        ]
+        low, mid, high = edits["unchecked"]
+
+    assert 0 < low <= mid <= high < 1
+    line = found(rehearsed=Rehearsed(examples=4, edits={"unchecked": (0.2, 0.3, 0.4)}))["compute.anomaly"]
+    assert line.script == "torch.autograd.set_detect_anomaly(False)"
 
 
 def test_cores_that_stay_free_are_a_cause_where_operators_are_large_enough_to_share():

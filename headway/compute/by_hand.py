@@ -13,6 +13,7 @@ Sources: Chen et al., Training Deep Nets with Sublinear Memory Cost (arXiv 1604.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -70,6 +71,12 @@ MANY = 16
 IN_LOOP, FEW_SAMPLES = 0.5, 8
 """Share of the samples of forwards and losses that a loop is worth a word from, and samples that say it."""
 
+NEARLY_ALL = 0.98
+"""Of the steps' time, what loops can be believed to take."""
+
+SPARSE = 0.1
+"""Share of an embedding's rows that a batch looks up, below which gradients of all of them are worth a word."""
+
 SCALED = Scale(1.0, 0.8, 0.4)
 """What more threads win / what as many times more cores would: at best, likely, at least."""
 
@@ -105,6 +112,11 @@ LINES = {
         "model.to(memory_format=torch.channels_last); images = images.to(memory_format=torch.channels_last)",
         "compute.channels_last",
     ),
+    "unchecked": ScriptHint(
+        "compute.anomaly", "computes with anomaly detection",
+        "leave it out once the fault that it looked for is found: each operator keeps its traceback, and each gradient "
+        "is searched for nan", "torch.autograd.set_detect_anomaly(False)", "",
+    ),
     "batch": ScriptHint(
         "compute.batch", "has so few examples in a batch that calls take the time, not numbers",
         "more examples in a batch: that changes training, so scale the learning rate with it, and look at the loss",
@@ -129,6 +141,7 @@ def causes(ledger: Ledger, predict: Predictor | None = None) -> Iterator[Cause]:
             yield _forecast(*pair, useful_s, predict)
     yield from _larger_batch(ledger, compute)
     yield from _loops(ledger, compute)
+    yield from _dense_rows(ledger, compute)
     if (pair := _threads(ledger, compute)) is not None:
         yield _forecast(*pair, useful_s, predict)
     for edit, shares in rehearsed_shares(ledger).items():
@@ -183,14 +196,41 @@ def _loops(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
     share = sum(row.ns for row in found) / max(sum(row.ns for row in lines), 1)
     if rate is None or rate >= LARGE_RATE or share < IN_LOOP or sum(row.count for row in found) < FEW_SAMPLES:
         return
-    lost_s = share * booked_s(ledger, "useful.forward", "useful.backward", "useful.compute")
-    part = lost_s * NS_PER_S / max(int(ledger.step_ns.sum()), 1)
+    inside_s, count = (
+        booked_s(ledger, "useful.forward", "useful.backward", "useful.compute"),
+        sum(x.count for x in lines),
+    )
+    upper = min(1.0, share + 2 * math.sqrt(share * (1 - share) / count))  # two standard errors of the samples above
+    part = upper * inside_s * NS_PER_S / max(int(ledger.step_ns.sum()), 1)
     evidence = f"{format_fraction(share, 0)} of the samples of forwards and losses lie in Python loops of the script: "
     evidence += f"{', '.join(lines_in_words(found))}; their operators are small ({rate / 1e9:.2g} GFLOP/s per thread)"
     fix = "let one call do all passes of the loop: stack them, or broadcast; nn.LSTM or nn.GRU in place of a loop over "
     fix += "cells; torch.compile where each pass needs the one before it"
-    gain = 1 / (1 - min(part, MOST))
-    yield Cause("compute.loop", found[0].words, lost_s, evidence, fix, gain, (1.0, gain), at_most=True)
+    gain = 1 / (1 - min(part, NEARLY_ALL))
+    yield Cause("compute.loop", found[0].words, share * inside_s, evidence, fix, gain, (1.0, gain), at_most=True)
+
+
+def _dense_rows(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
+    """Yield that each update goes over all rows of embeddings, of which a batch looks up few."""
+    if len(compute.models) != 1 or len(compute.optimizers) != 1 or ledger.facts.device_type != "cpu":
+        return
+    [model], [optimizer] = compute.models, compute.optimizers
+    update_s = min(booked_s(ledger, "useful.optimizer"), span_of(ledger, "optimizer.step").total_ns / NS_PER_S)
+    # Their backward writes a gradient of all rows as well.
+    lost_s = (update_s + booked_s(ledger, "useful.backward")) * model.num_dense_elements / max(model.num_elements, 1)
+    share = lost_s * NS_PER_S / max(int(ledger.step_ns.sum()), 1)
+    if share < LARGE or not 0 < model.num_lookups < SPARSE * model.num_dense_rows:
+        return
+    evidence = f"each step computes gradients of all {model.num_dense_rows:,} rows of {model.name}'s embeddings, and "
+    evidence += f"{optimizer.name} updates them: {format_fraction(share, 0)} of the steps' time at most, for "
+    evidence += f"{model.num_lookups:,} rows that a batch looks up"
+    fix, edit = "compute gradients of the rows that a batch looks up alone: nn.Embedding(..., sparse=True)", ""
+    if optimizer.name in ("Adam", "AdamW"):
+        fix += ", and torch.optim.SparseAdam for its weight; rows that no batch looks up then stay as they are"
+        edit = "nn.Embedding(..., sparse=True); torch.optim.SparseAdam([embedding.weight])"
+    elif optimizer.name in ("SGD", "Adagrad"):
+        edit = "nn.Embedding(..., sparse=True)"
+    yield Cause("compute.embedding", model.name, lost_s, evidence, fix, script=edit)
 
 
 def _threads(ledger: Ledger, compute: ComputeFacts) -> tuple[Cause, Scale] | None:

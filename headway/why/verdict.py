@@ -103,6 +103,8 @@ CAUSE_PHRASES: dict[str, str] = {
     "compute.optimizer": "an optimizer that loops over its tensors",
     "compute.gradients": "the script's own work on gradients",
     "compute.loop": "Python loops over what one call computes",
+    "compute.anomaly": "anomaly detection",
+    "compute.embedding": "updates of rows that no batch looked up",
     "compute.threads": "cores that torch computes without",
     "compute.precision": "products in more bits than the matrix units want",
     "compute.unfused": "passes over memory that a compiler would fuse",

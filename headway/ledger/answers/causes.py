@@ -69,6 +69,9 @@ SIGNIFICANT = 0.01
 WARM_STEPS, RECOMPILED = 5, 0.1
 """Steps at the start in which any job compiles; share of the others from which on it compiles again and again."""
 
+ACCUMULATED = 1.9
+"""Reductions of DDP's in a step from which on gradients that are added up are reduced each time."""
+
 FAR_FROM_BOOKED = 0.03
 """Where a replay without a cause wins more or less than was booked by so much of the device time, both are told."""
 
@@ -240,6 +243,13 @@ def _comm_exposed(ledger: Ledger) -> list[Cause]:
     # Only DDP's own wait for its gradients can be cut into other buckets.
     cut = "another DDP bucket size, " if span_of(ledger, "comm.wait").count else ""
     fix = f"overlap more or send less: {cut}gradients or activations in bf16, faster links"
+    times = span_of(ledger, "comm.wait").count / max(ledger.steps * ledger.devices, 1)
+    one_model = ledger.facts.compute is not None and len(ledger.facts.compute.models) == 1
+    script = ""
+    if one_model and times >= ACCUMULATED:
+        evidence += f"; gradients are reduced in each of {times:.0f} backwards a step"
+        fix = "reduce them once a step: model.no_sync() around all of its backwards but the last"
+        script = "with model.no_sync(): loss.backward()  # all backwards of a step but the last"
     messages = booked_s(ledger, "comm.p2p")
     on_device = bool(kernels.count) or ledger.facts.device_type != "cpu"
     if on_device and 2 * messages > own:
@@ -247,7 +257,7 @@ def _comm_exposed(ledger: Ledger) -> list[Cause]:
             evidence = f"for {format_seconds(own)} in all devices communicated and computed nothing beside it"
         evidence += f"; {format_fraction(messages / own, 0)} of it are sends and receives"
         fix = "send less between stages: activations in bf16, neighbours on the fastest links, fewer stages"
-    return [Cause("comm.exposed", plural(ledger.devices, "rank"), own, evidence, fix)]
+    return [Cause("comm.exposed", plural(ledger.devices, "rank"), own, evidence, fix, script=script)]
 
 
 def _straggler_rank(ledger: Ledger) -> list[Cause]:

@@ -37,7 +37,7 @@ from headway.ledger.buckets import BUCKETS
 from headway.ledger.cause import RECORD_LONGER, Cause, SampledLine
 from headway.ledger.growth import BLOCKS, LEAST_STEPS, rising, slowed
 from headway.trace.events.loader_facts import unmovable_by_hand
-from headway.trace.rings.rank_tables import OptimizerFacts
+from headway.trace.rings.rank_tables import PROFILED, OptimizerFacts
 
 BUSY = 0.1
 """Cores that others want from which on they are named."""
@@ -66,7 +66,7 @@ def host_script(ledger: Ledger) -> list[Cause]:
     evidence = f"the script ran code of its own for {spent}, between an update and the next forward"
     if any(row.ns for row in lines):
         evidence += f": {', '.join(lines_in_words(lines))} of {plural(sum(row.count for row in lines), 'sample')}"
-    first = lines[0] if lines else None
+    first, compute = lines[0] if lines else None, ledger.facts.compute
     where = first.words if first else "training loop"
     host_places = {PHASES["host"], *(line.words for line in ledger.script_lines[:1])}
     growing = [row for row in steps_grow(ledger) if row.where in host_places and 2 * row.lost_device_s >= own]
@@ -75,6 +75,9 @@ def host_script(ledger: Ledger) -> list[Cause]:
     elif first and first.feeds_forward:
         maker = first.function or first.line
         fix = f"{maker} makes the batch: give it to a DataLoader with workers, or to a thread that runs ahead"
+    elif compute is not None and compute.profiled > PROFILED:
+        evidence += f"; a profiler of torch's was on at {format_fraction(compute.profiled, 0)} of the looks"
+        fix = "profile a few steps, not all of them: torch.profiler.profile(schedule=torch.profiler.schedule(...))"
     else:
         fix = "move it to a thread or another process, or do it less often"
     return [Cause("host.script", where, own + waited, evidence + also_waited(waited), f"{fix}{TRY}script=none")]

@@ -448,6 +448,8 @@ class Probes:
         if not (self.leads or (self.recorder.role == CHILD and self.steps[0])):
             return []
         rank = self.recorder.rank
+        if self.looks.profiled:
+            self.tables.setdefault("compute", {})["profiled"] = round(self.looks.profiled, 3)
         for name, lines in (*self.gap.tables(), *self.looks.tables()):
             if lines:
                 self.tables[name] = lines

@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from headway.core.machine.interruptions import pass_on, suppress_own
 from headway.runtime.host.device import device_type
@@ -65,6 +65,22 @@ def model_facts(module: Module, arguments: Iterable[object]) -> Row:
         "num_convolution_weights": len(weights),
         "num_channels_last": sum(_is_channels_last(weight) for weight in weights),
         "acts": _acts(sys._getframe(1)),
+        **_embeddings(module),
+        "num_lookups": sum(given.numel() for given in inputs if not given.is_floating_point()),
+    }
+
+
+def _embeddings(module: Module) -> Row:
+    """Return the facts of embeddings with gradients of all their rows; one whose weight is tied has no other."""
+    import torch
+
+    uses = Counter(id(weight) for child in module.modules() for weight in child._parameters.values())
+    layers = (child for child in module.modules() if type(child) in (torch.nn.Embedding, torch.nn.EmbeddingBag))
+    weights = {id(child.weight): cast("Parameter", child.weight) for child in layers if not child.sparse}
+    alone = [weight for key, weight in weights.items() if uses[key] == 1 and weight.requires_grad]
+    return {
+        "num_dense_rows": sum(weight.shape[0] for weight in alone),
+        "num_dense_elements": sum(weight.numel() for weight in alone),
     }
 
 
@@ -161,6 +177,7 @@ def note_settings(compute: dict[str, object]) -> None:
         # Where the newer of torch's two interfaces has set it, the older one refuses to answer.
         compute["matmul_precision"] = torch.get_float32_matmul_precision()
         compute["cudnn_tf32"] = bool(torch.backends.cudnn.allow_tf32)
+        compute["detects_anomalies"] = torch.is_anomaly_enabled()
 
 
 def _autocast(device_type: str) -> str | None:

@@ -23,6 +23,7 @@ Standard library only: it runs while the script does.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
@@ -141,6 +142,13 @@ class StackLooks:
     loads: LoadStacks = field(default_factory=LoadStacks)
     loops: LoopStacks = field(default_factory=LoopStacks)
     waits: WaitStacks = field(default_factory=WaitStacks)
+    _looks: int = 0
+    _profiled: int = 0
+
+    @property
+    def profiled(self) -> float:
+        """Share of the looks at which a profiler of torch's was on."""
+        return self._profiled / max(self._looks, 1)
 
     def of(
         self, trainer: list[int], fetching: list[int], gap: GapStacks, *, on_device: bool
@@ -153,6 +161,8 @@ class StackLooks:
 
         def look(frame: FrameType | None, ns: int, late_s: float) -> None:
             thread, loader = fetching
+            self._looks += 1
+            self._profiled += bool(getattr(sys.modules.get("torch.autograd.profiler"), "_is_profiler_enabled", False))
             if thread and thread == trainer[0]:
                 self.loads.count(frame, ns, loader)
             elif on_device:

@@ -22,6 +22,9 @@ import msgspec
 from headway.core.errors import InputError
 from headway.core.files.safe_files import converted, read_json
 
+PROFILED = 0.25
+"""Share of the looks from which on a profiler runs in all steps: it is off while it starts, and while it ends."""
+
 
 class ModelFacts(msgspec.Struct, frozen=True):
     """A model with trainable parameters, as it was after its first call."""
@@ -45,6 +48,12 @@ class ModelFacts(msgspec.Struct, frozen=True):
     """Those of them that lie in memory with their channels last."""
     acts: bool = False
     """Whether it acts in an environment, as policies do: reinforcement learning."""
+    num_dense_rows: int = 0
+    """Rows of embeddings whose gradients have all of them, used by nothing else."""
+    num_dense_elements: int = 0
+    """Numbers in these rows."""
+    num_lookups: int = 0
+    """Whole numbers among the arguments of the call: rows that it looks up, at most."""
 
 
 class OptimizerFacts(msgspec.Struct, frozen=True):
@@ -79,7 +88,8 @@ class Rehearsed(msgspec.Struct, frozen=True):
     """CPU time of forward and backward of the script's batch on one thread; None where that would take long."""
     edits: dict[str, tuple[float, float, float]] = {}
     """Edit -> time of a step with it / without: lowest, middle, highest of a few rounds. 'bfloat16', 'channels_last',
-    'float32' (of float64 parameters), 'straight' (without checkpoints), 'batch' (per example, four times as many)."""
+    'float32' (of float64 parameters), 'straight' (without checkpoints), 'unchecked' (without anomaly detection),
+    'batch' (per example, four times as many)."""
 
 
 class CallFlops(msgspec.Struct, frozen=True):
@@ -131,6 +141,10 @@ class ComputeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """`torch.get_float32_matmul_precision()`; None where torch would not say."""
     cudnn_benchmark: bool | None = None
     """`torch.backends.cudnn.benchmark`."""
+    detects_anomalies: bool = False
+    """`torch.is_anomaly_enabled()` behind the first step."""
+    profiled: float = 0.0
+    """Share of the looks at the training thread at which a profiler of torch's was on, be it headway's."""
     cudnn_tf32: bool | None = None
     """`torch.backends.cudnn.allow_tf32`: convolutions of float32 numbers in TF32."""
     calls: tuple[CallFlops, ...] = ()
@@ -152,6 +166,8 @@ class ComputeFacts(msgspec.Struct, frozen=True, kw_only=True):
             if optimizer.device_type == "cuda" and optimizer.is_fused is optimizer.is_foreach is None:
                 form = "foreach by torch's default"
             parts.append(f"{optimizer.name}, {form}")
+        parts += ["anomaly detection on"] if self.detects_anomalies else []
+        parts += ["a profiler of torch's on"] if self.profiled > PROFILED else []
         return "; ".join(parts)
 
 
