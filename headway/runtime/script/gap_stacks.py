@@ -292,7 +292,9 @@ class GapStacks:
                 "function": function,
                 "ns": ns,
                 "count": count,
-                "feeds_forward": code in self._forwards and feeds(code, line, self._forwards[code]),
+                "feeds_forward": function != "__del__"  # what ends there makes nothing, whatever its line does
+                and code in self._forwards
+                and feeds(code, line, self._forwards[code]),
             }
             for (code, line, function), (ns, count) in seen[:MOST_LINES]
         ]
