@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dis
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -15,7 +14,8 @@ from headway.ledger.answers.causes import find_causes
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.buckets import BUCKETS
 from headway.ledger.cause import SampledLine
-from headway.runtime.script.gap_stacks import WaitStacks, callee
+from headway.runtime.script.gap_stacks import stack_of
+from headway.runtime.script.stack_looks import WaitStacks, callee
 from headway.trace.recording.runs import Run
 from tests.recorded_device import recorded_loop
 
@@ -66,7 +66,7 @@ def looked(late_s: float) -> list[dict[str, Any]]:
     thread.start()
     while thread.is_alive():
         time.sleep(0.004)
-        waits.look(sys._current_frames().get(thread.ident or 0), 4 * MS, late_s)
+        waits.look(stack_of(thread.ident or 0), 4 * MS, late_s)
     return waits.report()
 
 

@@ -44,8 +44,8 @@ from headway.runtime.host.device import device_type, in_use
 from headway.runtime.script.compute_facts import first_parameter, note, note_settings, num_parameters, optimizer_facts
 from headway.runtime.script.gap_stacks import GapStacks, loop_depth
 from headway.runtime.script.gradients import GradientCounter
-from headway.runtime.script.load_stacks import StackLooks
 from headway.runtime.script.run_delay import Garbage, PoolDelay, open_schedstat, read_delay
+from headway.runtime.script.stack_looks import StackLooks
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.ring import CHILD, MAIN, PROGRESS_NS, SPAWNED, PageWriter, Recorder, warn
 from headway.trace.rings.ring import STEP as STEPS

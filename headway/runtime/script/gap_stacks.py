@@ -18,18 +18,6 @@ Lines of the script: who called, and whether what one line makes is used by anot
 >>> feeds(code, 1, 3), feeds(code, 1, 4), line_of(code, 3)
 (True, False, 'train.py:3')
 
-Lines at which the script waits for its device: `loss.item()`, `float(loss)`, `outputs.cpu()`, `synchronize()`.
-
-Nothing stands around these methods: torch.compile knows `item` by identity, and a function around it would break its
-graphs. So the thread that samples stacks (`gap_stacks`) looks ten times a second which call of Python the training
-thread is in. While `item` waits, the instruction of the innermost frames is that call; its bytecode says so, no file is
-read. A look that came late found the interpreter's lock taken at its time: the thread was running Python, and waited
-for nothing. It counts for no line, or lines that wait would take the time of all Python before them.
-
->>> code = compile("float(loss)", "train.py", "eval")
->>> [callee(code, step.offset) for step in dis.get_instructions(code) if step.opname == "CALL"]
-['float']
-
 In how many loops a call stands, over the whole stack: tells a critic's inner loop from the loop around it.
 
 Found from the bytecode: an instruction is in a loop when a jump behind it leads back before it. Standard library only.
@@ -53,9 +41,10 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
+from typing import NamedTuple
 
 from headway.core.machine.hidden_thread import HiddenThread
 
@@ -110,15 +99,23 @@ def calling_line(frame: FrameType | None) -> str:
 
     Without one (a trainer of a library runs the loop) it is the innermost line outside of torch; '' without that.
     """
-    fallback = ""
+    rows = list[tuple[CodeType, int]]()
     while frame is not None:
-        file = frame.f_code.co_filename
-        if not is_ours(frame.f_code) and not file.startswith("<frozen"):
-            if not _in_library(file):
-                return line_of(frame.f_code, frame.f_lineno)
-            if not fallback and TORCH not in file:
-                fallback = line_of(frame.f_code, frame.f_lineno)
+        rows.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back
+    return script_line(rows)
+
+
+def script_line(rows: Sequence[tuple[CodeType, int]]) -> str:
+    """Return the same of a stack's codes and lines, the innermost first."""
+    fallback = ""
+    for code, line in rows:
+        file = code.co_filename
+        if not is_ours(code) and not file.startswith("<frozen"):
+            if not _in_library(file):
+                return line_of(code, line)
+            if not fallback and TORCH not in file:
+                fallback = line_of(code, line)
     return fallback
 
 
@@ -205,6 +202,38 @@ UNTIMED = ("fsync",)
 CLOSED, BEHIND_UPDATE, BEHIND_BACKWARD = 0, 1, 2
 """What the flag of the gap says: none is open, an update has ended, or gradients are there and not used yet."""
 
+
+class StackRow(NamedTuple):
+    """A frame of a stack, without what it holds: nothing of the script's lives longer for being looked at."""
+
+    code: CodeType
+    offset: int
+    """Of the instruction that it is at."""
+    line: int
+    number: int
+    """`id` of the frame."""
+
+
+MOST_ROWS = 500
+"""Frames of a stack that are read: what recurses deeper is not looked through."""
+
+Stack = Sequence[StackRow]
+"""The innermost frame first."""
+
+
+def stack_of(thread: int) -> Stack:
+    """Return the stack of a thread; empty where it has ended.
+
+    >>> stack_of(threading.get_ident())[0].code.co_name
+    'stack_of'
+    """
+    frame, rows = sys._current_frames().get(thread), list[StackRow]()
+    while frame is not None and len(rows) < MOST_ROWS:
+        rows.append(StackRow(frame.f_code, frame.f_lasti, frame.f_lineno, id(frame)))
+        frame = frame.f_back
+    return rows
+
+
 Place = tuple[CodeType, int, str]
 """Code of the loop, its line, name of the function called there ('' for none of Python's)."""
 
@@ -238,10 +267,10 @@ class GapStacks:
     _samples: int = 0
     _write_at: int = 32
     _stop: threading.Event | None = None
-    _look: Callable[[FrameType | None, int, float], None] | None = None
+    _look: Callable[[Stack, int, float], None] | None = None
 
     def follow(
-        self, trainer: list[int], write: Callable[[], None], look: Callable[[FrameType | None, int, float], None] | None
+        self, trainer: list[int], write: Callable[[], None], look: Callable[[Stack, int, float], None] | None
     ) -> None:
         """Begin to look at the thread whose identifier is in `trainer`.
 
@@ -299,10 +328,10 @@ class GapStacks:
             for (code, line, function), (ns, count) in seen[:MOST_LINES]
         ]
 
-    def updates_at(self, frame: FrameType) -> int | None:
+    def updates_at(self, number: int, code: CodeType) -> int | None:
         """Return the instruction at which a frame of the training loop called the update; None for another frame."""
-        code, offset = self._loop.get(id(frame), (None, -1))
-        return offset if code is frame.f_code else None
+        updates, offset = self._loop.get(number, (None, -1))
+        return offset if updates is code else None
 
     def _run(self, stop: threading.Event) -> None:
         period, looks, hits, last = PERIOD_S, 0, 0, time.perf_counter_ns()
@@ -310,10 +339,8 @@ class GapStacks:
         while not stop.wait(period):
             moment = time.perf_counter_ns()
             if self._look is not None and moment - looked >= 1e9 * RELAXED_S:
-                frame = sys._current_frames().get(self._trainer[0])
-                self._look(frame, moment - looked, (moment - last) / 1e9 - period)
+                self._look(stack_of(self._trainer[0]), moment - looked, (moment - last) / 1e9 - period)
                 looked = moment
-                del frame  # it would keep everything in it alive
             if self.open[0]:
                 since = max(moment - max(last, self.resumed[0]), 0)
                 hits += self._sample(min(since, int(2e9 * period)))
@@ -355,7 +382,7 @@ class GapStacks:
         The cell of a notebook that trained has ended when a later one runs: that one's frame stands for the loop's.
         """
         frames: list[FrameType] = []
-        while frame is not None and self.updates_at(frame) is None:
+        while frame is not None and self.updates_at(id(frame), frame.f_code) is None:
             frames.append(frame)
             frame = frame.f_back
         if frame is None:
@@ -364,79 +391,6 @@ class GapStacks:
         cells = [k for k in range(len(frames) - 1) if runs_cells(frames[k + 1]) and not runs_cells(frames[k])]
         place = cells[-1] if cells else len(frames) - 1
         return frames[place], frames[place - 1] if place else None
-
-
-WAITING = frozenset({"item", "tolist", "cpu", "numpy", "nonzero", "synchronize", "float", "int", "bool"})
-"""Names of calls that return once a device is done with what they read."""
-
-LATE_S = 0.001
-"""A look that comes later than this waited for the interpreter's lock."""
-
-DEEPEST = 16
-"""Frames that are looked at, the innermost first: those of a library between the call and the script among them."""
-
-
-@dataclass(slots=True)
-class WaitStacks:
-    """Where the training thread was seen to wait for its device."""
-
-    _seen: dict[tuple[str, str], list[int]] = field(default_factory=dict)
-
-    def look(self, frame: FrameType | None, ns: int, late_s: float) -> None:
-        """Count `ns` for the line of the script whose call waits, if one does in the stack of `frame`."""
-        depth, waits = 0, None
-        while late_s < LATE_S and frame is not None and depth < DEEPEST:
-            if WAITING.intersection(frame.f_code.co_names):
-                name = callee(frame.f_code, frame.f_lasti)
-                if name in WAITING:
-                    waits = calling_line(frame), name  # the outermost one: `item` may call `synchronize`
-            frame, depth = frame.f_back, depth + 1
-        if waits is not None:
-            self._count(*waits, ns)
-
-    def report(self) -> list[dict[str, str | int]]:
-        """Return the lines that waited longest: {"line", "function", "ns", "count"} each."""
-        longest = sorted(self._seen.copy().items(), key=lambda entry: -entry[1][0])
-        return [
-            {"line": line, "function": name, "ns": ns, "count": count}
-            for (line, name), (ns, count) in longest[:MOST_LINES]
-        ]
-
-    def _count(self, line: str, name: str, ns: int) -> None:
-        if len(self._seen) < MOST_PLACES or (line, name) in self._seen:
-            entry = self._seen.setdefault((line, name), [0, 0])
-            entry[0] += ns
-            entry[1] += 1
-
-
-@functools.lru_cache(maxsize=256)
-def callee(code: CodeType, offset: int) -> str:
-    """Return the name of the function or method that the call at `offset` of `code` calls; '' where it is no call.
-
-    The name is loaded by an instruction whose text begins where the call's does and ends first before it:
-    `loss.item` in `loss.item()`.
-    """
-    steps = [step for step in dis.get_instructions(code) if step.offset <= offset]  # behind it may stand its caches
-    if not steps or not steps[-1].opname.startswith(("CALL", "PRECALL")):
-        return ""
-    begin, end = _ends(steps[-1])
-    name, longest = "", begin
-    for step in steps[:-1]:
-        starts, ends = _ends(step)
-        if step.opname in _LOADS and starts == begin and longest < ends < end:
-            name, longest = str(step.argval), ends
-    return name
-
-
-_LOADS = ("LOAD_METHOD", "LOAD_ATTR", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST", "LOAD_DEREF")
-
-
-def _ends(step: dis.Instruction) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return where the text of an instruction begins and ends: line and column each."""
-    at = step.positions
-    if at is None:
-        return (0, 0), (0, 0)
-    return (at.lineno or 0, at.col_offset or 0), (at.end_lineno or 0, at.end_col_offset or 0)
 
 
 _LOOPS: dict[CodeType, list[tuple[int, int]]] = {}

@@ -1,23 +1,25 @@
 """What is named of a load: the line of the script, or the function of a library, that the training thread is in."""
 
 import sys
+import threading
 import time
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from headway.runtime.script import load_stacks
-from headway.runtime.script.load_stacks import LoadStacks, line_in_load
+from headway.runtime.script import stack_looks
+from headway.runtime.script.gap_stacks import stack_of
+from headway.runtime.script.stack_looks import LoadStacks, line_in_load
 from tests.recorded import recording
 
 LIBRARY = f"{sys.prefix}/lib/python3/site-packages/pictures/"
 
 
-def stack_in(name, source, caller="fetch", file=load_stacks.PROBE):
+def stack_in(name, source, caller="fetch", file=stack_looks.PROBE):
     """Return the place of a look that is taken by `look()` in `source`, a file `name` with a function `load`."""
     seen = []
-    names = {"look": lambda: seen.append(line_in_load(sys._getframe(1)))}
+    names = {"look": lambda: seen.append(line_in_load(stack_of(threading.get_ident())[2:]))}
     exec(compile(source, name, "exec"), names)
     exec(compile(f"def {caller}():\n    load()", file, "exec"), names)
     names[caller]()
@@ -74,19 +76,19 @@ def test_the_lines_of_a_recorded_loader_have_the_shares_of_their_time(tmp_path, 
                 optimizer.step()
         rows = session.probes.looks.loads.report()
 
-    decoding = f"test_load_stacks.py:{Slow.decode.__code__.co_firstlineno + 1}"
+    decoding = f"test_stack_looks.py:{Slow.decode.__code__.co_firstlineno + 1}"
     shares = {row["line"]: row["ns"] / sum(row["ns"] for row in rows) for row in rows}
     assert 0.5 < shares[decoding] < 0.95
     assert len({row["loader"] for row in rows}) == 1
 
 
 def test_places_are_bounded(monkeypatch):
-    monkeypatch.setattr(load_stacks, "MOST_PLACES", 1)
+    monkeypatch.setattr(stack_looks, "MOST_PLACES", 1)
     loads = LoadStacks()
     for name in ("one", "two"):
-        names = {"look": lambda: loads.count(sys._getframe(1), 1, 0)}
+        names = {"look": lambda: loads.count(stack_of(threading.get_ident())[2:], 1, 0)}
         exec(compile(f"def load():\n    {name}()\ndef {name}():\n    look()", "train.py", "exec"), names)
-        exec(compile("def fetch():\n    load()", load_stacks.PROBE, "exec"), names)
+        exec(compile("def fetch():\n    load()", stack_looks.PROBE, "exec"), names)
         names["fetch"]()
 
     assert len(loads.report()) == 1
