@@ -104,6 +104,12 @@ def test_ending_the_waits_wins_no_more_than_they_take_nor_than_the_device_idles(
     assert sum(cause.lost_device_s for cause in causes.values()) == pytest.approx(0.3)
     few = replace(ledger, wait_lines=(SampledLine("a:1", "", 9, 2),))
     assert [cause.cause for cause in find_causes(few)] == ["host.launch"]
+    [launch] = find_causes(replace(few, loop_lines=(SampledLine("loss.py:7", "pow", 9, 20), SampledLine("", "", 3, 5))))
+    assert (
+        "75 % of the samples of forwards and losses lie in Python loops of the script: pow at loss.py:7"
+        in launch.evidence
+    )
+    assert launch.fix.startswith("let one call do all passes of the loop")
 
 
 @pytest.mark.slow

@@ -22,7 +22,8 @@ from headway.compute.gains import Scale
 from headway.core.units import NS_PER_S, format_bytes, format_fraction, plural
 from headway.cost.specs import ceilings_of
 from headway.ledger.answers.causes import Predictor
-from headway.ledger.answers.ledger import Ledger, booked_s, lines_in_words, span_of
+from headway.ledger.answers.ledger import Ledger, booked_s, span_of
+from headway.ledger.answers.script_causes import IN_ONE_CALL, looped_words, python_loops
 from headway.ledger.cause import Cause
 from headway.trace.recording.run_facts import memory_headroom
 from headway.trace.rings.rank_tables import CallFlops, ComputeFacts
@@ -67,9 +68,6 @@ LARGE_RATE = 4e9
 
 MANY = 16
 """Calls of one layer in a forward, or of the model for one backward, from which on a loop is one over time steps."""
-
-IN_LOOP, FEW_SAMPLES = 0.5, 8
-"""Share of the samples of forwards and losses that a loop is worth a word from, and samples that say it."""
 
 NEARLY_ALL = 0.98
 """Of the steps' time, what loops can be believed to take."""
@@ -185,29 +183,20 @@ def _rate(ledger: Ledger, compute: ComputeFacts) -> float | None:
 
 
 def _loops(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
-    """Yield that forwards and losses go through Python loops whose operators are too small to take the time.
-
-    Loops over layers are left alone: of those that call layers only the ones that call the same one again and again.
-    """
-    rate, lines = _rate(ledger, compute), ledger.loop_lines
-    backwards = max(span_of(ledger, "segment.backward").count, 1)
+    """Yield that forwards and losses go through Python loops whose operators are too small to take the time."""
+    rate, backwards = _rate(ledger, compute), max(span_of(ledger, "segment.backward").count, 1)
     again = any(call.repeats >= MANY for call in compute.calls) or span_of(ledger, "forward").count >= MANY * backwards
-    found = [row for row in lines if row.line and (again or not row.calls_layer)]
-    share = sum(row.ns for row in found) / max(sum(row.ns for row in lines), 1)
-    if rate is None or rate >= LARGE_RATE or share < IN_LOOP or sum(row.count for row in found) < FEW_SAMPLES:
+    rows, share = python_loops(ledger, with_layers=again)
+    if rate is None or rate >= LARGE_RATE or not rows:
         return
-    inside_s, count = (
-        booked_s(ledger, "useful.forward", "useful.backward", "useful.compute"),
-        sum(x.count for x in lines),
-    )
+    inside_s = booked_s(ledger, "useful.forward", "useful.backward", "useful.compute")
+    count = sum(row.count for row in ledger.loop_lines)
     upper = min(1.0, share + 2 * math.sqrt(share * (1 - share) / count))  # two standard errors of the samples above
     part = upper * inside_s * NS_PER_S / max(int(ledger.step_ns.sum()), 1)
-    evidence = f"{format_fraction(share, 0)} of the samples of forwards and losses lie in Python loops of the script: "
-    evidence += f"{', '.join(lines_in_words(found))}; their operators are small ({rate / 1e9:.2g} GFLOP/s per thread)"
-    fix = "let one call do all passes of the loop: stack them, or broadcast; nn.LSTM or nn.GRU in place of a loop over "
-    fix += "cells; torch.compile where each pass needs the one before it"
+    evidence = f"{looped_words(rows, share)}; their operators are small ({rate / 1e9:.2g} GFLOP/s per thread)"
+    fix = f"{IN_ONE_CALL}; torch.compile where each pass needs the one before it"
     gain = 1 / (1 - min(part, NEARLY_ALL))
-    yield Cause("compute.loop", found[0].words, share * inside_s, evidence, fix, gain, (1.0, gain), at_most=True)
+    yield Cause("compute.loop", rows[0].words, share * inside_s, evidence, fix, gain, (1.0, gain), at_most=True)
 
 
 def _dense_rows(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:

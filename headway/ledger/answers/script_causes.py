@@ -326,6 +326,31 @@ def gradient_lines(ledger: Ledger) -> list[Cause]:
     return [Cause("compute.gradients", lines[0].words, between_ns / NS_PER_S, evidence, fix)]
 
 
+IN_LOOP = 0.5
+"""Share of the samples of forwards and losses that loops are worth a word from."""
+
+IN_ONE_CALL = (
+    "let one call do all passes of the loop: stack them, or broadcast; nn.LSTM or nn.GRU in place of a loop over cells"
+)
+
+
+def python_loops(ledger: Ledger, *, with_layers: bool) -> tuple[list[SampledLine], float]:
+    """Return the lines of Python loops in forwards and losses, and their share of the samples; none where it is small.
+
+    Loops over layers are left alone: those that call layers count where the same one is called again and again.
+    """
+    lines = ledger.loop_lines
+    rows = [row for row in lines if row.line and (with_layers or not row.calls_layer)]
+    share = sum(row.ns for row in rows) / max(sum(row.ns for row in lines), 1)
+    return (rows, share) if share >= IN_LOOP and sum(row.count for row in rows) >= LEAST_SAMPLES else ([], 0.0)
+
+
+def looped_words(rows: list[SampledLine], share: float) -> str:
+    """Say how much of forwards and losses lies in Python loops, and in which lines."""
+    of = f"{format_fraction(share, 0)} of the samples of forwards and losses lie in Python loops of the script"
+    return f"{of}: {', '.join(lines_in_words(rows))}"
+
+
 LARGE_WAIT = 0.02
 """Share of the device time that ending the waits must win to be named."""
 
@@ -357,6 +382,9 @@ def host_launch(ledger: Ledger) -> list[Cause]:
     if span_of(ledger, "graph.replay").count:
         fix = "do less in Python between replays of the graph: prepare its inputs while it runs"
     fix += "" if causes else ", no .item() inside the step"
+    loops, share = python_loops(ledger, with_layers=False)
+    if loops:
+        evidence, fix = f"{evidence}; {looped_words(loops, share)}", IN_ONE_CALL
     return [*causes, Cause("host.launch", plural(ledger.devices, "device"), idle_s - won_s, evidence, fix)]
 
 

@@ -233,8 +233,7 @@ class StackLooks:
     ) -> Callable[[Stack, int, float], None]:
         """Return what `GapStacks.follow` calls with a stack of the thread `trainer`.
 
-        `fetching` says whether it is in a load, and of which loader. `on_device`, a host that launches ahead waits for
-        its device, and its own time in forwards tells nothing.
+        `fetching` says whether it is in a load, and of which loader; `on_device`, the thread may wait for a device.
         """
 
         def look(stack: Stack, ns: int, late_s: float) -> None:
@@ -243,10 +242,10 @@ class StackLooks:
             self._profiled += bool(getattr(sys.modules.get("torch.autograd.profiler"), "_is_profiler_enabled", False))
             if thread and thread == trainer[0]:
                 self.loads.count(stack, ns, loader)
-            elif on_device:
+                return
+            if on_device:
                 self.waits.look(stack, ns, late_s)
-            elif gap.open[0] == CLOSED:
-                self.loops.count(stack, ns, gap)
+            self.loops.count(stack, ns, gap)
 
         return look
 
