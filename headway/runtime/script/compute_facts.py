@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from headway.core.machine.interruptions import pass_on, suppress_own
 from headway.runtime.host.device import device_type
@@ -75,9 +75,9 @@ def _embeddings(module: Module) -> Row:
     import torch
 
     uses = Counter(id(weight) for child in module.modules() for weight in child._parameters.values())
-    layers = (child for child in module.modules() if type(child) in (torch.nn.Embedding, torch.nn.EmbeddingBag))
-    weights = {id(child.weight): cast("Parameter", child.weight) for child in layers if not child.sparse}
-    alone = [weight for key, weight in weights.items() if uses[key] == 1 and weight.requires_grad]
+    tables = (child for child in module.modules() if type(child) in (torch.nn.Embedding, torch.nn.EmbeddingBag))
+    weights = (table._parameters.get("weight") for table in tables if not table.sparse)
+    alone = [weight for weight in weights if weight is not None and weight.requires_grad and uses[id(weight)] == 1]
     return {
         "num_dense_rows": sum(weight.shape[0] for weight in alone),
         "num_dense_elements": sum(weight.numel() for weight in alone),
