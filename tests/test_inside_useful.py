@@ -7,7 +7,7 @@ import torch
 from msgspec import structs
 
 from headway.compute.by_hand import causes as causes_by_hand
-from headway.compute.torch_calls import rehearse
+from headway.compute.torch_calls import padding_share, rehearse
 from headway.compute.torch_flops import counted
 from headway.core.machine.host_load import HostLoad
 from headway.ledger.cause import SampledLine
@@ -102,6 +102,40 @@ def test_a_step_is_rehearsed_without_anomaly_detection_where_that_is_on():
     assert 0 < low <= mid <= high < 1
     line = found(rehearsed=Rehearsed(examples=4, edits={"unchecked": (0.2, 0.3, 0.4)}))["compute.anomaly"]
     assert line.script == "torch.autograd.set_detect_anomaly(False)"
+
+
+def padded_rows(lengths, filler=0, left=False, size=64):
+    """Return rows of token ids of such lengths, filled up."""
+    rows = torch.full((len(lengths), size), filler)
+    for row, length in zip(rows, lengths, strict=True):
+        tokens = torch.randint(5, 500, (length,), generator=torch.Generator().manual_seed(length))
+        row[slice(size - length, None) if left else slice(length)] = tokens
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("rows", "share"),
+    [
+        (padded_rows([64, 16, 16, 32]), 0.5),
+        (padded_rows([64, 16, 16, 32], filler=1, left=True), 0.5),
+        ((padded_rows([64, 16, 16, 32]) > 0).int(), 0.5),
+        (padded_rows([64, 64, 64, 64]), 0.0),
+        (padded_rows([64, 16, 16, 32]).float(), 0.0),
+        (padded_rows([6, 2], size=7), 0.0),
+        (padded_rows([64, 16]) + torch.tensor([[0], [3]]) * torch.arange(64), 0.0),
+    ],
+    ids=["at the end", "at the begin", "a mask", "none", "numbers that are not whole", "short rows", "no filler"],
+)
+def test_padding_is_what_fills_rows_of_whole_numbers_up(rows, share):
+    assert padding_share([torch.ones(3, 3), rows]) == pytest.approx(share, abs=0.02)
+
+
+def test_much_padding_is_a_cause_that_changes_batches():
+    ledger = run_of(CallFlops(name="Net", flops=1000, padded=0.5))
+    [cause] = [cause for cause in causes_by_hand(ledger) if cause.cause == "compute.padding"]
+
+    assert cause.lost_device_s == pytest.approx(40 * 0.1 / 2, rel=0.1)
+    assert not list(causes_by_hand(run_of(CallFlops(name="Net", flops=1000, padded=0.2))))
 
 
 def test_cores_that_stay_free_are_a_cause_where_operators_are_large_enough_to_share():

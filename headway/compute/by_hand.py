@@ -72,6 +72,9 @@ MANY = 16
 NEARLY_ALL = 0.98
 """Of the steps' time, what loops can be believed to take."""
 
+PADDED = 0.3
+"""Share of a batch's positions from which on padding is worth a word: what changes batches changes training."""
+
 SPARSE = 0.1
 """Share of an embedding's rows that a batch looks up, below which gradients of all of them are worth a word."""
 
@@ -140,6 +143,7 @@ def causes(ledger: Ledger, predict: Predictor | None = None) -> Iterator[Cause]:
     yield from _larger_batch(ledger, compute)
     yield from _loops(ledger, compute)
     yield from _dense_rows(ledger, compute)
+    yield from _padding(ledger, compute)
     if (pair := _threads(ledger, compute)) is not None:
         yield _forecast(*pair, useful_s, predict)
     for edit, shares in rehearsed_shares(ledger).items():
@@ -220,6 +224,22 @@ def _dense_rows(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
     elif optimizer.name in ("SGD", "Adagrad"):
         edit = "nn.Embedding(..., sparse=True)"
     yield Cause("compute.embedding", model.name, lost_s, evidence, fix, script=edit)
+
+
+def _padding(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
+    """Yield that a model computes on positions that fill short examples up to the length of long ones."""
+    if len(compute.calls) != 1 or compute.calls[0].padded < PADDED:
+        return
+    [call] = compute.calls
+    inside_s = booked_s(ledger, "useful.forward", "useful.backward", "useful.compute")
+    part = call.padded * inside_s * NS_PER_S / max(int(ledger.step_ns.sum()), 1)
+    evidence = f"{format_fraction(call.padded, 0)} of the positions of a batch of {call.name} fill short examples up"
+    fix = (
+        "batch examples of like length (sort by length within a few batches, shuffle the batches), pad to the longest "
+    )
+    fix += "of each batch, or pack them (nn.utils.rnn.pack_padded_sequence, nested tensors): batches are others then"
+    gain = 1 / (1 - min(part, MOST))
+    yield Cause("compute.padding", call.name, call.padded * inside_s, evidence, fix, gain, (1.0, gain), at_most=True)
 
 
 def _threads(ledger: Ledger, compute: ComputeFacts) -> tuple[Cause, Scale] | None:

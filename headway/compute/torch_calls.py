@@ -28,7 +28,7 @@ import os
 import signal
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import thread_time
 from typing import Any, NamedTuple
@@ -53,6 +53,9 @@ BUDGET_S, ROUNDS = 0.4, (3, 5)
 
 WHOLE_S = 0.3
 """A step of the whole batch that seems to take longer is not timed."""
+
+SHORTEST_ROW, ALIKE = 8, 0.9
+"""Positions of the shortest rows that may be padded, and how many of those that seem to be end alike."""
 
 FEWEST, SMALL = 2, 8
 """Examples of the smallest step (norms over a batch refuse one), and those up to which a batch may be too small."""
@@ -263,6 +266,11 @@ def count_call(module: torch.nn.Module, args: Args, kwargs: Mapping[str, object]
     """
     casts: list[str] = []
     count = rehearsed = None
+    padded = 0.0
+    with contextlib.suppress(Exception):
+        padded = padding_share(
+            [value for value in tree_leaves((args, dict(kwargs))) if isinstance(value, torch.Tensor)]
+        )
     if not os.environ.get("HEADWAY_PLAN"):  # under a plan the script computes with what was found before
         with contextlib.suppress(Exception):
             rehearsed = rehearse(module, args, kwargs)
@@ -279,7 +287,37 @@ def count_call(module: torch.nn.Module, args: Args, kwargs: Mapping[str, object]
     except Exception as cause:
         reason = f"{type(cause).__name__}: {cause}".splitlines()[0][:LONGEST_REASON]
     counts: dict[str, object] = dict(count.row()) if count is not None else {"flops": None}
-    return {**counts, "reason": reason, "autocast": casts[0] if casts else None, "rehearsed": rehearsed}
+    return {
+        **counts,
+        "padded": padded,
+        "reason": reason,
+        "autocast": casts[0] if casts else None,
+        "rehearsed": rehearsed,
+    }
+
+
+def padding_share(tensors: Sequence[torch.Tensor]) -> float:
+    """Return how much of the rows [batch, positions] of whole numbers on a CPU is padding: the most of any tensor.
+
+    Padding is one number that fills the ends, or the begins, of nearly all rows that end or begin with a number twice.
+
+    >>> padding_share([torch.tensor([[5, 3, 8, 2, 7, 9, 4, 6], [5, 2, 0, 0, 0, 0, 0, 0], [4, 4, 9, 0, 0, 0, 0, 0]])])
+    0.458
+    """
+    shares = [0.0]
+    for rows in tensors:
+        if rows.device.type != "cpu" or rows.is_floating_point() or rows.dim() != 2 or min(rows.shape) < 2:
+            continue
+        for side in (rows, rows.flip(1)) if rows.shape[1] >= SHORTEST_ROW else ():
+            last = side[:, -1:]
+            length = (side == last).flip(1).cumprod(1).sum(1)  # of the run of equal numbers at the end of each row
+            ends = last[length > 1]
+            if not len(ends):
+                continue
+            filler = ends.mode(0).values
+            if (ends == filler).float().mean() >= ALIKE:
+                shares.append(float((length * (last == filler)[:, 0]).sum() / rows.numel()))
+    return round(max(shares), 3)
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:

@@ -67,7 +67,7 @@ FAR_LARGER = 3.0
 OVERSHADOWED = 0.2
 """Share of the device time from which another bucket is named beside the first cause."""
 
-CHANGES_TRAINING = ("compute.batch",)
+CHANGES_TRAINING = ("compute.batch", "compute.padding")
 """Causes whose fix trains another model: one leads where nothing else is worth a headline, or as `FAR_LARGER`."""
 
 WARNINGS = {"memory.grow": "memory grows from step to step", "input.repeats": "workers repeat examples"}
@@ -105,6 +105,7 @@ CAUSE_PHRASES: dict[str, str] = {
     "compute.loop": "Python loops over what one call computes",
     "compute.anomaly": "anomaly detection",
     "compute.embedding": "updates of rows that no batch looked up",
+    "compute.padding": "positions that fill short examples up",
     "compute.threads": "cores that torch computes without",
     "compute.precision": "products in more bits than the matrix units want",
     "compute.unfused": "passes over memory that a compiler would fuse",

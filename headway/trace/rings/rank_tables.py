@@ -124,6 +124,8 @@ class CallFlops(msgspec.Struct, frozen=True):
     """Longest row of scores."""
     repeats: int = 0
     """How often the forward calls the layer with parameters that it calls most often."""
+    padded: float = 0.0
+    """Share of the whole numbers of its batch, [examples, positions], that fills rows up: padding."""
     rehearsed: Rehearsed | None = None
     """How long its step takes behind edits; None where that was not timed."""
     ended_ns: int | None = None
