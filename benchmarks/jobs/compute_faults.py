@@ -68,6 +68,7 @@ class PlantedFault(NamedTuple):
 
 
 SGD = "SGD(model.parameters(), lr=1e-3)"
+FUSED_SGD = f"{SGD[:-1]}, fused=True)"
 
 
 def trained(model: str, size: str, optimizer: str = SGD, *, step: str = "pass") -> str:
@@ -191,6 +192,67 @@ def few_examples(model: str, size: str, more: str) -> PlantedFault:
     return PlantedFault("compute.batch", trained(model, size), "batch_size", ((f"randn({size})", f"randn({more})"),))
 
 
+PAIRS = """
+    z, total = model(x).float(), 0.0
+    for a in z:
+        for b in z:
+            total = total + (a - b).square().sum()
+    return total"""
+AT_ONCE = """
+    z = model(x).float()
+    return (z[:, None] - z[None]).square().sum()"""
+CELLS = """
+class Cells(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTMCell(16, 32)
+
+    def forward(self, x):
+        h = c = torch.zeros(len(x), 32)
+        for t in range(x.shape[1]):
+            h, c = self.cell(x[:, t], (h, c))
+        return h
+
+model = Cells()
+"""
+LAYER = """
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(16, 32, batch_first=True)
+
+    def forward(self, x):
+        return self.lstm(x)[0][:, -1]
+
+model = Layer()
+"""
+PAIRED = """
+class Paired(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Embedding(20000, 32), nn.Embedding(20000, 32)
+
+    def forward(self, x):
+        return (self.one(x[:, 0]) * self.other(x[:, 1])).sum(1)
+
+model = Paired()
+"""
+ROWS = "nn.Embedding(20000, 32)"
+ADAM = "Adam(model.parameters(), lr=1e-3)"
+
+
+def in_a_loop(code: str, *edits: tuple[str, str]) -> PlantedFault:
+    """Return a script that goes through a Python loop where one call would do."""
+    return PlantedFault("compute.loop", code, "", edits)
+
+
+def looked_up() -> PlantedFault:
+    """Return a script whose updates go over all rows of its embeddings."""
+    code = trained(PAIRED, "64, 2", ADAM).replace("torch.randn(64, 2)", "torch.randint(20000, (64, 2))")
+    edits = ((ROWS, "nn.Embedding(20000, 32, sparse=True)"), (ADAM, "SparseAdam(model.parameters(), lr=1e-3)"))
+    return PlantedFault("compute.embedding", code, "sparse=True", edits)
+
+
 MLP = "model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 64))"
 FAULTS: dict[str, PlantedFault] = {
     "adamw, narrow layers": optimizer(NARROW, "32, 64", "AdamW(model.parameters(), lr=1e-3)"),
@@ -239,11 +301,22 @@ FAULTS: dict[str, PlantedFault] = {
     ),
     "no bfloat16, transformer": without_bfloat16(BLOCKS.format(width=256, inner=1024, layers=1), "8, 64, 256"),
     "a batch of one": few_examples(MLP, "1, 256", "4, 256"),
+    "loss, pair by pair": in_a_loop(
+        trained(NARROW, "24, 64", FUSED_SGD).replace("    return model(x).float().square().mean()", PAIRS),
+        (PAIRS, AT_ONCE),
+    ),
+    "cells, step by step": in_a_loop(trained(CELLS, "32, 60, 16", FUSED_SGD), (CELLS, LAYER)),
+    "anomaly detection": PlantedFault(
+        "compute.anomaly",
+        trained(NARROW, "64, 64", FUSED_SGD, step="torch.autograd.set_detect_anomaly(True)"),
+        "set_detect_anomaly(False)",
+        (("anomaly(True)", "anomaly(False)"),),
+    ),
+    "embeddings, all rows": looked_up(),
     "a batch of two": few_examples(BLOCKS.format(width=64, inner=128, layers=4), "2, 8, 64", "8, 8, 64"),
 }
 """Name -> script with a fault."""
 
-FUSED_SGD = f"{SGD[:-1]}, fused=True)"
 SOUND: dict[str, PlantedFault] = {
     "fused, narrow layers": PlantedFault(
         "", trained(NARROW, "128, 64", "AdamW(model.parameters(), lr=1e-3, fused=True)")
@@ -257,6 +330,12 @@ SOUND: dict[str, PlantedFault] = {
         "",
         trained(NARROW, "128, 64", FUSED_SGD).replace(
             "optimizer =", "for p in model.parameters(): p.grad = torch.zeros_like(p)\noptimizer ="
+        ),
+    ),
+    "one layer after the other": PlantedFault(
+        "",
+        trained(NARROW, "128, 64", FUSED_SGD).replace(
+            "return model(x)", "for layer in model: x = layer(x)\n    return x"
         ),
     ),
     "an odd vocabulary": PlantedFault(

@@ -196,7 +196,9 @@ def _loops(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
     inside_s = booked_s(ledger, "useful.forward", "useful.backward", "useful.compute")
     count = sum(row.count for row in ledger.loop_lines)
     upper = min(1.0, share + 2 * math.sqrt(share * (1 - share) / count))  # two standard errors of the samples above
-    part = upper * inside_s * NS_PER_S / max(int(ledger.step_ns.sum()), 1)
+    backward_s = booked_s(ledger, "useful.backward")  # at most all of it belongs to what the loops computed
+    most_s = upper * (inside_s - backward_s) + backward_s
+    part = most_s * NS_PER_S / max(int(ledger.step_ns.sum()), 1)
     evidence = f"{looped_words(rows, share)}; their operators are small ({rate / 1e9:.2g} GFLOP/s per thread)"
     fix = f"{IN_ONE_CALL}; torch.compile where each pass needs the one before it"
     gain = 1 / (1 - min(part, NEARLY_ALL))
