@@ -2,6 +2,7 @@
 
 import re
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,12 +11,16 @@ from torch import nn
 
 from headway.compute.apply import fuse_optimizer
 from headway.cost.fused import ADAPTIVE, OF_CALLS, fused_share
+from headway.ledger.answers.causes import find_causes
+from headway.ledger.answers.ledger import Ledger
 from headway.ledger.answers.script_causes import fused_share_of
+from headway.ledger.cause import SampledLine
 from headway.runtime.script.compute_facts import model_facts, optimizer_facts
 from headway.trace.rings.rank_tables import ComputeFacts, ModelFacts, OptimizerFacts
 from headway.why.explanation import explain
 from tests.launching import headway, script
 from tests.remedy_context import applied
+from tests.test_causes import FAULTS
 
 SCRIPT = """
 import torch
@@ -265,3 +270,17 @@ def test_a_loop_over_gradients_is_a_cause_of_its_own_and_no_part_of_the_update(t
     assert "between a backward and the update" in loop.evidence
     update = causes.get("compute.optimizer")
     assert update is None or update.lost_device_s < loop.lost_device_s / 2
+
+
+def test_gradients_that_a_script_reduces_itself_are_communication_told_of_buckets():
+    ledger = Ledger.of(FAULTS["comm.exposed"].make())
+    wait = ledger.spans["comm.wait"]
+    lines = (SampledLine("job.py:9", "all_reduce", 10**12, 90),)
+    spans = {name: span for name, span in ledger.spans.items() if name != "comm.wait"}
+    many = replace(wait, count=20 * ledger.steps * ledger.devices)
+    by_hand = replace(ledger, spans={**spans, "comm.collective": many}, gradient_lines=lines)
+    causes = {cause.cause: cause for cause in find_causes(by_hand)}
+
+    assert "each step makes 20 of them" in causes["comm.exposed"].evidence
+    assert "DistributedDataParallel" in causes["comm.exposed"].script
+    assert "compute.gradients" not in causes

@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from headway.runtime.script import stack_looks
-from headway.runtime.script.gap_stacks import stack_of
-from headway.runtime.script.stack_looks import LoadStacks, line_in_load
+from headway.runtime.script.gap_stacks import GapStacks, stack_of
+from headway.runtime.script.stack_looks import LoadStacks, LoopStacks, line_in_load
 from tests.recorded import recording
 
 LIBRARY = f"{sys.prefix}/lib/python3/site-packages/pictures/"
@@ -80,6 +80,49 @@ def test_the_lines_of_a_recorded_loader_have_the_shares_of_their_time(tmp_path, 
     shares = {row["line"]: row["ns"] / sum(row["ns"] for row in rows) for row in rows}
     assert 0.5 < shares[decoding] < 0.95
     assert len({row["loader"] for row in rows}) == 1
+
+
+def loop_seen(body, name="train.py"):
+    """Return the rows of a look that `look()` takes in `body`, inside of a loop of the function `forward`."""
+    gap, loops = GapStacks(), LoopStacks()
+
+    def look():
+        stack = stack_of(threading.get_ident())[1:]
+        loops.count(stack[1:], 1, gap)
+
+    text = f"def layer(): look()\ndef forward():\n{body}\ndef train():\n    note()\n    forward()\ntrain()"
+    exec(compile(text, name, "exec"), {"look": look, "note": gap.note_loop})
+    return [(row["line"], row["calls_layer"]) for row in loops.report()]
+
+
+def test_a_loop_of_the_forward_is_told_and_what_is_in_none_has_no_line():
+    assert loop_seen("    for _ in range(2):\n        look()") == [("train.py:4", False)]
+    assert loop_seen("    look()") == [("", False)]
+
+
+def test_a_loop_in_which_a_layer_is_called_calls_layers_in_all_its_lines(monkeypatch):
+    monkeypatch.setattr(stack_looks, "LAYER", "train.py")  # what `layer` is defined in stands for torch's modules
+    rows = loop_seen("    for _ in range(2):\n        look()\n        layer()")
+
+    assert {calls_layer for _, calls_layer in rows} == {True}
+
+
+def test_the_depths_of_optimizers_loops_are_kept_beside_the_loops_that_were_seen(tmp_path):
+    with recording(tmp_path) as session:
+        model = torch.nn.Linear(2, 1)
+        critic, maker = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+        for _ in range(3):
+            for _ in range(4):
+                model(torch.ones(1, 2)).sum().backward()
+                critic.step()
+            model(torch.ones(1, 2)).sum().backward()
+            maker.step()
+        session.probes.looks.loops.count([], 1, session.probes.gap)
+        session.probes.looks.loops._seen[None, 0, False] = [1, 1]
+        session.probes.write_tables()
+        depths = session.probes.tables["loops"]
+
+    assert depths["0"] == depths["1"] + 1
 
 
 def test_places_are_bounded(monkeypatch):

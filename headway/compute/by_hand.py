@@ -69,6 +69,9 @@ LARGE_RATE = 4e9
 MANY = 16
 """Calls of one layer in a forward, or of the model for one backward, from which on a loop is one over time steps."""
 
+LONG_FORWARD_S = 0.008
+"""A forward and its loss that take less are hundreds of operators: layer after layer, as models are."""
+
 NEARLY_ALL = 0.98
 """Of the steps' time, what loops can be believed to take."""
 
@@ -191,15 +194,16 @@ def _loops(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
     rate, backwards = _rate(ledger, compute), max(span_of(ledger, "segment.backward").count, 1)
     again = any(call.repeats >= MANY for call in compute.calls) or span_of(ledger, "forward").count >= MANY * backwards
     rows, share = python_loops(ledger, with_layers=again)
-    if rate is None or rate >= LARGE_RATE or not rows:
-        return
     inside_s = booked_s(ledger, "useful.forward", "useful.backward", "useful.compute")
+    forward_s = booked_s(ledger, "useful.forward", "useful.compute") / max(backwards, ledger.steps * ledger.devices, 1)
+    if rate is None or rate >= LARGE_RATE or not rows or forward_s < LONG_FORWARD_S:
+        return
     count = sum(row.count for row in ledger.loop_lines)
     upper = min(1.0, share + 2 * math.sqrt(share * (1 - share) / count))  # two standard errors of the samples above
     backward_s = booked_s(ledger, "useful.backward")  # at most all of it belongs to what the loops computed
     most_s = upper * (inside_s - backward_s) + backward_s
     part = most_s * NS_PER_S / max(int(ledger.step_ns.sum()), 1)
-    evidence = f"{looped_words(rows, share)}; their operators are small ({rate / 1e9:.2g} GFLOP/s per thread)"
+    evidence = f"{looped_words(ledger, rows, share)}; their operators are small ({rate / 1e9:.2g} GFLOP/s per thread)"
     fix = f"{IN_ONE_CALL}; torch.compile where each pass needs the one before it"
     gain = 1 / (1 - min(part, NEARLY_ALL))
     yield Cause("compute.loop", rows[0].words, share * inside_s, evidence, fix, gain, (1.0, gain), at_most=True)
@@ -221,7 +225,8 @@ def _dense_rows(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
     evidence += f"{model.num_lookups:,} rows that a batch looks up"
     fix, edit = "compute gradients of the rows that a batch looks up alone: nn.Embedding(..., sparse=True)", ""
     if optimizer.name in ("Adam", "AdamW"):
-        fix += ", and torch.optim.SparseAdam for its weight; rows that no batch looks up then stay as they are"
+        fix += f", and torch.optim.SparseAdam for its weight in place of {optimizer.name}: it decays no weights, and "
+        fix += "rows that no batch looks up stay as they are"
         edit = "nn.Embedding(..., sparse=True); torch.optim.SparseAdam([embedding.weight])"
     elif optimizer.name in ("SGD", "Adagrad"):
         edit = "nn.Embedding(..., sparse=True)"

@@ -69,6 +69,9 @@ SIGNIFICANT = 0.01
 WARM_STEPS, RECOMPILED = 5, 0.1
 """Steps at the start in which any job compiles; share of the others from which on it compiles again and again."""
 
+MANY_COLLECTIVES, SMALL_COLLECTIVE = 8, 1 << 20
+"""Collectives of a rank in a step, and the mean bytes of one, by which gradients are reduced tensor by tensor."""
+
 ACCUMULATED = 1.9
 """Reductions of DDP's in a step from which on gradients that are added up are reduced each time."""
 
@@ -97,8 +100,8 @@ DOING: dict[str, str] = {
     "useful": "computed longer",
     "input": "waited longer for input",
     "eval": "evaluated longer",
-    "checkpoint": "saved or loaded state",
-    "host": "collected garbage, logged, recorded, or ran code of the script",
+    "checkpoint": "saved or loaded state for longer",
+    "host": "collected garbage, logged, recorded, or ran code of the script for longer",
     "startup": "compiled or started later",
 }
 """Bucket of a rank's largest excess -> what the rank was doing, in words."""
@@ -250,6 +253,13 @@ def _comm_exposed(ledger: Ledger) -> list[Cause]:
         evidence += f"; gradients are reduced in each of {times:.0f} backwards a step"
         fix = "reduce them once a step: model.no_sync() around all of its backwards but the last"
         script = "with model.no_sync(): loss.backward()  # all backwards of a step but the last"
+    by_hand = span_of(ledger, "comm.collective")
+    if not times and by_hand.count >= MANY_COLLECTIVES * ledger.steps * ledger.devices > 0:
+        evidence += f"; each step makes {by_hand.count / (ledger.steps * ledger.devices):.0f} of them"
+        if by_hand.total_bytes < SMALL_COLLECTIVE * by_hand.count:
+            fix = "reduce gradients together: DistributedDataParallel does it in buckets, beside the backward; or one "
+            fix += "collective of all of them, flattened"
+            script = "model = torch.nn.parallel.DistributedDataParallel(model)  # and no all_reduce of the loop's own"
     messages = booked_s(ledger, "comm.p2p")
     on_device = bool(kernels.count) or ledger.facts.device_type != "cpu"
     if on_device and 2 * messages > own:

@@ -280,9 +280,12 @@ MOST_LINES = 3
 """Lines of the script that are named in one piece of evidence."""
 
 
-def lines_in_words(lines: Sequence[SampledLine]) -> list[str]:
-    """Return the first of the sampled lines, each with its share of the time of all: 'item at train.py:41 80 %'."""
-    total_ns = sum(row.ns for row in lines)
+def lines_in_words(lines: Sequence[SampledLine], of: Sequence[SampledLine] = ()) -> list[str]:
+    """Return the first of the sampled lines, each with its share of the time of all: 'item at train.py:41 80 %'.
+
+    All are `lines`, or those in `of`.
+    """
+    total_ns = sum(row.ns for row in of or lines)
     return [f"{row.words} {share}" for row in lines[:MOST_LINES] if (share := share_words(row.ns, total_ns))]
 
 

@@ -111,6 +111,8 @@ def host_cpu_wait(ledger: Ledger) -> list[Cause]:
             f"; {plural(ranks, 'rank')} with {plural(threads // ranks, 'thread')} each share {plural(cores, 'core')}"
         )
         fix, edit = f"no more threads than cores: OMP_NUM_THREADS={fair}", f"torch.set_num_threads({fair})"
+    elif load is None:
+        evidence += "; what else ran on the host is not known"
     elif others < BUSY and any(loader.num_workers for loader in facts.effective_loaders.values()):
         fix = "fewer processes and threads of the job than cores: loader workers count as well"
     elif others < BUSY:
@@ -316,7 +318,9 @@ def gradient_lines(ledger: Ledger) -> list[Cause]:
     lines = _telling(ledger.gradient_lines, between_ns)
     fraction = between_ns / max(int(ledger.step_ns.sum()), 1)
     clips = bool(lines) and lines[0].function.startswith("clip_grad")  # torch's own, one call as it is
-    if fraction < LARGE_UPDATE or not lines or clips or ledger.facts.device_type != "cpu":
+    # Gradients that a script reduces itself are communication, with a fix of its own.
+    reduces = span_of(ledger, "comm.collective").count >= 2 * ledger.steps * ledger.devices > 0
+    if fraction < LARGE_UPDATE or not lines or clips or reduces or ledger.facts.device_type != "cpu":
         return []
     per_step = mean_of(between_ns / NS_PER_S, max(ledger.steps * ledger.devices, 1))
     evidence = f"between a backward and the update the script ran code of its own for {per_step} step: "
@@ -345,10 +349,10 @@ def python_loops(ledger: Ledger, *, with_layers: bool) -> tuple[list[SampledLine
     return (rows, share) if share >= IN_LOOP and sum(row.count for row in rows) >= LEAST_SAMPLES else ([], 0.0)
 
 
-def looped_words(rows: list[SampledLine], share: float) -> str:
+def looped_words(ledger: Ledger, rows: list[SampledLine], share: float) -> str:
     """Say how much of forwards and losses lies in Python loops, and in which lines."""
     of = f"{format_fraction(share, 0)} of the samples of forwards and losses lie in Python loops of the script"
-    return f"{of}: {', '.join(lines_in_words(rows))}"
+    return f"{of}: {', '.join(lines_in_words(rows, ledger.loop_lines))}"
 
 
 LARGE_WAIT = 0.02
@@ -384,7 +388,7 @@ def host_launch(ledger: Ledger) -> list[Cause]:
     fix += "" if causes else ", no .item() inside the step"
     loops, share = python_loops(ledger, with_layers=False)
     if loops:
-        evidence, fix = f"{evidence}; {looped_words(loops, share)}", IN_ONE_CALL
+        evidence, fix = f"{evidence}; {looped_words(ledger, loops, share)}", IN_ONE_CALL
     return [*causes, Cause("host.launch", plural(ledger.devices, "device"), idle_s - won_s, evidence, fix)]
 
 

@@ -226,7 +226,7 @@ def _summed(book: RunBook, traces: Sequence[Parts], facts: RunFacts, windows: Wi
         loader_calls=dict(sum((Counter(sheet.loader_calls) for sheet in _sheets(book)), start=Counter())),
         script_lines=joined(row.get("script", []) for trace in traces for row in trace.ranks.values()),
         gradient_lines=joined(row.get("gradients", []) for trace in traces for row in trace.ranks.values()),
-        loop_lines=joined(row.get("loops", []) for trace in traces for row in trace.ranks.values()),
+        loop_lines=joined(row.get("python_loops", []) for trace in traces for row in trace.ranks.values()),
         load_lines=joined(row.get("loads", []) for trace in traces for row in trace.ranks.values()),
         wait_lines=joined(row.get("waits", []) for trace in traces for row in trace.ranks.values()),
         facts=facts,

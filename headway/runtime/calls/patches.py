@@ -19,7 +19,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import BuiltinFunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from headway.core.errors import InputError
@@ -75,6 +75,9 @@ class Patch:
     copies: tuple[str, ...] = ()
     """Modules that import the function by name; their copy is replaced too when they are there already."""
 
+    stands: bool = False
+    """Whether the replacement calls what the original would, in its place: it adds no frame to the stack."""
+
     optional: bool = False
     """Whether a version of torch without the target is no reason for a warning."""
 
@@ -106,7 +109,7 @@ PATCHES: dict[str, Patch] = {
                                     needs="device timers"),
     "segment.update.device": Patch(_HOOKS, register=probe_device.join_updates, needs="device timers"),
     # What the steps are made of.
-    "forward": Patch("torch:nn.Module.__call__", probe_model.module_call, needs="timers"),
+    "forward": Patch("torch:nn.Module.__call__", probe_model.module_call, needs="timers", stands=True),
     "mode": Patch("torch:nn.Module.train", probe_model.module_train, needs="timers"),
     "segment.grad": Patch("torch:autograd.grad", probe_gradient.autograd_grad, needs="timers"),
     "segment.grad.func": Patch("torch:_functorch.eager_transforms.grad_and_value_impl", probe_gradient.func_grad,
@@ -262,6 +265,8 @@ def _install(name: str, patch: Patch, probes: Probes) -> Undo:
     def tested(original: Any) -> Any:
         replacement = wrapper(original, probes)
         patch.self_test(replacement, original)
+        if isinstance(replacement, FunctionType) and not patch.stands:
+            timers.hidden(replacement)
         return replacement
 
     return replace_attribute(patch.target, tested, copies=patch.copies)

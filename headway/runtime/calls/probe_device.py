@@ -10,7 +10,7 @@ from typing import Any
 from headway.runtime.host.device import DRAINED_NS, Clock, Device, device_of, on_one_side
 from headway.runtime.recorder.device_timers import AllTimers, DeviceTimers, timers_of
 from headway.runtime.recorder.probes import Probes, now
-from headway.runtime.recorder.timers import out_of_compiler
+from headway.runtime.recorder.timers import hidden, out_of_compiler
 from headway.trace.events.vocabulary import BLOCKING, SPANS
 
 
@@ -34,7 +34,7 @@ def device_backward(original: Callable[..., Any], probes: Probes) -> Callable[..
         finally:
             every.act(timers, DeviceTimers.ended)
 
-    return out_of_compiler(backward)
+    return out_of_compiler(hidden(backward))
 
 
 def _methods(*owners: type) -> list[FunctionType]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from headway.runtime.recorder.probes import Probes, now
 from headway.runtime.recorder.rehearsals import count
-from headway.runtime.recorder.timers import out_of_compiler
+from headway.runtime.recorder.timers import hidden, out_of_compiler
 from headway.runtime.script.compute_facts import model_facts, note, parameters_of
 from headway.runtime.script.gap_stacks import BEHIND_UPDATE, CLOSED
 from headway.runtime.script.gradients import FORWARD as BY_FORWARD
@@ -157,6 +157,7 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
             probes.failed("forward", cause)
         return result
 
+    hidden(outermost)
     for function in (outermost, models.add, gap.note_forward, gap.note_loop, probes.advance, gradients.inferred):
         out_of_compiler(function)
     out_of_compiler(count, callees=True)

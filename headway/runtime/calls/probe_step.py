@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headway.runtime.recorder.probes import Probes, now
+from headway.runtime.recorder.timers import hidden
 from headway.runtime.script.gap_stacks import BEHIND_UPDATE, CLOSED
 from headway.runtime.script.gradients import BACKWARD
 from headway.trace.events.vocabulary import SPANS
@@ -115,7 +116,7 @@ def recorded(inner: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
         return result
 
     step.headway_inner = inner  # type: ignore[attr-defined]  # a later session starts from the bare function
-    return step
+    return hidden(step)
 
 
 def with_closure(

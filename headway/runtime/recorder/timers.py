@@ -91,7 +91,7 @@ def backward(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]
             probes.failed("segment.backward", cause)
         return result
 
-    return out_of_compiler(backward)
+    return out_of_compiler(hidden(backward))
 
 
 def begin(probes: Probes, roots: Any) -> int:
@@ -104,6 +104,22 @@ def begin(probes: Probes, roots: Any) -> int:
         probes.failed("fresh gradients", cause)
         return 0
     return fresh
+
+
+HIDDEN = " [importlib._bootstrap]"
+"""What ends the file name of a code that Python's warnings do not count: that of its own import is so named."""
+
+
+def hidden(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have warnings that count callers (`stacklevel`) pass over the frame of `function`: a caller that is not there.
+
+    Without this a warning of torch's names another line, and a filter by module lets other ones through. Python passes
+    over the frames of its import, which it knows by their file names (`warnings._is_internal_frame`).
+    """
+    code = function.__code__
+    if not code.co_filename.endswith(HIDDEN):
+        function.__code__ = code.replace(co_filename=code.co_filename + HIDDEN)
+    return function
 
 
 def out_of_compiler(function: Callable[..., Any], *, callees: bool = False) -> Callable[..., Any]:

@@ -102,41 +102,45 @@ class LoadStacks:
 class LoopStacks:
     """Where the training thread was seen in loops of the script, in forwards and losses."""
 
-    _seen: dict[tuple[Place | None, bool], list[int]] = field(default_factory=dict)
+    _seen: dict[tuple[Place | None, int, bool], list[int]] = field(default_factory=dict)
 
     def count(self, stack: Stack, ns: int, gap: GapStacks) -> None:
         """Count `ns` for the loop that a stack is in, or for none, where it is in a forward or a loss."""
-        size = next((index for index, row in enumerate(stack) if gap.updates_at(row.number, row.code) is not None), 0)
-        inner, base = stack[:size], stack[size] if stack else None
-        if base is None or (not size and gap.updates_at(base.number, base.code) is None) or gap.open[0] != CLOSED:
+        size = next((index for index, row in enumerate(stack) if gap.updates_at(row.number, row.code) is not None), -1)
+        if size < 0 or gap.open[0] != CLOSED:
             return
-        if any(is_ours(row.code) and (not depth or row.code.co_filename != FORWARD) for depth, row in enumerate(inner)):
+        inner, base = stack[:size], stack[size]
+        if any(is_ours(row.code) and not (depth and row.code.co_filename.startswith(FORWARD))
+               for depth, row in enumerate(inner)):  # fmt: skip
             return  # a backward, an update, a load; or headway works for itself
-        loops = (index for index, row in enumerate(inner) if is_scripts(row.code.co_filename) and _depth(row))
-        index = next(loops, -1)
-        if index < 0 and _depth(base) > _depth(base._replace(offset=gap.updates_at(base.number, base.code) or 0)):
-            index = size
+        around = len(_loops(base._replace(offset=gap.updates_at(base.number, base.code) or 0)))
+        loops = [(index, _loops(row)) for index, row in enumerate(inner) if is_scripts(row.code.co_filename)]
+        loops.append((size, _loops(base)[around:]))
+        index, begins = next((found for found in loops if found[1]), (-1, [0]))
         key, calls_layer = None, False
         if index >= 0:
             loop, called = stack[index], [row.code for row in stack[:index][::-1]]
             calls_layer = any(code.co_filename.endswith(LAYER) for code in called)
             named = (_name(code) for code in called if not (is_ours(code) or code.co_filename.endswith(LAYER)))
             key = loop.code, loop.line, next(named, "") or callee(loop.code, loop.offset)
-        if len(self._seen) < MOST_PLACES or (key, calls_layer) in self._seen:
-            entry = self._seen.setdefault((key, calls_layer), [0, 0])
-            entry[0] += ns
-            entry[1] += 1
+        entry = (key, begins[0], calls_layer)
+        if len(self._seen) < MOST_PLACES or entry in self._seen:
+            counts = self._seen.setdefault(entry, [0, 0])
+            counts[0] += ns
+            counts[1] += 1
 
     def report(self) -> list[dict[str, str | int]]:
         """Return the loops that took longest: {"line", "function", "ns", "count", "calls_layer"} each.
 
-        What is in no loop has the line ''.
+        `calls_layer` is true of all lines of a loop in which a layer was called. What is in no loop has the line ''.
         """
-        longest = sorted(self._seen.copy().items(), key=lambda entry: -entry[1][0])
+        rows = self._seen.copy()
+        layered = {(key[0], begin) for key, begin, calls_layer in rows if key is not None and calls_layer}
+        longest = sorted(rows.items(), key=lambda entry: -entry[1][0])
         return [
             {"line": "" if key is None else line_of(*key[:2]), "function": "" if key is None else key[2],
-             "ns": ns, "count": count, "calls_layer": calls_layer}
-            for (key, calls_layer), (ns, count) in longest[:MOST_LINES]
+             "ns": ns, "count": count, "calls_layer": key is not None and (key[0], begin) in layered}
+            for (key, begin, _), (ns, count) in longest[:MOST_LINES]
         ]  # fmt: skip
 
 
@@ -251,17 +255,18 @@ class StackLooks:
 
     def tables(self) -> tuple[tuple[str, list[dict[str, str | int]]], ...]:
         """Return the lines under the names that run.json gives them."""
-        return ("loads", self.loads.report()), ("loops", self.loops.report()), ("waits", self.waits.report())
+        return ("loads", self.loads.report()), ("python_loops", self.loops.report()), ("waits", self.waits.report())
 
 
-def _depth(row: StackRow) -> int:
-    """Return how many loops of its function a frame is in."""
-    return sum(begin <= row.offset <= end for begin, end in loops_of(row.code))
+def _loops(row: StackRow) -> list[int]:
+    """Return where the loops of its function begin that a frame is in, the outermost first."""
+    return [begin for begin, end in loops_of(row.code) if begin <= row.offset <= end]
 
 
 def line_in_load(stack: Stack) -> Place | None:
     """Return the line of a load that a stack is at, and what that calls; None outside of loads."""
-    size = next((n for n, row in enumerate(stack) if row.code.co_filename == PROBE and row.code.co_name in LOADS), 0)
+    codes = (row.code for row in stack)
+    size = next((n for n, code in enumerate(codes) if code.co_filename.startswith(PROBE) and code.co_name in LOADS), 0)
     if not size or is_ours(stack[0].code):  # no load; or headway works for itself
         return None
     rows = [row for row in stack[:size] if not is_ours(row.code)]

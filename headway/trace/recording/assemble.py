@@ -93,18 +93,9 @@ CODE = {name: index for index, name in enumerate(NAMES)}
 
 
 TOLD = (
-    "optimizers",
-    "parameters",
-    "patches",
-    "regions",
-    "coverage",
-    "timers",
-    "script",
-    "gradients",
-    "waits",
-    "loads",
-    "loops",
-)
+    "optimizers", "parameters", "patches", "regions", "coverage", "timers", "script", "gradients", "waits", "loads",
+    "python_loops",
+)  # fmt: skip
 """What a rank says of itself in RUN/tables that goes into `meta`."""
 
 AROUND = [CODE[name] for name in ("forward", "optimizer.closure", "host.script")]
@@ -266,7 +257,8 @@ def _rank_facts(lead: Recorded, row: Mapping[str, Any] | None, life: RecordedRow
 
 def _told(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the rank itself said: of its input audit facts, counts, kinds of workers; lines of its gaps."""
-    names = ("deliveries", "input", "workers", "script", "gradients", "waits", "loads", "loops", "timers", "pipeline")
+    names = ("deliveries", "input", "workers", "timers", "pipeline", "script", "gradients", "waits", "loads",
+             "python_loops")  # fmt: skip
     return {key: tables[key] for key in names if key in tables}
 
 
