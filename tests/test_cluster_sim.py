@@ -13,6 +13,7 @@ from headway.cluster.queue.logs import MODELS, RateTable, generate, read_trace
 from headway.core.errors import FormatError, HeadwayError, InputError, UnknownNameError
 from tests.launching import json_of
 from tests.paths import shared
+from tests.refusals import refused
 
 
 @pytest.fixture(scope="module")
@@ -264,18 +265,13 @@ def test_bad_input_names_the_job_and_the_field(change, message):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("devices", "prices", "message"),
-    [
-        ("v100=x", "", "'v100' says no number of devices"),
-        ("v100=4,v100=8", "", "device type 'v100' is given twice"),
-        ("v100=4", "v100=cheap", "'v100=cheap' cannot be read as prices. Write type=number"),
-        ("v100=4", "v100=-1", "'v100=-1' is out of range for prices: give a finite number above 0"),
-    ],
+test_devices_and_prices_are_read_or_refused = refused(
+    ("v100=x", "", "'v100' says no number of devices"),
+    ("v100=4,v100=8", "", "device type 'v100' is given twice"),
+    ("v100=4", "v100=cheap", "'v100=cheap' cannot be read as prices. Write type=number"),
+    ("v100=4", "v100=-1", "'v100=-1' is out of range for prices: give a finite number above 0"),
+    by=Cluster.parse,
 )
-def test_devices_and_prices_are_read_or_refused(devices, prices, message):
-    with pytest.raises(InputError, match=message):
-        Cluster.parse(devices, prices)
 
 
 def test_unknown_names_list_the_valid_ones(tmp_path, table):

@@ -13,6 +13,7 @@ from headway.core.errors import HeadwayError, InputError, UnknownNameError
 from headway.storage.regions import dirty, pagemap
 from headway.storage.regions.dirty import BACKENDS, DirtyTracker, pages_of, runs_of, works
 from headway.storage.regions.pagemap import PAGE_BYTES
+from tests.refusals import refused
 
 PAGES = 24
 here = [
@@ -189,19 +190,14 @@ def test_soft_dirty_is_no_back_end():
         DirtyTracker(mapped(), "soft_dirty")
 
 
-@pytest.mark.parametrize(
-    ("buffer", "match"),
-    [
-        (np.zeros(3 * PAGE_BYTES, np.uint8)[16 : 16 + PAGE_BYTES], "page boundaries"),
-        (memoryview(mmap.mmap(-1, PAGE_BYTES))[:100], "has 100 bytes"),
-        (b"x" * PAGE_BYTES, "read-only"),
-        (memoryview(mmap.mmap(-1, PAGE_BYTES))[::2], "not contiguous"),
-        (memoryview(mmap.mmap(-1, PAGE_BYTES))[:0], "has 0 bytes"),
-    ],
+test_what_is_not_whole_writable_pages_is_refused = refused(
+    (np.zeros(3 * PAGE_BYTES, np.uint8)[16 : 16 + PAGE_BYTES], "page boundaries"),
+    (memoryview(mmap.mmap(-1, PAGE_BYTES))[:100], "has 100 bytes"),
+    (b"x" * PAGE_BYTES, "read-only"),
+    (memoryview(mmap.mmap(-1, PAGE_BYTES))[::2], "not contiguous"),
+    (memoryview(mmap.mmap(-1, PAGE_BYTES))[:0], "has 0 bytes"),
+    by=lambda buffer: DirtyTracker(buffer, "explicit"),
 )
-def test_what_is_not_whole_writable_pages_is_refused(buffer, match):
-    with pytest.raises(InputError, match=match):
-        DirtyTracker(buffer, "explicit")
 
 
 @pytest.mark.parametrize(("offset", "num_bytes"), [(-1, 1), (0, -1), (PAGES * PAGE_BYTES, 1)])

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.core.errors import InputError
 from headway.data.bytes.order import permute
 from headway.data.cached.partition import FORMS, partition_cache
 from headway.data.cached.tiered import CACHE_POLICIES, TieredCache
 from headway.data.orders.strategies import ORDERS
+from tests.refusals import refused
 
 calls = st.lists(
     st.tuples(
@@ -194,25 +194,19 @@ def test_a_split_of_the_planner_divides_the_cache():
     assert cache.capacity_bytes["augmented"] >= 5000
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: TieredCache(-1), "bytes is -1"),
-        (lambda: TieredCache(9, (0.5, 0.6, 0)), "sum to 1 at most"),
-        (lambda: TieredCache(9, (-0.5, 0.6, 0)), "3 fractions of 0 to 1"),
-        (lambda: TieredCache(9, (1.0, 0)), "3 fractions"),
-        (lambda: TieredCache(9, policies="lur"), "Did you mean 'lru'"),
-        (lambda: TieredCache(9, policies={"raw": "lru"}), "unknown form 'raw'"),
-        (lambda: TieredCache(9, num_jobs=0), "num_jobs is 0"),
-        (lambda: TieredCache(9).put(0, "encode", b""), "Did you mean 'encoded'"),
-        (lambda: TieredCache(9).put(-1, "encoded", b""), "item is -1"),
-        (lambda: TieredCache(9).expect([3, -1]), "item -1 is expected"),
-        (lambda: TieredCache(9).discard(0, "raw"), "unknown form 'raw'"),
-    ],
+test_bad_input_is_one_clear_error = refused(
+    (lambda: TieredCache(-1), "bytes is -1"),
+    (lambda: TieredCache(9, (0.5, 0.6, 0)), "sum to 1 at most"),
+    (lambda: TieredCache(9, (-0.5, 0.6, 0)), "3 fractions of 0 to 1"),
+    (lambda: TieredCache(9, (1.0, 0)), "3 fractions"),
+    (lambda: TieredCache(9, policies="lur"), "Did you mean 'lru'"),
+    (lambda: TieredCache(9, policies={"raw": "lru"}), "unknown form 'raw'"),
+    (lambda: TieredCache(9, num_jobs=0), "num_jobs is 0"),
+    (lambda: TieredCache(9).put(0, "encode", b""), "Did you mean 'encoded'"),
+    (lambda: TieredCache(9).put(-1, "encoded", b""), "item is -1"),
+    (lambda: TieredCache(9).expect([3, -1]), "item -1 is expected"),
+    (lambda: TieredCache(9).discard(0, "raw"), "unknown form 'raw'"),
 )
-def test_bad_input_is_one_clear_error(make, message):
-    with pytest.raises(InputError, match=message):
-        make()
 
 
 def test_what_is_needed_goes_last_and_what_is_in_nobodys_way_stays_for_the_next_epoch():
