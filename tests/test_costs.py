@@ -22,8 +22,6 @@ from tests.refusals import refused
 
 seconds = st.floats(1e-6, 1e6)
 budgets = st.floats(1e-4, 1.0)
-LLAMA_MTBF_S = 54 * 86_400 / 419
-"""Llama 3: 419 unexpected interruptions in 54 days."""
 
 
 @given(seconds, seconds, seconds, budgets)
@@ -127,12 +125,6 @@ def test_the_expected_wall_time_is_that_of_failures_played_at_random(mtbf_s, res
     # The formula lets every interval begin with a restart's share e^(u/M): both count failures during restarts.
     expected = wall_factor(interval_s, stall_s=stall_s, mtbf_s=mtbf_s, restart_s=restart_s)
     assert played == pytest.approx(expected, rel=0.02)
-
-
-def test_llama_3_spent_nine_tenths_of_its_time_productively():
-    factor = wall_factor(300.0, stall_s=10.0, mtbf_s=LLAMA_MTBF_S, restart_s=600.0)
-
-    assert 1 / factor == pytest.approx(0.904, abs=0.001)
 
 
 def test_an_interval_that_no_failure_free_stretch_can_hold_takes_forever():

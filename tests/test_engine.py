@@ -19,6 +19,7 @@ from headway.core.errors import BackgroundError, DamageError, HeadwayError, Inpu
 from headway.storage.commit import committed
 from tests.checkpoints import flip
 from tests.launching import wait_for
+from tests.spawn import in_fork
 
 
 class Every:
@@ -341,30 +342,24 @@ def test_a_save_inside_of_forward_or_backward_is_refused(tmp_path):
 def test_a_forked_child_leaves_the_parents_checkpoints_alone(tmp_path):
     job = Job(tmp_path, 1)
     job.run(1)
-    child = os.fork()
-    if child == 0:
-        try:
-            job.run(1)  # its own copy of the model may step: nothing is saved of it
-            job.ckpt.save(5)
-        except HeadwayError:
-            os._exit(7)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    job.ckpt.close()
 
-    assert os.waitstatus_to_exitcode(status) == 7
+    def save():
+        job.run(1)  # its own copy of the model may step: nothing is saved of it
+        with pytest.raises(HeadwayError):
+            job.ckpt.save(5)
+
+    assert in_fork(save) == 0
+    job.ckpt.close()
     assert [entry.step for entry in committed(tmp_path)] == [1]
 
 
 def test_a_process_that_ends_without_close_leaves_its_last_save_whole(tmp_path):
-    child = os.fork()
-    if child == 0:
+    def save():
         atexit._clear()  # pytest's own
         headway.Checkpointer(tmp_path, model=torch.nn.Linear(300, 300)).save(4)
         atexit._run_exitfuncs()
-        os._exit(0)
-    os.waitpid(child, 0)
 
+    assert in_fork(save) == 0
     assert [entry.step for entry in wait_for(lambda: committed(tmp_path), 20)] == [4]
 
 

@@ -42,26 +42,6 @@ def test_every_order_holds_edges_and_capacities_and_wastes_no_lane(order: str, c
 
 
 @given(cases())
-def test_one_lane_takes_the_sum_of_its_durations(case: Case) -> None:
-    dag = Dag.from_edges(case.n, [], [], lane=[0] * case.n)
-
-    assert greedy(dag, case.duration_ns).makespan_ns == sum(case.duration_ns)
-
-
-@given(cases(shuffled=True), capacities)
-def test_the_makespan_is_at_least_the_longest_path_and_the_largest_lane_load(case: Case, capacity: list[int]) -> None:
-    dag = case.dag(lane_order=False)
-    makespan = greedy(dag, case.duration_ns, capacity=capacity).makespan_ns
-    loads = [
-        sum(d for d, on in zip(case.duration_ns, case.lane, strict=True) if on == lane) / capacity[lane]
-        for lane in range(4)
-    ]
-
-    assert makespan >= replay(dag, case.duration_ns).makespan_ns
-    assert makespan >= max(loads)
-
-
-@given(cases())
 def test_with_index_as_priority_on_chained_lanes_greedy_is_replay(case: Case) -> None:
     edges = case.all_edges
     dag = Dag.from_edges(

@@ -119,13 +119,6 @@ def test_slack_equals_what_trying_longer_durations_gives(case: Case) -> None:
     assert slack(case.dag(), case.duration_ns).tolist() == oracles.slack(case.n, case.all_edges, case.duration_ns)
 
 
-def test_the_lane_order_is_part_of_the_path() -> None:
-    dag = Dag.from_edges(3, [0], [2], lane=[0, 0, 1])
-
-    assert critical_path(dag, [5, 7, 3]).tolist() == [0, 1]
-    assert slack(dag, [5, 7, 3]).tolist() == [0, 0, 4]
-
-
 def test_an_empty_dag_has_an_empty_path() -> None:
     dag = Dag.from_edges(0, [], [])
 
