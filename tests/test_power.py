@@ -25,7 +25,7 @@ from headway.power.smoothing import fill, of_run, slowed
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.ring import Recorder
-from tests.launching import code_and_json, refusal, wait_for
+from tests.launching import alive, code_and_json, refusal, wait_for
 from tests.oracles import smoothed, stored
 from tests.paths import ROOT
 from tests.refusals import refused
@@ -294,14 +294,6 @@ def cpu_s(pid):
         return 0.0
 
 
-def gone(pid):
-    """Say whether a process has ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
 @pytest.fixture
 def rank(tmp_path):
     """A stand-in for a rank: a recorder with its ring, and what a remedy gets."""
@@ -333,7 +325,7 @@ def test_a_filler_works_while_its_rank_waits_and_only_then(rank):
     with pytest.raises(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)  # it is no child of the rank: a script that waits for its children has none
     os.kill(pid, signal.SIGKILL)
-    assert wait_for(lambda: gone(pid))
+    assert wait_for(lambda: not alive(pid))
     context.undos[0]()  # ending what has ended is no error
 
 
@@ -347,7 +339,7 @@ def test_a_filler_ends_with_its_rank(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
 
-    assert wait_for(lambda: gone(int(done.stdout)))
+    assert wait_for(lambda: not alive(int(done.stdout)))
 
 
 def test_a_filler_is_refused_on_an_accelerator_and_with_levels_that_make_no_sense(rank, monkeypatch):
