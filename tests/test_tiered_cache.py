@@ -59,18 +59,21 @@ def test_budgets_hold_payloads_are_what_was_put_and_nothing_is_counted_wrong(pol
     assert cache.hits + cache.misses == taken
 
 
+def hits_of_a_pass(cache, num, epoch):
+    """Read all items once in an order of this epoch; return how many were there."""
+    before = cache.hits
+    for item in permute(num, 5, epoch)(np.arange(num)).tolist():
+        if cache.get(item) is None:
+            cache.put(item, "encoded", b"x")
+    return cache.hits - before
+
+
 @pytest.mark.parametrize("cached", [0.2, 0.35, 0.5, 0.65, 0.8])
 @pytest.mark.parametrize("policy", ["static", "lru"])
 def test_hits_follow_the_closed_law(policy, cached):
     num = 4000
     cache = TieredCache(int(cached * num), policies=policy)
-    hits = []
-    for epoch in range(4):
-        before = cache.hits
-        for item in permute(num, 5, epoch)(np.arange(num)).tolist():
-            if cache.get(item) is None:
-                cache.put(item, "encoded", b"x")
-        hits.append(cache.hits - before)
+    hits = [hits_of_a_pass(cache, num, epoch) for epoch in range(4)]
 
     assert hits[0] == 0
     if policy == "static":
@@ -231,11 +234,7 @@ def test_one_job_has_the_hits_of_a_static_cache_under_needed(cached):
     cache, hits = TieredCache(int(cached * num), policies="needed"), []
     for epoch in range(3):
         cache.expect(range(num))
-        before = cache.hits
-        for item in permute(num, 5, epoch)(np.arange(num)).tolist():
-            if cache.get(item) is None:
-                cache.put(item, "encoded", b"x")
-        hits.append(cache.hits - before)
+        hits.append(hits_of_a_pass(cache, num, epoch))
 
     assert hits == [0, cached * num, cached * num]
 
