@@ -2,7 +2,6 @@
 
 import json
 import os
-import sqlite3
 import sys
 import tempfile
 import threading
@@ -19,7 +18,7 @@ from hypothesis import strategies as st
 
 from headway.cluster.model import Cluster, Jobs, Rates
 from headway.cluster.policies import SERVED
-from headway.cluster.queue.engine import RoundEngine, simulate
+from headway.cluster.queue.engine import RoundEngine
 from headway.cluster.queue.rounds import Timing
 from headway.cluster.service.server import (
     EXECUTORS,
@@ -32,8 +31,8 @@ from headway.cluster.service.server import (
     socket_of,
 )  # fmt: skip
 from headway.cluster.service.state import ServiceState
-from headway.cluster.service.store import EventLog, JobCancelled, RoundAdvanced
-from headway.core.errors import FormatError, HeadwayError, InputError
+from headway.cluster.service.store import EventLog, RoundAdvanced
+from headway.core.errors import HeadwayError, InputError
 from headway.core.wire.channel import ChannelClosed
 from headway.verbs.jobs.cluster_service import ServicePage
 from tests.launching import headway_here, json_of, refusal
@@ -110,35 +109,6 @@ def test_a_service_decides_as_the_simulation_does_event_for_event(tmp_path, poli
     expected, expected_finish_s = simulated(pools, policy, rates)
     assert decisions == expected
     assert finish_s == expected_finish_s
-
-
-@given(
-    jobs=st.lists(st.tuples(st.floats(0, 3000), st.floats(1, 2000)), min_size=1, max_size=12), count=st.integers(1, 4),
-    policy=st.sampled_from(["las", "las_aware", "hierarchical"]),
-)  # fmt: skip
-@settings(max_examples=40)
-def test_with_fills_no_device_stands_idle_while_a_job_waits_and_who_runs_stays_to_the_end_of_the_round(
-    jobs, count, policy
-):
-    arrival_s, steps = (np.array(column) for column in zip(*sorted(jobs), strict=True))
-    queue, cluster = (
-        Jobs([f"{k}" for k in range(len(jobs))], np.ones(len(jobs), int), steps, arrival_s),
-        {"a100": count},
-    )
-    table = Rates.of(np.ones((len(jobs), 1)), queue, Cluster.of(cluster))
-    timing = Timing("headway", 360.0, 1920.0, fills=True)
-    engine = RoundEngine(queue, Cluster.of(cluster), SERVED[policy], table, 0, (0, len(jobs)), timing)
-    now_s, before, border_s = float(arrival_s[0]), set(), -1.0
-    while (length_s := engine.advance(now_s)) is not None:
-        runs = set() if engine.running is None else set(engine.running.a.tolist())
-        assert not engine.num_free or runs == set(engine.active.tolist())
-        if engine.border_s == border_s:  # the same round: who had a device has it, unless it is done
-            assert {job for job in before if np.isnan(engine.finish_s[job])} <= runs
-        before, border_s, now_s = runs, engine.border_s, now_s + length_s
-
-    assert np.isfinite(engine.finish_s).all()
-    outcome = simulate(queue, cluster, policy, rates=table, fills=True)
-    assert outcome.finish_s == pytest.approx(engine.finish_s)
 
 
 class Killed(BaseException):
@@ -386,28 +356,6 @@ def test_what_cannot_be_is_refused_with_the_value_and_the_fix(tmp_path, quiet, m
     assert "is a socket of user" in refusal("cluster", "explain", "job1", *folder)
 
 
-@pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        ("PRAGMA user_version = 99", "version 99, this release reads version 2"),
-        ("PRAGMA user_version = 1", "version 1, this release reads version 2"),
-        ("PRAGMA application_id = 7", "another program's"),
-        ("UPDATE events SET body = '{}'", "event 1 is damaged"),
-        ("DROP TABLE events", "cannot be read"),
-    ],
-)
-def test_a_log_of_another_kind_or_version_is_one_error(tmp_path, change, error):
-    with EventLog(log_of(tmp_path)) as log:
-        log.append([JobCancelled(at_s=0.0, job="job1")])
-    database = sqlite3.connect(log_of(tmp_path))
-    database.execute(change)
-    database.commit()
-    database.close()
-
-    with pytest.raises(FormatError, match=error), EventLog(log_of(tmp_path), write=False) as log:
-        log.read()
-
-
 def test_the_devices_of_a_folder_keep_their_types_and_another_policy_may_go_on(tmp_path, quiet):
     server, now_s = quiet
     server.close()
@@ -541,14 +489,3 @@ def test_a_job_that_can_run_on_fewer_slots_does_while_devices_are_away_and_one_t
         assert ServiceState.replay(log.read()).rows() == server.state.rows()
     assert (sizes[:2], 2 in sizes[2:]) == ([2, 1], True)
     assert [job["state"] for job in server.state.rows()] == ["finished", "finished"]
-
-
-@pytest.mark.parametrize("fills", [False, True])
-def test_time_before_a_job_came_is_owed_to_nobody(fills):
-    arrival_s = np.array([0.0, 50_000.0, 50_064.0])  # the second one comes to a cluster that has been idle for long
-    jobs = Jobs(["a", "b", "c"], np.ones(3, int), np.array([64.0, 6400.0, 6400.0]), arrival_s)
-
-    outcome = simulate(jobs, {"slot": 1}, "las", rates=np.ones((3, 1)), round_s=64.0, reset_s=341.0, fills=fills)
-
-    assert outcome.start_s[2] <= 50_064 + 2 * 64
-    assert abs(outcome.finish_s[2] - outcome.finish_s[1]) <= 4 * 64  # from then on they took turns
