@@ -7,8 +7,17 @@ import numpy as np
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.recording.assemble import build, by_rank
-from headway.trace.rings.records import RecordRingReader, RingHeader, stems
+from headway.trace.rings.records import RECORD_DTYPE, RecordRingReader, RingHeader, stems
 from headway.trace.rings.ring import MAIN, Recorder
+
+
+def record_made(name: str, start_ns: int, duration_ns: int, **more: int) -> np.ndarray:
+    """Return an array of one record."""
+    made = np.zeros(1, RECORD_DTYPE)
+    made["code"], made["start_ns"], made["duration_ns"] = SPANS[name].code, start_ns, duration_ns
+    for key, value in more.items():
+        made[key] = value
+    return made
 
 
 class Process:

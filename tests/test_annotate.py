@@ -81,17 +81,6 @@ def test_switched_off_it_only_yields(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-def test_an_exception_passes_and_the_folder_is_finalised_all_the_same(tmp_path):
-    def fails():
-        yield torch.ones(2, 4)
-        raise ValueError("mine")
-
-    with pytest.raises(ValueError, match="mine"), headway.run(tmp_path / "run") as r:
-        trained(fails(), r)
-
-    assert list((tmp_path / "run" / "events").glob("*.parquet"))
-
-
 @pytest.mark.slow
 def test_a_script_that_starts_it_after_importing_torch_covers_spawned_workers(tmp_path):
     run_script(

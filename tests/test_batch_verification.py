@@ -80,30 +80,27 @@ def facts_of(context):
     return context.outcomes[-1].json()["facts"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", REMEDIES)
-def test_a_remedy_that_changes_nothing_is_found_equal_and_stays(name):
-    expected = passes(DataLoader(Squares(40), 4, shuffle=True), count=4)
-
-    with applied(*REMEDIES[name], verify=True) as context:
-        assert equal(passes(DataLoader(Squares(40), 4, shuffle=True), count=4), expected)
-
-    # 2, 8, 32, and the first one of each pass: 0, 10, 20, 30.
-    assert facts_of(context)["verification"] == {"batches": 40, "compared": 7, "equal": 7, "unequal": 0}
-    assert facts_of(context)["not_compared"] == {}
-    assert context.failures == []
+SEEN = {
+    "nothing": (lambda: Squares(40), {"count": 4}, (40, 7)),  # 2, 8, 32, and the first one of each pass: 0, 10, 20, 30
+    "a change": (Named, {"at": 5, "count": 1}, (10, 4)),  # 0, 2, 8, and 5
+}
+"""What a remedy sees of a loop -> the dataset, how it is read, the batches and those that are compared."""
 
 
 @pytest.mark.filterwarnings("ignore:Named is cached no more")
 @pytest.mark.parametrize("name", REMEDIES)
-def test_the_batch_at_which_a_remedy_sees_a_change_is_compared_whatever_its_number(name):
-    expected = passes(DataLoader(Named(), 4, shuffle=True), at=5, count=1)
+@pytest.mark.parametrize("seen", [pytest.param("nothing", marks=pytest.mark.slow), "a change"])
+def test_a_remedy_is_found_equal_also_at_the_batch_at_which_it_sees_a_change_and_stays(name, seen):
+    dataset, read, (batches, compared) = SEEN[seen]
+    expected = passes(DataLoader(dataset(), 4, shuffle=True), **read)
 
     with applied(*REMEDIES[name], verify=True) as context:
-        assert equal(passes(DataLoader(Named(), 4, shuffle=True), at=5, count=1), expected)
+        assert equal(passes(DataLoader(dataset(), 4, shuffle=True), **read), expected)
 
-    # 0, 2, 8, and 5.
-    assert facts_of(context)["verification"] == {"batches": 10, "compared": 4, "equal": 4, "unequal": 0}
+    counts = {"batches": batches, "compared": compared, "equal": compared, "unequal": 0}
+    assert facts_of(context)["verification"] == counts
+    assert facts_of(context)["not_compared"] == {}
+    assert context.failures == []
 
 
 @pytest.mark.parametrize("name", ["threads", "workers"])

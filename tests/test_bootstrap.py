@@ -1,5 +1,7 @@
 """The start of recording: cheap, genuine, inherited by every kind of child, chained, and never in the way."""
 
+import importlib.util
+import inspect
 import signal
 import subprocess
 import sys
@@ -215,45 +217,36 @@ def test_the_rank_is_the_launchers(environ, rank):
     assert rank_of(environ) == rank
 
 
-def test_a_watched_module_keeps_its_loader_and_its_source():
-    import inspect
-
+@pytest.fixture
+def watched():
+    """What a watch over a module that is not imported has seen."""
     seen = []
-    sys.modules.pop("this_is_watched", None)
     finder = PostImport({"colorsys"}, before=seen.append, after=seen.append)
     kept = sys.modules.pop("colorsys", None)
     finder.install()
-    try:
-        import colorsys
-    finally:
-        finder.remove()
-        if kept is not None:
-            sys.modules["colorsys"] = kept
+    yield seen
+    finder.remove()
+    if kept is not None:
+        sys.modules["colorsys"] = kept
 
-    assert seen == ["colorsys", colorsys]
+
+def test_a_watched_module_keeps_its_loader_and_its_source(watched):
+    import colorsys
+
+    assert watched == ["colorsys", colorsys]
     assert "def rgb_to_yiq" in inspect.getsource(colorsys)
     assert type(colorsys.__spec__.loader).__name__ == "SourceFileLoader"
 
 
-def test_a_module_that_is_only_looked_for_is_still_watched_when_it_is_imported():
-    import importlib.util
+def test_a_module_that_is_only_looked_for_is_still_watched_when_it_is_imported(watched):
+    spec = importlib.util.find_spec("colorsys")
+    assert watched == []
+    import colorsys
 
-    seen = []
-    finder = PostImport({"colorsys"}, before=seen.append, after=seen.append)
-    kept = sys.modules.pop("colorsys", None)
-    finder.install()
-    try:
-        spec = importlib.util.find_spec("colorsys")
-        assert seen == []
-        import colorsys
-    finally:
-        finder.remove()
-        if kept is not None:
-            sys.modules["colorsys"] = kept
     again = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(again)
 
-    assert seen == ["colorsys", colorsys]
+    assert watched == ["colorsys", colorsys]
 
 
 def test_the_end_of_a_process_is_noted_whatever_fails_before(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from headway.checkpoint.advise import SETTINGS, SavingJob, job_with, protections, ways
 from headway.core.errors import InputError, UnknownNameError
+from tests.refusals import refused
 
 JOB = SavingJob(step_s=0.5, save_s=20.0, every_steps=100, state_bytes=12 * 10**9)
 seconds = st.floats(1e-3, 1e3)
@@ -59,19 +60,15 @@ def test_settings_describe_a_job_and_override_a_recorded_one():
     assert set(SETTINGS) == {"step_s", "save_s", "every", "state", "copy", "mtbf_s", "budget", "ranks", "hosts"}
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["step_s"], "Write name=value"),
-        (["steps=1"], "Did you mean 'step_s'"),
-        (["step_s=fast"], "no number"),
-        (["state=12 parsecs"], "size in bytes"),
-        (["step_s=0.5"], "save_s, every must be given"),
-        (["step_s=0", "save_s=1", "every=1"], "step_s"),
-        (["step_s=1", "save_s=1", "every=1", "budget=-1"], "budget"),
-        (["step_s=1", "save_s=1", "every=1", "ranks=2", "hosts=3"], "one rank per host"),
-    ],
+test_settings_that_cannot_be_are_refused = refused(
+    (["step_s"], "Write name=value"),
+    (["steps=1"], "Did you mean 'step_s'"),
+    (["step_s=fast"], "no number"),
+    (["state=12 parsecs"], "size in bytes"),
+    (["step_s=0.5"], "save_s, every must be given"),
+    (["step_s=0", "save_s=1", "every=1"], "step_s"),
+    (["step_s=1", "save_s=1", "every=1", "budget=-1"], "budget"),
+    (["step_s=1", "save_s=1", "every=1", "ranks=2", "hosts=3"], "one rank per host"),
+    by=job_with,
+    error=(InputError, UnknownNameError),
 )
-def test_settings_that_cannot_be_are_refused(settings, message):
-    with pytest.raises((InputError, UnknownNameError), match=message):
-        job_with(settings)

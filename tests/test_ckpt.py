@@ -372,15 +372,14 @@ def test_rules_are_read_and_nonsense_is_refused():
 
 
 @pytest.mark.parametrize("verb", ["ls", "prune", "scrub"])
-def test_a_folder_that_is_not_there_is_the_callers_mistake(verb, run, tmp_path):
-    code, text = run(verb, tmp_path / "nowhere")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nowhere", "is no folder. Name the folder that holds the step-<n>"),
+        ("step-10", "is a checkpoint itself. Name the folder above it"),
+    ],
+)
+def test_a_folder_that_is_not_there_or_a_checkpoint_itself_is_the_callers_mistake(root, run, verb, name, said):
+    code, text = run(verb, root / name)
 
-    assert code == 2
-    assert "is no folder. Name the folder that holds the step-<n>" in text
-
-
-@pytest.mark.parametrize("verb", ["ls", "prune", "scrub"])
-def test_a_checkpoint_itself_points_above_it(root, run, verb):
-    code, text = run(verb, root / "step-10")
-
-    assert (code, "is a checkpoint itself. Name the folder above it" in text) == (2, True)
+    assert (code, said in text) == (2, True)

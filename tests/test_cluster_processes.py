@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sqlite3
 import time
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from headway.cluster.service.executors import LocalExecutor
 from headway.cluster.service.server import ServiceServer, SharingOptions, SubmitJob, log_of
 from headway.cluster.service.state import ENDED
-from headway.core.errors import HeadwayError
+from headway.cluster.service.store import EventLog, JobCancelled
+from headway.core.errors import FormatError, HeadwayError
 from tests.made.service_jobs import SCRIPT
 
 
@@ -131,3 +133,25 @@ def test_a_launcher_that_is_stopped_is_killed_in_the_end(tmp_path, local):
     assert alive
     server.cancel(job)
     turned(server, lambda: job.state in ENDED)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ("PRAGMA user_version = 99", "version 99, this release reads version 2"),
+        ("PRAGMA user_version = 1", "version 1, this release reads version 2"),
+        ("PRAGMA application_id = 7", "another program's"),
+        ("UPDATE events SET body = '{}'", "event 1 is damaged"),
+        ("DROP TABLE events", "cannot be read"),
+    ],
+)
+def test_a_log_of_another_kind_or_version_is_one_error(tmp_path, change, error):
+    with EventLog(log_of(tmp_path)) as log:
+        log.append([JobCancelled(at_s=0.0, job="job1")])
+    database = sqlite3.connect(log_of(tmp_path))
+    database.execute(change)
+    database.commit()
+    database.close()
+
+    with pytest.raises(FormatError, match=error), EventLog(log_of(tmp_path), write=False) as log:
+        log.read()

@@ -9,10 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.cluster import POLICIES, Cluster, Jobs, Resize, simulate
+from headway.cluster.model import Rates
+from headway.cluster.policies import SERVED
+from headway.cluster.queue.engine import RoundEngine
 from headway.cluster.queue.logs import MODELS, RateTable, generate, read_trace
+from headway.cluster.queue.rounds import Timing
 from headway.core.errors import FormatError, HeadwayError, InputError, UnknownNameError
 from tests.launching import json_of
 from tests.paths import shared
+from tests.refusals import refused
 
 
 @pytest.fixture(scope="module")
@@ -264,18 +269,13 @@ def test_bad_input_names_the_job_and_the_field(change, message):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("devices", "prices", "message"),
-    [
-        ("v100=x", "", "'v100' says no number of devices"),
-        ("v100=4,v100=8", "", "device type 'v100' is given twice"),
-        ("v100=4", "v100=cheap", "'v100=cheap' cannot be read as prices. Write type=number"),
-        ("v100=4", "v100=-1", "'v100=-1' is out of range for prices: give a finite number above 0"),
-    ],
+test_devices_and_prices_are_read_or_refused = refused(
+    ("v100=x", "", "'v100' says no number of devices"),
+    ("v100=4,v100=8", "", "device type 'v100' is given twice"),
+    ("v100=4", "v100=cheap", "'v100=cheap' cannot be read as prices. Write type=number"),
+    ("v100=4", "v100=-1", "'v100=-1' is out of range for prices: give a finite number above 0"),
+    by=Cluster.parse,
 )
-def test_devices_and_prices_are_read_or_refused(devices, prices, message):
-    with pytest.raises(InputError, match=message):
-        Cluster.parse(devices, prices)
 
 
 def test_unknown_names_list_the_valid_ones(tmp_path, table):
@@ -308,3 +308,43 @@ def test_the_verb_prints_one_object(table):
     assert answer["num_jobs"] == 20
     assert answer["prices"][0].keys() == {"time_s", "v100", "k80"}
     assert sum(row["num_jobs"] for row in answer["by_scale"].values()) == 20
+
+
+@given(
+    jobs=st.lists(st.tuples(st.floats(0, 3000), st.floats(1, 2000)), min_size=1, max_size=12), count=st.integers(1, 4),
+    policy=st.sampled_from(["las", "las_aware", "hierarchical"]),
+)  # fmt: skip
+@settings(max_examples=40)
+def test_with_fills_no_device_stands_idle_while_a_job_waits_and_who_runs_stays_to_the_end_of_the_round(
+    jobs, count, policy
+):
+    arrival_s, steps = (np.array(column) for column in zip(*sorted(jobs), strict=True))
+    queue, cluster = (
+        Jobs([f"{k}" for k in range(len(jobs))], np.ones(len(jobs), int), steps, arrival_s),
+        {"a100": count},
+    )
+    table = Rates.of(np.ones((len(jobs), 1)), queue, Cluster.of(cluster))
+    timing = Timing("headway", 360.0, 1920.0, fills=True)
+    engine = RoundEngine(queue, Cluster.of(cluster), SERVED[policy], table, 0, (0, len(jobs)), timing)
+    now_s, before, border_s = float(arrival_s[0]), set(), -1.0
+    while (length_s := engine.advance(now_s)) is not None:
+        runs = set() if engine.running is None else set(engine.running.a.tolist())
+        assert not engine.num_free or runs == set(engine.active.tolist())
+        if engine.border_s == border_s:  # the same round: who had a device has it, unless it is done
+            assert {job for job in before if np.isnan(engine.finish_s[job])} <= runs
+        before, border_s, now_s = runs, engine.border_s, now_s + length_s
+
+    assert np.isfinite(engine.finish_s).all()
+    outcome = simulate(queue, cluster, policy, rates=table, fills=True)
+    assert outcome.finish_s == pytest.approx(engine.finish_s)
+
+
+@pytest.mark.parametrize("fills", [False, True])
+def test_time_before_a_job_came_is_owed_to_nobody(fills):
+    arrival_s = np.array([0.0, 50_000.0, 50_064.0])  # the second one comes to a cluster that has been idle for long
+    jobs = Jobs(["a", "b", "c"], np.ones(3, int), np.array([64.0, 6400.0, 6400.0]), arrival_s)
+
+    outcome = simulate(jobs, {"slot": 1}, "las", rates=np.ones((3, 1)), round_s=64.0, reset_s=341.0, fills=fills)
+
+    assert outcome.start_s[2] <= 50_064 + 2 * 64
+    assert abs(outcome.finish_s[2] - outcome.finish_s[1]) <= 4 * 64  # from then on they took turns

@@ -14,6 +14,7 @@ from headway.comm.compression.torch_codecs import codec_of
 from headway.comm.compression.torch_dense import pack, pack_places, unpack, unpack_places
 from headway.core.errors import InputError, UnknownNameError
 from headway.cost.codecs import CodecTimes, place_bytes, read_codec, wire_bytes
+from tests.refusals import refused
 
 NAMES = (
     "half", "bfloat16", "sign", "topk:0.01", "topk:0.001:bf16:exact", "topk:0.3:f16", "topk:1", "randomk:0.01",
@@ -134,24 +135,20 @@ def test_the_table_answers_for_an_unknown_kind_with_the_nearest() -> None:
         CODECS["TOPK"]
 
 
-@pytest.mark.parametrize(
-    ("name", "error"),
-    [
-        ("topc:0.1", r"unknown codec 'topc'. Did you mean 'topk'"),
-        ("topk", r"needs its amount. Write for example topk:0.01"),
-        ("topk:0", r"k is '0'; write a fraction in \(0, 1\]"),
-        ("topk:-0.1", "k is '-0.1'"),
-        ("topk:1.5", "k is '1.5'"),
-        ("topk:nan", "k is 'nan'"),
-        ("topk:0.1:int3", "'int3' is not an argument of topk. Write it as topk:FRACTION:f32|bf16|f16:exact"),
-        ("sign:3", "'3' is not an argument of sign. Write it as sign"),
-        ("dither:0", r"not a number of levels; write a whole one, 1\.\.127"),
-        ("dither:128", "not a number of levels"),
-    ],
+test_a_wrong_name_is_refused_with_the_rule = refused(
+    ("topc:0.1", r"unknown codec 'topc'. Did you mean 'topk'"),
+    ("topk", r"needs its amount. Write for example topk:0.01"),
+    ("topk:0", r"k is '0'; write a fraction in \(0, 1\]"),
+    ("topk:-0.1", "k is '-0.1'"),
+    ("topk:1.5", "k is '1.5'"),
+    ("topk:nan", "k is 'nan'"),
+    ("topk:0.1:int3", "'int3' is not an argument of topk. Write it as topk:FRACTION:f32|bf16|f16:exact"),
+    ("sign:3", "'3' is not an argument of sign. Write it as sign"),
+    ("dither:0", r"not a number of levels; write a whole one, 1\.\.127"),
+    ("dither:128", "not a number of levels"),
+    by=read_codec,
+    error=(InputError, UnknownNameError),
 )
-def test_a_wrong_name_is_refused_with_the_rule(name: str, error: str) -> None:
-    with pytest.raises((InputError, UnknownNameError), match=error):
-        read_codec(name)
 
 
 def test_more_numbers_than_there_are_cannot_be_kept() -> None:

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.core.errors import InputError
 from headway.cost.collectives import COLLECTIVES, collective_seconds
 from headway.cost.specs import LinkSpec
 from headway.sim import Dag, replay
 from headway.sim.graph.hops import Network
+from tests.refusals import refused
 from tests.steps_made import WIRE, networks
 
 LINK = LinkSpec("test", bytes_per_s=1e9, latency_s=1e-5, source="made up")
@@ -111,21 +111,15 @@ def test_the_broadcast_tree_equals_the_tree_played_hop_by_hop(num_ranks: int) ->
     assert form == pytest.approx(played)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: collective_seconds("allreduce", 1, num_ranks=2, link=LINK), r"Did you mean 'all_reduce'"),
-        (
-            lambda: collective_seconds("all_reduce", 1, num_ranks=2, link=LINK, algorithm="rings"),
-            r"unknown algorithm of all_reduce 'rings'. Did you mean 'ring'",
-        ),
-        (lambda: collective_seconds("send", -1, num_ranks=2, link=LINK), r"num_bytes is -1; pass a finite size >= 0"),
-        (lambda: collective_seconds("send", 1, num_ranks=0, link=LINK), r"num_ranks is 0; give at least 1"),
-    ],
+test_bad_input_is_refused = refused(
+    (lambda: collective_seconds("allreduce", 1, num_ranks=2, link=LINK), r"Did you mean 'all_reduce'"),
+    (
+        lambda: collective_seconds("all_reduce", 1, num_ranks=2, link=LINK, algorithm="rings"),
+        r"unknown algorithm of all_reduce 'rings'. Did you mean 'ring'",
+    ),
+    (lambda: collective_seconds("send", -1, num_ranks=2, link=LINK), r"num_bytes is -1; pass a finite size >= 0"),
+    (lambda: collective_seconds("send", 1, num_ranks=0, link=LINK), r"num_ranks is 0; give at least 1"),
 )
-def test_bad_input_is_refused(call, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        call()
 
 
 # Collectives on a network: the closed form's time, growth with size and parts, bad networks.
@@ -147,16 +141,11 @@ def test_sync_time_grows_with_size_and_each_part_costs_its_latency(network, num_
     assert (np.diff(network.sync_ns(0, np.arange(1, 9))) >= 0).all()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"algorithm": "rings"}, r"unknown algorithm 'rings'. Did you mean 'ring'"),
-        ({"num_ranks": 0}, r"num_ranks is 0.*at least 1 rank"),
-        ({"num_servers": 2}, r"num_servers is 2 with 'ring'; give servers to 'parameter_server'"),
-        ({"algorithm": "parameter_server"}, r"num_servers is 0 with 'parameter_server'"),
-        ({"recv_ns": -1}, r"recv_ns -1; give.*a time >= 0"),
-    ],
+test_networks_that_cannot_be_are_refused = refused(
+    ({"algorithm": "rings"}, r"unknown algorithm 'rings'. Did you mean 'ring'"),
+    ({"num_ranks": 0}, r"num_ranks is 0.*at least 1 rank"),
+    ({"num_servers": 2}, r"num_servers is 2 with 'ring'; give servers to 'parameter_server'"),
+    ({"algorithm": "parameter_server"}, r"num_servers is 0 with 'parameter_server'"),
+    ({"recv_ns": -1}, r"recv_ns -1; give.*a time >= 0"),
+    by=lambda arguments: Network(**{"algorithm": "ring", "num_ranks": 4, "link": WIRE, **arguments}),
 )
-def test_networks_that_cannot_be_are_refused(arguments: dict, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        Network(**{"algorithm": "ring", "num_ranks": 4, "link": WIRE, **arguments})

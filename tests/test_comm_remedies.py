@@ -95,6 +95,16 @@ def test_a_list_of_the_scripts_own_is_kept_when_the_plan_says_so(group):
     assert isinstance(context.outcomes[-1], RefusedRemedy)
 
 
+def test_a_size_of_the_scripts_own_is_kept_when_the_plan_says_so(group):
+    with applied(bucket, {"bucket_mb": 3, "respect_explicit": True}) as context:
+        own = model(bucket_cap_mb=7)
+        assert isinstance(context.outcomes[-1], RefusedRemedy)
+        sizes = [ddp._get_ddp_logging_data()["bucket_cap_bytes"] for ddp in (own, model())]
+
+    assert sizes == [7 * MIB, 3 * MIB]
+    assert context.outcomes[-1].json()["facts"]["kept_explicit"] == 1
+
+
 @pytest.mark.parametrize("own", [{}, {"bucket_cap_mb": 1}], ids=["default", "own size"])
 def test_a_model_with_a_communication_hook_has_the_scripts_buckets(group, own):
     def quantised(state, bucket):

@@ -2,13 +2,12 @@
 
 import copy
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.cluster import consolidate
-from headway.core.errors import InputError
+from tests.refusals import refused
 
 weights = st.lists(st.integers(1, 1000), min_size=1, max_size=5)
 floats = st.floats(-1e6, 1e6, width=32)
@@ -90,31 +89,18 @@ def changed(key: str, value: object = None) -> dict[str, object]:
     return other if value is None else other | {key: value}
 
 
-@pytest.mark.parametrize(
-    ("states", "weights", "error"),
-    [
-        ([], [], "0 states and 0 weights"),
-        ([{}], [1, 2], "1 states and 2 weights"),
-        ([{}, {}], [1, 0], "weight of copy 1 is 0. Leave out"),
-        ([{}, {}], [0, 0], "weight of copy 0 is 0"),
-        ([{}], [float("nan")], "weight of copy 0 is nan"),
-        ([changed("", None), changed("0.bias")], [1, 1], "'0.bias' of copy 1 is missing; copy 0 has it"),
-        ([changed("0.bias"), changed("")], [1, 1], "'0.bias' of copy 0 is missing; copy 1 has it"),
-        (
-            [{"m": changed("")}, {"m": changed("0.bias", torch.ones(9))}],
-            [1, 1],
-            r"'m.0.bias' of copy 1 is float32 \[9\]",
-        ),
-        ([changed(""), changed("0.bias", 3.0)], [1, 1], "'0.bias' of copy 1 is a float, not a Tensor"),
-        ([{"l": [1]}, {"l": [1, 2]}], [1, 1], "'l' of copy 1 has 2 entries, not 1"),
-        (
-            [{"rng": torch.tensor([1], dtype=torch.uint8)}, {"rng": torch.tensor([2], dtype=torch.uint8)}],
-            [1, 1],
-            "'rng'",
-        ),
-        ([{"mode": "a"}, {"mode": "b"}], [1, 1], "'mode' of copy 1 is 'b', not 'a'"),
-    ],
+test_what_has_no_mean_is_refused_by_its_key = refused(
+    ([], [], "0 states and 0 weights"),
+    ([{}], [1, 2], "1 states and 2 weights"),
+    ([{}, {}], [1, 0], "weight of copy 1 is 0. Leave out"),
+    ([{}, {}], [0, 0], "weight of copy 0 is 0"),
+    ([{}], [float("nan")], "weight of copy 0 is nan"),
+    ([changed("", None), changed("0.bias")], [1, 1], "'0.bias' of copy 1 is missing; copy 0 has it"),
+    ([changed("0.bias"), changed("")], [1, 1], "'0.bias' of copy 0 is missing; copy 1 has it"),
+    ([{"m": changed("")}, {"m": changed("0.bias", torch.ones(9))}], [1, 1], r"'m.0.bias' of copy 1 is float32 \[9\]"),
+    ([changed(""), changed("0.bias", 3.0)], [1, 1], "'0.bias' of copy 1 is a float, not a Tensor"),
+    ([{"l": [1]}, {"l": [1, 2]}], [1, 1], "'l' of copy 1 has 2 entries, not 1"),
+    ([{"rng": torch.tensor([1], dtype=torch.uint8)}, {"rng": torch.tensor([2], dtype=torch.uint8)}], [1, 1], "'rng'"),
+    ([{"mode": "a"}, {"mode": "b"}], [1, 1], "'mode' of copy 1 is 'b', not 'a'"),
+    by=consolidate,
 )
-def test_what_has_no_mean_is_refused_by_its_key(states, weights, error):
-    with pytest.raises(InputError, match=error):
-        consolidate(states, weights)

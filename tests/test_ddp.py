@@ -22,6 +22,7 @@ from headway.trace.events.trace import Trace, concat
 from headway.trace.rings.rank_tables import DdpModel
 from tests.ddp_made import COPY as COPIES
 from tests.ddp_made import MS, Job, changed, play, play_on_devices, unoverlapped_s
+from tests.refusals import refused
 
 TOLERANCE = 0.03
 """Pieces of 256 KiB against a continuous share, and the latency of a collective that begins beside another."""
@@ -69,29 +70,27 @@ def test_the_replay_of_a_window_takes_as_long_as_the_window(job: Job) -> None:
     assert unoverlapped_s(made) >= made.step_s * (1 - TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    ("edits", "edit", "change"),
+    [
+        (["1", "2", "5", "25", "default"], "bucket_mb={}",
+         lambda job, size: {"limit": limits(size if size == "default" else float(size))}),
+        ([0.25, 0.5, 2.0], "bandwidth={}x", lambda job, factor: {"bytes_per_s": job.bytes_per_s * factor}),
+        # The annotation covers forward only: the arrows of the profiler lead to its backward.
+        ([(layer, factor) for layer in range(3) for factor in (0.5, 2.0, 3.0)], "op:layer.{0[0]}={0[1]}x",
+         lambda job, slow: {"slow": dict([slow])}),
+    ],
+    ids=["another bucket size", "another link", "a slower layer"],
+)  # fmt: skip
 @settings(max_examples=15)
-@given(jobs, st.sampled_from(["1", "2", "5", "25", "default"]))
-def test_another_bucket_size_takes_as_long_as_the_job_played_with_it(job: Job, size: str) -> None:
-    truth = play(changed(job, limit=limits(size if size == "default" else float(size)))).step_s
+@given(job=jobs, data=st.data())
+def test_an_edit_takes_as_long_as_the_job_played_with_it(
+    edits: Any, edit: str, change: Any, job: Job, data: Any
+) -> None:
+    value = data.draw(st.sampled_from(edits))
+    truth = play(changed(job, **change(job, value))).step_s
 
-    assert predicted_s(job, f"bucket_mb={size}") == pytest.approx(truth, rel=0.05)
-
-
-@settings(max_examples=10)
-@given(jobs, st.sampled_from([0.25, 0.5, 2.0]))
-def test_another_link_takes_as_long_as_the_job_played_on_it(job: Job, factor: float) -> None:
-    truth = play(changed(job, bytes_per_s=job.bytes_per_s * factor)).step_s
-
-    assert predicted_s(job, f"bandwidth={factor}x") == pytest.approx(truth, rel=0.05)
-
-
-@settings(max_examples=10)
-@given(jobs, st.integers(0, 2), st.sampled_from([0.5, 2.0, 3.0]))
-def test_a_slower_layer_takes_as_long_as_the_job_played_with_it(job: Job, layer: int, factor: float) -> None:
-    """The annotation covers forward only: the arrows of the profiler lead to its backward."""
-    truth = play(changed(job, slow={layer: factor})).step_s
-
-    assert predicted_s(job, f"op:layer.{layer}={factor}x") == pytest.approx(truth, rel=0.05)
+    assert predicted_s(job, edit.format(value)) == pytest.approx(truth, rel=0.05)
 
 
 @given(st.permutations(range(3)))
@@ -264,17 +263,12 @@ def test_buckets_that_do_not_follow_the_rule_are_not_laid_out_anew() -> None:
         made.ratio(scenario_of(["bucket_mb=5"]))
 
 
-@pytest.mark.parametrize(
-    ("models", "message"),
-    [
-        ([], "the run noted 0 DistributedDataParallel models"),
-        ([DdpModel(**Job().model())] * 2, "the run noted 2 Distributed"),
-        ([DdpModel(**{**Job().model(), "order": []})], "rebuilt its buckets for 0 of 4"),
-    ],
+test_gradients_that_are_not_known_are_said_to_be = refused(
+    ([], "the run noted 0 DistributedDataParallel models"),
+    ([DdpModel(**Job().model())] * 2, "the run noted 2 Distributed"),
+    ([DdpModel(**{**Job().model(), "order": []})], "rebuilt its buckets for 0 of 4"),
+    by=gradients_of,
 )
-def test_gradients_that_are_not_known_are_said_to_be(models: list[DdpModel], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        gradients_of(models)
 
 
 def test_windows_and_collectives_that_tell_nothing_are_refused() -> None:

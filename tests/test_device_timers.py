@@ -39,6 +39,26 @@ def clock(monkeypatch):
     return made
 
 
+class Timed:
+    """An emulated device with its timers, and what they wrote."""
+
+    def __init__(self, depth: int = 1024) -> None:
+        self.accelerator, self.written = Accelerator(depth=depth), []
+        self.timing = DeviceTimers(lambda *record: self.written.append(record), self.accelerator.device)
+
+    def finish(self, *, wait: bool = True) -> tuple[int, int, int]:
+        """End the timing, of an idle device where it waits; return known work, unknown work and the truth, ns."""
+        if wait:
+            self.accelerator.synchronize()
+        self.timing.finish()
+        work, unknown = (sum(r[2] for r in self.written if r[0] == code) for code in (WORK, UNKNOWN))
+        return work, unknown, sum(end - begin for begin, end in self.accelerator.work)
+
+    def found(self) -> list[tuple[int, int]]:
+        """Return when the device was said to be at work."""
+        return [(r[1], r[1] + r[2]) for r in self.written if r[0] == WORK]
+
+
 def overlap_ns(found: list[tuple[int, int]], truth: list[tuple[int, int]]) -> int:
     """Return for how long both were under way."""
     return sum(max(0, min(a, b) - max(c, d)) for c, a in found for d, b in truth)
@@ -65,41 +85,33 @@ def step(
     ids=["input-bound", "device-bound, two steps ahead", "device-bound, eight steps ahead"],
 )
 def test_a_device_is_at_work_when_its_timeline_says_so(clock, load_s, work_ns, host_s, depth):
-    accelerator, written = Accelerator(depth=depth), []
-    timing = DeviceTimers(lambda *r: written.append(r), accelerator.device)
-    start = clock.now()
+    timed, start = Timed(depth), clock.now()
+    accelerator = timed.accelerator
     for _ in range(40):
-        step(clock, timing, accelerator, load_s=load_s, work_ns=work_ns, host_s=host_s)
-    accelerator.synchronize()
-    timing.finish()
-    wall = accelerator.busy_until_ns - start
-    found = [(r[1], r[1] + r[2]) for r in written if r[0] == WORK]
-    truth = sum(end - begin for begin, end in accelerator.work)
+        step(clock, timed.timing, accelerator, load_s=load_s, work_ns=work_ns, host_s=host_s)
+    work, _, truth = timed.finish()
 
-    assert overlap_ns(found, accelerator.work) >= 0.98 * truth
-    assert abs(sum(end - begin for begin, end in found) - truth) <= 0.03 * wall
+    assert overlap_ns(timed.found(), accelerator.work) >= 0.98 * truth
+    assert abs(work - truth) <= 0.03 * (accelerator.busy_until_ns - start)
     assert accelerator.made_events <= 64
     # An answer of `elapsed_time` asks both of its events.
     assert accelerator.queries <= 2 * accelerator.recorded_events + QUERIES * 40 + 40
 
 
 def test_the_clock_of_a_device_that_is_idle_now_and_then_is_known_to_a_millisecond(clock):
-    accelerator, written = Accelerator(), []
-    timing = DeviceTimers(lambda *r: written.append(r), accelerator.device)
+    timed = Timed()
     for _ in range(10):
-        step(clock, timing, accelerator, load_s=0.004, work_ns=2_000_000, host_s=0.0)
-    accelerator.synchronize()
-    timing.finish()
-    begun = np.array([r[1] for r in written if r[0] == WORK])
-    truth = np.array([begin for begin, _ in accelerator.work])
+        step(clock, timed.timing, timed.accelerator, load_s=0.004, work_ns=2_000_000, host_s=0.0)
+    timed.finish()
+    begun, truth = (np.array([begin for begin, _ in spans]) for spans in (timed.found(), timed.accelerator.work))
 
     assert len(begun) >= 8
     assert np.abs(begun[:, None] - truth).min(axis=1).max() < 1_000_000
 
 
 def test_while_a_host_reduces_gradients_its_device_is_not_at_work_though_a_copy_back_is_under_way_at_the_end(clock):
-    accelerator, written = Accelerator(), []
-    timing, record = DeviceTimers(lambda *r: written.append(r), accelerator.device), (-1, 0, 0)
+    timed, record = Timed(), (-1, 0, 0)
+    accelerator, timing = timed.accelerator, timed.timing
     for _ in range(40):
         clock.sleep(0.001)
         timing.ready()
@@ -114,14 +126,11 @@ def test_while_a_host_reduces_gradients_its_device_is_not_at_work_though_a_copy_
         timing.ended()
         accelerator.launch(3_000_000)
         timing.updated()
-    accelerator.synchronize()
-    timing.finish()
-    found = [(r[1], r[1] + r[2]) for r in written if r[0] == WORK]
-    truth = sum(end - begin for begin, end in accelerator.work)
+    work, _, truth = timed.finish()
 
-    assert overlap_ns(found, accelerator.work) >= 0.9 * truth
-    assert sum(end - begin for begin, end in found) <= 1.1 * truth
-    assert written.count(record) == 40
+    assert overlap_ns(timed.found(), accelerator.work) >= 0.9 * truth
+    assert work <= 1.1 * truth
+    assert timed.written.count(record) == 40
 
 
 class Probes:
@@ -195,26 +204,23 @@ def test_generators_are_those_of_the_devices_in_use_and_none_is_asked_while_a_gr
 
 
 def test_a_loader_that_is_asked_under_a_stream_of_its_own_changes_nothing(clock):
-    accelerator, written = Accelerator(depth=24), []
-    timing, side = DeviceTimers(lambda *r: written.append(r), accelerator.device), Stream(accelerator)
+    timed = Timed(24)
+    accelerator, timing, side = timed.accelerator, timed.timing, Stream(timed.accelerator)
     for _ in range(40):
         with accelerator.within(side):
             side.launch(15_000_000)  # copies that take longer than the step: the stream falls behind
             clock.sleep(0.001)
             timing.ready()
         step_on(timing, accelerator, work_ns=9_000_000)
-    accelerator.synchronize()
-    timing.finish()
-    found = sum(r[2] for r in written if r[0] == WORK)
-    truth = sum(end - begin for begin, end in accelerator.work)
+    work, _, truth = timed.finish()
 
     assert timing.dropped == 0
-    assert abs(found / truth - 1) <= 0.05
+    assert abs(work / truth - 1) <= 0.05
 
 
 def test_a_step_that_is_replayed_is_work_of_the_device_though_it_was_warmed_up_in_another_stream(clock):
-    accelerator, written = Accelerator(depth=24), []
-    timing, side = DeviceTimers(lambda *r: written.append(r), accelerator.device), Stream(accelerator)
+    timed = Timed(24)
+    accelerator, timing, side = timed.accelerator, timed.timing, Stream(timed.accelerator)
     with accelerator.within(side):  # after torch's notes on CUDA graphs
         step_on(timing, accelerator, work_ns=9_000_000)
     for _ in range(40):
@@ -224,10 +230,9 @@ def test_a_step_that_is_replayed_is_work_of_the_device_though_it_was_warmed_up_i
         accelerator.launch(9_000_000)
         timing.updated()
         accelerator.synchronize()  # `.item()`
-    timing.finish()
-    found = sum(r[2] for r in written if r[0] == WORK)
+    work, *_ = timed.finish(wait=False)
 
-    assert abs(found / (41 * 9_000_000) - 1) <= 0.05
+    assert abs(work / (41 * 9_000_000) - 1) <= 0.05
 
 
 def step_on(timing: DeviceTimers, accelerator: Accelerator, *, work_ns: int) -> None:
@@ -242,8 +247,8 @@ def step_on(timing: DeviceTimers, accelerator: Accelerator, *, work_ns: int) -> 
 
 
 def test_what_the_host_does_before_it_launches_a_loss_is_no_work_for_certain(clock):
-    accelerator, written = Accelerator(), []
-    timing = DeviceTimers(lambda *r: written.append(r), accelerator.device)
+    timed = Timed()
+    accelerator, timing = timed.accelerator, timed.timing
     for _ in range(20):
         timing.ready()
         accelerator.launch(1_000_000)
@@ -255,16 +260,15 @@ def test_what_the_host_does_before_it_launches_a_loss_is_no_work_for_certain(clo
         timing.ended()
         timing.updated()
         accelerator.synchronize()
-    timing.finish()
-    work, unknown = (sum(r[2] for r in written if r[0] == code) for code in (WORK, UNKNOWN))
+    work, unknown, truth = timed.finish(wait=False)
 
-    assert work <= 1.2 * sum(end - begin for begin, end in accelerator.work)
+    assert work <= 1.2 * truth
     assert unknown >= 19 * 6_000_000
 
 
 def test_a_device_that_keeps_up_with_the_launches_of_its_host_is_not_said_to_be_at_work(clock):
-    accelerator, written = Accelerator(), []
-    timing = DeviceTimers(lambda *r: written.append(r), accelerator.device)
+    timed = Timed()
+    accelerator, timing = timed.accelerator, timed.timing
 
     def launch_slowly() -> None:
         for _ in range(20):
@@ -280,9 +284,7 @@ def test_a_device_that_keeps_up_with_the_launches_of_its_host_is_not_said_to_be_
         timing.ended()
         launch_slowly()
         timing.updated()
-    timing.finish()
-    work, unknown = (sum(r[2] for r in written if r[0] == code) for code in (WORK, UNKNOWN))
-    truth = sum(end - begin for begin, end in accelerator.work)
+    work, unknown, truth = timed.finish(wait=False)
 
     assert work <= 0.05 * truth  # at most what the last launch of a part left to do
     assert work + unknown >= truth
@@ -290,8 +292,8 @@ def test_a_device_that_keeps_up_with_the_launches_of_its_host_is_not_said_to_be_
 
 @pytest.mark.parametrize("learns", [True, False], ids=["fetched ahead of a backward", "models without a backward"])
 def test_a_wait_for_a_batch_between_a_model_and_a_backward_is_no_work(clock, learns):
-    accelerator, written = Accelerator(), []
-    timing = DeviceTimers(lambda *r: written.append(r), accelerator.device)
+    timed = Timed()
+    accelerator, timing = timed.accelerator, timed.timing
     for _ in range(20):
         timing.ready()
         for _ in range(1 if learns else 3):
@@ -304,16 +306,14 @@ def test_a_wait_for_a_batch_between_a_model_and_a_backward_is_no_work(clock, lea
         timing.ended()
         timing.updated()
         clock.sleep(0.004)
-    timing.finish()
-    work, unknown = (sum(r[2] for r in written if r[0] == code) for code in (WORK, UNKNOWN))
-    truth = sum(end - begin for begin, end in accelerator.work)
+    work, unknown, truth = timed.finish(wait=False)
 
     assert abs(work + unknown - truth) <= 0.15 * truth
 
 
 def test_two_of_the_events_are_left_out_while_the_host_is_far_ahead(clock):
-    accelerator = Accelerator(depth=1000)
-    timing = DeviceTimers(lambda *r: None, accelerator.device)
+    timed = Timed(1000)
+    accelerator, timing = timed.accelerator, timed.timing
     for _ in range(30):
         timing.ready()
         step_on(timing, accelerator, work_ns=30_000_000)
@@ -327,8 +327,8 @@ def test_two_of_the_events_are_left_out_while_the_host_is_far_ahead(clock):
 
 
 def test_a_stretch_that_cannot_be_read_is_given_up_alone(clock, monkeypatch):
-    accelerator, written = Accelerator(), []
-    timing = DeviceTimers(lambda *r: written.append(r), accelerator.device)
+    timed = Timed()
+    accelerator, timing = timed.accelerator, timed.timing
     fails = [3]
 
     def refuse(event, other):
@@ -344,10 +344,10 @@ def test_a_stretch_that_cannot_be_read_is_given_up_alone(clock, monkeypatch):
         timing.ready()
         step_on(timing, accelerator, work_ns=1_000_000)
         accelerator.synchronize()
-    timing.finish()
+    timed.finish()
 
     assert timing.dropped == 3
-    assert sum(r[0] == WORK for r in written) >= 8
+    assert len(timed.found()) >= 8
 
 
 @pytest.mark.parametrize("holds_lock", [False, True], ids=["torch.cuda.Event", "torch.Event"])

@@ -13,6 +13,8 @@ from headway.core.errors import HeadwayError, InputError, UnknownNameError
 from headway.storage.regions import dirty, pagemap
 from headway.storage.regions.dirty import BACKENDS, DirtyTracker, pages_of, runs_of, works
 from headway.storage.regions.pagemap import PAGE_BYTES
+from tests.refusals import refused
+from tests.spawn import in_fork
 
 PAGES = 24
 here = [
@@ -112,28 +114,19 @@ def test_marks_are_harmless_where_stores_are_seen(backend):
 def test_rehash_sees_the_stores_of_another_process():
     memory = mapped()
     with DirtyTracker(memory, "rehash") as tracker:
-        pid = os.fork()
-        if pid == 0:
-            memory[3 * PAGE_BYTES] = 1
-            os._exit(0)
-        os.waitpid(pid, 0)
+        assert in_fork(lambda: memory.__setitem__(3 * PAGE_BYTES, 1)) == 0
 
         assert tracker.take().tolist() == [[3, 4]]
 
 
 @pytest.mark.parametrize("backend", here)
 def test_a_forked_child_may_not_ask(backend):
-    memory = mapped()
-    with DirtyTracker(memory, backend) as tracker:
-        pid = os.fork()
-        if pid == 0:
-            try:
-                tracker.take()
-            except HeadwayError as refusal:
-                os._exit(7 if "Make one in the process that writes" in str(refusal) else 1)
-            os._exit(2)
+    def ask():
+        with pytest.raises(HeadwayError, match="Make one in the process that writes"):
+            tracker.take()
 
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    with DirtyTracker(mapped(), backend) as tracker:
+        assert in_fork(ask) == 0
 
 
 def test_memory_cannot_be_unmapped_while_it_is_followed():
@@ -189,19 +182,14 @@ def test_soft_dirty_is_no_back_end():
         DirtyTracker(mapped(), "soft_dirty")
 
 
-@pytest.mark.parametrize(
-    ("buffer", "match"),
-    [
-        (np.zeros(3 * PAGE_BYTES, np.uint8)[16 : 16 + PAGE_BYTES], "page boundaries"),
-        (memoryview(mmap.mmap(-1, PAGE_BYTES))[:100], "has 100 bytes"),
-        (b"x" * PAGE_BYTES, "read-only"),
-        (memoryview(mmap.mmap(-1, PAGE_BYTES))[::2], "not contiguous"),
-        (memoryview(mmap.mmap(-1, PAGE_BYTES))[:0], "has 0 bytes"),
-    ],
+test_what_is_not_whole_writable_pages_is_refused = refused(
+    (np.zeros(3 * PAGE_BYTES, np.uint8)[16 : 16 + PAGE_BYTES], "page boundaries"),
+    (memoryview(mmap.mmap(-1, PAGE_BYTES))[:100], "has 100 bytes"),
+    (b"x" * PAGE_BYTES, "read-only"),
+    (memoryview(mmap.mmap(-1, PAGE_BYTES))[::2], "not contiguous"),
+    (memoryview(mmap.mmap(-1, PAGE_BYTES))[:0], "has 0 bytes"),
+    by=lambda buffer: DirtyTracker(buffer, "explicit"),
 )
-def test_what_is_not_whole_writable_pages_is_refused(buffer, match):
-    with pytest.raises(InputError, match=match):
-        DirtyTracker(buffer, "explicit")
 
 
 @pytest.mark.parametrize(("offset", "num_bytes"), [(-1, 1), (0, -1), (PAGES * PAGE_BYTES, 1)])

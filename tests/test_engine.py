@@ -19,6 +19,8 @@ from headway.core.errors import BackgroundError, DamageError, HeadwayError, Inpu
 from headway.storage.commit import committed
 from tests.checkpoints import flip
 from tests.launching import wait_for
+from tests.loaders_made import plain
+from tests.spawn import in_fork
 
 
 class Every:
@@ -75,15 +77,7 @@ class Job:
     def bits(self):
         """Return all state as text that is equal for equal bits."""
         state = [self.model.state_dict(), self.opt.state_dict(), self.sched.state_dict(), self.mean.state_dict()]
-        return repr([torch.get_rng_state().tolist(), [_plain(part) for part in state]])
-
-
-def _plain(value):
-    if isinstance(value, torch.Tensor):
-        return value.tolist()
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, list) else value
+        return repr([torch.get_rng_state().tolist(), [plain(part) for part in state]])
 
 
 @pytest.mark.parametrize("save", [False, True], ids=["attached only", "with maybe_save"])
@@ -341,30 +335,24 @@ def test_a_save_inside_of_forward_or_backward_is_refused(tmp_path):
 def test_a_forked_child_leaves_the_parents_checkpoints_alone(tmp_path):
     job = Job(tmp_path, 1)
     job.run(1)
-    child = os.fork()
-    if child == 0:
-        try:
-            job.run(1)  # its own copy of the model may step: nothing is saved of it
-            job.ckpt.save(5)
-        except HeadwayError:
-            os._exit(7)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    job.ckpt.close()
 
-    assert os.waitstatus_to_exitcode(status) == 7
+    def save():
+        job.run(1)  # its own copy of the model may step: nothing is saved of it
+        with pytest.raises(HeadwayError):
+            job.ckpt.save(5)
+
+    assert in_fork(save) == 0
+    job.ckpt.close()
     assert [entry.step for entry in committed(tmp_path)] == [1]
 
 
 def test_a_process_that_ends_without_close_leaves_its_last_save_whole(tmp_path):
-    child = os.fork()
-    if child == 0:
+    def save():
         atexit._clear()  # pytest's own
         headway.Checkpointer(tmp_path, model=torch.nn.Linear(300, 300)).save(4)
         atexit._run_exitfuncs()
-        os._exit(0)
-    os.waitpid(child, 0)
 
+    assert in_fork(save) == 0
     assert [entry.step for entry in wait_for(lambda: committed(tmp_path), 20)] == [4]
 
 
@@ -416,18 +404,15 @@ def test_arguments_that_cannot_be_are_refused(tmp_path, options, message):
 
 def test_calls_that_cannot_be_are_refused(tmp_path):
     ckpt = headway.Checkpointer(tmp_path, model=torch.nn.Linear(1, 1))
-
-    with pytest.raises(InputError, match=r"step is -1"):
-        ckpt.save(-1)
-    with pytest.raises(InputError, match=r"step is 9223372036854775808; pass .* from 0 to"):
-        ckpt.save(1 << 63)
-    with pytest.raises(InputError, match=r"unknown block 'durably'"):
-        ckpt.save(1, block="durably")
-    with pytest.raises(InputError, match=r"is no torch optimizer"):
-        ckpt.attach(torch.nn.Linear(1, 1))
-    ckpt.close()
-    with pytest.raises(InputError, match=r"is closed. Make a new one"):
-        ckpt.save(1)
+    for call, message in (
+        (lambda: ckpt.save(-1), r"step is -1"),
+        (lambda: ckpt.save(1 << 63), r"step is 9223372036854775808; pass .* from 0 to"),
+        (lambda: ckpt.save(1, block="durably"), r"unknown block 'durably'"),
+        (lambda: ckpt.attach(torch.nn.Linear(1, 1)), r"is no torch optimizer"),
+        (lambda: ckpt.close() or ckpt.save(1), r"is closed. Make a new one"),
+    ):
+        with pytest.raises(InputError, match=message):
+            call()
 
 
 def test_a_root_that_is_a_file_or_a_checkpoint_is_refused_with_the_folder_to_name(tmp_path):

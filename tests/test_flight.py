@@ -18,6 +18,7 @@ from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KINDS
 from headway.trace.readers import flight
 from tests.paths import GOLDEN
+from tests.refusals import refused
 
 ENTRY = {
     "record_id": 5, "pg_id": 0, "process_group": ("0", "default_pg"), "collective_seq_id": 6, "p2p_seq_id": 2,
@@ -163,19 +164,15 @@ def test_a_pickle_cut_anywhere_is_a_clear_error(cut):
         flight.parse(dump(ENTRY)[:cut], "rank_4")
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b'{"entries": [{"a": 1}', r"not JSON.*truncated \(byte 21\)"),
-        (b'{"entries": 4}', "holds no list of entries"),
-        (b'{"entries": [4]}', "holds no list of entries"),
-        (b'{"entries": [{"collective_seq_id": "x"}]}', "entry 0 is not what torch writes.*Dump again"),
-        (b'{"entries": [{"input_sizes": [["a"]], "input_dtypes": ["Float"]}]}', "entry 0 is not what torch writes"),
-    ],
+test_damage_is_named = refused(
+    (b'{"entries": [{"a": 1}', r"not JSON.*truncated \(byte 21\)"),
+    (b'{"entries": 4}', "holds no list of entries"),
+    (b'{"entries": [4]}', "holds no list of entries"),
+    (b'{"entries": [{"collective_seq_id": "x"}]}', "entry 0 is not what torch writes.*Dump again"),
+    (b'{"entries": [{"input_sizes": [["a"]], "input_dtypes": ["Float"]}]}', "entry 0 is not what torch writes"),
+    by=lambda data: flight.parse(data, "dump"),
+    error=FormatError,
 )
-def test_damage_is_named(data, message):
-    with pytest.raises(FormatError, match=message):
-        flight.parse(data, "dump")
 
 
 @pytest.mark.slow

@@ -10,13 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from headway.cost.specs import LinkSpec
-from headway.plan.step_search import (
-    MOST_PARTS,
-    best_buckets,
-    best_parts,
-    gradient_fusion_pays,
-    op_fusion_pays,
-)
+from headway.plan.step_search import MOST_PARTS, best_buckets, best_parts, gradient_fusion_pays, op_fusion_pays
 from headway.sim.graph.hops import Network
 from headway.sim.step_view import StepView, Variants
 from headway.sim.training_step import TrainingStep

@@ -110,45 +110,55 @@ def test_the_same_python_keeps_its_environment_when_the_pins_change(go):
     assert (go.VENV / "of-3.11").exists()
 
 
-def test_an_environment_without_its_interpreter_is_made_anew(go, capsys):
-    go.set_up(())
+def lost_interpreter(go):
     (go.VENV / "bin" / "python").unlink()
     (go.VENV / "bin" / "python").symlink_to("/opt/removed/python3.11")
+
+
+def unfinished(go):
+    (go.VENV / "headway-stamp.json").unlink()
+    (go.VENV / "headway-unfinished").touch()
+
+
+@pytest.mark.parametrize(
+    ("harm", "why"),
+    [
+        (lost_interpreter, "its Python (/opt/removed/python3.11) is missing"),
+        (unfinished, "its last set-up was interrupted"),
+    ],
+)
+def test_a_harmed_environment_is_made_anew(go, capsys, harm, why):
+    go.set_up(())
+    harm(go)
+    (go.VENV / "half-a-package").touch()
     capsys.readouterr()
     go.set_up(())
 
-    assert "its Python (/opt/removed/python3.11) is missing" in capsys.readouterr().err
+    assert why in capsys.readouterr().err
+    assert not (go.VENV / "half-a-package").exists()
     assert go.calls == [(), ()]
 
 
-def test_an_unfinished_environment_is_made_anew(go, capsys):
-    go.VENV.mkdir()
-    (go.VENV / "headway-unfinished").touch()
-    (go.VENV / "half-a-package").touch()
-    go.set_up(())
-
-    assert "its last set-up was interrupted" in capsys.readouterr().err
-    assert not (go.VENV / "half-a-package").exists()
+def refusal(go, capsys):
+    """Return the last line of a set-up that ends with code 2."""
+    with pytest.raises(SystemExit) as ended:
+        go.set_up(())
+    assert ended.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
 
 
 def test_an_environment_that_go_did_not_make_is_never_emptied(go, capsys):
     (go.VENV / "precious").mkdir(parents=True)
-    with pytest.raises(SystemExit) as ended:
-        go.set_up(())
 
-    assert ended.value.code == 2
-    assert "go.py did not make it. Delete it, or name another in HEADWAY_VENV." in capsys.readouterr().err
+    assert "go.py did not make it. Delete it, or name another in HEADWAY_VENV." in refusal(go, capsys)
     assert (go.VENV / "precious").exists()
 
 
 def test_a_python_without_ssl_is_one_clear_error_before_anything_is_installed(go, monkeypatch, capsys):
     missing = "echo \"ModuleNotFoundError: No module named '_ssl'\" >&2; exit 1"
     start_with(go, monkeypatch, "3.13.0", trouble=missing)
-    with pytest.raises(SystemExit) as ended:
-        go.set_up(())
 
-    assert ended.value.code == 2
-    assert "No module named '_ssl'). Start go.py with another Python" in capsys.readouterr().err.splitlines()[-1]
+    assert "No module named '_ssl'). Start go.py with another Python" in refusal(go, capsys)
     assert go.calls == []
 
 

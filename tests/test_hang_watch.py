@@ -194,11 +194,21 @@ def test_a_rank_that_waited_for_a_checkpoint_of_another_is_late_only_a_limit_aft
     assert "ranks 0, 1 are in comm.wait" in job.lines[0]
 
 
-def test_checkpoints_that_usually_take_long_may(tmp_path, sleepers):
-    job, now = trained(tmp_path, sleepers)
+def usually_saves_for_long(job, now):
     job.record(0, "checkpoint.save", now, duration_ns=8 * SECOND)
     job.open(0, "checkpoint.save", now)
-    job.wait_until(now + 39 * SECOND, now)
+
+
+def ends(job, now):
+    for reader in job.readers:
+        reader.header.end_ns = now
+
+
+@pytest.mark.parametrize(("act", "for_s"), [(usually_saves_for_long, 39), (ends, 50)])
+def test_checkpoints_that_usually_take_long_and_ranks_that_take_their_time_to_end_may(tmp_path, sleepers, act, for_s):
+    job, now = trained(tmp_path, sleepers)
+    act(job, now)
+    job.wait_until(now + for_s * SECOND, now)
 
     assert job.lines == []
 
@@ -211,15 +221,6 @@ def test_while_a_rank_is_still_in_set_up_nobody_is_suspected(tmp_path, sleepers)
     assert job.lines == []
     job.wait_until(BEGIN + 62 * SECOND, BEGIN + 51 * SECOND)
     assert "rank 1 is silent (set-up)" in job.lines[0]
-
-
-def test_a_rank_that_takes_its_time_to_end_is_not_suspected(tmp_path, sleepers):
-    job, now = trained(tmp_path, sleepers)
-    for reader in job.readers:
-        reader.header.end_ns = now
-    job.wait_until(now + 50 * SECOND, now)
-
-    assert job.lines == []
 
 
 def test_a_script_alone_that_never_trains_is_nobodys_hang(tmp_path, sleepers):

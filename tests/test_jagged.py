@@ -16,6 +16,7 @@ from headway.core.rng import stream
 from headway.data import jagged
 from headway.data.jagged import DedupBatch, DedupJagged, Jagged, dedup, expand
 from headway.data.torch_jagged import MODES, kjt_arguments, on_unique
+from tests.refusals import refused
 
 
 @st.composite
@@ -185,18 +186,13 @@ def noisy(rows):
     return Jagged(np.random.randint(0, 9, len(rows.values)), rows.offsets)
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (Negatives(), "Negatives is random .draws from own."),
-        (noisy, "noisy is random .draws from numpy."),
-        (centred, "centred looks at other rows of the batch. Call it on expand"),
-        (lambda rows: rows.take([]), "looks at other rows|made 0 rows"),
-    ],
+test_a_transform_that_is_not_row_pure_is_refused = refused(
+    (Negatives(), "Negatives is random .draws from own."),
+    (noisy, "noisy is random .draws from numpy."),
+    (centred, "centred looks at other rows of the batch. Call it on expand"),
+    (lambda rows: rows.take([]), "looks at other rows|made 0 rows"),
+    by=dedup(Jagged.from_rows([[1, 9], [2, 4], [1, 9]])).transform,
 )
-def test_a_transform_that_is_not_row_pure_is_refused(function, message):
-    with pytest.raises(InputError, match=message):
-        dedup(Jagged.from_rows([[1, 9], [2, 4], [1, 9]])).transform(function)
 
 
 def test_a_transform_that_shows_only_later_that_it_is_impure_ends_there_and_is_said_once():

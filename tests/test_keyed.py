@@ -1,6 +1,7 @@
 """Generators of the example being loaded: equal in every mode, new for every example, kept apart from the caller's."""
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -77,7 +78,8 @@ def test_examples_and_batches_draw_the_same_in_every_mode(options, batch_size):
     expected = epochs({})
 
     assert epochs(options) == expected
-    assert expected[0] != expected[1]
+    numbers = re.findall(r"0\.\d+", repr(expected))
+    assert len(numbers) == len(set(numbers)) >= 2 * 8 * 3
 
 
 def test_the_global_generators_are_keyed_beside_them_where_they_are_not_shared():

@@ -9,6 +9,7 @@ from headway.ledger.live_rank import MOST_AHEAD, OPEN_RECORDS, RECENT, STRAY_UPD
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.recording.rows import cycles
 from headway.trace.rings.records import RECORD_DTYPE
+from tests.rings_made import record_made as row
 
 MS = 1_000_000
 
@@ -20,14 +21,6 @@ def updates(optimizers, *, first_ns=0, step_ns=10 * MS, lane=0):
     records["start_ns"] = first_ns + step_ns * np.arange(1, len(optimizers) + 1) - MS
     records["duration_ns"] = MS
     return records
-
-
-def row(name, start_ns, duration_ns, **more):
-    record = np.zeros(1, RECORD_DTYPE)
-    record["code"], record["start_ns"], record["duration_ns"] = SPANS[name].code, start_ns, duration_ns
-    for key, value in more.items():
-        record[key] = value
-    return record
 
 
 @given(cut=st.lists(st.integers(0, 40), max_size=5), horizons=st.lists(st.integers(0, 45), min_size=1, max_size=6))

@@ -9,21 +9,13 @@ from hypothesis import strategies as st
 from headway.ledger.buckets import BUCKET_OF, BUCKETS, bucket_of_sub
 from headway.ledger.live_rank import BookingWindow
 from headway.ledger.live_sweep import book_windows
-from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.records import RECORD_DTYPE
+from tests.rings_made import record_made as record
 
 MS = 1_000_000
 COMM = ("comm.wait", "comm.collective", "comm.send", "comm.recv")
 SIMPLE = [name for name in BUCKET_OF if not name.startswith(COMM) and name != "forward"]
 """Names that own their time whatever else there is; forwards also say what is evaluation, and what the script's."""
-
-
-def record(name, start_ns, duration_ns, **more):
-    made = np.zeros(1, RECORD_DTYPE)
-    made["code"], made["start_ns"], made["duration_ns"] = SPANS[name].code, start_ns, duration_ns
-    for key, value in more.items():
-        made[key] = value
-    return made
 
 
 def window(rank, ends, records, low=0):

@@ -12,6 +12,7 @@ from headway.lab.nvm_controller import simulate_nvm
 from headway.lab.nvm_design import ABLATION, DESIGNS, LINES_PER_PAGE, PAGE_BYTES, LineLayout, MemorySystem, NvmDesign
 from headway.lab.nvm_traces import END, READ, TRACES, WRITE, SetAssociativeCache, checked, read_trace
 from headway.verbs.stored.storage import sim
+from tests.refusals import refused
 
 SMALL = MemorySystem(
     mapped_bytes=64 * PAGE_BYTES, num_cores=2, l1_bytes=512, l2_bytes=1024, llc_bytes=16 * 1024, controller_bytes=256
@@ -126,19 +127,14 @@ def test_software_pays_for_every_transaction_and_the_controller_hardly():
     assert software.slowdown(plain) >= 0.40
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ((READ, 1 << 40), r"line 2 of the trace: 1099511627776 lies outside the mapping"),
-        ((WRITE, -64), r"line 2 .*outside the mapping"),
-        ((WRITE, 100), r"line 2 .*not the address of a 64-byte line"),
-        ((7, 64), r"line 2 .*7 is no op"),
-        ((END, -1), r"line 2 .*must not be negative"),
-    ],
+test_a_row_that_makes_no_sense_is_named = refused(
+    ((READ, 1 << 40), r"line 2 of the trace: 1099511627776 lies outside the mapping"),
+    ((WRITE, -64), r"line 2 .*outside the mapping"),
+    ((WRITE, 100), r"line 2 .*not the address of a 64-byte line"),
+    ((7, 64), r"line 2 .*7 is no op"),
+    ((END, -1), r"line 2 .*must not be negative"),
+    by=lambda row: simulate_nvm(np.array([(READ, 0), row]), "tvarak"),
 )
-def test_a_row_that_makes_no_sense_is_named(row, message):
-    with pytest.raises(InputError, match=message):
-        simulate_nvm(np.array([(READ, 0), row]), "tvarak")
 
 
 def test_a_size_other_than_a_line_is_named_with_its_line(tmp_path):
@@ -190,6 +186,4 @@ def test_a_trace_that_cannot_be_read_is_the_callers_mistake(tmp_path, content, m
         sim(tmp_path / "trace")
 
 
-def test_a_negative_seed_is_refused():
-    with pytest.raises(InputError, match="the seed is -1"):
-        sim(seed=-1)
+test_a_negative_seed_is_refused = refused((lambda: sim(seed=-1), "the seed is -1"))

@@ -17,6 +17,7 @@ from headway.sim.recorded.program import Program
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND
 from tests.paths import shared
+from tests.refusals import refused
 from tests.runs_made import RunMaker
 
 FILES = (
@@ -224,9 +225,7 @@ def test_gloo_collectives_follow_their_enqueueing_and_hold_the_finaliser() -> No
 # Bad input
 
 
-def test_an_empty_trace_is_refused() -> None:
-    with pytest.raises(InputError, match=r"no operation to order"):
-        observe(trace_of())
+test_an_empty_trace_is_refused = refused((lambda: observe(trace_of()), r"no operation to order"))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -248,9 +247,7 @@ def test_a_run_of_headways_own_is_recognised_and_runs_greedily() -> None:
     assert end_ns == pytest.approx(program.measured_s * 1e9 * 20, rel=0.1)
 
 
-def test_ddp_needs_collectives() -> None:
-    with pytest.raises(InputError, match=r"no collective.*Use model='observed'"):
-        Dag.from_trace(step(), "ddp")
+test_ddp_needs_collectives = refused((lambda: Dag.from_trace(step(), "ddp"), r"no collective.*Use model='observed'"))
 
 
 def test_unknown_names_are_answered_with_the_valid_ones() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from headway.storage.regions import pagemap
 from headway.storage.regions.pagemap import MAPS, PAGE_BYTES, WrittenPages, joined, make_read_only, self_test
+from tests.spawn import in_fork
 
 REASON = "; ".join(filter(None, self_test().values()))
 kernel = pytest.mark.skipif(bool(REASON), reason=f"the kernel tracks no pages here: {REASON}")
@@ -129,11 +130,7 @@ def test_a_fork_costs_the_parent_nothing_and_the_childs_stores_are_its_own():
     memory[: PAGES * PAGE_BYTES] = b"x" * PAGES * PAGE_BYTES
     written = WrittenPages(address_of(memory), PAGES * PAGE_BYTES)
     memory[2 * PAGE_BYTES] = 1
-    pid = os.fork()
-    if pid == 0:
-        memory[5 * PAGE_BYTES] = 1
-        os._exit(0)
-    os.waitpid(pid, 0)
+    assert in_fork(lambda: memory.__setitem__(5 * PAGE_BYTES, 1)) == 0
     memory[9 * PAGE_BYTES] = 1
 
     assert pages(written.runs(clear=True)) == [2, 9]

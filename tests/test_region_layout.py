@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.core.errors import FormatError, InputError
+from headway.core.errors import FormatError
 from headway.storage.regions.layout import ALIGN_BYTES, Geometry, SidecarHeader, read_header
+from tests.refusals import refused
 
 PAGE = 4096
 geometries = st.builds(
@@ -47,14 +48,9 @@ def test_no_other_bytes_are_taken_for_a_header(tmp_path_factory, data):
         read_header(path)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "match"),
-    [
-        ((PAGE + 1, PAGE, 4, 1), "not whole pages"), ((0, PAGE, 4, 1), "not whole pages"),
-        ((PAGE, 1000, 4, 1), "page is 1000"), ((PAGE, 0, 4, 1), "page is 0"), ((PAGE, PAGE, 0, 1), "stripe is 0"),
-        ((PAGE, PAGE, 4, 0), "parity 0"), ((PAGE, PAGE, 100, 100), "10000; the header has room"),
-    ],
+test_sizes_that_cannot_work_are_refused = refused(
+    ((PAGE + 1, PAGE, 4, 1), "not whole pages"), ((0, PAGE, 4, 1), "not whole pages"),
+    ((PAGE, 1000, 4, 1), "page is 1000"), ((PAGE, 0, 4, 1), "page is 0"), ((PAGE, PAGE, 0, 1), "stripe is 0"),
+    ((PAGE, PAGE, 4, 0), "parity 0"), ((PAGE, PAGE, 100, 100), "10000; the header has room"),
+    by=lambda sizes: Geometry(*sizes),
 )  # fmt: skip
-def test_sizes_that_cannot_work_are_refused(sizes, match):
-    with pytest.raises(InputError, match=match):
-        Geometry(*sizes)

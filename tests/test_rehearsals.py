@@ -19,7 +19,7 @@ from headway.data.workers.torch_threads import different
 from headway.runtime.recorder import rehearsals
 from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.recording.assemble import loaders
-from tests.loaders_made import ByTurns, Noisy, Squares
+from tests.loaders_made import ByTurns, HoldsAFile, Noisy, Squares
 from tests.remedy_context import applied
 
 FACTOR = [1]
@@ -31,16 +31,6 @@ class Counted(Squares):
     def __getitem__(self, index):
         self.count += 1
         return torch.tensor([index, self.count // 100])
-
-
-class HoldsAFile(Squares):
-    def __init__(self):
-        super().__init__()
-        self.file = open(os.devnull, "rb")  # noqa: SIM115 - as scripts do
-
-    def __getitem__(self, index):
-        self.file.read(1)
-        return torch.tensor([index])
 
 
 class Scaled(Squares):
@@ -58,13 +48,18 @@ def seed_worker(worker, offset=0):
     random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
 
 
-def rehearsed(loader, run, monkeypatch):
-    """Return the facts of `loader` after a rehearsal."""
-    monkeypatch.setenv("HEADWAY_REMEDIES", json.dumps(REHEARSALS))
+def rehearse(loader, run):
+    """Rehearse `loader`; return its facts by number."""
     probes = SimpleNamespace(run=str(run), remedied=False, leads=True, recorder=SimpleNamespace(rank=0))
     rehearsals.begin(probes, 0, loader)
     rehearsals.settle(run, patience_s=60)
-    return LoaderFacts.of(loaders(run)["0"]).rehearsal
+    return loaders(run)
+
+
+def rehearsed(loader, run, monkeypatch):
+    """Return the facts of `loader` after a rehearsal."""
+    monkeypatch.setenv("HEADWAY_REMEDIES", json.dumps(REHEARSALS))
+    return LoaderFacts.of(rehearse(loader, run)["0"]).rehearsal
 
 
 @pytest.mark.slow
@@ -93,20 +88,13 @@ def test_a_dataset_that_hangs_leaves_no_fact_and_no_process(tmp_path, monkeypatc
     before = {process.pid for process in psutil.process_iter()}
     monkeypatch.setenv("HEADWAY_REMEDIES", json.dumps(REHEARSALS))
 
-    assert rehearsed_nothing(DataLoader(Hangs(), 4), tmp_path, monkeypatch)
+    assert rehearse(DataLoader(Hangs(), 4), tmp_path) == {}
     ours = [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before and p.info["cmdline"] == CMDLINE]
     psutil.wait_procs(ours, timeout=20)
     assert not [process for process in ours if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
 
 CMDLINE = psutil.Process().cmdline()
-
-
-def rehearsed_nothing(loader, run, monkeypatch):
-    probes = SimpleNamespace(run=str(run), remedied=False, leads=True, recorder=SimpleNamespace(rank=0))
-    rehearsals.begin(probes, 0, loader)
-    rehearsals.settle(run, patience_s=60)
-    return loaders(run) == {}
 
 
 def sets_a_variable(worker):

@@ -451,23 +451,6 @@ def test_a_bucket_size_is_applied_on_two_ranks_with_the_same_losses(tmp_path):
     assert (facts["models"], facts["bit_exact"]) == (1, True)
 
 
-def test_a_size_of_the_scripts_own_is_kept_when_the_plan_says_so(context, tmp_path):
-    from headway.comm.torch_buckets import bucket
-
-    apply(bucket, {"bucket_mb": 3, "respect_explicit": True}, context)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        own = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), bucket_cap_mb=7)
-        assert isinstance(context.outcomes[-1], RefusedRemedy)
-        ours = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
-        sizes = [ddp._get_ddp_logging_data()["bucket_cap_bytes"] for ddp in (own, ours)]
-    finally:
-        torch.distributed.destroy_process_group()
-
-    assert sizes == [7 << 20, 3 << 20]
-    assert context.outcomes[-1].json()["facts"]["kept_explicit"] == 1
-
-
 @pytest.mark.slow
 def test_a_plan_that_cannot_be_read_is_one_warning_and_the_job_goes_on(tmp_path):
     (tmp_path / "plan.json").write_text("{}")

@@ -148,18 +148,14 @@ def test_the_scripts_own_handler_runs_after_the_save(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_script_that_never_saved_ends_at_once(tmp_path):
-    cls, stderr, took_s = stopped(tmp_path, tmp_path / "run", 100_000, "never")
+@pytest.mark.parametrize(
+    ("way", "options", "most_s"),
+    [("never", {}, 15.0), ("stuck", {"twice": True, "grace_s": 60.0}, 30.0)],  # half of the grace
+    ids=["a script that never saved", "a second signal to a job that saves"],
+)
+def test_what_will_not_be_saved_is_not_waited_for(tmp_path, way, options, most_s):
+    cls, stderr, took_s = stopped(tmp_path, tmp_path / "run", 100_000, way, **options)
 
     assert cls == "preempted"
     assert "is saved" not in stderr
-    assert took_s < 15.0  # half of the grace
-
-
-@pytest.mark.slow
-def test_a_second_signal_ends_a_job_that_saves(tmp_path):
-    cls, stderr, took_s = stopped(tmp_path, tmp_path / "run", 100_000, "stuck", twice=True, grace_s=60.0)
-
-    assert cls == "preempted"
-    assert "is saved" not in stderr
-    assert took_s < 30.0
+    assert took_s < most_s

@@ -9,15 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.lab.schemes import (
-    SCHEMES,
-    Scheme,
-    Viability,
-    bounds_afr,
-    mttdl_hours,
-    mttdl_parallel_hours,
-    tolerated_afr,
-)
+from headway.lab.schemes import SCHEMES, Scheme, Viability, bounds_afr, mttdl_hours, mttdl_parallel_hours, tolerated_afr
 
 widths = st.integers(1, 40)
 parities = st.integers(1, 5)

@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from headway.core.errors import InputError
 from headway.core.machine.ring import RingReader
 from headway.core.wire.channel import ChannelClosed, connect
 from headway.data.bytes.packing import collated, pack, unpack
@@ -38,6 +37,7 @@ from headway.data.service.server import Daemon, listen
 from headway.data.service.stock import DataServer
 from tests.launching import wait_for
 from tests.paths import ROOT
+from tests.refusals import refused
 from tests.spawn import run_threads
 
 SIZE = 60
@@ -302,13 +302,8 @@ def test_it_tells_how_it_is(serve):
     assert list(told["jobs"]) == ["job"]
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"order": "sharde"}, "Did you mean 'shared'"), ({"threads": -1}, "threads is -1"), ({"idle_s": 0}, "idle_s 0"),
-        ({"window": 0}, "window is 0"), ({"cache_bytes": -1}, "cache_bytes -1"),
-    ],
+test_bad_options_are_refused_where_they_are_given = refused(
+    ({"order": "sharde"}, "Did you mean 'shared'"), ({"threads": -1}, "threads is -1"), ({"idle_s": 0}, "idle_s 0"),
+    ({"window": 0}, "window is 0"), ({"cache_bytes": -1}, "cache_bytes -1"),
+    by=lambda options: DataServer(**options),
 )  # fmt: skip
-def test_bad_options_are_refused_where_they_are_given(options, said):
-    with pytest.raises(InputError, match=said):
-        DataServer(**options)

@@ -6,6 +6,7 @@ import pytest
 from headway.comm.compression.options import StageChains
 from headway.core.errors import InputError
 from headway.sim.graph.dag import Dag, greedy
+from tests.refusals import refused
 
 
 def expanded(chains, plan):
@@ -62,17 +63,12 @@ def test_the_gap_is_the_last_time_that_the_link_waited():
     assert (makespan.tolist(), gap.tolist()) == ([100], [2])
 
 
-@pytest.mark.parametrize(
-    ("arrays", "words"),
-    [
-        (([1, 2], [[[0]]], [[[1]]]), "do not fit"),
-        (([1], [[[0]]], [[[-1]]]), "negative"),
-        (([1], [[[-1, 0]]], [[[1, 1]]]), "follows the end"),
-    ],
+test_invalid_chains_are_named = refused(
+    (([1, 2], [[[0]]], [[[1]]]), "do not fit"),
+    (([1], [[[0]]], [[[-1]]]), "negative"),
+    (([1], [[[-1, 0]]], [[[1, 1]]]), "follows the end"),
+    by=lambda arrays: StageChains(*map(np.array, arrays)),
 )
-def test_invalid_chains_are_named(arrays, words):
-    with pytest.raises(InputError, match=words):
-        StageChains(*map(np.array, arrays))
 
 
 def test_plans_with_unknown_options_are_named():

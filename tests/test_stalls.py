@@ -13,6 +13,7 @@ from msgspec import structs
 from headway.core.errors import InputError
 from headway.data.stalls.model import StallReport, attribute, from_phases, what_if
 from headway.sim.recorded.program import Program
+from tests.refusals import refused
 from tests.runs_made import MS, RunMaker
 
 
@@ -117,17 +118,12 @@ def test_storage_that_is_told_to_be_shared_can_also_be_faster() -> None:
 # Bad input
 
 
-@pytest.mark.parametrize(
-    ("phases", "message"),
-    [
-        (([1.0] * 5, [1.0] * 20, [1.0] * 20), r"the ingest phase has 5 steps, of which 5 are warm-up"),
-        (([1.0] * 20, [0.0] * 20, [1.0] * 20), r"the cached phase took no time"),
-        (([1.0] * 20, [1.0] * 20, [math.nan] * 20), r"the cold phase took no time, or its times are not finite"),
-    ],
+test_a_bad_phase_is_refused = refused(
+    (([1.0] * 5, [1.0] * 20, [1.0] * 20), r"the ingest phase has 5 steps, of which 5 are warm-up"),
+    (([1.0] * 20, [0.0] * 20, [1.0] * 20), r"the cached phase took no time"),
+    (([1.0] * 20, [1.0] * 20, [math.nan] * 20), r"the cold phase took no time, or its times are not finite"),
+    by=lambda phases: from_phases(*phases),
 )
-def test_a_bad_phase_is_refused(phases: tuple[list[float], list[float], list[float]], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        from_phases(*phases)
 
 
 def test_a_dataset_smaller_than_a_batch_is_refused() -> None:

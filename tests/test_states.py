@@ -79,28 +79,34 @@ def test_room_is_made_without_a_step_a_gradient_or_a_random_number(tmp_path):
     assert all(parameter.grad is None for parameter in other.parameters())
 
 
-def test_state_in_another_type_than_its_parameter_keeps_its_bits(tmp_path):
-    _model, optimizer = trained(OPTIMIZERS["adam"], dtype=torch.bfloat16)
+def mixed_types(_, optimizer):
     for held in optimizer.state.values():
         held["exp_avg"] = torch.randn(held["exp_avg"].shape)  # float32, as mixed-precision recipes keep it
-    folder = write({"opt": optimizer.state_dict()}, tmp_path)
-    _, new = trained(OPTIMIZERS["adam"], steps=0, dtype=torch.bfloat16)
-
-    restore_into(folder, {"opt": new})
-
-    assert equal(new.state_dict(), optimizer.state_dict())
 
 
-def test_a_parameter_without_saved_state_gets_none(tmp_path):
-    model, optimizer = trained(OPTIMIZERS["momentum"], steps=0)
+def part_frozen(model, optimizer):
     model[0].requires_grad_(False)
     step(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "saved", "new"),
+    [
+        ("adam", mixed_types, {"dtype": torch.bfloat16}, {"steps": 0, "dtype": torch.bfloat16}),
+        ("momentum", part_frozen, {"steps": 0}, {}),
+        ("adam", lambda _, optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3), {}, {"steps": 0}),
+    ],
+    ids=["state of another type than its parameter", "a parameter without saved state", "the rate of a schedule"],
+)
+def test_an_optimizer_gets_the_state_that_was_saved_bit_for_bit(tmp_path, name, change, saved, new):
+    model, optimizer = trained(OPTIMIZERS[name], **saved)
+    change(model, optimizer)
     folder = write({"opt": optimizer.state_dict()}, tmp_path)
-    _, used = trained(OPTIMIZERS["momentum"])
+    _, other = trained(OPTIMIZERS[name], **new)
 
-    restore_into(folder, {"opt": used})
+    restore_into(folder, {"opt": other})
 
-    assert equal(used.state_dict(), optimizer.state_dict())
+    assert equal(other.state_dict(), optimizer.state_dict())
 
 
 def test_saved_state_of_a_parameter_that_is_not_there_is_refused(tmp_path):
@@ -180,18 +186,6 @@ def test_plain_values_and_tensors_are_filled_where_they_stand(tmp_path):
     assert (weight.tolist(), scale.item()) == ([1, 1, 1], 2)
     assert (state["step"], state["note"]) == (5, ("a", 1))
     assert state["scale"] is scale
-
-
-def test_the_rate_of_a_schedule_that_an_optimizer_lacks_comes_with_its_groups(tmp_path):
-    _, optimizer = trained(OPTIMIZERS["adam"])
-    torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    folder = write({"opt": optimizer.state_dict()}, tmp_path)
-    _, new = trained(OPTIMIZERS["adam"], steps=0)
-
-    restore_into(folder, {"opt": new})
-
-    assert equal(new.state_dict(), optimizer.state_dict())
-    assert new.param_groups[0]["initial_lr"] == 0.01
 
 
 def test_groups_that_share_a_tensor_of_a_rate_get_the_rates_that_were_saved(tmp_path):

@@ -5,15 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks._synthetic import (
-    FAULTS,
-    Generated,
-    SyntheticFault,
-    SyntheticJob,
-    calibrated,
-    generate,
-    scenario,
-)
+from benchmarks._synthetic import FAULTS, Generated, SyntheticFault, SyntheticJob, calibrated, generate, scenario
 from headway.ledger.operations.root_cause import CAUSES
 from headway.ledger.operations.straggler import analyse, root_causes
 

@@ -228,9 +228,11 @@ def test_a_plan_of_which_nothing_was_applied_has_no_measured_gain_to_compare():
     assert (applied[-1]["reason_not_applied"], applied[-1]["measured_speedup"]) == (None, 1.9)
 
 
+GIVEN = {"num_workers": 8, "prefetch_factor": 2, "persistent_workers": True, "pin_memory": False}
+
+
 def test_a_fix_for_a_run_without_a_launcher_is_in_the_scripts_own_terms():
-    given = {"num_workers": 8, "prefetch_factor": 2, "persistent_workers": True, "pin_memory": False}
-    plan = Plan(1.0, 1.0, (1.0, 1.0), (replace(proposed("data.workers", 2.0), parameters=given),), ("data.workers",))
+    plan = Plan(1.0, 1.0, (1.0, 1.0), (replace(proposed("data.workers", 2.0), parameters=GIVEN),), ("data.workers",))
     launched, alone = (fixes_of(plan, launched=kind)["input.fetch"] for kind in (True, False))
 
     assert "headway run --apply" in launched.text
@@ -240,8 +242,7 @@ def test_a_fix_for_a_run_without_a_launcher_is_in_the_scripts_own_terms():
 
 
 def test_a_plan_of_a_run_without_a_launcher_ends_with_what_the_script_can_say():
-    given = {"num_workers": 8, "prefetch_factor": 2, "persistent_workers": True, "pin_memory": False}
-    rows = [replace(proposed("data.workers", 2.0), parameters=given), proposed("comm.order", 1.2)]
+    rows = [replace(proposed("data.workers", 2.0), parameters=GIVEN), proposed("comm.order", 1.2)]
     plan = {"proposals": [row.to_json() for row in rows], "chosen": [row.name for row in rows]}
     launched, alone = (
         render_plan({**plan, "in_script": terms}, apply="headway run --apply plan.json -- train.py", width=120)
@@ -266,12 +267,13 @@ def test_the_plan_that_a_run_applied_stays_when_it_is_planned_anew(tmp_path, cap
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["path"] == str(run / "next-plan.json")
 
 
+def refuse(*_, **__):
+    raise BarMissedError("the replay misses by 6.2 %. Record a quieter run.")
+
+
 def test_where_the_replay_misses_the_run_plan_says_what_to_do_without_predictions(tmp_path, capsys, monkeypatch):
     run = tmp_path / "run"
     shutil.copytree(BEFORE, run, ignore=shutil.ignore_patterns("plan.json"))
-
-    def refuse(*_, **__):
-        raise BarMissedError("the replay misses by 6.2 %. Record a quieter run.")
 
     monkeypatch.setattr("headway.why.explanation.Plan.of", refuse)
     assert plan_verb(run) == 3
@@ -290,9 +292,6 @@ def test_where_the_replay_misses_the_run_plan_says_what_to_do_without_prediction
 def test_run_why_and_plan_name_one_next_command_where_nothing_applies(predicts, tmp_path, capsys, monkeypatch):
     run = tmp_path / "run"
     shutil.copytree(ROOT / "tests" / "golden" / "runs" / "after", run)
-
-    def refuse(*_, **__):
-        raise BarMissedError("the replay misses by 6.2 %. Record a quieter run.")
 
     if not predicts:
         monkeypatch.setattr("headway.why.explanation.Plan.of", refuse)

@@ -42,6 +42,7 @@ from headway.runtime.in_rank.windows import (
 )
 from tests.accelerator import Accelerator, now
 from tests.recorded import recording, rows, run_script
+from tests.spawn import in_fork
 
 TRAIN = """
     import os, time, torch
@@ -360,14 +361,10 @@ def test_profilers_from_outside_and_annotations_of_the_script_end_the_windows(so
 def test_a_fork_inside_a_window_drops_it(tmp_path):
     """The loader's workers are forked in the middle of a window: they must not inherit a running profiler."""
     with opened(tmp_path / "run", HEADWAY_WINDOWS="1") as windows:
-        pid = os.fork()
-        if pid == 0:
-            os._exit(int(torch._C._autograd._profiler_enabled()))
-        status = os.waitpid(pid, 0)[1]
+        code = in_fork(lambda: os._exit(int(torch._C._autograd._profiler_enabled())))
         still_open = windows._open
 
-    assert os.waitstatus_to_exitcode(status) == 0
-    assert still_open is None
+    assert (code, still_open) == (0, None)
     assert not torch._C._autograd._profiler_enabled()
 
 

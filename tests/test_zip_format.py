@@ -11,15 +11,9 @@ from hypothesis import strategies as st
 
 from headway.core.errors import FormatError
 from headway.storage.formats.zip_files import entries, faults, has_checksums, is_zip
+from tests.checkpoints import record_of
 
-
-def saved(value: object) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
-
-
-SMALL = saved({"a": torch.arange(40.0), "b": torch.zeros(3, dtype=torch.int8), "none": torch.zeros(0, 4)})
+SMALL = record_of({"a": torch.arange(40.0), "b": torch.zeros(3, dtype=torch.int8), "none": torch.zeros(0, 4)})
 
 
 def test_any_single_flipped_bit_of_a_torch_save_file_is_found():
@@ -84,7 +78,7 @@ def test_archives_of_other_writers_are_held_to_their_crcs(method):
 def test_an_archive_without_crcs_is_told_apart_from_a_damaged_one():
     torch.serialization.set_crc32_options(False)
     try:
-        data = saved(torch.arange(100.0))
+        data = record_of(torch.arange(100.0))
     finally:
         torch.serialization.set_crc32_options(True)
 
