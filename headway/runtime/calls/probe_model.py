@@ -90,9 +90,8 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
     emit, forwarding, changed = probes.emit, probes.forwarding, probes.outer_call.current
     gradients, trainer, gap = probes.gradients, probes.trainer, probes.gap
     begun, gap_open, gap_asks = gradients.begun, gap.open, gap.asks_forward
-    # When the newest forward ended, and the CPU time of its thread then, -1 where that was not read. Between two
-    # forwards of a step it tells waiting from computing; it is a system call, so it is read only once a script was
-    # seen to have long times there.
+    # When the newest forward ended, and the CPU time of its thread then, -1 where that was not read: it tells waiting
+    # from computing between two forwards of a step. A system call, for scripts that were seen to have long times there.
     ended_ns, cpu_ended, asks_cpu = 0, -1, False
     numbers, parameters, last = models.numbers, models.parameters, probes.last_forward
     counted: dict[int, bool] = {}  # model -> whether the call whose operations were counted was in training mode

@@ -13,7 +13,7 @@ import _thread
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from headway.runtime.recorder.probes import Probes, now
 from headway.runtime.script.batches import number_of
@@ -106,11 +106,13 @@ def begin(probes: Probes, roots: Any) -> int:
     return fresh
 
 
+F = TypeVar("F", bound=Callable[..., object])
+
 HIDDEN = " [importlib._bootstrap]"
 """What ends the file name of a code that Python's warnings do not count: that of its own import is so named."""
 
 
-def hidden(function: Callable[..., Any]) -> Callable[..., Any]:
+def hidden(function: F) -> F:
     """Have warnings that count callers (`stacklevel`) pass over the frame of `function`: a caller that is not there.
 
     Without this a warning of torch's names another line, and a filter by module lets other ones through. Python passes
