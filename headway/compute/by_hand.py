@@ -239,13 +239,11 @@ def _padding(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
         return
     [call] = compute.calls
     inside_s = booked_s(ledger, "useful.forward", "useful.backward", "useful.compute")
-    lost = call.padded * inside_s * NS_PER_S / max(int(ledger.step_ns.sum()), 1)
+    share = call.padded * inside_s * NS_PER_S / max(int(ledger.step_ns.sum()), 1)
     evidence = f"{format_fraction(call.padded, 0)} of the positions of a batch of {call.name} fill short examples up"
-    fix = (
-        "batch examples of like length (sort by length within a few batches, shuffle the batches), pad to the longest "
-    )
-    fix += "of each batch, or pack them (nn.utils.rnn.pack_padded_sequence, nested tensors): batches are others then"
-    gain = 1 / (1 - min(lost, MOST))
+    fix = "batch examples of like length (sort within a few batches, shuffle the batches), pad to the longest of each "
+    fix += "batch, or pack them (nn.utils.rnn.pack_padded_sequence, nested tensors): batches are others then"
+    gain = 1 / (1 - min(share, MOST))
     yield Cause("compute.padding", call.name, call.padded * inside_s, evidence, fix, gain, (1.0, gain), at_most=True)
 
 

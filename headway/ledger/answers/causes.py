@@ -24,7 +24,14 @@ from typing import TYPE_CHECKING
 from headway.core.errors import InputError
 from headway.core.rng import binomial
 from headway.core.units import NS_PER_S, format_bytes, format_fraction, format_seconds, plural
-from headway.ledger.answers.input_causes import input_fetch, input_prep, input_repeats, input_start, input_transfer
+from headway.ledger.answers.input_causes import (
+    LEAST_SAMPLES,
+    input_fetch,
+    input_prep,
+    input_repeats,
+    input_start,
+    input_transfer,
+)
 from headway.ledger.answers.ledger import (
     TRY,
     Ledger,
@@ -254,7 +261,8 @@ def _comm_exposed(ledger: Ledger) -> list[Cause]:
         fix = "reduce them once a step: model.no_sync() around all of its backwards but the last"
         script = "with model.no_sync(): loss.backward()  # all backwards of a step but the last"
     by_hand = span_of(ledger, "comm.collective")
-    if not times and by_hand.count >= MANY_COLLECTIVES * ledger.steps * ledger.devices > 0:
+    between = sum(row.count for row in ledger.gradient_lines) >= LEAST_SAMPLES  # behind the backward, unlike FSDP's
+    if between and not times and by_hand.count >= MANY_COLLECTIVES * ledger.steps * ledger.devices > 0:
         evidence += f"; each step makes {by_hand.count / (ledger.steps * ledger.devices):.0f} of them"
         if by_hand.total_bytes < SMALL_COLLECTIVE * by_hand.count:
             fix = "reduce gradients together: DistributedDataParallel does it in buckets, beside the backward; or one "

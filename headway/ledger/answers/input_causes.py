@@ -163,10 +163,7 @@ KEEP = "DataLoader(..., persistent_workers=True)"
 ONE = "DataLoader(..., num_workers=1)"
 FEWER = "DataLoader(..., num_workers={each}, persistent_workers=True)"
 
-INSIDE = (
-    "load in the training process: a batch loads in {load}, and workers take {hand_over} to hand it over, with their "
-)
-INSIDE += "start and end"
+INSIDE = "load in the training process: a batch loads in {load}, its workers cost {hand_over} for each batch"
 NONE = "DataLoader(..., num_workers=0)"
 
 HINTS: tuple[Hint, ...] = (
