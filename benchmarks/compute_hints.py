@@ -42,7 +42,7 @@ def hints(fault: PlantedFault, folder: Path) -> list[dict[str, Any]]:
     """Record a script; return the causes inside useful time that `why` names, most time first."""
     (folder / "train.py").write_text(fault.script)
     headway("run", "--quiet", "--windows", "0", "--out", folder / "run", "--", folder / "train.py")
-    # The scripts compute on one thread, so that its CPU time tells: that other cores are free is none of their faults.
+    # The scripts compute on one thread, so that its CPU time tells: free cores are no planted fault.
     return [
         cause
         for cause in headway("why", folder / "run")["causes"]

@@ -84,12 +84,12 @@ def test_rows_that_no_batch_looks_up_are_a_cause_where_their_updates_take_the_ti
     for sparse, tied in ((True, False), (False, True)):
         assert model_facts(Pairs(sparse, tied), ())["num_dense_rows"] == 0
     model, adam = ModelFacts("Pairs", 16000, num_dense_rows=1000, num_dense_elements=8000), OptimizerFacts("Adam")
-    told = {}
+    by_lookups = {}
     for lookups in (20, 200):
         models = (structs.replace(model, num_lookups=lookups),)
-        told[lookups] = found(backward_s=2.0, compute=ComputeFacts(models=models, optimizers=(adam,)))
-    assert "SparseAdam" in told[20]["compute.embedding"].script
-    assert "compute.embedding" not in told[200]
+        by_lookups[lookups] = found(backward_s=2.0, compute=ComputeFacts(models=models, optimizers=(adam,)))
+    assert "SparseAdam" in by_lookups[20]["compute.embedding"].script
+    assert "compute.embedding" not in by_lookups[200]
 
 
 def test_a_step_is_rehearsed_without_anomaly_detection_where_that_is_on():

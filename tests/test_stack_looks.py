@@ -126,7 +126,7 @@ def test_the_depths_of_optimizers_loops_are_kept_beside_the_loops_that_were_seen
 
 
 def test_places_are_bounded(monkeypatch):
-    monkeypatch.setattr(stack_looks, "MOST_PLACES", 1)
+    monkeypatch.setattr("headway.runtime.script.gap_stacks.MOST_PLACES", 1)
     loads = LoadStacks()
     for name in ("one", "two"):
         names = {"look": lambda: loads.count(stack_of(threading.get_ident())[2:], 1, 0)}

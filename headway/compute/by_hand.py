@@ -23,7 +23,7 @@ from headway.core.units import NS_PER_S, format_bytes, format_fraction, plural
 from headway.cost.specs import ceilings_of
 from headway.ledger.answers.causes import Predictor
 from headway.ledger.answers.ledger import Ledger, booked_s, span_of
-from headway.ledger.answers.script_causes import IN_ONE_CALL, looped_words, python_loops
+from headway.ledger.answers.script_causes import IN_ONE_CALL, looped_words, python_loops, updates_s
 from headway.ledger.cause import Cause
 from headway.trace.recording.run_facts import memory_headroom
 from headway.trace.rings.rank_tables import CallFlops, ComputeFacts
@@ -62,6 +62,9 @@ REPEATS = 4
 
 UPDATES = {"batch": 1 - 1 / REPEATS, "float32": 0.5}
 """Edit -> share of the updates' time that it wins besides, per example."""
+
+INSIDE = ("useful.forward", "useful.backward", "useful.compute")
+"""What a model and its loss take, without the updates."""
 
 LARGE_RATE = 4e9
 """Operations per second and thread of a CPU from which on operators compute, and below which calls take the time."""
@@ -166,7 +169,7 @@ def _larger_batch(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
     [model] = compute.models
     fullest = max((row.device_peak_bytes or 0) / (row.device_total_bytes or 1) for row in peaks)
     times, idle_s = min(REPEATS, int(ROOM / fullest)), booked_s(ledger, "host.launch")
-    share = idle_s * NS_PER_S / max(int(ledger.step_ns.sum()), 1)
+    share = _of_steps(ledger, idle_s)
     if times < 2 or share < LARGE:
         return
     won = min(MOST, share * (1 - 1 / times))
@@ -179,10 +182,15 @@ def _larger_batch(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
     )  # fmt: skip
 
 
+def _of_steps(ledger: Ledger, seconds: float) -> float:
+    """Return which share of the steps' time some device-seconds are."""
+    return seconds * NS_PER_S / max(int(ledger.step_ns.sum()), 1)
+
+
 def _rate(ledger: Ledger, compute: ComputeFacts) -> float | None:
     """Return the operations per second and thread of forwards and backwards on a CPU; None where none were counted."""
     counted = [call.flops for call in compute.calls if call.flops is not None]
-    useful_s = booked_s(ledger, "useful.forward", "useful.backward", "useful.compute")
+    useful_s = booked_s(ledger, *INSIDE)
     if ledger.facts.device_type != "cpu" or len(counted) != len(compute.calls) or not counted or not useful_s:
         return None
     calls = max(span_of(ledger, "forward").count, ledger.steps * ledger.devices * len(counted))
@@ -194,7 +202,7 @@ def _loops(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
     rate, backwards = _rate(ledger, compute), max(span_of(ledger, "segment.backward").count, 1)
     again = any(call.repeats >= MANY for call in compute.calls) or span_of(ledger, "forward").count >= MANY * backwards
     rows, share = python_loops(ledger, with_layers=again)
-    inside_s = booked_s(ledger, "useful.forward", "useful.backward", "useful.compute")
+    inside_s = booked_s(ledger, *INSIDE)
     forward_s = booked_s(ledger, "useful.forward", "useful.compute") / max(backwards, ledger.steps * ledger.devices, 1)
     if rate is None or rate >= LARGE_RATE or not rows or forward_s < LONG_FORWARD_S:
         return
@@ -202,7 +210,7 @@ def _loops(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
     upper = min(1.0, share + 2 * math.sqrt(share * (1 - share) / count))  # two standard errors of the samples above
     backward_s = booked_s(ledger, "useful.backward")  # at most all of it belongs to what the loops computed
     most_s = upper * (inside_s - backward_s) + backward_s
-    part = most_s * NS_PER_S / max(int(ledger.step_ns.sum()), 1)
+    part = _of_steps(ledger, most_s)
     evidence = f"{looped_words(ledger, rows, share)}; their operators are small ({rate / 1e9:.2g} GFLOP/s per thread)"
     fix = f"{IN_ONE_CALL}; torch.compile where each pass needs the one before it"
     gain = 1 / (1 - min(part, NEARLY_ALL))
@@ -214,10 +222,9 @@ def _dense_rows(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
     if len(compute.models) != 1 or len(compute.optimizers) != 1 or ledger.facts.device_type != "cpu":
         return
     [model], [optimizer] = compute.models, compute.optimizers
-    update_s = min(booked_s(ledger, "useful.optimizer"), span_of(ledger, "optimizer.step").total_ns / NS_PER_S)
-    # Their backward writes a gradient of all rows as well.
-    lost_s = (update_s + booked_s(ledger, "useful.backward")) * model.num_dense_elements / max(model.num_elements, 1)
-    share = lost_s * NS_PER_S / max(int(ledger.step_ns.sum()), 1)
+    ratio = model.num_dense_elements / max(model.num_elements, 1)
+    lost_s = ratio * (updates_s(ledger) + booked_s(ledger, "useful.backward"))  # which writes a gradient of all rows
+    share = _of_steps(ledger, lost_s)
     if share < LARGE or not 0 < model.num_lookups < SPARSE * model.num_dense_rows:
         return
     evidence = f"each step computes gradients of all {model.num_dense_rows:,} rows of {model.name}'s embeddings, and "
@@ -238,8 +245,8 @@ def _padding(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
     if len(compute.calls) != 1 or compute.calls[0].padded < PADDED:
         return
     [call] = compute.calls
-    inside_s = booked_s(ledger, "useful.forward", "useful.backward", "useful.compute")
-    share = call.padded * inside_s * NS_PER_S / max(int(ledger.step_ns.sum()), 1)
+    inside_s = booked_s(ledger, *INSIDE)
+    share = _of_steps(ledger, call.padded * inside_s)
     evidence = f"{format_fraction(call.padded, 0)} of the positions of a batch of {call.name} fill short examples up"
     fix = "batch examples of like length (sort within a few batches, shuffle the batches), pad to the longest of each "
     fix += "batch, or pack them (nn.utils.rnn.pack_padded_sequence, nested tensors): batches are others then"

@@ -293,10 +293,15 @@ LARGE_UPDATE = 0.05
 """Share of the steps' time from which on the form of an update is worth a word: start-up may be long."""
 
 
+def updates_s(ledger: Ledger) -> float:
+    """Return the device-seconds of the updates alone, without what the script does between a backward and one."""
+    return min(booked_s(ledger, "useful.optimizer"), span_of(ledger, "optimizer.step").total_ns / NS_PER_S)
+
+
 def optimizer_loops(ledger: Ledger) -> list[Cause]:
     """Updates that loop over tensors on a CPU, several operators for each, where one fused kernel does the same."""
     compute = ledger.facts.compute
-    own_s = min(booked_s(ledger, "useful.optimizer"), span_of(ledger, "optimizer.step").total_ns / NS_PER_S)
+    own_s = updates_s(ledger)
     fraction = own_s * NS_PER_S / max(int(ledger.step_ns.sum()), 1)
     in_force = "compute.fused_optimizer" in ledger.facts.in_force
     if compute is None or in_force or len(compute.optimizers) != 1 or fraction < LARGE_UPDATE:

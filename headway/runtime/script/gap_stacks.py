@@ -44,7 +44,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from headway.core.machine.hidden_thread import HiddenThread
 
@@ -234,6 +234,19 @@ def stack_of(thread: int) -> Stack:
     return rows
 
 
+Key = TypeVar("Key")
+
+
+def add_sample(counts: dict[Key, list[int]], key: Key, ns: int) -> bool:
+    """Count a sample, and `ns`, for what it fell on; False where as many different ones as are counted are there."""
+    if key not in counts and len(counts) >= MOST_PLACES:
+        return False
+    entry = counts.setdefault(key, [0, 0])
+    entry[0] += ns
+    entry[1] += 1
+    return True
+
+
 Place = tuple[CodeType, int, str]
 """Code of the loop, its line, name of the function called there ('' for none of Python's)."""
 
@@ -363,17 +376,9 @@ class GapStacks:
                 return False  # in a handler, a save, a wait that a probe times
             frame = frame.f_back
         called = below.f_code.co_name if below is not None else ""
-        place = (loop.f_code, loop.f_lineno, "" if called in WRAPPERS else called)
-        counts = self._seen[gap]
-        entry = counts.get(place)
-        if entry is None:
-            if len(counts) >= MOST_PLACES:
-                return True
-            entry = counts[place] = [0, 0]
-        entry[0] += ns
-        entry[1] += 1
-        self._samples += 1
-        self.asks_forward[0] = True
+        if add_sample(self._seen[gap], (loop.f_code, loop.f_lineno, "" if called in WRAPPERS else called), ns):
+            self._samples += 1
+            self.asks_forward[0] = True
         return True
 
     def _shared(self, frame: FrameType | None) -> tuple[FrameType | None, FrameType | None]:

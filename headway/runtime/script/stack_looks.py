@@ -45,13 +45,13 @@ from types import CodeType
 from headway.runtime.script.gap_stacks import (
     CLOSED,
     MOST_LINES,
-    MOST_PLACES,
     OWN,
     TORCH,
     GapStacks,
     Place,
     Stack,
     StackRow,
+    add_sample,
     is_ours,
     is_scripts,
     line_of,
@@ -84,10 +84,8 @@ class LoadStacks:
     def count(self, stack: Stack, ns: int, loader: int) -> None:
         """Count `ns` for the line that a stack is at, inside a load of the loader of group `loader`."""
         line = line_in_load(stack)
-        if line is not None and (len(self._seen) < MOST_PLACES or (loader, line) in self._seen):
-            entry = self._seen.setdefault((loader, line), [0, 0])
-            entry[0] += ns
-            entry[1] += 1
+        if line is not None:
+            add_sample(self._seen, (loader, line), ns)
 
     def report(self) -> list[dict[str, str | int]]:
         """Return the lines that took longest: {"line", "function", "ns", "count", "loader"} each."""
@@ -123,11 +121,7 @@ class LoopStacks:
             calls_layer = any(code.co_filename.endswith(LAYER) for code in called)
             named = (_name(code) for code in called if not (is_ours(code) or code.co_filename.endswith(LAYER)))
             key = loop.code, loop.line, next(named, "") or callee(loop.code, loop.offset)
-        entry = (key, begins[0], calls_layer)
-        if len(self._seen) < MOST_PLACES or entry in self._seen:
-            counts = self._seen.setdefault(entry, [0, 0])
-            counts[0] += ns
-            counts[1] += 1
+        add_sample(self._seen, (key, begins[0], calls_layer), ns)
 
     def report(self) -> list[dict[str, str | int]]:
         """Return the loops that took longest: {"line", "function", "ns", "count", "calls_layer"} each.
@@ -170,7 +164,7 @@ class WaitStacks:
                     rows = [(row.code, row.line) for row in stack[depth:]]
                     waits = script_line(rows), name  # the outermost one: `item` may call `synchronize`
         if waits is not None:
-            self._count(*waits, ns)
+            add_sample(self._seen, waits, ns)
 
     def report(self) -> list[dict[str, str | int]]:
         """Return the lines that waited longest: {"line", "function", "ns", "count"} each."""
@@ -179,12 +173,6 @@ class WaitStacks:
             {"line": line, "function": name, "ns": ns, "count": count}
             for (line, name), (ns, count) in longest[:MOST_LINES]
         ]
-
-    def _count(self, line: str, name: str, ns: int) -> None:
-        if len(self._seen) < MOST_PLACES or (line, name) in self._seen:
-            entry = self._seen.setdefault((line, name), [0, 0])
-            entry[0] += ns
-            entry[1] += 1
 
 
 @functools.lru_cache(maxsize=256)
