@@ -62,7 +62,8 @@ FAULTS: dict[str, RunMaker] = {
 
 
 def test_every_rule_but_the_devices_own_has_a_fault_that_shows_it():
-    elsewhere = {"host.launch", "bubble.p2p", "host.cpu_wait", "steps.grow", "compute.optimizer", "compute.gradients"}
+    elsewhere = {"host.launch", "bubble.p2p", "host.cpu_wait", "steps.grow", "compute.optimizer", "compute.gradients",
+                 "compute.foreign"}  # fmt: skip
     assert set(RULES) == set(FAULTS) | elsewhere
     assert set(EDIT_OF_CAUSE) <= set(RULES)
 
@@ -441,15 +442,15 @@ def test_advice_for_a_job_on_cpus_names_no_pinned_memory():
     assert "pin_memory" in find_causes(Ledger.of(made))[0].fix
 
 
-def test_a_loader_without_workers_collates_and_one_with_too_many_is_told_to_have_fewer():
+def test_a_sampler_of_a_loader_without_workers_draws_and_a_loader_with_too_many_is_told_to_have_fewer():
     made = FAULTS["input.transfer"].make()
     for facts in made.meta["loaders"].values():
         facts["num_workers"] = 0
     cause = find_causes(Ledger.of(made))[0]
 
     assert cause.cause == "input.transfer"
-    assert cause.fix.startswith("collate in worker processes")
-    assert "num_workers=" in cause.script
+    assert cause.fix.startswith("draw fewer indices"), "workers do not draw"
+    assert not cause.script
     fixes = {}
     for fetch_ms, prep_ms in ((0, 6), (6, 0)):
         made = replace(FAULTS["input.transfer"], fetch_ns=fetch_ms * MS, prep_ns=prep_ms * MS).make()
@@ -462,6 +463,36 @@ def test_a_loader_without_workers_collates_and_one_with_too_many_is_told_to_have
     assert fixes[6][0] == "fewer workers: 10 of them take turns on 1 core"
     assert "num_workers=1," in fixes[6][1]
     assert not fixes[0][0].startswith("fewer workers"), "loads that wait need no core"
+
+
+def test_loads_that_all_cores_cannot_hide_are_made_cheaper_and_the_line_is_named():
+    fixes = {}
+    for prep_ms in (8, 80):
+        made = replace(FAULTS["input.fetch"], ranks=1, fetch_ns=0, prep_ns=prep_ms * MS).make()
+        made.meta["cores"] = 2
+        ledger = replace(Ledger.of(made), load_lines=(SampledLine("data.py:9", "decode", 10**9, 20, loader=0),))
+        fixes[prep_ms] = next(cause.fix for cause in find_causes(ledger) if cause.cause == "input.prep")
+
+    assert fixes[80].startswith("make decode at data.py:9 cheaper")
+    assert fixes[8].startswith("prepare in worker processes")
+
+
+def test_passes_of_one_batch_are_told_to_keep_their_iterator():
+    made = replace(FAULTS["input.start"], epoch_steps=1).make()
+    cause = next(cause for cause in find_causes(Ledger.of(made)) if cause.cause == "input.start")
+
+    assert cause.script.startswith("batches = iter(loader)")
+
+
+def test_calls_of_libraries_without_torch_inside_of_steps_are_a_cause_by_their_time():
+    ledger = Ledger.of(FAULTS["host.script"].make())
+    line = SampledLine("train.py:9", "roc_auc_score", ledger.ledger_ns["useful"] // 2, 40, library="sklearn")
+    [cause] = [one for one in find_causes(replace(ledger, loop_lines=(line,))) if one.cause == "compute.foreign"]
+
+    assert cause.where == "roc_auc_score at train.py:9"
+    assert cause.lost_device_s == pytest.approx(line.ns / 1e9)
+    few = structs.replace(line, count=7)
+    assert not [one for one in find_causes(replace(ledger, loop_lines=(few,))) if one.cause == "compute.foreign"]
 
 
 def test_what_an_evaluation_waits_for_is_no_loss_of_the_training_loader():

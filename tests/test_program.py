@@ -377,6 +377,13 @@ def test_workers_for_one_loader_leave_the_others_as_they_were() -> None:
     assert program.predict(["workers=4@1+2", "threads=true", "persistent=true"]).speedup == 1.0
 
 
+def test_workers_win_nothing_of_what_a_sampler_draws() -> None:
+    program = program_of(job(ranks=1, num_workers=0, fetch_ns=MS, transfer_ns=20 * MS).make())
+
+    assert program.predict(["workers=2"]).speedup <= 1.1
+    assert program.predict(["input.transfer=none"]).speedup > 1.5
+
+
 @pytest.mark.parametrize(("trial_s", "edit"), [(0.1, "workers=4"), (0.6, "workers=4@0")])
 def test_a_loader_that_trials_leave_no_time_for_is_replayed_as_it_was(trial_s: float, edit: str) -> None:
     """Of two loaders the second is not tried where the trial of the first takes .6 s: so `apply` has it, too."""

@@ -107,6 +107,20 @@ def test_a_loop_in_which_a_layer_is_called_calls_layers_in_all_its_lines(monkeyp
     assert {calls_layer for _, calls_layer in rows} == {True}
 
 
+@pytest.mark.parametrize("wrapper", [stack_looks.FORWARD, stack_looks.BACKWARD], ids=["forward", "hook of a backward"])
+def test_a_line_that_calls_a_library_without_torch_is_told_in_forwards_and_in_hooks(wrapper):
+    gap, loops, names = GapStacks(), LoopStacks(), {}
+    names |= {"look": lambda: loops.count(stack_of(threading.get_ident())[1:][1:], 1, gap), "note": gap.note_loop}
+    metric = LIBRARY.replace("pictures", "sklearn") + "metric.py"
+    for file, text in ((metric, "def score(): look()"), ("train.py", "def hook():\n    score()"),
+                       (wrapper, "def wrapped(): hook()"),
+                       ("train.py", "def train():\n    note()\n    wrapped()\ntrain()")):  # fmt: skip
+        exec(compile(text, file, "exec"), names)
+
+    [row] = loops.report()
+    assert (row["line"], row["function"], row["library"]) == ("train.py:2", "score", "sklearn")
+
+
 def test_the_depths_of_optimizers_loops_are_kept_beside_the_loops_that_were_seen(tmp_path):
     with recording(tmp_path) as session:
         model = torch.nn.Linear(2, 1)
@@ -118,7 +132,7 @@ def test_the_depths_of_optimizers_loops_are_kept_beside_the_loops_that_were_seen
             model(torch.ones(1, 2)).sum().backward()
             maker.step()
         session.probes.looks.loops.count([], 1, session.probes.gap)
-        session.probes.looks.loops._seen[None, 0, False] = [1, 1]
+        session.probes.looks.loops._seen[None, 0, False, ""] = [1, 1]
         session.probes.write_tables()
         depths = session.probes.tables["loops"]
 

@@ -145,6 +145,8 @@ class SampledLine(msgspec.Struct, frozen=True):
     """Group of the loader whose load it is a line of; -1 = of none."""
     calls_layer: bool = False
     """Of a line in a loop of a forward: whether it calls a layer."""
+    library: str = ""
+    """Package without torch that the line called in a forward, a loss or a backward; '' of a line in a loop."""
 
     @property
     def words(self) -> str:
@@ -154,14 +156,14 @@ class SampledLine(msgspec.Struct, frozen=True):
 
 def joined(ranks: Iterable[object]) -> tuple[SampledLine, ...]:
     """Add up the lines that each rank wrote down, most time first; what cannot be read is left out."""
-    total: dict[tuple[str, str, int, bool], SampledLine] = {}
+    total: dict[tuple[str, str, int, bool, str], SampledLine] = {}
     for rows in ranks:
         try:
             lines = msgspec.convert(rows, list[SampledLine])
         except msgspec.ValidationError:
             continue
         for row in lines:
-            key = row.line, row.function, row.loader, row.calls_layer
+            key = row.line, row.function, row.loader, row.calls_layer, row.library
             before = total.get(key, SampledLine(row.line, row.function, 0))
             feeds, count = before.feeds_forward or row.feeds_forward, before.count + row.count
             total[key] = msgspec.structs.replace(row, ns=before.ns + row.ns, count=count, feeds_forward=feeds)

@@ -184,8 +184,7 @@ def fixes_of_run(plan: Plan, facts: RunFacts, refused: Collection[str], allow: C
     fixes = fixes_of(plan, refused, launched=facts.launched, allow=allow)
     workers = next((fix for fix in fixes.values() if fix.remedy == "data.workers"), None)
     keeps = any(row.name == "data.workers" and KEPT in row.edits for row in plan.proposals)
-    collates = not any(loader.num_workers for loader in facts.effective_loaders.values())
-    also = {"input.start": keeps, "input.transfer": collates}
+    also = {"input.start": keeps}
     return fixes | {cause: workers for cause, does in also.items() if does and workers is not None}
 
 
@@ -209,9 +208,8 @@ DRAWS = "with other random draws of the same distribution"
 
 def refuted(cause: Cause, plan: Plan) -> Cause:
     """Take back the advice to try an edit where the planner tried its like on this run and none of it surely pays."""
-    about = "input.prep" if cause.cause == "input.transfer" and f"{TRY}workers=" in cause.fix else cause.cause
-    tried = [row for row in plan.proposals if about in causes_of(row.name)]
-    given = [f"{row.name} {row.known}" for row in plan.refused if row.known and about in causes_of(row.name)]
+    tried = [row for row in plan.proposals if cause.cause in causes_of(row.name)]
+    given = [f"{row.name} {row.known}" for row in plan.refused if row.known and cause.cause in causes_of(row.name)]
     if TRY not in cause.fix or not (tried or given) or any(row.clear for row in tried):
         return cause
     predicted = ", ".join(f"{row.name} {row.predicted_speedup:.2f}x" for row in tried)

@@ -102,6 +102,7 @@ CAUSE_PHRASES: dict[str, str] = {
     "steps.grow": "steps that get slower",
     "compute.optimizer": "an optimizer that loops over its tensors",
     "compute.gradients": "the script's own work on gradients",
+    "compute.foreign": "the script's own work inside of steps, without torch",
     "compute.loop": "Python loops over what one call computes",
     "compute.anomaly": "anomaly detection",
     "compute.embedding": "updates of rows that no batch looked up",

@@ -26,9 +26,9 @@ from headway.core.rng import binomial
 from headway.core.units import NS_PER_S, format_bytes, format_fraction, format_seconds, plural
 from headway.ledger.answers.input_causes import (
     LEAST_SAMPLES,
+    UNHIDDEN,
     input_fetch,
     input_prep,
-    input_repeats,
     input_start,
     input_transfer,
 )
@@ -48,18 +48,20 @@ from headway.ledger.answers.script_causes import (
     BUSY,
     bubble,
     evaluation,
+    foreign_lines,
     gradient_lines,
     host_cpu_wait,
     host_launch,
     host_recording,
     host_script,
+    input_repeats,
     memory_grows,
     optimizer_loops,
     rollout,
     steps_grow,
 )
 from headway.ledger.buckets import BUCKETS
-from headway.ledger.cause import Cause, ranked
+from headway.ledger.cause import NOT_RESOLVED, Cause, ranked
 
 if TYPE_CHECKING:
     from headway.sim.whatif import Prediction
@@ -221,9 +223,11 @@ def _predicted(cause: Cause, ledger: Ledger, predict: Predictor, part: float) ->
 
 def _fixed(cause: Cause, fix: Fix | None) -> Cause:
     """Put a predicted remedy in the place of the advice."""
-    if fix is None:
+    unhidden = cause.fix.endswith(UNHIDDEN)
+    if fix is None or (unhidden and fix.text.startswith(NOT_RESOLVED)):
         return cause
     text = fix.text or _booked(cause).fix
+    text += f"; or {cause.fix}" if unhidden and fix.text else ""
     gain, bounds = fix.predicted_speedup, fix.interval
     script = fix.script or cause.script
     if number := NUMBER_OF_WORKERS.search(script):  # the advice names as many as the line to copy
@@ -442,5 +446,6 @@ RULES: dict[str, Callable[[Ledger], list[Cause]]] = {
     "steps.grow": steps_grow,
     "compute.optimizer": optimizer_loops,
     "compute.gradients": gradient_lines,
+    "compute.foreign": foreign_lines,
 }
 """Every cause that a recorded run can show. Adding one is adding a line here."""

@@ -35,7 +35,8 @@ from headway.ledger.answers.ledger import (
     share_of,
     span_of,
 )
-from headway.ledger.cause import Cause, in_library
+from headway.ledger.buckets import BUCKETS
+from headway.ledger.cause import Cause, SampledLine, in_library
 from headway.trace.events.loader_facts import EPOCH_SAMPLERS, LoaderFacts, facts_of, renewed, unmovable_by_hand
 
 LEAST_SAMPLES = 8
@@ -94,6 +95,15 @@ class LoaderState:
     computes: bool = True
     """Whether its loads compute, or want a core, for longer than they wait for storage, network or sleep."""
 
+    is_heavy: bool = False
+    """Whether its loads take all cores longer than the rest of a step takes: workers cannot hide them."""
+
+    is_abandoned: bool = False
+    """Whether most of its passes end behind their first batch."""
+
+    line: str = ""
+    """Which line most of its loads were seen at, '' where none stands out."""
+
     @property
     def is_full(self) -> bool:
         """Whether its workers have all cores, or could not get one."""
@@ -103,6 +113,11 @@ class LoaderState:
     def is_short(self) -> bool:
         """Whether its workers take longer to hand a batch over than the training process would to load it."""
         return self.on_host and bool(self.workers) and 0 < self.load_s < SHORT * self.hand_over_s
+
+    @property
+    def draws(self) -> bool:
+        """Whether its sampler takes long: of a loader that hands over, pins and copies nothing the rest of a call."""
+        return self.on_host and self.workers == 0 and not (self.pins or self.is_served) and self.hand_over_s > DRAWS_S
 
     @property
     def is_shared(self) -> bool:
@@ -119,7 +134,7 @@ class LoaderState:
             "cores": plural(self.cores, "core") if self.cores else "few cores", "each": str(self.cores),
             "half": str(self.cores // 2), "threads": str(self.cores - self.cores // 2),
             "refusal": self.refusal, "TRY": TRY, "load": format_seconds(self.load_s),
-            "hand_over": format_seconds(self.hand_over_s),
+            "hand_over": format_seconds(self.hand_over_s), "line": self.line or "its loads",
         }  # fmt: skip
 
 
@@ -166,6 +181,13 @@ FEWER = "DataLoader(..., num_workers={each}, persistent_workers=True)"
 INSIDE = "load in the training process: a batch loads in {load}, its workers cost {hand_over} for each batch"
 NONE = "DataLoader(..., num_workers=0)"
 
+UNHIDDEN = "workers cannot hide it"
+CHEAPER = (
+    "make {line} cheaper: open, build and parse once what is the same for all examples, or keep what it makes; on "
+)
+SINGLE = "make one iterator before the loop: next(iter(loader)) begins a pass for one batch"
+ONCE = "batches = iter(loader)"
+
 HINTS: tuple[Hint, ...] = (
     Hint("input.fetch", "a data server makes its batches", lambda s: s.is_served, MORE_AT_SERVER),
     Hint("input.fetch", "it is a stream without a worker", lambda s: s.is_stream and s.workers == 0 and not s.is_served,
@@ -182,6 +204,9 @@ HINTS: tuple[Hint, ...] = (
     Hint("input.fetch", "it has workers", _always,
          "more workers than {workers}, or a cache{TRY}workers={twice}, or --set cache_fraction=1", TWICE),
     Hint("input.prep", "a data server makes its batches", lambda s: s.is_served, MORE_AT_SERVER),
+    Hint("input.prep", "it has no workers, and its loads take more than all cores have",
+         lambda s: s.workers == 0 and s.is_heavy and (s.is_stream or not s.refusal),
+         CHEAPER + "{cores} " + UNHIDDEN),
     Hint("input.prep", "it is a stream without a worker", lambda s: s.is_stream and s.workers == 0 and not s.is_served,
          "prepare it in one worker process; several would each yield all of it, unless it asks get_worker_info(); "
          "persistent_workers=True only where the loop sets nothing on its dataset between passes",
@@ -201,6 +226,7 @@ HINTS: tuple[Hint, ...] = (
          "more workers than {workers}{TRY}workers={twice}"),
     Hint("input.prep", "it has workers, and cores are free", _always,
          "more workers than {workers}{TRY}workers={twice}", MORE),
+    Hint("input.start", "its passes end behind their first batch", lambda s: s.is_abandoned, SINGLE, ONCE),
     Hint("input.start", "iterators without workers are made often", lambda s: not s.workers,
          "keep one iterator instead of making a loader for every few batches"),
     Hint("input.start", "its loads are shorter than what its workers cost", lambda s: s.is_short, INSIDE, NONE),
@@ -211,11 +237,12 @@ HINTS: tuple[Hint, ...] = (
     Hint("input.start", "its workers start in each epoch", _always,
          "keep the workers between epochs: one loader for all of them, and persistent_workers=True{TRY}persistent=true",
          KEEP),
-    Hint("input.transfer", "it collates in the training process",
-         lambda s: s.on_host and s.workers == 0 and not s.refusal,
-         "collate in worker processes{TRY}workers=2", MORE),
-    Hint("input.transfer", "workers are refused", lambda s: s.on_host and s.workers == 0,
-         "make the collate function faster: workers are refused ({refusal})"),
+    Hint("input.transfer", "its sampler draws all for one batch", lambda s: s.draws and s.is_abandoned, SINGLE, ONCE),
+    Hint("input.transfer", "its sampler draws", lambda s: s.draws,
+         "draw fewer indices, or in larger pieces: its sampler draws in the training process, with workers too "
+         "(num_samples=: no more than a pass uses)"),
+    Hint("input.transfer", "it has no workers", lambda s: s.on_host and s.workers == 0 and not s.is_served,
+         "larger batches: calls of next(loader) take this beside their loads, whatever the size"),
     Hint("input.transfer", "its loads are shorter than their hand-over", lambda s: s.is_short, INSIDE, NONE),
     Hint("input.transfer", "its workers are more than twice the cores",  # fewer may wait for storage, not for a core
          lambda s: s.on_host and s.computes and 0 < 2 * s.cores < (s.workers or 0),
@@ -255,6 +282,9 @@ START = ("input.start", "input.open")
 
 SHORT = 0.5
 """Of what its workers cost a batch, what a load may take that is better made in the training process."""
+
+DRAWS_S = 0.005
+"""Seconds of a call beside its load, on average, from which on a sampler is named: a busy host takes half."""
 
 SMALL_BYTES = 1 << 16
 """Batches of fewer bytes cost their hand-over, not their copy."""
@@ -357,12 +387,15 @@ def _fetch_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
 
 def state_of(ledger: Ledger, loader: LoaderWaits) -> LoaderState:
     """Return what decides between the hints for a loader."""
-    facts, loads = ledger.facts, span_of(ledger, "input.load")
+    facts, loads, passes = ledger.facts, span_of(ledger, "input.load"), span_of(ledger, "input.iter").count
+    lines = [row for row in ledger.load_lines if row.loader == loader.group] or [SampledLine("", "", 0)]
+    rest_s = float(ledger.step_ns.sum() - ledger.step_ns[BUCKETS.index("input")].sum()) / NS_PER_S
     costs_s = loader.seconds(*TRANSFER, *START)
     ranks_per_host = max(Counter(ledger.hosts.values()).values(), default=ledger.devices)
+    cores = max(1, facts.cores // ranks_per_host) if facts.cores else 0
     return LoaderState(
         workers=loader.workers,
-        cores=max(1, facts.cores // ranks_per_host) if facts.cores else 0,
+        cores=cores,
         refusal=loader.refusal,
         is_served="server" in ledger.facts.input,  # the loaders have no workers of their own then
         is_stream=loader.facts.streams,
@@ -375,7 +408,11 @@ def state_of(ledger: Ledger, loader: LoaderWaits) -> LoaderState:
         waits_for_cores=loader.seconds("input.cpu_wait") > loader.seconds(*PREP) / 2,
         load_s=loads.total_ns / NS_PER_S / loads.count if loads.count else 0.0,
         hand_over_s=costs_s / loader.calls if loader.calls else 0.0,
-        computes=span_of(ledger, "input.load").total_ns > 2 * span_of(ledger, "input.fetch").total_ns,
+        computes=loads.total_ns > 2 * span_of(ledger, "input.fetch").total_ns,
+        is_heavy=0 < cores * rest_s < loader.seconds(*PREP),
+        # A pass that is read up to its end has one call more. Passes are not counted by loader.
+        is_abandoned=len(facts.effective_loaders) == 1 and 0 < 2 * loader.calls < 3 * passes,
+        line=lines[0].words if 2 * lines[0].count >= max(LEAST_SAMPLES, sum(row.count for row in lines)) else "",
     )
 
 
@@ -421,27 +458,18 @@ def input_transfer(ledger: Ledger) -> list[Cause]:
 def _transfer_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
     booked = loader.seconds(*TRANSFER)
     waited = _waited_s(ledger, booked, *TRANSFER)
-    copies = span_of(ledger, "kernel.copy")
+    passes, copies, state = (
+        span_of(ledger, "input.iter").count,
+        span_of(ledger, "kernel.copy"),
+        state_of(ledger, loader),
+    )
     evidence = f"the hand-off in {loader.called} of next(loader) took {mean_of(booked, loader.calls)}"
+    if state.draws:
+        evidence = f"{loader.called} of next(loader) took {mean_of(booked, loader.calls)} beside their loads: then "
+        evidence += f"{loader.facts.sampler or 'its sampler'} draws, {mean_of(booked, passes)} pass"
     if copies.count:
         evidence = f"{copies.count:,} copies; for {format_seconds(booked)} they kept the device from computing"
-    return _cause("input.transfer", loader, booked + waited, evidence + also_waited(waited), state_of(ledger, loader))
-
-
-def input_repeats(ledger: Ledger) -> list[Cause]:
-    """Streams that each worker yields whole: every example is trained on as often as there are workers."""
-    causes = []
-    for facts in ledger.facts.effective_loaders.values():
-        if facts.repeats:
-            count = facts.num_workers or 2
-            evidence = f"its {count} workers begin with the same batches: each example comes {count} times"
-            fix = "let each worker yield its share: ask torch.utils.data.get_worker_info() in __iter__"
-            causes.append(Cause("input.repeats", where_of(facts), 0.0, evidence, fix, script=SHARE, line=facts.place))
-    return causes
-
-
-SHARE = "itertools.islice(examples, info.id, None, info.num_workers)  # info = torch.utils.data.get_worker_info()"
-"""The edit of a stream: in its __iter__."""
+    return _cause("input.transfer", loader, booked + waited, evidence + also_waited(waited), state)
 
 
 def input_start(ledger: Ledger) -> list[Cause]:
@@ -457,6 +485,8 @@ def _start_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
     waited = _waited_s(ledger, booked, *START)
     passes = span_of(ledger, "input.iter").count
     evidence = f"starting and ending {counted(passes, 'iterator')} took {format_seconds(booked - opening)} in all"
+    state = state_of(ledger, loader)
+    evidence += "; most of them gave one batch: next(iter(loader)) in each step" if state.is_abandoned else ""
     if opening > 0:
         evidence += f"; training waited {format_seconds(opening)} for what new workers open in their first load"
-    return _cause("input.start", loader, booked + waited, evidence + also_waited(waited), state_of(ledger, loader))
+    return _cause("input.start", loader, booked + waited, evidence + also_waited(waited), state)

@@ -289,6 +289,22 @@ FIXES = {
 """Who grows -> what to do."""
 
 
+def input_repeats(ledger: Ledger) -> list[Cause]:
+    """Streams that each worker yields whole: every example is trained on as often as there are workers."""
+    causes = []
+    for facts in ledger.facts.effective_loaders.values():
+        if facts.repeats:
+            count = facts.num_workers or 2
+            evidence = f"its {count} workers begin with the same batches: each example comes {count} times"
+            fix = "let each worker yield its share: ask torch.utils.data.get_worker_info() in __iter__"
+            causes.append(Cause("input.repeats", where_of(facts), 0.0, evidence, fix, script=SHARE, line=facts.place))
+    return causes
+
+
+SHARE = "itertools.islice(examples, info.id, None, info.num_workers)  # info = torch.utils.data.get_worker_info()"
+"""The edit of a stream: in its __iter__."""
+
+
 LARGE_UPDATE = 0.05
 """Share of the steps' time from which on the form of an update is worth a word: start-up may be long."""
 
@@ -335,6 +351,23 @@ def gradient_lines(ledger: Ledger) -> list[Cause]:
     return [Cause("compute.gradients", lines[0].words, between_ns / NS_PER_S, evidence, fix)]
 
 
+def foreign_lines(ledger: Ledger) -> list[Cause]:
+    """Lines of the script that call libraries without torch in forwards, losses and hooks: metrics and statistics."""
+    lines = [row for row in ledger.loop_lines if row.library]
+    count = sum(row.count for row in lines)
+    called_ns = min(sum(row.ns for row in lines), ledger.ledger_ns["useful"])
+    fraction = called_ns / max(int(ledger.step_ns.sum()), 1)
+    if count < LEAST_SAMPLES or fraction < LARGE_UPDATE or ledger.facts.device_type != "cpu":
+        return []
+    libraries = ", ".join(dict.fromkeys(row.library for row in lines))
+    evidence = (
+        f"in forwards, losses and backwards the script was in {libraries} for {format_fraction(fraction)} of the "
+    )
+    evidence += f"steps' time: {', '.join(lines_in_words(lines))} of {plural(count, 'sample')}"
+    fix = "do it in every 50th step, once an epoch, or with torch"
+    return [Cause("compute.foreign", lines[0].words, called_ns / NS_PER_S, evidence, fix)]
+
+
 IN_LOOP = 0.5
 """Share of the samples of forwards and losses that loops are worth a word from."""
 
@@ -349,7 +382,7 @@ def python_loops(ledger: Ledger, *, with_layers: bool) -> tuple[list[SampledLine
     Loops over layers are left alone: those that call layers count where the same one is called again and again.
     """
     lines = ledger.loop_lines
-    rows = [row for row in lines if row.line and (with_layers or not row.calls_layer)]
+    rows = [row for row in lines if row.line and not row.library and (with_layers or not row.calls_layer)]
     share = sum(row.ns for row in rows) / max(sum(row.ns for row in lines), 1)
     return (rows, share) if share >= IN_LOOP and sum(row.count for row in rows) >= LEAST_SAMPLES else ([], 0.0)
 

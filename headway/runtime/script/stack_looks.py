@@ -14,6 +14,11 @@ those that the update is in, and whether what it calls there is a layer:
     loop over batches -> forward -> for t in range(n): h = cell(x[t], h)      in a loop, calls a layer
                       -> loss    -> for i in range(n): total = total + f(z[i])     in a loop, calls operators
 
+Of a line that calls a library which does not compute with torch, there or in a hook of a backward, that is noted:
+
+    forward -> hook of a layer    -> np.percentile(output)      backward -> hook of a gradient -> np.histogram(gradient)
+    loss    -> accuracy_score(targets, predictions)
+
 Lines at which the script waits for its device: `loss.item()`, `float(loss)`, `outputs.cpu()`, `synchronize()`.
 
 Nothing stands around these methods: torch.compile knows `item` by identity, and a function around it would break its
@@ -47,6 +52,7 @@ from headway.runtime.script.gap_stacks import (
     MOST_LINES,
     OWN,
     TORCH,
+    WRAPPERS,
     GapStacks,
     Place,
     Stack,
@@ -66,6 +72,12 @@ PROBE = os.path.join(OWN, "runtime", "calls", "probe_input.py")
 
 FORWARD = os.path.join(OWN, "runtime", "calls", "probe_model.py")
 """What stands around calls of models."""
+
+BACKWARD = os.path.join(OWN, "runtime", "recorder", "timers.py")
+"""What stands around a backward."""
+
+FOREIGN = ("numpy", "scipy", "sklearn", "pandas", "matplotlib", "PIL", "cv2", "skimage", "librosa", "networkx")
+"""Packages that compute without torch: what they do in a forward or a backward is no part of the model's work."""
 
 LAYER = os.path.join("torch", "nn", "modules", "module.py")
 
@@ -100,20 +112,28 @@ class LoadStacks:
 class LoopStacks:
     """Where the training thread was seen in loops of the script, in forwards and losses."""
 
-    _seen: dict[tuple[Place | None, int, bool], list[int]] = field(default_factory=dict)
+    _seen: dict[tuple[Place | None, int, bool, str], list[int]] = field(default_factory=dict)
 
     def count(self, stack: Stack, ns: int, gap: GapStacks) -> None:
-        """Count `ns` for the loop that a stack is in, or for none, where it is in a forward or a loss."""
+        """Count `ns` for the loop that a stack is in, or for none, where it is in a forward or a loss.
+
+        What calls a library of `FOREIGN` counts as that, also in a backward.
+        """
         size = next((index for index, row in enumerate(stack) if gap.updates_at(row.number, row.code) is not None), -1)
         if size < 0 or gap.open[0] != CLOSED:
             return
         inner, base = stack[:size], stack[size]
-        if any(is_ours(row.code) and not (depth and row.code.co_filename.startswith(FORWARD))
+        foreign = foreign_line(stack[: size + 1])
+        around = (FORWARD, BACKWARD) if foreign else FORWARD
+        if any(is_ours(row.code) and not (depth and row.code.co_filename.startswith(around))
                for depth, row in enumerate(inner)):  # fmt: skip
             return  # a backward, an update, a load; or headway works for itself
-        around = len(_loops(base._replace(offset=gap.updates_at(base.number, base.code) or 0)))
+        if foreign is not None:
+            add_sample(self._seen, (foreign[0], -1, False, foreign[1]), ns)
+            return
+        outer = len(_loops(base._replace(offset=gap.updates_at(base.number, base.code) or 0)))
         loops = [(index, _loops(row)) for index, row in enumerate(inner) if is_scripts(row.code.co_filename)]
-        loops.append((size, _loops(base)[around:]))
+        loops.append((size, _loops(base)[outer:]))
         index, begins = next((found for found in loops if found[1]), (-1, [0]))
         key, calls_layer = None, False
         if index >= 0:
@@ -121,21 +141,35 @@ class LoopStacks:
             calls_layer = any(code.co_filename.endswith(LAYER) for code in called)
             named = (_name(code) for code in called if not (is_ours(code) or code.co_filename.endswith(LAYER)))
             key = loop.code, loop.line, next(named, "") or callee(loop.code, loop.offset)
-        add_sample(self._seen, (key, begins[0], calls_layer), ns)
+        add_sample(self._seen, (key, begins[0], calls_layer, ""), ns)
 
     def report(self) -> list[dict[str, str | int]]:
-        """Return the loops that took longest: {"line", "function", "ns", "count", "calls_layer"} each.
+        """Return the loops that took longest: {"line", "function", "ns", "count", "calls_layer", "library"} each.
 
         `calls_layer` is true of all lines of a loop in which a layer was called. What is in no loop has the line ''.
+        `library` is the package of `FOREIGN` that a line called, '' of a loop.
         """
         rows = self._seen.copy()
-        layered = {(key[0], begin) for key, begin, calls_layer in rows if key is not None and calls_layer}
+        layered = {(key[0], begin) for key, begin, calls_layer, _ in rows if key is not None and calls_layer}
         longest = sorted(rows.items(), key=lambda entry: -entry[1][0])
         return [
             {"line": "" if key is None else line_of(*key[:2]), "function": "" if key is None else key[2],
-             "ns": ns, "count": count, "calls_layer": key is not None and (key[0], begin) in layered}
-            for (key, begin, _), (ns, count) in longest[:MOST_LINES]
+             "ns": ns, "count": count, "library": library,
+             "calls_layer": key is not None and (key[0], begin) in layered}
+            for (key, begin, _, library), (ns, count) in longest[:MOST_LINES]
         ]  # fmt: skip
+
+
+def foreign_line(stack: Stack) -> tuple[Place, str] | None:
+    """Return the line of the script that called a package of `FOREIGN`, with what it called, and the package's name."""
+    library = ""
+    for index, row in enumerate(stack):
+        file = row.code.co_filename
+        if is_scripts(file):
+            named = (below.code.co_name for below in stack[:index][::-1] if below.code.co_name not in WRAPPERS)
+            return ((row.code, row.line, next(named, "")), library) if library else None
+        library = next((name for name in FOREIGN if f"packages{os.sep}{name}{os.sep}" in file), library)
+    return None
 
 
 WAITING = frozenset({"item", "tolist", "cpu", "numpy", "nonzero", "synchronize", "float", "int", "bool"})

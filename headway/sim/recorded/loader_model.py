@@ -231,7 +231,8 @@ class LoaderModel:
         cpu = cpu + (pack_ns + looks_ns) * (was_inline & ~now_inline)
         inline_ns = np.maximum(self.owned_ns - batches.part_ns.sum(axis=1), 0) * was_inline
         taking = np.where(threaded, float(self.costs.thread_receive_ns), self.take_ns)
-        taking = taking + looks_ns * was_inline
+        drawn_ns = np.maximum(inline_ns - self.costs.receive_ns, 0)  # a sampler draws in the training process, always
+        taking = taking + looks_ns * was_inline + drawn_ns
         take = np.where(now_inline, inline_ns, taking) * scenario.transfer
         usual = self.costs.receive_ns + self.costs.per_byte_ns * batches.bytes
         late = np.where(now_inline, 0.0, np.maximum(take - usual, 0.0))
