@@ -22,6 +22,7 @@ from headway.core.errors import BarMissedError, InputError
 from headway.core.units import format_bytes
 from headway.fault.advise import causes as failure_causes
 from headway.ledger.answers.causes import find_causes
+from headway.ledger.answers.comm_causes import same_batches
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.cause import Cause
 from headway.plan.planner import Plan
@@ -35,6 +36,7 @@ from headway.trace.readers.formats import open_parts
 from headway.trace.recording.incident import Incident
 from headway.trace.recording.run_facts import RunFacts, memory_headroom, outcomes_of
 from headway.trace.recording.runs import Run, is_described, is_run, merge
+from headway.trace.rings.rank_tables import rank_tables
 from headway.why.answer import Json, Verdict
 from headway.why.fixes import fixes_of_run, notes_of, refusals, refuted, run_command, with_doubt, with_reasons
 from headway.why.verdict import verdict
@@ -238,7 +240,7 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = (), steps: in
     if steps is not None and steps < 1:
         raise InputError(f"--steps is {steps}; it must be at least 1. Leave it out for as many as were recorded.")
     ledger = Ledger.of(run)
-    more = (*compute_causes(ledger), *failure_causes(ledger, run))
+    more = (*compute_causes(ledger), *failure_causes(ledger, run), *same_batches(ledger, rank_tables(run.path)))
     try:
         program = Program.from_run(run)
         plan = Plan.of(ledger, program, Setup.from_facts(run.facts, allow=allow, steps=steps), ADVISERS)

@@ -91,6 +91,8 @@ CAUSE_PHRASES: dict[str, str] = {
     "straggler.last_stage": "a slow last pipeline stage",
     "straggler.sequence": "sequence-length imbalance",
     "straggler.rank": "a slow rank",
+    "input.ranks": "ranks that train on the same batches",
+    "comm.calls": "collectives that the script calls in each step",
     "host.cpu_wait": "waiting for a CPU core",
     "rollout": "a policy that acts in its environment",
     "host.gc": "garbage collection",
