@@ -240,17 +240,18 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = (), steps: in
     if steps is not None and steps < 1:
         raise InputError(f"--steps is {steps}; it must be at least 1. Leave it out for as many as were recorded.")
     ledger = Ledger.of(run)
-    more = (*compute_causes(ledger), *failure_causes(ledger, run), *same_batches(ledger, rank_tables(run.path)))
+    more = (*compute_causes(ledger), *failure_causes(ledger, run))
+    warnings = same_batches(ledger, rank_tables(run.path))
     try:
         program = Program.from_run(run)
         plan = Plan.of(ledger, program, Setup.from_facts(run.facts, allow=allow, steps=steps), ADVISERS)
     except (InputError, BarMissedError) as reason:  # too short, or not replayable: the ledger needs no predictions
-        causes = tuple(find_causes(ledger, more=(*more, *causes_by_hand(ledger))))
+        causes = (*find_causes(ledger, more=(*more, *causes_by_hand(ledger))), *warnings)
         return Explanation(source, run.parts, ledger, causes, run, notes=(str(reason),), paths=(run.path,))
     applied = outcomes_of(run.path)
     more = (*more, *causes_by_hand(ledger, program.predict))
     fixes = fixes_of_run(plan, run.facts, refusals(applied), allow)
     found = find_causes(ledger, predict=program.predict, fixes=fixes, more=more)
-    causes = tuple(with_reasons(with_doubt(refuted(cause, plan)), program) for cause in found)
+    causes = tuple(with_reasons(with_doubt(refuted(cause, plan)), program) for cause in (*found, *warnings))
     notes = notes_of(plan, applied)
     return Explanation(source, run.parts, ledger, causes, run, program, plan, notes=notes, paths=(run.path,))

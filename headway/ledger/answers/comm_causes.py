@@ -127,8 +127,10 @@ def comm_calls(ledger: Ledger) -> list[Cause]:
         fix = "behind a backward of DistributedDataParallel gradients are the same on all ranks: norms of them need no "
         fix += "collective (clip_grad_norm_ does it); stack other values and reduce them in one"
     else:
-        fix = "stack the values and reduce them in one call, every 50 steps (sum them on each rank until then)"
-        script = "if step % 50 == 0: ...  # and all values stacked, in one call"
+        fix = (
+            "call them once, or every 50 steps, and for all values in one tensor (sum metrics on each rank until then)"
+        )
+        script = "if step % 50 == 0: ...  # and all values in one tensor"
     if first.gap == BEHIND_UPDATE and script:  # with the calls goes what the script computes for them
         took_ns = min(took_ns + ledger.sub_ns.get("host.script", 0), most_ns)
     lost_s, gain = _booked_in(ledger, rows), step_ns / (step_ns - took_ns)
@@ -175,8 +177,7 @@ def evaluations(ledger: Ledger) -> list[Cause]:
 def same_batches(ledger: Ledger, tables: Mapping[int, RankTables]) -> list[Cause]:
     """Ranks of one DistributedDataParallel that compute the same losses: they train on the same batches.
 
-    Lost are the steps that shares would not need. Not told where a loss may be that of all ranks: the script calls
-    collectives between a forward and its backward.
+    Not told where a loss may be that of all ranks: the script calls collectives between a forward and its backward.
     """
     curves = [dict(table.losses) for table in tables.values()]
     shared = set.intersection(*map(set, curves)) if curves else set[int]()
@@ -196,8 +197,7 @@ def same_batches(ledger: Ledger, tables: Mapping[int, RankTables]) -> list[Cause
     loaders = [row for row in ledger.facts.effective_loaders.values() if row.sampler and not row.streams]
     line = loaders[0].place if len(loaders) == 1 else ""
     script = "DataLoader(..., sampler=DistributedSampler(dataset))" if loaders else "torch.manual_seed(seed + rank)"
-    lost_s = float(ledger.step_ns.sum()) / NS_PER_S * (1 - 1 / len(tables))
-    return [Cause("input.ranks", plural(len(tables), "rank"), lost_s, evidence, fix, script=script, line=line or "")]
+    return [Cause("input.ranks", plural(len(tables), "rank"), 0.0, evidence, fix, script=script, line=line or "")]
 
 
 def straggler_rank(ledger: Ledger) -> list[Cause]:
