@@ -140,6 +140,8 @@ def find_causes(
     evaluating_s = ledger.sub_ns.get("eval.input", 0) / NS_PER_S
     if "comm.exposed" in total_s:  # nor is there a replay without the rest of communication alone
         total_s["comm.exposed"] += total_s.get("comm.calls", 0.0)
+    if "straggler.rank" in total_s:
+        total_s["straggler.rank"] += blamed_s(ledger, "eval")  # a cause of its own, which the replay takes away too
     for name in total_s:
         if name.startswith("input.") and evaluating_s > total_s[name]:
             total_s[name] += evaluating_s
