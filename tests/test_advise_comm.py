@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from headway.comm.advise import SEARCH, propose
+from headway.ledger.cause import Cause
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.runtime.recorder.ddp_facts import facts_of
@@ -19,6 +20,7 @@ from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace, concat
 from headway.trace.events.vocabulary import COLLECTIVES, KIND
 from headway.trace.rings.rank_tables import DdpModel
+from headway.why.fixes import with_reasons
 from tests.ddp_made import GRADIENT, Job, changed, play, play_on_devices
 from tests.runs_made import MS, Rows, RunMaker
 from tests.spawn import on_ranks
@@ -108,6 +110,28 @@ def test_what_ddp_has_already_or_never_needs_is_refused(name: str, job: Job, fac
 
     assert isinstance(row, Refusal)
     assert reason in row.reason
+
+
+@pytest.mark.parametrize(
+    ("facts", "line"),
+    [
+        ({**SEARCHED, "unused_bytes": 0}, "find_unused_parameters=False"),
+        ({**SEARCHED, "unused_bytes": 288}, ""),
+        (SEARCHED, ""),  # recordings that did not note it
+        ({**SEARCHED, "unused_bytes": 0, "can_set_static_graph": False}, ""),
+        ({"default": False, "bucket_bytes": 10_000}, "bucket_cap_mb=25"),
+        ({"default": False, "bucket_bytes": 50 << 20}, ""),
+    ],
+)
+def test_arguments_of_ddp_that_cost_and_win_nothing_are_named_without_a_promise(facts: Any, line: str) -> None:
+    made = RunMaker(ranks=2, steps=60, cores=8, comm_ns=5 * MS).make()
+    deep = DdpReplay.from_windows([play(Job()).window], models=[DdpModel(**{**Job().model(), **facts})], cores=8)
+    program = replace(Program.from_trace(made.trace, made.meta), deep=[deep])
+    cause = Cause("comm.exposed", "2 ranks", 1.0, "seen", "faster links", 1.2, (1.1, 1.3))
+    found = with_reasons(cause, program)
+
+    assert (line in found.script) if line else found == cause
+    assert not line or found.predicted_speedup is None
 
 
 # Devices

@@ -17,13 +17,11 @@ from headway.core.errors import InputError
 from headway.ledger.answers.causes import (
     EDIT_OF_CAUSE,
     LEAST_FRACTION,
-    MOST_RANKS,
     RULES,
-    SIGNIFICANT,
     Fix,
-    by_chance,
     find_causes,
 )
+from headway.ledger.answers.comm_causes import MOST_RANKS, SIGNIFICANT, by_chance, same_batches
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.answers.script_causes import LARGE
 from headway.ledger.booking.account import SpanFacts
@@ -31,8 +29,8 @@ from headway.ledger.buckets import BUCKETS, SUBS, bucket_of_sub
 from headway.ledger.cause import Cause, SampledLine, ranked
 from headway.trace.events.trace import concat
 from headway.trace.events.vocabulary import FROM_CACHE, SPANS
-from headway.trace.rings.rank_tables import ComputeFacts, ModelFacts
-from headway.why.verdict import verdict
+from headway.trace.rings.rank_tables import ComputeFacts, ModelFacts, RankTables
+from headway.why.verdict import WARNINGS, verdict
 from tests.runs_made import MS, Made, Rows, RunMaker
 
 QUIET: dict[str, Any] = {"iter_ns": 0, "transfer_ns": 0, "comm_ns": 0, "steps": 40}
@@ -62,8 +60,8 @@ FAULTS: dict[str, RunMaker] = {
 
 
 def test_every_rule_but_the_devices_own_has_a_fault_that_shows_it():
-    elsewhere = {"host.launch", "bubble.p2p", "host.cpu_wait", "steps.grow", "compute.optimizer", "compute.gradients",
-                 "compute.foreign"}  # fmt: skip
+    elsewhere = {"host.launch", "bubble.p2p", "host.cpu_wait", "steps.grow", "compute.optimizer"}
+    elsewhere |= {"compute.gradients", "compute.foreign", "comm.calls"}
     assert set(RULES) == set(FAULTS) | elsewhere
     assert set(EDIT_OF_CAUSE) <= set(RULES)
 
@@ -179,6 +177,81 @@ def test_a_save_that_others_wait_for_is_a_checkpoint_stall_not_a_straggler():
 
     assert "straggler.rank" not in {cause.cause for cause in causes}
     assert "other ranks waited" in causes[0].evidence
+
+
+CALLED = SampledLine("job.py:9", "all_reduce", 4 * 10**8, 80, num_bytes=320, gap=1)
+"""A line that reduces a loss behind each update."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "by_ddp", "names"),
+    [
+        ({}, True, True),
+        ({"function": "barrier", "num_bytes": 0, "gap": 0}, True, True),
+        ({"gap": 2}, True, True),  # norms: DDP has reduced the gradients
+        ({"gap": 2}, False, False),  # gradients that the script reduces itself
+        ({"count": 8}, True, False),  # every tenth step
+        ({"num_bytes": 80 << 20}, True, False),  # models are averaged
+        ({"gap": 0, "num_bytes": 80 << 11}, True, False),  # outputs of all ranks, which the loss needs
+    ],
+)
+def test_small_collectives_that_a_script_calls_in_each_step_are_a_cause_at_their_line(changes, by_ddp, names):
+    ledger = Ledger.of(FAULTS["comm.exposed"].make())
+    steps = ledger.step_ns.shape[1] * ledger.devices
+    row = structs.replace(CALLED, **{"count": steps, **changes})
+    assert steps == CALLED.count
+    spans = {**ledger.spans, "comm.collective": ledger.spans["comm.wait"]}
+    spans = spans if by_ddp else {name: span for name, span in spans.items() if name != "comm.wait"}
+    sub_ns = {**ledger.sub_ns, "comm.collective": ledger.ledger_ns["comm"] // 2}
+    called = replace(ledger, spans=spans, sub_ns=sub_ns, collective_lines=(row,))
+    causes = {cause.cause: cause for cause in find_causes(called)}
+
+    assert ("comm.calls" in causes) is names
+    if names:
+        cause = causes["comm.calls"]
+        whole_s = ledger.ledger_ns["comm"] / 1e9
+        assert cause.where.endswith("at job.py:9")
+        assert cause.lost_device_s + causes["comm.exposed"].lost_device_s == pytest.approx(whole_s)
+        assert cause.at_most
+        assert cause.predicted_speedup == pytest.approx(1 / (1 - 4e8 / ledger.step_ns.sum()), rel=1e-3)
+
+
+LOSSES = [(step, 2.0 + step / 8) for step in range(1, 40, 4)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "ranks", "called", "says"),
+    [
+        (LOSSES, [0, 1], [], True),
+        ([(step, loss + (step > 30)) for step, loss in LOSSES], [0, 1], [], False),
+        ([(step, 2.0) for step, _ in LOSSES], [0, 1], [], False),  # nothing is learned: all losses are alike anyhow
+        (LOSSES, [0], [], False),  # a group of some ranks: those of a model that is split share their batches
+        (LOSSES, [0, 1], [structs.replace(CALLED, gap=0)], False),  # the loss may be that of all ranks
+        (LOSSES, [0, 1], [CALLED], True),
+    ],
+)
+def test_ranks_whose_losses_are_all_the_same_train_on_the_same_batches(losses, ranks, called, says):
+    ledger = Ledger.of(FAULTS["comm.exposed"].make())
+    spans = {**ledger.spans, "comm.collective": SpanFacts(80 * len(called), 1, 1, 1)}
+    first = [(step, 2.0) for step, _ in LOSSES] if losses[-1][1] == 2.0 else LOSSES
+    groups = {0: {"name": "0", "ranks": ranks}}
+    tables = {0: RankTables(losses=first, groups=groups), 1: RankTables(losses=losses, groups=groups)}
+    causes = same_batches(replace(ledger, spans=spans, collective_lines=tuple(called)), tables)
+
+    assert [cause.cause for cause in causes] == ["input.ranks"] * says
+    assert all(cause.cause in WARNINGS and not cause.lost_device_s for cause in causes)
+
+
+def test_of_an_evaluation_that_one_rank_does_alone_each_rank_is_given_a_share():
+    alone = RunMaker(**QUIET, ranks=2, evaluation_ns=lambda rank, step: 120 * MS * (step % 10 == 9 and rank == 0))
+    first, *others = find_causes(Ledger.of(alone.make()))
+    by_all = find_causes(Ledger.of(FAULTS["eval"].make()))[0]
+
+    assert first.cause == "eval"
+    assert "rank 0 evaluates alone" in first.fix
+    assert "DistributedSampler" in first.script
+    assert "straggler.rank" not in {cause.cause for cause in others}
+    assert "alone" not in by_all.fix
 
 
 def test_headways_own_work_within_its_budget_is_no_cause_and_beyond_it_windows_can_be_left_out():

@@ -119,12 +119,47 @@ def test_every_kind_of_call_is_recorded_once_with_group_number_and_size(tmp_path
 
 
 @pytest.mark.slow
+def test_lines_that_call_collectives_are_noted_with_where_in_a_step_they_stand(tmp_path):
+    run_script(
+        """
+        import os, torch, torch.distributed as dist
+        dist.init_process_group("gloo", init_method=os.environ["STORE"])
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        dist.barrier()
+        for step in range(5):
+            loss = model(torch.ones(2, 4)).sum()
+            dist.all_reduce(loss.detach().clone())
+            loss.backward()
+            for p in model.parameters(): dist.all_reduce(p.grad.norm())
+            optimizer.step()
+            dist.barrier()
+            dist.all_gather_object([None, None], step)
+        dist.destroy_process_group()
+        """,
+        tmp_path,
+        ranks=2,
+    )
+    lines = json.loads((tmp_path / "run" / "tables" / "r1.json").read_text())["collectives"]
+    calls = {(row["function"], row["gap"]): (row["count"], row["num_bytes"]) for row in lines}
+
+    assert len({row["line"] for row in lines}) == 4
+    assert calls == {  # those of the first step come before any update
+        ("all_reduce", 0): (4, 16),
+        ("all_reduce", 2): (8, 32),
+        ("barrier", 1): (5, 0),
+        ("all_gather_object", 1): (5, 0),
+    }
+
+
+@pytest.mark.slow
 def test_fsdp2_gives_the_same_losses_and_its_waits_are_seen(tmp_path):
     recorded = run_script(FSDP2, tmp_path, ranks=2)
     plain = run_script(FSDP2, tmp_path, ranks=2, recorded=False)
     names = [COLLECTIVES[row["d"]] for row in rows(tmp_path / "run", rank=0)["comm.collective"]]
 
     assert recorded == plain
+    assert "collectives" not in json.loads((tmp_path / "run" / "tables" / "r0.json").read_text())  # it calls none
     assert sum("all_gather" in name for name in names) >= 4 * 3
     assert sum("reduce_scatter" in name for name in names) >= 4 * 3
 

@@ -164,6 +164,18 @@ def test_a_fix_that_answers_three_causes_stands_once_with_its_gain_and_a_gain_by
     assert screen.count("by hand, predicted 1.20x (1.10 to 1.60)") == 1
 
 
+def test_a_warning_is_shown_with_its_fix_however_many_causes_lost_time() -> None:
+    why = demo_why()
+    row = why["causes"][-1]
+    many = [{**row, "cause": "host.gc", "lost_device_s": 9.0 - n, "fix": f"fix {n}"} for n in range(8)]
+    warning = {**row, "cause": "input.ranks", "lost_device_s": 0.0, "fix": "a share for each rank"}
+    screen = render_why({**why, "causes": [*many, warning]})
+
+    assert "a share for each rank" in screen
+    assert "and 2 smaller: host.gc, host.gc" in screen
+    assert "input.ranks" not in screen.partition("smaller: ")[2]
+
+
 def test_a_run_without_steps_says_so() -> None:
     why = demo_why() | {"steps": 0, "causes": []}
 

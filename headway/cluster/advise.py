@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from headway.cluster.fork.slots import slot_seconds
 from headway.core.units import NS_PER_S, format_fraction, format_seconds
-from headway.ledger.answers.causes import by_chance
+from headway.ledger.answers.comm_causes import by_chance
 from headway.ledger.answers.ledger import Ledger
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup

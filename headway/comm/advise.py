@@ -23,7 +23,7 @@ from headway.comm.compression.advise import propose_compression
 from headway.comm.overlap.advise import matmuls_of, propose_overlap
 from headway.comm.skew.advise import propose_loose
 from headway.core.errors import BarMissedError, InputError
-from headway.core.units import NS_PER_S, format_fraction, format_seconds
+from headway.core.units import NS_PER_S, format_bytes, format_fraction, format_seconds
 from headway.ledger.answers.ledger import Ledger
 from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup
@@ -54,6 +54,9 @@ GATHERS, SCATTERS = (
 
 COLUMNS = ("rank", "name", "start_ns", "duration_ns", "corr")
 """What is read of each rank to tell whether the job is sharded."""
+
+DEFAULT_BUCKET_BYTES, MANY_BUCKETS = 25 << 20, 8
+"""Torch's own limit of a bucket; buckets of a smaller one from which on they are many."""
 
 LEAST_GATHERS = 2
 """All-gathers per step from which on a job counts as sharded by modules: one has no next module."""
@@ -171,6 +174,28 @@ def _static_graph(program: Program) -> Proposal | Refusal:
         return Refusal(name, "comm", f"the search for unused parameters costs little: {found.speedup:.3f}x without it")
     reason = f"Every step used the same parameters, so DDP need not search for unused ones. {found.note}"
     return replace(offer, edits=(edit,), predicted_speedup=found.speedup, interval=found.interval, reason=reason)
+
+
+def settings_in_vain(program: Program) -> tuple[str, str, str] | None:
+    """Return (what the run shows, what to do, the line) of a DDP whose arguments cost and win nothing; None without.
+
+    What that wins is not predicted: windows show the search, not the operator per parameter that goes with it.
+    """
+    models = _models(program)
+    if any(row.find_unused_parameters and not row.static_graph for row in models) and all(
+        row.can_set_static_graph and row.unused_bytes == 0 for row in models if row.find_unused_parameters
+    ):
+        shows = "DDP searched for unused parameters in each step, and there were none"
+        fix = "find_unused_parameters=False: no search, no operator per parameter and no all-reduce for it in each step"
+        return shows, fix, "DistributedDataParallel(..., find_unused_parameters=False)"
+    small = [row for row in models if not row.default and row.bucket_bytes < DEFAULT_BUCKET_BYTES]
+    buckets = max((sum(row.parameter_bytes) / max(row.bucket_bytes, 1) for row in small), default=0.0)
+    if buckets < MANY_BUCKETS:
+        return None
+    shows = f"buckets of {format_bytes(min(row.bucket_bytes for row in small))} make about {buckets:.0f} all-reduces "
+    shows += "of a backward, or one per parameter"
+    fix = "larger buckets: bucket_cap_mb=25 is torch's default"
+    return shows, fix, "DistributedDataParallel(..., bucket_cap_mb=25)"
 
 
 def _models(program: Program) -> Sequence[DdpModel]:

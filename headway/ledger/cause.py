@@ -147,6 +147,10 @@ class SampledLine(msgspec.Struct, frozen=True):
     """Of a line in a loop of a forward: whether it calls a layer."""
     library: str = ""
     """Package without torch that the line called in a forward, a loss or a backward; '' of a line in a loop."""
+    num_bytes: int = 0
+    """Of a line that calls a collective: bytes of its tensors, all calls together."""
+    gap: int = 0
+    """Of such a line: 1 = between an update and the next forward, 2 = a backward and the update, 0 = neither."""
 
     @property
     def words(self) -> str:
@@ -156,15 +160,16 @@ class SampledLine(msgspec.Struct, frozen=True):
 
 def joined(ranks: Iterable[object]) -> tuple[SampledLine, ...]:
     """Add up the lines that each rank wrote down, most time first; what cannot be read is left out."""
-    total: dict[tuple[str, str, int, bool, str], SampledLine] = {}
+    total: dict[tuple[str, str, int, bool, str, int], SampledLine] = {}
     for rows in ranks:
         try:
             lines = msgspec.convert(rows, list[SampledLine])
         except msgspec.ValidationError:
             continue
         for row in lines:
-            key = row.line, row.function, row.loader, row.calls_layer, row.library
+            key = row.line, row.function, row.loader, row.calls_layer, row.library, row.gap
             before = total.get(key, SampledLine(row.line, row.function, 0))
             feeds, count = before.feeds_forward or row.feeds_forward, before.count + row.count
+            row = msgspec.structs.replace(row, num_bytes=before.num_bytes + row.num_bytes)
             total[key] = msgspec.structs.replace(row, ns=before.ns + row.ns, count=count, feeds_forward=feeds)
     return tuple(sorted(total.values(), key=lambda row: -row.ns))

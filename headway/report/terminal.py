@@ -60,7 +60,7 @@ from headway.report.screens import (
     whole_amount,
 )
 from headway.why.answer import CauseRow, Json, StragglerRow, Why
-from headway.why.verdict import gain_words, is_win, lost_words, named_causes
+from headway.why.verdict import WARNINGS, gain_words, is_win, lost_words, named_causes
 
 # Lines of `headway why` about a job of many ranks: where it hung, machines that stand out, MFU, cost of its groups.
 
@@ -232,9 +232,11 @@ def _causes(why: Why) -> list[RenderableType]:
         return []
     total_s = why.total_device_s
     parts: list[RenderableType] = ["", Text("  Causes and fixes", style="bold")]
-    for place, cause in enumerate(causes[:MOST_CAUSES], 1):
+    for place, cause in enumerate(causes, 1):
+        if place > MOST_CAUSES and cause.cause not in WARNINGS:  # a warning loses no time, and comes last
+            continue
         parts += ["" if place > 1 else Group(), _cause_head(place, cause, total_s), *_cause_body(cause)]
-    rest = [clean(c.cause) for c in causes[MOST_CAUSES:]]
+    rest = [clean(c.cause) for c in causes[MOST_CAUSES:] if c.cause not in WARNINGS]
     if rest:
         parts += ["", paragraph(f"and {len(rest)} smaller: {', '.join(rest)}", style="dim")]
     return parts

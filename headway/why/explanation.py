@@ -22,6 +22,7 @@ from headway.core.errors import BarMissedError, InputError
 from headway.core.units import format_bytes
 from headway.fault.advise import causes as failure_causes
 from headway.ledger.answers.causes import find_causes
+from headway.ledger.answers.comm_causes import same_batches
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.cause import Cause
 from headway.plan.planner import Plan
@@ -35,6 +36,7 @@ from headway.trace.readers.formats import open_parts
 from headway.trace.recording.incident import Incident
 from headway.trace.recording.run_facts import RunFacts, memory_headroom, outcomes_of
 from headway.trace.recording.runs import Run, is_described, is_run, merge
+from headway.trace.rings.rank_tables import rank_tables
 from headway.why.answer import Json, Verdict
 from headway.why.fixes import fixes_of_run, notes_of, refusals, refuted, run_command, with_doubt, with_reasons
 from headway.why.verdict import verdict
@@ -239,16 +241,17 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = (), steps: in
         raise InputError(f"--steps is {steps}; it must be at least 1. Leave it out for as many as were recorded.")
     ledger = Ledger.of(run)
     more = (*compute_causes(ledger), *failure_causes(ledger, run))
+    warnings = same_batches(ledger, rank_tables(run.path))
     try:
         program = Program.from_run(run)
         plan = Plan.of(ledger, program, Setup.from_facts(run.facts, allow=allow, steps=steps), ADVISERS)
     except (InputError, BarMissedError) as reason:  # too short, or not replayable: the ledger needs no predictions
-        causes = tuple(find_causes(ledger, more=(*more, *causes_by_hand(ledger))))
+        causes = (*find_causes(ledger, more=(*more, *causes_by_hand(ledger))), *warnings)
         return Explanation(source, run.parts, ledger, causes, run, notes=(str(reason),), paths=(run.path,))
     applied = outcomes_of(run.path)
     more = (*more, *causes_by_hand(ledger, program.predict))
     fixes = fixes_of_run(plan, run.facts, refusals(applied), allow)
     found = find_causes(ledger, predict=program.predict, fixes=fixes, more=more)
-    causes = tuple(with_reasons(with_doubt(refuted(cause, plan)), program) for cause in found)
+    causes = tuple(with_reasons(with_doubt(refuted(cause, plan)), program) for cause in (*found, *warnings))
     notes = notes_of(plan, applied)
     return Explanation(source, run.parts, ledger, causes, run, program, plan, notes=notes, paths=(run.path,))

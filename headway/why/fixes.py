@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.catalog import RECORDS, causes_of
 from headway.cluster.advise import BATCH
+from headway.comm.advise import settings_in_vain
 from headway.core.errors import BarMissedError, InputError
 from headway.core.units import format_fraction
 from headway.fault.remedies import FOLLOWS_FAILURES
@@ -234,7 +235,13 @@ def with_doubt(cause: Cause) -> Cause:
 
 
 def with_reasons(cause: Cause, program: Program) -> Cause:
-    """Say of a pipeline's bubble what it comes from, where the run shows it."""
+    """Say of a pipeline's bubble, or of DDP's communication, what it comes from, where the run shows it."""
+    if cause.cause == "comm.exposed" and (in_vain := settings_in_vain(program)) is not None:
+        shows, fix, script = in_vain
+        cause = replace(cause, evidence=f"{cause.evidence}; {shows}")
+        if cause.remedy or cause.script:
+            return cause
+        return replace(cause, fix=fix, script=script, predicted_speedup=None, interval=None, at_most=False)
     if cause.cause != "bubble.p2p":
         return cause
     from headway.parallel.advise import reasons_of

@@ -70,7 +70,11 @@ OVERSHADOWED = 0.2
 CHANGES_TRAINING = ("compute.batch", "compute.padding")
 """Causes whose fix trains another model: one leads where nothing else is worth a headline, or as `FAR_LARGER`."""
 
-WARNINGS = {"memory.grow": "memory grows from step to step", "input.repeats": "workers repeat examples"}
+WARNINGS = {
+    "memory.grow": "memory grows from step to step",
+    "input.repeats": "workers repeat examples",
+    "input.ranks": "all ranks train on the same batches",
+}
 """Causes that lose no time, in words: they end jobs, or train on the wrong examples."""
 
 LEAST_STILL_S, STEPS_STILL = 5.0, 20.0
@@ -91,6 +95,7 @@ CAUSE_PHRASES: dict[str, str] = {
     "straggler.last_stage": "a slow last pipeline stage",
     "straggler.sequence": "sequence-length imbalance",
     "straggler.rank": "a slow rank",
+    "comm.calls": "collectives that the script calls in each step",
     "host.cpu_wait": "waiting for a CPU core",
     "rollout": "a policy that acts in its environment",
     "host.gc": "garbage collection",

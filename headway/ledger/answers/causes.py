@@ -14,18 +14,15 @@ counterfactual: the recorded run replayed without the cause.
 
 from __future__ import annotations
 
-import itertools
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from headway.core.errors import InputError
-from headway.core.rng import binomial
 from headway.core.units import NS_PER_S, format_bytes, format_fraction, format_seconds, plural
+from headway.ledger.answers.comm_causes import comm_calls, comm_exposed, evaluations, straggler_rank
 from headway.ledger.answers.input_causes import (
-    LEAST_SAMPLES,
     UNHIDDEN,
     input_fetch,
     input_prep,
@@ -47,7 +44,6 @@ from headway.ledger.answers.ledger import (
 from headway.ledger.answers.script_causes import (
     BUSY,
     bubble,
-    evaluation,
     foreign_lines,
     gradient_lines,
     host_cpu_wait,
@@ -69,26 +65,11 @@ if TYPE_CHECKING:
 LEAST_FRACTION = 0.005
 """A cause that lost less of the device time than this is not listed."""
 
-PERSISTENT = 2 / 3
-"""A rank that was last at this share of the collectives, or blamed for this share of the waiting, is a straggler."""
-
-SIGNIFICANT = 0.01
-"""A rank is named where chance makes it last so often in fewer cases than that."""
-
 WARM_STEPS, RECOMPILED = 5, 0.1
 """Steps at the start in which any job compiles; share of the others from which on it compiles again and again."""
 
-MANY_COLLECTIVES, SMALL_COLLECTIVE = 8, 1 << 20
-"""Collectives of a rank in a step, and the mean bytes of one, by which gradients are reduced tensor by tensor."""
-
-ACCUMULATED = 1.9
-"""Reductions of DDP's in a step from which on gradients that are added up are reduced each time."""
-
 FAR_FROM_BOOKED = 0.03
 """Where a replay without a cause wins more or less than was booked by so much of the device time, both are told."""
-
-MOST_RANKS = 8
-"""Ranks named in one piece of evidence; the rest is counted."""
 
 EDIT_OF_CAUSE: dict[str, str] = {
     "input.fetch": "input.fetch=none",
@@ -104,17 +85,6 @@ EDIT_OF_CAUSE: dict[str, str] = {
     "checkpoint.stall": "checkpoint=none",
 }
 """Cause -> the what-if edit that takes it away; causes left out cannot be replayed away."""
-
-DOING: dict[str, str] = {
-    "useful": "computed longer",
-    "input": "waited longer for input",
-    "eval": "evaluated longer",
-    "checkpoint": "saved or loaded state for longer",
-    "host": "collected garbage, logged, recorded, or ran code of the script for longer",
-    "startup": "compiled or started later",
-}
-"""Bucket of a rank's largest excess -> what the rank was doing, in words."""
-
 
 Predictor = Callable[[Sequence[str]], "Prediction"]
 """Replays the run under what-if edits such as ('input.fetch=none',); may raise `InputError` when it cannot."""
@@ -170,6 +140,10 @@ def find_causes(
         total_s[cause.cause] = total_s.get(cause.cause, 0.0) + cause.lost_device_s
     # A replay without waits for input is one without those of evaluations too, which are a cause of their own.
     evaluating_s = ledger.sub_ns.get("eval.input", 0) / NS_PER_S
+    if "comm.exposed" in total_s:  # nor is there a replay without the rest of communication alone
+        total_s["comm.exposed"] += total_s.get("comm.calls", 0.0)
+    if "straggler.rank" in total_s:
+        total_s["straggler.rank"] += blamed_s(ledger, "eval")  # a cause of its own, which the replay takes away too
     for name in total_s:
         if name.startswith("input.") and evaluating_s > total_s[name]:
             total_s[name] += evaluating_s
@@ -237,118 +211,6 @@ def _fixed(cause: Cause, fix: Fix | None) -> Cause:
 
 
 # ---- the rules
-
-
-def _comm_exposed(ledger: Ledger) -> list[Cause]:
-    """Communication that nothing hides."""
-    own = ledger.ledger_ns["comm"] / NS_PER_S
-    kernels = span_of(ledger, "kernel.comm") + span_of(ledger, "kernel.p2p")
-    names = ("comm.wait", "comm.collective", "comm.send", "comm.recv")
-    spans = [span_of(ledger, name) for name in names]
-    count, size = sum(span.count for span in spans), sum(span.total_bytes for span in spans)
-    evidence = f"communication not hidden by compute: {mean_of(own, count)}"
-    if count:
-        evidence += f" x {count:,}" + (f", for {format_bytes(size / count)} each" if size else "")
-    if kernels.count:
-        evidence = (
-            f"{plural(kernels.count, 'communication kernel')} ran {mean_of(kernels.total_ns / NS_PER_S, kernels.count)}"
-            f"; for {format_seconds(own)} in all nothing computed beside them"
-        )
-    # Only DDP's own wait for its gradients can be cut into other buckets.
-    cut = "another DDP bucket size, " if span_of(ledger, "comm.wait").count else ""
-    fix = f"overlap more or send less: {cut}gradients or activations in bf16, faster links"
-    times = span_of(ledger, "comm.wait").count / max(ledger.steps * ledger.devices, 1)
-    one_model = ledger.facts.compute is not None and len(ledger.facts.compute.models) == 1
-    script = ""
-    if one_model and times >= ACCUMULATED:
-        evidence += f"; gradients are reduced in each of {times:.0f} backwards a step"
-        fix = "reduce them once a step: model.no_sync() around all of its backwards but the last"
-        script = "with model.no_sync(): loss.backward()  # all backwards of a step but the last"
-    by_hand = span_of(ledger, "comm.collective")
-    between = sum(row.count for row in ledger.gradient_lines) >= LEAST_SAMPLES  # behind the backward, unlike FSDP's
-    if between and not times and by_hand.count >= MANY_COLLECTIVES * ledger.steps * ledger.devices > 0:
-        evidence += f"; each step makes {by_hand.count / (ledger.steps * ledger.devices):.0f} of them"
-        if by_hand.total_bytes < SMALL_COLLECTIVE * by_hand.count:
-            fix = "reduce gradients together: DistributedDataParallel does it in buckets, beside the backward; or one "
-            fix += "collective of all of them, flattened"
-            script = "model = torch.nn.parallel.DistributedDataParallel(model)  # and no all_reduce of the loop's own"
-    messages = booked_s(ledger, "comm.p2p")
-    on_device = bool(kernels.count) or ledger.facts.device_type != "cpu"
-    if on_device and 2 * messages > own:
-        if not kernels.count:
-            evidence = f"for {format_seconds(own)} in all devices communicated and computed nothing beside it"
-        evidence += f"; {format_fraction(messages / own, 0)} of it are sends and receives"
-        fix = "send less between stages: activations in bf16, neighbours on the fastest links, fewer stages"
-    return [Cause("comm.exposed", plural(ledger.devices, "rank"), own, evidence, fix, script=script)]
-
-
-def _straggler_rank(ledger: Ledger) -> list[Cause]:
-    """A rank that the others waited for, with what it was doing; saves and compilation are causes of their own."""
-    late = ledger.lateness
-    rows = {
-        rank: {bucket: ns for bucket, ns in row.items() if bucket not in ("checkpoint", "startup")}
-        for rank, row in late.blamed_ns.items()
-    }
-    total_ns = sum(sum(row.values()) for row in rows.values())
-    found = []
-    for rank, row in rows.items():
-        own_ns = sum(row.values())
-        if own_ns and _persistent(ledger, rank, own_ns, total_ns):
-            found.append(_one_straggler(ledger, rank, row))
-    rest_ns = total_ns - round(sum(cause.lost_device_s for cause in found) * NS_PER_S)
-    if not found and rest_ns > 0:
-        waited = format_seconds(rest_ns / NS_PER_S)
-        evidence = f"{late.num_collectives:,} collectives waited {waited} in all, each time for another rank"
-        evidence += _times_last(late.times_last)
-        fix = "even out the work per step: equal batches and lengths, fewer background processes per host"
-        found.append(Cause("straggler.rank", "ranks in turn", rest_ns / NS_PER_S, evidence, fix))
-    return found
-
-
-def _times_last(times_last: Mapping[int, int]) -> str:
-    """Return which ranks came last how often, the `MOST_RANKS` that did most; '' where ranks came together."""
-    often = sorted((-count, rank) for rank, count in times_last.items() if count)
-    named = ", ".join(f"rank {rank} {-count:,}x" for count, rank in sorted(often[:MOST_RANKS], key=lambda row: row[1]))
-    more = f" and {len(often) - MOST_RANKS} more" if len(often) > MOST_RANKS else ""
-    return f": {named}{more}" if often else ""
-
-
-def _persistent(ledger: Ledger, rank: int, own_ns: int, total_ns: int) -> bool:
-    """Return whether one rank is the straggler rather than one of many: it is last too often for chance."""
-    late = ledger.lateness
-    last, count = late.times_last.get(rank, 0), late.num_collectives
-    largest = last >= PERSISTENT * count > 0 or own_ns >= PERSISTENT * total_ns
-    return largest and by_chance(last, count, ledger.devices) < SIGNIFICANT
-
-
-def by_chance(times_last: int, num_collectives: int, num_ranks: int) -> float:
-    """Return how likely one of `num_ranks` alike is last so often or more: the sign test of the straggler.
-
-    >>> round(by_chance(6, 10, 2), 3), by_chance(40, 40, 3) < 1e-15
-    (0.377, True)
-    """
-    chances = binomial(num_collectives, 1 / max(num_ranks, 2))
-    return min(1.0, math.fsum(itertools.islice(chances, times_last, None)))
-
-
-def _one_straggler(ledger: Ledger, rank: int, row: Mapping[str, int]) -> Cause:
-    """Describe one straggling rank."""
-    late, own_ns = ledger.lateness, sum(row.values())
-    bucket = max(sorted(row), key=lambda name: row[name])
-    host = ledger.hosts.get(rank)
-    margin = format_seconds(late.median_margin_ns.get(rank, 0) / NS_PER_S)
-    evidence = (
-        f"last at {late.times_last.get(rank, 0):,} of {late.num_collectives:,} collectives, by {margin} in the median; "
-        f"it {DOING[bucket]} than the others ({100 * row[bucket] / own_ns:.0f} % of the "
-        f"{format_seconds(own_ns / NS_PER_S)} that they waited for it)"
-    )
-    elsewhere = ", or replace it" if len(set(ledger.hosts.values())) > 1 else ""  # ranks of one host share its load
-    fix = {
-        "useful": f"look at what else runs on rank {rank}'s cores or device (clocks, heat, neighbours){elsewhere}",
-        "input": f"compare rank {rank}'s storage and loader workers with the others'",
-    }.get(bucket, "do it on all ranks at the same step: collect garbage together, log on every rank alike")
-    where = f"rank {rank}" + (f" on {host}" if host else "")
-    return Cause("straggler.rank", where, own_ns / NS_PER_S, evidence, fix)
 
 
 def _host_gc(ledger: Ledger) -> list[Cause]:
@@ -430,13 +292,14 @@ RULES: dict[str, Callable[[Ledger], list[Cause]]] = {
     "input.prep": input_prep,
     "input.transfer": input_transfer,
     "input.start": input_start,
-    "eval": evaluation,
+    "eval": evaluations,
     "rollout": rollout,
     "host.script": host_script,
     "host.cpu_wait": host_cpu_wait,
-    "comm.exposed": _comm_exposed,
+    "comm.exposed": comm_exposed,
+    "comm.calls": comm_calls,
     "bubble.p2p": bubble,
-    "straggler.rank": _straggler_rank,
+    "straggler.rank": straggler_rank,
     "host.gc": _host_gc,
     "host.logging": _host_logging,
     "host.recording": host_recording,

@@ -159,6 +159,9 @@ class BookedTime:
     wait_lines: tuple[SampledLine, ...] = ()
     """Where training threads were seen to wait for their devices, most time first."""
 
+    collective_lines: tuple[SampledLine, ...] = ()
+    """Blocking collectives of the script behind the first step, all of them timed, most time first."""
+
     facts: RunFacts = field(default_factory=RunFacts)
     """Facts of the run: run.json, or the trace's own."""
 

@@ -229,6 +229,7 @@ def _summed(book: RunBook, traces: Sequence[Parts], facts: RunFacts, windows: Wi
         loop_lines=joined(row.get("python_loops", []) for trace in traces for row in trace.ranks.values()),
         load_lines=joined(row.get("loads", []) for trace in traces for row in trace.ranks.values()),
         wait_lines=joined(row.get("waits", []) for trace in traces for row in trace.ranks.values()),
+        collective_lines=joined(row.get("collectives", []) for trace in traces for row in trace.ranks.values()),
         facts=facts,
         hosts={rank: str(row["host"]) for trace in traces for rank, row in trace.ranks.items() if row.get("host")},
         kernels=windows.kernels if windows is not None else KernelTimes(),

@@ -18,10 +18,12 @@ from __future__ import annotations
 import _thread
 import functools
 import inspect
+import sys
 import weakref
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any
 
 from headway.core.machine.interruptions import pass_on, suppress_own
@@ -29,6 +31,7 @@ from headway.runtime.host.device import device_of
 from headway.runtime.recorder.device_timers import timers_of
 from headway.runtime.recorder.flight_answers import answer_requests
 from headway.runtime.recorder.probes import Probes, now, timers_off
+from headway.runtime.script.gap_stacks import MOST_LINES, MOST_PLACES, TORCH, is_scripts, line_of
 from headway.trace.events.vocabulary import COLLECTIVES, SPANS
 from headway.trace.rings.ring import GROUP, OP, SEQ, SINCE_NS, group_cell
 
@@ -66,6 +69,28 @@ class ProcessGroups:
         self.launches: Any = None
         """Functional collectives under way (`probe_functional.Launches`); None before the first."""
         self._numbers: dict[int, int] = {}
+        self._lines: dict[tuple[CodeType, int, str, int], list[int]] = {}
+
+    def called(self, function: str, ns: int, size: int, frame: FrameType | None) -> None:
+        """Count a blocking collective of the training for the script's line that calls it; none that torch makes."""
+        if not self.probes.steps[0] or frame is None or TORCH in frame.f_code.co_filename:
+            return
+        while frame is not None and not is_scripts(frame.f_code.co_filename):
+            frame = frame.f_back
+        if frame is None:
+            return
+        key = frame.f_code, frame.f_lineno, function, self.probes.gap.open[0]
+        if key in self._lines or len(self._lines) < MOST_PLACES:
+            entry = self._lines.setdefault(key, [0, 0, 0])
+            entry[:] = entry[0] + ns, entry[1] + 1, entry[2] + size
+
+    def lines(self) -> list[dict[str, str | int]]:
+        """Return the lines that took longest: {"line", "function", "ns", "count", "num_bytes", "gap"} each."""
+        longest = sorted(self._lines.copy().items(), key=lambda entry: -entry[1][0])
+        return [
+            {"line": line_of(code, line), "function": name, "ns": ns, "count": count, "num_bytes": size, "gap": gap}
+            for (code, line, name, gap), (ns, count, size) in longest[:MOST_LINES]
+        ]
 
     def of(self, group: Any) -> int:
         """Return the number of a process group (None = the default one): its name where that is a number."""
@@ -223,6 +248,7 @@ def collective(original: Callable[..., Any], probes: Probes) -> Callable[..., An
                 groups.start(result, (COLLECTIVE, group, seq, size, corr))
             else:
                 emit(COLLECTIVE, start, duration, group, seq, size, corr)
+                groups.called(original.__name__, duration, size, sys._getframe(1))
                 if probes.device_timers:
                     met_over_host(probes, group_of(args, kwargs), (*args[:2], *kwargs.values()))
         except Exception as cause:

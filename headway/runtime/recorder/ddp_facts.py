@@ -51,6 +51,7 @@ def facts_of(ddp: Any) -> dict[str, Any]:
         "find_unused_parameters": bool(getattr(ddp, "find_unused_parameters", False)),
         "static_graph": bool(getattr(ddp, "static_graph", False)),
         "can_set_static_graph": graph_is_static(ddp, logged),
+        "unused_bytes": logged.get("unused_parameter_size"),
     }
 
 

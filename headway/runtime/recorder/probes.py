@@ -450,7 +450,8 @@ class Probes:
         rank = self.recorder.rank
         if self.looks.profiled:
             self.tables.setdefault("compute", {})["profiled"] = round(self.looks.profiled, 3)
-        for name, lines in (*self.gap.tables(), *self.looks.tables()):
+        collectives = self.groups.lines() if self.groups is not None else []
+        for name, lines in (*self.gap.tables(), *self.looks.tables(), ("collectives", collectives)):
             if lines:
                 self.tables[name] = lines
         file = f"r{rank}.json" if self.leads else f"p{os.getpid()}.json"

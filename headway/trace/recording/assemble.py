@@ -94,7 +94,7 @@ CODE = {name: index for index, name in enumerate(NAMES)}
 
 TOLD = (
     "optimizers", "parameters", "patches", "regions", "coverage", "timers", "script", "gradients", "waits", "loads",
-    "python_loops",
+    "python_loops", "collectives",
 )  # fmt: skip
 """What a rank says of itself in RUN/tables that goes into `meta`."""
 
@@ -258,7 +258,7 @@ def _rank_facts(lead: Recorded, row: Mapping[str, Any] | None, life: RecordedRow
 def _told(tables: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the rank itself said: of its input audit facts, counts, kinds of workers; lines of its gaps."""
     names = ("deliveries", "input", "workers", "timers", "pipeline", "script", "gradients", "waits", "loads",
-             "python_loops")  # fmt: skip
+             "python_loops", "collectives")  # fmt: skip
     return {key: tables[key] for key in names if key in tables}
 
 

@@ -183,10 +183,14 @@ class DdpModel(msgspec.Struct, frozen=True, kw_only=True):
     """Indices of parameters in the order in which their gradients become ready; [] = not known."""
     first_bucket_bytes: int
     bucket_bytes: int
+    default: bool = True
+    """Whether the limit of buckets is torch's own."""
     gradient_as_bucket_view: bool = False
     find_unused_parameters: bool = False
     static_graph: bool = False
     can_set_static_graph: bool = False
+    unused_bytes: int | None = None
+    """Of parameters that a step did not use, as DDP logged them last; None = not logged."""
 
 
 class MatmulsSeen(msgspec.Struct, frozen=True, kw_only=True):
