@@ -241,6 +241,24 @@ def test_attention_by_hand_is_a_cause_on_a_cpu_where_its_rows_are_long():
     assert list(causes_by_hand(run_of(structs.replace(call, longest=256)))) == []
 
 
+@pytest.mark.parametrize("asks", [True, False])
+def test_torchs_attention_that_is_asked_for_its_weights_writes_scores(asks):
+    class Asks(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+
+        def forward(self, x):
+            return self.attention(x, x, x, need_weights=asks)[0]
+
+    found = counted(Asks(), torch.randn(2, 512, 32))
+    [*causes] = causes_by_hand(run_of(CallFlops(name="Asks", flops=3000, **{
+        name: found[name] for name in ("scores", "longest", "attentions")})))  # fmt: skip
+
+    assert (found["attentions"], found["scores"]) == (1, 2 * 4 * 512 * 512 * asks)
+    assert ["need_weights=False" in cause.script for cause in causes] == [True] * asks
+
+
 def test_a_checkpointed_script_is_told_what_leaving_that_out_wins(tmp_path):
     code = """
         import torch

@@ -253,6 +253,56 @@ def looked_up() -> PlantedFault:
     return PlantedFault("compute.embedding", code, "sparse=True", edits)
 
 
+MADE = """
+maker = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 256))
+critic = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1))
+of_critic = torch.optim.SGD(critic.parameters(), lr=1e-3, fused=True)
+
+def draw():
+    return torch.randn(64, 256)
+
+def loss_of(x):
+    made = maker(torch.randn(64, 32))
+    of_critic.zero_grad()
+    (critic(x).mean() - critic(made.detach()).mean()).backward()
+    of_critic.step()
+    return critic(made).mean()
+
+optimizer = torch.optim.SGD(maker.parameters(), lr=1e-3, fused=True)
+"""
+APART = """critic.requires_grad_(False)
+    loss = critic(made).mean()
+    critic.requires_grad_(True)
+    return loss"""
+WEIGHTED = """
+class Weighted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(64, 2, batch_first=True)
+
+    def forward(self, x):
+        return x + self.attention(x, x, x)[0]
+
+model = nn.Sequential(Weighted(), Weighted())
+"""
+
+
+def transferred() -> PlantedFault:
+    """Return a script that trains the head of a network, and computes gradients of all of it."""
+    code = trained(MLP, "128, 256", "SGD(model[-1].parameters(), lr=1e-3, fused=True)")
+    frozen = "for p in model[:-1].parameters(): p.requires_grad_(False)\noptimizer ="
+    return PlantedFault("compute.unused", code, "requires_grad_(False)", (("optimizer =", frozen),))
+
+
+def called_again() -> PlantedFault:
+    """Return a script that calls its model a second time on each batch, for its accuracy."""
+    code = trained(MLP, "128, 256", FUSED_SGD).replace("def draw", "newest = []\n\ndef draw")
+    code = code.replace("    pass\n", "    newest[:] = [x]\n")
+    second = "    hits = [(model(x).argmax(1) == 0).sum() for x in newest]\n"
+    code = code.replace("    return torch", f"{second}    return torch")
+    return PlantedFault("compute.repeat", code, "", ((second, ""),))
+
+
 MLP = "model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 64))"
 FAULTS: dict[str, PlantedFault] = {
     "adamw, narrow layers": optimizer(NARROW, "32, 64", "AdamW(model.parameters(), lr=1e-3)"),
@@ -313,6 +363,17 @@ FAULTS: dict[str, PlantedFault] = {
         (("anomaly(True)", "anomaly(False)"),),
     ),
     "embeddings, all rows": looked_up(),
+    "a backbone that is not trained": transferred(),
+    "a critic in the other's step": PlantedFault(
+        "compute.unused", MADE, "requires_grad_(False)", (("return critic(made).mean()", APART),)
+    ),
+    "accuracy by a second call": called_again(),
+    "attention, asked for weights": PlantedFault(
+        "compute.attention",
+        trained(WEIGHTED, "2, 1024, 64"),
+        "need_weights=False",
+        (("self.attention(x, x, x)", "self.attention(x, x, x, need_weights=False)"),),
+    ),
     "a batch of two": few_examples(BLOCKS.format(width=64, inner=128, layers=4), "2, 8, 64", "8, 8, 64"),
 }
 """Name -> script with a fault."""

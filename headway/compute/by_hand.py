@@ -26,7 +26,7 @@ from headway.ledger.answers.ledger import Ledger, booked_s, span_of
 from headway.ledger.answers.script_causes import IN_ONE_CALL, looped_words, python_loops, updates_s
 from headway.ledger.cause import Cause
 from headway.trace.recording.run_facts import memory_headroom
-from headway.trace.rings.rank_tables import CallFlops, ComputeFacts
+from headway.trace.rings.rank_tables import CallFlops, ComputeFacts, GradientUse
 
 LARGE = 0.05
 """Share of useful time from which on either is worth a word."""
@@ -86,6 +86,9 @@ SPARSE = 0.1
 
 SCALED = Scale(1.0, 0.8, 0.4)
 """What more threads win / what as many times more cores would: at best, likely, at least."""
+
+UNUSED, FEWEST = 0.1, 8
+"""Share of a model's calls whose gradients nobody uses, and repeated calls, from which on they are told."""
 
 FEW = 0.25
 """Share of useful time that a larger batch wins, per example, from which on it is worth a word: it changes training."""
@@ -150,8 +153,10 @@ def causes(ledger: Ledger, predict: Predictor | None = None) -> Iterator[Cause]:
     yield from _loops(ledger, compute)
     yield from _dense_rows(ledger, compute)
     yield from _padding(ledger, compute)
-    if (pair := _threads(ledger, compute)) is not None:
-        yield _forecast(*pair, useful_s, predict)
+    yield from _repeated(ledger, compute)
+    for pair in (_threads(ledger, compute), *_unused(ledger, compute)):
+        if pair is not None:
+            yield _forecast(*pair, useful_s, predict)
     for edit, shares in rehearsed_shares(ledger).items():
         if shares.likely >= (FEW if edit == "batch" else LARGE):
             [call] = (call for call in compute.calls if call.rehearsed is not None)
@@ -254,6 +259,79 @@ def _padding(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
     yield Cause("compute.padding", call.name, call.padded * inside_s, evidence, fix, gain, (1.0, gain), at_most=True)
 
 
+def _repeated(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
+    """Yield that models are called again on what their gradients came of, for outputs that are there already."""
+    repeats = compute.repeats
+    share = min(repeats.repeated_ns / max(repeats.watched_ns, 1), NEARLY_ALL)
+    if share < LARGE or repeats.repeated < FEWEST:
+        return
+    evidence = f"{repeats.repeated} of {repeats.calls} calls of models were given the tensor that the backward before "
+    evidence += f"them had its gradients of, and nothing learns from them: {format_fraction(share, 0)} of the time"
+    fix = "keep the outputs of the call that computes the loss (outputs.detach()), those of the weights before the "
+    fix += "update"
+    lost_s, gain = share * int(ledger.step_ns.sum()) / NS_PER_S, 1 / (1 - share)
+    name = compute.models[0].name if compute.models else "model"
+    yield Cause("compute.repeat", name, lost_s, evidence, fix, gain, (1.0, gain), at_most=True)
+
+
+def _unused(ledger: Ledger, compute: ComputeFacts) -> Iterator[tuple[Cause, Scale]]:
+    """Yield the causes of gradients that no update uses, and the share of useful time that each takes."""
+    flops = {call.model: call.flops or 0 for call in compute.calls}
+    calls = {row.model: max(one.calls for one in compute.gradient_uses if one.model == row.model)
+             for row in compute.gradient_uses}  # fmt: skip
+    total = sum(flops.get(model, 0) * count for model, count in calls.items())
+    updates = ledger.sub_ns.get("useful.optimizer", 0) / max(ledger.ledger_ns["useful"], 1)
+    for row in compute.gradient_uses:
+        call = next((call for call in compute.calls if call.model == row.model), None)
+        if call is None or row.unused < UNUSED * row.calls:
+            continue
+        weight = flops[row.model] * calls[row.model] / total if total else float(len(calls) == 1)
+        is_whole = 2 * row.elements > sum(one.elements for one in compute.gradient_uses if one.model == row.model)
+        if row.optimizer >= 0 and not is_whole:
+            continue
+        spared = _spared(call, row)
+        shares = _at_most(spared, (1 - updates) * weight * row.unused / row.calls)
+        if shares.likely >= LARGE:
+            yield _of_unused(call, row), shares
+
+
+def _spared(call: CallFlops, row: GradientUse) -> Scale:
+    """Return which share of a call the unused gradients take: by a rehearsed step, else by operations."""
+    timed = call.rehearsed
+    scale = REHEARSED[timed.examples >= timed.batch] if timed is not None else SHARE
+
+    def spared(edit: str, by_operations: float) -> Scale:
+        if timed is not None and edit in timed.edits:
+            ratios = timed.edits[edit]
+            return Scale(*(max(0.0, 1 - ratio) * factor for ratio, factor in zip(ratios, scale, strict=True)))
+        return _at_most(SHARE, by_operations)
+
+    frozen = 1 - call.frozen_flops / call.flops if call.flops and call.frozen_flops is not None else 0.0
+    if row.optimizer < 0:
+        return spared("frozen", frozen) if call.frozen_elements == row.elements else Scale(0.0, 0.0, 0.0)
+    given, without = spared("given", 1 / 3), spared("frozen", 2 / 3)
+    of_given = row.given / row.unused
+    return Scale(*(of_given * one + (1 - of_given) * other for one, other in zip(given, without, strict=True)))
+
+
+def _of_unused(call: CallFlops, row: GradientUse) -> Cause:
+    """Return the cause of gradients that no update uses."""
+    if row.optimizer < 0:
+        evidence = f"backwards compute gradients of {row.elements:,} numbers of {call.name} that no optimizer updates"
+        fix = "freeze them before training, and the backward ends where nothing learns (a norm over all gradients, as "
+        fix += "clip_grad_norm_ takes, then has fewer)"
+        edit = "for parameter in backbone.parameters(): parameter.requires_grad_(False)  # what no optimizer has"
+        return Cause("compute.unused", call.name, 0.0, evidence, fix, script=edit)
+    evidence = f"behind {row.unused} of {row.calls} calls {call.name} ({row.elements:,} parameters) got gradients that "
+    evidence += "were cleared before any update: the backward was that of another optimizer's loss"
+    if 2 * row.given > row.unused:
+        fix = "leave its weights out of the graph in these calls; its inputs get the same gradients"
+        edit = "model.requires_grad_(False)  # before these calls, and (True) behind them"
+        return Cause("compute.unused", call.name, 0.0, evidence, fix, script=edit)
+    fix = "detach what it returns in these calls: nothing before that learns from them"
+    return Cause("compute.unused", call.name, 0.0, evidence, fix, script="outputs = model(inputs).detach()")
+
+
 def _threads(ledger: Ledger, compute: ComputeFacts) -> tuple[Cause, Scale] | None:
     """Return the cause of operators that leave cores free, and the share of useful time that more threads win."""
     facts, rate = ledger.facts, _rate(ledger, compute)
@@ -350,10 +428,17 @@ def _by_hand(ledger: Ledger, call: CallFlops) -> tuple[Cause, Scale] | None:
     unit_s = 1 / rates.bytes_per_s if rates else 1 / NS_PER_S / threads
     scores = call.scores * (span_of(ledger, "forward").count or ledger.steps * ledger.devices)
     share = scores * per_score.likely * unit_s / max(ledger.ledger_ns["useful"] / NS_PER_S, 1e-9)
-    evidence = f"{call.name} writes attention out: each forward keeps {call.scores:,} scores in memory, up to "
+    how = "asks nn.MultiheadAttention for weights" if call.attentions else "writes attention out"
+    evidence = f"{call.name} {how}: each forward keeps {call.scores:,} scores in memory, up to "
     evidence += f"{call.longest:,} a row, and passes over them for scale, mask, softmax and products"
     script = "torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=...)"
     fix = "one fused call computes it without the scores; its sums are rounded in another order"
+    if call.attentions:
+        fix = (
+            "ask nn.MultiheadAttention for no weights: it then takes the fused call, whose sums are rounded in another "
+        )
+        fix += "order"
+        script = "outputs, _ = attention(q, k, v, need_weights=False)"
     cause = Cause("compute.attention", call.name, 0.0, evidence, fix, script=script)
     return cause, _at_most(per_score, share / per_score.likely)
 

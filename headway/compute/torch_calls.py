@@ -24,6 +24,7 @@ which two examples take long are left out, as are those that meet other ranks in
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import statistics
@@ -31,7 +32,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import thread_time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -61,6 +62,35 @@ FEWEST, SMALL = 2, 8
 """Examples of the smallest step (norms over a batch refuse one), and those up to which a batch may be too small."""
 
 
+class Spared(NamedTuple):
+    """Parameters of a model whose gradients may be needless: those that no optimizer has, or else all."""
+
+    parameters: tuple[torch.nn.Parameter, ...] = ()
+    are_all: bool = False
+    """Whether each has an optimizer, of several: the gradients of one model may come with those of another."""
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> Spared:
+        """Return them, by the optimizers that live in this process."""
+        optimizers = [value for value in gc.get_objects() if issubclass(type(value), torch.optim.Optimizer)]
+        updated = {id(value) for one in optimizers for group in one.param_groups for value in group["params"]}
+        learning = tuple(value for value in model.parameters() if value.requires_grad)
+        outside = tuple(value for value in learning if id(value) not in updated)
+        if outside or len(optimizers) < 2:
+            return cls(outside if optimizers else ())
+        return cls(learning, are_all=True)
+
+    def step_s(self, model: torch.nn.Module, call: TimedCall) -> float:
+        """Return the CPU time of a forward and backward without their gradients."""
+        for value in self.parameters:
+            value.requires_grad_(False)
+        try:
+            return _step_s(model, call)
+        finally:
+            for value in self.parameters:
+                value.requires_grad_()
+
+
 class TimedCall(NamedTuple):
     """A call of a model, with all that its tensors of examples hold."""
 
@@ -80,7 +110,7 @@ class TimedCall(NamedTuple):
 
 
 def rehearse(
-    model: torch.nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+    model: torch.nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], spared: Spared | None = None
 ) -> dict[str, object] | None:
     """Return the fields of `Rehearsed`; None for models that are compiled or elsewhere. Raises what they do."""
 
@@ -90,14 +120,14 @@ def rehearse(
     before = signal.signal(signal.SIGVTALRM, end)
     signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
     try:
-        return _rehearsed(model, args, kwargs)
+        return _rehearsed(model, args, kwargs, spared or Spared())
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
 
 
 def _rehearsed(
-    model: torch.nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+    model: torch.nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object], spared: Spared
 ) -> dict[str, object] | None:
     parameters = list(model.parameters())
     tensors = [value for value in tree_leaves((args, dict(kwargs))) if isinstance(value, torch.Tensor) and value.dim()]
@@ -116,7 +146,7 @@ def _rehearsed(
             break
         call = _cut(full, int(call.num_examples * STEP_S / step_s))
         step_s = _step_s(model, call)
-    forms, first_s = _forms(model, call, full.num_examples, parameters), 0.0
+    forms, first_s = _forms(model, call, full.num_examples, spared), 0.0
     for name, form in list(forms.items()):
         try:
             first_s += form() + step_s
@@ -164,17 +194,16 @@ def _step_s(model: torch.nn.Module, call: TimedCall) -> float:
     begin = thread_time()
     results = [value for value in tree_leaves(model(*call.args, **call.kwargs)) if isinstance(value, torch.Tensor)]
     results = [value for value in results if value.requires_grad]
-    torch.autograd.backward(results, [torch.ones(value.shape, dtype=value.dtype) for value in results])
+    if results:
+        torch.autograd.backward(results, [torch.ones(value.shape, dtype=value.dtype) for value in results])
     taken_s = thread_time() - begin
     model.zero_grad()
     return taken_s
 
 
-def _forms(
-    model: torch.nn.Module, call: TimedCall, batch_size: int, parameters: list[torch.nn.Parameter]
-) -> dict[str, Callable[[], float]]:
+def _forms(model: torch.nn.Module, call: TimedCall, batch_size: int, spared: Spared) -> dict[str, Callable[[], float]]:
     """Return name of an edit -> what times a step with it, of those that may be for this model."""
-    forms = dict[str, Callable[[], float]]()
+    forms, parameters = dict[str, Callable[[], float]](), list(model.parameters())
     weights, default = [value for value in parameters if value.dim() == 4], torch.get_default_dtype()
 
     def in_bfloat16() -> float:
@@ -221,6 +250,13 @@ def _forms(
         with torch.autograd.set_detect_anomaly(False):
             return _step_s(model, call)
 
+    def needing(value: torch.Tensor) -> torch.Tensor:
+        return value.detach().requires_grad_() if value.is_floating_point() else value
+
+    if spared.parameters:
+        forms["frozen"] = lambda: spared.step_s(model, call)
+    if spared.are_all:
+        forms["given"] = lambda: spared.step_s(model, call.of(needing))
     if torch.is_anomaly_enabled():
         forms["unchecked"] = unchecked
     forms["straight"] = without_checkpoints
@@ -265,15 +301,18 @@ def count_call(module: torch.nn.Module, args: Args, kwargs: Mapping[str, object]
     itself casts to, None without. Before that a step is timed as it is and behind edits (`rehearse`).
     """
     casts: list[str] = []
-    count = rehearsed = None
+    count = rehearsed = without = None
+    spared = Spared()
     padded = 0.0
     with contextlib.suppress(Exception):
         padded = padding_share(
             [value for value in tree_leaves((args, dict(kwargs))) if isinstance(value, torch.Tensor)]
         )
+    with contextlib.suppress(Exception):
+        spared = Spared.of(module)
     if not os.environ.get("HEADWAY_PLAN"):  # under a plan the script computes with what was found before
         with contextlib.suppress(Exception):
-            rehearsed = rehearse(module, args, kwargs)
+            rehearsed = rehearse(module, args, kwargs, spared)
     try:
         model = _unwrapped(module)
         reason = _objection(model)
@@ -284,11 +323,17 @@ def count_call(module: torch.nn.Module, args: Args, kwargs: Mapping[str, object]
             _call_plainly(casts)
             with META, FollowsMeta(blanks), OffDevices():  # type: ignore[no-untyped-call]  # torch says no types
                 count = counted(model, args, kwargs)
+                for value in spared.parameters:
+                    cast(torch.Tensor, blanks.of(value)).requires_grad_(False)
+                with contextlib.suppress(Exception):
+                    without = counted(model, args, kwargs).flops if spared.parameters else None
     except Exception as cause:
         reason = f"{type(cause).__name__}: {cause}".splitlines()[0][:LONGEST_REASON]
     counts: dict[str, object] = dict(count.row()) if count is not None else {"flops": None}
     return {
         **counts,
+        "frozen_elements": sum(value.numel() for value in spared.parameters),
+        "frozen_flops": without,
         "padded": padded,
         "reason": reason,
         "autocast": casts[0] if casts else None,

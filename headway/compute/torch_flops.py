@@ -70,6 +70,9 @@ class CallCount:
     repeats: int = 0
     """How often the forward calls the layer with parameters that it calls most often."""
 
+    attentions: int = 0
+    """Calls of `nn.MultiheadAttention`, which writes scores where it is asked for their means (`need_weights`)."""
+
     _filled: set[Sizes] = field(default_factory=set)
 
     _products: set[tuple[int, int]] = field(default_factory=set)
@@ -175,6 +178,7 @@ def counted(model: torch.nn.Module, inputs: tuple[object, ...], named: Mapping[s
     def called(layer: torch.nn.Module, _: object) -> None:
         if any(value is not None for value in layer._parameters.values()):
             times[id(layer)] = times.get(id(layer), 0) + 1
+        count.attentions += isinstance(layer, torch.nn.MultiheadAttention)
 
     with _watched(model, recurrent, counter, count), counter, torch.enable_grad():
         hook = register_module_forward_pre_hook(called)

@@ -112,6 +112,8 @@ CAUSE_PHRASES: dict[str, str] = {
     "compute.anomaly": "anomaly detection",
     "compute.embedding": "updates of rows that no batch looked up",
     "compute.padding": "positions that fill short examples up",
+    "compute.unused": "gradients that no update uses",
+    "compute.repeat": "calls on a batch that was computed already",
     "compute.threads": "cores that torch computes without",
     "compute.precision": "products in more bits than the matrix units want",
     "compute.unfused": "passes over memory that a compiler would fuse",

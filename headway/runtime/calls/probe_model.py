@@ -10,9 +10,9 @@ from __future__ import annotations
 import _thread
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from time import thread_time_ns
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from headway.runtime.recorder.probes import Probes, now
 from headway.runtime.recorder.rehearsals import count
@@ -21,6 +21,9 @@ from headway.runtime.script.compute_facts import model_facts, note, parameters_o
 from headway.runtime.script.gap_stacks import BEHIND_UPDATE, CLOSED
 from headway.runtime.script.gradients import FORWARD as BY_FORWARD
 from headway.trace.events.vocabulary import SPANS, WAIT_NS
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 FORWARD, MODE = SPANS["forward"].code, SPANS["mode"].code
 
@@ -72,6 +75,13 @@ class Models:
         parameter = first_trainable(module)
         return -1 if parameter is None else self._of_parameter.get(id(parameter), -1)
 
+    def modules(self) -> Iterator[tuple[int, Module]]:
+        """Yield (model, module) of what was called and lives."""
+        for key, model in list(self.numbers.items()):
+            module = self._references[key]() if model >= 0 and key in self._references else None
+            if module is not None:
+                yield model, module
+
     def _forget(self, key: int) -> None:
         for table in (self.numbers, self._references, self._looks):
             table.pop(key, None)
@@ -88,15 +98,14 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
 
     models = probes.models = probes.models or Models()
     emit, forwarding, changed = probes.emit, probes.forwarding, probes.outer_call.current
-    gradients, trainer, gap = probes.gradients, probes.trainer, probes.gap
-    begun, gap_open, gap_asks = gradients.begun, gap.open, gap.asks_forward
+    gradients, trainer, gap, last = probes.gradients, probes.trainer, probes.gap, probes.last_forward
+    begun, uses, gap_open, gap_asks = gradients.begun, gradients.uses, gap.open, gap.asks_forward
     # When the newest forward ended, and the CPU time of its thread then, -1 where that was not read: it tells waiting
     # from computing between two forwards of a step. A system call, for scripts that were seen to have long times there.
     ended_ns, cpu_ended, asks_cpu = 0, -1, False
-    numbers, parameters, last = models.numbers, models.parameters, probes.last_forward
+    numbers, parameters, direct = models.numbers, models.parameters, calls_directly(original)
     counted: dict[int, bool] = {}  # model -> whether the call whose operations were counted was in training mode
     is_grad_enabled, ident, fetching = torch.is_grad_enabled, _thread.get_ident, probes.fetching
-    direct = calls_directly(original)
     probes.outer_call.plain = lambda module, args, kwargs: original(module, *args, **kwargs)
     probes.outer_call.compose()
 
@@ -106,8 +115,7 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
         # A dataset's transforms are modules, too: 64 of them a batch took 1.2 ms of a step of 10.
         if fetching[0] == (caller := ident()) or (begun[0] and caller != trainer[0]):
             return original(self, *args, **kwargs)
-        opened, between = gap_open[0] == BEHIND_UPDATE, -1
-        gap_open[0] = CLOSED
+        opened, between, gap_open[0] = gap_open[0] == BEHIND_UPDATE, -1, CLOSED
         if opened:
             if gap_asks[0]:
                 gap.note_forward()
@@ -144,6 +152,8 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
                 gradients.parameter = parameters[model]
                 if probes.device_timers:
                     probes.device_timers.computed()
+            if uses.on[0] and model >= 0:
+                uses.called(model, (*args, *kwargs.values()), duration, learns)
             if not begun[0] and gradients.inferred():
                 trainer[0], gap_open[0] = ident(), BEHIND_UPDATE
                 if gap.asks[0]:

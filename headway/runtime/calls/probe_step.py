@@ -66,6 +66,7 @@ def recorded(inner: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
     stepping, cells, last, forward = probes.stepping, probes.page.cells, probes.last_backward, probes.last_forward
     gradients, gap, collections = probes.gradients, probes.gap, probes.garbage.stamps
     begun, counted, gap_open, gap_asks = gradients.begun, gradients.counted, gap.open, gap.asks
+    watching, uses = gradients.uses.on, gradients.uses
 
     @functools.wraps(inner)
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -93,6 +94,8 @@ def recorded(inner: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
                 forward[0] = None
             emit(STEP, start, duration, index, 0, last[0], last[1])
             last[1] = 0
+            if watching[0]:
+                uses.updated(index)
             page = cells[0]
             page[PROGRESS_NS] = start + duration
             page[OP] = 0  # whatever was open is over, also what an exception left

@@ -388,6 +388,7 @@ class Probes:
             index = self.gone.pop(key, len(self.tables["optimizers"]))
             self.indices[id(optimizer)] = index
             weakref.finalize(optimizer, self._let_go, id(optimizer), key).atexit = False
+            self.gradients.uses.optimizers[index] = weakref.ref(optimizer)
             if str(index) in self.tables["optimizers"]:
                 return index
             self.tables["optimizers"][str(index)] = type(optimizer).__name__

@@ -49,6 +49,9 @@ def backward(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]
     probes.tables["losses"] = probes.losses.curve
     begun, optimized, ident = gradients.begun, gradients.optimized, _thread.get_ident
     stepping, gap_open = probes.stepping, gap.open
+    watching, uses = gradients.uses.on, gradients.uses
+    probes.listeners.append(uses.listener(lambda: probes.models.modules() if probes.models else (),
+                                          lambda: probes.tables.setdefault("compute", {})))  # fmt: skip
     gradients.watched[0] = True
     look_from_ns = 0
     probes.tables["timers"] = {"clock": "host"}
@@ -56,6 +59,9 @@ def backward(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]
                      gradients.began, gradients.ended, leaf_of, begin, gradients._chosen, probes.advance, probes.wake,
                      gap.note_loop):  # fmt: skip
         out_of_compiler(function)
+    for look in (uses.began, uses.ended, uses.called):
+        out_of_compiler(look)
+        out_of_compiler(getattr(look, "__wrapped__", look))
 
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> Any:
@@ -64,7 +70,10 @@ def backward(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]
         begun[0] += 1
         trainer[0] = ident()
         fresh = 0 if optimized[0] else begin(probes, args[0] if args else kwargs.get("tensors"))
-        outer, page, start = forwarding[0], cells[0], now()
+        outer, page = forwarding[0], cells[0]
+        if watching[0] and not outer:
+            uses.began()
+        start = now()
         page[SINCE_NS] = start
         page[OP] = BACKWARD
         try:
@@ -77,6 +86,8 @@ def backward(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]
             if last[1]:
                 emit(BACKWARD, last[0], last[1], 0, -1, last[2])
             last[0], last[1], last[2] = start, now() - start, fresh
+            if watching[0] and not outer:
+                uses.ended()
             if not optimized[0]:
                 gradients.ended()
                 gap_open[0] = BEHIND_UPDATE

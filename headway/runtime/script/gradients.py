@@ -22,6 +22,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from headway.runtime.script.gradient_uses import GradientUses
+
 PATIENCE = 16
 """Updates without any gradient that are not counted: a restore steps an optimizer once to make its state."""
 
@@ -56,6 +58,9 @@ class GradientCounter:
 
     parameter: Callable[[], Any] | None = None
     """Returns the first trainable parameter of the model that computed last with gradients; None before the first."""
+
+    uses: GradientUses = field(default_factory=GradientUses)
+    """Which gradients nobody uses."""
 
     _seen: dict[int, tuple[Callable[[], Any], int]] = field(default_factory=dict)
     """`id` of a watched parameter -> its gradient after the last backward (a weak reference) and that one's version."""

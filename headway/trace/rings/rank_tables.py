@@ -89,7 +89,8 @@ class Rehearsed(msgspec.Struct, frozen=True):
     edits: dict[str, tuple[float, float, float]] = {}
     """Edit -> time of a step with it / without: lowest, middle, highest of a few rounds. 'bfloat16', 'channels_last',
     'float32' (of float64 parameters), 'straight' (without checkpoints), 'unchecked' (without anomaly detection),
-    'batch' (per example, four times as many)."""
+    'batch' (per example, four times as many), 'frozen' (without gradients of the parameters that no optimizer has; of
+    all where there are several optimizers), 'given' (without gradients of any parameter, with those of its inputs)."""
 
 
 class CallFlops(msgspec.Struct, frozen=True):
@@ -124,12 +125,45 @@ class CallFlops(msgspec.Struct, frozen=True):
     """Longest row of scores."""
     repeats: int = 0
     """How often the forward calls the layer with parameters that it calls most often."""
+    attentions: int = 0
+    """Calls of `nn.MultiheadAttention` in its forward."""
+    frozen_elements: int = 0
+    """Numbers in its parameters that no optimizer had at its first call; all where there are several optimizers."""
+    frozen_flops: int | None = None
+    """Operations without the gradients of these; None where they were not counted."""
     padded: float = 0.0
     """Share of the whole numbers of its batch, [examples, positions], that fills rows up: padding."""
     rehearsed: Rehearsed | None = None
     """How long its step takes behind edits; None where that was not timed."""
     ended_ns: int | None = None
     """When the child had counted, by the clock of the rows: steps before it shared the cores with it."""
+
+
+class GradientUse(msgspec.Struct, frozen=True):
+    """The parameters of a model that one optimizer updates, or none, in the backwards that were watched."""
+
+    model: int = -1
+    optimizer: int = -1
+    """-1: none."""
+    elements: int = 0
+    """Numbers in them."""
+    calls: int = 0
+    """Calls of the model behind which they got gradients."""
+    unused: int = 0
+    """Those of them whose gradients no update has used, though the same backward fed one of other parameters."""
+    given: int = 0
+    """Those of these whose inputs needed gradients."""
+
+
+class Repeats(msgspec.Struct, frozen=True):
+    """Calls of models with what their last gradients came of, from which nothing learns; of the same backwards."""
+
+    calls: int = 0
+    """Of all models, with and without gradients."""
+    repeated: int = 0
+    repeated_ns: int = 0
+    watched_ns: int = 0
+    """From the first of the backwards to the last."""
 
 
 class ComputeFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,6 +185,8 @@ class ComputeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """`torch.backends.cudnn.allow_tf32`: convolutions of float32 numbers in TF32."""
     calls: tuple[CallFlops, ...] = ()
     """One for each model that was called in training."""
+    gradient_uses: tuple[GradientUse, ...] = ()
+    repeats: Repeats = Repeats()
 
     def words(self) -> str:
         """Return the facts in a sentence without an end, '' without any."""

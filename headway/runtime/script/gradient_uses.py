@@ -1,0 +1,251 @@
+"""Gradients that nobody uses, and batches that a model computes on twice: watched for a few dozen backwards, once.
+
+A gradient is unused where the backward that computed it fed an update of other parameters, while this one was cleared
+before any update, or belongs to no optimizer at all, and its parameter stayed what it was:
+
+    D(x), D(G(z).detach()) -> backward -> update of D        gradients of D are used
+    D(G(z))                -> backward -> update of G        those of G are used, those of D are cleared: unused
+    head(backbone(x))      -> backward -> update of head     those of the backbone are unused each time
+
+Scripts that look at gradients themselves (several tasks, clipping for each example, perturbed weights) clear them
+without an update of other parameters, or change the parameters by themselves: they are left alone.
+
+One parameter stands for all of a model that the same optimizer updates: the smallest. Values are read in the host's
+memory, by no operator of torch's and no method that the script could see; on a device none is read.
+
+A call is repeated where a model is called on the tensor of which its last gradients came, and is called on another one
+before the next backward: nothing learns from it.
+
+    model(x) -> loss -> backward -> update -> model(x).argmax() -> model(next x)
+
+>>> GradientUses().on
+[False]
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeGuard
+
+from headway.core.machine.interruptions import pass_on
+from headway.runtime.script.compute_facts import parameters_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module, Parameter
+    from torch.optim import Optimizer
+
+FROM, MOST = 16, 64
+"""Updates before the watch, when all optimizers have stepped, and backwards that it takes."""
+
+LATER = 1 << 40
+"""Updates until a listener is called again that has nothing more to do."""
+
+LARGEST = 1 << 20
+"""Bytes of a parameter that is compared with what it was."""
+
+Row = dict[str, int]
+
+P = ParamSpec("P")
+
+
+def _unseen(
+    look: Callable[Concatenate[GradientUses, P], None],
+) -> Callable[Concatenate[GradientUses, P], None]:
+    """Have modes and subclasses of torch's not be asked while `look` reads attributes of tensors.
+
+    What cannot be looked at, a tensor of `torch.inference_mode` say, ends the watch.
+    """
+
+    @functools.wraps(look)
+    def called(self: GradientUses, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            with sys.modules["torch"]._C.DisableTorchFunction():
+                look(self, *args, **kwargs)
+        except Exception as cause:
+            pass_on(cause)
+            self.on[0] = False
+
+    return called
+
+
+@dataclass(slots=True)
+class _Group:
+    """The parameters of a model that one optimizer updates, or none (-1)."""
+
+    row: Row
+    optimizer: int
+    parameter: Callable[[], Parameter | None]
+    """Returns the smallest of them, None once it is gone."""
+    pending: list[int] = field(default_factory=lambda: [0, 0])
+    """[2] Calls whose gradients no update has used yet; those of them whose inputs needed gradients."""
+    is_fresh: bool = False
+    """Whether the newest backward gave it gradients."""
+    fed_others: bool = False
+    """Whether a backward that gave it gradients fed an update of other parameters."""
+    before: tuple[int, int] = (0, 0)
+    """The gradient and its version when the backward began."""
+    value: tuple[int, bytes | None] = (-1, None)
+    """The parameter's version when that backward had ended, and its numbers where they may be read."""
+
+
+class GradientUses:
+    """Watches the gradients of all models during `MOST` backwards. The one-element list is bound by the probes."""
+
+    def __init__(self) -> None:
+        self.on = [False]
+        """[1] Whether backwards, updates and calls are to be told."""
+        self.optimizers: dict[int, Callable[[], Optimizer | None]] = {}
+        """Number of an optimizer -> returns it, None once it is gone."""
+        self._groups: list[_Group] = []
+        self._backwards = 0
+        self._calls: dict[int, list[int]] = {}
+        self._inputs: dict[int, tuple[Callable[[], Tensor | None], int, list[bool], list[int]]] = {}
+        """Model -> its newest input and that one's version, whether a backward came behind it, and ns of repeats."""
+        self._repeats: Row = {}
+        self._since_ns = 0
+
+    def listener(
+        self, modules: Callable[[], Iterable[tuple[int, Module]]], compute: Callable[[], dict[str, object]]
+    ) -> Callable[[int], int]:
+        """Return what begins the watch when it is called at its step (`Probes.wake`).
+
+        `modules` returns (model, module) of what was called, `compute` the table that gets the rows.
+        """
+        waited = False
+
+        def gradient_uses(_: int) -> int:
+            nonlocal waited
+            if not waited:
+                waited = True
+                return FROM - 1
+            self._begin(modules(), compute())
+            return LATER
+
+        return gradient_uses
+
+    @_unseen
+    def _begin(self, modules: Iterable[tuple[int, Module]], compute: dict[str, object]) -> None:
+        updated = {
+            id(parameter): index
+            for index, reference in self.optimizers.items()
+            for group in getattr(reference(), "param_groups", ())
+            for parameter in group["params"]
+        }
+        members: dict[tuple[int, int], dict[int, Parameter]] = {}
+        for model, module in modules:
+            for parameter in parameters_of(module):
+                if parameter.requires_grad and parameter.is_leaf:
+                    index = updated.get(id(parameter), -1)
+                    members.setdefault((model, index), {})[id(parameter)] = parameter
+        for (model, index), parameters in members.items():
+            smallest = min(parameters.values(), key=lambda one: (one.grad is None, one.numel()))
+            elements = sum(one.numel() for one in parameters.values())
+            row = {"model": model, "optimizer": index, "elements": elements, "calls": 0, "unused": 0, "given": 0}
+            self._groups.append(_Group(row, index, weakref.ref(smallest)))
+        self._repeats = {"calls": 0, "repeated": 0, "repeated_ns": 0, "watched_ns": 0}
+        self._since_ns = time.perf_counter_ns()
+        compute["gradient_uses"], compute["repeats"] = [group.row for group in self._groups], self._repeats
+        self.on[0] = bool(self._groups)
+
+    @_unseen
+    def called(self, model: int, arguments: Iterable[object], duration_ns: int, learns: bool) -> None:
+        """Note a call of a model that took `duration_ns`, and whether it was made with gradients enabled."""
+        tensors: list[Tensor] = [value for value in arguments if is_tensor(value)]
+        if learns:
+            calls = self._calls.setdefault(model, [0, 0])
+            calls[0] += 1
+            calls[1] += any(value.requires_grad for value in tensors)
+        if not tensors:
+            return
+        self._repeats["calls"] += 1
+        first, newest = tensors[0], self._inputs.get(model)
+        if newest is None or newest[0]() is not first or newest[1] != first._version:
+            if newest is not None:
+                self._repeats["repeated"] += len(newest[3])
+                self._repeats["repeated_ns"] += sum(newest[3])
+            self._inputs[model] = (weakref.ref(first), first._version, [False], [])
+        elif newest[2][0]:
+            newest[3].append(duration_ns)
+
+    @_unseen
+    def began(self) -> None:
+        """Look at the gradients when a backward begins: what was cleared since the last one nobody has used."""
+        for newest in self._inputs.values():
+            newest[3].clear()  # this backward may be of that call
+        for group in self._groups:
+            parameter = group.parameter()
+            if parameter is None:
+                continue
+            if group.pending[0] and (group.optimizer < 0 or _is_cleared(parameter)):
+                if group.fed_others and _is_same(parameter, group.value):
+                    group.row["unused"] += group.pending[0]
+                    group.row["given"] += group.pending[1]
+                group.pending, group.fed_others = [0, 0], False
+            group.before = _signature(parameter.grad)
+
+    @_unseen
+    def ended(self) -> None:
+        """Note which parameters that backward gave gradients."""
+        reached = set()
+        for group in self._groups:
+            parameter = group.parameter()
+            if parameter is None:
+                continue
+            group.is_fresh = parameter.grad is not None and _signature(parameter.grad) != group.before
+            if group.is_fresh:
+                model, group.value = group.row["model"], (parameter._version, _bytes(parameter))
+                reached.add(model)
+                count, given = self._calls.get(model, (0, 0))
+                group.row["calls"] += count
+                group.pending = [group.pending[0] + count, group.pending[1] + given]
+        for model in reached:
+            self._calls.pop(model, None)
+        for newest in self._inputs.values():
+            newest[2][0] = True
+        self._repeats["watched_ns"] = time.perf_counter_ns() - self._since_ns
+        self._backwards += 1
+        self.on[0] = self._backwards < MOST
+
+    def updated(self, optimizer: int) -> None:
+        """Note an update: it has used what its parameters had, and was fed by the newest backward if that gave any."""
+        feeds = any(group.is_fresh and group.optimizer == optimizer for group in self._groups)
+        for group in self._groups:
+            if group.optimizer == optimizer:
+                group.pending, group.fed_others = [0, 0], False
+            elif group.is_fresh and feeds:
+                group.fed_others = True
+
+
+def is_tensor(value: object) -> TypeGuard[Tensor]:
+    """Whether an object is a tensor, by its class alone: none of its methods runs."""
+    return issubclass(type(value), sys.modules["torch"].Tensor)
+
+
+def _signature(gradient: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if gradient is None else (id(gradient), gradient._version)
+
+
+def _is_cleared(parameter: Parameter) -> bool:
+    """Whether a parameter has no gradient, or one of zeros that may be read."""
+    if parameter.grad is None:
+        return True
+    numbers = _bytes(parameter.grad)
+    return numbers is not None and numbers.count(0) == len(numbers)
+
+
+def _bytes(value: Tensor) -> bytes | None:
+    """Return the numbers of a tensor as they lie in memory; None where they lie elsewhere, or are too many."""
+    from headway.runtime.script.batches import tensor_memory  # it loads numpy, which few processes need
+
+    return tensor_memory(value) if value.nbytes <= LARGEST else None
+
+
+def _is_same(parameter: Parameter, before: tuple[int, bytes | None]) -> bool:
+    """Whether a parameter is what it was: an update by hand would have changed it."""
+    return parameter._version == before[0] and (before[1] is None or before[1] == _bytes(parameter))
