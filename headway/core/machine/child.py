@@ -189,8 +189,8 @@ def _answers(reading: int, pid: int, timeout_s: float) -> bool:
 
 # Children of a child that ends at once: they work in the background, and this process need not wait for them.
 
-TIMEOUT_S = 20
-"""Seconds that a child has; it ends itself."""
+TIMEOUT_S = 60
+"""Seconds that a child has; it ends itself. Beside training that wants all cores it gets a tenth of one."""
 
 
 def detached(work: Callable[[], bytes], run: str = "") -> tuple[int, int]:
@@ -256,7 +256,7 @@ def _start_detached(work: Callable[[], bytes], writing: int, caches: str, *, for
             else:
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-                signal.alarm(3 * TIMEOUT_S if forks else TIMEOUT_S)
+                signal.alarm(TIMEOUT_S)
                 os.nice(10)  # some take a second of CPU, beside steps that are recorded
                 keep = (writing,) if first is None else (writing, first.writing)
                 step_apart("end at writes", keep=keep, forks=forks, caches=caches)
