@@ -426,7 +426,8 @@ def _by_hand(ledger: Ledger, call: CallFlops) -> tuple[Cause, Scale] | None:
         return None
     per_score = SCORE_BYTES if rates else SCORE_NS[2 * call.masked > call.scores]
     unit_s = 1 / rates.bytes_per_s if rates else 1 / NS_PER_S / threads
-    scores = call.scores * (span_of(ledger, "forward").count or ledger.steps * ledger.devices)
+    models = max(len(ledger.facts.compute.calls), 1) if ledger.facts.compute else 1  # forwards count for all of them
+    scores = call.scores * (span_of(ledger, "forward").count / models or ledger.steps * ledger.devices)
     share = scores * per_score.likely * unit_s / max(ledger.ledger_ns["useful"] / NS_PER_S, 1e-9)
     how = "asks nn.MultiheadAttention for weights" if call.attentions else "writes attention out"
     evidence = f"{call.name} {how}: each forward keeps {call.scores:,} scores in memory, up to "
