@@ -189,7 +189,9 @@ def test_a_child_counts_and_times_a_call_without_gradients_that_no_optimizer_nee
 def told(call, **use):
     """Return the causes of a run with a model of which that is known."""
     ledger = run_of(call)
-    compute = ComputeFacts(calls=(call,), gradient_uses=(GradientUse(model=0, elements=72, calls=60, **use),))
+    compute = ComputeFacts(
+        calls=(call,), gradient_uses=(GradientUse(**{"model": 0, "elements": 72, "calls": 60, **use}),)
+    )
     ledger = replace(ledger, facts=structs.replace(ledger.facts, compute=compute))
     return ledger, list(causes_by_hand(ledger))
 
@@ -201,6 +203,7 @@ def told(call, **use):
         ({"optimizer": 0, "unused": 20, "given": 20}, 0.25 / 3),  # one call of three
         ({"optimizer": 0, "unused": 30}, 0.5 / 2),  # nothing before them learns
         ({"optimizer": 0, "unused": 5}, 0),
+        ({"optimizer": 0, "unused": 0, "calls": 0}, 0),
     ],
 )
 def test_what_is_said_of_unused_gradients_is_their_part_of_the_calls(use, share):
@@ -246,7 +249,7 @@ def test_a_recorded_script_is_told_of_its_backbone_and_its_accuracy(tmp_path):
     why = json.loads(headway_here("why", "--json", tmp_path / "run").stdout)
     found = {row["cause"]: row for row in why["causes"]}
 
-    assert "197,376 numbers of Sequential" in found["compute.unused"]["evidence"]
+    assert "197,376 parameters of Sequential" in found["compute.unused"]["evidence"]
     assert "nothing learns" in found["compute.repeat"]["evidence"]
 
 

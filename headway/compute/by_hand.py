@@ -283,14 +283,14 @@ def _unused(ledger: Ledger, compute: ComputeFacts) -> Iterator[tuple[Cause, Scal
     updates = ledger.sub_ns.get("useful.optimizer", 0) / max(ledger.ledger_ns["useful"], 1)
     for row in compute.gradient_uses:
         call = next((call for call in compute.calls if call.model == row.model), None)
-        if call is None or row.unused < UNUSED * row.calls:
+        if call is None or row.unused < max(1, UNUSED * row.calls):
             continue
         weight = flops[row.model] * calls[row.model] / total if total else float(len(calls) == 1)
         is_whole = 2 * row.elements > sum(one.elements for one in compute.gradient_uses if one.model == row.model)
         if row.optimizer >= 0 and not is_whole:
             continue
         spared = _spared(call, row)
-        shares = _at_most(spared, (1 - updates) * weight * row.unused / row.calls)
+        shares = _at_most(spared, (1 - updates) * weight * min(1.0, row.unused / max(row.calls, 1)))
         if shares.likely >= LARGE:
             yield _of_unused(call, row), shares
 
@@ -310,14 +310,14 @@ def _spared(call: CallFlops, row: GradientUse) -> Scale:
     if row.optimizer < 0:
         return spared("frozen", frozen) if call.frozen_elements == row.elements else Scale(0.0, 0.0, 0.0)
     given, without = spared("given", 1 / 3), spared("frozen", 2 / 3)
-    of_given = row.given / row.unused
+    of_given = min(1.0, row.given / row.unused)
     return Scale(*(of_given * one + (1 - of_given) * other for one, other in zip(given, without, strict=True)))
 
 
 def _of_unused(call: CallFlops, row: GradientUse) -> Cause:
     """Return the cause of gradients that no update uses."""
     if row.optimizer < 0:
-        evidence = f"backwards compute gradients of {row.elements:,} numbers of {call.name} that no optimizer updates"
+        evidence = f"backwards compute gradients of {row.elements:,} parameters of {call.name} that no optimizer has"
         fix = "freeze them before training, and the backward ends where nothing learns (a norm over all gradients, as "
         fix += "clip_grad_norm_ takes, then has fewer)"
         edit = "for parameter in backbone.parameters(): parameter.requires_grad_(False)  # what no optimizer has"
