@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from msgspec import structs
+from torch.utils.data import DataLoader, TensorDataset
 
 from headway.compute import count_flops
 from headway.compute.by_hand import causes as causes_by_hand
-from headway.trace.rings.rank_tables import CallFlops, ComputeFacts, GradientUse, Rehearsed, Repeats
+from headway.trace.events.loader_facts import LoaderFacts
+from headway.trace.rings.rank_tables import CallFlops, ComputeFacts, FrozenCalls, GradientUse, Rehearsed, Repeats
 from tests.launching import headway, headway_here, script
 from tests.recorded import recording
 from tests.test_call_flops import counted, run_of
@@ -172,6 +174,70 @@ def test_calls_on_the_same_batch_from_which_nothing_learns_are_counted(name, tmp
 
     assert row["repeated"] == pytest.approx(row["calls"] / 2, abs=2) if is_repeated else row["repeated"] == 0
     assert (0 < row["repeated_ns"] < row["watched_ns"]) == is_repeated
+
+
+class Average(torch.nn.Linear):
+    """A layer that learns nothing by itself: at each call it may move, as an average of a trained model does."""
+
+    moves = 0.0
+
+    def forward(self, x):
+        self.bias.data.add_(self.moves)
+        return super().forward(x)
+
+
+def on_features(frozen, *, change=lambda x: x, mode=False):
+    """Train a layer on the outputs of another one for two passes over a loader."""
+    frozen.requires_grad_(False).train(mode)
+    head, optimizer = linear()
+    for _ in range(2):
+        for (x,) in DataLoader(TensorDataset(torch.cat(BATCHES)), batch_size=8):
+            head(frozen(change(x))).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+FROZEN = {
+    "frozen": (lambda: on_features(torch.nn.Linear(8, 8)), True),
+    "an average": (lambda: on_features(averaging()), False),
+    "not of the batch": (lambda: on_features(torch.nn.Linear(8, 8), change=torch.rand_like), False),
+    "drops out": (lambda: on_features(torch.nn.Linear(8, 8), mode=True), False),
+}
+
+
+def averaging():
+    """Return a layer that moves."""
+    layer = Average(8, 8)
+    layer.moves = 0.01
+    return layer
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_modules_that_compute_the_same_in_each_pass_are_told(name, tmp_path):
+    loop, is_frozen = FROZEN[name]
+    with recording(tmp_path) as session:
+        loop()
+        rows = session.probes.tables["compute"]["frozen"]
+
+    assert [(row["name"], row["calls"] > 50, row["ns"] > 0) for row in rows] == [("Linear", True, True)] * is_frozen
+
+
+def test_what_is_the_same_in_each_pass_may_be_computed_once_where_the_examples_stay():
+    ledger = run_of(CallFlops(name="Net", flops=3000))
+    loader = LoaderFacts(batch_size=4, dataset_size=40, draws=(), changes="")
+
+    def told(**facts):
+        compute = ComputeFacts(frozen=(FrozenCalls("Net", 60, 4),), repeats=Repeats(watched_ns=5))
+        loaders = {"0": structs.replace(loader, **facts)}
+        return list(causes_by_hand(replace(ledger, facts=structs.replace(ledger.facts, compute=compute,
+                                                                         loaders=loaders))))  # fmt: skip
+
+    [cause] = told()
+    passes = ledger.steps * 4 / 40
+    assert (cause.cause, cause.at_most) == ("compute.frozen", True)
+    assert cause.predicted_speedup == pytest.approx(1 / (1 - 0.8 * (1 - 1 / passes)))
+    for facts in ({"draws": ("torch",)}, {"draws": None}, {"changes": None}, {"dataset_size": 4000}):
+        assert told(**facts) == []
 
 
 def test_a_child_counts_and_times_a_call_without_gradients_that_no_optimizer_needs():

@@ -90,6 +90,9 @@ SCALED = Scale(1.0, 0.8, 0.4)
 UNUSED, FEWEST = 0.1, 8
 """Share of a model's calls whose gradients nobody uses, and repeated calls, from which on they are told."""
 
+PASSES = 1.5
+"""Passes over the examples from which on what was computed in the first may be kept."""
+
 FEW = 0.25
 """Share of useful time that a larger batch wins, per example, from which on it is worth a word: it changes training."""
 
@@ -154,6 +157,7 @@ def causes(ledger: Ledger, predict: Predictor | None = None) -> Iterator[Cause]:
     yield from _dense_rows(ledger, compute)
     yield from _padding(ledger, compute)
     yield from _repeated(ledger, compute)
+    yield from _frozen(ledger, compute)
     for pair in (_threads(ledger, compute), *_unused(ledger, compute)):
         if pair is not None:
             yield _forecast(*pair, useful_s, predict)
@@ -272,6 +276,30 @@ def _repeated(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
     lost_s, gain = share * int(ledger.step_ns.sum()) / NS_PER_S, 1 / (1 - share)
     name = compute.models[0].name if compute.models else "model"
     yield Cause("compute.repeat", name, lost_s, evidence, fix, gain, (1.0, gain), at_most=True)
+
+
+def _frozen(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
+    """Yield that a module which does not learn computes the same of the same examples in each pass."""
+    loaders = list(ledger.facts.effective_loaders.values())
+    taken = ledger.steps * ledger.devices * max((row.batch_size or 0 for row in loaders), default=0)
+    passes = taken / max((row.dataset_size or 0 for row in loaders), default=0) if taken else 0.0
+    steady = all(row.draws == () and row.collate_draws in ((), None) and row.changes == "" for row in loaders)
+    frozen = max(compute.frozen, key=lambda row: row.ns, default=None)
+    if frozen is None or not steady or passes < PASSES or frozen.calls < FEWEST:
+        return
+    share = min(frozen.ns / max(compute.repeats.watched_ns, 1), NEARLY_ALL)
+    again = share * (1 - 1 / passes)  # the first pass has to compute it
+    if again < LARGE:
+        return
+    evidence = (
+        f"{frozen.name} has no trainable parameter, is in evaluation mode and was called on the batches: in each "
+    )
+    evidence += (
+        f"of {passes:.1f} passes it computes the same of the same examples, {format_fraction(share, 0)} of the time"
+    )
+    fix = "compute its outputs once, before training, and train on them: TensorDataset(torch.cat(outputs), labels)"
+    lost_s, gain = again * int(ledger.step_ns.sum()) / NS_PER_S, 1 / (1 - again)
+    yield Cause("compute.frozen", frozen.name, lost_s, evidence, fix, gain, (1.0, gain), at_most=True)
 
 
 def _unused(ledger: Ledger, compute: ComputeFacts) -> Iterator[tuple[Cause, Scale]]:

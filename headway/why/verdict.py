@@ -113,6 +113,7 @@ CAUSE_PHRASES: dict[str, str] = {
     "compute.embedding": "updates of rows that no batch looked up",
     "compute.padding": "positions that fill short examples up",
     "compute.unused": "gradients that no update uses",
+    "compute.frozen": "outputs that are the same in each pass",
     "compute.repeat": "calls on a batch that was computed already",
     "compute.threads": "cores that torch computes without",
     "compute.precision": "products in more bits than the matrix units want",

@@ -76,9 +76,7 @@ def loader_init(original: Callable[..., Any], probes: Probes) -> Callable[..., A
 
 def loader_iter(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
     """Wrap `DataLoader.__iter__`: creation of an iterator, its workers' processes included."""
-    emit = probes.emit
-    groups = LoaderGroups(probes)
-    iterators = 0
+    emit, groups, iterators = probes.emit, LoaderGroups(probes), 0
 
     @functools.wraps(original)
     def __iter__(self: Any) -> Any:  # noqa: N807  # the name it has in torch
@@ -138,7 +136,7 @@ def process_data(original: Callable[..., Any], probes: Probes) -> Callable[..., 
 
 def loader_next(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
     """Wrap `_BaseDataLoaderIter.__next__`: how long the training thread waits for a batch."""
-    emit = probes.emit
+    emit, uses = probes.emit, probes.gradients.uses
 
     @functools.wraps(original)
     def __next__(self: Any) -> Any:  # noqa: N807  # the name it has in torch
@@ -153,6 +151,8 @@ def loader_next(original: Callable[..., Any], probes: Probes) -> Callable[..., A
         try:
             group, corr = self.headway_ids
             emit(NEXT, start, duration, group, self._num_yielded - 1, self.headway_worker, corr)
+            if uses.on[0]:
+                uses.took(batch)
         except Exception as cause:
             pass_on(cause)
             record(self, start, duration, ended=False)

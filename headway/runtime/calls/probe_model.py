@@ -152,8 +152,8 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
                 gradients.parameter = parameters[model]
                 if probes.device_timers:
                     probes.device_timers.computed()
-            if uses.on[0] and model >= 0:
-                uses.called(model, (*args, *kwargs.values()), duration, learns)
+            if uses.on[0]:
+                uses.called(self, model, (*args, *kwargs.values()), duration, learns)
             if not begun[0] and gradients.inferred():
                 trainer[0], gap_open[0] = ident(), BEHIND_UPDATE
                 if gap.asks[0]:

@@ -1,4 +1,4 @@
-"""Gradients that nobody uses, and batches that a model computes on twice: watched for a few dozen backwards, once.
+"""Gradients that nobody uses, and what models compute again: watched for a few dozen backwards, once.
 
 A gradient is unused where the backward that computed it fed an update of other parameters, while this one was cleared
 before any update, or belongs to no optimizer at all, and its parameter stayed what it was:
@@ -18,6 +18,9 @@ before the next backward: nothing learns from it.
 
     model(x) -> loss -> backward -> update -> model(x).argmax() -> model(next x)
 
+A module without trainable parameters, in evaluation mode, on tensors of a batch computes in each pass what it computed
+in the one before: `frozen`, as long as its parameters stay what they are.
+
 >>> GradientUses().on
 [False]
 """
@@ -30,7 +33,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeGuard
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypedDict, TypeGuard
 
 from headway.core.machine.interruptions import pass_on
 from headway.runtime.script.compute_facts import parameters_of
@@ -50,6 +53,15 @@ LARGEST = 1 << 20
 """Bytes of a parameter that is compared with what it was."""
 
 Row = dict[str, int]
+
+
+class FrozenRow(TypedDict):
+    """Calls of a module without trainable parameters, and ns that they took."""
+
+    name: str
+    ns: int
+    calls: int
+
 
 P = ParamSpec("P")
 
@@ -94,6 +106,17 @@ class _Group:
     """The parameter's version when that backward had ended, and its numbers where they may be read."""
 
 
+@dataclass(slots=True)
+class _Frozen:
+    """A module without trainable parameters that was called on tensors of a batch."""
+
+    row: FrozenRow
+    parameter: Callable[[], Parameter | None]
+    """Returns the smallest one."""
+    value: tuple[int, bytes | None]
+    """Its version and numbers at the first call."""
+
+
 class GradientUses:
     """Watches the gradients of all models during `MOST` backwards. The one-element list is bound by the probes."""
 
@@ -109,6 +132,9 @@ class GradientUses:
         """Model -> its newest input and that one's version, whether a backward came behind it, and ns of repeats."""
         self._repeats: Row = {}
         self._since_ns = 0
+        self._batch: list[Callable[[], Tensor | None]] = []
+        self._frozen: dict[int, _Frozen] = {}
+        self._rows: list[FrozenRow] = []
 
     def listener(
         self, modules: Callable[[], Iterable[tuple[int, Module]]], compute: Callable[[], dict[str, object]]
@@ -151,12 +177,26 @@ class GradientUses:
         self._repeats = {"calls": 0, "repeated": 0, "repeated_ns": 0, "watched_ns": 0}
         self._since_ns = time.perf_counter_ns()
         compute["gradient_uses"], compute["repeats"] = [group.row for group in self._groups], self._repeats
+        compute["frozen"] = self._rows
         self.on[0] = bool(self._groups)
 
     @_unseen
-    def called(self, model: int, arguments: Iterable[object], duration_ns: int, learns: bool) -> None:
+    def took(self, batch: object) -> None:
+        """Note the tensors of the newest batch: of a list, tuple or dict those that lie in it."""
+        values: Iterable[object] = [batch]
+        if type(batch) in (list, tuple) and isinstance(batch, (list, tuple)):
+            values = batch
+        elif type(batch) is dict and isinstance(batch, dict):
+            values = batch.values()
+        self._batch = [weakref.ref(value) for value in values if is_tensor(value)]
+
+    @_unseen
+    def called(self, module: Module, model: int, arguments: Iterable[object], duration_ns: int, learns: bool) -> None:
         """Note a call of a model that took `duration_ns`, and whether it was made with gradients enabled."""
         tensors: list[Tensor] = [value for value in arguments if is_tensor(value)]
+        if model < 0:
+            self._called_frozen(module, tensors, duration_ns)
+            return
         if learns:
             calls = self._calls.setdefault(model, [0, 0])
             calls[0] += 1
@@ -172,6 +212,26 @@ class GradientUses:
             self._inputs[model] = (weakref.ref(first), first._version, [False], [])
         elif newest[2][0]:
             newest[3].append(duration_ns)
+
+    def _called_frozen(self, module: Module, tensors: list[Tensor], duration_ns: int) -> None:
+        of_batch = [value for value in tensors if any(one() is value for one in self._batch)]
+        if module.training or not tensors or len(of_batch) < len(tensors):
+            return
+        parameter = min(parameters_of(module), key=lambda one: one.numel(), default=None)
+        if parameter is None:
+            return
+        frozen = self._frozen.get(id(module))
+        if frozen is None:
+            numbers = _bytes(parameter)
+            if numbers is None:
+                return  # an average of a trained model would be changed without another version
+            row: FrozenRow = {"name": type(module).__name__, "ns": 0, "calls": 0}
+            frozen = self._frozen[id(module)] = _Frozen(row, weakref.ref(parameter), (parameter._version, numbers))
+            self._rows.append(row)
+        if frozen.parameter() is not parameter or not _is_same(parameter, frozen.value):
+            self._rows[:] = [row for row in self._rows if row is not frozen.row]
+        frozen.row["ns"] += duration_ns
+        frozen.row["calls"] += 1
 
     @_unseen
     def began(self) -> None:

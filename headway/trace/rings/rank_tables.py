@@ -166,6 +166,14 @@ class Repeats(msgspec.Struct, frozen=True):
     """From the first of the backwards to the last."""
 
 
+class FrozenCalls(msgspec.Struct, frozen=True):
+    """Calls of a module in evaluation mode, without trainable parameters, on tensors of batches; same backwards."""
+
+    name: str = ""
+    calls: int = 0
+    ns: int = 0
+
+
 class ComputeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one rank; run.json holds them as `compute`, of the lowest rank that trained."""
 
@@ -187,6 +195,8 @@ class ComputeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One for each model that was called in training."""
     gradient_uses: tuple[GradientUse, ...] = ()
     repeats: Repeats = Repeats()
+    frozen: tuple[FrozenCalls, ...] = ()
+    """Those whose parameters stayed what they were."""
 
     def words(self) -> str:
         """Return the facts in a sentence without an end, '' without any."""
