@@ -270,9 +270,9 @@ def _repeated(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
     if share < LARGE or repeats.repeated < FEWEST:
         return
     evidence = f"{repeats.repeated} of {repeats.calls} calls of models were given the tensor that the backward before "
-    evidence += f"them had its gradients of, and nothing learns from them: {format_fraction(share, 0)} of the time"
-    fix = "keep the outputs of the call that computes the loss (outputs.detach()), those of the weights before the "
-    fix += "update"
+    evidence += f"them had its gradients of, and no backward followed: {format_fraction(share, 0)} of the time"
+    fix = "where outputs of the weights before the update will do (accuracy), keep those of the call that computes the "
+    fix += "loss: outputs.detach()"
     lost_s, gain = share * int(ledger.step_ns.sum()) / NS_PER_S, 1 / (1 - share)
     name = compute.models[0].name if compute.models else "model"
     yield Cause("compute.repeat", name, lost_s, evidence, fix, gain, (1.0, gain), at_most=True)
@@ -346,8 +346,8 @@ def _of_unused(call: CallFlops, row: GradientUse) -> Cause:
     """Return the cause of gradients that no update uses."""
     if row.optimizer < 0:
         evidence = f"backwards compute gradients of {row.elements:,} parameters of {call.name} that no optimizer has"
-        fix = "freeze them before training, and the backward ends where nothing learns (a norm over all gradients, as "
-        fix += "clip_grad_norm_ takes, then has fewer)"
+        fix = "where nothing else reads their gradients, freeze them before training, and the backward ends where "
+        fix += "nothing learns (a norm over all gradients, as clip_grad_norm_ takes, then has fewer)"
         edit = "for parameter in backbone.parameters(): parameter.requires_grad_(False)  # what no optimizer has"
         return Cause("compute.unused", call.name, 0.0, evidence, fix, script=edit)
     evidence = f"behind {row.unused} of {row.calls} calls {call.name} ({row.elements:,} parameters) got gradients that "

@@ -358,12 +358,12 @@ def converted(row: Mapping[Any, Any], kind: type[StructT]) -> tuple[StructT, dic
 
     try:
         return msgspec.convert(row, kind, str_keys=True), {}
-    except msgspec.ValidationError:
+    except ValueError:  # msgspec's, and of half a surrogate, which no text may hold
         bad = {}
         for key, value in row.items():
             try:
                 msgspec.convert({key: value}, kind, str_keys=True)
-            except msgspec.ValidationError as cause:
+            except ValueError as cause:
                 bad[str(key)] = str(cause)
         return msgspec.convert({key: row[key] for key in row if str(key) not in bad}, kind, str_keys=True), bad
 

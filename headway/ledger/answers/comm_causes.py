@@ -127,9 +127,8 @@ def comm_calls(ledger: Ledger) -> list[Cause]:
         fix = "behind a backward of DistributedDataParallel gradients are the same on all ranks: norms of them need no "
         fix += "collective (clip_grad_norm_ does it); stack other values and reduce them in one"
     else:
-        fix = (
-            "call them once, or every 50 steps, and for all values in one tensor (sum metrics on each rank until then)"
-        )
+        fix = "where they only inform, and no update depends on them: call them once, or every 50 steps, and for all "
+        fix += "values in one tensor (sum metrics on each rank until then)"
         script = "if step % 50 == 0: ...  # and all values in one tensor"
     if first.gap == BEHIND_UPDATE and script:  # with the calls goes what the script computes for them
         took_ns = min(took_ns + ledger.sub_ns.get("host.script", 0), most_ns)
@@ -151,6 +150,7 @@ def _calls_of_each_step(ledger: Ledger) -> list[SampledLine]:
         for row in ledger.collective_lines
         if 0 < min_count <= row.count
         and row.num_bytes <= row.count * (SMALL_VALUES if row.gap == BEHIND_UPDATE else SMALL_IN_STEP)
+        and (row.gap or not row.num_bytes)  # a loss may be divided by what is added up in it
         and (by_ddp or row.gap != BEHIND_BACKWARD or not row.num_bytes)
     ]
 

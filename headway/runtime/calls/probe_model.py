@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from headway.runtime.recorder.probes import Probes, now
 from headway.runtime.recorder.rehearsals import count
 from headway.runtime.recorder.timers import hidden, out_of_compiler
-from headway.runtime.script.compute_facts import model_facts, note, parameters_of
+from headway.runtime.script.compute_facts import model_facts, note, parameters_of, unseen
 from headway.runtime.script.gap_stacks import BEHIND_UPDATE, CLOSED
 from headway.runtime.script.gradients import FORWARD as BY_FORWARD
 from headway.trace.events.vocabulary import SPANS, WAIT_NS
@@ -87,6 +87,7 @@ class Models:
             table.pop(key, None)
 
 
+@unseen
 def first_trainable(module: Any) -> Any:
     """Return the first parameter of a module that takes gradients, None when there is none."""
     return next((parameter for parameter in parameters_of(module) if parameter.requires_grad), None)

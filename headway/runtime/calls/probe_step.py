@@ -207,6 +207,7 @@ def _outermost(original: Callable[..., Any], probes: Probes, kind: int) -> Calla
         try:
             inside[0] = True
             gradients.begun[0] += 1
+            gradients.uses.differentiated()
             result = original(*args, **kwargs)
         finally:
             inside[0] = False

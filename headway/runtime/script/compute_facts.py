@@ -6,11 +6,12 @@ None of it starts a driver or waits for a device: flags and shapes only. The ans
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from headway.core.machine.interruptions import pass_on, suppress_own
 from headway.runtime.host.device import device_type
@@ -36,6 +37,21 @@ MOST = 8
 """Models and optimizers that are noted: a script that makes more of them in a loop has seen to it itself."""
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def unseen(look: Callable[P, R]) -> Callable[P, R]:
+    """Have modes of torch's, and `__torch_function__` of subclasses, not be asked while `look` reads tensors."""
+
+    @functools.wraps(look)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        with sys.modules["torch"]._C.DisableTorchFunction():
+            return look(*args, **kwargs)
+
+    return called
+
+
 def parameters_of(module: Module) -> Iterator[Parameter]:
     """Return the parameters of a module as torch does: a script's own `parameters` may give groups for an optimizer."""
     import torch
@@ -43,6 +59,7 @@ def parameters_of(module: Module) -> Iterator[Parameter]:
     return torch.nn.Module.parameters(module)
 
 
+@unseen
 def model_facts(module: Module, arguments: Iterable[object]) -> Row:
     """Return `ModelFacts` of a model within, or right behind, a call of it with `arguments`."""
     import torch
@@ -99,6 +116,7 @@ def _acts(frame: FrameType | None) -> bool:
     return False
 
 
+@unseen
 def call_facts(module: Module) -> Row:
     """Return what `CallFlops` says of a call beside its operations, within or right behind it."""
     settings: Row = {}
@@ -118,6 +136,7 @@ def call_facts(module: Module) -> Row:
     }
 
 
+@unseen
 def optimizer_facts(optimizer: Optimizer) -> Row:
     """Return `OptimizerFacts` of an optimizer at its first step, with the gradients that it has then."""
     groups = optimizer.param_groups
@@ -147,7 +166,7 @@ def can_be_fused(parameter: Tensor, others: Iterable[Tensor | None]) -> bool:
     import torch
 
     dense = parameter.is_contiguous() or _is_channels_last(parameter)
-    if type(parameter.data) is not torch.Tensor or not (dense and parameter.is_floating_point()):
+    if type(parameter) not in (torch.Tensor, torch.nn.Parameter) or not (dense and parameter.is_floating_point()):
         return False
     for other in others:
         if other is None:
@@ -210,6 +229,7 @@ def _is_channels_last(weight: Tensor) -> bool:
     return last and not weight.is_contiguous()
 
 
+@unseen
 def first_parameter(optimizer: Any) -> object:
     """Return the first parameter that an optimizer updates; None where it does not say."""
     try:
@@ -219,6 +239,7 @@ def first_parameter(optimizer: Any) -> object:
         return None
 
 
+@unseen
 def num_parameters(optimizer: Any) -> int | None:
     """Return the numbers that an optimizer updates (of a DTensor those of all ranks); None where it does not say."""
     try:

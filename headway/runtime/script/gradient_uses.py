@@ -7,8 +7,9 @@ before any update, or belongs to no optimizer at all, and its parameter stayed w
     D(G(z))                -> backward -> update of G        those of G are used, those of D are cleared: unused
     head(backbone(x))      -> backward -> update of head     those of the backbone are unused each time
 
-Scripts that look at gradients themselves (several tasks, clipping for each example, perturbed weights) clear them
-without an update of other parameters, or change the parameters by themselves: they are left alone.
+Scripts that use gradients themselves are left alone: they clear them without an update of other parameters, set
+gradients of their own before an update, change the parameters, hook them, or step an optimizer within the backward.
+Only who reads `p.grad` and does nothing else cannot be told.
 
 One parameter stands for all of a model that the same optimizer updates: the smallest. Values are read in the host's
 memory, by no operator of torch's and no method that the script could see; on a device none is read.
@@ -31,7 +32,7 @@ import functools
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypedDict, TypeGuard
 
@@ -52,7 +53,16 @@ LATER = 1 << 40
 LARGEST = 1 << 20
 """Bytes of a parameter that is compared with what it was."""
 
+MOST_COMPARED = 32
+"""Parameters without an optimizer that are compared at the end of the watch."""
+
 Row = dict[str, int]
+
+Value = tuple[int, bytes | None]
+"""The version of a parameter, and its numbers where they may be read."""
+
+Input = tuple[Callable[[], object], int]
+"""Returns a tensor that a model was called on, with its version; of anything else its `id`."""
 
 
 class FrozenRow(TypedDict):
@@ -102,8 +112,14 @@ class _Group:
     """Whether a backward that gave it gradients fed an update of other parameters."""
     before: tuple[int, int] = (0, 0)
     """The gradient and its version when the backward began."""
-    value: tuple[int, bytes | None] = (-1, None)
-    """The parameter's version when that backward had ended, and its numbers where they may be read."""
+    value: Value = (-1, None)
+    """The parameter as it was when that backward had ended."""
+    gradient: Callable[[], object] = object
+    """Returns the gradient that the newest backward left, None once it is gone."""
+    is_by_hand: bool = False
+    """Whether the script uses the gradients in its own way."""
+    first: list[tuple[Callable[[], Parameter | None], Value]] = field(default_factory=list)
+    """Where no optimizer has them: the largest parameters, and what they were when the watch began."""
 
 
 @dataclass(slots=True)
@@ -113,8 +129,8 @@ class _Frozen:
     row: FrozenRow
     parameter: Callable[[], Parameter | None]
     """Returns the smallest one."""
-    value: tuple[int, bytes | None]
-    """Its version and numbers at the first call."""
+    value: Value
+    """As it was at the first call."""
 
 
 class GradientUses:
@@ -128,8 +144,10 @@ class GradientUses:
         self._groups: list[_Group] = []
         self._backwards = 0
         self._calls: dict[int, list[int]] = {}
-        self._inputs: dict[int, tuple[Callable[[], Tensor | None], int, list[bool], list[int]]] = {}
-        """Model -> its newest input and that one's version, whether a backward came behind it, and ns of repeats."""
+        self._inputs: dict[int, tuple[list[Input], list[bool], list[int]]] = {}
+        """Model -> what it was called on last, whether a backward came behind that, and ns of repeats."""
+        self._compute: dict[str, object] = {}
+        self._is_inside = False
         self._repeats: Row = {}
         self._since_ns = 0
         self._batch: list[Callable[[], Tensor | None]] = []
@@ -143,42 +161,72 @@ class GradientUses:
 
         `modules` returns (model, module) of what was called, `compute` the table that gets the rows.
         """
-        waited = False
+        update = 1
 
         def gradient_uses(_: int) -> int:
-            nonlocal waited
-            if not waited:
-                waited = True
+            nonlocal update
+            if update == 1:
+                update = FROM
                 return FROM - 1
-            self._begin(modules(), compute())
-            return LATER
+            if update == FROM:
+                self._begin(modules(), compute())
+            else:
+                self._join()
+            update *= 2
+            return update // 2 if self._groups else LATER
 
         return gradient_uses
 
-    @_unseen
-    def _begin(self, modules: Iterable[tuple[int, Module]], compute: dict[str, object]) -> None:
-        updated = {
+    def _owners(self) -> dict[int, int]:
+        """Return `id` of a parameter -> number of the optimizer that has it."""
+        return {
             id(parameter): index
             for index, reference in self.optimizers.items()
             for group in getattr(reference(), "param_groups", ())
             for parameter in group["params"]
         }
+
+    @_unseen
+    def _begin(self, modules: Iterable[tuple[int, Module]], compute: dict[str, object]) -> None:
+        owners, plain = self._owners(), sys.modules["torch"].nn.Parameter
         members: dict[tuple[int, int], dict[int, Parameter]] = {}
         for model, module in modules:
             for parameter in parameters_of(module):
-                if parameter.requires_grad and parameter.is_leaf:
-                    index = updated.get(id(parameter), -1)
-                    members.setdefault((model, index), {})[id(parameter)] = parameter
+                if type(parameter) is plain and parameter.requires_grad and parameter.is_leaf:
+                    members.setdefault((model, owners.get(id(parameter), -1)), {})[id(parameter)] = parameter
         for (model, index), parameters in members.items():
-            smallest = min(parameters.values(), key=lambda one: (one.grad is None, one.numel()))
-            elements = sum(one.numel() for one in parameters.values())
+            by_size = sorted(parameters.values(), key=lambda one: (one.grad is None, one.numel()))
+            elements = sum(one.numel() for one in by_size)
             row = {"model": model, "optimizer": index, "elements": elements, "calls": 0, "unused": 0, "given": 0}
-            self._groups.append(_Group(row, index, weakref.ref(smallest)))
+            group = _Group(row, index, weakref.ref(by_size[0]))
+            group.is_by_hand = any(one._backward_hooks or one._post_accumulate_grad_hooks for one in by_size)
+            if index < 0:
+                readable = [one for one in by_size if one.nbytes <= LARGEST] or by_size
+                group.first = [(weakref.ref(one), _value(one)) for one in readable[-MOST_COMPARED:]]
+            self._groups.append(group)
         self._repeats = {"calls": 0, "repeated": 0, "repeated_ns": 0, "watched_ns": 0}
-        self._since_ns = time.perf_counter_ns()
-        compute["gradient_uses"], compute["repeats"] = [group.row for group in self._groups], self._repeats
-        compute["frozen"] = self._rows
+        self._since_ns, self._compute = time.perf_counter_ns(), compute
         self.on[0] = bool(self._groups)
+
+    @_unseen
+    def _join(self) -> None:
+        """Leave parameters alone that an optimizer has got since: they were frozen too late, or learn from now on."""
+        owners = self._owners()
+        for group in self._groups:
+            if group.optimizer < 0 and any(id(one()) in owners for one, _ in group.first):
+                group.row.update(unused=0, given=0)
+                group.is_by_hand = True
+
+    def _end(self) -> None:
+        """Say what was seen, of parameters that stayed what they were where no optimizer has them."""
+        self.on[0] = False
+        for group in self._groups:
+            changed = any((now := one()) is None or not _is_same(now, value) for one, value in group.first)
+            if group.is_by_hand or changed:
+                group.row.update(unused=0, given=0)
+            group.first = [(one, (-1, None)) for one, _ in group.first]  # their numbers are not needed any more
+        self._compute["gradient_uses"] = [group.row for group in self._groups]
+        self._compute["repeats"], self._compute["frozen"] = self._repeats, self._rows
 
     @_unseen
     def took(self, batch: object) -> None:
@@ -191,7 +239,7 @@ class GradientUses:
         self._batch = [weakref.ref(value) for value in values if is_tensor(value)]
 
     @_unseen
-    def called(self, module: Module, model: int, arguments: Iterable[object], duration_ns: int, learns: bool) -> None:
+    def called(self, module: Module, model: int, arguments: Sequence[object], duration_ns: int, learns: bool) -> None:
         """Note a call of a model that took `duration_ns`, and whether it was made with gradients enabled."""
         tensors: list[Tensor] = [value for value in arguments if is_tensor(value)]
         if model < 0:
@@ -204,14 +252,17 @@ class GradientUses:
         if not tensors:
             return
         self._repeats["calls"] += 1
-        first, newest = tensors[0], self._inputs.get(model)
-        if newest is None or newest[0]() is not first or newest[1] != first._version:
-            if newest is not None:
-                self._repeats["repeated"] += len(newest[3])
-                self._repeats["repeated_ns"] += sum(newest[3])
-            self._inputs[model] = (weakref.ref(first), first._version, [False], [])
-        elif newest[2][0]:
-            newest[3].append(duration_ns)
+        newest = self._inputs.get(model)
+        if newest is not None and len(newest[0]) == len(arguments) and all(map(_is_given, newest[0], arguments)):
+            if newest[1][0]:
+                newest[2].append(duration_ns)
+            return
+        if newest is not None:
+            self._repeats["repeated"] += len(newest[2])
+            self._repeats["repeated_ns"] += sum(newest[2])
+        given: list[Input] = [(weakref.ref(value), value._version) if is_tensor(value) else (_no_tensor, id(value))
+                 for value in arguments]  # fmt: skip
+        self._inputs[model] = given, [False], []
 
     def _called_frozen(self, module: Module, tensors: list[Tensor], duration_ns: int) -> None:
         of_batch = [value for value in tensors if any(one() is value for one in self._batch)]
@@ -222,11 +273,11 @@ class GradientUses:
             return
         frozen = self._frozen.get(id(module))
         if frozen is None:
-            numbers = _bytes(parameter)
-            if numbers is None:
+            value = _value(parameter)
+            if value[1] is None:
                 return  # an average of a trained model would be changed without another version
             row: FrozenRow = {"name": type(module).__name__, "ns": 0, "calls": 0}
-            frozen = self._frozen[id(module)] = _Frozen(row, weakref.ref(parameter), (parameter._version, numbers))
+            frozen = self._frozen[id(module)] = _Frozen(row, weakref.ref(parameter), value)
             self._rows.append(row)
         if frozen.parameter() is not parameter or not _is_same(parameter, frozen.value):
             self._rows[:] = [row for row in self._rows if row is not frozen.row]
@@ -236,8 +287,8 @@ class GradientUses:
     @_unseen
     def began(self) -> None:
         """Look at the gradients when a backward begins: what was cleared since the last one nobody has used."""
-        for newest in self._inputs.values():
-            newest[3].clear()  # this backward may be of that call
+        self._is_inside = True
+        self.differentiated()
         for group in self._groups:
             parameter = group.parameter()
             if parameter is None:
@@ -252,14 +303,14 @@ class GradientUses:
     @_unseen
     def ended(self) -> None:
         """Note which parameters that backward gave gradients."""
-        reached = set()
+        reached, self._is_inside = set[int](), False
         for group in self._groups:
             parameter = group.parameter()
             if parameter is None:
                 continue
             group.is_fresh = parameter.grad is not None and _signature(parameter.grad) != group.before
             if group.is_fresh:
-                model, group.value = group.row["model"], (parameter._version, _bytes(parameter))
+                model, group.value, group.gradient = group.row["model"], _value(parameter), weakref.ref(parameter.grad)
                 reached.add(model)
                 count, given = self._calls.get(model, (0, 0))
                 group.row["calls"] += count
@@ -267,24 +318,50 @@ class GradientUses:
         for model in reached:
             self._calls.pop(model, None)
         for newest in self._inputs.values():
-            newest[2][0] = True
+            newest[1][0] = True
         self._repeats["watched_ns"] = time.perf_counter_ns() - self._since_ns
         self._backwards += 1
-        self.on[0] = self._backwards < MOST
+        if self._backwards >= MOST:
+            self._end()
 
+    def differentiated(self) -> None:
+        """Note that gradients are computed: something may learn from the calls so far."""
+        for _, _, repeats in self._inputs.values():
+            repeats.clear()
+
+    @_unseen
     def updated(self, optimizer: int) -> None:
         """Note an update: it has used what its parameters had, and was fed by the newest backward if that gave any."""
+        if self._is_inside:  # an optimizer that steps in a hook of the backward
+            self.on[0] = False
         feeds = any(group.is_fresh and group.optimizer == optimizer for group in self._groups)
         for group in self._groups:
             if group.optimizer == optimizer:
                 group.pending, group.fed_others = [0, 0], False
+                parameter = group.parameter()
+                if parameter is not None and parameter.grad is not None and parameter.grad is not group.gradient():
+                    group.is_by_hand = True  # a gradient that the script has set
             elif group.is_fresh and feeds:
                 group.fed_others = True
 
 
 def is_tensor(value: object) -> TypeGuard[Tensor]:
-    """Whether an object is a tensor, by its class alone: none of its methods runs."""
-    return issubclass(type(value), sys.modules["torch"].Tensor)
+    """Whether an object is a plain tensor, of which no method of the script's is asked."""
+    torch = sys.modules["torch"]
+    return type(value) in (torch.Tensor, torch.nn.Parameter)
+
+
+def _no_tensor() -> None:
+    """Stand for what is no plain tensor."""
+
+
+def _is_given(before: Input, value: object) -> bool:
+    """Whether an argument is what it was in an earlier call."""
+    return before[0]() is value and value._version == before[1] if is_tensor(value) else before[1] == id(value)
+
+
+def _value(parameter: Parameter) -> Value:
+    return parameter._version, _bytes(parameter)
 
 
 def _signature(gradient: Tensor | None) -> tuple[int, int]:
@@ -306,6 +383,6 @@ def _bytes(value: Tensor) -> bytes | None:
     return tensor_memory(value) if value.nbytes <= LARGEST else None
 
 
-def _is_same(parameter: Parameter, before: tuple[int, bytes | None]) -> bool:
+def _is_same(parameter: Parameter, before: Value) -> bool:
     """Whether a parameter is what it was: an update by hand would have changed it."""
     return parameter._version == before[0] and (before[1] is None or before[1] == _bytes(parameter))

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from headway.runtime.script.compute_facts import unseen
 from headway.runtime.script.gradient_uses import GradientUses
 
 PATIENCE = 16
@@ -84,6 +85,7 @@ class GradientCounter:
         self.optimized[0] = True
         return True
 
+    @unseen
     def began(self, roots: Any) -> tuple[int, bool]:
         """Look at the gradients when a backward from `roots` begins, while no optimizer has counted.
 
@@ -99,6 +101,7 @@ class GradientCounter:
             self._cycles += 1
         return int(fresh), fresh and self._cycles > CYCLES
 
+    @unseen
     def ended(self) -> None:
         """Note how the gradients are when that backward has ended."""
         parameter, self._watch = self._watch, None
