@@ -281,8 +281,9 @@ def _repeated(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
 def _frozen(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
     """Yield that a module which does not learn computes the same of the same examples in each pass."""
     loaders = list(ledger.facts.effective_loaders.values())
-    taken = ledger.steps * ledger.devices * max((row.batch_size or 0 for row in loaders), default=0)
-    passes = taken / max((row.dataset_size or 0 for row in loaders), default=0) if taken else 0.0
+    examples = ledger.steps * ledger.devices * max((row.batch_size or 0 for row in loaders), default=0)
+    size = max((row.dataset_size or 0 for row in loaders), default=0)
+    passes = examples / size if size else 0.0
     steady = all(row.draws == () and row.collate_draws in ((), None) and row.changes == "" for row in loaders)
     frozen = max(compute.frozen, key=lambda row: row.ns, default=None)
     if frozen is None or not steady or passes < PASSES or frozen.calls < FEWEST:
@@ -305,7 +306,7 @@ def _frozen(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
 def _unused(ledger: Ledger, compute: ComputeFacts) -> Iterator[tuple[Cause, Scale]]:
     """Yield the causes of gradients that no update uses, and the share of useful time that each takes."""
     flops = {call.model: call.flops or 0 for call in compute.calls}
-    calls = {row.model: max(one.calls for one in compute.gradient_uses if one.model == row.model)
+    calls = {row.model: max(use.calls for use in compute.gradient_uses if use.model == row.model)
              for row in compute.gradient_uses}  # fmt: skip
     total = sum(flops.get(model, 0) * count for model, count in calls.items())
     updates = ledger.sub_ns.get("useful.optimizer", 0) / max(ledger.ledger_ns["useful"], 1)
@@ -314,7 +315,7 @@ def _unused(ledger: Ledger, compute: ComputeFacts) -> Iterator[tuple[Cause, Scal
         if call is None or row.unused < max(1, UNUSED * row.calls):
             continue
         weight = flops[row.model] * calls[row.model] / total if total else float(len(calls) == 1)
-        is_whole = 2 * row.elements > sum(one.elements for one in compute.gradient_uses if one.model == row.model)
+        is_whole = 2 * row.elements > sum(use.elements for use in compute.gradient_uses if use.model == row.model)
         if row.optimizer >= 0 and not is_whole:
             continue
         spared = _spared(call, row)
@@ -339,7 +340,7 @@ def _spared(call: CallFlops, row: GradientUse) -> Scale:
         return spared("frozen", frozen) if call.frozen_elements == row.elements else Scale(0.0, 0.0, 0.0)
     given, without = spared("given", 1 / 3), spared("frozen", 2 / 3)
     of_given = min(1.0, row.given / row.unused)
-    return Scale(*(of_given * one + (1 - of_given) * other for one, other in zip(given, without, strict=True)))
+    return Scale(*(of_given * share + (1 - of_given) * more for share, more in zip(given, without, strict=True)))
 
 
 def _of_unused(call: CallFlops, row: GradientUse) -> Cause:

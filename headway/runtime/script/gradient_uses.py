@@ -188,21 +188,22 @@ class GradientUses:
 
     @_unseen
     def _begin(self, modules: Iterable[tuple[int, Module]], compute: dict[str, object]) -> None:
-        owners, plain = self._owners(), sys.modules["torch"].nn.Parameter
+        torch = sys.modules["torch"]
+        owners, plain, numel = self._owners(), torch.nn.Parameter, torch.Tensor.numel
         members: dict[tuple[int, int], dict[int, Parameter]] = {}
         for model, module in modules:
             for parameter in parameters_of(module):
                 if type(parameter) is plain and parameter.requires_grad and parameter.is_leaf:
                     members.setdefault((model, owners.get(id(parameter), -1)), {})[id(parameter)] = parameter
         for (model, index), parameters in members.items():
-            by_size = sorted(parameters.values(), key=lambda one: (one.grad is None, one.numel()))
-            elements = sum(one.numel() for one in by_size)
+            by_size = sorted(parameters.values(), key=lambda parameter: (parameter.grad is None, numel(parameter)))
+            elements = sum(map(numel, by_size))
             row = {"model": model, "optimizer": index, "elements": elements, "calls": 0, "unused": 0, "given": 0}
             group = _Group(row, index, weakref.ref(by_size[0]))
-            group.is_by_hand = any(one._backward_hooks or one._post_accumulate_grad_hooks for one in by_size)
+            group.is_by_hand = any(map(_is_hooked, by_size))
             if index < 0:
-                readable = [one for one in by_size if one.nbytes <= LARGEST] or by_size
-                group.first = [(weakref.ref(one), _value(one)) for one in readable[-MOST_COMPARED:]]
+                readable = [value for value in by_size if value.nbytes <= LARGEST] or by_size
+                group.first = [(weakref.ref(value), _value(value)) for value in readable[-MOST_COMPARED:]]
             self._groups.append(group)
         self._repeats = {"calls": 0, "repeated": 0, "repeated_ns": 0, "watched_ns": 0}
         self._since_ns, self._compute = time.perf_counter_ns(), compute
@@ -213,7 +214,7 @@ class GradientUses:
         """Leave parameters alone that an optimizer has got since: they were frozen too late, or learn from now on."""
         owners = self._owners()
         for group in self._groups:
-            if group.optimizer < 0 and any(id(one()) in owners for one, _ in group.first):
+            if group.optimizer < 0 and any(id(parameter()) in owners for parameter, _ in group.first):
                 group.row.update(unused=0, given=0)
                 group.is_by_hand = True
 
@@ -221,10 +222,12 @@ class GradientUses:
         """Say what was seen, of parameters that stayed what they were where no optimizer has them."""
         self.on[0] = False
         for group in self._groups:
-            changed = any((now := one()) is None or not _is_same(now, value) for one, value in group.first)
+            changed = not all(_is_same(parameter(), value) for parameter, value in group.first)
             if group.is_by_hand or changed:
                 group.row.update(unused=0, given=0)
-            group.first = [(one, (-1, None)) for one, _ in group.first]  # their numbers are not needed any more
+            group.first = [
+                (parameter, (-1, None)) for parameter, _ in group.first
+            ]  # their numbers are not needed any more
         self._compute["gradient_uses"] = [group.row for group in self._groups]
         self._compute["repeats"], self._compute["frozen"] = self._repeats, self._rows
 
@@ -265,10 +268,10 @@ class GradientUses:
         self._inputs[model] = given, [False], []
 
     def _called_frozen(self, module: Module, tensors: list[Tensor], duration_ns: int) -> None:
-        of_batch = [value for value in tensors if any(one() is value for one in self._batch)]
+        of_batch = [value for value in tensors if any(value is reference() for reference in self._batch)]
         if module.training or not tensors or len(of_batch) < len(tensors):
             return
-        parameter = min(parameters_of(module), key=lambda one: one.numel(), default=None)
+        parameter = min(parameters_of(module), key=sys.modules["torch"].numel, default=None)
         if parameter is None:
             return
         frozen = self._frozen.get(id(module))
@@ -383,6 +386,12 @@ def _bytes(value: Tensor) -> bytes | None:
     return tensor_memory(value) if value.nbytes <= LARGEST else None
 
 
-def _is_same(parameter: Parameter, before: Value) -> bool:
+def _is_hooked(parameter: Parameter) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def _is_same(parameter: Parameter | None, before: Value) -> bool:
     """Whether a parameter is what it was: an update by hand would have changed it."""
+    if parameter is None:
+        return False
     return parameter._version == before[0] and (before[1] is None or before[1] == _bytes(parameter))
