@@ -171,7 +171,7 @@ def can_be_fused(parameter: Tensor, others: Iterable[Tensor | None]) -> bool:
     for other in others:
         if other is None:
             continue
-        if other.is_sparse or type(other.data) is not torch.Tensor:
+        if other.is_sparse or type(other) not in (torch.Tensor, torch.nn.Parameter):
             return False
         unlike = other.stride() != parameter.stride() or other.dtype != parameter.dtype
         if unlike and other.shape == parameter.shape and parameter.dim():
