@@ -59,9 +59,8 @@ def backward(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]
                      gradients.began, gradients.ended, leaf_of, begin, gradients._chosen, probes.advance, probes.wake,
                      gap.note_loop):  # fmt: skip
         out_of_compiler(function)
-    for look in (uses.began, uses.ended, uses.called, uses.took, uses.updated):
-        out_of_compiler(look)
-        out_of_compiler(getattr(look, "__wrapped__", look))
+    for look in (uses.began, gradients.began):  # one wrapper stands around all that reads tensors so, in each module
+        out_of_compiler(look, callees=True)
 
     @functools.wraps(original)
     def backward(*args: Any, **kwargs: Any) -> Any:

@@ -14,8 +14,8 @@ Only who reads `p.grad` and does nothing else cannot be told.
 One parameter stands for all of a model that the same optimizer updates: the smallest. Values are read in the host's
 memory, by no operator of torch's and no method that the script could see; on a device none is read.
 
-A call is repeated where a model is called on the tensor of which its last gradients came, and is called on another one
-before the next backward: nothing learns from it.
+A call is repeated where a model is called on all that its last gradients came of, and is called on something else
+before the next backward.
 
     model(x) -> loss -> backward -> update -> model(x).argmax() -> model(next x)
 
@@ -225,9 +225,8 @@ class GradientUses:
             changed = not all(_is_same(parameter(), value) for parameter, value in group.first)
             if group.is_by_hand or changed:
                 group.row.update(unused=0, given=0)
-            group.first = [
-                (parameter, (-1, None)) for parameter, _ in group.first
-            ]  # their numbers are not needed any more
+            # Their numbers are not needed any more.
+            group.first = [(parameter, (-1, None)) for parameter, _ in group.first]
         self._compute["gradient_uses"] = [group.row for group in self._groups]
         self._compute["repeats"], self._compute["frozen"] = self._repeats, self._rows
 
