@@ -273,9 +273,8 @@ def _repeated(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
     evidence += f"them had its gradients of, and no backward followed: {format_fraction(share, 0)} of the time"
     fix = "where outputs of the weights before the update will do (accuracy), keep those of the call that computes the "
     fix += "loss: outputs.detach()"
-    lost_s, gain = share * int(ledger.step_ns.sum()) / NS_PER_S, 1 / (1 - share)
     name = compute.models[0].name if compute.models else "model"
-    yield Cause("compute.repeat", name, lost_s, evidence, fix, gain, (1.0, gain), at_most=True)
+    yield _spent(ledger, share, Cause("compute.repeat", name, 0.0, evidence, fix))
 
 
 def _frozen(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
@@ -292,15 +291,24 @@ def _frozen(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
     again = share * (1 - 1 / passes)  # the first pass has to compute it
     if again < LARGE:
         return
-    evidence = (
-        f"{frozen.name} has no trainable parameter, is in evaluation mode and was called on the batches: in each "
-    )
+    evidence = f"{frozen.name} has no trainable parameter, is in evaluation mode and was called on the batches: in "
     evidence += (
-        f"of {passes:.1f} passes it computes the same of the same examples, {format_fraction(share, 0)} of the time"
+        f"each of {passes:.1f} passes it computes the same of the same examples, {format_fraction(share, 0)} of "
     )
+    evidence += "the time"
     fix = "compute its outputs once, before training, and train on them: TensorDataset(torch.cat(outputs), labels)"
-    lost_s, gain = again * int(ledger.step_ns.sum()) / NS_PER_S, 1 / (1 - again)
-    yield Cause("compute.frozen", frozen.name, lost_s, evidence, fix, gain, (1.0, gain), at_most=True)
+    yield _spent(ledger, again, Cause("compute.frozen", frozen.name, 0.0, evidence, fix))
+
+
+def _spent(ledger: Ledger, share: float, cause: Cause) -> Cause:
+    """Put in what a cause costs that takes a share of the steps' time, and that at most all of it is won."""
+    lost_s, gain = share * int(ledger.step_ns.sum()) / NS_PER_S, 1 / (1 - share)
+    return replace(cause, lost_device_s=lost_s, predicted_speedup=gain, interval=(1.0, gain), at_most=True)
+
+
+def _updates(ledger: Ledger) -> float:
+    """Return the share of useful time that updates take."""
+    return ledger.sub_ns.get("useful.optimizer", 0) / max(ledger.ledger_ns["useful"], 1)
 
 
 def _unused(ledger: Ledger, compute: ComputeFacts) -> Iterator[tuple[Cause, Scale]]:
@@ -309,7 +317,7 @@ def _unused(ledger: Ledger, compute: ComputeFacts) -> Iterator[tuple[Cause, Scal
     calls = {row.model: max(use.calls for use in compute.gradient_uses if use.model == row.model)
              for row in compute.gradient_uses}  # fmt: skip
     total = sum(flops.get(model, 0) * count for model, count in calls.items())
-    updates = ledger.sub_ns.get("useful.optimizer", 0) / max(ledger.ledger_ns["useful"], 1)
+    updates = _updates(ledger)
     for row in compute.gradient_uses:
         call = next((call for call in compute.calls if call.model == row.model), None)
         if call is None or row.unused < max(1, UNUSED * row.calls):
@@ -388,10 +396,7 @@ def rehearsed_shares(ledger: Ledger, edits: Collection[str] = tuple(LINES)) -> d
     if compute is None or len(counted) != 1 or counted[0].rehearsed is None or ledger.facts.device_type != "cpu":
         return {}
     timed = counted[0].rehearsed
-    scale, updates = (
-        REHEARSED[timed.examples >= timed.batch],
-        ledger.sub_ns.get("useful.optimizer", 0) / max(ledger.ledger_ns["useful"], 1),
-    )
+    scale, updates = REHEARSED[timed.examples >= timed.batch], _updates(ledger)
     shares = {}
     for edit, ratios in timed.edits.items():
         fewer, remedy = UPDATES.get(edit, 0.0), LINES[edit].remedy if edit in LINES else ""
@@ -422,11 +427,10 @@ def _of_edit(ledger: Ledger, call: CallFlops, edit: str) -> Cause:
 
 def _recomputed(ledger: Ledger, call: CallFlops) -> tuple[Cause, Scale] | None:
     """Return the cause of forwards that run twice, if memory has room, and the share of useful time that it is."""
-    again, useful_ns = call.recomputed_flops, ledger.ledger_ns["useful"]
+    again = call.recomputed_flops
     if not call.recomputed_bytes:
         return None
-    outside = 1 - ledger.sub_ns.get("useful.optimizer", 0) / max(useful_ns, 1)
-    share = again / max((call.flops or 0) + again, 1) * outside
+    share = again / max((call.flops or 0) + again, 1) * (1 - _updates(ledger))
     memory = memory_headroom(ledger.facts)
     room = memory.get("host_headroom_bytes" if ledger.facts.device_type == "cpu" else "device_headroom_bytes")
     narrow = call.autocast is not None or call.dtype in ("bfloat16", "float16")

@@ -458,11 +458,8 @@ def input_transfer(ledger: Ledger) -> list[Cause]:
 def _transfer_of(ledger: Ledger, loader: LoaderWaits) -> Cause:
     booked = loader.seconds(*TRANSFER)
     waited = _waited_s(ledger, booked, *TRANSFER)
-    passes, copies, state = (
-        span_of(ledger, "input.iter").count,
-        span_of(ledger, "kernel.copy"),
-        state_of(ledger, loader),
-    )
+    passes, state = span_of(ledger, "input.iter").count, state_of(ledger, loader)
+    copies = span_of(ledger, "kernel.copy")
     evidence = f"the hand-off in {loader.called} of next(loader) took {mean_of(booked, loader.calls)}"
     if state.draws:
         evidence = f"{loader.called} of next(loader) took {mean_of(booked, loader.calls)} beside their loads: then "

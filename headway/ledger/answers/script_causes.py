@@ -360,10 +360,8 @@ def foreign_lines(ledger: Ledger) -> list[Cause]:
     if count < LEAST_SAMPLES or fraction < LARGE_UPDATE or ledger.facts.device_type != "cpu":
         return []
     libraries = ", ".join(dict.fromkeys(row.library for row in lines))
-    evidence = (
-        f"in forwards, losses and backwards the script was in {libraries} for {format_fraction(fraction)} of the "
-    )
-    evidence += f"steps' time: {', '.join(lines_in_words(lines))} of {plural(count, 'sample')}"
+    evidence = f"in forwards, losses and backwards the script was in {libraries} for {format_fraction(fraction)} of "
+    evidence += f"the steps' time: {', '.join(lines_in_words(lines))} of {plural(count, 'sample')}"
     fix = "do it in every 50th step, once an epoch, or with torch"
     return [Cause("compute.foreign", lines[0].words, called_ns / NS_PER_S, evidence, fix)]
 

@@ -163,20 +163,28 @@ def can_be_fused(parameter: Tensor, others: Iterable[Tensor | None]) -> bool:
     All are dense, real and no subclass of torch's tensors, and lie in memory alike. What has another shape is a count
     of steps; None is what is not there yet.
     """
-    import torch
-
     dense = parameter.is_contiguous() or _is_channels_last(parameter)
-    if type(parameter) not in (torch.Tensor, torch.nn.Parameter) or not (dense and parameter.is_floating_point()):
+    if not _is_plain(parameter) or not (dense and parameter.is_floating_point()):
         return False
     for other in others:
         if other is None:
             continue
-        if other.is_sparse or type(other) not in (torch.Tensor, torch.nn.Parameter):
+        if other.is_sparse or not _is_plain(other):
             return False
         unlike = other.stride() != parameter.stride() or other.dtype != parameter.dtype
         if unlike and other.shape == parameter.shape and parameter.dim():
             return False
     return True
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Say whether the numbers of a tensor are a plain one's; `tensor.data` would say so by an operator."""
+    import torch
+
+    base, plain = type(tensor), torch.Tensor
+    return base is plain or (
+        issubclass(base, torch.nn.Parameter) and base.__torch_dispatch__ is plain.__torch_dispatch__
+    )
 
 
 def note(compute: dict[str, object], name: str, facts: Callable[[], Row]) -> None:

@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypedDict, TypeGuard
 
 from headway.core.machine.interruptions import pass_on
-from headway.runtime.script.compute_facts import parameters_of
+from headway.runtime.script.compute_facts import parameters_of, unseen
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,16 +79,13 @@ P = ParamSpec("P")
 def _unseen(
     look: Callable[Concatenate[GradientUses, P], None],
 ) -> Callable[Concatenate[GradientUses, P], None]:
-    """Have modes and subclasses of torch's not be asked while `look` reads attributes of tensors.
-
-    What cannot be looked at, a tensor of `torch.inference_mode` say, ends the watch.
-    """
+    """Read tensors as `unseen` does; what cannot be read, a tensor of `torch.inference_mode` say, ends the watch."""
+    reads = unseen(look)
 
     @functools.wraps(look)
     def called(self: GradientUses, /, *args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            with sys.modules["torch"]._C.DisableTorchFunction():
-                look(self, *args, **kwargs)
+            reads(self, *args, **kwargs)
         except Exception as cause:
             pass_on(cause)
             self.on[0] = False
@@ -262,7 +259,7 @@ class GradientUses:
         if newest is not None:
             self._repeats["repeated"] += len(newest[2])
             self._repeats["repeated_ns"] += sum(newest[2])
-        given: list[Input] = [(weakref.ref(value), value._version) if is_tensor(value) else (_no_tensor, id(value))
+        given: list[Input] = [(weakref.ref(value), value._version) if is_tensor(value) else (object, id(value))
                  for value in arguments]  # fmt: skip
         self._inputs[model] = given, [False], []
 
@@ -351,10 +348,6 @@ def is_tensor(value: object) -> TypeGuard[Tensor]:
     """Whether an object is a plain tensor, of which no method of the script's is asked."""
     torch = sys.modules["torch"]
     return type(value) in (torch.Tensor, torch.nn.Parameter)
-
-
-def _no_tensor() -> None:
-    """Stand for what is no plain tensor."""
 
 
 def _is_given(before: Input, value: object) -> bool:
