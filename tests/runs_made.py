@@ -154,6 +154,8 @@ class RunMaker:
     """Headway's own work behind the update before."""
     evaluation_ns: Cost = 0
     """An evaluation at the start of the step, half of it forwards."""
+    grad_enabled: bool = False
+    """Whether these have gradients enabled."""
     compile_ns: Cost = 0
     """torch.compile at work, inside the step (usually step 0)."""
     load_ns: int = 0
@@ -261,7 +263,7 @@ class RunMaker:
             state.now_ns += duration_ns - duration_ns // 2
             of_forward, other = ("eval.rollout",) * 2 if self.acts else ("eval.forward", "eval.other")
             self._book(other, duration_ns - duration_ns // 2)
-            self._spend(state, "forward", duration_ns // 2, step, of_forward, corr=0, seq=0)
+            self._spend(state, "forward", duration_ns // 2, step, of_forward, corr=0, seq=int(self.grad_enabled))
 
     def _finish_step(self, state: _Rank, step: int, last_ns: int) -> None:
         """Wait for the last rank, reduce, update."""

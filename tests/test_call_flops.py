@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 from headway.compute import count_flops
-from headway.compute.by_hand import causes as causes_by_hand
+from headway.compute.causes import causes as causes_by_hand
 from headway.compute.torch_calls import count_call
 from headway.core.machine.child import said
 from headway.core.units import format_fraction

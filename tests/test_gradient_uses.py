@@ -10,7 +10,7 @@ from msgspec import structs
 from torch.utils.data import DataLoader, TensorDataset
 
 from headway.compute import count_flops
-from headway.compute.by_hand import causes as causes_by_hand
+from headway.compute.causes import causes as causes_by_hand
 from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.rings.rank_tables import CallFlops, ComputeFacts, FrozenCalls, GradientUse, Rehearsed, Repeats
 from tests.launching import headway, headway_here, script

@@ -6,7 +6,7 @@ import pytest
 import torch
 from msgspec import structs
 
-from headway.compute.by_hand import causes as causes_by_hand
+from headway.compute.causes import causes as causes_by_hand
 from headway.compute.torch_calls import padding_share, rehearse
 from headway.compute.torch_flops import counted
 from headway.core.machine.host_load import HostLoad
@@ -20,9 +20,9 @@ from tests.test_call_flops import run_of
 IN_LOOP, OUTSIDE = SampledLine("train.py:9", "sqrt", 6, 60), SampledLine("", "", 4, 40)
 
 
-def found(*lines, flops=1000, repeats=1, rehearsed=None, backward_s=0.0, **facts):
+def found(*lines, flops=1000, backward_s=0.0, call=None, **facts):
     """Return the causes of a run of 100 ms steps by name, `flops` each on 2 threads."""
-    ledger = run_of(CallFlops(name="Net", flops=flops, repeats=repeats, rehearsed=rehearsed))
+    ledger = run_of(CallFlops(name="Net", flops=flops, **(call or {})))
     sub_ns = {**ledger.sub_ns, "useful.backward": round(1e9 * backward_s)}
     ledger = replace(ledger, loop_lines=lines, sub_ns=sub_ns, facts=structs.replace(ledger.facts, **facts))
     return {cause.cause: cause for cause in causes_by_hand(ledger)}
@@ -50,7 +50,45 @@ def test_a_loop_that_holds_most_of_the_forwards_and_losses_is_a_cause_where_oper
 )
 def test_other_loops_are_none(lines, changes):
     assert "compute.loop" not in found(*lines, **changes)
-    assert "compute.loop" in found(structs.replace(IN_LOOP, calls_layer=True), OUTSIDE, repeats=30)
+    assert "compute.loop" in found(structs.replace(IN_LOOP, calls_layer=True), OUTSIDE, call={"repeats": 30})
+
+
+LARGE = 10**11
+"""Operations of a model that computes for most of its time."""
+
+
+@pytest.mark.parametrize(
+    ("loops", "flops", "is_told"),
+    [
+        ({"train.py:9": (0, 1000)}, LARGE, True),
+        ({"train.py:9": (LARGE // 3, 1000)}, LARGE, False),
+        ({"train.py:9": (0, 10**8)}, LARGE, False),
+        ({}, LARGE, False),
+        ({"train.py:9": (0, 10**8)}, 1000, False),
+    ],
+    ids=["calls", "products", "many numbers", "not counted", "many numbers and nothing else"],
+)
+def test_a_loop_beside_large_operators_is_told_by_what_its_own_operators_compute(loops, flops, is_told):
+    causes = found(structs.replace(IN_LOOP, ns=3), structs.replace(OUTSIDE, ns=7), flops=flops, call={"loops": loops})
+    most = found(IN_LOOP, OUTSIDE, flops=flops, call={"loops": loops})
+
+    assert ("compute.loop" in causes, "compute.loop" in most) == (is_told, is_told)
+
+
+def test_operators_in_loops_are_counted_at_their_lines():
+    class Encoded(torch.nn.Module):
+        def forward(self, x):
+            y = x @ x
+            for row in range(4):
+                y[row] = x[row].exp() @ x
+            return y
+
+    loops = counted(Encoded(), (torch.ones(4, 4, requires_grad=True),), {}).loops
+    [line] = loops
+
+    assert line.startswith("test_inside_useful.py:")
+    assert loops[line][0] == 4 * 2 * 16
+    assert 4 * (4 + 4 + 16) <= loops[line][1] <= 8 * (4 + 4 + 16)
 
 
 def test_the_layer_that_a_forward_calls_most_often_is_counted():
@@ -100,7 +138,7 @@ def test_a_step_is_rehearsed_without_anomaly_detection_where_that_is_on():
         low, mid, high = edits["unchecked"]
 
     assert 0 < low <= mid <= high < 1
-    line = found(rehearsed=Rehearsed(examples=4, edits={"unchecked": (0.2, 0.3, 0.4)}))["compute.anomaly"]
+    line = found(call={"rehearsed": Rehearsed(examples=4, edits={"unchecked": (0.2, 0.3, 0.4)})})["compute.anomaly"]
     assert line.script == "torch.autograd.set_detect_anomaly(False)"
 
 

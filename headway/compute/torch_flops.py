@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from headway.core.errors import InputError
+from headway.runtime.script.stack_looks import lines_in_loops
 
 GATES: dict[type[torch.nn.Module], int] = {torch.nn.LSTM: 4, torch.nn.GRU: 3, torch.nn.RNN: 1}
 """Recurrent layer -> products of a cell."""
@@ -73,6 +75,9 @@ class CallCount:
     attentions: int = 0
     """Calls of `nn.MultiheadAttention`, which writes scores where it is asked for their means (`need_weights`)."""
 
+    loops: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Line in a loop of the forward -> operations, and numbers passed over, of all the operators that it calls."""
+
     _filled: set[Sizes] = field(default_factory=set)
 
     _products: set[tuple[int, int]] = field(default_factory=set)
@@ -111,9 +116,33 @@ class CallCount:
             self.longest = max(self.longest, x[-1])
         return 0
 
-    def row(self) -> dict[str, int]:
+    def row(self) -> dict[str, object]:
         """Return the counts by name."""
         return {name: getattr(self, name) for name in self.__slots__ if not name.startswith("_")}
+
+
+class _InLoops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch says no types
+    """Counts operators for the lines of the script that call them from inside of loops."""
+
+    def __init__(self, count: CallCount, operations: Callable[[], int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # nor here
+        self._count, self._operations, self._before = count, operations, 0
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        made = func(*args, **(kwargs or {}))
+        before, self._before = self._before, self._operations()
+        tensors = [value for value in tree_leaves((args, kwargs, made)) if isinstance(value, torch.Tensor)]
+        numbers = 0 if func.is_view else max((value.numel() for value in tensors), default=0)
+        for line in set(lines_in_loops(sys._getframe(1))):
+            flops, passed = self._count.loops.get(line, (0, 0))
+            self._count.loops[line] = flops + self._before - before, passed + numbers
+        return made
 
 
 class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch says no types
@@ -180,7 +209,11 @@ def counted(model: torch.nn.Module, inputs: tuple[object, ...], named: Mapping[s
             times[id(layer)] = times.get(id(layer), 0) + 1
         count.attentions += isinstance(layer, torch.nn.MultiheadAttention)
 
-    with _watched(model, recurrent, counter, count), counter, torch.enable_grad():
+    def operations() -> int:
+        return int(counter.get_total_flops()) + sum(recurrent)
+
+    with (_watched(model, operations, recurrent, count), counter, _InLoops(count, operations),
+          torch.enable_grad()):  # fmt: skip
         hook = register_module_forward_pre_hook(called)
         try:
             results = list(_leaves(model(*inputs, **named)))
@@ -188,7 +221,7 @@ def counted(model: torch.nn.Module, inputs: tuple[object, ...], named: Mapping[s
             hook.remove()
         count.repeats = max(times.values(), default=0)
         _differentiate([value for value in results if isinstance(value, torch.Tensor) and value.requires_grad])
-    count.flops = int(counter.get_total_flops()) + sum(recurrent)
+    count.flops = operations()
     return count
 
 
@@ -273,16 +306,13 @@ def _leaves(result: object, depth: int = 4) -> Iterator[object]:
 
 @contextmanager
 def _watched(
-    model: torch.nn.Module, recurrent: list[int], counter: FlopCounterMode, count: CallCount
+    model: torch.nn.Module, operations: Callable[[], int], recurrent: list[int], count: CallCount
 ) -> Iterator[None]:
     """Count recurrent layers by their sizes while the model runs, and no recomputed forward twice."""
     for layer in model.modules():
         for layer_class, gates in GATES.items():
             if type(layer) is layer_class:  # the model is a copy: nobody else calls it
                 object.__setattr__(layer, "forward", _stand_in(layer, gates, recurrent))
-
-    def operations() -> int:
-        return int(counter.get_total_flops()) + sum(recurrent)
 
     @contextmanager
     def again() -> Iterator[None]:

@@ -150,7 +150,7 @@ class SampledLine(msgspec.Struct, frozen=True):
     num_bytes: int = 0
     """Of a line that calls a collective: bytes of its tensors, all calls together."""
     gap: int = 0
-    """Of such a line: 1 = between an update and the next forward, 2 = a backward and the update, 0 = neither."""
+    """Of such a line: CLOSED, BEHIND_UPDATE or BEHIND_BACKWARD of the vocabulary."""
 
     @property
     def words(self) -> str:

@@ -17,7 +17,7 @@ from headway.comm.compression.advise import GRANT, NOT_GRANTED, UNKNOWN
 from headway.comm.compression.advise import NAME as COMPRESS
 from headway.compute.advise import causes as compute_causes
 from headway.compute.advise import words as kernels_in_words
-from headway.compute.by_hand import causes as causes_by_hand
+from headway.compute.causes import causes as causes_by_hand
 from headway.core.errors import BarMissedError, InputError
 from headway.core.units import format_bytes
 from headway.fault.advise import causes as failure_causes

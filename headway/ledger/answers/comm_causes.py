@@ -20,6 +20,7 @@ from headway.ledger.answers.ledger import Ledger, blamed_s, booked_s, lines_in_w
 from headway.ledger.answers.script_causes import evaluation
 from headway.ledger.buckets import BUCKETS
 from headway.ledger.cause import Cause, SampledLine
+from headway.trace.events.vocabulary import BEHIND_BACKWARD, BEHIND_UPDATE
 from headway.trace.rings.rank_tables import RankTables
 
 PERSISTENT = 2 / 3
@@ -135,10 +136,6 @@ def comm_calls(ledger: Ledger) -> list[Cause]:
     lost_s, gain = _booked_in(ledger, rows), step_ns / (step_ns - took_ns)
     found = Cause("comm.calls", first.words, lost_s, evidence, fix, gain, (1.0, gain))
     return [replace(found, at_most=True, script=script, line=first.line)]
-
-
-BEHIND_UPDATE, BEHIND_BACKWARD = 1, 2
-"""Values of `SampledLine.gap`."""
 
 
 def _calls_of_each_step(ledger: Ledger) -> list[SampledLine]:

@@ -12,6 +12,7 @@ Causes inside useful time: what a few words in the script would make faster. Tim
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -148,6 +149,8 @@ def evaluation(ledger: Ledger) -> list[Cause]:
     split = ", ".join(f"{text} {format_seconds(took)}" for text, took in seconds.items() if took)
     mean = f"{mean_of(own, count)}, {format_seconds(own)} in all" if count > 1 else format_seconds(own)
     evidence = f"{counted(count, 'evaluation')} took {mean} ({split})"
+    graphs = not acted and 2 * span_of(ledger, "eval.graphs").total_ns > seconds["forward passes"] * NS_PER_S
+    evidence += ", with gradients enabled" if graphs else ""
     known = ledger.facts.effective_loaders
     waits = {loader: amounts.get("eval.input", 0) for loader, amounts in ledger.loader_ns.items()}
     slowest = max(waits, key=lambda loader: waits[loader], default=None)
@@ -155,7 +158,10 @@ def evaluation(ledger: Ledger) -> list[Cause]:
     found = Cause("eval", "evaluation", own + waited, evidence + also_waited(waited), "")
     if facts is None or seconds["waiting for its loader"] <= own / 4 or unmovable_by_hand(facts):
         fix = "evaluate less often, on fewer examples, or in a process of its own from a checkpoint"
-        return [replace(found, fix=fix)]
+        if not graphs:
+            return [replace(found, fix=fix)]
+        fix = f"evaluate under torch.no_grad(): forwards keep what a backward would need. Or {fix}"
+        return [replace(found, fix=fix, script="with torch.no_grad():  # around the evaluation")]
     state = LoaderState(workers=facts.num_workers, is_persistent=facts.persistent, is_once=count == 1)
     hint = hint_of("eval", state)
     evidence = found.evidence + seen_in_loads(ledger, slowest if slowest is not None else -1)
@@ -374,15 +380,22 @@ IN_ONE_CALL = (
 )
 
 
-def python_loops(ledger: Ledger, *, with_layers: bool) -> tuple[list[SampledLine], float]:
-    """Return the lines of Python loops in forwards and losses, and their share of the samples; none where it is small.
+def python_loops(
+    ledger: Ledger,
+    counts: Callable[[SampledLine], bool] = lambda _: True,
+    *,
+    with_layers: bool = False,
+    share_from: float = IN_LOOP,
+) -> tuple[list[SampledLine], float]:
+    """Return the lines of Python loops in forwards and losses that count, and their share of the samples, from `share_from` on.
 
     Loops over layers are left alone: those that call layers count where the same one is called again and again.
     """
     lines = ledger.loop_lines
     rows = [row for row in lines if row.line and not row.library and (with_layers or not row.calls_layer)]
+    rows = [row for row in rows if counts(row)]
     share = sum(row.ns for row in rows) / max(sum(row.ns for row in lines), 1)
-    return (rows, share) if share >= IN_LOOP and sum(row.count for row in rows) >= LEAST_SAMPLES else ([], 0.0)
+    return (rows, share) if share >= share_from and sum(row.count for row in rows) >= LEAST_SAMPLES else ([], 0.0)
 
 
 def looped_words(ledger: Ledger, rows: list[SampledLine], share: float) -> str:
@@ -422,7 +435,7 @@ def host_launch(ledger: Ledger) -> list[Cause]:
     if span_of(ledger, "graph.replay").count:
         fix = "do less in Python between replays of the graph: prepare its inputs while it runs"
     fix += "" if causes else ", no .item() inside the step"
-    loops, share = python_loops(ledger, with_layers=False)
+    loops, share = python_loops(ledger)
     if loops:
         evidence, fix = f"{evidence}; {looped_words(ledger, loops, share)}", IN_ONE_CALL
     return [*causes, Cause("host.launch", plural(ledger.devices, "device"), idle_s - won_s, evidence, fix)]

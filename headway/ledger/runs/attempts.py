@@ -32,12 +32,13 @@ from headway.ledger.booking.rows import (
     saved_steps,
     worker_codes,
 )
-from headway.ledger.booking.timeline import book_rank, trained_until
+from headway.ledger.booking.timeline import book_rank, evaluations_of, trained_until
 from headway.ledger.buckets import SUB_CODE, SUBS, bucket_of_sub
-from headway.trace.events.intervals import Ints
+from headway.trace.events.intervals import Ints, inside
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import FROM_CACHE, GC_CALLED, IN_BACKGROUND
+from headway.trace.recording.basis import ENABLED
 from headway.trace.recording.incident import Incident
 from headway.trace.recording.run_facts import RankRow, RunFacts
 
@@ -254,13 +255,15 @@ def _add_spans(spans: dict[str, SpanFacts], rows: RankRows, life: RankLifetime) 
     """Add the totals of one rank's names on its training thread, and of what was done for it in the background.
 
     'host.collect' is the part of 'host.gc' that the script called for, 'host.compile.cached' that of 'host.compile'
-    which torch's cache cut short.
+    which torch's cache cut short, and 'eval.graphs' the forwards of evaluation that had gradients enabled.
     """
     main = ((rows.worker == -1) | np.isin(rows.name, _ANYWHERE)) & (rows.name >= 0) & (rows.start_ns >= life.first_ns)
     main &= (rows.name != NAME_ID["host.gc"]) | (rows.start_ns < trained_until(rows, life))
     picks = {NAMES[code]: main & (rows.name == code) for code in np.unique(rows.name[main]).tolist()}
     marked = rows.columns["corr"]
+    enabled = main & (rows.name == NAME_ID["forward"]) & (rows.columns["seq"] & ENABLED > 0)
     parts = {
+        "eval.graphs": enabled & inside(rows.start_ns, evaluations_of(rows)),
         "host.collect": main & (rows.name == NAME_ID["host.gc"]) & (marked >= GC_CALLED),
         "host.compile.cached": main & (rows.name == NAME_ID["host.compile"]) & (marked == FROM_CACHE),
     }

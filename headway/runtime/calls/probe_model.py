@@ -18,9 +18,8 @@ from headway.runtime.recorder.probes import Probes, now
 from headway.runtime.recorder.rehearsals import count
 from headway.runtime.recorder.timers import hidden, out_of_compiler
 from headway.runtime.script.compute_facts import model_facts, note, parameters_of, unseen
-from headway.runtime.script.gap_stacks import BEHIND_UPDATE, CLOSED
 from headway.runtime.script.gradients import FORWARD as BY_FORWARD
-from headway.trace.events.vocabulary import SPANS, WAIT_NS
+from headway.trace.events.vocabulary import BEHIND_UPDATE, CLOSED, SPANS, WAIT_NS
 
 if TYPE_CHECKING:
     from torch.nn import Module

@@ -17,9 +17,8 @@ from typing import Any
 
 from headway.runtime.recorder.probes import Probes, now
 from headway.runtime.recorder.timers import hidden
-from headway.runtime.script.gap_stacks import BEHIND_UPDATE, CLOSED
 from headway.runtime.script.gradients import BACKWARD
-from headway.trace.events.vocabulary import SPANS
+from headway.trace.events.vocabulary import BEHIND_UPDATE, CLOSED, SPANS
 from headway.trace.rings.ring import OP, PROGRESS_NS
 from headway.trace.rings.ring import STEP as STEPS
 

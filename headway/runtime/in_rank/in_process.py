@@ -49,8 +49,7 @@ from headway.runtime.in_rank.annotate import Evaluation, Timer, mark_epoch
 from headway.runtime.recorder.probes import Probes, now, write_json
 from headway.runtime.run_folder import redact
 from headway.runtime.run_folder.exit_class import RankEnd, classify
-from headway.runtime.script.gap_stacks import CLOSED
-from headway.trace.events.vocabulary import SPANS
+from headway.trace.events.vocabulary import CLOSED, SPANS
 from headway.trace.rings.ring import warn
 
 DEFAULT_FOLDER = "headway-runs"

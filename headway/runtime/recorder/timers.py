@@ -17,10 +17,9 @@ from typing import Any, TypeVar
 
 from headway.runtime.recorder.probes import Probes, now
 from headway.runtime.script.batches import number_of
-from headway.runtime.script.gap_stacks import BEHIND_BACKWARD, BEHIND_UPDATE
 from headway.runtime.script.gradients import BACKWARD as BY_BACKWARD
 from headway.runtime.script.gradients import leaf_of
-from headway.trace.events.vocabulary import SPANS
+from headway.trace.events.vocabulary import BEHIND_BACKWARD, BEHIND_UPDATE, SPANS
 from headway.trace.rings.ring import OP, SINCE_NS
 
 FORWARD, BACKWARD = SPANS["segment.forward"].code, SPANS["segment.backward"].code

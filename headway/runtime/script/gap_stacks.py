@@ -47,6 +47,7 @@ from types import CodeType, FrameType
 from typing import NamedTuple, TypeVar
 
 from headway.core.machine.hidden_thread import HiddenThread
+from headway.trace.events.vocabulary import BEHIND_BACKWARD, BEHIND_UPDATE, CLOSED
 
 # Lines of the script: who called, and whether what one line makes is used by another. Standard library only.
 
@@ -198,9 +199,6 @@ WRAPPERS = ("inner", "wrapper", "wrapped", "decorate_context")
 
 UNTIMED = ("fsync",)
 """Functions of this package around a call of the script whose time no probe owns."""
-
-CLOSED, BEHIND_UPDATE, BEHIND_BACKWARD = 0, 1, 2
-"""What the flag of the gap says: none is open, an update has ended, or gradients are there and not used yet."""
 
 
 class StackRow(NamedTuple):

@@ -43,12 +43,11 @@ import dis
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import CodeType
+from types import CodeType, FrameType
 
 from headway.runtime.script.gap_stacks import (
-    CLOSED,
     MOST_LINES,
     OWN,
     TORCH,
@@ -64,6 +63,7 @@ from headway.runtime.script.gap_stacks import (
     loops_of,
     script_line,
 )
+from headway.trace.events.vocabulary import CLOSED
 
 LOADS = ("fetch", "measured")
 """Functions of `PROBE` around a load."""
@@ -283,6 +283,14 @@ class StackLooks:
 def _loops(row: StackRow) -> list[int]:
     """Return where the loops of its function begin that a frame is in, the outermost first."""
     return [begin for begin, end in loops_of(row.code) if begin <= row.offset <= end]
+
+
+def lines_in_loops(frame: FrameType | None) -> Iterator[str]:
+    """Yield the lines of the script in whose loops a frame is called, the innermost first."""
+    while frame is not None:
+        if is_scripts(frame.f_code.co_filename) and _loops(StackRow(frame.f_code, frame.f_lasti, frame.f_lineno, 0)):
+            yield line_of(frame.f_code, frame.f_lineno)
+        frame = frame.f_back
 
 
 def line_in_load(stack: Stack) -> Place | None:

@@ -64,6 +64,10 @@ GC_CALLED = 4
 FROM_CACHE = 1
 """What marks work of torch.compile that its cache saved the compilation."""
 
+CLOSED, BEHIND_UPDATE, BEHIND_BACKWARD = 0, 1, 2
+"""Where in a step a call of the script stands: in neither gap, from an update to the next forward, or from a backward
+to the update."""
+
 WAIT_NS = 500_000
 """A shorter time between two forwards of a step is part of computing, whatever the thread did in it."""
 
