@@ -387,7 +387,9 @@ def python_loops(
     with_layers: bool = False,
     share_from: float = IN_LOOP,
 ) -> tuple[list[SampledLine], float]:
-    """Return the lines of Python loops in forwards and losses that count, and their share of the samples, from `share_from` on.
+    """Return the lines of Python loops in forwards and losses that count, and their share of the samples.
+
+    None where the share is below `share_from`, or where samples are few.
 
     Loops over layers are left alone: those that call layers count where the same one is called again and again.
     """
