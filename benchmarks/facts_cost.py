@@ -30,7 +30,7 @@ from collections import Counter
 import torch
 
 STEPS, MICRO_BATCHES = int(os.environ["STEPS"]), int(os.environ["MICRO_BATCHES"])
-OURS = ("compute_facts.py", "rehearsals.py", "torch_calls.py", "torch_flops.py")
+OURS = ("compute_facts.py", "rehearsals.py", "torch_calls.py", "torch_flops.py", "torch_rehearsal.py")
 ASKS = ("item", "tolist", "numpy", "cpu", "nonzero", "is_nonzero", "synchronize", "_cuda_init", "_cuda_getDeviceCount")
 step, calls, asked, depth, spent, entered = 0, Counter(), Counter(), 0, 0, 0
 

@@ -224,8 +224,8 @@ def test_a_step_is_rehearsed_on_examples_of_the_batch_and_what_the_model_does_no
 
 @pytest.mark.parametrize(("longest_s", "is_timed"), [(60.0, True), (0.0, False)])
 def test_a_step_of_the_whole_batch_is_timed_unless_it_takes_long(longest_s, is_timed, monkeypatch):
-    monkeypatch.setattr("headway.compute.torch_calls.STEP_S", 0.0)  # of so many examples as a step has at the least
-    monkeypatch.setattr("headway.compute.torch_calls.WHOLE_S", longest_s)
+    monkeypatch.setattr("headway.compute.torch_rehearsal.STEP_S", 0.0)  # of so many examples as a step has at the least
+    monkeypatch.setattr("headway.compute.torch_rehearsal.WHOLE_S", longest_s)
     found = counted(torch.nn.Linear(64, 64), torch.randn(32, 64))["rehearsed"]
 
     assert (found["examples"], found["batch"]) == (2, 32)

@@ -7,8 +7,9 @@ import torch
 from msgspec import structs
 
 from headway.compute.causes import causes as causes_by_hand
-from headway.compute.torch_calls import padding_share, rehearse
+from headway.compute.torch_calls import padding_share
 from headway.compute.torch_flops import counted
+from headway.compute.torch_rehearsal import rehearse
 from headway.core.machine.host_load import HostLoad
 from headway.ledger.cause import SampledLine
 from headway.runtime.script.compute_facts import model_facts

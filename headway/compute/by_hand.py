@@ -1,7 +1,7 @@
 """Causes inside useful time that a line mends: checkpoints, attention by hand, precision, layout, batches.
 
 The first two are told from the shapes of a call (`torch_flops.CallCount`), the others from steps of the model with the
-line and without (`torch_calls.rehearse`): a child of the recording counted and timed them.
+line and without (`torch_rehearsal.rehearse`): a child of the recording counted and timed them.
 
     checkpointed      forward  -> backward: forward again, gradients      again / (flops + again) of the operations
     scores            q k -> [queries, keys] -> mask -> softmax -> v      each arrow passes over all scores in memory

@@ -15,7 +15,7 @@ of loads. The rest was waiting, as far as marks say that anything was: a step th
 three busy processes, and what waiting leaves of it would be mostly the error of the waiting. Elsewhere marks hold the
 longer delays, and by how much the sum is more: it counts as far as each forward, backward and update still computes for
 as long as the fastest of its kind, and forward and backward together for no longer than on one thread, which a child of
-the recorded process has timed (`headway.compute.torch_calls`): operators that are short beside a slice of the
+the recorded process has timed (`headway.compute.torch_rehearsal`): operators that are short beside a slice of the
 scheduler's wait in turns, long ones at once.
 
 Waiting inside a load of the training thread is known by itself (`input.cpu_wait`) and left out. Times in int64 ns.

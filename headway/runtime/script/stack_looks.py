@@ -288,9 +288,14 @@ def _loops(row: StackRow) -> list[int]:
 def lines_in_loops(frame: FrameType | None) -> Iterator[str]:
     """Yield the lines of the script in whose loops a frame is called, the innermost first."""
     while frame is not None:
-        if is_scripts(frame.f_code.co_filename) and _loops(StackRow(frame.f_code, frame.f_lasti, frame.f_lineno, 0)):
+        if any(begin <= frame.f_lasti <= end for begin, end in _loops_of_script(frame.f_code)):
             yield line_of(frame.f_code, frame.f_lineno)
         frame = frame.f_back
+
+
+@functools.cache
+def _loops_of_script(code: CodeType) -> list[tuple[int, int]]:
+    return loops_of(code) if is_scripts(code.co_filename) else []
 
 
 def line_in_load(stack: Stack) -> Place | None:
