@@ -77,6 +77,31 @@ def test_the_loop_is_the_deepest_frame_shared_with_an_update():
     assert found["log"]["line"].startswith("test_gap_stacks.py:")
 
 
+def test_a_loop_inside_of_the_step_is_named_by_its_line():
+    gap = GapStacks()
+
+    def each_by_itself():
+        for _ in range(2):
+            sampled(gap)
+
+    def all_at_once():
+        sampled(gap)
+
+    for _ in range(2):
+        update(gap)
+        each_by_itself()
+        all_at_once()
+        for _ in range(2):
+            sampled(gap)
+    loops = {entry["function"]: entry["loop"] for entry in gap.report()}
+    begin = each_by_itself.__code__.co_firstlineno
+
+    assert loops == {
+        "each_by_itself": f"test_gap_stacks.py:{begin + 2}", "all_at_once": "",
+        "sampled": f"test_gap_stacks.py:{begin + 12}",
+    }  # fmt: skip
+
+
 def test_no_sample_is_taken_in_headways_own_work(tmp_path):
     seen = []
 

@@ -34,6 +34,14 @@ def test_sampled_lines_name_what_the_script_did_and_what_makes_a_batch_belongs_i
     assert cause.fix.startswith("get_batch makes the batch: give it to a DataLoader with workers")
 
 
+def test_a_line_that_loops_is_told_to_do_all_passes_at_once():
+    row = {"line": "train.py:9", "function": "cut", "ns": 200 * MS, "count": 20, "loop": "train.py:3"}
+    cause = find_causes(sampled(row))[0]
+
+    assert "Python loop at train.py:3" in cause.evidence
+    assert cause.fix.startswith("let one call do all passes of the loop at train.py:3")
+
+
 @pytest.mark.parametrize("few", [{"ns": 900 * MS, "count": 3}, {"ns": 9 * MS, "count": 30}])
 def test_too_few_samples_and_samples_of_little_of_the_time_name_no_line(few):
     assert find_causes(sampled({"line": "train.py:9", "function": "log", **few}))[0].where == "training loop"

@@ -151,6 +151,8 @@ class SampledLine(msgspec.Struct, frozen=True):
     """Of a line that calls a collective: bytes of its tensors, all calls together."""
     gap: int = 0
     """Of such a line: CLOSED, BEHIND_UPDATE or BEHIND_BACKWARD of the vocabulary."""
+    loop: str = ""
+    """Line where most of it lay in a Python loop inside of the step; '' where most lay in none."""
 
     @property
     def words(self) -> str:
@@ -171,5 +173,8 @@ def joined(ranks: Iterable[object]) -> tuple[SampledLine, ...]:
             before = total.get(key, SampledLine(row.line, row.function, 0))
             feeds, count = before.feeds_forward or row.feeds_forward, before.count + row.count
             row = msgspec.structs.replace(row, num_bytes=before.num_bytes + row.num_bytes)
-            total[key] = msgspec.structs.replace(row, ns=before.ns + row.ns, count=count, feeds_forward=feeds)
+            loop = row.loop or before.loop
+            total[key] = msgspec.structs.replace(
+                row, ns=before.ns + row.ns, count=count, feeds_forward=feeds, loop=loop
+            )
     return tuple(sorted(total.values(), key=lambda row: -row.ns))

@@ -81,6 +81,11 @@ def host_script(ledger: Ledger) -> list[Cause]:
         fix = "profile a few steps, not all of them: torch.profiler.profile(schedule=torch.profiler.schedule(...))"
     else:
         fix = "move it to a thread or another process, or do it less often"
+        acts = compute is not None and any(model.acts for model in compute.models)
+        if first and first.loop and not acts:
+            evidence += f"; most of the first lay in a Python loop at {first.loop}"
+            fix = f"let one call do all passes of the loop at {first.loop} where one can (stack them, broadcast, "
+            fix += "torch._foreach functions for parameters); else move it to a thread, or do it less often"
     return [Cause("host.script", where, own + waited, evidence + also_waited(waited), f"{fix}{TRY}script=none")]
 
 

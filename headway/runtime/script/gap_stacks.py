@@ -273,6 +273,8 @@ class GapStacks:
 
     _trainer: list[int] = field(default_factory=lambda: [0])
     _seen: dict[int, dict[Place, list[int]]] = field(default_factory=lambda: {BEHIND_UPDATE: {}, BEHIND_BACKWARD: {}})
+    _in_loops: dict[tuple[Place, CodeType, int], list[int]] = field(default_factory=dict)
+    """The same of samples in a loop inside of the training loop's step, with its code and line."""
     _loop: dict[int, tuple[CodeType, int]] = field(default_factory=dict)
     _forwards: dict[CodeType, int] = field(default_factory=dict)
     _samples: int = 0
@@ -324,8 +326,14 @@ class GapStacks:
         return ("script", self.report()), ("gradients", self.report(BEHIND_BACKWARD))
 
     def report(self, gap: int = BEHIND_UPDATE) -> list[dict[str, object]]:
-        """Return the lines that took most time: {"line", "function", "ns", "count", "feeds_forward"} each."""
+        """Return the lines that took most time: {"line", "function", "ns", "count", "feeds_forward", "loop"} each.
+
+        `loop` is the line where most of it lay in a loop inside of the step; '' where most lay in none.
+        """
         seen = sorted(self._seen[gap].copy().items(), key=lambda entry: -entry[1][0])
+        in_loops = dict[Place, list[tuple[int, str]]]()
+        for (place, code, line), (ns, _) in self._in_loops.copy().items():
+            in_loops.setdefault(place, []).append((ns, line_of(code, line)))
         return [
             {
                 "line": line_of(code, line),
@@ -335,8 +343,10 @@ class GapStacks:
                 "feeds_forward": function != "__del__"  # what ends there makes nothing, whatever its line does
                 and code in self._forwards
                 and feeds(code, line, self._forwards[code]),
+                "loop": max(lines)[1] if 2 * sum(one for one, _ in lines) >= ns and lines else "",
             }
             for (code, line, function), (ns, count) in seen[:MOST_LINES]
+            for lines in [in_loops.get((code, line, function), [])]
         ]
 
     def updates_at(self, number: int, code: CodeType) -> int | None:
@@ -369,14 +379,22 @@ class GapStacks:
         loop, below = self._shared(frame)
         if loop is None or not gap or self.open[0] != gap:
             return False
+        inner, outer = None, loops_around(loop.f_code, self.updates_at(id(loop), loop.f_code) or 0)
         while frame is not None and frame is not loop:
             if is_ours(frame.f_code) and frame.f_code.co_name not in UNTIMED:
                 return False  # in a handler, a save, a wait that a probe times
+            if inner is None and is_scripts(frame.f_code.co_filename) and loops_around(frame.f_code, frame.f_lasti):
+                inner = frame.f_code, frame.f_lineno
             frame = frame.f_back
+        if inner is None and len(loops_around(loop.f_code, loop.f_lasti)) > len(outer):
+            inner = loop.f_code, loop.f_lineno
         called = below.f_code.co_name if below is not None else ""
-        if add_sample(self._seen[gap], (loop.f_code, loop.f_lineno, "" if called in WRAPPERS else called), ns):
+        place = loop.f_code, loop.f_lineno, "" if called in WRAPPERS else called
+        if add_sample(self._seen[gap], place, ns):
             self._samples += 1
             self.asks_forward[0] = True
+            if inner is not None:
+                add_sample(self._in_loops, (place, *inner), ns)
         return True
 
     def _shared(self, frame: FrameType | None) -> tuple[FrameType | None, FrameType | None]:
@@ -407,6 +425,11 @@ def loop_depth(frame: FrameType | None) -> int:
         depth += sum(begin <= frame.f_lasti <= end for begin, end in loops_of(frame.f_code))
         frame = frame.f_back
     return depth
+
+
+def loops_around(code: CodeType, offset: int) -> list[int]:
+    """Return where the loops of a function begin that an instruction is in, the outermost first."""
+    return [begin for begin, end in loops_of(code) if begin <= offset <= end]
 
 
 def loops_of(code: CodeType) -> list[tuple[int, int]]:

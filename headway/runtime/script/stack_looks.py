@@ -55,11 +55,11 @@ from headway.runtime.script.gap_stacks import (
     GapStacks,
     Place,
     Stack,
-    StackRow,
     add_sample,
     is_ours,
     is_scripts,
     line_of,
+    loops_around,
     loops_of,
     script_line,
 )
@@ -131,9 +131,13 @@ class LoopStacks:
         if foreign is not None:
             add_sample(self._seen, (foreign[0], -1, False, foreign[1]), ns)
             return
-        outer = len(_loops(base._replace(offset=gap.updates_at(base.number, base.code) or 0)))
-        loops = [(index, _loops(row)) for index, row in enumerate(inner) if is_scripts(row.code.co_filename)]
-        loops.append((size, _loops(base)[outer:]))
+        outer = len(loops_around(base.code, gap.updates_at(base.number, base.code) or 0))
+        loops = [
+            (index, loops_around(row.code, row.offset))
+            for index, row in enumerate(inner)
+            if is_scripts(row.code.co_filename)
+        ]
+        loops.append((size, loops_around(base.code, base.offset)[outer:]))
         index, begins = next((found for found in loops if found[1]), (-1, [0]))
         key, calls_layer = None, False
         if index >= 0:
@@ -278,11 +282,6 @@ class StackLooks:
     def tables(self) -> tuple[tuple[str, list[dict[str, str | int]]], ...]:
         """Return the lines under the names that run.json gives them."""
         return ("loads", self.loads.report()), ("python_loops", self.loops.report()), ("waits", self.waits.report())
-
-
-def _loops(row: StackRow) -> list[int]:
-    """Return where the loops of its function begin that a frame is in, the outermost first."""
-    return [begin for begin, end in loops_of(row.code) if begin <= row.offset <= end]
 
 
 def lines_in_loops(frame: FrameType | None) -> Iterator[str]:
