@@ -176,6 +176,25 @@ def test_copies_pickles_scripts_traces_and_transforms_of_modules_work_as_before(
     assert recorded == plain
 
 
+def test_a_model_whose_first_call_is_traced_has_nothing_of_headway_in_its_graph(tmp_path):
+    class Pooled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convolution, self.pool = torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(1)
+
+        def forward(self, x):
+            x = self.pool(self.convolution(x))
+            return x.view(x.size(0), -1)
+
+    def run():
+        traced = torch.jit.trace(Pooled(), torch.ones(1, 3, 8, 8))  # it traces twice, and compares
+        return [node.kind() for node in traced.inlined_graph.nodes()]
+
+    plain, recorded = with_and_without(run, tmp_path)
+
+    assert recorded == plain
+
+
 @pytest.mark.slow
 def test_a_compiled_model_is_one_graph_and_its_calls_are_seen(tmp_path):
     def run():

@@ -106,14 +106,16 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
     numbers, parameters, direct = models.numbers, models.parameters, calls_directly(original)
     counted: dict[int, bool] = {}  # model -> whether the call whose operations were counted was in training mode
     is_grad_enabled, ident, fetching = torch.is_grad_enabled, _thread.get_ident, probes.fetching
+    traced, is_compiling = torch._C._get_tracing_state, torch.compiler.is_compiling
     probes.outer_call.plain = lambda module, args, kwargs: original(module, *args, **kwargs)
     probes.outer_call.compose()
 
     def outermost(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module and record how long that took."""
         nonlocal ended_ns, cpu_ended, asks_cpu
-        # A dataset's transforms are modules, too: 64 of them a batch took 1.2 ms of a step of 10.
-        if fetching[0] == (caller := ident()) or (begun[0] and caller != trainer[0]):
+        # A dataset's transforms are modules, too: 64 of them a batch took 1.2 ms of a step of 10. And who traces a model
+        # (torch.jit.trace, an export) would find the sizes that headway reads in its graph.
+        if fetching[0] == (caller := ident()) or (begun[0] and caller != trainer[0]) or traced() or is_compiling():
             return original(self, *args, **kwargs)
         opened, between, gap_open[0] = gap_open[0] == BEHIND_UPDATE, -1, CLOSED
         if opened:
