@@ -97,25 +97,23 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
     import torch
 
     models = probes.models = probes.models or Models()
-    emit, forwarding, changed = probes.emit, probes.forwarding, probes.outer_call.current
+    emit, forwarding, fetching, changed = probes.emit, probes.forwarding, probes.fetching, probes.outer_call.current
     gradients, trainer, gap, last = probes.gradients, probes.trainer, probes.gap, probes.last_forward
     begun, uses, gap_open, gap_asks = gradients.begun, gradients.uses, gap.open, gap.asks_forward
     # When the newest forward ended, and the CPU time of its thread then, -1 where that was not read: it tells waiting
     # from computing between two forwards of a step. A system call, for scripts that were seen to have long times there.
     ended_ns, cpu_ended, asks_cpu = 0, -1, False
-    numbers, parameters, direct = models.numbers, models.parameters, calls_directly(original)
+    numbers, parameters, direct, ident = models.numbers, models.parameters, calls_directly(original), _thread.get_ident
     counted: dict[int, bool] = {}  # model -> whether the call whose operations were counted was in training mode
-    is_grad_enabled, ident, fetching = torch.is_grad_enabled, _thread.get_ident, probes.fetching
-    traced, is_compiling = torch._C._get_tracing_state, torch.compiler.is_compiling
+    is_grad_enabled, traced, compiled = torch.is_grad_enabled, torch._C._get_tracing_state, torch.compiler.is_compiling
     probes.outer_call.plain = lambda module, args, kwargs: original(module, *args, **kwargs)
     probes.outer_call.compose()
 
     def outermost(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module and record how long that took."""
         nonlocal ended_ns, cpu_ended, asks_cpu
-        # A dataset's transforms are modules, too: 64 of them a batch took 1.2 ms of a step of 10. And who traces a model
-        # (torch.jit.trace, an export) would find the sizes that headway reads in its graph.
-        if fetching[0] == (caller := ident()) or (begun[0] and caller != trainer[0]) or traced() or is_compiling():
+        # Transforms are modules, too (64 took 1.2 ms of a step), and a trace would hold the sizes that are read here.
+        if fetching[0] == (caller := ident()) or (begun[0] and caller != trainer[0]) or traced() or compiled():
             return original(self, *args, **kwargs)
         opened, between, gap_open[0] = gap_open[0] == BEHIND_UPDATE, -1, CLOSED
         if opened:
