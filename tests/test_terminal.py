@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headway.data.stalls.model import StallReport
 from headway.ledger.answers.compare import BucketChange, RunComparison
 from headway.report.paper import bar, screen_of, thin_bar, to_ascii
-from headway.report.terminal import (
+from headway.report.screens import (
     render_compare,
     render_doctor,
     render_plan,
@@ -23,8 +23,8 @@ from headway.report.terminal import (
     render_stalls,
     render_trace_info,
     render_whatif,
-    render_why,
 )
+from headway.report.terminal import render_why
 from headway.runtime.host.doctor import Finding
 from headway.sim.whatif import Prediction
 from headway.why.verdict import named_causes

@@ -35,7 +35,7 @@ from headway.verbs.runs.plan import plan as plan_verb
 from headway.verbs.runs.report import heat_maps, known_steps, step_durations, timelines, window_of
 from headway.verbs.runs.run import tell
 from headway.verbs.runs.trace import interval
-from headway.verbs.runs.verdict import applied_rows, next_command
+from headway.verbs.runs.why import applied_rows, next_command
 from headway.verbs.runs.why import why as why_verb
 from headway.verbs.shared.source import newest_run
 from headway.why.explanation import explain

@@ -34,8 +34,7 @@ from headway.core.units import (
     speedup,
 )
 from headway.ledger.cause import NOT_RESOLVED
-from headway.report.answers import PlanAnswer, ProposalRow, RunAnswer, VerifiedRow, start_of
-from headway.report.figures import goodput_of
+from headway.report.answers import PlanAnswer, ProposalRow, RunAnswer, VerifiedRow, goodput_of, start_of
 from headway.report.paper import ScreenOptions, add_row, command_line, draw, grid, joined, next_of, paragraph, title
 from headway.trace.events.loader_facts import AppliedRow
 from headway.why.answer import Json, LoaderRow, Why

@@ -42,13 +42,11 @@ import headway
 from headway.core.errors import InputError
 from headway.core.files.safe_files import whole_file
 from headway.core.units import clean, finite
-from headway.report.answers import PlanAnswer, RunAnswer
-from headway.report.figures import BUCKET_STYLES
+from headway.report.answers import BUCKET_STYLES, PlanAnswer, RunAnswer
 from headway.report.page import frames, sections
 from headway.report.page.charts import HeatMap, heat_chart, share_chart, step_chart, worker_heat_map
 from headway.report.page.frames import device_part, host_part
-from headway.report.page.hang import hang_part
-from headway.report.page.machines import machines_part
+from headway.report.page.ranks import hang_part, machines_part
 from headway.report.page.sections import text
 from headway.report.page.timeline import Timeline
 from headway.trace.recording.host_series import DeviceSeries, HostSeries

@@ -30,8 +30,8 @@ from headway.core.units import (
     speedup,
 )
 from headway.ledger.buckets import ONCE_PER_RUN, SUB_LINES
-from headway.report.answers import PlanAnswer, ProposalRow, RunAnswer, start_of
-from headway.report.figures import BUCKET_STYLES, STARTS_SHOW, TILES, columns, operation_lines
+from headway.report import answers
+from headway.report.answers import BUCKET_STYLES, PlanAnswer, ProposalRow, RunAnswer, operation_lines, start_of
 from headway.report.page.charts import HeatMap
 from headway.report.screens import (
     WHOLE_PLAN,
@@ -121,7 +121,7 @@ def key_figures(why: Why, run: RunAnswer) -> str:
     known = "".join(f"<div><dt>{name}</dt><dd>{text(value)}</dd></div>" for name, value in rows if value != "-")
     operations = "".join(f'<p class="note">{text(line)}</p>' for line in operation_lines(why))
     num_tiles = known.count("<dt>")
-    style = "; ".join(f"--{width}: {columns(num_tiles, limit)}" for width, limit in TILES.items())
+    style = "; ".join(f"--{width}: {answers.columns(num_tiles, limit)}" for width, limit in answers.TILES.items())
     return f'<dl class="figures" style="{style}">{known}</dl>{operations}'
 
 
@@ -199,7 +199,9 @@ def _stacks(ledger: Mapping[str, float], rank_ledger: Mapping[int, Mapping[str, 
         note = f'<p class="note">The {MOST_STACKS} of {count(len(bars))} ranks with the least useful time.</p>'
         bars = {name: bars[name] for name in bars if name in set(worst)}
     steady = {name: amount for name, amount in ledger.items() if name not in ONCE_PER_RUN}
-    if 0 < sum(steady.values()) < (1 - STARTS_SHOW) * sum(ledger.values()):  # a bar of its own, to a scale of its own
+    if (
+        0 < sum(steady.values()) < (1 - answers.STARTS_SHOW) * sum(ledger.values())
+    ):  # a bar of its own, to a scale of its own
         bar = _stack("in steps", steady, sum(steady.values()), 20)
         note += f'<div class="stack apart">{bar}</div><p class="note">In steps: without what comes once in a run.</p>'
     longest = max((sum(parts.values()) for parts in bars.values()), default=0.0)

@@ -47,7 +47,7 @@ from headway.core.wire.channel import ChannelClosed
 from headway.report.page.html import Live, ReportData, head_part, page
 from headway.report.page.sections import section, text
 from headway.report.paper import ScreenOptions, add_row, draw, grid, next_of, paragraph, uncut
-from headway.verbs.shared.output import AsJson, emit
+from headway.verbs.shared.output import AsJson, emit, serve_page
 from headway.verbs.shared.run_options import whole_number
 
 FOLDER = Path("headway-cluster")
@@ -255,8 +255,6 @@ def watch(
       allow_origin: Origin of another page that may read the events, as in http://dashboard:3000.
       json: Print one JSON object with the address instead of text.
     """
-    from headway.verbs.shared.live_pages import serve_page  # loads a web server, which no other verb here needs
-
     if not log_of(dir).is_file():
         raise InputError(f"{dir} holds no service. Start one: headway cluster serve --slots 2 --dir {dir}")
     return serve_page(

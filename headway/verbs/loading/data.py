@@ -22,7 +22,7 @@ from headway.data.sessions import BATCH, cluster_parquet
 from headway.data.stalls.model import StallReport, attribute, what_if
 from headway.ledger.answers.ledger import count_words
 from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph
-from headway.report.terminal import render_stalls, render_whatif
+from headway.report.screens import render_stalls, render_whatif
 from headway.sim.recorded.program import Program
 from headway.sim.whatif import Prediction
 from headway.trace.events.loader_facts import LoaderFacts

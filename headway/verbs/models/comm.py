@@ -41,8 +41,8 @@ from headway.cost.codecs import read_codec
 from headway.cost.collectives import read_shape
 from headway.plan.optimiser import optimise
 from headway.plan.proposal import MIN_SPEEDUP
-from headway.report.alignment import render_optimised
 from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, uncut
+from headway.report.terminal import render_optimised
 from headway.sim.ddp.ddp_replay import DdpReplay
 from headway.sim.training_moves import recorded_step
 from headway.sim.training_step import TrainingStep

@@ -14,13 +14,12 @@ from headway.ledger.answers.compare import SCHEMA, by_useful_examples, unlike_lo
 from headway.ledger.answers.compare import compare as compare_ledgers
 from headway.ledger.answers.ledger import Ledger
 from headway.report.paper import draw, paragraph
-from headway.report.screens import WHOLE_PLAN
-from headway.report.terminal import render_compare
+from headway.report.screens import WHOLE_PLAN, render_compare
 from headway.trace.recording.run_facts import outcomes_of
 from headway.trace.recording.runs import Run
 from headway.verbs.jobs.fault import ettr_beside, ettr_sentence
+from headway.verbs.models.cost import judged, sentence
 from headway.verbs.models.model_grow import growth_sentence, judged_growth, losses_of, trained_parameters
-from headway.verbs.shared.learned_step import judged, sentence
 from headway.verbs.shared.output import AsJson, emit
 from headway.verbs.shared.run_options import fraction
 from headway.verbs.shared.source import RunPath, run_at

@@ -21,10 +21,11 @@ from headway.ledger.runs.recorded import evaluation_loaders
 from headway.parallel.elastic_plan import loss_costs
 from headway.plan.planner import SCHEMA
 from headway.plan.setup import step_seconds
-from headway.report.terminal import render_hints, render_plan, render_whatif
+from headway.report.screens import render_plan, render_whatif
+from headway.report.terminal import render_hints
 from headway.sim.recorded.program import Program
 from headway.sim.whatif import EDITS
-from headway.verbs.shared.learned_step import TABLE, in_words, learned_step, save
+from headway.verbs.models.cost import TABLE, in_words, learned_step, save
 from headway.verbs.shared.output import AsJson, emit
 from headway.verbs.shared.run_options import OutPath
 from headway.verbs.shared.source import NewestRun, run_at

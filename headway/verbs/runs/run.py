@@ -92,7 +92,7 @@ def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as
     A run too broken to explain still gets its ending.
     """
     # Loaded after the run: until here nothing of the analysis has cost the launcher a start-up.
-    from headway.report.terminal import render_run
+    from headway.report.screens import render_run
 
     answer: dict[str, Any] = {
         "schema": "headway.run/1",
@@ -121,7 +121,7 @@ def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as
     why, command, notes = None, "", list[str]()
     try:
         from headway.verbs.jobs.fault import account_of, ettr_sentence
-        from headway.verbs.runs.verdict import next_command, summarise
+        from headway.verbs.runs.why import next_command, summarise
 
         if report.run is None:
             raise InputError("no rank was started. Start it on every host.")

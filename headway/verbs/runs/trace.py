@@ -10,8 +10,8 @@ from pathlib import Path
 from headway.core.errors import InputError
 from headway.ledger.operations.compute_factors import meetings_of
 from headway.ledger.operations.straggler import analyse
-from headway.report.alignment import render_alignment
-from headway.report.terminal import render_trace_info
+from headway.report.screens import render_trace_info
+from headway.report.terminal import render_alignment
 from headway.sim.observed import listed
 from headway.sim.recorded.program import Program
 from headway.trace.events.parts import Parts
