@@ -37,7 +37,7 @@ from headway.verbs.runs.run import tell
 from headway.verbs.runs.trace import interval
 from headway.verbs.runs.why import applied_rows, next_command
 from headway.verbs.runs.why import why as why_verb
-from headway.verbs.shared.source import newest_run
+from headway.verbs.shared.run_options import newest_run
 from headway.why.explanation import explain
 from headway.why.fixes import OF_REMEDY, chosen_terms, fixes_of, refuted
 from headway.why.verdict import verdict

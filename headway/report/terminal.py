@@ -68,6 +68,7 @@ from headway.report.paper import (
     command_line,
     draw,
     grid,
+    headed,
     joined,
     next_of,
     paragraph,
@@ -78,7 +79,7 @@ from headway.report.screens import (
     verdict_lines,
     whole_amount,
 )
-from headway.why.answer import CauseRow, Json, StragglerRow, Why
+from headway.why.answer import Json, StragglerRow, Why
 from headway.why.verdict import WARNINGS, gain_words, is_win, lost_words, named_causes
 
 SLOW_CREATION_S = 1.0
@@ -213,23 +214,15 @@ def _footnotes(why: Why) -> list[RenderableType]:
     for bucket, how in why.basis.items():
         if why.ledger.get(bucket) and how not in ("measured", "recorded", ""):
             basis.setdefault(clean(how), []).append(bucket)
-    notes = [f"{_listed(buckets)} {BASIS_PHRASES.get(how, how)}" for how, buckets in basis.items()]
-    said = [paragraph(_sentence(clean(note)), style="dim") for note in why.notes]
-    return ["", paragraph(joined(facts + notes), style="dim"), *said]
-
-
-def _sentence(note: str) -> str:
-    """Return a note with a capital where it is a sentence of its own."""
-    return note[:1].upper() + note[1:] if note.endswith(".") else note
-
-
-def _listed(names: list[str]) -> str:
-    """Return names as a list in words: 'useful, comm and host'."""
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    for how, (*others, last) in basis.items():
+        facts.append(f"{', '.join(others)}{' and ' * bool(others)}{last} {BASIS_PHRASES.get(how, how)}")
+    told = [clean(note) for note in why.notes]
+    told = [note[:1].upper() + note[1:] if note.endswith(".") else note for note in told]
+    return ["", paragraph(joined(facts), style="dim"), *(paragraph(note, style="dim") for note in told)]
 
 
 def _causes(why: Why) -> list[RenderableType]:
-    """Return the ranked causes, each with where, evidence and fix."""
+    """Return the ranked causes: place, name, device-seconds lost, predicted gain; below, where, evidence and fix."""
     causes = named_causes(why)
     if not causes:
         return []
@@ -238,30 +231,18 @@ def _causes(why: Why) -> list[RenderableType]:
     for place, cause in enumerate(causes, 1):
         if place > MOST_CAUSES and cause.cause not in WARNINGS:  # a warning loses no time, and comes last
             continue
-        parts += ["" if place > 1 else Group(), _cause_head(place, cause, total_s), *_cause_body(cause)]
+        table = grid("left", "left", "fill", "right")
+        gain = Text(gain_words(cause), style="bold green" if is_win(cause) else "dim")
+        add_row(table, f"{place}", Text(clean(cause.cause), style="bold"), lost_words(cause, total_s), gain)
+        below = grid("left", "fold", indent=5)
+        for label, text in ("where", cause.where), ("seen", cause.evidence), ("fix", cause.fix), ("edit", cause.script):
+            if text:
+                add_row(below, Text(label.ljust(5), style="dim"), clean(text))
+        parts += ["" if place > 1 else Group(), table, below]
     rest = [clean(c.cause) for c in causes[MOST_CAUSES:] if c.cause not in WARNINGS]
     if rest:
         parts += ["", paragraph(f"and {len(rest)} smaller: {', '.join(rest)}", style="dim")]
     return parts
-
-
-def _cause_head(place: int, cause: CauseRow, total_s: float) -> Table:
-    """Return the line of a cause: place, name, device-seconds lost; predicted gain at the right."""
-    lost = lost_words(cause, total_s)
-    table = grid("left", "left", "fill", "right")
-    text, style = gain_words(cause), "bold green" if is_win(cause) else "dim"
-    add_row(table, f"{place}", Text(clean(cause.cause), style="bold"), lost, Text(text, style=style))
-    return table
-
-
-def _cause_body(cause: CauseRow) -> list[RenderableType]:
-    """Return where a cause was seen, the evidence and the fix, wrapped below one another."""
-    rows = [("where", cause.where), ("seen", cause.evidence), ("fix", cause.fix), ("edit", cause.script)]
-    table = grid("left", "fold", indent=5)
-    for label, text in rows:
-        if text:
-            add_row(table, Text(label.ljust(5), style="dim"), clean(text))
-    return [table]
 
 
 def _straggler(report: StragglerRow) -> list[RenderableType]:
@@ -295,12 +276,8 @@ def render_alignment(answer: Json, *, source: str = "", target: str = "", **scre
     """Return the screen of a `headway.trace-align/1` object, of `Alignment.to_json`."""
     parts: list[RenderableType] = [title("headway trace align", source, width=screen.get("width", 88)), ""]
     before, after = answer["violations_before"], answer["violations"]
-    parts.append(
-        paragraph(
-            f"{count(answer['meetings'])} collectives and messages matched. "
-            f"Ends before what they waited for: {count(before)} before, {count(after)} after."
-        )
-    )
+    matched = f"{count(answer['meetings'])} collectives and messages matched. "
+    parts.append(paragraph(f"{matched}Ends before what they waited for: {count(before)} before, {count(after)} after."))
     if before == 0:
         parts.append(paragraph("The clocks as recorded agree already: the offsets are informational.", style="dim"))
     if after:
@@ -320,19 +297,13 @@ def render_alignment(answer: Json, *, source: str = "", target: str = "", **scre
 
 def _clocks_table(rows: Sequence[Json]) -> Table:
     hosts = any(row["host"] for row in rows)
-    table = grid("right", "left", "right", "right", "right", "right")
-    add_row(table, "rank", "host" if hosts else "", "offset", "drift", "residual", "moved", style="dim")
+    titles = "rank", "host" if hosts else "", "offset", "drift", "residual", "moved"
+    table = headed(*titles, align="right left right right right right")
     for row in rows:
         drift, moved = finite(row["drift_ppm"]), finite(row["moved_us"])
-        add_row(
-            table,
-            str(row["rank"]),
-            clean(row["host"]),
-            _signed(int(row["offset_ns"])),
-            f"{drift:+.3g} ppm" if drift else "-",
-            _time(finite(row["residual_us"])),
-            _time(moved) if moved else "-",
-        )
+        times = _time(finite(row["residual_us"])), _time(moved) if moved else "-"
+        cells = _signed(int(row["offset_ns"])), f"{drift:+.3g} ppm" if drift else "-", *times
+        add_row(table, str(row["rank"]), clean(row["host"]), *cells)
     return table
 
 

@@ -54,28 +54,18 @@ MOST_STACKS, MOST_FRAMES = 4, 5
 """Blocking ranks whose stacks are shown, and how many of their innermost frames."""
 
 SIGNS: dict[str, tuple[str, str]] = {
-    "waiting": ("·", "dim"),
-    "busy": ("-", "dim"),
-    "silent": ("X", "bold red"),
-    "absent": ("A", "bold red"),
-    "differs": ("M", "bold red"),
-    "stuck": ("S", "bold red"),
-    "deadlock": ("D", "bold red"),
-}
+    "waiting": ("·", "dim"), "busy": ("-", "dim"), "silent": ("X", "bold red"), "absent": ("A", "bold red"),
+    "differs": ("M", "bold red"), "stuck": ("S", "bold red"), "deadlock": ("D", "bold red"),
+}  # fmt: skip
 """State of a rank -> its sign on the terminal's grid, and its style."""
 
 QUIET = ("waiting", "busy")
 """States of ranks that block nobody."""
 
-MEANINGS: dict[str, str] = {
-    "waiting": "waits",
-    "busy": "busy",
-    "silent": "silent",
-    "absent": "has not entered",
-    "differs": "in another collective",
-    "stuck": "entered, does not end",
-    "deadlock": "waits in a circle",
-}
+MEANINGS = {
+    "waiting": "waits", "busy": "busy", "silent": "silent", "absent": "has not entered",
+    "differs": "in another collective", "stuck": "entered, does not end", "deadlock": "waits in a circle",
+}  # fmt: skip
 """State of a rank -> what the legend calls it."""
 
 
@@ -90,9 +80,8 @@ def sentences(hang: Json) -> list[str]:
         told.append(f"{_ranks(ranks)} wait for each other in a circle: {', '.join(steps)}.")
     ignored = hang.get("ignored_reports")
     told += [f"{plural(ignored, 'report')} of another attempt left out."] if ignored else []
-    alone = [
-        f"Rank {rank} is in {clean(doing)}." for rank, doing in list(hang.get("explained", {}).items())[:MOST_ORIGINS]
-    ]
+    explained = list(hang.get("explained", {}).items())[:MOST_ORIGINS]
+    alone = [f"Rank {rank} is in {clean(doing)}." for rank, doing in explained]
     return told or alone or ["Nobody waits: no rank blocks another."]
 
 

@@ -85,21 +85,13 @@ def _screen(result: ForkAnswer, rates: Sequence[float], screen: ScreenOptions, *
     alone = "the fastest device alone" if ran else "whole jobs, las"
     for name, key_s in (("copies", result["total_s"]), (alone, result["las_s"])):
         add_row(totals, name, f"{key_s:,.1f}", f"{key_s / result['las_s']:.2f}")
-    add_row(
-        totals, "no schedule sooner than", f"{result['bound_s']:,.1f}", f"{result['bound_s'] / result['las_s']:.2f}"
-    )
+    bound_s = result["bound_s"]
+    add_row(totals, "no schedule sooner than", f"{bound_s:,.1f}", f"{bound_s / result['las_s']:.2f}")
     rows = headed("job", "steps", "done, s", "las, s", "copies", "slots", "paid, s")
     for row in result["rows"]:
         times = f"{row['end_s']:,.1f}", f"{row['las_end_s']:,.1f}"
-        add_row(
-            rows,
-            row["name"],
-            f"{row['steps']:,}",
-            *times,
-            f"{row['copies']}",
-            f"{row['slots']}",
-            f"{row['cost_s']:,.1f}",
-        )
+        counts = f"{row['copies']}", f"{row['slots']}"
+        add_row(rows, row["name"], f"{row['steps']:,}", *times, *counts, f"{row['cost_s']:,.1f}")
     note = "Copies train apart between two averages of their states, which changes what is learned."
     note = f"{'Measured' if ran else 'Simulated'}. {note}"
     head = Text(f"  {len(result['rows'])} jobs on {len(rates)} devices, {sum(rates):g} steps/s together")

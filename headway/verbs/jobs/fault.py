@@ -42,8 +42,7 @@ from headway.trace.recording.run_facts import RunFacts, outcomes_of
 from headway.trace.recording.runs import Run, is_run
 from headway.trace.rings.rank_tables import json_object
 from headway.verbs.shared.output import AsJson, emit
-from headway.verbs.shared.run_options import OutPath
-from headway.verbs.shared.source import NewestRun, RunPath, newest_run, run_at
+from headway.verbs.shared.run_options import NewestRun, OutPath, RunPath, newest_run, run_at
 
 ETTRS = ("ettr", "ettr_simulated", "ettr_closed_form")
 """Measured; of a simulated job with the same failures; by the closed form."""
@@ -148,14 +147,13 @@ def ettr_sentence(found: Mapping[str, float | None]) -> str:
 
 
 def _screen(answer: dict[str, Any], source: str, screen: ScreenOptions) -> str:
-    rows = answer["incidents"]
-    told = "nothing failed" if not rows else f"{len(rows)} failure{'s' if len(rows) > 1 else ''}"
-    ettr = answer["ettr"]
+    rows, ettr = answer["incidents"], answer["ettr"]
+    text = "nothing failed" if not rows else f"{len(rows)} failure{'s' if len(rows) > 1 else ''}"
     share = f" · ETTR {format_fraction(ettr)}" if ettr is not None else ""
     if answer["ettr_simulated"] is not None:
         share += f" (simulated with the same failures {format_fraction(answer['ettr_simulated'])}, "
         share += f"closed form {format_fraction(answer['ettr_closed_form'])})"
-    parts: list[Any] = [Text(f"headway fault incidents   {source}"), Text(f"{told}{share}\n")]
+    parts: list[Any] = [Text(f"headway fault incidents   {source}"), Text(f"{text}{share}\n")]
     for row in rows:
         blamed = row["suspects"]
         who = ", ".join(f"rank {rank}" for rank in blamed["ranks"]) or "nobody in particular"
@@ -239,11 +237,10 @@ def sim(scenario: Path, /, *, seed: int = 0, out: OutPath | None = None, json: A
         end_s, ettr = np.array([(0.0, 1.0), *outcome.over_time]).T
         chart = _ettr_line(end_s, ettr)
         answer["page"] = write_page(out, picture_page(scenario.name, "ETTR over time, simulated", [chart]))
-    parts = [(name, format_seconds(seconds)) for name, seconds in outcome.unproductive_s.items() if seconds]
     facts = [
         ("ETTR", f"{format_fraction(outcome.ettr)}, simulated"),
         ("failures", f"{outcome.num_incidents}, the longest cost {format_seconds(outcome.longest_unproductive_s)}"),
-        *parts,
+        *((name, format_seconds(seconds)) for name, seconds in outcome.unproductive_s.items() if seconds),
     ]
     return emit(answer, lambda screen: draw([_lines(facts)], **screen), as_json=json)
 
@@ -271,11 +268,10 @@ def _self_check_lines(found: SelfCheckResult) -> list[str]:
     ranks = len(found.digests) + len(found.failed)
     if not found.odd:
         return [f"all {ranks} ranks end with the same bits ({format_seconds(found.seconds)})"]
-    lines = [f"rank {rank}: {why}" for rank, why in found.failed.items()]
-    lines += [
-        f"rank {rank}: other bits than most ({found.digests[rank]})" for rank in found.odd if rank in found.digests
-    ]
-    return [f"{len(found.odd)} of {ranks} ranks are suspected", *lines]
+    lines = [f"{len(found.odd)} of {ranks} ranks are suspected"]
+    lines += [f"rank {rank}: {why}" for rank, why in found.failed.items()]
+    odd = {rank: found.digests[rank] for rank in found.odd if rank in found.digests}
+    return lines + [f"rank {rank}: other bits than most ({digest})" for rank, digest in odd.items()]
 
 
 def hang(*source: RunPath, mesh: str | None = None, json: bool = False) -> int:
@@ -318,10 +314,14 @@ def verdict_of(sources: Sequence[Path], mesh: Mesh | None = None) -> HangVerdict
             )
         sources = reports[-1:]
     report = watched(sources[0]) if len(sources) == 1 else None
-    # Where hosts run ahead of devices their places say little; what the ranks' queues held does, if they were asked.
-    dumps = _dumps(sources[0].parent) if report is not None and report.ahead else []
-    if report is None or dumps:
-        found = of_dumps(Trace.open(dumps or list(sources)), mesh)
+    # Where hosts run ahead of devices their places say little; what the ranks' queues held does, if they were asked:
+    # the newest dump of each rank that the hang watches of a run's hosts collected in RUN/hang/<n>/.
+    newest: dict[str, Path] = {}
+    if report is not None and report.ahead:
+        dumps = sources[0].parent.glob("*/r*.flight.json")
+        newest = {path.name: path for path in sorted(dumps, key=lambda path: int(path.parent.name))}
+    if report is None or newest:
+        found = of_dumps(Trace.open([path for _, path in sorted(newest.items())] or list(sources)), mesh)
     else:
         found = of_watch(report, mesh)
     return localise(found.reports, found.mesh, groups=found.groups)
@@ -331,14 +331,6 @@ def watch_reports(run: Path) -> list[Path]:
     """Return the reports of a run's hang watch, oldest first."""
     files = (file for file in (run / "hang").glob("*.json") if file.stem.isdecimal())
     return sorted(files, key=lambda file: int(file.stem))
-
-
-def _dumps(folder: Path) -> list[Path]:
-    """Return the newest dump of each rank that the hang watches of a run's hosts collected in RUN/hang/<n>/."""
-    newest: dict[str, Path] = {}
-    for path in sorted(folder.glob("*/r*.flight.json"), key=lambda path: int(path.parent.name)):
-        newest[path.name] = path
-    return [path for _, path in sorted(newest.items())]
 
 
 def watched(path: Path) -> WatchReport | None:

@@ -34,11 +34,9 @@ from headway.report.page.plots import Line, picture_page, write_page
 from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, uncut
 from headway.trace.recording.runs import is_run
 from headway.verbs.shared.output import AsJson, emit
-from headway.verbs.shared.run_options import OutPath
-from headway.verbs.shared.source import RunPath, run_at
+from headway.verbs.shared.run_options import OutPath, RunPath, run_at
 
 ROWS = {"ramp_w_per_s": "ramp, W/s", "range_w": "range, W", "band_rms_w": "band, W rms", "band_share": "band, share"}
-
 
 FILLER = "headway applies a filler beside ranks on CPUs only; leave it out on accelerators: --use floor,ramps,battery"
 """What a plan with a filler has to say."""
@@ -235,7 +233,6 @@ def _plan_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
         )
     else:
         said = f"Nothing of {', '.join(result['used'])} makes the specification hold; {storage}."
-    parts: list[Any] = [uncut(rows), ""] if result["mitigations"] else []
-    notes = [paragraph(text, style="yellow") for text in result["notes"]]
-    basis, path = paragraph(result["basis"], style="dim"), paragraph(result["path"])
-    return draw([*parts, paragraph(said), *notes, basis, path], **screen)
+    parts: list[Any] = [uncut(rows), "", paragraph(said)] if result["mitigations"] else [paragraph(said)]
+    parts += [paragraph(text, style="yellow") for text in result["notes"]]
+    return draw([*parts, paragraph(result["basis"], style="dim"), paragraph(result["path"])], **screen)

@@ -221,9 +221,8 @@ def _widened(found: LearnedStep, after: Run, measured_s: float) -> str:
         return f"its table was not widened: it was predicted for batch {found.batch}, the run's loaders have {said}"
     load = after.facts.host_load
     if load is not None and is_full(load):
-        return (
-            f"its table was not widened: other processes wanted {load.demand:.2f} cores of {load.cores} beside the run"
-        )
+        demand = f"{load.demand:.2f} cores of {load.cores}"
+        return f"its table was not widened: other processes wanted {demand} beside the run"
     if any(row.run == run_id for row in table.observed):
         return f"the interval of {path} was widened by this run before"
     add_line(path, ObservedStep(run_id, found.step_s, measured_s))
@@ -306,8 +305,7 @@ def _transfer_screen(result: Mapping[str, Any], num_samples: int, screen: Screen
 
 
 def calibrate(
-    *, out: OutPath = TABLE, models: int = 48, threads: int = 1,
-    dtypes: str = "float32", json: AsJson = False,
+    *, out: OutPath = TABLE, models: int = 48, threads: int = 1, dtypes: str = "float32", json: AsJson = False
 ) -> int:  # fmt: skip
     """Measure this host's operators and steps on small made-up models, under a second each.
 
@@ -370,14 +368,11 @@ def predict(
       threads: Threads of one operator, as calibrated.
     """
     pick({"cpu": None}, device, "device")
-    result = msgspec.to_builtins(learned_step(target, batch, costs, threads))
-    return emit(result, lambda screen: _predict_screen(result, screen), as_json=json)
-
-
-def _predict_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
-    low, high = result["interval"]
+    step = learned_step(target, batch, costs, threads)
+    low, high = step.interval
     rows = headed("operator", "calls", "ms")
-    for row in result["operators"][:8]:
-        add_row(rows, row["name"], f"{row['calls']}", f"{1e3 * row['seconds']:.3f}")
-    text = f"Step {1e3 * result['step_s']:.2f} ms ({1e3 * low:.2f} to {1e3 * high:.2f}); basis: {result['basis']}."
-    return draw([paragraph(text), "", uncut(rows)], **screen)
+    for row in step.operators[:8]:
+        add_row(rows, row.name, f"{row.calls}", f"{1e3 * row.seconds:.3f}")
+    text = f"Step {1e3 * step.step_s:.2f} ms ({1e3 * low:.2f} to {1e3 * high:.2f}); basis: {step.basis}."
+    answer = msgspec.to_builtins(step)
+    return emit(answer, lambda screen: draw([paragraph(text), "", uncut(rows)], **screen), as_json=json)

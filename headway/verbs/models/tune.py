@@ -30,8 +30,7 @@ from headway.runtime.launching.options import LaunchOptions, check
 from headway.runtime.run_folder.recording import RUNS, claim_folder, next_folder
 from headway.trace.recording.run_facts import outcomes_of
 from headway.verbs.shared.output import AsJson, emit
-from headway.verbs.shared.run_options import GivenPath, RunOptions
-from headway.verbs.shared.source import run_at
+from headway.verbs.shared.run_options import GivenPath, RunOptions, run_at
 from headway.why.fixes import run_command
 
 REMEDY = "model.tune"
@@ -39,17 +38,14 @@ REMEDY = "model.tune"
 LABELS = {"converging": "its loss fell clearly", "unstable": "the best of those tried; no loss fell clearly"}
 """What a label of a trial says to a user."""
 
+NO_PROGRESS = "no trial made progress: with none of the settings did the loss fall. Try other ranges"
+
 
 def tune(
-    *,
-    setting: list[str] | None = None,
-    trials: int = 16,
-    seed: int = 0,
-    module: Annotated[bool, Parameter(alias="-m")] = False,
-    out: GivenPath | None = None,
-    json: AsJson = False,
+    *, setting: list[str] | None = None, trials: int = 16, seed: int = 0,
+    module: Annotated[bool, Parameter(alias="-m")] = False, out: GivenPath | None = None, json: AsJson = False,
     script: Annotated[list[str] | None, Parameter(parse=False)] = None,
-) -> int:
+) -> int:  # fmt: skip
     """Tune settings of a script's optimizer while it trains; this changes what it learns.
 
     Settings are tried on branches of the training state in memory, on the same batches; the run goes on from the
@@ -86,10 +82,11 @@ def tune(
     rows = [row for row in outcomes_of(folder / "run", rank=0) if row.name == REMEDY]
     found, _ = converted((rows[0].facts or {}) if rows else {}, Tuned)
     reason = rows[0].reason_not_applied if rows else "the script ended before torch was imported"
+    nothing = None if found.setting else NO_PROGRESS if found.trials else found.reason
     answer = {
         "schema": "headway.tune/1", "setting": found.setting, "metric": found.metric, "steps": found.steps,
         "trials": found.trials, "label": found.label, "path": str(folder / "run"),
-        "reason_not_tuned": reason or _nothing(found),
+        "reason_not_tuned": reason or nothing,
     }  # fmt: skip
     emit(answer, lambda screen: _screen(answer, screen), as_json=json)
     return report.code or (3 if answer["reason_not_tuned"] else 0)
@@ -106,31 +103,18 @@ class Tuned(msgspec.Struct, frozen=True):
     reason: str = "no DataLoader was read"
 
 
-def _nothing(found: Tuned) -> str | None:
-    if found.setting:
-        return None
-    if found.trials:
-        return "no trial made progress: with none of the settings did the loss fall. Try other ranges"
-    return found.reason
-
-
 def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
     if answer["reason_not_tuned"]:
-        return draw(
-            [paragraph(f"Not tuned: {answer['reason_not_tuned'].rstrip('.')}. Run: {answer['path']}")], **screen
-        )
+        reason = answer["reason_not_tuned"].rstrip(".")
+        return draw([paragraph(f"Not tuned: {reason}. Run: {answer['path']}")], **screen)
     chosen = ", ".join(f"{name} = {value:.4g}" for name, value in answer["setting"].items())
     state = LABELS.get(answer["label"], answer["label"]) or (
         "the search had not ended" if answer["trials"] else "nothing to choose from"
     )
     loss = "no loss was seen" if answer["metric"] is None else f"last loss {answer['metric']:.4g}"
-    words = [
-        f"{chosen} ({state}), after {plural(answer['trials'], 'trial')}; {plural(answer['steps'], 'step')} in all, "
-        f"{loss}.",
-        f"Run: {answer['path']}",
-    ]
-    command = shlex.join(["headway", "report", answer["path"], "-o", "report.html"])
-    return draw([*(paragraph(word) for word in words), *next_of(command)], **screen)
+    done = f"after {plural(answer['trials'], 'trial')}; {plural(answer['steps'], 'step')} in all, {loss}."
+    parts = [paragraph(f"{chosen} ({state}), {done}"), paragraph(f"Run: {answer['path']}")]
+    return draw([*parts, *next_of(shlex.join(["headway", "report", answer["path"], "-o", "report.html"]))], **screen)
 
 
 PRECISION, PRECISION_PHASE = "model.precision", "measure.precision"

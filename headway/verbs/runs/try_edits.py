@@ -23,8 +23,7 @@ from headway.runtime.launching.launch import launch
 from headway.runtime.launching.options import check
 from headway.runtime.run_folder.recording import RUNS, claim_folder, next_folder
 from headway.verbs.shared.output import emit
-from headway.verbs.shared.run_options import RunOptions
-from headway.verbs.shared.source import RunPath, run_at
+from headway.verbs.shared.run_options import RunOptions, RunPath, run_at
 from headway.why.explanation import explain
 from headway.why.fixes import run_command
 
@@ -72,7 +71,9 @@ def try_edits(
       allow: What the plan may hold: result-equivalent, lossy, or both with a comma. All candidates are measured.
       plan: Where to write the plan.
     """
-    script = _checked(options, script)
+    if not script:
+        raise InputError("there is no script to try. Put it behind --: headway try -- train.py")
+    check(replace(options, apply=None).launch_options(TRIES, None), script)
     if options.apply is not None:
         raise InputError("--apply would try the script under a plan. Drop it.")
     if steps < 4 or rounds < 1 or warmup < 1:
@@ -114,21 +115,11 @@ def try_edits(
     return emit(result, lambda screen: _screen(tries, rows, best, command, screen), as_json=options.json)
 
 
-def _checked(options: RunOptions, script: list[str] | None) -> list[str]:
-    """Return the script and its arguments; raises `InputError` for one that cannot be launched, before all else."""
-    if not script:
-        raise InputError("there is no script to try. Put it behind --: headway try -- train.py")
-    check(replace(options, apply=None).launch_options(TRIES, None), script)
-    return script
-
-
 def _predicted(recorded: Path) -> dict[str, Interval]:
     """Return what the plan of a recorded run says of the candidates: low end, likely, high end."""
     plan = explain([recorded], allow=tuple(ALLOWANCES)).plan
-    rows = () if plan is None else plan.proposals
-    return {
-        row.name: (row.interval[0], row.predicted_speedup, row.interval[1]) for row in rows if row.name in CANDIDATES
-    }
+    rows = [row for row in (plan.proposals if plan is not None else ()) if row.name in CANDIDATES]
+    return {row.name: (row.interval[0], row.predicted_speedup, row.interval[1]) for row in rows}
 
 
 def _plan(best: TryRow | None, rows: list[TryRow]) -> PlanFile:
@@ -137,10 +128,8 @@ def _plan(best: TryRow | None, rows: list[TryRow]) -> PlanFile:
         return PlanFile()
     remedies = []
     for name in best.remedies:
-        alone = next((row.measured for row in rows if row.remedies == (name,)), None) or best.measured
-        remedies.append(Remedy(
-            name, predicted_speedup=alone[1], interval=(alone[0], alone[2]), allow=CANDIDATES[name] or None,
-        ))  # fmt: skip
+        low, mid, high = next((row.measured for row in rows if row.remedies == (name,)), None) or best.measured
+        remedies.append(Remedy(name, predicted_speedup=mid, interval=(low, high), allow=CANDIDATES[name] or None))
     low, mid, high = best.measured
     return PlanFile(tuple(remedies), predicted_speedup=mid, interval=(low, high))
 

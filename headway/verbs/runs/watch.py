@@ -28,18 +28,14 @@ from headway.report.page.live import LiveView, live_charts, live_key, live_page,
 from headway.runtime.run_folder.live_feed import LiveFeed
 from headway.trace.recording.runs import Run, is_run, run_near
 from headway.verbs.shared.output import serve_page
-from headway.verbs.shared.source import NewestRun, newest_run, recorded, recorded_runs
+from headway.verbs.shared.run_options import NewestRun, newest_run, recorded, recorded_runs
 
 
 def watch(
-    run: NewestRun = None,
-    *,
-    port: int = 0,
-    host: str = "127.0.0.1",
+    run: NewestRun = None, *, port: int = 0, host: str = "127.0.0.1",
     allow_origin: Annotated[tuple[str, ...], Parameter(negative=())] = (),
-    wait: Annotated[bool, Parameter(negative=())] = False,
-    json: bool = False,
-) -> int:
+    wait: Annotated[bool, Parameter(negative=())] = False, json: bool = False,
+) -> int:  # fmt: skip
     """Serve the page of a run while it goes on: steps, step times, ledger so far, every rank. Ctrl-C ends it.
 
     The run is only read, never touched. A run that has ended shows its report. The address that is printed ends in
@@ -56,9 +52,8 @@ def watch(
     """
     path = run or newest_run()
     if path.exists() and not path.is_dir():
-        raise InputError(
-            f"{path} is a file; a run is a folder. Name the folder that headway run writes, or will write."
-        )
+        text = "Name the folder that headway run writes, or will write."
+        raise InputError(f"{path} is a file; a run is a folder. {text}")
     if path == Path() and not is_run(path):
         raise InputError(f"the current folder is no run. Name the folder of one. {recorded()}")
     if not is_run(path) and not wait and (near := run_near(path)):
@@ -154,15 +149,9 @@ class WatchedRun:
         if figures is None:
             return LiveView(str(self._path), feed.state, reason=self._reason)
         return LiveView(
-            title=str(self._path),
-            state=feed.state,
-            figures=figures,
-            mfu=self._mfu.of(figures),
-            doing=feed.doing(),
-            facts=facts_of(feed.meta, None),
-            created=created(feed.facts),
-            reason=self._reason,
-        )
+            str(self._path), feed.state, figures, self._mfu.of(figures), feed.doing(), facts_of(feed.meta, None),
+            created(feed.facts), self._reason,
+        )  # fmt: skip
 
 
 LONGEST_S = 600.0

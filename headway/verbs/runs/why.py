@@ -36,7 +36,7 @@ from headway.trace.events.loader_facts import AppliedRow
 from headway.trace.recording.run_facts import outcomes_of
 from headway.trace.recording.runs import Run
 from headway.verbs.shared.output import emit
-from headway.verbs.shared.source import RunPath, newest_run
+from headway.verbs.shared.run_options import RunPath, newest_run
 from headway.why.explanation import Explanation, explain, explain_run
 from headway.why.fixes import outcomes, verified, withdrawn
 from headway.why.model_flops import ModelSpec, mfu_entry, run_flops
@@ -173,11 +173,9 @@ def _other_job(first: Run | None, run: Run) -> str:
 
 
 def applied_rows(
-    plan: PlanFile,
-    found: Mapping[str, AppliedRow],
-    measured_speedup: float | None,
+    plan: PlanFile, found: Mapping[str, AppliedRow], measured_speedup: float | None,
     taken_away: Mapping[str, str] = MappingProxyType({}),
-) -> list[dict[str, object]]:
+) -> list[dict[str, object]]:  # fmt: skip
     """Return one row per remedy, and one for the whole plan: only what ran alone has a measured gain of its own.
 
     A remedy that was `taken_away` while the job ran has none: neither the steps with it nor those without are its gain.
@@ -186,26 +184,20 @@ def applied_rows(
     for remedy in plan.remedies:
         outcome = found.get(remedy.name)
         reason = "no rank reported on it" if outcome is None else outcome.reason_not_applied or outcome.unused or None
+        is_alone = len(plan.remedies) == 1 and not reason and remedy.name not in taken_away
         rows.append({
-            "name": remedy.name,
-            "parameters": dict(remedy.parameters),
-            "facts": outcome.facts or {} if outcome is not None else {},
-            "predicted_speedup": remedy.predicted_speedup,
+            "name": remedy.name, "parameters": dict(remedy.parameters),
+            "facts": outcome.facts or {} if outcome is not None else {}, "predicted_speedup": remedy.predicted_speedup,
             "interval": list(remedy.interval) if remedy.interval else None,
-            "measured_speedup": measured_speedup
-            if len(plan.remedies) == 1 and not reason and remedy.name not in taken_away
-            else None,
-            "reason_not_applied": reason,
+            "measured_speedup": measured_speedup if is_alone else None, "reason_not_applied": reason,
             "withdrawn": taken_away.get(remedy.name),
         })  # fmt: skip
     nothing = all(row["reason_not_applied"] for row in rows)
     rows.append({
-        "name": WHOLE_PLAN,
-        "predicted_speedup": plan.predicted_speedup,
+        "name": WHOLE_PLAN, "predicted_speedup": plan.predicted_speedup,
         "interval": list(plan.interval) if plan.interval else None,
         "measured_speedup": None if any(row["withdrawn"] for row in rows) or nothing else measured_speedup,
-        "reason_not_applied": "none of its remedies could be" if nothing else None,
-        "withdrawn": None,
+        "reason_not_applied": "none of its remedies could be" if nothing else None, "withdrawn": None,
     })  # fmt: skip
     return rows
 

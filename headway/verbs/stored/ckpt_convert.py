@@ -78,12 +78,10 @@ def checkpoint_at(path: Path) -> Path:
     if url is not None:
         raise InputError(f"{url} is a bucket; this works on folders. Copy the checkpoint into one, and name that.")
     if not path.is_dir():
-        raise InputError(
-            f"{path} is no folder. Name the folder of a checkpoint, or the one that holds a run's step-<n>."
-        )
-    steps = {
-        int(match[1]): step for step in path.glob("step-*") if (match := STEP.fullmatch(step.name)) and is_own(step)
-    }
+        text = "Name the folder of a checkpoint, or the one that holds a run's step-<n>."
+        raise InputError(f"{path} is no folder. {text}")
+    named = {step: match for step in path.glob("step-*") if (match := STEP.fullmatch(step.name))}
+    steps = {int(match[1]): step for step, match in named.items() if is_own(step)}
     return steps[max(steps)] if steps and not is_own(path) else path
 
 
@@ -115,15 +113,9 @@ LINES = 8
 
 
 def export(
-    path: Path,
-    /,
-    *,
-    out: OutPath,
-    prefix: str = "",
-    dtype: str | None = None,
-    file: Size = "5GB",
+    path: Path, /, *, out: OutPath, prefix: str = "", dtype: str | None = None, file: Size = "5GB",
     json: AsJson = False,
-) -> int:
+) -> int:  # fmt: skip
     """Write a checkpoint as safetensors or as a torch.save file.
 
     Blocks are verified as they are read. A safetensors export holds tensors
@@ -145,18 +137,17 @@ def export(
         raise InputError(f"--file is {file}; a file holds at least a byte. Pass 5GB.")
     done = write(_source(path), out, prefix=prefix, dtype=dtype, file_bytes=file_bytes)
     answer = {"schema": "headway.ckpt.export/1", "path": str(path), "out": str(out), **asdict(done)}
-    return emit(answer, lambda screen: _exported(answer, screen), as_json=json)
+    size, names = format_bytes(done.num_bytes), list(done.left_out)
+    parts = [paragraph(f"{plural(done.tensors, 'tensor')}, {size}, in {plural(len(done.files), 'file')}:")]
+    parts += [paragraph(name, indent=4) for name in done.files[:LINES]]
+    if names:
+        more = f" and {len(names) - LINES} more" if len(names) > LINES else ""
+        parts.append(paragraph(f"left out: {', '.join(names[:LINES])}{more}", style="dim"))
+    return emit(answer, lambda screen: draw(parts, **screen), as_json=json)
 
 
 def import_(
-    path: Path,
-    /,
-    *,
-    out: OutPath,
-    prefix: str = "",
-    world: int = 1,
-    redundancy: str = "none",
-    json: AsJson = False,
+    path: Path, /, *, out: OutPath, prefix: str = "", world: int = 1, redundancy: str = "none", json: AsJson = False
 ) -> int:
     """Make a checkpoint of safetensors files, a torch.save file, or another checkpoint.
 
@@ -179,15 +170,10 @@ def import_(
 
 
 def reshard(
-    path: Path,
-    /,
-    *,
-    world: int,
-    out: OutPath,
-    without: Annotated[list[str], Parameter(negative=())] | None = None,
-    redundancy: str = "none",
+    path: Path, /, *, world: int, out: OutPath,
+    without: Annotated[list[str], Parameter(negative=())] | None = None, redundancy: str = "none",
     json: AsJson = False,
-) -> int:
+) -> int:  # fmt: skip
     """Rewrite a checkpoint into the files of another number of ranks, bit for bit.
 
     Nothing needs this to load on another world size: a restore cuts what it
@@ -220,28 +206,10 @@ def _told(verb: str, path: Path, out: Path, record: CommitRecord, *, as_json: bo
         "world_size": record.world_size, "num_bytes": sum(images), "root": record.root,
         "redundancy": record.redundancy,
     }  # fmt: skip
-    return emit(answer, lambda screen: _rewritten(answer, screen), as_json=as_json)
-
-
-def _exported(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    size = format_bytes(answer["num_bytes"])
-    told = f"{plural(answer['tensors'], 'tensor')}, {size}, in {plural(len(answer['files']), 'file')}:"
-    parts = [paragraph(told)]
-    parts += [paragraph(name, indent=4) for name in answer["files"][:LINES]]
-    if answer["left_out"]:
-        named = ", ".join(answer["left_out"][:LINES])
-        more = f" and {len(answer['left_out']) - LINES} more" if len(answer["left_out"]) > LINES else ""
-        parts.append(paragraph(f"left out: {named}{more}", style="dim"))
-    return draw(parts, **screen)
-
-
-def _rewritten(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    size, ranks = format_bytes(answer["num_bytes"]), plural(answer["world_size"], "rank")
-    parts = [
-        paragraph(f"{answer['out']}: {size} in the files of {ranks}, committed."),
-        paragraph(f"root {answer['root']}", style="dim"),
-    ]
-    return draw(parts, **screen)
+    size, ranks = format_bytes(sum(images)), plural(record.world_size, "rank")
+    head = paragraph(f"{out}: {size} in the files of {ranks}, committed.")
+    parts = [head, paragraph(f"root {record.root}", style="dim")]
+    return emit(answer, lambda screen: draw(parts, **screen), as_json=as_json)
 
 
 SHOWN_PAGES = 10
@@ -291,14 +259,9 @@ def region(file: Path, /, *, repair: bool = False, rate_mb_s: float | None = Non
 
 def _region_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
     pages = answer["num_bytes"] // answer["page_bytes"]
-    lines: list[Any] = [
-        paragraph(
-            f"{answer['file']}: {format_bytes(answer['num_bytes'])}, {plural(pages, 'page')} in stripes of "
-            f"{answer['stripe']} + {answer['parity']}, opened {plural(answer['epoch'], 'time')}",
-            style="dim",
-        ),
-        "",
-    ]
+    head = f"{answer['file']}: {format_bytes(answer['num_bytes'])}, {plural(pages, 'page')} in stripes of "
+    head += f"{answer['stripe']} + {answer['parity']}, opened {plural(answer['epoch'], 'time')}"
+    lines: list[Any] = [paragraph(head, style="dim"), ""]
     differ = [*answer["damaged"], *answer["unverified"]]
     if differ:
         lost, rows = set(answer["unrepairable"]), grid("right", "right", "left")
@@ -330,15 +293,11 @@ def backends(*, json: AsJson = False) -> int:
         "schema": "headway.storage.backends/1", "kernel": os.uname().release, "page_bytes": PAGE_BYTES, "auto": chosen,
         "backends": [{"name": name, "works": not reason, "reason": reason} for name, reason in reasons.items()],
     }  # fmt: skip
-    return emit(answer, lambda screen: _backends_screen(answer, screen), as_json=json)
-
-
-def _backends_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
     rows = grid("left", "left", "left")
-    for row in answer["backends"]:
-        mark = "auto" if row["name"] == answer["auto"] else ""
-        add_row(rows, row["name"], "works" if row["works"] else f"does not: {row['reason']}", mark)
-    return draw([paragraph(f"Linux {answer['kernel']}", style="dim"), "", uncut(rows)], **screen)
+    for name, reason in reasons.items():
+        add_row(rows, name, f"does not: {reason}" if reason else "works", "auto" if name == chosen else "")
+    head = paragraph(f"Linux {answer['kernel']}", style="dim")
+    return emit(answer, lambda screen: draw([head, "", uncut(rows)], **screen), as_json=json)
 
 
 def restripe(path: Path, /, *, to: str, cap_mb_s: float = 0.0, json: AsJson = False) -> int:
@@ -359,20 +318,17 @@ def restripe(path: Path, /, *, to: str, cap_mb_s: float = 0.0, json: AsJson = Fa
     url = url_of(path)
     if url is not None:
         raise InputError(f"{url} is a bucket; parity is for folders. Name a folder.")
-    own = path.is_dir() and is_own(path)
-    steps = [path] if own else [step.path for step in committed(path) if step.ours]
+    is_one = path.is_dir() and is_own(path)
+    steps = [path] if is_one else [step.path for step in committed(path) if step.ours]
     if not steps:
-        raise InputError(
-            f"{path} holds no checkpoint of headway's. Name one, or the folder that holds a run's step-<n>."
-        )
-    done = [restripe_checkpoint(step, to, cap_bytes_per_s=cap_mb_s * 1e6).to_json() for step in steps]
+        text = "Name one, or the folder that holds a run's step-<n>."
+        raise InputError(f"{path} holds no checkpoint of headway's. {text}")
+    done: list[dict[str, Any]] = [
+        restripe_checkpoint(step, to, cap_bytes_per_s=cap_mb_s * 1e6).to_json() for step in steps
+    ]
     answer = {"schema": "headway.storage.redundancy.restripe/1", "cap_bytes_per_s": cap_mb_s * 1e6, "checkpoints": done}
-    return emit(answer, lambda screen: _restripe_screen(answer, screen), as_json=json)
-
-
-def _restripe_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
     table = headed("checkpoint", "before", "now", "read", "written", align="left left left right right")
-    for row in answer["checkpoints"]:
+    for row in done:
         sizes = (format_bytes(row["read_bytes"]), format_bytes(row["written_bytes"]))
         add_row(table, row["path"], row["before"], row["after"], *sizes)
-    return draw([uncut(table)], **screen)
+    return emit(answer, lambda screen: draw([uncut(table)], **screen), as_json=json)
