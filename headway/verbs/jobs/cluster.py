@@ -46,9 +46,9 @@ RESTART_S = 60.0
 
 def sim(
     *, trace: str, policy: str, devices: str = "", data: GivenPath | None = None, jobs_per_hour: float = 4.0,
-    num_jobs: int = 0, seed: int = 0, window: str = "", rules: str = "headway", usd_per_h: str = "",
-    speed: str = "", round_s: float = 0.0, reset_s: float = 1920.0, load: float = 1.0, resize: str = "",
-    runs: str = "", explain: bool = False, json: AsJson = False,
+    num_jobs: int = 0, seed: int = 0, window: str = "", rules: str = "headway", usd_per_h: str = "", speed: str = "",
+    round_s: float = 0.0, reset_s: float = 1920.0, load: float = 1.0, resize: str = "", runs: str = "",
+    explain: bool = False, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Simulate a queue under one policy: completion times, makespan, fairness, by gang size.
 
@@ -113,9 +113,9 @@ def sim(
 
 def compare(
     *, jobs: GivenPath | None = None, devices: str = "", log: GivenPath | None = None,
-    policies: str = ",".join(DEFAULT_POLICIES), usd_per_h: str = "", speed: str = "",
-    virtual_cluster: str = "", runs: str = "", seed: int = 0, round_s: float = 360.0,
-    restart_s: float | None = None, out: OutPath | None = None, json: AsJson = False,
+    policies: str = ",".join(DEFAULT_POLICIES), usd_per_h: str = "", speed: str = "", virtual_cluster: str = "",
+    runs: str = "", seed: int = 0, round_s: float = 360.0, restart_s: float | None = None, out: OutPath | None = None,
+    json: AsJson = False,
 ) -> int:  # fmt: skip
     """Measure what a recorded queue suffered, and simulate what each policy would have made of it.
 

@@ -6,9 +6,7 @@ import signal
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
 from rich.text import Text
 
 from headway.cluster.fork.answer import ForkAnswer, fork_answer, read_jobs, read_speeds, run_answer
@@ -17,13 +15,12 @@ from headway.core.errors import InputError, say_beside
 from headway.core.files.safe_files import MOST
 from headway.report.paper import ScreenOptions, add_row, draw, headed, paragraph, uncut
 from headway.verbs.shared.output import AsJson, emit
-from headway.verbs.shared.run_options import GivenPath
+from headway.verbs.shared.run_options import GivenPath, GivenScript
 
 
 def fork(
     *, speeds: str, jobs: GivenPath | None = None, slot_s: float = 0.0, slot_cost_s: float = 1.0,
-    dir: GivenPath | None = None, json: AsJson = False,
-    script: Annotated[list[str] | None, Parameter(parse=False)] = None,
+    dir: GivenPath | None = None, json: AsJson = False, script: GivenScript = None,
 ) -> int:  # fmt: skip
     """Train with a copy of a script on each of several unlike devices, or simulate that for some jobs.
 

@@ -48,8 +48,8 @@ def prices(
     region: str = "us-east-1", device_type: str = "", move_usd: float = 0.0, checkpoint: Size = "0",
     egress_usd_per_gb: float = 0.09, move_s: float = 0.0, hysteresis: float = 0.1,
     from_: Annotated[str, Parameter(name="--from")] = "", extend: str = "", due_hours: float = math.inf,
-    restart_s: float = 900.0, sky: GivenPath | None = None, max_restarts: int = 3,
-    out: OutPath | None = None, json: AsJson = False,
+    restart_s: float = 900.0, sky: GivenPath | None = None, max_restarts: int = 3, out: OutPath | None = None,
+    json: AsJson = False,
 ) -> int:  # fmt: skip
     """Price the rest of a job on each offer, and what each way of buying it would have come to.
 
@@ -143,7 +143,7 @@ def _job(recorded: Run | None, records: Records, model: str, device_type: str) -
 
 def _write_task(
     path: Path, recorded: Run | None, market: Market, offers: list[dict[str, Any]], num_devices: int, max_restarts: int
-) -> str:  # fmt: skip
+) -> str:
     """Write the task that runs a run's script on the cheapest offer of a cloud; raises `InputError` without a run."""
     if recorded is None:
         raise InputError("--sky writes the command of a run. Name RUN, a run folder.")

@@ -48,7 +48,7 @@ from headway.report.page.html import Live, ReportData, head_part, page
 from headway.report.page.sections import section, text
 from headway.report.paper import ScreenOptions, add_row, draw, grid, next_of, paragraph, uncut
 from headway.verbs.shared.output import AsJson, emit, serve_page
-from headway.verbs.shared.run_options import whole_number
+from headway.verbs.shared.run_options import GivenScript, whole_number
 
 FOLDER = Path("headway-cluster")
 """Where a service is, unless another folder is named."""
@@ -105,7 +105,7 @@ def serve(
 
 def submit(
     *, dir: ServiceFolder = FOLDER, name: str = "", scale: int = 1, fewest: int = 0, json: AsJson = False,
-    script: Annotated[list[str] | None, Parameter(parse=False)] = None,
+    script: GivenScript = None,
 ) -> int:  # fmt: skip
     """Hand a training script to the server; it runs under `headway run`, in this folder.
 

@@ -6,9 +6,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from cyclopts import Parameter
 from rich.text import Text
 
 from headway.catalog import DRILL, REMEDIES
@@ -24,7 +23,7 @@ from headway.trace.recording.incident import read_incidents
 from headway.trace.recording.runs import Run
 from headway.verbs.jobs.fault import ettr_of
 from headway.verbs.shared.output import emit
-from headway.verbs.shared.run_options import RunOptions
+from headway.verbs.shared.run_options import DEFAULTS, GivenOptions, GivenScript, RunOptions
 
 SPARE_RESTARTS = 3
 """Restarts beyond one per fault."""
@@ -35,13 +34,10 @@ HANG_TIMEOUT_S = 2.0
 GRACE_S = 5.0
 """Most seconds between SIGTERM and SIGKILL."""
 
-DEFAULTS = RunOptions()
-
 
 def drill(
-    *, faults: str | None = None, seed: int = 0, options: Annotated[RunOptions, Parameter(name="*")] = DEFAULTS,
-    script: Annotated[list[str] | None, Parameter(parse=False)] = None,
-) -> int:  # fmt: skip
+    *, faults: str | None = None, seed: int = 0, options: GivenOptions = DEFAULTS, script: GivenScript = None
+) -> int:
     """Play real faults on a training script, one per attempt, and score what was noticed; exit 3 if one was missed.
 
     A fault that was not played, since the run ended before it or has nothing that it could strike, is left out of the

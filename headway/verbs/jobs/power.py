@@ -61,8 +61,8 @@ class SiteOptions:
 
 
 def check(
-    source: RunPath | None = None, /, *, site: Annotated[SiteOptions, Parameter(name="*")],
-    out: OutPath | None = None, json: AsJson = False,
+    source: RunPath | None = None, /, *, site: Annotated[SiteOptions, Parameter(name="*")], out: OutPath | None = None,
+    json: AsJson = False,
 ) -> int:  # fmt: skip
     """Hold the power of a site against a specification; exit 3 when a limit does not hold.
 
@@ -117,11 +117,10 @@ def _power_page(wave: Waveform, limits: GridSpec, name: str) -> str:
 
 
 def plan(
-    source: RunPath | None = None, /, *, site: Annotated[SiteOptions, Parameter(name="*")],
-    use: str = "", max_storage_j: float = math.inf,
-    usd_per_kwh: float = 0.08, storage_usd_per_kwh: float = 400.0, storage_usd_per_kw: float = 150.0,
-    compute_usd_per_kwh: float = 3.0,
-    on_after_s: float = 0.02, out: OutPath | None = None, json: AsJson = False,
+    source: RunPath | None = None, /, *, site: Annotated[SiteOptions, Parameter(name="*")], use: str = "",
+    max_storage_j: float = math.inf, usd_per_kwh: float = 0.08, storage_usd_per_kwh: float = 400.0,
+    storage_usd_per_kw: float = 150.0, compute_usd_per_kwh: float = 3.0, on_after_s: float = 0.02,
+    out: OutPath | None = None, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Find the cheapest of floor, ramps, filler and battery with which a specification holds; exit 3 without one.
 

@@ -27,7 +27,7 @@ from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.recording.runs import Run, merge
 from headway.verbs.loading.measure import STEPS, measure
 from headway.verbs.shared.output import AsJson, emit
-from headway.verbs.shared.run_options import GivenPath, NewestRun, RunPath, newest_run, run_at
+from headway.verbs.shared.run_options import AsModule, GivenPath, GivenScript, NewestRun, RunPath, newest_run, run_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,9 +51,8 @@ NOTHING = WhatIfOptions()
 
 def stalls(
     run: NewestRun = None, /, *, options: Annotated[WhatIfOptions, Parameter(name="*")] = NOTHING,
-    steps: int | None = None, nproc_per_node: str | None = None,
-    module: Annotated[bool, Parameter(alias="-m")] = False, out: GivenPath | None = None, json: AsJson = False,
-    script: Annotated[list[str] | None, Parameter(parse=False)] = None,
+    steps: int | None = None, nproc_per_node: str | None = None, module: AsModule = False, out: GivenPath | None = None,
+    json: AsJson = False, script: GivenScript = None,
 ) -> int:  # fmt: skip
     """Split a run's input stalls into fetch, prep and transfer, and name the best remedy.
 

@@ -14,10 +14,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from cyclopts import Parameter
 from rich.text import Text
 
 from headway.catalog import CHECKS, MEASUREMENTS
@@ -37,7 +36,7 @@ from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.recording.run_facts import RunFacts, outcomes_of
 from headway.trace.recording.runs import Run
 from headway.verbs.shared.output import AsJson, emit
-from headway.verbs.shared.run_options import GivenPath
+from headway.verbs.shared.run_options import AsModule, GivenPath, GivenScript
 
 STEPS = 60
 """Steps of each phase by default, warm-up included."""
@@ -288,9 +287,8 @@ def doubts(phases: Mapping[str, PhaseResult], waited_fraction: float, folder: Pa
 
 
 def verify_resume(
-    *, batches: int = 12, nproc_per_node: str | None = None, module: Annotated[bool, Parameter(alias="-m")] = False,
-    out: GivenPath | None = None, json: AsJson = False,
-    script: Annotated[list[str] | None, Parameter(parse=False)] = None,
+    *, batches: int = 12, nproc_per_node: str | None = None, module: AsModule = False, out: GivenPath | None = None,
+    json: AsJson = False, script: GivenScript = None,
 ) -> int:  # fmt: skip
     """Interrupt the loaders of a script, go on, and compare every example bit by bit.
 

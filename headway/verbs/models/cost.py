@@ -306,7 +306,7 @@ def _transfer_screen(result: Mapping[str, Any], num_samples: int, screen: Screen
 
 def calibrate(
     *, out: OutPath = TABLE, models: int = 48, threads: int = 1, dtypes: str = "float32", json: AsJson = False
-) -> int:  # fmt: skip
+) -> int:
     """Measure this host's operators and steps on small made-up models, under a second each.
 
     A model is written when it is done: interrupt it whenever you like; the same command goes on with the next one.

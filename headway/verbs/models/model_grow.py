@@ -239,8 +239,8 @@ PLANNING = {"--model": "", "--budget": math.inf}
 def grow(
     target: str = "", /, *, small: str = "", large: str = "", checkpoint: GivenPath | None = None,
     out: OutPath | None = None, family: str = "auto", depth: str = "zero", split: str = "random",
-    prefix: str | None = None, seed: int = 0, plan: GivenPath | None = None, model: str = "",
-    budget: float = math.inf, json: AsJson = False,
+    prefix: str | None = None, seed: int = 0, plan: GivenPath | None = None, model: str = "", budget: float = math.inf,
+    json: AsJson = False,
 ) -> int:  # fmt: skip
     """Write a larger model whose outputs are those of a trained smaller one; or propose how large.
 

@@ -30,7 +30,15 @@ from headway.runtime.launching.options import LaunchOptions, check
 from headway.runtime.run_folder.recording import RUNS, claim_folder, next_folder
 from headway.trace.recording.run_facts import outcomes_of
 from headway.verbs.shared.output import AsJson, emit
-from headway.verbs.shared.run_options import GivenPath, RunOptions, run_at
+from headway.verbs.shared.run_options import (
+    DEFAULTS,
+    AsModule,
+    GivenOptions,
+    GivenPath,
+    GivenScript,
+    RunOptions,
+    run_at,
+)
 from headway.why.fixes import run_command
 
 REMEDY = "model.tune"
@@ -42,9 +50,8 @@ NO_PROGRESS = "no trial made progress: with none of the settings did the loss fa
 
 
 def tune(
-    *, setting: list[str] | None = None, trials: int = 16, seed: int = 0,
-    module: Annotated[bool, Parameter(alias="-m")] = False, out: GivenPath | None = None, json: AsJson = False,
-    script: Annotated[list[str] | None, Parameter(parse=False)] = None,
+    *, setting: list[str] | None = None, trials: int = 16, seed: int = 0, module: AsModule = False,
+    out: GivenPath | None = None, json: AsJson = False, script: GivenScript = None,
 ) -> int:  # fmt: skip
     """Tune settings of a script's optimizer while it trains; this changes what it learns.
 
@@ -118,16 +125,13 @@ def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
 
 
 PRECISION, PRECISION_PHASE = "model.precision", "measure.precision"
-DEFAULT = RunOptions()
-
 WARMUP, STEPS = 3, 10
 """Steps of a phase that do not count, and those of each kind that do."""
 
 
 def precision(
-    *, options: Annotated[RunOptions, Parameter(name="*")] = DEFAULT,
-    plan: Annotated[Path, Parameter(name=("--plan", "-o"))] = Path("precision-plan.json"),
-    script: Annotated[list[str] | None, Parameter(parse=False)] = None,
+    *, options: GivenOptions = DEFAULTS,
+    plan: Annotated[Path, Parameter(name=("--plan", "-o"))] = Path("precision-plan.json"), script: GivenScript = None,
 ) -> int:  # fmt: skip
     """Choose operators of each rank that compute in bf16 or int8, so that unlike ranks keep one pace (QSync).
 

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from cyclopts import Parameter
 
 from headway.catalog import causes_of
 from headway.core.errors import BarMissedError, InputError
@@ -27,7 +26,7 @@ from headway.sim.recorded.program import Program
 from headway.sim.whatif import EDITS
 from headway.verbs.models.cost import TABLE, in_words, learned_step, save
 from headway.verbs.shared.output import AsJson, emit
-from headway.verbs.shared.run_options import NewestRun, OutPath, run_at
+from headway.verbs.shared.run_options import NewestRun, OutPath, Settings, run_at
 from headway.why.explanation import explain_run
 from headway.why.fixes import chosen_terms, loader_rows, run_command
 
@@ -109,10 +108,7 @@ def asked_for(answer: Mapping[str, Any], causes: Sequence[Cause]) -> dict[str, o
     return {**answer, "proposals": proposals, "refused": refused, "hidden": hidden}
 
 
-def whatif(
-    run: NewestRun = None, /, *, set_: Annotated[list[str], Parameter(name="--set", negative=())] | None = None,
-    json: AsJson = False,
-) -> int:  # fmt: skip
+def whatif(run: NewestRun = None, /, *, set_: Settings = None, json: AsJson = False) -> int:
     """Predict the step time of RUN after edits; several edits are replayed together.
 
     Example: `headway whatif headway-runs/train-1 --set input=instant --set workers=4`

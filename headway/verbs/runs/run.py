@@ -20,7 +20,7 @@ from headway.runtime.launching.launch import launch
 from headway.runtime.launching.run_of_ranks import ExitReport
 from headway.trace.recording.runs import Run, is_run
 from headway.verbs.shared.output import emit, emit_beside
-from headway.verbs.shared.run_options import RecordingOptions
+from headway.verbs.shared.run_options import GivenScript, RecordingOptions
 
 DEFAULTS = RecordingOptions()
 
@@ -28,10 +28,7 @@ TRACKER_S = 60.0
 """Seconds that a tracker may take to get the account of a run; the job is done meanwhile."""
 
 
-def run(
-    *, options: Annotated[RecordingOptions, Parameter(name="*")] = DEFAULTS,
-    script: Annotated[list[str] | None, Parameter(parse=False)] = None,
-) -> int:  # fmt: skip
+def run(*, options: Annotated[RecordingOptions, Parameter(name="*")] = DEFAULTS, script: GivenScript = None) -> int:
     """Run a training script unmodified, record it, and show where its device time went.
 
     Everything behind `--` reaches the script unchanged, and stdout is the script's alone: what headway says goes to

@@ -23,13 +23,11 @@ from headway.runtime.launching.launch import launch
 from headway.runtime.launching.options import check
 from headway.runtime.run_folder.recording import RUNS, claim_folder, next_folder
 from headway.verbs.shared.output import emit
-from headway.verbs.shared.run_options import RunOptions, RunPath, run_at
+from headway.verbs.shared.run_options import DEFAULTS, GivenOptions, GivenScript, RunPath, run_at
 from headway.why.explanation import explain
 from headway.why.fixes import run_command
 
 REMEDY = "measure.try"
-DEFAULT = RunOptions()
-
 INTERRUPTED = 130
 """Exit code of a script that was stopped by Ctrl-C."""
 
@@ -43,13 +41,10 @@ def _plan_path(_: object, tokens: Sequence[Token]) -> Path:
 
 
 def try_edits(
-    *, options: Annotated[RunOptions, Parameter(name="*")] = DEFAULT,
-    steps: int = 10, rounds: int = 5, warmup: int = 5,
-    only: list[str] | None = None,
-    recorded: RunPath | None = None,
-    allow: str = "result-equivalent",
+    *, options: GivenOptions = DEFAULTS, steps: int = 10, rounds: int = 5, warmup: int = 5,
+    only: list[str] | None = None, recorded: RunPath | None = None, allow: str = "result-equivalent",
     plan: Annotated[Path, Parameter(name=("--plan", "-o"), converter=_plan_path)] = Path("try-plan.json"),
-    script: Annotated[list[str] | None, Parameter(parse=False)] = None,
+    script: GivenScript = None,
 ) -> int:  # fmt: skip
     """Try what a few lines would win: precision, memory format, fused updates, torch.compile.
 

@@ -249,6 +249,19 @@ class RecordingOptions(RunOptions):
         return [name for name in ("wandb", "mlflow") if getattr(self, name)]
 
 
+DEFAULTS = RunOptions()
+GivenOptions = Annotated[RunOptions, Parameter(name="*")]
+"""The options of `headway run`, of a verb that launches a script as it does."""
+
+GivenScript = Annotated[list[str] | None, Parameter(parse=False)]
+"""What stands behind `--`: a script and its arguments."""
+
+AsModule = Annotated[bool, Parameter(alias="-m")]
+"""The option --module of a verb that takes a script."""
+
+Settings = Annotated[list[str], Parameter(name="--set", negative=())] | None
+"""The option --set of a verb."""
+
 RunPath = Annotated[Path, Parameter(converter=given_path)]
 """A run or a trace that a verb reads."""
 

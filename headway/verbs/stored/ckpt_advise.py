@@ -8,9 +8,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from cyclopts import Parameter
 from rich.text import Text
 
 from headway.checkpoint.advise import (
@@ -32,15 +31,12 @@ from headway.plan.setup import Setup
 from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, title
 from headway.sim.recorded.program import Program
 from headway.verbs.shared.output import AsJson, emit
-from headway.verbs.shared.run_options import RunPath, Size, run_at
+from headway.verbs.shared.run_options import RunPath, Settings, Size, run_at
 
 STOCK_TIMEOUT_S = 300
 
 
-def advise(
-    run: RunPath | None = None, /, *,
-    set_: Annotated[list[str], Parameter(name="--set", negative=())] | None = None, json: AsJson = False,
-) -> int:  # fmt: skip
+def advise(run: RunPath | None = None, /, *, set_: Settings = None, json: AsJson = False) -> int:
     """Compute how often to save, whether to write behind the steps, and what a failure loses each way.
 
     A recorded RUN is replayed with its saves changed; facts given with --set

@@ -113,9 +113,8 @@ LINES = 8
 
 
 def export(
-    path: Path, /, *, out: OutPath, prefix: str = "", dtype: str | None = None, file: Size = "5GB",
-    json: AsJson = False,
-) -> int:  # fmt: skip
+    path: Path, /, *, out: OutPath, prefix: str = "", dtype: str | None = None, file: Size = "5GB", json: AsJson = False
+) -> int:
     """Write a checkpoint as safetensors or as a torch.save file.
 
     Blocks are verified as they are read. A safetensors export holds tensors
@@ -170,9 +169,8 @@ def import_(
 
 
 def reshard(
-    path: Path, /, *, world: int, out: OutPath,
-    without: Annotated[list[str], Parameter(negative=())] | None = None, redundancy: str = "none",
-    json: AsJson = False,
+    path: Path, /, *, world: int, out: OutPath, without: Annotated[list[str], Parameter(negative=())] | None = None,
+    redundancy: str = "none", json: AsJson = False,
 ) -> int:  # fmt: skip
     """Rewrite a checkpoint into the files of another number of ranks, bit for bit.
 
