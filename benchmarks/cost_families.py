@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from headway.cost.cost_table import add_line
 from headway.cost.torch_calibration import here, made_model, measure, quiet_s, step_of
-from headway.verbs.shared.learned_step import learned_step
+from headway.verbs.models.cost import learned_step
 
 MODELS, BATCH, BAR, FAMILIES = 36, 16, 0.15, ("lstm", "gpt", "vit", "pooled", "mlp")
 

@@ -31,18 +31,18 @@ VERBS: dict[str, tuple[str, str]] = {
     "whatif": ("headway.verbs.runs.plan:whatif", "Predict the step time after edits, by replaying the run."),
     "plan": ("headway.verbs.runs.plan:plan", "Rank the remedies, compose the best set, write a plan file."),
     "compare": ("headway.verbs.runs.compare:compare", "Compare two runs; exit 3 when the second is slower."),
-    "hang": ("headway.verbs.jobs.hang:hang", "Find the ranks that block a job which makes no progress."),
+    "hang": ("headway.verbs.jobs.fault:hang", "Find the ranks that block a job which makes no progress."),
     "report": ("headway.verbs.runs.report:report", "Write one self-contained HTML page of a run."),
     "watch": ("headway.verbs.runs.watch:watch", "Serve the page of a run live, while it goes on."),
-    "mcp": ("headway.verbs.runs.assistants:mcp", "Serve recorded runs to coding assistants (MCP)."),
-    "doctor": ("headway.verbs.doctor:doctor", "Check this host before a run: memory, limits, threads, versions."),
+    "mcp": ("headway.verbs.runs.watch:mcp", "Serve recorded runs to coding assistants (MCP)."),
+    "doctor": ("headway.verbs.demo:doctor", "Check this host before a run: memory, limits, threads, versions."),
     "demo": ("headway.verbs.demo:demo", "Show the whole loop on a small real job, in about two minutes."),
     "try": (
         "headway.verbs.runs.try_edits:try_edits",
         "Try what a few lines would win in a script, side by side on the same batches.",
     ),
     "tune": ("headway.verbs.models.tune:tune", "Tune a script's settings while it trains, by branches of its state."),
-    "bench": ("headway.verbs.bench:bench", "Run a benchmark by name; each holds headway to a stated bar."),
+    "bench": ("headway.verbs.demo:bench", "Run a benchmark by name; each holds headway to a stated bar."),
     "drill": ("headway.verbs.jobs.drill:drill", "Play real faults on a job, and score which of them were noticed."),
     "trace import": ("headway.verbs.runs.trace:import_", "Convert any known trace format into headway's own."),
     "trace export": ("headway.verbs.runs.trace:export", "Write a window of a trace for Perfetto or chrome://tracing."),
@@ -159,7 +159,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "Simulate a job on a fleet whose hosts fail: ETTR, and where the rest went.",
     ),
     "storage backends": (
-        "headway.verbs.stored.storage_region:backends",
+        "headway.verbs.stored.ckpt_convert:backends",
         "Test which ways to find written pages work here.",
     ),
     "storage fit": (
@@ -171,16 +171,16 @@ VERBS: dict[str, tuple[str, str]] = {
         "Simulate redundancy that follows the failure rates of disks.",
     ),
     "storage region": (
-        "headway.verbs.stored.storage_region:region",
+        "headway.verbs.stored.ckpt_convert:region",
         "Scrub the file of a protected region; repair it.",
     ),
     "storage restripe": (
-        "headway.verbs.stored.storage_region:restripe",
+        "headway.verbs.stored.ckpt_convert:restripe",
         "Change the parity scheme of what is stored.",
     ),
     "model grow": ("headway.verbs.models.model_grow:grow", "Start a larger model at a trained smaller one's outputs."),
     "model precision": (
-        "headway.verbs.models.model_precision:precision",
+        "headway.verbs.models.tune:precision",
         "Choose operators of slow ranks that compute in fewer bits.",
     ),
     "model serve": (
@@ -460,7 +460,7 @@ def dispatch(ours: list[str], script: list[str] | None) -> int:
             "only `headway run`, `try`, `tune`, `cluster fork`, `cluster submit`, `data stalls`, `data verify-resume` "
             "and `model precision` take a script behind `--`. Drop the `--` and what follows it."
         )
-    from headway.verbs.shared.at_work import at_work
+    from headway.verbs.shared.output import at_work
 
     with at_work(verb):
         return int(command(*bound.args, **bound.kwargs) or 0)

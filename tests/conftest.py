@@ -4,6 +4,7 @@ import compileall
 import gc
 import os
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -91,3 +92,16 @@ def _torch_as_it_was():
 def whole_start(monkeypatch):
     """Start processes as users do: what sitecustomize changes before a script shows in what is known of its start."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(OTHERS))
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Start one headless Chromium for the tests of a file."""
+    engine_of = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (headway[dev])")
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if path is None:
+        pytest.skip("no Chromium on PATH (Debian: apt-get install chromium)")
+    with engine_of.sync_playwright() as engine:
+        running = engine.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield running
+        running.close()

@@ -6,7 +6,7 @@ import os
 import pty
 import sys
 
-from headway.verbs.shared import at_work
+from headway.verbs.shared import output as at_work
 from headway.verbs.shared.output import emit
 from tests.launching import wait_for
 

@@ -2,7 +2,7 @@
 
 import json
 
-from headway.verbs.bench import bench, benchmarks, by_room
+from headway.verbs.demo import bench, benchmarks, by_room
 
 
 def test_every_benchmark_is_listed_once_under_a_room(capsys):

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.core.errors import InputError
 from headway.report.page.charts import (
     HEAT_COLUMNS,
     HEAT_ROWS,
@@ -24,6 +23,7 @@ from headway.report.page.charts import (
     worker_heat_map,
 )
 from headway.why.answer import StragglerRow
+from tests.refusals import refused
 from tests.report_data import decode
 
 times_s = st.one_of(st.floats(0, 1e5), st.just(math.nan), st.just(math.inf))
@@ -103,14 +103,14 @@ def test_shares_are_of_sums_and_add_up_to_one(seconds: list[list[float]]) -> Non
         assert np.allclose(total[spent], 1.0, atol=2e-4)
 
 
-def test_shares_of_unequal_length_are_refused() -> None:
-    with pytest.raises(InputError, match=r"differ in length: \[2, 3\]. Give every bucket one value per step"):
-        share_chart({"useful": np.ones(2), "input": np.ones(3)})
-
-
-def test_step_times_need_two_axes() -> None:
-    with pytest.raises(InputError, match=r"1 axes; they need two"):
-        thinned(np.ones(4))
+test_arrays_that_do_not_fit_are_refused = refused(
+    (
+        lambda: share_chart({"useful": np.ones(2), "input": np.ones(3)}),
+        r"length: \[2, 3\]. Give every bucket one value",
+    ),
+    (lambda: thinned(np.ones(4)), r"1 axes; they need two"),
+    (HeatMap("slowdown", np.ones((2, 2)), "dp", "pp", ("0",), ()).names, r"is 2 x 2 but names 1 rows"),
+)
 
 
 def test_a_large_heat_map_keeps_its_hottest_cell() -> None:
@@ -125,13 +125,6 @@ def test_a_large_heat_map_keeps_its_hottest_cell() -> None:
     assert small.values.max() == 7.0
     assert (small.row_names[row], small.column_names[column]) == ("1000–1003", "4305–4325")
     assert len(heat_chart(small)["values"]["data"]) < 400_000
-
-
-def test_heat_map_names_must_fit() -> None:
-    heat = HeatMap("slowdown", np.ones((2, 2)), "dp", "pp", ("0",), ())
-
-    with pytest.raises(InputError, match=r"is 2 x 2 but names 1 rows"):
-        heat.names()
 
 
 def test_the_workers_of_an_operation_trace_become_a_matrix() -> None:

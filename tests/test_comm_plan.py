@@ -9,7 +9,7 @@ from headway.catalog import RECORDS, REMEDIES
 from headway.core.errors import InputError
 from headway.core.files.planfile import read_plan
 from headway.plan.optimiser import KINDS
-from headway.report.alignment import render_optimised
+from headway.report.terminal import render_optimised
 from headway.sim.ddp.ddp_replay import DdpReplay
 from headway.trace.rings.rank_tables import DdpModel
 from headway.verbs.models import comm

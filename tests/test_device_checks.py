@@ -12,7 +12,7 @@ import pytest
 from benchmarks import on_device
 from headway.runtime.host import device
 from headway.runtime.in_rank import device_checks
-from headway.verbs.doctor import doctor
+from headway.verbs.demo import doctor
 from tests.paths import ROOT, python_path
 
 

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from headway.runtime.script.hang_place import LOCKED, add_places
-from headway.verbs.jobs.hang import verdict_of
+from headway.verbs.jobs.fault import verdict_of
 from tests.launching import run, script
 
 JOB = """

@@ -17,11 +17,11 @@ from headway.core.errors import FormatError, InputError
 from headway.core.mesh import Mesh
 from headway.ledger.hang import HangVerdict, Wait, localise
 from headway.ledger.hang_reports import WatchReport, of_dumps, of_watch
-from headway.report.page.hang import hang_part, render_hang
+from headway.report.page.ranks import hang_part, render_hang
 from headway.trace.events.trace import Trace, concat
 from headway.trace.readers import flight
 from headway.trace.recording.run_facts import RunExit
-from headway.verbs.jobs.hang import verdict_of
+from headway.verbs.jobs.fault import verdict_of
 from headway.verbs.runs.why import hang_of
 from tests.hung_nccl import FAULTS, hung_devices
 from tests.spawn import on_ranks

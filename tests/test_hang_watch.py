@@ -19,7 +19,7 @@ from headway.runtime.launching.hang_watch import FLOORS_S, PAUSE_NS, HangWatch, 
 from headway.runtime.launching.options import LaunchOptions, check
 from headway.trace.events.vocabulary import SPANS
 from headway.trace.rings.records import RECORD_DTYPE, Page
-from headway.verbs.jobs.hang import verdict_of
+from headway.verbs.jobs.fault import verdict_of
 from tests.launching import run, script, wait_for
 
 SECOND = 1_000_000_000

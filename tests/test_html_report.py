@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.core.errors import InputError
-from headway.report.figures import BUCKET_STYLES
+from headway.report.answers import BUCKET_STYLES
 from headway.report.page.charts import HeatMap
 from headway.report.page.html import TERMS, TITLES, ReportData, page, write_report
 from headway.trace.recording.host_series import DeviceGauges, DeviceSeries, HostSeries

@@ -16,13 +16,20 @@ from headway.core.mesh import Mesh
 from headway.cost.transformer import flops_per_token
 from headway.ledger.hang import localise
 from headway.ledger.machines import Creation, creation, machine_times
-from headway.report.page.hang import hang_part, render_hang, rows_of_grid, sentences
 from headway.report.page.html import ReportData, page
-from headway.report.page.machines import machine_heat_maps, machine_lines, machines_part
+from headway.report.page.ranks import (
+    hang_part,
+    machine_heat_maps,
+    machine_lines,
+    machines_part,
+    render_hang,
+    rows_of_grid,
+    sentences,
+)
 from headway.report.terminal import job_lines, mfu_lines
 from headway.trace.events.trace import Trace
 from headway.trace.recording.run_facts import RunFacts
-from headway.verbs.jobs.hang import mesh_of
+from headway.verbs.jobs.fault import mesh_of
 from headway.verbs.runs.why import heat_maps_of, why_object
 from headway.why.answer import MachinesRow, Why
 from headway.why.explanation import explain

@@ -1,7 +1,6 @@
 """The ledger in a notebook: a fragment that stands alone, in real kernels where one is installed."""
 
 import re
-from html.parser import HTMLParser
 
 import pytest
 
@@ -11,6 +10,7 @@ from headway.report.page.html import fragment
 from headway.runtime.in_rank.in_process import InProcessRun
 from tests.paths import ROOT
 from tests.report_data import demo_why
+from tests.test_html_report import _Outline
 from tests.training import small, train
 
 CELLS = [
@@ -26,29 +26,13 @@ CELLS = [
 """A notebook as people write it: a block in a cell, then a recording over cells, one of them interrupted."""
 
 
-class Tags(HTMLParser):
-    """Counts open elements, and notes all names and attributes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: set[str] = set()
-
-    def handle_starttag(self, tag, attrs):
-        self.open.append(tag)
-        self.seen |= {tag, *(f"@{name}" for name, _ in attrs)}
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
 def test_the_fragment_is_whole_and_reaches_nothing_outside_itself():
     markup = fragment(demo_why() | {"verdict": {"command": "headway plan x"}})
-    tags = Tags()
-    tags.feed(markup)
+    outline = _Outline(markup)
+    seen = {name for tag, attributes in outline.tags for name in (tag, *(f"@{name}" for name in attributes))}
 
-    assert tags.open == []
-    assert not {"script", "link", "img", "iframe", "h1", "h2", "@id", "@onclick", "@src", "@href"} & tags.seen
+    assert outline.open == []
+    assert not {"script", "link", "img", "iframe", "h1", "h2", "@id", "@onclick", "@src", "@href"} & seen
     assert "://" not in markup
     assert "headway plan x" in markup
     rules = re.findall(r"([^{}]+)\{[^{}]*\}", markup.partition("<style>")[2].partition("</style>")[0])

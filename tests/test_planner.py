@@ -33,7 +33,7 @@ from headway.plan.proposal import MIN_SPEEDUP, Proposal, Refusal
 from headway.plan.setup import Setup
 from headway.report.answers import PlanAnswer
 from headway.report.page.sections import plan_part
-from headway.report.terminal import render_plan
+from headway.report.screens import render_plan
 from headway.sim.recorded.program import Program
 from headway.trace.events.loader_facts import GivenUp
 from tests.runs_made import MS, RunMaker

@@ -1,11 +1,7 @@
-"""The HTML report in a real browser: it draws, asks for nothing, complains about nothing, obeys keys and themes.
-
-Skipped where playwright or a Chromium is not installed.
-"""
+"""The HTML report in a real browser: it draws, asks for nothing, complains about nothing, obeys keys and themes."""
 
 import dataclasses
 import math
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,23 +14,7 @@ from headway.report.page.charts import HeatMap
 from headway.report.page.html import ReportData, write_report
 from tests.report_data import demo_report, demo_why, pipeline_report
 
-CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-)
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (pip install headway[dev])")
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on PATH (Debian: apt-get install chromium)"),
-    pytest.mark.slow,
-]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Start one headless Chromium for all tests of this file."""
-    with playwright.sync_playwright() as engine:
-        running = engine.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield running
-        running.close()
+pytestmark = pytest.mark.slow
 
 
 class Opened:

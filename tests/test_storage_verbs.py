@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from headway.core.errors import InputError, UnknownNameError
+from headway.verbs.stored.ckpt_convert import restripe
 from headway.verbs.stored.storage import fit, fleet, table
-from headway.verbs.stored.storage_region import restripe
 
 HEAD = "model,size,n_unique,drive_days,failed\n"
 

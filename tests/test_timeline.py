@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.ledger.buckets import BUCKET_OF, BUCKETS, bucket_of_sub
-from headway.report.figures import BUCKET_STYLES
+from headway.report.answers import BUCKET_STYLES
 from headway.report.page.timeline import ANNOTATION, HIDDEN, MOST_ROWS, Timeline, timeline
 from headway.trace.events.trace import Trace
 from headway.trace.events.vocabulary import KIND, SPANS

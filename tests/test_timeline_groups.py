@@ -1,7 +1,5 @@
 """The merged timeline: groups of ranks to choose among, and what an operation waited for, over ranks."""
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from headway.verbs.runs.report import report_data
 from headway.why.explanation import explain
 from tests.report_data import decode, demo_why
 
-CHROMIUM = next((p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None)
 JOB = SyntheticJob(dp=4, pp=4, num_microbatches=4, num_steps=2)
 
 
@@ -118,25 +115,19 @@ def test_a_report_of_an_operation_trace_shows_one_step_and_not_others_over_it(tm
 
 
 @pytest.fixture(scope="module")
-def shown(tmp_path_factory) -> Iterator[Any]:
+def shown(tmp_path_factory, browser) -> Any:
     """The page of one step in Chromium, with everything that it complained about."""
-    engine = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if CHROMIUM is None:
-        pytest.skip("no Chromium on PATH (Debian: apt-get install chromium)")
     trace, path = one_step(), tmp_path_factory.mktemp("page") / "report.html"
     line = timeline(trace, links=waited_for(trace), groups=rank_groups(trace))
     write_report(ReportData("t", demo_why(), timeline=line), path)
-    with engine.sync_playwright() as playing:
-        browser = playing.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1280, "height": 900})
-        page.complaints = []
-        page.on("console", lambda message: page.complaints.append(message.text))
-        page.on("pageerror", lambda error: page.complaints.append(str(error)))
-        page.on("request", lambda request: page.complaints.append(request.url) if request.url[:4] == "http" else None)
-        page.goto(Path(path).as_uri())
-        page.wait_for_selector("html[data-drawn=yes]", state="attached", timeout=30_000)
-        yield page
-        browser.close()
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.complaints = []
+    page.on("console", lambda message: page.complaints.append(message.text))
+    page.on("pageerror", lambda error: page.complaints.append(str(error)))
+    page.on("request", lambda request: page.complaints.append(request.url) if request.url[:4] == "http" else None)
+    page.goto(Path(path).as_uri())
+    page.wait_for_selector("html[data-drawn=yes]", state="attached", timeout=30_000)
+    return page
 
 
 @pytest.mark.slow

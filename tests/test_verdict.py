@@ -11,7 +11,7 @@ from headway.core.files.planfile import PlanFile, Remedy
 from headway.ledger.cause import NOT_RESOLVED, RECORD_LONGER
 from headway.runtime.run_folder.exit_class import RankEnd, failure_text
 from headway.runtime.run_folder.recording import Exit
-from headway.verbs.runs.verdict import next_command, summarise
+from headway.verbs.runs.why import next_command, summarise
 from headway.why.explanation import explain
 from headway.why.verdict import NOTHING_PAYS, verdict
 from tests.paths import ROOT

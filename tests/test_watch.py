@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,9 +21,6 @@ from headway.verbs.runs.watch import WatchedRun, watch
 from tests.paths import ROOT, python_path
 from tests.runs_made import RunMaker, write_folder
 
-CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-)
 ENV = {**os.environ, "PYTHONPATH": python_path(ROOT), "OMP_NUM_THREADS": "1"}
 
 
@@ -112,31 +108,15 @@ def test_watching_changes_nothing_in_the_run(tmp_path):
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_a_file_is_not_a_run(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=r"file is a file; a run is a folder"):
-        watch(tmp_path / "file")
-
-
-def test_an_empty_word_is_no_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("run", "words"), [("file", "file is a file; a run is a folder"), ("", "folder is no run")])
+def test_what_is_no_run_is_not_watched(run, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match="the current folder is no run"):
-        watch(Path(""))
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=words):
+        watch(Path(run))
 
 
 # ---- in a browser ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Start one headless Chromium for the tests below."""
-    engine_of = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (headway[dev])")
-    if CHROMIUM is None:
-        pytest.skip("no Chromium on PATH (Debian: apt-get install chromium)")
-    with engine_of.sync_playwright() as engine:
-        running = engine.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield running
-        running.close()
 
 
 @pytest.fixture(scope="module")

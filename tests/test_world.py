@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from benchmarks._pages import results_page, tables_page
 from benchmarks.world.page import page
-from headway.verbs.bench import results_page, tables_page
 from tests.paths import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"

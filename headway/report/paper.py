@@ -70,17 +70,9 @@ def draw(
     """Lay `parts` out one below the other and return the text, without trailing blanks or a final newline."""
     buffer = io.StringIO()
     console = Console(
-        file=buffer,
-        width=width,
-        color_system="256" if color else None,
-        force_terminal=color,
-        no_color=not color,
-        force_jupyter=False,
-        legacy_windows=False,
-        markup=False,
-        emoji=False,
-        highlight=False,
-    )
+        file=buffer, width=width, color_system="256" if color else None, force_terminal=color, no_color=not color,
+        force_jupyter=False, legacy_windows=False, markup=False, emoji=False, highlight=False,
+    )  # fmt: skip
     for part in parts:
         console.print(part, crop=False)
     text = "\n".join(line.rstrip() for line in buffer.getvalue().split("\n")).rstrip("\n")
@@ -93,21 +85,8 @@ STEERING = dict.fromkeys(
 """Characters by which a name in a file could steer the terminal or reorder a line -> a blank."""
 
 ASCII_SIGNS = str.maketrans(
-    {
-        "━": "-",
-        "╸": " ",
-        "…": "~",
-        "·": ".",
-        "–": "-",
-        "—": "-",
-        "×": "x",
-        "±": "~",
-        "µ": "u",
-        "→": ">",
-        "✓": "+",
-        "✗": "x",
-    }
-    | {"“": '"', "”": '"', "‘": "'", "’": "'", "─": "-", "≤": "<", "≥": ">"}
+    {"━": "-", "╸": " ", "…": "~", "·": ".", "–": "-", "—": "-", "×": "x", "±": "~", "µ": "u", "→": ">", "✓": "+"}
+    | {"✗": "x", "“": '"', "”": '"', "‘": "'", "’": "'", "─": "-", "≤": "<", "≥": ">"}
     | dict.fromkeys("▏▎▍", " ")
     | dict.fromkeys("▌▋▊▉█", "#")
 )
@@ -157,11 +136,9 @@ def grid(*columns: str, gap: int = 2, indent: int = 2) -> Table:
     for column in columns:
         rest = column in ("fill", "fold")
         table.add_column(
-            justify="right" if column == "right" else "left",
-            no_wrap=column != "fold",
-            overflow="fold" if column == "fold" else "ellipsis",
-            ratio=1 if rest else None,
-        )
+            justify="right" if column == "right" else "left", no_wrap=column != "fold",
+            overflow="fold" if column == "fold" else "ellipsis", ratio=1 if rest else None,
+        )  # fmt: skip
     return table
 
 

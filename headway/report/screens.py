@@ -34,11 +34,21 @@ from headway.core.units import (
     speedup,
 )
 from headway.ledger.cause import NOT_RESOLVED
-from headway.report.answers import PlanAnswer, ProposalRow, RunAnswer, VerifiedRow, start_of
-from headway.report.figures import goodput_of
-from headway.report.paper import ScreenOptions, add_row, command_line, draw, grid, joined, next_of, paragraph, title
+from headway.report.answers import PlanAnswer, ProposalRow, RunAnswer, VerifiedRow, goodput_of, start_of
+from headway.report.paper import (
+    ScreenOptions,
+    add_row,
+    command_line,
+    draw,
+    grid,
+    headed,
+    joined,
+    next_of,
+    paragraph,
+    title,
+)
 from headway.trace.events.loader_facts import AppliedRow
-from headway.why.answer import Json, LoaderRow, Why
+from headway.why.answer import Json, Why
 from headway.why.verdict import GAIN_WORTH_NAMING, NOTHING_PAYS, ending, predicted, verdict
 
 if TYPE_CHECKING:
@@ -66,7 +76,10 @@ def render_run(
     """
     run = RunAnswer.of(answer)
     parts: list[RenderableType] = [title("headway run", run.run, width=screen.get("width", 88)), ""]
-    parts.append(paragraph(_run_sentence(run)))
+    rate, failed = finite(run.steps_per_s), ending(run.exit)
+    facts = joined([f"{format_rate(rate)} steps/s" if rate is not None else "", goodput_of(run)])
+    end = (f"{failed} ", "bold red") if failed else ("Done. ", "bold")
+    parts.append(paragraph(Text.assemble(end, facts)))
     if run.applied:
         parts += ["", *_applied(run)]
     if run.verified and (run.verified.compared or run.verified.not_compared):
@@ -104,20 +117,9 @@ def _verified(found: VerifiedRow) -> Text:
     return Text(f"{joined([text, *missed], '; ')}.", style="bold red" if found.unequal else "")
 
 
-def _run_sentence(run: RunAnswer) -> Text:
-    """Return how the run ended and how fast it was."""
-    rate = finite(run.steps_per_s)
-    speed = f"{format_rate(rate)} steps/s" if rate is not None else ""
-    failed = ending(run.exit)
-    facts = joined([speed, goodput_of(run)])
-    return Text.assemble((f"{failed} ", "bold red") if failed else ("Done. ", "bold"), facts)
-
-
 def _applied(run: RunAnswer) -> list[RenderableType]:
     """Return the table of remedies: predicted, measured, how far apart; refused ones with their reason below."""
-    table = grid("left", "right", "right", "right")
-    add_row(table, "remedy", "predicted", "measured", "prediction off by", style="dim")
-    done = applied(run.applied)
+    table, done = headed("remedy", "predicted", "measured", "prediction off by"), applied(run.applied)
     for row in done:
         error = prediction_error(row)
         off = "-" if error is None else f"{100 * error:+.1f} %"
@@ -197,7 +199,7 @@ def render_plan(answer: Json, *, source: str = "", apply: str = "", **screen: Un
     if proposals:
         parts += ["", *_proposals(plan, "✓" if unicode else "*")]
     if len(plan.loaders) > 1 or (plan.loaders and plan.chosen and not any(row.remedies for row in plan.loaders)):
-        parts += ["", *_loaders(plan.loaders), *_evaluations(plan)]
+        parts += ["", *_loaders(plan)]
     reasons = {clean(r.name): clean(r.left_out.reason) for r in proposals if r.left_out.kind not in ("", "hand")}
     if reasons:
         lines = (paragraph(f"{name}: {reason}", style="dim") for name, reason in reasons.items())
@@ -305,8 +307,8 @@ def by_hand(plan: PlanAnswer) -> str:
 
 def _proposals(plan: PlanAnswer, mark: str) -> list[RenderableType]:
     """Return the table of proposals, chosen ones in bold behind a mark, and the legend of the mark."""
-    table = grid("left", "left", "right", "left", "fold")
-    add_row(table, "", "proposal", "predicted", "applied by", "cost and risk", style="dim")
+    titles = "", "proposal", "predicted", "applied by", "cost and risk"
+    table = headed(*titles, align="left left right left fold")
     for row in (row for row in plan.proposals if not row.slows):
         is_chosen = row.name in plan.chosen
         cost = joined([clean(text) for text in (row.cost, row.risk) if clean(text) not in ("", "none")], "; ") or "none"
@@ -317,39 +319,29 @@ def _proposals(plan: PlanAnswer, mark: str) -> list[RenderableType]:
     return [table, *remark]
 
 
-def _loaders(rows: Sequence[LoaderRow]) -> list[RenderableType]:
-    """Return a line per loader: where it is, what reads it, and the remedy that it takes or the reason for none."""
+def _loaders(plan: PlanAnswer) -> list[RenderableType]:
+    """Return a line per loader: where, what reads it, its remedy or why none; then shares that evaluations win."""
     lines: list[RenderableType] = [Text("  Loaders", style="bold")]
-    for row in rows:
+    for row in plan.loaders:
         where = joined([clean(row.line or ""), clean(row.dataset)], ", ")
         what = joined([clean(name) for name in row.remedies], ", ") or f"left alone: {clean(row.reason)}"
         lines.append(paragraph(f"{row.loader}  {where} ({clean(row.used_by)}): {what}", style="dim"))
+    for won in plan.proposals:
+        if won.evaluation_share > 0 and won.name in plan.chosen:
+            text = f"{percent(won.evaluation_share)} of the time that {clean(won.name)} wins is won in evaluations."
+            lines.append(paragraph(text, style="dim"))
     return lines
-
-
-def _evaluations(plan: PlanAnswer) -> list[RenderableType]:
-    """Return, of each chosen remedy, which part of the time it wins is won in evaluations."""
-    return [
-        paragraph(f"{percent(row.evaluation_share)} of the time that {clean(row.name)} wins is won in evaluations.",
-                  style="dim")
-        for row in plan.proposals
-        if row.evaluation_share > 0 and row.name in plan.chosen
-    ]  # fmt: skip
 
 
 def render_whatif(found: Prediction, **screen: Unpack[ScreenOptions]) -> str:
     """Return the screen of `headway whatif`: seconds per step before and after the edits, and their ratio."""
     edits = joined([clean(edit) for edit in found.edits], ", ") or "no edit"
-    sentence = Text.assemble(
-        f"{seconds(found.base_step_s)} -> {seconds(found.step_s)} per step, ",
-        (speedup(found.speedup), "bold"),
-        f" ({interval(found.interval)})",
+    steps = f"{seconds(found.base_step_s)} -> {seconds(found.step_s)} per step, "
+    sentence = Text.assemble(steps, (speedup(found.speedup), "bold"), f" ({interval(found.interval)})")
+    note = [paragraph(clean(found.note), style="dim")] if found.note else []
+    return draw(
+        [title("headway whatif", edits, width=screen.get("width", 88)), "", paragraph(sentence), *note], **screen
     )
-    parts: list[RenderableType] = [title("headway whatif", edits, width=screen.get("width", 88)), ""]
-    parts.append(paragraph(sentence))
-    if found.note:
-        parts.append(paragraph(clean(found.note), style="dim"))
-    return draw(parts, **screen)
 
 
 def render_compare(found: RunComparison, *, names: tuple[str, str] = ("", ""), **screen: Unpack[ScreenOptions]) -> str:
@@ -383,9 +375,8 @@ def _pace(found: RunComparison) -> str:
     if found.useful_examples_per_s is not None:
         before, after = found.useful_examples_per_s
         rates = f"useful examples per second {before:,.0f} -> {after:,.0f}, {after / before:.2f}x"
-        return (
-            f"The second run learns {'less' if after < before else 'more'} per second: {rates}; steps of another batch"
-        )
+        more = "less" if after < before else "more"
+        return f"The second run learns {more} per second: {rates}; steps of another batch"
     if found.verdict == "not resolved":
         if not ends:
             return "Not resolved: fewer than four steps; record more of them"
@@ -400,8 +391,8 @@ def _pace(found: RunComparison) -> str:
 
 def _changes(changes: Sequence[BucketChange]) -> Table:
     """Return seconds per device of each bucket before and after; buckets that are empty in both are left out."""
-    table = grid("left", "right", "right", "right", "right", "left")
-    add_row(table, "per device", "first", "second", "change", "", "", style="dim")
+    titles = "per device", "first", "second", "change", "", ""
+    table = headed(*titles, align="left right right right right left")
     for row in changes:
         before, after = row.before_s, row.after_s
         if not before and not after:
@@ -415,19 +406,18 @@ def _changes(changes: Sequence[BucketChange]) -> Table:
 
 def render_stalls(found: StallReport, *, source: str = "", **screen: Unpack[ScreenOptions]) -> str:
     """Return the screen of `headway data stalls`: a step's input time, the bottleneck, what each fix wins."""
-    parts: list[RenderableType] = [title("headway data stalls", source, width=screen.get("width", 88)), ""]
-    parts.append(paragraph(f"The bottleneck is {clean(found.bottleneck)}.", style="bold"))
+    head = title("headway data stalls", source, width=screen.get("width", 88))
     fractions, epoch = found.fractions, found.per_epoch()
-    table = grid("left", "right", "right", "right")
-    add_row(table, "", "per step", "share", "per epoch" if epoch else "", style="dim")
+    table = headed("", "per step", "share", "per epoch" if epoch else "")
     for name, share in fractions.items():
         label = name if name == "compute" else f"{name} stall"
         add_row(table, label, seconds(share * found.step_s), percent(share), seconds(epoch[name]) if epoch else "")
-    parts += ["", table]
-    gains = grid("left", "right")
-    for edit, gain_s in found.fix:
-        add_row(gains, clean(edit), f"{seconds(gain_s)} less per step")
+    bottleneck = paragraph(f"The bottleneck is {clean(found.bottleneck)}.", style="bold")
+    parts: list[RenderableType] = [head, "", bottleneck, "", table]
     if found.fix:
+        gains = grid("left", "right")
+        for edit, gain_s in found.fix:
+            add_row(gains, clean(edit), f"{seconds(gain_s)} less per step")
         parts += ["", Text("  What each fix wins", style="bold"), gains]
     remarks = [remark for remark in (*found.flags, found.note) if remark]
     if remarks:

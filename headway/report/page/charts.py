@@ -84,9 +84,8 @@ def _varints(numbers: NDArray[np.int64]) -> bytes:
     for place in range(int(sizes.max()) if len(sizes) else 0):
         mask = sizes > place
         more = np.where(sizes[mask] > place + 1, 128, 0)
-        out[ends[mask] - sizes[mask] + place] = ((rest[mask] >> np.uint64(7 * place)) & np.uint64(127)) | more.astype(
-            np.uint64
-        )
+        bits = (rest[mask] >> np.uint64(7 * place)) & np.uint64(127)
+        out[ends[mask] - sizes[mask] + place] = bits | more.astype(np.uint64)
     return out.tobytes()
 
 
@@ -170,17 +169,12 @@ def step_chart(
     shown = sorted(np.argsort(-means, kind="stable")[:MOST_LINES].tolist())
     alone = len(ranks) == 1
     return {
-        "first": first_step,
-        "width": whole.width,
-        "steps": step_s.shape[1],
-        "low": encode(whole.low),
-        "middle": encode(whole.middle),
-        "high": encode(whole.high),
-        "ranks": [] if alone else [int(ranks[row]) for row in shown],
-        "all_ranks": len(ranks),
+        "first": first_step, "width": whole.width, "steps": step_s.shape[1], "low": encode(whole.low),
+        "middle": encode(whole.middle), "high": encode(whole.high),
+        "ranks": [] if alone else [int(ranks[row]) for row in shown], "all_ranks": len(ranks),
         "lines": [] if alone else [encode(whole.lines[row]) for row in shown],
         "marks": {kind: list(steps) for kind, steps in (marks or {}).items() if 0 < len(steps) <= MOST_MARKS},
-    }
+    }  # fmt: skip
 
 
 def share_chart(bucket_s: Mapping[str, ArrayLike], first_step: int = 0) -> dict[str, object] | None:
@@ -249,10 +243,8 @@ def joined_cells(heat: HeatMap) -> HeatMap:
         if size > most:
             width = -(-size // most)
             values = np.fmax.reduceat(values, np.arange(0, size, width), axis=axis)
-            if axis == 0:
-                rows = _joined_names(rows, width)
-            else:
-                columns = _joined_names(columns, width)
+            rows = rows if axis else _joined_names(rows, width)
+            columns = _joined_names(columns, width) if axis else columns
     return HeatMap(heat.title, values, heat.row_title, heat.column_title, rows, columns)
 
 
@@ -265,14 +257,8 @@ def heat_chart(heat: HeatMap) -> dict[str, object]:
     """Return the page's object for a heat map too large for a table."""
     small = joined_cells(heat)
     rows, columns = small.names()
-    return {
-        "title": small.title,
-        "row_title": small.row_title,
-        "column_title": small.column_title,
-        "rows": list(rows),
-        "columns": list(columns),
-        "values": encode(small.values, 1_000),
-    }
+    titles = {name: getattr(small, name) for name in ("title", "row_title", "column_title")}
+    return {**titles, "rows": list(rows), "columns": list(columns), "values": encode(small.values, 1_000)}
 
 
 def worker_heat_map(straggler: StragglerRow | None) -> HeatMap | None:
@@ -282,9 +268,6 @@ def worker_heat_map(straggler: StragglerRow | None) -> HeatMap | None:
     if not cells:
         return None
     dps, pps = sorted({dp for dp, _ in cells}), sorted({pp for _, pp in cells})
-    values = np.array([[_number(cells.get((dp, pp))) for pp in pps] for dp in dps])
+    values = np.array([[value if isinstance(value := cells.get((dp, pp)), (int, float)) else math.nan for pp in pps]
+                       for dp in dps], np.float64)  # fmt: skip
     return HeatMap("Slowdown by worker", values, "dp", "pp", tuple(map(str, dps)), tuple(map(str, pps)))
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, (int, float)) else math.nan

@@ -29,7 +29,6 @@ SELECTION_KEYS = (
 )
 TIMELINE_KEYS = "Drag to move, Ctrl and wheel to zoom, double-click for everything. Keys: arrows, + and -, Home."
 
-
 STEP_CLOCKS: dict[str, str] = {
     "": "",
     "device": " A step ends when the device is done with it.",
@@ -67,10 +66,15 @@ def _rank_chooser(chart: Mapping[str, Any]) -> str:
     """Return the list of ranks to highlight: those whose lines were sent, the slowest of very many."""
     more = chart["all_ranks"] - len(chart["ranks"])
     every = "All ranks" if not more else f"All {count(chart['all_ranks'])} ranks"
-    options = "".join(f'<option value="{place}">Rank {rank}</option>' for place, rank in enumerate(chart["ranks"]))
     hint = "Highlight a rank" + (f" of the {len(chart['ranks'])} slowest" if more else "")
+    return _chooser("steps-rank", hint, every, [f"Rank {rank}" for rank in chart["ranks"]])
+
+
+def _chooser(name: str, hint: str, every: str, names: Sequence[str]) -> str:
+    """Return a list of `names` to choose one of, `every` before them for none."""
+    options = "".join(f'<option value="{index}">{row}</option>' for index, row in enumerate(names))
     options = f'<option value="">{every}</option>{options}'
-    return f'<select id="steps-rank" aria-label="{hint}" title="{hint}">{options}</select>'
+    return f'<select id="{name}" aria-label="{hint}" title="{hint}">{options}</select>'
 
 
 def shares_part(chart: Mapping[str, Any] | None) -> str:
@@ -93,9 +97,8 @@ def _frame(name: str, title: str, tools: str) -> str:
 
     The script finds its parts by the ids `<name>-figure`, `<name>-plot` and `<name>-readout`.
     """
-    controls = (
-        f'<div class="bar-tools">{tools}<span class="readout" id="{name}-readout" aria-live="polite"></span></div>'
-    )
+    readout = f'<span class="readout" id="{name}-readout" aria-live="polite"></span>'
+    controls = f'<div class="bar-tools">{tools}{readout}</div>'
     plot = f'<div class="plot" id="{name}-plot"></div>'
     label = f'role="group" aria-label="{text(title)}. {text(CHART_KEYS)}"'
     return f'<figure id="{name}-figure" tabindex="0" {label} >{controls}{plot}</figure>{_without_script()}'
@@ -126,10 +129,10 @@ def timeline_part(panels: Sequence[Mapping[str, Any]]) -> str:
     hint = f'<span class="readout">{keys}</span>'
     canvas += '<div class="waits note" id="timeline-waits" aria-live="polite"></div>'
     label = f'role="group" aria-label="Timeline of a window. {text(keys)}"'
-    frame = (
-        f'<figure id="timeline-figure" tabindex="0" {label}><div class="bar-tools">{tools}{hint}</div>{canvas}</figure>'
+    tools = f'<div class="bar-tools">{tools}{hint}</div>'
+    body = (
+        f'<figure id="timeline-figure" tabindex="0" {label}>{tools}{canvas}</figure>{legend(used)}{_without_script()}'
     )
-    body = frame + legend(used) + _without_script()
     return section("timeline", "Timeline of a window", (some + missing + waits).strip(), body)
 
 
@@ -138,11 +141,8 @@ def _group_chooser(panel: Mapping[str, Any]) -> str:
     if not panel["groups"]:
         return ""
     every = "All ranks" if not panel["first"] or len(panel["first"]) == panel["ranks"] else "Ranks spread over the job"
-    named = enumerate(name for name, _ in panel["groups"])
-    options = "".join(f'<option value="{place}">{text(name)}</option>' for place, name in named)
-    hint = "Show the ranks of one group"
-    options = f'<option value="">{every}</option>{options}'
-    return f'<select id="timeline-group" aria-label="{hint}" title="{hint}">{options}</select>'
+    names = [text(name) for name, _ in panel["groups"]]
+    return _chooser("timeline-group", "Show the ranks of one group", every, names)
 
 
 SMALL_ROWS, SMALL_CELLS = 16, 256
@@ -160,19 +160,16 @@ def heat_part(heats: Sequence[HeatMap], drawn: Sequence[Mapping[str, Any]]) -> s
     `drawn` holds the page's objects (`charts.heat_chart`) of those that are not
     small, in the same order.
     """
-    parts: list[str] = []
-    index = 0
+    body, index = "", 0
     for heat in heats:
-        parts.append(f"<h3>{text(heat.title)}</h3>")
+        body += f"<h3>{text(heat.title)}</h3>"
         if is_small(heat):
-            parts.append(heat_table(heat))
+            body += heat_table(heat)
         else:
-            parts.append(_heat_frame(index, heat, drawn[index]))
+            body += _heat_frame(index, heat, drawn[index])
             index += 1
-    lead = "1.00 is as fast as without stragglers. Joined cells keep the largest value." if index else ""
-    return (
-        section("heat", "Heat map", lead or "1.00 is as fast as without stragglers.", "".join(parts)) if parts else ""
-    )
+    lead = "1.00 is as fast as without stragglers." + " Joined cells keep the largest value." * bool(index)
+    return section("heat", "Heat map", lead, body)
 
 
 def _heat_frame(index: int, heat: HeatMap, drawn: Mapping[str, Any]) -> str:
@@ -192,8 +189,6 @@ def _without_script() -> str:
     return '<p class="note no-script">This picture is drawn by the script in this file; allow it to run to see it.</p>'
 
 
-# The parts of a page that show the host and its devices over time.
-
 WIDTH, HEIGHT = 1000, 72
 """Units of a chart; it is stretched to the width of the page."""
 
@@ -205,18 +200,12 @@ def host_part(series: HostSeries | None) -> str:
     both = [own + other for own, other in zip(series.own_cores, series.other_cores, strict=True)]
     most_cores = max(series.cores, *both)
     most_bytes = max(series.memory_bytes)
-    others, job = (
-        _area(series.end_s, both, most_cores, "others"),
-        _area(series.end_s, series.own_cores, most_cores, "job"),
-    )
-    load = _chart(
-        f"Cores that the job kept busy, and other processes above it, of {series.cores}", others + job, series.end_s[-1]
-    )
-    memory = _chart(
-        f"Memory of the job's processes, up to {format_bytes(most_bytes)}; what they share counts for each",
-        _area(series.end_s, series.memory_bytes, most_bytes, "job"),
-        series.end_s[-1],
-    )
+    end_s = series.end_s
+    areas = _area(end_s, both, most_cores, "others") + _area(end_s, series.own_cores, most_cores, "job")
+    title = f"Cores that the job kept busy, and other processes above it, of {series.cores}"
+    load = _chart(title, areas, end_s[-1])
+    title = f"Memory of the job's processes, up to {format_bytes(most_bytes)}; what they share counts for each"
+    memory = _chart(title, _area(end_s, series.memory_bytes, most_bytes, "job"), end_s[-1])
     return section("host", "Host over time", "", load + (memory if most_bytes else ""))
 
 

@@ -42,13 +42,11 @@ import headway
 from headway.core.errors import InputError
 from headway.core.files.safe_files import whole_file
 from headway.core.units import clean, finite
-from headway.report.answers import PlanAnswer, RunAnswer
-from headway.report.figures import BUCKET_STYLES
+from headway.report.answers import BUCKET_STYLES, PlanAnswer, RunAnswer
 from headway.report.page import frames, sections
 from headway.report.page.charts import HeatMap, heat_chart, share_chart, step_chart, worker_heat_map
 from headway.report.page.frames import device_part, host_part
-from headway.report.page.hang import hang_part
-from headway.report.page.machines import machines_part
+from headway.report.page.ranks import hang_part, machines_part
 from headway.report.page.sections import text
 from headway.report.page.timeline import Timeline
 from headway.trace.recording.host_series import DeviceSeries, HostSeries
@@ -174,6 +172,9 @@ def page(data: ReportData, live: Live | None = None) -> str:
     head = (live.head if live else "") + head_part(data, live.headline if live else "")
     parts["terms"] = terms_part("".join([head, *parts.values()]))
     shown = {name: markup for name, markup in parts.items() if markup}
+    links = "".join(f'<a href="#{name}">{TITLES[name]}</a>' for name in shown)
+    contents = f'<nav aria-label="Sections">{links}</nav>'
+    written = json.dumps(payload, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     uplot = asset("uplot.min.js")
     script = asset("page.js").replace("/*LIVE*/", asset("live.js") if live else "")
     library = f"/* {asset('uplot.LICENSE').strip()} */\n{uplot.partition('*/')[2].lstrip()}"
@@ -184,10 +185,10 @@ def page(data: ReportData, live: Live | None = None) -> str:
         style=_style(),
         name=text(data.title),
         when=text(data.created),
-        verdict=head + _contents(shown),
+        verdict=head + contents * (len(shown) > 1),
         sections="\n".join(shown.values()),
         footer=f"{'Served' if live else 'Written'} by headway {text(headway.__version__)}. {FOOTERS[live is not None]}",
-        data=_json(payload),
+        data=written.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"),  # no markup can end it
         uplot=library,
         script=script,
     )
@@ -241,7 +242,6 @@ TITLES = {
 }  # fmt: skip
 """Section -> its name in the table of contents."""
 
-
 TERMS = {
     "goodput": "useful device-seconds whose result was kept / allocated device-seconds, 0..1",
     "MFU": "model FLOPs / (time x peak), without / with recompute; None when precisions mix (torchtitan)",
@@ -272,44 +272,29 @@ def terms_part(markup: str) -> str:
     return sections.section("terms", "Terms", "", folded)
 
 
-def _contents(shown: Mapping[str, str]) -> str:
-    links = "".join(f'<a href="#{name}">{TITLES[name]}</a>' for name in shown)
-    return f'<nav aria-label="Sections">{links}</nav>' if len(shown) > 1 else ""
-
-
-def _json(payload: Mapping[str, Any]) -> str:
-    """Return JSON that no markup in it can end: '<', '>' and '&' are written as escapes."""
-    written = json.dumps(payload, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-    return written.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _ranks(data: ReportData) -> Sequence[int]:
-    rows = 0 if data.step_s is None else len(data.step_s)
-    if data.ranks and len(data.ranks) != rows:
-        raise InputError(f"{len(data.ranks)} rank numbers name {rows} rows of step times. Give one number per row.")
-    return data.ranks or range(rows)
-
-
 def _heat_maps(data: ReportData) -> list[HeatMap]:
-    given = list(data.heat_maps)
-    found = None if given else worker_heat_map(Why.of(data.why).straggler)
-    return [heat for heat in ([*given, found] if found else given) if heat.values.size]
+    found = None if data.heat_maps else worker_heat_map(Why.of(data.why).straggler)
+    return [heat for heat in (*data.heat_maps, *([found] if found else [])) if heat.values.size]
 
 
 def _payload(data: ReportData) -> dict[str, Any]:
     """Return what the page's script draws."""
     panels = [("Recorded", data.timeline), ("Ideal: replayed without the losses", data.ideal)]
+    steps, num_rows = None, 0 if data.step_s is None else len(data.step_s)
+    if data.step_s is not None:
+        if data.ranks and len(data.ranks) != num_rows:
+            numbers = f"{len(data.ranks)} rank numbers name {num_rows} rows of step times"
+            raise InputError(f"{numbers}. Give one number per row.")
+        steps = step_chart(data.step_s, data.ranks or range(num_rows), data.first_step, data.marks)
     return {
         "buckets": list(BUCKET_STYLES),
-        "steps": None if data.step_s is None else step_chart(data.step_s, _ranks(data), data.first_step, data.marks),
+        "steps": steps,
         "shares": share_chart(data.bucket_s, data.first_step),
         "timelines": [{"title": title, **line.to_json()} for title, line in panels if line is not None and line.rows],
         "mild": sections.MILD_SLOWDOWN,
         "heat": [heat_chart(heat) for heat in _heat_maps(data) if not frames.is_small(heat)],
     }
 
-
-# The ledger as a fragment of a page: what a notebook shows below a cell.
 
 MOST_CAUSES = 3
 """Causes named below the ledger; the report has all of them."""

@@ -38,11 +38,9 @@ LONG_NS = NS_PER_S
 """An operation that a rank has been in for so long is named; shorter ones would only flicker."""
 
 STATES = {
-    "waiting": "Waiting for the run to begin.",
-    "running": "No training step yet.",
-    "lost": "The launcher is gone, and so are its ranks.",
-    "ended": "The run has ended.",
-}
+    "waiting": "Waiting for the run to begin.", "running": "No training step yet.",
+    "lost": "The launcher is gone, and so are its ranks.", "ended": "The run has ended.",
+}  # fmt: skip
 """State of a `LiveFeed` -> the sentence that stands where there is no verdict yet."""
 
 
@@ -96,12 +94,8 @@ def live_key(view: LiveView) -> str:
 def live_parts(view: LiveView) -> dict[str, str]:
     """Return id -> markup of the parts that change with every step."""
     data = _data(view)
-    parts = {
-        "live-now": _now(view),
-        "head": head_part(data, _headline(view)),
-        "ledger": sections.ledger_part(Why.of(data.why), data.rank_ledger),
-        "ranks": _ranks(view),
-    }
+    ledger = sections.ledger_part(Why.of(data.why), data.rank_ledger)
+    parts = {"live-now": _now(view), "head": head_part(data, _headline(view)), "ledger": ledger, "ranks": _ranks(view)}
     return {name: markup for name, markup in parts.items() if markup}
 
 
@@ -109,11 +103,8 @@ def live_charts(series: LiveSeries) -> dict[str, object]:
     """Return name -> the page's object of each chart over steps, and the sentences above them."""
     steps = step_chart(series.step_s, series.ranks, series.first_step)
     shares = share_chart(series.bucket_s, series.first_step)
-    leads = {
-        "steps": frames.steps_lead(steps, series.clock) if steps else "",
-        "shares": frames.shares_lead(shares) if shares else "",
-    }
-    return {"steps": steps, "shares": shares, "leads": leads}
+    above = frames.steps_lead(steps, series.clock) if steps else "", frames.shares_lead(shares) if shares else ""
+    return {"steps": steps, "shares": shares, "leads": dict(zip(("steps", "shares"), above, strict=True))}
 
 
 def live_why(figures: LiveFigures) -> dict[str, object]:
@@ -126,22 +117,15 @@ def live_why(figures: LiveFigures) -> dict[str, object]:
     total_ns = max(figures.devices * wall_ns, 1)
     lost = sorted(((amounts[name], name) for name in CAUSES if amounts[name]), reverse=True)
     return {
-        "schema": "headway.why/2",
-        "devices": figures.devices,
-        "steps": figures.steps,
-        "wall_ns": wall_ns,
-        "wall_s": wall_ns / NS_PER_S,
+        "schema": "headway.why/2", "devices": figures.devices, "steps": figures.steps,
+        "wall_ns": wall_ns, "wall_s": wall_ns / NS_PER_S,
         "goodput": figures.goodput if figures.tells_goodput else None,
-        "ledger": {name: amount / NS_PER_S for name, amount in amounts.items()},
-        "ledger_ns": amounts,
-        "sub": {},
+        "ledger": {name: amount / NS_PER_S for name, amount in amounts.items()}, "ledger_ns": amounts, "sub": {},
         "basis": dict.fromkeys(BUCKETS, "recorded") | {"useful": "device events" if figures.by_device else "remainder"},
         "causes": [{"cause": name, "lost_device_s": amount / NS_PER_S} for amount, name in lost],
-        "straggler": None,
-        "coverage": 1 - amounts["unknown"] / total_ns,
-        "fidelity": None,
+        "straggler": None, "coverage": 1 - amounts["unknown"] / total_ns, "fidelity": None,
         "notes": ["An account up to the last complete step; the finished run's own ledger decides."],
-    }
+    }  # fmt: skip
 
 
 def _data(view: LiveView, series: LiveSeries | None = None) -> ReportData:
@@ -206,17 +190,12 @@ def _ranks(view: LiveView) -> str:
         '<tr><th>Rank</th><th>State</th><th class="n">Step</th><th class="n">Behind</th>'
         '<th class="n">Newest step</th><th class="n">Last step</th><th>Doing</th><th class="n">Process</th></tr>'
     )
-    rows = "".join(_rank_row(rank, figures.now_ns, front, _doing(view, rank.rank)) for rank in shown)
+    rows = ""
+    for rank in shown:
+        name, since_ns = view.doing.get(rank.rank, ("", figures.now_ns))
+        lasted_ns = figures.now_ns - since_ns
+        rows += _rank_row(rank, figures.now_ns, front, f"{name} for {_ago(lasted_ns)}" * (lasted_ns >= LONG_NS))
     return sections.section("ranks", "Ranks", lead, f'<div class="scroll"><table>{head}{rows}</table></div>')
-
-
-def _doing(view: LiveView, rank: int) -> str:
-    """Return the operation that a rank has been in for long, '' otherwise."""
-    if view.figures is None or rank not in view.doing:
-        return ""
-    name, since_ns = view.doing[rank]
-    lasted_ns = view.figures.now_ns - since_ns
-    return f"{name} for {_ago(lasted_ns)}" if lasted_ns >= LONG_NS else ""
 
 
 def _rank_row(rank: RankState, now_ns: int, front: int, doing: str) -> str:
@@ -225,11 +204,9 @@ def _rank_row(rank: RankState, now_ns: int, front: int, doing: str) -> str:
     late = rank.begun and not rank.ended and rank.last_step_ns > 0 and ago_ns > max(LATE_NS, 10 * rank.step_ns)
     state = "ended" if rank.ended else "no step for long" if late else "training" if rank.begun else "starting up"
     cells = [
-        count(rank.steps),
-        count(front - rank.steps) if front > rank.steps else "",
-        seconds(rank.step_ns / NS_PER_S) if rank.step_ns else "",
-        f"{_ago(ago_ns)} ago" if rank.last_step_ns else "",
-    ]
+        count(rank.steps), count(front - rank.steps) if front > rank.steps else "",
+        seconds(rank.step_ns / NS_PER_S) if rank.step_ns else "", f"{_ago(ago_ns)} ago" if rank.last_step_ns else "",
+    ]  # fmt: skip
     mark = ' class="bad"' if late else ""
     figures = "".join(f'<td class="n">{text(cell)}</td>' for cell in cells)
     last = f'<td>{text(doing)}</td><td class="n">{rank.pid or ""}</td>'

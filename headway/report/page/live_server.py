@@ -60,12 +60,9 @@ COOKIE = "headway-watch"
 """Cookie, with the port behind it: browsers tell cookies of one address apart by nothing else."""
 
 HEADERS = {
-    "Cache-Control": "no-store",
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-    "Content-Security-Policy": "frame-ancestors 'none'",
-}
+    "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer", "Content-Security-Policy": "frame-ancestors 'none'",
+}  # fmt: skip
 
 
 class LiveSource(Protocol):
@@ -179,7 +176,10 @@ class AccessGuard:
         request, added = HTTPConnection(scope), dict(HEADERS)
         cookie = f"{COOKIE}-{(scope.get('server') or ('', 0))[1]}"
         refused = refusal(request.headers, self._allowed)
-        if refused is None and not hmac.compare_digest(_token_of(request, cookie).encode(), self._token.encode()):
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        bearer = bearer.strip() if scheme.lower() == "bearer" else ""
+        shown = request.query_params.get("token") or bearer or request.cookies.get(cookie, "")
+        if refused is None and not hmac.compare_digest(shown.encode(), self._token.encode()):
             refused = 403, "The token is missing or wrong. Open the whole address that headway watch printed."
         if refused is None:
             self._strangers.forget(scope.get("client"))
@@ -192,13 +192,6 @@ class AccessGuard:
 
         app = self._app if refused is None else PlainTextResponse(f"{refused[1]}\n", refused[0])
         await app(scope, receive, answer)
-
-
-def _token_of(request: HTTPConnection, cookie: str) -> str:
-    """Return the token that a request shows in its address, a bearer header or the cookie; '' where it shows none."""
-    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-    bearer = bearer.strip() if scheme.lower() == "bearer" else ""
-    return request.query_params.get("token") or bearer or request.cookies.get(cookie, "")
 
 
 class LiveServer:
@@ -241,7 +234,10 @@ class LiveServer:
             try:
                 self.look()
             except Exception as reason:  # a disk that is away, say: the next look tries again
-                self._trouble(reason)
+                text = f"{type(reason).__name__}: {reason}"
+                if text != self._told:  # once for each kind
+                    _LOG.warning("the run could not be read: %s", text)
+                    self._told = text
             self._changed.set()
             self._changed = asyncio.Event()
             await asyncio.sleep(max(POLL_S - (time.monotonic() - begun_s), 0.05))
@@ -252,13 +248,6 @@ class LiveServer:
         self._key = self._source.key()
         if self._readers:
             self._render()
-
-    def _trouble(self, reason: Exception) -> None:
-        """Log a failure of the look at the run, once for each kind."""
-        text = f"{type(reason).__name__}: {reason}"
-        if text != self._told:
-            _LOG.warning("the run could not be read: %s", text)
-            self._told = text
 
     def _render(self) -> None:
         parts = json.dumps(self._source.parts())
@@ -323,15 +312,12 @@ def listening(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
     except OSError as cause:
+        # The system's own words: `socket.create_server` adds the address, which the message already has.
+        reason = os.strerror(cause.errno) if cause.errno and cause.errno > 0 else cause.strerror or str(cause)
         raise InputError(
-            f"{host} port {port} cannot be served: {_reason(cause)}. Pass --port 0 for a free port, "
+            f"{host} port {port} cannot be served: {reason}. Pass --port 0 for a free port, "
             "and a --host that is an address of this machine."
         ) from cause
-
-
-def _reason(cause: OSError) -> str:
-    """Return the system's own words: `socket.create_server` adds the address, which the message already has."""
-    return os.strerror(cause.errno) if cause.errno and cause.errno > 0 else cause.strerror or str(cause)
 
 
 class _QuietServer(uvicorn.Server):

@@ -30,8 +30,8 @@ from headway.core.units import (
     speedup,
 )
 from headway.ledger.buckets import ONCE_PER_RUN, SUB_LINES
-from headway.report.answers import PlanAnswer, ProposalRow, RunAnswer, start_of
-from headway.report.figures import BUCKET_STYLES, STARTS_SHOW, TILES, columns, operation_lines
+from headway.report import answers
+from headway.report.answers import BUCKET_STYLES, PlanAnswer, ProposalRow, RunAnswer, operation_lines, start_of
 from headway.report.page.charts import HeatMap
 from headway.report.screens import (
     WHOLE_PLAN,
@@ -121,7 +121,7 @@ def key_figures(why: Why, run: RunAnswer) -> str:
     known = "".join(f"<div><dt>{name}</dt><dd>{text(value)}</dd></div>" for name, value in rows if value != "-")
     operations = "".join(f'<p class="note">{text(line)}</p>' for line in operation_lines(why))
     num_tiles = known.count("<dt>")
-    style = "; ".join(f"--{width}: {columns(num_tiles, limit)}" for width, limit in TILES.items())
+    style = "; ".join(f"--{width}: {answers.columns(num_tiles, limit)}" for width, limit in answers.TILES.items())
     return f'<dl class="figures" style="{style}">{known}</dl>{operations}'
 
 
@@ -161,9 +161,8 @@ def _bucket_rows(why: Why, bucket: str, amount: float, largest: float) -> str:
     if len(subs) == 1 and next(iter(subs.values())) > 0.98 * amount:
         how = f' <span class="dim">{text(subs.popitem()[0].removeprefix(f"{bucket}."))}</span>{how}'
     held = ' class="held"' if subs else ""
-    rows = [
-        f"<tr{held}><td>{swatch(bucket)}{text(bucket)}{how}</td>{_amounts(bucket, amount, largest, total_s, 14)}</tr>"
-    ]
+    name = f"{swatch(bucket)}{text(bucket)}{how}"
+    rows = [f"<tr{held}><td>{name}</td>{_amounts(bucket, amount, largest, total_s, 14)}</tr>"]
     ranked = sorted(subs.items(), key=lambda row: -row[1])
     for place, (name, value) in enumerate(ranked, 1):
         last = " last" if place == len(ranked) else ""
@@ -182,24 +181,21 @@ def _amounts(bucket: str, amount: float, largest: float, total_s: float, height:
     """Return the three cells of a ledger row: device-seconds, share, bar to the scale of the largest."""
     drawn = _rect(bucket, 0, 100 * amount / largest if largest else 0, height)
     bar = f'<svg width="100%" height="{height}" aria-hidden="true">{drawn}</svg>'
-    figures = (
-        f'<td class="n">{device_seconds(amount, largest)}</td><td class="n">{percent(share(amount, total_s))}</td>'
-    )
-    return f'{figures}<td class="bar">{bar}</td>'
+    of_all = percent(share(amount, total_s))
+    return f'<td class="n">{device_seconds(amount, largest)}</td><td class="n">{of_all}</td><td class="bar">{bar}</td>'
 
 
 def _stacks(ledger: Mapping[str, float], rank_ledger: Mapping[int, Mapping[str, float]]) -> str:
     """Return one stacked bar per rank, or one of the whole job when ranks are not known; the table is the legend."""
-    bars = (
-        {"all devices": ledger} if not rank_ledger else {f"rank {rank}": parts for rank, parts in rank_ledger.items()}
-    )
-    note = ""
+    bars, note = {f"rank {rank}": parts for rank, parts in rank_ledger.items()} or {"all devices": ledger}, ""
     if len(bars) > MOST_STACKS:
         worst = sorted(bars, key=lambda name: bars[name].get("useful", 0.0))[:MOST_STACKS]
         note = f'<p class="note">The {MOST_STACKS} of {count(len(bars))} ranks with the least useful time.</p>'
         bars = {name: bars[name] for name in bars if name in set(worst)}
     steady = {name: amount for name, amount in ledger.items() if name not in ONCE_PER_RUN}
-    if 0 < sum(steady.values()) < (1 - STARTS_SHOW) * sum(ledger.values()):  # a bar of its own, to a scale of its own
+    if (
+        0 < sum(steady.values()) < (1 - answers.STARTS_SHOW) * sum(ledger.values())
+    ):  # a bar of its own, to a scale of its own
         bar = _stack("in steps", steady, sum(steady.values()), 20)
         note += f'<div class="stack apart">{bar}</div><p class="note">In steps: without what comes once in a run.</p>'
     longest = max((sum(parts.values()) for parts in bars.values()), default=0.0)
@@ -219,12 +215,8 @@ def _stack(name: str, parts: Mapping[str, float], longest: float, height: int) -
     for bucket in [*(b for b in BUCKET_STYLES if b in parts), *(b for b in parts if b not in BUCKET_STYLES)]:
         amount = parts[bucket]
         if amount > 0 and longest > 0:
-            width = 100 * amount / longest
-            drawn.append(
-                _rect(
-                    bucket, left, width, height, f"{name}: {bucket} {device_seconds(amount)}, {percent(amount / whole)}"
-                )
-            )
+            width, hint = 100 * amount / longest, f"{device_seconds(amount)}, {percent(amount / whole)}"
+            drawn.append(_rect(bucket, left, width, height, f"{name}: {bucket} {hint}"))
             left += width
     summary = ", ".join(f"{b} {percent(v / whole)}" for b, v in parts.items() if whole and v / whole >= 0.005)
     label = f'role="img" aria-label="{text(name)}: {text(summary)}"'
@@ -287,12 +279,10 @@ def applied_part(run: RunAnswer) -> str:
         '<th class="bar">tick and line: predicted, with its interval; dot: measured; hairline: 1x</th></tr>'
     )
     table = f'<div class="scroll"><table class="ledger">{head}{body}</table></div>' if done else ""
-    notes = "".join(
-        f'<p class="note"><span class="mono">{text(row.name)}</span> was not applied: '
-        f"{text(row.reason_not_applied)}.</p>"
-        for row in run.applied
-        if row.reason_not_applied
-    )
+    notes = ""
+    for row in run.applied:
+        if reason := text(row.reason_not_applied or ""):
+            notes += f'<p class="note"><span class="mono">{text(row.name)}</span> was not applied: {reason}.</p>'
     if done and done[-1].inconclusive:
         notes += f'<p class="note">What was measured is inconclusive: {text(done[-1].inconclusive)}.</p>'
     lead = f"Steps per second against {clean(run.baseline) or 'the run before'}."
@@ -341,9 +331,8 @@ def plan_part(plan: PlanAnswer, source: str) -> str:
     rows = "".join(_proposal(row, row.name in plan.chosen) for row in plan.proposals if not row.slows)
     if not rows:
         return ""
-    head = (
-        '<tr><th></th><th>Proposal</th><th class="n">Predicted</th><th>Applied by</th><th>Cost</th><th>Risk</th></tr>'
-    )
+    head = '<tr><th></th><th>Proposal</th><th class="n">Predicted</th>'
+    head += "<th>Applied by</th><th>Cost</th><th>Risk</th></tr>"
     lead = f"{nothing_to_apply(plan, source)}{by_hand(plan)}"
     notes = "".join(f'<p class="note">{text(row.name)}: {text(row.reason)}</p>' for row in plan.refused if row.unsafe)
     if plan.chosen:
@@ -395,19 +384,16 @@ def _step_slowdowns(slowdowns: Mapping[str, Any]) -> str:
     width = -(-len(known) // MOST_STEP_BARS)
     shown = [max(known[i : i + width], key=lambda row: row[1]) for i in range(0, len(known), width)]
     top = max(MILD_SLOWDOWN, *(value for _, value in shown))
-    bars = "".join(_step_bar(place, len(shown), step, value, top) for place, (step, value) in enumerate(shown))
+    bars = ""
+    for place, (step, value) in enumerate(shown):
+        height = STEP_BAR_HEIGHT * max(0.0, value - 1) / (top - 1)
+        box = f'x="{100 * place / len(shown):.3f}%" width="{80 / len(shown):.3f}%"'
+        edge = f'y="{STEP_BAR_HEIGHT - height:.1f}" height="{height:.1f}"'
+        bars += f'<rect class="b-straggler" {box} {edge}><title>step {text(step)}: {speedup(value)}</title></rect>'
     middle = float(np.median([value for _, value in known]))
     said = f"median {speedup(middle)}, largest {speedup(max(value for _, value in known))}"
     picture = f'<svg class="steps" width="100%" height="{STEP_BAR_HEIGHT}" role="img" aria-label="{said}">{bars}</svg>'
     return f'<h3>By step <span class="dim">{said}, axis from 1x to {speedup(top)}</span></h3>{picture}'
-
-
-def _step_bar(place: int, number: int, step: str, value: float, top: float) -> str:
-    """Return the bar of one step; `place` of `number` bars, `top` is the slowdown that fills the height."""
-    height = STEP_BAR_HEIGHT * max(0.0, value - 1) / (top - 1)
-    box = f'x="{100 * place / number:.3f}%" width="{80 / number:.3f}%"'
-    edge = f'y="{STEP_BAR_HEIGHT - height:.1f}" height="{height:.1f}"'
-    return f'<rect class="b-straggler" {box} {edge}><title>step {text(step)}: {speedup(value)}</title></rect>'
 
 
 def _groups(heading: str, groups: Mapping[str, Any]) -> str:
@@ -416,16 +402,13 @@ def _groups(heading: str, groups: Mapping[str, Any]) -> str:
     if not known:
         return ""
     excess = max(value for value, _ in known) - 1
-    rows = "".join(_group(name, value, excess) for value, name in known[:12])
+    rows = ""
+    for value, name in known[:12]:  # the longest bar stands for `excess` above 1
+        drawn = _rect("straggler", 0, 100 * max(0.0, value - 1) / excess if excess > 0 else 0, 9)
+        bar = f'<svg width="100%" height="9" aria-hidden="true">{drawn}</svg>'
+        rows += f'<tr><td>{text(name)}</td><td class="n">{speedup(value)}</td><td class="bar">{bar}</td></tr>'
     more = f'<p class="note">and {count(len(known) - 12)} more</p>' if len(known) > 12 else ""
     return f"<div><h3>{heading}</h3><table>{rows}</table>{more}</div>"
-
-
-def _group(name: str, value: float, excess: float) -> str:
-    """Return the table row of one group; the longest bar stands for `excess` above 1."""
-    drawn = _rect("straggler", 0, 100 * max(0.0, value - 1) / excess if excess > 0 else 0, 9)
-    bar = f'<svg width="100%" height="9" aria-hidden="true">{drawn}</svg>'
-    return f'<tr><td>{text(name)}</td><td class="n">{speedup(value)}</td><td class="bar">{bar}</td></tr>'
 
 
 def heat_table(heat: HeatMap) -> str:
@@ -458,19 +441,14 @@ def facts_part(facts: Mapping[str, Any]) -> str:
 
     Empty values are left out.
     """
-    rows = "".join(
-        f"<dt>{text(str(name).replace('_', ' '))}</dt><dd>{_fact(value)}</dd>"
-        for name, value in facts.items()
-        if value not in EMPTY
-    )
+    rows = ""
+    for name, value in facts.items():
+        if isinstance(value, Mapping):  # an entry per line
+            markup = "<br>".join(f"{text(k)} = {text(_inner_fact(v))}" for k, v in value.items() if v not in EMPTY)
+        else:
+            markup = text(_inner_fact(value))
+        rows += f"<dt>{text(str(name).replace('_', ' '))}</dt><dd>{markup}</dd>" if value not in EMPTY else ""
     return section("facts", "Facts of the run", "", f'<dl class="facts">{rows}</dl>' if rows else "")
-
-
-def _fact(value: Any) -> str:
-    """Return a fact as text: mappings one entry per line without the empty ones, sequences joined by blanks."""
-    if isinstance(value, Mapping):
-        return "<br>".join(f"{text(k)} = {text(_inner_fact(v))}" for k, v in value.items() if v not in EMPTY)
-    return text(_inner_fact(value))
 
 
 def _inner_fact(value: object) -> str:

@@ -44,17 +44,10 @@ DEEPEST = 6
 PIXELS = 4_000
 """A span shorter than one of these parts of the window may be joined with its neighbours."""
 
-BUCKET_OF_KIND: dict[str, str] = {
-    "COMPUTE": "useful",
-    "OPTIM": "useful",
-    "COLL": "comm",
-    "SEND": "comm",
-    "RECV": "comm",
-    "HOST": "host",
-    "DATA": "input",
-    "CKPT": "checkpoint",
-    "SYNC": "idle",
-}
+BUCKET_OF_KIND = {
+    "COMPUTE": "useful", "OPTIM": "useful", "COLL": "comm", "SEND": "comm", "RECV": "comm", "HOST": "host",
+    "DATA": "input", "CKPT": "checkpoint", "SYNC": "idle",
+}  # fmt: skip
 """Kind -> the bucket whose colour it wears when the ledger's table has no entry for the name."""
 
 STEP = "step"
@@ -71,7 +64,6 @@ HIDDEN = (
     "segment.grad",
 )  # fmt: skip
 """Bookkeeping that would cover the row it lies in."""
-
 
 MOST_GROUPED_RANKS = 64
 """Ranks that a page holds for the reader to choose groups among."""
@@ -177,45 +169,27 @@ class Timeline:
         """Return the page's object, arrays encoded."""
         rows = [
             {
-                "name": row.name,
-                "rank": row.rank,
-                "levels": int(row.depth.max()) + 1 if len(row.depth) else 1,
-                "start": encode(row.start_ns, 1),
-                "duration": encode(row.duration_ns, 1),
-                "depth": encode(row.depth, 1),
-                "bucket": encode(row.bucket, 1),
-                "code": encode(row.name_code, 1),
+                "name": row.name, "rank": row.rank, "levels": int(row.depth.max()) + 1 if len(row.depth) else 1,
+                "start": encode(row.start_ns, 1), "duration": encode(row.duration_ns, 1),
+                "depth": encode(row.depth, 1), "bucket": encode(row.bucket, 1), "code": encode(row.name_code, 1),
                 "joined": encode(row.joined, 1),
             }
             for row in self.rows
-        ]
+        ]  # fmt: skip
         return {
-            "length": self.end_ns - self.start_ns,
-            "names": list(self.names),
-            "buckets": list(BUCKETS),
+            "length": self.end_ns - self.start_ns, "names": list(self.names), "buckets": list(BUCKETS),
             "used": [name for code, name in enumerate(BUCKETS) if any((row.bucket == code).any() for row in self.rows)],
-            "rows": rows,
-            "hidden": self.hidden,
-            "ranks": len(self.ranks),
-            "all_ranks": self.all_ranks,
-            "steps": [list(step) for step in self.steps],
-            "links": [encode(side, 1) for side in self.links],
-            "groups": [[group.name, list(group.ranks)] for group in self.groups],
-            "first": list(self.first_ranks),
-        }
+            "rows": rows, "hidden": self.hidden, "ranks": len(self.ranks), "all_ranks": self.all_ranks,
+            "steps": [list(step) for step in self.steps], "links": [encode(side, 1) for side in self.links],
+            "groups": [[group.name, list(group.ranks)] for group in self.groups], "first": list(self.first_ranks),
+        }  # fmt: skip
 
 
 def timeline(
-    trace: Trace,
-    *,
-    start_ns: int | None = None,
-    end_ns: int | None = None,
-    steps: Iterable[int] | None = None,
-    ranks: Iterable[int] | None = None,
-    most_spans: int = MOST_SPANS,
-    links: NDArray[np.int64] | None = None,
+    trace: Trace, *, start_ns: int | None = None, end_ns: int | None = None, steps: Iterable[int] | None = None,
+    ranks: Iterable[int] | None = None, most_spans: int = MOST_SPANS, links: NDArray[np.int64] | None = None,
     groups: Sequence[RankGroup] = (),
-) -> Timeline:
+) -> Timeline:  # fmt: skip
     """Return the spans of `trace` between `start_ns` and `end_ns`, or of these `steps`; the whole trace by default.
 
     `ranks` chooses whose rows are drawn; for an ideal timeline pass the
@@ -227,7 +201,8 @@ def timeline(
     before it starts.
     """
     trace = on_common_clock(trace)
-    start, end = _window(trace, start_ns, end_ns, steps)
+    first_ns, last_ns = (trace if steps is None else trace.select(steps=steps)).span_ns
+    start, end = first_ns if start_ns is None else start_ns, last_ns if end_ns is None else end_ns
     if end < start:
         raise InputError(f"the window ends {start - end} ns before it starts. Swap start_ns and end_ns.")
     events = trace.events
@@ -235,7 +210,10 @@ def timeline(
     drawn = (ends > start) & (events["start_ns"] < end) & (events["duration_ns"] > 0) & (events["depth"] < DEEPEST)
     present = np.unique(events["rank"][drawn])
     first = _spread(present, np.unique(np.stack([events["rank"], events["lane"]])[:, drawn], axis=1).shape[1])
-    chosen = _chosen(ranks, present, first, groups)
+    if ranks is not None:  # those named, all where the reader chooses among them, else evenly spread ones
+        chosen = np.array(sorted(set(ranks)), dtype=np.int64)
+    else:
+        chosen = present.astype(np.int64) if groups and len(present) <= MOST_GROUPED_RANKS else first
     row = np.flatnonzero(np.isin(events["rank"], chosen))
     trace = trace.where(row)
     drawn, events = drawn[row], trace.events
@@ -257,15 +235,6 @@ def timeline(
     )  # fmt: skip
 
 
-def _chosen(
-    ranks: Iterable[int] | None, present: NDArray[Any], first: NDArray[np.int64], groups: Sequence[RankGroup]
-) -> NDArray[np.int64]:
-    """Return the ranks that are drawn: those named, all where they can be chosen among, else the evenly spread ones."""
-    if ranks is not None:
-        return np.array(sorted(set(ranks)), dtype=np.int64)
-    return np.asarray(present, dtype=np.int64) if groups and len(present) <= MOST_GROUPED_RANKS else first
-
-
 def _links_of(row: NDArray[np.int64], links: NDArray[np.int64] | None) -> NDArray[np.int64]:
     """Return [2, e] numbers of spans for pairs of rows of which both are drawn on their own; `row` [k] by span."""
     if links is None or not links.size or not len(row):
@@ -284,27 +253,16 @@ def _spread(ranks: NDArray[Any], rows: int) -> NDArray[np.int64]:
     return np.asarray(ranks[np.unique(np.linspace(0, len(ranks) - 1, number).round().astype(np.int64))], dtype=np.int64)
 
 
-def _window(trace: Trace, start_ns: int | None, end_ns: int | None, steps: Iterable[int] | None) -> tuple[int, int]:
-    chosen = trace if steps is None else trace.select(steps=steps)
-    first, last = chosen.span_ns
-    return first if start_ns is None else start_ns, last if end_ns is None else end_ns
-
-
 def _clipped(window: Trace, row: NDArray[np.int64], start: int, end: int) -> dict[str, NDArray[np.int64]]:
     """Return int64 columns of the spans, cut at the window and counted from its start; `row` says where they stand."""
     events = window.events
     begin = np.maximum(events["start_ns"], start)
+    same = {"depth": "depth", "code": "name", "lane": "lane", "rank": "rank"}
     return {
-        "start": begin - start,
-        "duration": np.minimum(events["start_ns"] + events["duration_ns"], end) - begin,
-        "depth": events["depth"].astype(np.int64),
-        "bucket": _buckets(window),
-        "code": events["name"].astype(np.int64),
-        "joined": np.ones(len(window), dtype=np.int64),
-        "lane": events["lane"].astype(np.int64),
-        "rank": events["rank"].astype(np.int64),
-        "row": row,
-    }
+        "start": begin - start, "duration": np.minimum(events["start_ns"] + events["duration_ns"], end) - begin,
+        "bucket": _buckets(window), "joined": np.ones(len(window), dtype=np.int64), "row": row,
+        **{column: events[name].astype(np.int64) for column, name in same.items()},
+    }  # fmt: skip
 
 
 def _buckets(trace: Trace) -> NDArray[np.int64]:
@@ -356,16 +314,14 @@ def _gaps(start: NDArray[np.int64], duration: NDArray[np.int64], first: int, las
 
 
 def _lane_places(lanes: Sequence[str]) -> NDArray[np.int64]:
-    """Return [lanes] places: the training thread first, then lanes in natural order of their names."""
-    natural = sorted(range(len(lanes)), key=lambda lane: (lanes[lane] != "main", _natural(lanes[lane])))
+    """Return [lanes] places: the training thread first, then lanes by name, 'stream 7' before 'stream 20'."""
+    words = [
+        [(0, int(w), "") if w.isdecimal() else (1, 0, w) for w in re.split(r"([0-9]+)", lane) if w] for lane in lanes
+    ]
+    natural = sorted(range(len(lanes)), key=lambda lane: (lanes[lane] != "main", words[lane]))
     place = np.zeros(max(1, len(lanes)), dtype=np.int64)
     place[natural] = np.arange(len(natural))
     return place
-
-
-def _natural(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Return a key under which 'stream 7' comes before 'stream 20'."""
-    return tuple((0, int(w), "") if w.isdecimal() else (1, 0, w) for w in re.split(r"([0-9]+)", name) if w)
 
 
 def _runs(keys: NDArray[np.int64]) -> NDArray[np.int64]:

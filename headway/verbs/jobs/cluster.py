@@ -38,8 +38,7 @@ from headway.report.page.plots import page_around, write_page
 from headway.report.page.sections import section
 from headway.report.paper import ScreenOptions, add_row, draw, headed, next_of, paragraph, uncut
 from headway.verbs.shared.output import AsJson, emit
-from headway.verbs.shared.run_options import GivenPath, OutPath
-from headway.verbs.shared.source import run_at
+from headway.verbs.shared.run_options import GivenPath, OutPath, run_at
 
 RESTART_S = 60.0
 """What a move costs a job where nothing measured it: start a process, import torch, restore."""
@@ -47,9 +46,9 @@ RESTART_S = 60.0
 
 def sim(
     *, trace: str, policy: str, devices: str = "", data: GivenPath | None = None, jobs_per_hour: float = 4.0,
-    num_jobs: int = 0, seed: int = 0, window: str = "", rules: str = "headway", usd_per_h: str = "",
-    speed: str = "", round_s: float = 0.0, reset_s: float = 1920.0, load: float = 1.0, resize: str = "",
-    runs: str = "", explain: bool = False, json: AsJson = False,
+    num_jobs: int = 0, seed: int = 0, window: str = "", rules: str = "headway", usd_per_h: str = "", speed: str = "",
+    round_s: float = 0.0, reset_s: float = 1920.0, load: float = 1.0, resize: str = "", runs: str = "",
+    explain: bool = False, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Simulate a queue under one policy: completion times, makespan, fairness, by gang size.
 
@@ -114,9 +113,9 @@ def sim(
 
 def compare(
     *, jobs: GivenPath | None = None, devices: str = "", log: GivenPath | None = None,
-    policies: str = ",".join(DEFAULT_POLICIES), usd_per_h: str = "", speed: str = "",
-    virtual_cluster: str = "", runs: str = "", seed: int = 0, round_s: float = 360.0,
-    restart_s: float | None = None, out: OutPath | None = None, json: AsJson = False,
+    policies: str = ",".join(DEFAULT_POLICIES), usd_per_h: str = "", speed: str = "", virtual_cluster: str = "",
+    runs: str = "", seed: int = 0, round_s: float = 360.0, restart_s: float | None = None, out: OutPath | None = None,
+    json: AsJson = False,
 ) -> int:  # fmt: skip
     """Measure what a recorded queue suffered, and simulate what each policy would have made of it.
 
@@ -160,10 +159,11 @@ def compare(
     cluster = Cluster.parse(devices, usd_per_h)
     queue = read_queue(jobs, virtual_cluster)
     rates, measured, starts_s = log_rates(queue, cluster, speed, runs, run_at)
-    source = (
-        "as given" if restart_s is not None else "median start of --runs" if starts_s else "assumed; see --restart-s"
-    )
-    lost_s = restart_s if restart_s is not None else median(starts_s) if starts_s else RESTART_S
+    if restart_s is not None:
+        lost_s, source = restart_s, "as given"
+    else:
+        lost_s = median(starts_s) if starts_s else RESTART_S
+        source = "median start of --runs" if starts_s else "assumed; see --restart-s"
     if not 0 <= lost_s < MOST:
         raise InputError(f"--restart-s is {lost_s:g}; give seconds >= 0.")
     queue = replace(queue, jobs=replace(queue.jobs, restart_s=np.full(len(queue.jobs), lost_s)))
@@ -184,8 +184,8 @@ def _serve_command(compared: PolicyComparison, devices: str, round_s: float) -> 
     best = min(mean_s, key=lambda name: mean_s[name], default="")
     if not best or (compared.observed and mean_s[best] >= compared.observed.jct_s.mean()):
         return ""
-    command = ["headway", "cluster", "serve", "--slots", devices, "--policy", best, "--round-s", f"{round_s:g}"]
-    return shlex.join(command)
+    options = ["--slots", devices, "--policy", best, "--round-s", f"{round_s:g}"]
+    return shlex.join(["headway", "cluster", "serve", *options])
 
 
 BINS = 500
@@ -259,9 +259,8 @@ def _gangs(title: str, figures: Mapping[str, Any]) -> Any:
     rows = headed(title, "jobs", "device-hours", "mean JCT, h", "slowdown")
     for size, row in figures["by_scale"].items():
         jobs, hours = f"{row['num_jobs']:,}", f"{row['device_hours']:,.0f}"
-        add_row(
-            rows, plural(int(size), "device"), jobs, hours, _hours(row["mean_jct_s"]), f"{row['mean_slowdown']:.2f}"
-        )
+        times = _hours(row["mean_jct_s"]), f"{row['mean_slowdown']:.2f}"
+        add_row(rows, plural(int(size), "device"), jobs, hours, *times)
     return uncut(rows)
 
 
@@ -319,13 +318,11 @@ def _compare_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
             add_row(promises, row["id"], row["name"], f"{row['promised_s']:,.1f}", f"{row['came_true_s']:,.1f}")
         parts += ["", uncut(promises)]
     if "restart_s" in result:
-        lost = f"A job that is moved or resumed loses {result['restart_s']:,.1f} s ({result['restart_source']})."
-        parts.append(paragraph(lost))
+        lost = f"{result['restart_s']:,.1f} s ({result['restart_source']})"
+        parts.append(paragraph(f"A job that is moved or resumed loses {lost}."))
     if result["refused"]:
-        limit = format_fraction(FIDELITY)
-        verdict = (
-            f"No ranking: {result['refused']}, more than {limit}. Check --devices: they do not explain this queue."
-        )
+        verdict = f"No ranking: {result['refused']}, more than {format_fraction(FIDELITY)}. "
+        verdict += "Check --devices: they do not explain this queue."
     elif result["observed"]:
         error = format_fraction(result["replay_error_fraction"], signed=True)
         nearest = min(result["policies"], key=lambda figures: abs(figures["against_observed_fraction"]))
@@ -335,9 +332,8 @@ def _compare_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
             f"Least mean JCT: {result['best']}."
         )
     else:
-        verdict = (
-            f"The log does not say when or where jobs started: no check by replay. Least mean JCT: {result['best']}."
-        )
+        verdict = "The log does not say when or where jobs started: no check by replay. "
+        verdict += f"Least mean JCT: {result['best']}."
     if result["best"] and POLICIES[result["best"]] in AT_ONCE:
         verdict += " Slurm schedules so with SchedulerType=sched/backfill; a service needs no time limits."
     serve = next_of(result.get("serve", ""))

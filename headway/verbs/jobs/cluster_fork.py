@@ -6,9 +6,7 @@ import signal
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
 from rich.text import Text
 
 from headway.cluster.fork.answer import ForkAnswer, fork_answer, read_jobs, read_speeds, run_answer
@@ -17,13 +15,12 @@ from headway.core.errors import InputError, say_beside
 from headway.core.files.safe_files import MOST
 from headway.report.paper import ScreenOptions, add_row, draw, headed, paragraph, uncut
 from headway.verbs.shared.output import AsJson, emit
-from headway.verbs.shared.run_options import GivenPath
+from headway.verbs.shared.run_options import GivenPath, GivenScript
 
 
 def fork(
     *, speeds: str, jobs: GivenPath | None = None, slot_s: float = 0.0, slot_cost_s: float = 1.0,
-    dir: GivenPath | None = None, json: AsJson = False,
-    script: Annotated[list[str] | None, Parameter(parse=False)] = None,
+    dir: GivenPath | None = None, json: AsJson = False, script: GivenScript = None,
 ) -> int:  # fmt: skip
     """Train with a copy of a script on each of several unlike devices, or simulate that for some jobs.
 
@@ -85,21 +82,13 @@ def _screen(result: ForkAnswer, rates: Sequence[float], screen: ScreenOptions, *
     alone = "the fastest device alone" if ran else "whole jobs, las"
     for name, key_s in (("copies", result["total_s"]), (alone, result["las_s"])):
         add_row(totals, name, f"{key_s:,.1f}", f"{key_s / result['las_s']:.2f}")
-    add_row(
-        totals, "no schedule sooner than", f"{result['bound_s']:,.1f}", f"{result['bound_s'] / result['las_s']:.2f}"
-    )
+    bound_s = result["bound_s"]
+    add_row(totals, "no schedule sooner than", f"{bound_s:,.1f}", f"{bound_s / result['las_s']:.2f}")
     rows = headed("job", "steps", "done, s", "las, s", "copies", "slots", "paid, s")
     for row in result["rows"]:
         times = f"{row['end_s']:,.1f}", f"{row['las_end_s']:,.1f}"
-        add_row(
-            rows,
-            row["name"],
-            f"{row['steps']:,}",
-            *times,
-            f"{row['copies']}",
-            f"{row['slots']}",
-            f"{row['cost_s']:,.1f}",
-        )
+        counts = f"{row['copies']}", f"{row['slots']}"
+        add_row(rows, row["name"], f"{row['steps']:,}", *times, *counts, f"{row['cost_s']:,.1f}")
     note = "Copies train apart between two averages of their states, which changes what is learned."
     note = f"{'Measured' if ran else 'Simulated'}. {note}"
     head = Text(f"  {len(result['rows'])} jobs on {len(rates)} devices, {sum(rates):g} steps/s together")

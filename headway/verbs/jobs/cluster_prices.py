@@ -36,8 +36,7 @@ from headway.report.page.plots import Bars, Candidate, picture_page, write_page
 from headway.report.paper import ScreenOptions, add_row, draw, headed, next_of, paragraph, uncut
 from headway.trace.recording.runs import Run
 from headway.verbs.shared.output import AsJson, emit
-from headway.verbs.shared.run_options import GivenPath, OutPath, Size
-from headway.verbs.shared.source import NewestRun, RunPath, run_at
+from headway.verbs.shared.run_options import GivenPath, NewestRun, OutPath, RunPath, Size, run_at
 from headway.why.fixes import run_command
 
 Facts = dict[str, Any]
@@ -49,8 +48,8 @@ def prices(
     region: str = "us-east-1", device_type: str = "", move_usd: float = 0.0, checkpoint: Size = "0",
     egress_usd_per_gb: float = 0.09, move_s: float = 0.0, hysteresis: float = 0.1,
     from_: Annotated[str, Parameter(name="--from")] = "", extend: str = "", due_hours: float = math.inf,
-    restart_s: float = 900.0, sky: GivenPath | None = None, max_restarts: int = 3,
-    out: OutPath | None = None, json: AsJson = False,
+    restart_s: float = 900.0, sky: GivenPath | None = None, max_restarts: int = 3, out: OutPath | None = None,
+    json: AsJson = False,
 ) -> int:  # fmt: skip
     """Price the rest of a job on each offer, and what each way of buying it would have come to.
 
@@ -88,7 +87,10 @@ def prices(
     move = move_usd + parse_bytes(checkpoint) / 1e9 * egress_usd_per_gb
     terms = MarketTerms.of(market, speeds, num_devices=num_devices, whole=bool(recorded), move_usd=move, move_s=move_s)
     rest = Rest(steps_left or days * DAY_S * speeds[reference], reference, hysteresis, due_hours * HOUR_S)
-    day = _date(from_) if from_ else market.last
+    try:
+        day = date.fromisoformat(from_) if from_ else market.last
+    except ValueError:
+        raise InputError(f"--from is {from_!r}; write a day such as 2020-03-01.") from None
     offers = cheapest(terms, market.index(day), rest.steps)
     result: Facts = {
         "schema": "headway.cluster-prices/1", "simulated": True, "model": model or None, "region": region,
@@ -101,14 +103,9 @@ def prices(
     result["deadline"] = deadlines(data, records.on_demand, reference, *times)
     if sky is not None:
         result["sky"] = _write_task(sky, recorded, market, offers, num_devices, max_restarts)
-    return _answered(result, out, model or str(run), as_json=json)
-
-
-def _answered(result: Facts, out: Path | None, name: str, *, as_json: bool) -> int:
-    """Write the page where one is wanted, and print the answer."""
     if out is not None:
-        result["page"] = _cost_page(out, name, result)
-    return emit(result, lambda screen: _screen(result, screen), as_json=as_json)
+        result["page"] = _cost_page(out, model or str(run), result)
+    return emit(result, lambda screen: _screen(result, screen), as_json=json)
 
 
 def _cost_page(path: Path, name: str, result: Facts) -> str:
@@ -135,7 +132,9 @@ def _job(recorded: Run | None, records: Records, model: str, device_type: str) -
         pick(table, device_type or "v100", f"device type of {model}")
         return device_type or "v100", 1, table
     ledger = Ledger.of(recorded)
-    reference, rate = device_type or _device_type(recorded.facts.device_type), steps_per_s(ledger)
+    if not device_type and recorded.facts.device_type == "cpu":
+        raise InputError("the run used no accelerator, and offers have some. Pass --device-type, such as v100.")
+    reference, rate = device_type or device_name(recorded.facts.device_type), steps_per_s(ledger)
     if not rate > 0:
         raise InputError(f"{recorded.path} has no step: its speed is unknown. Record a run that trains.")
     ratios = {} if table.get(reference) else _peak_ratios(reference, records)
@@ -144,7 +143,7 @@ def _job(recorded: Run | None, records: Records, model: str, device_type: str) -
 
 def _write_task(
     path: Path, recorded: Run | None, market: Market, offers: list[dict[str, Any]], num_devices: int, max_restarts: int
-) -> str:  # fmt: skip
+) -> str:
     """Write the task that runs a run's script on the cheapest offer of a cloud; raises `InputError` without a run."""
     if recorded is None:
         raise InputError("--sky writes the command of a run. Name RUN, a run folder.")
@@ -164,20 +163,6 @@ def _peak_ratios(reference: str, records: Records) -> dict[str, float]:
         except InputError:
             records.warnings.append(f"no speed of {kind} is known: its offers are left out")
     return found
-
-
-def _date(text: str) -> date:
-    try:
-        return date.fromisoformat(text)
-    except ValueError:
-        raise InputError(f"--from is {text!r}; write a day such as 2020-03-01.") from None
-
-
-def _device_type(name: str) -> str:
-    """Return the device type of a run as prices name it: 'NVIDIA A100-SXM4-80GB' is an a100."""
-    if name == "cpu":
-        raise InputError("the run used no accelerator, and offers have some. Pass --device-type, such as v100.")
-    return device_name(name)
 
 
 def _screen(result: Facts, screen: ScreenOptions) -> str:
@@ -211,9 +196,6 @@ def _screen(result: Facts, screen: ScreenOptions) -> str:
     return draw([head, "", *parts, "", paragraph(note, style="dim")], **screen)
 
 
-# `headway cluster batch`: the batch size with which a recorded job learns most per second, and the plan for it.
-
-
 def batch(
     run: NewestRun = None, /, *, also: str = "", batch_size: int = 0, largest: int = 0, micro_most: int = 0,
     devices: int = 0, out: GivenPath | None = None, allow: str | None = None, json: AsJson = False,
@@ -237,9 +219,7 @@ def batch(
     if min(batch_size, largest, micro_most, devices) < 0:
         raise InputError("--batch-size, --largest, --micro-most and --devices must not be below 0; 0 = not given.")
     runs = [run_at(run), *(run_at(Path(name.strip())) for name in also.split(",") if name.strip())]
-    result = batch_answer(
-        runs, batch_size=batch_size, largest=largest, micro_most=micro_most, devices=devices
-    )  # fmt: skip
+    result = batch_answer(runs, batch_size=batch_size, largest=largest, micro_most=micro_most, devices=devices)
     if out is not None:
         if result["noise_scale"] is not None and "lossy" not in granted(allow):
             raise InputError("another batch size changes what is learned. Grant it: --allow lossy, or drop --out.")

@@ -10,7 +10,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -47,8 +47,8 @@ from headway.core.wire.channel import ChannelClosed
 from headway.report.page.html import Live, ReportData, head_part, page
 from headway.report.page.sections import section, text
 from headway.report.paper import ScreenOptions, add_row, draw, grid, next_of, paragraph, uncut
-from headway.verbs.shared.output import AsJson, emit
-from headway.verbs.shared.run_options import whole_number
+from headway.verbs.shared.output import AsJson, emit, serve_page
+from headway.verbs.shared.run_options import GivenScript, whole_number
 
 FOLDER = Path("headway-cluster")
 """Where a service is, unless another folder is named."""
@@ -105,7 +105,7 @@ def serve(
 
 def submit(
     *, dir: ServiceFolder = FOLDER, name: str = "", scale: int = 1, fewest: int = 0, json: AsJson = False,
-    script: Annotated[list[str] | None, Parameter(parse=False)] = None,
+    script: GivenScript = None,
 ) -> int:  # fmt: skip
     """Hand a training script to the server; it runs under `headway run`, in this folder.
 
@@ -172,11 +172,8 @@ def explain(job: str, /, *, dir: ServiceFolder = FOLDER, json: AsJson = False) -
       job: Its id or name.
     """
     result = _asked(dir, ExplainJob(job), ExplainAnswer).job
-    return emit(
-        {"schema": "headway.cluster-explain/1", **result},
-        lambda screen: draw([Text(f"  {result['id']} ({result['name']})"), paragraph(result["words"])], **screen),
-        as_json=json,
-    )
+    answer, head = {"schema": "headway.cluster-explain/1", **result}, Text(f"  {result['id']} ({result['name']})")
+    return emit(answer, lambda screen: draw([head, paragraph(result["words"])], **screen), as_json=json)
 
 
 def _pools(slots: str) -> Mapping[str, int]:
@@ -226,11 +223,7 @@ def _queue_screen(result: QueueAnswer, command: str, screen: ScreenOptions) -> s
     rows = grid("left", "left", "left", "right", "right", "left", "right", "right", "left")
     add_row(rows, "id", "name", "state", "scale", "share", "slots", "steps", "restarts", "", style="dim")
     for row in result.jobs:
-        share: Sequence[str] = [f"{value:.0%}" for value in row["allocation"].values()]
-        add_row(
-            rows, row["id"], row["name"], row["state"], f"{row['scale']}", " ".join(share), " ".join(row["placement"]),
-            f"{row['steps_done']:,}", f"{row['restarts']}", row["reason"],
-        )  # fmt: skip
+        add_row(rows, *_cells(row, " ".join(f"{value:.0%}" for value in row["allocation"].values())))
     head = Text(f"  round {result.round}, {len(result.jobs)} jobs")
     return draw([head, "", uncut(rows), *next_of(command)], **screen)
 
@@ -255,8 +248,6 @@ def watch(
       allow_origin: Origin of another page that may read the events, as in http://dashboard:3000.
       json: Print one JSON object with the address instead of text.
     """
-    from headway.verbs.shared.live_pages import serve_page  # loads a web server, which no other verb here needs
-
     if not log_of(dir).is_file():
         raise InputError(f"{dir} holds no service. Start one: headway cluster serve --slots 2 --dir {dir}")
     return serve_page(
@@ -314,17 +305,17 @@ class ServicePage:
         return f"In {stands}" if self._serves else f"No server runs; it was left in {stands}"
 
     def _table(self) -> str:
-        rows = "".join(
-            f"<tr>{''.join(f'<td>{text(cell)}</td>' for cell in _cells(job))}</tr>" for job in self._queue.jobs
-        )
+        rows = ""
+        for job in self._queue.jobs:
+            share = ", ".join(f"{name} {value:.0%}" for name, value in job["allocation"].items())
+            rows += f"<tr>{''.join(f'<td>{text(cell)}</td>' for cell in _cells(job, share))}</tr>"
         head = "".join(f"<th>{name}</th>" for name in COLUMNS)
         body = f'<div class="scroll"><table><tr>{head}</tr>{rows}</table></div>'
         return section("jobs", "Jobs", "", body)
 
 
-def _cells(job: QueueRow) -> list[str]:
+def _cells(job: QueueRow, share: str) -> list[str]:
     """Return the cells of a job's row, in the order of `COLUMNS`."""
-    share = ", ".join(f"{name} {value:.0%}" for name, value in job["allocation"].items())
     return [
         job["id"], job["name"], job["state"], f"{job['scale']}", share, " ".join(job["placement"]),
         f"{job['steps_done']:,}", f"{job['restarts']}", job["reason"],

@@ -6,9 +6,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from cyclopts import Parameter
 from rich.text import Text
 
 from headway.catalog import DRILL, REMEDIES
@@ -24,7 +23,7 @@ from headway.trace.recording.incident import read_incidents
 from headway.trace.recording.runs import Run
 from headway.verbs.jobs.fault import ettr_of
 from headway.verbs.shared.output import emit
-from headway.verbs.shared.run_options import RunOptions
+from headway.verbs.shared.run_options import DEFAULTS, GivenOptions, GivenScript, RunOptions
 
 SPARE_RESTARTS = 3
 """Restarts beyond one per fault."""
@@ -35,15 +34,9 @@ HANG_TIMEOUT_S = 2.0
 GRACE_S = 5.0
 """Most seconds between SIGTERM and SIGKILL."""
 
-DEFAULTS = RunOptions()
-
 
 def drill(
-    *,
-    faults: str | None = None,
-    seed: int = 0,
-    options: Annotated[RunOptions, Parameter(name="*")] = DEFAULTS,
-    script: Annotated[list[str] | None, Parameter(parse=False)] = None,
+    *, faults: str | None = None, seed: int = 0, options: GivenOptions = DEFAULTS, script: GivenScript = None
 ) -> int:
     """Play real faults on a training script, one per attempt, and score what was noticed; exit 3 if one was missed.
 
@@ -67,11 +60,19 @@ def drill(
     due = schedule(names, world=num_processes(given.nproc_per_node), seed=seed)
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder) / "plan.json"  # the run folder holds a copy
-        write_plan(PlanFile((Remedy(NAME, {"due": [list(one) for one in due]}), *_guard(names))), plan)
+        # Without a guard nobody looks at losses.
+        guard = [Remedy("fault.guard", {"action": "rollback"}, allow="lossy")] if "nan" in names else []
+        write_plan(PlanFile((Remedy(NAME, {"due": [list(one) for one in due]}), *guard)), plan)
         report = launch(replace(given, apply=plan), script or [])
     if report.run is None:
         return report.code
-    answer = {"schema": "headway.drill/1", "run": str(report.run), **_account(report.run, names, seed)}
+    run, played = Run.open(report.run), read_incidents(report.run)
+    steps = int(run.trace.select(ranks=[0]).named("optimizer.step").sum())
+    rows, false_alarms = score(names, marks(report.run / FOLDER), played, steps=steps)
+    answer: dict[str, Any] = {
+        "schema": "headway.drill/1", "run": str(report.run), "seed": seed, "faults": rows,
+        "false_alarms": false_alarms, **ettr_of(run, played),
+    }  # fmt: skip
     emit(answer, lambda screen: _screen(answer, screen), as_json=options.json)
     return exit_code(answer["faults"], answer["false_alarms"], named=faults is not None)
 
@@ -99,31 +100,15 @@ def _launch_options(options: RunOptions, names: list[str]) -> LaunchOptions:
     )  # fmt: skip
 
 
-def _guard(names: list[str]) -> list[Remedy]:
-    """Return the remedy without which nobody looks at losses."""
-    return [Remedy("fault.guard", {"action": "rollback"}, allow="lossy")] if "nan" in names else []
-
-
-def _account(path: Path, names: list[str], seed: int) -> dict[str, Any]:
-    """Return what was played, what was noticed, and what it cost."""
-    incidents = read_incidents(path)
-    run = Run.open(path)
-    steps = int(run.trace.select(ranks=[0]).named("optimizer.step").sum())
-    rows, false_alarms = score(names, marks(path / FOLDER), incidents, steps=steps)
-    return {"seed": seed, "faults": rows, "false_alarms": false_alarms, **ettr_of(run, incidents)}
-
-
 def _screen(answer: dict[str, Any], screen: ScreenOptions) -> str:
     rows = answer["faults"]
     played = [row for row in rows if row["ok"] is not None]
     seen = sum(row["ok"] for row in played)
     share = f" · ETTR {format_fraction(answer['ettr'])}" if answer["ettr"] is not None else ""
-    parts: list[Any] = [Text(f"headway drill   {answer['run']}")]
     mistaken = sum(not row["ok"] and row["detected_ns"] is not None for row in played)
     otherwise = f", {mistaken} more seen as another class or rank" if mistaken else ""
     noticed = f"{seen} of {len(played)} faults noticed{otherwise}, {answer['false_alarms']} false alarms{share}\n"
-    parts.append(Text(noticed))
-    return draw([*parts, *(Text(_line(row)) for row in rows)], **screen)
+    return draw(map(Text, [f"headway drill   {answer['run']}", noticed, *map(_line, rows)]), **screen)
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -1,6 +1,8 @@
 """`headway fault incidents|plan|sim`: the failures of a run and what each cost; what to prepare; a fleet, simulated.
 
 `headway fault probe`: does every device of this host compute the same bits?
+
+`headway hang`: which ranks block a job that makes no progress.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.core.errors import HeadwayError, InputError
+from headway.core.files.safe_files import read_json
+from headway.core.mesh import Mesh
 from headway.core.units import format_fraction, format_seconds, plural
 from headway.fault.advise import AttemptTimes, ettr_over_time, saves_of, stepped_s
 from headway.fault.backup import Preparation, prepare
@@ -26,16 +30,19 @@ from headway.fault.remedies import INTERVAL, WARM
 from headway.fault.torch_self_check import SelfCheckResult, check
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.answers.metrics import ettr_of_steps
+from headway.ledger.hang import HangVerdict, localise
+from headway.ledger.hang_reports import WatchReport, of_dumps, of_watch
 from headway.ledger.runs.attempts import book_run
 from headway.report.page.plots import Line, picture_page, write_page
+from headway.report.page.ranks import render_hang
 from headway.report.paper import ScreenOptions, add_row, draw, grid
+from headway.trace.events.trace import Trace
 from headway.trace.recording.incident import REROUTE, SCHEMA, Incident, read_incidents
-from headway.trace.recording.run_facts import outcomes_of
-from headway.trace.recording.runs import Run
-from headway.verbs.jobs.hang import mesh_of
+from headway.trace.recording.run_facts import RunFacts, outcomes_of
+from headway.trace.recording.runs import Run, is_run
+from headway.trace.rings.rank_tables import json_object
 from headway.verbs.shared.output import AsJson, emit
-from headway.verbs.shared.run_options import OutPath
-from headway.verbs.shared.source import NewestRun, run_at
+from headway.verbs.shared.run_options import NewestRun, OutPath, RunPath, newest_run, run_at
 
 ETTRS = ("ettr", "ettr_simulated", "ettr_closed_form")
 """Measured; of a simulated job with the same failures; by the closed form."""
@@ -140,14 +147,13 @@ def ettr_sentence(found: Mapping[str, float | None]) -> str:
 
 
 def _screen(answer: dict[str, Any], source: str, screen: ScreenOptions) -> str:
-    rows = answer["incidents"]
-    told = "nothing failed" if not rows else f"{len(rows)} failure{'s' if len(rows) > 1 else ''}"
-    ettr = answer["ettr"]
+    rows, ettr = answer["incidents"], answer["ettr"]
+    text = "nothing failed" if not rows else f"{len(rows)} failure{'s' if len(rows) > 1 else ''}"
     share = f" · ETTR {format_fraction(ettr)}" if ettr is not None else ""
     if answer["ettr_simulated"] is not None:
         share += f" (simulated with the same failures {format_fraction(answer['ettr_simulated'])}, "
         share += f"closed form {format_fraction(answer['ettr_closed_form'])})"
-    parts: list[Any] = [Text(f"headway fault incidents   {source}"), Text(f"{told}{share}\n")]
+    parts: list[Any] = [Text(f"headway fault incidents   {source}"), Text(f"{text}{share}\n")]
     for row in rows:
         blamed = row["suspects"]
         who = ", ".join(f"rank {rank}" for rank in blamed["ranks"]) or "nobody in particular"
@@ -231,11 +237,10 @@ def sim(scenario: Path, /, *, seed: int = 0, out: OutPath | None = None, json: A
         end_s, ettr = np.array([(0.0, 1.0), *outcome.over_time]).T
         chart = _ettr_line(end_s, ettr)
         answer["page"] = write_page(out, picture_page(scenario.name, "ETTR over time, simulated", [chart]))
-    parts = [(name, format_seconds(seconds)) for name, seconds in outcome.unproductive_s.items() if seconds]
     facts = [
         ("ETTR", f"{format_fraction(outcome.ettr)}, simulated"),
         ("failures", f"{outcome.num_incidents}, the longest cost {format_seconds(outcome.longest_unproductive_s)}"),
-        *parts,
+        *((name, format_seconds(seconds)) for name, seconds in outcome.unproductive_s.items() if seconds),
     ]
     return emit(answer, lambda screen: draw([_lines(facts)], **screen), as_json=json)
 
@@ -263,8 +268,92 @@ def _self_check_lines(found: SelfCheckResult) -> list[str]:
     ranks = len(found.digests) + len(found.failed)
     if not found.odd:
         return [f"all {ranks} ranks end with the same bits ({format_seconds(found.seconds)})"]
-    lines = [f"rank {rank}: {why}" for rank, why in found.failed.items()]
-    lines += [
-        f"rank {rank}: other bits than most ({found.digests[rank]})" for rank in found.odd if rank in found.digests
-    ]
-    return [f"{len(found.odd)} of {ranks} ranks are suspected", *lines]
+    lines = [f"{len(found.odd)} of {ranks} ranks are suspected"]
+    lines += [f"rank {rank}: {why}" for rank, why in found.failed.items()]
+    odd = {rank: found.digests[rank] for rank in found.odd if rank in found.digests}
+    return lines + [f"rank {rank}: other bits than most ({digest})" for rank, digest in odd.items()]
+
+
+def hang(*source: RunPath, mesh: str | None = None, json: bool = False) -> int:
+    """Find the ranks that block a hung job: silent ones, those that did not enter what others wait in, deadlocks.
+
+    Example: `headway hang dumps/nccl_trace_rank_* --mesh tp=8,pp=4,dp=16`
+
+    Args:
+      source:
+        A run folder whose hang watch reported (the newest run by default), one of its reports, or the Flight Recorder
+        dumps of all ranks that still answer.
+      mesh: The parallel axes and their sizes, the fastest-varying first; all ranks along dp by default.
+      json: Print one JSON object (schema headway.hang/1) instead of text.
+    """
+    sources = list(source) or [newest_run()]
+    answer = verdict_of(sources, None if mesh is None else mesh_of(mesh)).to_json()
+    named = ", ".join(map(str, sources)) if len(sources) < 3 else f"{len(sources)} dumps"
+    return emit(answer, lambda screen: render_hang(answer, source=named, **screen), as_json=json)
+
+
+def verdict_of(sources: Sequence[Path], mesh: Mesh | None = None) -> HangVerdict:
+    """Localise the blockage that `sources` tell of: one run folder or report, or the dumps of all ranks.
+
+    Raises `InputError` when a run folder holds no report of its hang watch.
+    """
+    if len(sources) == 1 and is_run(sources[0]):
+        reports = watch_reports(sources[0])
+        if not reports:
+            from headway.runtime.launching.hang_watch import FLOORS_S  # loaded where it is said only
+
+            facts = json_object(sources[0] / "run.json")
+            runs = facts and RunFacts.of(facts).end_ns is None
+            asked = "so far no rank has" if runs else "no rank had"
+            usual = f"{FLOORS_S['step']:g} s in a step and {FLOORS_S['setup']:g} s before its first ones"
+            reason = f"{asked} stood still for as long as is unusual, by default at least {usual}. "
+            reason += "Ask again or name" if runs else "Name"
+            raise InputError(
+                f"{sources[0]} holds no report of the hang watch in {sources[0] / 'hang'}: {reason} the Flight "
+                "Recorder dumps of the ranks."
+            )
+        sources = reports[-1:]
+    report = watched(sources[0]) if len(sources) == 1 else None
+    # Where hosts run ahead of devices their places say little; what the ranks' queues held does, if they were asked:
+    # the newest dump of each rank that the hang watches of a run's hosts collected in RUN/hang/<n>/.
+    newest: dict[str, Path] = {}
+    if report is not None and report.ahead:
+        dumps = sources[0].parent.glob("*/r*.flight.json")
+        newest = {path.name: path for path in sorted(dumps, key=lambda path: int(path.parent.name))}
+    if report is None or newest:
+        found = of_dumps(Trace.open([path for _, path in sorted(newest.items())] or list(sources)), mesh)
+    else:
+        found = of_watch(report, mesh)
+    return localise(found.reports, found.mesh, groups=found.groups)
+
+
+def watch_reports(run: Path) -> list[Path]:
+    """Return the reports of a run's hang watch, oldest first."""
+    files = (file for file in (run / "hang").glob("*.json") if file.stem.isdecimal())
+    return sorted(files, key=lambda file: int(file.stem))
+
+
+def watched(path: Path) -> WatchReport | None:
+    """Return a hang watch's report, None when the file is something else."""
+    if path.suffix != ".json":
+        return None
+    try:
+        found = read_json(path, fix="Copy the file again.")
+    except OSError as cause:
+        raise InputError(f"{path} cannot be read: {cause}. Name a file that exists.") from cause
+    return WatchReport.of(found, str(path)) if isinstance(found, dict) and "entries" not in found else None
+
+
+def mesh_of(text: str) -> Mesh:
+    """Return the mesh that 'tp=8,pp=4,dp=16' names, the fastest-varying axis first. Raises `InputError`.
+
+    >>> mesh_of("tp=2,dp=4").product()
+    'tp(2) * dp(4)'
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if not axis or not size.isdecimal() or axis in sizes:
+            raise InputError(f"--mesh holds {part!r}; write each axis once with its size, such as tp=8,pp=4,dp=16.")
+        sizes[axis] = int(size)
+    return Mesh(sizes)

@@ -34,11 +34,9 @@ from headway.report.page.plots import Line, picture_page, write_page
 from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, uncut
 from headway.trace.recording.runs import is_run
 from headway.verbs.shared.output import AsJson, emit
-from headway.verbs.shared.run_options import OutPath
-from headway.verbs.shared.source import RunPath, run_at
+from headway.verbs.shared.run_options import OutPath, RunPath, run_at
 
 ROWS = {"ramp_w_per_s": "ramp, W/s", "range_w": "range, W", "band_rms_w": "band, W rms", "band_share": "band, share"}
-
 
 FILLER = "headway applies a filler beside ranks on CPUs only; leave it out on accelerators: --use floor,ramps,battery"
 """What a plan with a filler has to say."""
@@ -63,8 +61,8 @@ class SiteOptions:
 
 
 def check(
-    source: RunPath | None = None, /, *, site: Annotated[SiteOptions, Parameter(name="*")],
-    out: OutPath | None = None, json: AsJson = False,
+    source: RunPath | None = None, /, *, site: Annotated[SiteOptions, Parameter(name="*")], out: OutPath | None = None,
+    json: AsJson = False,
 ) -> int:  # fmt: skip
     """Hold the power of a site against a specification; exit 3 when a limit does not hold.
 
@@ -119,11 +117,10 @@ def _power_page(wave: Waveform, limits: GridSpec, name: str) -> str:
 
 
 def plan(
-    source: RunPath | None = None, /, *, site: Annotated[SiteOptions, Parameter(name="*")],
-    use: str = "", max_storage_j: float = math.inf,
-    usd_per_kwh: float = 0.08, storage_usd_per_kwh: float = 400.0, storage_usd_per_kw: float = 150.0,
-    compute_usd_per_kwh: float = 3.0,
-    on_after_s: float = 0.02, out: OutPath | None = None, json: AsJson = False,
+    source: RunPath | None = None, /, *, site: Annotated[SiteOptions, Parameter(name="*")], use: str = "",
+    max_storage_j: float = math.inf, usd_per_kwh: float = 0.08, storage_usd_per_kwh: float = 400.0,
+    storage_usd_per_kw: float = 150.0, compute_usd_per_kwh: float = 3.0, on_after_s: float = 0.02,
+    out: OutPath | None = None, json: AsJson = False,
 ) -> int:  # fmt: skip
     """Find the cheapest of floor, ramps, filler and battery with which a specification holds; exit 3 without one.
 
@@ -235,7 +232,6 @@ def _plan_screen(result: Mapping[str, Any], screen: ScreenOptions) -> str:
         )
     else:
         said = f"Nothing of {', '.join(result['used'])} makes the specification hold; {storage}."
-    parts: list[Any] = [uncut(rows), ""] if result["mitigations"] else []
-    notes = [paragraph(text, style="yellow") for text in result["notes"]]
-    basis, path = paragraph(result["basis"], style="dim"), paragraph(result["path"])
-    return draw([*parts, paragraph(said), *notes, basis, path], **screen)
+    parts: list[Any] = [uncut(rows), "", paragraph(said)] if result["mitigations"] else [paragraph(said)]
+    parts += [paragraph(text, style="yellow") for text in result["notes"]]
+    return draw([*parts, paragraph(result["basis"], style="dim"), paragraph(result["path"])], **screen)

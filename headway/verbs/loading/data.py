@@ -1,8 +1,6 @@
-"""`headway data`: the input side of a run.
+"""`headway data stalls|cluster|audit`: the input side of a run.
 
-`headway data cluster`: write a table with the rows of each session side by side.
-
-`headway data audit`: prove from what runs recorded that every example was delivered once per epoch.
+Where loaders wait; a table with the rows of each session side by side; proof that examples were delivered once.
 """
 
 from __future__ import annotations
@@ -17,20 +15,19 @@ from rich.text import Text
 
 from headway.core.errors import InputError
 from headway.core.units import format_bytes, format_seconds
-from headway.data.loader.audit import VERDICTS, Epoch, Leg, judge, legs_of, passes_of
+from headway.data.loader.audit import VERDICTS, Leg, judge, legs_of, passes_of
 from headway.data.sessions import BATCH, cluster_parquet
 from headway.data.stalls.model import StallReport, attribute, what_if
 from headway.ledger.answers.ledger import count_words
 from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph
-from headway.report.terminal import render_stalls, render_whatif
+from headway.report.screens import render_stalls, render_whatif
 from headway.sim.recorded.program import Program
 from headway.sim.whatif import Prediction
 from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.recording.runs import Run, merge
 from headway.verbs.loading.measure import STEPS, measure
 from headway.verbs.shared.output import AsJson, emit
-from headway.verbs.shared.run_options import GivenPath
-from headway.verbs.shared.source import NewestRun, RunPath, newest_run, run_at
+from headway.verbs.shared.run_options import AsModule, GivenPath, GivenScript, NewestRun, RunPath, newest_run, run_at
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +50,10 @@ NOTHING = WhatIfOptions()
 
 
 def stalls(
-    run: NewestRun = None,
-    /,
-    *,
-    options: Annotated[WhatIfOptions, Parameter(name="*")] = NOTHING,
-    steps: int | None = None,
-    nproc_per_node: str | None = None,
-    module: Annotated[bool, Parameter(alias="-m")] = False,
-    out: GivenPath | None = None,
-    json: AsJson = False,
-    script: Annotated[list[str] | None, Parameter(parse=False)] = None,
-) -> int:
+    run: NewestRun = None, /, *, options: Annotated[WhatIfOptions, Parameter(name="*")] = NOTHING,
+    steps: int | None = None, nproc_per_node: str | None = None, module: AsModule = False, out: GivenPath | None = None,
+    json: AsJson = False, script: GivenScript = None,
+) -> int:  # fmt: skip
     """Split a run's input stalls into fetch, prep and transfer, and name the best remedy.
 
     A recorded run is replayed without each. A script behind `--` is run
@@ -82,7 +72,15 @@ def stalls(
       out: With a script: folder for the three runs; headway-runs/SCRIPT-stalls-N by default.
     """
     if script is not None:
-        return _measured(run, options, steps, nproc_per_node, module=module, out=out, json=json, script=script)
+        wrong = ([f"the run {run}"] if run else []) + [f"--{name.replace('_', '-')}" for name in options.asked]
+        if wrong:
+            raise InputError(
+                f"{', '.join(wrong)} and a script behind -- exclude each other: what-ifs are of a recorded run. Drop "
+                "one; measure the script first, then ask of OUT/cold."
+            )
+        steps = STEPS if steps is None else steps
+        split, answer = measure(script, steps=steps, nproc_per_node=nproc_per_node, module=module, out=out)
+        return emit(answer, lambda screen: _measured_screen(split, answer, screen), as_json=json)
     given = {"--steps": steps, "--nproc-per-node": nproc_per_node, "--module": module or None, "--out": out}
     wrong = [name for name, value in given.items() if value is not None]
     if wrong:
@@ -90,36 +88,12 @@ def stalls(
     recorded = run_at(run)
     program = Program.from_run(recorded)
     report = attribute(program)
-    answer: dict[str, Any] = {**report.to_json(), "counts": recorded.facts.input}
+    answer = {**report.to_json(), "counts": recorded.facts.input}
     prediction = what_if(program, **options.asked) if options.asked else None
     if prediction is not None:
         after = attribute(program, prediction.edits, fixes=False)
         answer |= {"what_if": prediction.to_json(), "after": after.to_json()}
     return emit(answer, lambda screen: _replayed_screen(report, recorded.facts.input, prediction, screen), as_json=json)
-
-
-def _measured(
-    run: Path | None,
-    options: WhatIfOptions,
-    steps: int | None,
-    nproc_per_node: str | None,
-    *,
-    module: bool,
-    out: Path | None,
-    json: bool,
-    script: list[str],
-) -> int:
-    """Measure the script in three phases."""
-    wrong = ([f"the run {run}"] if run else []) + [f"--{name.replace('_', '-')}" for name in options.asked]
-    if wrong:
-        raise InputError(
-            f"{', '.join(wrong)} and a script behind -- exclude each other: what-ifs are of a recorded run. Drop one; "
-            "measure the script first, then ask of OUT/cold."
-        )
-    report, answer = measure(
-        script, steps=STEPS if steps is None else steps, nproc_per_node=nproc_per_node, module=module, out=out
-    )
-    return emit(answer, lambda screen: _measured_screen(report, answer, screen), as_json=json)
 
 
 def _replayed_screen(
@@ -140,30 +114,19 @@ def _measured_screen(report: StallReport, answer: Mapping[str, Any], screen: Scr
     for name, phase in answer["phases"].items():
         rate, read, cpu = phase["examples_per_s"], phase["read_bytes_per_s"], phase["cpu_fraction"]
         add_row(
-            table,
-            name,
-            format_seconds(phase["step_s"]),
-            "" if rate is None else f"{rate:.4g}",
-            "" if read is None else f"{format_bytes(read)}/s",
-            "" if cpu is None else f"{100 * cpu:.0f} %",
+            table, name, format_seconds(phase["step_s"]), "" if rate is None else f"{rate:.4g}",
+            "" if read is None else f"{format_bytes(read)}/s", "" if cpu is None else f"{100 * cpu:.0f} %",
             *("" if phase[key] is None else format_bytes(phase[key]) for key in ("rss_bytes", "shm_bytes")),
-        )
+        )  # fmt: skip
     where = paragraph(f"The three runs are in {answer['runs']}", style="dim")
     below = draw([Text("  What was measured", style="bold"), table, "", where], **screen)
     return f"{render_stalls(report, source=answer['source'], **screen)}\n\n{below}"
 
 
 def cluster(
-    source: Path,
-    target: Path,
-    /,
-    *,
-    by: str = "session",
-    time: str | None = None,
-    shuffle: int | None = None,
-    batch_size: int = BATCH,
-    json: AsJson = False,
-) -> int:
+    source: Path, target: Path, /, *, by: str = "session", time: str | None = None, shuffle: int | None = None,
+    batch_size: int = BATCH, json: AsJson = False,
+) -> int:  # fmt: skip
     """Write a Parquet table with the rows of each session side by side, in time order inside.
 
     Rows of one session repeat most of each other's id lists. Side by side
@@ -191,10 +154,9 @@ def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
     add_row(table, "file", format_bytes(answer["bytes_before"]), format_bytes(answer["bytes_after"]))
     mixed = [f"{answer[f'sessions_per_batch_{when}']:.4g}" for when in ("before", "after")]
     add_row(table, f"sessions per batch of {answer['batch_size']}", *mixed)
-    rows = f"{answer['num_rows']} rows of {answer['num_sessions']} sessions, {answer['rows_per_session']:.1f} each"
-    return draw(
-        [Text(f"  {rows}", style="bold"), table, Text(f"  Written to {answer['target']}", style="dim")], **screen
-    )
+    rows = f"  {answer['num_rows']} rows of {answer['num_sessions']} sessions, {answer['rows_per_session']:.1f} each"
+    written = Text(f"  Written to {answer['target']}", style="dim")
+    return draw([Text(rows, style="bold"), table, written], **screen)
 
 
 WRONG = ("repeats", "loses")
@@ -225,13 +187,14 @@ def audit(*runs: RunPath, json: AsJson = False) -> int:
             f"{', '.join(str(run.path) for run in opened)} holds no delivery of headway's DataLoader. Import it from "
             "headway.data in place of torch's and record again; torch's own leaves no such record."
         )
+    rows = [
+        {"dataset": loaders.get(epoch.loader, LoaderFacts()).dataset or None, **epoch.to_json()} for epoch in epochs
+    ]
     answer = {
-        "schema": "headway.data.audit/1",
-        "runs": [str(run.path) for run in opened],
-        "epochs": [_row(epoch, loaders.get(epoch.loader, LoaderFacts())) for epoch in epochs],
+        "schema": "headway.data.audit/1", "runs": [str(run.path) for run in opened], "epochs": rows,
         "exact": all(epoch.verdict == "exact" for epoch in epochs),
         "wrong": sum(epoch.verdict in WRONG for epoch in epochs),
-    }
+    }  # fmt: skip
     emit(answer, lambda screen: _audit_screen(answer, screen), as_json=json)
     return 3 if answer["wrong"] else 0
 
@@ -256,10 +219,6 @@ def legs(runs: Iterable[Run]) -> list[Leg]:
             passes = {rank: passes_of(part, rank, shift_ns=shift_ns) for rank, part in ranks}
             found += legs_of(run.path.name, number, passes)
     return found
-
-
-def _row(epoch: Epoch, facts: LoaderFacts) -> dict[str, Any]:
-    return {"dataset": facts.dataset or None, **epoch.to_json()}
 
 
 def _audit_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:

@@ -97,26 +97,21 @@ def _measured(source: Some, workers: int, rounds: int) -> dict[str, Any]:
     found = torch_costs.costs(source, workers, rounds=rounds, say=_say)
     base = next(cost for cost in found if cost.name == torch_costs.COMMON)
     pixels = {cost.digest for cost in found if cost.name != torch_costs.COMMON and not cost.missing}
+    rows: list[dict[str, Any]] = [{"name": cost.name} for cost in found]
+    for row, cost in zip(rows, found, strict=True):
+        if cost.missing:
+            row["missing"] = cost.missing
+        else:
+            row |= _spread("cpu_s_per_image", cost.cpu_s_per_image)
+            row["to_common"] = _ratio(cost.cpu_s_per_image, base.cpu_s_per_image)
+    transports = [
+        {"name": name, **_spread("cpu_s_per_batch", spent), "to_queue": _ratio(spent, moved["queue"])}
+        for name, spent in moved.items()
+    ]
     return {
-        "loaders": [
-            {"name": cost.name, "missing": cost.missing}
-            if cost.missing
-            else {
-                "name": cost.name,
-                **_spread("cpu_s_per_image", cost.cpu_s_per_image),
-                "to_common": _ratio(cost.cpu_s_per_image, base.cpu_s_per_image),
-            }
-            for cost in found
-        ],
-        "common": base.name,
-        "equal_pixels": len(pixels) <= 1,
-        "transports": [
-            {"name": name, **_spread("cpu_s_per_batch", spent), "to_queue": _ratio(spent, moved["queue"])}
-            for name, spent in moved.items()
-        ],
-        "batch_bytes": torch_costs.BATCH_BYTES,
-        "torch": torch.__version__,
-    }
+        "loaders": rows, "common": base.name, "equal_pixels": len(pixels) <= 1, "transports": transports,
+        "batch_bytes": torch_costs.BATCH_BYTES, "torch": torch.__version__,
+    }  # fmt: skip
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, Any]:
@@ -130,7 +125,6 @@ def _ratio(values: Sequence[float], base: Sequence[float]) -> float | None:
 
 
 def _say(what: str) -> None:
-    """Tell a person who waits what runs."""
     print(f"headway: {what}", file=sys.stderr, flush=True)
 
 
@@ -149,26 +143,15 @@ def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
     for row in answer["transports"]:
         add_row(moves, TRANSPORTS[row["name"]], *_cells(row, "cpu_s_per_batch", "to_queue"))
     equal = "Pixels are equal but for Pillow's, which rounds otherwise." if answer["equal_pixels"] else "PIXELS DIFFER."
-    return draw(
-        [
-            Text("  A JPEG decoded, cropped, resized to 224 x 224, mirrored, batched", style="bold"),
-            loaders,
-            paragraph(
-                f"{images['count']} images ({where}), {format_bytes(images['mean_bytes'])} each. Ratio: to "
-                f"{answer['common']}. {equal}",
-                style="dim",
-            ),
-            "",
-            Text("  A batch handed to another process", style="bold"),
-            moves,
-            paragraph(
-                f"{answer['rounds']} rounds, {answer['cores']} cores, torch {answer['torch']}, "
-                f"{format_seconds(answer['seconds'])} in all. Ratio: to torch's queue. Spread: over rounds.",
-                style="dim",
-            ),
-        ],
-        **screen,
-    )
+    source = f"{images['count']} images ({where}), {format_bytes(images['mean_bytes'])} each"
+    times = f"{answer['rounds']} rounds, {answer['cores']} cores, torch {answer['torch']}, "
+    times += f"{format_seconds(answer['seconds'])} in all. Ratio: to torch's queue. Spread: over rounds."
+    parts: list[Any] = [
+        Text("  A JPEG decoded, cropped, resized to 224 x 224, mirrored, batched", style="bold"), loaders,
+        paragraph(f"{source}. Ratio: to {answer['common']}. {equal}", style="dim"), "",
+        Text("  A batch handed to another process", style="bold"), moves, paragraph(times, style="dim"),
+    ]  # fmt: skip
+    return draw(parts, **screen)
 
 
 def _cells(row: Mapping[str, Any], key: str, ratio: str) -> list[str]:

@@ -25,22 +25,11 @@ from headway.verbs.shared.run_options import GivenPath, Size
 
 
 def plan(
-    pipeline: str | None = None,
-    /,
-    *,
-    stats: GivenPath | None = None,
-    ops: GivenPath | None = None,
-    cores: int | None = None,
-    slots: int = 32,
-    variant: str | None = None,
-    target: float | None = None,
-    cache: Size = "0",
-    examples: int = 0,
-    explain: bool = False,
-    check: bool = False,
-    out: GivenPath | None = None,
+    pipeline: str | None = None, /, *, stats: GivenPath | None = None, ops: GivenPath | None = None,
+    cores: int | None = None, slots: int = 32, variant: str | None = None, target: float | None = None,
+    cache: Size = "0", examples: int = 0, explain: bool = False, check: bool = False, out: GivenPath | None = None,
     json: AsJson = False,
-) -> int:
+) -> int:  # fmt: skip
     """Choose order, cache, workers, offload and fusion of an input pipeline from its profile.
 
     The profile is a file (--stats with --ops), or measured on the spot on a
@@ -102,29 +91,16 @@ def _measured(pipeline: Any, stats: Path | None, ops: Path | None) -> tuple[Sequ
 def plan_answer(chosen: PipelinePlan, *, explain: bool = False) -> dict[str, Any]:
     """Return what `headway data plan --json` prints: milliseconds, and per slice its first operator's id as key."""
     answer: dict[str, Any] = {
-        "schema": "headway.data-plan/1",
-        "cost_ms": 1000 * chosen.cost_s,
-        "baseline_ms": 1000 * chosen.baseline_s,
-        "order": list(chosen.order),
-        "fused": [list(part.ops) for part in chosen.slices],
+        "schema": "headway.data-plan/1", "cost_ms": 1000 * chosen.cost_s, "baseline_ms": 1000 * chosen.baseline_s,
+        "order": list(chosen.order), "fused": [list(part.ops) for part in chosen.slices],
         "submit_batch": {str(part.ops[0]): part.submit_batch for part in chosen.slices},
-        "actors": {str(part.ops[0]): part.actors for part in chosen.slices},
-        "planned_ms": 1000 * chosen.planned_s,
-        "orders": chosen.num_orders,
-        "cache_after": chosen.cache_after,
-        "workers": chosen.workers,
-    }
+        "actors": {str(part.ops[0]): part.actors for part in chosen.slices}, "planned_ms": 1000 * chosen.planned_s,
+        "orders": chosen.num_orders, "cache_after": chosen.cache_after, "workers": chosen.workers,
+    }  # fmt: skip
     return answer | ({"why": list(chosen.reasons)} if explain else {})
 
 
-def profile(
-    pipeline: str,
-    /,
-    *,
-    examples: int = 256,
-    out: GivenPath | None = None,
-    json: AsJson = False,
-) -> int:
+def profile(pipeline: str, /, *, examples: int = 256, out: GivenPath | None = None, json: AsJson = False) -> int:
     """Measure what each operator of a headway.data.Pipeline costs: CPU time and bytes per example.
 
     With --out, two files are written that `headway data plan` reads:
@@ -140,7 +116,7 @@ def profile(
     loaded = _pipeline(pipeline)
     measured: PipelineProfile = loaded.profile(examples)
     declared: tuple[Op, ...] = loaded.ops()
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "id": op.id, "name": op.name, "seconds": measured.seconds[op.id], "in_bytes": measured.in_bytes[op.id],
             "out_bytes": measured.out_bytes[op.id], "depends_on": list(op.depends_on),
@@ -151,7 +127,11 @@ def profile(
     if out is not None:
         _write(out.with_name(out.name + ".yaml"), stats_text(measured))
         _write(out.with_name(out.name + ".toml"), ops_text(declared))
-    return emit(answer, lambda screen: draw([_table(rows)], **screen), as_json=json)
+    table = headed("id", "operator", "ms", "bytes in", "bytes out", align="right left right right right")
+    for row in rows:
+        cells = (f"{1000 * row['seconds']:.4g}", f"{row['in_bytes']:.0f}", f"{row['out_bytes']:.0f}")
+        add_row(table, str(row["id"]), row["name"], *cells)
+    return emit(answer, lambda screen: draw([table], **screen), as_json=json)
 
 
 def _write(path: Path, text: str) -> None:
@@ -189,11 +169,3 @@ def _screen(
         verdict = "equal bit by bit" if found["equal"] else f"DIFFERENT, by {found['largest_difference']:.4g} at most"
         parts.append(Text(f"  {found['examples']} examples in both orders: {verdict}.", style="bold"))
     return draw(parts, **screen)
-
-
-def _table(rows: Sequence[Mapping[str, Any]]) -> Any:
-    table = headed("id", "operator", "ms", "bytes in", "bytes out", align="right left right right right")
-    for row in rows:
-        cells = (f"{1000 * row['seconds']:.4g}", f"{row['in_bytes']:.0f}", f"{row['out_bytes']:.0f}")
-        add_row(table, str(row["id"]), row["name"], *cells)
-    return table

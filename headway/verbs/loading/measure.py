@@ -14,10 +14,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from cyclopts import Parameter
 from rich.text import Text
 
 from headway.catalog import CHECKS, MEASUREMENTS
@@ -37,7 +36,7 @@ from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.recording.run_facts import RunFacts, outcomes_of
 from headway.trace.recording.runs import Run
 from headway.verbs.shared.output import AsJson, emit
-from headway.verbs.shared.run_options import GivenPath
+from headway.verbs.shared.run_options import AsModule, GivenPath, GivenScript
 
 STEPS = 60
 """Steps of each phase by default, warm-up included."""
@@ -98,27 +97,23 @@ class PhaseResult:
         count = min(len(row["step_s"]) for row in rows)
         times = np.mean([row["step_s"][:count] for row in rows], axis=0) if count else np.zeros(0)
         groups = sorted({group for row in rows for group in row["batches"]})
+        batches = {group: max(row["batches"].get(group, 0) for row in rows) for group in groups}
         return cls(
-            tuple(times.tolist()),
-            {group: max(row["batches"].get(group, 0) for row in rows) for group in groups},
-            rows[0]["epoch_batches"],
-            _used([row["used"] for row in rows]),
-            all(row["complete"] for row in rows),
-            sum(row.get("files_dropped", 0) for row in rows),
+            tuple(times.tolist()), batches, rows[0]["epoch_batches"], _used([row["used"] for row in rows]),
+            all(row["complete"] for row in rows), sum(row.get("files_dropped", 0) for row in rows),
             max(row.get("dropping_s", 0.0) for row in rows),
-        )
+        )  # fmt: skip
 
     def to_json(self, examples: float | None) -> dict[str, object]:
         """Return the phase's part of the answer; `examples` = of all ranks in one step, None when not known."""
         used, seconds = self.used, self.used.get("seconds", 0.0)
         return {
-            "step_s": self.mean_s,
-            "steps": len(self.step_s) - WARMUP_STEPS,
+            "step_s": self.mean_s, "steps": len(self.step_s) - WARMUP_STEPS,
             "examples_per_s": examples / self.mean_s if examples else None,
             "read_bytes_per_s": used["read_bytes"] / seconds if seconds else None,
             "cpu_fraction": used["cpu_s"] / seconds / host_cores() if seconds else None,
             **{name: used.get(name) for name in ("rss_bytes", "shm_bytes", "page_cache_bytes")},
-        }
+        }  # fmt: skip
 
 
 def _used(rows: Sequence[Sequence[Mapping[str, float]]]) -> dict[str, float]:
@@ -132,13 +127,9 @@ def _used(rows: Sequence[Sequence[Mapping[str, float]]]) -> dict[str, float]:
 
 
 def measure(
-    script: Sequence[str],
-    *,
-    steps: int = STEPS,
-    nproc_per_node: str | None = None,
-    module: bool = False,
-    out: GivenPath | None = None,
-) -> tuple[StallReport, dict[str, object]]:
+    script: Sequence[str], *, steps: int = STEPS, nproc_per_node: str | None = None, module: bool = False,
+    out: Path | None = None,
+) -> tuple[StallReport, dict[str, object]]:  # fmt: skip
     """Run `script` three times; return the split, and the object of `headway data stalls --json` with `phases` in it.
 
     The script's output goes to stderr; its three run folders are kept in
@@ -155,21 +146,28 @@ def measure(
     phases: dict[str, PhaseResult] = {}
     for number, name in enumerate(MEASUREMENTS, 1):
         phase = name.partition(".")[2]
-        print(
-            f"headway: phase {number} of {len(MEASUREMENTS)}, {phase} input, {steps} steps", file=sys.stderr, flush=True
-        )
+        text = f"headway: phase {number} of {len(MEASUREMENTS)}, {phase} input, {steps} steps"
+        print(text, file=sys.stderr, flush=True)
         parameters: dict[str, Any] = {"steps": steps, "warmup": WARMUP_STEPS}
         if phases:
             parameters |= {"batches": phases["cold"].batches, "epoch_batches": phases["cold"].epoch_batches}
-        plan = folder / f"{phase}.json"
-        write_plan(PlanFile((Remedy(name, parameters),)), plan)
-        options = LaunchOptions(
-            nproc_per_node=nproc_per_node, module=module, out=folder / phase, apply=plan, remedies=MEASUREMENTS,
-            windows=0.0, quiet=True, json=True,
-        )  # fmt: skip
-        report = launch(options, script)
+        report = _launched(Remedy(name, parameters), MEASUREMENTS, folder, phase, script, nproc_per_node, module=module)
         phases[phase] = checked(phase, PhaseResult.read(folder / phase), report)
     return answer(script, folder, phases)
+
+
+def _launched(
+    remedy: Remedy, remedies: dict[str, str], folder: Path, name: str, script: Sequence[str],
+    nproc_per_node: str | None, *, module: bool,
+) -> ExitReport:  # fmt: skip
+    """Run a script under one remedy, without windows and words, in the folder `name` of `folder`."""
+    plan = folder / f"{name}.json"
+    write_plan(PlanFile((remedy,)), plan)
+    options = LaunchOptions(
+        nproc_per_node=nproc_per_node, module=module, out=folder / name, apply=plan, remedies=remedies, windows=0.0,
+        quiet=True, json=True,
+    )  # fmt: skip
+    return launch(options, script)
 
 
 def checked(name: str, phase: PhaseResult | None, report: ExitReport) -> PhaseResult:
@@ -227,12 +225,10 @@ def answer(
         note=replayed.note if replayed else problem,
     )
     return report, {
-        **report.to_json(),
-        "source": Path(script[0]).name,
-        "runs": str(folder),
+        **report.to_json(), "source": Path(script[0]).name, "runs": str(folder),
         "phases": {name: phase.to_json(examples) for name, phase in phases.items()},
         "replayed": replayed.to_json() if replayed else None,
-    }
+    }  # fmt: skip
 
 
 def replay(run: Path, measured_s: float) -> tuple[StallReport | None, str]:
@@ -291,14 +287,9 @@ def doubts(phases: Mapping[str, PhaseResult], waited_fraction: float, folder: Pa
 
 
 def verify_resume(
-    *,
-    batches: int = 12,
-    nproc_per_node: str | None = None,
-    module: Annotated[bool, Parameter(alias="-m")] = False,
-    out: GivenPath | None = None,
-    json: AsJson = False,
-    script: Annotated[list[str] | None, Parameter(parse=False)] = None,
-) -> int:
+    *, batches: int = 12, nproc_per_node: str | None = None, module: AsModule = False, out: GivenPath | None = None,
+    json: AsJson = False, script: GivenScript = None,
+) -> int:  # fmt: skip
     """Interrupt the loaders of a script, go on, and compare every example bit by bit.
 
     The script is started unmodified and stopped at its first optimizer step.
@@ -321,13 +312,8 @@ def verify_resume(
         raise InputError(f"--batches is {batches}; an interruption needs a batch before and after it. Pass 2 or more.")
     check(LaunchOptions(nproc_per_node=nproc_per_node, module=module), script)
     folder = claim_folder(out) if out else next_folder(RUNS, f"{Path(script[0]).stem}-resume")
-    plan = folder / "check.json"
-    write_plan(PlanFile((Remedy("check.resume", {"batches": batches}),)), plan)
-    options = LaunchOptions(
-        nproc_per_node=nproc_per_node, module=module, out=folder / "run", apply=plan, remedies=CHECKS, windows=0.0,
-        quiet=True, json=True,
-    )  # fmt: skip
-    report = launch(options, script)
+    remedy = Remedy("check.resume", {"batches": batches})
+    report = _launched(remedy, CHECKS, folder, "run", script, nproc_per_node, module=module)
     if report.code:
         raise InputError(
             f"the script failed (exit code {report.code}, {report.cls}); its run is in {folder / 'run'}. Make it work "
@@ -336,13 +322,9 @@ def verify_resume(
     loaders = _loaders(folder / "run")
     equal = [case["examples"] and case["batches"] is not False for row in loaders for case in row.get("cases", [])]
     answer = {
-        "schema": "headway.data-verify-resume/1",
-        "script": script[0],
-        "run": str(folder / "run"),
-        "loaders": loaders,
-        "exact": bool(equal) and all(equal),
-        "compared": len(equal),
-    }
+        "schema": "headway.data-verify-resume/1", "script": script[0], "run": str(folder / "run"), "loaders": loaders,
+        "exact": bool(equal) and all(equal), "compared": len(equal),
+    }  # fmt: skip
     emit(answer, lambda screen: _screen(answer, screen), as_json=json)
     return 0 if answer["exact"] else 3
 
@@ -375,14 +357,13 @@ def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
         if row["hint"]:
             parts.append(paragraph(row["hint"]))
         if row["loader"] == "torch":
-            parts.append(
-                paragraph(
-                    "The script uses torch's own loader, which has no state: this is what "
-                    "`from headway.data import DataLoader` would give it.",
-                    style="dim",
-                )
-            )
+            parts.append(paragraph(OF_TORCH, style="dim"))
     verdict = "Resume is exact." if answer["exact"] else "Resume is NOT proven exact."
-    parts.append("")
-    parts.append(Text(f"  {verdict} {answer['compared']} interruptions compared.", style="bold"))
-    return draw(parts, **screen)
+    end = Text(f"  {verdict} {answer['compared']} interruptions compared.", style="bold")
+    return draw([*parts, "", end], **screen)
+
+
+OF_TORCH = (
+    "The script uses torch's own loader, which has no state: this is what `from headway.data import DataLoader` would "
+    "give it."
+)

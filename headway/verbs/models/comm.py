@@ -41,29 +41,23 @@ from headway.cost.codecs import read_codec
 from headway.cost.collectives import read_shape
 from headway.plan.optimiser import optimise
 from headway.plan.proposal import MIN_SPEEDUP
-from headway.report.alignment import render_optimised
 from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, uncut
+from headway.report.terminal import render_optimised
 from headway.sim.ddp.ddp_replay import DdpReplay
 from headway.sim.training_moves import recorded_step
 from headway.sim.training_step import TrainingStep
 from headway.sim.whatif import ResolvedEdits
 from headway.verbs.shared.output import emit
-from headway.verbs.shared.run_options import GivenPath, OutPath
-from headway.verbs.shared.source import RunPath, run_at
+from headway.verbs.shared.run_options import GivenPath, OutPath, RunPath, run_at
 
 EQUIVALENT = "result-equivalent"
 """The grant under which gradients are summed in another order."""
 
 
 def plan(
-    run: RunPath | None = None,
-    /,
-    *,
-    out: OutPath | None = None,
-    ranks: int | None = None,
-    allow: str | None = None,
+    run: RunPath | None = None, /, *, out: OutPath | None = None, ranks: int | None = None, allow: str | None = None,
     json: bool = False,
-) -> int:
+) -> int:  # fmt: skip
     """Search for the gradient buckets under which RUN's step is shortest, and write a plan that `run --apply` takes.
 
     Example: `headway comm plan headway-runs/train-1 -o comm-plan.json`
@@ -91,21 +85,12 @@ def plan(
     if worth:
         write_plan(made, path)
     answer: dict[str, Any] = {
-        **found.to_json(),
-        "schema": "headway.comm-plan/1",
-        "ranks": found.after.network.num_ranks,
-        "path": str(path) if worth else None,
-        "confirmed_speedup": made.predicted_speedup if ranks is None else None,
-        "interval": None if made.interval is None else list(made.interval),
-        "note": note,
-    }
-    return emit(
-        answer,
-        lambda screen: render_optimised(
-            answer, source=str(recorded.path), plan_path=str(path) if worth else "", **screen
-        ),
-        as_json=json,
-    )
+        **found.to_json(), "schema": "headway.comm-plan/1", "ranks": found.after.network.num_ranks,
+        "path": str(path) if worth else None, "confirmed_speedup": made.predicted_speedup if ranks is None else None,
+        "interval": None if made.interval is None else list(made.interval), "note": note,
+    }  # fmt: skip
+    source, written = str(recorded.path), answer["path"] or ""
+    return emit(answer, lambda s: render_optimised(answer, source=source, plan_path=written, **s), as_json=json)
 
 
 def confirmed(made: PlanFile, replay: DdpReplay, baseline: str) -> tuple[PlanFile, str]:
@@ -170,14 +155,7 @@ def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
     return draw([uncut(rows), "", paragraph(f"All sizes: {answer['path']}")], **screen)
 
 
-def overlap(
-    *,
-    shapes: str,
-    ranks: int = 2,
-    out: OutPath | None = None,
-    again: bool = False,
-    json: bool = False,
-) -> int:
+def overlap(*, shapes: str, ranks: int = 2, out: OutPath | None = None, again: bool = False, json: bool = False) -> int:
     """Time a matmul beside its all-gather or reduce-scatter in every form, and choose one: plain unless 5 % are won.
 
     Example: `headway comm overlap --shapes 512x1024x4096,rs:512x4096x1024 --json`
@@ -197,23 +175,17 @@ def overlap(
     path = out or Path(OVERLAP_FILE)
     table = measure_forms(read, path, ranks=ranks, again=again)
     rows = [row for shape in dict.fromkeys(read) if (row := table.of(shape)) is not None]
+    forms = [
+        {
+            "shape": row.shape, "chosen": row.chosen, "plain_s": row.seconds("plain"),
+            "chosen_s": row.seconds(row.chosen), "ideal_s": row.ideal_s,
+        }
+        for row in rows
+    ]  # fmt: skip
     facts: dict[str, Any] = {
-        "schema": SCHEMA,
-        "rows": [
-            {
-                "shape": row.shape,
-                "chosen": row.chosen,
-                "plain_s": row.seconds("plain"),
-                "chosen_s": row.seconds(row.chosen),
-                "ideal_s": row.ideal_s,
-            }
-            for row in rows
-        ],
-        "ranks": table.ranks,
-        "device": table.device,
-        "dtype": table.dtype,
+        "schema": SCHEMA, "rows": forms, "ranks": table.ranks, "device": table.device, "dtype": table.dtype,
         "path": str(path),
-    }
+    }  # fmt: skip
     if os.environ.get("RANK", "0") == "0":  # of a launcher's ranks one speaks
         emit(facts, lambda screen: _choices(facts, screen), as_json=json)
     return 0
@@ -247,15 +219,9 @@ def options(*, devices: str = "gpu,cpu", json: bool = False) -> int:
 
 
 def strategy(
-    *,
-    models: Path,
-    setups: Path,
-    model: str,
-    cost: str,
-    options: GivenPath | None = None,
-    codecs: GivenPath | None = None,
-    json: bool = False,
-) -> int:
+    *, models: Path, setups: Path, model: str, cost: str, options: GivenPath | None = None,
+    codecs: GivenPath | None = None, json: bool = False,
+) -> int:  # fmt: skip
     """Search the option of each gradient under which an iteration is shortest (simulated).
 
     Example: `headway comm strategy --models models.json --setups setups.json --model vgg16 --cost published-gpu`
@@ -277,9 +243,8 @@ def strategy(
     """
     wanted = None if options is None else _options(options)
     pricing = _pricing(models, setups, model, cost, codecs, wanted or [])
-    num = len(pricing.sizes)
     # Compiles, or loads what was compiled, before the clock starts.
-    raw = pricing.cost(np.full(num, pricing.raw))
+    raw = pricing.cost(np.full(len(pricing.sizes), pricing.raw))
     began = time.process_time()
     if wanted is None:
         found = search(pricing)
@@ -290,15 +255,11 @@ def strategy(
         price, seconds = pricing.cost(plan), 0.0
         uniform = pricing.uniform()
     answer = {
-        "schema": "headway.comm-strategy/1",
-        "model": model,
-        "cost": cost,
-        "cost_us": price,
-        "raw_us": raw,
+        "schema": "headway.comm-strategy/1", "model": model, "cost": cost, "cost_us": price, "raw_us": raw,
         "uniform_us": min(uniform.values()),
         "options": [pricing.names[option] if pricing.names else option for option in plan.tolist()],
         "search_s": seconds,
-    }
+    }  # fmt: skip
     return emit(answer, lambda screen: _strategy_screen(answer, screen), as_json=json)
 
 
@@ -340,11 +301,8 @@ def _plan(wanted: list[str | int], pricing: Pricing) -> NDArray[np.int64]:
 
 def _strategy_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
     rows = grid("left", "right")
-    for what, key in (
-        ("this plan", "cost_us"),
-        ("best option for all", "uniform_us"),
-        ("nothing compressed", "raw_us"),
-    ):
+    keys = {"this plan": "cost_us", "best option for all": "uniform_us", "nothing compressed": "raw_us"}
+    for what, key in keys.items():
         add_row(rows, what, format_seconds(answer[key] / 1e6))
     chosen = grid("right", "left")
     for option, count in Counter(answer["options"]).most_common():

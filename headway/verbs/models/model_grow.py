@@ -18,13 +18,12 @@ import numpy as np
 from headway.core.errors import InputError
 from headway.core.files.safe_files import decode_json, read_json, whole_file
 from headway.core.units import plural
-from headway.model.growth.proposal import Growth, fits, growths
+from headway.model.growth.proposal import fits, growths
 from headway.report.paper import ScreenOptions, draw, paragraph
 from headway.trace.recording.runs import Run
 from headway.trace.rings.rank_tables import json_object, rank_tables
 from headway.verbs.shared.output import AsJson, emit, imported
-from headway.verbs.shared.run_options import GivenPath, OutPath
-from headway.verbs.shared.source import run_at
+from headway.verbs.shared.run_options import GivenPath, OutPath, run_at
 from headway.verbs.stored.ckpt_convert import checkpoint_at
 from headway.why.model_flops import ModelSpec, mfu_entry
 
@@ -44,7 +43,6 @@ BASIS = (
     "L = floor + scale / steps^exponent fitted to the run's losses, the floor falling with the weights as "
     "Kaplan et al. have it (exponent 0.076); LEMON itself took 43.3 % and 66.8 % of the steps for 8 times the weights"
 )
-
 
 NO_SAVING = "No larger size would save FLOPs: the loss still falls fast. Train this one for longer first."
 
@@ -127,7 +125,13 @@ def growth_plan(path: Path, model: str, budget: float) -> GrowthPlan:
     sequences = rate["tokens_per_s"] / spec.model.sequence
     curves = fits(*np.array(points).T)
     last = curves[0].steps
-    sizes = [_size(each, last) for each in growths(spec.model, curves, budget, sequences)]
+    sizes = [
+        Size(
+            (large := each.model).layers, large.hidden, large.heads, large.kv_heads, large.ffn, large.num_parameters,
+            each.share, each.share_range, max(1, round(each.share * last)), each.loss, each.flops, each.compute,
+        )
+        for each in growths(spec.model, curves, budget, sequences)
+    ]  # fmt: skip
     saves = bool(sizes) and sizes[0].compute < 1
     plan = GrowthPlan(
         last, curves[0].at(last), rate["tokens_per_s"] * rate["flops_per_token"] * last, sizes,
@@ -155,26 +159,16 @@ def _tuned(run: Run) -> bool:
     return any(row.get("name") == TUNE for row in json_object(run.path / "plan.json").get("remedies") or ())
 
 
-def _size(growth: Growth, steps: int) -> Size:
-    large = growth.model
-    return Size(
-        large.layers, large.hidden, large.heads, large.kv_heads, large.ffn, large.num_parameters, growth.share,
-        growth.share_range, max(1, round(growth.share * steps)), growth.loss, growth.flops, growth.compute,
-    )  # fmt: skip
-
-
 def screen_of_plan(plan: GrowthPlan, screen: ScreenOptions) -> str:
     """Return the proposal in words."""
     steps = plural(plan.run_steps, "step")
     head = f"The run ends at a loss of {plan.run_loss:.4g} after {steps}, {plan.run_flops:.3g} FLOPs."
     advice = plan.reason or _advice(plan.sizes[0])
     rows = [
-        paragraph(
-            f"{each.layers} x {each.hidden}: {each.share:.0%} of the steps, loss {each.loss:.4g}, {each.compute:.0%}"
-        )
+        f"{each.layers} x {each.hidden}: {each.share:.0%} of the steps, loss {each.loss:.4g}, {each.compute:.0%}"
         for each in plan.sizes[1:]
     ]
-    return draw([paragraph(head), paragraph(advice), *rows, paragraph(f"Basis: {plan.basis}.")], **screen)
+    return draw(map(paragraph, [head, advice, *rows, f"Basis: {plan.basis}."]), **screen)
 
 
 def _advice(best: Size) -> str:
@@ -243,23 +237,11 @@ PLANNING = {"--model": "", "--budget": math.inf}
 
 
 def grow(
-    target: str = "",
-    /,
-    *,
-    small: str = "",
-    large: str = "",
-    checkpoint: GivenPath | None = None,
-    out: OutPath | None = None,
-    family: str = "auto",
-    depth: str = "zero",
-    split: str = "random",
-    prefix: str | None = None,
-    seed: int = 0,
-    plan: GivenPath | None = None,
-    model: str = "",
-    budget: float = math.inf,
+    target: str = "", /, *, small: str = "", large: str = "", checkpoint: GivenPath | None = None,
+    out: OutPath | None = None, family: str = "auto", depth: str = "zero", split: str = "random",
+    prefix: str | None = None, seed: int = 0, plan: GivenPath | None = None, model: str = "", budget: float = math.inf,
     json: AsJson = False,
-) -> int:
+) -> int:  # fmt: skip
     """Write a larger model whose outputs are those of a trained smaller one; or propose how large.
 
     Both are run on drawn inputs and compared. The head size stays; where norms come after the addition, the width must
@@ -295,7 +277,10 @@ def grow(
     from headway.checkpoint.torch_dcp.sources import open_source
     from headway.model.growth.apply import grow_saved
 
-    build, sizes = _imported(target), (_sizes("--small", small), _sizes("--large", large))
+    build = imported(target, "my_project.model:build", absent="no model", form="MODULE:BUILD")
+    if not callable(build):
+        raise InputError(f"{target} is a {type(build).__name__}. Name a function, or a class, that returns a module.")
+    sizes = (_sizes("--small", small), _sizes("--large", large))
     if out.exists():
         raise InputError(f"{out} exists already; nothing is written over. Remove it, or name another place.")
     with open_source(checkpoint_at(checkpoint) if checkpoint.is_dir() else checkpoint) as source:
@@ -303,8 +288,10 @@ def grow(
             build, sizes, source, prefix=prefix, family=family, depth=cast("Any", depth), split=cast("Any", split),
             seed=seed,
         )  # fmt: skip
-    answer = _written(grown, out)
-    return emit(answer, lambda screen: _screen(answer, screen), as_json=json)
+    answer, (before, after), error = _written(grown, out), grown.parameters, grown.max_relative_error
+    text = grown.not_compared if error is None else f"outputs on drawn inputs differ by {error:.1e} of the largest"
+    head = f"{out}: {plural(after, 'parameter')}, grown from {before:,} ({grown.family})."
+    return emit(answer, lambda screen: draw([paragraph(head), paragraph(text)], **screen), as_json=json)
 
 
 def _written(grown: Grown, out: Path) -> dict[str, Any]:
@@ -336,20 +323,10 @@ def _one_mode(plan: Path | None, growing: Sequence[object], planning: Sequence[o
 def _given(target: str, small: str, large: str, checkpoint: Path | None, out: Path | None) -> tuple[Path, Path]:
     """Return the two paths. Raises `InputError` where something that growing needs is not given."""
     given = {"MODULE:BUILD": target, "--small": small, "--large": large, "--checkpoint": checkpoint, "-o": out}
-    absent = [name for name, value in given.items() if not value]
+    absent = ", ".join(name for name, value in given.items() if not value)
     if checkpoint is None or out is None or absent:
-        raise InputError(
-            f"{', '.join(absent)} is missing. Give all of {', '.join(given)}; or --plan RUN for a proposal."
-        )
+        raise InputError(f"{absent} is missing. Give all of {', '.join(given)}; or --plan RUN for a proposal.")
     return checkpoint, out
-
-
-def _imported(target: str) -> Any:
-    """Return what MODULE:BUILD names."""
-    found = imported(target, "my_project.model:build", absent="no model", form="MODULE:BUILD")
-    if not callable(found):
-        raise InputError(f"{target} is a {type(found).__name__}. Name a function, or a class, that returns a module.")
-    return found
 
 
 def _sizes(option: str, text: str) -> dict[str, Any]:
@@ -362,16 +339,3 @@ def _sizes(option: str, text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InputError(f"{option} holds a {type(found).__name__}. {fix}")
     return found
-
-
-def _screen(answer: dict[str, Any], screen: ScreenOptions) -> str:
-    before, after = answer["parameters"]
-    error = answer["max_relative_error"]
-    compared = (
-        answer["not_compared"] if error is None else f"outputs on drawn inputs differ by {error:.1e} of the largest"
-    )
-    parts = [
-        paragraph(f"{answer['path']}: {plural(after, 'parameter')}, grown from {before:,} ({answer['family']})."),
-        paragraph(compared),
-    ]
-    return draw(parts, **screen)

@@ -89,22 +89,20 @@ def serve(
 
 def _result_of(plan: ServePlan) -> dict[str, Any]:
     partition = ",".join(str(stage.last - stage.first + 1) for stage in plan.stages)
+    stages = [
+        {
+            "device": stage.device, "layers": [stage.first, stage.last],
+            "bits": stage.bits[0] if len(set(stage.bits)) == 1 else list(stage.bits),
+        }
+        for stage in plan.stages
+    ]  # fmt: skip
     return {
-        "schema": "headway.model-serve/1",
-        "simulated": True,
-        "stages": [
-            {
-                "device": stage.device, "layers": [stage.first, stage.last],
-                "bits": stage.bits[0] if len(set(stage.bits)) == 1 else list(stage.bits),
-            }
-            for stage in plan.stages
-        ],
+        "schema": "headway.model-serve/1", "simulated": True, "stages": stages,
         "prefill_microbatch": plan.choice.costs.prefill_microbatch,
         "decode_microbatch": plan.choice.costs.decode_microbatch,
         "makespan_s": plan.choice.makespan_s, "tokens_per_s": plan.tokens_per_s, "omega": plan.omega,
         "theta": plan.theta, "objective": plan.objective, "bound": plan.bound, "solve_s": plan.solve_s,
-        "uniform": None if plan.uniform is None else msgspec.to_builtins(plan.uniform),
-        "uniforms": msgspec.to_builtins(plan.uniforms),
+        "uniform": msgspec.to_builtins(plan.uniform), "uniforms": msgspec.to_builtins(plan.uniforms),
         "vllm": f"VLLM_PP_LAYER_PARTITION={partition}",
     }  # fmt: skip
 

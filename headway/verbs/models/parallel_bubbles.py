@@ -24,8 +24,7 @@ from headway.sim.pipeline.actions import OPS
 from headway.sim.recorded.program import Program
 from headway.sim.recorded.recording import Recording
 from headway.verbs.shared.output import AsJson, emit
-from headway.verbs.shared.run_options import OutPath
-from headway.verbs.shared.source import NewestRun, RunPath, run_at
+from headway.verbs.shared.run_options import NewestRun, OutPath, RunPath, run_at
 
 Facts = dict[str, Any]
 """An answer, as it is printed as JSON."""
@@ -37,7 +36,6 @@ WORDS = {
     "work": "the mean stage's work, and all else",
 }
 """Reason -> how it is printed."""
-
 
 OP_WORDS = {
     "F": "forward", "B": "backward", "I": "gradient of the input", "W": "gradient of the weights", "R": "forward again",
@@ -99,9 +97,8 @@ def recorded_step(recording: Recording) -> Gantt:
     rows = rows[:, turn == number]
     rows[4:] -= rows[4].min()
     title = f"Pass {number} as it was recorded, the one of median length: a row per stage, microbatches by number"
-    return pipeline_gantt(
-        title, [f"stage {stage}" for stage in range(int(rows[0].max()) + 1)], np.delete(rows, 3, axis=0)
-    )
+    lanes = [f"stage {stage}" for stage in range(int(rows[0].max()) + 1)]
+    return pipeline_gantt(title, lanes, np.delete(rows, 3, axis=0))
 
 
 def _screen(answer: Facts, source: str, screen: ScreenOptions) -> str:
@@ -116,24 +113,11 @@ def _screen(answer: Facts, source: str, screen: ScreenOptions) -> str:
     listing = grid("left", "left")
     for stage, order in enumerate(answer["orders"]):
         add_row(listing, str(stage), order)
-    orders = uncut(listing)
-    return draw(
-        [
-            title("headway parallel bubbles", f"{source} · {format_seconds(step_s)} per step", width=screen["width"]),
-            Text(),
-            paragraph("Waits for other stages, per step"),
-            waits,
-            Text(),
-            paragraph("What a step is made of: replayed without one after another"),
-            why,
-            Text(),
-            orders,
-        ],
-        **screen,
-    )
+    head = title("headway parallel bubbles", f"{source} · {format_seconds(step_s)} per step", width=screen["width"])
+    above = paragraph("Waits for other stages, per step")
+    below = paragraph("What a step is made of: replayed without one after another")
+    return draw([head, Text(), above, waits, Text(), below, why, Text(), uncut(listing)], **screen)
 
-
-# Chunks of other jobs in the large gaps.
 
 MOST_RANKS = 16
 """Ranks that are started here at most."""
@@ -179,24 +163,19 @@ def fill(
     used_ns = sum(row["planned_used_ns"] for row in rows)
     # What is planned ends inside the gaps: the step is as long as before.
     facts: Facts = {
-        "schema": "headway.parallel.fill/1",
-        "measured": not simulate,
-        "used_fraction": used_ns / sum(large) if sum(large) else 0.0,
-        "main_slowdown": 0.0,
-        "step_ns": step_ns,
+        "schema": "headway.parallel.fill/1", "measured": not simulate,
+        "used_fraction": used_ns / sum(large) if sum(large) else 0.0, "main_slowdown": 0.0, "step_ns": step_ns,
         "bubble_fraction": idle_ns / (step_ns * stages),
-        "extra_work_fraction": used_ns / (step_ns * stages - idle_ns),
-        "rows": rows,
-    }
+        "extra_work_fraction": used_ns / (step_ns * stages - idle_ns), "rows": rows,
+    }  # fmt: skip
     if not simulate:
         if file.main.stages > MOST_RANKS:
             processes = f"{file.main.stages} stages would be as many processes here"
             raise InputError(f"{processes}; give at most {MOST_RANKS}, or --simulate.")
         from headway.parallel.fill.torch_rehearsal import measure  # torch
 
-        measured = measure(
-            file, [[entry.job for entry in placed if entry.rank == r] for r in range(file.main.stages)], blocks
-        )
+        jobs_of = [[entry.job for entry in placed if entry.rank == r] for r in range(file.main.stages)]
+        measured = measure(file, jobs_of, blocks)
         facts |= {"used_fraction": measured.used_fraction, "main_slowdown": measured.main_slowdown}
         for row, rank in zip(rows, measured.ranks, strict=True):
             row |= {
@@ -209,21 +188,17 @@ def fill(
 def _row(rank: int, large_ns: int, placed: Sequence[PlacedFill]) -> Facts:
     """Return a rank's gaps of one step, what its first job uses of them, and its jobs."""
     first = placed[0].fill if placed else None
+    jobs = [
+        {
+            "name": entry.job, "configuration": entry.fill.configuration, "start_s": entry.start_s,
+            "end_s": None if math.isinf(entry.end_s) else entry.end_s,
+        }
+        for entry in placed
+    ]  # fmt: skip
     return {
-        "rank": rank,
-        "large_ns": large_ns,
-        "planned_used_ns": first.used_ns if first else 0.0,
-        "samples_per_step": first.samples if first else 0.0,
-        "jobs": [
-            {
-                "name": entry.job,
-                "configuration": entry.fill.configuration,
-                "start_s": entry.start_s,
-                "end_s": None if math.isinf(entry.end_s) else entry.end_s,
-            }
-            for entry in placed
-        ],
-    }
+        "rank": rank, "large_ns": large_ns, "planned_used_ns": first.used_ns if first else 0.0,
+        "samples_per_step": first.samples if first else 0.0, "jobs": jobs,
+    }  # fmt: skip
 
 
 def _fill_screen(facts: Facts, screen: ScreenOptions) -> str:

@@ -11,7 +11,6 @@ from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 from headway.core.errors import InputError
@@ -38,28 +37,17 @@ from headway.sim.pipeline.orders import GraphFile
 from headway.verbs.shared.output import AsJson, emit
 from headway.verbs.shared.run_options import GivenPath, Size
 
+SCHEMA = "headway.parallel.plan/1"
+"""Of every answer of `plan`."""
+
 
 def plan(
-    *,
-    profile: GivenPath | None = None,
-    levels: str | None = None,
-    bandwidth: str | None = None,
-    memory: Size | None = None,
-    allreduce: str = "sum",
-    transfers: str = "published",
-    shape: GivenPath | None = None,
-    graph: GivenPath | None = None,
-    microbatches: int | None = None,
-    overhead_ns: int = 0,
-    replicate: bool = False,
-    split_dense: str | None = None,
-    devices: int | None = None,
-    device: str | None = None,
-    devices_per_host: int = 8,
-    link: str = "infiniband-hdr",
-    schedule: str = "1f1b",
-    json: AsJson = False,
-) -> int:
+    *, profile: GivenPath | None = None, levels: str | None = None, bandwidth: str | None = None,
+    memory: Size | None = None, allreduce: str = "sum", transfers: str = "published", shape: GivenPath | None = None,
+    graph: GivenPath | None = None, microbatches: int | None = None, overhead_ns: int = 0, replicate: bool = False,
+    split_dense: str | None = None, devices: int | None = None, device: str | None = None, devices_per_host: int = 8,
+    link: str = "infiniband-hdr", schedule: str = "1f1b", json: AsJson = False,
+) -> int:  # fmt: skip
     """Predict which device runs what of a model best: from a profile or a graph of its layers, or its shape.
 
     With --profile: stages and replicas of each, exact for PipeDream's model of time. With --graph: stages that form a
@@ -94,7 +82,10 @@ def plan(
     if sum(given is not None for given in (profile, graph, shape)) != 1:
         raise InputError("nothing says what to plan, or two things do. Give --profile, --graph or --shape.")
     if profile is not None:
-        return _partition(profile, _topology(levels, bandwidth, memory), allreduce, transfers, json)
+        topology = _topology(levels, bandwidth, memory)
+        found = search(LayerGraph.from_pipedream(profile), topology, allreduce=allreduce, transfers=transfers)
+        answer = {"schema": SCHEMA, "simulated": True, "profile": str(profile), **asdict(found)}
+        return emit(answer, lambda screen: draw(_lines(found), **screen), as_json=json)
     if graph is not None:
         links = _connected(devices, bandwidth, memory, overhead_ns, replicate)
         return _graph(graph, links, microbatches, split_dense, json)
@@ -112,12 +103,6 @@ def _topology(levels: str | None, bandwidth: str | None, memory: str | None) -> 
     if any(size != int(size) for size in sizes):
         raise InputError(f"--levels is {levels}; give whole numbers.")
     return Topology(tuple(map(int, sizes)), rates, math.inf if memory is None else parse_bytes(memory))
-
-
-def _partition(profile: Path, topology: Topology, allreduce: str, transfers: str, as_json: bool) -> int:
-    found = search(LayerGraph.from_pipedream(profile), topology, allreduce=allreduce, transfers=transfers)
-    answer = {"schema": "headway.parallel.plan/1", "simulated": True, "profile": str(profile), **asdict(found)}
-    return emit(answer, lambda screen: draw(_lines(found), **screen), as_json=as_json)
 
 
 def _connected(
@@ -148,21 +133,14 @@ def _graph(path: Path, cluster: GraphCluster, microbatches: int | None, split_de
     begin = time.perf_counter()
     chosen = plan_graph(layers, cluster, microbatches)
     search_s = time.perf_counter() - begin
-    facts = {"schema": "headway.parallel.plan/1", "simulated": True, "graph": str(path), "search_s": search_s}
-    return emit(
-        facts | asdict(chosen),
-        lambda screen: draw([uncut(_stages(chosen)), "", paragraph(_said(chosen, search_s))], **screen),
-        as_json=as_json,
-    )
-
-
-def _stages(chosen: GraphPlan) -> Table:
+    facts = {"schema": SCHEMA, "simulated": True, "graph": str(path), "search_s": search_s, **asdict(chosen)}
     rows = headed("stage", "after", "layers", "devices", "from .. to", align="right left right right left")
     for number, stage in enumerate(chosen.stages):
         ends = f"{stage.layers[0][:40]} .. {stage.layers[-1][:40]}"
         after = ", ".join(map(str, stage.preds))
         add_row(rows, str(number), after, str(len(stage.layers)), str(stage.devices), ends)
-    return rows
+    text = paragraph(_said(chosen, search_s))
+    return emit(facts, lambda screen: draw([uncut(rows), "", text], **screen), as_json=as_json)
 
 
 def _said(chosen: GraphPlan, search_s: float) -> str:
@@ -175,10 +153,10 @@ def _said(chosen: GraphPlan, search_s: float) -> str:
         f"Searched in {format_seconds(search_s)}.",
         *([f"A microbatch is {size} of the file's."] if size > 1 else []),
     ]
-    for before, behind in chosen.merged:
-        sentences.append(
-            f"The graph is not series-parallel: searched as if {', '.join(behind)} needed {', '.join(before)}."
-        )
+    sentences += [
+        f"The graph is not series-parallel: searched as if {', '.join(behind)} needed {', '.join(before)}."
+        for before, behind in chosen.merged
+    ]
     return " ".join(sentences)
 
 
@@ -215,13 +193,9 @@ def _grid(model: Transformer, batch: int, cluster: GridCluster, schedule: str, a
         why += f"; the best without a pipeline takes {format_seconds(alone_s)}"
     degrees = {key: value for key, value in asdict(choice).items() if key != "num_microbatches"}
     answer = {
-        "schema": "headway.parallel.plan/1",
-        "simulated": True,
-        **degrees,
-        "step_s": found.step_s,
-        "memory_bytes": found.memory_bytes,
+        "schema": SCHEMA, "simulated": True, **degrees, "step_s": found.step_s, "memory_bytes": found.memory_bytes,
         "why": why,
-    }
+    }  # fmt: skip
     rows = grid("left", "right")
     for key, value in degrees.items():
         add_row(rows, key, str(value))
@@ -254,22 +228,11 @@ def _lines(found: PartitionPlan) -> list[Any]:
 
 
 def ntp(
-    *,
-    units: int | None = None,
-    heads: int | None = None,
-    kv_heads: int | None = None,
-    tp: str,
-    reduced: int | None = None,
-    table: bool = False,
-    devices: int | None = None,
-    failed: float | None = None,
-    dp: int | None = None,
-    pp: int = 1,
-    lost: str | None = None,
-    power_boost: float | None = None,
-    power_exponent: float = 3.0,
-    json: AsJson = False,
-) -> int:
+    *, units: int | None = None, heads: int | None = None, kv_heads: int | None = None, tp: str,
+    reduced: int | None = None, table: bool = False, devices: int | None = None, failed: float | None = None,
+    dp: int | None = None, pp: int = 1, lost: str | None = None, power_boost: float | None = None,
+    power_exponent: float = 3.0, json: AsJson = False,
+) -> int:  # fmt: skip
     """Plan a tensor-parallel group that lost devices and trains on with the others (nonuniform tensor parallelism).
 
     Without --table: how many units each rank computes with, and synchronises with the smaller replica, and what moves
@@ -345,12 +308,9 @@ def _mesh(plan: MeshPlan, tp: int, as_json: bool) -> int:
 def _plan(shards: ShardMap, boost: PowerBoost, boosted: bool, as_json: bool) -> int:
     tp, reduced = len(shards.comp), len(shards.sync)
     facts: dict[str, object] = {
-        "schema": "headway.parallel.ntp/1",
-        "moves": len(shards.moves),
-        "sizes_comp": list(shards.sizes.comp),
-        "sizes_sync": list(shards.sizes.sync),
-        "max_link_load": shards.max_link_load,
-    }
+        "schema": "headway.parallel.ntp/1", "moves": len(shards.moves), "sizes_comp": list(shards.sizes.comp),
+        "sizes_sync": list(shards.sizes.sync), "max_link_load": shards.max_link_load,
+    }  # fmt: skip
     share, speed_up = boost.batch_share(tp, reduced), boost.speed_up(tp, reduced)
     if boosted:
         facts |= {"speed_up": speed_up, "power": boost.power(tp, reduced), "batch_share": share}

@@ -22,8 +22,8 @@ from headway.parallel.rerouted import Worker, replicate, reroute
 from headway.report.page.plots import picture_page, write_page
 from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, uncut
 from headway.sim.pipeline.actions import F, I, PipelineProgram, R, W
-from headway.sim.pipeline.lower import ProgramReport, lower
 from headway.sim.pipeline.lower import check as check_program
+from headway.sim.pipeline.lower import lower
 from headway.sim.pipeline.orders import GraphFile, OrderFn, PipelineShape, one_stage_per_rank
 from headway.sim.pipeline.schedules import SCHEDULES
 from headway.sim.pipeline.simulate import (
@@ -76,18 +76,10 @@ LEGEND = (
 
 
 def show(
-    schedule: OrderName = "1f1b",
-    *,
-    stages: Ranks = 4,
-    microbatches: Microbatches = 8,
-    interleave: Interleave = 1,
-    forward_ns: ForwardNs = 10,
-    backward_ns: int = 20,
-    comm_ns: MessageNs = 0,
-    cap: Cap = None,
-    out: OutPath | None = None,
-    json: bool = False,
-) -> int:
+    schedule: OrderName = "1f1b", *, stages: Ranks = 4, microbatches: Microbatches = 8, interleave: Interleave = 1,
+    forward_ns: ForwardNs = 10, backward_ns: int = 20, comm_ns: MessageNs = 0, cap: Cap = None,
+    out: OutPath | None = None, json: bool = False,
+) -> int:  # fmt: skip
     """Show an order: what each rank computes, on a time axis.
 
     Example: `headway parallel schedule show --schedule 1f1b --stages 4 --microbatches 8`
@@ -97,7 +89,9 @@ def show(
       out: Also write a page with the picture of it: -o page.html.
       json: Print one JSON object: the program, its messages among the actions.
     """
-    shape = shape_of(stages, microbatches, interleave, forward_ns, backward_ns, None, None, comm_ns, cap)
+    shape = PipelineShape(
+        stages, microbatches, interleave, forward_ns, *parts_of(backward_ns, None, None), comm_ns, cap
+    )
     program = lower(pick(SCHEDULES, schedule, "schedule")(shape))
     found, times = score(program, shape), replay_program(program, costs_of(shape))
     if out is not None:
@@ -106,7 +100,10 @@ def show(
         rows = np.stack([program.rank, program.op, program.microbatch, times.start_ns, times.end_ns])
         chart = pipeline_gantt(title, lanes, rows[:, program.op <= R])
         write_page(out, picture_page(schedule, "a step", [chart]))
-    return emit(program.to_json(), lambda screen: _timeline(program, times, shape, found, screen), as_json=json)
+    lines = [Text(f"  rank {rank:<3}{_line(program, times, rank)}") for rank in range(program.num_ranks)]
+    figures = _figures("", _gaps(program, shape), found)[2:]
+    parts = [*lines, "", *figures, "", paragraph(LEGEND, style="dim")]
+    return emit(program.to_json(), lambda screen: draw(parts, **screen), as_json=json)
 
 
 def check(file: Path, *, cap: float | None = None, json: AsJson = False) -> int:
@@ -118,26 +115,26 @@ def check(file: Path, *, cap: float | None = None, json: AsJson = False) -> int:
       file: Torch's compute-only CSV (a row per rank, cells like 1F0), or a program as JSON.
       cap: Activations of a stage and microbatch that a rank may hold.
     """
-    program = _read(file)
+    text = read_text(file, "an order: torch's CSV, or JSON")
+    if text.lstrip().startswith("{"):
+        program = PipelineProgram.from_json(text)
+    else:
+        program = lower(PipelineProgram.from_torch_csv(text).orders())  # gets its messages
     report = check_program(program, cap)
     answer = {"schema": "headway.parallel.check/1", **asdict(report)}
-    return emit(answer, lambda screen: draw([_passed(program, report)], **screen), as_json=json)
+    verdict = (
+        f"  {program.num_ranks} ranks, {program.num_stages} stages, {program.num_microbatches} microbatches: complete, "
+        f"no deadlock without buffers; {report.num_messages} messages; at most {max(report.peak_activations)} "
+        "activations on a rank."
+    )
+    return emit(answer, lambda screen: draw([Text(verdict)], **screen), as_json=json)
 
 
 def export(
-    *,
-    schedule: OrderName = "1f1b",
-    stages: Ranks = 4,
-    microbatches: Microbatches = 8,
-    interleave: Interleave = 1,
-    forward_ns: ForwardNs = 10,
-    input_ns: InputNs = 10,
-    weight_ns: WeightNs = 10,
-    comm_ns: MessageNs = 0,
-    cap: Cap = None,
-    format: str = "torch-csv",
-    output: GivenPath | None = None,
-) -> int:
+    *, schedule: OrderName = "1f1b", stages: Ranks = 4, microbatches: Microbatches = 8, interleave: Interleave = 1,
+    forward_ns: ForwardNs = 10, input_ns: InputNs = 10, weight_ns: WeightNs = 10, comm_ns: MessageNs = 0,
+    cap: Cap = None, format: str = "torch-csv", output: GivenPath | None = None,
+) -> int:  # fmt: skip
     """Write an order to a file that torch's pipeline runtime, torchtitan or NeMo reads.
 
     Example: `headway parallel schedule export --schedule interleaved --stages 4 --microbatches 8 --interleave 2`
@@ -159,22 +156,11 @@ def export(
 
 
 def simulate(
-    *,
-    schedule: OrderName = "1f1b",
-    stages: int | None = None,
-    microbatches: Microbatches = 8,
-    interleave: Interleave = 1,
-    forward_ns: int | None = None,
-    backward_ns: int | None = None,
-    input_ns: int | None = None,
-    weight_ns: int | None = None,
-    comm_ns: BetweenNs = 0,
-    cap: float | None = None,
-    graph: GivenPath | None = None,
-    replicas: int = 1,
-    fail: str | None = None,
-    json: AsJson = False,
-) -> int:
+    *, schedule: OrderName = "1f1b", stages: int | None = None, microbatches: Microbatches = 8,
+    interleave: Interleave = 1, forward_ns: int | None = None, backward_ns: int | None = None,
+    input_ns: int | None = None, weight_ns: int | None = None, comm_ns: BetweenNs = 0, cap: float | None = None,
+    graph: GivenPath | None = None, replicas: int = 1, fail: str | None = None, json: AsJson = False,
+) -> int:  # fmt: skip
     """Simulate one step of a pipeline: its length, its bubbles, the activations each rank holds.
 
     Times are those of one rank and one microbatch: a stage takes 1/interleave of them. With --graph each stage has its
@@ -203,37 +189,23 @@ def simulate(
     elif stages is None or forward_ns is None:
         raise InputError("the stages are not known. Give --stages and --forward-ns, or --graph.")
     else:
-        shape = shape_of(stages, microbatches, interleave, forward_ns, backward_ns, input_ns, weight_ns, comm_ns, cap)
+        parts = parts_of(backward_ns, input_ns, weight_ns)
+        shape = PipelineShape(stages, microbatches, interleave, forward_ns, *parts, comm_ns, cap)
     order = pick(SCHEDULES, schedule, "schedule")
-    side_by_side = replicas != 1 or fail is not None
-    found, gaps = _replicas(order, shape, replicas, fail) if side_by_side else _alone(order, shape)
-    answer = {
-        "schema": "headway.parallel.simulate/1",
-        "simulated": True,
-        "schedule": schedule,
-        **asdict(found),
-        "bubbles_ns": gaps,
-    }
+    if replicas != 1 or fail is not None:
+        found, gaps = _replicas(order, shape, replicas, fail)
+    else:
+        found, gaps = evaluate(order, shape), _steady_gaps(order, shape)
+    answer = {"schema": "headway.parallel.simulate/1", "simulated": True, "schedule": schedule, **asdict(found)}
+    answer["bubbles_ns"] = gaps
     return emit(answer, lambda screen: draw(_figures(schedule, gaps, found), **screen), as_json=json)
 
 
 def replan(
-    *,
-    replicas: int,
-    stages: int,
-    microbatches: int,
-    fail: str | None = None,
-    trace: GivenPath | None = None,
-    forward_ns: int = 1,
-    input_ns: InputNs = 1,
-    weight_ns: WeightNs = 1,
-    comm_ns: BetweenNs = 0,
-    cap: int | None = None,
-    regroup_s: float = 5.0,
-    copy_s: float = 5.0,
-    restart_s: float = 120.0,
-    json: bool = False,
-) -> int:
+    *, replicas: int, stages: int, microbatches: int, fail: str | None = None, trace: GivenPath | None = None,
+    forward_ns: int = 1, input_ns: InputNs = 1, weight_ns: WeightNs = 1, comm_ns: BetweenNs = 0, cap: int | None = None,
+    regroup_s: float = 5.0, copy_s: float = 5.0, restart_s: float = 120.0, json: bool = False,
+) -> int:  # fmt: skip
     """Plan the next steps of a job whose pipelines lost workers: data-parallel peers take their microbatches.
 
     The step is given with an optimizer that each stage runs when its own gradients are summed (span), beside the step
@@ -264,41 +236,26 @@ def replan(
     if fail is None or trace is not None:
         raise InputError("the failures are not known, or twice. Give --fail or --trace.")
     step = replan_workers(plan, _workers(fail))
+    times_ns = {name: getattr(step, name) for name in ("span_ns", "makespan_ns", "fault_free_span_ns", "bound_ns")}
     facts = {
-        "schema": "headway.parallel.replan/1",
-        "simulated": True,
-        "span_ns": step.span_ns,
-        "makespan_ns": step.makespan_ns,
-        "fault_free_span_ns": step.fault_free_span_ns,
-        "bound_ns": step.bound_ns,
-        "roles": list(step.roles),
+        "schema": "headway.parallel.replan/1", "simulated": True, **times_ns, "roles": list(step.roles),
         "schedule": step.program.to_json(),
-    }
+    }  # fmt: skip
     return emit(facts, lambda screen: _rerouted(step, stages, screen), as_json=json)
 
 
-def shape_of(
-    stages: int,
-    microbatches: int,
-    interleave: int,
-    forward_ns: int,
-    backward_ns: int | None,
-    input_ns: int | None,
-    weight_ns: int | None,
-    comm_ns: int,
-    cap: float | None,
-) -> PipelineShape:
-    """Return the shape that the options describe; raises `InputError` where the parts of a backward contradict it."""
+def parts_of(backward_ns: int | None, input_ns: int | None, weight_ns: int | None) -> tuple[int, int]:
+    """Return both parts of a backward; raises `InputError` where they are not known, or contradict the whole."""
     if (input_ns is None) != (weight_ns is None) or (backward_ns is None and input_ns is None):
         raise InputError("the backward is not known. Give --backward-ns, or --input-ns and --weight-ns.")
     if input_ns is None or weight_ns is None:
-        whole = backward_ns or 0
-        input_ns, weight_ns = whole - whole // 2, whole // 2
-    elif backward_ns not in (None, input_ns + weight_ns):
+        weight_ns = (backward_ns or 0) // 2
+        return (backward_ns or 0) - weight_ns, weight_ns
+    if backward_ns not in (None, input_ns + weight_ns):
         raise InputError(
             f"--backward-ns is {backward_ns}, its parts add up to {input_ns + weight_ns}. Give the parts only."
         )
-    return PipelineShape(stages, microbatches, interleave, forward_ns, input_ns, weight_ns, comm_ns, cap)
+    return input_ns, weight_ns
 
 
 def _workers(text: str) -> list[Worker]:
@@ -308,11 +265,6 @@ def _workers(text: str) -> list[Worker]:
         return [Worker(replica, stage) for replica, stage in pairs]
     except ValueError:
         raise InputError(f"--fail is {text!r}; give workers as replica:stage, separated by commas: 1:2,0:3.") from None
-
-
-def _alone(order: OrderFn, shape: PipelineShape) -> tuple[PipelineScore, dict[str, list[float]]]:
-    """Return figures and gaps of one pipeline."""
-    return evaluate(order, shape), _steady_gaps(order, shape)
 
 
 def _replicas(
@@ -325,22 +277,6 @@ def _replicas(
         cap, split = None if shape.cap is None else int(shape.cap), bool((program.op == I).any())
         program = reroute(program, _workers(fail), costs=costs_of(shape), cap=cap, split=split)
     return score(program, shape), _gaps(program, shape)
-
-
-def _read(file: Path) -> PipelineProgram:
-    """Read a program from torch's CSV, which gets its messages, or from JSON, which has them."""
-    text = read_text(file, "an order: torch's CSV, or JSON")
-    if text.lstrip().startswith("{"):
-        return PipelineProgram.from_json(text)
-    return lower(PipelineProgram.from_torch_csv(text).orders())
-
-
-def _passed(program: PipelineProgram, report: ProgramReport) -> Text:
-    return Text(
-        f"  {program.num_ranks} ranks, {program.num_stages} stages, {program.num_microbatches} microbatches: complete, "
-        f"no deadlock without buffers; {report.num_messages} messages; at most {max(report.peak_activations)} "
-        "activations on a rank."
-    )
 
 
 def _gaps(program: PipelineProgram, shape: PipelineShape) -> dict[str, list[float]]:
@@ -391,24 +327,12 @@ def _rerouted(step: Replanned, stages: int, screen: ScreenOptions) -> str:
     for first in range(0, program.num_ranks, stages):
         forwards = [int(((program.op == F) & (program.rank == first + stage)).sum()) for stage in range(stages)]
         add_row(table, f"replica {first // stages}", *(str(number or "failed") for number in forwards))
-    return draw(
-        [uncut(rows), "", uncut(table), "", paragraph("Simulated from the given times.", style="dim")], **screen
-    )
-
-
-def _timeline(
-    program: PipelineProgram, times: ProgramTimes, shape: PipelineShape, found: PipelineScore, screen: ScreenOptions
-) -> str:
-    """Return a row of characters per rank, one character per slice of time."""
-    rows = [f"  rank {rank:<3}{_line(program, times, rank)}" for rank in range(program.num_ranks)]
-    return draw(
-        [*map(Text, rows), "", *_figures("", _gaps(program, shape), found)[2:], "", paragraph(LEGEND, style="dim")],
-        **screen,
-    )
+    note = paragraph("Simulated from the given times.", style="dim")
+    return draw([uncut(rows), "", uncut(table), "", note], **screen)
 
 
 def _line(program: PipelineProgram, times: ProgramTimes, rank: int) -> str:
-    """Return the characters of one rank."""
+    """Return the characters of one rank, one per slice of time."""
     scale = COLUMNS / times.makespan_ns
     line = ["."] * COLUMNS
     for row in range(program.rank.size):

@@ -14,16 +14,14 @@ from headway.ledger.answers.compare import SCHEMA, by_useful_examples, unlike_lo
 from headway.ledger.answers.compare import compare as compare_ledgers
 from headway.ledger.answers.ledger import Ledger
 from headway.report.paper import draw, paragraph
-from headway.report.screens import WHOLE_PLAN
-from headway.report.terminal import render_compare
+from headway.report.screens import WHOLE_PLAN, render_compare
 from headway.trace.recording.run_facts import outcomes_of
 from headway.trace.recording.runs import Run
 from headway.verbs.jobs.fault import ettr_beside, ettr_sentence
+from headway.verbs.models.cost import judged, sentence
 from headway.verbs.models.model_grow import growth_sentence, judged_growth, losses_of, trained_parameters
-from headway.verbs.shared.learned_step import judged, sentence
 from headway.verbs.shared.output import AsJson, emit
-from headway.verbs.shared.run_options import fraction
-from headway.verbs.shared.source import RunPath, run_at
+from headway.verbs.shared.run_options import RunPath, fraction, run_at
 from headway.why.fixes import withdrawn
 from headway.why.verdict import ending
 
@@ -32,14 +30,10 @@ SENT_LOSSY = ("comm.compress", "comm.loose")
 
 
 def compare(
-    before: RunPath,
-    after: RunPath,
-    /,
-    *,
-    threshold: Annotated[float, Parameter(alias="--gate", converter=fraction)] = 0.05,
-    whole: bool = False,
+    before: RunPath, after: RunPath, /, *,
+    threshold: Annotated[float, Parameter(alias="--gate", converter=fraction)] = 0.05, whole: bool = False,
     json: AsJson = False,
-) -> int:
+) -> int:  # fmt: skip
     """Compare two runs of one job, bucket by bucket; exit 3 when the second surely lost more than the threshold.
 
     Judged are the steps after the first one: a bucket that grew by more than
@@ -69,22 +63,15 @@ def compare(
         return emit(only, lambda screen: draw([paragraph(text[0].upper() + text[1:] + ".")], **screen), as_json=json)
     sizes = (trained_parameters(runs[0]), trained_parameters(runs[1]))
     comparison = compare_ledgers(*ledgers, threshold, whole=whole, loads=loads, parameters=sizes)
-    unlike = "" if comparison.inconclusive else unlike_loads(*loads)[0]
-    notes = (*unfinished(*runs), *taken_away(runs[1]), *unapplied(runs[1]), *comparison.notes)
-    notes = (*notes, *([unlike] if unlike else []), *drifts(runs[1]))
-    other, ettr = learned(*runs), ettr_beside(*runs)
+    notes = [*unfinished(*runs), *taken_away(runs[1]), *unapplied(runs[1]), *comparison.notes]
+    notes += ["" if comparison.inconclusive else unlike_loads(*loads)[0], *drifts(runs[1])]
+    other, ettr, grown = learned(*runs), ettr_beside(*runs), judged_growth(*runs, int(ledgers[1].steps))
     if other is not None and other.useful_examples_per_s[0] > 0:
         comparison = by_useful_examples(comparison, other.useful_examples_per_s)
-    notes = (
-        *notes,
-        *([other.sentence] if other is not None else []),
-        *losses_beside(*runs, other),
-        *([ettr_sentence(ettr)] if ettr is not None else []),
-    )
-    notes = (*notes, *([sentence(predicted)] if predicted is not None else []))
-    grown = judged_growth(*runs, int(ledgers[1].steps))
-    notes = (*notes, *([growth_sentence(grown)] if grown is not None else []))
-    comparison = replace(comparison, notes=notes)
+    notes += ["" if other is None else other.sentence, *losses_beside(*runs, other)]
+    notes += ["" if ettr is None else ettr_sentence(ettr), "" if predicted is None else sentence(predicted)]
+    notes += ["" if grown is None else growth_sentence(grown)]
+    comparison = replace(comparison, notes=tuple(filter(None, notes)))
     answer = {**comparison.to_json(), "host_load": [msgspec.to_builtins(load) for load in loads], "ettr": ettr}
     answer["predicted"], answer["growth"] = predicted, grown
     emit(answer, lambda screen: render_compare(comparison, names=(str(before), str(after)), **screen), as_json=json)

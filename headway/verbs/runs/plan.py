@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from cyclopts import Parameter
 
 from headway.catalog import causes_of
 from headway.core.errors import BarMissedError, InputError
@@ -21,31 +20,22 @@ from headway.ledger.runs.recorded import evaluation_loaders
 from headway.parallel.elastic_plan import loss_costs
 from headway.plan.planner import SCHEMA
 from headway.plan.setup import step_seconds
-from headway.report.terminal import render_hints, render_plan, render_whatif
+from headway.report.screens import render_plan, render_whatif
+from headway.report.terminal import render_hints
 from headway.sim.recorded.program import Program
 from headway.sim.whatif import EDITS
-from headway.verbs.shared.learned_step import TABLE, in_words, learned_step, save
+from headway.verbs.models.cost import TABLE, in_words, learned_step, save
 from headway.verbs.shared.output import AsJson, emit
-from headway.verbs.shared.run_options import OutPath
-from headway.verbs.shared.source import NewestRun, run_at
+from headway.verbs.shared.run_options import NewestRun, OutPath, Settings, run_at
 from headway.why.explanation import explain_run
 from headway.why.fixes import chosen_terms, loader_rows, run_command
 
 
 def plan(
-    run: NewestRun = None,
-    /,
-    *,
-    out: OutPath | None = None,
-    allow: str | None = None,
-    steps: int | None = None,
-    all: bool = False,
-    model: str | None = None,
-    batch: int = 0,
-    costs: Path = TABLE,
-    threads: int = 1,
+    run: NewestRun = None, /, *, out: OutPath | None = None, allow: str | None = None, steps: int | None = None,
+    all: bool = False, model: str | None = None, batch: int = 0, costs: Path = TABLE, threads: int = 1,
     json: bool = False,
-) -> int:
+) -> int:  # fmt: skip
     """Propose remedies for RUN, predict each and the best set of them, and write the plan file.
 
     Example: `headway plan headway-runs/train-1 -o plan.json`
@@ -71,7 +61,8 @@ def plan(
     if out is not None:
         file_in_folder(out)  # before the work of seconds
     recorded = run_at(run)
-    explanation = explain_run(recorded, str(recorded.path), allow=grants, steps=steps)
+    source = str(recorded.path)
+    explanation = explain_run(recorded, source, allow=grants, steps=steps)
     ledger, made, why = explanation.ledger, explanation.plan, explanation.to_json()
     if made is None:  # no prediction can be trusted; what the causes say to do stands all the same
         text = explanation.notes[0]
@@ -81,11 +72,8 @@ def plan(
             save(step, recorded.path)
             hints |= {"learned": msgspec.to_builtins(step), "note": in_words(step)}
             text = f"{text} {hints['note']}"
-        emit(
-            {**hints, "verdict": why["verdict"]},
-            lambda screen: render_hints(why, reason=text, source=str(recorded.path), **screen),
-            as_json=json,
-        )
+        hints["verdict"] = why["verdict"]
+        emit(hints, lambda screen: render_hints(why, reason=text, source=source, **screen), as_json=json)
         return BarMissedError.exit_code
     loaders = recorded.facts.effective_loaders
     rows = loader_rows(made.proposals, made.refused, made.chosen, loaders, evaluation=evaluation_loaders(ledger))
@@ -98,11 +86,7 @@ def plan(
         answer["note"] = " ".join([answer["note"], f"Step times are those recorded; {costs} is not used."]).strip()
     apply = run_command(recorded.facts, "--apply", str(path))
     shown = answer if all else asked_for(answer, explanation.causes)
-    return emit(
-        answer,
-        lambda screen: render_plan(shown, source=str(recorded.path), apply=apply, **screen),
-        as_json=json,
-    )
+    return emit(answer, lambda screen: render_plan(shown, source=source, apply=apply, **screen), as_json=json)
 
 
 def asked_for(answer: Mapping[str, Any], causes: Sequence[Cause]) -> dict[str, object]:
@@ -112,7 +96,6 @@ def asked_for(answer: Mapping[str, Any], causes: Sequence[Cause]) -> dict[str, o
     a cause of this run that was refused says why.
     """
     found = {cause.cause for cause in causes}
-
     protecting = {row["name"] for row in answer["proposals"] if row["protects"]}
 
     def matters(row: Mapping[str, Any]) -> bool:
@@ -125,13 +108,7 @@ def asked_for(answer: Mapping[str, Any], causes: Sequence[Cause]) -> dict[str, o
     return {**answer, "proposals": proposals, "refused": refused, "hidden": hidden}
 
 
-def whatif(
-    run: NewestRun = None,
-    /,
-    *,
-    set_: Annotated[list[str], Parameter(name="--set", negative=())] | None = None,
-    json: AsJson = False,
-) -> int:
+def whatif(run: NewestRun = None, /, *, set_: Settings = None, json: AsJson = False) -> int:
     """Predict the step time of RUN after edits; several edits are replayed together.
 
     Example: `headway whatif headway-runs/train-1 --set input=instant --set workers=4`

@@ -28,8 +28,7 @@ from headway.trace.recording.run_facts import RunFacts
 from headway.trace.sync.clocks import on_common_clock
 from headway.verbs.runs.why import heat_maps_of, why_object
 from headway.verbs.shared.output import AsJson, emit
-from headway.verbs.shared.run_options import OutPath
-from headway.verbs.shared.source import RunPath, newest_run
+from headway.verbs.shared.run_options import OutPath, RunPath, newest_run
 from headway.why.explanation import Explanation, explain, ideal_of
 from headway.why.model_flops import ModelSpec
 
@@ -46,12 +45,9 @@ Seconds = NDArray[np.float64]
 
 
 def report(
-    *source: RunPath,
-    out: OutPath = Path("report.html"),
-    steps: str | None = None,
-    model: str | None = None,
+    *source: RunPath, out: OutPath = Path("report.html"), steps: str | None = None, model: str | None = None,
     json: AsJson = False,
-) -> int:
+) -> int:  # fmt: skip
     """Write one HTML page that needs nothing else: ledger, causes, step times, timeline, predicted beside measured.
 
     Example: `headway report headway-runs/train-1 -o report.html`
@@ -222,16 +218,9 @@ def heat_maps(ranks: list[int], own_s: Seconds | None) -> list[HeatMap]:
         warnings.simplefilter("ignore", RuntimeWarning)
         binned = np.stack([np.nanmean(own_s[:, a:b], axis=1) for a, b in pairwise(edges)], axis=1)
         slowdown = binned / np.nanmedian(binned, axis=0)
-    return [
-        HeatMap(
-            "Own time of each rank against the median rank, waits for others taken out",
-            slowdown,
-            "rank",
-            "from step",
-            tuple(map(str, ranks)),
-            tuple(map(str, edges[:-1])),
-        )
-    ]
+    title = "Own time of each rank against the median rank, waits for others taken out"
+    names = tuple(map(str, ranks)), tuple(map(str, edges[:-1]))
+    return [HeatMap(title, slowdown, "rank", "from step", *names)]
 
 
 def run_object(explanation: Explanation) -> dict[str, object]:
@@ -240,11 +229,8 @@ def run_object(explanation: Explanation) -> dict[str, object]:
     meta = explanation.run.meta
     applied = meta.get("applied")
     return {
-        "schema": "headway.run/1",
-        "run": str(explanation.run.path),
-        "exit": meta.get("exit") or {},
+        "schema": "headway.run/1", "run": str(explanation.run.path), "exit": meta.get("exit") or {},
         "goodput": explanation.ledger.goodput if explanation.ledger.tells_goodput else None,
-        "steps_per_s": steps_per_s(explanation.ledger),
-        "baseline": meta.get("baseline"),
+        "steps_per_s": steps_per_s(explanation.ledger), "baseline": meta.get("baseline"),
         "applied": [row for row in (applied if isinstance(applied, list) else []) if isinstance(row, dict)],
-    }
+    }  # fmt: skip

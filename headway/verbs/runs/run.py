@@ -18,9 +18,9 @@ from headway.core.tables import pick
 from headway.fault.remedies import WARM
 from headway.runtime.launching.launch import launch
 from headway.runtime.launching.run_of_ranks import ExitReport
-from headway.trace.recording.runs import is_run
+from headway.trace.recording.runs import Run, is_run
 from headway.verbs.shared.output import emit, emit_beside
-from headway.verbs.shared.run_options import RecordingOptions
+from headway.verbs.shared.run_options import GivenScript, RecordingOptions
 
 DEFAULTS = RecordingOptions()
 
@@ -28,11 +28,7 @@ TRACKER_S = 60.0
 """Seconds that a tracker may take to get the account of a run; the job is done meanwhile."""
 
 
-def run(
-    *,
-    options: Annotated[RecordingOptions, Parameter(name="*")] = DEFAULTS,
-    script: Annotated[list[str] | None, Parameter(parse=False)] = None,
-) -> int:
+def run(*, options: Annotated[RecordingOptions, Parameter(name="*")] = DEFAULTS, script: GivenScript = None) -> int:
     """Run a training script unmodified, record it, and show where its device time went.
 
     Everything behind `--` reaches the script unchanged, and stdout is the script's alone: what headway says goes to
@@ -92,36 +88,21 @@ def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as
     A run too broken to explain still gets its ending.
     """
     # Loaded after the run: until here nothing of the analysis has cost the launcher a start-up.
-    from headway.report.terminal import render_run
+    from headway.report.screens import render_run
 
+    end = {
+        "code": report.code, "class": report.cls, "first_rank": report.first_rank, "traceback": report.traceback,
+    }  # fmt: skip
     answer: dict[str, Any] = {
-        "schema": "headway.run/1",
-        "run": str(report.run) if report.run else None,
-        "exit": {
-            "code": report.code,
-            "class": report.cls,
-            "first_rank": report.first_rank,
-            "traceback": report.traceback,
-        },
-        "goodput": None,
-        "step_goodput": None,
-        "steps_per_s": None,
-        "verdict": None,
-        "baseline": str(baseline) if baseline else None,
-        "applied": [],
-        "batch": None,
-        "verified": None,
-        "attempts": 0,
-        "incidents": [],
-        "ettr": None,
-        "ettr_simulated": None,
-        "ettr_closed_form": None,
-        "ettr_predicted": None,
-    }
+        "schema": "headway.run/1", "run": str(report.run) if report.run else None, "exit": end,
+        **dict.fromkeys(("goodput", "step_goodput", "steps_per_s", "verdict")),
+        "baseline": str(baseline) if baseline else None, "applied": [], "batch": None, "verified": None, "attempts": 0,
+        "incidents": [], **dict.fromkeys(("ettr", "ettr_simulated", "ettr_closed_form", "ettr_predicted")),
+    }  # fmt: skip
     why, command, notes = None, "", list[str]()
     try:
-        from headway.verbs.jobs.fault import account_of, ettr_sentence
-        from headway.verbs.runs.verdict import next_command, summarise
+        from headway.verbs.jobs.fault import account_of, ettr_beside, ettr_sentence
+        from headway.verbs.runs.why import next_command, summarise
 
         if report.run is None:
             raise InputError("no rank was started. Start it on every host.")
@@ -130,7 +111,7 @@ def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as
         if as_json:
             answer.update(account_of(report.run))
         before = baseline if baseline is not None and is_run(baseline) else None
-        beside = _beside(before, report.run)
+        beside = None if before is None else ettr_beside(Run.open(before), Run.open(report.run))
         answer["ettr_predicted"] = beside and beside["predicted"]
         notes += [ettr_sentence(beside)] if beside else []
         notes += [answer["batch"]] if answer["batch"] else []
@@ -148,14 +129,6 @@ def tell(report: ExitReport, plan: PlanFile | None, baseline: Path | None, *, as
         emit(answer, lambda _: "", as_json=True)
         return
     emit_beside(lambda screen: render_run(answer, why=why, command=command, notes=notes, **screen))
-
-
-def _beside(baseline: Path | None, run: Path) -> dict[str, float | None] | None:
-    """Return the ETTR of a run and of the one before, where that one failed."""
-    from headway.trace.recording.runs import Run
-    from headway.verbs.jobs.fault import ettr_beside
-
-    return ettr_beside(Run.open(baseline), Run.open(run)) if baseline is not None else None
 
 
 def check_importable(trackers: Sequence[str]) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from headway.core.errors import InputError
 from headway.ledger.operations.compute_factors import meetings_of
 from headway.ledger.operations.straggler import analyse
-from headway.report.alignment import render_alignment
-from headway.report.terminal import render_trace_info
+from headway.report.screens import render_trace_info
+from headway.report.terminal import render_alignment
 from headway.sim.observed import listed
 from headway.sim.recorded.program import Program
 from headway.trace.events.parts import Parts
@@ -23,7 +23,7 @@ from headway.trace.sync.alignment import Alignment
 from headway.trace.sync.alignment import align as align_trace
 from headway.trace.sync.clocks import on_common_clock
 from headway.verbs.shared.output import AsJson, emit
-from headway.verbs.shared.source import RunPath
+from headway.verbs.shared.run_options import RunPath
 from headway.why.explanation import ideal_of
 
 STREAMED = (".pftrace", ".perfetto-trace")
@@ -51,19 +51,10 @@ def import_(source: RunPath, target: Path, /, *, json: AsJson = False) -> int:
 
 
 def export(
-    source: RunPath,
-    target: Path,
-    /,
-    *,
-    steps: str | None = None,
-    ranks: str | None = None,
-    lanes: str | None = None,
-    names: str | None = None,
-    kinds: str | None = None,
-    between: str | None = None,
-    ideal: bool = False,
+    source: RunPath, target: Path, /, *, steps: str | None = None, ranks: str | None = None, lanes: str | None = None,
+    names: str | None = None, kinds: str | None = None, between: str | None = None, ideal: bool = False,
     json: AsJson = False,
-) -> int:
+) -> int:  # fmt: skip
     """Write a slice of SOURCE for Perfetto (ui.perfetto.dev), chrome://tracing, or a simulator that takes Chakra.
 
     Example: `headway trace export headway-runs/train-1 window.json.gz --steps 100:110 --lanes "stream *"`
@@ -80,7 +71,12 @@ def export(
       ideal:
         Put the same slice, replayed without the losses, beside the real one (a run or an operation trace; .json only).
     """
-    wanted = slice_of(steps=steps, ranks=ranks, lanes=lanes, names=names, kinds=kinds, between=between)
+    wanted = TraceSlice(
+        steps=None if steps is None else interval(steps, "step"),
+        ranks=None if ranks is None else interval(ranks, "rank"), lanes=lanes, names=names,
+        kinds=None if kinds is None else tuple(kind.strip().upper() for kind in kinds.split(",")),
+        between_ns=None if between is None else moments(between),
+    )  # fmt: skip
     spare(source, target)
     whole = Trace.open(source) if ideal else None
     if whole is not None:
@@ -129,26 +125,6 @@ def spare(source: Path, target: Path) -> None:
         raise InputError(f"{target} is a file of the run {run.name}: writing it would replace it. Name another file.")
 
 
-def slice_of(
-    *,
-    steps: str | None,
-    ranks: str | None,
-    lanes: str | None,
-    names: str | None,
-    kinds: str | None,
-    between: str | None,
-) -> TraceSlice:
-    """Parse the options of a slice. Raises `InputError` on what cannot be read."""
-    return TraceSlice(
-        steps=None if steps is None else interval(steps, "step"),
-        ranks=None if ranks is None else interval(ranks, "rank"),
-        lanes=lanes,
-        names=names,
-        kinds=None if kinds is None else tuple(kind.strip().upper() for kind in kinds.split(",")),
-        between_ns=None if between is None else moments(between),
-    )
-
-
 def replayed(source: Path, trace: Trace) -> Trace:
     """Return the trace without its losses. Raises `InputError` where nothing can replay it."""
     program = Program.from_run(Run.open(source)) if is_run(source) else None
@@ -183,20 +159,12 @@ def interval(text: str, what: str) -> tuple[int, int]:
     first = int(parts[0])
     end = int(parts[1]) if len(parts) == 2 else first + 1
     if end <= first:
-        raise InputError(
-            f"{text!r} is an empty range of {what}s: its end must exceed its start. Write {first}:{first + 1}."
-        )
+        fix = f"its end must exceed its start. Write {first}:{first + 1}."
+        raise InputError(f"{text!r} is an empty range of {what}s: {fix}")
     return first, end
 
 
-def align(
-    source: RunPath,
-    target: Path,
-    /,
-    *,
-    tolerate: bool = False,
-    json: AsJson = False,
-) -> int:
+def align(source: RunPath, target: Path, /, *, tolerate: bool = False, json: AsJson = False) -> int:
     """Put the clocks of all ranks of SOURCE on that of its first rank, by what the ranks did together.
 
     Example: `headway trace align profiles/ aligned.parquet`
@@ -225,13 +193,8 @@ def align(
         )
     found = aligned(trace, tolerate=tolerate)
     write(found.apply(trace), target)
-    answer = {
-        "schema": "headway.trace-align/1",
-        "source": str(source),
-        "target": str(target),
-        "events": len(trace),
-        **found.to_json(),
-    }
+    answer = {"schema": "headway.trace-align/1", "source": str(source), "target": str(target), "events": len(trace)}
+    answer |= found.to_json()
     return emit(answer, lambda s: render_alignment(answer, source=str(source), target=str(target), **s), as_json=json)
 
 

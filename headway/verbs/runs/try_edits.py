@@ -23,14 +23,11 @@ from headway.runtime.launching.launch import launch
 from headway.runtime.launching.options import check
 from headway.runtime.run_folder.recording import RUNS, claim_folder, next_folder
 from headway.verbs.shared.output import emit
-from headway.verbs.shared.run_options import RunOptions
-from headway.verbs.shared.source import RunPath, run_at
+from headway.verbs.shared.run_options import DEFAULTS, GivenOptions, GivenScript, RunPath, run_at
 from headway.why.explanation import explain
 from headway.why.fixes import run_command
 
 REMEDY = "measure.try"
-DEFAULT = RunOptions()
-
 INTERRUPTED = 130
 """Exit code of a script that was stopped by Ctrl-C."""
 
@@ -44,13 +41,10 @@ def _plan_path(_: object, tokens: Sequence[Token]) -> Path:
 
 
 def try_edits(
-    *, options: Annotated[RunOptions, Parameter(name="*")] = DEFAULT,
-    steps: int = 10, rounds: int = 5, warmup: int = 5,
-    only: list[str] | None = None,
-    recorded: RunPath | None = None,
-    allow: str = "result-equivalent",
+    *, options: GivenOptions = DEFAULTS, steps: int = 10, rounds: int = 5, warmup: int = 5,
+    only: list[str] | None = None, recorded: RunPath | None = None, allow: str = "result-equivalent",
     plan: Annotated[Path, Parameter(name=("--plan", "-o"), converter=_plan_path)] = Path("try-plan.json"),
-    script: Annotated[list[str] | None, Parameter(parse=False)] = None,
+    script: GivenScript = None,
 ) -> int:  # fmt: skip
     """Try what a few lines would win: precision, memory format, fused updates, torch.compile.
 
@@ -72,7 +66,9 @@ def try_edits(
       allow: What the plan may hold: result-equivalent, lossy, or both with a comma. All candidates are measured.
       plan: Where to write the plan.
     """
-    script = _checked(options, script)
+    if not script:
+        raise InputError("there is no script to try. Put it behind --: headway try -- train.py")
+    check(replace(options, apply=None).launch_options(TRIES, None), script)
     if options.apply is not None:
         raise InputError("--apply would try the script under a plan. Drop it.")
     if steps < 4 or rounds < 1 or warmup < 1:
@@ -114,21 +110,11 @@ def try_edits(
     return emit(result, lambda screen: _screen(tries, rows, best, command, screen), as_json=options.json)
 
 
-def _checked(options: RunOptions, script: list[str] | None) -> list[str]:
-    """Return the script and its arguments; raises `InputError` for one that cannot be launched, before all else."""
-    if not script:
-        raise InputError("there is no script to try. Put it behind --: headway try -- train.py")
-    check(replace(options, apply=None).launch_options(TRIES, None), script)
-    return script
-
-
 def _predicted(recorded: Path) -> dict[str, Interval]:
     """Return what the plan of a recorded run says of the candidates: low end, likely, high end."""
     plan = explain([recorded], allow=tuple(ALLOWANCES)).plan
-    rows = () if plan is None else plan.proposals
-    return {
-        row.name: (row.interval[0], row.predicted_speedup, row.interval[1]) for row in rows if row.name in CANDIDATES
-    }
+    rows = [row for row in (plan.proposals if plan is not None else ()) if row.name in CANDIDATES]
+    return {row.name: (row.interval[0], row.predicted_speedup, row.interval[1]) for row in rows}
 
 
 def _plan(best: TryRow | None, rows: list[TryRow]) -> PlanFile:
@@ -137,10 +123,8 @@ def _plan(best: TryRow | None, rows: list[TryRow]) -> PlanFile:
         return PlanFile()
     remedies = []
     for name in best.remedies:
-        alone = next((row.measured for row in rows if row.remedies == (name,)), None) or best.measured
-        remedies.append(Remedy(
-            name, predicted_speedup=alone[1], interval=(alone[0], alone[2]), allow=CANDIDATES[name] or None,
-        ))  # fmt: skip
+        low, mid, high = next((row.measured for row in rows if row.remedies == (name,)), None) or best.measured
+        remedies.append(Remedy(name, predicted_speedup=mid, interval=(low, high), allow=CANDIDATES[name] or None))
     low, mid, high = best.measured
     return PlanFile(tuple(remedies), predicted_speedup=mid, interval=(low, high))
 

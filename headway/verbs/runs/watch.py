@@ -1,13 +1,25 @@
-"""`headway watch`: the report's page, live, while the run goes on."""
+"""`headway watch`: the report's page, live, while the run goes on.
+
+`headway mcp`: recorded runs for coding assistants, over the Model Context Protocol on stdin and stdout.
+
+Four tools, `runs`, `why`, `plan` and `compare`, return what the verbs of these names print with `--json`. They read
+recorded runs of the folder in which the server was started, and `plan` writes the run's plan.json; none starts a
+script. An assistant is told of the server as of any other: command `headway`, argument `mcp`.
+"""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
+from headway import __version__
 from headway.core.errors import HeadwayError, InputError
+from headway.core.files.safe_files import read_json
 from headway.ledger.live_ledger import LiveSeries
 from headway.ledger.live_mfu import LiveMfu
 from headway.report.answers import created, facts_of
@@ -15,19 +27,15 @@ from headway.report.page.html import page
 from headway.report.page.live import LiveView, live_charts, live_key, live_page, live_parts
 from headway.runtime.run_folder.live_feed import LiveFeed
 from headway.trace.recording.runs import Run, is_run, run_near
-from headway.verbs.shared.live_pages import serve_page
-from headway.verbs.shared.source import NewestRun, newest_run, recorded
+from headway.verbs.shared.output import serve_page
+from headway.verbs.shared.run_options import NewestRun, newest_run, recorded, recorded_runs
 
 
 def watch(
-    run: NewestRun = None,
-    *,
-    port: int = 0,
-    host: str = "127.0.0.1",
+    run: NewestRun = None, *, port: int = 0, host: str = "127.0.0.1",
     allow_origin: Annotated[tuple[str, ...], Parameter(negative=())] = (),
-    wait: Annotated[bool, Parameter(negative=())] = False,
-    json: bool = False,
-) -> int:
+    wait: Annotated[bool, Parameter(negative=())] = False, json: bool = False,
+) -> int:  # fmt: skip
     """Serve the page of a run while it goes on: steps, step times, ledger so far, every rank. Ctrl-C ends it.
 
     The run is only read, never touched. A run that has ended shows its report. The address that is printed ends in
@@ -44,9 +52,8 @@ def watch(
     """
     path = run or newest_run()
     if path.exists() and not path.is_dir():
-        raise InputError(
-            f"{path} is a file; a run is a folder. Name the folder that headway run writes, or will write."
-        )
+        text = "Name the folder that headway run writes, or will write."
+        raise InputError(f"{path} is a file; a run is a folder. {text}")
     if path == Path() and not is_run(path):
         raise InputError(f"the current folder is no run. Name the folder of one. {recorded()}")
     if not is_run(path) and not wait and (near := run_near(path)):
@@ -142,12 +149,83 @@ class WatchedRun:
         if figures is None:
             return LiveView(str(self._path), feed.state, reason=self._reason)
         return LiveView(
-            title=str(self._path),
-            state=feed.state,
-            figures=figures,
-            mfu=self._mfu.of(figures),
-            doing=feed.doing(),
-            facts=facts_of(feed.meta, None),
-            created=created(feed.facts),
-            reason=self._reason,
-        )
+            str(self._path), feed.state, figures, self._mfu.of(figures), feed.doing(), facts_of(feed.meta, None),
+            created(feed.facts), self._reason,
+        )  # fmt: skip
+
+
+LONGEST_S = 600.0
+"""How long a tool may take."""
+
+ABOUT = (
+    "headway records PyTorch training jobs and says where their device time goes. Ask `runs` for what is recorded, "
+    "`why` for the ledger, causes and fixes of one, `plan` for predicted remedies, `compare` for two runs of a script."
+)
+
+
+def mcp() -> int:
+    """Serve recorded runs to a coding assistant: the tools runs, why, plan and compare, over stdin and stdout.
+
+    The stock `mcp` package speaks the Model Context Protocol: install the extra `mcp`. Nothing is trained or applied.
+
+    Example: `claude mcp add headway -- headway mcp`
+    """
+    try:
+        from mcp.server import MCPServer
+        from mcp.server.mcpserver.exceptions import ToolError
+    except ImportError:
+        raise InputError("the package mcp (2.0 or later) is not there. Install headway's extra `mcp`.") from None
+    server = MCPServer("headway", version=__version__, instructions=ABOUT, log_level="ERROR")
+
+    def answer(*arguments: str) -> dict[str, object]:
+        command = [sys.executable, "-m", "headway.cli", *arguments, "--json"]
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LONGEST_S, check=False
+            )
+            printed: dict[str, object] = json.loads(done.stdout)
+        except subprocess.TimeoutExpired:
+            raise ToolError(f"headway {arguments[0]} took longer than {LONGEST_S:.0f} s and was ended.") from None
+        except json.JSONDecodeError:
+            _, _, reason = done.stderr.strip().rpartition("headway: ")
+            raise ToolError(reason or f"headway {arguments[0]} ended without an answer") from None
+        except (OSError, ValueError) as cause:  # no argument of a command: too long, or with a null byte
+            raise ToolError(f"headway {arguments[0]} could not be asked: {cause}") from None
+        return printed
+
+    @server.tool(structured_output=False)
+    def runs() -> str:
+        """List the recorded runs of this folder, the newest first: path and script of each."""
+        return json.dumps({"schema": "headway.runs/1", "runs": [_row(run) for run in recorded_runs()]})
+
+    @server.tool(structured_output=False)
+    def why(run: str = "") -> str:
+        """Explain where the device time of a run went: ledger, ranked causes with fixes. The newest run by default."""
+        return json.dumps(answer("why", *_named(run)))
+
+    @server.tool(structured_output=False)
+    def plan(run: str = "", allow: str = "") -> str:
+        """Predict what each remedy wins for a run. `allow`: result-equivalent, lossy; consents beyond equal results."""
+        return json.dumps(answer("plan", *_named(run), *([f"--allow={allow}"] if allow else [])))
+
+    @server.tool(structured_output=False)
+    def compare(before: str, after: str) -> str:
+        """Compare two runs of one script: speed, ledger, what changed."""
+        return json.dumps(answer("compare", *_named(before), *_named(after)))
+
+    server.run("stdio")
+    return 0
+
+
+def _row(run: Path) -> dict[str, str]:
+    """Return `path` and `script` of a run; without its script where it is of several hosts, or damaged."""
+    try:
+        script = read_json(run / "run.json").get("script") or []
+    except (HeadwayError, OSError, ValueError, AttributeError):
+        script = []
+    return {"path": str(run), "script": " ".join(map(str, script))}
+
+
+def _named(run: str) -> list[str]:
+    """Return a run as an argument: what begins with a dash is a file as well, not a flag."""
+    return ["./" + run if run.startswith("-") else run] if run else []

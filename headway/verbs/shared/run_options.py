@@ -1,4 +1,4 @@
-"""The options of `headway run`: torchrun's names where torchrun has them, then headway's own."""
+"""What verbs take: the options of `headway run`, torchrun's where it has them, sizes, paths; the run one is about."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from cyclopts import Group, Parameter, Token, convert
 
 from headway.catalog import SUPERVISOR
 from headway.core.errors import InputError
+from headway.core.files.safe_files import read_json
 from headway.core.units import parse_bytes
 from headway.runtime.launching.options import LaunchOptions
+from headway.runtime.run_folder.recording import RUNS
+from headway.trace.recording.runs import Run, is_run, run_near
 
 JOB, PLAN = Group("The run", sort_key=1), Group("A plan", sort_key=2)
 RECORD, FAIL = Group("What is recorded", sort_key=3), Group("Failures and restarts", sort_key=4)
@@ -181,8 +184,6 @@ class RunOptions:
         for name in ("next-plan.json", "plan.json"):  # the newer one first
             if (plan := self.apply / name).is_file():
                 return plan
-        from headway.trace.recording.runs import is_run  # the launcher starts without it
-
         if not is_run(self.apply):
             raise InputError(f"{self.apply} is neither a plan file nor a run folder. Name what headway plan wrote.")
         raise InputError(f"{self.apply} holds no plan.json. Write one with: headway plan {self.apply}")
@@ -246,3 +247,75 @@ class RecordingOptions(RunOptions):
     def trackers(self) -> list[str]:
         """The libraries that get the account once the script has ended."""
         return [name for name in ("wandb", "mlflow") if getattr(self, name)]
+
+
+DEFAULTS = RunOptions()
+GivenOptions = Annotated[RunOptions, Parameter(name="*")]
+"""The options of `headway run`, of a verb that launches a script as it does."""
+
+GivenScript = Annotated[list[str] | None, Parameter(parse=False)]
+"""What stands behind `--`: a script and its arguments."""
+
+AsModule = Annotated[bool, Parameter(alias="-m")]
+"""The option --module of a verb that takes a script."""
+
+Settings = Annotated[list[str], Parameter(name="--set", negative=())] | None
+"""The option --set of a verb."""
+
+RunPath = Annotated[Path, Parameter(converter=given_path)]
+"""A run or a trace that a verb reads."""
+
+NewestRun = Annotated[Path | None, Parameter(help="A run folder; the newest one by default.", converter=given_path)]
+"""The argument RUN of a verb, as `run_at` takes it."""
+
+
+def newest_run() -> Path:
+    """Return the newest run folder of this directory. Raises `InputError` when there is none."""
+    runs = recorded_runs()
+    if not runs:
+        raise InputError(
+            f"there is no run in {RUNS.resolve()}. Record one with: headway run -- train.py, or name a run."
+        )
+    return runs[0]
+
+
+def recorded_runs() -> list[Path]:
+    """Return the run folders of this directory, the newest first."""
+    runs = [path for path in RUNS.iterdir() if is_run(path)] if RUNS.is_dir() else []
+    return sorted(runs, key=started_ns, reverse=True)
+
+
+def recorded() -> str:
+    """Say which runs this directory has, the newest first: 'There are headway-runs/train-2, headway-runs/train-1.'"""
+    names = list(map(str, recorded_runs()))
+    if not names:
+        return f"There is none in {RUNS}: record one with headway run -- train.py."
+    more = f" and {len(names) - MOST_NAMED} older ones" if len(names) > MOST_NAMED else ""
+    return f"There {'are' if len(names) > 1 else 'is'} {', '.join(names[:MOST_NAMED])}{more}."
+
+
+MOST_NAMED = 5
+"""Runs that an error names."""
+
+
+def started_ns(path: Path) -> int:
+    """Return when the run at `path` began, in ns of the realtime clock.
+
+    As recorded: a copy or an older run finalised late keeps its place. Where no fact was kept, when the folder changed.
+    """
+    for file in [path / "run.json", *sorted(path.glob("run-host*.json"))]:
+        try:
+            return int(read_json(file)["realtime_ns"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return path.stat().st_mtime_ns
+
+
+def run_at(path: Path | None) -> Run:
+    """Open the run folder at `path` (None = the newest). Raises `InputError` when it is not one."""
+    path = path or newest_run()
+    if not path.exists():
+        raise InputError(f"{path} does not exist. Name a run folder. {recorded()}")
+    if not is_run(path):
+        raise InputError(f"{path} is not a run folder. {run_near(path) or 'Name one that headway run made.'}")
+    return Run.open(path)

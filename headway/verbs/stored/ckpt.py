@@ -71,21 +71,14 @@ def _row(checkpoint: CommittedCheckpoint | CommittedObject, last: Verified | Non
     created = record.created_unix_s if record else Path(path).stat().st_mtime
     known = last if last is not None and last.root == (record.root if record else None) else None
     return {
-        "step": checkpoint.step,
-        "path": str(path),
-        "format": kind,
-        "created_unix_s": created,
-        "age_s": max(0.0, time.time() - created),
-        "num_bytes": sum(sizes.values()),
-        "world_size": record.world_size if record else None,
-        "attempt": record.attempt if record else None,
-        "redundancy": record.redundancy if record else None,
+        "step": checkpoint.step, "path": str(path), "format": kind, "created_unix_s": created,
+        "age_s": max(0.0, time.time() - created), "num_bytes": sum(sizes.values()),
+        **{name: getattr(record, name, None) for name in ("world_size", "attempt", "redundancy")},
         "redundancy_status": parity.status if parity else None,
         "parity": (parity.scheme if parity.status == "redundant" else "none") if parity else None,
-        "root": record.root if record else None,
-        "verified_unix_s": known.unix_s if known else None,
+        "root": record.root if record else None, "verified_unix_s": known.unix_s if known else None,
         "verified": known.status if known else None,
-    }
+    }  # fmt: skip
 
 
 def _list_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
@@ -131,45 +124,29 @@ def show(path: Path, /, *, only: str = "*", json: AsJson = False) -> int:
     values = [value.to_json() | {"name": name} for name, value in held.values.items() if fnmatchcase(name, only)]
     values += [{"name": name, "type": "", "value": None} for name in held.objects if fnmatchcase(name, only)]
     if not tensors and not values and only != "*":
-        raise InputError(f"nothing in {path} is called {only!r}; it holds {_few(held)}. Use --only with * and ?.")
+        names = [*held.tensors, *held.values, *held.objects]
+        few = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise InputError(f"nothing in {path} is called {only!r}; it holds {few}. Use --only with * and ?.")
     answer = {
-        "schema": "headway.ckpt.show/1",
-        "path": str(path) if Path(path).is_file() else held.store.place,
-        "format": held.format,
-        "step": held.record.step if held.record else None,
-        "world_size": held.record.world_size if held.record else None,
-        "root": held.record.root if held.record else None,
+        "schema": "headway.ckpt.show/1", "path": str(path) if Path(path).is_file() else held.store.place,
+        "format": held.format, **{name: getattr(held.record, name, None) for name in ("step", "world_size", "root")},
         "num_bytes": sum(tensor.num_bytes for tensor in tensors.values()),
         "tensors": [_tensor_row(fqn, tensor) for fqn, tensor in tensors.items()],
-        "objects": [value["name"] for value in values],
-        "values": values,
-        "notes": list(held.notes),
-    }
+        "objects": [value["name"] for value in values], "values": values, "notes": list(held.notes),
+    }  # fmt: skip
     return emit(answer, lambda screen: _show_screen(answer, held, screen), as_json=json)
 
 
-def _few(held: Contents) -> str:
-    names = [*held.tensors, *held.values, *held.objects]
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
 def _tensor_row(fqn: str, tensor: Tensor) -> dict[str, Any]:
-    return {
-        "fqn": fqn,
-        "dtype": tensor.dtype,
-        "shape": list(tensor.shape),
-        "num_bytes": tensor.num_bytes,
-        "boxes": [
-            {
-                "offsets": list(stored.box.offsets),
-                "lengths": list(stored.box.lengths),
-                "file": stored.file,
-                "record_offset": stored.record_offset,
-                "record_bytes": stored.record_bytes,
-            }
-            for stored in tensor.boxes
-        ],
-    }
+    boxes = [
+        {
+            "offsets": list(stored.box.offsets), "lengths": list(stored.box.lengths), "file": stored.file,
+            "record_offset": stored.record_offset, "record_bytes": stored.record_bytes,
+        }
+        for stored in tensor.boxes
+    ]  # fmt: skip
+    facts = {"fqn": fqn, "dtype": tensor.dtype, "shape": list(tensor.shape), "num_bytes": tensor.num_bytes}
+    return {**facts, "boxes": boxes}
 
 
 def _show_screen(answer: Mapping[str, Any], held: Contents, screen: ScreenOptions) -> str:
@@ -212,11 +189,8 @@ def verify_(path: Path, /, *, all: bool = False, shallow: bool = False, json: As
       all: Every checkpoint of a folder of them.
       shallow: Leave out the elements of tensors: sizes, metadata, containers only.
     """
-    deep = not shallow
-    if not all:
-        reports = [verify(path, deep=deep)]
-    else:
-        reports = [verify(one.path, deep=deep) for one in checkpoints(path)]
+    paths = [checkpoint.path for checkpoint in checkpoints(path)] if all else [path]
+    reports = [verify(step, deep=not shallow) for step in paths]
     if not reports:
         raise InputError(f"{path} holds no step-<n>. Drop --all, or name the folder of a run's checkpoints.")
     worst = max(reports, key=lambda report: SEVERITY.index(report.status))
@@ -248,10 +222,8 @@ def _verify_screen(reports: list[VerifyReport], screen: ScreenOptions) -> str:
             checked += f", {format_bytes(report.unchecked_bytes)} have no checksum"
         parts.append(paragraph(f"{report.format or 'no known format'}; {checked}", style="dim"))
         parts += [paragraph(f"note: {note}", style="yellow") for note in report.notes[:LINES]]
-        if len(report.notes) > LINES:
-            parts.append(
-                paragraph(f"and {plural(len(report.notes) - LINES, 'more note')}; --json has all", style="dim")
-            )
+        if (more := len(report.notes) - LINES) > 0:
+            parts.append(paragraph(f"and {plural(more, 'more note')}; --json has all", style="dim"))
         if report.status == "repairable":
             parts.append(paragraph(f"Run: headway ckpt repair {report.path}"))
     return draw(parts, **screen)
@@ -292,10 +264,7 @@ def scrub_(root: Path, /, *, rate_mb_s: float = 50.0, json: AsJson = False) -> i
         "schema": "headway.ckpt.scrub/1", "root": str(root), "checkpoints": told, "damaged": damaged,
         "checked_bytes": sum(report.checked_bytes for report in reports),
     }  # fmt: skip
-    if reports:
-        emit(answer, lambda screen: _verify_screen(reports, screen), as_json=json)
-    else:
-        emit(answer, lambda screen: _list_screen(answer, screen), as_json=json)
+    emit(answer, lambda s: _verify_screen(reports, s) if reports else _list_screen(answer, s), as_json=json)
     return 3 if damaged else 0
 
 

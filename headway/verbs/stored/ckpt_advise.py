@@ -8,9 +8,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from cyclopts import Parameter
 from rich.text import Text
 
 from headway.checkpoint.advise import (
@@ -32,19 +31,12 @@ from headway.plan.setup import Setup
 from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, title
 from headway.sim.recorded.program import Program
 from headway.verbs.shared.output import AsJson, emit
-from headway.verbs.shared.run_options import Size
-from headway.verbs.shared.source import RunPath, run_at
+from headway.verbs.shared.run_options import RunPath, Settings, Size, run_at
 
 STOCK_TIMEOUT_S = 300
 
 
-def advise(
-    run: RunPath | None = None,
-    /,
-    *,
-    set_: Annotated[list[str], Parameter(name="--set", negative=())] | None = None,
-    json: AsJson = False,
-) -> int:
+def advise(run: RunPath | None = None, /, *, set_: Settings = None, json: AsJson = False) -> int:
     """Compute how often to save, whether to write behind the steps, and what a failure loses each way.
 
     A recorded RUN is replayed with its saves changed; facts given with --set
@@ -65,13 +57,10 @@ def advise(
     proposals, recorded = ([], None) if run is None else _recorded(run)
     job = job_with(set_ or [], recorded)
     answer = {
-        "schema": "headway.ckpt.advise/1",
-        "run": None if run is None else str(run),
-        "job": asdict(job),
-        "proposals": [row.to_json() for row in proposals],
-        "ways": [asdict(way) for way in ways(job)],
+        "schema": "headway.ckpt.advise/1", "run": None if run is None else str(run), "job": asdict(job),
+        "proposals": [row.to_json() for row in proposals], "ways": [asdict(way) for way in ways(job)],
         "redundancy": [asdict(row) for row in protections(job)],
-    }
+    }  # fmt: skip
     return emit(answer, lambda screen: _advice(answer, ways(job), screen), as_json=json)
 
 
@@ -94,13 +83,12 @@ def _recorded(path: Path) -> tuple[list[Any], SavingJob]:
 
 def _advice(answer: Mapping[str, Any], found: list[SaveMethod], screen: ScreenOptions) -> str:
     job = answer["job"]
-    words = f"A step takes {format_seconds(job['step_s'])} without saves; a save stops it for "
-    words += f"{format_seconds(job['save_s'])}, every {job['every_steps']} steps. "
     known = job["mtbf_s"] is not None
-    words += f"A failure every {format_seconds(job['mtbf_s'])}." if known else "How often it fails is not known."
-    table = grid("left", "right", "right", "right", "right", "right", "right", "right")
+    often = f"A failure every {format_seconds(job['mtbf_s'])}." if known else "How often it fails is not known."
+    words = f"A step takes {format_seconds(job['step_s'])} without saves; a save stops it for "
+    words += f"{format_seconds(job['save_s'])}, every {job['every_steps']} steps. {often}"
     lost = "lost in all" if known else ""
-    add_row(table, "", "steps", "stall", "overhead", "speedup", "at a failure", "at worst", lost, style="dim")
+    table = headed("", "steps", "stall", "overhead", "speedup", "at a failure", "at worst", lost)
     for way in found:
         lost = "" if way.lost_fraction is None else format_fraction(way.lost_fraction)
         add_row(
@@ -117,19 +105,13 @@ def _advice(answer: Mapping[str, Any], found: list[SaveMethod], screen: ScreenOp
             lines.append(paragraph(f"{row['name']}: {gain}. {row['reason']} Risk: {row['risk']}."))
         else:
             lines.append(paragraph(f"{row['name']}: {row['reason']}", style="dim"))
-    lines += ["", _kept(answer["redundancy"])]
-    return draw(lines, **screen)
-
-
-def _kept(rows: list[Mapping[str, Any]]) -> Any:
-    """Return what redundancy survives, as a table."""
-    table = headed("redundancy", "more bytes", "on local disks it survives the loss of", align="left right left")
-    for row in rows:
+    kept = headed("redundancy", "more bytes", "on local disks it survives the loss of", align="left right left")
+    for row in answer["redundancy"]:
         ranks, hosts = row["lost_ranks"], row["lost_hosts"]
         survives = f"any {ranks} ranks' parts" if ranks > 1 else "any rank's part" if ranks else "nothing"
         survives += f", any {hosts} host{'s' * (hosts > 1)}" if hosts else ", not of a host" if ranks else ""
-        add_row(table, row["redundancy"], format_fraction(row["bytes_fraction"], 0), survives)
-    return table
+        add_row(kept, row["redundancy"], format_fraction(row["bytes_fraction"], 0), survives)
+    return draw([*lines, "", kept], **screen)
 
 
 def bench(
@@ -152,29 +134,18 @@ def bench(
     rates = measure(folder, num_bytes)
     peer_s = _stock_save_s(folder, num_bytes, state_bytes) if not ours_only else None
     answer = {
-        "schema": "headway.ckpt.bench/1",
-        "folder": str(folder),
-        "measured_bytes": num_bytes,
+        "schema": "headway.ckpt.bench/1", "folder": str(folder), "measured_bytes": num_bytes,
         "bytes_per_s": {name: getattr(rates, name) for name in ("copy", "checksum", "write", "read")},
-        "sync_s": rates.sync_s,
-        "state_bytes": state_bytes,
-        "blocked_s": rates.blocked_s(state_bytes),
-        "durable_s": rates.durable_s(state_bytes),
-        "restored_s": rates.restored_s(state_bytes),
-        "dcp_save_s": peer_s,
-    }
+        "sync_s": rates.sync_s, "state_bytes": state_bytes, "blocked_s": rates.blocked_s(state_bytes),
+        "durable_s": rates.durable_s(state_bytes), "restored_s": rates.restored_s(state_bytes), "dcp_save_s": peer_s,
+    }  # fmt: skip
     return emit(answer, lambda screen: _figures(answer, screen), as_json=json)
 
 
 def _stock_save_s(folder: Path, num_bytes: int, state_bytes: int) -> float:
     """Return what `dcp.save` of the state would take, by its measured rate."""
-    command = [
-        sys.executable,
-        "-m",
-        "headway.checkpoint.torch_dcp.stock_save",
-        str(folder.resolve()),
-        str(num_bytes),
-    ]
+    module = "headway.checkpoint.torch_dcp.stock_save"
+    command = [sys.executable, "-m", module, str(folder.resolve()), str(num_bytes)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=STOCK_TIMEOUT_S)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]

@@ -1,7 +1,11 @@
-"""`headway ckpt export`, `import` and `reshard`: a checkpoint in another form."""
+"""`headway ckpt repair|export|import|reshard`, `headway storage restripe`: a checkpoint made whole, or in another form.
+
+`headway storage region|backends`: a protected region's file while nobody has it open; how stores are noticed.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -12,16 +16,18 @@ from cyclopts import Parameter
 from headway.core.errors import InputError
 from headway.core.files.private import check_inside
 from headway.core.units import format_bytes, parse_bytes, plural
-from headway.report.paper import ScreenOptions, draw, paragraph
+from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, uncut
 from headway.storage.checks.repair import repair as repair_checkpoint
-from headway.storage.commit import STEP, is_own
+from headway.storage.commit import STEP, committed, is_own
 from headway.storage.manifest import COMMIT, CommitRecord
 from headway.storage.redundancy.parity import state, warnings
+from headway.storage.redundancy.restripe import restripe as restripe_checkpoint
+from headway.storage.regions.dirty import BACKENDS, works
+from headway.storage.regions.pagemap import PAGE_BYTES
+from headway.storage.regions.scrub import inspect
 from headway.storage.stores import url_of
 from headway.verbs.shared.output import AsJson, emit
 from headway.verbs.shared.run_options import OutPath, Size
-
-# `headway ckpt repair`: rebuild what is damaged of a checkpoint, or say what is lost.
 
 REPAIR_LINES = 20
 """Files and losses named on a screen; the JSON has all."""
@@ -72,12 +78,10 @@ def checkpoint_at(path: Path) -> Path:
     if url is not None:
         raise InputError(f"{url} is a bucket; this works on folders. Copy the checkpoint into one, and name that.")
     if not path.is_dir():
-        raise InputError(
-            f"{path} is no folder. Name the folder of a checkpoint, or the one that holds a run's step-<n>."
-        )
-    steps = {
-        int(match[1]): step for step in path.glob("step-*") if (match := STEP.fullmatch(step.name)) and is_own(step)
-    }
+        text = "Name the folder of a checkpoint, or the one that holds a run's step-<n>."
+        raise InputError(f"{path} is no folder. {text}")
+    named = {step: match for step in path.glob("step-*") if (match := STEP.fullmatch(step.name))}
+    steps = {int(match[1]): step for step, match in named.items() if is_own(step)}
     return steps[max(steps)] if steps and not is_own(path) else path
 
 
@@ -109,14 +113,7 @@ LINES = 8
 
 
 def export(
-    path: Path,
-    /,
-    *,
-    out: OutPath,
-    prefix: str = "",
-    dtype: str | None = None,
-    file: Size = "5GB",
-    json: AsJson = False,
+    path: Path, /, *, out: OutPath, prefix: str = "", dtype: str | None = None, file: Size = "5GB", json: AsJson = False
 ) -> int:
     """Write a checkpoint as safetensors or as a torch.save file.
 
@@ -139,18 +136,17 @@ def export(
         raise InputError(f"--file is {file}; a file holds at least a byte. Pass 5GB.")
     done = write(_source(path), out, prefix=prefix, dtype=dtype, file_bytes=file_bytes)
     answer = {"schema": "headway.ckpt.export/1", "path": str(path), "out": str(out), **asdict(done)}
-    return emit(answer, lambda screen: _exported(answer, screen), as_json=json)
+    size, names = format_bytes(done.num_bytes), list(done.left_out)
+    parts = [paragraph(f"{plural(done.tensors, 'tensor')}, {size}, in {plural(len(done.files), 'file')}:")]
+    parts += [paragraph(name, indent=4) for name in done.files[:LINES]]
+    if names:
+        more = f" and {len(names) - LINES} more" if len(names) > LINES else ""
+        parts.append(paragraph(f"left out: {', '.join(names[:LINES])}{more}", style="dim"))
+    return emit(answer, lambda screen: draw(parts, **screen), as_json=json)
 
 
 def import_(
-    path: Path,
-    /,
-    *,
-    out: OutPath,
-    prefix: str = "",
-    world: int = 1,
-    redundancy: str = "none",
-    json: AsJson = False,
+    path: Path, /, *, out: OutPath, prefix: str = "", world: int = 1, redundancy: str = "none", json: AsJson = False
 ) -> int:
     """Make a checkpoint of safetensors files, a torch.save file, or another checkpoint.
 
@@ -173,15 +169,9 @@ def import_(
 
 
 def reshard(
-    path: Path,
-    /,
-    *,
-    world: int,
-    out: OutPath,
-    without: Annotated[list[str], Parameter(negative=())] | None = None,
-    redundancy: str = "none",
-    json: AsJson = False,
-) -> int:
+    path: Path, /, *, world: int, out: OutPath, without: Annotated[list[str], Parameter(negative=())] | None = None,
+    redundancy: str = "none", json: AsJson = False,
+) -> int:  # fmt: skip
     """Rewrite a checkpoint into the files of another number of ranks, bit for bit.
 
     Nothing needs this to load on another world size: a restore cuts what it
@@ -214,25 +204,129 @@ def _told(verb: str, path: Path, out: Path, record: CommitRecord, *, as_json: bo
         "world_size": record.world_size, "num_bytes": sum(images), "root": record.root,
         "redundancy": record.redundancy,
     }  # fmt: skip
-    return emit(answer, lambda screen: _rewritten(answer, screen), as_json=as_json)
+    size, ranks = format_bytes(sum(images)), plural(record.world_size, "rank")
+    head = paragraph(f"{out}: {size} in the files of {ranks}, committed.")
+    parts = [head, paragraph(f"root {record.root}", style="dim")]
+    return emit(answer, lambda screen: draw(parts, **screen), as_json=as_json)
 
 
-def _exported(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    size = format_bytes(answer["num_bytes"])
-    told = f"{plural(answer['tensors'], 'tensor')}, {size}, in {plural(len(answer['files']), 'file')}:"
-    parts = [paragraph(told)]
-    parts += [paragraph(name, indent=4) for name in answer["files"][:LINES]]
-    if answer["left_out"]:
-        named = ", ".join(answer["left_out"][:LINES])
-        more = f" and {len(answer['left_out']) - LINES} more" if len(answer["left_out"]) > LINES else ""
-        parts.append(paragraph(f"left out: {named}{more}", style="dim"))
-    return draw(parts, **screen)
+SHOWN_PAGES = 10
+"""Damaged pages on a screen; `--json` holds all."""
+
+REGION_VERDICTS = {
+    "good": "Every page is what was written.",
+    "repairable": "Every damaged page can be rebuilt. Run it again with --repair.",
+    "lost": "Some damaged pages cannot be rebuilt; they were left as they are. Restore them from a copy.",
+    "unclean": "It was not closed: its process died. Whoever opens it next adopts what is there.",
+}
+"""Status -> what it means."""
 
 
-def _rewritten(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    size, ranks = format_bytes(answer["num_bytes"]), plural(answer["world_size"], "rank")
-    parts = [
-        paragraph(f"{answer['out']}: {size} in the files of {ranks}, committed."),
-        paragraph(f"root {answer['root']}", style="dim"),
+def region(file: Path, /, *, repair: bool = False, rate_mb_s: float | None = None, json: AsJson = False) -> int:
+    """Compare every page of a protected region with its checksum; with --repair rebuild those that changed.
+
+    For the file of a headway.storage.ProtectedRegion that nobody has open.
+    Exit code 3 when a page is damaged and not repaired, or when the region
+    was not closed and some pages cannot be verified.
+
+    Example: `headway storage region cache/state.bin --repair`
+
+    Args:
+      file: The region's data; its sidecar lies beside it, FILE.guard.
+      repair: Write back what can be rebuilt from parity.
+      rate_mb_s: Read at most so many MB (10**6 bytes) per second.
+    """
+    if rate_mb_s is not None and not rate_mb_s > 0:
+        raise InputError(f"--rate-mb-s is {rate_mb_s}; pass more than 0, or leave it out.")
+    seen = inspect(file, repair=repair, rate_bytes_per_s=(rate_mb_s or 0) * 1e6)
+    report, geometry = seen.report, seen.geometry
+    changed = sorted({*report.corrupt.tolist()} - {*report.repaired.tolist()})
+    pages = [{"page": page, "offset_bytes": page * geometry.page} for page in changed]
+    answer = {
+        "schema": "headway.storage.region/1", "file": str(file), "status": seen.status, "was_closed": seen.was_closed,
+        "epoch": seen.epoch, "num_bytes": geometry.num_bytes, "page_bytes": geometry.page, "stripe": geometry.stripe,
+        "parity": geometry.parity, "checked_bytes": report.num_bytes, "elapsed_s": report.elapsed_s,
+        "damaged": pages if seen.was_closed else [], "unverified": [] if seen.was_closed else pages,
+        "unrepairable": report.unrepairable.tolist() if seen.was_closed else [],
+        "damaged_sidecar_stripes": report.corrupt_sidecar.tolist() if seen.was_closed else [],
+        "repaired": report.repaired.tolist(), "shadow_pages": seen.shadow_pages,
+    }  # fmt: skip
+    emit(answer, lambda screen: _region_screen(answer, screen), as_json=json)
+    return 0 if seen.status == "good" or not (changed or seen.was_closed) else 3
+
+
+def _region_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
+    pages = answer["num_bytes"] // answer["page_bytes"]
+    head = f"{answer['file']}: {format_bytes(answer['num_bytes'])}, {plural(pages, 'page')} in stripes of "
+    head += f"{answer['stripe']} + {answer['parity']}, opened {plural(answer['epoch'], 'time')}"
+    lines: list[Any] = [paragraph(head, style="dim"), ""]
+    differ = [*answer["damaged"], *answer["unverified"]]
+    if differ:
+        lost, rows = set(answer["unrepairable"]), grid("right", "right", "left")
+        add_row(rows, "page", "offset", "", style="dim")
+        for row in differ[:SHOWN_PAGES]:
+            state = "unverified" if not answer["was_closed"] else "lost" if row["page"] in lost else "repairable"
+            add_row(rows, str(row["page"]), str(row["offset_bytes"]), state, style="red" if state == "lost" else "")
+        if len(differ) > SHOWN_PAGES:
+            add_row(rows, "...", "", f"{len(differ) - SHOWN_PAGES} more")
+        lines += [uncut(rows), ""]
+    if answer["repaired"]:
+        lines.append(paragraph(f"Rebuilt and written back: {plural(len(answer['repaired']), 'page')}."))
+    if answer["damaged_sidecar_stripes"]:
+        stripes = plural(len(answer["damaged_sidecar_stripes"]), "stripe")
+        lines.append(paragraph(f"Damaged in the sidecar: parity or checksums of {stripes}."))
+    return draw([*lines, paragraph(REGION_VERDICTS[answer["status"]], style="bold")], **screen)
+
+
+def backends(*, json: AsJson = False) -> int:
+    """Test which ways to find out what pages of memory were written work on this host, and which one "auto" takes.
+
+    Asks the kernel with a small map of each kind of memory.
+
+    Example: `headway storage backends`
+    """
+    reasons = {name: works(name) for name in BACKENDS}
+    chosen = "rehash" if reasons["pagemap_scan"] else "pagemap_scan"
+    answer = {
+        "schema": "headway.storage.backends/1", "kernel": os.uname().release, "page_bytes": PAGE_BYTES, "auto": chosen,
+        "backends": [{"name": name, "works": not reason, "reason": reason} for name, reason in reasons.items()],
+    }  # fmt: skip
+    rows = grid("left", "left", "left")
+    for name, reason in reasons.items():
+        add_row(rows, name, f"does not: {reason}" if reason else "works", "auto" if name == chosen else "")
+    head = paragraph(f"Linux {answer['kernel']}", style="dim")
+    return emit(answer, lambda screen: draw([head, "", uncut(rows)], **screen), as_json=json)
+
+
+def restripe(path: Path, /, *, to: str, cap_mb_s: float = 0.0, json: AsJson = False) -> int:
+    """Replace the parity of committed checkpoints: the data are read once and stay as they are.
+
+    The old parity is removed when the new one is durable; an interrupted
+    transition keeps one of the two whole, and goes on when it is run again.
+
+    Example: `headway storage restripe runs/llama/checkpoints --to 8+2 --cap-mb-s 50`
+
+    Args:
+      path: A checkpoint, or the folder of a run: then all of its checkpoints, the oldest first.
+      to: The scheme: k+m, or +m for as wide a stripe as there are ranks.
+      cap_mb_s: At most so many MB read and written per second; 0: no cap.
+    """
+    if not cap_mb_s >= 0:
+        raise InputError(f"--cap-mb-s is {cap_mb_s:g}; use a rate above 0, or 0 for no cap.")
+    url = url_of(path)
+    if url is not None:
+        raise InputError(f"{url} is a bucket; parity is for folders. Name a folder.")
+    is_one = path.is_dir() and is_own(path)
+    steps = [path] if is_one else [step.path for step in committed(path) if step.ours]
+    if not steps:
+        text = "Name one, or the folder that holds a run's step-<n>."
+        raise InputError(f"{path} holds no checkpoint of headway's. {text}")
+    done: list[dict[str, Any]] = [
+        restripe_checkpoint(step, to, cap_bytes_per_s=cap_mb_s * 1e6).to_json() for step in steps
     ]
-    return draw(parts, **screen)
+    answer = {"schema": "headway.storage.redundancy.restripe/1", "cap_bytes_per_s": cap_mb_s * 1e6, "checkpoints": done}
+    table = headed("checkpoint", "before", "now", "read", "written", align="left left left right right")
+    for row in done:
+        sizes = (format_bytes(row["read_bytes"]), format_bytes(row["written_bytes"]))
+        add_row(table, row["path"], row["before"], row["after"], *sizes)
+    return emit(answer, lambda screen: draw([uncut(table)], **screen), as_json=json)

@@ -20,13 +20,13 @@ from headway.core.units import format_bytes, format_fraction, format_seconds, pa
 from headway.lab.failure_logs import Lifetimes, read_lifetimes, read_totals, renamed, windows
 from headway.lab.fleet import DiskFleet
 from headway.lab.fleet_plan import POLICIES
-from headway.lab.fleet_sim import Dgroup, SimResult, made, read_clusters
+from headway.lab.fleet_sim import SimResult, made, read_clusters
 from headway.lab.nvm_controller import NvmStats, simulate_nvm
 from headway.lab.nvm_design import DESIGNS, MemorySystem
 from headway.lab.nvm_traces import TRACES, read_trace
 from headway.lab.placement import place, replay, saved
 from headway.lab.schemes import DEFAULT, HOURS_PER_YEAR, SCHEMES, Scheme, bounds_afr, mttdl_hours
-from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, uncut
+from headway.report.paper import ScreenOptions, add_row, draw, headed, paragraph, uncut
 from headway.verbs.shared.output import AsJson, emit
 from headway.verbs.shared.run_options import GivenPath, Size
 
@@ -50,42 +50,33 @@ def table(*, afr: float = 0.02, default_afr: float = DEFAULT[2], mttr_hours: flo
     """
     for name, value in {"--afr": afr, "--default-afr": default_afr}.items():
         if not 0 < value <= 1:
-            raise InputError(
-                f"{name} is {value:g}; it must be a fraction above 0, at most 1. Pass 0.02 for 2 % of disks a year."
-            )
+            text = "it must be a fraction above 0, at most 1. Pass 0.02 for 2 % of disks a year."
+            raise InputError(f"{name} is {value:g}; {text}")
     if not 0 < mttr_hours < math.inf:
         raise InputError(f"--mttr-hours is {mttr_hours:g}; a repair takes more than 0 hours. Pass 24 for a day.")
     k0, n0, _ = DEFAULT
     default = (k0, n0, default_afr)
     rows = [_scheme_row(scheme, afr, default, mttr_hours) for scheme in SCHEMES.values()]
     answer = {
-        "schema": "headway.storage.table/1",
-        "default": f"{k0}-of-{n0}",
-        "default_afr": default_afr,
-        "afr": afr,
-        "mttr_hours": mttr_hours,
-        "schemes": rows,
-    }
+        "schema": "headway.storage.table/1", "default": f"{k0}-of-{n0}", "default_afr": default_afr, "afr": afr,
+        "mttr_hours": mttr_hours, "schemes": rows,
+    }  # fmt: skip
     return emit(answer, lambda screen: _table_screen(answer, screen), as_json=json)
 
 
 def _scheme_row(scheme: Scheme, afr: float, default: tuple[int, int, float], mttr_h: float) -> dict[str, Any]:
     bounds = bounds_afr(scheme.k, scheme.n, default=default, mttr_h=mttr_h)
     return {
-        "scheme": scheme.name,
-        "k": scheme.k,
-        "n": scheme.n,
-        "tolerated_afr": min(bounds.values()),
-        "bound_by": min(bounds, key=lambda name: bounds[name]),
-        "overhead": scheme.overhead,
+        "scheme": scheme.name, "k": scheme.k, "n": scheme.n, "tolerated_afr": min(bounds.values()),
+        "bound_by": min(bounds, key=lambda name: bounds[name]), "overhead": scheme.overhead,
         "saving": scheme.saving(Scheme(*default[:2])),
         "mttdl_years": mttdl_hours(scheme.k, scheme.n, afr / HOURS_PER_YEAR, 1 / mttr_h) / HOURS_PER_YEAR,
-    }
+    }  # fmt: skip
 
 
 def _table_screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
-    rows = grid("left", "right", "right", "right", "right", "left")
-    add_row(rows, "scheme", "tolerated AFR", "space", "saves", "years to loss", "bound by", style="dim")
+    titles = "scheme", "tolerated AFR", "space", "saves", "years to loss", "bound by"
+    rows = headed(*titles, align="left right right right right left")
     for row in answer["schemes"]:
         enough = row["tolerated_afr"] >= answer["afr"]
         add_row(
@@ -226,14 +217,17 @@ def fleet(
     models = made(synthetic, seed=seed) if synthetic is not None else read_clusters(Path(clusters or ""))
     results = {name: DiskFleet(name).simulate(models, days, seed=seed) for name in dict.fromkeys(policy)}
     first = results[policy[0]]
+    kinds = [
+        {
+            "name": model.name, "num_disks": model.num_disks, "deployed": "step" if model.step_days() else "trickle",
+            "capacity_bytes": model.capacity_bytes,
+        }
+        for model in models
+    ]  # fmt: skip
     answer = {
-        "schema": "headway.storage.disks.fleet/1",
-        "simulated": True,
-        "fleet": synthetic if synthetic is not None else str(clusters),
-        "seed": seed,
-        "days": days,
-        "num_disks": sum(model.num_disks for model in models),
-        "models": [_model_row(model) for model in models],
+        "schema": "headway.storage.disks.fleet/1", "simulated": True,
+        "fleet": synthetic if synthetic is not None else str(clusters), "seed": seed, "days": days,
+        "num_disks": sum(model.num_disks for model in models), "models": kinds,
         "policies": {name: result.to_json() for name, result in results.items()},
         "of_instant": first.savings / results["instant"].savings
         if "instant" in results and results["instant"].savings > 0 else None,
@@ -242,15 +236,6 @@ def fleet(
         "transitions": [change.to_json() for change in first.transitions],
     }  # fmt: skip
     return emit(answer, lambda screen: _fleet_screen(answer, first, screen), as_json=json)
-
-
-def _model_row(model: Dgroup) -> dict[str, Any]:
-    return {
-        "name": model.name,
-        "num_disks": model.num_disks,
-        "deployed": "step" if model.step_days() else "trickle",
-        "capacity_bytes": model.capacity_bytes,
-    }
 
 
 def _fleet_screen(answer: Mapping[str, Any], first: SimResult, screen: ScreenOptions) -> str:
@@ -271,17 +256,13 @@ def _fleet_screen(answer: Mapping[str, Any], first: SimResult, screen: ScreenOpt
     words = (
         f"Simulated: {plural(answer['num_disks'], 'disk')} of {plural(len(answer['models']), 'model')}, "
         f"{plural(answer['days'], 'day')}, seed {answer['seed']}. The bound, each disk always under its best scheme, "
-        f"saves {format_fraction(first.oracle_savings)}. {_below(len(first.transitions))}"
+        f"saves {format_fraction(first.oracle_savings)}. "
     )
+    count = len(first.transitions)
+    many = f"{'' if count <= SHOWN_TRANSITIONS else 'the largest of '}{plural(count, 'transition')}"
+    words += f"Below: {many}." if count else "No scheme changed."
     below: list[Any] = ["", uncut(plan)] if changes else []
     return draw([uncut(rows), "", paragraph(words, style="dim"), *below], **screen)
-
-
-def _below(count: int) -> str:
-    """Say what the table of transitions shows of `count` of them."""
-    if count <= SHOWN_TRANSITIONS:
-        return f"Below: {plural(count, 'transition')}." if count else "No scheme changed."
-    return f"Below: the largest of {plural(count, 'transition')}."
 
 
 MOST_ROWS = 5_000_000
@@ -289,15 +270,9 @@ MOST_ROWS = 5_000_000
 
 
 def sim(
-    trace: GivenPath | None = None,
-    *,
-    made: str = "set",
-    requests: int = 6000,
-    seed: int = 0,
-    designs: str = ",".join(DESIGNS),
-    mapped: Size = "256MiB",
-    json: AsJson = False,
-) -> int:
+    trace: GivenPath | None = None, *, made: str = "set", requests: int = 6000, seed: int = 0,
+    designs: str = ",".join(DESIGNS), mapped: Size = "256MiB", json: AsJson = False,
+) -> int:  # fmt: skip
     """Simulate the cost of checksums and parity over memory that is mapped and written by stores.
 
     Plays a trace through caches, a memory controller and NVM modules, once
@@ -327,28 +302,22 @@ def sim(
     plain = simulate_nvm(rows, replace(DESIGNS["none"], memory=memory))
     found = {name: simulate_nvm(rows, replace(design, memory=memory)) for name, design in chosen.items()}
     answer = {
-        "schema": "headway.storage.sim/1",
-        "simulated": True,
-        "trace": made if trace is None else str(trace),
-        "num_accesses": plain.num_accesses,
-        "designs": [_row(name, stats, plain) for name, stats in found.items()],
-    }
+        "schema": "headway.storage.sim/1", "simulated": True, "trace": made if trace is None else str(trace),
+        "num_accesses": plain.num_accesses, "designs": [_row(name, stats, plain) for name, stats in found.items()],
+    }  # fmt: skip
     return emit(answer, lambda screen: _screen(answer, screen), as_json=json)
 
 
 def _row(name: str, stats: NvmStats, plain: NvmStats) -> dict[str, Any]:
-    return {
-        "design": name,
-        "data_reads": stats.data_reads,
-        "data_writes": stats.data_writes,
-        "redundancy_reads": stats.redundancy_reads,
-        "redundancy_writes": stats.redundancy_writes,
-        "amplification": stats.amplification,
-        "worst_read_amplification": stats.worst_read_amplification,
-        "time_s": stats.time_s,
-        "slowdown": stats.slowdown(plain),
-        "energy_j": stats.energy_j,
-    }
+    counts = {key: getattr(stats, key) for key in COUNTS}
+    return {"design": name, **counts, "slowdown": stats.slowdown(plain), "energy_j": stats.energy_j}
+
+
+COUNTS = (
+    "data_reads", "data_writes", "redundancy_reads", "redundancy_writes", "amplification", "worst_read_amplification",
+    "time_s",
+)  # fmt: skip
+"""What an answer has of `NvmStats`."""
 
 
 def _screen(answer: Mapping[str, Any], screen: ScreenOptions) -> str:
