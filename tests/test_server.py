@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from headway.core.machine.ring import RingReader
-from headway.core.wire.channel import ChannelClosed, connect
+from headway.core.wire.channel import ChannelClosed, Listener, connect
 from headway.data.bytes.packing import collated, pack, unpack
 from headway.data.service.batches import PreparationTime
 from headway.data.service.messages import (
+    FROM_CLIENT,
     FROM_SERVER,
     PROTOCOL,
     Begin,
@@ -33,7 +34,7 @@ from headway.data.service.messages import (
     Welcome,
     packed_items,
 )
-from headway.data.service.server import Daemon, listen
+from headway.data.service.server import Daemon
 from headway.data.service.stock import DataServer
 from tests.launching import wait_for
 from tests.paths import ROOT
@@ -124,7 +125,9 @@ def serve():
 
     def start(preparer=None, **options):
         path = folder / f"s{len(running)}"
-        daemon = Daemon(listen(str(path)), preparer or Squares(), DataServer(**{"threads": 2, **options}), seed=7)
+        daemon = Daemon(
+            Listener(path, types=FROM_CLIENT), preparer or Squares(), DataServer(**{"threads": 2, **options}), seed=7
+        )
         thread = threading.Thread(target=daemon.run)
         thread.start()
         running.append((daemon, thread))

@@ -125,8 +125,8 @@ class Agent:
     def run(self) -> None:
         """Work until the trainer has left, or is dead and nobody may come back for what is held."""
         assert self._trainer is not None
-        self._loop.watch(self._trainer, self._hear_trainer)
-        self._loop.watch_process(self._trainer.peer.pid or 0, self._orphaned)
+        # Children that the trainer forked may hold its end of the channel when it has ended.
+        self._loop.add(self._trainer, self._do, self._lose_trainer, with_process=True)
         while not self._is_over():
             self._loop.turn(self._patience_s())
             self._advance()
@@ -134,20 +134,10 @@ class Agent:
 
     # What others say.
 
-    def _hear_trainer(self) -> None:
-        """Do what the trainer sent, all of it."""
-        if self._trainer is None:
-            return
-        try:
-            for message, fds in self._trainer.arrived():
-                self._do(message, fds)
-        except ChannelClosed as error:
-            LOG.info("the trainer is gone: %s", error)
-            self._lose_trainer()
-
-    def _do(self, message: msgspec.Struct, fds: list[int]) -> None:
-        if isinstance(message, ImageArena) and fds:
-            self._map(message, fds.pop())
+    def _do(self, _: Channel, message: msgspec.Struct) -> None:
+        """Do what the trainer sent."""
+        if isinstance(message, ImageArena) and self._loop.fds:
+            self._map(message, self._loop.fds.pop())
         elif isinstance(message, Layout):
             self._layout = message
         elif isinstance(message, Persist):
@@ -156,12 +146,10 @@ class Agent:
             self._greet(message)
         elif isinstance(message, Leave):
             self._ends = True
-        for left in fds:
-            os.close(left)
 
     def _greet(self, hello: Hello) -> None:
         if hello.protocol != PROTOCOL:
-            raise InputError(f"the trainer speaks protocol {hello.protocol}, this agent {PROTOCOL}. Restart the job.")
+            raise HeadwayError(f"the trainer speaks protocol {hello.protocol}, this agent {PROTOCOL}. Restart the job.")
         self._hello, self._polls_s = hello, saving.poll_s(hello)
         if hello.rank == 0:
             with contextlib.suppress(OSError, HeadwayError):  # what is left shows at the first save
@@ -181,15 +169,9 @@ class Agent:
             memory.close()
             os.close(file)
 
-    def _orphaned(self) -> None:
-        """The trainer's process ended; children that it forked may still hold its end of the channel."""
-        self._hear_trainer()  # what it sent before
-        self._lose_trainer()
-
-    def _lose_trainer(self) -> None:
-        if self._trainer is None:
-            return
-        self._loop.drop(self._trainer)
+    def _lose_trainer(self, channel: Channel, why: str) -> None:
+        LOG.info("the trainer is gone: %s", why)
+        self._loop.drop(channel)
         self._trainer = None
         self._orphan_since_s = time.monotonic()
 
@@ -323,8 +305,7 @@ class Agent:
         try:
             self._trainer.send(message, timeout_s=10.0)
         except (ChannelClosed, TimeoutError) as error:
-            LOG.info("the trainer does not listen: %s", error)
-            self._lose_trainer()
+            self._lose_trainer(self._trainer, f"it does not listen: {error}")
 
     # Life.
 
@@ -370,8 +351,6 @@ class Agent:
         if self._listener is not None:
             self._listener.close()
         self._loop.close(why)
-        if self._trainer is not None:
-            self._trainer.close(why)
         LOG.info("ended")
 
 

@@ -38,6 +38,7 @@ headway.core.wire.wires.ChannelClosed: the other end closed the channel: enough
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -157,7 +158,9 @@ class Listener:
         Raises `ChannelClosed` when it belongs to another user or is gone
         already (listening goes on), `TimeoutError` when nobody came.
         """
-        connected = _accepted(self._socket, timeout_s)
+        if not readable(self._socket.fileno(), timeout_s):
+            raise TimeoutError(f"nobody connected within {timeout_s} s.")
+        connected = self._socket.accept()[0]
         wire, peer = Packets(connected), _peer(connected)
         if peer.uid != self._uid:
             why = f"user {peer.uid} may not use a socket of user {self._uid}. Start a server of your own."
@@ -281,12 +284,6 @@ def pair(*, types: Any) -> tuple[Channel, Channel]:
     return Channel(Packets(one), types, peer), Channel(Packets(other), types, peer)
 
 
-def _accepted(listening: socket.socket, timeout_s: float | None) -> socket.socket:
-    if not readable(listening.fileno(), timeout_s):
-        raise TimeoutError(f"nobody connected within {timeout_s} s.")
-    return listening.accept()[0]
-
-
 def _peer(connected: socket.socket) -> PeerProcess:
     raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
@@ -335,6 +332,24 @@ def hold_lock(path: Path, *, wait: bool) -> int:
             os.close(lock)
             raise
         os.close(lock)
+
+
+KEEP_LOG_S = 7 * 86400.0
+"""How long the log of a server that was killed, or never came up, stays."""
+
+
+def sweep_logs(folder: Path, pattern: str) -> None:
+    """Remove logs of that `pattern`, NAME.log or NAME.PID.log, and the socket NAME.sock, of servers that died long ago.
+
+    One that lives, however long, holds the lock of its socket.
+    """
+    for log in folder.glob(pattern):
+        path = log.with_suffix("").with_suffix(".sock")
+        with contextlib.suppress(OSError):  # it lives, or somebody else was first
+            if time.time() - log.stat().st_mtime > KEEP_LOG_S:
+                with os.fdopen(hold_lock(_lock_path(path), wait=False)):
+                    for left in (log, path, _lock_path(path)):
+                        left.unlink(missing_ok=True)
 
 
 def _clear(path: Path) -> None:

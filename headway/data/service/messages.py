@@ -19,7 +19,8 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from headway.core.errors import InputError
+from headway.core.errors import BackgroundError, HeadwayError, InputError
+from headway.data.orders.job_order import DataShareError
 from headway.data.service.jobs import Known
 
 PROTOCOL = 3
@@ -111,7 +112,7 @@ class Freed(msgspec.Struct, tag=True, frozen=True):
 
 
 class StatusRequest(msgspec.Struct, tag="Ask", frozen=True):
-    """Somebody asks how the server is."""
+    """Somebody asks how the server, or the fleet, is."""
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -166,15 +167,25 @@ class Over(msgspec.Struct, tag=True, frozen=True):
 
 
 class RequestFailed(msgspec.Struct, tag="Failed", frozen=True):
-    """A request could not be granted; the server closes the channel."""
+    """A request could not be granted; a data server closes the channel, a fleet's master does not."""
 
     kind: str
-    """Name of the error class: "DataShareError" or "InputError"."""
+    """Name of the error class: "BackgroundError" where nobody gets anything from the fleet any more."""
     text: str
+
+    @classmethod
+    def of(cls, error: HeadwayError) -> RequestFailed:
+        """Return what tells the other end why."""
+        return cls(type(error).__name__, str(error))
+
+    def error(self) -> HeadwayError:
+        """Return what the other end raises."""
+        kinds = {"DataShareError": DataShareError, "BackgroundError": BackgroundError}
+        return kinds.get(self.kind, InputError)(self.text)
 
 
 class StatusReply(msgspec.Struct, tag="Told", frozen=True):
-    """How the server is: facts that JSON can hold."""
+    """How it is: facts that JSON can hold."""
 
     facts: dict[str, Any]
 

@@ -30,7 +30,6 @@ from headway.core.machine.ring import RingReader
 from headway.core.wire.channel import Channel, ChannelClosed, connect
 from headway.data.bytes import account
 from headway.data.guard.picture import Picture
-from headway.data.orders.job_order import DataShareError
 from headway.data.pipeline.torch_loader import PipelineDataset
 from headway.data.service import torch_start as serving
 from headway.data.service.batches import JobProgress
@@ -149,7 +148,7 @@ class DataServerClient:
             for fd in fds:
                 os.close(fd)
             if isinstance(message, RequestFailed):
-                raise _refusal(message)
+                raise message.error()
             if isinstance(message, Waiting):
                 _warn_of_missing(message)
             if isinstance(message, Decided):
@@ -220,7 +219,7 @@ class DataServerClient:
                 if attempt == 2 or self.options is None:
                     raise HeadwayError(f"no data server at {self._path}: {error}") from error
         if isinstance(welcome, RequestFailed):
-            raise _refusal(welcome)
+            raise welcome.error()
         assert isinstance(welcome, Welcome)
         self.held, self._counted = _Held(self._channel), {}
         self._check(welcome)
@@ -328,11 +327,6 @@ def _job_name(options: DataServer | None, world_size: int) -> str:
     run = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"{'.'.join(here)}.{zlib.crc32(os.fsencode(run)):08x}.{attempt}.{number}"
-
-
-def _refusal(failed: RequestFailed) -> HeadwayError:
-    kinds = {"DataShareError": DataShareError, "BackgroundError": BackgroundError}
-    return kinds.get(failed.kind, InputError)(failed.text)
 
 
 def _warn_of_missing(waiting: Waiting) -> None:
