@@ -14,10 +14,10 @@ send data, not code. Use it wherever two of our processes talk.
     channel.fileno() .peer .close(reason=None)         for selectors; pid and uid; the peer is told the reason
 
 `types` is what this end accepts: one struct type or a union of tagged ones
-(`A | B`), each with `tag=True`. A peer that is gone, closed or sent something
-else raises `ChannelClosed`, and the channel is closed then; a wait that ends
-raises `TimeoutError`, and it goes on. Descriptors received are the caller's to
-close. A message longer than a packet goes through a memfd, unseen.
+(`A | B`), each with `tag=True`, or a decoder of them; arrays go as their bytes.
+A peer that is gone, closed or sent something else raises `ChannelClosed`, and
+the channel is closed then; a wait that ends raises `TimeoutError`, and it goes
+on. Descriptors received are the caller's to close. A message longer than a packet goes through a memfd, unseen.
 
 A unix socket has mode 0600, and both ends check whose process is at the other
 one. Over TCP both prove that they hold the token before anything else is read
@@ -79,7 +79,7 @@ class Channel:
     def __init__(self, wire: Wire, types: Any, peer: PeerProcess | None = None) -> None:
         """Raise `InputError` when `types` cannot be told apart on arrival."""
         try:
-            self._decoder = msgspec.msgpack.Decoder(types)
+            self._decoder = types if isinstance(types, msgspec.msgpack.Decoder) else msgspec.msgpack.Decoder(types)
         except TypeError as error:
             raise InputError(f"{types!r} cannot be received: {error}. Give each struct tag=True.") from error
         self._wire = wire
@@ -126,7 +126,7 @@ class Channel:
         self._wire.abandon()
 
 
-_ENCODER = msgspec.msgpack.Encoder()
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda array: array.tobytes())
 
 
 class Listener:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
 from headway import __version__
 from headway.core.errors import HeadwayError, InputError
@@ -49,9 +50,6 @@ from headway.data.service.messages import (
     StatusRequest,
     Waiting,
     Welcome,
-    packed_items,
-    unpacked_items,
-    unpacked_or_none,
 )
 from headway.data.service.service import PreparationScheduler
 from headway.data.service.stock import DataServer
@@ -214,9 +212,8 @@ class Daemon:
         if isinstance(message, Begin):
             client.begun = message.number
             self._service.begin(
-                client.join.job, client.join.rank, epoch=message.epoch, remaining=unpacked_or_none(message.remaining),
-                history=None if message.history is None else [unpacked_items(raw) for raw in message.history],
-                index=message.index, known=message.known(),
+                client.join.job, client.join.rank, epoch=message.epoch, remaining=message.remaining,
+                history=message.history, index=message.index, known=message.known(),
             )  # fmt: skip
             self._tell(client)
         elif isinstance(message, Freed):
@@ -235,7 +232,7 @@ class Daemon:
         self._service.check_on_time(join.job, join.rank)
         is_first = join.job not in self._service.jobs
         if is_first:
-            self._service.join(join.job, fingerprint=join.fingerprint, terms=terms, items=unpacked_or_none(join.items))
+            self._service.join(join.job, fingerprint=join.fingerprint, terms=terms, items=join.items)
         else:
             self._check_same(join)
         try:
@@ -255,7 +252,7 @@ class Daemon:
         if other is None:
             return
         fields = ("fingerprint", "world_size", "batch_size", "shuffle", "tail", "items")
-        wrong = [name for name in fields if getattr(other, name) != getattr(join, name)]
+        wrong = [name for name in fields if not np.array_equal(getattr(other, name), getattr(join, name))]
         if wrong:
             raise InputError(
                 f"rank {join.rank} of job {join.job!r} differs from rank {other.rank} in {', '.join(wrong)}. "
@@ -303,7 +300,7 @@ class Daemon:
         """Tell a rank what it needs should this server be lost; before who has had its last batch hears of that."""
         assert client.join is not None
         for ahead, number, known in self._service.known(client.join.job, client.join.rank):
-            self._loop.send(client.channel, Decided.of(client.begun + ahead, number, known))
+            self._loop.send(client.channel, Decided(begun=client.begun + ahead, number=number, known=known))
 
     # Batches.
 
@@ -360,7 +357,7 @@ class Daemon:
             ring=ring, slot=slot, generation=generation, begun=client.begun, collated=collated,
             num_missing=batch.payloads.count(None), fetch_ns=batch.fetch_ns,
             prep_ns=batch.prep_ns, read_bytes=batch.read_bytes, error=error,
-            everybody=None if error is None else packed_items(batch.everybody),
+            everybody=None if error is None else batch.everybody,
         )  # fmt: skip
         self._loop.send(client.channel, filled)
 

@@ -46,7 +46,6 @@ from headway.data.service.messages import (
     Rings,
     Waiting,
     Welcome,
-    packed_items,
 )
 from headway.data.service.stock import DataServer
 from headway.data.service.torch_preparers import base_of, identity
@@ -87,7 +86,7 @@ class DataServerClient:
         self._join = Join(
             protocol=PROTOCOL, job=_job_name(self.options, world), rank=rank, world_size=world,
             batch_size=loader.batch_size or 1, shuffle=loader._shuffle, tail=loader._tail,
-            fingerprint=identity(self._dataset), items=None if items is None else packed_items(items),
+            fingerprint=identity(self._dataset), items=items,
             collated=loader.dataset.collate is None if isinstance(loader.dataset, PipelineDataset)
             else loader.batch_size is not None and loader.collate_fn in (default_collate, default_convert),
             num_held=NUM_HELD,
@@ -127,10 +126,9 @@ class DataServerClient:
             self._told = {}
         else:
             self._num_passes += 1
-        told, base = self._inherited.get(self._num_begun), progress.base()
-        history = [packed_items(items) for items in progress.history] if again or told else None
+        told = self._inherited.get(self._num_begun)
         begin = Begin(
-            self._num_begun, progress.epoch, None if base is None else packed_items(base), history,
+            self._num_begun, progress.epoch, progress.base(), progress.history if again or told else None,
             index=self._num_passes - 1, decided=None if told is None else told.behind(len(progress.history)),
         )  # fmt: skip
         self._channel.send(begin)

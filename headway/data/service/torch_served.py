@@ -34,7 +34,7 @@ from headway.data.loader.views import Empty, InProcess, View, Walked, check_proc
 from headway.data.loader.walks import State, Taken
 from headway.data.pipeline.torch_loader import PipelineDataset
 from headway.data.service.batches import Ints, JobProgress
-from headway.data.service.messages import Filled, Over, unpacked_items
+from headway.data.service.messages import Filled, Over
 from headway.data.service.torch_links import DataServerClient
 from headway.data.service.torch_preparers import base_of, restored
 from headway.runtime.in_rank.guard import OfScript
@@ -201,7 +201,8 @@ class Served(Walked):
             self._link.count(filled)
             raise StopIteration
         if filled.error is not None:
-            self._took(filled, unpacked_items(filled.everybody or b""))
+            assert filled.everybody is not None, "a batch that failed names its items"
+            self._took(filled, filled.everybody)
             raise _failure(filled.error)
         memory = self._link.held.memory(filled)
         everybody, data = unpack(memory.data, marked=restored)
