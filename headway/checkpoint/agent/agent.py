@@ -178,27 +178,24 @@ class Agent:
     def _call(self, channel: Channel) -> None:
         """Let somebody in who may want what is held."""
         self._callers[channel] = None
-        self._loop.add(channel, self._hear_caller, self._drop)
+        self._loop.add(channel, self._hear_caller, lambda channel, _: self._callers.pop(channel))
 
-    def _hear_caller(self, channel: Channel, message: msgspec.Struct) -> None:
+    def _hear_caller(self, channel: Channel, message: msgspec.Struct) -> msgspec.Struct | None:
         if isinstance(message, ImageRequest):
-            self._show(channel, message.step)
-        elif isinstance(message, Finish):
+            return self._show(channel, message.step)
+        if isinstance(message, Finish):
             self._callers[channel] = message
         elif isinstance(message, Leave) and self._trainer is None:
             self._ends = True
+        return None
 
-    def _show(self, channel: Channel, step: int) -> None:
-        """Send the image that is held, if it is that of `step`."""
+    def _show(self, channel: Channel, step: int) -> HeldImage | None:
+        """Send the image that is held, if it is that of `step`; else there is a reply."""
         if self._held is None or step != self._held[0].step:
-            channel.send(HeldImage(), timeout_s=1.0)
-            return
+            return HeldImage()
         held, number = self._held
-        channel.send(held, [self._arenas[number][0]], timeout_s=1.0)
-
-    def _drop(self, channel: Channel, _: str = "") -> None:
-        self._callers.pop(channel)
-        self._loop.drop(channel)
+        self._loop.send(channel, held, [self._arenas[number][0]])
+        return None
 
     # Saves.
 
@@ -319,15 +316,9 @@ class Agent:
 
     def _answer_successors(self) -> None:
         """Nothing is under way: tell the attempts that asked; what is held stays here for all their ranks."""
-        for channel, asked in list(self._callers.items()):
-            if asked is not None:
-                self._callers[channel] = None
-                try:
-                    channel.send(Done(is_orphan=self._orphan_since_s is not None), timeout_s=1.0)
-                except TimeoutError:
-                    LOG.info("an attempt that asked does not listen")
-                except ChannelClosed:  # its descriptor's number is the next caller's
-                    self._drop(channel)
+        for channel in [channel for channel, asked in self._callers.items() if asked is not None]:
+            self._callers[channel] = None
+            self._loop.send(channel, Done(is_orphan=self._orphan_since_s is not None))
 
     def _patience_s(self) -> float:
         """Return how long to wait for messages before looking at the folder again."""
