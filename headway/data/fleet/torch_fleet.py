@@ -70,7 +70,7 @@ class AnyFleet:
         """What stands for the data in states."""
         self.num_workers = num_workers
         """Workers at the start."""
-        self.address, self.token, self.patience_s, self._name = address, token, patience_s, data
+        self.address, self.token, self.patience_s, self.fingerprint = address, token, patience_s, data
 
     def batches(self, batch_size: int | None = None, shuffle: bool | None = None, **options: Any) -> FleetLoader:
         """Return a loader of the fleet's batches; arguments and states are those of `headway.data.DataLoader`.
@@ -82,7 +82,7 @@ class AnyFleet:
     def reader(self, work: FleetPass, rank: int) -> FleetReader:
         """Return an iterator over the packed batches of one rank of a pass, from its beginning."""
         return FleetReader(
-            self.address, work, rank, data=self._name, token=self.token, patience_s=self.patience_s,
+            self.address, work, rank, data=self.fingerprint, token=self.token, patience_s=self.patience_s,
             failure=self._failure(),
         )  # fmt: skip
 
