@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from headway.checkpoint.agent import agent as agents
-from headway.checkpoint.agent import link as links
 from headway.checkpoint.agent.agent import pace_from, socket_path
 from headway.checkpoint.agent.link import AgentLink, ask, environment, finish
 from headway.checkpoint.agent.messages import (
@@ -165,7 +164,7 @@ def test_a_rank_that_cannot_write_tells_its_trainer_and_rank_0(tmp_path):
 
 def test_what_killed_agents_left_goes_in_time_and_an_agent_that_lives_on_stays(tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("rt")))
-    monkeypatch.setattr(links, "KEEP_LOG_S", -1.0)
+    monkeypatch.setattr("headway.core.wire.channel.KEEP_LOG_S", -1.0)
     folder = runtime_directory()
     dead = f"ckpt-{os.urandom(8).hex()}-0"
     for suffix in (".7.log", ".sock", ".sock.lock"):

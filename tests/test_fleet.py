@@ -19,11 +19,11 @@ from headway.core.errors import BackgroundError, InputError
 from headway.core.wire.channel import ChannelClosed, TcpListener
 from headway.data import DataLoader, Pipeline, SyntheticJpeg
 from headway.data.bytes.packing import unpack
-from headway.data.fleet.messages import FleetStatusRequest, FromMaster, dial
 from headway.data.fleet.reader import FleetReader, PrepareError
-from headway.data.fleet.splits import FleetPass
+from headway.data.fleet.splits import FleetPass, FromMaster, dial
 from headway.data.fleet.supervisor import MAX_ENDS, FleetSettings, start
 from headway.data.fleet.torch_fleet import Fleet, FleetLoader, work_for
+from headway.data.service.messages import StatusRequest
 from tests.datasets import Sized
 from tests.launching import wait_for
 from tests.served_made import has_ended
@@ -329,9 +329,9 @@ def test_a_fleet_whose_processes_are_killed_as_soon_as_they_run_says_so_to_all_a
         with pytest.raises(BackgroundError, match=why):
             work_for(fleet.address, Drawn(20_000), token=settings.token, patience_s=60.0, host=settings.host)
         with contextlib.closing(dial(fleet.address, settings.token, 5.0, FromMaster)) as caller:
-            caller.send(FleetStatusRequest())
+            caller.send(StatusRequest())
             refused, _ = caller.receive(timeout_s=5.0)
-            assert refused.fatal
+            assert refused.kind == "BackgroundError"
 
     assert set(psutil.Process().children(recursive=True)) <= before
     with pytest.raises(ChannelClosed, match="nobody listens"):
@@ -346,7 +346,7 @@ def test_a_master_that_cannot_start_is_one_error_that_says_why(tmp_path, monkeyp
         list(fleet.batches(4))
     assert "last with exit code 1 (FormatError: " in str(raised.value)
 
-    with contextlib.closing(TcpListener("127.0.0.1", 0, "of another", types=FleetStatusRequest)) as taken:
+    with contextlib.closing(TcpListener("127.0.0.1", 0, "of another", types=StatusRequest)) as taken:
         tcp = {"host": "127.0.0.1", "port": taken.port, "token": "a secret"}
         with Fleet(Drawn(40), num_workers=1, **tcp) as fleet, pytest.raises(BackgroundError, match="already in use"):
             list(fleet.batches(4))

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.core.errors import FormatError, InputError
-from headway.data.fleet.master import MAX_ENDED, SAVE_S, Master, WorkerReport
-from headway.data.fleet.splits import FleetPass
+from headway.data.fleet.master import MAX_ENDED, SAVE_S, Master
+from headway.data.fleet.splits import FleetPass, WorkerReport
 from tests.test_leases import Clock
 
 ROOM = 4

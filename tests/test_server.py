@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from headway.core.machine.ring import RingReader
-from headway.core.wire.channel import ChannelClosed, connect
+from headway.core.wire.channel import ChannelClosed, Listener, connect
 from headway.data.bytes.packing import collated, pack, unpack
 from headway.data.service.batches import PreparationTime
 from headway.data.service.messages import (
+    FROM_CLIENT,
     FROM_SERVER,
     PROTOCOL,
     Begin,
@@ -31,9 +32,8 @@ from headway.data.service.messages import (
     StatusReply,
     StatusRequest,
     Welcome,
-    packed_items,
 )
-from headway.data.service.server import Daemon, listen
+from headway.data.service.server import Daemon
 from headway.data.service.stock import DataServer
 from tests.launching import wait_for
 from tests.paths import ROOT
@@ -124,7 +124,9 @@ def serve():
 
     def start(preparer=None, **options):
         path = folder / f"s{len(running)}"
-        daemon = Daemon(listen(str(path)), preparer or Squares(), DataServer(**{"threads": 2, **options}), seed=7)
+        daemon = Daemon(
+            Listener(path, types=FROM_CLIENT), preparer or Squares(), DataServer(**{"threads": 2, **options}), seed=7
+        )
         thread = threading.Thread(target=daemon.run)
         thread.start()
         running.append((daemon, thread))
@@ -161,7 +163,7 @@ def test_two_jobs_at_once_each_get_every_item_once_an_epoch_for_several_epochs(s
         caller = Caller(path, name, items=items)
         taken[name] = [sorted(flat(caller.begin(epoch, epoch).all())) for epoch in range(3)]
 
-    mine = {"all": None, "some": packed_items(range(20, 50))}
+    mine = {"all": None, "some": np.arange(20, 50)}
     run_threads(job, mine.items())
 
     assert taken == {"all": [list(range(60))] * 3, "some": [list(range(20, 50))] * 3}
@@ -247,9 +249,9 @@ def test_nonsense_drops_its_sender_and_nobody_else(serve, nonsense):
         ({"batch_size": 0}, "InputError", "batch_size is 0"),
         ({"rank": 3}, "InputError", "rank is 3"),
         ({"tail": "shrot"}, "UnknownNameError", "Did you mean 'short'"),
-        ({"items": packed_items([])}, "InputError", "item"),
-        ({"items": packed_items([1, 1])}, "InputError", "twice"),
-        ({"items": packed_items([99])}, "InputError", "99"),
+        ({"items": np.zeros(0, np.int64)}, "InputError", "item"),
+        ({"items": np.array([1, 1])}, "InputError", "twice"),
+        ({"items": np.array([99])}, "InputError", "99"),
         ({"job": "there"}, "InputError", "is here already"),
         ({"job": "there", "rank": 1, "world_size": 2}, "InputError", "differs from rank 0 in world_size"),
     ],
@@ -276,7 +278,7 @@ def test_who_begins_before_joining_is_refused(serve):
 
 def test_what_remains_and_the_batches_of_a_lost_server_are_not_given_again(serve):
     _, path = serve()
-    caller = Caller(path).begin(1, 3, remaining=packed_items(range(10, 40)), history=[packed_items([12, 30, 11, 39])])
+    caller = Caller(path).begin(1, 3, remaining=np.arange(10, 40), history=[np.array([12, 30, 11, 39])])
 
     assert sorted(flat(caller.all())) == [k for k in range(10, 40) if k not in (12, 30, 11, 39)]
 

@@ -11,7 +11,7 @@ from headway.core.errors import InputError
 from headway.data.bytes.order import TAILS
 from headway.data.service.batches import Ended
 from headway.data.service.jobs import JobTerms, Known
-from headway.data.service.messages import Decided, packed_items
+from headway.data.service.messages import Decided
 from headway.data.service.service import PreparationScheduler
 from headway.data.service.stock import DataServer
 from tests.data_clients import PRINT, work_off
@@ -229,7 +229,7 @@ def test_a_grace_of_nothing_is_refused():
 def test_the_loop_tells_who_waits_whom_it_waited_for_and_the_other_jobs_go_on(serve):
     _, path = serve(grace_s=0.2)
     other = Caller(path, "other")
-    waits = Caller(path, "job", rank=1, world_size=2).begin(1, 0, history=[packed_items([1, 2, 3, 4])])
+    waits = Caller(path, "job", rank=1, world_size=2).begin(1, 0, history=[np.array([1, 2, 3, 4])])
     failed = waits.next()
 
     assert failed.kind == "BackgroundError"
@@ -257,14 +257,14 @@ def test_who_had_its_last_batch_hears_so_after_the_others_know(serve):
     rest = second.all()
 
     told = second.decided[5]
-    assert (told.complete, told.gone) == (True, [])
-    assert told.number + len(told.batches) == -(-SIZE // 8)
+    assert (told.known.complete, told.known.gone) == (True, [])
+    assert told.number + len(told.known.decided) == -(-SIZE // 8)
     assert len(rest) == -(-SIZE // 8) - 1
     assert second.items(mine)
 
 
 def test_what_was_decided_must_lie_behind_the_history(serve):
     _, path = serve()
-    caller = Caller(path).begin(1, 0, decided=Decided(begun=1, number=2, batches=[], complete=True, gone=[]))
+    caller = Caller(path).begin(1, 0, decided=Decided(begun=1, number=2, known=Known(complete=True)))
 
     assert "what was decided begins at batch 2" in caller.next().text

@@ -361,7 +361,7 @@ def test_an_example_that_is_left_out_leaves_its_place_empty():
     client = Client("a", range(3), batch_size=3, shuffle=False)
     client.join(service)
     while (work := service.next_work()) is not None:
-        service.dropped(work) if work.item == 1 else service.done(work, {"decoded": b"x"})
+        service.failed(work, None) if work.item == 1 else service.done(work, {"decoded": b"x"})
     batch = service.take("a", 0)
 
     assert batch.payloads == [b"x", None, b"x"]

@@ -1,5 +1,6 @@
 """One loop for a service: callers, processes that end, patience."""
 
+import os
 import subprocess
 import sys
 
@@ -55,12 +56,27 @@ def test_the_owner_hears_once_why_a_caller_is_gone_and_not_of_those_it_dropped_i
         loop.drop(dropped)
         loop.turn(1.0)
         while loop.num_callers:
-            loop.send(deaf, Number(1))
-        loop.send(deaf, Number(1))
+            sent = loop.send(deaf, Number(1))
+        assert not sent
+        assert not loop.send(deaf, Number(1))
 
     assert [channel for channel, _ in left] == [leaves, wrong, deaf]
     assert "is gone" in left[0][1]
     assert [why for _, why in left[1:]] == ["3 is odd. Send an even number.", "it does not read its replies"]
+
+
+def test_descriptors_are_for_the_answer_to_take_and_those_that_it_leaves_are_closed():
+    taken = []
+    with ServiceLoop() as loop:
+        server, client = pair(types=Number)
+        loop.add(server, lambda *_: taken.append(loop.fds.pop(0)))
+        before = len(os.listdir("/proc/self/fd"))
+        client.send(Number(1), [client.fileno(), client.fileno()])
+        loop.turn(1.0)
+
+        assert len(os.listdir("/proc/self/fd")) == before + 1
+        assert os.path.sameopenfile(taken[0], client.fileno())
+        os.close(taken[0])
 
 
 def test_a_caller_goes_with_its_process_though_a_child_of_that_has_the_socket(tmp_path):

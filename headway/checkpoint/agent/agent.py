@@ -125,8 +125,8 @@ class Agent:
     def run(self) -> None:
         """Work until the trainer has left, or is dead and nobody may come back for what is held."""
         assert self._trainer is not None
-        self._loop.watch(self._trainer, self._hear_trainer)
-        self._loop.watch_process(self._trainer.peer.pid or 0, self._orphaned)
+        # Children that the trainer forked may hold its end of the channel when it has ended.
+        self._loop.add(self._trainer, self._do, self._lose_trainer, with_process=True)
         while not self._is_over():
             self._loop.turn(self._patience_s())
             self._advance()
@@ -134,20 +134,10 @@ class Agent:
 
     # What others say.
 
-    def _hear_trainer(self) -> None:
-        """Do what the trainer sent, all of it."""
-        if self._trainer is None:
-            return
-        try:
-            for message, fds in self._trainer.arrived():
-                self._do(message, fds)
-        except ChannelClosed as error:
-            LOG.info("the trainer is gone: %s", error)
-            self._lose_trainer()
-
-    def _do(self, message: msgspec.Struct, fds: list[int]) -> None:
-        if isinstance(message, ImageArena) and fds:
-            self._map(message, fds.pop())
+    def _do(self, _: Channel, message: msgspec.Struct) -> None:
+        """Do what the trainer sent."""
+        if isinstance(message, ImageArena) and self._loop.fds:
+            self._map(message, self._loop.fds.pop())
         elif isinstance(message, Layout):
             self._layout = message
         elif isinstance(message, Persist):
@@ -156,12 +146,10 @@ class Agent:
             self._greet(message)
         elif isinstance(message, Leave):
             self._ends = True
-        for left in fds:
-            os.close(left)
 
     def _greet(self, hello: Hello) -> None:
         if hello.protocol != PROTOCOL:
-            raise InputError(f"the trainer speaks protocol {hello.protocol}, this agent {PROTOCOL}. Restart the job.")
+            raise HeadwayError(f"the trainer speaks protocol {hello.protocol}, this agent {PROTOCOL}. Restart the job.")
         self._hello, self._polls_s = hello, saving.poll_s(hello)
         if hello.rank == 0:
             with contextlib.suppress(OSError, HeadwayError):  # what is left shows at the first save
@@ -181,42 +169,33 @@ class Agent:
             memory.close()
             os.close(file)
 
-    def _orphaned(self) -> None:
-        """The trainer's process ended; children that it forked may still hold its end of the channel."""
-        self._hear_trainer()  # what it sent before
-        self._lose_trainer()
-
-    def _lose_trainer(self) -> None:
-        if self._trainer is None:
-            return
-        self._loop.drop(self._trainer)
+    def _lose_trainer(self, channel: Channel, why: str) -> None:
+        LOG.info("the trainer is gone: %s", why)
+        self._loop.drop(channel)
         self._trainer = None
         self._orphan_since_s = time.monotonic()
 
     def _call(self, channel: Channel) -> None:
         """Let somebody in who may want what is held."""
         self._callers[channel] = None
-        self._loop.add(channel, self._hear_caller, self._drop)
+        self._loop.add(channel, self._hear_caller, lambda channel, _: self._callers.pop(channel))
 
-    def _hear_caller(self, channel: Channel, message: msgspec.Struct) -> None:
+    def _hear_caller(self, channel: Channel, message: msgspec.Struct) -> msgspec.Struct | None:
         if isinstance(message, ImageRequest):
-            self._show(channel, message.step)
-        elif isinstance(message, Finish):
+            return self._show(channel, message.step)
+        if isinstance(message, Finish):
             self._callers[channel] = message
         elif isinstance(message, Leave) and self._trainer is None:
             self._ends = True
+        return None
 
-    def _show(self, channel: Channel, step: int) -> None:
-        """Send the image that is held, if it is that of `step`."""
+    def _show(self, channel: Channel, step: int) -> HeldImage | None:
+        """Send the image that is held, if it is that of `step`; else there is a reply."""
         if self._held is None or step != self._held[0].step:
-            channel.send(HeldImage(), timeout_s=1.0)
-            return
+            return HeldImage()
         held, number = self._held
-        channel.send(held, [self._arenas[number][0]], timeout_s=1.0)
-
-    def _drop(self, channel: Channel, _: str = "") -> None:
-        self._callers.pop(channel)
-        self._loop.drop(channel)
+        self._loop.send(channel, held, [self._arenas[number][0]])
+        return None
 
     # Saves.
 
@@ -323,8 +302,7 @@ class Agent:
         try:
             self._trainer.send(message, timeout_s=10.0)
         except (ChannelClosed, TimeoutError) as error:
-            LOG.info("the trainer does not listen: %s", error)
-            self._lose_trainer()
+            self._lose_trainer(self._trainer, f"it does not listen: {error}")
 
     # Life.
 
@@ -338,15 +316,9 @@ class Agent:
 
     def _answer_successors(self) -> None:
         """Nothing is under way: tell the attempts that asked; what is held stays here for all their ranks."""
-        for channel, asked in list(self._callers.items()):
-            if asked is not None:
-                self._callers[channel] = None
-                try:
-                    channel.send(Done(is_orphan=self._orphan_since_s is not None), timeout_s=1.0)
-                except TimeoutError:
-                    LOG.info("an attempt that asked does not listen")
-                except ChannelClosed:  # its descriptor's number is the next caller's
-                    self._drop(channel)
+        for channel in [channel for channel, asked in self._callers.items() if asked is not None]:
+            self._callers[channel] = None
+            self._loop.send(channel, Done(is_orphan=self._orphan_since_s is not None))
 
     def _patience_s(self) -> float:
         """Return how long to wait for messages before looking at the folder again."""
@@ -370,8 +342,6 @@ class Agent:
         if self._listener is not None:
             self._listener.close()
         self._loop.close(why)
-        if self._trainer is not None:
-            self._trainer.close(why)
         LOG.info("ended")
 
 

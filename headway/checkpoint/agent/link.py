@@ -17,7 +17,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ from headway.checkpoint.agent.messages import (
     Redundant,
 )
 from headway.core.errors import HeadwayError, InputError
-from headway.core.wire.channel import Channel, PeerProcess, connect, hold_lock
+from headway.core.wire.channel import Channel, PeerProcess, connect, sweep_logs
 from headway.core.wire.wires import ChannelClosed, Packets
 
 LOG = logging.getLogger(__name__)
@@ -49,9 +48,6 @@ LOG.addHandler(logging.NullHandler())
 
 MOST_DEATHS = 2
 """Agents that may die over one save before it counts as failed."""
-
-KEEP_LOG_S = 7 * 86400.0
-"""How long the log of an agent that was killed stays in the runtime directory."""
 
 PACKAGE = Path(__file__).resolve().parents[3]
 """The folder that holds the package `headway`: the agent runs the same release."""
@@ -155,7 +151,7 @@ class AgentLink:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         _asked(self.hello.root, self.hello.rank, Leave(), timeout_s=0.0)  # an orphan of an earlier attempt
         log = socket_path(self.hello.root, self.hello.rank).with_suffix(f".{os.getpid()}.log")
-        _sweep(log.parent)
+        sweep_logs(log.parent, "ckpt-*.log")
         with theirs, open(log, "ab", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o600)) as said:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "headway.checkpoint.agent.agent", str(theirs.fileno()), str(log)],
@@ -252,15 +248,3 @@ def _asked(
         return None
     finally:
         channel.close()
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what agents that were killed left long ago; one that lives, however long, holds its lock."""
-    for log in folder.glob("ckpt-*.log"):
-        with contextlib.suppress(OSError):  # it lives, or somebody else was first
-            if time.time() - log.stat().st_mtime > KEEP_LOG_S:
-                socket_file = log.with_suffix("").with_suffix(".sock")
-                lock_file = socket_file.with_suffix(".sock.lock")
-                with os.fdopen(hold_lock(lock_file, wait=False)):
-                    for left in (log, socket_file, lock_file):
-                        left.unlink(missing_ok=True)

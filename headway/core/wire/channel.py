@@ -14,10 +14,10 @@ send data, not code. Use it wherever two of our processes talk.
     channel.fileno() .peer .close(reason=None)         for selectors; pid and uid; the peer is told the reason
 
 `types` is what this end accepts: one struct type or a union of tagged ones
-(`A | B`), each with `tag=True`. A peer that is gone, closed or sent something
-else raises `ChannelClosed`, and the channel is closed then; a wait that ends
-raises `TimeoutError`, and it goes on. Descriptors received are the caller's to
-close. A message longer than a packet goes through a memfd, unseen.
+(`A | B`), each with `tag=True`, or a decoder of them; arrays go as their bytes.
+A peer that is gone, closed or sent something else raises `ChannelClosed`, and
+the channel is closed then; a wait that ends raises `TimeoutError`, and it goes
+on. Descriptors received are the caller's to close. A message longer than a packet goes through a memfd, unseen.
 
 A unix socket has mode 0600, and both ends check whose process is at the other
 one. Over TCP both prove that they hold the token before anything else is read
@@ -38,6 +38,7 @@ headway.core.wire.wires.ChannelClosed: the other end closed the channel: enough
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -78,7 +79,7 @@ class Channel:
     def __init__(self, wire: Wire, types: Any, peer: PeerProcess | None = None) -> None:
         """Raise `InputError` when `types` cannot be told apart on arrival."""
         try:
-            self._decoder = msgspec.msgpack.Decoder(types)
+            self._decoder = types if isinstance(types, msgspec.msgpack.Decoder) else msgspec.msgpack.Decoder(types)
         except TypeError as error:
             raise InputError(f"{types!r} cannot be received: {error}. Give each struct tag=True.") from error
         self._wire = wire
@@ -125,7 +126,7 @@ class Channel:
         self._wire.abandon()
 
 
-_ENCODER = msgspec.msgpack.Encoder()
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda array: array.tobytes())
 
 
 class Listener:
@@ -157,7 +158,9 @@ class Listener:
         Raises `ChannelClosed` when it belongs to another user or is gone
         already (listening goes on), `TimeoutError` when nobody came.
         """
-        connected = _accepted(self._socket, timeout_s)
+        if not readable(self._socket.fileno(), timeout_s):
+            raise TimeoutError(f"nobody connected within {timeout_s} s.")
+        connected = self._socket.accept()[0]
         wire, peer = Packets(connected), _peer(connected)
         if peer.uid != self._uid:
             why = f"user {peer.uid} may not use a socket of user {self._uid}. Start a server of your own."
@@ -281,12 +284,6 @@ def pair(*, types: Any) -> tuple[Channel, Channel]:
     return Channel(Packets(one), types, peer), Channel(Packets(other), types, peer)
 
 
-def _accepted(listening: socket.socket, timeout_s: float | None) -> socket.socket:
-    if not readable(listening.fileno(), timeout_s):
-        raise TimeoutError(f"nobody connected within {timeout_s} s.")
-    return listening.accept()[0]
-
-
 def _peer(connected: socket.socket) -> PeerProcess:
     raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
@@ -335,6 +332,24 @@ def hold_lock(path: Path, *, wait: bool) -> int:
             os.close(lock)
             raise
         os.close(lock)
+
+
+KEEP_LOG_S = 7 * 86400.0
+"""How long the log of a server that was killed, or never came up, stays."""
+
+
+def sweep_logs(folder: Path, pattern: str) -> None:
+    """Remove logs of that `pattern`, NAME.log or NAME.PID.log, and the socket NAME.sock, of servers that died long ago.
+
+    One that lives, however long, holds the lock of its socket.
+    """
+    for log in folder.glob(pattern):
+        path = log.with_suffix("").with_suffix(".sock")
+        with contextlib.suppress(OSError):  # it lives, or somebody else was first
+            if time.time() - log.stat().st_mtime > KEEP_LOG_S:
+                with os.fdopen(hold_lock(_lock_path(path), wait=False)):
+                    for left in (log, path, _lock_path(path)):
+                        left.unlink(missing_ok=True)
 
 
 def _clear(path: Path) -> None:

@@ -5,15 +5,17 @@ call of a function that was registered for it, in the thread that calls `turn`:
 
     loop.listen(listener, answer)      answer(channel, message) -> reply or None, for every caller of `listener`
     loop.admit(listener, came)         came(channel) for every caller, who is heard from `add` on
-    loop.add(channel, answer, gone)    gone(channel, why) once that caller has left or was let go
+    loop.add(channel, answer, gone)    gone(channel, why) once that caller, or whom we called, has left or was let go
+    loop.send(channel, message, fds)   says whether it was sent; else the caller is let go, and `gone` told
     loop.watch(source, act)            act() whenever a descriptor, socket or channel can be read
     loop.watch_process(pid, ended)     ended() once the process is gone, whoever its parent is (a pidfd)
     loop.turn(timeout_s)               waits for the first event, at most so long, and handles all that is there
     loop.ring()                        ends a wait early; any thread and signal handler may call it
 
 A caller that says nothing for `patience_s`, or does not read its reply within
-`SEND_S`, is let go; the loop waits for nobody else. An `InputError` of `answer`
-closes that caller's channel with the reason, and concerns nobody else.
+`send_s`, is let go; the loop waits for nobody else. An `InputError` of `answer`
+closes that caller's channel with the reason, and concerns nobody else. `answer`
+takes the descriptors that came with a message out of `loop.fds`.
 
 >>> import msgspec
 >>> from headway.core.wire.channel import pair
@@ -46,7 +48,7 @@ import os
 import selectors
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -136,6 +138,7 @@ class _Caller:
     """A channel that is heard."""
 
     heard_s: float
+    answer: AnswerFn
     gone: GoneFn
     pidfd: int = -1
     """Readable once its process has ended; -1 where that is not watched."""
@@ -157,6 +160,8 @@ class ServiceLoop:
         self._wake = Waker()
         self._callers: dict[Channel, _Caller] = {}
         self._pidfds: set[int] = set()
+        self.fds: list[int] = []
+        """Descriptors that came with the message that is being answered; those that are left here are closed."""
         self.watch(self._wake, self._wake.clear)
 
     @property
@@ -179,10 +184,10 @@ class ServiceLoop:
 
         `with_process`: also when its process has ended, even if a child of that still has the socket.
         """
-        caller = self._callers[channel] = _Caller(self._clock(), gone)
-        self.watch(channel, lambda: self._hear(channel, answer))
+        caller = self._callers[channel] = _Caller(self._clock(), answer, gone)
+        self.watch(channel, lambda: self.hear(channel))
         if with_process:
-            caller.pidfd = self._watched(channel.peer.pid or 0, lambda: self._outlived(channel, answer))
+            caller.pidfd = self._watched(channel.peer.pid or 0, lambda: self._outlived(channel))
 
     def watch(self, source: Watched | int, act: Callable[[], object]) -> None:
         """Call `act` whenever `source` can be read, until it is dropped."""
@@ -210,14 +215,40 @@ class ServiceLoop:
         """End the wait of `turn`, now or when it begins."""
         self._wake.ring()
 
-    def send(self, channel: Channel, message: msgspec.Struct) -> None:
-        """Send to a caller; one that is gone, or does not read, is let go."""
+    def hear(self, channel: Channel) -> None:
+        """Answer all that a caller has sent; `turn` does so, but of what came with a message that was read before."""
+        caller = self._callers.get(channel)
+        if caller is None:
+            return
         try:
-            channel.send(message, timeout_s=self._send_s)
+            for message, self.fds in channel.arrived():
+                try:
+                    if channel not in self._callers:
+                        return
+                    caller.heard_s = self._clock()
+                    reply = caller.answer(channel, message)
+                    if reply is not None:
+                        self.send(channel, reply)
+                finally:
+                    while self.fds:
+                        os.close(self.fds.pop())
+        except TimeoutError:
+            pass
+        except ChannelClosed as error:
+            self._lose(channel, str(error))
+        except InputError as error:
+            self._let_go(channel, str(error))
+
+    def send(self, channel: Channel, message: msgspec.Struct, fds: Sequence[int] = ()) -> bool:
+        """Send to a caller, and copies of `fds`; one that is gone, or does not read, is let go: False then."""
+        try:
+            channel.send(message, fds, timeout_s=self._send_s)
+            return True
         except TimeoutError:
             self._let_go(channel, "it does not read its replies")
         except ChannelClosed as error:
             self._lose(channel, str(error))
+        return False
 
     def drop(self, channel: Channel, reason: str | None = None) -> None:
         """Close a channel that is heard or watched, and tell the other end why."""
@@ -255,28 +286,9 @@ class ServiceLoop:
             return
         came(channel)
 
-    def _hear(self, channel: Channel, answer: AnswerFn) -> None:
-        """Reply to all that a caller has sent."""
-        try:
-            for message, fds in channel.arrived():
-                for fd in fds:  # nobody here asks for any
-                    os.close(fd)
-                if channel not in self._callers:
-                    return
-                self._callers[channel].heard_s = self._clock()
-                reply = answer(channel, message)
-                if reply is not None:
-                    self.send(channel, reply)
-        except TimeoutError:
-            pass
-        except ChannelClosed as error:
-            self._lose(channel, str(error))
-        except InputError as error:
-            self._let_go(channel, str(error))
-
-    def _outlived(self, channel: Channel, answer: AnswerFn) -> None:
+    def _outlived(self, channel: Channel) -> None:
         """Reply to what a process sent before it ended, and let its channel go."""
-        self._hear(channel, answer)
+        self.hear(channel)
         self._lose(channel, "its process has ended")
 
     def _let_go(self, channel: Channel, why: str) -> None:

@@ -190,7 +190,8 @@ class Packets(Wire):
             except OSError as error:
                 raise self.broken(f"the channel broke ({error.strerror}). Connect again.") from error
             self.wait(select.POLLIN, deadline)
-        fds = [fd for _, kind, raw in beside if kind == socket.SCM_RIGHTS for fd in _descriptors(raw)]
+        passed = [raw[: len(raw) // _FDS.size * _FDS.size] for _, kind, raw in beside if kind == socket.SCM_RIGHTS]
+        fds = [fd for raw in passed for (fd,) in _FDS.iter_unpack(raw)]
         if not message or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             for fd in fds:
                 os.close(fd)
@@ -289,10 +290,6 @@ def check_length(num_bytes: int) -> None:
     """Raise `InputError` on a message that the other end would refuse."""
     if num_bytes > MOST_BYTES:
         raise InputError(f"a message of {num_bytes} bytes is too long. Split it into parts of {MOST_BYTES} at most.")
-
-
-def _descriptors(raw: bytes) -> list[int]:
-    return [fd for (fd,) in _FDS.iter_unpack(raw[: len(raw) // _FDS.size * _FDS.size])]
 
 
 def _rest(parts: list[memoryview], sent: int) -> list[memoryview]:

@@ -19,7 +19,6 @@ import contextlib
 import math
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -32,11 +31,9 @@ from headway.core.errors import InputError
 from headway.core.wire.channel import Channel, Listener, TcpListener
 from headway.core.wire.loop import ServiceLoop
 from headway.data.fleet.autoscale import Autoscaler, Load
-from headway.data.fleet.master import Master, SplitPlacement
-from headway.data.fleet.messages import (
+from headway.data.fleet.master import Master
+from headway.data.fleet.splits import (
     Beat,
-    FleetStatusReply,
-    FleetStatusRequest,
     GaveUp,
     Joined,
     JoinPass,
@@ -45,15 +42,16 @@ from headway.data.fleet.messages import (
     ReadProgress,
     Ready,
     Register,
-    RequestRefused,
     Revoke,
     SplitLost,
+    SplitPlacement,
     SplitRequest,
     Stop,
     Target,
     ToMaster,
     listen,
 )
+from headway.data.service.messages import RequestFailed, StatusReply, StatusRequest
 
 TICK_S = 0.05
 SEND_S = 0.5
@@ -125,8 +123,8 @@ class Hub:
         if supervisor is not None:
             self._admit(supervisor)
         self._answers: dict[type, Callable[[_Peer, Any], msgspec.Struct | None]] = {
-            Register: self._register, SplitRequest: self._want, Ready: self._ready, JoinPass: self._join,
-            FleetStatusRequest: self._ask, GaveUp: self._gave_up,
+            Register: self._register, SplitRequest: self._want, JoinPass: self._join, StatusRequest: self._ask,
+            GaveUp: self._gave_up, Ready: self._ready,
             Beat: lambda peer, message: master.beat(peer.worker, message.report),
             ReadProgress: lambda peer, message: master.took(peer.client, message.taken, message.waited_s),
             SplitLost: lambda peer, message: master.lost(peer.client, message.split, message.generation),
@@ -154,7 +152,7 @@ class Hub:
         try:
             return self._answers[type(message)](peer, message)
         except InputError as error:
-            return RequestRefused(str(error))
+            return RequestFailed.of(error)
 
     def _forget(self, peer: _Peer) -> None:
         if peer not in self._peers:
@@ -166,9 +164,6 @@ class Hub:
             self.master.gone(peer.worker)
         if peer.client and not any(other.client == peer.client for other in self._peers):
             self.master.leave(peer.client)
-
-    def _send(self, peer: _Peer, message: msgspec.Struct) -> None:
-        self._loop.send(peer.channel, message)
 
     def _register(self, peer: _Peer, message: Register) -> Revoke:
         for other in [other for other in self._peers if other.worker == message.name and other is not peer]:
@@ -183,37 +178,37 @@ class Hub:
     def _ready(self, peer: _Peer, message: Ready) -> None:
         self.master.ready(peer.worker, message.split, message.generation)
 
-    def _join(self, peer: _Peer, message: JoinPass) -> Joined | RequestRefused:
+    def _join(self, peer: _Peer, message: JoinPass) -> Joined | RequestFailed:
         taken = self.master.join(message.client, message.work, message.rank, message.taken, data=message.data)
         peer.client, peer.placed = message.client, []
-        return RequestRefused(self._failed) if self._failed else Joined(taken)
+        return RequestFailed("InputError", self._failed) if self._failed else Joined(taken)
 
-    def _ask(self, _: _Peer, __: FleetStatusRequest) -> FleetStatusReply:
+    def _ask(self, _: _Peer, __: StatusRequest) -> StatusReply:
         pids = {other.worker: other.pid for other in self._peers if other.worker}
-        return FleetStatusReply({**self.master.statistics(), "wanted": self._wanted, "pids": pids})
+        return StatusReply({**self.master.statistics(), "wanted": self._wanted, "pids": pids})
 
     def _gave_up(self, _: _Peer, message: GaveUp) -> None:
         self._failed = message.why
         for peer in [peer for peer in self._peers if peer.client]:
-            self._send(peer, RequestRefused(message.why))
+            self._loop.send(peer.channel, RequestFailed("InputError", message.why))
 
     def _tell(self) -> None:
         """Give workers work, readers their places, and workers what ended."""
         for peer in list(self._peers):
             if peer.wants and (lease := self.master.next_split(peer.worker, room=peer.wants.room)):
                 peer.wants = None
-                self._send(peer, PrepareSplit(lease.key, lease.generation, self.master.begin(lease.key)))
+                self._loop.send(peer.channel, PrepareSplit(lease.key, lease.generation, self.master.begin(lease.key)))
         for peer in list(self._peers):
             if peer.worker and (ended := self.master.revoked(peer.worker)):
-                self._send(peer, Revoke(ended))
+                self._loop.send(peer.channel, Revoke(ended))
             if peer.client and (placed := self.master.placements(peer.client)) != peer.placed:
                 peer.placed = placed
-                self._send(peer, Placed(placed))
+                self._loop.send(peer.channel, Placed(placed))
             if peer.client and (why := self.master.broken(peer.client)):
-                self._send(peer, RequestRefused(why))
+                self._loop.send(peer.channel, RequestFailed("InputError", why))
         for name in self.master.drained():
             for peer in [peer for peer in self._peers if peer.worker == name]:
-                self._send(peer, Stop())
+                self._loop.send(peer.channel, Stop())
                 self._forget(peer)
 
     def _scale(self) -> None:
@@ -245,7 +240,7 @@ class Hub:
 
 LOOK_S = 0.2
 """How often the process looks whether its parent lives, and whether it can listen at last."""
-ASKED = (JoinPass, FleetStatusRequest, Register)
+ASKED = (JoinPass, StatusRequest, Register)
 """What those are told who ask something of a fleet that has ended."""
 START_AGAIN = (
     "Remove the cause, start the fleet again, and go on from the last state: nothing that was taken before it "
@@ -263,14 +258,14 @@ def ended_with(code: int | None) -> str:
     return f"signal {-code}{name}"
 
 
-def refuse_all(address: str, token: str, why: str, user: socket.socket) -> None:
+def refuse_all(address: str, token: str, why: str, user: Channel) -> None:
     """Answer everybody who asks something of the master at `address` with `why`, until the user's process goes.
 
     `user` is connected to that process, the parent of this one. While another process listens at `address`
     (the last master may need a moment to end), it tries again every `LOOK_S`.
     """
     parent, gone = os.getppid(), threading.Event()
-    refused = RequestRefused(why, fatal=True)
+    refused = RequestFailed("BackgroundError", why)
     listener: Listener | TcpListener | None = None
     with ServiceLoop(patience_s=math.inf, send_s=SEND_S) as loop:
         loop.watch(user, gone.set)

@@ -39,14 +39,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
 from headway.core.errors import FormatError, InputError
 from headway.core.files.safe_files import whole_file
 from headway.core.wire.leases import Lease, Leases
-from headway.data.fleet.splits import FleetPass, Split, partners
+from headway.data.fleet.splits import FleetPass, Split, SplitPlacement, WorkerReport, partners
 
 SLOW = 3.0
 """A split is a straggler when it takes so many times the median."""
@@ -58,26 +57,6 @@ KEPT_PASSES = 4
 """Passes that nobody reads of which the counts are kept."""
 SAVE_S = 0.5
 """How often a checkpoint is written at most, besides at starts and joins."""
-
-
-class SplitPlacement(NamedTuple):
-    """Where a reader finds a split."""
-
-    split: Split
-    generation: int
-    worker: str
-    address: str
-
-
-class WorkerReport(NamedTuple):
-    """What a worker says of itself when it beats; counts and seconds since it started."""
-
-    buffered: int = 0
-    """Batches that are ready and not fetched."""
-    prepared: int = 0
-    """Batches made."""
-    busy_s: float = 0.0
-    """Time spent making them."""
 
 
 NOTHING_YET = WorkerReport()

@@ -16,7 +16,7 @@ why, and the reader raises that at once.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import math
 import mmap
 import os
@@ -26,26 +26,30 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import msgspec
+
 from headway.core.errors import BackgroundError, HeadwayError
 from headway.core.wire.channel import Channel, ChannelClosed
 from headway.core.wire.loop import ServiceLoop
 from headway.data.bytes.account import ThreadTime
-from headway.data.fleet.master import SplitPlacement
-from headway.data.fleet.messages import (
+from headway.data.fleet.splits import (
+    Address,
+    BatchMissing,
     Broken,
     Fetch,
+    FleetPass,
     FromMaster,
     FromWorker,
-    Joined,
     JoinPass,
     PackedBatch,
     Placed,
     ReadProgress,
-    RequestRefused,
+    Split,
     SplitLost,
+    SplitPlacement,
     dial,
 )
-from headway.data.fleet.splits import FleetPass, Split
+from headway.data.service.messages import RequestFailed
 
 AHEAD = 4
 """Batches that are fetched before the loop wants them."""
@@ -63,8 +67,6 @@ class Delivered(NamedTuple):
     """A buffer for `headway.data.bytes.packing.unpack`."""
     spent: ThreadTime = ThreadTime()
     """What making it took, in its worker."""
-    error: str = ""
-    """Why there is no such batch, where that travels with it."""
 
 
 class PrepareError(HeadwayError):
@@ -132,7 +134,7 @@ class ReaderConnections:
 
     def __init__(
         self,
-        address: str,
+        address: Address,
         work: FleetPass,
         rank: int,
         *,
@@ -155,7 +157,8 @@ class ReaderConnections:
         self._bad: set[tuple[Split, int]] = set()
         """Leases that the master knows to be lost."""
         self._told: tuple[int, float] = (-1, 0.0)
-        self._loop = ServiceLoop(patience_s=math.inf)
+        self._loop = ServiceLoop(patience_s=math.inf, send_s=SEND_S)
+        self._refused: HeadwayError | None = None
         self.inbox = Inbox(0, 0)
 
     def join(self, taken: int | None) -> Inbox:
@@ -170,11 +173,13 @@ class ReaderConnections:
                 self._dial()
             try:
                 answer = None if self._master is None else self._master.receive(timeout_s=self._patience_s)[0]
-            except ChannelClosed:
-                self._drop_master()  # it died in between: there will be another
+            except ChannelClosed:  # it died in between: there will be another
+                assert self._master is not None
+                self._loop.drop(self._master)
+                self._lose(self._master)
             except TimeoutError as error:
                 raise self._left_alone(error) from error
-        if isinstance(answer, RequestRefused):
+        if isinstance(answer, RequestFailed):
             raise answer.error()
         self.inbox = Inbox(answer.taken, self._join.work.num_batches(self._join.rank))
         return self.inbox
@@ -191,17 +196,17 @@ class ReaderConnections:
     def run(self) -> None:
         """Fetch until the inbox is closed; a failure is the loop's to raise."""
         try:
-            self._hear_master()  # over TCP more may have come with the answer to `join`, where no selector sees it
-            while not self.inbox.closed:
+            if self._master is not None:  # over TCP more may have come with the answer to `join`
+                self._loop.hear(self._master)
+            while not self.inbox.closed and self._refused is None:
                 self._turn()
+            if self._refused is not None:
+                raise self._refused
             self._tell()
         except BaseException as error:  # nothing may be lost here: it surfaces at the loop's next batch
             self.inbox.fail(error)
         finally:
-            for channel in (self._master, *self._workers.values()):
-                if channel is not None:
-                    channel.close()
-            self._loop.close()
+            self._loop.close(None)
 
     def _turn(self) -> None:
         if self._master is None:
@@ -223,7 +228,7 @@ class ReaderConnections:
                 raise self._left_alone(error) from error
             return
         self._master, self._told = channel, (-1, 0.0)
-        self._loop.watch(channel, self._hear_master)
+        self._loop.add(channel, self._hear_master, self._lose)
 
     def _left_alone(self, error: Exception) -> BackgroundError:
         return BackgroundError(
@@ -231,42 +236,31 @@ class ReaderConnections:
             "go on from the last state: nothing that was taken before it comes again."
         )
 
-    def _hear_master(self) -> None:
-        if self._master is None:
-            return
-        try:
-            for message, _ in self._master.arrived():
-                if isinstance(message, Placed):
-                    self._placements = message.placements
-                    here = {(place.split, place.generation) for place in message.placements}
-                    self._bad &= here
-                    self._asked = {key: at for key, at in self._asked.items() if key[:2] in here}
-                elif isinstance(message, RequestRefused):
-                    raise message.error()
-                else:
-                    assert isinstance(message, Joined)
-        except ChannelClosed:
-            self._drop_master()
-
-    def _drop_master(self) -> None:
-        if self._master is not None:
-            self._loop.drop(self._master)
+    def _lose(self, channel: Channel, _: str = "") -> None:
+        if channel is self._master:
             self._master, self._alone_s = None, time.monotonic()
+            return
+        self._workers = {address: worker for address, worker in self._workers.items() if worker is not channel}
+        # It may have died, or only the channel: ask once more, and be told then.
+        self._asked = {key: address for key, address in self._asked.items() if address in self._workers}
 
-    def _hear_worker(self, address: str) -> None:
-        try:
-            for message, fds in self._workers[address].arrived():
-                if isinstance(message, PackedBatch):
-                    self.inbox.put(message.batch, Delivered(_memory(message, fds), message.spent))
-                elif isinstance(message, Broken):
-                    why = f"batch {message.batch} of rank {message.split.rank} could not be prepared:\n{message.error}"
-                    self.inbox.put(message.batch, PrepareError(why))
-                elif message.batch in set(self.inbox.needs(self._ahead)):
-                    self._lost(message.split, message.generation)
-        except ChannelClosed:
-            self._loop.drop(self._workers.pop(address))
-            # It may have died, or only the channel: ask once more, and be told then.
-            self._asked = {key: at for key, at in self._asked.items() if at != address}
+    def _hear_master(self, _: Channel, message: msgspec.Struct) -> None:
+        if isinstance(message, Placed):
+            self._placements = message.placements
+            here = {(place.split, place.generation) for place in message.placements}
+            self._bad &= here
+            self._asked = {key: at for key, at in self._asked.items() if key[:2] in here}
+        elif isinstance(message, RequestFailed):
+            self._refused = message.error()
+
+    def _hear_worker(self, _: Channel, message: msgspec.Struct) -> None:
+        if isinstance(message, PackedBatch):
+            self.inbox.put(message.batch, Delivered(_memory(message, self._loop.fds), message.spent))
+        elif isinstance(message, Broken):
+            why = f"batch {message.batch} of rank {message.split.rank} could not be prepared:\n{message.error}"
+            self.inbox.put(message.batch, PrepareError(why))
+        elif isinstance(message, BatchMissing) and message.batch in set(self.inbox.needs(self._ahead)):
+            self._lost(message.split, message.generation)
 
     def _fetch(self) -> None:
         """Ask workers for the batches that the loop needs soon, each once per lease."""
@@ -279,39 +273,28 @@ class ReaderConnections:
     def _ask(self, place: SplitPlacement, batch: int) -> None:
         if (place.split, place.generation) in self._bad:
             return
-        try:
-            channel = self._workers.get(place.address)
-            if channel is None:
-                channel = dial(place.address, self._token, DIAL_S, FromWorker)
-                self._workers[place.address] = channel
-                self._loop.watch(channel, functools.partial(self._hear_worker, place.address))
-            channel.send(Fetch(place.split, place.generation, batch), timeout_s=SEND_S)
+        sent = False
+        with contextlib.suppress(ChannelClosed):
+            if place.address not in self._workers:
+                self._workers[place.address] = dial(place.address, self._token, DIAL_S, FromWorker)
+                self._loop.add(self._workers[place.address], self._hear_worker, self._lose)
+            sent = self._loop.send(self._workers[place.address], Fetch(place.split, place.generation, batch))
+        if sent:
             self._asked[place.split, place.generation, batch] = place.address
-        except (ChannelClosed, TimeoutError):
-            if place.address in self._workers:
-                self._loop.drop(self._workers.pop(place.address))
+        else:
             self._lost(place.split, place.generation)
 
     def _lost(self, split: Split, generation: int) -> None:
         """Tell the master that a lease is of no use."""
-        if self._master is None or (split, generation) in self._bad:
-            return
-        self._bad.add((split, generation))
-        try:
-            self._master.send(SplitLost(split, generation), timeout_s=SEND_S)
-        except (ChannelClosed, TimeoutError):
-            self._drop_master()
+        if self._master is not None and (split, generation) not in self._bad:
+            self._bad.add((split, generation))
+            self._loop.send(self._master, SplitLost(split, generation))
 
     def _tell(self) -> None:
         """Tell the master how far the loop is."""
         now = (self.inbox.taken, self.inbox.waited_s)
-        if self._master is None or now == self._told:
-            return
-        try:
-            self._master.send(ReadProgress(*now), timeout_s=SEND_S)
+        if self._master is not None and now != self._told and self._loop.send(self._master, ReadProgress(*now)):
             self._told = now
-        except (ChannelClosed, TimeoutError):
-            self._drop_master()
 
 
 def this_process() -> str:
@@ -324,7 +307,7 @@ class FleetReader:
 
     def __init__(
         self,
-        address: str,
+        address: Address,
         work: FleetPass,
         rank: int = 0,
         *,
@@ -355,11 +338,6 @@ class FleetReader:
     def taken(self) -> int:
         """Batches that the loop has got, from the start of the pass."""
         return self._inbox.taken
-
-    @property
-    def waited_s(self) -> float:
-        """How long the loop has waited for them."""
-        return self._inbox.waited_s
 
     def __iter__(self) -> FleetReader:
         """Return itself."""
@@ -394,9 +372,5 @@ def _memory(message: PackedBatch, fds: list[int]) -> Any:
     """Return the packed batch as a buffer of this process's own, without copying it where it came as a file."""
     if not fds:
         return bytearray(message.body)
-    try:
-        # Private: what the loop writes into its batch is its own affair.
-        return mmap.mmap(fds[0], message.num_bytes, flags=mmap.MAP_PRIVATE)
-    finally:
-        for fd in fds:
-            os.close(fd)
+    # Private: what the loop writes into its batch is its own affair.
+    return mmap.mmap(fds[0], message.num_bytes, flags=mmap.MAP_PRIVATE)

@@ -29,7 +29,6 @@ import math
 import os
 import shutil
 import signal
-import socket
 import sys
 import threading
 import time
@@ -38,15 +37,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from headway.core.errors import HeadwayError, InputError
+from headway.core.machine.apart import name_process
 from headway.core.machine.host import readable
-from headway.core.wire.channel import Channel, ChannelClosed, Listener, TcpListener
+from headway.core.wire.channel import Channel, ChannelClosed, Listener, TcpListener, pair
 from headway.core.wire.loop import ServiceLoop
-from headway.core.wire.wires import Packets
 from headway.data.fleet.autoscale import Autoscaler
 from headway.data.fleet.hub import START_AGAIN, Hub, Scaling, ended_with, refuse_all
 from headway.data.fleet.master import Master
-from headway.data.fleet.messages import SCHEME, GaveUp, Target, ToMaster, listen
+from headway.data.fleet.splits import SCHEME, GaveUp, Target, ToMaster, listen
 from headway.data.fleet.worker import Make, serve
 from headway.runtime.launching.agent import die_with
 
@@ -118,24 +119,24 @@ def start(make: Make, settings: FleetSettings, *, sweeps: bool = False, refuses:
     `GaveUp` and ends. With `refuses`, the reason why the fleet has ended, the process runs no fleet: it tells
     all who come to the master's address.
     """
-    ours, theirs = _sockets()
+    ours, theirs = pair(types=GaveUp)
 
     def supervise() -> None:
-        ours.close()
-        _call_it("headway-fleet")
+        ours.abandon()
+        name_process("headway-fleet")
         if refuses:
             refuse_all(settings.address, settings.token, refuses, theirs)
         elif why := FleetSupervisor(make, settings, theirs).run():
             with contextlib.suppress(ChannelClosed, TimeoutError):
-                Channel(Packets(theirs), Target).send(GaveUp(why), timeout_s=SEND_S)
+                theirs.send(GaveUp(why), timeout_s=SEND_S)
                 return  # the process that refuses is next, and needs the folder
         if sweeps:
             shutil.rmtree(settings.folder, ignore_errors=True)
 
     # The kernel's word for it would come with the end of this thread: the supervisor looks for its parent itself.
     pid = forked(supervise, die_too=False)
-    theirs.close()
-    return pid, Channel(Packets(ours), GaveUp)
+    theirs.abandon()
+    return pid, ours
 
 
 def forked(function: Callable[[], object], *, die_too: bool = True) -> int:
@@ -168,7 +169,7 @@ def forked(function: Callable[[], object], *, die_too: bool = True) -> int:
 class FleetSupervisor:
     """Keeps one master and the wanted number of workers running."""
 
-    def __init__(self, make: Make, settings: FleetSettings, user: socket.socket) -> None:
+    def __init__(self, make: Make, settings: FleetSettings, user: Channel) -> None:
         """`user` is connected to the user's process: its end is the end of the fleet."""
         self._make, self._settings, self._user = make, settings, user
         self._parent = os.getppid()
@@ -204,31 +205,30 @@ class FleetSupervisor:
                 os.waitpid(pid, 0)
 
     def _start_master(self) -> None:
-        ours, theirs = _sockets()
+        ours, theirs = pair(types=Target | GaveUp)
         settings = self._settings
 
         def run() -> None:
-            ours.close()
-            channel = Channel(Packets(theirs), ToMaster)
+            ours.abandon()
             try:
-                run_master(settings, channel)
+                run_master(settings, theirs)
             except Exception as error:
                 with contextlib.suppress(ChannelClosed, TimeoutError):
-                    channel.send(GaveUp(f"{type(error).__name__}: {error}"), timeout_s=SEND_S)
+                    theirs.send(GaveUp(f"{type(error).__name__}: {error}"), timeout_s=SEND_S)
                 raise
 
         self._master_error = ""
         self._master_pid, self._begun_s = self._fork(run), time.monotonic()
-        theirs.close()
-        self._hub = Channel(Packets(ours), Target | GaveUp)
-        self._loop.watch(self._hub, self._hear)
+        theirs.abandon()
+        self._hub = ours
+        self._loop.add(ours, self._hear, self._lose)
         if self._gave_up:
-            self._tell_why()
+            self._loop.send(ours, GaveUp(self._gave_up))
 
     def _fork(self, run: Callable[[], object]) -> int:
         def child() -> None:
             # Closed, not shut down: the connections live on in the parent.
-            self._user.close()
+            self._user.abandon()
             if self._hub is not None:
                 self._hub.abandon()
             self._loop.close()
@@ -240,31 +240,26 @@ class FleetSupervisor:
             raise HeadwayError(f"process {pid} of the fleet cannot be watched. Allow this process more open files.")
         return pid
 
-    def _hear(self) -> None:
+    def _hear(self, _: Channel, message: msgspec.Struct) -> None:
         """Do what the master says about the number of workers; note why it ends."""
-        if self._hub is None:
-            return
-        try:
-            for message, _ in self._hub.arrived():
-                if isinstance(message, GaveUp):
-                    self._master_error = message.why
-                else:
-                    self._wanted, self._leaving = message.workers, set(message.leaving) & self._workers
-        except ChannelClosed:
-            self._drop_hub()
+        if isinstance(message, GaveUp):
+            self._master_error = message.why
+        elif isinstance(message, Target):
+            self._wanted, self._leaving = message.workers, set(message.leaving) & self._workers
 
-    def _drop_hub(self) -> None:
-        if self._hub is not None:
-            self._loop.drop(self._hub)
-            self._hub = None
+    def _lose(self, channel: Channel, _: str = "") -> None:
+        self._loop.drop(channel)
+        self._hub = None
 
     def _ended(self, pid: int) -> None:
         """Reap a process and see to its successor, or note why there is to be none of anything."""
         self._pids.discard(pid)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if pid == self._master_pid:
-            self._hear()
-            self._drop_hub()
+            if self._hub is not None:
+                self._loop.hear(self._hub)
+            if self._hub is not None:
+                self._lose(self._hub)
             self._quick = self._quick + 1 if time.monotonic() - self._begun_s < QUICK_S else 0
             if self._quick >= MAX_QUICK:
                 error = f" ({self._master_error})" if self._master_error else ""
@@ -283,17 +278,13 @@ class FleetSupervisor:
                     f"{MAX_ENDS} workers of the fleet ended within {ENDS_S:g} s, the last with {ended_with(code)}. "
                     "Look for the cause in their output, remove it, and start the fleet again."
                 )
-                self._tell_why()
-
-    def _tell_why(self) -> None:
-        if self._hub is not None:
-            with contextlib.suppress(ChannelClosed, TimeoutError):
-                self._hub.send(GaveUp(self._gave_up), timeout_s=SEND_S)
+                if self._hub is not None:
+                    self._loop.send(self._hub, GaveUp(self._gave_up))
 
 
 def run_master(settings: FleetSettings, supervisor: Channel | None) -> None:
     """Be the master's process until the supervisor goes."""
-    _call_it("headway-master")
+    name_process("headway-master")
     master = Master(
         settings.num_items,
         data=settings.data,
@@ -325,21 +316,11 @@ def _listening(settings: FleetSettings) -> Listener | TcpListener:
 def run_worker(make: Make, settings: FleetSettings, number: int) -> None:
     """Be worker `number` until the master says stop."""
     name, address = f"w{number}", settings.worker_address(number)
-    _call_it(f"headway-{name}")
+    name_process(f"headway-{name}")
     serve(
         name, settings.address, address, make,
         token=settings.token, lease_s=settings.lease_s, patience_s=settings.patience_s,
     )  # fmt: skip
-
-
-def _call_it(name: str) -> None:
-    """Give this process a name that `ps` and `top` show."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/comm").write_text(name)
-
-
-def _sockets() -> tuple[socket.socket, socket.socket]:
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 LOG = logging.getLogger(__name__)

@@ -28,10 +28,10 @@ import tempfile
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Self
 
 import torch
 from torch.utils.data import IterableDataset, default_collate
@@ -42,26 +42,83 @@ from headway.core.files.private import runtime_directory
 from headway.core.machine.child import said
 from headway.core.machine.host import host_cores
 from headway.data.bytes import account
-from headway.data.bytes.account import ThreadTime
 from headway.data.bytes.packing import unpack
 from headway.data.bytes.source import digest_of
 from headway.data.bytes.torch_keyed import KeyedDataset, Keys
-from headway.data.fleet.messages import FleetStatusRequest, FromMaster, RequestRefused, dial
-from headway.data.fleet.reader import Delivered, FleetReader
-from headway.data.fleet.splits import BatchKeys, FleetPass
+from headway.data.fleet.reader import FleetReader
+from headway.data.fleet.splits import Address, BatchKeys, FleetPass, FromMaster, dial
 from headway.data.fleet.supervisor import FleetSettings, Keeper
 from headway.data.fleet.worker import Make, MemfdBatch, serve
 from headway.data.loader.loader import DataLoader, fingerprint
 from headway.data.loader.views import InProcess, KeysOf, View, check_process
 from headway.data.loader.walks import OrderWalk
 from headway.data.pipeline.pipeline import Pipeline
+from headway.data.service.messages import RequestFailed, StatusRequest
 from headway.data.service.torch_preparers import plain, restored
 
 CHECKED = 2
 """Examples that are prepared before a fleet starts."""
 
 
-class Fleet:
+class AnyFleet:
+    """What a `FleetLoader` reads, and scripts hold: a fleet of processes, or of Ray's actors."""
+
+    def __init__(
+        self, dataset: Any, num_workers: int, address: Address, data: str, token: str, patience_s: float
+    ) -> None:
+        self.dataset = dataset
+        """What stands for the data in states."""
+        self.num_workers = num_workers
+        """Workers at the start."""
+        self.address, self.token, self.patience_s, self.fingerprint = address, token, patience_s, data
+
+    def batches(self, batch_size: int | None = None, shuffle: bool | None = None, **options: Any) -> FleetLoader:
+        """Return a loader of the fleet's batches; arguments and states are those of `headway.data.DataLoader`.
+
+        A pipeline's own `batch` and `shuffle` are the defaults.
+        """
+        return FleetLoader(self, batch_size, shuffle, **options)
+
+    def reader(self, work: FleetPass, rank: int) -> FleetReader:
+        """Return an iterator over the packed batches of one rank of a pass, from its beginning."""
+        return FleetReader(
+            self.address, work, rank, data=self.fingerprint, token=self.token, patience_s=self.patience_s,
+            failure=self._failure(),
+        )  # fmt: skip
+
+    def statistics(self) -> dict[str, Any]:
+        """Return what the master counts: workers, leases, batches taken, waiting.
+
+        Raises `BackgroundError` with the reason when the fleet has ended, `ChannelClosed` and `TimeoutError` when
+        no master answers.
+        """
+        if why := self._failure()():
+            raise BackgroundError(why)
+        with contextlib.closing(dial(self.address, self.token, 5.0, FromMaster)) as channel:
+            channel.send(StatusRequest())
+            answer, _ = channel.receive(timeout_s=5.0)
+        if isinstance(answer, RequestFailed):
+            raise answer.error()
+        statistics: dict[str, Any] = answer.facts
+        return statistics
+
+    def close(self, timeout_s: float = 0.0) -> None:
+        """End the fleet if it was started here."""
+
+    def _failure(self) -> Callable[[], str]:
+        """Return what tells why the fleet has ended, '' while it has not; a reader may keep it, and not the fleet."""
+        return str
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close; after a block that ended well, once those of other processes are done with it."""
+        self.close(self.patience_s if kind is None else 0.0)
+
+
+class Fleet(AnyFleet):
     """Worker processes for one dataset or pipeline. Close it, or use it in a `with` block."""
 
     def __init__(
@@ -91,13 +148,13 @@ class Fleet:
         Raises `InputError` when the first examples cannot be prepared, so
         that a bad pipeline ends here and not in a worker.
         """
-        self.dataset, self._make = prepared(data, collate_fn)
-        size, name = len(self.dataset), fingerprint(self.dataset)
+        dataset, self._make = prepared(data, collate_fn)
+        size, name = len(dataset), fingerprint(dataset)
         bounds = worker_bounds(num_workers, most_workers)
-        self.num_workers = bounds["num_workers"]
         checked = FleetSettings(Path(), size, data=name, host=host, port=port, token=token, **bounds, **settings)
         self._folder = _folder(folder, name, join=join)
         self.settings = replace(checked, folder=self._folder)
+        super().__init__(dataset, bounds["num_workers"], self.settings.address, name, token, self.settings.patience_s)
         self._keeper: Keeper | None = None
         self._pid = os.getpid()
         self._lock = -1 if join else _lock(self._folder / "fleet.lock", fcntl.LOCK_EX)
@@ -116,47 +173,9 @@ class Fleet:
                 raise
 
     @property
-    def address(self) -> str:
-        """Where readers and workers find the fleet."""
-        return self.settings.address
-
-    @property
     def started_here(self) -> bool:
         """Whether this process started the fleet; it ends with it."""
         return self._keeper is not None
-
-    def batches(self, batch_size: int | None = None, shuffle: bool | None = None, **options: Any) -> FleetLoader:
-        """Return a loader of the fleet's batches; arguments and states are those of `headway.data.DataLoader`.
-
-        A pipeline's own `batch` and `shuffle` are the defaults.
-        """
-        return FleetLoader(self, batch_size, shuffle, **options)
-
-    def reader(self, work: FleetPass, rank: int) -> Iterator[Loaded]:
-        """Return an iterator over the batches of one rank of a pass, from its beginning."""
-        settings = self.settings
-        batches = FleetReader(
-            settings.address, work, rank, data=settings.data, token=settings.token, patience_s=settings.patience_s,
-            failure=functools.partial(_failure, self._keeper),
-        )  # fmt: skip
-        # Not a generator: that would end with the first exception, and so end an epoch early.
-        return map(_loaded, batches)
-
-    def statistics(self) -> dict[str, object]:
-        """Return what the master counts: workers, leases, batches taken, waiting.
-
-        Raises `BackgroundError` with the reason when the fleet has ended, `ChannelClosed` and `TimeoutError` when
-        no master answers.
-        """
-        if why := _failure(self._keeper):
-            raise BackgroundError(why)
-        with contextlib.closing(dial(self.address, self.settings.token, 5.0, FromMaster)) as channel:
-            channel.send(FleetStatusRequest())
-            answer, _ = channel.receive(timeout_s=5.0)
-        if isinstance(answer, RequestRefused):
-            raise answer.error()
-        statistics: dict[str, Any] = answer.statistics
-        return statistics
 
     def close(self, timeout_s: float = 0.0) -> None:
         """End the fleet if it was started here, after those who joined have closed it or `timeout_s` is over.
@@ -185,35 +204,8 @@ class Fleet:
         if users >= 0:
             os.close(users)
 
-    def __enter__(self) -> Fleet:
-        """Return itself."""
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close; after a block that ended well, once the other ranks have."""
-        self.close(self.settings.patience_s if kind is None else 0.0)
-
-
-class Loaded(NamedTuple):
-    """A batch on this side."""
-
-    batch: Any
-    spent: ThreadTime
-    """What making it took, in its worker."""
-    num_bytes: int
-
-
-class ReadableFleet(Protocol):
-    """What a `FleetLoader` reads: a fleet of processes, or of Ray's actors."""
-
-    dataset: Any
-    """What stands for the data in states."""
-    num_workers: int
-    """Workers at the start."""
-
-    def reader(self, work: FleetPass, rank: int) -> Iterator[Loaded]:
-        """Return an iterator over the batches of one rank of a pass."""
-        ...
+    def _failure(self) -> Callable[[], str]:
+        return functools.partial(_failure, self._keeper)
 
 
 class FleetLoader(DataLoader):
@@ -223,7 +215,7 @@ class FleetLoader(DataLoader):
     """
 
     def __init__(
-        self, fleet: ReadableFleet, batch_size: int | None = None, shuffle: bool | None = None, **options: Any
+        self, fleet: AnyFleet, batch_size: int | None = None, shuffle: bool | None = None, **options: Any
     ) -> None:
         """Raise what `DataLoader` raises, and `InputError` on arguments that are for loading in this process."""
         known = {"seed", "rank", "world_size", "tail", "drop_last", "pin_memory", "pin_memory_device"}
@@ -258,12 +250,13 @@ class InFleet(InProcess):
     def _next_data(self) -> Any:
         check_process(self._pid)
         # First the batch: one that cannot be made is not passed over.
-        batch, spent, num_bytes = next(self._reader)
+        packed, spent = next(self._reader)
+        batch = unpack(packed, marked=restored)
         keys = self._next_index()  # type: ignore[no-untyped-call]  # torch has no types for its iterators
         self.walk.taken += 1
         ended_ns, all_ns = time.perf_counter_ns(), spent.fetch_ns + spent.prep_ns + spent.cpu_wait_ns
         account.loaded(
-            ended_ns - all_ns, ended_ns, batch=self._num_yielded, items=len(keys), bytes=num_bytes,
+            ended_ns - all_ns, ended_ns, batch=self._num_yielded, items=len(keys), bytes=len(packed),
             fetch_ns=spent.fetch_ns, prep_ns=spent.prep_ns, cpu_wait_ns=spent.cpu_wait_ns, workers=self._num_fleet,
         )  # fmt: skip
         if self._pin_memory:
@@ -336,10 +329,6 @@ def work_for(address: str, data: Any, *, token: str = "", host: str = "", name: 
 
 def _keys(keys: BatchKeys) -> Keys:
     return Keys(keys.items, keys.occurrence, seed=keys.seed, epoch=keys.epoch, batch=keys.batch)
-
-
-def _loaded(delivered: Delivered) -> Loaded:
-    return Loaded(unpack(delivered.body, marked=restored), delivered.spent, len(delivered.body))
 
 
 def worker_bounds(num_workers: int | str, most_workers: int | None) -> dict[str, int]:

@@ -18,7 +18,6 @@ array([2, 3])
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
 import os
@@ -30,14 +29,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from headway.core.errors import BackgroundError
 from headway.core.wire.channel import Channel, ChannelClosed
 from headway.core.wire.loop import ServiceLoop
 from headway.data.bytes.account import ThreadTime, clocks
 from headway.data.bytes.packing import pack
-from headway.data.fleet.master import WorkerReport
-from headway.data.fleet.messages import (
+from headway.data.fleet.splits import (
     SCHEME,
+    Address,
+    BatchKeys,
     BatchMissing,
     Beat,
     Broken,
@@ -47,14 +49,15 @@ from headway.data.fleet.messages import (
     PrepareSplit,
     Ready,
     Register,
-    RequestRefused,
     Revoke,
+    Split,
     SplitRequest,
     Stop,
+    WorkerReport,
     dial,
     listen,
 )
-from headway.data.fleet.splits import BatchKeys, Split
+from headway.data.service.messages import RequestFailed
 
 THRESHOLD = 8
 """Batches, ready or still to be made, below which a worker has room for another split."""
@@ -233,12 +236,12 @@ class WorkerProcess:
     """The process of a worker: a preparer, the master's channel, and those of readers, in one loop."""
 
     def __init__(
-        self, name: str, master: str, address: str, make: Make, *, token: str, lease_s: float, guest: bool
+        self, name: str, master: Address, address: str, make: Make, *, token: str, lease_s: float, guest: bool
     ) -> None:
         """Listen at `address`; the master is at `master`."""
         self._guest = guest
         self._name, self._master_address, self._token = name, master, token
-        self._loop = ServiceLoop(patience_s=math.inf)
+        self._loop = ServiceLoop(patience_s=math.inf, send_s=SEND_S)
         self._listener, self._address = listen(address, token, Fetch)
         self._loop.listen(self._listener, self._hear, self._lose)
         self._passes_fds = not self._address.startswith(SCHEME)
@@ -269,8 +272,6 @@ class WorkerProcess:
     def close(self) -> None:
         """Let everybody go."""
         self._listener.close()
-        if self._master is not None:
-            self._master.close()
         self._loop.close(None)
 
     def _dial(self, patience_s: float) -> None:
@@ -285,37 +286,27 @@ class WorkerProcess:
                 raise BackgroundError(f"worker {self._name} finds no master: {error}") from error
             return
         self._master, self._asked, self._beaten_s = channel, None, 0.0
-        self._loop.watch(channel, self._obey)
+        self._loop.add(channel, self._obey, self._lose)
 
     def _lose(self, channel: Channel, _: str = "") -> None:
-        """Let go of a channel that broke."""
-        self._loop.drop(channel)
         self._waiting = [entry for entry in self._waiting if entry[0] is not channel]
         if channel is self._master:
             self._master, self._alone_s = None, time.monotonic()
 
-    def _obey(self) -> None:
+    def _obey(self, _: Channel, message: msgspec.Struct) -> None:
         """Do what the master says."""
-        channel = self._master
-        if channel is None:
-            return
-        try:
-            for message, _ in channel.arrived():
-                if isinstance(message, PrepareSplit):
-                    self._asked = None
-                    self._preparer.begin(message.split, message.generation, message.first)
-                elif isinstance(message, Revoke):
-                    if message.kept is not None:
-                        self._preparer.keep(message.kept)
-                    for split, generation in message.leases:
-                        self._preparer.revoke(split, generation)
-                elif isinstance(message, RequestRefused):
-                    raise message.error()
-                elif isinstance(message, Stop):
-                    self._stopped = True
-                    return
-        except ChannelClosed:
-            self._lose(channel)
+        if isinstance(message, PrepareSplit):
+            self._asked = None
+            self._preparer.begin(message.split, message.generation, message.first)
+        elif isinstance(message, Revoke):
+            if message.kept is not None:
+                self._preparer.keep(message.kept)
+            for split, generation in message.leases:
+                self._preparer.revoke(split, generation)
+        elif isinstance(message, RequestFailed):
+            raise BackgroundError(message.text)
+        elif isinstance(message, Stop):
+            self._stopped = True
 
     def _hear(self, channel: Channel, fetch: Any) -> None:
         """Note what a reader wants."""
@@ -327,49 +318,43 @@ class WorkerProcess:
         for channel, fetch in waiting:
             try:
                 packed = self._preparer.take(fetch.split, fetch.generation, fetch.batch)
-                if packed is None:
-                    self._waiting.append((channel, fetch))
-                    continue
-                self._answer(channel, fetch, packed)
             except KeyError:
-                with contextlib.suppress(ChannelClosed, TimeoutError):
-                    channel.send(BatchMissing(fetch.split, fetch.generation, fetch.batch), timeout_s=SEND_S)
-            except (ChannelClosed, TimeoutError):
-                self._lose(channel)  # the batch is gone with it: whoever reads on finds it missing
+                self._loop.send(channel, BatchMissing(fetch.split, fetch.generation, fetch.batch))
+                continue
+            if packed is None:
+                self._waiting.append((channel, fetch))
+            else:  # where it cannot be sent the batch is gone: whoever reads on finds it missing
+                self._answer(channel, fetch, packed)
 
     def _answer(self, channel: Channel, fetch: Fetch, packed: MemfdBatch) -> None:
         try:
             if packed.error:
-                channel.send(Broken(fetch.split, fetch.batch, packed.error), timeout_s=SEND_S)
+                self._loop.send(channel, Broken(fetch.split, fetch.batch, packed.error))
             else:
                 body, fds = (b"", (packed.fd,)) if self._passes_fds else (packed.body(), ())
                 message = PackedBatch(fetch.split, fetch.batch, packed.num_bytes, packed.spent, body)
-                channel.send(message, fds, timeout_s=SEND_S)
+                self._loop.send(channel, message, fds)
         finally:
             packed.close()
 
     def _say(self) -> None:
         """Tell the master what is new."""
-        channel, now_s = self._master, time.monotonic()
-        if channel is None:
-            return
-        try:
-            while self._preparer.finished:
-                channel.send(Ready(*self._preparer.finished[0]), timeout_s=SEND_S)
-                self._preparer.told()
-            if self._asked != (room := self._preparer.has_room()):
-                channel.send(SplitRequest(room), timeout_s=SEND_S)
-                self._asked = room
-            if now_s - self._beaten_s >= self._beat_s:
-                self._beaten_s = now_s
-                channel.send(Beat(self._preparer.report()), timeout_s=SEND_S)
-        except (ChannelClosed, TimeoutError):
-            self._lose(channel)
+        while self._preparer.finished and self._told(Ready(*self._preparer.finished[0])):
+            self._preparer.told()
+        room, now_s = self._preparer.has_room(), time.monotonic()
+        if self._asked != room and self._told(SplitRequest(room)):
+            self._asked = room
+        if now_s - self._beaten_s >= self._beat_s and self._told(Beat(self._preparer.report())):
+            self._beaten_s = now_s
+
+    def _told(self, message: msgspec.Struct) -> bool:
+        """Tell the master, if there is one."""
+        return self._master is not None and self._loop.send(self._master, message)
 
 
 def serve(
     name: str,
-    master: str,
+    master: Address,
     address: str,
     make: Make,
     *,

@@ -305,7 +305,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             from headway.data.service import torch_served as served
 
             assert isinstance(self._walk, served.ServedWalk)
-            return served.iterator(self, view, self._walk)
+            return served.iterator(self, view)
         if self.num_workers:
             self._used = "processes"
         if self._streams:

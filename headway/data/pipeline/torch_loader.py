@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import numpy as np
@@ -103,22 +103,27 @@ class PipelineDataset:
             return self.collate([assembly.values[place] for place in kept])
         ids = [assembly.keys[place] for place in kept]
         batch = {"data": self._data(assembly, kept), "ids": torch.tensor(ids, dtype=torch.int64)}
-        rows = [self.chain.source.meta(index) for index in ids] if hasattr(self.chain.source, "meta") else []
-        for name in rows[0] if rows else ():
-            column = [row[name] for row in rows]
-            numbers = all(isinstance(value, (int, float)) for value in column)
-            batch[name] = torch.tensor(column) if numbers else column
-        return batch
+        return batch | labels(self.chain.source, ids)
 
     def _data(self, assembly: Assembly, kept: list[int]) -> Any:
         if assembly.array is None:
             values = [assembly.values[place] for place in kept]
-            numbers = values and all(isinstance(value, (int, float)) for value in values)
-            return torch.tensor(values) if numbers or not values else values
+            return as_numbers(values) if values else torch.tensor(values)
         array = assembly.array if len(kept) == len(assembly.here) else assembly.array[kept]
         data = torch.from_numpy(array)
         # Pixels stay where they are, [B, H, W, C] in memory: torch calls that channels_last.
         return data.permute(0, 3, 1, 2) if self.images and data.dim() == 4 else data
+
+
+def as_numbers(values: list[Any]) -> Any:
+    """Return numbers as the tensor that torch makes of them, anything else as it is."""
+    return torch.tensor(values) if values and all(isinstance(value, (int, float)) for value in values) else values
+
+
+def labels(source: Any, ids: Iterable[int]) -> dict[str, Any]:
+    """Return what the source knows of items besides their data, by its name."""
+    rows = [source.meta(int(index)) for index in ids] if hasattr(source, "meta") else []
+    return {name: as_numbers([row[name] for row in rows]) for name in (rows[0] if rows else ())}
 
 
 class Assembly:

@@ -1,9 +1,8 @@
 """Batches of a data server, filled place by place.
 
 >>> batch = Batch("job", 0, epoch=0, number=3, items=np.array([7, 9]), everybody=np.array([7, 9]))
->>> BatchPlace(batch, 1).fill(HeldPayload(9, b"nine", set()))
->>> batch.left, batch.fill(0, b"seven"), batch.left, batch.payloads
-(1, None, 0, [b'seven', b'nine'])
+>>> batch.fill(1, b"nine"), batch.left, batch.fill(0, b"seven"), batch.left, batch.payloads
+(None, 1, None, 0, [b'seven', b'nine'])
 
 What a data server counts: where examples came from, what they cost, how long jobs waited and why.
 
@@ -143,7 +142,7 @@ class Batch:
         self.read_bytes += spent.read_bytes
 
     def fill(self, place: int, payload: Payload | None, error: str | None = None) -> None:
-        """Fill one place."""
+        """Fill one place; with None where its example was left out, or failed."""
         self.payloads[place] = payload
         self.error = self.error or error
         self.left -= 1
@@ -155,15 +154,6 @@ class BatchPlace:
 
     batch: Batch
     index: int
-
-    def fill(self, held: HeldPayload) -> None:
-        """Take what was prepared; the flights are told when the batch is given away (`Flights.release`)."""
-        self.batch.held.append(held)
-        self.batch.fill(self.index, held.payload)
-
-    def skip(self, error: str | None) -> None:
-        """Stay empty: the example was left out, or failed."""
-        self.batch.fill(self.index, None, error)
 
 
 # What a data server counts: where examples came from, what they cost, how long jobs waited and why.

@@ -22,10 +22,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from headway.core.machine.ring import Ring
-from headway.core.wire.channel import Channel
 from headway.data.service.batches import BatchPlace, HeldPayload, Payload
-from headway.data.service.messages import Join
 
 
 @dataclass(slots=True, eq=False)
@@ -161,7 +158,8 @@ class Flights:
         """Put a held payload into one more place."""
         held.num_places += 1
         held.jobs.add(place.batch.job)
-        place.fill(held)
+        place.batch.held.append(held)  # `release` is called when the batch is given away
+        place.batch.fill(place.index, held.payload)
 
     def release(self, held: HeldPayload) -> None:
         """Say that a place which had this payload has given it away."""
@@ -190,36 +188,3 @@ class Flights:
 def _memory(payload: Payload) -> object:
     """Return the object whose memory this is."""
     return payload.obj if isinstance(payload, memoryview) else payload
-
-
-# A process that is connected to a data server, as the server sees it.
-
-
-@dataclass(slots=True, eq=False)
-class Client:
-    """A connected process: one rank of a job, once it has joined."""
-
-    channel: Channel
-    join: Join | None = None
-    begun: int = -1
-    """Number of its pass."""
-    warned: bool = False
-    """Whether it has been told which other ranks its job waits for."""
-    rings: dict[int, Ring] = field(default_factory=dict)
-    """Number -> ring; batches go into the newest, earlier ones wait for their slots to be freed."""
-
-    @property
-    def ring(self) -> Ring | None:
-        """The ring that is filled now."""
-        return self.rings[max(self.rings)] if self.rings else None
-
-    def has_room(self) -> bool:
-        """Return whether a slot is free."""
-        return self.ring is None or self.ring.num_free > 0
-
-    def tidy(self) -> None:
-        """Let go of earlier rings that nobody reads any more."""
-        for number in [
-            n for n, ring in self.rings.items() if ring is not self.ring and ring.num_free == ring.num_slots
-        ]:
-            self.rings.pop(number).close()

@@ -72,7 +72,8 @@ class JobPass:
         """Whether there will be no more."""
         self.needs = np.zeros(0, bool) if needs is None else needs
         """[size] What the cache was told that this pass needs, and has not been asked for."""
-        self._num_own, self._again = 0, np.zeros(0, np.int64)
+        self._padded: dict[int, Ints] = {}
+        """Number of a batch that is filled up -> how often each of its items came before."""
 
     def batch(self, number: int, rank: int) -> Ints | None:
         """Return the items of `rank` in global batch `number` (none of a short last one: empty), None past the end."""
@@ -87,10 +88,7 @@ class JobPass:
 
     def occurrence(self, number: int, rank: int) -> Ints:
         """Return how often each item of `rank` in a decided batch came before in this pass."""
-        padded = self.complete and number == self.num_batches - 1 and self._again.size
-        whole = np.zeros(self._batches[number].size, np.int64)
-        if padded:
-            whole[self._num_own :] = self._again
+        whole = self._padded.get(number, np.zeros_like(self._batches[number]))
         return whole[rank :: self.terms.world_size]
 
     def decide_all(self) -> None:
@@ -115,10 +113,10 @@ class JobPass:
             if not items or self.terms.tail == "drop":
                 return
             if self.terms.tail == "pad":
-                sequence = np.concatenate([self._head, found])
-                self._num_own = len(items)
-                self._again = 1 + np.arange(size - len(items)) // sequence.size
-                found = np.concatenate([found, np.resize(sequence, size - len(items))])
+                sequence, missing = np.concatenate([self._head, found]), size - len(items)
+                again = 1 + np.arange(missing) // sequence.size
+                self._padded[self.num_batches] = np.concatenate([np.zeros_like(found), again])
+                found = np.concatenate([found, np.resize(sequence, missing)])
         if self._head.size < size:
             self._head = np.concatenate([self._head, found])[:size]
         self._batches[self.num_batches] = found

@@ -1,28 +1,31 @@
 """What a data server and its clients say to each other, over a `headway.core.wire.channel`.
 
 A client joins with what its job is, begins passes, and frees slots; the server
-tells where each batch lies. All arrays of items are little-endian int64 as
-bytes. Numbers are those of `headway.data.service.service`.
+tells where each batch lies. All arrays of items are little-endian int64.
+Numbers are those of `headway.data.service.service`.
 
     client: Join, then any of Begin and Freed; or StatusRequest
     server: Welcome, then Rings, Filled, Decided and Over; StatusReply; RequestFailed where a request was wrong
 
->>> unpacked_items(packed_items([3, 1])).tolist()
+>>> begin = Begin(1, epoch=0, remaining=np.array([3, 1]))
+>>> FROM_CLIENT.decode(msgspec.msgpack.encode(begin, enc_hook=np.ndarray.tobytes)).remaining.tolist()
 [3, 1]
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
-from headway.core.errors import InputError
-from headway.data.service.jobs import Known
+from headway.core.errors import BackgroundError, HeadwayError, InputError
+from headway.data.orders.job_order import DataShareError
+from headway.data.service.batches import Ints
+from headway.data.service.jobs import NO_MORE, Known
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Of these messages; both ends must speak the same one."""
 
 
@@ -38,7 +41,7 @@ class Join(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     tail: str
     fingerprint: str
     """Dataset and pipeline that the job reads."""
-    items: bytes | None = None
+    items: Ints | None = None
     """Its subset, in its order; None: all of the dataset."""
     collated: bool = True
     """Whether batches are made as torch's default collate function makes them; else the examples come apart."""
@@ -51,32 +54,21 @@ class Decided(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     One that has had its last batch, or left, takes what it had along: should the server be lost then, the others know.
 
-    >>> told = Decided(begun=1, number=2, batches=[b"g2", b"g3"], complete=True, gone=[0])
-    >>> told.behind(3).batches, told.behind(3).number
-    ([b'g3'], 3)
+    >>> told = Decided(begun=1, number=2, known=Known([np.array([2]), np.array([3])], complete=True, gone=[0]))
+    >>> told.behind(3).known.decided, told.behind(3).number
+    ([array([3])], 3)
     """
 
     begun: int
     """Number of the pass, as the `Begin` of the rank that is told has it, or will have it."""
     number: int
-    """Global batch at which `batches` begins."""
-    batches: list[bytes]
-    """Global batches that are decided: items of all ranks."""
-    complete: bool
-    """Whether there are no more."""
-    gone: list[int]
-    """Ranks that have left."""
-
-    @classmethod
-    def of(cls, begun: int, number: int, known: Known) -> Decided:
-        """Return what is `known` as a message."""
-        batches = [packed_items(items) for items in known.decided]
-        return cls(begun=begun, number=number, batches=batches, complete=known.complete, gone=list(known.gone))
+    """Global batch at which what is known begins."""
+    known: Known
 
     def behind(self, number: int) -> Decided:
         """Return the same for a rank that has had the global batches before `number`."""
-        later = self.batches[max(number - self.number, 0) :]
-        return msgspec.structs.replace(self, number=max(number, self.number), batches=later)
+        later = replace(self.known, decided=self.known.decided[max(number - self.number, 0) :])
+        return msgspec.structs.replace(self, number=max(number, self.number), known=later)
 
 
 class Begin(msgspec.Struct, tag=True, frozen=True):
@@ -85,9 +77,9 @@ class Begin(msgspec.Struct, tag=True, frozen=True):
     number: int
     """Of this pass, in the client's own count: batches of an earlier one may still be on their way."""
     epoch: int
-    remaining: bytes | None = None
+    remaining: Ints | None = None
     """What the pass sets out to give; None: all items of the job."""
-    history: list[bytes] | None = None
+    history: list[Ints] | None = None
     """Global batches of it that the loop took from a server that is lost; None: there was none."""
     index: int | None = None
     """Passes that this rank began before it, on any server; None: as many as on this one."""
@@ -97,13 +89,12 @@ class Begin(msgspec.Struct, tag=True, frozen=True):
     def known(self) -> Known:
         """Return what is known beyond the history. Raises `InputError` where there is a gap between them."""
         if self.decided is None:
-            return Known()
+            return NO_MORE
         if self.decided.number != len(self.history or ()):
             raise InputError(
                 f"what was decided begins at batch {self.decided.number}. Send what is behind the history."
             )
-        batches = [unpacked_items(raw) for raw in self.decided.batches]
-        return Known(batches, self.decided.complete, self.decided.gone)
+        return self.decided.known
 
 
 class Freed(msgspec.Struct, tag=True, frozen=True):
@@ -111,7 +102,7 @@ class Freed(msgspec.Struct, tag=True, frozen=True):
 
 
 class StatusRequest(msgspec.Struct, tag="Ask", frozen=True):
-    """Somebody asks how the server is."""
+    """Somebody asks how the server, or the fleet, is."""
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -149,7 +140,7 @@ class Filled(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     read_bytes: int
     """What making it took, on the server."""
     error: str | None = None
-    everybody: bytes | None = None
+    everybody: Ints | None = None
     """Items of all ranks in a batch that failed."""
 
 
@@ -166,15 +157,25 @@ class Over(msgspec.Struct, tag=True, frozen=True):
 
 
 class RequestFailed(msgspec.Struct, tag="Failed", frozen=True):
-    """A request could not be granted; the server closes the channel."""
+    """A request could not be granted; a data server closes the channel, a fleet's master does not."""
 
     kind: str
-    """Name of the error class: "DataShareError" or "InputError"."""
+    """Name of the error class: "BackgroundError" where nobody gets anything from the fleet any more."""
     text: str
+
+    @classmethod
+    def of(cls, error: HeadwayError) -> RequestFailed:
+        """Return what tells the other end why."""
+        return cls(type(error).__name__, str(error))
+
+    def error(self) -> HeadwayError:
+        """Return what the other end raises."""
+        kinds = {"DataShareError": DataShareError, "BackgroundError": BackgroundError}
+        return kinds.get(self.kind, InputError)(self.text)
 
 
 class StatusReply(msgspec.Struct, tag="Told", frozen=True):
-    """How the server is: facts that JSON can hold."""
+    """How it is: facts that JSON can hold."""
 
     facts: dict[str, Any]
 
@@ -189,20 +190,11 @@ class Waiting(msgspec.Struct, tag=True, frozen=True):
     """How long it waits in all, before the job is given up."""
 
 
-FROM_CLIENT = Join | Begin | Freed | StatusRequest
-FROM_SERVER = Welcome | Rings | Filled | Decided | Over | RequestFailed | StatusReply | Waiting
-
-
-def packed_items(items: ArrayLike | range) -> bytes:
-    """Return items as bytes."""
-    return np.asarray(items, "<i8").tobytes()
-
-
-def unpacked_items(raw: bytes) -> NDArray[np.int64]:
-    """Return the items that `packed_items` made bytes of."""
-    return np.frombuffer(raw, "<i8").astype(np.int64, copy=False)
-
-
-def unpacked_or_none(raw: bytes | None) -> NDArray[np.int64] | None:
-    """Return the items, None where there were none to pack."""
-    return None if raw is None else unpacked_items(raw)
+FROM_CLIENT, FROM_SERVER = (
+    msgspec.msgpack.Decoder(types, dec_hook=lambda _, raw: np.frombuffer(raw, "<i8"))
+    for types in (
+        Join | Begin | Freed | StatusRequest,
+        Welcome | Rings | Filled | Decided | Over | RequestFailed | StatusReply | Waiting,
+    )
+)
+"""What each end accepts."""

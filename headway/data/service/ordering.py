@@ -130,11 +130,6 @@ class Ordering:
         if self._items.pop(job, None) is not None:
             self._buffered.remove(job)
 
-    def substituted_fraction(self, job: str) -> float:
-        """Return the part of a job's items that came in place of its own next one (opportunistic order)."""
-        order = self._buffered.order
-        return order.substituted_fraction(job) if isinstance(order, Opportunistic) and job in self._items else 0.0
-
     def substitutions(self, job: str) -> dict[str, int]:
         """Return the items that a job was given, and how many came in place of its own next one; {} elsewhere."""
         order = self._buffered.order

@@ -13,7 +13,6 @@ headway.core.errors.UnknownNameError: unknown order 'sharde'. Did you mean 'shar
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
@@ -21,24 +20,23 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
 from headway import __version__
 from headway.core.errors import HeadwayError, InputError
 from headway.core.machine.ring import Ring
 from headway.core.wire.channel import Channel, Listener
 from headway.core.wire.loop import ServiceLoop
-from headway.core.wire.wires import ChannelClosed
 from headway.data.bytes.packing import Parcel, pack, unpack
 from headway.data.cached.partition import FORMS
 from headway.data.service.batches import Batch, Ended, Ints, Payload, PreparationTime
-from headway.data.service.flights import Client, PreparationTask
+from headway.data.service.flights import PreparationTask
 from headway.data.service.jobs import JobTerms, not_come
 from headway.data.service.messages import (
-    FROM_CLIENT,
     PROTOCOL,
     Begin,
     Decided,
@@ -52,9 +50,6 @@ from headway.data.service.messages import (
     StatusRequest,
     Waiting,
     Welcome,
-    packed_items,
-    unpacked_items,
-    unpacked_or_none,
 )
 from headway.data.service.service import PreparationScheduler
 from headway.data.service.stock import DataServer
@@ -96,13 +91,43 @@ class Preparer(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
+class Client:
+    """A connected process: one rank of a job, once it has joined."""
+
+    channel: Channel
+    join: Join | None = None
+    begun: int = -1
+    """Number of its pass."""
+    warned: bool = False
+    """Whether it has been told which other ranks its job waits for."""
+    rings: dict[int, Ring] = field(default_factory=dict)
+    """Number -> ring; batches go into the newest, earlier ones wait for their slots to be freed."""
+
+    @property
+    def ring(self) -> Ring | None:
+        """The ring that is filled now."""
+        return self.rings[max(self.rings)] if self.rings else None
+
+    def has_room(self) -> bool:
+        """Return whether a slot is free."""
+        return self.ring is None or self.ring.num_free > 0
+
+    def tidy(self) -> None:
+        """Let go of earlier rings that nobody reads any more."""
+        for number in [
+            n for n, ring in self.rings.items() if ring is not self.ring and ring.num_free == ring.num_slots
+        ]:
+            self.rings.pop(number).close()
+
+
 class Daemon:
     """The loop. `run` returns when the server was idle for long enough, or told to `stop`."""
 
     def __init__(self, listener: Listener, preparer: Preparer, options: DataServer, *, seed: int) -> None:
         """Serve what `preparer` prepares to who connects to `listener`; `seed` must be new for each server."""
         self._listener, self._preparer, self._options = listener, preparer, options
-        self._loop = ServiceLoop(patience_s=math.inf)
+        self._loop = ServiceLoop(patience_s=math.inf, send_s=SEND_S)
         if options.split == "auto" and len(preparer.forms) == 1:  # nothing to measure: there is one form to keep
             one, two, three = (float(form in preparer.forms) for form in FORMS)
             options = replace(options, split=(one, two, three))
@@ -139,17 +164,14 @@ class Daemon:
             "serving %s at %s with %d threads", self._preparer.fingerprint, self._listener.path, len(self._threads)
         )
         try:
-            while not self._stopped.is_set() and not self._is_idle():
+            while not self._stopped.is_set() and time.monotonic() - self._idle_since_s <= self._options.idle_s:
                 self._loop.turn(1.0)
+                if self._clients:
+                    self._idle_since_s = time.monotonic()
                 self._give_up()
                 self._deliver()
         finally:
             self._close()
-
-    def _is_idle(self) -> bool:
-        if self._clients:
-            self._idle_since_s = time.monotonic()
-        return time.monotonic() - self._idle_since_s > self._options.idle_s
 
     def _close(self) -> None:
         """Tell everybody, stop the threads."""
@@ -172,32 +194,33 @@ class Daemon:
             with_process=True,
         )  # fmt: skip
 
-    def _hear(self, client: Client, message: msgspec.Struct) -> None:
+    def _hear(self, client: Client, message: msgspec.Struct) -> msgspec.Struct | None:
         try:
-            self._answer(client, message)
+            return self._answer(client, message)
         except InputError as error:
             self._refuse(client, error)
+            return None
 
-    def _answer(self, client: Client, message: msgspec.Struct) -> None:
-        """Do what a message asks. Raises `InputError` where it cannot be done."""
+    def _answer(self, client: Client, message: msgspec.Struct) -> msgspec.Struct | None:
+        """Do what a message asks; returns the reply. Raises `InputError` where it cannot be done."""
         if isinstance(message, Join):
-            self._join(client, message)
-        elif isinstance(message, StatusRequest):
-            client.channel.send(StatusReply(self._facts()), timeout_s=SEND_S)
-        elif client.join is None:
+            return self._join(client, message)
+        if isinstance(message, StatusRequest):
+            return StatusReply(self._facts())
+        if client.join is None:
             raise InputError("a client begins before it has joined. Send Join first.")
-        elif isinstance(message, Begin):
+        if isinstance(message, Begin):
             client.begun = message.number
             self._service.begin(
-                client.join.job, client.join.rank, epoch=message.epoch, remaining=unpacked_or_none(message.remaining),
-                history=None if message.history is None else [unpacked_items(raw) for raw in message.history],
-                index=message.index, known=message.known(),
+                client.join.job, client.join.rank, epoch=message.epoch, remaining=message.remaining,
+                history=message.history, index=message.index, known=message.known(),
             )  # fmt: skip
             self._tell(client)
         elif isinstance(message, Freed):
             client.tidy()
+        return None
 
-    def _join(self, client: Client, join: Join) -> None:
+    def _join(self, client: Client, join: Join) -> Welcome:
         if join.protocol != PROTOCOL or client.join is not None:
             raise InputError(
                 f"this server speaks protocol {PROTOCOL} (headway {__version__}), the client {join.protocol}. "
@@ -209,7 +232,7 @@ class Daemon:
         self._service.check_on_time(join.job, join.rank)
         is_first = join.job not in self._service.jobs
         if is_first:
-            self._service.join(join.job, fingerprint=join.fingerprint, terms=terms, items=unpacked_or_none(join.items))
+            self._service.join(join.job, fingerprint=join.fingerprint, terms=terms, items=join.items)
         else:
             self._check_same(join)
         try:
@@ -220,8 +243,8 @@ class Daemon:
             raise
         client.join = join
         self._ranks[join.job, join.rank] = client
-        client.channel.send(Welcome(options=self._options.shared(), notes=self._preparer.notes), timeout_s=SEND_S)
         LOG.info("rank %d of job %s came (process %s)", join.rank, join.job, client.channel.peer.pid)
+        return Welcome(options=self._options.shared(), notes=self._preparer.notes)
 
     def _check_same(self, join: Join) -> None:
         """Raise `InputError` when a rank means its job to be another one than its fellow ranks do."""
@@ -229,7 +252,7 @@ class Daemon:
         if other is None:
             return
         fields = ("fingerprint", "world_size", "batch_size", "shuffle", "tail", "items")
-        wrong = [name for name in fields if getattr(other, name) != getattr(join, name)]
+        wrong = [name for name in fields if not np.array_equal(getattr(other, name), getattr(join, name))]
         if wrong:
             raise InputError(
                 f"rank {join.rank} of job {join.job!r} differs from rank {other.rank} in {', '.join(wrong)}. "
@@ -252,27 +275,21 @@ class Daemon:
 
     def _refuse(self, client: Client, error: HeadwayError) -> None:
         """Tell a client why, and let it go."""
-        with contextlib.suppress(ChannelClosed, TimeoutError):
-            client.channel.send(RequestFailed(type(error).__name__, str(error)), timeout_s=SEND_S)
+        self._loop.send(client.channel, RequestFailed.of(error))
         self._drop(client, log=str(error))
 
     def _give_up(self) -> None:
-        """Let the jobs go whose missing ranks do not come, and tell the ranks that wait for them."""
+        """Tell ranks, once, which others they wait for; let the jobs go whose missing ranks do not come."""
         for job, missing in self._service.overdue(WAITS_S).items():
-            self._say_who_is_missing(job, missing)
+            for (name, rank), client in list(self._ranks.items()):
+                if name == job and rank not in missing and not client.warned:
+                    client.warned = True
+                    self._loop.send(client.channel, Waiting(missing, WAITS_S, self._options.grace_s))
         for job, missing in self._service.overdue().items():
             self._service.give_up(job, missing)
             for client in [client for (name, _), client in self._ranks.items() if name == job]:
                 self._refuse(client, not_come(job, missing, self._options.grace_s))
             LOG.warning("job %s was given up: rank %s did not come", job, missing)
-
-    def _say_who_is_missing(self, job: str, missing: list[int]) -> None:
-        """Tell each rank of a job, once, which other ranks it waits for."""
-        here = [(rank, client) for (name, rank), client in self._ranks.items() if name == job]
-        for client in [client for rank, client in here if rank not in missing and not client.warned]:
-            client.warned = True
-            with contextlib.suppress(ChannelClosed, TimeoutError):  # what follows that is seen where it is read next
-                client.channel.send(Waiting(missing, WAITS_S, self._options.grace_s), timeout_s=SEND_S)
 
     def _tell_others(self, join: Join) -> None:
         """Tell the ranks of a job what they need to go on without one that has left, or has had its last batch."""
@@ -282,11 +299,8 @@ class Daemon:
     def _tell(self, client: Client) -> None:
         """Tell a rank what it needs should this server be lost; before who has had its last batch hears of that."""
         assert client.join is not None
-        try:
-            for ahead, number, known in self._service.known(client.join.job, client.join.rank):
-                client.channel.send(Decided.of(client.begun + ahead, number, known), timeout_s=SEND_S)
-        except (ChannelClosed, TimeoutError) as error:
-            self._drop(client, log=str(error))
+        for ahead, number, known in self._service.known(client.join.job, client.join.rank):
+            self._loop.send(client.channel, Decided(begun=client.begun + ahead, number=number, known=known))
 
     # Batches.
 
@@ -302,7 +316,7 @@ class Daemon:
                 self._service.failed(work, f"{type(error).__name__}\n{traceback.format_exc()}")
                 continue
             if forms is None:
-                self._service.dropped(work, spent)
+                self._service.failed(work, None, spent)
             else:
                 self._service.done(work, forms, spent)
 
@@ -313,13 +327,11 @@ class Daemon:
             if client is not None:
                 try:
                     self._serve(client, job, rank)
-                except (ChannelClosed, TimeoutError) as error:
-                    self._drop(client, log=str(error))
                 except InputError as error:
                     self._refuse(client, error)
 
     def _serve(self, client: Client, job: str, rank: int) -> None:
-        while client.has_room():
+        while client.channel in self._clients and client.has_room():
             found = self._service.take(job, rank)
             if found is None:
                 return
@@ -327,8 +339,7 @@ class Daemon:
                 assert client.join is not None
                 self._tell_others(client.join)
                 counts, finding = self._counts()
-                over = Over(client.begun, counts, self._service.substitutions(job), finding)
-                client.channel.send(over, timeout_s=SEND_S)
+                self._loop.send(client.channel, Over(client.begun, counts, self._service.substitutions(job), finding))
                 return
             self._send(client, found)
 
@@ -346,9 +357,9 @@ class Daemon:
             ring=ring, slot=slot, generation=generation, begun=client.begun, collated=collated,
             num_missing=batch.payloads.count(None), fetch_ns=batch.fetch_ns,
             prep_ns=batch.prep_ns, read_bytes=batch.read_bytes, error=error,
-            everybody=None if error is None else packed_items(batch.everybody),
+            everybody=None if error is None else batch.everybody,
         )  # fmt: skip
-        client.channel.send(filled, timeout_s=SEND_S)
+        self._loop.send(client.channel, filled)
 
     def _parcel(self, batch: Batch, *, collated: bool) -> tuple[Parcel, bool]:
         """Return the batch, measured, and whether it is collated."""
@@ -365,7 +376,7 @@ class Daemon:
             number = max(client.rings, default=-1) + 1
             slots = self._options.window + client.join.num_held
             ring = client.rings[number] = Ring(slots, int(parcel.num_bytes * SPARE) + 4096)
-            client.channel.send(Rings(number), [ring.fd], timeout_s=SEND_S)
+            self._loop.send(client.channel, Rings(number), [ring.fd])
             client.tidy()
         slot = ring.take()
         assert slot is not None, "a batch was taken without a slot for it"
@@ -393,8 +404,3 @@ class Daemon:
         counts = {f"hits_{form}": count for form, count in told["hits"].items()}
         counts |= {f"prepared_from_{form}": count for form, count in told["prepared"].items()}
         return counts | {name: told[name] for name in ("shared", "read_bytes", "failed", "dropped")}, told["finding"]
-
-
-def listen(path: str) -> Listener:
-    """Return a listener for clients at `path`. Raises `InputError` when a server is there already."""
-    return Listener(path, types=FROM_CLIENT)

@@ -319,15 +319,13 @@ class PreparationScheduler:
         with self._lock:
             self._finish(self._stock.done(work, forms, spent), spent)
 
-    def failed(self, work: PreparationTask, error: str, spent: PreparationTime = NOTHING) -> None:
-        """Say why an item cannot be prepared: batches that need it now carry the text; it is tried again next time."""
+    def failed(self, work: PreparationTask, error: str | None, spent: PreparationTime = NOTHING) -> None:
+        """Say why an item cannot be prepared: batches that need it now carry the text; it is tried again next time.
+
+        None: the example is left out (a filter, a declared skip), and its place in each batch stays None.
+        """
         with self._lock:
             self._finish(self._stock.none(work, error, spent), spent)
-
-    def dropped(self, work: PreparationTask, spent: PreparationTime = NOTHING) -> None:
-        """Say that an example is left out (a filter, a declared skip): its place in each batch stays None."""
-        with self._lock:
-            self._finish(self._stock.none(work, None, spent), spent)
 
     def close(self) -> None:
         """Wake whoever waits in `next_work`; there is no more work."""
@@ -487,6 +485,7 @@ class PreparationScheduler:
 
     def _facts(self, job: ServedJob) -> dict[str, Any]:
         """Return what is known of a job."""
+        told = self._ordering.substitutions(job.name)
         return {
             **job.counts.as_dict(),
             "items": job.items.size,
@@ -494,5 +493,5 @@ class PreparationScheduler:
             "ranks": [number for number, rank in enumerate(job.ranks) if rank.attached],
             "epoch": max((walk.epoch for walk in job.passes.values()), default=0),
             "ahead": [len(rank.ahead) for rank in job.ranks],
-            "substituted_fraction": self._ordering.substituted_fraction(job.name),
+            "substituted_fraction": told.get("substituted", 0) / max(told.get("items", 0), 1),
         }

@@ -210,7 +210,7 @@ class ItemStore:
         self.counts.failed += error is not None
         self.counts.dropped += error is None
         for place in flight.places:
-            place.skip(error)
+            place.batch.fill(place.index, None, error)
         self.flights.gone(flight.item)
         return flight
 

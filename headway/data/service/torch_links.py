@@ -30,7 +30,6 @@ from headway.core.machine.ring import RingReader
 from headway.core.wire.channel import Channel, ChannelClosed, connect
 from headway.data.bytes import account
 from headway.data.guard.picture import Picture
-from headway.data.orders.job_order import DataShareError
 from headway.data.pipeline.torch_loader import PipelineDataset
 from headway.data.service import torch_start as serving
 from headway.data.service.batches import JobProgress
@@ -47,7 +46,6 @@ from headway.data.service.messages import (
     Rings,
     Waiting,
     Welcome,
-    packed_items,
 )
 from headway.data.service.stock import DataServer
 from headway.data.service.torch_preparers import base_of, identity
@@ -88,7 +86,7 @@ class DataServerClient:
         self._join = Join(
             protocol=PROTOCOL, job=_job_name(self.options, world), rank=rank, world_size=world,
             batch_size=loader.batch_size or 1, shuffle=loader._shuffle, tail=loader._tail,
-            fingerprint=identity(self._dataset), items=None if items is None else packed_items(items),
+            fingerprint=identity(self._dataset), items=items,
             collated=loader.dataset.collate is None if isinstance(loader.dataset, PipelineDataset)
             else loader.batch_size is not None and loader.collate_fn in (default_collate, default_convert),
             num_held=NUM_HELD,
@@ -128,10 +126,9 @@ class DataServerClient:
             self._told = {}
         else:
             self._num_passes += 1
-        told, base = self._inherited.get(self._num_begun), progress.base()
-        history = [packed_items(items) for items in progress.history] if again or told else None
+        told = self._inherited.get(self._num_begun)
         begin = Begin(
-            self._num_begun, progress.epoch, None if base is None else packed_items(base), history,
+            self._num_begun, progress.epoch, progress.base(), progress.history if again or told else None,
             index=self._num_passes - 1, decided=None if told is None else told.behind(len(progress.history)),
         )  # fmt: skip
         self._channel.send(begin)
@@ -149,7 +146,7 @@ class DataServerClient:
             for fd in fds:
                 os.close(fd)
             if isinstance(message, RequestFailed):
-                raise _refusal(message)
+                raise message.error()
             if isinstance(message, Waiting):
                 _warn_of_missing(message)
             if isinstance(message, Decided):
@@ -220,7 +217,7 @@ class DataServerClient:
                 if attempt == 2 or self.options is None:
                     raise HeadwayError(f"no data server at {self._path}: {error}") from error
         if isinstance(welcome, RequestFailed):
-            raise _refusal(welcome)
+            raise welcome.error()
         assert isinstance(welcome, Welcome)
         self.held, self._counted = _Held(self._channel), {}
         self._check(welcome)
@@ -328,11 +325,6 @@ def _job_name(options: DataServer | None, world_size: int) -> str:
     run = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parent.parent
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return f"{'.'.join(here)}.{zlib.crc32(os.fsencode(run)):08x}.{attempt}.{number}"
-
-
-def _refusal(failed: RequestFailed) -> HeadwayError:
-    kinds = {"DataShareError": DataShareError, "BackgroundError": BackgroundError}
-    return kinds.get(failed.kind, InputError)(failed.text)
 
 
 def _warn_of_missing(waiting: Waiting) -> None:

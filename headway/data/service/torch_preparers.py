@@ -37,7 +37,7 @@ from headway.data.guard.purity import impurity
 from headway.data.guard.watch import GeneratorWatch, ReadingResult
 from headway.data.loader.loader import own_fingerprint
 from headway.data.pipeline.chain import DROPPED, Chain, size_of
-from headway.data.pipeline.torch_loader import PipelineDataset
+from headway.data.pipeline.torch_loader import PipelineDataset, as_numbers, labels
 from headway.data.service.batches import Ints, Payload, PreparationTime
 from headway.data.service.flights import PreparationTask
 from headway.data.service.server import Preparer
@@ -220,18 +220,13 @@ class PipelinePreparer:
     def assemble(self, items: Ints, examples: list[Any]) -> Any | None:
         """Return {"data", "ids", labels...}, as the pipeline's own loader does."""
         tree = {"data": self._data(items, examples), "ids": Marked(np.asarray(items, np.int64), TENSOR)}
-        source = self._chain.source
-        rows = [source.meta(int(item)) for item in items] if hasattr(source, "meta") else []
-        for name in rows[0] if rows else ():
-            column = [row[name] for row in rows]
-            tree[name] = _numbers(column)
-        return tree
+        return tree | {name: plain(column) for name, column in labels(self._chain.source, items).items()}
 
     def _data(self, items: Ints, examples: list[Any]) -> Any:
         """Return arrays as one tensor. Raises `InputError` on arrays that do not fit together."""
         first = examples[0] if examples else None
         if not isinstance(first, np.ndarray) or first.dtype.hasobject:
-            return _numbers(examples)
+            return plain(as_numbers(examples))
         for item, row in zip(items, examples, strict=True):
             if not isinstance(row, np.ndarray) or row.shape != first.shape or row.dtype != first.dtype:
                 what = f"{row.dtype}{list(row.shape)}" if isinstance(row, np.ndarray) else type(row).__name__
@@ -240,12 +235,6 @@ class PipelinePreparer:
                     "Resize or crop to one size, or pass a collate_fn."
                 )
         return Marked(Stacked(examples), IMAGE if self._batches.images and first.ndim == 3 else TENSOR)
-
-
-def _numbers(values: list[Any]) -> Any:
-    """Return numbers as the tensor that torch makes of them, anything else as it is."""
-    numbers = values and all(isinstance(value, (int, float)) for value in values)
-    return plain(torch.tensor(values)) if numbers else values
 
 
 class Turns:

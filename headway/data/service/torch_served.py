@@ -22,7 +22,6 @@ from typing import Any, Protocol
 import numpy as np
 from torch._utils import KeyErrorMessage
 from torch.utils.data._utils.pin_memory import pin_memory
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from headway.core import errors
 from headway.core.rng import derived_seed
@@ -31,11 +30,11 @@ from headway.data.bytes import account
 from headway.data.bytes.packing import unpack
 from headway.data.bytes.torch_keyed import WORD, Draws, generators_kept
 from headway.data.loader.audit import AuditSum
-from headway.data.loader.views import Empty, InProcess, View, check_process
+from headway.data.loader.views import Empty, InProcess, View, Walked, check_process
 from headway.data.loader.walks import State, Taken
 from headway.data.pipeline.torch_loader import PipelineDataset
 from headway.data.service.batches import Ints, JobProgress
-from headway.data.service.messages import Filled, Over, unpacked_items
+from headway.data.service.messages import Filled, Over
 from headway.data.service.torch_links import DataServerClient
 from headway.data.service.torch_preparers import base_of, restored
 from headway.runtime.in_rank.guard import OfScript
@@ -97,7 +96,7 @@ def walk(loader: Any, epoch: int, loaded: State) -> ServedWalk:
     return ServedWalk(epoch=epoch, progress=progress)
 
 
-def iterator(loader: Any, view: View, place: ServedWalk) -> Served | InProcess:
+def iterator(loader: Any, view: View) -> Served | InProcess:
     """Return an iterator of `loader` over batches that a server makes.
 
     Raises what a server that cannot be had raises: `InputError`, `HeadwayError`, `DataShareError`; torch's
@@ -109,7 +108,7 @@ def iterator(loader: Any, view: View, place: ServedWalk) -> Served | InProcess:
     busy = [link for link in links if link.busy]
     link = next((link for link in links if not link.busy), None) or DataServerClient(loader)
     vars(loader)["_links"] = [*busy, link]  # one that is left over leaves its job
-    return Served(View(view, _index_sampler=_Nothing(len(loader)), num_workers=0), link, place)
+    return Served(View(view, _index_sampler=_Nothing(len(loader)), num_workers=0), link)
 
 
 class _Nothing:
@@ -131,12 +130,14 @@ class _Nothing:
         """Stay as it is: every pass over nothing is the same."""
 
 
-class Served(_BaseDataLoaderIter):
+class Served(Walked):
     """An iterator over batches that a server makes; torch's own base class, so that recorders see each `next`."""
 
-    def __init__(self, view: View, link: DataServerClient, place: ServedWalk) -> None:
-        super().__init__(view)  # type: ignore[arg-type]  # it reads attributes and nothing else
-        self.walk, self._link, self._pid = place, link, os.getpid()
+    walk: ServedWalk  # type: ignore[assignment]  # of the same shape
+
+    def __init__(self, view: View, link: DataServerClient) -> None:
+        super().__init__(view)
+        self._link, self._pid = link, os.getpid()
         self._collate, self._batched, self._seed = view.collate_fn, view._auto_collation, view._seed
         self._shuffle = view._shuffle
         self._pipeline = view.dataset if isinstance(view.dataset, PipelineDataset) else None
@@ -150,21 +151,12 @@ class Served(_BaseDataLoaderIter):
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin the next pass: a loader with persistent workers keeps its iterator."""
         super()._reset(loader, first_iter)
-        self.walk, self._single = loader._walk, None
+        self._single = None
         self._begin()
 
     def _begin(self) -> None:
         self.walk.begin(self._link.items, self._link.rank)
         self._lost(None)
-
-    def __next__(self) -> Any:
-        try:
-            while (data := super().__next__()) is Empty.BATCH:
-                pass
-            return data
-        except StopIteration:
-            self.walk.finished = True
-            raise
 
     def _next_data(self) -> Any:
         if self._single is None:
@@ -209,7 +201,8 @@ class Served(_BaseDataLoaderIter):
             self._link.count(filled)
             raise StopIteration
         if filled.error is not None:
-            self._took(filled, unpacked_items(filled.everybody or b""))
+            assert filled.everybody is not None, "a batch that failed names its items"
+            self._took(filled, filled.everybody)
             raise _failure(filled.error)
         memory = self._link.held.memory(filled)
         everybody, data = unpack(memory.data, marked=restored)

@@ -32,19 +32,16 @@ import torch
 from headway.core.errors import HeadwayError
 from headway.core.files.private import runtime_directory
 from headway.core.machine.host import readable
-from headway.core.wire.channel import ChannelClosed, connect, hold_lock
+from headway.core.wire.channel import ChannelClosed, Listener, connect, hold_lock, sweep_logs
 from headway.data.guard.content_digest import portrait
-from headway.data.service.messages import FROM_SERVER
-from headway.data.service.server import Daemon, listen
+from headway.data.service.messages import FROM_CLIENT, FROM_SERVER
+from headway.data.service.server import Daemon
 from headway.data.service.stock import DataServer
 from headway.data.service.torch_preparers import identity, preparer_of
 from headway.runtime.in_rank import bootstrap
 
 START_S = 120.0
 """Longest that a server may take to look at its dataset; one that takes longer hangs in it, and is ended."""
-
-KEEP_S = 7 * 86400.0
-"""How long the log of a server that was killed, or never came up, stays."""
 
 RETRY_S = 0.02
 """How often a caller with a deadline looks whether another one has started the server."""
@@ -66,7 +63,7 @@ def start(path: Path, dataset: Any, options: DataServer, *, timeout_s: float | N
     try:
         if _listens(path):
             return
-        _sweep(path.parent)
+        sweep_logs(path.parent, "data-*.log")
         log = path.with_suffix(".log")
         reads, writes = os.pipe()
         try:
@@ -91,7 +88,8 @@ def path_for(dataset: Any) -> Path:
 def run(path: Path, dataset: Any, options: DataServer, ready: Callable[[], object] = lambda: None) -> None:
     """Serve `dataset` at `path` in this process, until idle or told to end; call `ready` once clients may come."""
     torch.set_num_threads(1)  # the threads that prepare are the parallelism
-    listener = listen(str(path))  # before the look at the dataset, which may take long: who comes meanwhile waits
+    # Before the look at the dataset, which may take long: who comes meanwhile waits.
+    listener = Listener(path, types=FROM_CLIENT)
     try:
         preparer = preparer_of(dataset)
         daemon = Daemon(listener, preparer, options, seed=secrets.randbits(60))
@@ -130,16 +128,6 @@ def _listens(path: Path) -> bool:
     except ChannelClosed:
         return False
     return True
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what servers that were killed, or never came up, left here long ago."""
-    for log in folder.glob("data-*.log"):
-        path = log.with_suffix(".sock")
-        with contextlib.suppress(OSError):  # another caller was first
-            if time.time() - log.stat().st_mtime > KEEP_S and not _listens(path):
-                for left in (log, path, Path(f"{path}.lock")):
-                    left.unlink(missing_ok=True)
 
 
 def _said(reads: int, deadline: float) -> bytes:
