@@ -61,15 +61,14 @@ LARGE = 10**11
 @pytest.mark.parametrize(
     ("loops", "flops", "is_told"),
     [
-        ({"train.py:9": (0, 1000)}, LARGE, True),
-        ({"train.py:9": (LARGE // 3, 1000)}, LARGE, False),
-        ({"train.py:9": (0, 10**8)}, LARGE, False),
+        ({"train.py:9": 10_000}, LARGE, True),
+        ({"train.py:9": 1000}, LARGE, False),
         ({}, LARGE, False),
-        ({"train.py:9": (0, 10**8)}, 1000, False),
+        ({"train.py:9": 1000}, 1000, False),
     ],
-    ids=["calls", "products", "many numbers", "not counted", "many numbers and nothing else"],
+    ids=["calls", "operators that compute", "not counted", "operators that compute what is no product"],
 )
-def test_a_loop_beside_large_operators_is_told_by_what_its_own_operators_compute(loops, flops, is_told):
+def test_a_loop_beside_large_operators_is_told_by_the_calls_of_its_own_operators(loops, flops, is_told):
     causes = found(structs.replace(IN_LOOP, ns=3), structs.replace(OUTSIDE, ns=7), flops=flops, call={"loops": loops})
     most = found(IN_LOOP, OUTSIDE, flops=flops, call={"loops": loops})
 
@@ -88,8 +87,7 @@ def test_operators_in_loops_are_counted_at_their_lines():
     [line] = loops
 
     assert line.startswith("test_inside_useful.py:")
-    assert loops[line][0] == 4 * 2 * 16
-    assert 4 * (4 + 4 + 16) <= loops[line][1] <= 8 * (4 + 4 + 16)
+    assert 4 * 5 <= loops[line] <= 4 * 10  # two rows, exp, a product, a copy, and views
 
 
 def test_the_layer_that_a_forward_calls_most_often_is_counted():

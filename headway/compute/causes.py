@@ -40,8 +40,8 @@ INSIDE = ("useful.forward", "useful.backward", "useful.compute")
 LARGE_RATE = 4e9
 """Operations per second and thread of a CPU from which on operators compute, and below which calls take the time."""
 
-NUMBERS_RATE = 2e8
-"""Numbers per second and thread of a CPU that operators pass over at least, such as exponentials."""
+CALL_S = 5e-6
+"""What calling an operator from Python takes on a CPU, about."""
 
 BESIDE = 0.15
 """Share of the samples of forwards and losses from which on loops count beside operators that compute."""
@@ -141,12 +141,12 @@ def _loops(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
     inside_s, forwards_s = booked_s(ledger, *INSIDE), booked_s(ledger, "useful.forward", "useful.compute")
     if rate is None or forwards_s / max(backwards, ledger.steps * ledger.devices, 1) < LONG_FORWARD_S:
         return
-    waits = _seconds_of_numbers(ledger, compute)
+    calling_s = _seconds_of_calls(ledger, compute)
     sampled_s = forwards_s / max(sum(row.ns for row in ledger.loop_lines), 1)  # what one ns of samples stands for
 
     def calls(row: SampledLine) -> bool:
         """Whether calling operators takes most of a line's time, not what they compute."""
-        return 2 * waits[row.line] < row.ns * sampled_s if row.line in waits else rate < LARGE_RATE
+        return 2 * calling_s[row.line] > row.ns * sampled_s if row.line in calling_s else rate < LARGE_RATE
 
     rows, share = python_loops(ledger, calls, with_layers=again, share_from=IN_LOOP if rate < LARGE_RATE else BESIDE)
     if not rows:
@@ -164,14 +164,10 @@ def _loops(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
     yield Cause("compute.loop", rows[0].words, share * inside_s, evidence, fix, gain, (1.0, gain), at_most=True)
 
 
-def _seconds_of_numbers(ledger: Ledger, compute: ComputeFacts) -> dict[str, float]:
-    """Return line in a loop of a forward -> device-seconds that its operators need at a CPU's slowest rates."""
-    threads = max(ledger.facts.threads.values(), default=0) or 1
+def _seconds_of_calls(ledger: Ledger, compute: ComputeFacts) -> dict[str, float]:
+    """Return line in a loop of a forward -> device-seconds that calling its operators takes."""
     forwards = max(span_of(ledger, "forward").count, ledger.steps * ledger.devices) / len(compute.calls)
-    return {
-        line: forwards * (flops / LARGE_RATE + numbers / NUMBERS_RATE) / threads
-        for call in compute.calls for line, (flops, numbers) in call.loops.items()
-    }  # fmt: skip
+    return {line: forwards * CALL_S * count for call in compute.calls for line, count in call.loops.items()}
 
 
 def _dense_rows(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:

@@ -76,8 +76,8 @@ class CallCount:
     attentions: int = 0
     """Calls of `nn.MultiheadAttention`, which writes scores where it is asked for their means (`need_weights`)."""
 
-    loops: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Line in a loop of the forward -> operations, and numbers passed over, of all the operators that it calls."""
+    loops: dict[str, int] = field(default_factory=dict)
+    """Line in a loop of the forward -> operators that it calls."""
 
     _filled: set[Sizes] = field(default_factory=set)
 
@@ -128,9 +128,9 @@ class _InLoops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch say
     A loop may call 50,000 of them: those that count no operations pass by the other modes, which take 0.3 ms each.
     """
 
-    def __init__(self, count: CallCount, operations: Callable[[], int], counts: Collection[object]) -> None:
+    def __init__(self, count: CallCount, counts: Collection[object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # nor here
-        self._count, self._operations, self._counts, self._before = count, operations, counts, 0
+        self._loops, self._counts = count.loops, counts
         self._is_plain = functools.cache(self._plain)
 
     def __torch_dispatch__(
@@ -140,21 +140,13 @@ class _InLoops(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch say
         args: tuple[object, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        tensors = [value for value in args if isinstance(value, torch.Tensor)]
-        if not kwargs and self._is_plain(func) and all(value.device.type in ("meta", "cpu") for value in tensors):
-            with torch._C._DisableTorchDispatch():
-                made = func(*args)
-        else:
-            made = func(*args, **(kwargs or {}))
-        before, self._before = self._before, self._operations()
-        lines = set(lines_in_loops(sys._getframe(1)))
-        if lines and not func.is_view:
-            tensors += [value for value in tree_leaves(made) if isinstance(value, torch.Tensor)]
-            numbers = max((value.numel() for value in tensors), default=0)
-            for line in lines:
-                flops, passed = self._count.loops.get(line, (0, 0))
-                self._count.loops[line] = flops + self._before - before, passed + numbers
-        return made
+        for line in set(lines_in_loops(sys._getframe(1))):
+            self._loops[line] = self._loops.get(line, 0) + 1
+        tensors = (value for value in args if isinstance(value, torch.Tensor))
+        if kwargs or not self._is_plain(func) or any(value.device.type not in ("meta", "cpu") for value in tensors):
+            return func(*args, **(kwargs or {}))
+        with torch._C._DisableTorchDispatch():
+            return func(*args)
 
     def _plain(self, func: torch._ops.OpOverload) -> bool:
         """Whether an operator computes nothing that is counted, on the tensors that it is given."""
@@ -231,7 +223,7 @@ def counted(model: torch.nn.Module, inputs: tuple[object, ...], named: Mapping[s
     def operations() -> int:
         return int(counter.get_total_flops()) + sum(recurrent)
 
-    with (_watched(model, operations, recurrent, count), counter, _InLoops(count, operations, counter.flop_registry),
+    with (_watched(model, operations, recurrent, count), counter, _InLoops(count, counter.flop_registry),
           torch.enable_grad()):  # fmt: skip
         hook = register_module_forward_pre_hook(called)
         try:

@@ -127,8 +127,8 @@ class CallFlops(msgspec.Struct, frozen=True):
     """How often the forward calls the layer with parameters that it calls most often."""
     attentions: int = 0
     """Calls of `nn.MultiheadAttention` in its forward."""
-    loops: dict[str, tuple[int, int]] = {}
-    """Line in a loop of its forward -> operations, and numbers passed over, of all operators that it calls."""
+    loops: dict[str, int] = {}
+    """Line in a loop of its forward -> operators that it calls."""
     frozen_elements: int = 0
     """Numbers in its parameters that no optimizer had at its first call; all where there are several optimizers."""
     frozen_flops: int | None = None
