@@ -153,27 +153,6 @@ def test_a_teacher_and_a_targets_single_forward_are_part_of_the_step():
     assert spans(thread) == ([], 4)
 
 
-def test_sampling_from_an_average_of_the_weights_is_evaluation_and_a_teacher_of_many_calls_is_not():
-    thread = Thread()
-    thread.train(20, iterator=0)
-    thread.forward(model=7, grad=False, training=False)
-    begin = thread.now_ns
-    for _ in range(11):
-        thread.forward(model=7, grad=False, training=False)
-    end = thread.now_ns
-    thread.train(20, iterator=0)
-    [(low, high)], learning = spans(thread)
-    assert (low < begin, high, learning) == (True, end, 40)
-
-    taught = Thread()
-    for step in range(20):
-        taught.batch(0, seq=step)
-        for _ in range(12):
-            taught.forward(model=7, grad=False, training=False)
-        taught.train()
-    assert spans(taught) == ([], 20)
-
-
 def test_a_model_of_which_copies_are_trained_is_evaluated_over_a_loader_of_its_own():
     thread, expected = Thread(), []
     for copy in (1, 2):

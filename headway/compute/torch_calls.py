@@ -100,7 +100,7 @@ def _counted(model: torch.nn.Module, args: tuple[object, ...], kwargs: Mapping[s
     """Count, with what stands for packages where that is enough."""
     try:
         return counted(model, args, kwargs)
-    except Exception:
+    except (AttributeError, ImportError, NameError, TypeError):  # what code says that finds another thing there
         absent = [module for module in list(sys.modules.values()) if type(module) is _Unimported]
         if not absent:
             raise
@@ -249,7 +249,11 @@ compare sizes, among which are no symbols."""
 
 
 def _call_plainly(casts: list[str]) -> None:
-    """Have nothing compiled and nothing cast from here on; `casts` gets the dtypes that are asked for."""
+    """Have nothing compiled, cast, or checked by its numbers; `casts` gets the dtypes that are asked for."""
+    transformer: Any = torch.nn.modules.transformer
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: bool(is_causal)
+    if "torch.distributions" in sys.modules:
+        torch.distributions.Distribution.set_default_validate_args(False)
     if "torch._dynamo" in sys.modules:
         torch.compiler.set_stance("force_eager")
     for name, names in UNIMPORTED.items():

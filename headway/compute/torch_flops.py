@@ -41,6 +41,9 @@ GATES: dict[type[torch.nn.Module], int] = {torch.nn.LSTM: 4, torch.nn.GRU: 3, to
 Sizes = tuple[int, ...]
 """Sizes of a tensor."""
 
+GENERATOR = "_checkpoint_without_reentrant_generator"
+"""Torch's function around a checkpointed call that is not reentrant."""
+
 EARLY_STOP = 5
 """Position of `early_stop` among the arguments of torch's generator of checkpoints; before torch 2.9 a flag alone."""
 
@@ -333,10 +336,10 @@ def _watched(
         count.recomputed_flops += operations() - before
 
     @contextmanager
-    def until_saved(settings: tuple[object, ...]) -> Iterator[None]:
+    def until_saved(asked: object) -> Iterator[None]:
         """Count what is computed again: it ends where the last tensor that the backward needs has been saved."""
         is_enabled = torch.utils.checkpoint._enable_checkpoint_early_stop
-        stops = is_enabled if is_enabled is not None else settings[EARLY_STOP]
+        stops = is_enabled if is_enabled is not None else asked
         before = done = operations()
 
         def saved(value: torch.Tensor) -> torch.Tensor:
@@ -355,11 +358,11 @@ def _watched(
 @contextmanager
 def checkpoints_as(
     reentrant: Callable[[], AbstractContextManager[object]],
-    plain: Callable[[tuple[object, ...]], AbstractContextManager[object]],
+    plain: Callable[[object], AbstractContextManager[object]],
 ) -> Iterator[None]:
     """Have torch's checkpointing, by whatever name a script calls it, compute once and remember all that it saves.
 
-    A checkpointed function runs within `reentrant()`, or within `plain(settings)` where it is not reentrant.
+    A checkpointed function runs within `reentrant()`, or within `plain(early_stop)` where it is not reentrant.
     """
 
     class Straight:
@@ -368,17 +371,18 @@ def checkpoints_as(
             with reentrant():
                 return function(*arguments)
 
-    def generator(*settings: object, **_: object) -> Iterator[None]:
-        with plain(settings):
+    def generator(*settings: object, early_stop: object = True, **_: object) -> Iterator[None]:
+        with plain(settings[EARLY_STOP] if len(settings) > EARLY_STOP else early_stop):
             yield
 
-    module: Any = torch.utils.checkpoint
-    before = module.CheckpointFunction, module._checkpoint_without_reentrant_generator
-    module.CheckpointFunction, module._checkpoint_without_reentrant_generator = Straight, generator
+    module = vars(torch.utils.checkpoint)
+    names = dict.fromkeys((GENERATOR, f"{GENERATOR}_impl"), generator)  # from torch 2.14 on it is the second one
+    before = {name: module[name] for name in ("CheckpointFunction", *names) if name in module}
+    module.update({name: {"CheckpointFunction": Straight, **names}[name] for name in before})
     try:
         yield
     finally:
-        module.CheckpointFunction, module._checkpoint_without_reentrant_generator = before
+        module.update(before)
 
 
 def _stand_in(layer: Any, gates: int, recurrent: list[int]) -> Callable[..., Any]:

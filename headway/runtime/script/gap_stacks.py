@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import itertools
 import os
 import re
 import sys
@@ -232,6 +233,26 @@ def stack_of(thread: int) -> Stack:
     return rows
 
 
+GOLDEN = 0.6180339887
+"""Multiples of it, without their whole parts, lie evenly and never in step with anything."""
+
+AT_ONCE_S = 0.0003
+"""A look that comes so late at most did not wait for the interpreter's lock."""
+
+
+def chosen_by_the_lock(late_s: float) -> bool:
+    """Whether a look that came so late tells where the thread let the interpreter's lock go, not where it was.
+
+        Python code of 4 ms, then an operator      a look that is due in the code comes in the operator
+
+    One that waited for Python's whole switch interval made the thread let go, in the midst of its code.
+
+    >>> chosen_by_the_lock(0.0), chosen_by_the_lock(0.002), chosen_by_the_lock(1.0)
+    (False, True, False)
+    """
+    return AT_ONCE_S < late_s < sys.getswitchinterval()
+
+
 Key = TypeVar("Key")
 
 
@@ -355,16 +376,23 @@ class GapStacks:
         return offset if updates is code else None
 
     def _run(self, stop: threading.Event) -> None:
-        period, looks, hits, last = PERIOD_S, 0, 0, time.perf_counter_ns()
+        period, looks, hits, owed_ns, last = PERIOD_S, 0, 0, 0, time.perf_counter_ns()
         looked = last
-        while not stop.wait(period):
+        for phase in itertools.count():
+            pause_s = period * (0.75 + phase * GOLDEN % 0.5)  # steps of 10 ms would be seen at one point of them alone
+            if stop.wait(pause_s):
+                return
             moment = time.perf_counter_ns()
+            late_s = (moment - last) / 1e9 - pause_s
             if self._look is not None and moment - looked >= 1e9 * RELAXED_S:
-                self._look(stack_of(self._trainer[0]), moment - looked, (moment - last) / 1e9 - period)
+                self._look(stack_of(self._trainer[0]), moment - looked, late_s)
                 looked = moment
-            if self.open[0]:
-                since = max(moment - max(last, self.resumed[0]), 0)
-                hits += self._sample(min(since, int(2e9 * period)))
+            owed_ns += min(max(moment - max(last, self.resumed[0]), 0), int(2e9 * period))
+            if self.open[0] and not chosen_by_the_lock(late_s):
+                hits += self._sample(min(owed_ns, int(4e9 * period)))
+                owed_ns = 0
+            elif not self.open[0]:
+                owed_ns = 0
             last = moment
             looks += 1
             if looks == LOOKS:
@@ -377,7 +405,7 @@ class GapStacks:
         """Take the stack of the training thread, which counts for `ns`; returns whether the script's own code ran."""
         gap, frame = self.open[0], sys._current_frames().get(self._trainer[0])
         loop, below = self._shared(frame)
-        if loop is None or not gap or self.open[0] != gap:
+        if loop is None or loop.f_lineno is None or not gap or self.open[0] != gap:
             return False
         inner, outer = None, loops_around(loop.f_code, self.updates_at(id(loop), loop.f_code) or 0)
         while frame is not None and frame is not loop:

@@ -209,10 +209,6 @@ def _beyond_usual(step: Ints, of_gradients: Ints) -> Bools:
     return found
 
 
-SAMPLING = 8
-"""Forwards in a row of a model that does not learn, from which on it is sampled from."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Moments:
     """What is looked at, in order of start."""
@@ -225,7 +221,6 @@ class _Moments:
     work_start: Ints
     work_end: Ints
     """[m] Learning forwards, gradients and updates; ends accumulated, so that they never fall."""
-    num_updates: int
 
 
 ROLLOUT = 2
@@ -239,7 +234,7 @@ def evaluations(main: RecordedRows, gradients: GradientCalls, *, acts: bool = Fa
     """
     moments = _moments(main, gradients)
     own = _own_input(main, moments)
-    moments = replace(moments, idle=moments.idle | _fed_apart(main, moments, own) | _sampled(moments))
+    moments = replace(moments, idle=moments.idle | _fed_apart(main, moments, own))
     spans, model, plain = _spans(main, moments, own)
     rows = _with_marks(main, spans, model)
     if acts and len(spans[0]):
@@ -260,8 +255,7 @@ def _moments(main: RecordedRows, gradients: GradientCalls) -> _Moments:
     end = np.concatenate([(learning.start_ns + learning.duration_ns), gradients.end_ns,
                           updates.start_ns + updates.duration_ns])  # fmt: skip
     order = np.argsort(start, kind="stable")
-    ends = np.maximum.accumulate(end[order])
-    return _Moments(forward, learns, idle, start[order], ends, len(updates.start_ns))
+    return _Moments(forward, learns, idle, start[order], np.maximum.accumulate(end[order]))
 
 
 def _own_input(main: RecordedRows, moments: _Moments) -> RecordedRows:
@@ -294,22 +288,6 @@ def _fed_apart(main: RecordedRows, moments: _Moments, unused: RecordedRows) -> B
     picked = taken_apart[newest] & quiet & ~moments.learns & ~moments.idle & (stretch > 0)
     several: Bools = picked & (np.bincount(stretch, weights=picked)[stretch] > 1)
     return several
-
-
-def _sampled(moments: _Moments) -> Bools:
-    """Tell which forwards of models that are not trained sample from one: many in a row, in few of the steps.
-
-    An average of the weights that is asked for pictures now and then; a teacher is asked in each step.
-    """
-    forward, updates = moments.forward, moments.num_updates
-    picked = (forward.seq & ENABLED == 0) & ~moments.learns & ~moments.idle
-    stretch = np.searchsorted(moments.work_start, forward.start_ns, side="right")
-    count = np.bincount(stretch, weights=picked)
-    many = count >= SAMPLING
-    if updates < MIN_STEPS or np.count_nonzero(count[1:]) > (1 - ALIKE) * updates:
-        return np.zeros(len(picked), bool)
-    sampled: Bools = picked & (stretch > 0) & many[stretch]
-    return sampled
 
 
 def _spans(main: RecordedRows, moments: _Moments, own: RecordedRows) -> tuple[Intervals, Ints, NDArray[np.bool_]]:
