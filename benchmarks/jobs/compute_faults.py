@@ -188,8 +188,8 @@ def channels_first(stages: str, size: str) -> PlantedFault:
 
 
 def few_examples(model: str, size: str, more: str) -> PlantedFault:
-    """Return a script whose batch has few examples."""
-    return PlantedFault("compute.batch", trained(model, size), "batch_size", ((f"randn({size})", f"randn({more})"),))
+    """Return a script whose batch has few examples; no line is printed for a batch that no DataLoader makes."""
+    return PlantedFault("compute.batch", trained(model, size), "", ((f"randn({size})", f"randn({more})"),))
 
 
 PAIRS = """
