@@ -43,36 +43,6 @@ def counted(module, *args, **kwargs) -> dict[str, object]:
     return json.loads(said(work)[0])
 
 
-class Sampled(torch.nn.Module):
-    """Draws from a distribution, whose arguments torch checks by their numbers."""
-
-    def __init__(self):
-        super().__init__()
-        self.ends = torch.nn.Linear(16, 8)
-
-    def forward(self, x):
-        mean, scale = self.ends(x).chunk(2, 1)
-        return torch.distributions.Normal(mean, scale.exp()).rsample()
-
-
-class Masked(torch.nn.Module):
-    """A transformer whose mask torch looks at."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.Transformer(16, 2, 1, 1, 32, batch_first=True)
-
-    def forward(self, x):
-        return self.layers(x, x, tgt_mask=torch.nn.Transformer.generate_square_subsequent_mask(x.shape[1]))
-
-
-@pytest.mark.parametrize(("make", "x"), [(Sampled, torch.ones(4, 16)), (Masked, torch.ones(2, 5, 16))])
-def test_what_torch_checks_by_its_numbers_is_counted(make, x):
-    found = counted(make(), x)
-
-    assert (found["reason"], found["flops"] > 0) == ("", True)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_a_child_counts_what_a_copy_of_the_model_does(name):
     make, inputs, _ = MODELS[name]

@@ -16,6 +16,7 @@ from headway.runtime.script.compute_facts import model_facts
 from headway.trace.rings.rank_tables import CallFlops, ComputeFacts, ModelFacts, OptimizerFacts, Rehearsed
 from headway.why.explanation import explain
 from tests.launching import headway, script
+from tests.test_call_flops import counted as counted_in_child
 from tests.test_call_flops import run_of
 
 IN_LOOP, OUTSIDE = SampledLine("train.py:9", "sqrt", 6, 60), SampledLine("", "", 4, 40)
@@ -88,6 +89,36 @@ def test_operators_in_loops_are_counted_at_their_lines():
 
     assert line.startswith("test_inside_useful.py:")
     assert 4 * 5 <= loops[line] <= 4 * 10  # two rows, exp, a product, a copy, and views
+
+
+class Sampled(torch.nn.Module):
+    """Draws from a distribution, whose arguments torch checks by their numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.ends = torch.nn.Linear(16, 8)
+
+    def forward(self, x):
+        mean, scale = self.ends(x).chunk(2, 1)
+        return torch.distributions.Normal(mean, scale.exp()).rsample()
+
+
+class Masked(torch.nn.Module):
+    """A transformer whose mask torch looks at."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Transformer(16, 2, 1, 1, 32, batch_first=True)
+
+    def forward(self, x):
+        return self.layers(x, x, tgt_mask=torch.nn.Transformer.generate_square_subsequent_mask(x.shape[1]))
+
+
+@pytest.mark.parametrize(("make", "x"), [(Sampled, torch.ones(4, 16)), (Masked, torch.ones(2, 5, 16))])
+def test_what_torch_checks_by_its_numbers_is_counted(make, x):
+    found = counted_in_child(make(), x)
+
+    assert (found["reason"], found["flops"] > 0) == ("", True)
 
 
 def test_the_layer_that_a_forward_calls_most_often_is_counted():

@@ -1,6 +1,6 @@
 """Causes inside useful time: those of `by_hand`, and what looks at a run tell of loops, batches, gradients and cores.
 
-    line in a loop     time that it was seen in, against what its operators compute, both of the forward
+    line in a loop     time that it was seen in, against what calling its operators takes, both of the forward
     gradients          of 64 backwards that were watched: those that no update used, calls that repeat, frozen modules
     cores              stayed free, while operators are large enough to share
 

@@ -41,7 +41,7 @@ from headway.data.loader.loader import fingerprint
 
 NAMESPACE = "headway"
 LOOK_S = 0.5
-"""Longest that whoever looks for the master waits for Ray's answer."""
+"""Longest wait for Ray's answer where the master is."""
 IDLE_S = 0.05
 
 

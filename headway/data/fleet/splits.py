@@ -297,7 +297,7 @@ Address = str | Callable[[], str]
 
 
 def dial(address: Address, token: str, timeout_s: float, types: Any) -> Channel:
-    """Return a channel to whoever listens at `address`. Raises `ChannelClosed`, `InputError`."""
+    """Return a channel to the listener at `address`. Raises `ChannelClosed`, `InputError`."""
     address = address if isinstance(address, str) else address()
     if not address.startswith(SCHEME):
         return connect(address, timeout_s, types=types)

@@ -323,7 +323,7 @@ class WorkerProcess:
                 continue
             if packed is None:
                 self._waiting.append((channel, fetch))
-            else:  # where it cannot be sent the batch is gone: whoever reads on finds it missing
+            else:  # where it cannot be sent the batch is gone: the next reader finds it missing
                 self._answer(channel, fetch, packed)
 
     def _answer(self, channel: Channel, fetch: Fetch, packed: MemfdBatch) -> None:

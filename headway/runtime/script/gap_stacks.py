@@ -72,6 +72,7 @@ def is_ours(code: CodeType) -> bool:
     return code.co_filename.startswith(OWN) and not code.co_filename.startswith(DEMO)
 
 
+@functools.lru_cache(maxsize=4096)
 def is_scripts(file: str) -> bool:
     """Say whether a file of code is the script's own: none of a library, and none of this package."""
     ours = file.startswith(OWN) and not file.startswith(DEMO)
@@ -364,7 +365,7 @@ class GapStacks:
                 "feeds_forward": function != "__del__"  # what ends there makes nothing, whatever its line does
                 and code in self._forwards
                 and feeds(code, line, self._forwards[code]),
-                "loop": max(lines)[1] if 2 * sum(one for one, _ in lines) >= ns and lines else "",
+                "loop": max(lines)[1] if lines and 2 * sum(looped_ns for looped_ns, _ in lines) >= ns else "",
             }
             for (code, line, function), (ns, count) in seen[:MOST_LINES]
             for lines in [in_loops.get((code, line, function), [])]
@@ -384,7 +385,7 @@ class GapStacks:
                 return
             moment = time.perf_counter_ns()
             late_s = (moment - last) / 1e9 - pause_s
-            if self._look is not None and moment - looked >= 1e9 * RELAXED_S:
+            if self._look is not None and (period == RELAXED_S or moment - looked >= 1e9 * RELAXED_S):
                 self._look(stack_of(self._trainer[0]), moment - looked, late_s)
                 looked = moment
             owed_ns += min(max(moment - max(last, self.resumed[0]), 0), int(2e9 * period))

@@ -60,7 +60,6 @@ from headway.runtime.script.gap_stacks import (
     is_scripts,
     line_of,
     loops_around,
-    loops_of,
     script_line,
 )
 from headway.trace.events.vocabulary import CLOSED
@@ -287,14 +286,9 @@ class StackLooks:
 def lines_in_loops(frame: FrameType | None) -> Iterator[str]:
     """Yield the lines of the script in whose loops a frame is called, the innermost first."""
     while frame is not None:
-        if any(begin <= frame.f_lasti <= end for begin, end in _loops_of_script(frame.f_code)):
+        if is_scripts(frame.f_code.co_filename) and loops_around(frame.f_code, frame.f_lasti):
             yield line_of(frame.f_code, frame.f_lineno)
         frame = frame.f_back
-
-
-@functools.cache
-def _loops_of_script(code: CodeType) -> list[tuple[int, int]]:
-    return loops_of(code) if is_scripts(code.co_filename) else []
 
 
 def line_in_load(stack: Stack) -> Place | None:
