@@ -70,10 +70,12 @@ def measured(kind: str, shape: str, folder: Path) -> dict[str, Any]:
         plan, line = headway("plan", folder / "seen"), by_hand(headway("why", folder / "seen"))
         match = re.search(r"num_workers=(\d+)", line["script"]) if line else None
         workers = int(match[1]) if match else 2
+        fewer = re.search(r"set_num_threads\((\d+)\)", line["script"]) if line else None
+        by_line = ("--workers", str(workers), *(("--threads", fewer[1]) if fewer else ()))
         rows: dict[str, list[float]] = {"plain": [], "hand": [], "applied": []}
         losses = {seen["loss"]}
         for number in range(ROUNDS):
-            answers = {"plain": plain(*given), "hand": plain(*given, "--workers", str(workers))}
+            answers = {"plain": plain(*given), "hand": plain(*given, *by_line)}
             if plan["chosen"]:
                 apply = ("--out", folder / f"applied-{number}", "--apply", folder / "seen")
                 answers["applied"] = under_headway(*apply, "--", JOB, *given)
@@ -86,7 +88,7 @@ def measured(kind: str, shape: str, folder: Path) -> dict[str, Any]:
     low, high = plan["job"]["interval"] if plan["chosen"] else (None, None)
     return {
         "planned": plan["chosen"], "equal": len(losses) == 1,
-        "by_hand": round(won, 2), "workers": workers,
+        "by_hand": round(won, 2), "workers": workers, "threads": int(fewer[1]) if fewer else None,
         "steps_per_s": round(plan["predicted_speedup"], 2) if plan["chosen"] else None,
         "predicted": round(plan["job"]["predicted_speedup"], 2) if plan["chosen"] else None,
         "interval": [round(low, 2), round(high, 2)] if plan["chosen"] else None,

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.data.advise import neighbours, propose, worker_counts
+from headway.data.advise import neighbours, propose
+from headway.data.worker_search import worker_counts
 from headway.plan.planner import Plan
 from headway.plan.proposal import Proposal, Refusal
 from headway.plan.setup import Setup
@@ -16,7 +17,10 @@ from headway.sim.recorded.program import Program
 from headway.trace.events.loader_facts import LoaderFacts
 from headway.trace.events.vocabulary import READING_FAILED, UNREAD
 from headway.trace.recording.run_facts import RunFacts
+from headway.why.fixes import fixes_of
 from tests.runs_made import MS, Made, RunMaker
+
+FEWER = "compute_threads=1"
 
 
 def made_of(**changes: Any) -> Made:
@@ -46,6 +50,24 @@ def test_where_a_trial_counts_workers_by_hand_are_predicted_with_their_start_and
     assert longer.by_hand is None, "nothing but the looks is saved"
     assert row.by_hand.interval[0] < row.by_hand.predicted_speedup < row.by_hand.interval[1]
     assert row.by_hand.predicted_speedup < longer.predicted_speedup
+
+
+def test_workers_that_computing_threads_leave_no_core_are_predicted_with_fewer_of_those() -> None:
+    """20 ms of loads and 5 ms of compute on two threads, on 2 cores: workers alone make every operator wait."""
+    made = made_of(prep_ns=20 * MS)
+    meta = {**made.meta, "compute_cpu_fraction": 1.0}
+    program = Program.from_trace(made.trace, meta)
+    program = replace(program, recording=replace(program.recording, beside=np.array([0.95])), busy=np.ones(1))
+    alone, fewer = (program.predict((*edits, "watched=false")) for edits in (["workers=2"], ["workers=2", FEWER]))
+    setup = Setup.from_facts(meta, memory_bytes=10**9)
+    row = next(row for row in propose(None, program, setup) if row.name == "data.workers")
+
+    fix = fixes_of(Plan(1.0, 1.0, (1.0, 1.0), (row,)))["input.prep"]
+
+    assert alone.speedup < 1.1 < 1.3 < fewer.speedup
+    assert program.predict([FEWER]).speedup == pytest.approx(25 / (20 + 5 * 1.95), rel=0.05)
+    assert fix.script == "torch.set_num_threads(1); DataLoader(..., num_workers=2, persistent_workers=True)"
+    assert fix.interval[0] < fewer.speedup < fix.interval[1]
 
 
 @pytest.mark.parametrize(("prep_ns", "fetch_ns", "workers"), [(30 * MS, 0, 2), (30 * MS, 2 * MS, 2), (0, 3 * MS, 1)])

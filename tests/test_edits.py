@@ -16,7 +16,7 @@ EXAMPLES = {
     "op:GLOB": "0.5x", "workers": "4", "prefetch": "3", "persistent": "true", "threads": "true",
     "cache_fraction": "0.25", "other": "0.5",
     "cache_cold": "1", "cache_shards": "2", "bucket_mb": "25", "bandwidth": "2x", "cores": "1.5", "storage": "2x",
-    "compress": "topk:0.01", "watched": "false",
+    "compress": "topk:0.01", "watched": "false", "compute_threads": "1",
     "accelerator": "3x", "logging": "buffered", "gc": "frozen:100",
     "script": "none", "schedule": "1f1b", "bubble": "none", "stage:NUMBER": "0.5x",
 }  # fmt: skip

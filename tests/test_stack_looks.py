@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from headway.runtime.script import stack_looks
-from headway.runtime.script.gap_stacks import GapStacks, stack_of
+from headway.runtime.script.gap_stacks import GapStacks, StackRow, stack_of
 from headway.runtime.script.stack_looks import LoadStacks, LoopStacks, line_in_load
 from tests.recorded import recording
 
@@ -67,6 +67,7 @@ class Slow(Dataset):
 
 def test_the_lines_of_a_recorded_loader_have_the_shares_of_their_time(tmp_path, monkeypatch):
     monkeypatch.setattr("headway.runtime.script.gap_stacks.RELAXED_S", 0.01)
+    monkeypatch.setattr(stack_looks, "IN_TIME_S", 1.0)  # on busy cores all looks come late
     with recording(tmp_path) as session:
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -143,9 +144,20 @@ def test_places_are_bounded(monkeypatch):
     monkeypatch.setattr("headway.runtime.script.gap_stacks.MOST_PLACES", 1)
     loads = LoadStacks()
     for name in ("one", "two"):
-        names = {"look": lambda: loads.count(stack_of(threading.get_ident())[2:], 1, 0)}
+        names = {"look": lambda: loads.count(stack_of(threading.get_ident())[2:], 1, 0, 0.0)}
         exec(compile(f"def load():\n    {name}()\ndef {name}():\n    look()", "train.py", "exec"), names)
         exec(compile("def fetch():\n    load()", stack_looks.PROBE, "exec"), names)
         names["fetch"]()
 
     assert len(loads.report()) == 1
+
+
+def test_a_line_that_looks_came_to_late_has_no_name():
+    code = compile("def load():\n    fetch()", "train.py", "exec").co_consts[0]
+    probe = compile("def fetch(): ...", stack_looks.PROBE, "exec").co_consts[0]
+    loads = LoadStacks()
+    for line, lates in ((3, [0.0, 0.0, 0.002]), (4, [0.002] * 4)):
+        for late_s in lates:
+            loads.count([StackRow(code, 0, line, 1), StackRow(probe, 0, 1, 2)], 10, 0, late_s)
+
+    assert [(row["line"], row["ns"], row["count"]) for row in loads.report()] == [("", 40, 4), ("train.py:3", 30, 3)]

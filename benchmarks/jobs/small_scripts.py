@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 parser = argparse.ArgumentParser()
 for name, default in (("sleep-ms", 0.0), ("work-ms", 0.0)):
     parser.add_argument(f"--{name}", type=float, default=default)
-for name, default in (("batch", 16), ("examples", 640), ("epochs", 3), ("width", 512), ("workers", 0)):
+for name, default in (("batch", 16), ("examples", 640), ("epochs", 3), ("width", 512), ("workers", 0), ("threads", 0)):
     parser.add_argument(f"--{name}", type=int, default=default)
 options = parser.parse_args()
 
@@ -38,6 +38,8 @@ class Examples(Dataset):
 def main() -> None:
     """Train."""
     torch.manual_seed(0)
+    if options.threads:
+        torch.set_num_threads(options.threads)
     model = nn.Sequential(nn.Linear(256, options.width), nn.ReLU(), nn.Linear(options.width, options.width), nn.ReLU(),
                           nn.Linear(options.width, 10))  # fmt: skip
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -3,31 +3,24 @@
 Every proposal is a replay of the recorded run: the number of workers is
 searched, not guessed, because loads that sleep gain from more workers than
 there are cores and loads that compute do not. Sizes are bytes.
-
->>> worker_counts(most=8)
-[1, 2, 3, 4, 6, 8]
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from headway.core.files.safe_files import read_json
 from headway.core.units import NS_PER_S, format_bytes, format_fraction, plural
+from headway.data.worker_search import CLOSE, beside_pools, by_hand, computing_share, fewest, for_loaders, groups_of
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.runs.recorded import evaluation_loaders
 from headway.plan.proposal import MIN_SPEEDUP, Gain, Proposal, Refusal
 from headway.plan.setup import Setup
-from headway.sim.graph.intervals import CONTENDED_FRACTION
 from headway.sim.recorded.program import Program
-from headway.sim.recorded.recording import steps_beside
-from headway.sim.recorded.segment_times import BESIDE_LOADS, USUALLY_BESIDE
-from headway.sim.recorded.unroll import pool_threads, standstill
-from headway.sim.whatif import WorkerEdit, scenario_of
+from headway.sim.whatif import WorkerEdit
 from headway.trace.events.loader_facts import (
     LoaderFacts,
     facts_of,
@@ -74,24 +67,14 @@ batches are looked at closely. Small scripts on two cores took 0.2 to 0.3 s more
 KEPT = 1.25
 """Steps may take so many times the shortest where the script's own workers are kept alone, and no more are started."""
 
-TRIAL_COUNTS = 0.02
-"""Share of the recorded steps' time from which on the trial of a remedy is weighed against the script's own workers."""
-
-BUSY = 1.645 * 0.05
-"""Half the range of log(won / predicted) by which what workers by hand win beside a busy process is less certain: two
-scripts of `headway bench small_scripts` won .92 and 1.11 times what was predicted, with 1.08 for the range."""
-
 LOOK_BEFORE_BATCHES = ("data.workers", "data.cache")
 """Remedies that look, before batches, whether the script has changed what they are made of."""
-
-CLOSE = 1.01
-"""Of settings within 1 % of the best, the smallest is taken."""
 
 
 def propose(ledger: Ledger | None, program: Program, setup: Setup) -> Iterator[Proposal | Refusal]:
     """Yield proposals for the loaders that the steps used, or the reason why there is none."""
     evaluation = evaluation_loaders(ledger) if ledger is not None else set()
-    groups = _groups(program)
+    groups = groups_of(program)
     if not groups:
         yield Refusal("data.workers", "data", "no DataLoader was used during the recorded steps")
         return
@@ -131,20 +114,6 @@ def _dear(name: str, fact: LoaderFacts, step_s: float) -> str:
     return too_dear(look_s, step_s) if name in LOOK_BEFORE_BATCHES and look_s is not None else ""
 
 
-def _groups(program: Program) -> list[int]:
-    """Return the loaders that the replayed steps used."""
-    return sorted({int(group) for batches in program.recording.batches for group in batches.group})
-
-
-def for_loaders(count: int, program: Program, groups: Iterable[int]) -> str:
-    """Return the edit that gives `count` workers to `groups`, which are named where they are not all.
-
-    Batches of an iterator that nobody saw being made are of loader -1, which no edit can name.
-    """
-    some, every = ([group for group in sorted(these) if group >= 0] for these in (groups, _groups(program)))
-    return f"workers={count}" if some == every else f"workers={count}@{'+'.join(map(str, some))}"
-
-
 def _evaluation_share(program: Program, row: Proposal, evaluation: set[int]) -> float:
     """Return which part of the time that workers or threads win is won in evaluations: by a replay without those."""
     rest = [group for group in row.loaders if group not in evaluation]
@@ -179,11 +148,6 @@ def drawing(facts: Mapping[int, LoaderFacts]) -> str:
     return ", ".join(found)
 
 
-def worker_counts(most: int) -> list[int]:
-    """Return the numbers of workers that are tried: dense where one more matters."""
-    return [count for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if count <= most]
-
-
 def workers(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) -> Proposal | Refusal:
     """Search workers, prefetch and persistence by replay; propose the smallest setting close to the best."""
     recorded = max(int(batches.workers.max(initial=0)) for batches in program.recording.batches)
@@ -191,7 +155,7 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) ->
     # Persistence is only worth an edit where one loader's iterators are created again, and then it costs nothing.
     kept = all(fact.loaders == 1 and not renewed(fact) for fact in facts.values())
     keep = ("persistent=true",) if kept and epochs > 1 and not all(fact.persistent for fact in facts.values()) else ()
-    count = _fewest(program, setup, facts, *keep)
+    count = fewest(program, setup, facts, *keep)
     if not count:
         return Refusal("data.workers", "data", "the limits allow no worker")
     # Nobody asks for fewer workers than the script has where those win nothing: the edit is the other one.
@@ -212,10 +176,12 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) ->
     memory = count * (WORKER_BYTES + prefetch * batch_bytes)
     kind = "kept between passes" if same else f"instead of {recorded}"
     busiest = f"{plural(count, 'worker')} per rank {kind}"
-    draws, pools = drawing(facts), "" if recorded else _beside_pools(program, count)
+    draws, pools = drawing(facts), "" if recorded else beside_pools(program, count)
     start_s = _trial_s(program, facts, "workers", 1 if same else 3 if any(had) else 2)
     watched = Gain(prediction.speedup, prediction.interval)
-    by_hand = None if recorded or draws else _by_hand(program, (*edits, "watched=false"), watched, start_s, count)
+    gain_by_hand, line = None, ""
+    if not (recorded or draws):
+        gain_by_hand, line = by_hand(program, setup, facts, edits=edits, keep=keep, watched=watched, start_s=start_s)
     return Proposal(
         name="data.workers",
         room="data",
@@ -235,75 +201,21 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) ->
         reason=" ".join(part for part in (f"{busiest}, for {_names(facts)}.", prediction.note) if part),
         memory_bytes=memory,
         start_s=start_s,
-        by_hand=by_hand,
+        by_hand=gain_by_hand,
+        by_hand_script=line,
         allow="result-equivalent" if draws else None,
         conflicts=("data.threads", "data.server"),
     )
 
 
-def _by_hand(program: Program, edits: tuple[str, ...], watched: Gain, start_s: float, count: int) -> Gain | None:
-    """Return what `count` workers of the script's own win, where `watched` ones may not, or their trial counts.
-
-    Of the whole job as it was recorded: they are forked, and begin to load, once. Of steps that mostly lay beside
-    headway's own children some of the recorded time is theirs, and another load on the host is never the same again.
-    """
-    job_s, costs = program.measured_s * program.recording.recorded_steps, program.costs
-    if watched.clear and start_s < TRIAL_COUNTS * job_s:
-        return None
-    loads_ns = sum(float(batches.part_ns.sum()) for batches in program.recording.batches)
-    load_ns = loads_ns / max(1, sum(len(batches.part_ns) for batches in program.recording.batches))
-    once_s = (count * (costs.fork_ns + costs.stop_ns) + costs.first_ns + load_ns) / NS_PER_S
-    prediction = program.predict(edits)
-    gain, low, high = (job_s / (job_s / speedup + once_s) for speedup in (prediction.speedup, *prediction.interval))
-    if 2 * steps_beside(program.recording, program.facts.asked_until_ns) > program.recording.num_steps:
-        gain, low = gain / USUALLY_BESIDE, low / BESIDE_LOADS
-    if program.contention(scenario_of(edits)).taken_fraction >= CONTENDED_FRACTION:
-        wider = (math.exp(-math.hypot(math.log(gain / low), BUSY)), math.exp(math.hypot(math.log(high / gain), BUSY)))
-        low, high = gain * wider[0], gain * wider[1]
-    return Gain(gain, (low, high))
-
-
-def _beside_pools(program: Program, count: int) -> str:
-    """Return what to do where torch's threads and `count` workers want more cores than there are; '' = nothing."""
-    # Those that spin between operators count as well, and more of them than there are cores.
-    threads = pool_threads(min(float(program.recording.beside.max()), program.cores - 1))
-    if not standstill(threads, count, program.cores):
-        return ""
-    fewer = max(1, program.cores - count)
-    return f"; torch's {threads} threads want the same cores: torch.set_num_threads({fewer}) leaves them to workers"
-
-
-def useful_workers(computing: float, cores: int) -> int:
-    """Return how many workers `cores` keep busy, whose loads compute for a share `computing` of their time; at least 1.
-
-    More of them take turns on the cores, which costs and wins nothing, though a replay may see gains of some percent.
-
-    >>> [useful_workers(share, cores=2) for share in (0.95, 0.33, 0.01)]
-    [2, 6, 200]
-    """
-    return max(cores, int(cores / max(computing, 0.001)), 1)
-
-
-def _fewest(program: Program, setup: Setup, groups: Collection[int], *edits: str) -> int:
-    """Return the fewest workers that come close to the best, with `edits` besides; 0 if none is allowed."""
-    computing = min(_computing(program, group) for group in groups)
-    counts = worker_counts(
-        min(setup.limits.max_workers, useful_workers(computing, setup.cores // setup.ranks_per_host))
-    )
-    tried = {
-        count: program.predict((for_loaders(count, program, groups), *edits), interval=False).step_s for count in counts
-    }
-    return next((count for count in counts if tried[count] <= CLOSE * min(tried.values())), 0)
-
-
 def threads(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) -> Proposal | Refusal:
     """Search the number of threads by replay; propose them where worker processes, whose hand-off they save, lose."""
-    computing = {group: _computing(program, group) for group in facts}
+    computing = {group: computing_share(program, group) for group in facts}
     blocked = {group: fact for group, fact in facts.items() if computing[group] <= THREADS_CPU}
     left = {group: COMPUTES.format(format_fraction(computing[group], 0)) for group in facts if group not in blocked}
     if not blocked:
         return Refusal("data.threads", "data", _why(left, facts), left_alone=left)
-    count = _fewest(program, setup, blocked, "threads=true")
+    count = fewest(program, setup, blocked, "threads=true")
     if not count:
         return Refusal("data.threads", "data", "the limits allow no worker")
     edits = (for_loaders(count, program, blocked), "threads=true")
@@ -459,14 +371,6 @@ def _epochs(program: Program, facts: Mapping[int, LoaderFacts]) -> int:
         if int(group) in facts
     ]
     return max(epochs, default=0) + 1
-
-
-def _computing(program: Program, group: int) -> float:
-    """Return the share of their time for which the loads of a loader compute, time without a core left out."""
-    parts = np.zeros(4)
-    for batches in program.recording.batches:
-        parts += batches.part_ns[batches.group[batches.iterator] == group].sum(axis=0)
-    return float(parts[2:].sum() / max(parts.sum() - parts[1], 1))
 
 
 def _batch_bytes(program: Program) -> int:

@@ -126,6 +126,9 @@ class Proposal:
     by_hand: Gain | None = None
     """What the same wins as a line of the script, where that costs less than headway's own: no trial, no looks."""
 
+    by_hand_script: str = ""
+    """That line, where it is another one than the remedy's parameters give."""
+
     start_s: float = 0.0
     """Seconds that applying it costs once, at the start of a job: trials of loaders, as the recording timed them."""
 

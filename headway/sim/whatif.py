@@ -151,6 +151,9 @@ class ResolvedEdits:
     accelerator: float = 1.0
     """Speed of compute against the recorded one."""
 
+    compute_threads: int | None = None
+    """Threads that share an operator on the host, where that is fewer than recorded; None = as recorded."""
+
     buffered_logging: bool = False
     """Log records are handed to a background thread."""
 
@@ -395,6 +398,7 @@ EDITS: dict[str, EditRule] = {
     "other": EditRule(_cores(0.0), _sets("other"), "cores that other processes want, for example 0.5"),
     "storage": EditRule(_storage, _set_storage, "speed of the storage; or shared | parallel: how it serves readers"),
     "accelerator": EditRule(_speed, _sets("accelerator"), "speed of compute"),
+    "compute_threads": EditRule(_count(1), _sets("compute_threads"), "torch.set_num_threads, fewer than recorded"),
     "logging": EditRule(_buffered, _sets("buffered_logging"), "buffered: handlers run in a background thread"),
     "schedule": EditRule(_schedule, _sets("schedule"), f"order of a pipeline's step: {', '.join(SCHEDULES)}"),
     "bubble": EditRule(_no_bubble, _sets("bubble"), "none: no stage of a pipeline waits for another"),

@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 KEPT = "persistent=true"
 """The edit that keeps a loader's workers for the next pass."""
 
+LINE = "line"
+"""Key of the line of the script in the parameters of a proposal that only the user can make."""
+
 OF_REMEDY: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "data.workers": lambda given: call(
         "DataLoader", given, "num_workers", "prefetch_factor", "persistent_workers", "pin_memory"
@@ -88,6 +91,8 @@ OF_REMEDY: dict[str, Callable[[Mapping[str, Any]], str]] = {
 def script_terms(row: Proposal) -> str:
     """Return what to write for a proposal; '' where the cause's own advice says it already."""
     terms, given = OF_REMEDY.get(row.name), row.parameters
+    if LINE in given:
+        return str(given[LINE])
     if row.edits == (KEPT,):  # the script has these workers already
         given = {"persistent_workers": True}
     return "" if terms is None else terms(given)
@@ -156,12 +161,14 @@ def fixes_of(
                 edits = ", ".join(edit for edit in row.edits if not edit.startswith(("op:", "accelerator=")))
                 if row.name in short:
                     how, edits = "in the script itself: this job is too short to win back what trying it costs", ""
+                    how = SHARED_CORES if LINE in row.parameters else how
                 text = f"{row.name}: {edits} ({how})" if edits else f"{row.name} ({how})"
                 if not launched:
                     text = script_terms(row)
                 by_headway = row.applies and row.name not in (*refused, *short)
                 of_rule = row.name == "data.workers" or not cause.startswith("input.")  # what the cause's rule advises
-                text = text if by_headway or row.name in refused or (row.applies and not of_rule) else ""
+                said = by_headway or row.name in refused or (row.applies and not of_rule) or LINE in row.parameters
+                text = text if said else ""
                 fixes[cause] = Fix(
                     text,
                     row.predicted_speedup,
@@ -177,7 +184,15 @@ def _by_hand(row: Proposal) -> Proposal:
     """Return the proposal with what the script itself wins by it, where that is known and clear."""
     if row.by_hand is None or not row.by_hand.clear:
         return row
-    return replace(row, predicted_speedup=row.by_hand.predicted_speedup, interval=row.by_hand.interval)
+    given = {LINE: row.by_hand_script} if row.by_hand_script else row.parameters
+    gain = row.by_hand
+    return replace(row, predicted_speedup=gain.predicted_speedup, interval=gain.interval, parameters=given)
+
+
+SHARED_CORES = (
+    "in the script itself, with fewer threads for torch's operators, so that workers have cores: sums are rounded in "
+    "another order"
+)
 
 
 def fixes_of_run(plan: Plan, facts: RunFacts, refused: Collection[str], allow: Collection[str]) -> dict[str, Fix]:

@@ -181,7 +181,7 @@ FEWER = "DataLoader(..., num_workers={each}, persistent_workers=True)"
 INSIDE = "load in the training process: a batch loads in {load}, its workers cost {hand_over} for each batch"
 NONE = "DataLoader(..., num_workers=0)"
 
-UNHIDDEN = "workers cannot hide it"
+UNHIDDEN = "workers cannot hide all of it"
 CHEAPER = (
     "make {line} cheaper: open, build and parse once what is the same for all examples, or keep what it makes; on "
 )
@@ -447,7 +447,7 @@ def seen_in_loads(ledger: Ledger, group: int) -> str:
     lines = tuple(row for row in ledger.load_lines if row.loader == group)
     count = sum(row.count for row in lines)
     words = f"; seen in its loads: {', '.join(lines_in_words(lines))} of {plural(count, 'sample')}"
-    return words if count >= LEAST_SAMPLES else ""
+    return words if sum(row.count for row in lines if row.line) >= LEAST_SAMPLES else ""
 
 
 def input_transfer(ledger: Ledger) -> list[Cause]:

@@ -283,10 +283,11 @@ MOST_LINES = 3
 def lines_in_words(lines: Sequence[SampledLine], of: Sequence[SampledLine] = ()) -> list[str]:
     """Return the first of the sampled lines, each with its share of the time of all: 'item at train.py:41 80 %'.
 
-    All are `lines`, or those in `of`.
+    All are `lines`, or those in `of`; samples whose line is not known count in the whole.
     """
     total_ns = sum(row.ns for row in of or lines)
-    return [f"{row.words} {share}" for row in lines[:MOST_LINES] if (share := share_words(row.ns, total_ns))]
+    named = [row for row in lines if row.line][:MOST_LINES]
+    return [f"{row.words} {share}" for row in named if (share := share_words(row.ns, total_ns))]
 
 
 RATES: dict[str, tuple[str, tuple[str, ...], str]] = {

@@ -56,6 +56,7 @@ from headway.runtime.script.gap_stacks import (
     Place,
     Stack,
     add_sample,
+    chosen_by_the_lock,
     is_ours,
     is_scripts,
     line_of,
@@ -86,24 +87,47 @@ PASSING = ("__call__", "_call_impl", "_wrapped_call_impl", "forward")
 CONTAINERS = ("Compose", "Module", "Sequential", "StandardTransform", "_LazyModule")
 
 
+PROMPT = 0.5
+"""Share of the looks at a line that came in time, from which on it is named: where the lock is free each ms, 0.3 do."""
+
+IN_TIME_S = 0.0005
+"""A look that is late by less came in time: on a host whose cores are busy a thread takes that long to wake up."""
+
+
 @dataclass(slots=True)
 class LoadStacks:
     """Where the training thread was seen in its loads."""
 
     _seen: dict[tuple[int, Place], list[int]] = field(default_factory=dict)
+    _prompt: dict[tuple[int, Place], list[int]] = field(default_factory=dict)
+    """The same of looks that the interpreter's lock did not choose."""
 
-    def count(self, stack: Stack, ns: int, loader: int) -> None:
+    def count(self, stack: Stack, ns: int, loader: int, late_s: float) -> None:
         """Count `ns` for the line that a stack is at, inside a load of the loader of group `loader`."""
         line = line_in_load(stack)
-        if line is not None:
-            add_sample(self._seen, (loader, line), ns)
+        if line is None or not add_sample(self._seen, (loader, line), ns):
+            return
+        if late_s < IN_TIME_S or not chosen_by_the_lock(late_s):
+            add_sample(self._prompt, (loader, line), ns)
 
     def report(self) -> list[dict[str, str | int]]:
-        """Return the lines that took longest: {"line", "function", "ns", "count", "loader"} each."""
-        longest = sorted(self._seen.copy().items(), key=lambda entry: -entry[1][0])
+        """Return the lines that took longest: {"line", "function", "ns", "count", "loader"} each.
+
+        A line that most looks came to late has little of the time that they stand for, as `sleep(0)` behind a loop of
+        Python: that lies somewhere before it, under the line ''.
+        """
+        total: dict[tuple[int, str, str], list[int]] = {}
+        for (loader, place), (ns, count) in self._seen.copy().items():
+            _, prompt = self._prompt.get((loader, place), (0, 0))
+            code, line, name = place
+            told = (line_of(code, line), name) if PROMPT * count <= prompt else ("", "")
+            entry = total.setdefault((loader, *told), [0, 0])
+            entry[0] += ns
+            entry[1] += count
+        longest = sorted(total.items(), key=lambda entry: -entry[1][0])
         return [
-            {"line": line_of(code, line), "function": name, "ns": ns, "count": count, "loader": loader}
-            for (loader, (code, line, name)), (ns, count) in longest[:MOST_LINES]
+            {"line": line, "function": name, "ns": ns, "count": count, "loader": loader}
+            for (loader, line, name), (ns, count) in longest[:MOST_LINES]
         ]
 
 
@@ -270,7 +294,7 @@ class StackLooks:
             self._looks += 1
             self._profiled += bool(getattr(sys.modules.get("torch.autograd.profiler"), "_is_profiler_enabled", False))
             if thread and thread == trainer[0]:
-                self.loads.count(stack, ns, loader)
+                self.loads.count(stack, ns, loader, late_s)
                 return
             if on_device:
                 self.waits.look(stack, ns, late_s)

@@ -339,15 +339,15 @@ class Program:
             model.under(scenario, seed + index, starved).paced(factor * (self.service if shared else 1.0), factor)
             for index, (model, factor) in enumerate(zip(models, pace, strict=True))
         )
+        pools = np.minimum(self.recording.beside, self.cores - 1) * (self.busy > 0)
+        # Fewer threads have the same work, at most: that of threads which only waited for one another is counted too.
+        fewer = pools if scenario.compute_threads is None else np.minimum(pools, scenario.compute_threads - 1)
+        longer = (1 + pools) / (1 + fewer)
         return unroll(
             recording,
             loading,
-            segment_ns=edited_segments(recording, scenario, self.costs, whole=whole),
-            occupancy=Occupancy(
-                self.busy,
-                self.recording.waiting * (1 - starved),
-                np.minimum(self.recording.beside, self.cores - 1) * (self.busy > 0),
-            ),
+            segment_ns=edited_segments(recording, scenario, self.costs, whole=whole, longer=longer),
+            occupancy=Occupancy(self.busy, self.recording.waiting * (1 - starved), fewer),
             contention=self.contention(scenario),
             shared_storage=shared,
             horizon_ns=horizon_ns,

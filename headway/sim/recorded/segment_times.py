@@ -268,11 +268,17 @@ def last_of_steps(lane: Lane) -> NDArray[np.int64]:
 
 
 def edited_segments(
-    recording: Recording, scenario: ResolvedEdits, costs: Costs, *, whole: bool = True
+    recording: Recording,
+    scenario: ResolvedEdits,
+    costs: Costs,
+    *,
+    whole: bool = True,
+    longer: NDArray[np.float64] | None = None,
 ) -> tuple[NDArray[np.float64], ...]:
     """Return, per rank, [m] durations of the segments after the edits; collectives keep their own time only.
 
-    `whole` scales what is rare to its rate over the whole run, where only a part of it is replayed.
+    `whole` scales what is rare to its rate over the whole run, where only a part of it is replayed. What the host
+    computes takes `longer` [ranks] times as long.
     """
     own = _own_comm(recording)
     factor = np.array([scenario.factor(label) for label in LABELS])
@@ -284,7 +290,7 @@ def edited_segments(
     for index, lane in enumerate(recording.lanes):
         duration, work = own[index] * factor[lane.label], recording.devices[index]
         if work is None:
-            duration[COMPUTE[lane.label]] /= scenario.accelerator
+            duration[COMPUTE[lane.label]] *= (1.0 if longer is None else longer[index]) / scenario.accelerator
         else:
             duration = np.where(COMPUTE[lane.label], duration * work.own[lane.step], duration)
             duration[work.waits] = work.after_wait_ns * factor[lane.label[work.waits]]

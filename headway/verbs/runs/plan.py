@@ -118,9 +118,9 @@ def whatif(run: NewestRun = None, /, *, set_: Settings = None, json: AsJson = Fa
         EDIT, as target=value. A factor on durations, none, instant or 0.5x: straggler, input (input.fetch, input.prep,
         input.transfer), comm, checkpoint, host (host.gc, host.logging, script), op:GLOB. A speed, 2x: bandwidth,
         storage (or shared, parallel), accelerator. The loader: workers=4, threads=true, prefetch=4,
-        persistent=true, watched=false, cache_fraction=0.5, cache_cold=1, cache_shards=2, cores=8, other=0.5. The
-        rest: bucket_mb=25 (or default), compress=topk:0.01, logging=buffered, gc=frozen:100. A pipeline: schedule=1f1b,
-        bubble=none, stage:NUMBER=0.5x.
+        persistent=true, watched=false, cache_fraction=0.5, cache_cold=1, cache_shards=2, cores=8, other=0.5,
+        compute_threads=1. The rest: bucket_mb=25 (or default), compress=topk:0.01, logging=buffered, gc=frozen:100. A
+        pipeline: schedule=1f1b, bubble=none, stage:NUMBER=0.5x.
     """
     if not set_:
         raise InputError(f"no edit was given. Pass --set target=value with one of: {', '.join(sorted(EDITS))}.")
