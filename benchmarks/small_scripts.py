@@ -5,7 +5,7 @@ takes longer with the plan of its recorded run than plainly, by more than 2 % of
 interleaved runs); where a gain of the whole job is promised it lies in its interval in four of five; and at least 1.1x
 is promised wherever workers by hand win 1.2x, by the plan or, where trying a remedy costs more than a short job wins,
 for the line that `why` prints to copy. Losses are equal to the digit. Peer: the script without headway, and with that
-line's workers by hand, else two. Usage: `python benchmarks/small_scripts.py [NAME ...]`.
+line's workers and threads by hand, else two workers. Usage: `python benchmarks/small_scripts.py [NAME ...]`.
 """
 
 import json
@@ -69,7 +69,7 @@ def measured(kind: str, shape: str, folder: Path) -> dict[str, Any]:
         seen = under_headway("--out", folder / "seen", "--", JOB, *given)
         plan, line = headway("plan", folder / "seen"), by_hand(headway("why", folder / "seen"))
         match = re.search(r"num_workers=(\d+)", line["script"]) if line else None
-        workers = int(match[1]) if match else 2
+        workers = int(match[1]) if match else 0 if line else 2
         fewer = re.search(r"set_num_threads\((\d+)\)", line["script"]) if line else None
         by_line = ("--workers", str(workers), *(("--threads", fewer[1]) if fewer else ()))
         rows: dict[str, list[float]] = {"plain": [], "hand": [], "applied": []}
@@ -102,8 +102,9 @@ def measured(kind: str, shape: str, folder: Path) -> dict[str, Any]:
 
 
 def by_hand(why: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the cause whose line of workers `why` promises to pay when it is written by hand, None without one."""
-    rows = (row for row in why["causes"] if row["remedy"] == "" and "num_workers" in (row["script"] or ""))
+    """Return the first cause whose line of workers, or threads, pays by hand as `why` promises; None without one."""
+    lines = re.compile(r"num_workers=|set_num_threads\(")
+    rows = (row for row in why["causes"] if row["remedy"] == "" and lines.search(row["script"] or ""))
     return next((row for row in rows if not row["at_most"] and (row["interval"] or [0])[0] > 1), None)
 
 
