@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks._hops import Network
 from headway.cost.collectives import COLLECTIVES, collective_seconds
 from headway.cost.specs import LinkSpec
 from headway.sim import Dag, replay
-from headway.sim.graph.hops import Network
 from tests.refusals import refused
 from tests.steps_made import WIRE, networks
 

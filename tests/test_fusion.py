@@ -9,11 +9,11 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from benchmarks._hops import Network
+from benchmarks._step_model import TrainingStep
+from benchmarks._step_search import MOST_PARTS, best_buckets, best_parts, gradient_fusion_pays, op_fusion_pays
+from benchmarks._step_view import StepView, Variants
 from headway.cost.specs import LinkSpec
-from headway.plan.step_search import MOST_PARTS, best_buckets, best_parts, gradient_fusion_pays, op_fusion_pays
-from headway.sim.graph.hops import Network
-from headway.sim.step_view import StepView, Variants
-from headway.sim.training_step import TrainingStep
 from tests.made.step_blocks import Block, profile_of
 
 times = st.integers(0, 10**6)

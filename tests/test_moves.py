@@ -6,11 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks._hops import Network
+from benchmarks._step_model import TrainingStep, bucket_by_size, default_buckets
 from headway.core.errors import InputError
 from headway.core.units import MIB
-from headway.sim.graph.hops import Network
-from headway.sim.training_moves import bucket_by_size, default_buckets
-from headway.sim.training_step import TrainingStep
 from tests.made.step_blocks import Block, profile_of
 from tests.steps_made import WIRE
 

@@ -1,4 +1,4 @@
-"""The optimiser: never worse, as good as trying everything, within memory, and honest about what can be applied."""
+"""dPRO's optimiser: never worse, as good as trying everything, within memory; the best buckets of recorded steps."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks._hops import Network
 from benchmarks._step_dag import expand_step
+from benchmarks._step_model import TrainingStep, default_buckets, with_buckets
+from benchmarks._step_optimiser import MOVES, QUIET_ROUNDS, SAFE, optimise
+from benchmarks._step_search import NEIGHBOURHOODS, Scorer, uniform
 from headway.core.errors import InputError
-from headway.core.files.planfile import PlanFile
-from headway.core.units import MIB
 from headway.cost.specs import LinkSpec, shipped
-from headway.plan.optimiser import KINDS, MOVES, QUIET_ROUNDS, SAFE, optimise
-from headway.plan.step_search import NEIGHBOURHOODS, Scorer, uniform
 from headway.sim.graph.dag import replay
-from headway.sim.graph.hops import Network
-from headway.sim.training_moves import bucket_by_size, default_buckets, with_buckets
-from headway.sim.training_step import TrainingStep
 from tests.made.layer_profiles import resnet18
 from tests.made.step_blocks import Block, profile_of
 from tests.steps_made import few, steps
@@ -52,7 +49,6 @@ def test_a_plan_is_never_slower_and_changes_only_what_is_allowed(step: TrainingS
     found = optimise(step, allow=allow)
 
     assert found.step_ns <= found.base_ns
-    assert [row.step_ns for row in found.moves][-1:] in ([], [found.step_ns])
     untouched = {"join_buckets": "joined", "cut_bucket": "parts", "compute_in_half": "half", "recompute": "recomputed"}
     for name, part in untouched.items():
         assert name in allow or np.array_equal(getattr(found.after, part), getattr(step, part))
@@ -152,54 +148,6 @@ def test_sixteen_bits_are_taken_only_where_they_are_allowed_and_gain() -> None:
     assert optimise(step, allow=MOVES).after.half.tolist() == [True, False]
 
 
-def test_overlapped_steps_are_searched_in_their_steady_state() -> None:
-    blocks = [Block((800_000,), (800_000,), (4_000_000,))] * 2
-    profile = profile_of(blocks, update_ns=2000, overlaps_forward=True)
-    wire = LinkSpec("wire", 1e9, 1e-6, "made up")
-    found = optimise(TrainingStep.of(profile, Network("parameter_server", 2, wire, num_servers=2)))
-
-    assert found.after.order == "forward"
-    assert found.speedup > 1.05
-    assert "order" in [row.name for row in found.moves]
-
-
-def test_the_plan_file_holds_what_an_unmodified_script_can_be_given_and_the_rest_says_how() -> None:
-    step = default_buckets(TrainingStep.of(resnet18(DEVICE, batch=32), Network("ring", 32, SLOW)))
-    found = optimise(step)
-    plan = found.plan_file("runs/base")
-
-    assert [remedy.name for remedy in plan.remedies] == ["comm.bucket", "comm.gradient_view"]
-    assert PlanFile.from_json(plan.to_json()) == plan
-    assert 1 < plan.predicted_speedup <= found.speedup
-    assert all(row.how for row in found.moves)
-    assert {row.remedy for row in found.moves} == {"comm.bucket", "comm.gradient_view", None}
-    assert found.to_json()["predicted_speedup"] == found.speedup
-
-
-@few
-@given(seed=st.integers(0, 10**6))
-def test_ddp_told_the_sizes_of_the_plan_makes_exactly_its_buckets(seed: int) -> None:
-    found = optimise(random_step(seed, 12, Network("ring", 8, SLOW)))
-    told = found.bucket_parameters()
-    size, buckets, held = found.after.gradient_bytes().tolist(), [], 0
-    for gradient in size:  # DDP's rule: a bucket closes once it holds its limit, the last limit serves all others
-        held += gradient
-        if held >= int(told["bucket_mb_list"][min(len(buckets), len(told["bucket_mb_list"]) - 1)] * MIB):
-            buckets.append(held)
-            held = 0
-
-    assert buckets == found.after.bucket_bytes().tolist()
-    same = bucket_by_size(found.after, told["bucket_mb"] * MIB)
-    assert same.bucket_bytes().tolist() == found.uniform.bucket_bytes().tolist()
-
-
-def test_every_kind_of_change_says_how_to_make_it() -> None:
-    changed = {part for kind in KINDS.values() for part in kind.fields}
-
-    assert all("DDP" in kind.how and "FSDP2" in kind.how for kind in KINDS.values())
-    assert changed == {field for field in TrainingStep.__dataclass_fields__ if field not in ("profile", "network")}
-
-
 def test_uniform_starts_reach_from_one_gradient_to_all() -> None:
     counts = {one.bucket_ends().size for one in uniform(random_step(0, 12, Network("ring", 4, SLOW)))}
 
@@ -214,5 +162,5 @@ def test_an_unknown_move_is_named() -> None:
 def test_a_single_gradient_and_a_single_rank_leave_nothing_to_do() -> None:
     step = TrainingStep.of(profile_of([Block((5,), (9,), (400,))]), Network("ring", 1, SLOW))
 
-    assert optimise(step).moves == ()
+    assert optimise(step).speedup == 1
     assert optimise(with_buckets(step, np.array([False]))).speedup == 1

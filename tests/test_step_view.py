@@ -9,15 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks._hops import Network
 from benchmarks._step_dag import expand_step
+from benchmarks._step_model import TrainingStep, with_buckets
+from benchmarks._step_view import StepView, Variants, bucket_sizes
 from headway.core.errors import InputError
 from headway.sim.graph.dag import replay
-from headway.sim.graph.hops import Network
-from headway.sim.step_view import StepView, Variants, bucket_sizes, steady_ns
-from headway.sim.training_moves import with_buckets
-from headway.sim.training_step import TrainingStep
 from tests.made.step_blocks import Block, profile_of
-from tests.steps_made import WIRE, few, networks, steps
+from tests.steps_made import WIRE, few, steps
 
 
 @few
@@ -84,11 +83,6 @@ def test_a_suffix_that_cuts_a_bucket_is_refused() -> None:
         StepView.of(STEP, first=3)
 
 
-def test_steps_that_reach_into_the_next_one_are_refused() -> None:
-    with pytest.raises(InputError, match=r"use headway.sim.step_view.steady_ns"):
-        StepView.of(replace(STEP, order="forward"))
-
-
 def test_parts_of_a_bucket_overlap_their_push_and_pull() -> None:
     servers = replace(STEP, network=Network("parameter_server", 4, WIRE, num_servers=1))
     wide = with_buckets(servers, np.array([True, False]))
@@ -97,47 +91,3 @@ def test_parts_of_a_bucket_overlap_their_push_and_pull() -> None:
     whole, halves = (int(StepView.of(big).score([replace(big, parts=np.array([1, parts]))])[0]) for parts in (1, 2))
 
     assert halves < 0.8 * whole
-
-
-# The steady state of steps that follow each other, with and without overlap.
-
-
-small = steps(network=networks(ranks=st.integers(1, 3)))
-
-
-@few
-@given(step=small)
-def test_without_overlap_steady_steps_take_as_long_as_one(step: TrainingStep) -> None:
-    assert steady_ns(step) == int(StepView.of(step).score([step])[0])
-
-
-def overlapping(sizes: tuple[int, int] = (4_000_000, 4_000_000)) -> TrainingStep:
-    """Two blocks on parameter servers, of which the next forward pass needs the one that is ready last first."""
-    profile = profile_of(
-        [Block((800_000,), (800_000,), (sizes[0],)), Block((800_000,), (800_000,), (sizes[1],))],
-        update_ns=2000,
-        overlaps_forward=True,
-    )
-    return TrainingStep.of(profile, Network("parameter_server", 2, WIRE, num_servers=2))
-
-
-def test_what_forward_needs_first_overtakes_and_shortens_the_steady_step() -> None:
-    step = overlapping()
-    cut = replace(step, parts=np.array([8, 8]))
-
-    ready, forward = steady_ns(cut), steady_ns(replace(cut, order="forward"))
-
-    assert forward < 0.95 * ready
-    assert forward >= max(3_202_000, 2 * 4_000_000)  # compute, and what each lane carries
-
-
-def test_overlapped_forward_passes_are_faster_than_waiting_for_all_updates() -> None:
-    step = replace(overlapping(), order="forward", parts=np.array([8, 8]))
-    waiting = replace(step, profile=replace(step.profile, overlaps_forward=False))
-
-    assert steady_ns(step) < 0.95 * steady_ns(waiting)
-
-
-def test_a_steady_state_needs_three_steps() -> None:
-    with pytest.raises(InputError, match=r"num_steps is 2; a steady state needs at least 3"):
-        steady_ns(overlapping(), num_steps=2)

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks._hops import Network
+from benchmarks._step_model import BACKWARD, FORWARD, UPDATE, TrainingStep, fuse_ops, fusible
 from headway.core.errors import InputError
-from headway.sim.graph.hops import Network
-from headway.sim.training_moves import fuse_ops, fusible
-from headway.sim.training_step import BACKWARD, FORWARD, UPDATE, TrainingStep
 from tests.made.step_blocks import Block, profile_of
 from tests.steps_made import WIRE, few, steps
 
@@ -156,7 +155,6 @@ def test_blocks_that_make_no_step_are_refused() -> None:
         ({"joined": np.array([False, True])}, r"last gradient is joined to one that does not exist"),
         ({"parts": np.array([0, 1])}, r"give at least 1 part"),
         ({"microbatches": 2}, r"2 micro-batches.*1\.\.1 micro-batches"),
-        ({"order": "forwards"}, r"unknown order of communication 'forwards'. Did you mean 'forward'"),
     ],
 )
 def test_choices_that_cannot_be_are_refused(change: dict, message: str) -> None:
