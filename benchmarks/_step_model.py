@@ -75,26 +75,6 @@ class StepProfile:
     most_microbatches: int = 1
     """Up to so many micro-batches a worker's batch can be cut into: its number of examples."""
 
-    def __post_init__(self) -> None:
-        """Check that arrays fit and gradients are numbered as they are ready; raises `InputError`."""
-        for name in ("kind", "duration_ns", "fixed_ns", "half_ns", "block", "tensor"):
-            if getattr(self, name).shape != self.kind.shape:
-                raise InputError(f"{name} has {getattr(self, name).size} entries; pass one per operation.")
-        if int(np.min(np.concatenate([self.duration_ns, self.half_ns, self.fixed_ns]), initial=0)) < 0:
-            raise InputError("a duration is negative; every duration must be >= 0. Correct the clock it came from.")
-        if self.tensor_bytes.size and int(self.tensor_bytes.min()) < 0:
-            raise InputError(f"tensor {int(self.tensor_bytes.argmin())} has a negative size; give sizes >= 0.")
-        made = self.tensor[self.kind == BACKWARD]
-        if made[made >= 0].tolist() != list(range(self.tensor_bytes.size)):
-            raise InputError(
-                f"backward completes gradients {made[made >= 0].tolist()[:9]}, sizes are given for "
-                f"{self.tensor_bytes.size}; number gradients 0, 1, 2, ... in the order of the backward operations."
-            )
-        if (np.diff(self.kind) < 0).any() or not (self.kind == UPDATE).any():
-            raise InputError(
-                "operations must run forward, output, backward, update, and end with an update; sort them."
-            )
-
     @property
     def producer(self) -> Ints:
         """[T] Operation that completes each gradient."""
@@ -136,22 +116,6 @@ class TrainingStep:
 
     gradient_view: bool = False
     """Gradients live inside the buckets: no copies, and one copy of the gradients less in memory."""
-
-    def __post_init__(self) -> None:
-        """Check that the choices fit the profile; raises `InputError`."""
-        profile, pairs = self.profile, self.fused[:-1]
-        same = (profile.kind[1:] == profile.kind[:-1]) & (profile.block[1:] == profile.block[:-1])
-        if self.fused.size and (self.fused[-1] or (pairs & ~(same & (profile.kind[1:] != UPDATE))).any()):
-            raise InputError(
-                "operations of different blocks or kinds are fused; fuse neighbours inside one block only."
-            )
-        if self.joined.shape != profile.tensor_bytes.shape or (self.joined.size and self.joined[-1]):
-            raise InputError("the last gradient is joined to one that does not exist; split it off.")
-        if int(self.parts.min(initial=1)) < 1 or not 1 <= self.microbatches <= profile.most_microbatches:
-            raise InputError(
-                f"{self.microbatches} micro-batches, {int(self.parts.min(initial=1))} parts: give at least 1 part, and "
-                f"1..{profile.most_microbatches} micro-batches."
-            )
 
     @classmethod
     def of(cls, profile: StepProfile, network: Network) -> TrainingStep:

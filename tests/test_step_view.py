@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -81,13 +79,3 @@ def test_a_suffix_that_cuts_a_bucket_is_refused() -> None:
         StepView.of(with_buckets(STEP, np.array([True, False])), first=1)
     with pytest.raises(InputError, match=r"gradient 3 does not begin a bucket; choose one that does"):
         StepView.of(STEP, first=3)
-
-
-def test_parts_of_a_bucket_overlap_their_push_and_pull() -> None:
-    servers = replace(STEP, network=Network("parameter_server", 4, WIRE, num_servers=1))
-    wide = with_buckets(servers, np.array([True, False]))
-    big = replace(wide, profile=profile_of([Block((5,), (9,), (10**6,)), Block((5,), (9,), (10**6,))]))
-
-    whole, halves = (int(StepView.of(big).score([replace(big, parts=np.array([1, parts]))])[0]) for parts in (1, 2))
-
-    assert halves < 0.8 * whole

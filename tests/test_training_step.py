@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks._hops import Network
 from benchmarks._step_model import BACKWARD, FORWARD, UPDATE, TrainingStep, fuse_ops, fusible
-from headway.core.errors import InputError
 from tests.made.step_blocks import Block, profile_of
 from tests.steps_made import WIRE, few, steps
 
@@ -116,49 +114,3 @@ def test_sixteen_bits_halve_gradients_and_take_their_own_time() -> None:
 def test_buckets_partition_the_gradients(step: TrainingStep) -> None:
     assert step.bucket_bytes().sum() == step.gradient_bytes().sum()
     assert step.bucket_ends().size == (~step.joined).sum()
-
-
-BLOCK = Block((5,), (9,), (400,))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"tensor": np.array([-1, 1, -1])}, r"number gradients 0, 1, 2"),
-        ({"duration_ns": np.array([5, -9, 1])}, r"a duration is negative.*Correct the clock"),
-        ({"tensor_bytes": np.array([-4])}, r"tensor 0 has a negative size"),
-        ({"fixed_ns": np.zeros(2, int)}, r"fixed_ns has 2 entries; pass one per operation"),
-        ({"kind": np.array([2, 2, 3])}, r"backward completes gradients|sort them"),
-        ({"kind": np.array([3, 2, 0])}, r"end with an update; sort them|sort them"),
-    ],
-)
-def test_profiles_that_contradict_themselves_are_refused(change: dict, message: str) -> None:
-    profile = profile_of([BLOCK])
-    if "kind" in change and change["kind"][0] == 2:
-        change = {**change, "tensor": np.array([0, 0, -1])}
-
-    with pytest.raises(InputError, match=message):
-        replace(profile, **change)
-
-
-def test_blocks_that_make_no_step_are_refused() -> None:
-    with pytest.raises(InputError, match=r"at least one block"):
-        profile_of([])
-    with pytest.raises(InputError, match=r"block 0 has more gradients than backward operations"):
-        profile_of([Block((1,), (1,), (4, 4))])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"fused": np.array([False, True, False, False, False])}, r"different blocks or kinds are fused"),
-        ({"joined": np.array([False, True])}, r"last gradient is joined to one that does not exist"),
-        ({"parts": np.array([0, 1])}, r"give at least 1 part"),
-        ({"microbatches": 2}, r"2 micro-batches.*1\.\.1 micro-batches"),
-    ],
-)
-def test_choices_that_cannot_be_are_refused(change: dict, message: str) -> None:
-    step = TrainingStep.of(profile_of([BLOCK, BLOCK]), RING)
-
-    with pytest.raises(InputError, match=message):
-        replace(step, **change)
