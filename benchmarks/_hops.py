@@ -17,14 +17,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from headway.core.errors import InputError
-from headway.core.tables import pick
 from headway.core.units import NS_PER_S
 from headway.cost.specs import LinkSpec
 
 Ints = NDArray[np.int64]
-
-ALGORITHMS = dict.fromkeys(("ring", "tree", "parameter_server"))
-"""Of an all-reduce, by name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +39,7 @@ class Network:
     """How gradients are summed over equal ranks."""
 
     algorithm: str
-    """One of `ALGORITHMS`."""
+    """One of `PATTERNS`."""
 
     num_ranks: int
     """Workers, p."""
@@ -59,19 +55,6 @@ class Network:
 
     recv_ns: int = 0
     """Own time of each RECV after its SEND has ended: adding and copying what arrived."""
-
-    def __post_init__(self) -> None:
-        """Check the fields; raises `InputError`."""
-        pick(ALGORITHMS, self.algorithm, "algorithm")
-        if self.num_ranks < 1 or self.recv_ns < 0:
-            raise InputError(
-                f"num_ranks is {self.num_ranks}, recv_ns {self.recv_ns}; give at least 1 rank and a time >= 0."
-            )
-        if (self.num_servers > 0) != (self.algorithm == "parameter_server"):
-            raise InputError(
-                f"num_servers is {self.num_servers} with {self.algorithm!r}; give servers to 'parameter_server', and "
-                "to nothing else."
-            )
 
     def hop_ns(self, num_bytes: ArrayLike, *, pull: bool = False) -> Ints:
         """Return the time that a lane is occupied by one hop of `num_bytes` (any shape; ns, rounded)."""

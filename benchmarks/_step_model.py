@@ -20,8 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks._hops import Network
-from headway.core.errors import InputError
-from headway.core.tables import pick
 from headway.core.units import MIB
 from headway.sim.ddp.ddp_link import assign, limits
 
@@ -213,14 +211,12 @@ def with_buckets(step: TrainingStep, joined: Flags) -> TrainingStep:
 
 def bucket_by_size(step: TrainingStep, cap_bytes: float) -> TrainingStep:
     """Bucket as DDP does: in order of readiness, a bucket closes once it holds `cap_bytes`."""
-    if not cap_bytes >= 1:
-        raise InputError(f"a bucket of {cap_bytes} bytes holds nothing; give a size of at least 1.")
     return with_buckets(step, _by_ddp(step.gradient_bytes(), (int(cap_bytes), int(cap_bytes))))
 
 
 def default_buckets(step: TrainingStep, framework: str = "ddp") -> TrainingStep:
     """Return the step as a framework of `DEFAULTS` buckets it."""
-    return with_buckets(step, pick(DEFAULTS, framework, "framework")(step.gradient_bytes()))
+    return with_buckets(step, DEFAULTS[framework](step.gradient_bytes()))
 
 
 def _by_ddp(sizes: Ints, limit: tuple[int, int] | None = None) -> Flags:

@@ -5,9 +5,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from benchmarks._hops import Network
+from benchmarks._step_blocks import Block, profile_of
 from benchmarks._step_model import StepProfile, TrainingStep, fuse_ops, fusible
 from headway.cost.specs import LinkSpec
-from tests.made.step_blocks import Block, profile_of
 
 WIRE = LinkSpec("wire", bytes_per_s=1e9, latency_s=1e-6, source="made up")
 FASTER = LinkSpec("faster", bytes_per_s=3e9, latency_s=2e-6, source="made up")
