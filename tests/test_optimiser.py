@@ -213,11 +213,6 @@ def test_sixteen_bits_are_taken_only_where_they_are_allowed_and_gain() -> None:
     assert optimise(step, allow=MOVES).after.half.tolist() == [True, False]
 
 
-def test_an_unknown_move_is_named() -> None:
-    with pytest.raises(InputError, match=r"unknown move 'fuse'. Did you mean 'fuse_ops'"):
-        optimise(random_step(0, 3, Network("ring", 4, SLOW)), allow=["fuse"])
-
-
 def test_a_single_gradient_and_a_single_rank_leave_nothing_to_do() -> None:
     step = TrainingStep.of(profile_of([Block((5,), (9,), (400,))]), Network("ring", 1, SLOW))
 

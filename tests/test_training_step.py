@@ -24,7 +24,6 @@ from benchmarks._step_model import (
     with_buckets,
 )
 from benchmarks._step_view import StepView, Variants, bucket_sizes
-from headway.core.errors import InputError
 from headway.core.units import MIB
 from headway.sim.graph.dag import replay
 from tests.steps_made import WIRE, few, steps
@@ -125,13 +124,6 @@ def test_sixteen_bits_halve_gradients_and_take_their_own_time() -> None:
     assert step.op_ns()[1].tolist() == [40, 100, 200, 80, 0]
 
 
-@few
-@given(steps())
-def test_buckets_partition_the_gradients(step: TrainingStep) -> None:
-    assert step.bucket_bytes().sum() == step.gradient_bytes().sum()
-    assert step.bucket_ends().size == (~step.joined).sum()
-
-
 # Buckets of DDP and Horovod by their published rules.
 
 
@@ -216,14 +208,3 @@ def test_bucket_sizes_stand_where_buckets_end() -> None:
     joined = np.array([[True, False], [False, True], [False, False]])
 
     assert bucket_sizes(np.array([[1], [2], [4]]), joined).tolist() == [[0, 1], [3, 0], [4, 6]]
-
-
-PROFILE = profile_of([Block((5,), (9,), (400,)), Block((5,), (9,), (300,))], update_ns=3)
-STEP = TrainingStep.of(PROFILE, Network("ring", 2, WIRE))
-
-
-def test_a_suffix_that_cuts_a_bucket_is_refused() -> None:
-    with pytest.raises(InputError, match=r"gradient 1 does not begin a bucket"):
-        StepView.of(with_buckets(STEP, np.array([True, False])), first=1)
-    with pytest.raises(InputError, match=r"gradient 3 does not begin a bucket; choose one that does"):
-        StepView.of(STEP, first=3)
