@@ -1,6 +1,7 @@
 """Collectives down to the wire: every chunk that a ring, a tree or parameter servers send, as SEND and RECV.
 
-The slow, obvious twin of `headway.sim.graph.hops`: use `expand` on a `Network` to check a closed form or a choice. A
+Equal ranks advance in step, so one lane of each kind of link tells the whole (`Network.stages`). `expand` is its slow,
+obvious twin, to check a closed form or a choice. A
 transfer is known by its identity (group, seq, round, chunk, src, dst). It occupies one lane, the busier of its two
 ends, for latency + bytes / rate; the RECV overlaps its SEND and has only what it takes beyond it as its own time. One
 collective of p ranks is a virtual In and Out per rank and its hops between. Times are int64 ns, sizes bytes.
@@ -13,12 +14,95 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from headway.core.errors import InputError
-from headway.sim.graph.hops import Network
+from headway.core.units import NS_PER_S
+from headway.cost.specs import LinkSpec
 
 Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HopStage:
+    """One lane of the symmetric view: what the busiest link of that kind does for one part of a bucket."""
+
+    job_ns: Ints
+    """[...] Time of one job, for each size asked for."""
+
+    jobs: int
+    """Jobs per part, one after the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """How gradients are summed over equal ranks."""
+
+    algorithm: str
+    """One of `PATTERNS`."""
+
+    num_ranks: int
+    """Workers, p."""
+
+    link: LinkSpec
+    """What each hop crosses (pushes only, when `pull_link` is given)."""
+
+    num_servers: int = 0
+    """Parameter servers; 0 for rings and trees."""
+
+    pull_link: LinkSpec | None = None
+    """What pulls from parameter servers cross; None = `link`."""
+
+    recv_ns: int = 0
+    """Own time of each RECV after its SEND has ended: adding and copying what arrived."""
+
+    def hop_ns(self, num_bytes: ArrayLike, *, pull: bool = False) -> Ints:
+        """Return the time that a lane is occupied by one hop of `num_bytes` (any shape; ns, rounded)."""
+        link = (self.pull_link or self.link) if pull else self.link
+        seconds = link.latency_s + np.asarray(num_bytes, np.float64) / link.bytes_per_s
+        return np.asarray(np.rint(seconds * NS_PER_S).astype(np.int64))
+
+    def stages(self, part_bytes: ArrayLike) -> tuple[HopStage, ...]:
+        """Return the lanes that one part of a bucket passes one after the other, seen by symmetry.
+
+        Equal ranks advance in step, so one lane of each kind tells the whole.
+        Exact for rings, for parameter servers and for trees of 2^d - 1 ranks;
+        an upper bound for other trees. None for one rank without servers.
+        """
+        size = np.asarray(part_bytes, np.int64)
+        if self.algorithm == "parameter_server":
+            chunk = _ceil(size, self.num_servers)
+            busy, jobs = (self.num_ranks, 1) if self.num_servers <= self.num_ranks else (1, self.num_servers)
+            return tuple(HopStage(busy * self.hop_ns(chunk, pull=pull), jobs) for pull in (False, True))
+        if self.num_ranks == 1:
+            return ()
+        if self.algorithm == "ring":
+            rounds = 2 * (self.num_ranks - 1)
+            hop = self.hop_ns(_ceil(size, self.num_ranks))
+            return (HopStage(rounds * hop + (rounds - 1) * self.recv_ns, 1),)
+        children = min(2, self.num_ranks - 1)
+        depth = self.num_ranks.bit_length() - 1
+        return (HopStage(children * self.hop_ns(size), 1),) * (2 * depth)
+
+    def sync_ns(self, num_bytes: ArrayLike, parts: ArrayLike = 1) -> Ints:
+        """Return t_sync: the time to sum `num_bytes` in `parts` equal parts over idle links (any shapes).
+
+        Parts pass the stages as a pipeline: the sum of the stages, and all
+        but one job on the slowest.
+        """
+        size, cuts = np.asarray(num_bytes, np.int64), np.asarray(parts, np.int64)
+        stages = self.stages(_ceil(size, cuts))
+        if not stages:
+            return np.zeros(np.broadcast(size, cuts).shape, np.int64)
+        first = np.sum([stage.job_ns + self.recv_ns for stage in stages], axis=0)
+        slowest = np.max([stage.job_ns for stage in stages], axis=0)
+        return np.asarray(first + (cuts * stages[0].jobs - 1) * slowest)
+
+
+def _ceil(count: ArrayLike, parts: ArrayLike) -> Ints:
+    """Return the size of each of `parts` equal parts, rounded up."""
+    return np.asarray((np.asarray(count, np.int64) + np.asarray(parts, np.int64) - 1) // np.asarray(parts, np.int64))
+
 
 IDENTITY: tuple[str, ...] = ("group", "seq", "round", "chunk", "src", "dst")
 """What a SEND and its RECV have in common, and no other transfer has."""
@@ -45,9 +129,6 @@ class Pattern:
 
     after: tuple[Ints, Ints]
     """([e], [e]) The second hop sends on what the first one brought."""
-
-    then: tuple[Ints, Ints]
-    """([e], [e]) The first hop's sender sends the second one after it, whatever else its lane may reorder."""
 
     enters: tuple[Ints, Ints]
     """([e], [e]) (rank, hop): the hop needs that rank's own data."""
@@ -85,7 +166,6 @@ def ring(num_ranks: int, num_servers: int = 0) -> Pattern:
         lane=src,
         after=(before, later),
         # Rounds of one rank run in order, so its own data must be there for the first one, and the last one ends it.
-        then=(later - num_ranks, later),
         enters=(src[first], first),
         leaves=(last, dst[last]),
         num_chunks=num_ranks,
@@ -121,7 +201,6 @@ def tree(num_ranks: int, num_servers: int = 0) -> Pattern:
         dst=np.concatenate([parent[up], child]),
         lane=np.concatenate([parent[up], num_ranks + parent]),
         after=(np.concatenate([a for a, _ in after]), np.concatenate([b for _, b in after])),
-        then=(child[:0], child[:0]),
         enters=(
             np.concatenate([child[up], np.zeros(root.size, np.int64)]),
             np.concatenate([np.arange(edges), down_of[root]]),
@@ -155,7 +234,6 @@ def parameter_server(num_ranks: int, num_servers: int = 0) -> Pattern:
         dst=np.concatenate([server, worker]),
         lane=np.concatenate([lane, other + lane]),
         after=(pushes, pulls),
-        then=(hop[:0], hop[:0]),
         enters=(worker, hop),
         leaves=(m + hop, worker),
         num_chunks=num_servers,
@@ -202,9 +280,6 @@ class Hops:
 
     after: tuple[Ints, Ints]
     """([e], [e]) The second hop's SEND waits for the first one's RECV."""
-
-    then: tuple[Ints, Ints]
-    """([e], [e]) The second hop's SEND waits for the first one's SEND; the order of lanes implies it."""
 
     enters: tuple[Ints, Ints, Ints]
     """([e], [e], [e]) (bucket, rank, hop): the SEND waits for the rank's In."""
@@ -257,7 +332,6 @@ def expand(num_bytes: Sequence[int] | Ints, parts: Sequence[int] | Ints, network
         recv_ns=np.full(copies * m, network.recv_ns, np.int64),
         lane=tiled(one.lane),
         after=(shifted(one.after[0]), shifted(one.after[1])),
-        then=(shifted(one.then[0]), shifted(one.then[1])),
         enters=(np.repeat(bucket, one.enters[0].size), tiled(one.enters[0]), shifted(one.enters[1])),
         leaves=(shifted(one.leaves[0]), np.repeat(bucket, one.leaves[1].size), tiled(one.leaves[1])),
     )

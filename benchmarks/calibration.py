@@ -38,7 +38,7 @@ from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.ledger.answers.ledger import Ledger
 from headway.plan.planner import Plan
 from headway.plan.setup import Setup
-from headway.sim.graph.intervals import MODEL_ERROR, NOMINAL, Z_NOMINAL, ModelError
+from headway.sim.graph.intervals import MODEL_ERROR, Z_NOMINAL, ModelError
 from headway.sim.recorded.program import Program
 from headway.trace.recording.runs import Run
 
@@ -71,6 +71,9 @@ MOST_REMEDIES = 3
 
 DEADLINE_S = {False: 38.0, True: 3300.0}
 """Seconds after which no further job begins; the last one ends within a minute (default run: 20 s)."""
+
+NOMINAL = 0.9
+"""Share of outcomes that an interval should hold."""
 
 NOMINALS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 

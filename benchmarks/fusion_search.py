@@ -20,16 +20,15 @@ from typing import Any
 import numpy as np
 from _one_f_one_b import cpu_seconds
 
+from benchmarks._hops import Network
+from benchmarks._layer_profiles import PROFILES
+from benchmarks._step_blocks import Block, profile_of
 from benchmarks._step_dag import expand_step
+from benchmarks._step_model import BACKWARD, StepProfile, TrainingStep, default_buckets, with_buckets
+from benchmarks._step_optimiser import MOVES, SAFE, optimise
+from benchmarks._step_search import Scorer
 from headway.cost.specs import LinkSpec, shipped
-from headway.plan.optimiser import MOVES, SAFE, optimise
-from headway.plan.step_search import Scorer
 from headway.sim.graph.dag import replay
-from headway.sim.graph.hops import Network
-from headway.sim.training_moves import default_buckets, with_buckets
-from headway.sim.training_step import BACKWARD, StepProfile, TrainingStep
-from tests.made.layer_profiles import PROFILES
-from tests.made.step_blocks import Block, profile_of
 
 RANKS, LATENCY_S, DEVICE = 32, 10e-6, "V100-SXM2-16GB"
 BATCH = {"mlp": 1024, "resnet18": 32, "resnet50": 32, "vgg16": 32, "bert_large": 8, "gpt_small": 4}

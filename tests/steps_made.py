@@ -4,11 +4,10 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from benchmarks._hops import Network
+from benchmarks._step_blocks import Block, profile_of
+from benchmarks._step_model import StepProfile, TrainingStep, fuse_ops, fusible
 from headway.cost.specs import LinkSpec
-from headway.sim.graph.hops import Network
-from headway.sim.training_moves import fuse_ops, fusible
-from headway.sim.training_step import StepProfile, TrainingStep
-from tests.made.step_blocks import Block, profile_of
 
 WIRE = LinkSpec("wire", bytes_per_s=1e9, latency_s=1e-6, source="made up")
 FASTER = LinkSpec("faster", bytes_per_s=3e9, latency_s=2e-6, source="made up")

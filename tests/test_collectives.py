@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks._hops import Network
 from headway.cost.collectives import COLLECTIVES, collective_seconds
 from headway.cost.specs import LinkSpec
 from headway.sim import Dag, replay
-from headway.sim.graph.hops import Network
 from tests.refusals import refused
 from tests.steps_made import WIRE, networks
 
@@ -122,7 +122,7 @@ test_bad_input_is_refused = refused(
 )
 
 
-# Collectives on a network: the closed form's time, growth with size and parts, bad networks.
+# Collectives on a network: the closed form's time, growth with size and parts.
 
 
 @given(num_ranks=st.integers(2, 64), num_bytes=st.integers(1, 10**9))
@@ -139,13 +139,3 @@ def test_an_idle_ring_takes_the_closed_form(num_ranks: int, num_bytes: int) -> N
 def test_sync_time_grows_with_size_and_each_part_costs_its_latency(network, num_bytes, parts):
     assert network.sync_ns(num_bytes + 1000, parts) >= network.sync_ns(num_bytes, parts)
     assert (np.diff(network.sync_ns(0, np.arange(1, 9))) >= 0).all()
-
-
-test_networks_that_cannot_be_are_refused = refused(
-    ({"algorithm": "rings"}, r"unknown algorithm 'rings'. Did you mean 'ring'"),
-    ({"num_ranks": 0}, r"num_ranks is 0.*at least 1 rank"),
-    ({"num_servers": 2}, r"num_servers is 2 with 'ring'; give servers to 'parameter_server'"),
-    ({"algorithm": "parameter_server"}, r"num_servers is 0 with 'parameter_server'"),
-    ({"recv_ns": -1}, r"recv_ns -1; give.*a time >= 0"),
-    by=lambda arguments: Network(**{"algorithm": "ring", "num_ranks": 4, "link": WIRE, **arguments}),
-)

@@ -8,7 +8,7 @@ import pytest
 from headway.catalog import RECORDS, REMEDIES
 from headway.core.errors import InputError
 from headway.core.files.planfile import read_plan
-from headway.plan.optimiser import KINDS
+from headway.plan.optimiser import CHANGES
 from headway.report.terminal import render_optimised
 from headway.sim.ddp.ddp_replay import DdpReplay
 from headway.trace.rings.rank_tables import DdpModel
@@ -99,7 +99,7 @@ def test_one_rank_sums_nothing(recorded):
     [
         ({"name": "parts", "remedy": None, "how": "set the size"}, ["by hand: set the size"]),
         (
-            {"name": "buckets", "remedy": "comm.bucket", "how": KINDS["buckets"].how},
+            {"name": "buckets", "remedy": "comm.bucket", "how": CHANGES["buckets"].how},
             ["by --apply, or by hand: DDP: ", "FSDP2: what one fully_shard call holds is summed together"],
         ),
     ],

@@ -1,4 +1,4 @@
-"""A training step: durations, readiness and memory under every choice."""
+"""A modelled training step: durations, readiness, memory and buckets under every choice; its view scores it exactly."""
 
 from __future__ import annotations
 
@@ -9,11 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.core.errors import InputError
-from headway.sim.graph.hops import Network
-from headway.sim.training_moves import fuse_ops, fusible
-from headway.sim.training_step import BACKWARD, FORWARD, UPDATE, TrainingStep
-from tests.made.step_blocks import Block, profile_of
+from benchmarks._hops import Network
+from benchmarks._step_blocks import Block, profile_of
+from benchmarks._step_dag import expand_step
+from benchmarks._step_model import (
+    BACKWARD,
+    FORWARD,
+    UPDATE,
+    TrainingStep,
+    bucket_by_size,
+    default_buckets,
+    fuse_ops,
+    fusible,
+    with_buckets,
+)
+from benchmarks._step_view import StepView, Variants, bucket_sizes
+from headway.core.units import MIB
+from headway.sim.graph.dag import replay
 from tests.steps_made import WIRE, few, steps
 
 RING = Network("ring", 2, WIRE)
@@ -112,55 +124,87 @@ def test_sixteen_bits_halve_gradients_and_take_their_own_time() -> None:
     assert step.op_ns()[1].tolist() == [40, 100, 200, 80, 0]
 
 
+# Buckets of DDP and Horovod by their published rules.
+
+
+def chain(*sizes: float) -> TrainingStep:
+    """Gradients of these sizes in MiB, in the order in which they are ready."""
+    blocks = [Block((1,), (1,), (round(size * MIB),)) for size in reversed(sizes)]
+    return TrainingStep.of(profile_of(blocks), Network("ring", 2, WIRE))
+
+
+@given(sizes=st.lists(st.integers(1, 40), min_size=1, max_size=30), cap=st.integers(1, 60))
+def test_every_bucket_but_the_last_has_reached_its_size_and_none_before_its_last_gradient(sizes, cap):
+    step = bucket_by_size(chain(*sizes), cap * MIB)
+    held, last = step.bucket_bytes(), step.gradient_bytes()[step.bucket_ends()]
+
+    assert (held[:-1] >= cap * MIB).all()
+    assert (held - last < cap * MIB).all()
+
+
+@pytest.mark.parametrize(
+    ("framework", "gradients", "buckets"),
+    [("ddp", (0.5, 0.6, 20, 4, 2, 30, 1), [1.1, 26.0, 30.0, 1.0]), ("horovod", (30, 30, 10, 70, 5), [60, 10, 70, 5])],
+)
+def test_ddp_closes_a_small_bucket_first_and_horovod_exceeds_its_threshold_only_for_one_gradient(
+    framework: str, gradients: tuple[float, ...], buckets: list[float]
+) -> None:
+    step = default_buckets(chain(*gradients), framework)
+
+    assert (step.bucket_bytes() / MIB).round(1).tolist() == buckets
+
+
+# The symmetric, coarsened, partial view scores a step exactly as all ranks replayed hop by hop do.
+
+
 @few
 @given(steps())
-def test_buckets_partition_the_gradients(step: TrainingStep) -> None:
-    assert step.bucket_bytes().sum() == step.gradient_bytes().sum()
-    assert step.bucket_ends().size == (~step.joined).sum()
+def test_one_worker_and_one_lane_per_stage_take_as_long_as_all_ranks_hop_by_hop(step: TrainingStep) -> None:
+    whole = expand_step(step)
+
+    assert StepView.of(step).score([step]).tolist() == [replay(whole.dag, whole.duration_ns).makespan_ns]
 
 
-BLOCK = Block((5,), (9,), (400,))
+@few
+@given(step=steps(), data=st.data())
+def test_replaying_only_what_comes_after_a_bucket_gives_the_same_time(step: TrainingStep, data: st.DataObject) -> None:
+    begins = [0, *(step.bucket_ends() + 1).tolist()]
+    first = data.draw(st.sampled_from(begins))
+
+    assert StepView.of(step, first=first).score([step]).tolist() == StepView.of(step).score([step]).tolist()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"tensor": np.array([-1, 1, -1])}, r"number gradients 0, 1, 2"),
-        ({"duration_ns": np.array([5, -9, 1])}, r"a duration is negative.*Correct the clock"),
-        ({"tensor_bytes": np.array([-4])}, r"tensor 0 has a negative size"),
-        ({"fixed_ns": np.zeros(2, int)}, r"fixed_ns has 2 entries; pass one per operation"),
-        ({"kind": np.array([2, 2, 3])}, r"backward completes gradients|sort them"),
-        ({"kind": np.array([3, 2, 0])}, r"end with an update; sort them|sort them"),
-    ],
-)
-def test_profiles_that_contradict_themselves_are_refused(change: dict, message: str) -> None:
-    profile = profile_of([BLOCK])
-    if "kind" in change and change["kind"][0] == 2:
-        change = {**change, "tensor": np.array([0, 0, -1])}
+@few
+@given(step=steps(), data=st.data())
+def test_a_batch_of_bucketings_equals_each_of_them_alone(step: TrainingStep, data: st.DataObject) -> None:
+    tensors, k = step.joined.size, 5
+    joined = np.array(data.draw(st.lists(st.lists(st.booleans(), min_size=k, max_size=k), min_size=tensors,
+                                         max_size=tensors)), bool).reshape(tensors, k)  # fmt: skip
+    joined[-1:] = False
+    variants = [with_buckets(step, joined[:, at]) for at in range(k)]
+    view = StepView.of(step)
 
-    with pytest.raises(InputError, match=message):
-        replace(profile, **change)
+    batch = view.score_variants(Variants.of_buckets(step, joined)).tolist()
+
+    assert batch == view.score(variants).tolist() == [int(StepView.of(one).score([one])[0]) for one in variants]
 
 
-def test_blocks_that_make_no_step_are_refused() -> None:
-    with pytest.raises(InputError, match=r"at least one block"):
-        profile_of([])
-    with pytest.raises(InputError, match=r"block 0 has more gradients than backward operations"):
-        profile_of([Block((1,), (1,), (4, 4))])
+@few
+@given(steps())
+def test_a_step_is_no_shorter_than_its_compute_or_its_busiest_stage(step: TrainingStep) -> None:
+    before, takes = step.op_ns()
+    size, parts = step.bucket_bytes(), step.parts[step.bucket_ends()]
+    loads = [
+        int((stage.job_ns * parts * stage.jobs).sum()) for stage in step.network.stages((size + parts - 1) // parts)
+    ]
+
+    took = int(StepView.of(step).score([step])[0])
+
+    assert took >= before + takes.sum()
+    assert took >= max(loads, default=0)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"fused": np.array([False, True, False, False, False])}, r"different blocks or kinds are fused"),
-        ({"joined": np.array([False, True])}, r"last gradient is joined to one that does not exist"),
-        ({"parts": np.array([0, 1])}, r"give at least 1 part"),
-        ({"microbatches": 2}, r"2 micro-batches.*1\.\.1 micro-batches"),
-        ({"order": "forwards"}, r"unknown order of communication 'forwards'. Did you mean 'forward'"),
-    ],
-)
-def test_choices_that_cannot_be_are_refused(change: dict, message: str) -> None:
-    step = TrainingStep.of(profile_of([BLOCK, BLOCK]), RING)
+def test_bucket_sizes_stand_where_buckets_end() -> None:
+    joined = np.array([[True, False], [False, True], [False, False]])
 
-    with pytest.raises(InputError, match=message):
-        replace(step, **change)
+    assert bucket_sizes(np.array([[1], [2], [4]]), joined).tolist() == [[0, 1], [3, 0], [4, 6]]

@@ -2,7 +2,7 @@
 
 Use it on Kineto windows (CUDA, ROCm or CPU with gloo), of one rank or several.
 Operations are the leaves of host threads and the rows of device streams.
-`EDGE_CLASSES` lists the dependencies, each can be switched off. What a
+`EDGE_CLASSES` lists the dependencies. What a
 dependency does not explain, the residual gap before an operation, is a lag: on
 host threads it is Python at work and stays, after a launch it is the launch
 gap and stays, elsewhere it is dropped unless `delays="all"`, with which the
@@ -28,22 +28,19 @@ times. Times are int64 ns.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.errors import BarMissedError, InputError
+from headway.core.errors import InputError
 from headway.core.tables import pick
-from headway.core.units import format_fraction
 from headway.sim.ddp.ddp_replay import ddp_dag
 from headway.sim.ddp.ddp_window import runs_on_threads
 from headway.sim.graph.dag import Dag, replay
-from headway.sim.graph.intervals import MAX_DISCREPANCY
-from headway.sim.observed_edges import DEVICE, EDGE_CLASSES, FINDERS, Ints, Operations
+from headway.sim.observed_edges import EDGE_CLASSES, FINDERS, Ints, Operations
 from headway.sim.recorded.program import Program
-from headway.sim.whatif import Edit, ResolvedEdits, scenario_of
 from headway.trace.events.trace import Trace, in_order
 from headway.trace.events.vocabulary import KIND
 from headway.trace.sync.clocks import on_common_clock
@@ -129,67 +126,21 @@ class Observed:
     edges: Mapping[str, int]
     """Class -> dependencies found."""
 
-    violated: Mapping[str, int]
-    """Class -> dependencies that the observed times contradict, and that were left out."""
-
     trace: Trace
     """What it was made from."""
 
-    def durations(self, edits: Iterable[Edit | str]) -> Ints:
-        """Return durations under `edits`: op:GLOB, comm, input, host, accelerator and bandwidth.
 
-        Raises `BarMissedError` when the replay misses the trace by more than
-        5 %, `InputError` for edits that a window cannot answer or that match
-        no operation.
-        """
-        gap = abs((self.dag.fidelity or 0.0) - 1)
-        if gap > MAX_DISCREPANCY:
-            raise BarMissedError(
-                f"the replay misses the trace by {format_fraction(gap)}; a what-if needs at most "
-                f"{format_fraction(MAX_DISCREPANCY, 0)}. "
-                "Take a window in which whole steps lie."
-            )
-        scenario = scenario_of(edits)
-        _check_window(scenario)
-        return np.rint(self.duration_ns * self._factors(scenario)).astype(np.int64)
-
-    def _factors(self, scenario: ResolvedEdits) -> NDArray[np.float64]:
-        # The origin and the meeting points have row -1, by which an index reads the last row of the trace: `known`
-        # masks that.
-        events, known = self.trace.events, self.row >= 0
-        factor = np.ones(self.row.size)
-        by_name = np.array([scenario.factor(name) for name in self.trace.names] + [1.0])
-        globs = [pattern for pattern, _ in scenario.factors if pattern not in ("comm.*", "host.*")]
-        if globs and all(value == 1 for value in by_name):
-            raise InputError(f"no operation of the window matches {globs[0]!r}. See `headway trace info` for names.")
-        factor[known] = by_name[events["name"][self.row[known]]]
-        kind = np.where(known, events["kind"][self.row], KIND["MARK"])
-        lanes = np.array([lane.startswith(DEVICE) for lane in self.trace.lanes])
-        device = lanes[events["lane"][self.row]] & known
-        plain = dict(scenario.factors)
-        moves = (kind == KIND["COLL"]) | (device & np.isin(kind, [KIND["SEND"], KIND["RECV"]]))
-        factor[moves] *= plain.get("comm.*", 1.0) / scenario.bandwidth
-        computes = (kind == KIND["COMPUTE"]) | (kind == KIND["OPTIM"])
-        factor[computes & (device | ~device.any())] /= scenario.accelerator
-        factor[kind == KIND["DATA"]] *= scenario.transfer
-        factor[kind == KIND["HOST"]] *= plain.get("host.*", 1.0)
-        return factor
-
-
-def observe(trace: Trace, *, classes: Collection[str] = tuple(EDGE_CLASSES), delays: str = "host") -> Observed:
+def observe(trace: Trace, *, delays: str = "host") -> Observed:
     """Infer the order of a profiler trace.
 
-    `classes` are names of `EDGE_CLASSES`, `delays` one of `DELAYS`. Raises
-    `InputError` for other names, a trace without operations, and collectives
-    whose sizes or counts do not match over ranks.
+    `delays` is one of `DELAYS`. Raises `InputError` for other names, a trace without operations, and collectives whose
+    sizes or counts do not match over ranks.
     """
-    for name in classes:
-        pick(EDGE_CLASSES, name, "edge class")
     pick(dict.fromkeys(DELAYS), delays, "choice of delays")
     trace = on_common_clock(trace)
     ops = Operations.of(trace)
     found: list[tuple[str, Ints, Ints]] = [
-        (name, src, dst) for name, finder in FINDERS.items() if name in classes for src, dst in [finder(ops)]
+        (name, src, dst) for name, finder in FINDERS.items() for src, dst in [finder(ops)]
     ]
     return _assemble(trace, ops, found, delays)
 
@@ -222,9 +173,7 @@ def _assemble(trace: Trace, ops: Operations, found: list[tuple[str, Ints, Ints]]
     code = np.concatenate([np.full(src.size, names.index(name)) for name, src, _ in found])
     src, dst = np.concatenate([src for _, src, _ in found]), np.concatenate([dst for _, _, dst in found])
     good = (ops.end[src] <= ops.came[dst]) & (src != dst)
-    counts, violated = (
-        {name: int((mask & (code == index)).sum()) for index, name in enumerate(names)} for mask in (good, ~good)
-    )
+    counts = {name: int((good & (code == index)).sum()) for index, name in enumerate(names)}
     src, dst, code = src[good], dst[good], code[good]
     residual, explained = _residuals(ops, src, dst, code == names.index("launch"))
     keep = {"all": np.ones(src.size, bool), "host": explained, "none": code == names.index("launch")}[delays]
@@ -261,7 +210,6 @@ def _assemble(trace: Trace, ops: Operations, found: list[tuple[str, Ints, Ints]]
         duration_ns=duration,
         start_ns=np.concatenate([[0], ops.begin - zero, meets]),
         edges=counts,
-        violated=violated,
         trace=trace,
     )
 
@@ -278,12 +226,3 @@ def _residuals(ops: Operations, src: Ints, dst: Ints, launch: NDArray[np.bool_])
     residual = np.zeros(src.size, np.int64)
     residual[binding] = gap[binding]
     return residual, ~ops.device[dst] | launch
-
-
-def _check_window(scenario: ResolvedEdits) -> None:
-    """Refuse edits whose answer is not in a profiler window."""
-    if scenario != scenario.only("factors", "fetch", "prep", "transfer", "bandwidth", "accelerator"):
-        raise InputError(
-            "a profiler window answers op:GLOB, comm, input, host, accelerator and bandwidth. Ask the rest of a run "
-            "that headway run recorded."
-        )

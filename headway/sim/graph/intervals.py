@@ -35,11 +35,8 @@ from numpy.typing import NDArray
 RESAMPLES = 200
 """Block resamples behind an interval."""
 
-NOMINAL = 0.9
-"""Share of outcomes that an interval should hold."""
-
 Z_NOMINAL = 1.645
-"""Half its width, in standard deviations."""
+"""Half the width of an interval that should hold 90 % of outcomes, in standard deviations."""
 
 
 @dataclass(frozen=True, slots=True)

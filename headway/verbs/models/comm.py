@@ -44,8 +44,7 @@ from headway.plan.proposal import MIN_SPEEDUP
 from headway.report.paper import ScreenOptions, add_row, draw, grid, headed, paragraph, uncut
 from headway.report.terminal import render_optimised
 from headway.sim.ddp.ddp_replay import DdpReplay
-from headway.sim.training_moves import recorded_step
-from headway.sim.training_step import TrainingStep
+from headway.sim.ddp.ddp_step import RecordedStep, recorded_step
 from headway.sim.whatif import ResolvedEdits
 from headway.verbs.shared.output import emit
 from headway.verbs.shared.run_options import GivenPath, OutPath, RunPath, run_at
@@ -78,14 +77,14 @@ def plan(
     if ranks is None:
         made, note = confirmed(made, replay, str(recorded.path.resolve()))
     made = replace(made, remedies=tuple(replace(remedy, allow=grant) for remedy in made.remedies))
-    if made.remedies and grant is None and found.after.network.num_ranks > EXACT_RANKS:
+    if made.remedies and grant is None and found.after.num_ranks > EXACT_RANKS:
         note += " More than two ranks add gradients in another order: plan with --allow result-equivalent to apply it."
     path = out or recorded.path / "comm-plan.json"
     worth = bool(made.remedies) and (made.predicted_speedup or 1.0) >= MIN_SPEEDUP
     if worth:
         write_plan(made, path)
     answer: dict[str, Any] = {
-        **found.to_json(), "schema": "headway.comm-plan/1", "ranks": found.after.network.num_ranks,
+        **found.to_json(), "schema": "headway.comm-plan/1", "ranks": found.after.num_ranks,
         "path": str(path) if worth else None, "confirmed_speedup": made.predicted_speedup if ranks is None else None,
         "interval": None if made.interval is None else list(made.interval), "note": note,
     }  # fmt: skip
@@ -115,11 +114,11 @@ def confirmed(made: PlanFile, replay: DdpReplay, baseline: str) -> tuple[PlanFil
     return PlanFile(remedies, predicted_speedup=speedup, interval=interval, baseline=baseline), note
 
 
-def on_ranks(step: TrainingStep, ranks: int) -> TrainingStep:
+def on_ranks(step: RecordedStep, ranks: int) -> RecordedStep:
     """Return the step on more or fewer ranks, each hop as before. Raises `InputError` below 2."""
     if ranks < 2:
         raise InputError(f"--ranks is {ranks}; gradients are summed over at least 2. Pass 2 or more.")
-    return replace(step, network=replace(step.network, num_ranks=ranks))
+    return replace(step, num_ranks=ranks)
 
 
 def bench(*, codecs: str = "", out: OutPath | None = None, json: bool = False) -> int:

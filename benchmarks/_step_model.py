@@ -6,30 +6,28 @@ travel as one bucket and in how many parts, what is computed in 16 bits, what
 is computed again, how many micro-batches are accumulated. Every choice is a
 flag on the profile, so taking one back restores the step exactly. All workers
 are equal, each has one compute lane. Durations are int64 ns, sizes bytes.
+
+A choice is a flag of `TrainingStep`, and a move is `dataclasses.replace`. `headway.sim.ddp.ddp_step` is the step of a
+recorded run, of which only buckets and gradient views can be chosen.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.errors import InputError
-from headway.core.tables import pick
-from headway.sim.graph.hops import Network
+from benchmarks._hops import Network
+from headway.core.units import MIB
+from headway.sim.ddp.ddp_link import assign, limits
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 FORWARD, OUTPUT, BACKWARD, UPDATE = range(4)
 """Kinds of compute operation, in the order in which a device prefers them; communication comes last."""
-
-ORDERS: dict[str, str] = {
-    "ready": "buckets travel in the order in which their gradients are ready",
-    "forward": "what the next forward pass needs first overtakes the rest, part by part",
-}
-"""Order of communication -> what it means."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,29 +73,6 @@ class StepProfile:
     most_microbatches: int = 1
     """Up to so many micro-batches a worker's batch can be cut into: its number of examples."""
 
-    overlaps_forward: bool = False
-    """Whether the next forward pass starts block by block, as weights are updated (not so in DDP)."""
-
-    def __post_init__(self) -> None:
-        """Check that arrays fit and gradients are numbered as they are ready; raises `InputError`."""
-        for name in ("kind", "duration_ns", "fixed_ns", "half_ns", "block", "tensor"):
-            if getattr(self, name).shape != self.kind.shape:
-                raise InputError(f"{name} has {getattr(self, name).size} entries; pass one per operation.")
-        if int(np.min(np.concatenate([self.duration_ns, self.half_ns, self.fixed_ns]), initial=0)) < 0:
-            raise InputError("a duration is negative; every duration must be >= 0. Correct the clock it came from.")
-        if self.tensor_bytes.size and int(self.tensor_bytes.min()) < 0:
-            raise InputError(f"tensor {int(self.tensor_bytes.argmin())} has a negative size; give sizes >= 0.")
-        made = self.tensor[self.kind == BACKWARD]
-        if made[made >= 0].tolist() != list(range(self.tensor_bytes.size)):
-            raise InputError(
-                f"backward completes gradients {made[made >= 0].tolist()[:9]}, sizes are given for "
-                f"{self.tensor_bytes.size}; number gradients 0, 1, 2, ... in the order of the backward operations."
-            )
-        if (np.diff(self.kind) < 0).any() or not (self.kind == UPDATE).any():
-            raise InputError(
-                "operations must run forward, output, backward, update, and end with an update; sort them."
-            )
-
     @property
     def producer(self) -> Ints:
         """[T] Operation that completes each gradient."""
@@ -111,7 +86,7 @@ class StepProfile:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingStep:
-    """A profile, the network, and every choice. Build it with `of`, change it with `headway.sim.training_moves`."""
+    """A profile, the network, and every choice. Build it with `of`."""
 
     profile: StepProfile
     """What never changes."""
@@ -137,28 +112,8 @@ class TrainingStep:
     microbatches: int = 1
     """Micro-batches that a worker accumulates before gradients are summed."""
 
-    order: str = "ready"
-    """One of `ORDERS`."""
-
     gradient_view: bool = False
     """Gradients live inside the buckets: no copies, and one copy of the gradients less in memory."""
-
-    def __post_init__(self) -> None:
-        """Check that the choices fit the profile; raises `InputError`."""
-        profile, pairs = self.profile, self.fused[:-1]
-        same = (profile.kind[1:] == profile.kind[:-1]) & (profile.block[1:] == profile.block[:-1])
-        if self.fused.size and (self.fused[-1] or (pairs & ~(same & (profile.kind[1:] != UPDATE))).any()):
-            raise InputError(
-                "operations of different blocks or kinds are fused; fuse neighbours inside one block only."
-            )
-        if self.joined.shape != profile.tensor_bytes.shape or (self.joined.size and self.joined[-1]):
-            raise InputError("the last gradient is joined to one that does not exist; split it off.")
-        if int(self.parts.min(initial=1)) < 1 or not 1 <= self.microbatches <= profile.most_microbatches:
-            raise InputError(
-                f"{self.microbatches} micro-batches, {int(self.parts.min(initial=1))} parts: give at least 1 part, and "
-                f"1..{profile.most_microbatches} micro-batches."
-            )
-        pick(ORDERS, self.order, "order of communication")
 
     @classmethod
     def of(cls, profile: StepProfile, network: Network) -> TrainingStep:
@@ -241,3 +196,65 @@ class TrainingStep:
         earlier = np.concatenate([[0.0], np.cumsum(kept)[:-1]])
         copies = 0 if self.gradient_view else int(self.gradient_bytes().sum())
         return profile.state_bytes + copies + int(np.ceil((earlier + full).max(initial=0.0)))
+
+
+# Moves that need a rule: buckets by size and by each framework's default, operations that may be fused.
+
+HOROVOD_CAP_BYTES = 64 * MIB
+"""Horovod's fusion threshold."""
+
+
+def with_buckets(step: TrainingStep, joined: Flags) -> TrainingStep:
+    """Return the step with other buckets; `joined` [T] as in `TrainingStep`."""
+    return replace(step, joined=np.asarray(joined, np.bool_).copy())
+
+
+def bucket_by_size(step: TrainingStep, cap_bytes: float) -> TrainingStep:
+    """Bucket as DDP does: in order of readiness, a bucket closes once it holds `cap_bytes`."""
+    return with_buckets(step, _by_ddp(step.gradient_bytes(), (int(cap_bytes), int(cap_bytes))))
+
+
+def default_buckets(step: TrainingStep, framework: str = "ddp") -> TrainingStep:
+    """Return the step as a framework of `DEFAULTS` buckets it."""
+    return with_buckets(step, DEFAULTS[framework](step.gradient_bytes()))
+
+
+def _by_ddp(sizes: Ints, limit: tuple[int, int] | None = None) -> Flags:
+    """Return [T] joined flags by DDP's rule (`headway.sim.ddp.ddp_link`), for gradients of one type."""
+    joined = np.ones(sizes.size, np.bool_)
+    kept = assign(sizes.tolist(), ["gradient"] * sizes.size, limit or limits("default"))
+    joined[[bucket[-1] for bucket in kept]] = False
+    return joined
+
+
+def _by_horovod(sizes: Ints) -> Flags:
+    """Return [T] joined flags of buckets that never exceed the threshold, unless one gradient does."""
+    joined, held = np.ones(sizes.size, np.bool_), 0
+    for tensor, size in enumerate(sizes.tolist()):
+        if held and held + size > HOROVOD_CAP_BYTES:
+            joined[tensor - 1], held = False, 0
+        held += size
+    joined[-1:] = False
+    return joined
+
+
+DEFAULTS: dict[str, Callable[[Ints], Flags]] = {"ddp": _by_ddp, "horovod": _by_horovod}
+"""Framework -> its buckets: DDP's close once they hold 25 MiB (the first 1 MiB), Horovod's before they exceed 64 MiB.
+
+Horovod fuses what is ready within a cycle; the threshold is the most that it fuses, taken here as always reached.
+"""
+
+
+def fuse_ops(step: TrainingStep, ops: Iterable[int], *, on: bool = True) -> TrainingStep:
+    """Run each of `ops` as one with the operation after it, or no longer: one launch less, a gradient ready later."""
+    fused = step.fused.copy()
+    fused[list(ops)] = on
+    return replace(step, fused=fused)
+
+
+def fusible(step: TrainingStep) -> Flags:
+    """Return [n] whether an operation may run as one with the next: same block, both forward or both backward."""
+    profile = step.profile
+    same = (profile.kind[1:] == profile.kind[:-1]) & (profile.block[1:] == profile.block[:-1])
+    inside = (profile.kind[1:] == FORWARD) | (profile.kind[1:] == BACKWARD)
+    return np.concatenate([same & inside, [False]])

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from benchmarks._step_blocks import Block, profile_of
+from benchmarks._step_model import StepProfile
 from headway.core.units import seconds_to_ns
 from headway.cost.specs import DeviceSpec
 from headway.cost.transformer import Transformer
-from headway.sim.training_step import StepProfile
-from tests.made.step_blocks import Block, profile_of
 
 EFFICIENCY = 0.5
 """Share of the peak rate that matrix operations attain, unless told."""

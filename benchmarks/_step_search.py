@@ -1,8 +1,8 @@
 """Better neighbours of a training step: what a round of the optimiser tries, scored in batches on the compiled Dag.
 
-Use through `headway.plan.optimiser`. Each neighbourhood takes a step and
+Use through `benchmarks._step_optimiser`. Each neighbourhood takes a step and
 returns one that is at least as fast: a walk along the critical path with
-dPRO's rules, buckets, parts, fused operations, order of communication.
+dPRO's rules, buckets, parts, fused operations.
 Candidates are columns of one replay; those that gain are combined, best
 first, and the combinations are columns of a second one. Times are int64 ns.
 
@@ -26,11 +26,21 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from benchmarks._hops import Network
+from benchmarks._step_model import (
+    BACKWARD,
+    FORWARD,
+    Flags,
+    Ints,
+    TrainingStep,
+    bucket_by_size,
+    default_buckets,
+    fuse_ops,
+    fusible,
+    with_buckets,
+)
+from benchmarks._step_view import StepView, Variants
 from headway.sim.graph.attribution import critical_path
-from headway.sim.graph.hops import Network
-from headway.sim.step_view import StepView, Variants, steady_ns
-from headway.sim.training_moves import bucket_by_size, default_buckets, fuse_ops, fusible, with_buckets
-from headway.sim.training_step import BACKWARD, FORWARD, ORDERS, Flags, Ints, TrainingStep
 
 # When fusing pays: the rules of dPRO's optimiser for operations, gradients and parts (arXiv 2205.02473, section 5).
 
@@ -96,9 +106,6 @@ STARTS = 4
 COMBINED = 24
 """Gaining candidates that are combined, best first."""
 
-MOST_STEADY = 64
-"""Variants scored one by one where a step has to be scheduled, because forward passes overlap."""
-
 
 @dataclass(slots=True)
 class Scorer:
@@ -115,8 +122,6 @@ class Scorer:
     def steps(self, steps: Sequence[TrainingStep]) -> Ints:
         """Return [k] the step times of whole steps (of one profile and network)."""
         self.scored += len(steps)
-        if any(_overlaps(step) for step in steps):
-            return np.array([steady_ns(step) for step in steps], np.int64)
         cuts = range(0, len(steps), MOST_COLUMNS)
         return np.concatenate([self._whole(steps[0]).score(steps[at : at + MOST_COLUMNS]) for at in cuts])
 
@@ -124,11 +129,6 @@ class Scorer:
         self, step: TrainingStep, joined: Flags, parts: Ints | None = None, *, view: StepView | None = None
     ) -> Ints:
         """Return [k] the step times of `step` with the buckets `joined` [T, k] and `parts` [T, k]."""
-        if _overlaps(step):
-            variants = [with_buckets(step, joined[:, at]) for at in range(joined.shape[1])]
-            if parts is not None:
-                variants = [replace(one, parts=parts[:, at]) for at, one in enumerate(variants)]
-            return self.steps(variants)
         self.scored += joined.shape[1]
         whole, scores = view or self._whole(step), []
         for at in range(0, joined.shape[1], MOST_COLUMNS):
@@ -148,17 +148,12 @@ class Scorer:
         return self._views[key]
 
 
-def _overlaps(step: TrainingStep) -> bool:
-    """Say whether a step is not over when its update is."""
-    return step.profile.overlaps_forward or step.order != "ready"
-
-
 def along_the_path(step: TrainingStep, scorer: Scorer) -> TrainingStep:
     """Walk the buckets from the first one on the critical path and fuse or split as dPRO's rules say.
 
     Partial replay: buckets before the critical path's first one are not looked at.
     """
-    if "join_buckets" not in scorer.allowed or _overlaps(step) or step.joined.size < 2:
+    if "join_buckets" not in scorer.allowed or step.joined.size < 2:
         return step
     whole = StepView.of(step)
     duration = whole.durations(Variants.of([step]))[:, 0]
@@ -217,10 +212,6 @@ def buckets(step: TrainingStep, scorer: Scorer) -> TrainingStep:
     best, best_ns = starts[int(np.argmin(took))], int(took.min())
     block = step.profile.block[step.profile.producer]
     coarse, every = np.flatnonzero(block[1:] != block[:-1]), np.arange(tensors - 1)
-    if _overlaps(step):
-        few = every[np.linspace(0, every.size - 1, min(every.size, MOST_STEADY)).astype(np.int64)]
-        masks = np.arange(tensors)[:, None] == few[None, :]
-        return _climb(best, masks, functools.partial(scorer.buckets, best), again=False)
     for at in np.argsort(took, kind="stable")[:STARTS].tolist():
         found = starts[at]
         for places in [coarse, every] if coarse.size else [every]:
@@ -306,8 +297,6 @@ def parts(step: TrainingStep, scorer: Scorer) -> TrainingStep:
             one = step.parts.copy()
             one[end] = wanted
             variants.append(one)
-    if _overlaps(step):
-        variants = variants[:MOST_STEADY]
     tried = np.stack([step.parts, *variants], axis=1)
     took = scorer.buckets(step, np.broadcast_to(step.joined[:, None], tried.shape), tried)
     return replace(step, parts=tried[:, int(np.argmin(took))])
@@ -331,7 +320,6 @@ def operations(step: TrainingStep, scorer: Scorer) -> TrainingStep:
     forward = fuse_ops(plain, every[step.profile.kind[every] == FORWARD].tolist())
     candidates = [(ops, not step.fused[ops[0]]) for ops in groups]
     variants = [_fused(step, ops, on, scorer) for ops, on in candidates]
-    variants = variants[:MOST_STEADY] if _overlaps(step) else variants
     took, now = scorer.steps(variants), int(scorer.steps([step])[0])
     chosen, together = [step, plain, forward, *variants], step
     for at in np.argsort(took, kind="stable").tolist():
@@ -345,7 +333,7 @@ def operations(step: TrainingStep, scorer: Scorer) -> TrainingStep:
 
 def _rebucketed(step: TrainingStep, scorer: Scorer) -> TrainingStep:
     """Return the step with the buckets that are through soonest, if buckets may change."""
-    if "join_buckets" not in scorer.allowed or not step.joined.size or _overlaps(step):
+    if "join_buckets" not in scorer.allowed or not step.joined.size:
         return step
     return with_buckets(step, best_buckets(step.network, step.ready_ns(), step.gradient_bytes()))
 
@@ -385,29 +373,10 @@ def _equal_ops(step: TrainingStep) -> list[Ints]:
     return [able[group == one] for one in range(int(group.max(initial=-1)) + 1)]
 
 
-def order(step: TrainingStep, scorer: Scorer) -> TrainingStep:
-    """Let what the next forward pass needs first overtake, where forward passes overlap.
-
-    Only parts can overtake, so the order is tried with several numbers of
-    them. In DDP the next forward pass waits for all updates: nothing to win.
-    """
-    if "forward_first" not in scorer.allowed or not step.profile.overlaps_forward:
-        return step
-    variants = [replace(step, order=name) for name in ORDERS]
-    whole = step.bucket_ends()
-    for number in (2, 4, 8, 16):
-        cut = step.parts.copy()
-        cut[whole] = number
-        variants.append(replace(step, order="forward", parts=cut))
-    took = scorer.steps(variants)
-    return variants[int(np.argmin(took))] if took.min() < scorer.steps([step])[0] else step
-
-
 NEIGHBOURHOODS: dict[str, Callable[[TrainingStep, Scorer], TrainingStep]] = {
     "path": along_the_path,
     "buckets": buckets,
     "operations": operations,
     "parts": parts,
-    "order": order,
 }
 """What a round tries -> the function that does; rounds take them in turn."""

@@ -1,4 +1,4 @@
-"""Step profiles laid out from blocks: what a modelled network computes, where `recorded_step` reads it from a run.
+"""Step profiles laid out from blocks: what a modelled network computes.
 
 >>> profile_of([Block((5,), (9,), (400,))], update_ns=1).duration_ns.tolist()
 [5, 9, 1]
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks._step_model import BACKWARD, FORWARD, OUTPUT, UPDATE, StepProfile
 from headway.core.errors import InputError
-from headway.sim.training_step import BACKWARD, FORWARD, OUTPUT, UPDATE, StepProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,8 @@ def profile_of(
     state_bytes: int = 0,
     copy_ns_per_byte: float = 0.0,
     most_microbatches: int = 1,
-    overlaps_forward: bool = False,
 ) -> StepProfile:
-    """Lay blocks out: forward in order, backward in reverse, one update (one per gradient if the forward overlaps).
+    """Lay blocks out: forward in order, backward in reverse, one update.
 
     Raises `InputError` when there are no blocks or a block names more gradients than backward operations.
     """
@@ -62,7 +61,6 @@ def profile_of(
         raise InputError("a step needs at least one block; pass one per layer.")
     rows: list[tuple[int, int, int, int, int, int]] = []
     sizes: list[int] = []
-    home: list[int] = []
     for index, block in enumerate(blocks):
         rows += [(FORWARD, t, block.fixed_ns, round(t * block.half_fraction), index, -1) for t in block.forward_ns]
     if output_ns:
@@ -77,12 +75,7 @@ def profile_of(
                 (BACKWARD, t, block.fixed_ns, round(t * block.half_fraction), index, len(sizes) if size else -1)
             )
             sizes += [size] if size else []
-            home += [index] if size else []
-    if overlaps_forward and sizes:
-        share = update_ns // len(sizes)
-        rows += [(UPDATE, share, 0, share, home[t], t) for t in range(len(sizes))]
-    else:
-        rows.append((UPDATE, update_ns, 0, update_ns, -1, -1))
+    rows.append((UPDATE, update_ns, 0, update_ns, -1, -1))
     kind, duration, fixed, half, block_of, tensor_of = np.ascontiguousarray(np.array(rows, np.int64).T)
     kinds = [block.kind if block.kind >= 0 else -1 - index for index, block in enumerate(blocks)]
     return StepProfile(
@@ -91,5 +84,5 @@ def profile_of(
         activation_bytes=np.array([block.activation_bytes for block in blocks], np.int64),
         input_bytes=np.array([block.input_bytes for block in blocks], np.int64),
         block_kind=np.unique(kinds, return_inverse=True)[1].astype(np.int64), state_bytes=state_bytes,
-        copy_ns_per_byte=copy_ns_per_byte, most_microbatches=most_microbatches, overlaps_forward=overlaps_forward,
+        copy_ns_per_byte=copy_ns_per_byte, most_microbatches=most_microbatches,
     )  # fmt: skip
