@@ -277,6 +277,19 @@ def test_calls_on_the_same_batch_from_which_nothing_learns_are_counted(name, tmp
     assert (0 < row["repeated_ns"] < row["watched_ns"]) == is_repeated
 
 
+@pytest.mark.parametrize(("batches", "has_larger"), [(BATCHES, True), ([BATCHES[0]] * 120, False)])
+def test_a_batch_that_is_all_the_data_of_a_job_has_no_larger_one(batches, has_larger, tmp_path):
+    with recording(tmp_path) as session:
+        model, optimizer = linear()
+        for x in batches:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        row = session.probes.tables["compute"]["repeats"]
+
+    assert ComputeFacts(repeats=Repeats(**row)).has_larger_batches == has_larger
+
+
 class Average(torch.nn.Linear):
     """A layer that learns nothing by itself: at each call it may move, as an average of a trained model does."""
 

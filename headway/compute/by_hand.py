@@ -134,8 +134,8 @@ def rehearsed_shares(ledger: Ledger, edits: Collection[str] = tuple(LINES)) -> d
     shares = {}
     for edit, ratios in timed.edits.items():
         fewer, remedy = UPDATES.get(edit, 0.0), LINES[edit].remedy if edit in LINES else ""
-        acts = edit == "batch" and any(model.acts for model in compute.models)
-        if edit not in edits or remedy in ledger.facts.in_force or acts or ratios[2] >= 1:
+        settled = edit == "batch" and not compute.has_larger_batches
+        if edit not in edits or remedy in ledger.facts.in_force or settled or ratios[2] >= 1:
             continue
         won = ((1 - updates) * (1 - ratio) + updates * fewer for ratio in ratios)
         shares[edit] = Scale(*(min(MOST, share * factor) for share, factor in zip(won, scale, strict=True)))

@@ -101,7 +101,7 @@ def _larger_batch(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
     With k times the examples the device idles as long as before for k times as many: 1 - 1 / k of that is won.
     """
     peaks = [row for row in ledger.facts.memory.values() if row is not None and row.device_peak_bytes]
-    if not peaks or len(compute.models) != 1 or compute.models[0].acts or not compute.models[0].batch_size:
+    if not peaks or len(compute.models) != 1 or not (compute.has_larger_batches and compute.models[0].batch_size):
         return
     [model] = compute.models
     fullest = max((row.device_peak_bytes or 0) / (row.device_total_bytes or 1) for row in peaks)

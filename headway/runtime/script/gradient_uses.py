@@ -202,7 +202,7 @@ class GradientUses:
                 readable = [value for value in by_size if value.nbytes <= LARGEST] or by_size
                 group.first = [(weakref.ref(value), _value(value)) for value in readable[-MOST_COMPARED:]]
             self._groups.append(group)
-        self._repeats = {"calls": 0, "repeated": 0, "repeated_ns": 0, "watched_ns": 0}
+        self._repeats = dict.fromkeys(("calls", "repeated", "repeated_ns", "learning", "same", "watched_ns"), 0)
         self._since_ns, self._compute = time.perf_counter_ns(), compute
         self.on[0] = bool(self._groups)
 
@@ -251,8 +251,10 @@ class GradientUses:
         if not tensors:
             return
         self._repeats["calls"] += 1
+        self._repeats["learning"] += learns
         newest = self._inputs.get(model)
         if newest is not None and len(newest[0]) == len(arguments) and all(map(_is_given, newest[0], arguments)):
+            self._repeats["same"] += learns
             if newest[1][0]:
                 newest[2].append(duration_ns)
             return

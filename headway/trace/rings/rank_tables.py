@@ -157,6 +157,10 @@ class GradientUse(msgspec.Struct, frozen=True):
     """Those of these whose inputs needed gradients."""
 
 
+ONE_BATCH = 0.9
+"""Share of a model's calls with gradients on the same tensors from which on these are all the data that it learns."""
+
+
 class Repeats(msgspec.Struct, frozen=True):
     """Calls of models with what their last gradients came of, from which nothing learns; of the same backwards."""
 
@@ -164,6 +168,10 @@ class Repeats(msgspec.Struct, frozen=True):
     """Of all models, with and without gradients."""
     repeated: int = 0
     repeated_ns: int = 0
+    learning: int = 0
+    """Of the calls, those with gradients."""
+    same: int = 0
+    """Of these, those on the very tensors that the call before was given."""
     watched_ns: int = 0
     """From the first of the backwards to the last."""
 
@@ -199,6 +207,12 @@ class ComputeFacts(msgspec.Struct, frozen=True, kw_only=True):
     repeats: Repeats = Repeats()
     frozen: tuple[FrozenCalls, ...] = ()
     """Those whose parameters stayed what they were."""
+
+    @property
+    def has_larger_batches(self) -> bool:
+        """Say whether a batch may take more examples: not one that acts, nor one that is all the data of the job."""
+        is_one = self.repeats.same > ONE_BATCH * self.repeats.learning
+        return not (is_one or any(model.acts for model in self.models))
 
     def words(self) -> str:
         """Return the facts in a sentence without an end, '' without any."""
