@@ -451,7 +451,7 @@ def test_a_plan_says_what_lost_ranks_cost_as_replan_does_and_a_killed_one_costs_
 def test_no_deep_window_is_opened_beside_a_runner(tmp_path):
     """torch's profiler crashes when it is stopped while receives are under way, as between a runner's steps."""
     times = [f"--{name}-ms=1" for name in ("forward", "input", "weight")]
-    job = ["--", ROOT / "benchmarks" / "jobs" / "pipeline_runner.py", "--schedule", "two_buffer", "--steps", 20, *times]
+    job = ["--", ROOT / "benchmarks" / "jobs" / "pipeline_runner.py", "--schedule", "two_buffer", "--steps", 40, *times]
     ran = command("run", "--nproc-per-node", 2, "--window-at", 8, "--out", tmp_path / "run", *job)
 
     assert ran["exit"]["code"] == 0
