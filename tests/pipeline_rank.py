@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
-
 
 def losses_and_gradients(folder: str, text: str) -> tuple[list[float], list[float]]:
     """Run one step of Schedule1F1B, or of torch's runtime under the order `text`; return losses and gradients."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
     rank = dist.get_rank()
     torch.manual_seed(rank)
     world_size = dist.get_world_size()

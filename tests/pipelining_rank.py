@@ -1,18 +1,12 @@
 """What tests of pipelines run on each rank, and the oracles: the same training in one process, written out."""
 
 import itertools
-import os
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as functional
 from torch import nn
-
-import headway
-from headway.core.errors import HeadwayError
-from headway.parallel import pipeline
 
 WIDTH = 6
 M = 4
@@ -53,6 +47,8 @@ def trained(
     name: str, optimizer: str, steps: int, options: dict[str, Any], flushes: tuple[int, ...] = ()
 ) -> tuple[dict[str, Any], list[dict[int, float]], int]:
     """Train the chain under a schedule; return this rank's state, its losses, and the versions that it held."""
+    from headway.parallel import pipeline
+
     torch.set_num_threads(1)
     m = options.get("num_microbatches", M)
     settings = {"num_microbatches": m, "timeout_s": 20, **options}
@@ -117,6 +113,8 @@ class Mixed(nn.Module):
 
 def trained_graph(name: str, schedule: str, steps: int) -> tuple[dict[str, Any], int]:
     """Train a graph of stages; return this rank's state."""
+    from headway.parallel import pipeline
+
     torch.set_num_threads(1)
     runner = pipeline(
         graph_model(name), torch.zeros(3, WIDTH).double(), loss=functional.mse_loss, optimizer=OPTIMIZERS["sgd"],
@@ -199,6 +197,9 @@ def saved_and_resumed(
     root: str, schedule: str, steps: int, saves_at: int | None, before: int = 0
 ) -> tuple[dict[str, Any], int | None]:
     """Restore what is there, train from batch `before` on, save after `saves_at` steps; return this rank's state."""
+    import headway
+    from headway.parallel import pipeline
+
     torch.set_num_threads(1)
     runner = pipeline(
         chain(), torch.zeros(3, WIDTH).double(), loss=functional.mse_loss, optimizer=OPTIMIZERS["adam"],
@@ -228,6 +229,9 @@ class Ragged(nn.Module):
 
 def refused(case: str) -> str:
     """Make, or train, what cannot be; return what is said of it on this rank."""
+    from headway.core.errors import HeadwayError
+    from headway.parallel import pipeline
+
     torch.manual_seed(0)
     first, second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
     model: Any = nn.Sequential(first, second)
@@ -306,6 +310,8 @@ class Tied(nn.Module):
 
 def trained_tied(steps: int) -> dict[str, Any]:
     """Train a traced model whose embedding is tied over the stages; return this rank's state."""
+    from headway.parallel import pipeline
+
     torch.set_num_threads(1)
     torch.manual_seed(1)
     model = Tied().double()
@@ -344,6 +350,11 @@ def synchronous_tied(steps: int) -> dict[str, torch.Tensor]:
 
 def with_a_peer_that(ends: str) -> None:
     """Train on two ranks, of which the second dies, or stalls, in its second step."""
+    import os
+    import time
+
+    from headway.parallel import pipeline
+
     runner = pipeline(
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)).double(), torch.zeros(3, WIDTH).double(),
         loss=functional.mse_loss, optimizer=OPTIMIZERS["sgd"], num_microbatches=M, timeout_s=2,

@@ -3,8 +3,6 @@
 from typing import Any
 from unittest.mock import MagicMock
 
-from torch.distributed import pipelining
-
 from headway.sim.pipeline.actions import OPS, Action, B, F, Orders
 
 
@@ -23,6 +21,8 @@ def _stage(index: int, num_stages: int, group_size: int, calls: list[Action] | N
 
 def executed(schedule: str, num_ranks: int, num_microbatches: int) -> Orders:
     """Return what `ScheduleGPipe` or `Schedule1F1B` runs on each rank."""
+    from torch.distributed import pipelining
+
     orders = []
     for rank in range(num_ranks):
         calls: list[Action] = []
@@ -35,6 +35,8 @@ def executed(schedule: str, num_ranks: int, num_microbatches: int) -> Orders:
 
 def planned(schedule: str, num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> Orders:
     """Return the computations in the order of one of torch's schedules with several stages per rank."""
+    from torch.distributed import pipelining
+
     num_stages = num_ranks * stages_per_rank
     indices = [part * num_ranks for part in range(stages_per_rank)]
     if schedule == "ScheduleZBVZeroBubble":
