@@ -31,7 +31,7 @@ LONGEST = [
     "fault_incidents", "recorded_pipeline", "world", "failing_remedies", "batch_verification", "draws_planned",
     "switch", "launch_ends", "watch", "prometheus", "compress", "resume_check", "launch", "pretend", "elastic",
     "report_browser", "checkpoint_switch", "ring_folders", "checkpoint_kills", "engine_ranks", "device_run",
-    "checkpoint_life", "full_disk",
+    "checkpoint_life", "full_disk", "call_flops", "rereading", "fused_optimizer", "workers", "verbs", "try",
 ]  # fmt: skip
 """Test files that take longest, and so begin first: a run on several processes does not wait for one at its end."""
 

@@ -5,24 +5,27 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from typing import Any
 
-from tests.made.pool import RankPool
+from tests.made.pool import PRELOAD, RankPool
 
 MAX_RANKS = 4
 
+IMPORTED = (
+    *PRELOAD, "pytest", "hypothesis.extra.numpy", "torch.distributed.checkpoint", "torch.distributed.pipelining",
+    "tests.ddp_made", "tests.remedy_context", "tests.runs_made", "headway.checkpoint.restores.restore",
+    "headway.comm.advise", "headway.data.loader.loader", "headway.ledger.live_mfu", "headway.parallel",
+    "headway.sim.pipeline.weight_versions", "headway.verbs.runs.compare",
+)  # fmt: skip
+"""What the fork server of a test process imports for all ranks of its tests."""
 
-@lru_cache(maxsize=1)
-def pool() -> RankPool:
-    """Return the session's pool; its fork server starts at the first call."""
-    return RankPool()
+POOL = RankPool(IMPORTED)  # here and not at the first call: another may start the server, and it imports once
 
 
 def on_ranks(function: Callable[..., Any], world_size: int, *args: Any, **options: Any) -> list[Any]:
     """Run a module-level function on up to four gloo ranks, 60 s at most; returns the results by rank."""
     assert world_size <= MAX_RANKS, "tests use at most four ranks"
-    return pool().run(function, world_size, *args, **options)
+    return POOL.run(function, world_size, *args, **options)
 
 
 def in_fork(act: Callable[[], object]) -> int:

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from headway.comm.advise import SEARCH, propose
 from headway.ledger.cause import Cause
@@ -198,8 +200,6 @@ def test_a_search_that_no_window_shows_is_left_to_a_live_try() -> None:
 
 def graph_facts(changing: bool) -> list[bool]:
     """Train with a search for unused parameters; return whether DDP calls the graph static, while and after."""
-    import torch
-    from torch.nn.parallel import DistributedDataParallel
 
     class Net(torch.nn.Module):
         def __init__(self) -> None:

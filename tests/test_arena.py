@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.core.machine.arena import Arena, shared_memory
+from tests.refusals import refused
 
 
 @given(
@@ -63,9 +64,7 @@ def test_an_arena_that_holds_nothing_is_refused(slots, capacity):
         Arena(slots, capacity)
 
 
-def test_a_slot_outside_is_named():
-    with pytest.raises(InputError, match=r"slot 4 is outside 0\.\.3"):
-        Arena(4, 10).get(4)
+test_a_slot_outside_is_named = refused((lambda: Arena(4, 10).get(4), r"slot 4 is outside 0\.\.3"))
 
 
 def test_another_process_gets_the_same_memory_by_pickle(tmp_path):

@@ -43,7 +43,10 @@ def counted(module, *args, **kwargs) -> dict[str, object]:
     return json.loads(said(work)[0])
 
 
-@pytest.mark.parametrize("name", MODELS)
+LARGE = pytest.param("ResNet-50", marks=pytest.mark.slow)  # large: the others hold the law
+
+
+@pytest.mark.parametrize("name", [LARGE if name == "ResNet-50" else name for name in MODELS])
 def test_a_child_counts_what_a_copy_of_the_model_does(name):
     make, inputs, _ = MODELS[name]
     model = make()

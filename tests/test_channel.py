@@ -24,6 +24,7 @@ from headway.core.files.private import runtime_directory
 from headway.core.wire import wires
 from headway.core.wire.channel import ChannelClosed, Listener, TcpListener, connect, connect_tcp, pair
 from headway.core.wire.handshake import MOST_STRANGERS, PendingHandshakes
+from tests.refusals import refused
 
 
 class Text(msgspec.Struct, tag=True, frozen=True):
@@ -424,9 +425,7 @@ def test_a_fork_lets_go_of_a_listener_while_a_thread_of_its_parent_is_in_accept(
     assert os.waitstatus_to_exitcode(ended[1]) == 7
 
 
-def test_an_empty_token_is_refused():
-    with pytest.raises(InputError, match="empty"):
-        TcpListener("127.0.0.1", 0, "", types=TYPES)
+test_an_empty_token_is_refused = refused((lambda: TcpListener("127.0.0.1", 0, "", types=TYPES), "empty"))
 
 
 def test_the_runtime_folder_is_ours_alone(tmp_path, monkeypatch):

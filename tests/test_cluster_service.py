@@ -72,7 +72,7 @@ def simulated(pools, policy, rates):
         now_s += length_s
 
 
-def served(tmp_path, pools, policy, rates, speed=1000.0, **options):
+def served(tmp_path, pools, policy, rates, speed=5000.0, **options):
     """The decisions of a service with the same jobs, on a wall clock that is `speed` times as fast."""
     began_s = time.monotonic()
     steps = {f"job{number + 1}": row[2] for number, row in enumerate(JOBS)}
@@ -85,7 +85,7 @@ def served(tmp_path, pools, policy, rates, speed=1000.0, **options):
             server.submit(SubmitJob("", scale, ["train.py"], "/"), at_s=arrival_s)
         while any(job.state != "finished" for job in server.state.jobs.values()):
             server.turn(0.001)
-            assert server.now_s() < 20_000
+            assert server.now_s() < 600_000
         finish_s = [job.finish_s for job in server.state.jobs.values()]
     with EventLog(log_of(tmp_path / "service"), write=False) as log:
         events = [event for event in log.read() if isinstance(event, RoundAdvanced)]

@@ -6,20 +6,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.profiler import profile
 
 from headway.catalog import REMEDIES
+from headway.comm.torch_fsdp_order import order
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.runtime.in_rank.remedy import Applied, RefusedRemedy
 from tests.recorded import FSDP2, run_script
 from tests.remedy_context import applied
 from tests.spawn import on_ranks
+from tests.training import train
 
 LAYERS = 4
 
 
 def network() -> Any:
     """Return layers, each sharded, in a sharded whole; a forward leaves out `skip` of them, runs `twice` again."""
-    import torch
     import torch.distributed.fsdp as fsdp
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -47,11 +52,6 @@ def network() -> Any:
 
 def losses_of(model: Any, steps: int = 3) -> list[float]:
     """Train; return the losses, bit for bit."""
-    import torch
-    import torch.distributed as dist
-
-    from tests.training import train
-
     seeds = [10 * step + dist.get_rank() for step in range(steps)]
     draws = (torch.randn(4, 32, generator=torch.Generator().manual_seed(seed)) for seed in seeds)
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1), draws)
@@ -59,8 +59,6 @@ def losses_of(model: Any, steps: int = 3) -> list[float]:
 
 def prefetches(model: Any) -> dict[str, int]:
     """Return how many modules one step gathers ahead in forward and in backward, by FSDP2's own marks."""
-    from torch.profiler import profile
-
     with profile() as seen:
         losses_of(model, 1)
     names = [event.name for event in seen.events()]
@@ -69,8 +67,6 @@ def prefetches(model: Any) -> dict[str, int]:
 
 def both(job: Callable[[Any], Any], ahead: int = 1, counted: bool = False, early: bool = False) -> dict[str, Any]:
     """Return what `job` gives with the remedy and without it, the outcomes, and how much was gathered ahead."""
-    from headway.comm.torch_fsdp_order import order
-
     plain = job(network())
     with applied(order, {"ahead": ahead, "early": early}) as context:
         model = network()
@@ -82,8 +78,6 @@ def both(job: Callable[[Any], Any], ahead: int = 1, counted: bool = False, early
 
 def out_of_order(model: Any) -> list[float]:
     """Leave the last layer out of a forward, with parameters that change before it runs again."""
-    import torch
-
     losses = losses_of(model, 2)
     model.skip = frozenset([LAYERS - 1])
     with torch.no_grad():
@@ -96,8 +90,6 @@ def out_of_order(model: Any) -> list[float]:
 
 def an_exception(model: Any) -> list[float]:
     """Fail in the middle of a forward, and go on."""
-    import torch
-
     losses = losses_of(model, 1)
     handle = model.layers[1].register_forward_pre_hook(lambda module, args: 1 / 0)
     with torch.no_grad():
@@ -123,8 +115,6 @@ def own_order(model: Any) -> list[float]:
 
 def edited_within_forwards(model: Any) -> list[float]:
     """Change the parameters of a layer, from the third forward on, while the layer before it runs."""
-    import torch
-
     losses = losses_of(model, 2)
 
     def edit(module: Any, args: Any) -> None:
@@ -138,8 +128,6 @@ def edited_within_forwards(model: Any) -> list[float]:
 
 def recomputed(model: Any) -> list[float]:
     """Compute each layer again in backward."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-
     apply_activation_checkpointing(model, check_fn=lambda module: module in set(model.layers))
     return losses_of(model)
 
@@ -177,8 +165,6 @@ def test_what_is_no_chain_is_refused_and_results_stay_the_same(job: Callable[[An
 
 def edited_after_updates(model: Any) -> list[float]:
     """Change the parameters of the first layers after an update, as an average of weights would."""
-    import torch
-
     losses = losses_of(model, 2)
     with torch.no_grad():
         for parameter in [*model.layers[0].parameters(), *model.head.parameters()]:
@@ -188,8 +174,6 @@ def edited_after_updates(model: Any) -> list[float]:
 
 def one_layer_between(model: Any) -> list[float]:
     """Run one layer alone after an update, then change all parameters."""
-    import torch
-
     losses = losses_of(model, 2)
     with torch.no_grad():
         model.layers[1](torch.ones(2, 32))
@@ -200,8 +184,6 @@ def one_layer_between(model: Any) -> list[float]:
 
 def updated_twice(model: Any) -> list[float]:
     """Update again without a forward between, then save."""
-    import torch
-
     losses = losses_of(model, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for parameter in model.parameters():

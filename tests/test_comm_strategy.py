@@ -31,14 +31,14 @@ def every_plan(options, num):
 
 def test_small_cases_of_stages_are_within_three_per_cent_of_the_best_plan():
     rng, near = np.random.default_rng(5), 0
-    for _ in range(100):
+    for _ in range(40):
         options = int(rng.integers(2, 9))
         lanes = rng.integers(0, 4, (4, options, 4))
         lanes[np.arange(4)[None, None] >= rng.integers(1, 5, (4, options, 1))] = -1
         pricing = priced(StageChains(rng.integers(0, 3000, 4), lanes, rng.integers(1, 3000, lanes.shape)))
         near += search(pricing).cost <= 1.03 * pricing.score(every_plan(pricing.options, 4))[0].min()
 
-    assert near >= 95
+    assert near >= 38
 
 
 def test_alike_tensors_go_to_the_cpu_from_one_end():

@@ -14,8 +14,10 @@ from safetensors.torch import save_file
 from headway.core.errors import FormatError, InputError
 from headway.storage.checks.contents import bits, contents
 from headway.storage.checks.difference import difference
+from headway.storage.commit import commit
+from headway.storage.draft import open_draft
 from headway.storage.manifest import METADATA
-from tests.checkpoints import some_state, write_checkpoint
+from tests.checkpoints import rows_of, some_state, write_checkpoint, write_rank
 
 
 def written(folder: Path, form: str, state: dict[str, torch.Tensor]) -> Path:
@@ -183,10 +185,6 @@ def test_bits_of_strided_tensors_are_those_that_torch_has(tmp_path):
 
 
 def test_objects_that_each_rank_has_its_own_of_are_all_listed(tmp_path):
-    from headway.storage.commit import commit
-    from headway.storage.draft import open_draft
-    from tests.checkpoints import rows_of, write_rank
-
     for rank, parts in enumerate(rows_of(some_state(), 2)):
         draft = open_draft(tmp_path, 1, "a", rank=rank)
         write_rank(draft, rank, 2, parts, {"rng": rank, "lr": 0.1})

@@ -10,13 +10,13 @@ from benchmarks.guard_jobs import DEFAULT, trial
 from headway.core.files.planfile import PlanFile, Remedy, write_plan
 from headway.runtime.script.bad_loss import FEWEST, MOST_SPIKES, SPIKE, judge
 from tests.launching import headway, script
-from tests.spawn import pool
+from tests.spawn import POOL
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DEFAULT)
 def test_a_guarded_job_is_plain_where_losses_are_good_and_guarded_or_left_alone_where_one_is_not(name):
-    assert trial(pool(), name) == []
+    assert trial(POOL, name) == []
 
 
 @given(st.floats(0.1, 10.0), st.floats(SPIKE * 1.01, 1e4), st.integers(0, 3))

@@ -1,11 +1,10 @@
 """What is done after a failure, rung by rung."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.core.errors import InputError
 from headway.fault.supervise import ACTIONS, RecoveryLimits, Seen, decide
+from tests.refusals import refused
 
 ERROR = "ValueError: bad row"
 PLENTY = RecoveryLimits(restarts_left=9)
@@ -73,8 +72,7 @@ def test_a_host_goes_when_it_is_blamed_twice_and_at_once_on_certain_evidence():
     assert decide(Seen("infra", hosts=("a",), certain=True), [], room).action == "standby"
 
 
-def test_limits_that_cannot_be_are_refused():
-    with pytest.raises(InputError, match="restarts_left is -1; it must be at least 0"):
-        RecoveryLimits(restarts_left=-1)
-    with pytest.raises(InputError, match="no_progress is 0"):
-        RecoveryLimits(restarts_left=1, no_progress=0)
+test_limits_that_cannot_be_are_refused = refused(
+    (lambda: RecoveryLimits(restarts_left=-1), "restarts_left is -1; it must be at least 0"),
+    (lambda: RecoveryLimits(restarts_left=1, no_progress=0), "no_progress is 0"),
+)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.core.errors import InputError
 from headway.fault.torch_self_check import check, verdict
 from headway.verbs.jobs.fault import probe
+from tests.refusals import refused
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
@@ -38,8 +38,7 @@ def test_a_check_that_does_not_return_ends_at_its_deadline_and_names_the_ranks()
     assert found.failed[1] == "no answer within 0.05 s"
 
 
-def test_a_deadline_or_a_number_of_ranks_that_cannot_be_is_one_error():
-    with pytest.raises(InputError, match=r"--timeout-s is 0.*Pass 60"):
-        check(2, timeout_s=0)
-    with pytest.raises(InputError, match=r"--nproc-per-node is 0"):
-        check(0, timeout_s=9)
+test_a_deadline_or_a_number_of_ranks_that_cannot_be_is_one_error = refused(
+    (lambda: check(2, timeout_s=0), r"--timeout-s is 0.*Pass 60"),
+    (lambda: check(0, timeout_s=9), r"--nproc-per-node is 0"),
+)

@@ -26,6 +26,7 @@ from headway.data.fleet.torch_fleet import Fleet, FleetLoader, work_for
 from headway.data.service.messages import StatusRequest
 from tests.datasets import Sized
 from tests.launching import wait_for
+from tests.refusals import refused
 from tests.served_made import has_ended
 
 
@@ -225,13 +226,11 @@ def test_what_cannot_be_prepared_surfaces_in_its_turn_and_again():
     assert got == np.arange(30).reshape(3, 10).tolist()
 
 
-def test_a_bad_first_example_ends_before_any_worker_starts():
-    with pytest.raises(InputError, match=r"(?s)first 2 examples cannot be prepared, so no fleet .*item 1 is broken"):
-        Fleet(Drawn(40, broken=1))
-    with pytest.raises(InputError, match=r"is of type object, which cannot be sent"):
-        Fleet(Drawn(4), collate_fn=lambda examples: object())
-    with pytest.raises(InputError, match="the process that tried ended with -9"):
-        Fleet(Drawn(4, ends=0))
+test_a_bad_first_example_ends_before_any_worker_starts = refused(
+    (lambda: Fleet(Drawn(40, broken=1)), r"(?s)first 2 examples cannot be prepared, so no fleet .*item 1 is broken"),
+    (lambda: Fleet(Drawn(4), collate_fn=lambda examples: object()), r"is of type object, which cannot be sent"),
+    (lambda: Fleet(Drawn(4, ends=0)), "the process that tried ended with -9"),
+)
 
 
 def test_an_item_that_ends_every_worker_is_one_clear_error():

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from headway.core.errors import FormatError, InputError
 from headway.lab.fleet import DiskFleet
 from headway.lab.fleet_sim import Dgroup, read_clusters, step_days
+from tests.refusals import refused
 
 FLAT = ((0.0, 0.02),)
 
@@ -77,12 +78,9 @@ def test_a_file_that_is_not_there_is_said_so(tmp_path):
         read_clusters(tmp_path / "none.toml")
 
 
-def test_models_that_cannot_be_are_refused():
-    with pytest.raises(InputError, match="an AFR is negative"):
-        Dgroup("a", ((0, 5),), ((0, -0.1),))
-    with pytest.raises(InputError, match="must be positive"):
-        Dgroup("a", ((0, 5),), FLAT, capacity_bytes=0)
-    with pytest.raises(InputError, match="two models of disk have one name"):
-        DiskFleet().simulate([Dgroup("a", ((0, 5),), FLAT)] * 2, 5)
-    with pytest.raises(InputError, match="'a' is not a Dgroup"):
-        DiskFleet().simulate(["a"], 5)
+test_models_that_cannot_be_are_refused = refused(
+    (lambda: Dgroup("a", ((0, 5),), ((0, -0.1),)), "an AFR is negative"),
+    (lambda: Dgroup("a", ((0, 5),), FLAT, capacity_bytes=0), "must be positive"),
+    (lambda: DiskFleet().simulate([Dgroup("a", ((0, 5),), FLAT)] * 2, 5), "two models of disk have one name"),
+    (lambda: DiskFleet().simulate(["a"], 5), "'a' is not a Dgroup"),
+)

@@ -24,6 +24,7 @@ from headway.trace.recording.run_facts import RunExit
 from headway.verbs.jobs.fault import verdict_of
 from headway.verbs.runs.why import hang_of
 from tests.hung_nccl import FAULTS, hung_devices
+from tests.refusals import refused
 from tests.spawn import on_ranks
 
 PATIENCE_S = 50.0
@@ -101,13 +102,11 @@ def test_an_unnamed_group_stands_along_the_axis_that_its_description_names():
     assert found.origins[0].ranks == (3,)
 
 
-def test_a_dump_needs_its_rank_and_a_mesh_as_large_as_the_world():
-    with pytest.raises(InputError, match=r"does not say whose it is. Name each file after its rank"):
-        of_dumps(Trace.from_columns({"rank": [-1]}))
-    with pytest.raises(InputError, match=r"tp\(2\) = 2 is not the world size 4"):
-        of_dumps(dumps({0: []}), Mesh({"tp": 2}))
-    with pytest.raises(InputError, match=r"no Flight Recorder dump"):
-        of_dumps(Trace.from_columns({"rank": [0]}, lanes=["main", "stream 7"]))
+test_a_dump_needs_its_rank_and_a_mesh_as_large_as_the_world = refused(
+    (lambda: of_dumps(Trace.from_columns({"rank": [-1]})), r"does not say whose it is. Name each file after its rank"),
+    (lambda: of_dumps(dumps({0: []}), Mesh({"tp": 2})), r"tp\(2\) = 2 is not the world size 4"),
+    (lambda: of_dumps(Trace.from_columns({"rank": [0]}, lanes=["main", "stream 7"])), r"no Flight Recorder dump"),
+)
 
 
 WATCH = {

@@ -81,45 +81,45 @@ RANGE = b"\x80\x02c__builtin__\nlist\nc__builtin__\nrange\n"
 SAVED = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 COLLECTIVE = {"Collective name": "allreduce", "Process Group Name": "1"}
 ATTACKS = {
-    "list of a range.pt": (pickled(RANGE + b"J\x00\xe1\xf5\x05\x85R\x85R."), 3),
-    "keys in keys.pt": (pickled(b"\x80\x02})" + b"\x85" * DEEP + b"Ns."), 3),
-    "a key that doubles.pt": (pickled(b"\x80\x02})" + b"2\x86" * 60 + b"Ns."), 3),
-    "a value that doubles.pt": (pickled(b"\x80\x02]" + b"2\x86" * 60 + b"."), 2),
-    "lists in lists.pt": (pickled(b"\x80\x02" + b"]" * DEEP + b"a" * (DEEP - 1) + b"."), 3),
-    "a long number.pt": (pickled(b"\x80\x02F" + bytes(40_000_000) + b"\n."), 3),
-    "empty lists.pt": (pickled(b"\x80\x02](" + b"]" * 3_000_000 + b"e."), 2),
+    "list of a range.pt": (lambda: pickled(RANGE + b"J\x00\xe1\xf5\x05\x85R\x85R."), 3),
+    "keys in keys.pt": (lambda: pickled(b"\x80\x02})" + b"\x85" * DEEP + b"Ns."), 3),
+    "a key that doubles.pt": (lambda: pickled(b"\x80\x02})" + b"2\x86" * 60 + b"Ns."), 3),
+    "a value that doubles.pt": (lambda: pickled(b"\x80\x02]" + b"2\x86" * 60 + b"."), 2),
+    "lists in lists.pt": (lambda: pickled(b"\x80\x02" + b"]" * DEEP + b"a" * (DEEP - 1) + b"."), 3),
+    "a long number.pt": (lambda: pickled(b"\x80\x02F" + bytes(40_000_000) + b"\n."), 3),
+    "empty lists.pt": (lambda: pickled(b"\x80\x02](" + b"]" * 3_000_000 + b"e."), 2),
     "colliding keys.pt": (
-        pickled(b"\x80\x02}(" + b"".join(b"\x8a\x0a" + (k * (2**61 - 1)).to_bytes(10, "little") + b"N"
+        lambda: pickled(b"\x80\x02}(" + b"".join(b"\x8a\x0a" + (k * (2**61 - 1)).to_bytes(10, "little") + b"N"
                                          for k in range(16, 60_000)) + b"u."), 3),
-    "bomb.pt": (bomb(), 3),
-    "shared payload.pt": (shared_payload(20_000), 3),
-    "shape of truth.safetensors": (safetensors({"w": {**SAVED, "shape": [True, 2]}}), 3),
-    "shape of halves.safetensors": (safetensors({"w": {**SAVED, "shape": [0.5, 4]}}), 3),
-    "huge shape.safetensors": (safetensors({"w": {**SAVED, "shape": [10**300] * 64}}), 3),
-    "negative shape.safetensors": (safetensors({"w": {**SAVED, "shape": [-1, -2]}}), 3),
-    "metadata is a number.safetensors": (safetensors({"w": SAVED, "__metadata__": 5}), 3),
-    "metadata is no text.safetensors": (safetensors({"w": SAVED, "__metadata__": {"a": 1}}), 3),
-    "deep.safetensors": (safetensors(b'{"a":' * DEEP), 3),
-    "deep.safetensors.index.json": (b'{"weight_map":' + b"[" * DEEP, 2),
-    "deep.json": (b'{"traceEvents": [{"ph": "X", "args": ' + b"[" * DEEP, 2),
-    "exponent.json": (kineto(ts="RAW 1e999999999 RAW"), 2),
-    "digits.json": (kineto(ts="RAW " + "9" * 5_000_000 + " RAW"), 2),
-    "large group.json": (kineto(args={**COLLECTIVE, "Group size": 1e9, "Global rank stride": 1}), 0),
-    "deep ranks.json": (kineto(args={**COLLECTIVE, "Process Group Ranks": "[" * DEEP}), 0),
-    "blanks.json.gz": (gzip.compress(b'{"traceEvents": [' + b" " * 300_000_000, 1), 2),
-    "empty events.json": (b'{"traceEvents": [' + b"{}," * 3_000_000 + b"{}]}", 2),
-    "deep dump.json": (b'{"entries": ' + b"[" * DEEP + b', "pg_config": 1', 2),
-    "doubling text.pkl": (b"\x80\x02}(X\x07\x00\x00\x00entries](}(X\x0e\x00\x00\x00profiling_name)" + b"2\x86" * 60
-                          + b"ueu.", 2),
-    "huge shapes.pkl": (dump(input_sizes=[[2**62] * 60], input_dtypes=["Float"]), 2),
-    "deep.jsonl": (b'{"log_type_name": "a_start", "time_us": 1, "more": ' + b"[" * DEEP + b"\n", 2),
-    "large time.jsonl": (b'{"log_type_name": "a_start", "time_us": 18446744073709551615}\n', 2),
-    "many nodes.et": (b"\x08\n\x060.0.50" + b"\x00" * 2_000_000, 2),
-    "deep sizes.parquet": (parquet({b"headway.sizes": b"[" * DEEP}), 2),
-    "deep tables.parquet": (parquet({b"headway.trace": b'{"schema":' * DEEP}), 2),
-    "many rows.parquet": (parquet({}, rows=5_000_000), 2),
+    "bomb.pt": (lambda: bomb(), 3),
+    "shared payload.pt": (lambda: shared_payload(20_000), 3),
+    "shape of truth.safetensors": (lambda: safetensors({"w": {**SAVED, "shape": [True, 2]}}), 3),
+    "shape of halves.safetensors": (lambda: safetensors({"w": {**SAVED, "shape": [0.5, 4]}}), 3),
+    "huge shape.safetensors": (lambda: safetensors({"w": {**SAVED, "shape": [10**300] * 64}}), 3),
+    "negative shape.safetensors": (lambda: safetensors({"w": {**SAVED, "shape": [-1, -2]}}), 3),
+    "metadata is a number.safetensors": (lambda: safetensors({"w": SAVED, "__metadata__": 5}), 3),
+    "metadata is no text.safetensors": (lambda: safetensors({"w": SAVED, "__metadata__": {"a": 1}}), 3),
+    "deep.safetensors": (lambda: safetensors(b'{"a":' * DEEP), 3),
+    "deep.safetensors.index.json": (lambda: b'{"weight_map":' + b"[" * DEEP, 2),
+    "deep.json": (lambda: b'{"traceEvents": [{"ph": "X", "args": ' + b"[" * DEEP, 2),
+    "exponent.json": (lambda: kineto(ts="RAW 1e999999999 RAW"), 2),
+    "digits.json": (lambda: kineto(ts="RAW " + "9" * 5_000_000 + " RAW"), 2),
+    "large group.json": (lambda: kineto(args={**COLLECTIVE, "Group size": 1e9, "Global rank stride": 1}), 0),
+    "deep ranks.json": (lambda: kineto(args={**COLLECTIVE, "Process Group Ranks": "[" * DEEP}), 0),
+    "blanks.json.gz": (lambda: gzip.compress(b'{"traceEvents": [' + b" " * 300_000_000, 1), 2),
+    "empty events.json": (lambda: b'{"traceEvents": [' + b"{}," * 3_000_000 + b"{}]}", 2),
+    "deep dump.json": (lambda: b'{"entries": ' + b"[" * DEEP + b', "pg_config": 1', 2),
+    "doubling text.pkl": (lambda: b"\x80\x02}(X\x07\x00\x00\x00entries](}(X\x0e\x00\x00\x00profiling_name)"
+                          + b"2\x86" * 60 + b"ueu.", 2),
+    "huge shapes.pkl": (lambda: dump(input_sizes=[[2**62] * 60], input_dtypes=["Float"]), 2),
+    "deep.jsonl": (lambda: b'{"log_type_name": "a_start", "time_us": 1, "more": ' + b"[" * DEEP + b"\n", 2),
+    "large time.jsonl": (lambda: b'{"log_type_name": "a_start", "time_us": 18446744073709551615}\n', 2),
+    "many nodes.et": (lambda: b"\x08\n\x060.0.50" + b"\x00" * 2_000_000, 2),
+    "deep sizes.parquet": (lambda: parquet({b"headway.sizes": b"[" * DEEP}), 2),
+    "deep tables.parquet": (lambda: parquet({b"headway.trace": b'{"schema":' * DEEP}), 2),
+    "many rows.parquet": (lambda: parquet({}, rows=5_000_000), 2),
 }  # fmt: skip
-"""File -> its bytes, and what reading it exits with."""
+"""File -> what makes its bytes, and what reading it exits with."""
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +145,9 @@ def read(reader: Reader, command: tuple[str, ...], path: Path) -> dict[str, obje
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_hostile_file_is_one_clear_error_within_its_bound(name, reader, tmp_path):
-    data, code = ATTACKS[name]
+    make, code = ATTACKS[name]
     path = tmp_path / name
-    path.write_bytes(data)
+    path.write_bytes(make())
 
     is_checkpoint = ".pt" in name or "safetensors" in name
     assert read(reader, VERIFY if is_checkpoint else INFO, path)["code"] == code

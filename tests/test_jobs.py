@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -54,17 +55,27 @@ def plain(job: str) -> list[str]:
 
 
 def run_plain(job: str, out: str) -> list[str]:
+    """Start the ranks of a job as torchrun does, without its own process."""
     script, arguments, ranks = JOBS[job]
-    command = [sys.executable, script, *arguments]
-    if ranks > 1:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command = [*torchrun, script, *arguments]
     for _attempt in range(8):  # gloo aborts now and then at teardown of a job that is done: not what is tested here
-        answer = subprocess.run(command, cwd=ROOT, env=environment(out), capture_output=True, text=True, timeout=100)
-        if answer.returncode == 0:
+        with socket.create_server(("localhost", 0)) as free:
+            meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
+        started = [
+            subprocess.Popen(
+                [sys.executable, script, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                cwd=ROOT, env=environment(out, RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE=f"{ranks}", **meeting),
+            )
+            for rank in range(ranks)
+        ]  # fmt: skip
+        said = []
+        for process in started:
+            said.append(process.communicate(timeout=100))
+            for other in started if process.returncode else ():
+                other.kill()
+        if not any(process.returncode for process in started):
             break
-    assert answer.returncode == 0, answer.stderr
-    return losses(answer.stdout)
+    assert not any(process.returncode for process in started), said
+    return losses("\n".join(stdout for stdout, _ in said))
 
 
 def recorded(job: str, tmp_path, **more: str) -> tuple[list[str], dict]:

@@ -1,14 +1,20 @@
 """Loose synchronisation on gloo ranks: what each rule keeps, a travel, a saved state, and bad input."""
 
+import copy
 import itertools
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
-from headway.comm import LOOSE, SkewController
+from headway.comm import LOOSE, SkewController, loose, swap_norm
 from headway.comm.remedies import LADDERS, read_rule
 from headway.core.errors import InputError
 from tests.spawn import on_ranks
@@ -17,41 +23,27 @@ RATE, STEPS = 0.1, 7
 
 
 def network(norm: str = "") -> Any:
-    import torch
-    from torch import nn
-
     torch.manual_seed(0)
     middle = {"batch": [nn.BatchNorm1d(6)], "group": [nn.GroupNorm(2, 6)], "": []}[norm]
     return nn.Sequential(nn.Linear(4, 6), *middle, nn.Tanh(), nn.Linear(6, 3))
 
 
 def batches(rank: int, steps: int = STEPS) -> list[Any]:
-    import torch
-
     draws = torch.Generator().manual_seed(100 + rank)
     return [(torch.randn(5, 4, generator=draws), torch.randint(3, (5,), generator=draws)) for _ in range(steps)]
 
 
 def gradients(model: Any, batch: Any) -> list[Any]:
-    import torch
-
     loss = torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
     return list(torch.autograd.grad(loss, list(model.parameters())))
 
 
 def flat(model: Any) -> Any:
-    import torch
-
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
 def trained(rule: str, momentum: float = 0.0, update_scale: float = 1.0) -> dict[str, Any]:
     """Train on this rank's batches; return weights after each step, what was not sent, and the bytes."""
-    import torch
-    import torch.distributed as dist
-
-    from headway.comm import loose
-
     model = loose(network(), rule, update_scale=update_scale)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum, weight_decay=0.01 * (momentum > 0))
     weights, locals_ = [flat(model)], []
@@ -71,8 +63,6 @@ def trained(rule: str, momentum: float = 0.0, update_scale: float = 1.0) -> dict
 
 def synchronous(ranks: int, momentum: float = 0.0, share: float | None = None) -> Any:
     """Return the weights after each step of a loop that adds up the gradients of all ranks, times `share`."""
-    import torch
-
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=momentum, weight_decay=0.01 * (momentum > 0))
     weights = [flat(model)]
@@ -137,9 +127,6 @@ def test_fedavg_gives_the_weights_of_torchs_averager_and_diloco_those_of_torchs_
 
 
 def averaged() -> Any:
-    import torch.distributed as dist
-    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-
     model, averager = network(), PeriodicModelAverager(period=3, warmup_steps=2)
     for batch in batches(dist.get_rank(), 6):
         for parameter, gradient in zip(model.parameters(), gradients(model, batch), strict=True):
@@ -150,9 +137,6 @@ def averaged() -> Any:
 
 
 def outer() -> Any:
-    import torch
-    import torch.distributed as dist
-
     model = network()
     anchor = torch.nn.Parameter(flat(model))
     nesterov = torch.optim.SGD([anchor], lr=0.7, momentum=0.9, nesterov=True)
@@ -170,13 +154,6 @@ def outer() -> Any:
 
 def resumed(rule: str, at: int) -> tuple[list[str], list[str], int]:
     """Train with a saved state in the middle; return losses behind it, those of a second job that took it, travels."""
-    import copy
-
-    import torch
-    import torch.distributed as dist
-
-    from headway.comm import loose
-
     rows, rank = batches(dist.get_rank(), 40), dist.get_rank()
     options: Any = {"control": True, "probe": batches(10 + rank, 1)[0], "travel_steps": 6}
 
@@ -260,11 +237,6 @@ def test_the_controller_follows_a_job_whose_accuracy_loss_changes():
 
 def faults() -> list[tuple[str, str]]:
     """Return what each bad call says, on this rank."""
-    import torch
-    import torch.distributed as dist
-
-    from headway.comm import loose
-
     rank, found = dist.get_rank(), []
     ten = (torch.zeros(10, 4), torch.zeros(10, dtype=torch.long))
     calls: list[tuple[str, Any]] = [
@@ -276,8 +248,6 @@ def faults() -> list[tuple[str, str]]:
         ("batchnorm", lambda: loose(network("batch"), "fedavg:5")),
     ]
     for name, call in calls:
-        import warnings
-
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             try:
@@ -311,8 +281,6 @@ def test_a_rule_that_is_none_says_what_it_may_be(name, says):
 
 
 def test_one_rank_is_told_that_nothing_is_done():
-    from headway.comm import loose
-
     with pytest.warns(UserWarning, match="one rank has nobody to synchronise with"):
         model = loose(network(), "gaia:0.1")
 
@@ -327,10 +295,6 @@ def test_every_rule_has_a_ladder_whose_rungs_are_its_own_settings():
 
 @given(channels=st.integers(2, 24), groups=st.integers(1, 12))
 def test_swapped_norms_keep_weights_and_have_no_group_of_one_channel(channels, groups):
-    from torch import nn
-
-    from headway.comm import swap_norm
-
     layer = nn.BatchNorm2d(channels)
     model = swap_norm(nn.ModuleDict({"a": layer, "again": layer}), groups=groups)
 
@@ -342,9 +306,5 @@ def test_swapped_norms_keep_weights_and_have_no_group_of_one_channel(channels, g
 
 
 def test_a_norm_of_one_channel_is_not_swapped():
-    from torch import nn
-
-    from headway.comm import swap_norm
-
     with pytest.raises(InputError, match=r"1 has 1 channels: a group of one element"):
         swap_norm(nn.Sequential(nn.Conv2d(1, 1, 3), nn.BatchNorm2d(1)))

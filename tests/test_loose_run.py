@@ -6,8 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from headway.comm.advise import propose
+from headway.comm.skew.apply import loosening
 from headway.plan.proposal import Refusal
 from headway.plan.setup import Setup
 from headway.sim.ddp.ddp_replay import DdpReplay
@@ -77,11 +82,6 @@ def test_a_rank_that_is_killed_ends_the_job_with_its_class(tmp_path: Path) -> No
 
 def trained(way: str) -> tuple[list[float], list[str]]:
     """Train under the remedy, or plainly where `way` is ''; return the last weights, and why it was refused."""
-    import torch
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
-    from headway.comm.skew.apply import loosening
 
     def job() -> list[float]:
         torch.manual_seed(0)
@@ -93,8 +93,6 @@ def trained(way: str) -> tuple[list[float], list[str]]:
             x = torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
             model(x).square().mean().backward()
             if step == 3 and way == "hook":
-                from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
                 model.register_comm_hook(None, allreduce_hook)
             for optimizer in filter(None, (first, second)):
                 optimizer.step()

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.checkpoint.layout.reads import CHUNK_BYTES, ReplicatedTensor, least_chunk, owned, shares
-from headway.core.errors import InputError
 from headway.core.units import MIB
 from headway.storage.boxes import cover_fault
 from tests.public_shapes import LLAMA_3_8B
+from tests.refusals import refused
 
 shapes = st.lists(st.integers(0, 700), max_size=3).map(tuple).filter(lambda shape: math.prod(shape) < 5e7)
 states = st.lists(st.tuples(shapes, st.sampled_from([1, 2, 4, 8])), max_size=10).map(
@@ -82,6 +82,4 @@ def test_a_stack_of_few_huge_rows_is_cut_inside_its_rows():
     assert max(load) == min(load) == 4 * MIB
 
 
-def test_a_holder_outside_the_group_is_refused():
-    with pytest.raises(InputError, match=r"holder 2 is outside 0\.\.1"):
-        owned([], 2, 2)
+test_a_holder_outside_the_group_is_refused = refused((lambda: owned([], 2, 2), r"holder 2 is outside 0\.\.1"))

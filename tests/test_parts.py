@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.core.errors import InputError
 from headway.ledger.answers.causes import find_causes
 from headway.ledger.answers.ledger import Ledger
 from headway.ledger.booking import arrivals
@@ -20,6 +19,7 @@ from headway.trace.events.trace import COLUMNS, Trace, concat
 from headway.trace.readers.formats import describe, open_parts
 from headway.trace.recording.runs import Run
 from tests.paths import shared
+from tests.refusals import refused
 from tests.runs_made import MS, RunMaker, cut_short, joined, write_folder
 from tests.traces_made import traces
 
@@ -139,9 +139,7 @@ def test_so_is_the_program(tmp_path):
     assert streamed.fidelity == in_memory.fidelity
 
 
-def test_no_file_at_all_is_refused():
-    with pytest.raises(InputError, match="the list is empty"):
-        Parts.of_files([])
+test_no_file_at_all_is_refused = refused((lambda: Parts.of_files([]), "the list is empty"))
 
 
 @st.composite

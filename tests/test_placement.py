@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.core.errors import InputError
 from headway.lab.failure_logs import Lifetimes, ObservationWindow, read_totals, windows
 from headway.lab.placement import Lived, place, replay, saved
 from tests.paths import shared
+from tests.refusals import refused
 
 
 def window(failures, disks=10_000, days=90.0):
@@ -86,6 +86,4 @@ def test_more_failures_than_a_scheme_tolerates_are_seen_beyond_doubt_only():
     assert not Lived("a", "30-of-33", 0.032, 365e3, 35).exceeded
 
 
-def test_no_scheme_holds_for_a_negative_time():
-    with pytest.raises(InputError, match="ahead_days is -3"):
-        place([], ahead_days=-3)
+test_no_scheme_holds_for_a_negative_time = refused((lambda: place([], ahead_days=-3), "ahead_days is -3"))

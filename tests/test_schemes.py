@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from headway.core.errors import InputError
 from headway.lab.schemes import SCHEMES, Scheme, Viability, bounds_afr, mttdl_hours, mttdl_parallel_hours, tolerated_afr
+from tests.refusals import refused
 
 widths = st.integers(1, 40)
 parities = st.integers(1, 5)
@@ -119,12 +120,9 @@ def test_as_many_chunks_of_data_as_chunks_is_no_scheme(k, n):
             ask()
 
 
-def test_rates_that_are_not_positive_are_refused():
-    with pytest.raises(InputError, match="failure rate is 0"):
-        mttdl_hours(6, 9, 0.0, 1.0)
-    with pytest.raises(InputError, match="repair rate is nan"):
-        mttdl_parallel_hours(1, [1e-6] * 3, math.nan)
-    with pytest.raises(InputError, match=r"failure rate is -0\.1"):
-        tolerated_afr(7, 10, default=(6, 9, -0.1 * 8760))
-    with pytest.raises(InputError, match="mttr_h is 0"):
-        tolerated_afr(7, 10, mttr_h=0)
+test_rates_that_are_not_positive_are_refused = refused(
+    (lambda: mttdl_hours(6, 9, 0.0, 1.0), "failure rate is 0"),
+    (lambda: mttdl_parallel_hours(1, [1e-6] * 3, math.nan), "repair rate is nan"),
+    (lambda: tolerated_afr(7, 10, default=(6, 9, -0.1 * 8760)), r"failure rate is -0\.1"),
+    (lambda: tolerated_afr(7, 10, mttr_h=0), "mttr_h is 0"),
+)

@@ -16,6 +16,7 @@ from headway.data.service.service import PreparationScheduler
 from headway.data.service.stock import DataServer
 from tests.data_clients import PRINT, work_off
 from tests.launching import wait_for
+from tests.refusals import refused
 from tests.test_server import Caller, facts, flat
 from tests.test_server import serve as serve
 
@@ -221,9 +222,7 @@ def test_names_of_jobs_that_were_given_up_do_not_pile_up():
         service.check_on_time("job1199", 0)
 
 
-def test_a_grace_of_nothing_is_refused():
-    with pytest.raises(InputError, match="grace_s is 0; pass the seconds"):
-        DataServer(grace_s=0)
+test_a_grace_of_nothing_is_refused = refused((lambda: DataServer(grace_s=0), "grace_s is 0; pass the seconds"))
 
 
 def test_the_loop_tells_who_waits_whom_it_waited_for_and_the_other_jobs_go_on(serve):

@@ -1,9 +1,7 @@
 """What a plan has to respect."""
 
-import pytest
-
-from headway.core.errors import InputError
 from headway.plan.setup import LEAST_WORKERS, MEMORY_FRACTION, PlanLimits, Setup
+from tests.refusals import refused
 
 
 def test_a_setup_comes_from_what_the_run_says() -> None:
@@ -37,8 +35,7 @@ def test_arguments_win_over_the_run() -> None:
     assert setup.limits == PlanLimits(7, 3, ("result-equivalent",))
 
 
-def test_bad_counts_are_refused() -> None:
-    with pytest.raises(InputError, match=r"cores is 0; it must be at least 1"):
-        Setup(1, 1, 0, "cpu", PlanLimits(0, 0))
-    with pytest.raises(InputError, match=r"limits are -1 bytes.*pass numbers from 0"):
-        PlanLimits(-1, 0)
+test_bad_counts_are_refused = refused(
+    (lambda: Setup(1, 1, 0, "cpu", PlanLimits(0, 0)), r"cores is 0; it must be at least 1"),
+    (lambda: PlanLimits(-1, 0), r"limits are -1 bytes.*pass numbers from 0"),
+)

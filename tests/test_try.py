@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headway.compute.advise import WORTH, Tries, TryBranch, best_of, chosen, gain, quiet_s, rows_of, schedule
 from headway.core.errors import UnknownNameError
-from tests.launching import headway, script
+from tests.launching import headway, headway_here, refusal, script
 
 NAMES = ("compute.channels_last", "compute.fused_optimizer", "compute.compile")
 
@@ -160,11 +160,10 @@ def test_what_cannot_be_tried_is_one_sentence(text, reason, tmp_path):
 def test_options_that_cannot_be_are_refused_before_anything_starts(tmp_path):
     path = script(tmp_path, "open('started', 'w')")
     for options in (["--steps", 2], ["--only", "nonsense"], ["--allow", "all"], ["--apply", path]):
-        process = headway("try", *options, "--", path)
-        assert process.returncode == 2
-    assert headway("try").returncode == 2
-    assert "value for -o: nope/plan.json lies in" in headway("try", "-o", "nope/plan.json", "--", "x.py").stderr
-    missing = headway("try", "--", tmp_path / "missing.py")
+        refusal("try", *options, "--", path)
+    refusal("try")
+    assert "value for -o: nope/plan.json lies in" in refusal("try", "-o", "nope/plan.json", "--", "x.py")
+    missing = headway_here("try", "--", tmp_path / "missing.py")
     assert missing.stderr.startswith("headway: the script")
     assert missing.stderr.count("\n") == 1
     assert not os.path.exists("started")
