@@ -181,6 +181,9 @@ def _line(step: dis.Instruction, before: int) -> int:
 PERIOD_S, RELAXED_S = 0.01, 0.1
 """Seconds between two looks; the second where the first ones found little, or enough."""
 
+EARLY, EARLY_S = 200, 0.025
+"""First looks at loads, forwards and waits, and seconds between two of them: jobs of seconds have lines, too."""
+
 LOOKS = 64
 """Looks after which it is decided anew how often to look."""
 
@@ -309,8 +312,8 @@ class GapStacks:
     ) -> None:
         """Begin to look at the thread whose identifier is in `trainer`.
 
-        `look` is called ten times a second, gap or not, with the stack, ns since the call before, and by how many
-        seconds it comes late.
+        `look` is called ten times a second, the first `EARLY` times more often, gap or not, with the stack, ns since
+        the call before, and by how many seconds it comes late.
         """
         if self._stop is None:
             self._trainer, self.write, self._stop, self._look = trainer, write, threading.Event(), look
@@ -378,19 +381,21 @@ class GapStacks:
 
     def _run(self, stop: threading.Event) -> None:
         period, looks, hits, owed_ns, last = PERIOD_S, 0, 0, 0, time.perf_counter_ns()
-        looked = last
+        looked, count = last, 0
         for phase in itertools.count():
-            pause_s = period * (0.75 + phase * GOLDEN % 0.5)  # steps of 10 ms would be seen at one point of them alone
+            apart_s = EARLY_S if self._look is not None and count < EARLY else RELAXED_S
+            pace = min(period, apart_s)
+            pause_s = pace * (0.75 + phase * GOLDEN % 0.5)  # steps of 10 ms would be seen at one point of them alone
             if stop.wait(pause_s):
                 return
             moment = time.perf_counter_ns()
             late_s = (moment - last) / 1e9 - pause_s
-            if self._look is not None and (period == RELAXED_S or moment - looked >= 1e9 * RELAXED_S):
+            if self._look is not None and (pace == apart_s or moment - looked >= 1e9 * apart_s):
                 self._look(stack_of(self._trainer[0]), moment - looked, late_s)
-                looked = moment
-            owed_ns += min(max(moment - max(last, self.resumed[0]), 0), int(2e9 * period))
+                looked, count = moment, count + 1
+            owed_ns += min(max(moment - max(last, self.resumed[0]), 0), int(2e9 * pace))
             if self.open[0] and not chosen_by_the_lock(late_s):
-                hits += self._sample(min(owed_ns, int(4e9 * period)))
+                hits += self._sample(min(owed_ns, int(4e9 * pace)))
                 owed_ns = 0
             elif not self.open[0]:
                 owed_ns = 0
