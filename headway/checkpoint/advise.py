@@ -72,7 +72,6 @@ SYNC_BYTES_PER_S = 5e8
 SPREAD = 2.0
 """Factor either way by which what such rates say may be wrong."""
 
-SAVING = tuple(LABEL[f"checkpoint.{name}"] for name in ("save", "sync", "rename", "snapshot", "wait"))
 BEGINS = tuple(LABEL[f"checkpoint.{name}"] for name in ("save", "snapshot"))
 COLUMNS = ("name", "lane", "start_ns", "duration_ns", "bytes", "corr", "seq")
 DCP = 1
