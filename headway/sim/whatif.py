@@ -9,9 +9,9 @@ cause multiplies its durations, after a resource (`bandwidth`, `storage`,
 >>> parse_edit("worker=4")
 Traceback (most recent call last):
 headway.core.errors.UnknownNameError: unknown edit 'worker'. Did you mean 'workers'? Choose one of: accelerator, \
-bandwidth, bubble, bucket_mb, cache_cold, cache_fraction, cache_shards, checkpoint, comm, compress, cores, gc, host, \
-host.gc, host.logging, input, input.fetch, input.prep, input.transfer, logging, op:GLOB, other, \
-persistent, prefetch, schedule, script, stage:NUMBER, storage, straggler, threads, watched, workers.
+bandwidth, bubble, bucket_mb, cache_cold, cache_fraction, cache_shards, checkpoint, comm, compress, \
+compute_threads, cores, gc, host, host.gc, host.logging, input, input.fetch, input.prep, input.transfer, logging, \
+op:GLOB, other, persistent, prefetch, schedule, script, stage:NUMBER, storage, straggler, threads, watched, workers.
 
 The answer to a what-if: the step time that was measured, and the one after the edits. Float seconds.
 
