@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headway.core.errors import InputError
 from headway.data.advise import neighbours, propose
 from headway.data.worker_search import worker_counts
 from headway.plan.planner import Plan
@@ -68,6 +69,12 @@ def test_workers_that_computing_threads_leave_no_core_are_predicted_with_fewer_o
     assert program.predict([FEWER]).speedup == pytest.approx(25 / (20 + 5 * 1.95), rel=0.05)
     assert fix.script == "torch.set_num_threads(1); DataLoader(..., num_workers=2, persistent_workers=True)"
     assert fix.interval[0] < fewer.speedup < fix.interval[1]
+
+    other = Program.from_trace(made.trace, meta)  # a program keeps what it has replayed
+    starved = replace(other, recording=replace(program.recording, waiting=np.array([0.5])), busy=np.ones(1), orders={})
+    with pytest.raises(InputError, match="threads that compute waited for cores for 50 %"):
+        starved.predict([FEWER])
+    assert not next(row for row in propose(None, starved, setup) if row.name == "data.workers").by_hand_script
 
 
 @pytest.mark.parametrize(("prep_ns", "fetch_ns", "workers"), [(30 * MS, 0, 2), (30 * MS, 2 * MS, 2), (0, 3 * MS, 1)])

@@ -17,7 +17,7 @@ from headway.plan.setup import Setup
 from headway.sim.graph.intervals import CONTENDED_FRACTION
 from headway.sim.recorded.program import Program
 from headway.sim.recorded.recording import steps_beside
-from headway.sim.recorded.segment_times import BESIDE_LOADS, USUALLY_BESIDE
+from headway.sim.recorded.segment_times import BESIDE_LOADS, USUALLY_BESIDE, WAITS
 from headway.sim.recorded.unroll import pool_threads, standstill
 from headway.sim.whatif import scenario_of
 from headway.trace.events.loader_facts import LoaderFacts
@@ -70,7 +70,7 @@ def by_hand(
         return None, ""
     count = sum(given.count for given in [scenario_of(edits).workers] if given is not None)
     gain, line = _unwatched(program, edits, count), ""
-    if beside_pools(program, count):
+    if beside_pools(program, count) and program.recording.waiting.max(initial=0) <= WAITS:
         fewer, its_line = _on_fewer_threads(program, setup, facts, keep)
         if (fewer.clear, fewer.predicted_speedup) > (gain.clear, gain.predicted_speedup):
             gain, line = fewer, its_line

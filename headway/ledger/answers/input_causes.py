@@ -115,6 +115,11 @@ class LoaderState:
         return self.on_host and bool(self.workers) and 0 < self.load_s < SHORT * self.hand_over_s
 
     @property
+    def is_brief(self) -> bool:
+        """Whether it has no workers and makes a batch sooner than one would hand it over, in about a millisecond."""
+        return self.on_host and self.workers == 0 and not self.is_served and 0 < self.load_s <= 0.001
+
+    @property
     def draws(self) -> bool:
         """Whether its sampler takes long: of a loader that hands over, pins and copies nothing the rest of a call."""
         return self.on_host and self.workers == 0 and not (self.pins or self.is_served) and self.hand_over_s > DRAWS_S
@@ -181,6 +186,7 @@ FEWER = "DataLoader(..., num_workers={each}, persistent_workers=True)"
 INSIDE = "load in the training process: a batch loads in {load}, its workers cost {hand_over} for each batch"
 NONE = "DataLoader(..., num_workers=0)"
 
+SHORT_LOADS = "larger batches: one loads in {load}, and workers take longer to hand it over"
 UNHIDDEN = "workers cannot hide all of it"
 CHEAPER = (
     "make {line} cheaper: open, build and parse once what is the same for all examples, or keep what it makes; on "
@@ -190,6 +196,7 @@ ONCE = "batches = iter(loader)"
 
 HINTS: tuple[Hint, ...] = (
     Hint("input.fetch", "a data server makes its batches", lambda s: s.is_served, MORE_AT_SERVER),
+    Hint("input.fetch", "its loads are shorter than a hand-over", lambda s: s.is_brief, SHORT_LOADS),
     Hint("input.fetch", "it is a stream without a worker", lambda s: s.is_stream and s.workers == 0 and not s.is_served,
          "read the stream in one worker process; several would each yield all of it, unless it asks get_worker_info(); "
          "persistent_workers=True only where the loop sets nothing on its dataset between passes",
@@ -204,6 +211,7 @@ HINTS: tuple[Hint, ...] = (
     Hint("input.fetch", "it has workers", _always,
          "more workers than {workers}, or a cache{TRY}workers={twice}, or --set cache_fraction=1", TWICE),
     Hint("input.prep", "a data server makes its batches", lambda s: s.is_served, MORE_AT_SERVER),
+    Hint("input.prep", "its loads are shorter than a hand-over", lambda s: s.is_brief, SHORT_LOADS),
     Hint("input.prep", "it has no workers, and its loads take more than all cores have",
          lambda s: s.workers == 0 and s.is_heavy and (s.is_stream or not s.refusal),
          CHEAPER + "{cores} " + UNHIDDEN),
@@ -234,6 +242,9 @@ HINTS: tuple[Hint, ...] = (
          "its workers are kept between epochs already: fewer of them start sooner"),
     Hint("input.start", "its workers start in each epoch, as its data change between them", lambda s: s.is_renewed,
          "its data change between epochs, and its workers have to start anew: fewer of them start sooner"),
+    Hint("input.start", "it is a stream, and its workers start in each epoch", lambda s: s.is_stream,
+         "persistent_workers=True only where the loop sets nothing on its dataset between passes (set_epoch): workers "
+         "that are kept would not know, and yield what they did before"),
     Hint("input.start", "its workers start in each epoch", _always,
          "keep the workers between epochs: one loader for all of them, and persistent_workers=True{TRY}persistent=true",
          KEEP),

@@ -48,6 +48,7 @@ from types import CodeType, FrameType
 from typing import NamedTuple, TypeVar
 
 from headway.core.machine.hidden_thread import HiddenThread
+from headway.runtime.script.run_delay import open_schedstat, read_delay
 from headway.trace.events.vocabulary import BEHIND_BACKWARD, BEHIND_UPDATE, CLOSED
 
 # Lines of the script: who called, and whether what one line makes is used by another. Standard library only.
@@ -381,7 +382,8 @@ class GapStacks:
 
     def _run(self, stop: threading.Event) -> None:
         period, looks, hits, owed_ns, last = PERIOD_S, 0, 0, 0, time.perf_counter_ns()
-        looked, count = last, 0
+        looked, count, schedstat = last, 0, open_schedstat()
+        waited_ns = read_delay(schedstat)
         for phase in itertools.count():
             apart_s = EARLY_S if self._look is not None and count < EARLY else RELAXED_S
             pace = min(period, apart_s)
@@ -389,7 +391,8 @@ class GapStacks:
             if stop.wait(pause_s):
                 return
             moment = time.perf_counter_ns()
-            late_s = (moment - last) / 1e9 - pause_s
+            before_ns, waited_ns = waited_ns, read_delay(schedstat)
+            late_s = (moment - last - waited_ns + before_ns) / 1e9 - pause_s  # for the lock, not for a core
             if self._look is not None and (pace == apart_s or moment - looked >= 1e9 * apart_s):
                 self._look(stack_of(self._trainer[0]), moment - looked, late_s)
                 looked, count = moment, count + 1

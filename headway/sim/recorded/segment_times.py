@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.units import NS_PER_MS, NS_PER_US
+from headway.core.errors import InputError
+from headway.core.units import NS_PER_MS, NS_PER_US, format_fraction
 from headway.sim.pipeline.actions import F
 from headway.sim.recorded.lane import COMPUTE, LABEL, LABELS, Lane
 from headway.sim.recorded.recording import ConsumedBatches, Recording
@@ -278,8 +279,9 @@ def edited_segments(
     """Return, per rank, [m] durations of the segments after the edits; collectives keep their own time only.
 
     `whole` scales what is rare to its rate over the whole run, where only a part of it is replayed. What the host
-    computes takes `longer` [ranks] times as long.
+    computes takes `longer` [ranks] times as long. Raises `InputError` for fewer threads of a run whose threads waited.
     """
+    check_threads(recording, scenario)
     own = _own_comm(recording)
     factor = np.array([scenario.factor(label) for label in LABELS])
     factor[COMM] /= scenario.bandwidth
@@ -364,6 +366,21 @@ def brings_workers(recording: Recording, scenario: ResolvedEdits) -> bool:
     """Say whether the edits bring workers to a run that had none."""
     recorded = max((int(batches.workers.max(initial=0)) for batches in recording.batches), default=0)
     return bool(scenario.workers) and recorded == 0
+
+
+WAITS = 0.1
+"""Share of the compute for which it waits for cores, from which on nobody knows what fewer threads would take."""
+
+
+def check_threads(recording: Recording, scenario: ResolvedEdits) -> None:
+    """Refuse fewer computing threads for a run whose threads went without a core."""
+    waits = float(recording.waiting.max(initial=0))
+    if scenario.compute_threads is not None and waits > WAITS:
+        raise InputError(
+            f"compute_threads is not predictable here: threads that compute waited for cores for "
+            f"{format_fraction(waits, 0)} of the time, and fewer of them may win much. Run it once with "
+            f"torch.set_num_threads({scenario.compute_threads}), or record on a quieter host."
+        )
 
 
 def beside_loads(recording: Recording, scenario: ResolvedEdits, busy: float) -> ResolvedEdits:
