@@ -186,6 +186,7 @@ def test_ranks_under_another_launcher_add_their_own_rows(tmp_path):
         ({"run.json": "[]"}, "has schema 'list'"),
         ({"run.json": '{"schema": "headway.run-folder/9"}'}, "must be 'headway.run-folder/1'"),
         ({"run.json": '{"schema": "headway.run-folder/1"}'}, "holds no events: the script never imported torch"),
+        ({"run.json": '{"schema": "headway.run-folder/1", "start_ns": 5, "end_ns": null}'}, "run was killed, or still"),
         ({"run.json": '{"schema": "headway.run-folder/1", "env": {"HEADWAY": "0"}}'}, "events: HEADWAY=off switched"),
         (
             {"run.json": '{"schema": "headway.run-folder/1", "script": ["python3", "-u", "-E", "train.py", "-S"]}'},

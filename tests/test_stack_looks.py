@@ -67,6 +67,7 @@ class Slow(Dataset):
 
 def test_the_lines_of_a_recorded_loader_have_the_shares_of_their_time(tmp_path, monkeypatch):
     monkeypatch.setattr("headway.runtime.script.gap_stacks.RELAXED_S", 0.01)
+    monkeypatch.setattr("headway.runtime.script.gap_stacks.EARLY", 0)
     monkeypatch.setattr(stack_looks, "IN_TIME_S", 1.0)  # on busy cores all looks come late
     with recording(tmp_path) as session:
         model = torch.nn.Linear(2, 1)
@@ -79,7 +80,7 @@ def test_the_lines_of_a_recorded_loader_have_the_shares_of_their_time(tmp_path, 
 
     decoding = f"test_stack_looks.py:{Slow.decode.__code__.co_firstlineno + 1}"
     shares = {row["line"]: row["ns"] / sum(row["ns"] for row in rows) for row in rows}
-    assert 0.5 < shares[decoding] < 0.95
+    assert 0.5 < shares[decoding] < 0.99
     assert len({row["loader"] for row in rows}) == 1
 
 

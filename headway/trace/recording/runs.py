@@ -314,6 +314,8 @@ def _why_nothing(path: Path, hosts: Sequence[RunFacts]) -> str:
             return found[1]
     if any((path / "tables").glob("r*.json")):  # a process of torch was recorded
         return f"what was recorded is gone from {path / 'events'} and {path / 'rings'}"
+    if any(facts.start_ns and facts.end_ns is None for facts in hosts):
+        return "headway run was killed, or still runs, and nothing was recorded by then"
     return (
         "the script never imported torch, or ended before it did, or its Python was started with another PYTHONPATH "
         "than it was given"
