@@ -76,6 +76,15 @@ def test_a_loop_beside_large_operators_is_told_by_the_calls_of_its_own_operators
     assert ("compute.loop" in causes, "compute.loop" in most) == (is_told, is_told)
 
 
+@pytest.mark.parametrize(("count", "is_told"), [(150, False), (250, True)])
+def test_a_short_forward_is_told_of_a_loop_that_calls_hundreds_of_operators(count, is_told):
+    ledger = run_of(CallFlops(name="Net", flops=1000, loops={"train.py:9": count}))
+    sub_ns = {**ledger.sub_ns, "useful.forward": 40 * 2_000_000, "useful.compute": 0}
+    causes = causes_by_hand(replace(ledger, loop_lines=(IN_LOOP, OUTSIDE), sub_ns=sub_ns))
+
+    assert ("compute.loop" in {cause.cause for cause in causes}) == is_told
+
+
 def test_operators_in_loops_are_counted_at_their_lines():
     class Encoded(torch.nn.Module):
         def forward(self, x):

@@ -52,6 +52,9 @@ MANY = 16
 LONG_FORWARD_S = 0.008
 """A forward and its loss that take less are hundreds of operators: layer after layer, as models are."""
 
+MANY_IN_LOOPS = 200
+"""Operators that a forward calls in loops, from which on also a short one is no layer after the other."""
+
 NEARLY_ALL = 0.98
 """Of the steps' time, what loops can be believed to take."""
 
@@ -139,7 +142,10 @@ def _loops(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
     rate, backwards = _rate(ledger, compute), max(span_of(ledger, "segment.backward").count, 1)
     again = any(call.repeats >= MANY for call in compute.calls) or span_of(ledger, "forward").count >= MANY * backwards
     inside_s, forwards_s = booked_s(ledger, *INSIDE), booked_s(ledger, "useful.forward", "useful.compute")
-    if rate is None or forwards_s / max(backwards, ledger.steps * ledger.devices, 1) < LONG_FORWARD_S:
+    is_short = forwards_s / max(backwards, ledger.steps * ledger.devices, 1) < LONG_FORWARD_S
+    looped = {row.line for row in ledger.loop_lines}
+    called = sum(count for call in compute.calls for line, count in call.loops.items() if line in looped)
+    if rate is None or (is_short and called < MANY_IN_LOOPS):
         return
     calling_s = _seconds_of_calls(ledger, compute)
     sampled_s = forwards_s / max(sum(row.ns for row in ledger.loop_lines), 1)  # what one ns of samples stands for
