@@ -90,9 +90,6 @@ CONTAINERS = ("Compose", "Module", "Sequential", "StandardTransform", "_LazyModu
 PROMPT = 0.5
 """Share of the looks at a line that came in time, from which on it is named: where the lock is free each ms, 0.3 do."""
 
-IN_TIME_S = 0.0005
-"""A look that is late by less came in time: on a host whose cores are busy a thread takes that long to wake up."""
-
 
 @dataclass(slots=True)
 class LoadStacks:
@@ -105,9 +102,7 @@ class LoadStacks:
     def count(self, stack: Stack, ns: int, loader: int, late_s: float) -> None:
         """Count `ns` for the line that a stack is at, inside a load of the loader of group `loader`."""
         line = line_in_load(stack)
-        if line is None or not add_sample(self._seen, (loader, line), ns):
-            return
-        if late_s < IN_TIME_S or not chosen_by_the_lock(late_s):
+        if line is not None and add_sample(self._seen, (loader, line), ns) and not chosen_by_the_lock(late_s):
             add_sample(self._prompt, (loader, line), ns)
 
     def report(self) -> list[dict[str, str | int]]:
@@ -120,8 +115,8 @@ class LoadStacks:
         for (loader, place), (ns, count) in self._seen.copy().items():
             _, prompt = self._prompt.get((loader, place), (0, 0))
             code, line, name = place
-            told = (line_of(code, line), name) if PROMPT * count <= prompt else ("", "")
-            entry = total.setdefault((loader, *told), [0, 0])
+            named = (line_of(code, line), name) if PROMPT * count <= prompt else ("", "")
+            entry = total.setdefault((loader, *named), [0, 0])
             entry[0] += ns
             entry[1] += count
         longest = sorted(total.items(), key=lambda entry: -entry[1][0])
