@@ -40,6 +40,7 @@ from benchmarks._step_model import (
     with_buckets,
 )
 from benchmarks._step_view import StepView, Variants
+from headway.sim.ddp.ddp_step import best_buckets as best_on_one_lane
 from headway.sim.graph.attribution import critical_path
 
 # When fusing pays: the rules of dPRO's optimiser for operations, gradients and parts (arXiv 2205.02473, section 5).
@@ -76,25 +77,15 @@ def best_parts(network: Network, num_bytes: int) -> int:
 def best_buckets(network: Network, ready_ns: Ints, gradient_bytes: Ints) -> Flags:
     """Return [T] joined flags of the buckets that are through soonest, sent in order of readiness in one part each.
 
-    F(j) = min over i of max(F(i), ready(j)) + t(bytes of i+1..j) is when the
-    first j gradients are through. Exact on one lane (rings); with several
-    stages t is what the slowest one takes, which makes it a good start.
-    O(T^2) sizes; of equal answers, the one with the largest last bucket.
+    Exact on one lane (rings); with several stages a bucket takes what the slowest one does, which makes it a good
+    start.
     """
-    tensors = ready_ns.size
-    total = np.concatenate([[0], np.cumsum(gradient_bytes)])
-    through, begin = np.zeros(tensors + 1, np.int64), np.zeros(tensors + 1, np.int64)
-    for last in range(1, tensors + 1):
-        stages = network.stages(total[last] - total[:last])
-        takes = np.max([stage.job_ns * stage.jobs for stage in stages], axis=0) if stages else 0
-        end = np.maximum(through[:last], ready_ns[last - 1]) + takes
-        begin[last] = np.argmin(end)
-        through[last] = end[begin[last]]
-    joined, last = np.ones(tensors, np.bool_), tensors
-    while last > 0:
-        joined[last - 1] = False
-        last = int(begin[last])
-    return joined
+
+    def takes_ns(num_bytes: Ints) -> Ints:
+        stages = network.stages(num_bytes)
+        return np.max([stage.job_ns * stage.jobs for stage in stages], axis=0) if stages else np.zeros_like(num_bytes)
+
+    return best_on_one_lane(ready_ns, gradient_bytes, takes_ns)
 
 
 MOST_COLUMNS = 256

@@ -143,11 +143,12 @@ def _loops(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
     again = any(call.repeats >= MANY for call in compute.calls) or span_of(ledger, "forward").count >= MANY * backwards
     inside_s, forwards_s = booked_s(ledger, *INSIDE), booked_s(ledger, "useful.forward", "useful.compute")
     is_short = forwards_s / max(backwards, ledger.steps * ledger.devices, 1) < LONG_FORWARD_S
-    looped = {row.line for row in ledger.loop_lines}
-    called = sum(count for call in compute.calls for line, count in call.loops.items() if line in looped)
+    counts = {line: count for call in compute.calls for line, count in call.loops.items()}
+    called = sum(counts.get(line, 0) for line in {row.line for row in ledger.loop_lines})
     if rate is None or (is_short and called < MANY_IN_LOOPS):
         return
-    calling_s = _seconds_of_calls(ledger, compute)
+    forwards = max(span_of(ledger, "forward").count, ledger.steps * ledger.devices) / len(compute.calls)
+    calling_s = {line: forwards * CALL_S * count for line, count in counts.items()}
     sampled_s = forwards_s / max(sum(row.ns for row in ledger.loop_lines), 1)  # what one ns of samples stands for
 
     def calls(row: SampledLine) -> bool:
@@ -168,12 +169,6 @@ def _loops(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
     fix = f"{IN_ONE_CALL}; torch.compile where each pass needs the one before it"
     gain = 1 / (1 - min(part, NEARLY_ALL))
     yield Cause("compute.loop", rows[0].words, share * inside_s, evidence, fix, gain, (1.0, gain), at_most=True)
-
-
-def _seconds_of_calls(ledger: Ledger, compute: ComputeFacts) -> dict[str, float]:
-    """Return line in a loop of a forward -> device-seconds that calling its operators takes."""
-    forwards = max(span_of(ledger, "forward").count, ledger.steps * ledger.devices) / len(compute.calls)
-    return {line: forwards * CALL_S * count for call in compute.calls for line, count in call.loops.items()}
 
 
 def _dense_rows(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:

@@ -181,7 +181,9 @@ def workers(program: Program, setup: Setup, facts: Mapping[int, LoaderFacts]) ->
     watched = Gain(prediction.speedup, prediction.interval)
     gain_by_hand, line = None, ""
     if not (recorded or draws):
-        gain_by_hand, line = by_hand(program, setup, facts, edits=edits, keep=keep, watched=watched, start_s=start_s)
+        gain_by_hand, line = by_hand(
+            program, setup, facts, edits=edits, keep=keep, count=count, watched=watched, start_s=start_s
+        )
     return Proposal(
         name="data.workers",
         room="data",

@@ -25,11 +25,9 @@ from headway.trace.events.loader_facts import LoaderFacts
 TRIAL_COUNTS = 0.02
 """Share of the recorded steps' time from which on the trial of a remedy is weighed against the script's own workers."""
 
-
 BUSY = 1.645 * 0.05
 """Half the range of log(won / predicted) by which what workers by hand win beside a busy process is less certain: two
 scripts of `headway bench small_scripts` won .92 and 1.11 times what was predicted, with 1.08 for the range."""
-
 
 SPINS = 2 / 3
 """Weight of the case that threads beside the training thread only waited: on two cores of one host four convolutional
@@ -60,15 +58,14 @@ def worker_counts(most: int) -> list[int]:
 
 def by_hand(
     program: Program, setup: Setup, facts: Mapping[int, LoaderFacts], *,
-    edits: tuple[str, ...], keep: tuple[str, ...], watched: Gain, start_s: float,
+    edits: tuple[str, ...], keep: tuple[str, ...], count: int, watched: Gain, start_s: float,
 ) -> tuple[Gain | None, str]:  # fmt: skip
-    """Return what workers of the script's own win, and their line where it names threads too.
+    """Return what `count` workers of the script's own win, and their line where it names threads too.
 
     For where `watched` ones, by the same `edits`, may not, or their trial (`start_s`) counts; else None.
     """
     if watched.clear and start_s < TRIAL_COUNTS * program.measured_s * program.recording.recorded_steps:
         return None, ""
-    count = sum(given.count for given in [scenario_of(edits).workers] if given is not None)
     gain, line = _unwatched(program, edits, count), ""
     if beside_pools(program, count) and program.recording.waiting.max(initial=0) <= WAITS:
         fewer, its_line = _on_fewer_threads(program, setup, facts, keep)
@@ -109,7 +106,7 @@ def _on_fewer_threads(
     threads = _left_by(program, count)
     edits = (for_loaders(count, program, facts), *keep, f"compute_threads={threads}")
     slow = _unwatched(program, edits, count)
-    pool = min(float(program.recording.beside.max()), program.cores - 1)
+    pool = _pool(program)
     fast = _unwatched(program, (*edits, f"accelerator={(1 + pool) / (1 + min(pool, threads - 1)):.4f}x"), count)
     kept = ", persistent_workers=True" if keep else ""
     line = f"torch.set_num_threads({threads}); DataLoader(..., num_workers={count}{kept})"
@@ -125,10 +122,15 @@ def _left_by(program: Program, count: int) -> int:
     return max(1, int(program.cores) - count)
 
 
+def _pool(program: Program) -> float:
+    """Return how many cores the threads that share operators with the training thread occupy while it computes."""
+    return min(float(program.recording.beside.max()), program.cores - 1)
+
+
 def beside_pools(program: Program, count: int) -> str:
     """Return what to do where torch's threads and `count` workers want more cores than there are; '' = nothing."""
     # Those that spin between operators count as well, and more of them than there are cores.
-    threads = pool_threads(min(float(program.recording.beside.max()), program.cores - 1))
+    threads = pool_threads(_pool(program))
     if not standstill(threads, count, program.cores):
         return ""
     fewer = f"torch.set_num_threads({_left_by(program, count)})"

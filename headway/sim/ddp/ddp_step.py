@@ -17,7 +17,7 @@ max(its own readiness, the one before is through) + its time. `best_buckets` is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -109,23 +109,29 @@ class RecordedStep:
         return replace(self, joined=joined)
 
     def best_buckets(self) -> Flags:
-        """Return [T] joined flags of the buckets that are through soonest: no others make the step shorter.
+        """Return [T] joined flags of the buckets that are through soonest: no others make the step shorter."""
+        return best_buckets(self.ready_ns(), self.gradient_bytes, self.ring_ns)
 
-        F(j) = min over i of max(F(i), ready(j)) + t(bytes of i+1..j) is when the first j gradients are through.
-        O(T^2) sizes; of equal answers, the one with the largest last bucket.
-        """
-        ready, tensors = self.ready_ns(), self.joined.size
-        total = np.concatenate([[0], np.cumsum(self.gradient_bytes)])
-        through, begin = np.zeros(tensors + 1, np.int64), np.zeros(tensors + 1, np.int64)
-        for last in range(1, tensors + 1):
-            end = np.maximum(through[:last], ready[last - 1]) + self.ring_ns(total[last] - total[:last])
-            begin[last] = np.argmin(end)
-            through[last] = end[begin[last]]
-        joined, last = np.ones(tensors, np.bool_), tensors
-        while last > 0:
-            joined[last - 1] = False
-            last = int(begin[last])
-        return joined
+
+def best_buckets(ready_ns: Ints, gradient_bytes: Ints, takes_ns: Callable[[Ints], Ints]) -> Flags:
+    """Return [T] joined flags of the buckets that are through soonest, sent in order of readiness on one lane.
+
+    `takes_ns` returns t, the time of buckets of so many bytes. F(j) = min over i of max(F(i), ready(j)) + t(bytes of
+    i+1..j) is when the first j gradients are through. O(T^2) sizes; of equal answers, the one with the largest last
+    bucket.
+    """
+    tensors = ready_ns.size
+    total = np.concatenate([[0], np.cumsum(gradient_bytes)])
+    through, begin = np.zeros(tensors + 1, np.int64), np.zeros(tensors + 1, np.int64)
+    for last in range(1, tensors + 1):
+        end = np.maximum(through[:last], ready_ns[last - 1]) + takes_ns(total[last] - total[:last])
+        begin[last] = np.argmin(end)
+        through[last] = end[begin[last]]
+    joined, last = np.ones(tensors, np.bool_), tensors
+    while last > 0:
+        joined[last - 1] = False
+        last = int(begin[last])
+    return joined
 
 
 def recorded_step(replay: DdpReplay) -> RecordedStep:
@@ -182,9 +188,9 @@ def _whole_steps(thread: Thread, count: int) -> Iterator[list[int]]:
     total = np.concatenate([[0], np.cumsum(own)])
     ends: dict[int, int] = {}
     for number in np.unique(thread.backward[thread.backward >= 0]).tolist():
-        mine = thread.backward == number
-        grads = np.flatnonzero(mine & (thread.what == GRAD))
-        final = np.flatnonzero(mine & np.isin(thread.what, (WAIT, COPY)))
+        of_backward = thread.backward == number
+        grads = np.flatnonzero(of_backward & (thread.what == GRAD))
+        final = np.flatnonzero(of_backward & np.isin(thread.what, (WAIT, COPY)))
         if not final.size:
             continue
         begin = ends.get(number - 1)
@@ -192,7 +198,7 @@ def _whole_steps(thread: Thread, count: int) -> Iterator[list[int]]:
         if begin is None or grads.size != count:
             continue
         segments = np.diff(total[np.concatenate([[begin], grads[np.argsort(thread.ref[grads])]])])
-        copies = int(own[mine & (thread.what == COPY)].sum())
+        copies = int(own[of_backward & (thread.what == COPY)].sum())
         finalised = int(total[final[-1] + 1] - total[final[0]])
         rest = int(total[final[0]] - total[grads[-1]])
         yield [*segments.tolist(), rest, copies, finalised - copies]
