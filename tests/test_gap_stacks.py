@@ -143,7 +143,7 @@ def test_looks_become_rare_where_few_samples_are_the_scripts_own(every, period_s
 
 
 def test_the_time_of_headways_own_work_does_not_count_for_the_line_that_is_seen_next(monkeypatch):
-    gap, moments, ends = GapStacks(), iter([0, 15_000_000]), iter([False, True])
+    gap, moments, ends = GapStacks(), iter([0, 0, 15_000_000, 15_000_000]), iter([False, True])
     gap._trainer[0] = threading.get_ident()
     update(gap)
     gap.resumed[0] = 12_000_000

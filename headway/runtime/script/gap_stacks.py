@@ -388,11 +388,12 @@ class GapStacks:
             apart_s = EARLY_S if self._look is not None and count < EARLY else RELAXED_S
             pace = min(period, apart_s)
             pause_s = pace * (0.75 + phase * GOLDEN % 0.5)  # steps of 10 ms would be seen at one point of them alone
+            asleep_ns = time.perf_counter_ns()  # the look before took time of its own
             if stop.wait(pause_s):
                 return
             moment = time.perf_counter_ns()
             before_ns, waited_ns = waited_ns, read_delay(schedstat)
-            late_s = (moment - last - waited_ns + before_ns) / 1e9 - pause_s  # for the lock, not for a core
+            late_s = (moment - asleep_ns - waited_ns + before_ns) / 1e9 - pause_s  # for the lock, not for a core
             if self._look is not None and (pace == apart_s or moment - looked >= 1e9 * apart_s):
                 self._look(stack_of(self._trainer[0]), moment - looked, late_s)
                 looked, count = moment, count + 1
