@@ -475,8 +475,15 @@ with applied(workers, {"num_workers": 2, "prefetch_factor": 32, "persistent_work
 """
 
 
-def test_workers_leave_a_full_pipe_where_the_training_process_was_killed():
-    command = [sys.executable, "-c", QUEUED]
+LATE = """
+import multiprocessing.process, os, time
+os.register_at_fork(after_in_child=lambda: time.sleep(2 * len(multiprocessing.process._children)))  # the second worker
+"""
+
+
+@pytest.mark.parametrize("begins", ["", LATE])
+def test_workers_leave_a_full_pipe_where_the_training_process_was_killed(begins):
+    command = [sys.executable, "-c", begins + QUEUED]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         started = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
         process.kill()

@@ -27,7 +27,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing import util
+from multiprocessing.context import ForkServerProcess
 from multiprocessing.queues import Queue
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -36,6 +38,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data._utils.worker import ManagerWatchdog
 from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from headway.data.bytes import account
@@ -152,11 +155,16 @@ class WorkerBegins:
     """When the workers were started: no file that they read may be newer."""
     process_name: str = field(default_factory=lambda: multiprocessing.current_process().name)
     """What multiprocessing calls the training process."""
+    training_process: int = field(default_factory=os.getpid)
+    """Its number."""
 
     def __call__(self, worker: int) -> None:
         """Prepare this process, which is number `worker`."""
         account.loads_as(worker)  # torch's own word for it is hidden from here on
-        util.Finalize(None, _drop_batches, args=(os.getppid(),), exitpriority=FIRST_OF_ALL)
+        by_server = isinstance(multiprocessing.current_process(), ForkServerProcess)  # which ends with that process
+        parent = os.getppid() if by_server else self.training_process
+        util.Finalize(None, _drop_batches, args=(parent,), exitpriority=FIRST_OF_ALL)
+        torch_worker.ManagerWatchdog = partial(_watch, parent)  # type: ignore[misc, assignment]  # in this process only
         information, torch_worker._worker_info = torch_worker._worker_info, None
         multiprocessing.current_process().name = self.process_name
         multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # its stub does not have it
@@ -172,6 +180,17 @@ class WorkerBegins:
 
 FIRST_OF_ALL = 100
 """Priority at the end of a process: above those of multiprocessing's own, of which one joins the thread of a queue."""
+
+
+def _watch(parent: int) -> ManagerWatchdog:
+    """Return torch's watch over the process that started a worker.
+
+    torch asks the system who that is, which in a worker that begins after the training process was killed names
+    another, and the worker waits for ever.
+    """
+    watchdog = ManagerWatchdog()
+    watchdog.manager_pid = parent
+    return watchdog
 
 
 def _drop_batches(parent: int) -> None:
