@@ -11,14 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headway.core.errors import InputError
 from headway.core.machine.host_load import HostLoad
 from headway.sim.recorded.core_use import Contention
 from headway.sim.recorded.lane import COMPUTE
+from headway.sim.recorded.pool_waits import PoolWaits
 from headway.sim.recorded.program import Program
 from headway.sim.recorded.recording import Recording
 from headway.sim.recorded.segment_times import USUALLY_BESIDE
 from headway.trace.events.trace import concat
 from headway.trace.recording.runs import Run
+from headway.trace.rings.rank_tables import CallFlops, Rehearsed
 from tests.oracles import time_sliced
 from tests.runs_made import MS, Made, Rows, RunMaker
 from tests.test_program import QUIET as FREE_WORKERS
@@ -147,7 +150,8 @@ def test_marks_tell_how_compute_uses_cores(waiting: float, beside: float) -> Non
 def with_threads(program: Program, cores: float) -> Program:
     """Return the program of the same job whose kernels occupy so many cores beside the training thread."""
     recording = dataclasses.replace(program.recording, beside=np.array([cores]))
-    return dataclasses.replace(program, recording=recording, replays={})
+    pool = PoolWaits.of(recording, program.cores, load())
+    return dataclasses.replace(program, recording=recording, pool=pool, replays={})
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -210,3 +214,58 @@ def test_what_a_worker_does_between_two_loads_is_replayed(between: int) -> None:
 
     assert program.fidelity == pytest.approx(1.0, abs=0.005)
     assert program.models[0].between_ns[5:].mean() == pytest.approx(between, abs=0.01 * MS)
+
+
+ONE = ["compute_threads=1"]
+
+
+@pytest.mark.parametrize(
+    ("edits", "beside", "step"),
+    [(["workers=8"], load(), 4.2), (["workers=8"], None, 5.2), (["workers=1"], load(), 33), (ONE, load(), 35)],
+)
+def test_steps_that_stood_behind_long_waits_for_input_do_not_behind_short_ones(edits, beside, step):
+    """Loads sleep for 33 ms, operators take 1 ms on two threads, and in every third step 13."""
+    made = RunMaker(
+        ranks=1, steps=90, cores=2, fetch_ns=33 * MS, compute_ns=lambda _, step: (1 if step % 3 else 13) * MS,
+        optimizer_ns=0, transfer_ns=0, iter_ns=0, batch_bytes=0,
+    ).make()  # fmt: skip
+    program = program_of(made, load(), busy=1.0)
+    recording = dataclasses.replace(program.recording, beside=np.array([1.0]), waiting=np.array([0.5]))
+    pool = PoolWaits.of(recording, 2, beside)
+    program = dataclasses.replace(program, recording=recording, pool=pool, replays={})
+
+    prediction = program.predict([*edits, "watched=false"])
+
+    assert program.fidelity == pytest.approx(1.0, abs=0.001)
+    assert prediction.step_s * 1e3 == pytest.approx(step, rel=0.1)
+    assert prediction.interval[0] <= prediction.speedup <= prediction.interval[1]
+
+
+def test_a_worker_of_torch_sends_a_batch_beside_its_next_load() -> None:
+    """Loads sleep for 4 ms: two workers have a batch every 2.1 ms; those of a remedy pack before they go on."""
+    made = RunMaker(ranks=1, steps=99, cores=4, fetch_ns=4 * MS, compute_ns=MS // 5, optimizer_ns=0, iter_ns=0).make()
+    program = Program.from_trace(made.trace, {**made.meta, "compute_cpu_fraction": 1.0})
+
+    plain, watched = (program.predict(["workers=2", *more]).step_s * 1e3 for more in (["watched=false"], []))
+
+    assert plain == pytest.approx(2.1, rel=0.05)
+    assert watched > 1.15 * plain
+
+
+@pytest.mark.parametrize(("one_thread_ms", "step"), [(None, 12.6), (10, 10), (15, 15), (40, 20)])
+def test_one_thread_has_the_core_that_another_process_leaves_and_the_work_that_a_child_timed(one_thread_ms, step):
+    """Operators of 10 ms on two threads, of which one waits for a core for nine times as long beside a busy process."""
+    made = RunMaker(ranks=1, steps=60, cores=2, compute_ns=100 * MS, optimizer_ns=0, transfer_ns=0, iter_ns=0).make()
+    program = program_of(made, load(other_cores=1.0, other_runnable=1.0), busy=0.1)
+    recording = dataclasses.replace(program.recording, beside=np.array([1.0]), waiting=np.array([0.9]))
+    timed = CallFlops(rehearsed=Rehearsed(step_s=one_thread_ms and one_thread_ms / 1e3))
+    pool = PoolWaits.of(recording, 2, load(other_cores=1.0, other_runnable=1.0), [timed])
+    program = dataclasses.replace(program, recording=recording, pool=pool, replays={})
+
+    prediction = program.predict(ONE)
+
+    assert prediction.step_s * 1e3 == pytest.approx(step, rel=0.05)
+    assert prediction.interval[0] < prediction.speedup < prediction.interval[1]
+    full = dataclasses.replace(program, pool=PoolWaits.of(recording, 2, load(other_cores=2.0, other_runnable=2.0)))
+    with pytest.raises(InputError, match="as many would again"):
+        full.predict(ONE)

@@ -23,7 +23,7 @@ from tests.runs_made import MS, Made, Rows, RunMaker
 
 QUIET = Costs(
     handoff_ns=0, receive_ns=100_000, per_byte_ns=0.0, fork_ns=0, first_ns=0, stop_ns=0, reset_ns=2 * MS, look_ns=0,
-    pack_ns=0, elsewhere=1.0,
+    pack_ns=0, turn_ns=0, send_ns=0, elsewhere=1.0,
 )  # fmt: skip
 """Costs of the made job: its hand-off takes 0.1 ms, its workers cost nothing."""
 

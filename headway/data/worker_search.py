@@ -17,7 +17,7 @@ from headway.plan.setup import Setup
 from headway.sim.graph.intervals import CONTENDED_FRACTION
 from headway.sim.recorded.program import Program
 from headway.sim.recorded.recording import steps_beside
-from headway.sim.recorded.segment_times import BESIDE_LOADS, USUALLY_BESIDE, WAITS
+from headway.sim.recorded.segment_times import BESIDE_LOADS, USUALLY_BESIDE
 from headway.sim.recorded.unroll import pool_threads, standstill
 from headway.sim.whatif import scenario_of
 from headway.trace.events.loader_facts import LoaderFacts
@@ -28,10 +28,6 @@ TRIAL_COUNTS = 0.02
 BUSY = 1.645 * 0.05
 """Half the range of log(won / predicted) by which what workers by hand win beside a busy process is less certain: two
 scripts of `headway bench small_scripts` won .92 and 1.11 times what was predicted, with 1.08 for the range."""
-
-SPINS = 2 / 3
-"""Weight of the case that threads beside the training thread only waited: on two cores of one host four convolutional
-nets took 1.07, 1.08, 1.20 and 1.26 times as long on one thread as on two (docs/promise.md), small layers 1.0."""
 
 CLOSE = 1.01
 """Of settings within 1 % of the best, the smallest is taken."""
@@ -67,7 +63,7 @@ def by_hand(
     if watched.clear and start_s < TRIAL_COUNTS * program.measured_s * program.recording.recorded_steps:
         return None, ""
     gain, line = _unwatched(program, edits, count), ""
-    if beside_pools(program, count) and program.recording.waiting.max(initial=0) <= WAITS:
+    if beside_pools(program, count) and program.pool.has_cores(_left_by(program, count)):
         fewer, its_line = _on_fewer_threads(program, setup, facts, keep)
         if (fewer.clear, fewer.predicted_speedup) > (gain.clear, gain.predicted_speedup):
             gain, line = fewer, its_line
@@ -97,24 +93,12 @@ def _unwatched(program: Program, edits: tuple[str, ...], count: int) -> Gain:
 def _on_fewer_threads(
     program: Program, setup: Setup, facts: Mapping[int, LoaderFacts], keep: tuple[str, ...]
 ) -> tuple[Gain, str]:
-    """Return what workers win where torch computes on the cores that those leave, and the line of the script.
-
-    Its threads may have computed all the time that they had a core, or have waited for one another: what they leave to
-    fewer takes as long as all together had, at most, and no longer than it did, at least.
-    """
+    """Return what workers win where torch computes on the cores that those leave, and the line of the script."""
     count = fewest(program, setup, facts, *keep, shares_cores=True)
     threads = _left_by(program, count)
-    edits = (for_loaders(count, program, facts), *keep, f"compute_threads={threads}")
-    slow = _unwatched(program, edits, count)
-    pool = _pool(program)
-    fast = _unwatched(program, (*edits, f"accelerator={(1 + pool) / (1 + min(pool, threads - 1)):.4f}x"), count)
+    gain = _unwatched(program, (for_loaders(count, program, facts), *keep, f"compute_threads={threads}"), count)
     kept = ", persistent_workers=True" if keep else ""
-    line = f"torch.set_num_threads({threads}); DataLoader(..., num_workers={count}{kept})"
-    middle, low = (
-        math.exp(SPINS * math.log(quick) + (1 - SPINS) * math.log(dear))
-        for quick, dear in ((fast.predicted_speedup, slow.predicted_speedup), (fast.interval[0], slow.interval[0]))
-    )
-    return Gain(middle, (low, fast.interval[1])), line
+    return gain, f"torch.set_num_threads({threads}); DataLoader(..., num_workers={count}{kept})"
 
 
 def _left_by(program: Program, count: int) -> int:

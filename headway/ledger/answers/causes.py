@@ -113,6 +113,9 @@ class Fix:
     """The consent that it needs; '' where it needs none."""
 
 
+NUMBER_OF_THREADS = re.compile(r"torch\.set_num_threads\((\d+)\)")
+"""A line of the script that says on how many threads it computes."""
+
 NUMBER_OF_WORKERS = re.compile(r"num_workers=\d+")
 """Where a text says how many workers a loader takes."""
 
@@ -166,9 +169,11 @@ def _predicted(cause: Cause, ledger: Ledger, predict: Predictor, part: float) ->
 
     The replay takes the cause away wherever it is; `part` of what that wins is this cause's: one loader of several.
     """
-    edit = EDIT_OF_CAUSE.get(cause.cause)
-    load = ledger.facts.host_load
-    if edit is None or (cause.cause == "host.cpu_wait" and (load is None or load.demand < BUSY)):
+    edit, load = EDIT_OF_CAUSE.get(cause.cause), ledger.facts.host_load
+    fewer = NUMBER_OF_THREADS.fullmatch(cause.script)
+    if fewer and cause.cause == "host.cpu_wait":
+        edit = f"compute_threads={fewer[1]}"
+    elif edit is None or (cause.cause == "host.cpu_wait" and (load is None or load.demand < BUSY)):
         return cause  # without others on the host, the job takes its cores from itself
     try:
         forecast = predict((edit,))
@@ -192,7 +197,7 @@ def _predicted(cause: Cause, ledger: Ledger, predict: Predictor, part: float) ->
         gain, *ends = (1 / (1 - part * (1 - 1 / max(value, 1e-9))) for value in (gain, *bounds))
         bounds = (ends[0], ends[1])
     found = replace(cause, lost_device_s=won_s, evidence=evidence)
-    return replace(found, predicted_speedup=gain, interval=bounds, at_most=True)
+    return replace(found, predicted_speedup=gain, interval=bounds, at_most=not fewer)
 
 
 def _fixed(cause: Cause, fix: Fix | None) -> Cause:

@@ -37,6 +37,7 @@ from headway.ledger.booking.waits import KINDS
 from headway.ledger.buckets import BUCKETS
 from headway.ledger.cause import RECORD_LONGER, Cause, SampledLine
 from headway.ledger.growth import BLOCKS, LEAST_STEPS, rising, slowed
+from headway.sim.recorded.core_use import SPIN_NS
 from headway.trace.events.loader_facts import unmovable_by_hand
 from headway.trace.rings.rank_tables import PROFILED, OptimizerFacts
 
@@ -110,7 +111,7 @@ def host_cpu_wait(ledger: Ledger) -> list[Cause]:
     if others >= BUSY and threads // ranks > 1 and threads + others > cores > 0:
         # The threads of a pool wait for each other at the end of each operator: one without a core holds all of them.
         edit = f"torch.set_num_threads({max(1, int((cores - others) / ranks))})"
-        fix += f", or compute on as many threads as cores stay free: {edit}"
+        fix += f", or compute on as many threads as cores stay free: {edit} (sums are rounded in another order)"
     if 0 < cores < threads:
         fair = max(1, cores // ranks)
         evidence += (
@@ -121,12 +122,23 @@ def host_cpu_wait(ledger: Ledger) -> list[Cause]:
         evidence += "; what else ran on the host is not known"
     elif others < BUSY and any(loader.num_workers for loader in facts.effective_loaders.values()):
         fix = "fewer processes and threads of the job than cores: loader workers count as well"
+    elif others < BUSY and threads > ranks and _waits_between(ledger):
+        evidence += "; nobody else is known to have computed here: torch's threads sleep while a batch is awaited, and "
+        evidence += "one that is woken on the core of another waits until that has spun for 12 ms"
+        edit = "torch.set_num_threads(1)"
+        fix = f"shorter waits for input, or one thread: {edit} (sums are rounded in another order)"
     elif others < BUSY:
         evidence += "; nobody is known to have computed here but headway's own processes beside the first steps"
         fix = f"{RECORD_LONGER}: headway's own processes read data and time the model beside the first steps, once"
     return [
         Cause("host.cpu_wait", "training thread", booked + waited, evidence + also_waited(waited), fix, script=edit)
     ]
+
+
+def _waits_between(ledger: Ledger) -> bool:
+    """Say whether steps wait for input longer than a thread spins, and wait for cores up to the run's end."""
+    input_ns, host_ns = (np.asarray(ledger.step_ns)[BUCKETS.index(name)] for name in ("input", "host"))
+    return bool(np.median(input_ns) > SPIN_NS and host_ns[len(host_ns) // 2 :].sum() > host_ns.sum() / 5)
 
 
 def host_recording(ledger: Ledger) -> list[Cause]:

@@ -51,6 +51,10 @@ if TYPE_CHECKING:
     from headway.sim.recorded.recording import ConsumedBatches
 
 
+SPIN_NS = 12 * NS_PER_MS
+"""How long a thread of torch's pool spins before it sleeps, and the training thread at the end of an operator."""
+
+
 def cores_used(
     rows: Trace, lane: Lane, batches: ConsumedBatches, computes: NDArray[np.bool_], collects: NDArray[np.bool_]
 ) -> tuple[float, float, float]:

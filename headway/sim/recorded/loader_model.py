@@ -10,6 +10,7 @@ taken. Times are int64 ns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
@@ -69,6 +70,9 @@ class Loading:
 
     late_ns: NDArray[np.float64]
     """[b] What it costs more than is usual, which is waiting: for the sender, or for a lock."""
+
+    send_ns: NDArray[np.float64]
+    """[b] CPU time of the worker's other threads for it, beside its next load: the batch is there behind that."""
 
     between_ns: NDArray[np.float64]
     """[b] From the end of the worker's load before until it begins this one, although it had been told of it."""
@@ -226,8 +230,10 @@ class LoaderModel:
         threaded = (scenario.threads & tuned & (workers > 0))[batches.iterator]
         # A worker looks, too, whether what it read has changed the dataset.
         looks_ns = self._looks_ns(scenario)
-        pack_ns = np.where(threaded, self.costs.thread_pack_ns, self.costs.pack_ns)
-        cpu = cpu * np.where(was_inline & ~now_inline & ~threaded, self.costs.elsewhere, 1.0)
+        forked = was_inline & ~now_inline & ~threaded
+        by_remedy = self.costs.pack_ns if scenario.watched else self.costs.turn_ns
+        pack_ns = np.where(threaded, self.costs.thread_pack_ns, by_remedy)
+        cpu = cpu * np.where(forked, self.costs.elsewhere, 1.0)
         cpu = cpu + (pack_ns + looks_ns) * (was_inline & ~now_inline)
         inline_ns = np.maximum(self.owned_ns - batches.part_ns.sum(axis=1), 0) * was_inline
         taking = np.where(threaded, float(self.costs.thread_receive_ns), self.take_ns)
@@ -247,6 +253,7 @@ class LoaderModel:
             handoff_ns=handoff,
             take_ns=take - late,
             late_ns=late,
+            send_ns=np.where(forked & (not scenario.watched), float(self.costs.send_ns), 0.0),
             between_ns=np.where(threaded | now_inline | was_inline, 0.0, self.between_ns),
             iter_ns=iter_ns * scenario.factor("input.iter"),
             first_ns=first_ns,
@@ -284,9 +291,10 @@ class LoaderModel:
 
     def with_handoff(self, factor: float) -> LoaderModel:
         """Return the model with the assumed costs of workers scaled."""
+        costs = self.costs
         return replace(
             self, take_ns=self.take_ns * factor, handoff_ns=self.handoff_ns * factor, first_ns=self.first_ns * factor,
-            costs=replace(self.costs, pack_ns=round(self.costs.pack_ns * factor)),
+            costs=replace(costs, pack_ns=round(costs.pack_ns * factor), send_ns=round(costs.send_ns * factor)),
         )  # fmt: skip
 
     def _keeps(
@@ -465,14 +473,14 @@ def busiest_host(recording: Recording) -> int:
     return int(np.bincount(recording.host, weights=threads).max())
 
 
-def host_pressure(recording: Recording, cores: int) -> float:
+def host_pressure(recording: Recording, cores: int, *, alone: bool) -> float:
     """Return how much longer CPU work takes because others want the cores too: (CPU + run-queue wait) / CPU, >= 1.
 
-    Told from the loads of a job that leaves itself enough cores, so that it
-    does not wait for itself; 1 where that cannot be told.
+    Told from the loads of a job that leaves itself enough cores, so that it does not wait for itself; 1 where that
+    cannot be told. `alone`: nobody else was seen to want cores, and what of torch's threads spins waits for work.
     """
     batches = recording.batches
-    users = busiest_host(recording)
+    users = busiest_host(recording) + (math.ceil(float(recording.beside.max(initial=0))) if alone else 0)
     parts = np.concatenate([part.part_ns for part in batches]).sum(axis=0)
     cpu_ns, starved_ns = float(parts[2] + parts[3]), float(parts[1])
     if users > cores or cpu_ns <= 0:

@@ -29,6 +29,7 @@ from headway.sim.graph.intervals import CONTENDED_FRACTION, most_discrepancy, sp
 from headway.sim.recorded.core_use import Contention
 from headway.sim.recorded.lane import LABEL, LABELS
 from headway.sim.recorded.loader_model import LoaderModel, busiest_host, host_pressure, own_service, storage_is_shared
+from headway.sim.recorded.pool_waits import BUSY, PoolWaits
 from headway.sim.recorded.recording import Recording, first_alone, first_steady
 from headway.sim.recorded.segment_times import Costs, beside_loads, brings_workers, edited_segments, on_busy_cores
 from headway.sim.recorded.stage_orders import INPUT_SHARES, MOST_STARVED, RecordedPipeline, check_stages, reordered
@@ -40,9 +41,6 @@ from headway.trace.recording.run_facts import RunFacts
 
 if TYPE_CHECKING:
     from headway.trace.recording.runs import Run
-
-BUSY = 0.15
-"""Cores that others want from which on they are named beside a replay that misses."""
 
 MAX_RANK_STEPS = 8000
 """Ranks x steps that are replayed; a longer run is cut, and what is rare is scaled to its rate over the whole run."""
@@ -103,6 +101,9 @@ class Program:
     facts: RunFacts
     """What run.json says."""
 
+    pool: PoolWaits
+    """What the threads waited for that share operators with the training thread."""
+
     run: Run | None = None
     """The run folder, for its deep windows; None for a bare trace."""
 
@@ -141,7 +142,8 @@ class Program:
         # Cores that nobody counted are taken to have been enough.
         cores = facts.cores or busiest_host(recording)
         load = facts.host_load if facts.host_load is not None and facts.host_load.readings else None
-        pressure = host_pressure(recording, cores) if costs is None else 1.0
+        pool = PoolWaits.of(recording, cores, load, facts.compute.calls if facts.compute else ())
+        pressure = host_pressure(recording, cores, alone=pool.alone) if costs is None else 1.0
         costs = (costs or Costs()).slowed(pressure)
         models = tuple(
             LoaderModel.of(batches, lane, facts.effective_loaders, costs)
@@ -150,8 +152,8 @@ class Program:
         share = facts.compute_cpu_fraction
         busy = recording.busy if share is None else np.full(len(models), share)
         kept = np.array([np.ptp(lane.step_end_ns[warm:]) - lane.once_ns(warm) for lane in recording.lanes])
-        alone = first_alone(recording, warm, facts.asked_until_ns)
-        whole = recording.last_end_ns - [lane.step_end_ns[alone] + lane.once_ns(alone) for lane in recording.lanes]
+        first = first_alone(recording, warm, facts.asked_until_ns)
+        whole = recording.last_end_ns - [lane.step_end_ns[first] + lane.once_ns(first) for lane in recording.lanes]
         program = cls(
             recording=recording,
             models=models,
@@ -165,10 +167,11 @@ class Program:
             shared=storage_is_shared(recording),
             service=own_service(recording.batches) if any(b.group.size for b in recording.batches) else 1.0,
             warm=warm,
-            measured_s=float(whole.mean()) / (recording.recorded_steps - alone) / NS_PER_S,
+            measured_s=float(whole.mean()) / (recording.recorded_steps - first) / NS_PER_S,
             replayed_s=float(kept.mean()) / (recording.num_steps - warm) / NS_PER_S,
             costs=costs,
             facts=facts,
+            pool=pool,
         )
         return program._fitted()
 
@@ -339,15 +342,13 @@ class Program:
             model.under(scenario, seed + index, starved).paced(factor * (self.service if shared else 1.0), factor)
             for index, (model, factor) in enumerate(zip(models, pace, strict=True))
         )
-        pools = np.minimum(self.recording.beside, self.cores - 1) * (self.busy > 0)
-        # Fewer threads have the same work, at most: that of threads which only waited for one another is counted too.
-        fewer = pools if scenario.compute_threads is None else np.minimum(pools, scenario.compute_threads - 1)
-        longer = (1 + pools) / (1 + fewer)
+        self.pool.check(scenario)
+        longer, pools = self.pool.longer(scenario, loading), self.pool.cores_after(scenario) * (self.busy > 0)
         return unroll(
             recording,
             loading,
             segment_ns=edited_segments(recording, scenario, self.costs, whole=whole, longer=longer),
-            occupancy=Occupancy(self.busy, self.recording.waiting * (1 - starved), fewer),
+            occupancy=Occupancy(self.busy, self.recording.waiting * (1 - starved), pools),
             contention=self.contention(scenario),
             shared_storage=shared,
             horizon_ns=horizon_ns,
@@ -431,16 +432,18 @@ class Program:
         self, scenario: ResolvedEdits, base: NDArray[np.float64], after: NDArray[np.float64], seed: int
     ) -> tuple[float, float]:
         """Return a range of the speedup: resampled blocks of steps, costs that were assumed, what the replay misses."""
-        shifts, point = list[float](), base.mean() / max(after.mean(), 1e-9)
+        point, replays = base.mean() / max(after.mean(), 1e-9), list[NDArray[np.float64]]()
         if brings_workers(self.recording, scenario):
             for factor in (0.5, 2.0):
-                models = tuple(model.with_handoff(factor) for model in self.models)
-                shifts.append(float(base.mean() / self._replay(scenario, seed, models).mean() / point))
-            slow = on_busy_cores(self.recording, scenario)
-            shifts.append(float(base.mean() / self._replay(slow, seed, self.models).mean() / point))
+                replays.append(self._replay(scenario, seed, tuple(m.with_handoff(factor) for m in self.models)))
+            replays.append(self._replay(on_busy_cores(self.recording, scenario), seed, self.models))
+        if self.pool.stood:
+            replays.append(replace(self, pool=replace(self.pool, stays=True))._replay(scenario, seed, self.models))
+        if scenario.compute_threads is not None:
+            replays += [replace(self, pool=pool)._replay(scenario, seed, self.models) for pool in self.pool.bounds()]
         if self._splits(scenario):
-            for share in INPUT_SHARES:
-                shifts.append(float(base.mean() / self.steps_ns(replace(scenario, input_share=share)).mean() / point))
+            replays += [self.steps_ns(replace(scenario, input_share=share)) for share in INPUT_SHARES]
+        shifts = [float(base.mean() / steps_ns.mean() / point) for steps_ns in replays]
         return speedup_interval(
             base, after, shifts=shifts, discrepancy=abs(self.fidelity - 1), seed=seed,
             contended=self.contention(scenario).taken_fraction >= CONTENDED_FRACTION,

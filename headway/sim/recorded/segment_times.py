@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from headway.core.errors import InputError
-from headway.core.units import NS_PER_MS, NS_PER_US, format_fraction
+from headway.core.units import NS_PER_MS, NS_PER_US
 from headway.sim.pipeline.actions import F
 from headway.sim.recorded.lane import COMPUTE, LABEL, LABELS, Lane
 from headway.sim.recorded.recording import ConsumedBatches, Recording
@@ -39,7 +38,14 @@ class Costs:
 
     pack_ns: int = 1_500 * NS_PER_US
     """What a remedy's worker does beside making a batch: generators, files and output looked at, the batch packed and,
-    by a thread of its own, written to a pipe. Of torch's own workers on the same host it is 1.3 to 1.9 ms."""
+    by a thread of its own, written to a pipe."""
+
+    turn_ns: int = 200 * NS_PER_US
+    """What torch's own worker does between two loads: an index taken out of a queue, a batch put into one."""
+
+    send_ns: int = 900 * NS_PER_US
+    """CPU time of the other threads of torch's own worker for a batch, which pickle it and answer for its open files,
+    beside the next load: .5 to .9 ms for 2 KB to 3 MB, 1.3 where each load computed 11 ms."""
 
     elsewhere: float = 1.07
     """CPU time of a load in a worker, of the same in the training process: with other processes on its core, and memory
@@ -112,9 +118,9 @@ class Costs:
     def slowed(self, factor: float) -> Costs:
         """Return the costs on a host whose other work makes CPU time take `factor` times as long."""
         names = (
-            "handoff_ns", "receive_ns", "pack_ns", "fork_ns", "first_ns", "stop_ns", "reset_ns", "log_ns",
-            "thread_handoff_ns", "thread_pack_ns", "thread_receive_ns", "thread_ns", "trial_ns", "cache_trial_ns",
-            "keep_ns", "look_ns", "cold_ns",
+            "handoff_ns", "receive_ns", "pack_ns", "turn_ns", "send_ns", "fork_ns", "first_ns", "stop_ns", "reset_ns",
+            "log_ns", "thread_handoff_ns", "thread_pack_ns", "thread_receive_ns", "thread_ns", "trial_ns",
+            "cache_trial_ns", "keep_ns", "look_ns", "cold_ns",
         )  # fmt: skip
         return replace(self, **{name: round(getattr(self, name) * factor) for name in names})
 
@@ -274,14 +280,13 @@ def edited_segments(
     costs: Costs,
     *,
     whole: bool = True,
-    longer: NDArray[np.float64] | None = None,
+    longer: tuple[NDArray[np.float64], ...] | None = None,
 ) -> tuple[NDArray[np.float64], ...]:
     """Return, per rank, [m] durations of the segments after the edits; collectives keep their own time only.
 
     `whole` scales what is rare to its rate over the whole run, where only a part of it is replayed. What the host
-    computes takes `longer` [ranks] times as long. Raises `InputError` for fewer threads of a run whose threads waited.
+    computes takes `longer` [k] times as long, per rank.
     """
-    check_threads(recording, scenario)
     own = _own_comm(recording)
     factor = np.array([scenario.factor(label) for label in LABELS])
     factor[COMM] /= scenario.bandwidth
@@ -292,7 +297,8 @@ def edited_segments(
     for index, lane in enumerate(recording.lanes):
         duration, work = own[index] * factor[lane.label], recording.devices[index]
         if work is None:
-            duration[COMPUTE[lane.label]] *= (1.0 if longer is None else longer[index]) / scenario.accelerator
+            slower = 1.0 if longer is None else longer[index][lane.step]
+            duration = np.where(COMPUTE[lane.label], duration * slower / scenario.accelerator, duration)
         else:
             duration = np.where(COMPUTE[lane.label], duration * work.own[lane.step], duration)
             duration[work.waits] = work.after_wait_ns * factor[lane.label[work.waits]]
@@ -366,21 +372,6 @@ def brings_workers(recording: Recording, scenario: ResolvedEdits) -> bool:
     """Say whether the edits bring workers to a run that had none."""
     recorded = max((int(batches.workers.max(initial=0)) for batches in recording.batches), default=0)
     return bool(scenario.workers) and recorded == 0
-
-
-WAITS = 0.1
-"""Share of the compute for which it waits for cores, from which on nobody knows what fewer threads would take."""
-
-
-def check_threads(recording: Recording, scenario: ResolvedEdits) -> None:
-    """Refuse fewer computing threads for a run whose threads went without a core."""
-    waits = float(recording.waiting.max(initial=0))
-    if scenario.compute_threads is not None and waits > WAITS:
-        raise InputError(
-            f"compute_threads is not predictable here: threads that compute waited for cores for "
-            f"{format_fraction(waits, 0)} of the time, and fewer of them may win much. Run it once with "
-            f"torch.set_num_threads({scenario.compute_threads}), or record on a quieter host."
-        )
 
 
 def beside_loads(recording: Recording, scenario: ResolvedEdits, busy: float) -> ResolvedEdits:

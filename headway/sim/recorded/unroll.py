@@ -369,7 +369,11 @@ def _workers(
     parts = np.stack([loading.fetch_ns[mine], loading.waiting_ns[mine], loading.cpu_ns[mine]], axis=1)
     lanes = np.tile(np.array([fetch_lane, FREE, CORES]), (mine.size, 1))
     load_begin, load_end = _chain(ops, parts, lanes, keep=2, stall=stall)
-    ops.link(load_end, begin[batches.segment[mine]], np.rint(loading.handoff_ns[mine]).astype(np.int64))
+    sent, send_ns = load_end, loading.send_ns[mine, None]
+    if send_ns.any():
+        send_begin, sent = _chain(ops, send_ns, np.full(send_ns.shape, CORES, np.int64), keep=0, stall=stall)
+        ops.link(load_end, send_begin)
+    ops.link(sent, begin[batches.segment[mine]], np.rint(loading.handoff_ns[mine]).astype(np.int64))
     # Of W workers, the one that makes batch k has made batch k - W. It learns of k when batch k - bound is taken, bound
     # = W x prefetch; of the first `bound` batches when the pass begins (`before` is the segment that ends then).
     for which in np.unique(batches.iterator[mine]):

@@ -1,0 +1,203 @@
+"""What torch's threads wait for one another, and what fewer of them, or shorter waits for input, leave of that.
+
+Threads that share an operator end it when the last of them has had a core. Where others take one of two cores, each
+operator waits for it: 1 ms of them took 130 ms in steps beside one busy process, and 2 ms on one thread, which has a
+core of its own. Where nobody else wants cores the threads themselves make such waits, behind a wait for input.
+
+A thread of libgomp's pool that has nothing to do spins, and sleeps after a while (`SPIN_NS`: 300,000 pauses). The next
+operator that is shared wakes it, on the core of the thread that woke it as often as not. That one comes to the end of
+its share, and spins there for just as long before it lets the other have the core:
+
+    training   |---- waits for a batch ----|op~~~~ spins ~~~~|sleeps|op|op|
+    pool       |~ spins ~|----- sleeps ----|no core .........| op   |op|op|
+
+A step with 1 ms of operators on two cores with nothing else on them (180 steps; a stand is 11 ms):
+
+    waits, ms       2 to 10   12   14   18   24   33   100
+    steps that stood      0    0    8   26   92   56   156
+
+On one thread, or where the threads of the pool never sleep (`GOMP_SPINCOUNT`), there is none. So waits below `SPIN_NS`,
+which workers make of longer ones, leave none of them; [b] is one value per batch, [k] one per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.core.errors import InputError
+from headway.core.machine.host_load import HostLoad
+from headway.core.units import NS_PER_S, format_fraction
+from headway.sim.recorded.core_use import SPIN_NS
+from headway.sim.recorded.loader_model import Loading
+from headway.sim.recorded.recording import Recording
+from headway.sim.recorded.unroll import pool_threads
+from headway.sim.whatif import ResolvedEdits
+from headway.trace.rings.rank_tables import CallFlops
+
+STANDS = 0.6
+"""Share of `SPIN_NS` by which a step that stood computes longer than the fastest one, at least."""
+
+MARKED = 2
+"""Times the waits for a core that marks tell that stands may be: a thread that spins has a core meanwhile."""
+
+SPINS = 2 / 3
+"""Weight of the case that threads beside the training thread only waited: on two cores of one host four convolutional
+nets took 1.07, 1.08, 1.20 and 1.26 times as long on one thread as on two (docs/promise.md), small layers 1.0."""
+
+TIMED = (1.25, 0.8)
+"""What a step on one thread takes of what a child timed beside the training: most, least."""
+
+BUSY = 0.15
+"""Cores that others want from which on they make the threads of a pool wait."""
+
+WAITS = 0.1
+"""Share of the steps for which compute waits for cores, from which on nobody knows what fewer threads would take."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PoolWaits:
+    """What the threads that share operators with the training thread waited for in a recorded run."""
+
+    recording: Recording
+    """The run."""
+
+    pool_cores: NDArray[np.float64]
+    """[ranks] Cores that the pool's threads occupy while the training thread computes."""
+
+    stood_ns: tuple[NDArray[np.float64], ...]
+    """Per rank [k]: how long each step stood still behind a wait for input."""
+
+    cores: int
+    """Cores of the host."""
+
+    others: float | None
+    """Cores that others want; None where nobody counted them."""
+
+    one_thread_ns: float | None = None
+    """What forward and backward of a step take on one thread, as a child of the recorded process timed it."""
+
+    spins: float = SPINS
+    """Share of the work of threads that go for which they only waited, where nobody timed one thread."""
+
+    stays: bool = False
+    """Whether as many steps stand still after shorter waits: where a thread lands when it is woken nobody knows."""
+
+    @classmethod
+    def of(cls, recording: Recording, cores: int, load: HostLoad | None, calls: Sequence[CallFlops] = ()) -> PoolWaits:
+        """Measure it on a host with `cores`; `calls` of the models were rehearsed."""
+        others = None if load is None else load.demand + load.cores - load.cores_available  # a quota takes cores too
+        pools = np.minimum(recording.beside, cores - 1)
+        alone, ranks = others is not None and others < BUSY, range(len(recording.lanes))
+        stood = tuple(_stood_ns(recording, index, pools[index], alone=alone) for index in ranks)
+        timed = [call.rehearsed.step_s if call.rehearsed else None for call in calls]
+        per_step = [max(1, round(batches.seq.size / recording.num_steps)) for batches in recording.batches]
+        # One model is called once for each batch; of several nobody knows here which steps call which.
+        one_ns = timed[0] * NS_PER_S * max(per_step) if len(timed) == 1 and timed[0] else None
+        return cls(recording, pools, stood, cores, others, one_ns)
+
+    @property
+    def alone(self) -> bool:
+        """Whether nobody else was seen to want cores."""
+        return self.others is not None and self.others < BUSY
+
+    @property
+    def stood(self) -> bool:
+        """Whether steps stood still."""
+        return any(bool(stood.any()) for stood in self.stood_ns)
+
+    def has_cores(self, threads: int) -> bool:
+        """Say whether so many computing threads of each rank have a core each, beside what others want."""
+        ranks = int(np.bincount(self.recording.host).max())
+        return self.others is not None and ranks * threads + self.others <= self.cores + BUSY
+
+    def check(self, scenario: ResolvedEdits) -> None:
+        """Refuse fewer computing threads for a run whose threads went without a core, where those would as well."""
+        threads = scenario.compute_threads
+        shares = [
+            waiting * lane.compute_ns().sum() / max(float(np.ptp(lane.step_end_ns)), 1.0)
+            for waiting, lane in zip(self.recording.waiting, self.recording.lanes, strict=True)
+        ]
+        if threads is not None and not self.has_cores(threads) and max(shares) > WAITS:
+            raise InputError(
+                f"compute_threads={threads} is not predictable here: threads that compute waited for cores for "
+                f"{format_fraction(float(max(shares)), 0)} of the steps, and as many would again. Run it once with "
+                f"torch.set_num_threads({threads}), or record on a quieter host."
+            )
+
+    def cores_after(self, scenario: ResolvedEdits) -> NDArray[np.float64]:
+        """Return [ranks] the cores that the pool occupies after the edits."""
+        given = scenario.compute_threads
+        return self.pool_cores if given is None else np.minimum(self.pool_cores, given - 1)
+
+    def longer(self, scenario: ResolvedEdits, loading: tuple[Loading, ...]) -> tuple[NDArray[np.float64], ...]:
+        """Return, per rank, [k] how much longer each step computes on the host after the edits."""
+        longer, given = list[NDArray[np.float64]](), scenario.compute_threads
+        for index, (lane, stood) in enumerate(zip(self.recording.lanes, self.stood_ns, strict=True)):
+            computes_ns = np.maximum(lane.compute_ns(), 1)
+            share = 1.0 if self.stays or scenario == ResolvedEdits() else self._left(index, loading[index])
+            gone_ns = (1 - share) * stood
+            if given is not None and self.has_cores(given):
+                gone_ns = np.maximum(stood, self.recording.waiting[index] * computes_ns)
+            longer.append(self._works(index, scenario) * (1 - gone_ns / computes_ns))
+        return tuple(longer)
+
+    def _works(self, index: int, scenario: ResolvedEdits) -> float:
+        """Return how much longer a rank computes on the threads that it keeps, waits left out.
+
+        They have the work of all, at most, and no more than one thread has, where that was timed.
+        """
+        pool, after = float(self.pool_cores[index]), float(self.cores_after(scenario)[index])
+        if pool <= after:
+            return 1.0
+        evenly = (1 + pool) / (1 + after)
+        if self.one_thread_ns is None:
+            return float(evenly ** (1 - self.spins))
+        computes_ns = self.recording.lanes[index].compute_ns()[1:].astype(np.float64)
+        on_cores_ns = min(computes_ns.min(), computes_ns.mean() * (1 - self.recording.waiting[index]))
+        alone = min(max(self.one_thread_ns / max(on_cores_ns, 1.0), 1.0), 1 + pool)
+        return float(1 + (alone - 1) * (evenly - 1) / pool)
+
+    def bounds(self) -> list[PoolWaits]:
+        """Return the least and the most that fewer threads may take."""
+        if self.one_thread_ns is None:
+            return [replace(self, spins=share) for share in (0.0, 1.0)]
+        return [replace(self, one_thread_ns=self.one_thread_ns * factor) for factor in TIMED]
+
+    def _left(self, index: int, loading: Loading) -> float:
+        """Return the share of a rank's waits beyond `SPIN_NS` that are left with `loading`; 1 where none stood."""
+        batches, stood = self.recording.batches[index], self.stood_ns[index]
+        if not stood.any():
+            return 1.0
+        computes_ns = float(np.median(self.recording.lanes[index].compute_ns() - stood))
+        loads_ns = loading.fetch_ns + loading.waiting_ns + loading.cpu_ns
+        new = _waits_ns(loads_ns, loading.workers[batches.iterator], computes_ns)
+        old = _waits_ns(batches.part_ns.sum(axis=1), batches.workers[batches.iterator], computes_ns)
+        return min(1.0, float((new > SPIN_NS).sum()) / max(1, int((old > SPIN_NS).sum())))
+
+
+def _stood_ns(recording: Recording, index: int, pool: float, *, alone: bool) -> NDArray[np.float64]:
+    """Return [k] how long each step of a rank stood still: bounded by what its marks say, none without long waits."""
+    lane, batches = recording.lanes[index], recording.batches[index]
+    computes_ns = lane.compute_ns().astype(np.float64)
+    none = np.zeros_like(computes_ns)
+    if not alone or pool_threads(pool) == 1 or recording.devices[index] is not None:
+        return none
+    loads_ns, workers = batches.part_ns.sum(axis=1), batches.workers[batches.iterator]
+    long = _waits_ns(loads_ns, workers, float(np.median(computes_ns))) > SPIN_NS
+    behind = np.isin(np.arange(computes_ns.size), lane.step[batches.segment[long]])
+    over = computes_ns - computes_ns[1:].min(initial=np.inf)
+    stood = np.where(behind & (over > STANDS * SPIN_NS), np.minimum(over, SPIN_NS), 0.0)
+    bound_ns = MARKED * recording.waiting[index] * computes_ns.sum()
+    return np.asarray(stood * min(1.0, bound_ns / max(float(stood.sum()), 1.0)))
+
+
+def _waits_ns(
+    loads_ns: NDArray[np.float64] | NDArray[np.int64], workers: NDArray[np.int64], computes_ns: float
+) -> NDArray[np.float64]:
+    """Return [b] how long the training thread waits for batches whose loads are made by `workers` [b] in turns."""
+    turn_ns: NDArray[np.float64] = loads_ns / np.maximum(workers, 1)
+    return np.where(workers > 0, np.maximum(turn_ns - computes_ns, 0.0), turn_ns)
