@@ -64,8 +64,11 @@ def by_hand(
         return None, ""
     gain, line = _unwatched(program, edits, count), ""
     if beside_pools(program, count) and program.pool.has_cores(_left_by(program, count)):
-        fewer, its_line = _on_fewer_threads(program, setup, facts, keep)
-        if (fewer.clear, fewer.predicted_speedup) > (gain.clear, gain.predicted_speedup):
+        fewer, its_line, alone = _on_fewer_threads(program, setup, facts, keep)
+        if fewer.predicted_speedup > CLOSE * alone and (fewer.clear, fewer.predicted_speedup) > (
+            gain.clear,
+            gain.predicted_speedup,
+        ):
             gain, line = fewer, its_line
     return gain, line
 
@@ -73,15 +76,19 @@ def by_hand(
 def _unwatched(program: Program, edits: tuple[str, ...], count: int) -> Gain:
     """Return what `count` workers of the script's own win by `edits`.
 
-    Of the whole job as it was recorded: they are forked, and begin to load, once. Of steps that mostly lay beside
-    headway's own children some of the recorded time is theirs, and another load on the host is never the same again.
+    Of the whole job as it was recorded: they are forked, and begin to load, once, which takes half as long or twice.
+    Of steps that mostly lay beside headway's own children some of the recorded time is theirs, and another load on the
+    host is never the same again.
     """
     job_s, costs = program.measured_s * program.recording.recorded_steps, program.costs
     loads_ns = sum(float(batches.part_ns.sum()) for batches in program.recording.batches)
     load_ns = loads_ns / max(1, sum(len(batches.part_ns) for batches in program.recording.batches))
     once_s = (count * (costs.fork_ns + costs.stop_ns) + costs.first_ns + load_ns) / NS_PER_S
     prediction = program.predict((*edits, "watched=false"))
-    gain, low, high = (job_s / (job_s / speedup + once_s) for speedup in (prediction.speedup, *prediction.interval))
+    gain, low, high = (
+        job_s / (job_s / speedup + factor * once_s)
+        for speedup, factor in zip((prediction.speedup, *prediction.interval), (1, 2, 0.5), strict=True)
+    )
     if 2 * steps_beside(program.recording, program.facts.asked_until_ns) > program.recording.num_steps:
         gain, low = gain / USUALLY_BESIDE, low / BESIDE_LOADS
     if program.contention(scenario_of(edits)).taken_fraction >= CONTENDED_FRACTION:
@@ -92,18 +99,20 @@ def _unwatched(program: Program, edits: tuple[str, ...], count: int) -> Gain:
 
 def _on_fewer_threads(
     program: Program, setup: Setup, facts: Mapping[int, LoaderFacts], keep: tuple[str, ...]
-) -> tuple[Gain, str]:
-    """Return what workers win where torch computes on the cores that those leave, and the line of the script."""
+) -> tuple[Gain, str, float]:
+    """Return what workers win where torch computes on the cores that they leave, the line, and what no workers do."""
     count = fewest(program, setup, facts, *keep, shares_cores=True)
     threads = _left_by(program, count)
-    gain = _unwatched(program, (for_loaders(count, program, facts), *keep, f"compute_threads={threads}"), count)
+    fewer = f"compute_threads={threads}"
+    gain = _unwatched(program, (for_loaders(count, program, facts), *keep, fewer), count)
     kept = ", persistent_workers=True" if keep else ""
-    return gain, f"torch.set_num_threads({threads}); DataLoader(..., num_workers={count}{kept})"
+    line = f"torch.set_num_threads({threads}); DataLoader(..., num_workers={count}{kept})"
+    return gain, line, program.predict([fewer], interval=False).speedup
 
 
 def _left_by(program: Program, count: int) -> int:
-    """Return how many threads have a core each beside `count` workers; at least 1."""
-    return max(1, int(program.cores) - count)
+    """Return how many threads have a core each beside others and `count` workers; at least 1."""
+    return max(1, program.pool.free_cores - count)
 
 
 def _pool(program: Program) -> float:

@@ -75,7 +75,7 @@ BUDGET = 0.01
 """Share of a step that recording may take once a job has started."""
 
 SLOW_START = 1.5
-"""How many times as long as it usually does the start of a remedy may take: with other work on the cores, say."""
+"""Times as long as it usually does the start of a remedy may take: with other work on the cores, say; or as short."""
 
 
 def reason_of(
@@ -305,7 +305,10 @@ class Plan:
             "job": {
                 "steps": self.steps,
                 "predicted_speedup": self.of_job(self.predicted_speedup),
-                "interval": [self.of_job(self.interval[0], fixed=SLOW_START), self.of_job(self.interval[1])],
+                "interval": [
+                    self.of_job(gain, fixed=fixed)
+                    for gain, fixed in zip(self.interval, (SLOW_START, 1 / SLOW_START), strict=True)
+                ],
             },
             "refused": [row.to_json() for row in self.refused],
             "note": self.note,

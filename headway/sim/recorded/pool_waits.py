@@ -34,7 +34,7 @@ from headway.core.units import NS_PER_S, format_fraction
 from headway.sim.recorded.core_use import SPIN_NS
 from headway.sim.recorded.loader_model import Loading
 from headway.sim.recorded.recording import Recording
-from headway.sim.recorded.unroll import pool_threads
+from headway.sim.recorded.unroll import Occupancy, pool_threads
 from headway.sim.whatif import ResolvedEdits
 from headway.trace.rings.rank_tables import CallFlops
 
@@ -109,38 +109,75 @@ class PoolWaits:
         """Whether steps stood still."""
         return any(bool(stood.any()) for stood in self.stood_ns)
 
+    @property
+    def free_cores(self) -> int:
+        """Cores that others leave."""
+        return int(self.cores - (self.others or 0.0) + 0.5)
+
     def has_cores(self, threads: int) -> bool:
         """Say whether so many computing threads of each rank have a core each, beside what others want."""
         ranks = int(np.bincount(self.recording.host).max())
-        return self.others is not None and ranks * threads + self.others <= self.cores + BUSY
+        return self.others is not None and ranks * threads <= self.free_cores
 
-    def check(self, scenario: ResolvedEdits) -> None:
-        """Refuse fewer computing threads for a run whose threads went without a core, where those would as well."""
-        threads = scenario.compute_threads
+    @property
+    def waits(self) -> float:
+        """Share of the steps' time for which compute waited for cores: of the rank that waits most."""
         shares = [
             waiting * lane.compute_ns().sum() / max(float(np.ptp(lane.step_end_ns)), 1.0)
             for waiting, lane in zip(self.recording.waiting, self.recording.lanes, strict=True)
         ]
-        if threads is not None and not self.has_cores(threads) and max(shares) > WAITS:
+        return float(max(shares))
+
+    def _check(self, scenario: ResolvedEdits) -> None:
+        """Refuse fewer computing threads for a run whose threads went without a core, where those would as well."""
+        threads = scenario.compute_threads
+        if threads is not None and not self.has_cores(threads) and self.waits > WAITS:
             raise InputError(
                 f"compute_threads={threads} is not predictable here: threads that compute waited for cores for "
-                f"{format_fraction(float(max(shares)), 0)} of the steps, and as many would again. Run it once with "
+                f"{format_fraction(self.waits, 0)} of the steps, and as many would again. Run it once with "
                 f"torch.set_num_threads({threads}), or record on a quieter host."
             )
+
+    def beside_others(self, scenario: ResolvedEdits) -> list[float]:
+        """Return the least and the most that edits may win of what they are predicted, where others make threads wait.
+
+        How long the threads of a pool wait hangs on when each of them sleeps: steps of 165 ms, 125 of them waits, took
+        64, 78, 92 and 134 with one or two workers by hand, where a replay that keeps the waits has 134.
+        """
+        waits = self.waits
+        pool = pool_threads(float(self.pool_cores.max())) > 1 and scenario.compute_threads is None
+        if not pool or waits < WAITS or self.others is None or self.alone:
+            return []
+        return [1 / (1 + waits / 4), 1 / (1 - waits / 2)]
 
     def cores_after(self, scenario: ResolvedEdits) -> NDArray[np.float64]:
         """Return [ranks] the cores that the pool occupies after the edits."""
         given = scenario.compute_threads
         return self.pool_cores if given is None else np.minimum(self.pool_cores, given - 1)
 
+    def frees(self, scenario: ResolvedEdits) -> bool:
+        """Say whether the edits leave a core to each computing thread, so that nothing waits for one any more."""
+        return scenario.compute_threads is not None and self.has_cores(scenario.compute_threads)
+
+    def occupancy(self, scenario: ResolvedEdits, busy: NDArray[np.float64], starved: float) -> Occupancy:
+        """Return what compute does with cores after the edits; `busy` [ranks] and `starved` as `Program` has them."""
+        waiting, pools = self.recording.waiting, self.cores_after(scenario) * (busy > 0)
+        if self.frees(scenario):
+            return Occupancy(np.minimum(1.0, busy / np.maximum(1 - waiting, 0.01)), np.zeros_like(waiting), pools)
+        return Occupancy(busy, waiting * (1 - starved), pools)
+
     def longer(self, scenario: ResolvedEdits, loading: tuple[Loading, ...]) -> tuple[NDArray[np.float64], ...]:
-        """Return, per rank, [k] how much longer each step computes on the host after the edits."""
-        longer, given = list[NDArray[np.float64]](), scenario.compute_threads
+        """Return, per rank, [k] how much longer each step computes on the host after the edits.
+
+        Raises `InputError` where fewer threads would wait for cores as well.
+        """
+        self._check(scenario)
+        longer = list[NDArray[np.float64]]()
         for index, (lane, stood) in enumerate(zip(self.recording.lanes, self.stood_ns, strict=True)):
             computes_ns = np.maximum(lane.compute_ns(), 1)
             share = 1.0 if self.stays or scenario == ResolvedEdits() else self._left(index, loading[index])
             gone_ns = (1 - share) * stood
-            if given is not None and self.has_cores(given):
+            if self.frees(scenario):
                 gone_ns = np.maximum(stood, self.recording.waiting[index] * computes_ns)
             longer.append(self._works(index, scenario) * (1 - gone_ns / computes_ns))
         return tuple(longer)

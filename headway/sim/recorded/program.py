@@ -33,7 +33,7 @@ from headway.sim.recorded.pool_waits import BUSY, PoolWaits
 from headway.sim.recorded.recording import Recording, first_alone, first_steady
 from headway.sim.recorded.segment_times import Costs, beside_loads, brings_workers, edited_segments, on_busy_cores
 from headway.sim.recorded.stage_orders import INPUT_SHARES, MOST_STARVED, RecordedPipeline, check_stages, reordered
-from headway.sim.recorded.unroll import Occupancy, Unrolled, unroll
+from headway.sim.recorded.unroll import Unrolled, unroll
 from headway.sim.whatif import Edit, Prediction, ResolvedEdits, parse_edit, scenario_of
 from headway.trace.events.parts import Parts
 from headway.trace.events.trace import Trace
@@ -337,18 +337,18 @@ class Program:
         """Unroll; `whole` as in `edited_segments`, other load competes until `horizon_ns`."""
         shared, recording = self.shares_storage(scenario), self.reordered(scenario)
         pace = self._load_pace(scenario.straggler)
-        starved = self.starved if scenario.other is None else 0.0  # waits that others caused go with them
+        starved = 0.0 if scenario.other is not None or self.pool.frees(scenario) else self.starved  # others' waits
         loading = tuple(
             model.under(scenario, seed + index, starved).paced(factor * (self.service if shared else 1.0), factor)
             for index, (model, factor) in enumerate(zip(models, pace, strict=True))
         )
-        self.pool.check(scenario)
-        longer, pools = self.pool.longer(scenario, loading), self.pool.cores_after(scenario) * (self.busy > 0)
         return unroll(
             recording,
             loading,
-            segment_ns=edited_segments(recording, scenario, self.costs, whole=whole, longer=longer),
-            occupancy=Occupancy(self.busy, self.recording.waiting * (1 - starved), pools),
+            segment_ns=edited_segments(
+                recording, scenario, self.costs, whole=whole, longer=self.pool.longer(scenario, loading)
+            ),
+            occupancy=self.pool.occupancy(scenario, self.busy, starved),
             contention=self.contention(scenario),
             shared_storage=shared,
             horizon_ns=horizon_ns,
@@ -444,6 +444,7 @@ class Program:
         if self._splits(scenario):
             replays += [self.steps_ns(replace(scenario, input_share=share)) for share in INPUT_SHARES]
         shifts = [float(base.mean() / steps_ns.mean() / point) for steps_ns in replays]
+        shifts += self.pool.beside_others(scenario) if brings_workers(self.recording, scenario) else []
         return speedup_interval(
             base, after, shifts=shifts, discrepancy=abs(self.fidelity - 1), seed=seed,
             contended=self.contention(scenario).taken_fraction >= CONTENDED_FRACTION,
