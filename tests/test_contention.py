@@ -20,8 +20,9 @@ from headway.sim.recorded.program import Program
 from headway.sim.recorded.recording import Recording
 from headway.sim.recorded.segment_times import USUALLY_BESIDE
 from headway.trace.events.trace import concat
+from headway.trace.recording.run_facts import RunFacts
 from headway.trace.recording.runs import Run
-from headway.trace.rings.rank_tables import CallFlops, Rehearsed
+from headway.trace.rings.rank_tables import CallFlops, ComputeFacts, Rehearsed
 from tests.oracles import time_sliced
 from tests.runs_made import MS, Made, Rows, RunMaker
 from tests.test_program import QUIET as FREE_WORKERS
@@ -221,7 +222,13 @@ ONE = ["compute_threads=1"]
 
 @pytest.mark.parametrize(
     ("edits", "beside", "step"),
-    [(["workers=8"], load(), 4.2), (["workers=8"], None, 5.2), (["workers=1"], load(), 33), (ONE, load(), 35)],
+    [
+        (["workers=8"], load(), 4.2),
+        (["workers=8"], None, 5.2),
+        (["workers=1"], load(), 33),
+        (ONE, load(), 35),
+        (["compute_threads=2"], load(), 38),
+    ],
 )
 def test_steps_that_stood_behind_long_waits_for_input_do_not_behind_short_ones(edits, beside, step):
     """Loads sleep for 33 ms, operators take 1 ms on two threads, and in every third step 13."""
@@ -259,7 +266,8 @@ def test_one_thread_has_the_core_that_another_process_leaves_and_the_work_that_a
     program = program_of(made, load(other_cores=1.0, other_runnable=1.0), busy=0.1)
     recording = dataclasses.replace(program.recording, beside=np.array([1.0]), waiting=np.array([0.9]))
     timed = CallFlops(rehearsed=Rehearsed(step_s=one_thread_ms and one_thread_ms / 1e3))
-    pool = PoolWaits.of(recording, 2, load(other_cores=1.0, other_runnable=1.0), [timed])
+    facts = msgspec.structs.replace(RunFacts.of(made.meta), compute=ComputeFacts(calls=(timed,)))
+    pool = PoolWaits.of(recording, 2, load(other_cores=1.0, other_runnable=1.0), facts)
     program = dataclasses.replace(program, recording=recording, pool=pool, replays={})
 
     prediction = program.predict(ONE)

@@ -201,7 +201,8 @@ def _padding(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
     [call] = compute.calls
     inside_s = booked_s(ledger, *INSIDE)
     share = _of_steps(ledger, call.padded * inside_s)
-    evidence = f"{format_fraction(call.padded, 0)} of the positions of a batch of {call.name} fill short examples up"
+    evidence = f"{format_fraction(call.padded, 0)} of the positions of the first batch of {call.name} fill short "
+    evidence += "examples up; others may have more or fewer"
     fix = "batch examples of like length (sort within a few batches, shuffle the batches), pad to the longest of each "
     fix += "batch, or pack them (nn.utils.rnn.pack_padded_sequence, nested tensors): batches are others then"
     gain = 1 / (1 - min(share, MOST))

@@ -127,7 +127,7 @@ def beside_pools(program: Program, count: int) -> str:
     if not standstill(threads, count, program.cores):
         return ""
     fewer = f"torch.set_num_threads({_left_by(program, count)})"
-    return f"; torch's {threads} threads want the same cores: {fewer} leaves them to workers"
+    return f"; torch's {max(threads, program.pool.threads)} threads want the same cores: {fewer} leaves them to workers"
 
 
 def useful_workers(computing: float, cores: int) -> int:

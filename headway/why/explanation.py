@@ -38,7 +38,16 @@ from headway.trace.recording.run_facts import RunFacts, memory_headroom, outcome
 from headway.trace.recording.runs import Run, is_described, is_run, merge
 from headway.trace.rings.rank_tables import rank_tables
 from headway.why.answer import Json, Verdict
-from headway.why.fixes import fixes_of_run, notes_of, refusals, refuted, run_command, with_doubt, with_reasons
+from headway.why.fixes import (
+    fixes_of_run,
+    notes_of,
+    refusals,
+    refuted,
+    run_command,
+    with_doubt,
+    with_draws,
+    with_reasons,
+)
 from headway.why.verdict import verdict
 
 if TYPE_CHECKING:
@@ -252,6 +261,6 @@ def explain_run(run: Run, source: str, *, allow: tuple[str, ...] = (), steps: in
     more = (*more, *causes_by_hand(ledger, program.predict))
     fixes = fixes_of_run(plan, run.facts, refusals(applied), allow)
     found = find_causes(ledger, predict=program.predict, fixes=fixes, more=more)
-    causes = tuple(with_reasons(with_doubt(refuted(cause, plan)), program) for cause in (*found, *warnings))
+    causes = tuple(with_draws(with_reasons(with_doubt(refuted(cause, plan)), program)) for cause in (*found, *warnings))
     notes = notes_of(plan, applied)
     return Explanation(source, run.parts, ledger, causes, run, program, plan, notes=notes, paths=(run.path,))

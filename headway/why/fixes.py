@@ -116,7 +116,7 @@ def call(name: str, given: Mapping[str, Any], *keys: str) -> str:
 # Of the causes of a run: which remedy answers each, and what else the run says of them.
 
 
-FAR = 100.0
+FAR = 20.0
 """A range whose ends lie further apart than this says nothing, and is not written."""
 
 
@@ -239,14 +239,28 @@ def refuted(cause: Cause, plan: Plan) -> Cause:
 def with_doubt(cause: Cause) -> Cause:
     """Say of advice that its gain is not resolved, and what to do about that, where this run is too noisy to tell.
 
-    >>> line = Cause("compute.batch", "train.py:7", 2.0, "", "larger batches", 1.31, (0.19, 7.72))
+    >>> line = Cause("compute.batch", "train.py:7", 2.0, "", "larger batches", 1.31, (0.79, 2.72))
     >>> with_doubt(line).fix
     'larger batches; its gain is not resolved: record for longer, or on a quieter host'
     """
     if cause.at_most or cause.predicted_speedup is None or cause.interval is None or NOT_RESOLVED in cause.fix:
         return cause
+    if cause.interval[1] > FAR * cause.interval[0]:
+        fix = f"{cause.fix}; this run does not tell what it wins: {RECORD_ANEW}"
+        return replace(cause, fix=fix, predicted_speedup=None, interval=None)
     unsure = Gain(cause.predicted_speedup, cause.interval).unresolved
     return replace(cause, fix=f"{cause.fix}; its gain is {NOT_RESOLVED}: {RECORD_ANEW}") if unsure else cause
+
+
+KEEPS = "persistent_workers=True"
+FEWER_DRAWS = "workers that are kept draw one random number less a pass: later passes have other ones"
+
+
+def with_draws(cause: Cause) -> Cause:
+    """Say of a line that is left to the user that it changes the script's random numbers: headway's workers do not."""
+    if cause.remedy or KEEPS not in cause.script:
+        return cause
+    return replace(cause, fix=f"{cause.fix}; {FEWER_DRAWS}")
 
 
 def with_reasons(cause: Cause, program: Program) -> Cause:

@@ -137,7 +137,7 @@ class LoaderState:
         return {
             "workers": str(self.workers or "now"), "twice": str(2 * (self.workers or 2)), "more": str(more),
             "cores": plural(self.cores, "core") if self.cores else "few cores", "each": str(self.cores),
-            "half": str(self.cores // 2), "threads": str(self.cores - self.cores // 2),
+            "half": str(self.cores // 2), "spared": str(self.cores - 1), "threads": str(self.cores - self.cores // 2),
             "refusal": self.refusal, "TRY": TRY, "load": format_seconds(self.load_s),
             "hand_over": format_seconds(self.hand_over_s), "line": self.line or "its loads",
         }  # fmt: skip
@@ -183,14 +183,14 @@ KEEP = "DataLoader(..., persistent_workers=True)"
 ONE = "DataLoader(..., num_workers=1)"
 FEWER = "DataLoader(..., num_workers={each}, persistent_workers=True)"
 
+STREAM = " in one worker process; several would each yield all of it, unless it asks get_worker_info()"
+
 INSIDE = "load in the training process: a batch loads in {load}, its workers cost {hand_over} for each batch"
 NONE = "DataLoader(..., num_workers=0)"
 
 SHORT_LOADS = "larger batches: one loads in {load}, and workers take longer to hand it over"
 UNHIDDEN = "workers cannot hide all of it"
-CHEAPER = (
-    "make {line} cheaper: open, build and parse once what is the same for all examples, or keep what it makes; on "
-)
+CHEAPER = "make {line} cheaper: open, build and parse once what all examples share, or keep what it makes; on "
 SINGLE = "make one iterator before the loop: next(iter(loader)) begins a pass for one batch"
 ONCE = "batches = iter(loader)"
 
@@ -198,9 +198,7 @@ HINTS: tuple[Hint, ...] = (
     Hint("input.fetch", "a data server makes its batches", lambda s: s.is_served, MORE_AT_SERVER),
     Hint("input.fetch", "its loads are shorter than a hand-over", lambda s: s.is_brief, SHORT_LOADS),
     Hint("input.fetch", "it is a stream without a worker", lambda s: s.is_stream and s.workers == 0 and not s.is_served,
-         "read the stream in one worker process; several would each yield all of it, unless it asks get_worker_info(); "
-         "persistent_workers=True only where the loop sets nothing on its dataset between passes",
-         ONE),
+         "read the stream" + STREAM, ONE),
     Hint("input.fetch", "workers are refused", lambda s: bool(s.refusal),
          "make the load itself faster: workers are refused ({refusal})"),
     Hint("input.fetch", "it has no workers", lambda s: s.workers == 0,
@@ -215,10 +213,12 @@ HINTS: tuple[Hint, ...] = (
     Hint("input.prep", "it has no workers, and its loads take more than all cores have",
          lambda s: s.workers == 0 and s.is_heavy and (s.is_stream or not s.refusal),
          CHEAPER + "{cores} " + UNHIDDEN),
+    Hint("input.prep", "it is a stream without a worker, and the threads that compute have all cores",
+         lambda s: s.is_stream and s.workers == 0 and not s.is_served and s.is_shared,
+         "prepare it" + STREAM + ", and compute on one thread less: sums are rounded in another order",
+         "torch.set_num_threads({spared}); " + ONE),
     Hint("input.prep", "it is a stream without a worker", lambda s: s.is_stream and s.workers == 0 and not s.is_served,
-         "prepare it in one worker process; several would each yield all of it, unless it asks get_worker_info(); "
-         "persistent_workers=True only where the loop sets nothing on its dataset between passes",
-         ONE),
+         "prepare it" + STREAM, ONE),
     Hint("input.prep", "workers are refused", lambda s: bool(s.refusal),
          "make the transforms themselves faster: workers are refused ({refusal})"),
     Hint("input.prep", "it has no workers, and the threads that compute have all cores",

@@ -121,7 +121,10 @@ def host_cpu_wait(ledger: Ledger) -> list[Cause]:
     elif load is None:
         evidence += "; what else ran on the host is not known"
     elif others < BUSY and any(loader.num_workers for loader in facts.effective_loaders.values()):
-        fix = "fewer processes and threads of the job than cores: loader workers count as well"
+        fix = (
+            "loader workers, training and torch's threads take turns on the cores: one worker less, or fewer threads, "
+        )
+        fix += "may win or lose: compare runs"
     elif others < BUSY and threads > ranks and _waits_between(ledger):
         evidence += "; nobody else is known to have computed here: torch's threads sleep while a batch is awaited, and "
         evidence += "one that is woken on the core of another waits until that has spun for 12 ms"

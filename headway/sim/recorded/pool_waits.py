@@ -22,7 +22,6 @@ which workers make of longer ones, leave none of them; [b] is one value per batc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,7 +35,7 @@ from headway.sim.recorded.loader_model import Loading
 from headway.sim.recorded.recording import Recording
 from headway.sim.recorded.unroll import Occupancy, pool_threads
 from headway.sim.whatif import ResolvedEdits
-from headway.trace.rings.rank_tables import CallFlops
+from headway.trace.recording.run_facts import RunFacts
 
 STANDS = 0.6
 """Share of `SPIN_NS` by which a step that stood computes longer than the fastest one, at least."""
@@ -77,6 +76,9 @@ class PoolWaits:
     others: float | None
     """Cores that others want; None where nobody counted them."""
 
+    threads: int
+    """Computing threads of each rank."""
+
     one_thread_ns: float | None = None
     """What forward and backward of a step take on one thread, as a child of the recorded process timed it."""
 
@@ -87,17 +89,20 @@ class PoolWaits:
     """Whether as many steps stand still after shorter waits: where a thread lands when it is woken nobody knows."""
 
     @classmethod
-    def of(cls, recording: Recording, cores: int, load: HostLoad | None, calls: Sequence[CallFlops] = ()) -> PoolWaits:
-        """Measure it on a host with `cores`; `calls` of the models were rehearsed."""
+    def of(cls, recording: Recording, cores: int, load: HostLoad | None, facts: RunFacts | None = None) -> PoolWaits:
+        """Measure it on a host with `cores`; `facts` say how many threads torch has, and what children have timed."""
         others = None if load is None else load.demand + load.cores - load.cores_available  # a quota takes cores too
         pools = np.minimum(recording.beside, cores - 1)
         alone, ranks = others is not None and others < BUSY, range(len(recording.lanes))
         stood = tuple(_stood_ns(recording, index, pools[index], alone=alone) for index in ranks)
+        calls = facts.compute.calls if facts is not None and facts.compute else ()
         timed = [call.rehearsed.step_s if call.rehearsed else None for call in calls]
         per_step = [max(1, round(batches.seq.size / recording.num_steps)) for batches in recording.batches]
         # One model is called once for each batch; of several nobody knows here which steps call which.
         one_ns = timed[0] * NS_PER_S * max(per_step) if len(timed) == 1 and timed[0] else None
-        return cls(recording, pools, stood, cores, others, one_ns)
+        threads = max((facts.threads if facts is not None else {}).values(), default=0)
+        threads = threads or max(pool_threads(float(pool)) for pool in pools)
+        return cls(recording, pools, stood, cores, others, threads, one_ns)
 
     @property
     def alone(self) -> bool:
@@ -156,8 +161,9 @@ class PoolWaits:
         return self.pool_cores if given is None else np.minimum(self.pool_cores, given - 1)
 
     def frees(self, scenario: ResolvedEdits) -> bool:
-        """Say whether the edits leave a core to each computing thread, so that nothing waits for one any more."""
-        return scenario.compute_threads is not None and self.has_cores(scenario.compute_threads)
+        """Say whether the edits leave a core to each of fewer computing threads: nothing waits for one any more."""
+        fewer = scenario.compute_threads
+        return fewer is not None and fewer < self.threads and self.has_cores(fewer)
 
     def occupancy(self, scenario: ResolvedEdits, busy: NDArray[np.float64], starved: float) -> Occupancy:
         """Return what compute does with cores after the edits; `busy` [ranks] and `starved` as `Program` has them."""
@@ -176,9 +182,10 @@ class PoolWaits:
         for index, (lane, stood) in enumerate(zip(self.recording.lanes, self.stood_ns, strict=True)):
             computes_ns = np.maximum(lane.compute_ns(), 1)
             share = 1.0 if self.stays or scenario == ResolvedEdits() else self._left(index, loading[index])
-            gone_ns = (1 - share) * stood
-            if self.frees(scenario):
-                gone_ns = np.maximum(stood, self.recording.waiting[index] * computes_ns)
+            gone_ns = (1 - (0.0 if scenario.compute_threads == 1 else share)) * stood
+            if self.frees(scenario):  # two threads stand still behind waits for input as more do
+                stays_ns = 0.0 if scenario.compute_threads == 1 else stood
+                gone_ns = np.maximum(gone_ns, self.recording.waiting[index] * computes_ns - stays_ns)
             longer.append(self._works(index, scenario) * (1 - gone_ns / computes_ns))
         return tuple(longer)
 

@@ -142,7 +142,7 @@ class Program:
         # Cores that nobody counted are taken to have been enough.
         cores = facts.cores or busiest_host(recording)
         load = facts.host_load if facts.host_load is not None and facts.host_load.readings else None
-        pool = PoolWaits.of(recording, cores, load, facts.compute.calls if facts.compute else ())
+        pool = PoolWaits.of(recording, cores, load, facts)
         pressure = host_pressure(recording, cores, alone=pool.alone) if costs is None else 1.0
         costs = (costs or Costs()).slowed(pressure)
         models = tuple(

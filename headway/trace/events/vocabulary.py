@@ -55,7 +55,7 @@ UNREAD = "the job ended before its first examples were read again"
 READING_FAILED = "a child that read it again failed, or wanted to write or to send something"
 """What they say where a reading ended without one: a trial of a remedy reads in such a child as well."""
 
-UNASKED = "an IterableDataset: workers that do not ask which one they are all yield its data"
+UNASKED = "an IterableDataset: each worker yields all of its data unless its code asks which worker it is in"
 """Why the workers of a stream are left as they are."""
 
 GC_CALLED = 4
