@@ -25,6 +25,7 @@ from headway.ledger.booking.core_waits import Marks, without_core
 from headway.ledger.booking.rows import RankRows
 from headway.ledger.buckets import SUB_CODE
 from headway.sim.recorded.recording import Recording
+from headway.sim.whatif import Prediction
 from headway.trace.events.intervals import Pieces
 from headway.trace.events.trace import concat
 from headway.why.verdict import verdict
@@ -73,6 +74,21 @@ def test_it_leads_where_it_lost_most_and_names_who_had_the_cores():
     first = find_causes(crowded)[0]
     assert "8 threads each share 2 cores" in first.evidence
     assert first.script == "torch.set_num_threads(2)"
+
+
+@pytest.mark.parametrize(("gain", "script"), [(1.5, "torch.set_num_threads(2)"), (0.9, "")])
+def test_fewer_threads_are_a_line_with_what_they_win_and_none_where_they_lose(gain, script):
+    ledger = Ledger.of(starved(0.6))
+    crowded = replace(ledger, facts=structs.replace(ledger.facts, threads={0: 8}, cores=2))
+
+    def predict(edits):
+        return Prediction(0.03, 0.03 / gain, (0.9 * gain, 1.1 * gain), tuple(edits))
+
+    first = next(cause for cause in find_causes(crowded, predict=predict) if cause.cause == "host.cpu_wait")
+
+    assert first.script == script
+    assert first.predicted_speedup == (pytest.approx(gain) if script else None)
+    assert not first.at_most
 
 
 def test_a_gain_on_an_unlike_host_is_inconclusive():

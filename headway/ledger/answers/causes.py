@@ -170,15 +170,23 @@ def _predicted(cause: Cause, ledger: Ledger, predict: Predictor, part: float) ->
     The replay takes the cause away wherever it is; `part` of what that wins is this cause's: one loader of several.
     """
     edit, load = EDIT_OF_CAUSE.get(cause.cause), ledger.facts.host_load
-    fewer = NUMBER_OF_THREADS.fullmatch(cause.script)
-    if fewer and cause.cause == "host.cpu_wait":
-        edit = f"compute_threads={fewer[1]}"
-    elif edit is None or (cause.cause == "host.cpu_wait" and (load is None or load.demand < BUSY)):
-        return cause  # without others on the host, the job takes its cores from itself
-    try:
-        forecast = predict((edit,))
-    except InputError:  # This run cannot be replayed so; the booked seconds stand, without a prediction.
+    threads = NUMBER_OF_THREADS.fullmatch(cause.script) if cause.cause == "host.cpu_wait" else None
+    edits = [f"compute_threads={threads[1]}"] if threads else []
+    if edit is not None and (cause.cause != "host.cpu_wait" or (load is not None and load.demand >= BUSY)):
+        edits.append(edit)  # without others on the host, the job takes its cores from itself
+    if not edits:
+        return cause
+    for edit in edits:
+        try:
+            forecast = predict((edit,))
+        except InputError:  # This run cannot be replayed so.
+            continue
+        break
+    else:  # The booked seconds stand, without a prediction.
         return _booked(cause)
+    by_hand = edit not in EDIT_OF_CAUSE.values()
+    if by_hand and forecast.speedup < 1:
+        return _booked(replace(cause, fix=cause.fix.partition(", or ")[0], script=""))
     won_step_s = part * max(0.0, forecast.base_step_s - forecast.step_s)
     won_s = won_step_s * ledger.steps * ledger.devices
     useful_ns = ledger.ledger_ns["useful"]
@@ -197,7 +205,7 @@ def _predicted(cause: Cause, ledger: Ledger, predict: Predictor, part: float) ->
         gain, *ends = (1 / (1 - part * (1 - 1 / max(value, 1e-9))) for value in (gain, *bounds))
         bounds = (ends[0], ends[1])
     found = replace(cause, lost_device_s=won_s, evidence=evidence)
-    return replace(found, predicted_speedup=gain, interval=bounds, at_most=not fewer)
+    return replace(found, predicted_speedup=gain, interval=bounds, at_most=not by_hand)
 
 
 def _fixed(cause: Cause, fix: Fix | None) -> Cause:
