@@ -230,7 +230,7 @@ ONE = ["compute_threads=1"]
         (["compute_threads=2"], load(), 38),
     ],
 )
-def test_steps_that_stood_behind_long_waits_for_input_do_not_behind_short_ones(edits, beside, step):
+def test_steps_that_stalled_behind_long_waits_for_input_do_not_behind_short_ones(edits, beside, step):
     """Loads sleep for 33 ms, operators take 1 ms on two threads, and in every third step 13."""
     made = RunMaker(
         ranks=1, steps=90, cores=2, fetch_ns=33 * MS, compute_ns=lambda _, step: (1 if step % 3 else 13) * MS,

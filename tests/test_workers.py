@@ -477,7 +477,11 @@ with applied(workers, {"num_workers": 2, "prefetch_factor": 32, "persistent_work
 
 LATE = """
 import multiprocessing.process, os, time
-os.register_at_fork(after_in_child=lambda: time.sleep(2 * len(multiprocessing.process._children)))  # the second worker
+training = os.getpid()
+def wait_for_its_end():
+    while multiprocessing.process._children and os.getppid() == training:  # only the second worker has a sibling
+        time.sleep(0.01)
+os.register_at_fork(after_in_child=wait_for_its_end)
 """
 
 

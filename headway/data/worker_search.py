@@ -62,15 +62,10 @@ def by_hand(
     """
     if watched.clear and start_s < TRIAL_COUNTS * program.measured_s * program.recording.recorded_steps:
         return None, ""
-    gain, line = _unwatched(program, edits, count), ""
+    gains = [(_unwatched(program, edits, count), "")]
     if beside_pools(program, count) and program.pool.has_cores(_left_by(program, count)):
-        fewer, its_line, alone = _on_fewer_threads(program, setup, facts, keep)
-        if fewer.predicted_speedup > CLOSE * alone and (fewer.clear, fewer.predicted_speedup) > (
-            gain.clear,
-            gain.predicted_speedup,
-        ):
-            gain, line = fewer, its_line
-    return gain, line
+        gains += _on_fewer_threads(program, setup, facts, keep)
+    return max(gains, key=lambda row: (row[0].clear, row[0].predicted_speedup))
 
 
 def _unwatched(program: Program, edits: tuple[str, ...], count: int) -> Gain:
@@ -99,15 +94,19 @@ def _unwatched(program: Program, edits: tuple[str, ...], count: int) -> Gain:
 
 def _on_fewer_threads(
     program: Program, setup: Setup, facts: Mapping[int, LoaderFacts], keep: tuple[str, ...]
-) -> tuple[Gain, str, float]:
-    """Return what workers win where torch computes on the cores that they leave, the line, and what no workers do."""
+) -> list[tuple[Gain, str]]:
+    """Return what workers win where torch computes on the cores that they leave, and the line of the script.
+
+    Nothing where fewer threads win as much without workers.
+    """
     count = fewest(program, setup, facts, *keep, shares_cores=True)
     threads = _left_by(program, count)
     fewer = f"compute_threads={threads}"
     gain = _unwatched(program, (for_loaders(count, program, facts), *keep, fewer), count)
     kept = ", persistent_workers=True" if keep else ""
     line = f"torch.set_num_threads({threads}); DataLoader(..., num_workers={count}{kept})"
-    return gain, line, program.predict([fewer], interval=False).speedup
+    alone = program.predict([fewer], interval=False).speedup
+    return [(gain, line)] if gain.predicted_speedup > CLOSE * alone else []
 
 
 def _left_by(program: Program, count: int) -> int:
@@ -115,15 +114,10 @@ def _left_by(program: Program, count: int) -> int:
     return max(1, program.pool.free_cores - count)
 
 
-def _pool(program: Program) -> float:
-    """Return how many cores the threads that share operators with the training thread occupy while it computes."""
-    return min(float(program.recording.beside.max()), program.cores - 1)
-
-
 def beside_pools(program: Program, count: int) -> str:
     """Return what to do where torch's threads and `count` workers want more cores than there are; '' = nothing."""
     # Those that spin between operators count as well, and more of them than there are cores.
-    threads = pool_threads(_pool(program))
+    threads = pool_threads(float(program.pool.pool_cores.max()))
     if not standstill(threads, count, program.cores):
         return ""
     fewer = f"torch.set_num_threads({_left_by(program, count)})"

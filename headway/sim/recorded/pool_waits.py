@@ -11,13 +11,13 @@ its share, and spins there for just as long before it lets the other have the co
     training   |---- waits for a batch ----|op~~~~ spins ~~~~|sleeps|op|op|
     pool       |~ spins ~|----- sleeps ----|no core .........| op   |op|op|
 
-A step with 1 ms of operators on two cores with nothing else on them (180 steps; a stand is 11 ms):
+A step with 1 ms of operators on two cores with nothing else on them (180 steps; a stall is 11 ms):
 
-    waits, ms       2 to 10   12   14   18   24   33   100
-    steps that stood      0    0    8   26   92   56   156
+    waits, ms         2 to 10   12   14   18   24   33   100
+    steps that stalled      0    0    8   26   92   56   156
 
-On one thread, or where the threads of the pool never sleep (`GOMP_SPINCOUNT`), there is none. So waits below `SPIN_NS`,
-which workers make of longer ones, leave none of them; [b] is one value per batch, [k] one per step.
+On one thread, or where the threads of the pool never sleep (`GOMP_SPINCOUNT`), no step stalls. Nor
+does one where workers make waits shorter than `SPIN_NS`; [b] is one value per batch, [k] one per step.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from headway.sim.recorded.unroll import Occupancy, pool_threads
 from headway.sim.whatif import ResolvedEdits
 from headway.trace.recording.run_facts import RunFacts
 
-STANDS = 0.6
-"""Share of `SPIN_NS` by which a step that stood computes longer than the fastest one, at least."""
+STALLED = 0.6
+"""Share of `SPIN_NS` by which a step that stalled computes longer than the fastest one, at least."""
 
 MARKED = 2
-"""Times the waits for a core that marks tell that stands may be: a thread that spins has a core meanwhile."""
+"""Times the waits for a core that marks tell that stalls may be: a thread that spins has a core meanwhile."""
 
 SPINS = 2 / 3
 """Weight of the case that threads beside the training thread only waited: on two cores of one host four convolutional
@@ -67,8 +67,8 @@ class PoolWaits:
     pool_cores: NDArray[np.float64]
     """[ranks] Cores that the pool's threads occupy while the training thread computes."""
 
-    stood_ns: tuple[NDArray[np.float64], ...]
-    """Per rank [k]: how long each step stood still behind a wait for input."""
+    stalled_ns: tuple[NDArray[np.float64], ...]
+    """Per rank [k]: how long each step stalled behind a wait for input."""
 
     cores: int
     """Cores of the host."""
@@ -86,15 +86,15 @@ class PoolWaits:
     """Share of the work of threads that go for which they only waited, where nobody timed one thread."""
 
     stays: bool = False
-    """Whether as many steps stand still after shorter waits: where a thread lands when it is woken nobody knows."""
+    """Whether as many steps stall after shorter waits: where a thread lands when it is woken nobody knows."""
 
     @classmethod
     def of(cls, recording: Recording, cores: int, load: HostLoad | None, facts: RunFacts | None = None) -> PoolWaits:
         """Measure it on a host with `cores`; `facts` say how many threads torch has, and what children have timed."""
         others = None if load is None else load.demand + load.cores - load.cores_available  # a quota takes cores too
         pools = np.minimum(recording.beside, cores - 1)
-        alone, ranks = others is not None and others < BUSY, range(len(recording.lanes))
-        stood = tuple(_stood_ns(recording, index, pools[index], alone=alone) for index in ranks)
+        alone, ranks = _is_alone(others), range(len(recording.lanes))
+        stalled = tuple(_stalled_ns(recording, index, pools[index], alone=alone) for index in ranks)
         calls = facts.compute.calls if facts is not None and facts.compute else ()
         timed = [call.rehearsed.step_s if call.rehearsed else None for call in calls]
         per_step = [max(1, round(batches.seq.size / recording.num_steps)) for batches in recording.batches]
@@ -102,17 +102,17 @@ class PoolWaits:
         one_ns = timed[0] * NS_PER_S * max(per_step) if len(timed) == 1 and timed[0] else None
         threads = max((facts.threads if facts is not None else {}).values(), default=0)
         threads = threads or max(pool_threads(float(pool)) for pool in pools)
-        return cls(recording, pools, stood, cores, others, threads, one_ns)
+        return cls(recording, pools, stalled, cores, others, threads, one_ns)
 
     @property
     def alone(self) -> bool:
         """Whether nobody else was seen to want cores."""
-        return self.others is not None and self.others < BUSY
+        return _is_alone(self.others)
 
     @property
-    def stood(self) -> bool:
-        """Whether steps stood still."""
-        return any(bool(stood.any()) for stood in self.stood_ns)
+    def stalls(self) -> bool:
+        """Whether steps stalled."""
+        return any(bool(stalled.any()) for stalled in self.stalled_ns)
 
     @property
     def free_cores(self) -> int:
@@ -172,20 +172,22 @@ class PoolWaits:
             return Occupancy(np.minimum(1.0, busy / np.maximum(1 - waiting, 0.01)), np.zeros_like(waiting), pools)
         return Occupancy(busy, waiting * (1 - starved), pools)
 
-    def longer(self, scenario: ResolvedEdits, loading: tuple[Loading, ...]) -> tuple[NDArray[np.float64], ...]:
-        """Return, per rank, [k] how much longer each step computes on the host after the edits.
+    def longer(self, scenario: ResolvedEdits, loading: tuple[Loading, ...]) -> tuple[NDArray[np.float64], ...] | None:
+        """Return, per rank, [k] how much longer each step computes on the host after the edits; None: as long.
 
         Raises `InputError` where fewer threads would wait for cores as well.
         """
         self._check(scenario)
+        if scenario.compute_threads is None and not self.stalls:
+            return None
         longer = list[NDArray[np.float64]]()
-        for index, (lane, stood) in enumerate(zip(self.recording.lanes, self.stood_ns, strict=True)):
+        for index, (lane, stalled) in enumerate(zip(self.recording.lanes, self.stalled_ns, strict=True)):
             computes_ns = np.maximum(lane.compute_ns(), 1)
             share = 1.0 if self.stays or scenario == ResolvedEdits() else self._left(index, loading[index])
-            gone_ns = (1 - (0.0 if scenario.compute_threads == 1 else share)) * stood
-            if self.frees(scenario):  # two threads stand still behind waits for input as more do
-                stays_ns = 0.0 if scenario.compute_threads == 1 else stood
-                gone_ns = np.maximum(gone_ns, self.recording.waiting[index] * computes_ns - stays_ns)
+            gone_ns = (1 - (0.0 if scenario.compute_threads == 1 else share)) * stalled
+            if self.frees(scenario):  # two threads stall behind waits for input as more do
+                kept_ns = 0.0 if scenario.compute_threads == 1 else stalled
+                gone_ns = np.maximum(gone_ns, self.recording.waiting[index] * computes_ns - kept_ns)
             longer.append(self._works(index, scenario) * (1 - gone_ns / computes_ns))
         return tuple(longer)
 
@@ -212,19 +214,23 @@ class PoolWaits:
         return [replace(self, one_thread_ns=self.one_thread_ns * factor) for factor in TIMED]
 
     def _left(self, index: int, loading: Loading) -> float:
-        """Return the share of a rank's waits beyond `SPIN_NS` that are left with `loading`; 1 where none stood."""
-        batches, stood = self.recording.batches[index], self.stood_ns[index]
-        if not stood.any():
+        """Return the share of a rank's waits beyond `SPIN_NS` that are left with `loading`; 1 where no step stalled."""
+        batches, stalled = self.recording.batches[index], self.stalled_ns[index]
+        if not stalled.any():
             return 1.0
-        computes_ns = float(np.median(self.recording.lanes[index].compute_ns() - stood))
+        computes_ns = float(np.median(self.recording.lanes[index].compute_ns() - stalled))
         loads_ns = loading.fetch_ns + loading.waiting_ns + loading.cpu_ns
         new = _waits_ns(loads_ns, loading.workers[batches.iterator], computes_ns)
         old = _waits_ns(batches.part_ns.sum(axis=1), batches.workers[batches.iterator], computes_ns)
         return min(1.0, float((new > SPIN_NS).sum()) / max(1, int((old > SPIN_NS).sum())))
 
 
-def _stood_ns(recording: Recording, index: int, pool: float, *, alone: bool) -> NDArray[np.float64]:
-    """Return [k] how long each step of a rank stood still: bounded by what its marks say, none without long waits."""
+def _is_alone(others: float | None) -> bool:
+    return others is not None and others < BUSY
+
+
+def _stalled_ns(recording: Recording, index: int, pool: float, *, alone: bool) -> NDArray[np.float64]:
+    """Return [k] how long each step of a rank stalled: bounded by what its marks say, none without long waits."""
     lane, batches = recording.lanes[index], recording.batches[index]
     computes_ns = lane.compute_ns().astype(np.float64)
     none = np.zeros_like(computes_ns)
@@ -234,9 +240,9 @@ def _stood_ns(recording: Recording, index: int, pool: float, *, alone: bool) -> 
     long = _waits_ns(loads_ns, workers, float(np.median(computes_ns))) > SPIN_NS
     behind = np.isin(np.arange(computes_ns.size), lane.step[batches.segment[long]])
     over = computes_ns - computes_ns[1:].min(initial=np.inf)
-    stood = np.where(behind & (over > STANDS * SPIN_NS), np.minimum(over, SPIN_NS), 0.0)
+    stalled = np.where(behind & (over > STALLED * SPIN_NS), np.minimum(over, SPIN_NS), 0.0)
     bound_ns = MARKED * recording.waiting[index] * computes_ns.sum()
-    return np.asarray(stood * min(1.0, bound_ns / max(float(stood.sum()), 1.0)))
+    return np.asarray(stalled * min(1.0, bound_ns / max(float(stalled.sum()), 1.0)))
 
 
 def _waits_ns(

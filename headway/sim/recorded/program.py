@@ -437,7 +437,7 @@ class Program:
             for factor in (0.5, 2.0):
                 replays.append(self._replay(scenario, seed, tuple(m.with_handoff(factor) for m in self.models)))
             replays.append(self._replay(on_busy_cores(self.recording, scenario), seed, self.models))
-        if self.pool.stood:
+        if self.pool.stalls:
             replays.append(replace(self, pool=replace(self.pool, stays=True))._replay(scenario, seed, self.models))
         if scenario.compute_threads is not None:
             replays += [replace(self, pool=pool)._replay(scenario, seed, self.models) for pool in self.pool.bounds()]
