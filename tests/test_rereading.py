@@ -57,7 +57,7 @@ class Recorder:
 
     def __init__(self):
         self.steps, self.due, self.listeners, self.wanted = [0], [1], [], {}
-        self.loaders, self.remedied, self.written, self.spans = {0: {}}, False, 0, []
+        self.loaders, self.remedied, self.written, self.spans, self.tables = {0: {}}, False, 0, [], {}
         self.run = ""
 
     def write_tables(self):
@@ -134,11 +134,15 @@ def test_a_dataset_that_the_loop_changes_is_found_and_every_remedy_refused(datas
         )
 
 
-def in_passes(change, monkeypatch, *, workers, passes=5, left=(), steps=LATER[-1] + 6):
-    """Return the facts after passes of `steps`; `change` is called before each pass and step, `left` ones are left."""
+def in_passes(change, monkeypatch, *, workers, passes=5, left=(), steps=LATER[-1] + 6, told=None, is_gone=False):
+    """Return the facts after passes of `steps`; `change` is called before each pass and step, `left` ones are left.
+
+    What is known of the loader's sizes is `told`; at the end of the job the dataset `is_gone`.
+    """
     monkeypatch.setattr("headway.runtime.recorder.rereading.SHARE", 1e9)
     monkeypatch.setattr("headway.runtime.recorder.rereading.LAST_S", 60)
     recorder, dataset = Recorder(), Ratio()
+    recorder.loaders[0].update(told or {})
     again, loader = Rereadings(recorder), DataLoader(dataset, 5)
     for number in range(1, passes + 1):
         change(dataset, number, -1)
@@ -153,8 +157,14 @@ def in_passes(change, monkeypatch, *, workers, passes=5, left=(), steps=LATER[-1
                     select.select([load.pipe], [], [], 60)
         if number not in left:
             again.ended(0)
+    if is_gone:
+        for load in (*again._kept.values(), *again._ended):
+            if load.pipe >= 0:
+                select.select([load.pipe], [], [], 60)
+        del dataset, loader, kept
+        gc.collect()
     again.finish()
-    return recorder.loaders[0]
+    return recorder.loaders[0] | ({"forks": len(recorder.spans)} if told else {})
 
 
 @pytest.mark.parametrize("workers", [False, True])
@@ -231,6 +241,28 @@ def test_a_job_too_short_for_the_last_step_of_a_reading_is_judged_when_it_ends(s
     assert "change between passes" in unshared(known)
     assert unmovable(known) == ""
     assert same == {"changes": "", "changes_unchecked": ""}
+
+
+def test_a_short_job_whose_dataset_is_gone_at_its_end_is_judged_by_what_was_read(monkeypatch):
+    change, still = (lambda dataset, number, step: setattr(dataset, "ratio", number)), (lambda *_: None)
+    facts, same = (
+        in_passes(how, monkeypatch, workers=False, steps=10, passes=3, is_gone=True) for how in (change, still)
+    )
+
+    assert facts["changes"] == ""
+    assert "were others" in facts["changes_between"]
+    assert same == {"changes": "", "changes_unchecked": ""}
+
+
+def test_a_pass_that_ends_soon_is_read_at_its_end_alone(monkeypatch):
+    forks = [
+        in_passes(lambda *_: None, monkeypatch, workers=False, steps=10, passes=1, told={"batch_size": 5, **sizes})[
+            "forks"
+        ]
+        for sizes in ({"dataset_size": 50}, {"dataset_size": 500}, {"dataset_size": None})
+    ]
+
+    assert forks == [1, 2, 2]
 
 
 @pytest.mark.parametrize("passes", [1, 2])

@@ -223,22 +223,30 @@ class Aside:
 
 
 def start_detached(
-    work: Callable[[], bytes], writing: int, *, forks: bool = False, run: str = "", first: Aside | None = None
+    work: Callable[[], bytes],
+    writing: int,
+    *,
+    forks: bool = False,
+    run: str = "",
+    first: Aside | None = None,
+    idle: bool = False,
 ) -> int:
     """Run `work` apart in a child of a child, which writes what it returns into `writing`; return its process id.
 
     What `first` is there to do is done before it, and answered at once: one child for two.
 
     The child between ends at once and is waited for here, so that no wait of the script's meets a process of ours.
-    With `forks`, `work` may fork children of its own that step apart themselves. Libraries write their caches below
-    `run`, where `settle` removes them.
+    With `forks`, `work` may fork children of its own that step apart themselves. With `idle` it gets a core only while
+    nobody else wants one. Libraries write their caches below `run`, where `settle` removes them.
     """
     caches = caches_of(run) if run else ""
     with unheard(), raised_behind():
-        return _start_detached(work, writing, caches, forks=forks, first=first)
+        return _start_detached(work, writing, caches, forks=forks, first=first, idle=idle)
 
 
-def _start_detached(work: Callable[[], bytes], writing: int, caches: str, *, forks: bool, first: Aside | None) -> int:
+def _start_detached(
+    work: Callable[[], bytes], writing: int, caches: str, *, forks: bool, first: Aside | None, idle: bool
+) -> int:
     told, telling = os.pipe()
     try:
         with _unwarned():
@@ -257,11 +265,13 @@ def _start_detached(work: Callable[[], bytes], writing: int, caches: str, *, for
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
                 signal.alarm(TIMEOUT_S)
-                os.nice(10)  # some take a second of CPU, beside steps that are recorded
+                os.nice(10)  # beside steps that are recorded
                 keep = (writing,) if first is None else (writing, first.writing)
                 step_apart("end at writes", keep=keep, forks=forks, caches=caches)
                 if first is not None:
                     first.answer()
+                if idle:
+                    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
                 answer = work()
                 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
                 os.write(writing, answer)

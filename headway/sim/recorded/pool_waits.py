@@ -45,7 +45,7 @@ MARKED = 2
 
 SPINS = 2 / 3
 """Weight of the case that threads beside the training thread only waited: on two cores of one host four convolutional
-nets took 1.07, 1.08, 1.20 and 1.26 times as long on one thread as on two (docs/promise.md), small layers 1.0."""
+nets took 1.07, 1.08, 1.20 and 1.26 times as long on one thread as on two (docs/few-cores.md), small layers 1.0."""
 
 TIMED = (1.25, 0.8)
 """What a step on one thread takes of what a child timed beside the training: most, least."""
