@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from headway.core.machine.apart import RUN_CACHES
 from headway.core.machine.child import start_detached
 from headway.core.tables import resolved
-from headway.core.units import GIB, format_bytes
+from headway.core.units import GIB, NS_PER_S, format_bytes
 from headway.runtime.host.device import in_use
 from headway.runtime.recorder.probes import OWN_NS, RECORDING, Args, Kwargs, Probes, now, write_json
 from headway.runtime.script.compute_facts import call_facts
@@ -38,6 +38,9 @@ NAME = "rehearsal.flops"
 
 MOST_MODELS = 8
 """Models of a run whose calls are counted."""
+
+BUSY = 0.5
+"""Share of its time that a child has a core for while it counts as beside the steps."""
 
 MOST_RESIDENT_BYTES = 8 * GIB
 """A fork copies the tables of the pages that a process has: 20 ms for so many bytes."""
@@ -72,7 +75,7 @@ def _count(probes: Probes, model: int, module: Module, args: Args, kwargs: Kwarg
             probes.forwarding[0] = True  # what is called here is no call of the script's
             sys.modules["torch"].set_num_threads(1)
             counted = resolved(function)(module, args, kwargs)
-            return json.dumps({**facts, **counted, "ended_ns": now()}).encode()
+            return json.dumps({**facts, **counted, "ended_ns": _beside_until_ns(start)}).encode()
 
         with probes.rereadings.aside() if probes.rereadings is not None else nullcontext() as first:
             start_detached(work, descriptor, run=probes.run, first=first, idle=True)
@@ -80,6 +83,12 @@ def _count(probes: Probes, model: int, module: Module, args: Args, kwargs: Kwarg
         os.close(descriptor)
     if now() - start >= OWN_NS:
         probes.emit(RECORDING, start, now() - start)
+
+
+def _beside_until_ns(start_ns: int) -> int:
+    """Return until when this child, at its end, counts as beside the steps: one without a core holds nobody up."""
+    cpu_s = sum(os.times()[:4])
+    return min(now(), start_ns + round(cpu_s / BUSY * NS_PER_S))
 
 
 # Asks, in a child of the recorded process, what remedies would say of a loader, when its first iterator is made.
@@ -109,7 +118,7 @@ def begin(probes: Probes, group: int, loader: Any) -> None:
         return
     if in_use():  # what was forked then could not use the device
         return
-    folder = f"{probes.run}/loaders"
+    start, folder = now(), f"{probes.run}/loaders"
     os.makedirs(folder, exist_ok=True)
     descriptor = os.open(f"{folder}/r0-t{group}.json", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     try:
@@ -117,7 +126,7 @@ def begin(probes: Probes, group: int, loader: Any) -> None:
 
         def work() -> bytes:
             rehearsal = resolved(function)(loader)
-            return json.dumps({group: {"rehearsal": {**rehearsal, "ended_ns": now()}}}).encode()
+            return json.dumps({group: {"rehearsal": {**rehearsal, "ended_ns": _beside_until_ns(start)}}}).encode()
 
         start_detached(work, descriptor, forks=True, run=probes.run, idle=True)
     finally:
