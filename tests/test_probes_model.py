@@ -143,6 +143,19 @@ def test_cpu_time_between_forwards_is_read_once_long_times_were_seen_there(tmp_p
     assert read == [False] * 5 + [True] + [False, True, True]
 
 
+def test_a_model_is_described_as_it_trains_and_not_as_a_constructor_or_an_evaluation_calls_it(tmp_path):
+    with recording(tmp_path) as session:
+        model = model_of()
+        model[0](torch.zeros(1, 4))  # as a constructor asks for shapes
+        with torch.no_grad():
+            model(torch.zeros(2, 4))
+        for _ in range(2):
+            model(torch.ones(7, 4)).sum().backward()
+        rows = session.probes.tables["compute"]["models"]
+
+    assert [(row["name"], row["num_elements"], row["batch_size"]) for row in rows] == [("Sequential", 25, 7)]
+
+
 def test_a_forward_that_fails_leaves_the_next_one_recorded(tmp_path):
     with recording(tmp_path):
         model = model_of()

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from time import thread_time_ns
 from typing import TYPE_CHECKING, Any
 
-from headway.runtime.recorder.probes import Probes, now
-from headway.runtime.recorder.rehearsals import count
+from headway.runtime.recorder.probes import Args, Kwargs, Probes, now
+from headway.runtime.recorder.rehearsals import MOST_MODELS, count
 from headway.runtime.recorder.timers import hidden, out_of_compiler
 from headway.runtime.script.compute_facts import model_facts, note, parameters_of, unseen
 from headway.runtime.script.gradients import FORWARD as BY_FORWARD
@@ -92,6 +92,33 @@ def first_trainable(module: Any) -> Any:
     return next((parameter for parameter in parameters_of(module) if parameter.requires_grad), None)
 
 
+class Firsts:
+    """The first calls of each model, which describe it, and whose operations are counted.
+
+    Calls with gradients before the first backward may be others than those that train: a layer alone, with zeros, as
+    a constructor asks for shapes.
+    """
+
+    def __init__(self, probes: Probes) -> None:
+        self.levels: dict[int, int] = {}
+        """Model -> 0: it was called without gradients; 1: with them; 2: in training mode as well."""
+        self._probes = probes
+        self._rows: dict[int, dict[str, object]] = {}
+        self._num_counted = 0
+
+    def note(self, model: int, module: Module, args: Args, kwargs: Kwargs, *, learns: bool) -> None:
+        """Note what a call says of its model, what acted once acts; with gradients, count its operations."""
+        is_counted = self.levels.get(model, 0) > 0
+        self.levels[model] = learns + (learns and module.training)
+        row = self._rows.setdefault(model, {})
+        acted = row.get("acts")
+        note(self._probes.tables.setdefault("compute", {}), "models", functools.partial(model_facts, module, args), row)
+        row["acts"] = acted or row.get("acts", False)
+        if learns and (is_counted or self._num_counted < MOST_MODELS):
+            self._num_counted += not is_counted
+            count(self._probes, model, module, args, kwargs)
+
+
 def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., Any]:
     """Wrap `Module.__call__`: how long the outermost call takes on the training thread, and what it is for."""
     import torch
@@ -104,7 +131,8 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
     # from computing between two forwards of a step. A system call, for scripts that were seen to have long times there.
     ended_ns, cpu_ended, asks_cpu = 0, -1, False
     numbers, parameters, direct, ident = models.numbers, models.parameters, calls_directly(original), _thread.get_ident
-    counted: dict[int, bool] = {}  # model -> whether the call whose operations were counted was in training mode
+    firsts = Firsts(probes)
+    levels = firsts.levels
     is_grad_enabled, traced, compiled = torch.is_grad_enabled, torch._C._get_tracing_state, torch.compiler.is_compiling
     probes.outer_call.plain = lambda module, args, kwargs: original(module, *args, **kwargs)
     probes.outer_call.compose()
@@ -137,8 +165,8 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
         try:
             duration, learns = now() - start, is_grad_enabled()
             model = numbers.get(id(self), -2)
-            if model == -2 and (model := models.add(self)) >= 0:
-                note(probes.tables.setdefault("compute", {}), "models", functools.partial(model_facts, self, args))
+            if model == -2:
+                model = models.add(self)
             before = last[0]
             last[0] = (start, duration, model, learns + 2 * self.training, between) if learns else None
             if before is not None:
@@ -159,9 +187,8 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
                 if gap.asks[0]:
                     gap.note_loop()
                 probes.advance(BY_FORWARD)
-            if learns and model >= 0 and counted.get(model, -1) < self.training:
-                counted[model] = self.training
-                count(probes, model, self, args, kwargs)
+            if model >= 0 and (begun[0] or not learns) and levels.get(model, -1) < learns + (learns and self.training):
+                firsts.note(model, self, args, kwargs, learns=learns)
         except Exception as cause:
             probes.failed("forward", cause)
         return result
@@ -169,8 +196,7 @@ def module_call(original: Callable[..., Any], probes: Probes) -> Callable[..., A
     hidden(outermost)
     for function in (outermost, models.add, gap.note_forward, gap.note_loop, probes.advance, gradients.inferred):
         out_of_compiler(function)
-    out_of_compiler(count, callees=True)
-    out_of_compiler(note, callees=True)  # what it reads of tensors would be graphs of its own
+    out_of_compiler(Firsts.note, callees=True)  # what it reads of tensors would be graphs of its own
     return out_of_compiler(_entry(original, outermost, forwarding))
 
 

@@ -187,12 +187,18 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def note(compute: dict[str, object], name: str, facts: Callable[[], Row]) -> None:
-    """Add what `facts` returns to the rank's table `compute`; what cannot be read is left out."""
+def note(compute: dict[str, object], name: str, facts: Callable[[], Row], row: Row | None = None) -> None:
+    """Add what `facts` returns to the rank's table `compute`, or bring a `row` of it up to date.
+
+    What cannot be read is left out.
+    """
+    row = {} if row is None else row
     with suppress_own():
         rows = compute.setdefault(name, [])
-        if isinstance(rows, list) and len(rows) < MOST:
-            rows.append(facts())
+        if isinstance(rows, list) and (row or len(rows) < MOST):
+            is_new = not row
+            row.update(facts())
+            rows += [row] if is_new else []
 
 
 def note_settings(compute: dict[str, object]) -> None:
