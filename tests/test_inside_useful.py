@@ -7,11 +7,11 @@ import torch
 from msgspec import structs
 
 from headway.compute.causes import causes as causes_by_hand
-from headway.compute.torch_calls import padding_share
 from headway.compute.torch_flops import counted
 from headway.compute.torch_rehearsal import rehearse
 from headway.core.machine.host_load import HostLoad
 from headway.ledger.cause import SampledLine
+from headway.runtime.script.batches import padding_share
 from headway.runtime.script.compute_facts import model_facts
 from headway.trace.rings.rank_tables import CallFlops, ComputeFacts, ModelFacts, OptimizerFacts, Rehearsed
 from headway.why.explanation import explain
@@ -195,13 +195,23 @@ def padded_rows(lengths, filler=0, left=False, size=64):
     [
         (padded_rows([64, 16, 16, 32]), 0.5),
         (padded_rows([64, 16, 16, 32], filler=1, left=True), 0.5),
-        ((padded_rows([64, 16, 16, 32]) > 0).int(), 0.5),
+        ((padded_rows([64, 16, 48, 64]) > 0).int(), 0.25),
+        (torch.ones(4, 64, dtype=torch.int64), 0.0),
         (padded_rows([64, 64, 64, 64]), 0.0),
         (padded_rows([64, 16, 16, 32]).float(), 0.0),
         (padded_rows([6, 2], size=7), 0.0),
         (padded_rows([64, 16]) + torch.tensor([[0], [3]]) * torch.arange(64), 0.0),
     ],
-    ids=["at the end", "at the begin", "a mask", "none", "numbers that are not whole", "short rows", "no filler"],
+    ids=[
+        "at the end",
+        "at the begin",
+        "a mask",
+        "a full mask",
+        "none",
+        "numbers that are not whole",
+        "short rows",
+        "no filler",
+    ],
 )
 def test_padding_is_what_fills_rows_of_whole_numbers_up(rows, share):
     assert padding_share([torch.ones(3, 3), rows]) == pytest.approx(share, abs=0.02)
@@ -213,6 +223,15 @@ def test_much_padding_is_a_cause_that_changes_batches():
 
     assert cause.lost_device_s == pytest.approx(40 * 0.1 / 2, rel=0.1)
     assert not list(causes_by_hand(run_of(CallFlops(name="Net", flops=1000, padded=0.2))))
+
+
+def test_padding_is_that_of_the_batches_that_were_watched():
+    ledger = run_of(CallFlops(name="Net", flops=1000, padded=0.6))
+    compute = structs.replace(ledger.facts.compute, padding=(0.3, 0.5, 0.4, 0.4))
+    [cause] = [*causes_by_hand(replace(ledger, facts=structs.replace(ledger.facts, compute=compute)))]
+
+    assert cause.lost_device_s == pytest.approx(40 * 0.1 * 0.4, rel=0.1)
+    assert cause.evidence == "40 % of the positions of 4 batches of Net (30 % to 50 %) fill short examples up"
 
 
 def test_cores_that_stay_free_are_a_cause_where_operators_are_large_enough_to_share():

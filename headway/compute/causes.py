@@ -10,6 +10,7 @@ Of most of them only a bound is known: `at_most`.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -58,7 +59,7 @@ MANY_IN_LOOPS = 200
 NEARLY_ALL = 0.98
 """Of the steps' time, what loops can be believed to take."""
 
-PADDED = 0.3
+PADDED, FEWEST_PADDED = 0.3, 4
 """Share of a batch's positions from which on padding is worth a word: what changes batches changes training."""
 
 SPARSE = 0.1
@@ -196,17 +197,24 @@ def _dense_rows(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
 
 def _padding(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:
     """Yield that a model computes on positions that fill short examples up to the length of long ones."""
-    if len(compute.calls) != 1 or compute.calls[0].padded < PADDED:
+    if len(compute.calls) != 1:
         return
-    [call] = compute.calls
+    [call], shares = compute.calls, compute.padding
+    padded = statistics.mean(shares) if len(shares) >= FEWEST_PADDED else call.padded
+    if padded < PADDED:
+        return
     inside_s = booked_s(ledger, *INSIDE)
-    share = _of_steps(ledger, call.padded * inside_s)
-    evidence = f"{format_fraction(call.padded, 0)} of the positions of the first batch of {call.name} fill short "
-    evidence += "examples up; others may have more or fewer"
+    share = _of_steps(ledger, padded * inside_s)
+    evidence = f"{format_fraction(padded, 0)} of the positions of "
+    if len(shares) >= FEWEST_PADDED:
+        ends = " to ".join(format_fraction(end, 0) for end in (min(shares), max(shares)))
+        evidence += f"{len(shares)} batches of {call.name} ({ends}) fill short examples up"
+    else:
+        evidence += f"the first batch of {call.name} fill short examples up; others may have more or fewer"
     fix = "batch examples of like length (sort within a few batches, shuffle the batches), pad to the longest of each "
     fix += "batch, or pack them (nn.utils.rnn.pack_padded_sequence, nested tensors): batches are others then"
     gain = 1 / (1 - min(share, MOST))
-    yield Cause("compute.padding", call.name, call.padded * inside_s, evidence, fix, gain, (1.0, gain), at_most=True)
+    yield Cause("compute.padding", call.name, padded * inside_s, evidence, fix, gain, (1.0, gain), at_most=True)
 
 
 def _repeated(ledger: Ledger, compute: ComputeFacts) -> Iterator[Cause]:

@@ -17,7 +17,7 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, cast
 
@@ -28,9 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from headway.compute.torch_flops import CallCount, counted
 from headway.compute.torch_rehearsal import Spared, rehearse
-
-SHORTEST_ROW, ALIKE = 8, 0.9
-"""Positions of the shortest rows that may be padded, and how many of those that seem to be end alike."""
+from headway.runtime.script.batches import padding_share
 
 META = torch.device("meta")
 
@@ -60,9 +58,8 @@ def count_call(module: torch.nn.Module, args: Args, kwargs: Mapping[str, object]
     spared = Spared()
     padded = 0.0
     with contextlib.suppress(Exception):
-        padded = padding_share(
-            [value for value in tree_leaves((args, dict(kwargs))) if isinstance(value, torch.Tensor)]
-        )
+        leaves = tree_leaves((args, dict(kwargs)))
+        padded = padding_share(value for value in leaves if isinstance(value, torch.Tensor))
     with contextlib.suppress(Exception):
         spared = Spared.of(module)
     if not os.environ.get("HEADWAY_PLAN"):  # under a plan the script computes with what was found before
@@ -108,30 +105,6 @@ def _counted(model: torch.nn.Module, args: tuple[object, ...], kwargs: Mapping[s
         module.replaced()
     vars(torch)["_dynamo"] = sys.modules["torch._dynamo"]
     return counted(model, args, kwargs)
-
-
-def padding_share(tensors: Sequence[torch.Tensor]) -> float:
-    """Return how much of the rows [batch, positions] of whole numbers on a CPU is padding: the most of any tensor.
-
-    Padding is one number that fills the ends, or the begins, of nearly all rows that end or begin with a number twice.
-
-    >>> padding_share([torch.tensor([[5, 3, 8, 2, 7, 9, 4, 6], [5, 2, 0, 0, 0, 0, 0, 0], [4, 4, 9, 0, 0, 0, 0, 0]])])
-    0.458
-    """
-    shares = [0.0]
-    for rows in tensors:
-        if rows.device.type != "cpu" or rows.is_floating_point() or rows.dim() != 2 or min(rows.shape) < 2:
-            continue
-        for side in (rows, rows.flip(1)) if rows.shape[1] >= SHORTEST_ROW else ():
-            last = side[:, -1:]
-            length = (side == last).flip(1).cumprod(1).sum(1)  # of the run of equal numbers at the end of each row
-            ends = last[length > 1]
-            if not len(ends):
-                continue
-            filler = ends.mode(0).values
-            if (ends == filler).float().mean() >= ALIKE:
-                shares.append(float((length * (last == filler)[:, 0]).sum() / rows.numel()))
-    return round(max(shares), 3)
 
 
 def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:

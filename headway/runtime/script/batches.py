@@ -18,18 +18,34 @@ from __future__ import annotations
 import ctypes
 import sys
 import zlib
+from collections.abc import Iterable
 from types import FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from headway.runtime.script.object_graph import items_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+IntMatrix = np.ndarray[tuple[int, ...], np.dtype[np.integer]]
 
 DEEPEST = 16
 """Levels of a batch that are looked into; an object may hold itself."""
 
 SHALLOW = 4
 """Levels of containers whose tensors and arrays are counted."""
+
+SHORTEST_ROW, PADDED_ALIKE = 8, 0.9
+"""Positions of the shortest rows that may be padded, and how many of those that seem to be end alike."""
+
+LONGEST_LOOK = 1 << 20
+"""Bytes of a tensor in which padding is looked for."""
+
+WHOLE: dict[str, str] = {
+    "torch.int64": "i8", "torch.int32": "i4", "torch.int16": "i2", "torch.uint8": "u1", "torch.bool": "u1",
+}  # fmt: skip
 
 FLOATS: dict[str, type[ctypes.c_float | ctypes.c_double]] = {
     "torch.float32": ctypes.c_float, "torch.float64": ctypes.c_double,
@@ -111,6 +127,51 @@ def tensor_memory(tensor: Any) -> bytes | None:
     steps = [stride * width for stride in strides]
     read: bytes = np.ndarray(sizes, f"V{width}", memory, strides=steps).tobytes()
     return read + marks
+
+
+def padding_share(tensors: Iterable[Tensor]) -> float:
+    """Return how much of the rows [batch, positions] of whole numbers on a CPU is padding: the most of any tensor.
+
+    Padding is one number that fills the ends, or the begins, of nearly all rows that end or begin with a number twice.
+
+    Of a mask it is the value with the smaller share.
+
+    >>> import torch
+    >>> padding_share([torch.tensor([[5, 3, 8, 2, 7, 9, 4, 6], [5, 2, 0, 0, 0, 0, 0, 0], [4, 4, 9, 0, 0, 0, 0, 0]])])
+    0.458
+    """
+    share = 0.0
+    for tensor in tensors:
+        dtype = WHOLE.get(str(tensor.dtype))
+        if dtype is None or tensor.dim() != 2 or tensor.nbytes > LONGEST_LOOK:
+            continue
+        memory, (count, length) = tensor_memory(tensor), tensor.shape
+        if memory is None or count < 2 or length < SHORTEST_ROW:
+            continue
+        rows = np.frombuffer(memory, dtype).reshape(count, length)
+        # Of a mask either value may stand for padding, as either end of its rows is one number again and again.
+        is_mask = len(np.unique(rows)) <= 2
+        by_filler = _padding(rows, is_mask=is_mask)
+        share = max(share, *(sorted([0.0, 0.0, *by_filler.values()])[-2:-1] if is_mask else by_filler.values()), 0.0)
+    return round(share, 3)
+
+
+def _padding(rows: IntMatrix, *, is_mask: bool) -> dict[int, float]:
+    """Return filler -> its share of the numbers, as it fills rows [batch, positions] up at one end.
+
+    A row of a mask that is one number all along has no end that would be filled up.
+    """
+    shares = dict[int, float]()
+    for side in (rows, rows[:, ::-1]):
+        differs = side[:, ::-1] != side[:, -1:]
+        num_equal = np.where(
+            differs.any(axis=1), differs.argmax(axis=1), 0 if is_mask else rows.shape[1]
+        )  # alike at a row's end
+        fillers, counts = np.unique(side[num_equal > 1, -1], return_counts=True)
+        if counts.size and counts.max() >= PADDED_ALIKE * counts.sum():
+            filler = int(fillers[counts.argmax()])
+            shares[filler] = max(shares.get(filler, 0.0), float(num_equal[side[:, -1] == filler].sum() / rows.size))
+    return shares
 
 
 def _sparse(tensor: Any) -> list[Any] | None:

@@ -50,6 +50,9 @@ FROM, MOST = 16, 64
 LATER = 1 << 40
 """Updates until a listener is called again that has nothing more to do."""
 
+MOST_PADDED = 16
+"""Calls with gradients in whose arguments padding is looked for."""
+
 LARGEST = 1 << 20
 """Bytes of a parameter that is compared with what it was."""
 
@@ -146,6 +149,7 @@ class GradientUses:
         self._compute: dict[str, object] = {}
         self._is_inside = False
         self._repeats: Row = {}
+        self._padding: list[float] = []
         self._since_ns = 0
         self._batch: list[Callable[[], Tensor | None]] = []
         self._frozen: dict[int, _Frozen] = {}
@@ -204,6 +208,7 @@ class GradientUses:
             self._groups.append(group)
         self._repeats = dict.fromkeys(("calls", "repeated", "repeated_ns", "learning", "same", "watched_ns"), 0)
         self._since_ns, self._compute = time.perf_counter_ns(), compute
+        compute["padding"] = self._padding
         self.on[0] = bool(self._groups)
 
     @_unseen
@@ -248,6 +253,8 @@ class GradientUses:
             calls = self._calls.setdefault(model, [0, 0])
             calls[0] += 1
             calls[1] += any(value.requires_grad for value in tensors)
+            if len(self._padding) < MOST_PADDED:
+                self._padding.append(_padding_share(tensors))
         if not tensors:
             return
         self._repeats["calls"] += 1
@@ -378,6 +385,12 @@ def _bytes(value: Tensor) -> bytes | None:
     from headway.runtime.script.batches import tensor_memory  # it loads numpy, which few processes need
 
     return tensor_memory(value) if value.nbytes <= LARGEST else None
+
+
+def _padding_share(tensors: list[Tensor]) -> float:
+    from headway.runtime.script.batches import padding_share  # the same
+
+    return padding_share(tensors)
 
 
 def _is_hooked(parameter: Parameter) -> bool:

@@ -205,6 +205,8 @@ class ComputeFacts(msgspec.Struct, frozen=True, kw_only=True):
     """One for each model that was called in training."""
     gradient_uses: tuple[GradientUse, ...] = ()
     repeats: Repeats = Repeats()
+    padding: tuple[float, ...] = ()
+    """Share of padding in each of the first calls of models that are watched, with gradients."""
     frozen: tuple[FrozenCalls, ...] = ()
     """Those whose parameters stayed what they were."""
 
