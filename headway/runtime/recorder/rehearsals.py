@@ -43,7 +43,7 @@ BUSY = 0.5
 """Share of its time that a child has a core for while it counts as beside the steps."""
 
 MOST_RESIDENT_BYTES = 8 * GIB
-"""A fork copies the tables of the pages that a process has: 20 ms for so many bytes."""
+"""A fork copies the tables of the pages that a process has: 20 ms for a GB."""
 
 
 def count(probes: Probes, model: int, module: Module, args: Args, kwargs: Kwargs) -> None:
