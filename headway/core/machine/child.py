@@ -189,8 +189,8 @@ def _answers(reading: int, pid: int, timeout_s: float) -> bool:
 
 # Children of a child that ends at once: they work in the background, and this process need not wait for them.
 
-TIMEOUT_S = 60
-"""Seconds that a child has; it ends itself. Beside training that wants all cores it gets a tenth of one."""
+TIMEOUT_S, LATE_TIMEOUT_S = 60, 300
+"""Seconds that a child has, and one whose work may be late; it ends itself."""
 
 
 def detached(work: Callable[[], bytes], run: str = "") -> tuple[int, int]:
@@ -229,23 +229,24 @@ def start_detached(
     forks: bool = False,
     run: str = "",
     first: Aside | None = None,
-    idle: bool = False,
+    late: bool = False,
 ) -> int:
     """Run `work` apart in a child of a child, which writes what it returns into `writing`; return its process id.
 
     What `first` is there to do is done before it, and answered at once: one child for two.
 
     The child between ends at once and is waited for here, so that no wait of the script's meets a process of ours.
-    With `forks`, `work` may fork children of its own that step apart themselves. With `idle` it gets a core only while
-    nobody else wants one. Libraries write their caches below `run`, where `settle` removes them.
+    With `forks`, `work` may fork children of its own that step apart themselves. Of a core that others want it gets a
+    tenth, `late` work a sixtieth: that may take minutes, and gets a tenth as well where threads wait for cores already.
+    Libraries write their caches below `run`, where `settle` removes them.
     """
     caches = caches_of(run) if run else ""
     with unheard(), raised_behind():
-        return _start_detached(work, writing, caches, forks=forks, first=first, idle=idle)
+        return _start_detached(work, writing, caches, forks=forks, first=first, late=late)
 
 
 def _start_detached(
-    work: Callable[[], bytes], writing: int, caches: str, *, forks: bool, first: Aside | None, idle: bool
+    work: Callable[[], bytes], writing: int, caches: str, *, forks: bool, first: Aside | None, late: bool
 ) -> int:
     told, telling = os.pipe()
     try:
@@ -270,8 +271,9 @@ def _start_detached(
                 step_apart("end at writes", keep=keep, forks=forks, caches=caches)
                 if first is not None:
                     first.answer()
-                if idle:
-                    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+                if late:
+                    signal.alarm(LATE_TIMEOUT_S)
+                    os.nice(0 if _is_crowded() else 9)
                 answer = work()
                 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
                 os.write(writing, answer)
@@ -284,6 +286,13 @@ def _start_detached(
         return int(os.read(told, 20) or 0)
     finally:
         os.close(told)
+
+
+def _is_crowded() -> bool:
+    """Whether more threads want a core than there are cores, this one left out; False where nobody says."""
+    with contextlib.suppress(OSError), open("/proc/loadavg", encoding="ascii") as file:
+        return int(file.read().split()[3].partition("/")[0]) > (os.cpu_count() or 1) + 1
+    return False
 
 
 def end_detached(pid: int) -> None:

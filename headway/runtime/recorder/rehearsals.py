@@ -2,8 +2,8 @@
 
 Which functions rehearse and count is not known here: HEADWAY_REMEDIES names them, the counting one under `NAME`. The
 children live alike: what one finds stands in its file (RUN/flops/r<rank>-m<model>.json for a model), whose lock it
-holds until then. Each computes for up to 2 s, on a core that nobody else wants: beside the threads of an operator,
-which wait for each other, it would hold both up.
+holds until then. The one of a model computes for up to 2 s, and may be late: beside the threads of an operator, which
+wait for each other, it would hold both up.
 
     rank       model(x) --fork--> backward, update, steps ...
     child               `-- empties the model, counts ------ writes, ends (lock released)
@@ -78,7 +78,7 @@ def _count(probes: Probes, model: int, module: Module, args: Args, kwargs: Kwarg
             return json.dumps({**facts, **counted, "ended_ns": _beside_until_ns(start)}).encode()
 
         with probes.rereadings.aside() if probes.rereadings is not None else nullcontext() as first:
-            start_detached(work, descriptor, run=probes.run, first=first, idle=True)
+            start_detached(work, descriptor, run=probes.run, first=first, late=True)
     finally:
         os.close(descriptor)
     if now() - start >= OWN_NS:
@@ -128,7 +128,7 @@ def begin(probes: Probes, group: int, loader: Any) -> None:
             rehearsal = resolved(function)(loader)
             return json.dumps({group: {"rehearsal": {**rehearsal, "ended_ns": _beside_until_ns(start)}}}).encode()
 
-        start_detached(work, descriptor, forks=True, run=probes.run, idle=True)
+        start_detached(work, descriptor, forks=True, run=probes.run)
     finally:
         os.close(descriptor)
 
