@@ -27,6 +27,10 @@ def group_of(*scripts: str) -> Group:
     return group
 
 
+WAIT = "for _ in range(1200): time.sleep(0.05)"
+"""Python does not see a signal that arrives right before its sleep begins until that has ended."""
+
+
 def test_a_group_that_is_overdue_is_stopped_and_says_so():
     group = group_of("time.sleep(60)", "time.sleep(60)")
     group.overdue = lambda: True
@@ -72,7 +76,7 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_its_grace():
 
 def test_user_signals_are_handed_on_and_stop_nothing():
     with Signals() as signals:
-        group = group_of("signal.signal(10, lambda *_: sys.exit(0)); os.kill(os.getppid(), 10); time.sleep(60)")
+        group = group_of(f"signal.signal(10, lambda *_: sys.exit(0)); os.kill(os.getppid(), 10)\n{WAIT}")
         group.wait(signals, grace_s=1.0)
 
     assert group.ranks[0].code == 0
@@ -81,7 +85,7 @@ def test_user_signals_are_handed_on_and_stop_nothing():
 
 @pytest.mark.parametrize(("number", "preempted"), [(signal.SIGTERM, True), (signal.SIGINT, False)])
 def test_a_stop_signal_is_forwarded_as_it_came(number, preempted):
-    code = f"signal.signal({int(number)}, lambda *_: sys.exit(5)); os.kill(os.getppid(), {int(number)}); time.sleep(60)"
+    code = f"signal.signal({int(number)}, lambda *_: sys.exit(5)); os.kill(os.getppid(), {int(number)})\n{WAIT}"
     with Signals() as signals:  # before the rank, which may be quick
         group = group_of(code)
         group.wait(signals, grace_s=30.0)
